@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from fastdp.accounting import Ledger
+from fastdp.distributed.ranks import Ranks, alone
 from fastdp.engine.engine import Engine
 from fastdp.engine.policy import Policy
-from fastdp.engine.ranks import Ranks, alone
 from fastdp.methods.dpsgd import DPSGD
 from fastdp.ops.stream import ROUNDS, NoiseStream
 from fastdp.private.checks import (

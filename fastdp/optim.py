@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-import fastdp.engine.pieces as pieces
+import fastdp.distributed.pieces as pieces
 import fastdp.ops as ops
 from fastdp.engine.axes import RankOne
 from fastdp.entry import make_private

@@ -6,7 +6,19 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 #: Lowest first; whatever is not named here is a program and stands above them all.
 FLOORS = (
-    {"_native", "distribution", "files", "kernels", "locks", "ops", "tls", "tls_proxy", "untrusted", "validate"},
+    {
+        "_native",
+        "distributed",
+        "distribution",
+        "files",
+        "kernels",
+        "locks",
+        "ops",
+        "tls",
+        "tls_proxy",
+        "untrusted",
+        "validate",
+    },
     {"accounting", "engine"},
     {"verify"},
     {"private"},

@@ -9,13 +9,13 @@ import torch
 
 import fastdp.engine.norms as sinks
 import fastdp.ops as ops
+from fastdp.distributed.ranks import Ranks
+from fastdp.distributed.shards import Whole
 from fastdp.engine.axes import Scaled
 from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.layout import Layout
 from fastdp.engine.norms import Batch, Entry, NormSink
 from fastdp.engine.policy import Policy
-from fastdp.engine.ranks import Ranks
-from fastdp.engine.shards import Whole
 from fastdp.engine.sums import Sums, SumSink
 from fastdp.engine.uses import Sink
 

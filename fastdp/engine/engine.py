@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fastdp.distributed.pieces import is_cut
+from fastdp.distributed.ranks import ONE, RankLost, Ranks
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import Call, as_long_as
 from fastdp.engine.errors import SelfCheckError, Unseen
@@ -17,9 +19,7 @@ from fastdp.engine.graphs import Graphs
 from fastdp.engine.known import wrong_rows
 from fastdp.engine.layout import Ticket
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
-from fastdp.engine.pieces import is_cut
 from fastdp.engine.policy import Policy
-from fastdp.engine.ranks import ONE, RankLost, Ranks
 from fastdp.engine.routing import Routing
 
 

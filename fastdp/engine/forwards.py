@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from fastdp.distributed.shards import Whole
 from fastdp.engine.intercept import Held, PlainHeads, UseMode, called
 from fastdp.engine.reads import Reads
-from fastdp.engine.shards import Whole
 
 
 class _Forward:

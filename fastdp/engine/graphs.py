@@ -19,13 +19,13 @@ import torch
 import torch.utils.checkpoint as checkpoint
 
 import fastdp.engine.boundary as boundary
+from fastdp.distributed.pieces import writes
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import Call, everything, leaves, map_tensors
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.logits import Logits
 from fastdp.engine.passes import Pass, Passes
-from fastdp.engine.pieces import writes
 from fastdp.engine.policy import Policy
 from fastdp.engine.uses import Tap
 from fastdp.ops.placed import keeping

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from fastdp.distributed.ranks import Ranks
+from fastdp.distributed.shards import weights_of
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import Call, as_long_as, map_tensors
 from fastdp.engine.boundary import (
@@ -33,9 +35,7 @@ from fastdp.engine.losses import LossTerms, combine, intercepted, masked_mean
 from fastdp.engine.one_example import merged, run_alone, single_rows, starts
 from fastdp.engine.policy import Policy, Unclipped
 from fastdp.engine.randomness import BufferSnapshot, devices, rng_state, seed_from_os, unchanged
-from fastdp.engine.ranks import Ranks
 from fastdp.engine.reads import Reads
-from fastdp.engine.shards import weights_of
 from fastdp.engine.trace import Trace
 from fastdp.engine.uses import Tap, differentiate
 

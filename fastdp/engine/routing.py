@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from fastdp.distributed.ranks import RankLost, Ranks
 from fastdp.engine.batches import Call
 from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse
 from fastdp.engine.known import Known
 from fastdp.engine.layout import Ticket
 from fastdp.engine.modes import refuse_mixing
 from fastdp.engine.passes import ORDINARY, Pass, Passes
-from fastdp.engine.ranks import RankLost, Ranks
 from fastdp.engine.trace import Tracer
 
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 import fastdp.ops as ops
+from fastdp.distributed.shards import Whole
 from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.factors import Factors, PerUnit, scale
 from fastdp.engine.layout import Layout
 from fastdp.engine.policy import Policy
-from fastdp.engine.shards import Whole
 from fastdp.ops.placed import sent
 
 

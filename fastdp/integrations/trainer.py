@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
 import fastdp.files as files
-from fastdp.engine.ranks import Ranks
+from fastdp.distributed.ranks import Ranks
 from fastdp.entry import make_private
 from fastdp.private.publish import upload
 from fastdp.private.run import Criterion, Private

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-import fastdp.engine.pieces as pieces
+import fastdp.distributed.pieces as pieces
 import fastdp.ops as ops
 from fastdp.engine.axes import RankOne
 from fastdp.engine.policy import Policy

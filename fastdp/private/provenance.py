@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from fastdp.accounting.ledger import Ledger
-from fastdp.engine.pieces import is_cut, piece
+from fastdp.distributed.pieces import is_cut, piece
 from fastdp.verify.state import StateCheck
 
 #: Columns of the table in which bits are added up.

@@ -8,11 +8,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-import fastdp.engine.pieces as pieces
+import fastdp.distributed.pieces as pieces
 import fastdp.ops as ops
+from fastdp.distributed.ranks import Ranks
 from fastdp.engine.axes import RankOne
 from fastdp.engine.policy import Policy
-from fastdp.engine.ranks import Ranks
 from fastdp.ops.stream import NoiseStream
 
 

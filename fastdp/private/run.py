@@ -15,11 +15,11 @@ import torch
 import fastdp.accounting as accounting
 import fastdp.private.prove as proving
 from fastdp.accounting.ledger import STEP
+from fastdp.distributed.pieces import is_cut, whole
+from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.engine.bounds import among_units_in_words
 from fastdp.engine.engine import Engine
-from fastdp.engine.pieces import is_cut, whole
 from fastdp.engine.policy import Policy
-from fastdp.engine.ranks import ONE, Ranks
 from fastdp.ops.grid import DISTANCE
 from fastdp.private.criterion import Criterion, mean_of_rows
 from fastdp.private.loader import PrivateLoader

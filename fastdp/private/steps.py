@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 
 from fastdp.accounting.ledger import Ledger
+from fastdp.distributed.pieces import writes
+from fastdp.distributed.ranks import Ranks
 from fastdp.engine.batches import tensors
 from fastdp.engine.garbage import put_off
-from fastdp.engine.pieces import writes
 from fastdp.engine.policy import Policy
-from fastdp.engine.ranks import Ranks
 from fastdp.private.observer import Observer
 from fastdp.private.parts import Part, noised_fraction
 from fastdp.private.plan import Plan

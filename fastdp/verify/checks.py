@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fastdp.distributed.ranks import Ranks
 from fastdp.engine.batches import Call, as_long_as, leaves, take_rows, tensors
 from fastdp.engine.collation import Collation
 from fastdp.engine.errors import UnsupportedUse
@@ -16,7 +17,6 @@ from fastdp.engine.follow import FollowInto
 from fastdp.engine.layout import Ticket
 from fastdp.engine.modes import refuse_mixing
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
-from fastdp.engine.ranks import Ranks
 from fastdp.engine.routing import Routing
 from fastdp.verify.definition import check_alone, check_companions, check_definition, check_packed
 from fastdp.verify.engine_check import check_engine

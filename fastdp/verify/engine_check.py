@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from fastdp.distributed.shards import norm
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import Call
 from fastdp.engine.boundary import differentiable, require_loss
@@ -19,7 +20,6 @@ from fastdp.engine.layout import Ticket
 from fastdp.engine.passes import Passes, repeatable
 from fastdp.engine.policy import Policy
 from fastdp.engine.randomness import preserve_rng
-from fastdp.engine.shards import norm
 from fastdp.engine.uses import uncast
 from fastdp.verify.definition import coupled
 from fastdp.verify.probe import Probe, seeds_for

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from fastdp.distributed.pieces import is_cut, writes
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.pieces import is_cut, writes
 from fastdp.engine.randomness import BufferSnapshot, version
 
 _TRAINED = operator.attrgetter("requires_grad")

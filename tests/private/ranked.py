@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fastdp
-from fastdp.engine import pieces
+from fastdp.distributed import pieces
 from fastdp.methods.rapft import NoisyMap, PublicMap
 from fastdp.private.preparation import Findings, Outcome
 from tests.engine.models import build
@@ -308,8 +308,8 @@ def killed(
     moment: str, rank: int, size: int, folder: Path, *, model: nn.Module | None = None, name: str | None = None
 ) -> dict[str, Any]:
     """Rank 1 ends at a given moment of the third release; what the others see, and how fast."""
+    from fastdp.distributed.shards import Sharded
     from fastdp.engine.accumulator import Accumulator
-    from fastdp.engine.shards import Sharded
     from fastdp.private.release import Books
 
     place = folder / (name or moment)

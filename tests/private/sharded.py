@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 
 import fastdp
 from fastdp.accounting import BudgetExceeded
-from fastdp.engine import pieces
+from fastdp.distributed import pieces
+from fastdp.distributed.ranks import Ranks
 from fastdp.engine.policy import Policy
-from fastdp.engine.ranks import Ranks
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.release import Release
 from tests.engine.models import build

@@ -32,7 +32,7 @@ FALSE_ALARM = 1e-9
 #: Moments at which a rank is killed that has pieces.
 IN_PIECES = [f"{moment}, of pieces" for moment in MOMENTS]
 Found = Mapping[str, Any]
-#: Older ones are refused by `fastdp.engine.shards`, in a sentence; `make minimum` runs the other tests with one.
+#: Older ones are refused by `fastdp.distributed.shards`, in a sentence; `make minimum` runs the other tests with one.
 in_pieces = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_custom_all_gather"), reason="weights in pieces need torch 2.13 or later"
 )

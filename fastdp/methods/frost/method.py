@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import fastdp.accounting as accounting
-import fastdp.engine.pieces as pieces
+import fastdp.distributed.pieces as pieces
 from fastdp.engine.policy import Policy
 from fastdp.methods.frost.accumulate import MagnitudeAccumulator
 from fastdp.methods.frost.magnitudes import Kind, Magnitude

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-import fastdp.engine.pieces as pieces
+import fastdp.distributed.pieces as pieces
 import fastdp.ops as ops
+from fastdp.distributed.shards import Whole
 from fastdp.engine.batches import as_long_as, take_rows, tensors
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.factors import Factors
@@ -17,7 +18,6 @@ from fastdp.engine.intercept import Reads
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.modes import in_mode
 from fastdp.engine.rows import Met
-from fastdp.engine.shards import Whole
 from fastdp.engine.trace import Key, Tracer
 from fastdp.engine.uses import Tap
 from fastdp.methods.rapft.initialisation import Initialisation, one_hot

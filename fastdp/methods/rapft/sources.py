@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-import fastdp.engine.pieces as pieces
+import fastdp.distributed.pieces as pieces
 from fastdp.methods.public import PublicText, described
 from fastdp.methods.rapft.axes import Moments, gradient_moments
 from fastdp.methods.rapft.relevance import Map, Propagator

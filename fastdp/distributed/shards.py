@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fastdp.engine import pieces
-from fastdp.engine.ranks import RankLost, Ranks, reached
+from fastdp.distributed import pieces
+from fastdp.distributed.ranks import RankLost, Ranks, reached
 
 T = TypeVar("T")
 #: What a process asks for that wants nothing more.

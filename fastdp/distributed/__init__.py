@@ -1,0 +1,1 @@
+"""Processes that train together: their ranks, tensors in pieces, and sharded parameters."""
