@@ -32,6 +32,7 @@ from fastdp.private.checks import (
     refuse_made_of_examples,
     refuse_repeats,
 )
+from fastdp.private.graphs import Graphs
 from fastdp.private.loader import PrivateLoader, batching, check_loader
 from fastdp.private.method import Method
 from fastdp.private.observer import Observer
@@ -273,7 +274,7 @@ def make_private(
                 keep_logits=keep_logits,
                 secret=not loader.reproducible,
                 isolated=isolation is not None,
-                graphs=capture,
+                graphs=Graphs if capture else None,
             )
 
         def open_access() -> Access:

@@ -96,3 +96,25 @@ def take_tokens(tree: Any, row: int, start: int, end: int, shape: tuple[int, int
         return t[row : row + 1, start:end] if tuple(t.shape[:2]) == shape else t
 
     return map_tensors(tree, take)
+
+
+def cropped(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both cut to the sizes that they share: at the end, or at the start where they agree better."""
+    sizes = [min(n, m) for n, m in zip(a.shape, b.shape)]
+    starts = [t[tuple(slice(0, n) for n in sizes)] for t in (a, b)]
+    if a.shape == b.shape:
+        return starts[0], starts[1]
+    ends = [t[tuple(slice(m - n, m) for n, m in zip(sizes, t.shape))] for t in (a, b)]
+    one, two = min(starts, ends, key=lambda pair: float((pair[0] - pair[1]).nan_to_num().abs().sum()))
+    return one, two
+
+
+def row_of(call: Call, rows: int, single: Call | None) -> int:
+    """The row of a call that holds what another call holds alone, padding aside; the first if there is none."""
+    if single is None or rows == 1:
+        return 0
+    pairs = [(t, own) for (_, t), (_, own) in zip(leaves(call), leaves(single)) if t.dim() and t.shape[0] == rows]
+    for row in range(rows):
+        if all(t.dim() == own.dim() and torch.equal(*cropped(t[row], own[0])) for t, own in pairs if own.dim()):
+            return row
+    return 0

@@ -216,3 +216,9 @@ def example_length(item: Any) -> int:
         return len(item)
     size = getattr(item, "size", 0)  # numpy's arrays
     return size if isinstance(size, int) else 0
+
+
+def largest_entry(item: Any) -> float:
+    """The largest absolute entry of an example's floating-point tensors, 0 without any."""
+    entries = [t for _, t in leaves(item) if t.is_floating_point() and t.numel()]
+    return max((float(t.detach().abs().max()) for t in entries), default=0.0)

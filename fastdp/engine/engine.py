@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 
@@ -15,12 +15,17 @@ from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import Call, as_long_as
 from fastdp.engine.errors import SelfCheckError, Unseen
 from fastdp.engine.garbage import put_off
-from fastdp.engine.graphs import Graphs
 from fastdp.engine.known import wrong_rows
 from fastdp.engine.layout import Ticket
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
 from fastdp.engine.policy import Policy
 from fastdp.engine.routing import Routing
+
+
+class Recorded(Protocol):
+    """Replays the passes of microbatches whose shapes come again."""
+
+    def forward(self, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]) -> tuple[Any, Pass] | None: ...
 
 
 class Engine(Passes):
@@ -42,7 +47,7 @@ class Engine(Passes):
         ranks: the processes that train together.
         secret: let nobody know what a training pass draws by chance (`fastdp.engine.randomness`).
         isolated: run each micro-batch, which holds one unit, as it is.
-        graphs: replays micro-batches of shapes that come again, where they may be (`fastdp.engine.graphs`).
+        graphs: makes what replays microbatches of shapes that come again (`fastdp.private.graphs`).
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class Engine(Passes):
         ranks: Ranks = ONE,
         secret: bool = False,
         isolated: bool = False,
-        graphs: bool = False,
+        graphs: Callable[[Passes, Callable[[], AbstractContextManager[None]]], Recorded] | None = None,
     ):
         super().__init__(
             model,
@@ -78,7 +83,7 @@ class Engine(Passes):
         self.ranks = ranks
         self._on_route = on_route
         self.checks = verify(self, ranks, on_route)
-        self.graphs = Graphs(self, self.checks.watching) if graphs else None
+        self.graphs = None if graphs is None else graphs(self, self.checks.watching)
         self.complete = False
         #: Whether the model has seen some of a logical batch that is not released yet.
         self.begun = False

@@ -7,7 +7,7 @@ is computed from trained parameters and no data.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -184,46 +184,3 @@ class InputGradients(Follow):
             self._found.append((out, fold))
         elif not out.is_floating_point():
             self._places.follow(func, args, kwargs, given, [out])
-
-
-class FollowInto(Follow):
-    """Notes into which tensors something is written that descends from the data, if only with a weight of zero so far.
-
-    Args:
-        inputs: the tensors that carry rows.
-        watched: by name.
-    """
-
-    def __init__(self, inputs: Iterable[torch.Tensor], watched: Mapping[str, torch.Tensor]):
-        super().__init__(inputs)
-        self._watched = dict(watched)
-        self._places = {t.untyped_storage().data_ptr(): name for name, t in watched.items() if _in_memory(t)}
-        self._written: dict[str, None] = {}
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run one operation, and see what memory it writes to."""
-        given = list(tensors((args, kwargs)))
-        own = [(t, name) for t in given if (name := self._place(t)) is not None]
-        if not own or not any(t in self.data and self._place(t) is None for t in given):
-            return func(*args, **kwargs)
-        before = [t._version for t, _ in own]
-        out = func(*args, **kwargs)
-        moved = getattr(func, "__name__", "") == "__set__"
-        self._written |= {name: None for (t, name), count in zip(own, before) if moved or t._version != count}
-        return out
-
-    def _place(self, t: torch.Tensor) -> str | None:
-        try:
-            return self._places.get(t.untyped_storage().data_ptr()) if _in_memory(t) else None
-        except NotImplementedError:
-            # Within torch.func a tensor has no memory of its own, and torch refuses to write it into one from outside.
-            return None
-
-    def reached(self, now: Mapping[str, torch.Tensor]) -> list[str]:
-        """The names of the watched tensors that were written to so, or stand now for others that were made of data."""
-        replaced = (name for name, t in now.items() if t is not self._watched.get(name) and t in self.data)
-        return [*self._written, *replaced]
-
-
-def _in_memory(t: torch.Tensor) -> bool:
-    return type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided and t.device.type != "meta"

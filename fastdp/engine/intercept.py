@@ -17,13 +17,7 @@ from fastdp.engine.reads import Reads
 from fastdp.engine.rows import Fold
 from fastdp.engine.rules import bags, convolution, norms, products, recurrent
 from fastdp.engine.rules.composite import opened
-from fastdp.engine.uses import (
-    EmbeddingUse,
-    Tap,
-    is_detach,
-    is_metadata,
-    normed,
-)
+from fastdp.engine.uses import EmbeddingUse, Tap, is_detach, is_metadata, normed
 
 
 class UseMode(TorchFunctionMode):
@@ -207,13 +201,7 @@ def _embedding(
 
 
 def _layer_norm(
-    reads: Reads,
-    tap: Tap,
-    input: Any,
-    normalized_shape: Any,
-    weight: Any = None,
-    bias: Any = None,
-    eps: float = 1e-5,
+    reads: Reads, tap: Tap, input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
     trained = (reads.is_trained(weight), reads.is_trained(bias))
     if not any(trained):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fastdp.engine.batches import Call, Path, as_long_as, leaves, tensors
+from fastdp.engine.batches import Call, as_long_as, leaves, tensors
 from fastdp.engine.errors import Unseen, UnsupportedUse
 from fastdp.engine.randomness import unchanged
 from fastdp.engine.trace import Trace, Tracer
@@ -30,20 +30,6 @@ class Known:
         self._ways: set[frozenset[Any]] = set()
         #: Whether the trace has learned something since that no pass of a whole batch was looked at for.
         self.learned = False
-        #: By place the least and the largest sizes so far, rows aside.
-        self._reach: dict[Path, tuple[list[int], list[int]]] = {}
-
-    def stretches(self, call: Call) -> bool:
-        """Whether a tensor of a call is longer, or shorter, than in all calls before; it then counts as one of them."""
-        found = False
-        for path, t in leaves(call):
-            sizes = list(t.shape[1:])
-            least, most = self._reach.get(path, (sizes, sizes))
-            if len(least) == len(sizes):
-                reach = list(map(min, least, sizes)), list(map(max, most, sizes))
-                found |= reach != (least, most)
-                self._reach[path] = reach
-        return found
 
     def new(self, first: Trace | None, call: Call, rows: int) -> bool:
         """Whether a call has tensors, or sizes, that need a look of their own."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 
 @contextmanager
@@ -41,3 +43,14 @@ def refuse_mixing(model: torch.nn.Module) -> None:
                 f"{name} is a batch normalisation, which mixes examples; replace it by group or layer norm, or freeze it: "
                 "requires_grad=False, and eval mode after each model.train()"
             )
+
+
+class LowPrecisionDetector(TorchFunctionMode):
+    """Notes whether a model computes in less than float32, as under an autocast of its own."""
+
+    found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.found |= isinstance(out, torch.Tensor) and out.is_floating_point() and out.dtype.itemsize < 4
+        return out

@@ -86,15 +86,7 @@ def _once(sizes: tuple[object, ...], find: Callable[[], _T]) -> _T:
 class NormSink(Captures):
     """Computes upper bounds of norms as captures arrive; keeps what the weighted sums will need unless a second pass follows."""
 
-    def __init__(
-        self,
-        sums: Sums,
-        layout: Layout,
-        expected: Mapping[str, int],
-        *,
-        keep: bool,
-        instances: bool = False,
-    ):
+    def __init__(self, sums: Sums, layout: Layout, expected: Mapping[str, int], *, keep: bool, instances: bool = False):
         super().__init__(sums)
         self.all_whole = instances
         self.layout = layout

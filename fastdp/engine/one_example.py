@@ -44,10 +44,7 @@ def run_alone(
 
 
 def starts(
-    rows: Sequence[int],
-    targets: list[list[torch.Tensor]],
-    upstream: Sequence[torch.Tensor | None] | None,
-    scale: float,
+    rows: Sequence[int], targets: list[list[torch.Tensor]], upstream: Sequence[torch.Tensor | None] | None, scale: float
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Where the backward pass of a unit starts, and with what: ones for losses, or its rows of ``scale`` times what arrived."""
     tops, seeds = [], []

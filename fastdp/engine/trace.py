@@ -19,7 +19,7 @@ from fastdp.engine.intercept import OPERATIONS, operand
 from fastdp.engine.lanes import operation as meeting_name
 from fastdp.engine.logits import Logits, Source
 from fastdp.engine.losses import LOSSES
-from fastdp.engine.randomness import preserve_rng
+from fastdp.engine.randomness import DropoutDisabled, preserve_rng
 from fastdp.engine.rows import Fold, Met, Place, Places, fold_between
 from fastdp.engine.rules.composite import opened
 
@@ -426,3 +426,25 @@ def _joined(a: Met, b: Met, operation: str) -> Met:
     same = len(a.out) == len(b.out)
     out = tuple(None if x is None or y is None else x.with_(y) for x, y in zip(a.out, b.out)) if same else ()
     return Met(fold, out, a.copies)
+
+
+def module_outputs(
+    model: torch.nn.Module, forward: Callable[..., Any], call: Call, row: int
+) -> dict[str, torch.Tensor]:
+    """What each module returns for a row in one pass without dropout."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def record(name: str, output: object) -> None:
+        found = next(tensors(output), None)
+        if found is not None and found.dim() > 0 and found.shape[0] > row and found.is_floating_point():
+            seen.setdefault(name, found.detach()[row].clone())
+
+    modules = [(n, m) for n, m in model.named_modules() if n and not isinstance(m, torch.jit.ScriptModule)]
+    handles = [m.register_forward_hook(lambda _m, _i, output, name=n: record(name, output)) for n, m in modules]
+    try:
+        with preserve_rng(model), DropoutDisabled(), torch.no_grad():
+            forward(*call[0], **call[1])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen

@@ -117,7 +117,7 @@ class Private(Published):
         data_loader.remaining = lambda: self._require_budget()
         data_loader.on_restart = self._restart
         data_loader.plan_probes = lambda source, rows: self._checks.plan_ahead(source, rows)
-        data_loader.probes = lambda: self._checks.probe_batches()
+        data_loader.probes = lambda: self._checks.loop.take()
         self._follow_schedule()
 
     def __iter__(self) -> Iterator[Any]:

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from fastdp.distributed.ranks import Ranks
-from fastdp.engine.batches import Call, as_long_as, leaves, take_rows, tensors
+from fastdp.engine.batches import Call, as_long_as, take_rows, tensors
 from fastdp.engine.collation import Collation
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.follow import FollowInto
+from fastdp.engine.follow import Follow
 from fastdp.engine.layout import Ticket
 from fastdp.engine.modes import refuse_mixing
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
 from fastdp.engine.routing import Routing
 from fastdp.verify.definition import check_alone, check_companions, check_definition, check_packed
 from fastdp.verify.engine_check import check_engine
-from fastdp.verify.loop import UNDECIDED, LoopCheck, ProbeBatch
+from fastdp.verify.loop import UNDECIDED, LoopCheck
 from fastdp.verify.state import StateCheck
 
 ISOLATED = (
@@ -92,14 +92,12 @@ class Checks(Routing):
         assert self._traced is not None
         (call, ticket), self._traced = self._traced, None
 
-        def again(data: int, buffers: dict[str, torch.Tensor]) -> list[str]:
+        def again(data: int) -> Follow:
             rows = [[0, 1 % ticket.rows], [ticket.rows - 1, 0, 0]][data]
-            carriers = as_long_as(call, ticket.rows)
-            args, kwargs = made = take_rows(call, torch.tensor(rows), carriers)
-            into = FollowInto([t for path, t in leaves(made) if path in carriers], buffers)
-            with torch.no_grad(), into:
+            args, kwargs = take_rows(call, torch.tensor(rows), as_long_as(call, ticket.rows))
+            with torch.no_grad(), Follow(tensors((args, kwargs))) as followed:
                 self.passes.plain_forward(*args, **kwargs)
-            return into.reached(dict(self.passes.model.named_buffers()))
+            return followed
 
         with self.state.tracing(again):
             yield
@@ -209,10 +207,6 @@ class Checks(Routing):
         if self.enabled and not (self.loop.begun or passes.isolated or passes.route == ORDINARY):
             self.loop.begin(source, rows, ahead=True)
 
-    def probe_batches(self) -> Iterator[ProbeBatch]:
-        """What the loop is to be given next."""
-        return self.loop.take()
-
     def run_probe(self, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]) -> Any:
         """Run a batch that only verifies the loop."""
         output = self.loop.run_forward(call, ticket, enter)
@@ -228,4 +222,4 @@ class Checks(Routing):
         return [*self.assumptions, *([UNDECIDED] if self.loop.undecided else [])]
 
     def _assume(self, sentences: list[str]) -> None:
-        self.assumptions += [sentence for sentence in sentences if sentence not in self.assumptions]
+        self.assumptions = list(dict.fromkeys([*self.assumptions, *sentences]))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from fastdp.engine.batches import Call, leaves, tensors
+from fastdp.engine.batches import Call, cropped, leaves, tensors
 from fastdp.engine.boundary import require_loss
 from fastdp.engine.collation import mixes
 from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse
@@ -20,7 +20,8 @@ from fastdp.engine.losses import LossTerms, intercepted
 from fastdp.engine.modes import in_mode
 from fastdp.engine.passes import Passes
 from fastdp.engine.randomness import DropoutDisabled, preserve_rng, rng_state
-from fastdp.verify.probe import Probe, RowValues, cropped, rounding
+from fastdp.engine.trace import module_outputs
+from fastdp.verify.probe import Probe, RowValues, rounding
 
 #: Rows of a microbatch that are checked.
 _ROWS = 3
@@ -317,30 +318,10 @@ def stateful() -> SelfCheckError:
 def coupled(probe: Probe, call: Call, row: int) -> SelfCheckError:
     """The refusal of a model in which a row's loss depends on others, naming the module where that begins."""
     copies = probe.rows([row] * probe.ticket.rows, call)
-    one, two = (_outputs(probe, made, row) for made in (call, copies))
+    one, two = (module_outputs(probe.passes.model, probe.passes.plain_forward, made, row) for made in (call, copies))
     first = next((n for n, t in one.items() if n in two and not torch.allclose(t, two[n], 1e-4, 1e-6)), None)
     where = f", first in the output of {first}" if first else ""
     return SelfCheckError(
         f"The loss of row {row} changes when it is run alone{where}. Statistics, losses and capacities over the batch couple "
         "examples; nothing was released."
     )
-
-
-def _outputs(probe: Probe, call: Call, row: int) -> dict[str, torch.Tensor]:
-    """What each module returns for a row in one pass."""
-    seen: dict[str, torch.Tensor] = {}
-
-    def record(name: str, output: object) -> None:
-        found = next(tensors(output), None)
-        if found is not None and found.dim() > 0 and found.shape[0] > row and found.is_floating_point():
-            seen.setdefault(name, found.detach()[row].clone())
-
-    modules = [(n, m) for n, m in probe.passes.model.named_modules() if n and not isinstance(m, torch.jit.ScriptModule)]
-    handles = [m.register_forward_hook(lambda _m, _i, output, name=n: record(name, output)) for n, m in modules]
-    try:
-        with preserve_rng(probe.passes.model), DropoutDisabled(), torch.no_grad():
-            probe.passes.plain_forward(*call[0], **call[1])
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen

@@ -5,24 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from fastdp.distributed.shards import norm
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import Call
-from fastdp.engine.boundary import differentiable, require_loss
+from fastdp.engine.boundary import differentiable, require_loss, seeds_for
 from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.layout import Ticket
+from fastdp.engine.modes import LowPrecisionDetector
 from fastdp.engine.passes import Passes, repeatable
 from fastdp.engine.policy import Policy
 from fastdp.engine.randomness import preserve_rng
 from fastdp.engine.uses import uncast
 from fastdp.verify.definition import coupled
-from fastdp.verify.probe import Probe, seeds_for
+from fastdp.verify.probe import Probe
 
 #: How far norms and sums may be off, in float32 and in anything less.
 _TOLERANCE, _LOW_PRECISION = 1e-3, 0.1
@@ -70,7 +69,7 @@ def check_engine(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]
     scales = _KnownScales(policy.bounds, policy.stds, policy.group_of, policy.masks, known=weights)
     passes.accumulator = Accumulator(passes.read, scales, passes.weights)
     passes.accumulator.tables = kept.tables
-    dtypes, sizes = _LowPrecision(), {unit: dict[str, float]() for unit in units}
+    dtypes, sizes = LowPrecisionDetector(), {unit: dict[str, float]() for unit in units}
     try:
         with uncast(passes.device):
             with preserve_rng(passes.model):
@@ -101,7 +100,7 @@ def check_engine(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]
     judge(measured, sizes, weights, residual, _LOW_PRECISION if low else _TOLERANCE)
 
 
-def _run_engine(passes: Passes, call: Call, ticket: Ticket, dtypes: _LowPrecision) -> None:
+def _run_engine(passes: Passes, call: Call, ticket: Ticket, dtypes: LowPrecisionDetector) -> None:
     """One forward and backward pass by the route of uses, into the accumulator."""
     with dtypes:
         output, _ = passes.run_forward(call, ticket, verify=True)
@@ -115,17 +114,6 @@ def _run_engine(passes: Passes, call: Call, ticket: Ticket, dtypes: _LowPrecisio
     del output
     with repeatable(passes.model):
         torch.autograd.backward(tops, seeds)
-
-
-class _LowPrecision(TorchFunctionMode):
-    """Notes whether a model computes in less than float32, as under an autocast of its own."""
-
-    found = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.found |= isinstance(out, torch.Tensor) and out.is_floating_point() and out.dtype.itemsize < 4
-        return out
 
 
 def judge(

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastdp.engine.batches import Call, leaves
+from fastdp.engine.batches import Call, leaves, row_of
 from fastdp.engine.boundary import differentiable, plain_gradients, replace_loss
-from fastdp.engine.collation import Collation, example_length
+from fastdp.engine.collation import Collation, example_length, largest_entry
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.layout import Ticket
 from fastdp.engine.losses import LossTerms, intercepted
@@ -25,7 +25,7 @@ from fastdp.engine.one_example import merged
 from fastdp.engine.passes import ONE_EXAMPLE, Pass, Passes
 from fastdp.engine.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state, seed_everything, seeded
 from fastdp.engine.uses import Tap
-from fastdp.verify.probe import cropped, rounding
+from fastdp.verify.probe import rounding
 
 #: Examples among which a short and a long one are chosen, of this batch and of the data set.
 _SAMPLED = 8
@@ -131,7 +131,7 @@ class LoopCheck:
             # Every batch holds one example, so none can reach another.
             return
         # Not the one with the largest entry, which a division by the largest would leave as it is alone.
-        first, *others = sorted(own, key=lambda index: (example_length(items[index]), _largest(items[index])))
+        first, *others = sorted(own, key=lambda index: (example_length(items[index]), largest_entry(items[index])))
         strangers = [index for index in items if index not in own] or [first]
         if not others:
             others = [strangers[0]]
@@ -166,7 +166,7 @@ class LoopCheck:
         start, snapshot = rng_state(passes.model), BufferSnapshot(passes.model)
         if probe.role == "alone":
             self._subject = call
-        row = _row_of(call, ticket.rows, self._subject)
+        row = row_of(call, ticket.rows, self._subject)
         layout = ticket.layout(passes.device)
         terms = LossTerms(layout, reductions=passes.reductions)
         with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL):
@@ -245,23 +245,6 @@ class LoopCheck:
 
     def _tolerance(self) -> float:
         return rounding(self._passes.model) * (1.0 if self._passes.returns_loss else _GRADIENTS)
-
-
-def _largest(item: Any) -> float:
-    """The largest absolute entry of an example's floating-point tensors, 0 without any."""
-    entries = [t for _, t in leaves(item) if t.is_floating_point() and t.numel()]
-    return max((float(t.detach().abs().max()) for t in entries), default=0.0)
-
-
-def _row_of(call: Call, rows: int, single: Call | None) -> int:
-    """The row of a call that holds what another call holds alone, padding aside; the first if there is none."""
-    if single is None or rows == 1:
-        return 0
-    pairs = [(t, own) for (_, t), (_, own) in zip(leaves(call), leaves(single)) if t.dim() and t.shape[0] == rows]
-    for row in range(rows):
-        if all(t.dim() == own.dim() and torch.equal(*cropped(t[row], own[0])) for t, own in pairs if own.dim()):
-            return row
-    return 0
 
 
 def _sketch(_index: int, gradient: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from fastdp.engine.batches import Call, take_rows, tensors, unpadded
-from fastdp.engine.boundary import caught, differentiable, require_loss
+from fastdp.engine.batches import Call, cropped, take_rows, tensors, unpadded
+from fastdp.engine.boundary import caught, differentiable, require_loss, seeds_for
 from fastdp.engine.errors import OwnLoss
 from fastdp.engine.follow import InputGradients
 from fastdp.engine.layout import Layout, Ticket
@@ -89,17 +89,6 @@ def _gap(one: torch.Tensor, two: torch.Tensor, every: torch.Tensor) -> float:
     return gap if gap == gap else float("inf")
 
 
-def cropped(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both cut to the sizes that they share: at the end, or at the start where they agree better."""
-    sizes = [min(n, m) for n, m in zip(a.shape, b.shape)]
-    starts = [t[tuple(slice(0, n) for n in sizes)] for t in (a, b)]
-    if a.shape == b.shape:
-        return starts[0], starts[1]
-    ends = [t[tuple(slice(m - n, m) for n, m in zip(sizes, t.shape))] for t in (a, b)]
-    one, two = min(starts, ends, key=lambda pair: float((pair[0] - pair[1]).nan_to_num().abs().sum()))
-    return one, two
-
-
 class Probe:
     """Runs one call of a model again on chosen rows, by plain forward passes.
 
@@ -173,11 +162,7 @@ class Probe:
         return found
 
     def unit_gradients(
-        self,
-        call: Call,
-        rows: int,
-        units: Sequence[int],
-        take: Callable[[int, int, torch.Tensor], None],
+        self, call: Call, rows: int, units: Sequence[int], take: Callable[[int, int, torch.Tensor], None]
     ) -> list[list[torch.Tensor]]:
         """Gradients of single units' losses, with dropout, of one forward pass on the whole call.
 
@@ -253,9 +238,3 @@ def _backward(tops: list[torch.Tensor], seeds: list[torch.Tensor], inputs: list[
 
 def _index(unit: int, like: torch.Tensor) -> torch.Tensor:
     return torch.tensor([unit], device=like.device)
-
-
-def seeds_for(tops: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Upstream gradients that are the same whenever the outputs have these shapes."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in tops]

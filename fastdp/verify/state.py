@@ -12,6 +12,7 @@ import torch
 
 from fastdp.distributed.pieces import is_cut, writes
 from fastdp.engine.errors import SelfCheckError
+from fastdp.engine.follow import Follow
 from fastdp.engine.randomness import BufferSnapshot, version
 
 _TRAINED = operator.attrgetter("requires_grad")
@@ -115,12 +116,12 @@ class StateCheck:
         self._buffers = after
 
     @contextmanager
-    def tracing(self, again: Callable[[int, dict[str, torch.Tensor]], list[str]]) -> Iterator[None]:
+    def tracing(self, again: Callable[[int], Follow]) -> Iterator[None]:
         """Learn from a trace which buffers, and frozen parameters, forwards write whatever the data are.
 
         Args:
-            again: runs some data through the model, or others, and names which of some buffers they flow into; called only
-                if the trace wrote something.
+            again: runs some data through the model, or others, and returns what follows from them; called only if the
+                trace wrote something.
 
         Raises `SelfCheckError`, naming it, for another buffer that a forward writes, or a parameter that it changes.
         """
@@ -134,7 +135,9 @@ class StateCheck:
         states = []
         for data in (0, 1):
             snapshot.restore()
-            for name in again(data, self._state(written)):
+            followed = again(data)
+            # A buffer that is made of data will hold some, though its weight may still be zero.
+            for name in (n for n, t in self._state(written).items() if t in followed.data):
                 raise _buffer_written(name)
             states.append({n: t.detach().clone() for n, t in self._state(written | parameters.keys()).items()})
         held, now = states

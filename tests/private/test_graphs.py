@@ -14,9 +14,9 @@ from fastdp.bench.workloads import Case, examples
 
 from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.graphs import Graphs
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
+from fastdp.private.graphs import Graphs
 from fastdp.verify import Checks
 
 CASE = Case("llama", 2, 32, 64, 2, 2, 64, 4, 8, dtype=torch.float32)
