@@ -29,6 +29,8 @@ from fastdp.verify.probe import rounding
 
 #: Examples among which a short and a long one are chosen, of this batch and of the data set.
 _SAMPLED = 8
+#: How often an example is given alone to tell that a loop does not change it by itself or by chance.
+_REPEATS = 10
 _GOLDEN = 0.6180339887498949
 #: Seeds of the loop's random state, the model's and the criterion's.
 _LOOP, _MODEL, _CRITERION = 0, 1, 2
@@ -93,8 +95,9 @@ class LoopCheck:
         self.waiting = 0
         self.begun = self.undecided = False
         self._due: list[ProbeBatch] = []
-        #: The batch that is handed out again where rows differ, and the role of the one that differed.
-        self._whole: ProbeBatch | None = None
+        #: What is handed out again where rows differ (all examples, then one alone), and the role of the one that differed.
+        self._repeats: list[ProbeBatch] = []
+        self._alone: list[_Outcome] = []
         self._doubted = ""
         self._seen: dict[str, _Outcome] = {}
         self._collator_draws = False
@@ -145,8 +148,10 @@ class LoopCheck:
         for role, chosen in plan:
             made = Collation(source.dataset, source.collate, chosen, {})
             self._due.append(ProbeBatch(made, [items[index] for index in chosen], role))
-        self._whole = None if ahead else replace(self._due[1], role="again")
-        self._doubted = ""
+        self._repeats = (
+            [] if ahead else [replace(self._due[1], role="again"), *_REPEATS * [replace(self._due[0], role="still")]]
+        )
+        self._doubted, self._alone = "", []
         self.waiting, self._seen = len(self._due), {}
         self._collator_draws = any(replace(source, indices=own).draws(0))
 
@@ -215,6 +220,11 @@ class LoopCheck:
 
     def _compare(self, role: str, outcome: _Outcome) -> None:
         """Raise `SelfCheckError` if the first row got something else than together with the others."""
+        if role == "still":
+            self._alone.append(outcome)
+            if len(self._alone) == _REPEATS:
+                self._decide()
+            return
         self._seen[role] = outcome
         together = self._seen.get("together")
         for other in ("alone",) if role == "together" else (role,):
@@ -227,21 +237,32 @@ class LoopCheck:
             elif _apart(found.values, together.values) > self._tolerance():
                 self._doubt(other)
             elif other == "again" and self._doubted:
-                # A loop that goes on after this is verified again.
-                self.begun = False
-                made = _MAKES if self._passes.returns_loss else _COUPLES
-                raise SelfCheckError(made.format(how=_HOW[self._doubted]))
+                self._refuse()
 
     def _doubt(self, role: str) -> None:
-        """Plan the batch of all examples once more: a loop that changes by itself, as by annealing, changes that one too."""
+        """Plan the batch of all examples once more and, if that one changes too, the example alone several times."""
         if role == "again":
-            self.undecided = True
-            self.waiting, self._due = self.waiting - len(self._due), []
+            self.waiting, self._due = self.waiting - len(self._due), self._repeats[1:]
+            self.waiting += len(self._due)
+            self.undecided = self.undecided or not self._due
         elif not self._doubted:
-            self._doubted = role
-            if self._whole is not None:
-                self._due.append(self._whole)
-                self.waiting += 1
+            self._doubted, self._due = role, self._due + self._repeats[:1]
+            self.waiting += len(self._repeats[:1])
+
+    def _decide(self) -> None:
+        """Annealing and random draws change an example alone too; a loop that changes it only beside others mixes them."""
+        # What a loop keeps of the batch before, the first one still has of other examples.
+        _, one, *others = self._alone
+        still = not self._collator_draws and not any(outcome.draws or outcome.start != one.start for outcome in others)
+        if still and all(_apart(outcome.values, one.values) <= self._tolerance() for outcome in others):
+            self._refuse()
+        self.undecided = True
+
+    def _refuse(self) -> None:
+        # A loop that goes on after this is verified again.
+        self.begun = False
+        made = _MAKES if self._passes.returns_loss else _COUPLES
+        raise SelfCheckError(made.format(how=_HOW[self._doubted]))
 
     def _tolerance(self) -> float:
         return rounding(self._passes.model) * (1.0 if self._passes.returns_loss else _GRADIENTS)
