@@ -82,27 +82,6 @@ def among_units_in_words(units: int) -> str:
     )
 
 
-#: How far a longer record moved the clipped sum of 32 others, in bounds: the largest of a Llama and a GPT-2 with random
-#: weights, 64 wide, with 2 layers and with 8 (docs/clipping.md).
-_SHAPES = {torch.float32: (1.2e-6, 1.7e-6), torch.float16: (1.7e-3, 3.8e-3), torch.bfloat16: (8.4e-3, 2.7e-2)}
-
-
-def arithmetic_in_words(dtype: torch.dtype, layers: int) -> str:
-    """What a card states where shapes of micro-batches are not public: how far one record moves the others' own gradients.
-
-    Args:
-        dtype: of the model's matrix products.
-        layers: of the model.
-    """
-    few, many = _SHAPES.get(dtype, _SHAPES[torch.float32])
-    name = str(dtype).removeprefix("torch.")
-    return (
-        "one record changes the shape of its micro-batch, and with it the last bits of the others' gradients: measured "
-        f"{few:.1e} of the bound for 32 units, 2 layers and {name}, and {many:.1e} for 8 layers (this model has {layers}); it "
-        "grows with the root of the units, and more where weights are sharp. Public shapes make it exactly 0"
-    )
-
-
 #: A unit whose products are this many times its norm is added on its own: tokens of a unit that are orthogonal to each other
 #: have the square root of their number.
 CANCELLING = 2.0**7

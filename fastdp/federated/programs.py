@@ -59,7 +59,7 @@ def serving(
 
     tls.server_context(certificates)
     home = folder.resolve() / "flower"
-    home.mkdir(parents=True, exist_ok=True)
+    files.make_folder(home)
     superlink, authority = f"127.0.0.1:{port or free_port()}", certificates.resolve() / tls.CA
     files.write(
         home / "config.toml",
