@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from fastdp.bench.attacks.run import ATTACKS
 
 import fastdp
 from tests.engine.runs import clipped_sum, error, join, logical_step, one_by_one, start
@@ -64,20 +63,6 @@ def test_every_result_is_named_where_it_is_read() -> None:
     assert len(files) > 50
     unread = [file for file in files if not any(file.match(name + "*" * name.endswith("/")) for name in named)]
     assert unread == []
-
-
-def test_every_pitfall_is_held_by_something_that_exists() -> None:
-    """Each is held by attacks, tests or files that are there; those that no program can hold say nothing."""
-    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    text = (ROOT / "docs" / "pitfalls.md").read_text(encoding="utf-8").partition("<!-- table")[0]
-    named = {
-        name
-        for line in text.splitlines()
-        if line.startswith("| ")
-        for name in re.findall(r"`([a-z_0-9]+)`", line.rsplit(" | ", 1)[-1])
-    }
-    assert named
-    assert {name for name in named - ATTACKS.keys() if f"def {name}(" not in tests} == set()
 
 
 def test_every_page_stands_in_the_sites_list():

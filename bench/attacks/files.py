@@ -206,7 +206,7 @@ def zero_sum_noise(library: Library) -> float:
         return own.head(own.table(ids).mean(1))
 
     def table() -> nn.Embedding:
-        return nn.Embedding.from_pretrained(torch.zeros(400, 16), freeze=False)
+        return nn.Embedding(400, 16, _weight=torch.zeros(400, 16))
 
     model = net(kit.Model, parts={"table": table, "head": lambda: nn.Linear(16, 4)}, forward=mean)
     task = Task(model, criterion=lambda out, _: out.square().mean() + out.sum(1).mean())
@@ -350,6 +350,13 @@ def server_says_none(library: Library) -> float:
     from fastdp.federated.policy import client_settings
 
     run = {"model": "m", "output": "o", "eval": "e", "perturbation": "none", "epsilon": 1000.0}
-    own = {"train": "own.csv", "state": "kept", "perturbation": "all", "epsilon": 1.0, "dpsgd-epsilon": 1.0}
+    own = {
+        "model": str(Path(__file__).parent),
+        "train": "own.csv",
+        "state": "kept",
+        "perturbation": "all",
+        "epsilon": 1.0,
+        "dpsgd-epsilon": 1.0,
+    }
     found = client_settings(run, own)
     return unless(found.perturbation == "all" and found.epsilon <= 1.0 and (found.dpsgd_epsilon or math.inf) <= 1.0)

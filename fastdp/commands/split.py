@@ -272,7 +272,7 @@ def _load(name: str, classes: int, seed: int) -> tuple[Any, Any]:
 def _tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    return load_pretrained(AutoTokenizer, name)
 
 
 def _counts(

@@ -206,7 +206,7 @@ def test_a_second_draw_into_another_place_is_refused_or_said(tmp_path):
     first = perturb(texts, tokenizer, table, cache=tmp_path / "one" / "drawn")
     with pytest.raises(ValueError, match="by selective perturbation .*one/drawn"):
         perturb(texts, tokenizer, table, cache=tmp_path / "two" / "drawn")
-    assert not (tmp_path / "two").exists()
+    assert not (tmp_path / "two" / "drawn").exists()
     again = perturb(texts, tokenizer, table, cache=tmp_path / "two" / "drawn", again=True)
     kept = perturb(texts, tokenizer, table, cache=tmp_path / "two" / "drawn")
     assert kept.from_cache

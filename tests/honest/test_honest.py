@@ -12,9 +12,9 @@ PROGRAMS = load()
 #: Programs of every family, with the forms that a check is most likely to take for a mistake.
 SAMPLE = """
 labels_in_loop_llama labels_in_loop_no_mask_gpt2 labels_in_loop_t5 labels_in_loop_masked_model hidden_states_bert llava
-wav2vec2_spec_augment checkpointing packed_rows lora dora last_layer transformer_encoder_outside texts_as_input
+causal_mistral checkpointing packed_rows lora dora last_layer transformer_encoder_outside packed_lstm
 focal_inside entropy_bonus_inside class_weights_criterion autoencoder_bce_outside mlm_rate_of_02 counts_for_the_log sorted_rows
-flip_torch_outside noise_in_loop_outside diffusion_criterion forward_draws_numpy_rows counts_up_to_max_train_steps_8
+flip_torch_outside noise_in_loop_outside diffusion_criterion forward_draws_numpy_rows saved_each_epoch
 guard_exit_outside trainer_criterion left_padding_one_long batch_norm_2d
 """.split()
 
