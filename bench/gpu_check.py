@@ -110,6 +110,9 @@ def norms(device: str) -> Iterator[tuple[str, Result]]:
         for got in (*products, ops.row_products(left, right, offsets)):
             # An upper bound, raised by what covers its own rounding and by 2^-42 an entry.
             yield f"row_products {label}", (apart(got, rows[:, 0, 0]), 2.0**-9)
+        adds = (left != 0).any(1) & (right != 0).any(1)
+        counts = torch.stack([own.sum() for own in adds.split(list(lengths))])
+        yield f"token_counts {label}", (apart(ops.token_counts([left], right, offsets), counts), 0.0)
         chosen = torch.rand(offsets.shape[0] - 1, device=device) < 0.5
         got = ops.chosen_sqnorm([left], [right], offsets, chosen[None])[0]
         yield f"chosen_sqnorm {label}", (apart(got, square * chosen), NORMS)

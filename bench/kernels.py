@@ -306,6 +306,9 @@ def _norms(device: torch.device, sizes: Sizes) -> Iterator[Case]:
     absolute = _torch(lambda a, b: instantiated(a, b).abs().sum((1, 2)), left, right)
     yield case(layer, of(ops.abs_sum, left, right, offsets), absolute, **direct)
 
+    counted = _torch(lambda a, b: ((a != 0).any(2) & (b != 0).any(2)).sum(1).double(), left, right)
+    yield case(layer, of(ops.token_counts, [left], right, offsets), counted, bytes=once)
+
 
 def _split(gradients: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Squared norms inside and outside a mask, of gradients [B, m, n]."""

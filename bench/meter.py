@@ -359,7 +359,7 @@ def _gram(lefts: list[torch.Tensor], right: torch.Tensor, offsets: torch.Tensor)
 
 
 def _gram_groups(
-    lefts: list[torch.Tensor], rights: list[torch.Tensor], counts: list[int], offsets: torch.Tensor, _: Any
+    lefts: list[torch.Tensor], rights: list[torch.Tensor], counts: list[int], offsets: torch.Tensor, *_: Any
 ) -> tuple[float, torch.Tensor]:
     queue = iter(lefts)
     groups = [([next(queue) for _ in range(count)], right) for count, right in zip(counts, rights)]
@@ -417,6 +417,7 @@ _WORK: dict[str, Callable[..., tuple[float, torch.Tensor | None]]] = {
     "gram_norms": _gram_groups,
     "chosen_sqnorm": _reading,
     "row_products": _reading,
+    "token_counts": _reading,
     "column_sums": _reading,
     "affine_sums_group": _reading,
     "instance_norms": _reading,

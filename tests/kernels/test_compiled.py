@@ -166,12 +166,12 @@ UNLISTED = {"p_list": None, "p_sums": None, "capacity": "i32"}
 APPLY = {
     "p_x": "*bf16",
     "p_out": "*bf16",
-    "p_scale": "*fp32",
+    "p_root": "*fp32",
     "p_position": "*i32",
     **numbers("n", "width", kind="i64"),
 }
-PULL = {"p_grad": "*bf16", "p_x": "*bf16", "p_out": "*bf16", "p_scale": "*fp32", "p_pull": "*fp32"}
-FACTORS = {"p_partial": "*fp64", "p_norm": "*fp64", "p_scale": "*fp32", "chunks": "i32", "max_norm": "fp32"}
+PULL = {"p_grad": "*bf16", "p_x": "*bf16", "p_out": "*bf16", "p_root": "*fp32", "p_pull": "*fp32"}
+FACTORS = {"p_partial": "*fp64", "p_norm": "*fp64", "p_root": "*fp32", "chunks": "i32", "max_norm": "fp32"}
 DCHI = {"p_table": "*fp32", "p_ids": "*i64", "p_eta": "*fp64", "p_position": "*i32", "p_out": "*fp32"}
 
 
