@@ -52,8 +52,8 @@ def test_lora_run_writes_everything_and_loads_in_plain_peft(config, model_folder
 
 
 def test_micro_batches_that_are_recorded_have_one_shape(config, monkeypatch):
-    from fastdp.engine import graphs
     from fastdp.finetune import run
+    from fastdp.private import graphs
 
     recorded = []
 
