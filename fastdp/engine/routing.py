@@ -119,6 +119,7 @@ class Routing:
 
     def run_probe(self, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]) -> Any:
         """Run a batch that only verifies the training loop."""
+        # Nothing is missing: a router that verifies nothing plans no probe batches, so none of them can arrive here.
         raise NotImplementedError("only fastdp.verify.Checks hands out such batches")
 
     def abandon(self) -> None:

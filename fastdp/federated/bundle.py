@@ -33,6 +33,7 @@ def bundle_digest(bundle: bytes) -> str:
             if len({entry.filename for entry in entries}) != len(entries) or sum(e.file_size for e in entries) > _MOST:
                 raise ValueError("the app names a file twice, or is too large")
             contents = {entry.filename: archive.read(entry) for entry in entries}
+    # zipfile raises NotImplementedError for a compression that it does not know, and RuntimeError for an encrypted file.
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, EOFError) as error:
         raise ValueError(f"the app cannot be opened: {type(error).__name__}") from None
     contents.pop(_MANIFEST, None)

@@ -160,7 +160,8 @@ class StateCheck:
     def _parameters(self) -> tuple[list[Any], list[int]]:
         """Every parameter, in order, and how often each was written."""
         held = [p for _, module in self._modules for p in module._parameters.values() if p is not None]
-        if self.rewritten or any(map(is_cut, held)):
+        # One of each type: pieces are of a type of their own, and a step should not ask every parameter.
+        if self.rewritten or any(map(is_cut, {type(p): p for p in held}.values())):
             return held, list(map(self._count, held))
         return held, list(map(_VERSION, held))
 
