@@ -34,7 +34,7 @@ from fastdp.engine.logits import VOCABULARY
 from fastdp.engine.losses import LossTerms, combine, intercepted, masked_mean
 from fastdp.engine.one_example import merged, run_alone, single_rows, starts
 from fastdp.engine.policy import Policy, Unclipped
-from fastdp.engine.randomness import BufferSnapshot, devices, rng_state, seed_from_os, unchanged
+from fastdp.engine.randomness import BufferSnapshot, devices, preserve_rng, rng_state, seed_from_os, unchanged
 from fastdp.engine.reads import Reads
 from fastdp.engine.trace import Trace
 from fastdp.engine.uses import Tap, differentiate
@@ -335,9 +335,11 @@ class Passes:
         """
         if not self.trying or self.weights.cut:
             return self._tops_as_traced(call, layout, tap, verify=verify)
-        # A few rows of a batch may go another way than all of it did: where none of them is padded, say.
+        # A few rows of a batch may go another way than all of it did: where none of them is padded, say. The pass that
+        # goes there draws what the one that stopped has drawn.
         try:
-            return self._tops_as_traced(call, layout, tap, verify=verify)
+            with preserve_rng(self.model):
+                return self._tops_as_traced(call, layout, tap, verify=verify)
         except Unseen:
             self.explain(call, layout.rows)
         tap.restart()

@@ -258,8 +258,9 @@ class Tracer:
         """Run ``forward`` on 2 and on 3 of the call's rows (or ``counts``), without gradients, and compare what each read saw.
 
         What carries rows is decided here once: every tensor as long as the batch, unless the forward pass then fails and does
-        not when some of them are left whole (a table of positions may be as long as the batch by chance). Rows are repeated if
-        there are fewer. Raises whatever the forward pass raises on a few rows.
+        not when some of them are left whole (a table of positions may be as long as the batch by chance). The larger pass
+        repeats rows of the smaller one: another row might send it another way (a mask that is left out without padding).
+        Raises whatever the forward pass raises on a few rows.
         """
         candidates = sorted(as_long_as(call, rows), key=str)
         failure: Exception | None = None
@@ -267,7 +268,7 @@ class Tracer:
             for constant in itertools.combinations(candidates, size):
                 carriers = frozenset(candidates) - set(constant)
                 try:
-                    runs = [self._record(forward, call, carriers, rows, count) for count in counts]
+                    runs = [self._record(forward, call, carriers, min(rows, *counts), count) for count in counts]
                 except Exception as error:
                     failure = failure or error
                     continue
@@ -284,7 +285,7 @@ class Tracer:
         A length that the rows divide does not: a model that branches on the shape of its batch may select or sort by content.
         A pass on two rows is looked at, and all that a trace looks at only where it is another.
         """
-        two = self._record(forward, call, first.carriers, rows, 2)
+        two = self._record(forward, call, first.carriers, min(rows, 2), 2)
         # What was left out of this pass is given up again.
         _heads(two)
         if _sight(two) == first.pair:
@@ -292,9 +293,10 @@ class Tracer:
         first.require_same(self.trace(forward, call, rows))
 
     def _record(
-        self, forward: Callable[..., Any], call: Call, carriers: frozenset[Path], rows: int, count: int
+        self, forward: Callable[..., Any], call: Call, carriers: frozenset[Path], among: int, count: int
     ) -> _Recorder:
-        call = take_rows(call, torch.arange(count) % rows, carriers)
+        """One pass on ``count`` rows, which are the first ``among`` of the call over and over."""
+        call = take_rows(call, torch.arange(count) % among, carriers)
         stack = [""]
         handles = []
         for name, module in self.model.named_modules():

@@ -279,7 +279,8 @@ class TestCertificates:
         monkeypatch.setattr(secured, "allowed", None)
         bob = Credentials.load(folders / "own" / "bob")
         credentials = grpc.ssl_channel_credentials(bob.authority, bob.key, bob.certificate)
-        with grpc.secure_channel(secured.address, credentials) as channel:
+        # A client that takes 64 KiB before it reads: by probes of the bandwidth it would take the whole answer.
+        with grpc.secure_channel(secured.address, credentials, [("grpc.http2.bdp_probe", 0)]) as channel:
             exchange = channel.stream_stream(METHOD)
             unread = [exchange(iter(Outgoing("bottom")), timeout=60.0) for _ in range(128)]
             end = time.monotonic() + 20
