@@ -1,7 +1,7 @@
-"""The tables of `docs/results.md`, computed from the committed figures.
+"""The tables of `docs/results.md`, and one of `docs/kernels.md`, computed from the committed figures.
 
-`python -m bench.pages` writes them again, from the root of a checkout. A test compares the page with what this module
-computes, and looks up every decimal figure of the page's sentences in its tables.
+`python -m bench.pages` writes them again, from the root of a checkout. A test compares the pages with what this module
+computes, and looks up every decimal figure of the sentences of `docs/results.md` in its tables.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 from .record import markdown
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = Path("docs/results.md")
 Row = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 
@@ -310,28 +309,62 @@ def typed() -> Table:
     ], lines
 
 
-TABLES: dict[str, Callable[[], Table]] = {
-    function.__name__: function for function in (runs, lora, rapft, frost, ewft, cells, tokens, rounds, typed)
+def gpu() -> Table:
+    """Steps of one H100: over torch's fused AdamW run eagerly, and recorded steps over torch's recorded ones."""
+    titles = {
+        "bert-base-full": "BERT base, 32 x 128",
+        "gpt2-124m-full": "GPT-2 124M, 8 x 1,024",
+        "llama-1b-full": "Llama 1B, 4 x 1,024",
+        "llama-1b-long": "Llama 1B, 1 x 4,096",
+        "llama-8b-lora-checkpointed": "Llama 8B, LoRA, checkpointed, 4 x 2,048",
+    }
+    found = {(row["case"], row["implementation"]): row for row in figures("gpu/step")}
+    lines = []
+    for case, title in titles.items():
+        plain, ours = found[case, "non-private-fused"], found[case, "fastdp-fused"]
+        memory = f"{ours['ratio_memory']:.2f}" if "ratio_memory" in ours else "not recorded"
+        line = [
+            title,
+            f"{1e3 * plain['seconds']:,.0f}",
+            f"{1e3 * ours['seconds']:,.0f}",
+            f"{ours['ratio_time']:.2f}",
+            memory,
+        ]
+        torchs, recorded = (found.get((case, f"{system}-captured")) for system in ("non-private", "fastdp"))
+        if torchs is None or recorded is None:
+            lines.append([*line, "", "", ""])
+            continue
+        times = [f"{recorded['ratio_time']:.2f}", f"{recorded['seconds'] / torchs['seconds']:.2f}"]
+        lines.append([*line, *times, f"{recorded['ratio_memory']:.2f}"])
+    head = ["step", "plain, ms", "private, ms", "time", "memory", "recorded: time", "over torch's recorded", "memory"]
+    return head, lines
+
+
+FUNCTIONS = (runs, lora, rapft, frost, ewft, cells, tokens, rounds, typed)
+TABLES: dict[Path, dict[str, Callable[[], Table]]] = {
+    Path("docs/results.md"): {function.__name__: function for function in FUNCTIONS},
+    Path("docs/kernels.md"): {"gpu": gpu},
 }
 
 
-def table(name: str) -> str:
-    """One table, in Markdown."""
-    return "\n".join(markdown(*TABLES[name]()))
+def tables(page: Path) -> dict[str, str]:
+    """Those of a page, by name, in Markdown."""
+    return {name: "\n".join(markdown(*function())) for name, function in TABLES[page].items()}
 
 
-def written(text: str) -> str:
-    """The page with its tables computed again. Raises ValueError if a table has no place in it."""
-    for name in TABLES:
+def written(page: Path, text: str) -> str:
+    """The page's text with its tables computed again. Raises ValueError if a table has no place in it."""
+    for name, table in tables(page).items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         if text.count(begin) != 1 or text.count(end) != 1:
             raise ValueError(
-                f"{PAGE} needs the lines '{begin}' and '{end}' once each. Put them where the table belongs."
+                f"{page} needs the lines '{begin}' and '{end}' once each. Put them where the table belongs."
             )
         before, rest = text.split(begin)
-        text = f"{before}{begin}\n{table(name)}\n{end}{rest.split(end)[1]}"
+        text = f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
     return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    for page in TABLES:
+        page.write_text(written(page, page.read_text()))
