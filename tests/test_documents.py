@@ -25,6 +25,7 @@ WORDS = {
     "docs/clipping.md": 2000,
     "docs/rapft.md": 1200,
     "docs/sap.md": 1200,
+    "docs/split.md": 1200,
     "docs/ewft.md": 1200,
     "docs/frost.md": 1200,
 }
