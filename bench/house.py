@@ -1,91 +1,158 @@
-"""The picture of `docs/architecture.md`: the floors of the house, and the way of one step through it.
-
-`python -m fastdp.bench.house docs/pictures/architecture.png` draws it again.
-"""
+"""Measure how large the package is, and what a reader meets on the way of a step: ``python -m bench.house [--json PATH]``."""
 
 from __future__ import annotations
 
+import ast
+import functools
+import subprocess
 import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch
+from . import record
 
-#: Highest first, as `tests/test_floors.py` has them.
-FLOORS = (
-    ("programs", "cli, commands, finetune, federated, split, audit, quickstart, bench"),
-    ("front doors", "entry (make_private), optim, integrations"),
-    ("methods", "dpsgd, rapft, frost  |  ewft, sap, selective"),
-    ("private", "plan, loader, sampler, preparation, release, stages, run"),
-    ("engine  |  accounting", "uses to clipped sums  |  events to epsilon, ledger, claim, card"),
-    ("ops, files, tls", "schema and definition; cpu/ and csrc/; kernels/"),
-)
-#: Text, place of the middle (x, y), colour: grey holds no data, red holds data without noise, green has its noise.
-STATIONS: dict[str, tuple[str, float, float, str]] = {
-    "data": ("data set", 0.125, 0.90, "data"),
-    "sampler": ("Sampler\nunits of a logical batch", 0.42, 0.90, "data"),
-    "loader": ("PrivateLoader\nmicrobatch + ticket", 0.78, 0.90, "data"),
-    "model": ("model, forward\nlosses by unit", 0.78, 0.68, "data"),
-    "backward": ("backward\nuses: factors L, R", 0.42, 0.68, "data"),
-    "norms": ("norms by unit and group\nops: gram, direct, instances", 0.42, 0.46, "data"),
-    "policy": ("Policy\nscales: bound / norm", 0.125, 0.46, "public"),
-    "sums": ("Accumulator\nclipped sums", 0.78, 0.46, "data"),
-    "ledger": ("Ledger\nthe event, on disk first", 0.125, 0.24, "public"),
-    "release": ("Release\n+ noise, / batch size", 0.52, 0.24, "data"),
-    "optimizer": ("optimizer, weights", 0.85, 0.24, "released"),
-    "plan": ("Plan\nrate, steps, multiplier", 0.125, 0.68, "public"),
-    "card": ("Claim and card\nverify", 0.125, 0.06, "released"),
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = ("fastdp", "kernels", "csrc")
+PAGES = ("README.md", "SECURITY.md", *(f"docs/{name}.md" for name in ("decisions", "attacks", "results", "kernels")))
+#: The largest that each figure is meant to become.
+GOALS = {
+    "files of a steady step": 35,
+    "calls in a steady step": 1800,
+    "calls in the first step": 40_000,
+    "floors in fastdp/engine": 7,
+    "lines of the longest function of make_private": 60,
+    "functions over 60 lines": 0,
+    "words of README.md": 900,
+    "words of SECURITY.md": 900,
+    "words of docs/decisions.md": 2500,
+    "words of docs/attacks.md": 1200,
+    "words of docs/results.md": 3500,
+    "words of docs/kernels.md": 2500,
+    "words of all documents": 40_000,
+    "lines of the library": 44_000,
+    "lines of bench": 7500,
+    "lines of tests": 28_000,
 }
-ARROWS = (
-    *(("data", "sampler"), ("sampler", "loader"), ("loader", "model"), ("model", "backward"), ("backward", "norms")),
-    *(("norms", "sums"), ("policy", "norms"), ("sums", "release"), ("ledger", "release"), ("release", "optimizer")),
-    *(("plan", "sampler"), ("plan", "policy"), ("ledger", "card")),
-)
-COLOURS = {"data": "#f4d6cc", "public": "#e4e7ea", "released": "#cfe8d5"}
 
 
-def draw(picture: Path) -> None:
-    """Write the picture."""
-    figure = Figure(figsize=(13.5, 5.6), layout="constrained")
-    floors, step = figure.subplots(1, 2, width_ratios=(1, 1.35))
-    for axes, title in ((floors, "floors: imports go down only"), (step, "one step")):
-        axes.set(xlim=(0, 1), ylim=(0, 1))
-        axes.set_title(title, loc="left", fontsize=13)
-        axes.axis("off")
-    height = 1 / len(FLOORS)
-    for index, (name, rooms) in enumerate(FLOORS):
-        middle = 1 - (index + 0.5) * height
-        _box(floors, 0.5, middle, 0.94, height * 0.78, COLOURS["public"])
-        floors.text(0.5, middle + 0.028, name, ha="center", va="center", fontsize=12, weight="bold")
-        floors.text(0.5, middle - 0.032, rooms, ha="center", va="center", fontsize=10)
-    boxes = {}
-    for name, (text, x, y, kind) in STATIONS.items():
-        boxes[name] = _box(step, x, y, 0.23 if x < 0.3 else 0.29, 0.115, COLOURS[kind])
-        step.text(x, y, text, ha="center", va="center", fontsize=10)
-    for start, end in ARROWS:
-        # From middle to middle, as far as it lies outside of both boxes.
-        ends = {"patchA": boxes[start], "patchB": boxes[end], "shrinkA": 0, "shrinkB": 0}
-        step.annotate(
-            "", STATIONS[end][1:3], STATIONS[start][1:3], arrowprops={"arrowstyle": "-|>", "color": "#333333", **ends}
-        )
-    for x, kind, told in (
-        (0.36, "data", "private, without noise"),
-        (0.64, "public", "public"),
-        (0.78, "released", "released"),
-    ):
-        _box(step, x, 0.045, 0.024, 0.035, COLOURS[kind])
-        step.text(x + 0.022, 0.045, told, va="center", fontsize=10)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=110)
+def tracked(*folders: str) -> list[Path]:
+    """The files that git tracks in these folders."""
+    listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / line for line in listed.stdout.splitlines()]
 
 
-def _box(axes: Any, x: float, y: float, width: float, height: float, colour: str) -> Any:
-    corner, rounded = (x - width / 2, y - height / 2), "round,pad=0,rounding_size=0.012"
-    return axes.add_patch(
-        FancyBboxPatch(corner, width, height, boxstyle=rounded, facecolor=colour, edgecolor="#555555")
+def lines(*folders: str) -> int:
+    """Lines of code."""
+    code = (path for path in tracked(*folders) if path.suffix in (".py", ".pyi", ".cpp", ".h", ".inc"))
+    return sum(path.read_text().count("\n") for path in code)
+
+
+def words(path: Path) -> int:
+    """Words of a page, as ``wc -w`` counts them."""
+    return len(path.read_text().split())
+
+
+def floors(folder: str) -> int:
+    """The longest chain of modules of a package that import each other."""
+    paths = {path.stem: path for path in tracked(folder) if path.suffix == ".py" and path.parent == ROOT / folder}
+    prefix = folder.replace("/", ".") + "."
+
+    @functools.cache
+    def height(name: str) -> int:
+        tree = ast.parse(paths[name].read_text())
+        imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+        below = {module.removeprefix(prefix) for module in imported if module.startswith(prefix)}
+        return 1 + max([height(other) for other in below if other in paths and other != name], default=0)
+
+    return max(height(name) for name in paths)
+
+
+def functions(*folders: str) -> Iterator[tuple[str, int]]:
+    """Every function, and its lines without the docstring."""
+    for path in tracked(*folders):
+        if path.suffix != ".py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+                yield f"{path.relative_to(ROOT)}:{node.name}", (node.end_lineno or 0) - first.lineno + 1
+
+
+def steps() -> dict[str, int]:
+    """Files and calls of the library in the first step and in a later one: a Llama of two layers on a processor."""
+    import torch
+    import transformers
+    from torch.utils.data import DataLoader
+
+    import fastdp
+
+    config = transformers.LlamaConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
     )
+    model = transformers.LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data: Any = [{"input_ids": row, "labels": row} for row in torch.randint(0, 100, (64, 16))]
+    private = fastdp.make_private(
+        *(model, optimizer, DataLoader(data, batch_size=8)),
+        noise_multiplier=1.0,
+        target_delta=1e-4,
+        epochs=1,
+        sampling="shuffled",
+    )
+    calls: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in LIBRARY:
+            calls[str(path)] += 1
+
+    counts = []
+    for batch in private.data_loader:
+        calls.clear()
+        sys.setprofile(note)
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sys.setprofile(None)
+        counts.append((len(calls), calls.total()))
+    private.detach()
+    return {
+        "files of a steady step": counts[-1][0],
+        "calls in a steady step": counts[-1][1],
+        "calls in the first step": counts[0][1],
+    }
+
+
+def measure() -> dict[str, int]:
+    """Every figure that has a goal."""
+    documents = [path for path in tracked("README.md", "SECURITY.md", "docs") if path.suffix == ".md"]
+    lengths = dict(functions("fastdp", "kernels"))
+    entry = [count for name, count in lengths.items() if name.startswith(("fastdp/entry.py", "fastdp/builder.py"))]
+    return {
+        **steps(),
+        "floors in fastdp/engine": floors("fastdp/engine"),
+        "lines of the longest function of make_private": max(entry),
+        "functions over 60 lines": sum(count > 60 for count in lengths.values()),
+        **{f"words of {page}": words(ROOT / page) for page in PAGES},
+        "words of all documents": sum(map(words, documents)),
+        "lines of the library": lines(*LIBRARY),
+        "lines of bench": lines("bench"),
+        "lines of tests": lines("tests"),
+    }
+
+
+def main() -> None:
+    arguments = record.parser_of(__doc__).parse_args()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = measure()
+    for name, value in found.items():
+        print(f"{name:48} {value:8,} {'of at most' if value <= GOALS[name] else 'over'} {GOALS[name]:,}")
+    record.write(arguments.json, {name: {"is": value, "goal": GOALS[name]} for name, value in found.items()})
 
 
 if __name__ == "__main__":
-    draw(Path(sys.argv[1]))
+    main()

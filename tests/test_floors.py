@@ -23,7 +23,7 @@ FLOORS = (
     {"verify"},
     {"private"},
     {"methods"},
-    {"entry", "integrations", "optim"},
+    {"builder", "entry", "integrations", "optim"},
 )
 #: Private names of other people's libraries that are read for want of public ones, and why.
 FOREIGN = {

@@ -41,7 +41,8 @@ def run(attack: Attack, *, unprotected: bool = False) -> dict[str, Any]:
             moved = float(attack.run(Library(**(attack.unmode if unprotected else attack.mode))))
     except Exception as error:
         # Where an object lies in memory, or a file in a temporary folder, would differ each time.
-        said = re.sub(r" at 0x[0-9a-f]+|/tmp/\S*/", "", " ".join(str(error).split()))[:300]
+        said = re.sub(r" at 0x[0-9a-f]+|/tmp/\S*/|/tmp/(?=\w)", "", " ".join(str(error).split()))[:300]
+        said = re.sub(r"\btmp\w{8}\b", "a folder", said)
         return {"verdict": "refused" if is_refusal(error) else "crashed", "said": f"{type(error).__name__}: {said}"}
     return {"verdict": "moved", "moved": moved if math.isfinite(moved) else "inf"}
 
@@ -81,6 +82,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         refused = sum(row["verdict"] == "refused" for row in own)
         lines.append(f"| {title} | {len(own)} | {refused} | {sum(map(is_held, own)) - refused} |")
     for kind, (_, title) in KINDS.items():
-        lines += ["", f"**{title}**", "", "| attack | what it shows if it succeeds | outcome |", "|---|---|---|"]
-        lines += [f"| `{row['attack']}` | {row['shows']} | {cell(row)} |" for row in rows if row["kind"] == kind]
+        lines += ["", f"**{title}**", "", "| attack | outcome |", "|---|---|"]
+        lines += [f"| `{row['attack']}` | {cell(row)} |" for row in rows if row["kind"] == kind]
     return "\n".join(lines) + "\n"

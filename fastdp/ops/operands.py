@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 #: Operands that the host reads, wherever the others are.
 _ON_HOST = frozenset(("position", "drawn", "offsets", "offsets1", "offsets2"))
+#: Tensors that hold data of their own: not fake, functional or distributed.
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 #: Tensors of which every pair is compared.
 _FEW = 16
 
@@ -35,14 +37,59 @@ class Operand:
             if "Tensor" in kind
         ]
 
-    def tensors(self, args: Sequence[Any]) -> Sequence[Any]:
-        """What was passed for it, as a sequence; empty for None where that is allowed."""
-        given = args[self.index]
-        if self.is_list:
-            if not isinstance(given, (list, tuple)):
-                raise TypeError(f"{self.name} must be a list of tensors, got {type(given).__name__}")
-            return given
-        return () if given is None and self.is_optional else (given,)
+
+class Passed(NamedTuple):
+    """What was passed for an op's operands.
+
+    Args:
+        tensors: one sequence an operand.
+        device: of all but what the host reads.
+        dispatched: whether torch's dispatcher has something to do: autograd, tensors without data of their own, negative views.
+    """
+
+    tensors: list[Sequence[Any]]
+    device: torch.device | None
+    dispatched: bool
+
+
+def inspect(operands: Sequence[Operand], args: Sequence[Any], *, recorded: bool) -> Passed:
+    """Look at every operand once: a step calls this a hundred times.
+
+    Args:
+        operands: of the op.
+        args: its arguments; a stream may stand for a position.
+        recorded: whether autograd records this op.
+
+    Raises:
+        TypeError: for what is no tensor.
+        ValueError: unless all are on one device, or for a negated view that is written.
+    """
+    found: list[Sequence[Any]] = []
+    first, device, dispatched = "", None, False
+    for operand in operands:
+        given = args[operand.index]
+        if not operand.is_list:
+            given = () if given is None and operand.is_optional else (given,)
+        elif not isinstance(given, (list, tuple)):
+            raise TypeError(f"{operand.name} must be a list of tensors, got {type(given).__name__}")
+        found.append(given)
+        for x in given:
+            if type(x) not in _PLAIN:
+                if not isinstance(x, Tensor):
+                    if operand.name == "position" and x is not None:
+                        continue
+                    raise TypeError(f"{operand.name} must be a tensor, got {type(x).__name__}")
+                dispatched = True
+            elif x.is_neg():
+                if operand.is_written:
+                    raise ValueError(f"{operand.name} is a lazily negated view: pass resolve_neg() of it")
+                dispatched = True
+            if x.device != device and not (operand.name in _ON_HOST and x.device.type == "cpu"):
+                if device is not None:
+                    raise ValueError(f"{operand.name} is on {x.device} and {first} on {device}: move them to one device")
+                first, device = operand.name, x.device
+            dispatched = dispatched or (recorded and x.requires_grad)
+    return Passed(found, device, dispatched)
 
 
 def check_tensors(**given: Any) -> None:
@@ -52,47 +99,40 @@ def check_tensors(**given: Any) -> None:
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
 
 
-def check_devices(operands: Iterable[Operand], args: Sequence[Any]) -> None:
-    """Raise ValueError unless all operands are on the device of the first; what the host reads may be on the CPU."""
-    first = device = None
-    for operand in operands:
-        on_host = operand.name in _ON_HOST
-        for x in operand.tensors(args):
-            if on_host and (not isinstance(x, Tensor) or x.device.type == "cpu"):
-                continue
-            if device is None:
-                first, device = operand.name, x.device
-            elif x.device != device:
-                raise ValueError(f"{operand.name} is on {x.device} and {first} on {device}: move them to one device")
-
-
-def check_written(operands: Iterable[Operand], args: Sequence[Any]) -> None:
+def check_written(operands: Sequence[Operand], passed: Passed) -> None:
     """Refuse to write tensors that autograd records, whose elements share memory, or that overlap another operand.
 
     Of many tensors, those that begin at one address are found; of a few, contiguous ones wherever they overlap.
     """
-    written = [(o.name, x) for o in operands if o.is_written for x in o.tensors(args)]
-    if any(x.device.type == "meta" for _, x in written):
-        # Tensors without values have no addresses.
-        return
+    written: list[tuple[str, Tensor]] = []
+    read: list[tuple[str, Tensor]] = []
     recorded = torch.is_grad_enabled()
-    for name, x in written:
-        if recorded and x.requires_grad:
-            raise RuntimeError(f"{name} requires grad and would be changed in place: call this under torch.no_grad()")
-        if not x.is_contiguous() and _overlaps_itself(x):
-            raise ValueError(f"elements of {name} may share memory: make it contiguous first")
-    read = [(o.name, x) for o in operands if not o.is_written for x in o.tensors(args) if isinstance(x, Tensor)]
+    for operand, tensors in zip(operands, passed.tensors):
+        name = operand.name
+        for x in tensors:
+            if not operand.is_written:
+                if isinstance(x, Tensor):
+                    read.append((name, x))
+                continue
+            if x.is_meta:
+                # Tensors without values have no addresses.
+                return
+            if recorded and x.requires_grad:
+                raise RuntimeError(f"{name} requires grad and would be changed in place: call this under torch.no_grad()")
+            if not x.is_contiguous() and _overlaps_itself(x):
+                raise ValueError(f"elements of {name} may share memory: make it contiguous first")
+            written.append((name, x))
     if len(written) + len(read) > _FEW:
         begins = [x.data_ptr() for _, x in written if x.numel()]
-        if len({*begins}) < len(begins) or not {*begins}.isdisjoint(x.data_ptr() for _, x in read):
+        if len({*begins}) < len(begins) or not {*begins}.isdisjoint([x.data_ptr() for _, x in read]):
             raise ValueError(f"{written[0][0]} and another operand share memory: give each tensor memory of its own")
         return
     extents = [(name, x.data_ptr(), x.nbytes, x.is_contiguous()) for name, x in (*written, *read)]
     for at, (name, begin, length, dense) in enumerate(extents[: len(written)]):
-        for other, first, size, also_dense in extents[at + 1 :]:
+        for other, start, size, also_dense in extents[at + 1 :]:
             # The later of two dense ones begins behind the earlier; of others only the beginnings are compared.
-            apart = first - begin >= length or begin - first >= size if dense and also_dense else begin != first
-            if not apart and length and size:
+            disjoint = start - begin >= length or begin - start >= size if dense and also_dense else begin != start
+            if not disjoint and length and size:
                 pair = f"two of {name}" if name == other else f"{name} and {other}"
                 raise ValueError(f"{pair} share memory: give each tensor memory of its own")
 

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 
 from .factors import in_full_precision
-from .operands import Operand, check_devices, check_tensors, check_written
+from .operands import Operand, Passed, check_written, inspect
 
 _library = torch.library.Library("fastdp", "DEF")
 
-#: Tensors that hold data of their own: not fake, functional or distributed.
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 #: Every op by name; filled as the modules of this package are imported.
 OPS: dict[str, Op] = {}
 
@@ -103,17 +101,18 @@ class Op:
         return self.reference(*args) if result is NotImplemented else result
 
     def _run(self, *args: Any) -> Any:
-        self._check(*args)
-        if self._position is not None:
-            args = self._drawn(args)
-        return self.on(self._operands[0].tensors(args)[0].device.type, *args)
+        """A call by torch's dispatcher."""
+        return self._perform(args, inspect(self._operands, args, recorded=False))
 
-    def _check(self, *args: Any) -> None:
+    def _perform(self, args: tuple[Any, ...], passed: Passed) -> Any:
         # A stream, which stands for a position, is no tensor: checks of the family know it.
-        check_devices(self._operands, args)
         self.check(*args)
         if self._writes:
-            check_written(self._operands, args)
+            check_written(self._operands, passed)
+        if self._position is not None:
+            args = self._drawn(args)
+        assert passed.device is not None
+        return self.on(passed.device.type, *args)
 
     def _drawn(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments, with a position taken from the stream that was given in its place."""
@@ -125,30 +124,15 @@ class Op:
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._overload(*self._drawn(args))
-        if self._is_dispatched(args):
-            if self._position is not None:
-                self._check(*args)  # before a position is spent
-            return self._overload(*self._drawn(args))
-        return self._run(*args)
-
-    def _is_dispatched(self, args: tuple[Any, ...]) -> bool:
-        """Whether torch's dispatcher has something to do: autograd, tensors without data of their own, negative views."""
-        recorded = self.differentiable and torch.is_grad_enabled()
-        for operand in self._operands:
-            if operand.index == self._position:
-                continue
-            tensors = operand.tensors(args)
-            if not _PLAIN.issuperset(map(type, tensors)):
-                for x in tensors:
-                    check_tensors(**{operand.name: x})
-                return True
-            if any(map(torch.Tensor.is_neg, tensors)):
-                if operand.is_written:
-                    raise ValueError(f"{operand.name} is a lazily negated view: pass resolve_neg() of it")
-                return True
-            if recorded and any(x.requires_grad for x in tensors):
-                return True
-        return False
+        passed = inspect(self._operands, args, recorded=self.differentiable and torch.is_grad_enabled())
+        if not passed.dispatched:
+            return self._perform(args, passed)
+        if self._position is not None:
+            # Before a position is spent.
+            self.check(*args)
+            if self._writes:
+                check_written(self._operands, passed)
+        return self._overload(*self._drawn(args))
 
     def __repr__(self) -> str:
         return f"fastdp.ops.{self.schema}"

@@ -62,7 +62,7 @@ def test_micro_batches_that_are_recorded_have_one_shape(config, monkeypatch):
         raise RuntimeError("this is no GPU")
 
     monkeypatch.setattr(run, "_device", lambda config: torch.device("cpu"))
-    monkeypatch.setattr("fastdp.entry.refuse_capture", lambda *args, **options: None)
+    monkeypatch.setattr("fastdp.builder.refuse_capture", lambda *args, **options: None)
     monkeypatch.setattr(graphs, "_on_a_gpu", no_recorder)
     with pytest.warns(UserWarning, match="not replayed but made one operation at a time: this is no GPU"):
         finetune(replace(config, capture=True, sampling="shuffled", epochs=8, physical_batch_size=config.batch_size))

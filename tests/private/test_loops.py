@@ -369,7 +369,7 @@ def test_whatever_fails_in_make_private_gives_the_model_its_own_forward_back(mon
     def fails(*args: Any) -> None:
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr("fastdp.entry.Private", fails)
+    monkeypatch.setattr("fastdp.builder.Private", fails)
     with pytest.raises(RuntimeError, match="a fault"):
         start(model, **PRIVATE)
     assert "forward" not in vars(model)
