@@ -104,6 +104,14 @@ def test_a_page_is_short_and_so_are_its_sentences(page: str) -> None:
     assert statistics.median(lengths.values()) <= 18
 
 
+def test_there_are_twenty_short_decisions() -> None:
+    records = re.split(r"^## \d+\. ", (ROOT / "docs" / "decisions.md").read_text(), flags=re.MULTILINE)[1:]
+    assert len(records) == 20
+    for record in records:
+        assert len(record.split()) <= 120
+        assert re.findall(r"^\*(\w+)\.\*", record, flags=re.MULTILINE) == ["Context", "Decision", "Consequence"]
+
+
 def test_all_pages_together_are_a_short_book() -> None:
     pages = [ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")]
     assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 40_000
