@@ -102,6 +102,8 @@ def test_a_page_is_short_and_so_are_its_sentences(page: str) -> None:
     lengths = {sentence: len(re.findall(r"\w[\w.,'/-]*", sentence)) for sentence in sentences(text)}
     assert [sentence for sentence, length in lengths.items() if length > 40] == []
     assert statistics.median(lengths.values()) <= 18
+    code = "".join(re.findall(r"^```.*?^```", text, flags=re.DOTALL | re.MULTILINE))
+    assert [line for line in code.splitlines() if len(line) > 88] == []
 
 
 def test_there_are_twenty_short_decisions() -> None:
