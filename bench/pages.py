@@ -124,11 +124,11 @@ def lora() -> Table:
         _lora("public pass, axes made anew", renewed, e2e, "warmed"),
         _lora("the same, of eight texts", eight, ("lora-few",), "warmed", e2e),
         _lora("E2E, all weights: DP-SGD", "DP-SGD", ("lora-full",)),
-        _lora("public pass first", "warmed", ("lora-full",), "DP-SGD"),
-        _lora("public pass, axes made anew", renewed, ("lora-full",), "warmed"),
+        _lora("all weights, public pass", "warmed", ("lora-full",), "DP-SGD"),
+        _lora("all weights, axes made anew", renewed, ("lora-full",), "warmed"),
         _lora("WikiText-2, LoRA: public pass", "warmed", words),
-        _lora("public pass, axes made anew", renewed, words, "warmed"),
-        _lora("the same, of eight texts", eight, ("lora-few-wikitext2",), "warmed", words),
+        _lora("WikiText-2, axes made anew", renewed, words, "warmed"),
+        _lora("WikiText-2, of eight texts", eight, ("lora-few-wikitext2",), "warmed", words),
     ]
     return ["form", "epsilon 1", "epsilon 3", "epsilon 8"], lines
 
