@@ -23,26 +23,41 @@ CASES = {
     "bert-6x384-bitfit": "BERT, BitFit",
     "vit-6x384-full": "ViT, full",
 }
+#: Of `gpu/step.json`, by case: Opacus was not run there.
+GPU_CASES = {
+    "llama-8b-lora-checkpointed": "H100, Llama 8B, LoRA, checkpointed",
+    "llama-1b-full": "H100, Llama 1B, full",
+    "gpt2-124m-full": "H100, GPT-2 124M, full",
+    "bert-base-full": "H100, BERT base, full",
+}
 SYSTEMS = {"fastdp": "fastdp", "opacus-hooks": "Opacus, hooks", "opacus-ghost": "Opacus, ghost"}
 
 
-def steps() -> dict[tuple[str, str], dict[str, Any]]:
+def steps(machine: str = "cpu") -> dict[tuple[str, str], dict[str, Any]]:
     """Ratios to non-private training by case and system; without times where the system refused the case."""
-    rows = json.loads((RESULTS / "cpu" / "step.json").read_text())["figures"]
+    rows = json.loads((RESULTS / machine / "step.json").read_text())["figures"]
     return {(row["case"], row["implementation"]): row for row in rows}
 
 
 def table() -> str:
     """Time and memory of a private step over those of an ordinary one, in Markdown."""
-    found = steps()
+    cpu, gpu = steps(), steps("gpu")
 
-    def cell(case: str, system: str) -> str:
-        row = found.get((case, system), {})
-        known = row.get("ratio_time") is not None
-        return f"{row['ratio_time']:.2f}x time, {row['ratio_memory']:.2f}x memory" if known else "fails"
+    def cell(row: dict[str, Any] | None, absent: str = "") -> str:
+        if row is None or row.get("ratio_time") is None:
+            return absent
+        memory = f"{row['ratio_memory']:.2f}" if "ratio_memory" in row else "not recorded"
+        return f"{row['ratio_time']:.2f}, {memory}"
 
-    head = ["one step, over non-private training", *SYSTEMS.values()]
-    return "\n".join(markdown(head, ([title, *(cell(case, s) for s in SYSTEMS)] for case, title in CASES.items())))
+    head = ["time, memory", "fastdp", "`capture=True`", "Opacus, hooks", "Opacus, ghost"]
+    lines = [
+        [title, cell(gpu.get((case, "fastdp-fused"))), cell(gpu.get((case, "fastdp-captured"))), "", ""]
+        for case, title in GPU_CASES.items()
+    ]
+    for case, title in CASES.items():
+        ours, *others = (cell(cpu.get((case, system)), "fails") for system in SYSTEMS)
+        lines.append([f"CPU, {title}", ours, "", *others])
+    return "\n".join(markdown(head, lines))
 
 
 def perplexities() -> dict[str, float]:

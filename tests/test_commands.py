@@ -70,7 +70,6 @@ ANEW = {
     "examples/sap": "it releases the texts, which is done once",
     "examples/ewft": "the same",
     "fastdp privatize": "the same",
-    "fastdp split vendor --model MODEL": "the same",
     "fastdp split certificates": "other machines than those of the block above",
 }
 #: What a page takes up that another page, or none, made.
@@ -85,7 +84,7 @@ CHECKS, DEPLOYED = ".github/workflows/checks.yml", ("tests/federated/test_run.py
 ELSEWHERE = {
     "pip install dist/": ("Makefile", "-c build/wheel/constraints.txt dist/", "needs a registry"),
     "pip install .": ("tests/test_packaging.py", "def test_wheel_works_outside_the_tree", "needs a registry"),
-    "pip install '.[": ("Makefile", "-c $(VENV)/constraints.txt -e", "needs a registry"),
+    "pip install -e '.[": ("Makefile", "-c $(VENV)/constraints.txt -e", "needs a registry"),
     "make test": (CHECKS, "make test #", "runs this file"),
     "make test-full": (CHECKS, "make test-full", "runs this file"),
     "make docs": (CHECKS, "make docs", "needs a registry"),

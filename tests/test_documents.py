@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,20 @@ from tests.engine.runs import clipped_sum, error, join, logical_step, one_by_one
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+#: Words that a page may have.
+WORDS = {
+    "README.md": 900,
+    "docs/decisions.md": 2500,
+    "docs/results.md": 3500,
+    "docs/kernels.md": 2500,
+    "docs/federated.md": 1800,
+    "docs/clipping.md": 2000,
+    "docs/rapft.md": 1200,
+    "docs/sap.md": 1200,
+    "docs/split.md": 1200,
+    "docs/ewft.md": 1200,
+    "docs/frost.md": 1200,
+}
 
 
 def blocks(page: str) -> list[str]:
@@ -68,3 +83,37 @@ def test_every_result_is_named_where_it_is_read() -> None:
 def test_every_page_stands_in_the_sites_list():
     listed = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
     assert {page.name for page in (ROOT / "docs").glob("*.md")} <= listed
+
+
+def sentences(text: str) -> list[str]:
+    """Those of paragraphs and list items: headings, tables, code and pictures have none."""
+    text = re.sub(r"^```.*?^```|<!--.*?-->", "\n\n", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^ {4}.*$|^(#|\|| *!\[).*$", "\n", text, flags=re.MULTILINE)
+    text = re.sub(r"^ *(?:[-*]|\d+\.) ", "\n\n", text, flags=re.MULTILINE)
+    paragraphs = re.sub(r"\]\([^)]*\)", "]", text).split("\n\n")
+    found = [part for paragraph in paragraphs for part in re.split(r"(?<=[.!?])[*`)]*\s+", paragraph)]
+    return [part for part in found if re.search(r"\w", part)]
+
+
+@pytest.mark.parametrize("page", WORDS)
+def test_a_page_is_short_and_so_are_its_sentences(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert len(text.split()) <= WORDS[page]
+    lengths = {sentence: len(re.findall(r"\w[\w.,'/-]*", sentence)) for sentence in sentences(text)}
+    assert [sentence for sentence, length in lengths.items() if length > 40] == []
+    assert statistics.median(lengths.values()) <= 18
+    code = "".join(re.findall(r"^```.*?^```", text, flags=re.DOTALL | re.MULTILINE))
+    assert [line for line in code.splitlines() if len(line) > 88] == []
+
+
+def test_there_are_twenty_short_decisions() -> None:
+    records = re.split(r"^## \d+\. ", (ROOT / "docs" / "decisions.md").read_text(), flags=re.MULTILINE)[1:]
+    assert len(records) == 20
+    for record in records:
+        assert len(record.split()) <= 120
+        assert re.findall(r"^\*(\w+)\.\*", record, flags=re.MULTILINE) == ["Context", "Decision", "Consequence"]
+
+
+def test_all_pages_together_are_a_short_book() -> None:
+    pages = [ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")]
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 40_000

@@ -25,17 +25,16 @@ def test_the_documents_show_the_committed_results():
 
 
 def test_a_line_an_op(tmp_path):
-    rows = [
-        {**ROW, "first_peak_bytes": 2_500_000},
-        {**ROW, "peak_bytes": None},
-        {"op": "x", "size": "", "failed": "bad"},
-    ]
+    other = {"speedup over cdist": 3.0}
+    rows = [{**ROW, **other}, {**ROW, "op": "y"}, {"op": "x", "size": "", "failed": "bad"}]
+    rows.append({key: value for key, value in {**ROW, **other}.items() if key != "speedup over torch"})
     text = plots.table(results(tmp_path / "kernels.json", *rows))
     assert text.splitlines()[0] == "a processor, 2 threads, avx2, torch 2."
     assert text.splitlines()[4:] == [
-        "| `snap` | 3 of 4 | 0.01234 | 0.50 | 2.5 MB | torch 2.00x |",
-        "| `snap` | 3 of 4 | 0.01234 | 0.50 | not told | torch 2.00x |",
-        "| `x` |  | bad | | | |",
+        "| `snap` | 3 of 4 | 0.01234 | 0.50 | torch 2.00x |",
+        "| `y` | 3 of 4 | 0.01234 | 0.50 | torch 2.00x |",
+        "| `x` |  | bad | | |",
+        "| `snap` | 3 of 4 | 0.01234 | 0.50 | cdist 3.00x |",
     ]
 
 

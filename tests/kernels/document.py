@@ -82,14 +82,13 @@ def allowed_rate(name: str) -> float:
     return share[0] / share[1] * MATRIX * 2 * PROCESSORS * 1.755e9
 
 
-def _row(name: str) -> str:
+def _row(name: str) -> str | None:
+    """A kernel's line; None of one without a loop over products or rounds of noise."""
     case, found = CASES[name], built(name, 90)
     loops = [loop for loop in found.loops if loop.multiplies or loop.counts.get("SHF", 0) >= 32]
-    cells = [f"`{name}`", str(found.registers), f"{found.shared / 1024:.0f}", str(found.blocks)]
     if not loops:
-        return "| " + " | ".join([*cells, "", "", "", ""]) + " |"
+        return None
     loop = loops[0]
-    under_way = ["" if value is None else str(value) for value in (loop.loads, loop.products)]
     share = _clocks(case, found)
     if case.narrow:
         estimate = "bound by memory"
@@ -108,15 +107,14 @@ def _row(name: str) -> str:
         width = {"noise": 8, "noise-rounded": 8, "adamw": 16, "adamw-rounded": 16}.get(name, 4)
         memory = elements * width / MEMORY
         estimate = f"{min(1.0, memory / logic):.0%} of copying; bound by {'logic' if logic > memory else 'memory'}"
-    return "| " + " | ".join([*cells, str(loop.instructions), *under_way, estimate]) + " |"
+    return f"| `{name}` | {found.registers} | {found.blocks} | {loop.instructions} | {estimate} |"
 
 
 def kernels_table() -> str:
-    """One line a kernel of the default cases."""
+    """One line for each kernel of the default cases that has such a loop."""
     names = [name for name, case in CASES.items() if not case.slow]
-    head = "| kernel | registers | KB shared | blocks a processor | instructions of its loop | loads under way "
-    head += "| products under way | estimate |"
-    rows = [head, "|---|---|---|---|---|---|---|---|", *map(_row, names)]
+    head = "| kernel | registers | blocks a processor | instructions of its loop | estimate |"
+    rows = [head, "|---|---|---|---|---|", *filter(None, map(_row, names))]
     return f"Triton {triton.__version__}, sm_90.\n\n" + "\n".join(rows)
 
 

@@ -1,0 +1,370 @@
+"""The tables of `docs/results.md`, and one of `docs/kernels.md`, computed from the committed figures.
+
+`python -m bench.pages` writes them again, from the root of a checkout. A test compares the pages with what this module
+computes, and looks up every decimal figure of the sentences of `docs/results.md` in its tables.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from .record import markdown
+
+RESULTS = Path(__file__).parent / "results"
+Row = dict[str, Any]
+Table = tuple[list[str], list[list[str]]]
+
+
+def figures(name: str, **wanted: Any) -> list[Row]:
+    """The rows of a result file in which each of ``wanted`` has the given value; an absent key counts as None."""
+    rows = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
+    return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def spread(values: Iterable[float], digits: int = 1, sign: bool = False) -> str:
+    """Mean and standard deviation; of a single value, the value."""
+    found = list(values)
+    mean = format(statistics.mean(found), f"{'+' * sign}.{digits}f")
+    return f"{mean}±{statistics.stdev(found):.{digits}f}" if len(found) > 1 else mean
+
+
+def paired(rows: list[Row], others: list[Row], value: str, scale: float = 1, digits: int = 1) -> str:
+    """Mean difference of rows that share a seed, and its standard error."""
+    base = {row["seed"]: row[value] for row in others}
+    found = [scale * (row[value] - base[row["seed"]]) for row in rows if row["seed"] in base]
+    error = statistics.stdev(found) / len(found) ** 0.5
+    return f"{statistics.mean(found):+.{digits}f}±{error:.{digits}f}"
+
+
+def at_true_epsilon(rows: list[Row]) -> list[Row]:
+    """The rows themselves. Raises ValueError if one spends more than the epsilon that its column names."""
+    for row in rows:
+        if row["epsilon"] != "inf" and not 0.99 * row["epsilon"] <= row["true_epsilon"] <= row["epsilon"]:
+            raise ValueError(f"{row['form']} at epsilon {row['epsilon']} spends {row['true_epsilon']}")
+    return rows
+
+
+def runs() -> Table:
+    """Whole data sets, one seed each."""
+    titles = {
+        "e2e-inf": "E2E, LoRA rank 8, no privacy",
+        "e2e-8": "E2E, LoRA rank 8, scale 2",
+        "dpsgd-as-rapft": "E2E, LoRA rank 4, scale 8",
+        "rapft": "the same, Rap-FT, ellipsoid, noised map",
+        "sst2-8": "SST-2, LoRA rank 8",
+        "frost": "SST-2, DP-FROST",
+        "sap": "SST-2, SAP, Laplace, eta 75",
+        "ewft": "SST-2, EW-FT after block 4",
+        "ewft-rehearsed": "SST-2, EW-FT after the last block, rehearsed",
+    }
+    found = {row["run"]: row["figures"] for name in ("finetune", "methods", "local") for row in figures(name)}
+    lines = []
+    for run, title in titles.items():
+        row = found[run]
+        measure = "perplexity" if "perplexity" in row["after"] else "accuracy"
+        cells = [f"{row[when][measure]:.{1 if measure == 'perplexity' else 3}f}" for when in ("before", "after")]
+        spent = f"{float(row['epsilon']):.3f} ({row['delta']:.0e})".replace("e-0", "e-")
+        spent = {"e2e-inf": "none", "sap": "metric"}.get(run, spent)
+        lines.append([title, str(row["trained_parameters"]), spent, measure, *cells])
+    return ["run", "trained", "epsilon (delta)", "measure", "before", "after"], lines
+
+
+def rapft() -> Table:
+    """Rap-FT against DP-SGD."""
+    forms = {
+        "dpsgd": "DP-SGD",
+        "printed": "printed shape",
+        "optimal": "optimal noise",
+        "ellipsoid": "ellipsoid clip",
+        "noised": "printed shape, noised map",
+        "paper": "as printed, no epsilon",
+    }
+    lines = []
+    for tuning in ("adapter", "bitfit", "lora"):
+        for form, title in forms.items():
+            cells = []
+            for epsilon in (3.0, 5.0, 7.0):
+                rows = figures("utility/rapft", part="perplexity", tuning=tuning, form=form, epsilon=epsilon)
+                rows = [r for r in rows if r["irrelevance_ratio"] == 0.7 and r["initialisation"] == "top_p"]
+                rows = rows if form == "paper" else at_true_epsilon(rows)
+                cells.append(spread(r["perplexity"] for r in rows) if rows else "")
+            lines.append([f"{tuning.replace('bitfit', 'BitFit').replace('lora', 'LoRA')}, {title}", *cells])
+    return ["trained, method", "epsilon 3", "epsilon 5", "epsilon 7"], lines
+
+
+def _lora(
+    title: str, form: str, files: tuple[str, ...], base: str | None = None, against: tuple[str, ...] = ()
+) -> list[str]:
+    cells = []
+    for epsilon in (1.0, 3.0, 8.0):
+        here, there = (
+            [row for name in names for row in figures(f"utility/{name}", part="perplexity", form=of, epsilon=epsilon)]
+            for names, of in ((files, form), (against or files, base))
+        )
+        cell = spread(row["perplexity"] for row in at_true_epsilon(here)) if here else ""
+        pairs = len({row["seed"] for row in here} & {row["seed"] for row in there})
+        cells.append(f"{cell} ({paired(here, there, 'perplexity')}, {pairs})" if here and base else cell)
+    return [title, *cells]
+
+
+def lora() -> Table:
+    """Private LoRA and all weights, with and without public text."""
+    renewed, eight = "warmed, axes of single examples, renewed", "warmed, axes of single examples, renewed from eight"
+    e2e, words = ("lora", "lora-8"), ("lora-wikitext2",)
+    lines = [
+        _lora("E2E, LoRA: DP-SGD", "DP-SGD", ("lora",)),
+        _lora("first matrix fixed", "first matrix fixed", ("lora",), "DP-SGD"),
+        _lora("averaged weights", "averaged", ("lora",), "DP-SGD"),
+        _lora("public pass first", "warmed", ("lora",), "DP-SGD"),
+        _lora("public pass, axes made once", "warmed, axes", ("lora",), "warmed"),
+        _lora("public pass, axes made anew", renewed, e2e, "warmed"),
+        _lora("the same, of eight texts", eight, ("lora-few",), "warmed", e2e),
+        _lora("E2E, all weights: DP-SGD", "DP-SGD", ("lora-full",)),
+        _lora("all weights, public pass", "warmed", ("lora-full",), "DP-SGD"),
+        _lora("all weights, axes made anew", renewed, ("lora-full",), "warmed"),
+        _lora("WikiText-2, LoRA: public pass", "warmed", words),
+        _lora("WikiText-2, axes made anew", renewed, words, "warmed"),
+        _lora("WikiText-2, of eight texts", eight, ("lora-few-wikitext2",), "warmed", words),
+    ]
+    return ["form", "epsilon 1", "epsilon 3", "epsilon 8"], lines
+
+
+def frost() -> Table:
+    """DP-FROST against full, LoRA and adapter fine-tuning; soft freezing; differences from full of the same seeds."""
+
+    def rows(name: str, form: str, epsilon: Any) -> list[Row]:
+        found = figures(f"utility/{name}", part="accuracy", form=form, epsilon=epsilon)
+        # Of DP-FROST's variants, the default.
+        default = {"magnitude": "MGNA", "norm_order": 1, "selection_steps": 5, "selections": 1, "selection_rate": 0.01}
+        if form == "frost":
+            found = [row for row in found if all(row.get(key) == value for key, value in default.items())]
+        return at_true_epsilon(found)
+
+    forms = {
+        "full": ("frost", "full"),
+        "random partitions": ("frost", "random"),
+        "largest values": ("frost-rates", "values"),
+        "DP-FROST": ("frost", "frost"),
+        "LoRA": ("frost", "lora"),
+        "adapter": ("frost", "adapter"),
+        "full, smaller run": ("frost-soft", "full"),
+        "soft freezing, five releases": ("frost-soft", "soft"),
+        "soft freezing, one release": ("frost-soft", "soft once"),
+    }
+    clear = spread((100 * row["accuracy"] for row in rows("frost", "non-private", "inf")), 2)
+    lines = [["full, no privacy", clear, clear, clear]]
+    for title, (name, form) in forms.items():
+        cells = []
+        for epsilon in (0.5, 2.0, 8.0):
+            found = rows(name, form, epsilon)
+            base = rows("frost-soft" if name == "frost-soft" else "frost", "full", epsilon)
+            gap = "" if form == "full" else f" ({paired(found, base, 'accuracy', 100, 2)})"
+            cells.append(spread((100 * row["accuracy"] for row in found), 2) + gap)
+        lines.append([title, *cells])
+    return ["method", "epsilon 0.5", "epsilon 2", "epsilon 8"], lines
+
+
+def ewft() -> Table:
+    """EW-FT at the printed and at the true epsilon, and codes."""
+
+    def cell(name: str, value: str = "accuracy", **wanted: Any) -> str:
+        rows = [row for row in figures(name, length=16, step_distance=2.0, **wanted) if value in row]
+        rows = [row for row in rows if row["autoencoder"] in ([], [64])]
+        if not rows:
+            return ""
+        true = statistics.mean(row["true_epsilon"] for row in rows)
+        said = spread(100 * row[value] for row in rows)
+        return said if abs(true - rows[0]["epsilon"]) < 0.01 else f"{said}, truly {true:.1f}"
+
+    main, pure = "utility/ewft", "utility/ewft-pure"
+    sources: list[tuple[str, Callable[[float], str]]] = [
+        ("EW-FT as printed, after block 6", lambda e: cell(main, mechanism="EW-FT", form="paper", layer=6, epsilon=e)),
+        ("the same, after block 5", lambda e: cell(main, mechanism="EW-FT", form="paper", layer=5, epsilon=e)),
+        ("DP-Forward as printed", lambda e: cell(main, mechanism="DP-Forward", form="paper", layer=6, epsilon=e)),
+        ("released once, after block 6", lambda e: cell(main, form="once", bottom="public", layer=6, epsilon=e)),
+        ("the same, after block 5", lambda e: cell(main, form="once", bottom="public", layer=5, epsilon=e)),
+        ("the same, nothing below learns", lambda e: cell(main, form="once", bottom="pretrained", layer=6, epsilon=e)),
+        ("EW-FT, sound", lambda e: cell(main, mechanism="EW-FT", form="sound", layer=6, epsilon=e)),
+        (
+            "DP-Forward, sound",
+            lambda e: cell(pure if e < 8 else main, mechanism="DP-Forward", form="sound", layer=6, epsilon=e),
+        ),
+        ("two codes, delta 0", lambda e: cell(pure, form="pure", epsilon=e)),
+        ("the same, public texts alone", lambda e: cell(pure, "accuracy_by_public_text_alone", form="pure", epsilon=e)),
+    ]
+    lines = [[title, *(source(epsilon) for epsilon in (1.0, 2.0, 4.0, 8.0))] for title, source in sources]
+    clear = spread(100 * row["accuracy"] for row in figures(main, mechanism="non-private", length=16))
+    lines.append(["no privacy", *[clear] * 4])
+    return ["what leaves", "epsilon 1", "epsilon 2", "epsilon 4", "epsilon 8"], lines
+
+
+def cells() -> Table:
+    """SAP's cells against the exponential mechanism: a naive Bayes head on five sets of labels."""
+    forms: dict[str, dict[str, Any]] = {
+        "in the clear": {"form": "clear"},
+        "exponential, eta 14": {"form": "exponential", "eta": 14.0},
+        "exponential, eta 17": {"form": "exponential", "eta": 17.0},
+        "5 cells of equal mass": {"form": "quotient", "cells": 5, "epsilon": 3.0},
+        "3 cells cut for 3": {"form": "informed", "cells": 3, "epsilon": 3.0},
+        "5 cells cut for 6": {"form": "informed", "cells": 5, "epsilon": 6.0},
+    }
+    data = ("pure", "pure-family", "pure-rating", "pure-price", "pure-area")
+
+    def rows(name: str, form: Row) -> list[Row]:
+        files = [name, "pure-informed"] if name == "pure" else [name]
+        return [row for file in files for row in figures(f"utility/{file}", part="tokens", **form)]
+
+    lines = []
+    for title, form in forms.items():
+        found = [rows(name, form) for name in data]
+        nats, hidden = found[0][0].get("nats"), [row["empirical_privacy"] for row in found[0] if "nats" in row]
+        told = "" if nats is None else f"{statistics.mean(row['nats'] for row in found[0]):.0f}"
+        privacy = f"{100 * statistics.mean(hidden):.0f}" if hidden else ""
+        lines.append([title, told, privacy, *(spread(100 * row["accuracy"] for row in each) for each in found)])
+    six = [rows(name, forms["5 cells cut for 6"]) for name in data]
+    for eta in (14, 17):
+        gaps = [
+            paired(each, rows(name, forms[f"exponential, eta {eta}"]), "accuracy", 100) for name, each in zip(data, six)
+        ]
+        lines.append([f"5 cells cut for 6, less eta {eta}", "", "", *gaps])
+    return ["form", "nats", "EP", "SST-2", "family", "rating", "price", "area"], lines
+
+
+def tokens() -> Table:
+    """SAP's forms: MiniLM on 256 texts, in one process and through the split service, and what an attacker infers."""
+    laplace = [("SAP, Laplace", "SAP", {"eta": eta}) for eta in (50.0, 80.0, 100.0)]
+    paper = [("CTI as printed", "CTI paper", {"eta": 80.0})]
+    exponential = [("exponential", "exponential", {"eta": eta}) for eta in (14.0, 17.0, 21.0)]
+    prior = [("prior (default)", "CTI prior", {"eta": eta}) for eta in (14.0, 17.0, 21.0)]
+    equal = [("quotient, equal mass", "CTI quotient", {"cells": 5, "epsilon": 3.0})]
+    cut = [("quotient, cut", "CTI quotient, informed", {"cells": n, "epsilon": e}) for n, e in ((3, 4.0), (5, 6.0))]
+    lines = []
+    for title, form, wanted in (("no privacy", "none", {}), *laplace, *paper, *exponential, *prior, *equal, *cut):
+        rows, attacks = (
+            [figures(f"utility/{name}", part=part, form=form, **wanted) for name in names]
+            for part, names in (("figure 2", ("sap", "sap-quotient")), ("attribute inference", ("sap-more", "sap")))
+        )
+        judged, attacked = (next((each for each in found if each), []) for found in (rows, attacks))
+        service = figures("utility/sap-service", form=form, **wanted)
+        bounds = [row for row in judged or service if "median_bound" in row]
+        nats = f"{float(bounds[0]['median_bound']):.0f}" if bounds else ""
+        values = ((judged, "EP"), (judged, "UA"), (service, "UA"), (attacked, "person_accuracy"))
+        lines.append(
+            [
+                ", ".join([title, *(f"{key} {value:g}" for key, value in wanted.items())]),
+                "no bound" if bounds and bounds[0]["pairs_without_bound"] > 0.5 else nats,
+                *(
+                    spread(100 * row[key] for row in found) if found and key in found[0] else ""
+                    for found, key in values
+                ),
+            ]
+        )
+    return ["form", "nats", "EP", "accuracy", "through the service", "person inferred"], lines
+
+
+def rounds() -> Table:
+    """Federated: held-out perplexity after four rounds of four clients, one seed."""
+    lines = []
+    for title, scheme, budgets in (
+        ("no privacy", "none", (None,)),
+        ("private tokens", "selective", (0.1, 1.0, 8.0, 32.0)),
+        ("every token", "all", (0.1, 1.0, 8.0, 32.0)),
+    ):
+        for epsilon in budgets:
+            wanted = {"scheme": scheme, "epsilon": epsilon, "clients": 4}
+            found = [figures("federated/rounds", data=data, **wanted) for data in ("wikitext2", "pii_spans")]
+            cells = [f"{rows[0]['perplexities'][-1]:,.1f}" if rows else "" for rows in found]
+            lines.append([title if epsilon is None else f"{title}, epsilon {epsilon:g}", *cells])
+    return ["perturbed", "WikiText-2", "texts with names"], lines
+
+
+def typed() -> Table:
+    """Federated, replaced by type: perplexity of the other tokens, by number of clients."""
+    everything = [{**row, "others": row["perplexities_of_others"][-1]} for row in figures("federated/typed-small")]
+    lines = []
+    for clients in (2, 4, 16):
+        here = [row for row in everything if row["clients"] == clients]
+        plain = [row for row in here if row["scheme"] == "none"]
+        ours = [row for row in here if row["scheme"] == "typed" and row["epsilon"] == 8.0]
+        ours = [row for row in ours if row["replacement"] == "model" and not row["learned"]]
+        fair = [row for row in here if row["scheme"] == "selective"]
+        base = {row["seed"]: row["others"] for row in plain}
+        ratios = [100 * (row["others"] / base[row["seed"]] - 1) for row in ours]
+        gap = f"{statistics.mean(ratios):+.1f}%±{statistics.stdev(ratios) / len(ratios) ** 0.5:.1f}"
+        fairly = ""
+        if fair:
+            same = next(row for row in ours if row["seed"] == fair[0]["seed"])
+            fairly = f"{fair[0]['others']:.1f} ({same['others'] / fair[0]['others'] - 1:+.1%})"
+        lines.append([str(clients), spread(r["others"] for r in plain), spread(r["others"] for r in ours), gap, fairly])
+    return [
+        "clients",
+        "as they are, learned",
+        "`typed`, not learned",
+        "difference",
+        "kept, not learned (one seed)",
+    ], lines
+
+
+def gpu() -> Table:
+    """Steps of one H100: over torch's fused AdamW run eagerly, and recorded steps over torch's recorded ones."""
+    titles = {
+        "bert-base-full": "BERT base, 32 x 128",
+        "gpt2-124m-full": "GPT-2 124M, 8 x 1,024",
+        "llama-1b-full": "Llama 1B, 4 x 1,024",
+        "llama-1b-long": "Llama 1B, 1 x 4,096",
+        "llama-8b-lora-checkpointed": "Llama 8B, LoRA, checkpointed, 4 x 2,048",
+    }
+    found = {(row["case"], row["implementation"]): row for row in figures("gpu/step")}
+    lines = []
+    for case, title in titles.items():
+        plain, ours = found[case, "non-private-fused"], found[case, "fastdp-fused"]
+        memory = f"{ours['ratio_memory']:.2f}" if "ratio_memory" in ours else "not recorded"
+        line = [
+            title,
+            f"{1e3 * plain['seconds']:,.0f}",
+            f"{1e3 * ours['seconds']:,.0f}",
+            f"{ours['ratio_time']:.2f}",
+            memory,
+        ]
+        torchs, recorded = (found.get((case, f"{system}-captured")) for system in ("non-private", "fastdp"))
+        if torchs is None or recorded is None:
+            lines.append([*line, "", "", ""])
+            continue
+        times = [f"{recorded['ratio_time']:.2f}", f"{recorded['seconds'] / torchs['seconds']:.2f}"]
+        lines.append([*line, *times, f"{recorded['ratio_memory']:.2f}"])
+    head = ["step", "plain, ms", "private, ms", "time", "memory", "recorded: time", "over torch's recorded", "memory"]
+    return head, lines
+
+
+FUNCTIONS = (runs, lora, rapft, frost, ewft, cells, tokens, rounds, typed)
+TABLES: dict[Path, dict[str, Callable[[], Table]]] = {
+    Path("docs/results.md"): {function.__name__: function for function in FUNCTIONS},
+    Path("docs/kernels.md"): {"gpu": gpu},
+}
+
+
+def tables(page: Path) -> dict[str, str]:
+    """Those of a page, by name, in Markdown."""
+    return {name: "\n".join(markdown(*function())) for name, function in TABLES[page].items()}
+
+
+def written(page: Path, text: str) -> str:
+    """The page's text with its tables computed again. Raises ValueError if a table has no place in it."""
+    for name, table in tables(page).items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise ValueError(
+                f"{page} needs the lines '{begin}' and '{end}' once each. Put them where the table belongs."
+            )
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
+    return text
+
+
+if __name__ == "__main__":
+    for page in TABLES:
+        page.write_text(written(page, page.read_text()))

@@ -1,0 +1,37 @@
+"""Tables of pages hold what the committed figures say."""
+
+import re
+from pathlib import Path
+
+import pytest
+from fastdp.bench import pages
+
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = Path("docs/results.md")
+
+
+@pytest.mark.parametrize("page", pages.TABLES, ids=str)
+def test_a_page_holds_what_is_computed(page):
+    text = (ROOT / page).read_text()
+    assert text == pages.written(page, text), "run python -m bench.pages"
+
+
+def test_every_figure_of_a_sentence_stands_in_a_table():
+    """Decimal figures alone: whole numbers are settings and counts."""
+    text = (ROOT / RESULTS).read_text()
+    computed = set(re.findall(r"\d*\.\d+", "".join(pages.tables(RESULTS).values())))
+    sentences = re.sub(r"<!-- (\w+): begin -->.*?<!-- \1: end -->|`[^`]*`", "", text, flags=re.DOTALL)
+    said = set(re.findall(r"(?<![\w.])\d*\.\d+", sentences))
+    assert len(said) > 20
+    assert said <= computed
+
+
+def test_a_table_without_a_place_is_refused():
+    with pytest.raises(ValueError, match="runs: begin"):
+        pages.written(RESULTS, "# Results\n")
+
+
+def test_a_row_that_spends_more_than_its_column_says_is_refused():
+    row = {"form": "DP-SGD", "epsilon": 3.0, "true_epsilon": 3.1}
+    with pytest.raises(ValueError, match=r"spends 3\.1"):
+        pages.at_true_epsilon([row])
