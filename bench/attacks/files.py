@@ -308,7 +308,7 @@ def public_is_private(library: Library) -> float:
 
 @attack(
     "An adapter's first weights are directions of the private examples, as EVA makes them.",
-    off={"fastdp.entry.refuse_made_of_examples": nothing},
+    off={"fastdp.builder.refuse_made_of_examples": nothing},
 )
 def weights_made_of_examples(library: Library) -> float:
     import peft
@@ -334,7 +334,7 @@ def weights_made_of_examples(library: Library) -> float:
 
 @attack(
     "Each of two processes without a group draws its own noise and counts its own steps.",
-    off={"fastdp.entry.check_model": nothing},
+    off={"fastdp.builder.check_model": nothing},
 )
 def several_processes(library: Library) -> float:
     with unittest.mock.patch.dict(os.environ, {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}):

@@ -650,7 +650,7 @@ def stateful_dataset(library: Library) -> float:
 
 @attack(
     "A rare record stands in a Subset three times, in place of a weight.",
-    off={"fastdp.entry.refuse_repeats": kit.nothing},
+    off={"fastdp.builder.refuse_repeats": kit.nothing},
 )
 def repeated_records(library: Library) -> float:
     def released(count: int) -> Any:

@@ -86,7 +86,9 @@ def inspect(operands: Sequence[Operand], args: Sequence[Any], *, recorded: bool)
                 dispatched = True
             if x.device != device and not (operand.name in _ON_HOST and x.device.type == "cpu"):
                 if device is not None:
-                    raise ValueError(f"{operand.name} is on {x.device} and {first} on {device}: move them to one device")
+                    raise ValueError(
+                        f"{operand.name} is on {x.device} and {first} on {device}: move them to one device"
+                    )
                 first, device = operand.name, x.device
             dispatched = dispatched or (recorded and x.requires_grad)
     return Passed(found, device, dispatched)
@@ -118,7 +120,9 @@ def check_written(operands: Sequence[Operand], passed: Passed) -> None:
                 # Tensors without values have no addresses.
                 return
             if recorded and x.requires_grad:
-                raise RuntimeError(f"{name} requires grad and would be changed in place: call this under torch.no_grad()")
+                raise RuntimeError(
+                    f"{name} requires grad and would be changed in place: call this under torch.no_grad()"
+                )
             if not x.is_contiguous() and _overlaps_itself(x):
                 raise ValueError(f"elements of {name} may share memory: make it contiguous first")
             written.append((name, x))
