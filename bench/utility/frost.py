@@ -23,9 +23,6 @@ import transformers as hf
 from torch.utils.data import Dataset
 
 import fastdp
-from fastdp.methods.frost.partitions import split
-from fastdp.methods.frost.soft import soft_scales
-from fastdp.methods.rapft.axes import gradient_moments
 from fastdp.methods.sap import split_model
 from fastdp.private.method import Method
 from fastdp.private.plan import Budget, Plan
@@ -33,7 +30,7 @@ from fastdp.untrusted import load_pretrained
 
 from ..plots import picture
 from ..record import markdown
-from . import shaping, suite, tops
+from . import suite, tops
 
 RATIO = 0.25**2
 #: Learning rates that are tried before the rest, each once at the middle epsilon, and more of them while the best is at an edge;
@@ -46,8 +43,6 @@ TRIED = {
     "frost": (5e-3, 1e-2, 2e-2),
     "soft": (2e-3, 5e-3, 1e-2),
     "soft once": (2e-3, 5e-3, 1e-2),
-    "soft corrected": (2e-3, 5e-3, 1e-2),
-    "full corrected": (2e-3, 5e-3, 1e-2),
 }
 SHARED = {"random": "frost", "parameters": "values"}
 PLAIN_RATE = 3e-4
@@ -62,14 +57,11 @@ FROST: dict[str, Any] = {
 }
 PEFT = ("lora", "adapter")
 #: Nothing frozen, every partition on its own scale: as far as noise is least for a given norm, and half as far, by one release
-#: for a fiftieth of epsilon. Then with the noise's variance taken off Adam's second moment.
+#: for a fiftieth of epsilon.
 SOFT: dict[str, dict[str, Any]] = {
     "soft": {"axes_power": 0.5},
     "soft once": {"axes_power": 0.25, "selection_steps": 1, "budget_ratio": 0.98},
-    "soft corrected": {"axes_power": 0.5},
 }
-#: Private examples whose gradients are looked at, and after which part of a run of full fine-tuning.
-EXAMPLES, LOOKED_AT = 256, 2 / 5
 
 
 @dataclass(frozen=True)
@@ -186,11 +178,10 @@ class Bench:
         form, size = row["form"], self.size
         if form == "non-private":
             return fastdp.NonPrivate()
-        corrected = {"bias_correction": form.endswith("corrected")}
-        if form in ("full", "full corrected", *PEFT):
-            return fastdp.DPSGD(**corrected)  # type: ignore[arg-type]
+        if form in ("full", *PEFT):
+            return fastdp.DPSGD()
         if form in SOFT:
-            soft = {**SOFT[form], **corrected, **options}
+            soft = {**SOFT[form], **options}
             return fastdp.DPFrost(unfreezing_ratio=1.0, selection_rate=size.rates[0], **soft)
         if form == "random":
             return fastdp.DPFrost(unfreezing_ratio=RATIO, choose_by="random", seed=row["seed"])
@@ -241,7 +232,6 @@ class Bench:
             rate=self._learning_rate(row),
             batch_size=size.batch_size,
             steps=size.steps if steps is None else steps,
-            corrected=row["form"].endswith("corrected"),
             target_delta=1 / (2 * len(data)),
             max_physical_batch_size=64,
             # The same batches and noise for all forms of a seed, whose differences are then their own; the data is public.
@@ -286,29 +276,6 @@ class Bench:
             found["selected"] = run.method.chosen(names, run.outcome)
         run.detach()
         return found
-
-    def gain(self, row: dict[str, Any]) -> dict[str, Any]:
-        """What scales by partition, root mean squares to a power, should do for full fine-tuning, and the best axes of all
-        should (`shaping.less_noise`).
-        """
-        model = self.model("full", row["seed"])
-        run = self.start(model, {"form": "full", **row})
-        loop = suite.train(run)
-        while run.steps_done < row["steps"] or not run.last_step_done:
-            next(loop)
-        ratio = self.size.batch_size / run.noise_multiplier
-        run.detach()
-        model.zero_grad(set_to_none=True)
-        some = range(0, len(self.train), max(1, len(self.train) // EXAMPLES))
-        found = gradient_moments(model, (suite.placed(self.train.collate([i])) for i in some), torch.float64)
-        partitions = split({name: own.mean for name, own in found.items()}, None)
-        sizes = [(sum(float(found[n].square.sum()) for n in part.parameters) / part.size) ** 0.5 for part in partitions]
-        less = {}
-        for power in (0.125, 0.25, 0.5):
-            scales = soft_scales(partitions, sizes, power)
-            axes = {name: torch.tensor(scale) for name, scale in scales.items()}
-            less[f"{power:g}"] = shaping.less_noise(found, ratio, axes)
-        return {"less_noise": less, "least_noise": shaping.less_noise(found, ratio)}
 
     @torch.no_grad()
     def _accuracy(self, model: torch.nn.Module, rows: Rows) -> float:
@@ -367,7 +334,7 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     frost = {**FROST, "selection_rate": usual}
     rows: list[dict[str, Any]] = [{"part": "accuracy", "form": "non-private", "epsilon": "inf"}]
     for epsilon in size.epsilons:
-        forms = ("full", "random", "values", *PEFT, *SOFT, "full corrected")
+        forms = ("full", "random", "values", *PEFT, *SOFT)
         rows += [{"part": "accuracy", "form": form, "epsilon": epsilon} for form in forms]
         rows.append({**frost, "epsilon": epsilon})
     rows.append({**frost, "form": "parameters", "selection_steps": 1, "epsilon": size.compared})
@@ -387,10 +354,6 @@ def runs(bench: Bench, seeds: int, table: suite.Table, forms: Sequence[str] = ()
         if not forms or form in forms:
             yield from suite.interior(table, rates, partial(_rate, bench, form, seeds), "accuracy", largest=True)
     bench.learn_rates(table.rows)
-    if "full" in (forms or ("full",)):
-        steps = round(LOOKED_AT * bench.size.steps)
-        look = {"part": "axes", "epsilon": bench.size.compared, "steps": steps}
-        yield from suite.each(suite.by_seed([look], seeds), bench.gain)
     yield from suite.each((row for row in settings(bench.size, seeds) if not forms or row["form"] in forms), bench.run)
 
 
@@ -409,7 +372,7 @@ def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
 
     usual = {**FROST, "selection_rate": size.rates[0]}
     middle = {**usual, "epsilon": size.compared}
-    methods = [{"form": form} for form in ("full", "random", "values", *PEFT, *SOFT, "full corrected")]
+    methods = [{"form": form} for form in ("full", "random", "values", *PEFT, *SOFT)]
     first = [["non-private", *[cell(form="non-private")] * len(size.epsilons)]]
     first += [[own["form"], *(cell(**own, epsilon=e) for e in size.epsilons)] for own in (*methods, usual)]
     third = [["PARAM", cell(form="parameters", epsilon=size.compared)]]

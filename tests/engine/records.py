@@ -1,9 +1,7 @@
-"""A search for a record that moves a clipped sum by more than its bound, over routes, dtypes, policies and hostile factors.
-
-    python -m fastdp.bench.clip_search --count 20000 --json bench/results/clip-search.json
+"""Records that may move a clipped sum by more than its bound, over routes, dtypes, policies and hostile factors.
 
 A record is drawn from a seed: its tokens cancel, agree, tie or spread over sixteen orders of magnitude, huge or tiny. It goes
-through the engine's accumulator as captures of a backward pass do; what it added to the sums is measured in float64.
+through the engine's accumulator as captures of a backward pass do; what it adds to the sums is measured in float64.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ from fastdp.methods.frost.accumulate import MagnitudeAccumulator
 from fastdp.methods.frost.magnitudes import Magnitude
 from fastdp.methods.frost.partitions import Partition
 from fastdp.methods.rapft.allocation import EllipsoidPolicy
-
-from . import record
 
 KINDS = ("plain", "cancelling", "last bits", "aligned", "grid", "spread")
 USES = ("gram", "direct", "instantiate", "twice", "cross", "tied", "table", "bias", "vector", "one example", "L1")
@@ -224,26 +220,3 @@ def cases(count: int, seed: int = 0) -> Iterator[Case]:
             bound_exponent=number(-6, 3),
             two_pass=number(0, 1) < 0.5,
         )
-
-
-def main() -> None:
-    """Search, print what moved furthest, and save the figures by use."""
-    parser = record.parser_of(__doc__)
-    parser.add_argument("--count", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    found: dict[str, dict[str, float]] = {use: {"searched": 0, "at its bound": 0, "largest": 0.0} for use in USES}
-    for case in cases(options.count, options.seed):
-        length = moved(case)
-        row = found[case.uses]
-        row["searched"] += 1
-        row["at its bound"] += length > 0.99
-        row["largest"] = max(row["largest"], length)
-        if not length <= 1:
-            print(length, case, flush=True)
-    print(found)
-    record.write(options.json, {"seed": options.seed, "by use": found})
-
-
-if __name__ == "__main__":
-    main()
