@@ -68,7 +68,7 @@ class Drawn(Observer):
         return units
 
 
-@pytest.mark.parametrize("allocation", ["printed", "ellipsoid"])
+@pytest.mark.parametrize("allocation", ["printed", "optimal"])
 def test_a_masked_mechanism_passes_and_is_caught_at_a_tenth_of_its_noise(allocation: str) -> None:
     results = []
     for noise in (1.0, 0.1):

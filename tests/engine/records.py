@@ -21,11 +21,10 @@ from fastdp.engine.policy import Policy
 from fastdp.methods.frost.accumulate import MagnitudeAccumulator
 from fastdp.methods.frost.magnitudes import Magnitude
 from fastdp.methods.frost.partitions import Partition
-from fastdp.methods.rapft.allocation import EllipsoidPolicy
 
 KINDS = ("plain", "cancelling", "last bits", "aligned", "grid", "spread")
 USES = ("gram", "direct", "instantiate", "twice", "cross", "tied", "table", "bias", "vector", "one example", "L1")
-POLICIES = ("flat", "groups", "masked", "masked ellipsoid", "axes", "wild axes")
+POLICIES = ("flat", "groups", "masked", "axes", "wild axes")
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,7 @@ def _policy(case: Case, bound: float) -> Policy:
         drawn = [10 ** (reach * (2 * torch.rand(size, generator=generator) - 1)) for size in (case.m, case.n) * 2]
         return Policy((bound,), (0.0,), both, axes={"a": RankOne(*drawn[:2]), "b": RankOne(*drawn[2:])})
     masks = {name: torch.rand(case.m, case.n, generator=generator) < 0.4 for name in both}
-    kind = EllipsoidPolicy if case.policy == "masked ellipsoid" else Policy
-    return kind((bound, bound / 3), (0.0, 0.0), dict.fromkeys(both, (0, 1)), masks)
+    return Policy((bound, bound / 3), (0.0, 0.0), dict.fromkeys(both, (0, 1)), masks)
 
 
 def _length(policy: Policy, sums: dict[str, torch.Tensor]) -> float:
@@ -105,7 +103,7 @@ def _length(policy: Policy, sums: dict[str, torch.Tensor]) -> float:
         else:
             squares[group] += wide.square().sum()
     lengths = squares.sqrt() / torch.tensor(policy.bounds, dtype=torch.float64)
-    return float(lengths.square().sum().sqrt() if isinstance(policy, EllipsoidPolicy) else lengths.max())
+    return float(lengths.max())
 
 
 def moved(case: Case) -> float:
