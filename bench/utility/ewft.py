@@ -90,8 +90,6 @@ def schedule(form: str, weighted: bool, epsilon: float, step_distance: float) ->
         if weighted:
             return ewft.paper(printed(epsilon, step_distance), epsilon, DELTA, "C")
         return ewft.paper_uniform(PAPER["dataset_size"], PAPER["batch_size"], PAPER["epochs"], epsilon, DELTA, "C")
-    if weighted:
-        return ewft.shaped(printed(epsilon, step_distance), epsilon, DELTA, "epoch-weighted")
     return ewft.dp_forward(PAPER["epochs"], epsilon, DELTA)
 
 
@@ -260,7 +258,6 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     for epsilon in (2.0, 4.0, 8.0):
         rows += [{"epsilon": epsilon, **form} for form in (paper, once)]
         rows.append({"epsilon": epsilon, "mechanism": "DP-Forward", "autoencoder": [], **paper})
-    rows.append(sound)
     rows += [{"epsilon": epsilon, "mechanism": "DP-Forward", "autoencoder": [], **sound} for epsilon in (8.0, 2.0, 4.0)]
     # What no epsilon that anybody prints would buy; and what the pretrained layers alone would, without public labels.
     rows += [{"epsilon": epsilon, **once} for epsilon in (100.0, 1000.0)]

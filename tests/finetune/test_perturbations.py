@@ -17,7 +17,7 @@ from fastdp.public import content_digest
 from tests.finetune.runs import classify, public_inputs
 
 
-@pytest.mark.parametrize("noise", ["release_once", "epoch_weighted"])
+@pytest.mark.parametrize("noise", ["release_once", "dp_forward"])
 def test_a_perturbed_forward_pass(config, files, tmp_path, noise):
     options = {
         "layer": 1,

@@ -8,12 +8,10 @@ from fastdp.methods.ewft.autoencoder import (
 from fastdp.methods.ewft.noise import (
     NoiseSchedule as NoiseSchedule,
     dp_forward as dp_forward,
-    epoch_weighted as epoch_weighted,
     paper as paper,
     paper_epoch_weighted as paper_epoch_weighted,
     paper_uniform as paper_uniform,
     release_once as release_once,
-    shaped as shaped,
     uniform as uniform,
 )
 from fastdp.methods.ewft.pooled import (
@@ -26,3 +24,11 @@ from fastdp.methods.ewft.pure import PureEWFT as PureEWFT, PureSettings as PureS
 from fastdp.methods.ewft.rehearsal import rehearse as rehearse
 from fastdp.methods.ewft.releases import EWFT as EWFT, EWFTPerturbation as EWFTPerturbation
 from fastdp.methods.ewft.settings import EWFTSettings as EWFTSettings
+
+
+def __getattr__(name: str) -> object:
+    if name in ("epoch_weighted", "shaped"):
+        raise AttributeError(
+            f"ewft.{name} is gone: use ewft.release_once, which spends the same epsilon with less noise"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

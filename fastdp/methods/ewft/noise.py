@@ -81,32 +81,6 @@ def uniform(epochs: int, epsilon: float, delta: float) -> NoiseSchedule:
     return NoiseSchedule("uniform", tuple(ratios), delta, epsilon)
 
 
-def shaped(shape: Sequence[float], epsilon: float, delta: float, name: str = "shaped") -> NoiseSchedule:
-    """A fresh release in every epoch with noise in proportion to ``shape``; all of them together cost ``epsilon``."""
-    ratios = [2 * z for z in accounting.sound_schedule(len(shape), epsilon, delta, shape)]
-    return NoiseSchedule(name, tuple(ratios), delta, epsilon, settings=(("shape", tuple(map(float, shape))),))
-
-
-def epoch_weighted(
-    epochs: int,
-    epsilon: float,
-    delta: float,
-    *,
-    dataset_size: int,
-    batch_size: int,
-    step_distance: float = 2.0,
-    reading: Reading = "printed",
-) -> NoiseSchedule:
-    """The shape of Algorithm 1 (EWPBA) at a level that holds: falling noise whose releases together cost ``epsilon``.
-
-    Raises ValueError as `fastdp.accounting.epoch_weighted_schedule` does, for epsilon <= 1 above all.
-    """
-    printed = accounting.epoch_weighted_schedule(
-        dataset_size, batch_size, epochs, epsilon, delta, step_distance, reading
-    )
-    return shaped(printed, epsilon, delta, name="epoch-weighted")
-
-
 def dp_forward(epochs: int, epsilon: float, delta: float) -> NoiseSchedule:
     """DP-Forward's analytic (matrix) Gaussian mechanism: i.i.d. noise of the least std for sensitivity 2 C.
 
