@@ -287,7 +287,7 @@ def step_time(model: Path, steps: int = 7, length: int = 64, batch_size: int = 3
     private = fastdp.EWFT(
         perturbed,
         layer=layer,
-        noise=ewft.uniform(1, 8.0, DELTA),
+        noise=ewft.dp_forward(1, 8.0, DELTA),
         sequence_length=length,
         dataset_size=(steps + 1) * batch_size,
     )

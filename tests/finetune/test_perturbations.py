@@ -39,6 +39,13 @@ def test_a_perturbed_forward_pass(config, files, tmp_path, noise):
     assert text["sha256"] == content_digest(files / "public.tsv")
 
 
+@pytest.mark.parametrize(("noise", "instead"), [("epoch_weighted", "release_once"), ("uniform", "dp_forward")])
+def test_a_schedule_that_is_gone_names_what_replaces_it(config, files, noise, instead):
+    options = {"layer": 1, "autoencoder": None, "noise": noise}
+    with pytest.raises(ConfigError, match=f"noise {noise} of ewft is gone: use {instead}"):
+        finetune(classify(config, files, method="ewft", method_options=options, epochs=2))
+
+
 @pytest.mark.parametrize("noise", ["codebook", pytest.param("privunit", marks=pytest.mark.slow)])
 def test_a_pure_forward_pass(config, files, tmp_path, noise):
     number = {"cells": 3} if noise == "codebook" else {"dimension": 2}

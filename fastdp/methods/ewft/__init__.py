@@ -6,13 +6,13 @@ from fastdp.methods.ewft.autoencoder import (
     train_autoencoder as train_autoencoder,
 )
 from fastdp.methods.ewft.noise import (
+    GONE as GONE,
     NoiseSchedule as NoiseSchedule,
     dp_forward as dp_forward,
     paper as paper,
     paper_epoch_weighted as paper_epoch_weighted,
     paper_uniform as paper_uniform,
     release_once as release_once,
-    uniform as uniform,
 )
 from fastdp.methods.ewft.pooled import (
     Codebook as Codebook,
@@ -27,8 +27,6 @@ from fastdp.methods.ewft.settings import EWFTSettings as EWFTSettings
 
 
 def __getattr__(name: str) -> object:
-    if name in ("epoch_weighted", "shaped"):
-        raise AttributeError(
-            f"ewft.{name} is gone: use ewft.release_once, which spends the same epsilon with less noise"
-        )
+    if name in GONE:
+        raise AttributeError(f"ewft.{name} is gone: use {GONE[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

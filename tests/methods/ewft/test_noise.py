@@ -24,11 +24,11 @@ def test_what_the_printed_epsilon_8_is(scale, cost):
     ("schedule", "ratios"),
     [
         (ewft.release_once(8.0, DELTA), [2 * 0.60023]),
-        (ewft.uniform(3, 8.0, DELTA), [2 * 1.03963] * 3),
+        (ewft.dp_forward(3, 8.0, DELTA), [2 * 1.03963] * 3),
         (ewft.release_once(2.0, DELTA), [2 * 1.9938]),
-        (ewft.uniform(3, 2.0, DELTA), [2 * 3.4534] * 3),
+        (ewft.dp_forward(3, 2.0, DELTA), [2 * 3.4534] * 3),
         (ewft.release_once(4.0, DELTA), [2 * 1.0812]),
-        (ewft.uniform(3, 4.0, DELTA), [2 * 1.8726] * 3),
+        (ewft.dp_forward(3, 4.0, DELTA), [2 * 1.8726] * 3),
     ],
 )
 def test_sound_noise_over_the_clipping_norm(schedule, ratios):
@@ -37,9 +37,9 @@ def test_sound_noise_over_the_clipping_norm(schedule, ratios):
     assert not schedule.flaws
 
 
-@pytest.mark.parametrize("name", ["epoch_weighted", "shaped"])
+@pytest.mark.parametrize("name", ["epoch_weighted", "shaped", "uniform"])
 def test_a_schedule_that_is_gone_names_what_replaces_it(name):
-    with pytest.raises(AttributeError, match="use ewft.release_once"):
+    with pytest.raises(AttributeError, match="is gone: use (release_once|dp_forward)"):
         getattr(ewft, name)
 
 

@@ -442,6 +442,7 @@ def test_paper_mode_with_a_public_mask_has_a_guarantee():
         ({"allocation": "axes", "axes_power": 2.0}, "axes_power is 2.0"),
         ({"allocation": "axes", "axes_power": None}, "of PublicGradients alone"),
         ({"source": PublicMoments({}), "allocation": "optimal"}, "set allocation='axes'"),
+        ({"allocation": "ellipsoid"}, "use 'optimal'"),
         ({"source": PublicGradients([{}]), "allocation": "printed"}, "PublicGradients say how large"),
         ({"irrelevance_ratio": 0.5}, "above .5"),
         ({"irrelevance_ratio": 1.2}, "above .5"),
