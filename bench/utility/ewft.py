@@ -16,7 +16,6 @@ cost. `sound` and `once` rows spend the printed epsilon, truly.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -32,7 +31,6 @@ from fastdp.methods import ewft
 from fastdp.methods.sap import split_model
 from fastdp.untrusted import load_pretrained
 
-from .. import record
 from ..plots import picture
 from . import suite, tops
 
@@ -277,52 +275,6 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     return suite.by_seed(sorted(whole, key=lambda row: row["length"]), seeds)
 
 
-def step_time(model: Path, steps: int = 7, length: int = 64, batch_size: int = 32) -> dict[str, Any]:
-    """Seconds of a training step with EW-FT in the middle of the model, over those of the plain step.
-
-    The plain step is the same one, on the same frozen layers, without the perturbation; they take turns.
-    """
-    plain, perturbed = tops.load(model, 0), tops.load(model, 0)
-    layer = 3
-    private = fastdp.EWFT(
-        perturbed,
-        layer=layer,
-        noise=ewft.dp_forward(1, 8.0, DELTA),
-        sequence_length=length,
-        dataset_size=(steps + 1) * batch_size,
-    )
-    assert private.autoencoder is not None
-    private.autoencoder.trained_on = "public"
-    private.set_epoch(1)
-    below = set(private.frozen_parameters)
-    for name, parameter in plain.named_parameters():
-        parameter.requires_grad_(name not in below)
-    batch = {
-        "input_ids": torch.randint(1000, 30000, (batch_size, length)),
-        "attention_mask": torch.ones(batch_size, length, dtype=torch.int64),
-        "labels": torch.randint(0, 2, (batch_size,)),
-    }
-    optimizers = [
-        torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-5),
-        torch.optim.AdamW(
-            [*(p for p in perturbed.parameters() if p.requires_grad), *private.trained_parameters()], lr=1e-5
-        ),
-    ]
-    ids = iter(torch.arange((steps + 1) * batch_size).split(batch_size))
-
-    def step(net: Any, optimizer: torch.optim.Optimizer, released: bool) -> None:
-        net(**batch, **({"example_ids": next(ids)} if released else {})).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    calls = [
-        partial(step, plain.train(), optimizers[0], False),
-        partial(step, perturbed.train(), optimizers[1], True),
-    ]
-    medians = [statistics.median(of_one) for of_one in suite.in_turns(calls, steps, warm_up=1)]
-    return {"plain_seconds": medians[0], "ewft_seconds": medians[1], "ratio": medians[1] / medians[0]}
-
-
 def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Accuracy by layer, and the noise of each schedule."""
     with picture(folder / "ewft.png", 2, panel=(4.6, 7.6), legends=1) as (by_layer, noise):
@@ -369,20 +321,15 @@ def _plot_layers(rows: Sequence[dict[str, Any]], axes: Any) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
     sizes = {"default": Size(), "tiny": TINY, "full": FULL}
-    parser = suite.parser_of(__doc__, sizes, model="folder of all-MiniLM-L6-v2 or another encoder")
-    parser.add_argument("--sst2", type=Path, help="folder with train.tsv and test.tsv")
-    parser.add_argument("--public", type=Path, help="plain text for the autoencoders")
+    parser = suite.parser_of(
+        __doc__,
+        sizes,
+        model="folder of all-MiniLM-L6-v2 or another encoder",
+        sst2="folder with train.tsv and test.tsv",
+        public="plain text for the autoencoders",
+    )
     parser.add_argument("--only", default="", help="only rows whose form and mechanism hold this")
-    parser.add_argument("--step-time", action="store_true", help="only the time of a step; into --json")
     options, size, table = suite.begin(parser, arguments)
-    if options.step_time:
-        found = step_time(options.model)
-        print(found, flush=True)
-        if options.json:
-            record.write(options.json, found)
-        return
-    if options.sst2 is None or options.public is None:
-        parser.error("the tables need --sst2 and --public")
     bench = Bench(options.model, options.sst2, options.public, size)
     wanted = (row for row in settings(size, options.seeds) if options.only in f"{row['form']} {row['mechanism']}")
     suite.finish(table, suite.each(wanted, bench.run), options, plot)
