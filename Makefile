@@ -52,7 +52,6 @@ bench: $(VENV)/.fastdp-test
 	OMP_PROC_BIND=true $(VENV)/bin/python -m pytest -q tests/bench/microbenchmarks.py --benchmark-only --benchmark-max-time=0.2
 	OMP_PROC_BIND=true $(VENV)/bin/fastdp bench planner --json $(OUT)/cpu/planner.json
 	$(VENV)/bin/fastdp bench plot --results $(OUT)/cpu
-	$(VENV)/bin/python -m fastdp.bench.growing $(OUT)/cpu/growing.json $(OUT)/cpu/growing.png
 
 # Figures of a GPU, in $(OUT)/gpu: 150 + 90 + 240 seconds at most, so 8 minutes. The first stage compiles all of its kernels
 # at once, on all processors, and then checks the engine, sums, norms and the rest, the most valuable first. Each stage writes

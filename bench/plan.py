@@ -14,26 +14,50 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fastdp.data import read_rows
+from fastdp.files import write_rows
 from fastdp.finetune.config import FinetuneConfig
 
 from .memory import process
 from .record import parser_of
-from .settings import DATA, excerpt
 from .utility.suite import Table, each, measure
 
 EXAMPLES, BATCH, PHYSICAL, EPOCHS = 384, 96, 32, 4
-#: Data set of `DATA`, and what is trained.
+#: Training file below the data folder, and settings, by data set.
+DATA: dict[str, tuple[str, dict[str, Any]]] = {
+    "e2e": ("e2e/train.csv", {"prompt_column": "mr", "target_column": "ref", "max_length": 64}),
+    "sst2": (
+        "sst2/train.tsv",
+        {
+            "task": "classification",
+            "text_column": "sentence",
+            "label_column": "label",
+            "labels": ["0", "1"],
+            "max_length": 32,
+        },
+    ),
+    "wikitext2": ("wikitext2/train.txt", {"max_length": 64}),
+}
+#: Data set, and what is trained.
 CASES = (("e2e", "lora"), ("e2e", "full"), ("sst2", "lora"), ("wikitext2", "bitfit"))
 #: How far seconds and memory may be from what was foretold, relatively.
 BARS = {"seconds": 0.15, "bytes": 0.1}
 
 
+def excerpt(path: Path, count: int, folder: Path) -> Path:
+    """Write ``count`` examples, spread over a file that may be sorted, to a file of their own."""
+    usable = [row for row in read_rows(path).rows if len(str(next(iter(row.values())))) > 20]
+    written = folder / f"{path.parent.name}-{path.stem}.jsonl"
+    write_rows(written, usable[:: max(1, len(usable) // count)][:count])
+    return written
+
+
 def settings(name: str, peft: str, model: str, data: Path, folder: Path) -> FinetuneConfig:
     """A run on an excerpt of a data set, which it writes to ``folder``; without held-out data, which no plan counts."""
-    paths, common = DATA[name]
+    path, common = DATA[name]
     return FinetuneConfig(
         model=model,
-        train=str(excerpt(data / paths[0], EXAMPLES, folder)),
+        train=str(excerpt(data / path, EXAMPLES, folder)),
         output=str(folder / "run"),
         epsilon=8.0,
         delta=1e-4,
@@ -50,7 +74,6 @@ def foretold(config: FinetuneConfig) -> dict[str, Any]:
     """By the plan, for lengths that spread as the examples' do: the shortest, those at each tenth, and the longest."""
     import numpy
 
-    from fastdp.data import read_rows
     from fastdp.finetune.machine import measure
     from fastdp.finetune.models import load_tokenizer, load_trained
     from fastdp.finetune.tasks import encode_rows

@@ -7,6 +7,7 @@ import os
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import fastdp.files as files
 
@@ -30,15 +31,13 @@ class Lock:
         self._descriptor = files.private(path, os.O_RDWR | os.O_CREAT)
         last = time.monotonic() + seconds
         while True:
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if try_lock(self._descriptor):
                 break
-            except BlockingIOError:
-                if time.monotonic() >= last:
-                    self.close()
-                    raise ValueError(f"{held} is in use by another program: wait for it to end") from None
+            if time.monotonic() >= last:
+                self.close()
+                raise ValueError(f"{held} is in use by another program: wait for it to end")
             time.sleep(_WAIT)
-        _HELD.add(self)
+        close_in_children(self)
 
     @classmethod
     def of_folder(cls, folder: Path) -> Lock:
@@ -62,13 +61,26 @@ class Lock:
             self.close()
 
 
-_HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file for this process; False if another holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
-def _forget_in_child() -> None:
-    # A child inherits the descriptor, and would hold the lock after its parent was killed.
-    for lock in list(_HELD):
-        lock.close()
+_HELD: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+def close_in_children(holder: Any) -> None:
+    """Close it in every process forked from this one, which would hold the lock after its parent was killed."""
+    _HELD.add(holder)
+
+
+def _close_held() -> None:
+    for holder in list(_HELD):
+        holder.close()
+
+
+os.register_at_fork(after_in_child=_close_held)

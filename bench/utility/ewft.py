@@ -1,6 +1,6 @@
 """EW-FT's tables 3 to 7 at laptop size: MiniLM on a slice of SST-2, at the printed epsilon and at the true one.
 
-    python -m bench.utility.ewft --model MODEL --sst2 FOLDER --public FILE --pii FILE \\
+    python -m bench.utility.ewft --model MODEL --sst2 FOLDER --public FILE \\
         --json bench/results/utility/ewft.json --pictures docs/pictures
 
 The lower blocks (`Size.frozen`) are frozen in every row and computed once. What is trained below the noise differs by row:
@@ -11,13 +11,11 @@ The lower blocks (`Size.frozen`) are frozen in every row and computed once. What
 - ``bottom: pretrained``: nothing below the noise learns.
 
 `paper` rows add the noise that the paper prints for its own 67,349 examples; ``true_epsilon`` is what these releases really
-cost. `sound` and `once` rows spend the printed epsilon, truly. Attribute inference attacks the noisy codes of texts with
-labelled private spans, each sent as one query in inference; ``query_epsilon`` is what such a query costs.
+cost. `sound` and `once` rows spend the printed epsilon, truly.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -29,14 +27,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import fastdp
-from fastdp import accounting, audit
 from fastdp.methods import ewft
 from fastdp.methods.sap import split_model
 from fastdp.untrusted import load_pretrained
 
-from .. import record
 from ..plots import picture
-from . import attributes, suite, tops
+from . import suite, tops
 
 DELTA = 1e-5
 PAPER: dict[str, Any] = {"dataset_size": 67349, "batch_size": 32, "epochs": 3}
@@ -60,15 +56,10 @@ class Size:
     batch_size: int = 32
     learning_rate: float = 2e-4
     autoencoder_passes: int = 4
-    subjects: int = 720
 
 
-TINY = Size(
-    train=32, public=32, unlabelled=32, held_out=16, lengths=(16,), layers=(5, 6), autoencoder_passes=1, subjects=60
-)
-FULL = Size(
-    train=40000, public=20000, length=64, lengths=(16, 32, 64, 128), frozen=0, layers=(1, 2, 3, 4, 5, 6), subjects=1500
-)
+TINY = Size(train=32, public=32, unlabelled=32, held_out=16, lengths=(16,), layers=(5, 6), autoencoder_passes=1)
+FULL = Size(train=40000, public=20000, length=64, lengths=(16, 32, 64, 128), frozen=0, layers=(1, 2, 3, 4, 5, 6))
 
 
 #: Mechanisms without a delta, at an epsilon; those of few numbers learn from labels, the others from what varies most.
@@ -97,8 +88,6 @@ def schedule(form: str, weighted: bool, epsilon: float, step_distance: float) ->
         if weighted:
             return ewft.paper(printed(epsilon, step_distance), epsilon, DELTA, "C")
         return ewft.paper_uniform(PAPER["dataset_size"], PAPER["batch_size"], PAPER["epochs"], epsilon, DELTA, "C")
-    if weighted:
-        return ewft.shaped(printed(epsilon, step_distance), epsilon, DELTA, "epoch-weighted")
     return ewft.dp_forward(PAPER["epochs"], epsilon, DELTA)
 
 
@@ -122,7 +111,6 @@ class Bench:
     model: Path
     sst2: Path
     unlabelled: Path
-    pii: Path
     size: Size
 
     def __post_init__(self) -> None:
@@ -131,21 +119,18 @@ class Bench:
     def _parts(self, length: int, seed: int) -> dict[str, Any]:
         """The model and, by name, the texts."""
         tokenizer, model, size = load_pretrained(AutoTokenizer, self.model), tops.load(self.model, seed), self.size
-        subjects = attributes.read_subjects(self.pii, tokenizer, length, size.subjects, seed)
         texts = {
             "train": tops.read_texts(self.sst2 / "train.tsv", tokenizer, length, size.train, seed),
             "public": tops.read_texts(self.sst2 / "dev.tsv", tokenizer, length, size.public, seed),
             "held_out": tops.read_texts(self.sst2 / "test.tsv", tokenizer, length, size.held_out, seed),
             "unlabelled": tops.read_public(self.unlabelled, tokenizer, length, size.unlabelled),
-            "known": subjects.known,
-            "attacked": subjects.attacked,
         }
         bottom, _ = split_model(model, size.frozen)
         parts = {name: Part(each, tops.hidden_states(bottom, each)) for name, each in texts.items()}
-        return {"model": model, "subjects": subjects, **parts}
+        return {"model": model, **parts}
 
     def run(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Train and evaluate one setting, and attack its releases."""
+        """Train and evaluate one setting."""
         parts = self.parts(row["length"], row["seed"])
         state = {name: value.clone() for name, value in parts["model"].state_dict().items()}
         torch.manual_seed(row["seed"])
@@ -161,16 +146,9 @@ class Bench:
 
     def _without_noise(self, top: torch.nn.Module, row: dict[str, Any]) -> dict[str, Any]:
         parts = self.parts(row["length"], row["seed"])
-        bottom, _ = split_model(parts["model"], row["layer"])
-        # What a receiver of the pretrained layers' states would get.
-        sent = [
-            audit.pooled(tops.hidden_states(bottom, parts[name].texts), parts[name].texts.mask.bool())
-            for name in ("known", "attacked")
-        ]
-        found = attributes.attack(parts["subjects"], *sent)
         self._train(top, parts["train"], row["seed"])
         held_out = parts["held_out"]
-        return {"accuracy": tops.accuracy(top, held_out.states, held_out.texts), **found}
+        return {"accuracy": tops.accuracy(top, held_out.states, held_out.texts)}
 
     def _at_a_pure_epsilon(self, top: torch.nn.Module, row: dict[str, Any]) -> dict[str, Any]:
         """What one code or direction tells; first by public texts alone, then with what the private ones add."""
@@ -214,16 +192,6 @@ class Bench:
             "true_epsilon": noise.epsilon(),
             "noise_std_over_max_norm": list(noise.ratios),
         }
-        if row["attacked"]:
-            # Lengths are hidden: the receiver cannot tell which rows are padding.
-            sent = [
-                torch.cat([audit.pooled(codes) for codes in private.released_codes(parts[name].batches())])
-                for name in ("known", "attacked")
-            ]
-            found |= attributes.attack(parts["subjects"], *sent)
-            found["query_epsilon"] = accounting.epsilon(
-                accounting.local_event(noise.ratios[-1:]), DELTA, adjacency="replace_one"
-            )
         private.remove()
         return found
 
@@ -272,7 +240,7 @@ class Bench:
 def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     """One row each, no setting twice; the first seed of everything comes first."""
     base: dict[str, Any] = {"layer": size.layer, "length": size.length, "epsilon": 8.0, "step_distance": 2.0}
-    base |= {"autoencoder": [64], "mechanism": "EW-FT", "attacked": False}
+    base |= {"autoencoder": [64], "mechanism": "EW-FT"}
     paper, sound = {"form": "paper", "bottom": "private"}, {"form": "sound", "bottom": "public"}
     once = {"form": "once", "bottom": "public", "mechanism": "release once"}
     rows: list[dict[str, Any]] = []
@@ -286,12 +254,11 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
             sizes = [64] if mechanism in ("only autoencoder", "EW-FT") else []
             rows.append({"layer": layer, "mechanism": mechanism, "autoencoder": sizes, **paper})
     for epsilon in (2.0, 4.0, 8.0):
-        rows += [{"epsilon": epsilon, "attacked": True, **form} for form in (paper, once)]
+        rows += [{"epsilon": epsilon, **form} for form in (paper, once)]
         rows.append({"epsilon": epsilon, "mechanism": "DP-Forward", "autoencoder": [], **paper})
-    rows.append({"attacked": True, **sound})
     rows += [{"epsilon": epsilon, "mechanism": "DP-Forward", "autoencoder": [], **sound} for epsilon in (8.0, 2.0, 4.0)]
     # What no epsilon that anybody prints would buy; and what the pretrained layers alone would, without public labels.
-    rows += [{"epsilon": epsilon, "attacked": True, **once} for epsilon in (100.0, 1000.0)]
+    rows += [{"epsilon": epsilon, **once} for epsilon in (100.0, 1000.0)]
     rows += [{"epsilon": epsilon, **once, "bottom": "pretrained"} for epsilon in (8.0, 1000.0)]
     pure = {"form": "pure", "bottom": "public", "autoencoder": []}
     for epsilon in (1.0, 2.0, 4.0, 8.0):
@@ -301,67 +268,17 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
             for name in ("codebook 16", "PrivUnit 16")
         ]
     rows += [
-        {"length": length, "form": "none", "bottom": "private", "mechanism": "non-private", "attacked": True}
-        for length in size.lengths
+        {"length": length, "form": "none", "bottom": "private", "mechanism": "non-private"} for length in size.lengths
     ]
     whole = [{**base, **row} for row in rows]
-    # A setting that is attacked somewhere needs no second row that is not.
-    whole = [row for row in whole if row["attacked"] or {**row, "attacked": True} not in whole]
     # Rows of one length share hidden states.
     return suite.by_seed(sorted(whole, key=lambda row: row["length"]), seeds)
 
 
-def step_time(model: Path, steps: int = 7, length: int = 64, batch_size: int = 32) -> dict[str, Any]:
-    """Seconds of a training step with EW-FT in the middle of the model, over those of the plain step.
-
-    The plain step is the same one, on the same frozen layers, without the perturbation; they take turns.
-    """
-    plain, perturbed = tops.load(model, 0), tops.load(model, 0)
-    layer = 3
-    private = fastdp.EWFT(
-        perturbed,
-        layer=layer,
-        noise=ewft.uniform(1, 8.0, DELTA),
-        sequence_length=length,
-        dataset_size=(steps + 1) * batch_size,
-    )
-    assert private.autoencoder is not None
-    private.autoencoder.trained_on = "public"
-    private.set_epoch(1)
-    below = set(private.frozen_parameters)
-    for name, parameter in plain.named_parameters():
-        parameter.requires_grad_(name not in below)
-    batch = {
-        "input_ids": torch.randint(1000, 30000, (batch_size, length)),
-        "attention_mask": torch.ones(batch_size, length, dtype=torch.int64),
-        "labels": torch.randint(0, 2, (batch_size,)),
-    }
-    optimizers = [
-        torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-5),
-        torch.optim.AdamW(
-            [*(p for p in perturbed.parameters() if p.requires_grad), *private.trained_parameters()], lr=1e-5
-        ),
-    ]
-    ids = iter(torch.arange((steps + 1) * batch_size).split(batch_size))
-
-    def step(net: Any, optimizer: torch.optim.Optimizer, released: bool) -> None:
-        net(**batch, **({"example_ids": next(ids)} if released else {})).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    calls = [
-        partial(step, plain.train(), optimizers[0], False),
-        partial(step, perturbed.train(), optimizers[1], True),
-    ]
-    medians = [statistics.median(of_one) for of_one in suite.in_turns(calls, steps, warm_up=1)]
-    return {"plain_seconds": medians[0], "ewft_seconds": medians[1], "ratio": medians[1] / medians[0]}
-
-
 def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Accuracy by layer, what is inferred against accuracy, and the noise of each schedule."""
-    with picture(folder / "ewft.png", 3, panel=(4.6, 7.6), legends=1) as (by_layer, privacy, noise):
+    """Accuracy by layer, and the noise of each schedule."""
+    with picture(folder / "ewft.png", 2, panel=(4.6, 7.6), legends=1) as (by_layer, noise):
         _plot_layers(rows, by_layer)
-        _plot_privacy(rows, privacy)
         _plot_noise(rows, noise)
 
 
@@ -401,45 +318,19 @@ def _plot_layers(rows: Sequence[dict[str, Any]], axes: Any) -> None:
     axes.set(xlabel="blocks before the noise", ylabel="accuracy", title="Accuracy at printed epsilon 8", xticks=layers)
 
 
-def _plot_privacy(rows: Sequence[dict[str, Any]], axes: Any) -> None:
-    attacked = [row for row in rows if row["attacked"]]
-    points: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
-    for row in attacked:
-        if row["bottom"] != "pretrained" and row["length"] == min(r["length"] for r in attacked):
-            points.setdefault((row["form"], row["epsilon"], row["mechanism"]), []).append(row)
-    for color, name in zip(("tab:blue", "tab:orange", "tab:green"), attributes.ATTRIBUTES):
-        for form, marker in (("none", "s"), ("paper", "x"), ("sound", "o"), ("once", "^")):
-            found = [
-                (suite.mean_of(of, f"{name}_EP"), suite.mean_of(of, "accuracy"), of[0])
-                for key, of in points.items()
-                if key[0] == form
-            ]
-            axes.scatter(
-                [x for x, _, _ in found], [y for _, y, _ in found], marker=marker, color=color, label=f"{name}, {form}"
-            )
-    title = "Attributes inferred from codes,\nat printed epsilon 2 to 1000"
-    axes.set(xlabel="empirical privacy (1 - attack accuracy)", ylabel="accuracy", title=title)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
     sizes = {"default": Size(), "tiny": TINY, "full": FULL}
-    parser = suite.parser_of(__doc__, sizes, model="folder of all-MiniLM-L6-v2 or another encoder")
-    parser.add_argument("--sst2", type=Path, help="folder with train.tsv and test.tsv")
-    parser.add_argument("--public", type=Path, help="plain text for the autoencoders")
-    parser.add_argument("--pii", type=Path, help="labelled spans, such as synth_dataset_v2.json")
+    parser = suite.parser_of(
+        __doc__,
+        sizes,
+        model="folder of all-MiniLM-L6-v2 or another encoder",
+        sst2="folder with train.tsv and test.tsv",
+        public="plain text for the autoencoders",
+    )
     parser.add_argument("--only", default="", help="only rows whose form and mechanism hold this")
-    parser.add_argument("--step-time", action="store_true", help="only the time of a step; into --json")
     options, size, table = suite.begin(parser, arguments)
-    if options.step_time:
-        found = step_time(options.model)
-        print(found, flush=True)
-        if options.json:
-            record.write(options.json, found)
-        return
-    if options.sst2 is None or options.public is None or options.pii is None:
-        parser.error("the tables need --sst2, --public and --pii")
-    bench = Bench(options.model, options.sst2, options.public, options.pii, size)
+    bench = Bench(options.model, options.sst2, options.public, size)
     wanted = (row for row in settings(size, options.seeds) if options.only in f"{row['form']} {row['mechanism']}")
     suite.finish(table, suite.each(wanted, bench.run), options, plot)
 

@@ -1,19 +1,16 @@
-"""Federated selective DP: the paper's figures 3 and 4, what the detector finds, how fast tokens are drawn.
+"""Federated selective DP: the paper's figures 3 and 4, and what the detector finds.
 
 Perplexity by round without privacy, with private tokens perturbed, and with every token perturbed, at several epsilons and
 numbers of clients, on WikiText-2 and on texts with labelled private spans; ``typed`` perturbs private tokens by type. Of the
 second data perplexity is also taken of the tokens outside the labelled spans, since nobody should learn the others. The
-rounds use the clients' and the server's own code (`Site`, `Aggregator`) in one process; what Flower's processes cost beyond
-that is measured apart (``--overhead``).
+rounds use the clients' and the server's own code (`Site`, `Aggregator`) in one process.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,22 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from fastdp import NoiseStream
 from fastdp.data import Examples
 from fastdp.federated import Aggregator, Bounds, FederatedConfig
 from fastdp.federated.adapter import AdaptedModel
-from fastdp.federated.bundle import app_folder
 from fastdp.federated.site import Site
 from fastdp.files import write_rows
 from fastdp.methods.selective import (
     PrivacyPolicy,
     RuleDetector,
-    TokenMechanism,
-    balanced_partition,
     measure_detector,
-    public_radius,
     read_labelled_spans,
     token_mask,
 )
@@ -171,102 +162,10 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
             yield {**row, "rounds": size.rounds, "seed": seed}
 
 
-def by_type(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
-    """Rows of what writing private words by type and not learning them costs the others, by the number of clients."""
-    ways: tuple[dict[str, Any], ...] = (
-        {"scheme": "none", "epsilon": None},
-        {"scheme": "typed", "epsilon": 8.0, "replacement": "model", "learned": False},
-    )
-    for seed in range(seeds):
-        for clients, way in itertools.product((2, 4, 16), ways):
-            yield {"data": "pii_spans", **way, "clients": clients, "rounds": size.rounds, "seed": seed}
-
-
 def detector_quality(pii: Path) -> dict[str, Any]:
     """Precision and recall of the rule detector by entity."""
     texts, labels = read_labelled_spans(pii)
     return measure_detector(RuleDetector(), texts, labels, corpus=pii.name).as_dict()
-
-
-def draw_speed(seconds: float = 2.0) -> list[dict[str, Any]]:
-    """Tokens drawn a second, every id as likely as another, which is harder than text."""
-    rows = []
-    for rows_of_table, width, bar in ((8_192, 256, 20_000), (30_522, 384, 5_000)):
-        generator = torch.Generator().manual_seed(0)
-        table = torch.randn(rows_of_table, width, generator=generator)
-        for form in ("local", "metric", "partition", "paper"):
-            cells = balanced_partition(table, 64) if form == "partition" else None
-            mechanism = TokenMechanism(form, table, None if form == "metric" else public_radius(table), cells=cells)
-            count, spent = 500, 0.0
-            while spent < seconds / 4:
-                count *= 2
-                ids = torch.randint(0, rows_of_table, (count,), generator=generator)
-                begin = time.perf_counter()
-                mechanism.draw(ids, 8.0, NoiseStream())
-                spent = time.perf_counter() - begin
-            row = {"vocabulary": rows_of_table, "width": width, "mechanism": form, "tokens_per_second": count / spent}
-            rows.append({**row, "bar": bar if form == "local" else None})
-    return rows
-
-
-def secure_aggregation(clients: int = 4, size: int = 132_352) -> list[dict[str, Any]]:
-    """What Flower's SecAgg+ arithmetic does to a mean of small updates: relative L2 error of the mean change.
-
-    Its own quantisation, weighting and extraction without the masks, which cancel; adapters of std 0.02 with changes of
-    std 1e-3, at its defaults and at the finest settings that its 32-bit sums hold.
-    """
-    from flwr.common.secure_aggregation.ndarrays_arithmetic import factor_combine, factor_extract
-    from flwr.common.secure_aggregation.quantization import dequantize, quantize
-
-    rng = np.random.default_rng(0)
-    start = rng.normal(0, 0.02, size)
-    finals = [start + rng.normal(0, 1e-3, size) for _ in range(clients)]
-    true = np.mean(finals, axis=0) - start
-    rows = []
-    for name, clip, target, most, examples in (
-        ("its defaults", 8.0, 1 << 22, 1000.0, 375),
-        ("its defaults, max_weight = examples", 8.0, 1 << 22, 375.0, 375),
-        ("finest: clip 0.25, 2^29 levels, max_weight = examples", 0.25, 1 << 29, 375.0, 375),
-    ):
-        total: list[Any] = []
-        for final in finals:
-            share = round(examples / most * target)
-            quantised = factor_combine(share, quantize([final * (share / target)], clip, target))
-            total = quantised if not total else [a.astype(np.int64) + b for a, b in zip(total, quantised)]
-        weight, found = factor_extract([np.asarray(part) for part in total])
-        mean = dequantize(found, clip, target)[0]
-        # As the workflow does: the clip's shift was added once a client, and the sum is divided by the summed weights.
-        mean = (mean - (clients - 1) * clip) / (weight / target)
-        error = float(np.linalg.norm(mean - start - true) / np.linalg.norm(true))
-        rows.append({"settings": name, "clients": clients, "relative_error_of_the_mean_change": error})
-    return rows
-
-
-def overhead(bench: Bench, clients: int = 4) -> dict[str, Any]:
-    """One `flwr run` in simulation: rounds against the clients' own training, and the start-up apart."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "federated"))
-    from launch import Federation
-
-    with tempfile.TemporaryDirectory() as folder:
-        row = {"data": "pii_spans", "scheme": "selective", "epsilon": 8.0, "clients": clients, "seed": 0}
-        config = bench.config(row, Path(folder) / "out")
-        settings = {**config.as_dict(), "min_clients": clients, "evaluation": "none"}
-        begin = time.perf_counter()
-        with Federation(Path(folder) / "flower", simulation=True) as federation:
-            federation.run(app_folder(), settings, clients=clients)
-        total = time.perf_counter() - begin
-        rounds = [json.loads(line) for line in (Path(folder) / "out" / "rounds.jsonl").read_text().splitlines()]
-    # The first round also loads the model and perturbs the texts.
-    later = rounds[1:]
-    ratio = sum(r["seconds"] for r in later) / sum(r["client_seconds"] for r in later)
-    return {
-        "clients": clients,
-        "seconds": total,
-        "start_up_seconds": total - sum(r["seconds"] for r in rounds),
-        "first_round_seconds": rounds[0]["seconds"],
-        "round_over_training": ratio,
-        "rounds": [{key: r[key] for key in ("round", "seconds", "client_seconds")} for r in rounds],
-    }
 
 
 def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
@@ -331,41 +230,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
     sizes = {"default": Size(), "small": SMALL, "tiny": TINY, "full": FULL}
     parser = suite.parser_of(__doc__, sizes, seeds=1, pii="labelled spans, such as synth_dataset_v2.json")
-    parser.epilog = "Results other than the rounds are written beside --json."
+    parser.epilog = "What the detector finds is written beside --json."
     parser.add_argument("--model", type=Path, help="folder of a causal model, such as gpt2-mini")
     parser.add_argument("--wikitext", type=Path, help="folder with valid.txt and test.txt")
     parser.add_argument("--detector", action="store_true", help="only what the detector finds")
-    parser.add_argument("--speed", action="store_true", help="only tokens a second, and SecAgg+'s precision")
-    parser.add_argument("--overhead", action="store_true", help="only one flwr run against the clients' training")
-    parser.add_argument("--types", action="store_true", help="only private tokens by type, with 2, 4 and 16 clients")
     options, size, table = suite.begin(parser, arguments)
-    if options.detector or options.speed:
-        found: dict[str, Any] = {}
-        if options.detector:
-            found["detector"] = detector_quality(options.pii)
-            if options.pictures:
-                plot_detector(found["detector"], options.pictures)
-        if options.speed:
-            found |= {"draws": draw_speed(), "secure_aggregation": secure_aggregation()}
-        _keep(found, options.json)
+    if options.detector:
+        found = detector_quality(options.pii)
+        print(json.dumps(found), flush=True)
+        if options.json is not None:
+            record.write(options.json.parent / "detector.json", found)
+        if options.pictures:
+            plot_detector(found, options.pictures)
         return
     if options.model is None or options.wikitext is None:
         parser.error("the rounds need --model and --wikitext")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(options.model, options.wikitext, options.pii, size, Path(folder))
-        if options.overhead:
-            _keep({"overhead": overhead(bench)}, options.json)
-            return
-        wanted = by_type if options.types else settings
-        suite.finish(table, suite.each(wanted(size, options.seeds), bench.run), options, plot)
-
-
-def _keep(found: dict[str, Any], path: Path | None) -> None:
-    """Write each result to a file of its name beside ``path``, and print it."""
-    for name, figures in found.items():
-        print(json.dumps({name: figures}), flush=True)
-        if path is not None:
-            record.write(path.parent / f"{name}.json", figures)
+        suite.finish(table, suite.each(settings(size, options.seeds), bench.run), options, plot)
 
 
 if __name__ == "__main__":

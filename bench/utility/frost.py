@@ -10,7 +10,6 @@ are tried first, on held-out examples of their own; like the paper's own choice 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -23,9 +22,6 @@ import transformers as hf
 from torch.utils.data import Dataset
 
 import fastdp
-from fastdp.methods.frost.partitions import split
-from fastdp.methods.frost.soft import soft_scales
-from fastdp.methods.rapft.axes import gradient_moments
 from fastdp.methods.sap import split_model
 from fastdp.private.method import Method
 from fastdp.private.plan import Budget, Plan
@@ -33,7 +29,7 @@ from fastdp.untrusted import load_pretrained
 
 from ..plots import picture
 from ..record import markdown
-from . import shaping, suite, tops
+from . import suite, tops
 
 RATIO = 0.25**2
 #: Learning rates that are tried before the rest, each once at the middle epsilon, and more of them while the best is at an edge;
@@ -46,8 +42,6 @@ TRIED = {
     "frost": (5e-3, 1e-2, 2e-2),
     "soft": (2e-3, 5e-3, 1e-2),
     "soft once": (2e-3, 5e-3, 1e-2),
-    "soft corrected": (2e-3, 5e-3, 1e-2),
-    "full corrected": (2e-3, 5e-3, 1e-2),
 }
 SHARED = {"random": "frost", "parameters": "values"}
 PLAIN_RATE = 3e-4
@@ -62,14 +56,11 @@ FROST: dict[str, Any] = {
 }
 PEFT = ("lora", "adapter")
 #: Nothing frozen, every partition on its own scale: as far as noise is least for a given norm, and half as far, by one release
-#: for a fiftieth of epsilon. Then with the noise's variance taken off Adam's second moment.
+#: for a fiftieth of epsilon.
 SOFT: dict[str, dict[str, Any]] = {
     "soft": {"axes_power": 0.5},
     "soft once": {"axes_power": 0.25, "selection_steps": 1, "budget_ratio": 0.98},
-    "soft corrected": {"axes_power": 0.5},
 }
-#: Private examples whose gradients are looked at, and after which part of a run of full fine-tuning.
-EXAMPLES, LOOKED_AT = 256, 2 / 5
 
 
 @dataclass(frozen=True)
@@ -80,7 +71,6 @@ class Size:
         train: training examples.
         frozen: blocks, from below, that no method trains.
         rates: selection rates that are compared; the first is the usual one.
-        timed: steps timed, and examples in the population whose selection is timed.
     """
 
     train: int = 20000
@@ -92,7 +82,6 @@ class Size:
     epsilons: tuple[float, ...] = (0.5, 2.0, 8.0)
     rates: tuple[float, ...] = (0.01, 0.003, 0.03)
     repeats: tuple[int, ...] = (2, 4)
-    timed: tuple[int, int] = (7, 20000)
 
     @property
     def compared(self) -> float:
@@ -102,8 +91,8 @@ class Size:
 
 #: For several forms and seeds on one shared processor: what differs is to be read off pairs, not off the accuracy itself.
 SMALL = Size(8000, 20, 256)
-TINY = Size(300, 2, 16, 12, 4, 24, (2.0,), (0.02, 0.05), (2,), (1, 200))
-FULL = Size(60614, 177, 1024, 64, 0, 3300, rates=(0.02, 1.0, 0.1, 0.05, 0.01), timed=(20, 60000))
+TINY = Size(300, 2, 16, 12, 4, 24, (2.0,), (0.02, 0.05), (2,))
+FULL = Size(60614, 177, 1024, 64, 0, 3300, rates=(0.02, 1.0, 0.1, 0.05, 0.01))
 
 
 class Rows(Dataset):
@@ -129,11 +118,6 @@ class Rows(Dataset):
             else {"inputs_embeds": self.hidden[rows, :width].float()}
         )
         return {**named, "attention_mask": self.texts.mask[rows, :width], "labels": self.texts.labels[rows]}
-
-    def first(self, count: int) -> Rows:
-        """The first examples, as texts."""
-        cut = tops.Texts(self.texts.ids[:count], self.texts.mask[:count], self.texts.labels[:count])
-        return Rows(cut, None)
 
 
 class Bench:
@@ -165,19 +149,17 @@ class Bench:
         # Half precision: the states of all examples stay in memory.
         return Rows(texts, tops.hidden_states(bottom, texts).half())
 
-    def model(self, form: str, seed: int, rank: int = 8, *, whole: bool = False) -> torch.nn.Module:
+    def model(self, form: str, seed: int) -> torch.nn.Module:
         """A fresh model, or what of it lies above the frozen blocks, in training mode without dropout, which would differ
         between the methods.
         """
         model: Any = tops.load(self.folder, seed)
-        if not whole and self.size.frozen:
+        if self.size.frozen:
             _, model = split_model(model, self.size.frozen)
             model.get_input_embeddings().requires_grad_(False)
         if form in PEFT:
             task: Any = {"task_type": "SEQ_CLS"}
-            lora = peft.LoraConfig(
-                r=rank, lora_alpha=2 * rank, target_modules=["query", "key", "value", "dense"], **task
-            )
+            lora = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["query", "key", "value", "dense"], **task)
             model = peft.get_peft_model(model, lora if form == "lora" else fastdp.BottleneckConfig(**task))
         return suite.without_dropout(model)
 
@@ -186,11 +168,10 @@ class Bench:
         form, size = row["form"], self.size
         if form == "non-private":
             return fastdp.NonPrivate()
-        corrected = {"bias_correction": form.endswith("corrected")}
-        if form in ("full", "full corrected", *PEFT):
-            return fastdp.DPSGD(**corrected)  # type: ignore[arg-type]
+        if form in ("full", *PEFT):
+            return fastdp.DPSGD()
         if form in SOFT:
-            soft = {**SOFT[form], **corrected, **options}
+            soft = {**SOFT[form], **options}
             return fastdp.DPFrost(unfreezing_ratio=1.0, selection_rate=size.rates[0], **soft)
         if form == "random":
             return fastdp.DPFrost(unfreezing_ratio=RATIO, choose_by="random", seed=row["seed"])
@@ -217,9 +198,7 @@ class Bench:
             Plan(units, size.batch_size, size.steps, per_epoch, "poisson", "add_remove", epsilon, self.delta, None)
         )
 
-    def start(
-        self, model: torch.nn.Module, row: dict[str, Any], data: Rows | None = None, steps: float | None = None
-    ) -> fastdp.Private:
+    def start(self, model: torch.nn.Module, row: dict[str, Any]) -> fastdp.Private:
         """The private run of a row, not begun."""
         size = self.size
         options: dict[str, Any] = {}
@@ -232,7 +211,7 @@ class Bench:
                 # The multiplier lies inside the event that the ledger will hold.
                 one: Any = budget.side[0].event.one
                 method = self.method(row, selection_noise_multiplier=one.event.noise_multiplier)
-        data = self.train if data is None else data
+        data = self.train
         return suite.private_run(
             model,
             data,
@@ -240,8 +219,7 @@ class Bench:
             method,
             rate=self._learning_rate(row),
             batch_size=size.batch_size,
-            steps=size.steps if steps is None else steps,
-            corrected=row["form"].endswith("corrected"),
+            steps=size.steps,
             target_delta=1 / (2 * len(data)),
             max_physical_batch_size=64,
             # The same batches and noise for all forms of a seed, whose differences are then their own; the data is public.
@@ -287,29 +265,6 @@ class Bench:
         run.detach()
         return found
 
-    def gain(self, row: dict[str, Any]) -> dict[str, Any]:
-        """What scales by partition, root mean squares to a power, should do for full fine-tuning, and the best axes of all
-        should (`shaping.less_noise`).
-        """
-        model = self.model("full", row["seed"])
-        run = self.start(model, {"form": "full", **row})
-        loop = suite.train(run)
-        while run.steps_done < row["steps"] or not run.last_step_done:
-            next(loop)
-        ratio = self.size.batch_size / run.noise_multiplier
-        run.detach()
-        model.zero_grad(set_to_none=True)
-        some = range(0, len(self.train), max(1, len(self.train) // EXAMPLES))
-        found = gradient_moments(model, (suite.placed(self.train.collate([i])) for i in some), torch.float64)
-        partitions = split({name: own.mean for name, own in found.items()}, None)
-        sizes = [(sum(float(found[n].square.sum()) for n in part.parameters) / part.size) ** 0.5 for part in partitions]
-        less = {}
-        for power in (0.125, 0.25, 0.5):
-            scales = soft_scales(partitions, sizes, power)
-            axes = {name: torch.tensor(scale) for name, scale in scales.items()}
-            less[f"{power:g}"] = shaping.less_noise(found, ratio, axes)
-        return {"less_noise": less, "least_noise": shaping.less_noise(found, ratio)}
-
     @torch.no_grad()
     def _accuracy(self, model: torch.nn.Module, rows: Rows) -> float:
         model.eval()
@@ -319,47 +274,6 @@ class Bench:
             right += int((model(**batch).logits.argmax(1) == batch["labels"]).sum())
         return right / len(rows)
 
-    def time(self, row: dict[str, Any]) -> dict[str, Any]:
-        """A step of DP-FROST over one of LoRA with as many trained parameters, taking turns, and selection's share; of the
-        whole model.
-
-        The share is of the paper's setting: five releases at rate .02 over some examples, beside three epochs of training
-        on them, whose time is that of the steps measured here.
-        """
-        steps, population = self.size.timed
-        chosen = {**FROST, "selection_rate": 0.02, "epsilon": 8.0, "seed": 0}
-        frost = self.model("frost", 0, whole=True)
-        data = self.train.first(population)
-        run = self.start(frost, chosen, data, 10_000)
-        selection, _ = suite.timed(run.prepare)
-        size = sum(p.numel() for p in frost.parameters() if p.requires_grad)
-        rank = self._rank(size)
-        lora = self.model("lora", 0, rank, whole=True)
-        other = self.start(lora, {**chosen, "form": "lora"}, data, 10_000)
-        loops = [suite.train(run), suite.train(other)]
-        turns = [[suite.timed(partial(next, loop)) for loop in loops] for _ in range(steps + 2)][2:]
-        times = [[seconds / examples for seconds, examples in of_one] for of_one in zip(*turns)]
-        training = statistics.median(times[0]) * 3 * len(data)
-        found = {
-            "frost_parameters": size,
-            "lora_parameters": sum(p.numel() for p in lora.parameters() if p.requires_grad),
-            "lora_rank": rank,
-            "step_ratio": statistics.median(a / b for a, b in zip(*times)),
-            "selection_seconds": selection,
-            "selection_share": selection / (selection + training),
-        }
-        run.detach()
-        other.detach()
-        return found
-
-    def _rank(self, size: int) -> int:
-        """The rank at which LoRA trains about ``size`` parameters."""
-        one, two = (
-            sum(p.numel() for p in self.model("lora", 0, rank, whole=True).parameters() if p.requires_grad)
-            for rank in (1, 2)
-        )
-        return max(1, round((size - 2 * one + two) / (two - one)))
-
 
 def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     """The rows of accuracy, no setting twice; the first seed of everything comes first."""
@@ -367,7 +281,7 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     frost = {**FROST, "selection_rate": usual}
     rows: list[dict[str, Any]] = [{"part": "accuracy", "form": "non-private", "epsilon": "inf"}]
     for epsilon in size.epsilons:
-        forms = ("full", "random", "values", *PEFT, *SOFT, "full corrected")
+        forms = ("full", "random", "values", *PEFT, *SOFT)
         rows += [{"part": "accuracy", "form": form, "epsilon": epsilon} for form in forms]
         rows.append({**frost, "epsilon": epsilon})
     rows.append({**frost, "form": "parameters", "selection_steps": 1, "epsilon": size.compared})
@@ -380,17 +294,10 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
 
 def runs(bench: Bench, seeds: int, table: suite.Table, forms: Sequence[str] = ()) -> Iterator[suite.Run]:
     """Everything that is measured: times, then learning rates, then the tables with the best of these; or that of some forms."""
-    row: dict[str, Any] = {"part": "time"}
-    if not forms:
-        yield row, partial(bench.time, row)
     for form, rates in TRIED.items():
         if not forms or form in forms:
             yield from suite.interior(table, rates, partial(_rate, bench, form, seeds), "accuracy", largest=True)
     bench.learn_rates(table.rows)
-    if "full" in (forms or ("full",)):
-        steps = round(LOOKED_AT * bench.size.steps)
-        look = {"part": "axes", "epsilon": bench.size.compared, "steps": steps}
-        yield from suite.each(suite.by_seed([look], seeds), bench.gain)
     yield from suite.each((row for row in settings(bench.size, seeds) if not forms or row["form"] in forms), bench.run)
 
 
@@ -409,7 +316,7 @@ def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
 
     usual = {**FROST, "selection_rate": size.rates[0]}
     middle = {**usual, "epsilon": size.compared}
-    methods = [{"form": form} for form in ("full", "random", "values", *PEFT, *SOFT, "full corrected")]
+    methods = [{"form": form} for form in ("full", "random", "values", *PEFT, *SOFT)]
     first = [["non-private", *[cell(form="non-private")] * len(size.epsilons)]]
     first += [[own["form"], *(cell(**own, epsilon=e) for e in size.epsilons)] for own in (*methods, usual)]
     third = [["PARAM", cell(form="parameters", epsilon=size.compared)]]

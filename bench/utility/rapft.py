@@ -10,7 +10,6 @@ kind of fine-tuning share learning rate, steps and batch size.
 from __future__ import annotations
 
 import math
-import statistics
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,12 +20,10 @@ from typing import Any
 import peft
 import torch
 import transformers as hf
-from torch.utils.data import DataLoader
 
 import fastdp
 from fastdp.data import Collator, Examples, causal_examples, read_rows
 from fastdp.finetune.evaluation import evaluate
-from fastdp.finetune.memory import PeakMemory
 from fastdp.integrations.adapters import train_biases_only
 from fastdp.methods import rapft
 from fastdp.private.method import Method
@@ -39,8 +36,7 @@ from . import suite
 
 DELTA = 1e-5
 TUNINGS = ("adapter", "bitfit", "lora")
-FORMS = ("printed", "optimal", "ellipsoid")
-AXES = ("axes", "moments", "dpsgd warmed", "moments warmed")
+FORMS = ("printed", "optimal")
 #: The best for DP-SGD at epsilon 5 of those tried, each about twice the one before; the other forms take the same.
 LEARNING_RATES = {"adapter": 1.2e-2, "bitfit": 4e-2, "lora": 1e-2, "full": 1e-3}
 #: The noised map of form ``noised``: sigma_R and q_R.
@@ -64,14 +60,11 @@ class Size:
     ratios: tuple[float, ...] = (0.55, 0.6, 0.7, 0.8, 0.9)
     initialisations: tuple[tuple[str, dict[str, Any]], ...] = (
         ("naive", {}),
-        ("top_k", {"k": 5}),
         ("top_p", {"p": 0.9}),
-        ("beam", {"beams": 5}),
     )
-    timed: int = 7
 
 
-TINY = Size(2, 8, 32, 8, 8, (5.0,), ("lora",), (0.7, 0.9), (("top_p", {"p": 0.9}), ("top_k", {"k": 5})), 2)
+TINY = Size(2, 8, 32, 8, 8, (5.0,), ("lora",), (0.7, 0.9), (("top_p", {"p": 0.9}), ("naive", {})))
 FULL = Size(
     820,
     256,
@@ -80,9 +73,7 @@ FULL = Size(
     64,
     initialisations=(
         ("naive", {}),
-        *(("top_k", {"k": k}) for k in (2, 5, 10)),
         *(("top_p", {"p": p}) for p in (0.85, 0.9, 0.95)),
-        *(("beam", {"beams": b}) for b in (2, 5, 10)),
     ),
 )
 
@@ -139,10 +130,8 @@ class Bench:
     def method(self, row: dict[str, Any]) -> Method:
         """The method of a row; parameters that start at zero are ranked after two private steps."""
         form = row["form"]
-        if form.removesuffix(" warmed") in ("non-private", "dpsgd"):
+        if form in ("non-private", "dpsgd"):
             return fastdp.NonPrivate() if form == "non-private" else fastdp.DPSGD()
-        if form.startswith("moments"):
-            return fastdp.RapFT(self._moments(row), allocation="axes")
         source: Any = rapft.PublicMap(self.public)
         if form == "noised":
             source = rapft.NoisyMap(*NOISED)
@@ -151,17 +140,11 @@ class Bench:
         return fastdp.RapFT(
             source,
             mode="paper" if form == "paper" else "sound",
-            allocation=form if form in ("optimal", "ellipsoid", "axes") else "printed",
+            allocation="optimal" if form == "optimal" else "printed",
             irrelevance_ratio=row["irrelevance_ratio"],
             initialisation=rapft.Initialisation(row["initialisation"], **row["initialised_by"]),
             map_after=0 if row["tuning"] == "bitfit" else min(2, self.size.steps - 1),
         )
-
-    def _moments(self, row: dict[str, Any]) -> rapft.PublicMoments:
-        """Sizes of the gradients of the public examples after a pass over them, when no matrix is zero any more."""
-        model = self.model(row["tuning"], row["seed"])
-        self._warm(model)
-        return rapft.PublicMoments(rapft.second_moments(model, self.public))
 
     def _multiplier(self, epsilon: float, noised: bool) -> float:
         size = self.size
@@ -174,8 +157,6 @@ class Bench:
         """Train once and evaluate: perplexity, true epsilon, noise multiplier, seconds a step."""
         size = self.size
         model = self.model(row["tuning"], row["seed"])
-        if row["form"].endswith("warmed"):
-            self._warm(model)
         private = row["form"] != "non-private"
         run = suite.private_run(
             model,
@@ -204,24 +185,6 @@ class Bench:
         run.detach()
         return found
 
-    def initialisation(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Time and memory of the relevance map of the public examples (table IV), and of a training step on them."""
-        model = self.model("lora", 0)
-        self._warm(model)
-        propagator = self._propagator(model, rapft.Initialisation(row["initialisation"], **row["initialised_by"]))
-        propagator.total(self.public[0])
-        seconds, peaks = [], []
-        for _ in range(min(3, self.size.timed)):
-            memory = PeakMemory(suite.device())
-            start = memory.so_far()
-            seconds.append(suite.timed(lambda: self._pass(propagator))[0])
-            peaks.append(memory.so_far() - start)
-        return {"map_seconds": statistics.median(seconds), "map_bytes": statistics.median(peaks)}
-
-    def _pass(self, propagator: rapft.Propagator) -> None:
-        for batch in self.public:
-            propagator.total(batch)
-
     def _warm(self, model: torch.nn.Module) -> None:
         rapft.warm_up(model, self.public, LEARNING_RATES["lora"])
 
@@ -237,56 +200,6 @@ class Bench:
         total = {name: torch.stack([m[name] for m in maps]).sum(0) for name in maps[0]}
         return {"relevance": {name: float(values.abs().mean()) / self.size.public for name, values in total.items()}}
 
-    def step(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Seconds of a Rap-FT step over those of a DP-SGD step, taking turns, and of the map of 64 examples over a step
-        on as many.
-        """
-        methods = ("dpsgd", "printed", "ellipsoid")
-        steps = [partial(next, self._stepper(row["tuning"], name)) for name in methods]
-        times = dict(zip(methods, suite.in_turns(steps, self.size.timed, warm_up=2)))
-        model = self.model(row["tuning"], 0)
-        self._warm(model)
-        propagator = self._propagator(model, rapft.Initialisation())
-        (seconds,) = suite.in_turns([partial(self._pass, propagator)], min(4, self.size.timed))
-        return {
-            "dpsgd_seconds": statistics.median(times["dpsgd"]),
-            **{
-                f"{name}_ratio": statistics.median(a / b for a, b in zip(times[name], times["dpsgd"]))
-                for name in ("printed", "ellipsoid")
-            },
-            # The first pass traces the model.
-            "map_over_step": statistics.median(seconds[1:] or seconds) / statistics.median(times["dpsgd"]),
-        }
-
-    def _stepper(self, tuning: str, form: str) -> Iterator[None]:
-        """Endless training steps on the public examples, all of them in each."""
-        model = self.model(tuning, 0)
-        self._warm(model)
-        method: Method = fastdp.DPSGD()
-        if form != "dpsgd":
-            method = fastdp.RapFT(rapft.PublicMap(self.public), allocation=form)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        rows = [
-            {key: value[i] for key, value in batch.items()}
-            for batch in self.public
-            for i in range(len(batch["labels"]))
-        ]
-        length = min(len(row["labels"]) for row in rows)
-        examples: Any = [{key: value[:length] for key, value in row.items()} for row in rows]
-        run = fastdp.make_private(
-            model,
-            torch.optim.AdamW(trained, lr=1e-5),
-            DataLoader(examples, batch_size=len(examples)),
-            method=method,
-            noise_multiplier=1.0,
-            epochs=10_000,
-            sampling="shuffled",
-            max_physical_batch_size=32,
-        )
-        for _ in suite.train(run):
-            if run.last_step_done:
-                yield
-
 
 def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     """The rows of perplexity, no setting twice; the first seed of everything comes first."""
@@ -297,8 +210,6 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
         for epsilon in size.epsilons:
             rows += [{**base, "tuning": tuning, "form": form, "epsilon": epsilon} for form in ("dpsgd", *FORMS)]
         rows += [{**base, "tuning": tuning, "form": form, "epsilon": MIDDLE} for form in ("noised", "paper")]
-    # Axes; and a pass over the public examples first, which any method may have that is given them.
-    rows += [{**base, "tuning": "lora", "form": form, "epsilon": MIDDLE} for form in AXES]
     swept = {**base, "tuning": "lora", "form": "printed", "epsilon": MIDDLE}
     rows += [{**swept, "irrelevance_ratio": ratio} for ratio in size.ratios]
     rows += [{**swept, "initialisation": kind, "initialised_by": by} for kind, by in size.initialisations]
@@ -308,18 +219,13 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
 def runs(bench: Bench, seeds: int) -> Iterator[suite.Run]:
     """Everything that is measured, the cheap parts first."""
     for tuning in bench.size.tunings:
-        row: dict[str, Any] = {"part": "step", "tuning": tuning}
-        yield row, partial(bench.step, row)
-        row = {"part": "relevance", "tuning": tuning}
+        row: dict[str, Any] = {"part": "relevance", "tuning": tuning}
         yield row, partial(bench.relevance, row)
-    for kind, by in FULL.initialisations if bench.size != TINY else TINY.initialisations:
-        row = {"part": "initialisation", "initialisation": kind, "initialised_by": by}
-        yield row, partial(bench.initialisation, row)
     yield from suite.each(settings(bench.size, seeds), bench.run)
 
 
 def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
-    """The paper's tables in Markdown: mean and standard deviation of the perplexity, and what maps and steps take."""
+    """The paper's tables in Markdown: mean and standard deviation of the perplexity."""
     cell = partial(suite.told, rows, "perplexity")
     forms, maps = [], []
     for tuning in size.tunings:
@@ -329,12 +235,9 @@ def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
             forms.append([tuning, form, *(cell(**own, epsilon=epsilon) for epsilon in size.epsilons)])
     swept = {**USUAL, "form": "printed", "tuning": "lora", "epsilon": MIDDLE}
     ratios = sorted({*size.ratios, USUAL["irrelevance_ratio"]})
-    for row in suite.those(rows, part="initialisation"):
-        own = {key: row[key] for key in ("initialisation", "initialised_by")}
-        name = " ".join([own["initialisation"], *(f"{value:g}" for value in own["initialised_by"].values())])
-        maps.append([name, cell(**swept | own), f"{row['map_seconds']:.2f}", f"{row['map_bytes'] / 1e6:.0f}"])
-    times = ("printed_ratio", "ellipsoid_ratio", "map_over_step")
-    steps = [[row["tuning"], *(f"{row[key]:.2f}" for key in times)] for row in suite.those(rows, part="step")]
+    for kind, by in size.initialisations:
+        name = " ".join([kind, *(f"{value:g}" for value in by.values())])
+        maps.append([name, cell(**swept | {"initialisation": kind, "initialised_by": by})])
     lines = [
         *markdown(["trained", "method", *(f"epsilon {e:g}" for e in size.epsilons)], forms),
         *("", f"LoRA, printed shape, epsilon {MIDDLE:g}", ""),
@@ -342,8 +245,7 @@ def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
             ["irrelevance ratio", "perplexity"],
             ([f"{ratio:g}", cell(**swept | {"irrelevance_ratio": ratio})] for ratio in ratios),
         ),
-        *("", *markdown(["initialisation", "perplexity", "seconds of the map", "MB of the map"], maps)),
-        *("", *markdown(["step of", "printed over DP-SGD", "ellipsoid over DP-SGD", "map over step"], steps)),
+        *("", *markdown(["initialisation", "perplexity"], maps)),
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,13 +1,11 @@
-"""SAP's figures 2 and 4 and tables 2 and 3 at laptop size: MiniLM on a slice of SST-2; and attribute inference.
+"""SAP's figures 2 and 4 and tables 2 and 3 at laptop size: MiniLM on a slice of SST-2.
 
-    python -m bench.utility.sap --model MODEL --sst2 FOLDER --pii FILE --json bench/results/utility/sap.json \\
+    python -m bench.utility.sap --model MODEL --sst2 FOLDER --json bench/results/utility/sap.json \\
         --pictures docs/pictures
 
 EP is the paper's empirical privacy: one minus the share of tokens that embedding inversion recovers. UA is the accuracy on
 held-out texts that are privatized as the training texts are. Beside eta stands what it guarantees for the median pair of
-tokens, in nats, and for how many pairs it guarantees nothing. Part ``service`` trains an adapter and a head of MiniLM's size over
-all blocks at a vendor, over the network. Attribute inference attacks what is released of texts with
-labelled private spans: the rows of privatized tokens, or hidden rows with noise, pooled; see `attributes`.
+tokens, in nats, and for how many pairs it guarantees nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +23,10 @@ from transformers import AutoTokenizer
 
 from fastdp import TextPrivatizer, audit
 from fastdp.methods.sap import CTI, PrivateBottom, count_tokens, split_model
-from fastdp.ops.stream import NoiseStream
 from fastdp.untrusted import load_pretrained
 
 from ..plots import picture
-from . import attributes, denoise, service, suite, tops
+from . import suite, tops
 
 #: Forms by mechanism. The exponential mechanism leaves as many tokens unchanged at a fraction of the eta: its odds are over
 #: the vocabulary's tokens, where Laplace noise has the whole space to get lost in.
@@ -39,9 +36,6 @@ EXPONENTIAL = ("exponential", "CTI prior", "CTI elastic")
 QUOTIENT = "CTI quotient"
 #: The same, of cells that are cut for their epsilon.
 INFORMED = "CTI quotient, informed"
-#: Of the vendor's AdamW, for adapters of rank 8 and the head; and an eta at which no token changes.
-SERVICE_LEARNING_RATE = 2e-3
-CLEAR = 1000.0
 
 
 @dataclass(frozen=True)
@@ -58,8 +52,6 @@ class Size:
     informed: tuple[tuple[int, float], ...] = ((3, 3.0), (3, 4.0), (5, 6.0))
     hidden_etas: tuple[float, ...] = (60.0, 150.0)
     splits: tuple[int, ...] = (1, 2)
-    service_epochs: int = 10
-    denoiser_steps: int = 400
     trained_from: int = 4
     epochs: int = 3
     batch_size: int = 32
@@ -67,8 +59,6 @@ class Size:
     attacked: int = 6
     attacked_length: int = 12
     attack_steps: int = 120
-    subjects: int = 720
-    labels: tuple[int, ...] = (30, 60, 120, 240, 480)
 
 
 TINY = Size(
@@ -82,14 +72,10 @@ TINY = Size(
     informed=((3, 2.0),),
     hidden_etas=(100.0,),
     splits=(1,),
-    service_epochs=1,
-    denoiser_steps=2,
     epochs=1,
     attacked=1,
     attacked_length=4,
     attack_steps=3,
-    subjects=60,
-    labels=(20,),
 )
 FULL = Size(
     train=60614,
@@ -103,7 +89,6 @@ FULL = Size(
     trained_from=0,
     attacked=64,
     attack_steps=400,
-    subjects=1500,
 )
 
 
@@ -113,11 +98,10 @@ class Bench:
 
     model: Path
     sst2: Path
-    pii: Path
     size: Size
 
     def __post_init__(self) -> None:
-        self.texts, self.subjects = lru_cache(1)(self._texts), lru_cache(1)(self._subjects)
+        self.texts = lru_cache(1)(self._texts)
 
     def _texts(self, seed: int) -> tuple[Any, ...]:
         """Tokenizer, model, training and held-out texts, and counts for CTI of texts that count as public."""
@@ -129,10 +113,6 @@ class Bench:
         rows = [ids[mask.bool()][1:-1] for ids, mask in zip(other.ids, other.mask)]
         counts = count_tokens(rows, other.labels.tolist(), 2, len(tokenizer))  # type: ignore[arg-type]
         return tokenizer, model, train, held_out, counts
-
-    def _subjects(self, seed: int) -> attributes.Subjects:
-        size, tokenizer = self.size, self.texts(seed)[0]
-        return attributes.read_subjects(self.pii, tokenizer, size.length, size.subjects, seed)
 
     def run(self, row: dict[str, Any]) -> dict[str, Any]:
         """One row of a figure or table."""
@@ -158,44 +138,6 @@ class Bench:
             "mean_displacement": shown.mean_displacement,
             **_bounds(privatizer, counts),
         }
-
-    def denoised(self, row: dict[str, Any]) -> dict[str, Any]:
-        """EP and UA by eta of split-and-denoise, a linear head of the customer's own above it."""
-        size, (tokenizer, model, train, held_out, counts) = self.size, self.texts(row["seed"])
-        other = tops.read_texts(self.sst2 / "dev.tsv", tokenizer, size.length, size.counted, row["seed"])
-        embedder = denoise.Embedder(model.base_model, NoiseStream())
-        if row["eta"] is None:
-            known, attacked = (embedder.send(texts, None).returned for texts in (train, held_out))
-            return {"UA": audit.attribute_inference(known, train.labels, attacked, held_out.labels).accuracy}
-        denoiser = denoise.trained(embedder, other, row["eta"], size.denoiser_steps, row["seed"])
-        sent = [embedder.send(texts, row["eta"]) for texts in (train, held_out)]
-        found: dict[str, Any] = {}
-        for name, states in (("UA", [denoiser(own) for own in sent]), ("noisy_UA", [own.returned for own in sent])):
-            found[name] = audit.attribute_inference(states[0], train.labels, states[1], held_out.labels).accuracy
-        privatizer = TextPrivatizer(model, eta=row["eta"], tokenizer=tokenizer)
-        guessed = sent[0].guessed(embedder.table)
-        guessed = torch.nn.functional.pad(guessed, (0, size.length - guessed.shape[1]))
-        return {**found, "EP": _recovered(guessed, train).empirical_privacy, **_bounds(privatizer, counts)}
-
-    def service(self, row: dict[str, Any]) -> dict[str, Any]:
-        """UA of what a customer trains at a vendor from privatized texts, all of them sent once."""
-        tokenizer, model, _, _, counts = self.texts(row["seed"])
-        size, seed = self.size, row["seed"]
-        kinds = {"train.tsv": size.train, "test.tsv": size.held_out}
-        train, held_out = (tops.drawn(self.sst2 / name, count, seed) for name, count in kinds.items())
-        found = service.accuracy(
-            model,
-            tokenizer,
-            lambda sent: _privatizer(row, sent, tokenizer, counts),
-            train,
-            held_out,
-            after=row["after"],
-            length=size.length,
-            epochs=size.service_epochs,
-            learning_rate=SERVICE_LEARNING_RATE,
-            seed=seed,
-        )
-        return {"UA": found, **_bounds(_privatizer(row, model, tokenizer, counts), counts)}
 
     def figure_4(self, row: dict[str, Any]) -> dict[str, Any]:
         """EP by split position, without privatization."""
@@ -238,28 +180,6 @@ class Bench:
         model.load_state_dict(state)
         model.requires_grad_(True)
         return {"UA": found, "EP": _recovered(torch.where(ever, train.ids, -1), train).empirical_privacy}
-
-    def attribute_inference(self, row: dict[str, Any]) -> dict[str, Any]:
-        """What is inferred of the texts of others from their privatized tokens, or from hidden rows with noise."""
-        tokenizer, model, _, _, counts = self.texts(row["seed"])
-        subjects = self.subjects(row["seed"])
-        texts = (subjects.known, subjects.attacked)
-        if row["after"]:
-            bottom, _ = split_model(model, row["after"])
-            private = PrivateBottom(bottom, eta=row["eta"]) if row["eta"] is not None else bottom.eval()
-            with torch.no_grad():
-                released = [_by_rows(private, t) for t in texts]
-        else:
-            sent = [t.ids for t in texts]
-            if row["form"] != "none":
-                privatizer = _privatizer(row, model, tokenizer, counts)
-                sent = [privatizer(t.ids, attention_mask=t.mask) for t in texts]
-            released = [model.get_input_embeddings().weight.detach()[ids] for ids in sent]
-        known, attacked = (audit.pooled(rows, t.mask.bool()) for rows, t in zip(released, texts))
-        return attributes.attack(subjects, known, attacked, labels=row.get("labels"))
-
-    #: Figure 3: what the number of texts whose attributes the attacker knows does.
-    attributes_by_labels = attribute_inference
 
     def _utility(self, model: Any, train: tops.Texts, held_out: tops.Texts, seed: int) -> float:
         bottom, top = split_model(model, self.size.trained_from)
@@ -346,58 +266,31 @@ def _bounds(privatizer: TextPrivatizer, counts: Tensor, pairs: int = 300) -> dic
     }
 
 
-def told_forms(size: Size) -> list[tuple[str, int, float]]:
-    """Forms that tell cells, with their number and epsilon."""
-    return [(form, *own) for form, told in ((QUOTIENT, size.quotients), (INFORMED, size.informed)) for own in told]
-
-
 def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     """One row each; the first seed of everything comes first."""
-    for seed in range(seeds):
-        for part in ("figure 2", "attribute inference"):
-            place = {"after": 0} if part == "attribute inference" else {}
-            yield {"part": part, "form": "none", "eta": None, "seed": seed, **place}
-            for forms, etas in ((LAPLACE, size.etas), (EXPONENTIAL, size.exponential_etas)):
-                for eta in etas:
-                    for form in forms:
-                        yield {"part": part, "form": form, "eta": eta, "seed": seed, **place}
-            for form, cells, epsilon in told_forms(size):
-                told = {"eta": None, "cells": cells, "epsilon": epsilon}
-                yield {"part": part, "form": form, **told, "seed": seed, **place}
-        for after in (0, *size.splits[-1:]):
-            yield {"part": "service", "form": "exponential", "eta": CLEAR, "seed": seed, "after": after}
-            for eta in size.exponential_etas:
-                yield {"part": "service", "form": "CTI prior", "eta": eta, "seed": seed, "after": after}
-            for form, cells, epsilon in told_forms(size):
-                told = {"eta": None, "cells": cells, "epsilon": epsilon}
-                yield {"part": "service", "form": form, **told, "seed": seed, "after": after}
-        for labels in size.labels:
-            own = {"part": "attributes by labels", "labels": labels, "seed": seed, "after": 0}
-            yield {**own, "form": "none", "eta": None}
-            yield from ({**own, "form": "exponential", "eta": eta} for eta in size.exponential_etas[1:3])
-        for denoised_eta in (*size.etas, None):
-            yield {"part": "denoised", "eta": denoised_eta, "seed": seed}
-        for after in range(5):
-            yield {"part": "figure 4", "after": after, "seed": seed}
-        for eta in size.etas[2:3] or size.etas:
-            for trained in (False, True):
-                yield {"part": "table 3", "eta": eta, "trained_embedding": trained, "seed": seed}
-        for after in size.splits:
-            for hidden_eta in (*size.hidden_etas, None):
-                for part in ("table 2", "attribute inference"):
-                    yield {"part": part, "after": after, "eta": hidden_eta, "seed": seed}
+    rows: list[dict[str, Any]] = [{"part": "figure 2", "form": "none", "eta": None}]
+    for forms, etas in ((LAPLACE, size.etas), (EXPONENTIAL, size.exponential_etas)):
+        rows += [{"part": "figure 2", "form": form, "eta": eta} for eta in etas for form in forms]
+    for form, told in ((QUOTIENT, size.quotients), (INFORMED, size.informed)):
+        common = {"part": "figure 2", "form": form, "eta": None}
+        rows += [{**common, "cells": cells, "epsilon": epsilon} for cells, epsilon in told]
+    rows += [{"part": "figure 4", "after": after} for after in range(5)]
+    for eta in size.etas[2:3] or size.etas:
+        rows += [{"part": "table 3", "eta": eta, "trained_embedding": trained} for trained in (False, True)]
+    for after in size.splits:
+        rows += [{"part": "table 2", "after": after, "eta": eta} for eta in (*size.hidden_etas, None)]
+    return suite.by_seed(rows, seeds)
 
 
 def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """EP against UA of every form, EP by split position, and attributes inferred against tokens recovered."""
-    with picture(folder / "sap.png", 3, panel=(5.0, 4.9)) as (trade, split, inferred):
+    """EP against UA of every form, and EP by split position."""
+    with picture(folder / "sap.png", 2, panel=(5.0, 4.9)) as (trade, split):
         _plot_trade(rows, trade)
         positions = sorted({row["after"] for row in rows if row["part"] == "figure 4"})
         split.plot(positions, [suite.mean_of(rows, "EP", part="figure 4", after=k) for k in positions])
         split.set(
             xlabel="blocks in the bottom", ylabel="empirical privacy", title="Recovered without noise", xticks=positions
         )
-        _plot_attributes(rows, inferred)
 
 
 def _plot_trade(rows: Sequence[dict[str, Any]], axes: Any) -> None:
@@ -417,29 +310,6 @@ def _plot_trade(rows: Sequence[dict[str, Any]], axes: Any) -> None:
     axes.set(xlabel="empirical privacy", ylabel="accuracy", title="SAP at the embedding, by eta")
 
 
-def _plot_attributes(rows: Sequence[dict[str, Any]], axes: Any) -> None:
-    """Accuracy of the attribute attack by EP against inversion at the same eta; dotted: the most frequent value's share."""
-    rows = [row for row in rows if row["part"] in ("figure 2", "attribute inference")]
-    for color, name in zip(("tab:blue", "tab:orange", "tab:green"), attributes.ATTRIBUTES):
-        for form, style in (("SAP", "-"), ("exponential", "--")):
-            etas = sorted({row["eta"] for row in rows if row.get("form") == form})
-            points = [(0.0, suite.mean_of(rows, f"{name}_accuracy", form="none"))]
-            for eta in etas:
-                recovered = suite.mean_of(rows, "EP", part="figure 2", form=form, eta=eta)
-                points.append((recovered, suite.mean_of(rows, f"{name}_accuracy", form=form, eta=eta)))  # type: ignore[arg-type]
-            known = sorted(point for point in points if None not in point)  # type: ignore[type-var]
-            if known:
-                axes.plot(*zip(*known), style, color=color, marker="o", label=f"{name}, {form}")
-        chance = suite.mean_of(rows, f"{name}_majority", form="none")
-        if chance is not None:
-            axes.axhline(chance, color=color, linestyle=":")
-    axes.set(
-        xlabel="empirical privacy against inversion",
-        ylabel="attack accuracy",
-        title="Attributes inferred (dotted: guessing)",
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
     parser = suite.parser_of(
@@ -447,11 +317,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         {"default": Size(), "tiny": TINY, "full": FULL},
         model="folder of all-MiniLM-L6-v2 or another encoder",
         sst2="folder with train.tsv, dev.tsv and test.tsv",
-        pii="labelled spans, such as synth_dataset_v2.json",
     )
     parser.add_argument("--only", default="", help="only parts and forms whose names hold this")
     options, size, table = suite.begin(parser, arguments)
-    bench = Bench(options.model, options.sst2, options.pii, size)
+    bench = Bench(options.model, options.sst2, size)
     wanted = (row for row in settings(size, options.seeds) if options.only in f"{row['part']} {row.get('form')}")
     suite.finish(table, suite.each(wanted, bench.run), options, plot)
 

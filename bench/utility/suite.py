@@ -191,12 +191,6 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - begin, result
 
 
-def in_turns(calls: Sequence[Callable[[], Any]], turns: int, warm_up: int = 0) -> list[list[float]]:
-    """Seconds of each call by turn: the calls take turns, so that what else the machine does meets all of them."""
-    times = [[timed(call)[0] for call in calls] for _ in range(turns + warm_up)]
-    return [list(of_one) for of_one in zip(*times[warm_up:])]
-
-
 def curve(
     axes: Any, rows: Sequence[dict[str, Any]], value: str, over: str, at: Iterable[Any], label: str, **setting: Any
 ) -> None:

@@ -23,7 +23,6 @@ from fastdp.accounting.events import (
     dpsgd as dpsgd,
     dpsgd_model as dpsgd_model,
     gaussian as gaussian,
-    joint_multiplier as joint_multiplier,
     poisson_gaussian as poisson_gaussian,
     selection as selection,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex
 
@@ -118,28 +118,6 @@ def compose(*events: DpEvent) -> DpEvent:
     if not kept:
         return dp_event.NoOpDpEvent()
     return kept[0] if len(kept) == 1 else dp_event.ComposedDpEvent(kept)
-
-
-def joint_multiplier(noise_multipliers: Iterable[float]) -> float:
-    """Multiplier of one Gaussian release equal to several made of the *same* sample: 1 / sqrt(sum 1/z_i^2).
-
-    Statistics of one Poisson sample (a gradient and the count of adaptive clipping) share its randomness, so they may
-    not be composed as if each had been sampled afresh.
-
-    Args:
-        noise_multipliers: of the releases; a 0 among them makes 0, which is no privacy.
-
-    Raises:
-        ValueError: for a multiplier that is negative or no number.
-
-    >>> from fastdp.accounting import joint_multiplier
-    >>> joint_multiplier([5.0, 5.0]) < 5.0, joint_multiplier([1.0, 0.0])
-    (True, 0.0)
-    """
-    multipliers = [_as_multiplier(z) for z in noise_multipliers]
-    if not multipliers or 0.0 in multipliers:
-        return 0.0
-    return 1 / math.sqrt(sum(map(squared_ratio, multipliers)))
 
 
 @dataclass(frozen=True)

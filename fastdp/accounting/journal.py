@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fastdp.files as files
 from fastdp.accounting.serialisation import canonical
+from fastdp.locks import close_in_children, try_lock
 from fastdp.untrusted import read_bytes
 
 _START = "0" * 64
@@ -97,7 +96,7 @@ class Journal:
         self._descriptor = descriptor
         self._torn = history.torn
         self._terminated = history.terminated
-        _OPEN.add(self)
+        close_in_children(self)
 
     @classmethod
     def create(cls, path: Path, body: dict[str, Any]) -> Journal:
@@ -163,24 +162,9 @@ class Journal:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-        _OPEN.discard(self)
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(descriptor):
         os.close(descriptor)
-        raise LedgerError(f"{path} is in use by another run; wait for it to end, or choose another folder") from None
-
-
-_OPEN: weakref.WeakSet[Journal] = weakref.WeakSet()
-
-
-def _forget_in_child() -> None:
-    # A data-loading worker inherits the descriptor, and would hold the lock after its parent was killed.
-    for journal in list(_OPEN):
-        journal.close()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
+        raise LedgerError(f"{path} is in use by another run; wait for it to end, or choose another folder")

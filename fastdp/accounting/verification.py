@@ -11,7 +11,6 @@ from typing import Any
 
 from fastdp.accounting.card import FORMAT, UNSAFE_KEY, VERSION, digest, large_delta
 from fastdp.accounting.claim import ROOM, DoesNotFollow, Elsewhere, Followed, Gaussian, Pure, read_claim
-from fastdp.accounting.earlier import translate
 from fastdp.accounting.events import CONSTANT, Flat, dpsgd_model, flatten
 from fastdp.accounting.exports import read_export
 from fastdp.accounting.journal import LedgerError, read as read_records
@@ -35,6 +34,8 @@ _RUN: dict[str, type | tuple[type, ...]] = {
     "steps": dict,
     "model": dict,
 }
+#: Forms of cards in 0.1.0 that are not read any more.
+_GONE = ("fastdp.selective-card", "fastdp.statement", "fastdp.federated-run-card")
 #: What a ledger's header and a card both state.
 _IN_BOTH = ("unit", "adjacency", "sampling", "sample_rate", "dataset_size", "noise_multiplier")
 #: Under this name a ledger keeps that rows went unchecked: before the release that it speaks of.
@@ -111,9 +112,8 @@ def verify(
         if path is not None and not Path(path).exists():
             raise FileNotFoundError(f"there is no {path}")
     try:
-        parsed, around = _parsed(card)
-        fields, caveats = _fields(parsed)
-        caveats += around
+        parsed, caveats = _parsed(card)
+        fields = _fields(parsed)
         found = _follow(fields)
         if found:
             claimed, recomputed = found[0].claimed, found[0].recomputed
@@ -150,14 +150,10 @@ def _parsed(card: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Mapping[s
         raise _Refused(f"this is not a card: {error}") from None
 
 
-def _fields(card: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-    """The fields of a card of this version, and what an earlier form of it leaves open."""
-    intact = _intact(card)
-    translated = translate(card) if card.get("format") != FORMAT else None
-    if translated is not None:
-        if intact is False:
-            raise _Refused("the card was altered after it was written: its digest does not match")
-        return translated, [] if intact else ["whether it was altered: files of its form have no digest"]
+def _fields(card: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a card whose form and digest are as they should be."""
+    if card.get("format") in _GONE:
+        raise _Refused(f"cards of the form {card['format']!r} are no longer read: write it anew with this version")
     if card.get("format") != FORMAT:
         raise _Refused(f"this is not a card: its format is not {FORMAT!r}")
     if card.get("version") not in (1, VERSION):
@@ -170,19 +166,9 @@ def _fields(card: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
     for name, kind in wanted.items():
         if not isinstance(card.get(name), kind) or isinstance(card.get(name), bool):
             raise _Refused(f"the card is malformed: {name} is missing or of the wrong type")
-    if not intact:
+    if card["digest"] != digest(card):
         raise _Refused("the card was altered after it was written: its digest does not match")
-    return card, []
-
-
-def _intact(card: Mapping[str, Any]) -> bool | None:
-    """Whether its digest is that of the rest; None without a digest."""
-    if "digest" not in card:
-        return None
-    try:
-        return card["digest"] == digest(card)
-    except (TypeError, ValueError):
-        return False
+    return card
 
 
 def _follow(card: Mapping[str, Any]) -> list[Followed]:

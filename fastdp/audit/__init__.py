@@ -44,7 +44,6 @@ from fastdp.audit.reconstruction import (
     ReconstructionResult as ReconstructionResult,
     Target as Target,
     reconstruction as reconstruction,
-    sampled_candidates as sampled_candidates,
     strike_out as strike_out,
 )
 from fastdp.audit.repeated import RepeatedReleaseResult as RepeatedReleaseResult, repeated_release as repeated_release

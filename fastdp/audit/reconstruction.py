@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from fastdp.audit.extraction import generate
 from fastdp.audit.figures import Figures
 from fastdp.audit.losses import Progress, example_losses, silent
 from fastdp.data import Collator, causal_examples
@@ -66,42 +65,6 @@ def strike_out(text: str, name: str) -> Target:
         raise ValueError(f"the name {name!r} is not in its text")
     before, _, after = text.partition(name)
     return Target(before, after, name)
-
-
-def sampled_candidates(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    target: Target,
-    find: Callable[[str], Sequence[str]],
-    *,
-    count: int = 64,
-    length: int = 16,
-    seed: int = 0,
-) -> list[str]:
-    """Candidates as the paper makes them: the first name in each of ``count`` continuations of what precedes the gap.
-
-    Args:
-        model, tokenizer, count, length, seed: as in `generate`.
-        target: the sentence with its gap.
-        find: text -> the names in it, such as a `NameFinder`.
-
-    Returns:
-        Different names in the order of the alphabet; at most ``count``, and none where no continuation holds a name.
-
-    Raises:
-        ValueError: as `generate`.
-
-    >>> from importlib import resources
-    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
-    >>> from fastdp.audit import sampled_candidates, strike_out
-    >>> folder = str(resources.files("fastdp.quickstart") / "model")
-    >>> model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    >>> target = strike_out("Patient: Anna McCray, aged 52.", "Anna")
-    >>> len(sampled_candidates(model, tokenizer, target, lambda text: ["Anna", "Ben"], count=2, length=2))
-    1
-    """
-    texts = generate(model, tokenizer, count, prompt=target.before, length=length, seed=seed)
-    return sorted({names[0] for names in map(find, texts) if names})
 
 
 def reconstruction(

@@ -13,7 +13,7 @@ from rich.table import Table
 from fastdp.commands.refusal import console, refusing
 
 bench_app = typer.Typer(help="Measure this machine: steps, kernels, the planner.", no_args_is_help=True)
-SUITES = ("lora", "rapft", "frost", "ewft", "sap", "pure", "federated")
+SUITES = ("lora", "rapft", "frost", "ewft", "sap", "federated")
 
 Json = Annotated[Path | None, typer.Option("--json", help="write the rows, with device, versions and commit")]
 
@@ -84,20 +84,6 @@ def kernels_command(
         _write(json, rows)
     if any("failed" in row for row in rows):
         raise typer.Exit(1)
-
-
-@bench_app.command("imports")
-@refusing
-def imports_command(
-    turns: Annotated[int, typer.Option(help="processes of each, of which the fastest counts", min=1)] = 5,
-    json: Json = None,
-) -> None:
-    """Processor time of the commands that need no torch, and of imports, in fresh processes."""
-    from fastdp.bench import imports as bench
-
-    rows = bench.measure(turns)
-    _print("processor time beside Python's start", rows)
-    _write(json, rows)
 
 
 @bench_app.command("planner")

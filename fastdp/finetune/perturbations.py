@@ -166,8 +166,8 @@ class _Learning:
 def _ewft(config: FinetuneConfig) -> Opening:
     """`fastdp.EWFT` in the model's forward pass, in training and in evaluation.
 
-    Options are those of `EWFTSettings` that the run does not settle, with ``noise`` one of ``release_once``, ``uniform``,
-    ``dp_forward``, ``epoch_weighted`` and ``paper_epoch_weighted``; and for the autoencoder ``public``, a file of public
+    Options are those of `EWFTSettings` that the run does not settle, with ``noise`` one of ``release_once``,
+    ``dp_forward`` and ``paper_epoch_weighted``; and for the autoencoder ``public``, a file of public
     examples in the form of the training data, of which ``public_examples`` are used in ``public_passes`` passes.
     ``rehearsal`` trains what lies below the noise on public examples first (`ewft.rehearse`): a mapping of ``public``, a
     file of them, and if wanted ``examples``, ``passes`` and ``learning_rate``. With ``noise`` one of ``codebook`` (and ``cells``)
@@ -191,6 +191,8 @@ def _ewft(config: FinetuneConfig) -> Opening:
     if autoencoder is not None and rehearsal is not None:
         raise ConfigError("with rehearsal the autoencoder learns from its texts: leave public out beside it")
     noise = options.pop("noise")
+    if noise in ewft.GONE:
+        raise ConfigError(f"noise {noise} of ewft is gone: use {ewft.GONE[noise]}")
     if noise not in _SCHEDULES:
         raise ConfigError(f"noise of ewft is {noise!r}: choose one of {', '.join([*_SCHEDULES, *_PURE])}")
     # Any noise and number of records will do to see whether the rest holds.
@@ -307,11 +309,7 @@ def _rehearsal(options: Any) -> _Learning | None:
 
 _SCHEDULES: dict[str, Callable[[FinetuneConfig, int], ewft.NoiseSchedule]] = {
     "release_once": lambda config, size: ewft.release_once(_epsilon(config), config.delta),
-    "uniform": lambda config, size: ewft.uniform(int(config.epochs), _epsilon(config), config.delta),
     "dp_forward": lambda config, size: ewft.dp_forward(int(config.epochs), _epsilon(config), config.delta),
-    "epoch_weighted": lambda config, size: ewft.epoch_weighted(
-        int(config.epochs), _epsilon(config), config.delta, dataset_size=size, batch_size=config.batch_size
-    ),
     "paper_epoch_weighted": lambda config, size: ewft.paper_epoch_weighted(
         size, config.batch_size, int(config.epochs), _epsilon(config), config.delta
     ),

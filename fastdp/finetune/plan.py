@@ -22,7 +22,7 @@ from fastdp.finetune.models import load_tokenizer, load_trained
 
 #: Passes over the data beyond which more of them buy little.
 MOST_EPOCHS = 10.0
-#: What `python -m fastdp.bench.settings --fit` says of bench/results/settings.json, runs on E2E and SST-2 by LoRA with a scale of
+#: Fitted to bench/results/settings.json (made by commit b66b128), runs on E2E and SST-2 by LoRA with a scale of
 #: twice the rank and a falling rate: the learning rate where the noise of a whole run is as large as its signal, the power of
 #: their ratio that it falls by, bound, rank, and the least steps in which an optimizer arrives.
 RATE, RATE_POWER = 0.016, 0.0

@@ -1,7 +1,8 @@
 """Certified figures never lie below what other libraries prove of the truth: a few random runs, and slowly many."""
 
 import pytest
-from fastdp.bench import accounting as comparison
+
+from tests.accounting import comparison
 
 COUNT, MANY = 12, 200
 

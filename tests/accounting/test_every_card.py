@@ -81,7 +81,7 @@ def local(folder):
         vocab_size=50, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=2
     )
     model = BertForSequenceClassification(config).train()
-    noise = ewft.uniform(2, 8.0, 1e-4)
+    noise = ewft.dp_forward(2, 8.0, 1e-4)
     private = fastdp.EWFT(
         model, layer=1, noise=noise, sequence_length=6, dataset_size=8, autoencoder=None, output_dir=folder
     )

@@ -21,12 +21,8 @@ def test_a_learned_name_is_put_back_and_an_unknown_one_is_not(learned: SimpleNam
     assert after.targets == 6
 
 
-def test_candidates_can_be_sampled_from_the_model(learned: SimpleNamespace) -> None:
+def test_the_true_name_counts_among_its_own_candidates_alone(learned: SimpleNamespace) -> None:
     target = audit.Target("", " was treated for gout.", "Boris Quade")
-    found = audit.sampled_candidates(
-        learned.model, learned.tokenizer, target, audit.NameFinder([*PLANTED, *DECOYS]), count=30, length=12
-    )
-    assert set(found) & set(PLANTED)
     result = audit.reconstruction(learned.model, learned.tokenizer, [target, target], [["Boris Quade"], []])
     assert (result.top1, result.chance) == (0.5, 0.5)
 

@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from fastdp.bench.clip_search import KINDS, POLICIES, USES, Case, cases, moved as record_moved
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
@@ -20,6 +19,7 @@ from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
 from fastdp.ops.bounds import LARGEST_RATIO, Roundings
 from fastdp.ops.factors import in_full_precision
+from tests.engine.records import KINDS, POLICIES, USES, Case, cases, moved as record_moved
 from tests.engine.runs import start
 
 CLIP = 1.0

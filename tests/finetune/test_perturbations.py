@@ -17,7 +17,7 @@ from fastdp.public import content_digest
 from tests.finetune.runs import classify, public_inputs
 
 
-@pytest.mark.parametrize("noise", ["release_once", "epoch_weighted"])
+@pytest.mark.parametrize("noise", ["release_once", "dp_forward"])
 def test_a_perturbed_forward_pass(config, files, tmp_path, noise):
     options = {
         "layer": 1,
@@ -37,6 +37,13 @@ def test_a_perturbed_forward_pass(config, files, tmp_path, noise):
     (text,) = card["mechanism"]["public_text"]
     assert (text["name"], text["records"], text["shared"]) == ("public.tsv", 48, 0)
     assert text["sha256"] == content_digest(files / "public.tsv")
+
+
+@pytest.mark.parametrize(("noise", "instead"), [("epoch_weighted", "release_once"), ("uniform", "dp_forward")])
+def test_a_schedule_that_is_gone_names_what_replaces_it(config, files, noise, instead):
+    options = {"layer": 1, "autoencoder": None, "noise": noise}
+    with pytest.raises(ConfigError, match=f"noise {noise} of ewft is gone: use {instead}"):
+        finetune(classify(config, files, method="ewft", method_options=options, epochs=2))
 
 
 @pytest.mark.parametrize("noise", ["codebook", pytest.param("privunit", marks=pytest.mark.slow)])

@@ -285,7 +285,7 @@ class TestDropIn:
             optimizer.step()
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
 
-    @pytest.mark.parametrize("allocation", ["printed", "ellipsoid"])
+    @pytest.mark.parametrize("allocation", ["printed", "optimal"])
     def test_bias_correction_follows_noise_that_differs_by_coordinate(self, allocation: str) -> None:
         public = PublicMap([collate(examples(6, seed=9))])
         method = fastdp.RapFT(public, allocation=allocation, bias_correction=True, weight_averaging=0.5)

@@ -18,12 +18,12 @@ from filelock import FileLock
 from scipy import stats
 from torch.distributed.fsdp import FSDPModule
 
-from bench.scaling import Shape, Traffic, Weights, held, traffic
 from fastdp.accounting import Ledger
 from tests.engine.runs import Classifier, start
 from tests.private.ranked import CASES, MOMENTS
 from tests.private.sharded import WAYS
 from tests.private.test_bad_input import readable
+from tests.private.traffic import Shape, Traffic, Weights, held, traffic
 
 #: Weights after six steps may differ by the rounding of sums in another order.
 ROUNDING = 1e-6

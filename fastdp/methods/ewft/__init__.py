@@ -6,15 +6,13 @@ from fastdp.methods.ewft.autoencoder import (
     train_autoencoder as train_autoencoder,
 )
 from fastdp.methods.ewft.noise import (
+    GONE as GONE,
     NoiseSchedule as NoiseSchedule,
     dp_forward as dp_forward,
-    epoch_weighted as epoch_weighted,
     paper as paper,
     paper_epoch_weighted as paper_epoch_weighted,
     paper_uniform as paper_uniform,
     release_once as release_once,
-    shaped as shaped,
-    uniform as uniform,
 )
 from fastdp.methods.ewft.pooled import (
     Codebook as Codebook,
@@ -26,3 +24,9 @@ from fastdp.methods.ewft.pure import PureEWFT as PureEWFT, PureSettings as PureS
 from fastdp.methods.ewft.rehearsal import rehearse as rehearse
 from fastdp.methods.ewft.releases import EWFT as EWFT, EWFTPerturbation as EWFTPerturbation
 from fastdp.methods.ewft.settings import EWFTSettings as EWFTSettings
+
+
+def __getattr__(name: str) -> object:
+    if name in GONE:
+        raise AttributeError(f"ewft.{name} is gone: use {GONE[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

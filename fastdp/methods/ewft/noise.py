@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import fastdp.accounting as accounting
@@ -18,6 +18,12 @@ from fastdp.accounting.schedules import Reading
 #: Std of the noise for a multiplier sigma: what sensitivity 2 C calls for, or the paper's literal "standard deviation".
 Scale = Literal["2C", "C"]
 
+#: Schedules that are no longer offered, and what to use.
+GONE = {
+    "epoch_weighted": "release_once, which spends the same epsilon with less noise",
+    "shaped": "release_once, which spends the same epsilon with less noise",
+    "uniform": "dp_forward, which is the same noise",
+}
 _AMPLIFICATION = (
     "the printed epsilon {epsilon:g} counts every batch as a secret Poisson sample, but the server sees whose sequence it "
     "gets in every epoch: the event on this card, without sampling, is what was really released"
@@ -75,45 +81,16 @@ def release_once(epsilon: float, delta: float) -> NoiseSchedule:
     return NoiseSchedule("release once", (2 * multiplier,), delta, epsilon, reuse=True)
 
 
-def uniform(epochs: int, epsilon: float, delta: float) -> NoiseSchedule:
-    """A fresh release in every epoch at the same noise; all of them together cost ``epsilon``."""
-    ratios = [2 * z for z in accounting.sound_schedule(epochs, epsilon, delta)]
-    return NoiseSchedule("uniform", tuple(ratios), delta, epsilon)
-
-
-def shaped(shape: Sequence[float], epsilon: float, delta: float, name: str = "shaped") -> NoiseSchedule:
-    """A fresh release in every epoch with noise in proportion to ``shape``; all of them together cost ``epsilon``."""
-    ratios = [2 * z for z in accounting.sound_schedule(len(shape), epsilon, delta, shape)]
-    return NoiseSchedule(name, tuple(ratios), delta, epsilon, settings=(("shape", tuple(map(float, shape))),))
-
-
-def epoch_weighted(
-    epochs: int,
-    epsilon: float,
-    delta: float,
-    *,
-    dataset_size: int,
-    batch_size: int,
-    step_distance: float = 2.0,
-    reading: Reading = "printed",
-) -> NoiseSchedule:
-    """The shape of Algorithm 1 (EWPBA) at a level that holds: falling noise whose releases together cost ``epsilon``.
-
-    Raises ValueError as `fastdp.accounting.epoch_weighted_schedule` does, for epsilon <= 1 above all.
-    """
-    printed = accounting.epoch_weighted_schedule(
-        dataset_size, batch_size, epochs, epsilon, delta, step_distance, reading
-    )
-    return shaped(printed, epsilon, delta, name="epoch-weighted")
-
-
 def dp_forward(epochs: int, epsilon: float, delta: float) -> NoiseSchedule:
-    """DP-Forward's analytic (matrix) Gaussian mechanism: i.i.d. noise of the least std for sensitivity 2 C.
+    """DP-Forward's analytic (matrix) Gaussian mechanism: a fresh release in every epoch, all at the same noise.
+
+    Together they cost ``epsilon``: i.i.d. noise of the least std for sensitivity 2 C.
 
     A matrix Gaussian shaped by row and column factors U, V costs what the whitened difference ``U^-1 D V^-T`` does; a
     clip of the Frobenius norm prefers no direction, so multiples of the identity are best (Du et al., CCS 2023).
     """
-    return replace(uniform(epochs, epsilon, delta), name="DP-Forward")
+    ratios = [2 * z for z in accounting.sound_schedule(epochs, epsilon, delta)]
+    return NoiseSchedule("DP-Forward", tuple(ratios), delta, epsilon)
 
 
 def paper(

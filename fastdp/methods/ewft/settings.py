@@ -53,7 +53,7 @@ class EWFTSettings(Place):
 
     Args:
         layer: ``embeddings`` (0), the number of a block counted from 1, or ``output``.
-        noise: a `NoiseSchedule`, such as ``ewft.release_once(epsilon, delta)`` or ``ewft.epoch_weighted(...)``.
+        noise: a `NoiseSchedule`, such as ``ewft.release_once(epsilon, delta)`` or ``ewft.dp_forward(...)``.
         sequence_length: tokens of every padded sequence. Batches of another length are refused: a length that follows the
             text gives it away.
         dataset_size: records in the training data, N; public.

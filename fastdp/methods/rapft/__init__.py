@@ -1,7 +1,6 @@
 """Rap-FT: a mask by layer-wise relevance, and noise shaped by it (Wang et al., IEEE TIFS 2025)."""
 
 from fastdp.methods.rapft.allocation import (
-    EllipsoidPolicy as EllipsoidPolicy,
     effective_noise_multiplier as effective_noise_multiplier,
     masked_policy as masked_policy,
     optimal_stds as optimal_stds,

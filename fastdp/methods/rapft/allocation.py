@@ -1,4 +1,4 @@
-"""Bounds and noise of the two blocks, and the policies that follow: the printed shape, the optimal one, the ellipsoid.
+"""Bounds and noise of the two blocks, and the policies that follow: the printed shape and the optimal one.
 
 A mask splits the trained coordinates into a weak block w and a strong block s, with n_w and n_s coordinates and the
 fractions r_w = n_w / (n_w + n_s) and r_s = 1 - r_w. Equations are those of Wang et al., "Balancing differential privacy
@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from fastdp.engine.bounds import UpperNorms, down
 from fastdp.engine.policy import Policy
 
 WEAK, STRONG = 0, 1
-ALLOCATIONS = ("printed", "optimal", "ellipsoid", "axes")
+ALLOCATIONS = ("printed", "optimal", "axes")
 
 
 def _check_fraction(weak_fraction: float) -> float:
@@ -102,35 +100,6 @@ def optimal_stds(
     return tuple(noise_multiplier * math.sqrt(c / root * total) for c, root in zip(bounds, roots))
 
 
-@dataclass(frozen=True)
-class EllipsoidPolicy(Policy):
-    """Joint clipping to an ellipsoid: ``bounds`` are its semi-axes s_k, one a group.
-
-    A unit's gradient g is scaled by min(1, 1/||h||) with h = (g_k / s_k)_k, so that ||h|| <= 1 after it. Group k gets
-    noise of std ``stds[k]``.
-
-    Sensitivity: divide group k of the released sum by its own std. The noise becomes standard, and one unit more or less
-    moves the sum by (s_k h_k / std_k)_k with ||h|| <= 1, whose norm is at most max_k s_k / std_k. The multiplier is
-    therefore min_k std_k / s_k; with std_k = sigma s_k it is sigma itself. The bound of `Policy`, 1 / sqrt(sum (s_k /
-    std_k)^2), would be sigma / sqrt(2): it holds for a box, in whose corners this clip leaves nothing.
-    """
-
-    @property
-    def noise_multiplier(self) -> float:
-        """min_k std_k / s_k."""
-        return min(std / axis for std, axis in zip(self.stds, self.bounds))
-
-    def ratios(self, upper: UpperNorms) -> torch.Tensor:
-        """As `Policy.ratios`, of both blocks together."""
-        axes = torch.tensor(self.bounds, dtype=torch.float64, device=upper.norms.device).unsqueeze(1)
-        return (upper.measured.clamp(min=0) / axes.square()).sum(0).sqrt()
-
-    def scales(self, upper: UpperNorms) -> torch.Tensor:
-        """Upper bounds of the norms -> one factor a unit, repeated for every group; 0 for a non-finite unit."""
-        axes = torch.tensor(self.bounds, dtype=torch.float64, device=upper.norms.device).unsqueeze(1)
-        return down(1 / (upper.norms / axes).square().sum(0, keepdim=True).sqrt()).expand_as(upper.norms)
-
-
 def weak_fraction(masks: Mapping[str, torch.Tensor]) -> float:
     """r_w of a mask (True is weak), over all trained coordinates. Raises ValueError if either block is empty."""
     weak = sum(int(mask.sum()) for mask in masks.values())
@@ -150,8 +119,7 @@ def masked_policy(
 
     Args:
         masks: for each trained parameter a boolean tensor of its shape, True where it is weak.
-        allocation: ``printed``; ``optimal`` (`optimal_stds`); ``ellipsoid``: the noise of ``optimal``, and a clip to the
-            ellipsoid through the corners of the box of the bounds, which leaves whole whatever the box leaves whole.
+        allocation: ``printed`` or ``optimal`` (`optimal_stds`).
         max_grad_norm: C.
         bounds: C_w and C_s in place of the printed C r_w^2 and C r_s^2.
         weights: a_w and a_s of `optimal_stds`.
@@ -164,11 +132,7 @@ def masked_policy(
     split = {name: mask for name, mask in masks.items() if isinstance(groups[name], tuple)}
     if allocation == "printed":
         return Policy(chosen, printed_stds(noise_multiplier, max_grad_norm, r, chosen), groups, split)
-    sizes = (r, 1 - r)
-    if allocation == "optimal":
-        return Policy(chosen, optimal_stds(noise_multiplier, chosen, sizes, weights), groups, split)
-    axes = optimal_stds(1.0, chosen, sizes, weights)
-    return EllipsoidPolicy(axes, tuple(noise_multiplier * axis for axis in axes), groups, split)
+    return Policy(chosen, optimal_stds(noise_multiplier, chosen, (r, 1 - r), weights), groups, split)
 
 
 def _group(mask: torch.Tensor) -> int | tuple[int, int]:

@@ -56,12 +56,12 @@ class RapFT(Options):
             of DP-SGD, as printed, which overstates epsilon; the card gives the true figure beside the printed one.
         max_grad_norm: C.
         irrelevance_ratio: beta, in (.5, 1].
-        allocation: ``printed`` (equations 21 and 22), ``optimal`` or ``ellipsoid``; see `allocation.masked_policy`. ``axes``: no
+        allocation: ``printed`` (equations 21 and 22) or ``optimal``; see `allocation.masked_policy`. ``axes``: no
             mask, but an axis for each coordinate, of rank one in every matrix (`axes.rank_one`).
         axes_power: how far axes follow relevance, from 0 (even: DP-SGD) to 1. None chooses it by what a step promises, each time
             that axes are made, from `PublicGradients` alone: even axes where no others promise more.
-        bounds: C_w and C_s in place of the printed C r^2; for ``optimal`` and ``ellipsoid``.
-        weights: what a unit of noise variance costs in the weak and in the strong block; for the same two.
+        bounds: C_w and C_s in place of the printed C r^2; for ``optimal``.
+        weights: what a unit of noise variance costs in the weak and in the strong block; for ``optimal``.
         ranking: ``layer`` or ``map``; see `masks.weak_masks`.
         magnitude: rank |R| in place of R.
         propagation, initialisation: how relevance is computed.
@@ -91,6 +91,8 @@ class RapFT(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.allocation == "ellipsoid":
+            raise ValueError("allocation='ellipsoid' is gone: use 'optimal', which has the same noise")
         for name, choices in (("mode", MODES), ("allocation", ALLOCATIONS), ("ranking", RANKINGS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is '{getattr(self, name)}': choose one of {', '.join(choices)}")
@@ -112,7 +114,7 @@ class RapFT(Options):
                 f"{type(self.source).__name__} say how large gradients are, which makes axes: set allocation='axes'"
             )
         if self.allocation in ("printed", "axes") and (self.bounds is not None or self.weights != (1.0, 1.0)):
-            raise ValueError("bounds and weights belong to allocation='optimal' or 'ellipsoid'; leave them out")
+            raise ValueError("bounds and weights belong to allocation='optimal'; leave them out")
         for steps, least in ((self.map_after, 0), (1 if self.map_every is None else self.map_every, 1)):
             if steps != int(steps) or steps < least:
                 raise ValueError("map_after must be 0 or more whole steps, and map_every at least 1")

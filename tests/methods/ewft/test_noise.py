@@ -24,12 +24,11 @@ def test_what_the_printed_epsilon_8_is(scale, cost):
     ("schedule", "ratios"),
     [
         (ewft.release_once(8.0, DELTA), [2 * 0.60023]),
-        (ewft.uniform(3, 8.0, DELTA), [2 * 1.03963] * 3),
-        (ewft.shaped(PRINTED, 8.0, DELTA), [2 * 1.16840, 2 * 1.05243, 2 * 0.93646]),
+        (ewft.dp_forward(3, 8.0, DELTA), [2 * 1.03963] * 3),
         (ewft.release_once(2.0, DELTA), [2 * 1.9938]),
-        (ewft.uniform(3, 2.0, DELTA), [2 * 3.4534] * 3),
+        (ewft.dp_forward(3, 2.0, DELTA), [2 * 3.4534] * 3),
         (ewft.release_once(4.0, DELTA), [2 * 1.0812]),
-        (ewft.uniform(3, 4.0, DELTA), [2 * 1.8726] * 3),
+        (ewft.dp_forward(3, 4.0, DELTA), [2 * 1.8726] * 3),
     ],
 )
 def test_sound_noise_over_the_clipping_norm(schedule, ratios):
@@ -38,21 +37,16 @@ def test_sound_noise_over_the_clipping_norm(schedule, ratios):
     assert not schedule.flaws
 
 
-def test_epoch_weighted_is_the_printed_shape_at_a_sound_level():
-    sizes = {"dataset_size": 320, "batch_size": 32}
-    sound = ewft.epoch_weighted(3, 4.0, DELTA, **sizes)
-    printed = ewft.paper_epoch_weighted(epochs=3, epsilon=4.0, delta=DELTA, **sizes)
-    assert sound.ratios[0] > sound.ratios[1] > sound.ratios[2]
-    assert [a / b for a, b in zip(sound.ratios, printed.ratios)] == pytest.approx(
-        [sound.ratios[0] / printed.ratios[0]] * 3
-    )
-    assert sound.epsilon() <= 4.0 < printed.epsilon()
+@pytest.mark.parametrize("name", ["epoch_weighted", "shaped", "uniform"])
+def test_a_schedule_that_is_gone_names_what_replaces_it(name):
+    with pytest.raises(AttributeError, match="is gone: use (release_once|dp_forward)"):
+        getattr(ewft, name)
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 1.0])
 def test_algorithm_1_has_no_target_at_epsilon_of_1_or_less(epsilon):
     with pytest.raises(ValueError, match="needs more than 1"):
-        ewft.epoch_weighted(3, epsilon, DELTA, dataset_size=320, batch_size=32)
+        ewft.paper_epoch_weighted(320, 32, 3, epsilon, DELTA)
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 2.0, 8.0, 20.0])

@@ -167,7 +167,7 @@ def test_padding_carries_nothing():
 
 def trained(model, epochs=2, noise=None, **options):
     """An EWFT with a trained autoencoder, in training mode."""
-    private = attach(model, noise or ewft.uniform(epochs, 8.0, DELTA), autoencoder=(6, 3), **options)
+    private = attach(model, noise or ewft.dp_forward(epochs, 8.0, DELTA), autoencoder=(6, 3), **options)
     private.train_autoencoder([full_batch("bert")] * 3)
     model.train()
     return private
@@ -280,7 +280,7 @@ def frozen_base(model):
 @pytest.mark.parametrize("mode", [frozen_base, torch.nn.Module.eval])
 def test_training_is_paid_for_in_any_mode(mode):
     model = mode(build("bert"))
-    private = attach(model, ewft.uniform(2, 8.0, DELTA), unsafe_seed=None)
+    private = attach(model, ewft.dp_forward(2, 8.0, DELTA), unsafe_seed=None)
     with pytest.raises(RuntimeError, match="set_epoch"):
         model(**numbered("bert"))
     private.set_epoch(1)
@@ -299,7 +299,7 @@ def test_training_is_paid_for_in_any_mode(mode):
 def test_a_model_that_turns_gradients_off_for_its_base_trains_all_the_same():
     model = build("bert").eval()
     model.base_model.forward = torch.no_grad()(model.base_model.forward)
-    private = attach(model, ewft.uniform(1, 8.0, DELTA))
+    private = attach(model, ewft.dp_forward(1, 8.0, DELTA))
     with pytest.raises(RuntimeError, match="set_epoch"):
         model(**full_batch("bert"))
     assert private.inference_releases == 0
@@ -307,7 +307,7 @@ def test_a_model_that_turns_gradients_off_for_its_base_trains_all_the_same():
 
 def test_records_by_id_are_released_for_training_and_a_refused_pass_leaves_nothing_behind():
     model = build("bert").eval()
-    private = attach(model, ewft.uniform(1, 8.0, DELTA))
+    private = attach(model, ewft.dp_forward(1, 8.0, DELTA))
     with torch.no_grad():
         with pytest.raises(RuntimeError, match="set_epoch"):
             model(**numbered("bert"))
@@ -339,22 +339,21 @@ def test_epochs_and_their_counts(tmp_path):
         private.set_epoch(1)
     assert half < private.epsilon() == pytest.approx(8.0, rel=1e-4)
     private.remove()
-    again = attach(model, ewft.uniform(2, 8.0, DELTA), output_dir=tmp_path, resume=True)
+    again = attach(model, ewft.dp_forward(2, 8.0, DELTA), output_dir=tmp_path, resume=True)
     with pytest.raises(accounting.BudgetExceeded, match="allow_again"):
         again.set_epoch(2)
 
 
-@pytest.mark.parametrize("form", [ewft.uniform, ewft.dp_forward])
-def test_records_are_told_apart_or_the_card_says_that_they_were_not(form):
+def test_records_are_told_apart_or_the_card_says_that_they_were_not():
     inputs = batch("bert", rows=ROWS, tokens=TOKENS)
     model = build("bert")
-    private = trained(model, noise=form(2, 8.0, DELTA))
+    private = trained(model, noise=ewft.dp_forward(2, 8.0, DELTA))
     private.set_epoch(1)
     with pytest.raises(ValueError, match="example_ids"):
         model(**inputs)
     assert not any("nobody checked" in assumption for assumption in private.card()["assumptions"])
     private.remove()
-    trusting = trained(model, noise=form(2, 8.0, DELTA), unchecked_records=True)
+    trusting = trained(model, noise=ewft.dp_forward(2, 8.0, DELTA), unchecked_records=True)
     trusting.set_epoch(1)
     model(**inputs)
     with pytest.raises(RuntimeError, match="more than dataset_size"):
@@ -366,13 +365,13 @@ def test_records_are_told_apart_or_the_card_says_that_they_were_not(form):
 
 
 PRINTED = ewft.paper([0.46, 0.42], 8.0, DELTA)
-SOUND = ewft.uniform(2, 8.0, DELTA)
+SOUND = ewft.dp_forward(2, 8.0, DELTA)
 
 
 @pytest.mark.parametrize(
     ("begun", "changed", "named"),
     [
-        (SOUND, {"noise": ewft.uniform(2, 4.0, DELTA)}, "noise_std_over_max_norm"),
+        (SOUND, {"noise": ewft.dp_forward(2, 4.0, DELTA)}, "noise_std_over_max_norm"),
         (PRINTED, {"noise": ewft.NoiseSchedule("mine", PRINTED.ratios, DELTA)}, "mechanism"),
         (PRINTED, {"noise": ewft.NoiseSchedule(PRINTED.name, PRINTED.ratios, DELTA)}, "flaws"),
         (SOUND, {"dataset_size": ROWS + 3}, "dataset_size"),
@@ -431,7 +430,7 @@ def test_the_card_holds_and_says_what_is_not_covered():
 
 
 def test_noise_that_can_be_drawn_again_protects_nothing():
-    private = attach(build("bert").train(), ewft.uniform(1, 4.0, DELTA))
+    private = attach(build("bert").train(), ewft.dp_forward(1, 4.0, DELTA))
     private.set_epoch(1)
     private.blocks.model(**numbered("bert"))
     assert private.epsilon() == private.inference_epsilon() == math.inf
@@ -453,7 +452,7 @@ def test_the_papers_form_states_its_true_epsilon_and_no_guarantee():
 
 def test_a_privately_trained_autoencoder_adds_its_event():
     model = build("bert").train()
-    private = attach(model, ewft.uniform(1, 4.0, DELTA), autoencoder=(4,), unsafe_seed=None)
+    private = attach(model, ewft.dp_forward(1, 4.0, DELTA), autoencoder=(4,), unsafe_seed=None)
     private.set_epoch(1)
     with pytest.raises(RuntimeError, match="has not been trained"):
         model(**numbered("bert"))
@@ -466,7 +465,7 @@ def test_a_privately_trained_autoencoder_adds_its_event():
 
 def test_labels_that_are_the_text_void_the_guarantee():
     model = build("gpt2").train()
-    private = attach(model, ewft.uniform(1, 8.0, DELTA))
+    private = attach(model, ewft.dp_forward(1, 8.0, DELTA))
     private.set_epoch(1)
     model(**numbered("gpt2"))
     assert any("labels" in flaw for flaw in private.flaws())

@@ -13,7 +13,6 @@ from fastdp import accounting
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.policy import Policy
 from fastdp.methods import rapft
-from fastdp.methods.rapft import allocation
 from tests.engine.reference import known
 
 RATE, STEPS, DELTA = 256 / 42000, 821, 1e-5
@@ -100,7 +99,7 @@ def policy_of(kind: str, masks: dict[str, torch.Tensor], bounds: tuple[float, fl
     return rapft.masked_policy(masks, allocation=kind, max_grad_norm=1.3, noise_multiplier=0.9, bounds=own)
 
 
-@pytest.mark.parametrize("kind", allocation.ALLOCATIONS)
+@pytest.mark.parametrize("kind", ["printed", "optimal"])
 @settings(max_examples=500)
 @given(
     seed=st.integers(0, 10**6),
@@ -135,7 +134,7 @@ def test_one_unit_moves_the_release_by_no_more_than_stated(kind, seed, ratio, lo
     assert math.sqrt(squared) <= (1 + 1e-5) / policy.noise_multiplier
 
 
-@pytest.mark.parametrize("kind", allocation.ALLOCATIONS)
+@pytest.mark.parametrize("kind", ["printed", "optimal"])
 def test_the_stated_sensitivity_is_reached(kind):
     """No policy pays for more than it uses: gradients that are large in both blocks move the sum by 1 / multiplier."""
     masks = random_masks(3, 0.7)
@@ -145,18 +144,8 @@ def test_the_stated_sensitivity_is_reached(kind):
     assert moved == pytest.approx(1 / policy.noise_multiplier, rel=1e-5)
 
 
-@given(weak=st.floats(0.01, 100), strong=st.floats(0.01, 100))
-def test_the_ellipsoid_leaves_whole_what_the_box_leaves_whole(weak, strong):
-    masks = random_masks(5, 0.7)
-    box, ellipsoid = policy_of("optimal", masks), policy_of("ellipsoid", masks)
-    assert box.stds == pytest.approx(ellipsoid.stds)
-    norms = torch.tensor([[weak * box.bounds[0]], [strong * box.bounds[1]]])
-    if weak <= 1 and strong <= 1:
-        assert float(ellipsoid.scales(known(norms.square())).min()) >= 1 - 1e-6
-
-
 def test_a_unit_that_is_not_finite_is_dropped_whole():
-    policy = policy_of("ellipsoid", random_masks(1, 0.7))
+    policy = policy_of("optimal", random_masks(1, 0.7))
     scales = policy.scales(known(torch.tensor([[1.0, torch.nan, torch.inf], [1.0, 1.0, 1.0]])))
     assert scales[:, 1:].eq(0).all()
     assert scales[:, 0].gt(0).all()

@@ -11,7 +11,6 @@ from hypothesis import given, settings, strategies as st
 
 from fastdp import DPSGD, accounting
 from fastdp.methods.rapft import (
-    EllipsoidPolicy,
     Moments,
     NoisyMap,
     PrivateSubset,
@@ -40,7 +39,6 @@ def public(seed: int = 9) -> PublicMap:
 MODES = {
     "printed": RapFT(public()),
     "optimal": RapFT(public(), allocation="optimal", weights=(1.0, 4.0)),
-    "ellipsoid": RapFT(public(), allocation="ellipsoid"),
     "noised map": RapFT(NoisyMap(2.0, 0.5)),
     "paper": RapFT(public(), mode="paper"),
 }
@@ -55,7 +53,6 @@ def test_every_mode_releases_clipped_blocks_with_the_noise_it_accounts_for(name)
     multiplier = effective_noise_multiplier(0.8, 0.7) if name == "paper" else 0.8
     assert private.noise_multiplier == pytest.approx(multiplier)
     assert policy.noise_multiplier == pytest.approx(multiplier)
-    assert isinstance(policy, EllipsoidPolicy) is (name == "ellipsoid")
     masks = {n: m.bool() for n, m in private.outcome.items()}
     exact = one_by_one(Classifier(), join(batches))
     norms = torch.stack(
@@ -445,6 +442,7 @@ def test_paper_mode_with_a_public_mask_has_a_guarantee():
         ({"allocation": "axes", "axes_power": 2.0}, "axes_power is 2.0"),
         ({"allocation": "axes", "axes_power": None}, "of PublicGradients alone"),
         ({"source": PublicMoments({}), "allocation": "optimal"}, "set allocation='axes'"),
+        ({"allocation": "ellipsoid"}, "use 'optimal'"),
         ({"source": PublicGradients([{}]), "allocation": "printed"}, "PublicGradients say how large"),
         ({"irrelevance_ratio": 0.5}, "above .5"),
         ({"irrelevance_ratio": 1.2}, "above .5"),

@@ -1,20 +1,15 @@
-"""Audits of faults that are too weak for the test suite: noise at half its size, and a mask computed from private data.
+"""Runs at fault in ways that only many canaries show: noise at half its size, and a mask from private data.
 
-Each case trains a small model in full batches with canaries, and states the lower bound on epsilon that they show beside
-what the run claims. The correct mechanism stands beside each fault: its bound must stay below its claim.
-
-    python -m bench.audit --json bench/results/audit/faults.json
+Each trains a small model in full batches with canaries, and gives the lower bound on epsilon that they show.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fastdp.bench import workloads
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -24,8 +19,6 @@ from fastdp.engine.accumulator import Accumulator
 from fastdp.methods.rapft import PrivateSubset, PublicMap, RapFT
 from fastdp.private.observer import Observer
 from fastdp.private.run import Private
-
-from . import record, workloads
 
 CONFIDENCE = 0.95
 DELTA = 1e-5
@@ -136,44 +129,3 @@ def mask(canaries: int, private_mask: bool, epsilon: float = 2.0, steps: int = 6
         confidence=CONFIDENCE,
         shares=(0.5,),
     )
-
-
-Case = Callable[[], audit.AuditResult]
-
-CASES: dict[str, Case] = {
-    "DP-SGD, 20,000 canaries": partial(weaker_noise, 20_000, 1.0),
-    "DP-SGD, 80,000 canaries": partial(weaker_noise, 80_000, 1.0),
-    "DP-SGD, noise halved, 5,000 canaries": partial(weaker_noise, 5_000, 0.5),
-    "DP-SGD, noise halved, 20,000 canaries": partial(weaker_noise, 20_000, 0.5),
-    "DP-SGD, noise halved, 80,000 canaries": partial(weaker_noise, 80_000, 0.5),
-    "Rap-FT, public mask, 1,000 canaries": partial(mask, 1_000, private_mask=False),
-    "Rap-FT as printed, private mask, 1,000 canaries": partial(mask, 1_000, private_mask=True),
-}
-
-
-def measure(runs: int = 5, only: str = "") -> list[dict[str, Any]]:
-    """A row for each case and run."""
-    rows = []
-    for name, case in CASES.items():
-        if only not in name:
-            continue
-        for run in range(runs):
-            begin = time.perf_counter()
-            result = case()
-            row = {"case": name, "run": run, **result.as_dict(), "seconds": time.perf_counter() - begin}
-            print(f"{name}: {result}", flush=True)
-            rows.append(row)
-    return rows
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run, print and write."""
-    parser = record.parser_of(__doc__)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--only", default="", help="only cases whose name holds this")
-    options = parser.parse_args(arguments)
-    record.write(options.json, measure(options.runs, options.only))
-
-
-if __name__ == "__main__":
-    main()

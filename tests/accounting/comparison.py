@@ -1,7 +1,5 @@
 """Our epsilon against lower bounds on the truth by other libraries, over random runs.
 
-    python -m bench.accounting --json bench/results/accounting/comparison.json
-
 A certified figure may lie above the truth and never below it. What bounds the truth from below: the closed form where
 nothing is sampled; `dp_accounting`'s optimistic loss distributions elsewhere, at a delta larger by what Fourier
 transforms round; and `prv_accountant`'s lower bound where it is done within seconds.
@@ -20,8 +18,6 @@ import numpy as np
 from scipy import special
 
 import fastdp.accounting as accounting
-
-from . import record
 
 #: What must be among the runs, whatever the draw: rate 1, a million steps, delta 1e-12, epsilon near .01.
 CORNERS = (
@@ -145,21 +141,3 @@ def measure(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
     for run in runs(count, seed):
         row = compare(run)
         yield {**row, "holds": holds(row)}
-
-
-def main() -> None:
-    """Write the rows, and fail if any figure lies below the truth."""
-    parser = record.parser_of(__doc__)
-    parser.add_argument("--count", type=int, default=200)
-    options = parser.parse_args()
-    rows = []
-    for row in measure(options.count):
-        print(row, flush=True)
-        rows.append(row)
-        record.write(options.json, rows)
-    if not all(row["holds"] for row in rows):
-        raise SystemExit("a certified epsilon lies below the truth")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,4 @@
-"""What a private step on weights in pieces sends and holds, worked out from shapes: the tables of docs/scaling.md.
-
-    python -m bench.scaling
-
-The formulas are compared with what was counted in real runs by `tests/private/test_ranks.py`.
-"""
+"""What a private step on sharded weights sends and holds, from shapes: the formulas of docs/scaling.md."""
 
 from __future__ import annotations
 
@@ -84,51 +79,3 @@ def held(weights: Weights, ranks: int, *, size: int = 4, moments: int = 2) -> di
         "one whole sum": 4 * max(padded([shape], ranks) for shape in weights.learned),
         "gathered weights": size * (padded(weights.root, ranks) + 2 * max(padded(b, ranks) for b in weights.blocks)),
     }
-
-
-def llama(layers: int, width: int, inner: int, keys: int, words: int, *, lora: int = 0) -> Weights:
-    """A Llama's shapes; with ``lora`` adapters of that rank on every matrix of its blocks, which alone are trained."""
-    matrices = [
-        (width, width),
-        (keys, width),
-        (keys, width),
-        (width, width),
-        (inner, width),
-        (inner, width),
-        (width, inner),
-    ]
-    norms: list[Shape] = [(width,), (width,)]
-    adapters = [shape for m, n in matrices for shape in ((lora, n), (m, lora))] if lora else []
-    blocks = [[*matrices, *norms, *adapters]] * layers
-    return Weights([(words, width), (words, width), (width,)], blocks, adapters * layers if lora else None)
-
-
-MODELS = {
-    "8B": lambda lora: llama(32, 4096, 14336, 1024, 128256, lora=lora),
-    "70B": lambda lora: llama(80, 8192, 28672, 1024, 128256, lora=lora),
-}
-
-
-def tables() -> str:
-    """Both models, tuned in full and by LoRA, in Markdown: gathered numbers are bfloat16, the optimizer is AdamW."""
-    lines = [
-        "| model | GPUs | stays on each | one whole sum | gathered weights | sent a micro-batch | backward twice |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for name, shapes in MODELS.items():
-        for lora in (0, 8):
-            weights = shapes(lora)
-            for ranks in (8, 64, 512):
-                own = held(weights, ranks, size=2)
-                stay = own["pieces of weights"] + own["pieces of sums, then of gradients"] + own["the optimizer's"]
-                sent = [traffic(weights, ranks, size=2, two_pass=two) for two in (False, True)]
-                share = (ranks - 1) / ranks
-                figures = [stay, own["one whole sum"], own["gathered weights"]]
-                figures += [int(share * (each.gathered + each.added)) for each in sent]
-                label = f"{name} {'LoRA' if lora else 'full'}"
-                lines.append(f"| {label} | {ranks} | " + " | ".join(f"{f / 1e9:.2f} GB" for f in figures) + " |")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(tables())

@@ -3,30 +3,24 @@
 A case is one layer of a kind with random arguments, a linear head and a cross-entropy, on two batches of random sizes; its
 norms and its clipped sum are compared with one example at a time in float64, as in `fuzz`. Opacus's own layers (its
 recurrent nets, its attention and its sequence bias) are run beside torch's.
-
-`python -m fastdp.bench.opacus_layers CASES_A_KIND FILE` writes the table.
 """
 
 from __future__ import annotations
 
 import random
-import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fastdp.bench.fuzz import CLASSES, Block, Case, Choice, Outcome
 from torch import nn
 
 from fastdp.engine.engine import Engine
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
 from fastdp.verify import Checks
-
-from . import fuzz
-from .fuzz import CLASSES, Block, Case, Choice, Outcome
-from .record import write
 
 Batch = dict[str, torch.Tensor]
 
@@ -237,22 +231,3 @@ def flat_bags() -> Outcome:
     except (RuntimeError, ValueError) as error:
         return Outcome("refused", "none", 0.0, str(error))
     return Outcome("wrong", str(engine.route), 0.0)
-
-
-def table(each: int) -> dict[str, Any]:
-    """What became of ``each`` cases of every kind, and why some took the one-example route or were refused."""
-    found: dict[str, Any] = {}
-    for kind in KINDS:
-        outcomes = [fuzz.run(case(kind, seed)) for seed in range(each)]
-        found[kind] = {
-            "cases": dict(sorted(Counter(map(str, outcomes)).items())),
-            "worst_error": max((o.error for o in outcomes if o.verdict == "exact"), default=0.0),
-            "reasons": sorted({o.why[:200] for o in outcomes if o.why}),
-        }
-    bags = flat_bags()
-    row = {"cases": {bags.verdict: 1}, "worst_error": 0.0, "reasons": [bags.why]}
-    return found | {"EmbeddingBag, flat ids and offsets": row}
-
-
-if __name__ == "__main__":
-    write(sys.argv[2], table(int(sys.argv[1])))
