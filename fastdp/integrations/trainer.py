@@ -29,6 +29,10 @@ _CHOSEN = (
     "none of them is among the training data"
 )
 
+_EARLY = (
+    "Training ended early: set num_train_epochs or max_steps to what it takes, or go on with resume_from_checkpoint."
+)
+
 
 def _marked(name: str) -> str:
     """The name under which a figure is shown: what is of training is of the private data, times and memory too."""
@@ -239,7 +243,7 @@ class PrivateTraining(_Behind):
             resume=resuming and self._resumes,
             **options,
         )
-        private.ending.advice = "Training ended early: set num_train_epochs or max_steps to what it takes, or go on with resume_from_checkpoint."
+        private.ending.advice = _EARLY
         if lengths is not None:
             private.data_loader.lengths = lengths
         early = any(isinstance(callback, EarlyStoppingCallback) for callback in self.callback_handler.callbacks)

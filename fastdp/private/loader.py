@@ -206,8 +206,8 @@ class PrivateLoader:
         """Raise RuntimeError if a batch was handed out and never differentiated: its ticket would go to another."""
         if self.tickets:
             raise RuntimeError(
-                "the previous batch was skipped: call backward() on the loss of every batch the private loader yields, or "
-                "start its iteration anew, which discards the logical batch that was begun"
+                "the previous batch was skipped, or this one was taken ahead: call backward() and step() for every batch before "
+                "the next, or start the iteration anew, which discards the logical batch that was begun"
             )
 
     def _packed(self, batch: Any, ticket: Ticket) -> tuple[Any, Ticket]:

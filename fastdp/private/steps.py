@@ -126,7 +126,10 @@ class Steps:
                 return
             if not self._model.training:
                 raise RuntimeError(_EVALUATES)
-            raise RuntimeError("step() without backward(): call backward() on the loss of this batch first")
+            raise RuntimeError(
+                "step() without backward() on a loss that came through the model's forward: call the model itself, not its "
+                "parts, then backward(), then step()"
+            )
         self._depth = 1
         with put_off():
             self._release(optimizer)

@@ -233,7 +233,7 @@ def test_what_would_drop_rows_has_no_effect_and_ends_early_are_said(tmp_path: Pa
 
     run = trainer(tmp_path, dataloader_drop_last=True)
     run.add_callback(Stop())
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="releases paid for were made") as caught:
         run.train()
     said = [str(entry.message) for entry in caught]
     assert sum("drop_last=True has no effect" in text for text in said) == 1

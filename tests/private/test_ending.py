@@ -76,10 +76,8 @@ def test_a_run_that_ends_early_says_so_when_it_is_detached() -> None:
 
 
 def test_it_says_so_when_it_is_collected() -> None:
-    private = start(**PRIVATE)
-    epoch(private, 2)
+    epoch(start(**PRIVATE), 2)
     with pytest.warns(UserWarning, match="2 of 6 releases paid for were made"):
-        del private
         gc.collect()
 
 
@@ -172,15 +170,20 @@ def test_a_model_can_be_detached_that_alone_is_left() -> None:
     assert "forward" not in model.__dict__
 
 
+def accumulate(private: Any) -> None:
+    """Two backward passes for each step."""
+    for step, batch in enumerate(private.data_loader):
+        (private.model(**batch)["loss"] / 2).backward()
+        if step % 2:
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+
+
 def test_gradients_accumulated_by_hand_are_refused_before_anything_is_spent() -> None:
     for physical in (None, 4, 2):
         private = start(max_physical_batch_size=physical, **PRIVATE)
         with pytest.raises(RuntimeError, match=r"accumulated\. Set the DataLoader's batch_size"):
-            for step, batch in enumerate(private.data_loader):
-                (private.model(**batch)["loss"] / 2).backward()
-                if step % 2:
-                    private.optimizer.step()
-                    private.optimizer.zero_grad()
+            accumulate(private)
         assert private.steps_done == 0
         # The way on.
         for _ in range(2):
