@@ -17,13 +17,14 @@ _WATCHED: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDict
 def watch_clipping(model: torch.nn.Module) -> None:
     """Warn once if gradients of a model are clipped before its optimizer's step has made them.
 
-    torch's functions find no gradient then, and do nothing or fail. They say nothing of who calls them, so those in
-    `torch.nn.utils` are wrapped, as schedules are; with gradients they do what they did.
+    torch's functions find no gradient then, and do nothing or fail. They say nothing of who calls them, so they are wrapped, as
+    schedules are; with gradients they do what they did. Scripts import them by name, so it happens within torch's own
+    decorator, whose closure holds what it decorates.
     """
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
-        own = getattr(torch.nn.utils, name)
-        if not hasattr(own, "watches_models"):
-            setattr(torch.nn.utils, name, _watching(own))
+    for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
+        for cell in getattr(clip, "__closure__", None) or ():
+            if cell.cell_contents is getattr(clip, "__wrapped__", cell):
+                cell.cell_contents = _watching(cell.cell_contents)
     _WATCHED[model] = False
 
 
@@ -45,11 +46,10 @@ def _watching(clip: Callable[..., Any]) -> Any:
                 warnings.warn(
                     f"{clip.__name__} has no effect: gradients are None before step(), and per-example clipping "
                     "(max_grad_norm) replaces it. Remove the call.",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
             # The norm of no gradients: torch's other function does not take an empty list.
             return torch.tensor(0.0) if clip.__name__ == "clip_grad_norm_" else None
         return clip(parameters, *args, **kwargs)
 
-    wrapper.watches_models = True  # type: ignore[attr-defined]
     return wrapper
