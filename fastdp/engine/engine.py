@@ -188,8 +188,8 @@ class Engine(Passes):
             )
         if self.complete:
             raise RuntimeError(
-                "a logical batch is complete and optimizer.step() has not been called: call it after every backward() and, instead "
-                "of accumulating gradients, set the DataLoader's batch_size to the accumulated batch"
+                "a logical batch is complete and optimizer.step() has not been called: call it after every backward() and, "
+                "instead of accumulating gradients, set the DataLoader's batch_size to the accumulated batch"
             )
         if self.broken:
             raise RuntimeError(
