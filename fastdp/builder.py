@@ -35,7 +35,7 @@ from fastdp.private.checks import (
     refuse_repeats,
 )
 from fastdp.private.graphs import Graphs
-from fastdp.private.loader import PrivateLoader, batching, check_loader
+from fastdp.private.loader import PrivateLoader, check_loader
 from fastdp.private.method import Method
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Budget, Plan, SideRelease, fingerprint
@@ -179,7 +179,9 @@ class Builder:
         refuse_warm(self.optimizer)
         check_model(self.model, self.optimizer)
         refuse_made_of_examples(self.model)
-        check_loader(self.data_loader)
+        if isinstance(self.data_loader, PrivateLoader):
+            self.data_loader = self.data_loader.given
+        self.batch_size = check_loader(self.data_loader)
         options.check()
         if options.returns_loss:
             refuse_fused_loss(self.model)
@@ -195,8 +197,8 @@ class Builder:
             options.max_examples_per_user,
         )
         refuse_repeats(self.data_loader.dataset, units)
-        self.batch_size = batching(self.data_loader).batch_size
-        self.physical = options.max_physical_batch_size or max(self.batch_size, units.largest)
+        # Without a limit, whatever is drawn is one microbatch.
+        self.physical = options.max_physical_batch_size or len(self.data_loader.dataset)  # type: ignore[arg-type]
         if options.isolation is not None:
             self.physical = units.largest
         if self.physical < units.largest:

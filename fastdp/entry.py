@@ -50,13 +50,14 @@ def make_private(
             process group each process gives its own, all alike (docs/scaling.md).
         optimizer: any `torch.optim.Optimizer` over those parameters.
         data_loader: its ``batch_size`` is the logical batch size (in users with ``user_ids``), its data set must have a
-            length; the sampler is replaced.
+            length; the sampler is replaced. That of an earlier run is taken for the loader which that run was given.
         method: `fastdp.DPSGD` (default), or another method's settings.
         target_epsilon: budget to calibrate the noise for; inf means no noise. Or give noise_multiplier.
         target_delta: failure probability of the guarantee, below 1/N.
         epochs: passes over the data that the budget must last for; ceil(N / B) logical steps each.
         noise_multiplier: noise standard deviation over sensitivity; 0 means no privacy, and the card says so.
-        max_physical_batch_size: most examples in one forward pass; memory, not privacy.
+        max_physical_batch_size: most examples in one forward pass; memory, not privacy. Without it every logical batch is one
+            batch of the loader, however many examples are drawn.
         sampling: "poisson", or "shuffled" (accounted without amplification).
         adjacency: "add_remove" (default, with Poisson sampling), "replace_one", or "zero_out": a unit that is left out leaves
             its place empty (default, with shuffled batches, which know no "add_remove").
