@@ -24,7 +24,7 @@ import fastdp
 import fastdp.files as files
 import fastdp.plots as plots
 from fastdp.accounting.witness import count_release
-from fastdp.data import Collator, Examples, Rows, read_rows
+from fastdp.data import Collator, DataError, Examples, Rows, read_rows
 from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.curves import Curves
 from fastdp.finetune.evaluation import Quality, autocast, evaluate
@@ -42,7 +42,8 @@ from fastdp.finetune.models import (
 from fastdp.finetune.perturbations import Opening, Subject, choose_perturbation
 from fastdp.finetune.reporter import Forecast, Reporter
 from fastdp.finetune.samples import draw_samples
-from fastdp.finetune.tasks import encode_rows, record_texts
+from fastdp.finetune.tasks import encode_rows, messages_column, record_texts
+from fastdp.finetune.usage import add_usage, tokenizer_to_save
 from fastdp.methods.perturbation import Releases
 from fastdp.public import PublicGate
 from fastdp.untrusted import parse_yaml
@@ -114,31 +115,27 @@ def finetune(
     ends = check_model(config)
     tokenizer = load_tokenizer(config)
     reporter.phase("reading data")
-    tables = [read_rows(str(config.train)), read_rows(config.eval) if config.eval else None]
-    train, held_out = (None if table is None else _encode(table, tokenizer, config, reporter, ends) for table in tables)
-    assert train is not None
-    if config.batch_size > len(train):
-        raise ConfigError(f"batch_size {config.batch_size} exceeds the {len(train)} training examples; lower it")
-    promised = config.epsilon is not None and math.isfinite(config.epsilon)
-    if promised and config.delta >= 1 / len(train) and not config.large_delta:
-        raise ConfigError(
-            f"delta {config.delta:g} is not below 1 / {len(train)} examples, so it alone would allow publishing a whole record: "
-            "lower it, or confirm with large_delta"
-        )
+    table = read_rows(str(config.train), config.encoding)
+    train = _encode(table, tokenizer, config, reporter, ends)
+    held_out = None
+    if config.eval:
+        held_out = _encode(read_rows(config.eval, config.encoding), tokenizer, config, reporter, ends)
+    users = table.column(config.user_column, "user_column") if config.user_column else None
+    _check_size(config, len(train), users, table)
     reporter.phase("loading the model")
     model = load_trained(config, tokenizer)
     model.to(device)
-    assert tables[0] is not None
     reporter.phase("rehearsing a step")
     measured = rehearse(model, train, Collator(_pad(tokenizer)), config)
-    gate = PublicGate(record_texts(tables[0], config), [str(config.train)], config.public_overlap)
+    gate = PublicGate(record_texts(table, config), [str(config.train)], config.public_overlap)
     run = _Run(config, output, model, tokenizer, train, held_out, gate, opening, measured, reporter, noise_multiplier)
+    run.users, run.chat = users, messages_column(table, config) is not None
     try:
         # Before the ledger is opened: a run that cannot go on stays as it is.
         checkpoint = run.load_checkpoint() if resume else None
         run.make_private(resume)
         if run.releases.once_an_epoch:
-            run.earlier = count_release(record_texts(tables[0], config), config.method, output)
+            run.earlier = count_release(record_texts(table, config), config.method, output)
         return run.execute(checkpoint)
     except BaseException:
         if not resume:
@@ -171,6 +168,21 @@ def _check_output(output: Path, config: FinetuneConfig, resume: bool) -> None:
     changed = [name for name, value in now.items() if name not in ("device", "output") and value != earlier[name]]
     if changed:
         raise ConfigError(f"a resumed run keeps its settings, but these differ: {', '.join(changed)}")
+
+
+def _check_size(config: FinetuneConfig, examples: int, users: list[str] | None, table: Rows) -> None:
+    """Refuse a batch, or a delta, that does not fit the number of units."""
+    units, name = (examples, "examples") if users is None else (len(set(users)), "people")
+    if users is not None and "" in users:
+        raise DataError(f"{table.place(users.index(''))}: column {config.user_column!r} (user_column) names nobody")
+    if config.batch_size > units:
+        raise ConfigError(f"batch_size {config.batch_size} exceeds the {units} training {name}; lower it")
+    promised = config.epsilon is not None and math.isfinite(config.epsilon)
+    if promised and config.delta >= 1 / units and not config.large_delta:
+        raise ConfigError(
+            f"delta {config.delta:g} is not below 1 / {units} {name}, so it alone would allow publishing a whole record: "
+            "lower it, or confirm with large_delta"
+        )
 
 
 def _device(config: FinetuneConfig) -> torch.device:
@@ -247,6 +259,9 @@ class _Run:
         self.made = False
         self.before: Quality | None = None
         self.private: Any = None
+        #: Whose each example is, if people are protected; and whether the examples are conversations.
+        self.users: list[str] | None = None
+        self.chat = False
         #: Releases of the same texts by earlier runs, in words.
         self.earlier: list[str] = []
         self.releases: Releases = opening(Subject(config, model, tokenizer, train, self._read_public))
@@ -285,6 +300,8 @@ class _Run:
             noise_multiplier=self.noise_multiplier,
             target_delta=config.delta,
             epochs=config.epochs,
+            user_ids=self.users,
+            max_examples_per_user=config.max_examples_per_user,
             max_physical_batch_size=config.physical_batch_size,
             sampling="shuffled" if self.releases.once_an_epoch else config.sampling,
             output_dir=str(self.output),
@@ -307,7 +324,9 @@ class _Run:
         return math.inf if isinstance(method, fastdp.NonPrivate) else self.config.epsilon
 
     def _read_public(self, path: str, count: int, length: int | None = None) -> Public:
-        table = read_rows(path)
+        if not Path(path).exists():
+            raise ConfigError(f"there is no public text {path}: name one file or folder")
+        table = read_rows(path, self.config.encoding)
         origin = self.gate.admit(path, record_texts(table, self.config), table.lines)
         examples = _encode(table, self.tokenizer, self.config, self.reporter)
         chosen = Subset(examples, range(min(count, len(examples))))
@@ -442,7 +461,8 @@ class _Run:
         self.reporter.phase("writing")
         card = self.releases.card().after(self.earlier)
         card.save(self.output / self.releases.card_name)
-        card.save_beside(save_weights(self.model, self.tokenizer, self.output))
+        folder = save_weights(self.model, tokenizer_to_save(self.tokenizer, self.config, chat=self.chat), self.output)
+        add_usage(card.save_beside(folder), self.model, self.config, chat=self.chat)
         if state := self.releases.state_dict():
             with files.whole(self.output / PERTURBATION) as aside:
                 torch.save(state, aside)
