@@ -46,8 +46,8 @@ _OWED = {
     "trained before": "this model, or a part of it, was in private runs before ({})",
     "changed weights": "the weights were changed after a release, and not by one",
 }
-#: Notes under names that begin so hold the digest of an outcome; no sentence speaks of them.
-_OUTCOMES = "preparation-"
+#: Notes under names that begin so hold the digest of an outcome, or of the data; no sentence speaks of them.
+_OUTCOMES = ("preparation-", "data")
 #: How the sentence on rounding begins, which every card of the second version has whose noised sums were rounded.
 _ROUNDED = "noised sums are rounded"
 

@@ -7,11 +7,13 @@ import json
 import math
 import os
 import time
+import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import IO, Any
 
 import torch
 import yaml
@@ -23,7 +25,8 @@ from transformers import PreTrainedTokenizerBase
 import fastdp
 import fastdp.files as files
 import fastdp.plots as plots
-from fastdp.accounting.witness import count_release
+from fastdp.accounting import Ledger, LedgerError
+from fastdp.accounting.witness import count_release, data_digest, knows_ledger, same_data
 from fastdp.data import Collator, DataError, Examples, Rows, read_rows
 from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.curves import Curves
@@ -46,11 +49,13 @@ from fastdp.finetune.tasks import encode_rows, messages_column, record_texts
 from fastdp.finetune.usage import add_usage, tokenizer_to_save
 from fastdp.methods.perturbation import Releases
 from fastdp.public import PublicGate
-from fastdp.untrusted import parse_yaml
+from fastdp.untrusted import parse_json_object, parse_yaml
 from fastdp.validate import usable_device
 
 CONFIG, METRICS, RESULT, CHECKPOINT = "config.yaml", "metrics.jsonl", "result.json", "checkpoint.pt"
 LEDGER, PERTURBATION, SAMPLES = "ledger.jsonl", "perturbation.pt", "samples.json"
+#: Under this name the ledger keeps a digest of the examples.
+DATA = "data"
 EPSILON_POINTS = 20
 
 
@@ -132,7 +137,11 @@ def finetune(
     run.users, run.chat = users, messages_column(table, config) is not None
     try:
         # Before the ledger is opened: a run that cannot go on stays as it is.
+        if resume:
+            run.check_data()
         checkpoint = run.load_checkpoint() if resume else None
+        if resume:
+            run.count_unproven(checkpoint)
         run.make_private(resume)
         if run.releases.once_an_epoch:
             run.earlier = count_release(record_texts(table, config), config.method, output)
@@ -168,6 +177,18 @@ def _check_output(output: Path, config: FinetuneConfig, resume: bool) -> None:
     changed = [name for name, value in now.items() if name not in ("device", "output") and value != earlier[name]]
     if changed:
         raise ConfigError(f"a resumed run keeps its settings, but these differ: {', '.join(changed)}")
+
+
+def _check_sums(file: IO[bytes]) -> None:
+    """Raise ValueError for a file of torch whose checksums do not hold: torch writes them, and does not read them."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            broken = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, OSError) as error:
+        raise ValueError(str(error)) from None
+    if broken is not None:
+        raise ValueError(f"{broken} was altered")
+    file.seek(0)
 
 
 def _check_size(config: FinetuneConfig, examples: int, users: list[str] | None, table: Rows) -> None:
@@ -252,6 +273,7 @@ class _Run:
         self.noise_multiplier = noise_multiplier if self.curves is None else self.curves.step_multiplier
         self.config, self.output, self.model, self.tokenizer, self.gate = config, output, model, tokenizer, gate
         self.train, self.held_out, self.reporter = train, held_out, reporter
+        self.examples = train.items
         self.measured = measured
         self.device = next(model.parameters()).device
         self.updates = 0
@@ -275,6 +297,30 @@ class _Run:
 
     def _collator(self, length: int | None) -> Collator:
         return Collator(_pad(self.tokenizer), length)
+
+    def _data(self) -> str:
+        """Tells these examples from others, and nothing more (see `fastdp.accounting.witness.data_digest`)."""
+        return data_digest(json.dumps([self.examples, self.users]) for _ in range(1))
+
+    def check_data(self) -> None:
+        """Raise ConfigError for other examples than those that the run began with."""
+        try:
+            noted = Ledger.read(self.output / LEDGER).noted(DATA)
+        except (LedgerError, OSError, ValueError):
+            # Opening it says what is wrong with it.
+            return
+        if noted is None:
+            return
+        same = same_data(noted, self._data())
+        if same is False:
+            raise ConfigError(
+                f"{self.config.train} holds other examples than the run began with: put them back, or begin anew in another "
+                "output, which releases both"
+            )
+        if same is None:
+            self.reporter.note(
+                "whether the training data are those that the run began with is not known to this account"
+            )
 
     def make_private(self, resume: bool) -> None:
         """Hand model, optimizer and loader to the engine, which opens the ledger in the output folder."""
@@ -309,6 +355,8 @@ class _Run:
             capture=config.capture,
             noise_rounds=config.noise_rounds,
         )
+        if not resume:
+            self.private.ledger.note(DATA, self._data())
         if self.curves is not None:
             self.curves.declare(self.private.ledger)
         self.releases.follow(self.private)
@@ -351,7 +399,7 @@ class _Run:
         """Evaluate, train, evaluate, write."""
         if checkpoint:
             self._restore(checkpoint)
-        else:
+        if not checkpoint:
             self.before = self._evaluate("evaluating before training")
         if self.updates == 0 and self.private.steps_done >= self.private.total_steps:
             raise ConfigError(
@@ -524,7 +572,9 @@ class _Run:
             self.reporter.note("the run was interrupted before its first checkpoint: it starts anew, its spending kept")
             return None
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)
+            with open(path, "rb") as file:
+                _check_sums(file)
+                return torch.load(file, map_location="cpu", weights_only=True)
         except (RuntimeError, ValueError, EOFError, KeyError, UnpicklingError):
             raise ConfigError(
                 f"{path} is damaged: remove it, and --resume trains anew with what is left of the budget, since what was spent "
@@ -540,6 +590,25 @@ class _Run:
         self.updates = checkpoint["updates"]
         self.before = Quality(**checkpoint["before"]) if checkpoint["before"] else None
 
+    def count_unproven(self, checkpoint: dict[str, Any] | None) -> None:
+        """Count what may have been released since the last checkpoint, of a ledger that nothing shows to be whole."""
+        path = self.output / LEDGER
+        try:
+            known = Ledger.read(path)
+        except (LedgerError, OSError, ValueError):
+            return
+        if knows_ledger(known.run_id):
+            return
+        begun = checkpoint["private"]["steps_done"] if checkpoint else 0
+        most = min(known.budget_steps, begun + self.config.checkpoint_every)
+        if most > known.spent_steps:
+            with Ledger.open(path) as ledger:
+                ledger.restore(most)
+        self.reporter.note(
+            "this account's memory of the run is lost, so its ledger may have been cut back: "
+            f"{max(most, known.spent_steps)} steps count as spent, where the ledger holds {known.spent_steps}"
+        )
+
     def _keep_metrics(self, updates: int) -> None:
         """Drop the rows of updates that were lost with the process: they will be made again."""
         path = self.output / METRICS
@@ -548,10 +617,10 @@ class _Run:
         kept = []
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                break
-            if row["step"] <= updates:
+                row = parse_json_object(line)
+            except ValueError:
+                continue
+            if isinstance(step := row.get("step"), int) and step <= updates and "unprotected" in row:
                 kept.append(line + "\n")
         files.write(path, "".join(kept))
 
