@@ -56,6 +56,11 @@ CONFIG, METRICS, RESULT, CHECKPOINT = "config.yaml", "metrics.jsonl", "result.js
 LEDGER, PERTURBATION, SAMPLES = "ledger.jsonl", "perturbation.pt", "samples.json"
 #: Under this name the ledger keeps a digest of the examples.
 DATA = "data"
+#: What else a run writes to its output.
+_WRITTEN = (
+    *("adapter", "model", "releases", "card.json", "card.md", "statement.json", "statement.md", SAMPLES, PERTURBATION),
+    *(CHECKPOINT, "loss.png", "released.png", "epsilon.png"),
+)
 EPSILON_POINTS = 20
 
 
@@ -166,6 +171,11 @@ def _check_output(output: Path, config: FinetuneConfig, resume: bool) -> None:
         held = next((name for name in (CONFIG, LEDGER, METRICS, RESULT) if (output / name).exists()), None)
         if held:
             raise ConfigError(f"{output} already holds a run ({held}): choose another output, or pass --resume")
+        foreign = next((name for name in _WRITTEN if (output / name).exists()), None)
+        if foreign:
+            raise ConfigError(
+                f"{output} holds {foreign}, which the run would overwrite: choose another output, or move it"
+            )
         return
     if not (output / CONFIG).exists():
         raise ConfigError(f"there is no run to resume in {output}")
