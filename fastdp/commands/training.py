@@ -126,6 +126,8 @@ def _stopped(settings: FinetuneConfig) -> str:
 
 
 def _print_result(result: Result, before: Collection[str]) -> None:
+    from fastdp.accounting.claim import two_decimals
+
     if result.before and result.after:
         console.print(styled(f"held out: {result.before.headline} before, ", (result.after.headline, "bold"), " after"))
     if result.privacy is not None:
@@ -134,7 +136,7 @@ def _print_result(result: Result, before: Collection[str]) -> None:
         console.print(
             styled(
                 "privacy: epsilon ",
-                (f"{result.epsilon:.3f}", "bold"),
+                (two_decimals(result.epsilon), "bold"),
                 f" at delta {result.delta:g} (noise multiplier {result.noise_multiplier:.4f}, {result.steps} steps)",
             )
         )

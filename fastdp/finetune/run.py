@@ -518,8 +518,9 @@ class _Run:
     def _write(self, seconds: list[float], peak: int, after: Quality | None) -> Result:
         self.reporter.phase("writing")
         card = self.releases.card().after(self.earlier)
-        card.save(self.output / self.releases.card_name)
         folder = save_weights(self.model, tokenizer_to_save(self.tokenizer, self.config, chat=self.chat), self.output)
+        card = card.of_files(folder)
+        card.save(self.output / self.releases.card_name)
         add_usage(card.save_beside(folder), self.model, self.config, chat=self.chat)
         if state := self.releases.state_dict():
             with files.whole(self.output / PERTURBATION) as aside:
