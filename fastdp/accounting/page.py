@@ -59,6 +59,7 @@ def mechanism_sentence(card: Mapping[str, Any]) -> str:
         return (
             f"{name}: in {spent} {drawn}, its gradient {clipped}, and Gaussian noise added to the sum, "
             f"{card['noise_multiplier']:.4g} times as large (in standard deviation) as the most that one {unit} can change it."
+            f"{_selection(settings)}"
         )
     if steps is not None:
         return (
@@ -74,6 +75,22 @@ def settings_in_words(card: Mapping[str, Any]) -> str:
     """The mechanism's plain settings, one after the other; those that hold several values stand in a section of their own."""
     plain = {key: value for key, value in card["mechanism"].items() if key != "name" and _is_plain(value)}
     return "; ".join(f"{key.replace('_', ' ')} {_said(value)}" for key, value in plain.items())
+
+
+def _selection(settings: Mapping[str, Any]) -> str:
+    """What a method released besides steps, or read of public data, to choose parameters or their noise."""
+    mask, steps = settings.get("mask"), settings.get("selection_steps")
+    if isinstance(mask, Mapping) and mask.get("kind"):
+        noise = mask.get("noise_multiplier")
+        cost = f" (noise multiplier {noise:.4g}, part of the event)" if isinstance(noise, (int, float)) else ""
+        return f" A {mask['kind']} relevance map{cost} sets how noise is divided among parameters."
+    noise = settings.get("selection_noise_multiplier")
+    if isinstance(steps, int) and isinstance(noise, (int, float)) and settings.get("choose_by") == "magnitudes":
+        return (
+            f" Trained parameters were chosen by {steps} releases of gradient magnitudes (noise multiplier {noise:.4g}, part of "
+            "the event)."
+        )
+    return ""
 
 
 def meaning(card: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:

@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -55,7 +56,8 @@ def model_files(folder: Path) -> dict[str, str]:
     """SHA-256 (hex) of each file of a model's folder that says what the model is: weights, and an adapter's config."""
     found = {}
     for path in sorted(folder.iterdir()):
-        if path.suffix in (".safetensors", ".bin") or path.name == "adapter_config.json":
+        weights = path.suffix == ".safetensors" or fnmatch(path.name, "*_model*.bin")
+        if weights or path.name == "adapter_config.json":
             digest = hashlib.sha256()
             with open(path, "rb") as file:
                 while piece := file.read(_PIECE):
