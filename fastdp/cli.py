@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from fastdp.commands.attack import attack_command
@@ -16,13 +18,32 @@ from fastdp.commands.prove import prove_command
 from fastdp.commands.report import report_command
 from fastdp.commands.split import split_app
 from fastdp.commands.training import finetune_command, quickstart_command
+from fastdp.distribution import installed_version
+
+_HELP = "Fine-tune language models on private data, and state exactly what privacy was bought."
 
 app = typer.Typer(
-    help="Fine-tune language models on private data, and state exactly what privacy was bought.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"fastdp {installed_version() or 'from a source tree that is not installed'}")
+        raise typer.Exit
+
+
+@app.callback(help=_HELP)
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and end.")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
 app.command("quickstart")(quickstart_command)
 app.command("finetune")(finetune_command)
 app.command("plan")(plan_command)

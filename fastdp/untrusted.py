@@ -129,8 +129,12 @@ def parse_json_object(text: str | bytes) -> dict[str, Any]:
     return found
 
 
-def parse_yaml(text: str) -> Any:
+def parse_yaml(text: str, *, as_text: bool = False) -> Any:
     """A YAML value of plain types with unique keys, within the limits of this module, every alias counted as written out.
+
+    Args:
+        text: the document.
+        as_text: keep every scalar as the text that is written, such as ``no`` and ``007``.
 
     Raises:
         ValueError: in one sentence, with the line where one is known.
@@ -138,7 +142,7 @@ def parse_yaml(text: str) -> Any:
     if len(text) > MAX_YAML:
         raise ValueError(f"it holds more than {MAX_YAML} characters")
     try:
-        return yaml.load(text, _BoundedLoader)
+        return yaml.load(text, _BoundedTextLoader if as_text else _BoundedLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark else ""
@@ -176,21 +180,21 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
         ) from None
 
 
-class _BoundedLoader(yaml.SafeLoader):
+class _Bounded:
     """Counts values while they are composed, and refuses a key that stands twice."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(text)
+        super().__init__(text)  # type: ignore[call-arg]
         self._sizes: dict[int, int] = {}
         self._total = self._depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        is_alias = self.check_event(yaml.AliasEvent)
+        is_alias = self.check_event(yaml.AliasEvent)  # type: ignore[attr-defined]
         self._depth += 1
         if self._depth > MAX_YAML_DEPTH:
             raise ValueError("it is nested too deep")
         begin = self._total
-        node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)  # type: ignore[misc]
         if is_alias and id(node) not in self._sizes:
             raise ValueError("an alias stands inside the value that it names")
         self._total += self._sizes[id(node)] if is_alias else 1
@@ -202,11 +206,19 @@ class _BoundedLoader(yaml.SafeLoader):
         return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        node = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
+        node = super().compose_mapping_node(anchor)  # type: ignore[misc]
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if len(set(keys)) < len(keys):
             raise ValueError(f"a key stands twice: {quote(max(keys, key=keys.count))}")
         return node
+
+
+class _BoundedLoader(_Bounded, yaml.SafeLoader):
+    """Plain types."""
+
+
+class _BoundedTextLoader(_Bounded, yaml.BaseLoader):
+    """Scalars as text."""
 
 
 def _check_config(config: Any) -> None:

@@ -97,6 +97,13 @@ def _files(root):
         "tall.csv": "text,label,number\nfine,often,tall\n",
         "tags.jsonl": '{"words": ["a", "b"], "tags": ["O"]}\n',
         "bad.parquet": b"PAR1 and no more",
+        "numbers.jsonl": '{"text": "a"}\n{"text": NaN}\n',
+        "half.jsonl": '{"text": "\\ud83d"}\n',
+        "wide.csv": "text,label\na,b,,\n",
+        "wide-header.csv": "text,label,,\na,b,,\n",
+        "joined.csv": "text,label\na,b\ntext,label\nc,d\n",
+        "utf16.txt": "one\n".encode("utf-16"),
+        "chat.jsonl": '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
         "list.yaml": "- a\n",
         "typo.yaml": "lerning_rate: 1\n",
         "open.yaml": "a: [\n",
@@ -104,6 +111,7 @@ def _files(root):
     for name, content in contents.items():
         (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a", "b"], "note": ["c", "d"]}), root / "other.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [b"a", b"b"]}), root / "bytes.parquet")
     (root / "set").mkdir()
     (root / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
 
@@ -174,12 +182,21 @@ FILES = [
     bad_file("empty.csv", "holds no rows", "empty.csv"),
     bad_file("header.csv", "holds no rows", "header.csv"),
     bad_file("ragged.csv", "line 3: 1 fields", "the header has 2"),
-    bad_file("twins.csv", "line 1: two columns", "same name"),
+    bad_file("twins.csv", "line 1, column 2: two columns", "same name"),
     bad_file("open.csv", "line 2", "open.csv"),
     bad_file("latin.csv", "line 2: not UTF-8", "0xe9"),
     bad_file("sheet.xlsx", "no known kind", r"expected .csv"),
-    bad_file("bad.jsonl", "line 2: not JSON", "bad.jsonl"),
-    bad_file("list.jsonl", "line 1: expected an object", "named fields"),
+    bad_file("bad.jsonl", "line 2: not JSON", "write one object a line"),
+    bad_file("bytes.parquet", "row 1: column 'text'", "holds bytes, not text"),
+    bad_file("numbers.jsonl", "line 2: column 'text'", "the number nan, which is not finite"),
+    bad_file("half.jsonl", "line 1: column 'text'", "half of a surrogate pair"),
+    bad_file("wide.csv", "line 2: 4 fields", "the header has 2"),
+    bad_file("wide-header.csv", "line 1, column 4: two columns have no name", "remove the separators at the end"),
+    bad_file("joined.csv", "line 3: it repeats the header", "remove the line"),
+    bad_file("utf16.txt", "line 1: not UTF-8", "set encoding to .*utf-16"),
+    Case("encoding", "encoding 'latin9x' is not known", "write utf-8", {"encoding": "latin9x"}),
+    bad_file("chat.jsonl", "no chat template", "chat_template.jinja"),
+    bad_file("list.jsonl", "row 1: expected an object", "named fields"),
     bad_file("null.jsonl", "line 2: column 'text'", "holds nothing"),
     bad_file("nested.jsonl", "a nested value", "not text"),
     bad_file("bad.parquet", "no Parquet file", "bad.parquet"),

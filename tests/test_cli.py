@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from fastdp.accounting.exports import FORMATS, SUFFIXES
 from fastdp.cli import app
 from fastdp.commands import training
+from fastdp.distribution import installed_version
 from fastdp.finetune.reporter import Forecast
 from tests.finetune.conftest import files, model_folder  # noqa: F401 - fixtures
 
@@ -66,6 +67,41 @@ def test_privacy_commands_refuse_what_makes_no_sense():
     assert "infinite" in refused("epsilon", "--noise-multiplier", 0, *PLAN)
 
 
+@pytest.mark.parametrize(
+    "command", [("calibrate", "--epsilon", 8), ("epsilon", "--noise-multiplier", 1)], ids=lambda command: command[0]
+)
+@pytest.mark.parametrize(("delta", "warned"), [(1e-5, False), (1 / 67349, True), (0.1, True)])
+def test_a_delta_that_finetune_refuses_is_warned_of(command, delta, warned):
+    result = run(*command, *PLAN, "--delta", delta)
+    assert result.exit_code == 0
+    assert ("is not below 1/N" in result.stderr and "Lower delta" in result.stderr) is warned
+
+
+def test_the_version_is_shown():
+    result = run("--version")
+    assert (result.exit_code, result.output.strip()) == (0, f"fastdp {installed_version()}")
+
+
+def test_a_wrong_key_is_found_before_libraries_are_imported(tmp_path):
+    (tmp_path / "typo.yaml").write_text("lerning_rate: 1\n")
+    needed = ["--model=m", "--train=t", "--output=o", "--epsilon=8"]
+    for words, arguments in (
+        ("did you mean learning_rate", [str(tmp_path / "typo.yaml")]),
+        (
+            "user_column and max_examples_per_user go together",
+            [*needed, "--user-column=p"],
+        ),
+    ):
+        code = (
+            "import sys; from typer.testing import CliRunner; from fastdp.cli import app\n"
+            f"print(CliRunner().invoke(app, ['finetune', *{arguments!r}]).stderr)\n"
+            "print('torch' in sys.modules)"
+        )
+        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        assert words in said
+        assert said.strip().endswith("False")
+
+
 def test_doctor_reports_the_environment():
     output = run("doctor").output
     for expected in ("instruction set", "torch", "threads", "GPU", "triton"):
@@ -104,6 +140,20 @@ def test_finetune_from_flags_alone_and_verify(model_folder, files, tmp_path):  #
     assert readable == {"card.json", "card.md", "epsilon.png", "adapter"}, "losses and settings are the owner's"
 
     assert run("verify", output / "card.json").exit_code == 0
+    # The folder alone: with its weights and its ledger.
+    whole = run("verify", output)
+    assert whole.exit_code == 0
+    assert "give it to compare" not in whole.output
+    assert "give them to compare" not in whole.output
+    assert run("verify", output / "adapter").exit_code == 0
+    assert "written to" in run("card", "export", output).output
+    assert run("verify", output / "card-html.html").exit_code == 0
+    (tmp_path / "empty").mkdir()
+    assert "holds no card.json" in refused("verify", tmp_path / "empty")
+    assert "holds no card.json" in refused("card", "export", tmp_path / "empty")
+    with open(output / "ledger.jsonl", "r+") as file:
+        file.truncate(len(file.readline()))
+    assert "cut back" in refused("verify", output)
     card = json.loads((output / "card.json").read_text())
     card["epsilon"]["upper_bound"] /= 2
     (tmp_path / "forged.json").write_text(json.dumps(card))
@@ -172,7 +222,8 @@ def test_an_interrupt_is_a_sentence_and_130(tmp_path, monkeypatch, method, begun
         raise KeyboardInterrupt
 
     monkeypatch.setattr("fastdp.finetune.finetune", interrupted)
-    found = run("finetune", "--method", method, "--output", tmp_path)
+    needed = ("--model", "m", "--train", "t", "--epsilon", 8)
+    found = run("finetune", "--method", method, "--output", tmp_path, *needed)
     assert found.exit_code == 130
     message = " ".join(found.stderr.split())
     assert words in message

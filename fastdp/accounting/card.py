@@ -19,7 +19,7 @@ from fastdp.accounting.exports import export
 from fastdp.accounting.page import ENVELOPE, claims, markdown
 from fastdp.accounting.pld import Adjacency
 from fastdp.accounting.serialisation import canonical
-from fastdp.accounting.weights import digests
+from fastdp.accounting.weights import digests, model_files
 from fastdp.distribution import installed_version, version_of, wheel_digest
 from fastdp.untrusted import parse_json_object, read_bytes
 
@@ -35,7 +35,8 @@ _PACKAGES = (
     "peft",
 )
 _REPRODUCIBLE = "the noise came from a reproducible key, which whoever knows it can subtract"
-_UNPROTECTED = (
+#: What no run protects.
+UNPROTECTED = (
     "training loss and other metrics of the training data",
     "realised batch sizes and the share of clipped units",
     "the choice of a checkpoint by private validation data",
@@ -190,8 +191,8 @@ class Card(dict[str, Any]):
             Gaussian(unit, adjacency, event, delta, target_epsilon),
             noise_source=noise_source,
             flaws=[*flaws, *void],
-            assumptions=[*_assumptions(sampling, adjacency, dataset_size, noise_source), *assumptions],
-            unprotected=[*_UNPROTECTED, *unprotected],
+            assumptions=[*assumptions_of(sampling, adjacency, dataset_size, noise_source), *assumptions],
+            unprotected=[*UNPROTECTED, *unprotected],
             facts={
                 "sampling": sampling,
                 "sample_rate": sample_rate,
@@ -248,10 +249,19 @@ class Card(dict[str, Any]):
 
         An adapter's config there keeps no path of its base model.
         """
-        remove_base_path(folder)
-        self.save(Path(folder) / "card")
-        files.write(Path(folder) / "README.md", export(self, "huggingface"), public=True)
+        card = self.of_files(folder)
+        card.save(Path(folder) / "card")
+        files.write(Path(folder) / "README.md", export(card, "huggingface"), public=True)
         return Path(folder)
+
+    def of_files(self, folder: str | os.PathLike[str]) -> Card:
+        """The same card, bound to a model's files: it keeps a digest of each file of weights and of an adapter's config.
+
+        An adapter's config there keeps no path of its base model.
+        """
+        remove_base_path(folder)
+        found = model_files(Path(folder))
+        return self.with_facts(files=found) if found else self
 
     def save(self, path: str | os.PathLike[str]) -> tuple[Path, Path]:
         """Write JSON and Markdown beside each other, each in one piece; returns both paths.
@@ -324,7 +334,8 @@ def large_delta(delta: float, dataset_size: int) -> str:
     return f"delta {delta:g} is not below 1/N = {1 / dataset_size:.3g}: it alone would allow publishing a whole unit"
 
 
-def _assumptions(sampling: str, adjacency: str, dataset_size: int, noise_source: Mapping[str, Any]) -> list[str]:
+def assumptions_of(sampling: str, adjacency: str, dataset_size: int, noise_source: Mapping[str, Any]) -> list[str]:
+    """What a run's card assumes, as far as its fields say it."""
     found = [f"the number of units, {dataset_size}, is public"]
     if sampling == "shuffled":
         found.append("batches are shuffled, not sampled: no amplification is claimed")

@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Decimal
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -141,8 +142,8 @@ class Gaussian(Claim):
     def headline(self, fields: Mapping[str, Any]) -> tuple[str, str]:
         stated = fields["epsilon"]
         return (
-            f"epsilon <= {rounded_up(stated['upper_bound'])} at delta = {stated['delta']:g}",
-            f", for each {fields['unit']} ({fields['adjacency'].replace('_', '/')} adjacency).",
+            f"epsilon <= {two_decimals(stated['upper_bound'])} at delta = {stated['delta']:g}",
+            f", for each {bare(fields['unit'])} ({fields['adjacency'].replace('_', '/')} adjacency).",
         )
 
     def check(self, fields: Mapping[str, Any]) -> Followed:
@@ -161,7 +162,7 @@ class Gaussian(Claim):
             stated = fields.get("membership", {}).get(rate, 1.0)
             if not (isinstance(stated, (int, float)) and stated >= most * (1 - ROOM)):
                 raise DoesNotFollow(
-                    f"the card says that a membership test with {rate} wrong accusations finds {stated!r}, but its event "
+                    f"the card states the true-positive rate {stated!r} at a false-positive rate of {rate}, but its event "
                     f"allows {most:.4g}",
                     claimed,
                     found,
@@ -258,6 +259,10 @@ class Metric(Pure):
     def to_json(self, cross_check: bool = True) -> dict[str, Any]:
         return {**super().to_json(), "distance": self.distance}
 
+    def headline(self, fields: Mapping[str, Any]) -> tuple[str, str]:
+        bound, words = super().headline(fields)
+        return f"epsilon {_six(self.nats * self.releases)} per unit of {fields['distance']}", f", or {bound},{words}"
+
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Metric:
         budget = fields["budget"]
@@ -345,6 +350,12 @@ def _cached_checks(event: str, delta: float, adjacency: Adjacency) -> tuple[tupl
     return tuple(checks)
 
 
+def bare(unit: str) -> str:
+    """A unit's name without its article: ``user's sequence`` for ``one user's sequence``."""
+    first, _, rest = unit.partition(" ")
+    return rest if first in ("each", "one", "every") and rest else unit
+
+
 def rounded_up(value: float | str | None) -> str:
     """A bound for a reader: never below what it was."""
     if value is None:
@@ -352,6 +363,13 @@ def rounded_up(value: float | str | None) -> str:
     if isinstance(value, str):
         return "infinite" if value == INFINITE else value
     return f"{math.ceil(value * 1e4) / 1e4:g}" if value < 100 else f"{math.ceil(value)}"
+
+
+def two_decimals(value: float | str | None) -> str:
+    """An epsilon for a headline: two decimals, rounded up."""
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return rounded_up(value)
+    return str(Decimal(value).quantize(Decimal("0.01"), ROUND_CEILING))
 
 
 def _six(value: float) -> str:

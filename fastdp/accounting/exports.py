@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from fastdp.accounting import page
-from fastdp.accounting.claim import Gaussian, read_claim, rounded_up
+from fastdp.accounting.claim import Gaussian, bare, read_claim, two_decimals
 from fastdp.accounting.meaning import membership_bounds
 from fastdp.accounting.serialisation import canonical
 from fastdp.untrusted import (
@@ -31,7 +31,7 @@ from fastdp.untrusted import (
 Format = Literal["huggingface", "registry", "nist", "html"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 #: Raised whenever the words of a form change: older pages are then not compared word by word, and `verify` says so.
-VERSION = 3
+VERSION = 4
 SUFFIXES: dict[Format, str] = {"huggingface": ".md", "registry": ".yaml", "nist": ".md", "html": ".html"}
 
 _BEGIN = re.compile(r"fastdp-card (\w+) (\d+) begin")
@@ -168,7 +168,7 @@ def _figures(card: Mapping[str, Any]) -> dict[str, Any]:
     if card["kind"] != Gaussian.kind or card["guarantee"] == "none":
         return {}
     bound = card["epsilon"]
-    return {"epsilon": float(rounded_up(bound["upper_bound"])), "delta": bound["delta"]}
+    return {"epsilon": float(two_decimals(bound["upper_bound"])), "delta": bound["delta"]}
 
 
 def _huggingface(card: Mapping[str, Any]) -> str:
@@ -275,7 +275,7 @@ def _indented(text: str) -> str:
 
 
 def _neighbours(card: Mapping[str, Any]) -> str:
-    unit = card.get("unit", "unit")
+    unit = bare(card.get("unit", "unit"))
     return {
         "add_remove": f"neighbouring data sets differ in one {unit}, which one of them has and the other has not",
         "replace_one": f"neighbouring data sets differ in one {unit}, which is another in each",
@@ -392,7 +392,7 @@ _SIDE, _LEFT, _TOP = 300, 52, 12
 
 
 def _curve(card: Mapping[str, Any]) -> str:
-    """The event's bound on any membership test, drawn: true accusations over false ones, nowhere below the bound itself."""
+    """The event's bound on any membership test, drawn as true-positive over false-positive rates, nowhere below it."""
     claim = read_claim(card)
     assert isinstance(claim, Gaussian)
 
@@ -411,11 +411,11 @@ def _curve(card: Mapping[str, Any]) -> str:
         for k in range(5)
     )
     return (
-        f'<svg viewBox="0 0 {_LEFT + _SIDE + 20} {_TOP + _SIDE + 42}" role="img" aria-label="most that a test can find, over '
-        f'what it accuses wrongly">{grid}<path class="guess" d="M{at(0, 0)}L{at(_SIDE, 1)}"/>'
+        f'<svg viewBox="0 0 {_LEFT + _SIDE + 20} {_TOP + _SIDE + 42}" role="img" aria-label="highest true-positive rate '
+        f'over the false-positive rate">{grid}<path class="guess" d="M{at(0, 0)}L{at(_SIDE, 1)}"/>'
         f'<polyline class="curve" points="{drawn}"/>'
-        f'<text x="{_LEFT + _SIDE // 2}" y="{_TOP + _SIDE + 36}" text-anchor="middle">accused wrongly</text>'
-        f'<text transform="rotate(-90)" x="{-(_TOP + _SIDE // 2)}" y="12" text-anchor="middle">found at most</text></svg>'
+        f'<text x="{_LEFT + _SIDE // 2}" y="{_TOP + _SIDE + 36}" text-anchor="middle">false-positive rate</text>'
+        f'<text transform="rotate(-90)" x="{-(_TOP + _SIDE // 2)}" y="12" text-anchor="middle">true-positive rate</text></svg>'
     )
 
 

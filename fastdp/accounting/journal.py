@@ -21,6 +21,10 @@ class LedgerError(RuntimeError):
     """A ledger that cannot be used as asked: damaged, locked, closed, or without budget."""
 
 
+class EmptyLedgerError(LedgerError):
+    """A ledger without a complete record."""
+
+
 @dataclass(frozen=True)
 class History:
     """What a journal file holds.
@@ -120,7 +124,7 @@ class Journal:
         try:
             history = read(path)
             if not history.bodies:
-                raise LedgerError(
+                raise EmptyLedgerError(
                     f"{path} holds no complete record: its run ended before it released anything; delete it"
                 )
         except BaseException:

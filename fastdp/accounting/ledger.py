@@ -15,9 +15,9 @@ import fastdp.files as files
 from fastdp.accounting import journal as journals
 from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.events import EventModel, as_count, compose
-from fastdp.accounting.journal import Journal, LedgerError
+from fastdp.accounting.journal import EmptyLedgerError, Journal, LedgerError
 from fastdp.accounting.serialisation import canonical, deserialise, serialise
-from fastdp.accounting.witness import check_ledger, forget_ledger, note_ledger, state_folder
+from fastdp.accounting.witness import check_ledger, forget_ledger, knows_ledger_at, note_ledger, state_folder
 
 FORMAT = "fastdp.ledger"
 #: The second knows kinds whose event changes with the number of the release.
@@ -202,7 +202,15 @@ class Ledger:
             ledger = cls.create(path, header, event=event, budget_steps=budget_steps, block=block)
             ledger._fresh = True
         else:
-            ledger = cls.open(path)
+            try:
+                ledger = cls.open(path)
+            except EmptyLedgerError as error:
+                if not knows_ledger_at(path):
+                    raise
+                raise EmptyLedgerError(
+                    f"{path} was emptied, and releases were recorded in it: put back a copy, or begin anew in another folder, "
+                    "where what was released here adds to the new run's cost"
+                ) from error
         try:
             if held and path is not None:
                 _compare(ledger, header, event, path)

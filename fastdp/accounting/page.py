@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fastdp.accounting.claim import Gaussian, Pure, read_claim, rounded_up
+from fastdp.accounting.claim import Gaussian, Pure, bare, read_claim, rounded_up
 from fastdp.untrusted import escape_all, escape_markdown
 
 #: What a card has besides its claim and its facts.
@@ -22,6 +22,8 @@ _LISTS = (
     ("Not protected", "unprotected"),
     ("Notes", "notes"),
 )
+#: Looser bounds of the same event, which a card may state beside its own.
+_BOUNDS = {"prv_upper_bound": "looser bound by PRV", "rdp": "looser bound by RDP"}
 #: More entries than this get a section of their own.
 _INLINE = 8
 
@@ -40,7 +42,7 @@ def headlines(card: Mapping[str, Any]) -> list[str]:
 
 def mechanism_sentence(card: Mapping[str, Any]) -> str:
     """What was done to the data, as a sentence: of steps, of perturbations, or the mechanism's name alone."""
-    settings, unit = card["mechanism"], card.get("unit", "unit")
+    settings, unit = card["mechanism"], bare(card.get("unit", "unit"))
     name = settings.get("name", "an unnamed mechanism")
     steps, rate = card.get("steps"), card.get("sample_rate")
     if card.get("sampling") in ("poisson", "shuffled") and steps is not None:
@@ -57,6 +59,7 @@ def mechanism_sentence(card: Mapping[str, Any]) -> str:
         return (
             f"{name}: in {spent} {drawn}, its gradient {clipped}, and Gaussian noise added to the sum, "
             f"{card['noise_multiplier']:.4g} times as large (in standard deviation) as the most that one {unit} can change it."
+            f"{_selection(settings)}"
         )
     if steps is not None:
         return (
@@ -74,27 +77,43 @@ def settings_in_words(card: Mapping[str, Any]) -> str:
     return "; ".join(f"{key.replace('_', ' ')} {_said(value)}" for key, value in plain.items())
 
 
+def _selection(settings: Mapping[str, Any]) -> str:
+    """What a method released besides steps, or read of public data, to choose parameters or their noise."""
+    mask, steps = settings.get("mask"), settings.get("selection_steps")
+    if isinstance(mask, Mapping) and mask.get("kind"):
+        noise = mask.get("noise_multiplier")
+        cost = f" (noise multiplier {noise:.4g}, part of the event)" if isinstance(noise, (int, float)) else ""
+        return f" A {mask['kind']} relevance map{cost} sets how noise is divided among parameters."
+    noise = settings.get("selection_noise_multiplier")
+    if isinstance(steps, int) and isinstance(noise, (int, float)) and settings.get("choose_by") == "magnitudes":
+        return (
+            f" Trained parameters were chosen by {steps} releases of gradient magnitudes (noise multiplier {noise:.4g}, part of "
+            "the event)."
+        )
+    return ""
+
+
 def meaning(card: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
-    """What the bound means: a paragraph, and (share accused wrongly, share found at most) as percentages, rounded up.
+    """What the bound means: a paragraph, and (false-positive rate, highest true-positive rate) as percentages, rounded up.
 
     Empty where the card promises nothing or states no such figures.
     """
     if card["guarantee"] == "none" or not card.get("membership"):
         return "", []
-    unit, adjacency = card["unit"], card["adjacency"]
+    unit, adjacency = bare(card["unit"]), card["adjacency"]
     asked = f"which of two versions of one {unit} was" if adjacency == "replace_one" else f"whether one {unit} was"
     rows = [
         (f"{float(rate):.1%}", f"{min(1.0, math.ceil(most * 1e4) / 1e4):.2%}")
         for rate, most in card["membership"].items()
     ]
     return (
-        f"What that means: someone sees all that was released, knows everything else in the data and computes as long as he "
-        f"likes, to find out {asked} among them. However he goes about it:",
+        f"What that means: an attacker sees all that was released, knows everything else in the data, and has unlimited "
+        f"computing power. They test {asked} among them. Whatever the test, its rates are bounded:",
         rows,
     )
 
 
-ACCUSED, FOUND = "of those who were not, he accuses", "of those who were, he finds at most"
+ACCUSED, FOUND = "False-positive rate", "True-positive rate, at most"
 
 
 def facts(card: Mapping[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
@@ -168,14 +187,17 @@ def _epsilon_rows(card: Mapping[str, Any]) -> list[tuple[str, Any]]:
     bound = card["epsilon"]
     grid = "closed form" if bound["grid"] is None else f"grid {bound['grid']:g}"
     by = "Renyi bound" if bound["accountant"] == "rdp" else f"PLD, {grid}"
-    title = "Epsilon of the event (no guarantee)" if card["guarantee"] == "none" else "Epsilon, upper bound"
+    title = "Epsilon of the event (no guarantee)" if card["guarantee"] == "none" else "Exact upper bound of epsilon"
     return [
         ("Unit", card["unit"]),
         ("Adjacency", card["adjacency"]),
-        (title, f"{rounded_up(bound['upper_bound'])} ({by})"),
+        (title, f"{bound['upper_bound']} ({by})"),
         ("Delta", bound["delta"]),
         ("Target epsilon", rounded_up(bound["target"])),
-        *((f"Cross-check: {name}", rounded_up(value)) for name, value in bound["cross_checks"].items()),
+        *(
+            (f"For comparison: {_BOUNDS.get(name, name)}", rounded_up(value))
+            for name, value in bound["cross_checks"].items()
+        ),
     ]
 
 

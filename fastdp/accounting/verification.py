@@ -11,12 +11,13 @@ from typing import Any
 
 from fastdp.accounting.card import FORMAT, UNSAFE_KEY, VERSION, digest, large_delta
 from fastdp.accounting.claim import ROOM, DoesNotFollow, Elsewhere, Followed, Gaussian, Pure, read_claim
+from fastdp.accounting.completeness import check_complete, check_figures
 from fastdp.accounting.events import CONSTANT, Flat, dpsgd_model, flatten
 from fastdp.accounting.exports import read_export
 from fastdp.accounting.journal import LedgerError, read as read_records
 from fastdp.accounting.ledger import Ledger
 from fastdp.accounting.page import claims
-from fastdp.accounting.weights import digests_of
+from fastdp.accounting.weights import digests_of, model_files
 from fastdp.untrusted import parse_json_object, quote, read_bytes
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -47,10 +48,8 @@ _OWED = {
     "trained before": "this model, or a part of it, was in private runs before ({})",
     "changed weights": "the weights were changed after a release, and not by one",
 }
-#: Notes under names that begin so hold the digest of an outcome; no sentence speaks of them.
-_OUTCOMES = "preparation-"
-#: How the sentence on rounding begins, which every card of the second version has whose noised sums were rounded.
-_ROUNDED = "noised sums are rounded"
+#: Notes under names that begin so hold the digest of an outcome, or of the data; no sentence speaks of them.
+_OUTCOMES = ("preparation-", "data")
 
 
 @dataclass(frozen=True)
@@ -156,8 +155,10 @@ def _fields(card: Mapping[str, Any]) -> Mapping[str, Any]:
         raise _Refused(f"cards of the form {card['format']!r} are no longer read: write it anew with this version")
     if card.get("format") != FORMAT:
         raise _Refused(f"this is not a card: its format is not {FORMAT!r}")
-    if card.get("version") not in (1, VERSION):
+    if type(card.get("version")) is not int or card["version"] not in (1, VERSION):
         raise _Refused(f"the card has schema version {card.get('version')!r}; this package reads 1 and {VERSION}")
+    if card["version"] == 1 and "kind" in card:
+        raise _Refused("the card is malformed: it is of schema version 1, which has no kind of claim")
     wanted = dict(_FIELDS)
     if card.get("kind", Gaussian.kind) == Gaussian.kind:
         wanted |= _GAUSSIAN
@@ -168,6 +169,8 @@ def _fields(card: Mapping[str, Any]) -> Mapping[str, Any]:
             raise _Refused(f"the card is malformed: {name} is missing or of the wrong type")
     if card["digest"] != digest(card):
         raise _Refused("the card was altered after it was written: its digest does not match")
+    if card["version"] == VERSION:
+        check_complete(card)
     return card
 
 
@@ -200,6 +203,8 @@ def _follow(card: Mapping[str, Any]) -> list[Followed]:
                 _check_run(fields, flatten(claim.event))
         try:
             found.append(claim.check(fields))
+            if isinstance(claim, Gaussian) and not void and card.get("version") == VERSION:
+                check_figures(fields if number else card, claim)
         except DoesNotFollow as error:
             if not void:
                 raise
@@ -232,9 +237,31 @@ def _check_weights(card: Mapping[str, Any], folder: Path) -> None:
     named = card.get("weights")
     if not named:
         raise _Refused("the card holds no digest of weights, so it cannot be told whether these are the ones")
-    missing = set(named) - digests_of(folder)
+    held = digests_of(folder)
+    missing = set(named) - held.keys()
     if missing:
         raise _Refused(f"{len(missing)} of the {len(set(named))} tensors that the card speaks of are not in {folder}")
+    model = card.get("model") or {}
+    counted = card.get("version") == VERSION and not model.keys().isdisjoint(("trained_parameters", "fingerprint"))
+    trained = model.get("trained_parameters")
+    if counted and trained != sum(held[each] for each in named):
+        raise _Refused(f"the card states {trained!r} trained parameters, but names tensors of another number")
+    if stated := card.get("files"):
+        _check_files(stated, folder)
+
+
+def _check_files(stated: Mapping[str, str], folder: Path) -> None:
+    """Refuse a folder whose files of weights, or whose adapter's config, are not those that the card was bound to."""
+    if folder.is_file():
+        return
+    place = next(
+        (each for each in (folder, folder / "adapter", folder / "model") if (each / min(stated)).exists()), folder
+    )
+    found = model_files(place)
+    for name in sorted(found.keys() | stated.keys()):
+        if found.get(name) != stated.get(name):
+            what = "is not there" if name not in found else "is no file of it" if name not in stated else "was changed"
+            raise _Refused(f"the card speaks of the files of {place}, of which {name} {what}")
 
 
 def _check_ledger(card: Mapping[str, Any], path: Path) -> list[str]:
@@ -259,14 +286,14 @@ def _check_ledger(card: Mapping[str, Any], path: Path) -> list[str]:
             raise _Refused(f"{path} counts releases that the card's event does not hold")
         left.append("releases that the ledger had reserved and may not have made: it was not closed")
     _check_steps(card, ledger)
-    return [*left, *_check_notes(card, ledger, path)]
+    left += _check_notes(card, ledger, path)
+    if head is None and card.get("version") == VERSION and "fingerprint" in ledger.header:
+        raise _Refused("the card does not say at which record of its ledger it was written")
+    return left
 
 
 def _check_steps(card: Mapping[str, Any], ledger: Ledger) -> None:
     """Refuse a card that counts other steps than the ledger, or has lost what a run's card states."""
-    rounded = card.get("version") == VERSION and card["noise_source"].get("secure_rounding") is True
-    if rounded and not _says(card, "remaining", _ROUNDED):
-        raise _Refused("the card does not say what the rounding of noised sums leaves, as every such card does")
     if "steps" not in card:
         # A search of settings has one release, of all its trials; whatever trains has steps, and knows how it sampled.
         if card.get("kind", Gaussian.kind) == Gaussian.kind and (ledger.spent_steps > 1 or "sampling" in ledger.header):
@@ -274,6 +301,17 @@ def _check_steps(card: Mapping[str, Any], ledger: Ledger) -> None:
         return
     spent, total = card["steps"].get("spent"), sum(map(ledger.spent, ledger.kinds))
     # Some methods count the releases of every kind as steps. What was reserved in vain is known once a ledger is closed.
+    planned, budgets = card["steps"].get("planned"), sum(map(ledger.budget, ledger.kinds))
+    if card.get("version") == VERSION and planned not in (ledger.budget_steps, budgets):
+        raise _Refused(
+            f"the card states {planned} planned steps, but its ledger holds a budget of {ledger.budget_steps}"
+        )
+    target, bound = (card.get("epsilon", {}).get(name) for name in ("target", "upper_bound"))
+    extended = any(body["record"] == "extend" for body in read_records(ledger.path).bodies) if ledger.path else True
+    if isinstance(target, (int, float)) and isinstance(bound, (int, float)) and target < bound and not extended:
+        raise _Refused(
+            f"the card states the target {target:g}, less than what was spent, and its budget was not extended"
+        )
     if ledger.closed_in_order and spent not in (ledger.spent_steps, total):
         raise _Refused(f"the card states {spent} steps, but its ledger counts {ledger.spent_steps}")
 
@@ -312,7 +350,8 @@ def _check_described(card: Mapping[str, Any], header: Mapping[str, Any]) -> None
     model = card.get("model")
     for key in ("fingerprint", "name"):
         known = header.get("fingerprint" if key == "fingerprint" else "model")
-        if known is not None and isinstance(model, Mapping) and key in model and model[key] != known:
+        stands = isinstance(model, Mapping) and (key in model or (key == "fingerprint" and card["version"] == VERSION))
+        if known is not None and stands and (model or {}).get(key) != known:
             raise _Refused(f"the card states another model than the ledger was begun with: its {key} differs")
 
 
@@ -347,6 +386,8 @@ def _unchecked(card: Mapping[str, Any], weights: bool, ledger: bool) -> list[str
     if not weights and "model" in card:
         known = "give them to compare them" if card.get("weights") else "the card holds no digest of them"
         found.append(f"which weights it speaks of: {known}")
+    if weights and card.get("weights") and "files" not in card:
+        found.append("the adapter's config, and whether files were added: the card holds no digest of them")
     if not ledger and card.get("run_id") is not None:
         found.append("unit, number of units, model and releases against the run's ledger: give it to compare them")
     return found

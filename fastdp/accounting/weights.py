@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -50,15 +52,29 @@ def named_digest(tensors: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def digests_of(folder: Path) -> set[str]:
-    """The same of every tensor in a folder's safetensors files, or in one such file.
+def model_files(folder: Path) -> dict[str, str]:
+    """SHA-256 (hex) of each file of a model's folder that says what the model is: weights, and an adapter's config."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        weights = path.suffix == ".safetensors" or fnmatch(path.name, "*_model*.bin")
+        if weights or path.name == "adapter_config.json":
+            digest = hashlib.sha256()
+            with open(path, "rb") as file:
+                while piece := file.read(_PIECE):
+                    digest.update(piece)
+            found[path.name] = digest.hexdigest()
+    return found
+
+
+def digests_of(folder: Path) -> dict[str, int]:
+    """The same of every tensor in a folder's safetensors files, or in one such file, and its number of elements.
 
     Raises ValueError for a folder that has none, and for a file that cannot be read.
     """
     files = [folder] if folder.is_file() else sorted(folder.rglob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} holds no .safetensors file, and weights of other formats cannot be compared")
-    found: set[str] = set()
+    found: dict[str, int] = {}
     for file in files:
         try:
             found.update(_digests_in(file))
@@ -67,7 +83,7 @@ def digests_of(folder: Path) -> set[str]:
     return found
 
 
-def _digests_in(path: Path) -> Iterator[str]:
+def _digests_in(path: Path) -> Iterator[tuple[str, int]]:
     with open(path, "rb") as file:
         size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
         if length > _LARGEST_HEADER:
@@ -85,7 +101,7 @@ def _digests_in(path: Path) -> Iterator[str]:
             digest = _begun(entry["dtype"], entry["shape"])
             for piece in _pieces(file, end - begin):
                 digest.update(piece)
-            yield digest.hexdigest()
+            yield digest.hexdigest(), math.prod(entry["shape"])
 
 
 def _pieces(file: IO[bytes], size: int) -> Iterator[bytes]:

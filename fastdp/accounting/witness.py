@@ -51,6 +51,18 @@ def forget_ledger(run_id: str) -> None:
     _of_ledger(run_id).unlink(missing_ok=True)
 
 
+def knows_ledger_at(path: Path) -> bool:
+    """Whether a ledger that was written to lay at this path."""
+    place = os.path.realpath(path)
+    notes = (state_folder() / "ledgers").glob("*.json")
+    return any(json.loads(note.read_text())["path"] == place for note in notes)
+
+
+def knows_ledger(run_id: str) -> bool:
+    """Whether anything is known of a ledger: otherwise nothing here shows that its last records are there."""
+    return _of_ledger(run_id).exists()
+
+
 def check_ledger(run_id: str, path: Path, digests: Collection[str]) -> None:
     """Raise LedgerError for a ledger that was cut back or replaced, or whose run lies in another folder too.
 
@@ -72,6 +84,26 @@ def check_ledger(run_id: str, path: Path, digests: Collection[str]) -> None:
             f"{path} does not hold the last record that was written to it: it was cut back or replaced by an older copy, and "
             "what was released since would be forgotten"
         )
+
+
+def data_digest(parts: Iterable[str]) -> str:
+    """A keyed digest of data, and a name of the key: another account's key cannot be compared, and shows nothing of the data."""
+    key = _key()
+    digest = hmac.new(key, digestmod=hashlib.sha256)
+    for part in parts:
+        encoded = part.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return f"{_name_of(key)}:{digest.hexdigest()}"
+
+
+def same_data(noted: str, digest: str) -> bool | None:
+    """Whether two digests of `data_digest` are of the same data; None where their keys differ, so that nobody can tell."""
+    known, own = noted.partition(":"), digest.partition(":")
+    return None if known[0] != own[0] else known == own
+
+
+def _name_of(key: bytes) -> str:
+    return hashlib.sha256(b"name" + key).hexdigest()[:16]
 
 
 def count_release(

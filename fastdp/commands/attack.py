@@ -105,13 +105,11 @@ class _Setting:
 
     def examples(self, path: Path) -> Examples:
         """At most ``limit`` rows of a file, drawn at random, encoded as the run did."""
-        from fastdp.data import Rows, read_rows
+        from fastdp.data import read_rows
         from fastdp.finetune.tasks import encode_rows
 
-        table = read_rows(path)
-        chosen = self.draw(list(range(len(table))))
-        rows, lines = [table.rows[i] for i in chosen], [table.lines[i] for i in chosen]
-        return encode_rows(Rows(table.path, table.columns, rows, lines), self.tokenizer, self.config)
+        table = read_rows(path, self.config.encoding)
+        return encode_rows(table.take(self.draw(list(range(len(table))))), self.tokenizer, self.config)
 
     def draw(self, items: list[Any]) -> list[Any]:
         """At most ``limit`` of them, at random but in their order."""
@@ -190,7 +188,7 @@ def _reconstruction(setting: _Setting, train: Path, names: Path, decoys: Path | 
 
     setting.require("causal-lm", "reconstruction")
     config = setting.config
-    table = read_rows(train)
+    table = read_rows(train, config.encoding)
     column = config.target_column or config.text_column or ("text" if "text" in table.columns else table.columns[0])
     planted = _lines(names)
     pool = sorted({*planted, *(_lines(decoys) if decoys else [])})

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 import fastdp.files as files
+from fastdp.commands.privacy import card_in
 from fastdp.commands.refusal import console, refusing
 
 card_app = typer.Typer(help="Take a privacy card where people look for it.", no_args_is_help=True)
@@ -16,19 +17,20 @@ card_app = typer.Typer(help="Take a privacy card where people look for it.", no_
 @card_app.command("export")
 @refusing
 def export_command(
-    card: Annotated[Path, typer.Argument(help="card.json of a run, or the statement of a perturbation")],
+    card: Annotated[Path, typer.Argument(help="folder of a run, card.json of one, or the statement of a perturbation")],
     form: Annotated[
         Literal["huggingface", "registry", "nist", "html"],
         typer.Option(
             "--format", help="README of a model, entry of the deployments registry, NIST SP 800-226, or a page"
         ),
-    ],
+    ] = "html",
     output: Annotated[Path | None, typer.Option(help="file to write (by default beside the card)")] = None,
 ) -> None:
     """Write a card as a model's README, a registry's entry, an evaluation's outline or a page; `fastdp verify` takes each."""
     from fastdp.accounting import Card, verify
     from fastdp.accounting.exports import SUFFIXES, export
 
+    card = card_in(card)
     found = verify(card)
     if not found:
         raise ValueError(f"{card} does not hold, so it is not passed on: {found.reason}")

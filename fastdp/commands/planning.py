@@ -49,7 +49,7 @@ def plan_command(
     if examples is None:
         if not settings.train:
             raise ConfigError("examples is missing: give --examples, or --train to count them")
-        examples = len(read_rows(settings.train))
+        examples = len(read_rows(settings.train, settings.encoding))
     lengths = _lengths(length) if length else settings.max_length
     with console.status("trying private steps ..." if gpu is None else "simulating ..."):
         found = plan(invented(settings), examples, lengths, minutes, gpu, passes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,10 +25,11 @@ Accountant = Literal["pld", "prv", "rdp"]
 
 
 def _event(
-    examples: int, batch_size: int, epochs: float, sampling: Literal["poisson", "shuffled"]
+    examples: int, batch_size: int, epochs: float, delta: float, sampling: Literal["poisson", "shuffled"]
 ) -> tuple[Callable[[float], Any], int]:
     """The event of a DP-SGD run as a function of its noise multiplier, and its number of steps."""
     import fastdp.accounting as accounting
+    from fastdp.accounting.card import large_delta
 
     if batch_size > examples:
         raise ValueError(f"batch size {batch_size} exceeds the {examples} examples: the sample rate would pass 1")
@@ -35,6 +37,9 @@ def _event(
         raise ValueError(f"epochs must be greater than 0, not {epochs}")
     per_epoch = math.ceil(examples / batch_size)
     steps = math.ceil(epochs * per_epoch)
+
+    if 1 / examples <= delta < 1:
+        warnings.warn(f"{large_delta(delta, examples)}; fastdp finetune refuses it. Lower delta", stacklevel=2)
 
     def event(noise_multiplier: float) -> Any:
         return accounting.dpsgd(
@@ -61,7 +66,7 @@ def calibrate_command(
     """The noise that a planned DP-SGD run needs to stay within a budget."""
     import fastdp.accounting as accounting
 
-    event, steps = _event(examples, batch_size, epochs, sampling)
+    event, steps = _event(examples, batch_size, epochs, delta, sampling)
     sigma = accounting.calibrate(event, epsilon, delta, adjacency=adjacency)
     spent = accounting.epsilon(event(sigma), delta, adjacency=adjacency)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -91,7 +96,7 @@ def epsilon_command(
         raise ValueError(
             f"noise_multiplier must be greater than 0, not {noise_multiplier}: without it epsilon is infinite"
         )
-    event, steps = _event(examples, batch_size, epochs, sampling)
+    event, steps = _event(examples, batch_size, epochs, delta, sampling)
     table = Table(title=f"{steps} steps at delta {delta:g}", title_justify="left")
     table.add_column("accountant")
     table.add_column("epsilon", justify="right")
@@ -110,13 +115,24 @@ def epsilon_command(
     console.print(table)
 
 
+def card_in(place: Path) -> Path:
+    """The card of a run's or a model's folder; another path as it is. Raises ValueError for a folder without a card."""
+    if not place.is_dir():
+        return place
+    found = next((path for name in ("card.json", "statement.json") if (path := place / name).exists()), None)
+    if found is None:
+        raise ValueError(f"{place} holds no card.json: name the folder of a finished run, or a card")
+    return found
+
+
 @refusing
 def verify_command(
-    card: Annotated[Path, typer.Argument(help="card.json of a run, or the statement of a perturbation")],
+    card: Annotated[Path, typer.Argument(help="folder of a run, card.json of one, or the statement of a perturbation")],
     weights: Annotated[
-        Path | None, typer.Option(help="folder or .safetensors file that should hold the weights it speaks of")
+        Path | None,
+        typer.Option(help="folder or .safetensors file that should hold the weights (by default those of the folder)"),
     ] = None,
-    ledger: Annotated[Path | None, typer.Option(help="ledger.jsonl of the run")] = None,
+    ledger: Annotated[Path | None, typer.Option(help="ledger.jsonl of the run (by default that of the folder)")] = None,
 ) -> None:
     """Work out again what a card claims, compare it with weights and ledger where given, and say what was not checked.
 
@@ -124,6 +140,10 @@ def verify_command(
     """
     import fastdp.accounting as accounting
 
+    if card.is_dir():
+        folder, card = card, card_in(card)
+        weights = weights or (folder if any(folder.rglob("*.safetensors")) else None)
+        ledger = ledger or next((path for path in [folder / "ledger.jsonl"] if path.exists()), None)
     result = accounting.verify(card, weights=weights, ledger=ledger)
     if not result:
         raise ValueError(f"{card} does not hold: {result.reason}")

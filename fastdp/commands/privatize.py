@@ -156,9 +156,9 @@ def _check_target(source: Path, target: Path, ids: bool, overwrite: bool) -> Non
 def class_numbers(rows: Rows, column: str, classes: list[str]) -> list[int]:
     """The labels as places in the list of classes. Raises ValueError, with the line, for one that is not in it."""
     labels = rows.column(column, "--label-column")
-    for line, label in zip(rows.lines, labels):
+    for index, label in enumerate(labels):
         if label not in classes:
-            raise ValueError(f"{rows.path}, line {line}: the label {label!r} is not among --label {', '.join(classes)}")
+            raise ValueError(f"{rows.place(index)}: the label {label!r} is not among --label {', '.join(classes)}")
     return [classes.index(label) for label in labels]
 
 

@@ -65,7 +65,7 @@ def _prove(folder: Path, data: Path | None, settings: dict[str, Any], *, own: bo
 
     from fastdp.audit.prove import prove
     from fastdp.audit.saved import settings_of
-    from fastdp.data import Collator, Examples, Rows, causal_examples, read_rows
+    from fastdp.data import Collator, Examples, causal_examples, read_rows
     from fastdp.finetune.models import load_tokenizer, load_trained
     from fastdp.finetune.tasks import encode_rows, invented_label
     from fastdp.methods.dpsgd import DPSGD
@@ -78,9 +78,8 @@ def _prove(folder: Path, data: Path | None, settings: dict[str, Any], *, own: bo
 
         examples = causal_examples(tokenizer, private_records(64, 0), config.max_length)
     elif data is not None:
-        table = read_rows(data)
-        few = Rows(table.path, table.columns, table.rows[:256], table.lines[:256])
-        examples = encode_rows(few, tokenizer, config)
+        table = read_rows(data, config.encoding)
+        examples = encode_rows(table.take(range(min(256, len(table)))), tokenizer, config)
     else:
         generator = torch.Generator().manual_seed(0)
         drawn = [torch.randint(len(tokenizer), (8 + i % 9,), generator=generator).tolist() for i in range(16)]

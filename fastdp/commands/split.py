@@ -309,9 +309,9 @@ def _labelled(path: Path, text_column: str, label_column: str, limit: int | None
         rows.column(text_column, "--text-column")[:limit],
         rows.column(label_column, "--label-column")[:limit],
     )
-    for line, label in zip(rows.lines, labels):
+    for index, label in enumerate(labels):
         if not label.isdecimal():
-            raise ValueError(f"{path}, line {line}: the label {label!r} is no class number (0, 1, ...)")
+            raise ValueError(f"{rows.place(index)}: the label {label!r} is no class number (0, 1, ...)")
     return texts, [int(label) for label in labels]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -97,17 +97,21 @@ def finetune_command(
     overrides: dict[str, Any],
 ) -> None:
     """Fine-tune a model on private data; every setting of the config can also be given as a flag."""
+    # Before libraries are imported, which takes seconds.
+    settings = load_config(config, overrides)
+    settings.check()
     from fastdp.finetune import finetune
 
     quiet_libraries()
-    settings = load_config(config, overrides)
+    output = Path(str(settings.output))
+    before = {path.name for path in output.iterdir()} if output.is_dir() and not resume else set()
     try:
         with ProgressReporter() as reporter:
             result = finetune(settings, resume=resume, reporter=reporter)
     except KeyboardInterrupt:
         errors.print(_stopped(settings))
         raise typer.Exit(130) from None
-    _print_result(result)
+    _print_result(result, before)
 
 
 def _stopped(settings: FinetuneConfig) -> str:
@@ -121,7 +125,9 @@ def _stopped(settings: FinetuneConfig) -> str:
     return "stopped; the same command with --resume goes on from the last checkpoint, and what was spent stays spent"
 
 
-def _print_result(result: Result) -> None:
+def _print_result(result: Result, before: Collection[str]) -> None:
+    from fastdp.accounting.claim import two_decimals
+
     if result.before and result.after:
         console.print(styled(f"held out: {result.before.headline} before, ", (result.after.headline, "bold"), " after"))
     if result.privacy is not None:
@@ -130,7 +136,7 @@ def _print_result(result: Result) -> None:
         console.print(
             styled(
                 "privacy: epsilon ",
-                (f"{result.epsilon:.3f}", "bold"),
+                (two_decimals(result.epsilon), "bold"),
                 f" at delta {result.delta:g} (noise multiplier {result.noise_multiplier:.4f}, {result.steps} steps)",
             )
         )
@@ -140,7 +146,7 @@ def _print_result(result: Result) -> None:
         f"speed: {result.seconds_per_step:.2f} s a step, peak memory {memory(result.peak_bytes)}, "
         f"{result.trained_parameters:,} trained parameters"
     )
-    written = sorted(path.name for path in Path(result.output).iterdir())
+    written = sorted({path.name for path in Path(result.output).iterdir()}.difference(before))
     console.print(f"written to {result.output}: {', '.join(written)}")
 
 

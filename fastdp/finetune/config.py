@@ -25,6 +25,7 @@ PAIRED = ("classification", "multi-label", "regression")
 LABELLED = ("classification", "multi-label", "token-classification")
 _BELONGS = {
     **dict.fromkeys(("prompt_column", "target_column"), PROMPTED),
+    "messages_column": ("causal-lm",),
     "text_pair_column": PAIRED,
     "labels": LABELLED,
 }
@@ -39,8 +40,11 @@ class FinetuneConfig:
     """Settings of `fastdp finetune`; each is a key of the YAML file and, with dashes, a flag."""
 
     model: str | None = setting("folder or name of a Hugging Face model")
-    train: str | None = setting("training data: .csv, .tsv, .jsonl, .parquet, .txt or a saved data set folder")
+    train: str | None = setting(
+        "training data: .csv, .tsv, .json, .jsonl, .parquet or .txt; a folder or a pattern of such files; or a saved data set"
+    )
     eval: str | None = setting("held-out data of the same form; without it nothing is evaluated")
+    encoding: str = setting("how text files are encoded: utf-8, latin-1, utf-16, ...", "utf-8")
     output: str | None = setting("folder for everything the run writes")
     task: str = setting(
         "",
@@ -53,8 +57,14 @@ class FinetuneConfig:
         "spaces between them"
     )
     text_pair_column: str | None = setting("classification, multi-label, regression: column with a second text")
-    prompt_column: str | None = setting("causal-lm, seq2seq: column the model is given; only the target is learned")
+    prompt_column: list[str] | None = setting(
+        "causal-lm, seq2seq: column, or columns, that the model is given; only the target is learned"
+    )
     target_column: str | None = setting("causal-lm, seq2seq: column to be learned from the prompt")
+    messages_column: str | None = setting(
+        "causal-lm: column with a conversation, a list of {role, content}; only assistant turns are learned (by default: "
+        "messages, if there is no text column)"
+    )
     label_column: str = setting(
         "column with the label; regression: a number; multi-label: a list, or labels with commas between them; "
         "token-classification: a label for each word",
@@ -63,7 +73,11 @@ class FinetuneConfig:
     labels: list[str] | None = setting(
         "every possible label, as in negative,positive or ['0', '1']; they count as public (not for regression)"
     )
-    separator: str = setting("causal-lm: text between prompt and target", "\n")
+    separator: str = setting("causal-lm: text behind each prompt column", "\n")
+    user_column: str | None = setting(
+        "column that names the person of each row, to protect people; batch_size then counts people"
+    )
+    max_examples_per_user: int | None = setting("rows of one person that are used, with user_column", above=0)
     max_length: int = setting(
         "longest example in tokens (seq2seq: of prompt, and of target); longer ones are cut", 128, above=0
     )
@@ -121,6 +135,10 @@ class FinetuneConfig:
     eval_batch_size: int = setting("examples in memory during evaluation", 32, above=0)
     samples: int = setting("texts or answers of the trained model to keep for `fastdp report`", 3, least=0)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.prompt_column, str):
+            self.prompt_column = listed(self.prompt_column)
+
     def check(self) -> None:
         """Check each setting on its own and against the others.
 
@@ -140,6 +158,11 @@ class FinetuneConfig:
                 raise ConfigError(
                     f"private_metrics must lie between 0 and epsilon, which it is a share of, not be {self.private_metrics}"
                 )
+        try:
+            "".encode(self.encoding)
+        except LookupError:
+            raise ConfigError(f"encoding {quote(self.encoding)} is not known: write utf-8, latin-1 or utf-16") from None
+        self._check_users()
         if self.noise_rounds not in (20, 12):
             raise ConfigError(f"noise_rounds is {self.noise_rounds}: it must be 20 or 12")
         if self.noise_rounds != 20 and self.method in _PERTURBED:
@@ -147,6 +170,23 @@ class FinetuneConfig:
         if self.lora_fixed and self.peft != "lora":
             raise ConfigError(f"lora_fixed belongs to peft: lora; this run has peft: {self.peft}")
         self._check_task()
+
+    def _check_users(self) -> None:
+        if (self.user_column is None) != (self.max_examples_per_user is None):
+            raise ConfigError("user_column and max_examples_per_user go together: set both, or neither")
+        if self.user_column is None:
+            return
+        if self.method in ("ewft", *_WITHOUT_EPSILON):
+            raise ConfigError(f"user_column does not fit {self.method}, which protects texts: choose another method")
+        if self.private_metrics is not None:
+            raise ConfigError(
+                "private_metrics counts held-out rows, not people: leave it out, or leave user_column out"
+            )
+        if (self.max_examples_per_user or 0) > self.physical_batch_size:
+            raise ConfigError(
+                f"max_examples_per_user {self.max_examples_per_user} exceeds physical_batch_size {self.physical_batch_size}: "
+                "lower the first, or raise the second"
+            )
 
     def _check_task(self) -> None:
         for name, tasks in _BELONGS.items():
@@ -156,6 +196,13 @@ class FinetuneConfig:
             raise ConfigError("prompt_column and target_column go together: set both, or text_column alone")
         if self.prompt_column and self.text_column:
             raise ConfigError("set either text_column, or prompt_column and target_column, not both")
+        if self.messages_column:
+            if self.prompt_column or self.text_column:
+                raise ConfigError("set either messages_column, or the columns of texts, not both")
+            if self.method in _PERTURBED:
+                raise ConfigError(
+                    f"{self.method} perturbs texts, not conversations: set text_column, or another method"
+                )
         if self.task == "seq2seq" and not self.prompt_column:
             raise ConfigError("seq2seq needs prompt_column, which the encoder reads, and target_column, to be learned")
         if self.task in LABELLED:
@@ -217,7 +264,7 @@ def listed(value: Any) -> list[str]:
         return [str(item) for item in value]
     if not value.strip().startswith("["):
         return [item.strip() for item in value.split(",")]
-    loaded = parse_yaml(value)
+    loaded = parse_yaml(value, as_text=True)
     if not isinstance(loaded, list) or any(isinstance(item, (list, dict)) for item in loaded):
         raise ValueError
     return [str(item) for item in loaded]
@@ -232,14 +279,17 @@ def load_config(path: str | Path | None, overrides: dict[str, Any] | None = None
     settings: dict[str, Any] = {}
     if path is not None:
         try:
-            loaded = parse_yaml(read_text(path, MAX_YAML))
+            text = read_text(path, MAX_YAML)
+            loaded, written = parse_yaml(text), parse_yaml(text, as_text=True)
         except OSError as error:
             raise ConfigError(f"cannot read the config {path}: {error.strerror}") from None
         except ValueError as error:
             raise ConfigError(f"{path}, {error}") from None
         if not isinstance(loaded, dict):
             raise ConfigError(f"{path} must hold settings as `name: value` lines")
-        settings = loaded
+        # Of lists the words themselves: YAML takes no, 007 and 1:30 for false, 7 and 90.
+        lists = {name for name, value in loaded.items() if TYPES.get(name) is list and isinstance(value, list)}
+        settings = {name: written[name] if name in lists else value for name, value in loaded.items()}
     for name in settings:
         if name not in TYPES:
             raise ConfigError(f"{path}: unknown setting {quote(name)}{nearest(str(name), TYPES)}")

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fastdp.accounting.claim import bare, two_decimals
 from fastdp.finetune.charts import SERIES, Line, chart, running_mean, style
 from fastdp.finetune.config import ConfigError
 from fastdp.finetune.reporter import duration, memory
@@ -125,9 +126,9 @@ class Record:
         if result and result.get("privacy"):
             return str(card.get("guarantee", "local")), str(result["privacy"])
         bound = card["epsilon"]["upper_bound"]
-        unit, adjacency = card.get("unit", "example"), str(card.get("adjacency", "")).replace("_", " ")
+        unit, adjacency = bare(card.get("unit", "example")), str(card.get("adjacency", "")).replace("_", " ")
         return (
-            f"\u03b5 = {bound:.2f}",
+            f"\u03b5 \u2264 {two_decimals(bound)}",
             f"Differential privacy at \u03b4 = {card['epsilon']['delta']:g} for each {unit} ({adjacency}), an upper bound.",
         )
 

@@ -7,11 +7,13 @@ import json
 import math
 import os
 import time
+import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import IO, Any
 
 import torch
 import yaml
@@ -23,8 +25,9 @@ from transformers import PreTrainedTokenizerBase
 import fastdp
 import fastdp.files as files
 import fastdp.plots as plots
-from fastdp.accounting.witness import count_release
-from fastdp.data import Collator, Examples, Rows, read_rows
+from fastdp.accounting import Ledger, LedgerError
+from fastdp.accounting.witness import count_release, data_digest, knows_ledger, same_data
+from fastdp.data import Collator, DataError, Examples, Rows, read_rows
 from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.curves import Curves
 from fastdp.finetune.evaluation import Quality, autocast, evaluate
@@ -42,14 +45,22 @@ from fastdp.finetune.models import (
 from fastdp.finetune.perturbations import Opening, Subject, choose_perturbation
 from fastdp.finetune.reporter import Forecast, Reporter
 from fastdp.finetune.samples import draw_samples
-from fastdp.finetune.tasks import encode_rows, record_texts
+from fastdp.finetune.tasks import encode_rows, messages_column, record_texts
+from fastdp.finetune.usage import add_usage, tokenizer_to_save
 from fastdp.methods.perturbation import Releases
 from fastdp.public import PublicGate
-from fastdp.untrusted import parse_yaml
+from fastdp.untrusted import parse_json_object, parse_yaml
 from fastdp.validate import usable_device
 
 CONFIG, METRICS, RESULT, CHECKPOINT = "config.yaml", "metrics.jsonl", "result.json", "checkpoint.pt"
 LEDGER, PERTURBATION, SAMPLES = "ledger.jsonl", "perturbation.pt", "samples.json"
+#: Under this name the ledger keeps a digest of the examples.
+DATA = "data"
+#: What else a run writes to its output.
+_WRITTEN = (
+    *("adapter", "model", "releases", "card.json", "card.md", "statement.json", "statement.md", SAMPLES, PERTURBATION),
+    *(CHECKPOINT, "loss.png", "released.png", "epsilon.png"),
+)
 EPSILON_POINTS = 20
 
 
@@ -114,31 +125,31 @@ def finetune(
     ends = check_model(config)
     tokenizer = load_tokenizer(config)
     reporter.phase("reading data")
-    tables = [read_rows(str(config.train)), read_rows(config.eval) if config.eval else None]
-    train, held_out = (None if table is None else _encode(table, tokenizer, config, reporter, ends) for table in tables)
-    assert train is not None
-    if config.batch_size > len(train):
-        raise ConfigError(f"batch_size {config.batch_size} exceeds the {len(train)} training examples; lower it")
-    promised = config.epsilon is not None and math.isfinite(config.epsilon)
-    if promised and config.delta >= 1 / len(train) and not config.large_delta:
-        raise ConfigError(
-            f"delta {config.delta:g} is not below 1 / {len(train)} examples, so it alone would allow publishing a whole record: "
-            "lower it, or confirm with large_delta"
-        )
+    table = read_rows(str(config.train), config.encoding)
+    train = _encode(table, tokenizer, config, reporter, ends)
+    held_out = None
+    if config.eval:
+        held_out = _encode(read_rows(config.eval, config.encoding), tokenizer, config, reporter, ends)
+    users = table.column(config.user_column, "user_column") if config.user_column else None
+    _check_size(config, len(train), users, table)
     reporter.phase("loading the model")
     model = load_trained(config, tokenizer)
     model.to(device)
-    assert tables[0] is not None
     reporter.phase("rehearsing a step")
     measured = rehearse(model, train, Collator(_pad(tokenizer)), config)
-    gate = PublicGate(record_texts(tables[0], config), [str(config.train)], config.public_overlap)
+    gate = PublicGate(record_texts(table, config), [str(config.train)], config.public_overlap)
     run = _Run(config, output, model, tokenizer, train, held_out, gate, opening, measured, reporter, noise_multiplier)
+    run.users, run.chat = users, messages_column(table, config) is not None
     try:
         # Before the ledger is opened: a run that cannot go on stays as it is.
+        if resume:
+            run.check_data()
         checkpoint = run.load_checkpoint() if resume else None
+        if resume:
+            run.count_unproven(checkpoint)
         run.make_private(resume)
         if run.releases.once_an_epoch:
-            run.earlier = count_release(record_texts(tables[0], config), config.method, output)
+            run.earlier = count_release(record_texts(table, config), config.method, output)
         return run.execute(checkpoint)
     except BaseException:
         if not resume:
@@ -160,6 +171,11 @@ def _check_output(output: Path, config: FinetuneConfig, resume: bool) -> None:
         held = next((name for name in (CONFIG, LEDGER, METRICS, RESULT) if (output / name).exists()), None)
         if held:
             raise ConfigError(f"{output} already holds a run ({held}): choose another output, or pass --resume")
+        foreign = next((name for name in _WRITTEN if (output / name).exists()), None)
+        if foreign:
+            raise ConfigError(
+                f"{output} holds {foreign}, which the run would overwrite: choose another output, or move it"
+            )
         return
     if not (output / CONFIG).exists():
         raise ConfigError(f"there is no run to resume in {output}")
@@ -171,6 +187,33 @@ def _check_output(output: Path, config: FinetuneConfig, resume: bool) -> None:
     changed = [name for name, value in now.items() if name not in ("device", "output") and value != earlier[name]]
     if changed:
         raise ConfigError(f"a resumed run keeps its settings, but these differ: {', '.join(changed)}")
+
+
+def _check_sums(file: IO[bytes]) -> None:
+    """Raise ValueError for a file of torch whose checksums do not hold: torch writes them, and does not read them."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            broken = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, OSError) as error:
+        raise ValueError(str(error)) from None
+    if broken is not None:
+        raise ValueError(f"{broken} was altered")
+    file.seek(0)
+
+
+def _check_size(config: FinetuneConfig, examples: int, users: list[str] | None, table: Rows) -> None:
+    """Refuse a batch, or a delta, that does not fit the number of units."""
+    units, name = (examples, "examples") if users is None else (len(set(users)), "people")
+    if users is not None and "" in users:
+        raise DataError(f"{table.place(users.index(''))}: column {config.user_column!r} (user_column) names nobody")
+    if config.batch_size > units:
+        raise ConfigError(f"batch_size {config.batch_size} exceeds the {units} training {name}; lower it")
+    promised = config.epsilon is not None and math.isfinite(config.epsilon)
+    if promised and config.delta >= 1 / units and not config.large_delta:
+        raise ConfigError(
+            f"delta {config.delta:g} is not below 1 / {units} {name}, so it alone would allow publishing a whole record: "
+            "lower it, or confirm with large_delta"
+        )
 
 
 def _device(config: FinetuneConfig) -> torch.device:
@@ -240,6 +283,7 @@ class _Run:
         self.noise_multiplier = noise_multiplier if self.curves is None else self.curves.step_multiplier
         self.config, self.output, self.model, self.tokenizer, self.gate = config, output, model, tokenizer, gate
         self.train, self.held_out, self.reporter = train, held_out, reporter
+        self.examples = train.items
         self.measured = measured
         self.device = next(model.parameters()).device
         self.updates = 0
@@ -247,6 +291,9 @@ class _Run:
         self.made = False
         self.before: Quality | None = None
         self.private: Any = None
+        #: Whose each example is, if people are protected; and whether the examples are conversations.
+        self.users: list[str] | None = None
+        self.chat = False
         #: Releases of the same texts by earlier runs, in words.
         self.earlier: list[str] = []
         self.releases: Releases = opening(Subject(config, model, tokenizer, train, self._read_public))
@@ -260,6 +307,30 @@ class _Run:
 
     def _collator(self, length: int | None) -> Collator:
         return Collator(_pad(self.tokenizer), length)
+
+    def _data(self) -> str:
+        """Tells these examples from others, and nothing more (see `fastdp.accounting.witness.data_digest`)."""
+        return data_digest(json.dumps([self.examples, self.users]) for _ in range(1))
+
+    def check_data(self) -> None:
+        """Raise ConfigError for other examples than those that the run began with."""
+        try:
+            noted = Ledger.read(self.output / LEDGER).noted(DATA)
+        except (LedgerError, OSError, ValueError):
+            # Opening it says what is wrong with it.
+            return
+        if noted is None:
+            return
+        same = same_data(noted, self._data())
+        if same is False:
+            raise ConfigError(
+                f"{self.config.train} holds other examples than the run began with: put them back, or begin anew in another "
+                "output, which releases both"
+            )
+        if same is None:
+            self.reporter.note(
+                "whether the training data are those that the run began with is not known to this account"
+            )
 
     def make_private(self, resume: bool) -> None:
         """Hand model, optimizer and loader to the engine, which opens the ledger in the output folder."""
@@ -285,6 +356,8 @@ class _Run:
             noise_multiplier=self.noise_multiplier,
             target_delta=config.delta,
             epochs=config.epochs,
+            user_ids=self.users,
+            max_examples_per_user=config.max_examples_per_user,
             max_physical_batch_size=config.physical_batch_size,
             sampling="shuffled" if self.releases.once_an_epoch else config.sampling,
             output_dir=str(self.output),
@@ -294,6 +367,8 @@ class _Run:
         )
         # Whoever stops it is told how to go on.
         self.private.ending.expect()
+        if not resume:
+            self.private.ledger.note(DATA, self._data())
         if self.curves is not None:
             self.curves.declare(self.private.ledger)
         self.releases.follow(self.private)
@@ -309,7 +384,9 @@ class _Run:
         return math.inf if isinstance(method, fastdp.NonPrivate) else self.config.epsilon
 
     def _read_public(self, path: str, count: int, length: int | None = None) -> Public:
-        table = read_rows(path)
+        if not Path(path).exists():
+            raise ConfigError(f"there is no public text {path}: name one file or folder")
+        table = read_rows(path, self.config.encoding)
         origin = self.gate.admit(path, record_texts(table, self.config), table.lines)
         examples = _encode(table, self.tokenizer, self.config, self.reporter)
         chosen = Subset(examples, range(min(count, len(examples))))
@@ -334,7 +411,7 @@ class _Run:
         """Evaluate, train, evaluate, write."""
         if checkpoint:
             self._restore(checkpoint)
-        else:
+        if not checkpoint:
             self.before = self._evaluate("evaluating before training")
         if self.updates == 0 and self.private.steps_done >= self.private.total_steps:
             raise ConfigError(
@@ -443,8 +520,10 @@ class _Run:
     def _write(self, seconds: list[float], peak: int, after: Quality | None) -> Result:
         self.reporter.phase("writing")
         card = self.releases.card().after(self.earlier)
+        folder = save_weights(self.model, tokenizer_to_save(self.tokenizer, self.config, chat=self.chat), self.output)
+        card = card.of_files(folder)
         card.save(self.output / self.releases.card_name)
-        card.save_beside(save_weights(self.model, self.tokenizer, self.output))
+        add_usage(card.save_beside(folder), self.model, self.config, chat=self.chat)
         if state := self.releases.state_dict():
             with files.whole(self.output / PERTURBATION) as aside:
                 torch.save(state, aside)
@@ -506,7 +585,9 @@ class _Run:
             self.reporter.note("the run was interrupted before its first checkpoint: it starts anew, its spending kept")
             return None
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)
+            with open(path, "rb") as file:
+                _check_sums(file)
+                return torch.load(file, map_location="cpu", weights_only=True)
         except (RuntimeError, ValueError, EOFError, KeyError, UnpicklingError):
             raise ConfigError(
                 f"{path} is damaged: remove it, and --resume trains anew with what is left of the budget, since what was spent "
@@ -522,6 +603,25 @@ class _Run:
         self.updates = checkpoint["updates"]
         self.before = Quality(**checkpoint["before"]) if checkpoint["before"] else None
 
+    def count_unproven(self, checkpoint: dict[str, Any] | None) -> None:
+        """Count what may have been released since the last checkpoint, of a ledger that nothing shows to be whole."""
+        path = self.output / LEDGER
+        try:
+            known = Ledger.read(path)
+        except (LedgerError, OSError, ValueError):
+            return
+        if knows_ledger(known.run_id):
+            return
+        begun = checkpoint["private"]["steps_done"] if checkpoint else 0
+        most = min(known.budget_steps, begun + self.config.checkpoint_every)
+        if most > known.spent_steps:
+            with Ledger.open(path) as ledger:
+                ledger.restore(most)
+        self.reporter.note(
+            "this account's memory of the run is lost, so its ledger may have been cut back: "
+            f"{max(most, known.spent_steps)} steps count as spent, where the ledger holds {known.spent_steps}"
+        )
+
     def _keep_metrics(self, updates: int) -> None:
         """Drop the rows of updates that were lost with the process: they will be made again."""
         path = self.output / METRICS
@@ -530,10 +630,10 @@ class _Run:
         kept = []
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                break
-            if row["step"] <= updates:
+                row = parse_json_object(line)
+            except ValueError:
+                continue
+            if isinstance(step := row.get("step"), int) and step <= updates and "unprotected" in row:
                 kept.append(line + "\n")
         files.write(path, "".join(kept))
 

@@ -29,10 +29,14 @@ def draw_samples(
     device = next(model.parameters()).device
     with in_mode(model, training=False), torch.inference_mode(), torch.random.fork_rng():
         torch.manual_seed(config.seed)
-        if config.task == "causal-lm" and not config.prompt_column:
+        if config.task == "causal-lm" and not (config.prompt_column or _has_prompts(held_out)):
             return {"own": _texts(model, tokenizer, config, device)}
         items = [] if held_out is None else [held_out[index] for index in range(min(config.samples, len(held_out)))]
         return {"unprotected": [_answered(model, tokenizer, collator, item, config, device) for item in items]}
+
+
+def _has_prompts(held_out: Examples | None) -> bool:
+    return held_out is not None and IGNORED in held_out[0]["labels"]
 
 
 def _texts(
@@ -77,9 +81,11 @@ def _answered(
         return tokenizer.decode(ids, skip_special_tokens=True).strip()
 
     if config.task in ("causal-lm", "seq2seq"):
-        given, target = item["input_ids"], [label for label in item["labels"] if label != IGNORED]
+        given, target = item["input_ids"], item["labels"]
         if config.task == "causal-lm":
-            given = given[: len(given) - len(target)]
+            # Of a conversation the last answer.
+            begin = max(place for place, label in enumerate(target) if label == IGNORED) + 1
+            given, target = given[:begin], target[begin:]
         ids = torch.tensor([given], device=device)
         answer = _generated(model, tokenizer, ids, config, do_sample=False)[0]
         return {"text": shown(given), "right": shown(target), "answer": answer}

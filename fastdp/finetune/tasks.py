@@ -19,6 +19,7 @@ from fastdp.data import (
     sequence_examples,
     word_examples,
 )
+from fastdp.finetune.chat import chat_examples, conversation_text
 from fastdp.finetune.config import ConfigError, FinetuneConfig, listed
 
 #: Encodes a table; the last argument is whether text is privatized token by token (see `fastdp.methods.encoding`).
@@ -75,12 +76,12 @@ def encode_rows(
             f"{config.model} finds the end of a text by its end token, which its tokenizer does not add: use the tokenizer that "
             "belongs to it"
         )
-    for item, line in zip(examples.items, table.lines):
+    for index, item in enumerate(examples.items):
         if not all(value for value in item.values() if isinstance(value, list)):
-            raise DataError(f"{table.path}, line {line}: its text is empty, without a single token: leave the row out")
+            raise DataError(f"{table.place(index)}: its text is empty, without a single token: leave the row out")
         if ends is not None and item["input_ids"].count(ends) != added:
             raise DataError(
-                f"{table.path}, line {line}: its text spells out the token by which this model finds a text's end: leave the "
+                f"{table.place(index)}: its text spells out the token by which this model finds a text's end: leave the "
                 "row out"
             )
     return examples
@@ -90,13 +91,26 @@ def record_texts(table: Rows, config: FinetuneConfig) -> list[str]:
     """All text of each record that the model may see, as one."""
     if config.task == "token-classification":
         return [" ".join(words) for words in table.lists(_text_column(table, config), "text_column", str.split)]
+    if messages := messages_column(table, config):
+        return [conversation_text(value) for value in table.values(messages, "messages_column")]
     if config.prompt_column and config.target_column:
-        roles = {"prompt_column": config.prompt_column, "target_column": config.target_column}
+        columns = [prompts(table, config), table.column(config.target_column, "target_column")]
     else:
-        roles = {"text_column": _text_column(table, config)}
-        roles |= {"text_pair_column": config.text_pair_column} if config.text_pair_column else {}
-    columns = [table.column(name, role) for role, name in roles.items()]
+        columns = [table.column(_text_column(table, config), "text_column")]
+        columns += [table.column(config.text_pair_column, "text_pair_column")] if config.text_pair_column else []
     return ["\n".join(fields) for fields in zip(*columns)]
+
+
+def messages_column(table: Rows, config: FinetuneConfig) -> str | None:
+    """The column of conversations, if the run trains on one."""
+    named = config.text_column or config.prompt_column or config.task != "causal-lm" or "text" in table.columns
+    return config.messages_column or ("messages" if not named and "messages" in table.columns else None)
+
+
+def prompts(table: Rows, config: FinetuneConfig) -> list[str]:
+    """What the model is given of each row: the prompt columns that are not empty, with the separator between them."""
+    columns = [table.column(name, "prompt_column") for name in config.prompt_column or ()]
+    return [config.separator.join(filter(None, fields)) if len(fields) > 1 else fields[0] for fields in zip(*columns)]
 
 
 def invented_label(config: FinetuneConfig, ids: list[int], number: int) -> Any:
@@ -135,18 +149,20 @@ def _text_column(table: Rows, config: FinetuneConfig) -> str:
 
 
 def _causal(table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig, literal: bool) -> Examples:
+    if messages := messages_column(table, config):
+        if literal:
+            raise ValueError(f"{config.method} perturbs texts, not conversations: name text_column")
+        return chat_examples(tokenizer, table, messages, config.max_length)
     if not (config.prompt_column and config.target_column):
         texts = table.column(_text_column(table, config), "text_column")
         return causal_examples(tokenizer, texts, config.max_length, literal=literal)
-    prompts = table.column(config.prompt_column, "prompt_column")
     targets = table.column(config.target_column, "target_column")
-    return causal_examples(tokenizer, targets, config.max_length, prompts, config.separator, literal)
+    return causal_examples(tokenizer, targets, config.max_length, prompts(table, config), config.separator, literal)
 
 
 def _sequences(table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig, literal: bool) -> Examples:
-    sources = table.column(str(config.prompt_column), "prompt_column")
     targets = table.column(str(config.target_column), "target_column")
-    return sequence_examples(tokenizer, sources, targets, config.max_length)
+    return sequence_examples(tokenizer, prompts(table, config), targets, config.max_length)
 
 
 def _texts(read: Callable[[Rows, FinetuneConfig], list[Any]]) -> Encode:
@@ -163,27 +179,27 @@ def _texts(read: Callable[[Rows, FinetuneConfig], list[Any]]) -> Encode:
 def _classes(table: Rows, config: FinetuneConfig) -> list[int]:
     index = _Index(table, config)
     values = table.column(config.label_column, "label_column")
-    return [index.of(value, line) for value, line in zip(values, table.lines)]
+    return [index.of(value, row) for row, value in enumerate(values)]
 
 
 def _sets(table: Rows, config: FinetuneConfig) -> list[tuple[float, ...]]:
     index = _Index(table, config)
     found = []
-    for values, line in zip(table.lists(config.label_column, "label_column", _split_labels), table.lines):
-        chosen = {index.of(value, line) for value in values}
+    for row, values in enumerate(table.lists(config.label_column, "label_column", _split_labels)):
+        chosen = {index.of(value, row) for value in values}
         found.append(tuple(float(label in chosen) for label in range(len(index.labels))))
     return found
 
 
 def _numbers(table: Rows, config: FinetuneConfig) -> list[float]:
     found = []
-    for value, line in zip(table.column(config.label_column, "label_column"), table.lines):
+    for row, value in enumerate(table.column(config.label_column, "label_column")):
         try:
             number = float(value)
         except ValueError:
             number = math.nan
         if not math.isfinite(number):
-            raise DataError(f"{table.path}, line {line}: label {value!r} is not a number, which regression needs")
+            raise DataError(f"{table.place(row)}: label {value!r} is not a number, which regression needs")
         found.append(number)
     return found
 
@@ -192,12 +208,12 @@ def _words(table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConf
     index = _Index(table, config)
     words = table.lists(_text_column(table, config), "text_column", str.split)
     tags = table.lists(config.label_column, "label_column", str.split)
-    for row, own, line in zip(words, tags, table.lines):
+    for at, (row, own) in enumerate(zip(words, tags)):
         if len(row) != len(own):
             raise DataError(
-                f"{table.path}, line {line}: {len(row)} words and {len(own)} labels: each word needs one of its own"
+                f"{table.place(at)}: {len(row)} words and {len(own)} labels: each word needs one of its own"
             )
-    labels = [[index.of(tag, line) for tag in own] for own, line in zip(tags, table.lines)]
+    labels = [[index.of(tag, row) for tag in own] for row, own in enumerate(tags)]
     return word_examples(tokenizer, words, labels, config.max_length)
 
 
@@ -212,11 +228,9 @@ class _Index:
         self.table = table
         self.labels = {label: number for number, label in enumerate(config.labels or [])}
 
-    def of(self, label: str, line: int) -> int:
+    def of(self, label: str, row: int) -> int:
         if label not in self.labels:
-            raise DataError(
-                f"{self.table.path}, line {line}: label {label!r} is not one of labels: {', '.join(self.labels)}"
-            )
+            raise DataError(f"{self.table.place(row)}: label {label!r} is not one of labels: {', '.join(self.labels)}")
         return self.labels[label]
 
 

@@ -121,6 +121,10 @@ def tune(
         DataError: for data files that cannot be used.
     """
     config.check()
+    if config.user_column:
+        raise ConfigError(
+            "a search of settings protects rows: leave user_column out, or run fastdp finetune with fixed settings"
+        )
     searched = (
         {"learning_rate": [config.learning_rate * factor for factor in USUAL]} if candidates is None else candidates
     )
@@ -128,7 +132,7 @@ def tune(
     _check(config, trials, shape, held_out, largest_loss)
     output = Path(str(config.output))
     work = output / TRIALS
-    table = read_rows(str(config.train))
+    table = read_rows(str(config.train), config.encoding)
     asked = [dataclasses.asdict(config) | {"output": None}, searched, trials, shape, held_out, largest_loss, len(table)]
     state = _State.read(work, asked) if resume else _State.begin(work, asked, table, held_out)
     train, judges = _split(table, state.judging)
@@ -164,7 +168,13 @@ def tune(
             folder = work / f"{number}-{secrets.token_hex(4)}"
             settings = secrets.choice(options)
             own = dataclasses.replace(
-                config, **settings, train=str(work / "train.jsonl"), eval=None, output=str(folder), samples=0
+                config,
+                **settings,
+                train=str(work / "train.jsonl"),
+                encoding="utf-8",
+                eval=None,
+                output=str(folder),
+                samples=0,
             )
             finetune(own, reporter=reporter, noise_multiplier=sigma)
             state.done.append((_judge(folder, judges, largest_loss, judging, stream), folder.name))
@@ -271,8 +281,7 @@ def _check(config: FinetuneConfig, trials: float, shape: float, held_out: float,
 def _split(table: Rows, judging: Sequence[bool]) -> tuple[list[dict[str, Any]], Rows]:
     """Rows to train on, and those that judge."""
     chosen = [index for index, judges in enumerate(judging) if judges]
-    judges = dataclasses.replace(table, rows=[table.rows[i] for i in chosen], lines=[table.lines[i] for i in chosen])
-    return [row for row, away in zip(table.rows, judging) if not away], judges
+    return [row for row, away in zip(table.rows, judging) if not away], table.take(chosen)
 
 
 def _cost(config: FinetuneConfig, count: int, shape: float, stop: float) -> Callable[[float], tuple[Any, float]]:
@@ -306,7 +315,9 @@ def _publish(
     """Put the best trial's weights in the place of a run's, with the card of the whole ``search``."""
     output = Path(str(config.output))
     own = accounting.Card.load(best / "card.json")
-    won = dataclasses.replace(load_config(best / CONFIG), train=config.train, output=config.output)
+    won = dataclasses.replace(
+        load_config(best / CONFIG), train=config.train, encoding=config.encoding, output=config.output
+    )
     settings = {name: getattr(won, name) for name in search["candidates"]}
     weights = next(best / name for name in ("adapter", "model") if (best / name).is_dir())
     released = [t for file in sorted(weights.glob("*.safetensors")) for t in load_file(file).values()]

@@ -64,8 +64,10 @@ def test_a_card_verifies_from_its_file_alone(tmp_path):
 def test_markdown_states_what_matters():
     text = _card(notes=["a note"], unprotected=["the mask"]).to_markdown()
     found = accounting.epsilon(accounting.dpsgd(1.0, RATE, STEPS), 1e-5)
-    shown = float(text.split("epsilon <= ")[1].split(" ")[0])
-    assert found <= shown <= found + 1e-4
+    shown = text.split("epsilon <= ")[1].split(" ")[0]
+    assert shown == "1.08"
+    assert text.count("1.08") == 1, "once, rounded up to two decimals, and the exact bound below"
+    assert f"| Exact upper bound of epsilon | {found} (PLD" in text
     for part in (
         "delta = 1e-05",
         "40 spent of 50 planned",
@@ -166,9 +168,14 @@ def test_a_lower_claim_is_found(factor):
     assert result.recomputed == pytest.approx(card["epsilon"]["upper_bound"])
 
 
-def test_a_higher_claim_holds():
+def test_a_higher_claim_is_another_than_the_events():
     card = _card()
-    assert verify(_resealed(card, epsilon={**card["epsilon"], "upper_bound": 8.0}))
+    found = verify(_resealed(card, epsilon={**card["epsilon"], "upper_bound": 8.0}))
+    assert "states epsilon as 8.0, but its event gives 1.07" in found.reason
+    # Cards of the first version did not bind it.
+    old = {**card, "version": 1, "epsilon": {**card["epsilon"], "upper_bound": 8.0}}
+    del old["kind"]
+    assert verify(_resealed(old))
 
 
 def test_an_event_of_fewer_steps_than_the_card_states_is_found():

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from safetensors.torch import save_file
 from fastdp import accounting
 from fastdp.accounting import Card, Elsewhere, Gaussian, Ledger, Metric, Pure, noise_source, verify
 from fastdp.accounting.card import digest
+from fastdp.accounting.claim import two_decimals
+from fastdp.accounting.exports import FORMATS, export
 from fastdp.accounting.weights import digests, digests_of
 
 SECRET = noise_source(reproducible=False)
@@ -54,7 +57,7 @@ def test_claims_add_up_on_one_card():
     assert result.holds
     assert "exp(48 *" in result.reason
     assert "covers the recomputed" in result.reason
-    assert "**exp(48 *" in made.to_markdown()
+    assert "**epsilon 48 per unit of distance of the tokens' rows**, or exp(48 *" in made.to_markdown()
     assert "**epsilon <=" in made.to_markdown()
 
 
@@ -190,7 +193,8 @@ def tensors():
 def test_digests_are_of_content_and_form_whatever_the_name(tmp_path):
     given = tensors()
     save_file({f"renamed.{name}": t.contiguous() for name, t in given.items()}, tmp_path / "w.safetensors")
-    assert digests_of(tmp_path) == set(digests(given.values()))
+    assert digests_of(tmp_path).keys() == set(digests(given.values()))
+    assert sum(digests_of(tmp_path).values()) == 6 + 4 + 9 + 1 + 0
     assert digests_of(tmp_path / "w.safetensors") == digests_of(tmp_path)
     for name, other in (
         ("a", given["a"].reshape(3, 2)),
@@ -198,7 +202,7 @@ def test_digests_are_of_content_and_form_whatever_the_name(tmp_path):
         ("d", given["d"] + 1),
         ("a", given["a"].clone().fill_(math.nan)),
     ):
-        assert not set(digests([other])) & digests_of(tmp_path), name
+        assert not set(digests([other])) & digests_of(tmp_path).keys(), name
 
 
 def test_weights_that_the_card_does_not_speak_of_are_found(tmp_path):
@@ -272,16 +276,56 @@ def test_a_smaller_share_of_right_accusations_than_the_event_allows_is_found(run
     rate, most = next(iter(made["membership"].items()))
     result = verify(resealed({**made, "membership": {**made["membership"], rate: 0.9 * most}}))
     assert not result
-    assert "membership test" in result.reason
-    assert "However he goes about it" in made.to_markdown()
+    assert "states the true-positive rate" in result.reason
+    page = made.to_markdown()
+    assert "They test whether one example was among them" in page
+    assert "| False-positive rate | True-positive rate, at most |" in page
+    for rate in ("0.1%", "1.0%", "10.0%"):
+        assert f"| {rate} |" in page
+
+
+@pytest.mark.parametrize(
+    ("bound", "shown"),
+    [
+        (8.0, "8.00"),
+        (7.9992, "8.00"),
+        (7.9900001, "8.00"),
+        (1e-9, "0.01"),
+        (0.0, "0.00"),
+        ("inf", "infinite"),
+        (None, "not stated"),
+    ],
+)
+def test_an_epsilon_is_shown_with_two_decimals_rounded_up(bound, shown):
+    assert two_decimals(bound) == shown
+
+
+def test_a_unit_has_one_article():
+    made = Card.build(
+        unit="one user's sequence",
+        adjacency="replace_one",
+        sampling="none claimed",
+        dataset_size=100,
+        noise_multiplier=2.0,
+        event=accounting.gaussian(2.0),
+        delta=1e-5,
+        planned_steps=1,
+        spent_steps=1,
+        mechanism="EW-FT",
+        noise_source=accounting.noise_source(False),
+        model={},
+        cross_check=False,
+    )
+    for text in (made.to_markdown(), *(export(made, form) for form in FORMATS)):
+        assert not re.search(r"\b(one|each) (one|each)\b", text.replace("{", " "))
 
 
 @pytest.mark.parametrize(
     ("field", "value", "match"),
     [
         ("unit", "user", "states unit 'user'"),
-        ("dataset_size", 50_000, "states dataset_size 50000"),
-        ("adjacency", "replace_one", "states adjacency"),
+        ("dataset_size", 50_000, "lacks a sentence under assumptions: the number of units, 50000"),
+        ("adjacency", "replace_one", "states epsilon as 100.0"),
         ("sampling", "shuffled", "holds fewer"),
         ("mechanism", {"name": "Rap-FT"}, "another mechanism"),
         ("model", {"name": "gpt2", "fingerprint": "other"}, "another model"),
@@ -401,7 +445,7 @@ def test_the_steps_of_the_card_are_those_of_the_ledger(run):
         "its ledger counts 8" in verify(resealed({**made, "steps": {**made["steps"], "spent": 1}}), ledger=path).reason
     )
     dropped = resealed({key: value for key, value in made.items() if key != "steps"})
-    assert "states no steps" in verify(dropped, ledger=path).reason
+    assert "steps is missing" in verify(dropped, ledger=path).reason
 
 
 def test_what_rounding_leaves_is_not_dropped(run):
@@ -412,8 +456,12 @@ def test_what_rounding_leaves_is_not_dropped(run):
         "remaining": [accounting.rounded_to_grid(1e-9)],
     }
     assert verify(resealed(rounded), ledger=path).holds
-    for remaining in ([], None, [1]):
-        assert "rounding of noised sums" in verify(resealed({**rounded, "remaining": remaining}), ledger=path).reason
+    for remaining, words in (
+        ([], "rounding of noised sums"),
+        (None, "remaining is missing"),
+        ([1], "rounding of noised"),
+    ):
+        assert words in verify(resealed({**rounded, "remaining": remaining}), ledger=path).reason
 
 
 @pytest.mark.parametrize("form", ["fastdp.statement", "fastdp.selective-card", "fastdp.federated-run-card"])

@@ -19,6 +19,7 @@ from fastdp.accounting.card import digest
 from fastdp.accounting.claim import read_claim
 from fastdp.accounting.exports import FORMATS, SUFFIXES, export
 from fastdp.accounting.meaning import membership_bounds
+from fastdp.accounting.page import mechanism_sentence
 from fastdp.commands.privacy import verify_command
 from fastdp.methods import ewft
 from fastdp.methods.rapft import NoisyMap, PublicMoments
@@ -165,7 +166,7 @@ def test_it_is_verified_in_every_form_and_no_figure_of_it_can_be_altered(made, f
     assert result.guarantee
     assert result.recomputed == verify(card, **others).recomputed
     bound = read_claim(card).headline(card)[0]
-    written = {"html": escape(bound), "registry": bound.replace("'", "''")}.get(form, bound)
+    written = next(shown for shown in (bound, escape(bound), bound.replace("'", "''")) if shown in text)
     stated = text.replace(written, "epsilon <= 0.001 at delta = 1e-09")
     assert stated != text
     for altered in (
@@ -199,6 +200,20 @@ def test_it_holds_and_says_what_nobody_looked_at(made, tmp_path):
         assert result.guarantee
         assert any("no signature" in entry for entry in result.unchecked)
     assert Card.load(tmp_path / "card.json").to_markdown() == (tmp_path / "card.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Rap-FT", "A noised relevance map (noise multiplier 2, part of the event) sets how noise is divided"),
+        ("Rap-FT, axes", "A public second moments relevance map sets how noise is divided"),
+        ("DP-FROST", "chosen by 5 releases of gradient magnitudes (noise multiplier 2, part of the event)"),
+        ("DPSGD", None),
+    ],
+)
+def test_the_sentence_says_what_chose_parameters_or_their_noise(name, words, tmp_path):
+    said = mechanism_sentence(central(name, tmp_path)[0])
+    assert said.endswith("can change it.") if words is None else words in said
 
 
 def test_rounding_to_a_grid_is_stated_of_sums_alone(made):

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 import fastdp
 from fastdp import accounting
 from fastdp.accounting import BudgetExceeded, Ledger, LedgerError
-from fastdp.accounting.witness import count_release, state_folder
+from fastdp.accounting.witness import count_release, data_digest, same_data, state_folder
 from tests.tokenizers_for_tests import quickstart
 
 STEP = accounting.dpsgd_model(0.5, 0.01)
@@ -71,6 +71,27 @@ def test_what_cannot_be_begun_or_continued(tmp_path):
             begin(tmp_path, **options)
         assert (tmp_path / "ledger.jsonl").read_bytes() == kept, "a refusal wrote to the ledger"
     begin(tmp_path, resume=True).close()
+
+
+@pytest.mark.parametrize("left", [b"", b'{"body": {"rec'])
+def test_an_emptied_ledger_is_not_called_one_that_released_nothing(tmp_path, monkeypatch, left):
+    ledger = begin(tmp_path)
+    record(ledger, 5)
+    ledger.close()
+    (tmp_path / "ledger.jsonl").write_bytes(left)
+    with pytest.raises(LedgerError, match="was emptied, and releases were recorded in it: put back a copy"):
+        begin(tmp_path, resume=True)
+    monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "another"))
+    with pytest.raises(LedgerError, match="holds no complete record"):
+        begin(tmp_path, resume=True)
+
+
+def test_data_are_told_apart_by_a_digest_that_shows_nothing_elsewhere(monkeypatch, tmp_path):
+    digest = data_digest(["a", "b"])
+    assert same_data(digest, data_digest(["a", "b"])) is True
+    assert same_data(digest, data_digest(["ab", ""])) is False
+    monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "another"))
+    assert same_data(digest, data_digest(["a", "b"])) is None
 
 
 def test_a_run_that_began_nothing_leaves_nothing(tmp_path, state):

@@ -24,6 +24,17 @@ def test_settings_from_yaml_and_flags(tmp_path):
     assert config.model is None
 
 
+def test_words_of_lists_are_those_that_are_written(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("labels: [no, yes, 007, 1:30, null, 2020-01-01]\nprompt_column: mr\ncapture: no\nlora_fixed: on\n")
+    config = load_config(path)
+    assert config.labels == ["no", "yes", "007", "1:30", "null", "2020-01-01"]
+    assert (config.prompt_column, config.capture, config.lora_fixed) == (["mr"], False, True)
+    config.save(path)
+    assert load_config(path) == config
+    assert load_config(None, {"labels": "[no, yes]"}).labels == ["no", "yes"]
+
+
 @pytest.mark.parametrize("given", ["a,b", "a, b", "[a, b]", '["a","b"]', "['a', 'b']", ["a", "b"]])
 def test_lists_are_read_as_their_message_suggests(given):
     assert load_config(None, {"labels": given}).labels == ["a", "b"]
@@ -73,6 +84,17 @@ def test_bad_yaml(tmp_path, text, message):
         ({"task": "classification", "labels": ["a", "b"], "prompt_column": "x"}, "belongs to causal-lm"),
         ({"labels": ["a", "b"]}, "belongs to classification"),
         ({"prompt_column": "x"}, "go together"),
+        ({"messages_column": "x", "text_column": "y"}, "not both"),
+        ({"messages_column": "x", "method": "ewft"}, "perturbs texts, not conversations"),
+        ({"messages_column": "x", "task": "regression"}, "messages_column belongs to causal-lm"),
+        ({"encoding": "rot13"}, "encoding 'rot13' is not known: write utf-8"),
+        ({"encoding": "hex"}, "encoding 'hex' is not known"),
+        ({"user_column": "x"}, "user_column and max_examples_per_user go together"),
+        ({"max_examples_per_user": 2}, "go together"),
+        ({"user_column": "x", "max_examples_per_user": 0}, "max_examples_per_user is 0: it must be greater than 0"),
+        ({"user_column": "x", "max_examples_per_user": 9}, "exceeds physical_batch_size 8: lower the first"),
+        ({"user_column": "x", "max_examples_per_user": 2, "method": "ewft"}, "user_column does not fit ewft"),
+        ({"user_column": "x", "max_examples_per_user": 2, "private_metrics": 1.0}, "not people"),
         ({"prompt_column": "x", "target_column": "y", "text_column": "z"}, "not both"),
     ],
 )

@@ -1,6 +1,7 @@
 """A run that was stopped goes on with what it had spent, and forgets nothing of it."""
 
 import json
+import random
 import shutil
 from dataclasses import replace
 
@@ -8,9 +9,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch.utils._pytree import tree_leaves
 
 from fastdp import accounting
+from fastdp.accounting import verify
 from fastdp.finetune import ConfigError, Reporter, finetune
+from fastdp.finetune.run import _Run
 from tests.finetune.runs import StopAfter, classify
 
 
@@ -97,6 +101,101 @@ def test_a_resumed_run_keeps_the_matrices_that_were_drawn_and_not_trained(config
     assert len(drawn) == 2
     for name, value in drawn.items():
         assert torch.equal(saved[name.replace(".default", "")], value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{}", '{"loss": 1}', "[1]", "null", '{"step": "3", "unprotected": {}}', '{"step": 1, "st', "\x00", '{"step": 1}'],
+)
+def test_a_bad_line_of_metrics_is_left_out(config, tmp_path, line):
+    config = replace(config, epochs=2)
+    with pytest.raises(SystemExit):
+        finetune(config, reporter=StopAfter(5))
+    path = tmp_path / "run" / "metrics.jsonl"
+    rows = path.read_text().splitlines()
+    path.write_text("\n".join([rows[0], line, *rows[1:]]) + "\n")
+    result = finetune(config, resume=True)
+    kept = [json.loads(row)["step"] for row in path.read_text().splitlines()]
+    assert kept == list(range(1, result.steps + 1))
+
+
+def test_no_flipped_bit_of_a_checkpoint_is_resumed(config, tmp_path):
+    with pytest.raises(SystemExit):
+        finetune(config, reporter=StopAfter(3))
+    run = tmp_path / "run"
+    whole = (run / "checkpoint.pt").read_bytes()
+    sound = torch.load(run / "checkpoint.pt", weights_only=True)
+    reader = _Run.__new__(_Run)
+    reader.output = run
+    drawn, refused = random.Random(0), []
+    for _ in range(300):
+        place = drawn.randrange(len(whole))
+        (run / "checkpoint.pt").write_bytes(
+            whole[:place] + bytes([whole[place] ^ 1 << drawn.randrange(8)]) + whole[place + 1 :]
+        )
+        try:
+            found = reader.load_checkpoint()
+        except ConfigError as error:
+            refused.append(str(error))
+            continue
+        pairs = list(zip(tree_leaves(found), tree_leaves(sound), strict=True))
+        assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+    assert len(refused) > 150
+    assert all("is damaged: remove it" in said for said in refused)
+
+
+@pytest.mark.parametrize("column", ["text", "label"])
+def test_other_data_of_the_same_length_are_refused(config, files, tmp_path, column):
+    config = classify(config, files, epochs=2)
+    train = tmp_path / "own.tsv"
+    kept = (files / "labels.tsv").read_text()
+    train.write_text(kept)
+    config = replace(config, train=str(train))
+    with pytest.raises(SystemExit):
+        finetune(config, reporter=StopAfter(3))
+    changed = kept.replace("daily", "dayly") if column == "text" else kept.replace("\toften", "\tseldom", 1)
+    assert len(changed.splitlines()) == len(kept.splitlines())
+    train.write_text(changed)
+    ledger = (tmp_path / "run" / "ledger.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="holds other examples than the run began with: put them back"):
+        finetune(config, resume=True)
+    assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == ledger
+    train.write_text(kept)
+    assert finetune(config, resume=True).epsilon <= 8
+
+
+def cut_ledger(run):
+    """To the records that the checkpoint knows."""
+    head = torch.load(run / "checkpoint.pt", weights_only=True)["private"]["ledger_head"]
+    lines = (run / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    last = next(number for number, line in enumerate(lines) if head.encode() in line)
+    (run / "ledger.jsonl").write_bytes(b"".join(lines[: last + 1]))
+
+
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_a_ledger_cut_back_without_a_memory_counts_what_may_have_been_released(
+    config, tmp_path, monkeypatch, checkpointed
+):
+    config = replace(config, epochs=6, checkpoint_every=4)
+    with pytest.raises(SystemExit):
+        finetune(config, reporter=StopAfter(7 if checkpointed else 3))
+    made = accounting.Ledger.read(tmp_path / "run" / "ledger.jsonl").spent_steps
+    if checkpointed:
+        cut_ledger(tmp_path / "run")
+    else:
+        lines = (tmp_path / "run" / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+        (tmp_path / "run" / "ledger.jsonl").write_bytes(b"".join(lines[:2]))
+    assert accounting.Ledger.read(tmp_path / "run" / "ledger.jsonl").spent_steps < made
+    with pytest.raises(accounting.LedgerError, match="cut back"):
+        finetune(config, resume=True)
+    monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "elsewhere"))
+    result = finetune(config, resume=True)
+    card = json.loads((tmp_path / "run" / "card.json").read_text())
+    assert card["steps"]["spent"] == 18
+    # Those after the last checkpoint were lost, and are paid for.
+    assert result.steps <= 18 - 4
+    assert any("memory of the run is lost" in note and "steps count as spent" in note for note in result.notes)
+    assert verify(tmp_path / "run" / "card.json", ledger=tmp_path / "run" / "ledger.jsonl").guarantee
 
 
 def load_base(config):

@@ -20,6 +20,17 @@ def logits(model, ids):
         return model.eval()(input_ids=ids).logits
 
 
+@pytest.mark.parametrize("name", ["adapter", "model", "card.json", "loss.png", "checkpoint.pt"])
+def test_what_others_keep_in_the_output_is_not_overwritten(config, tmp_path, name):
+    kept = tmp_path / "run" / name / "kept" if name in ("adapter", "model") else tmp_path / "run" / name
+    kept.parent.mkdir(parents=True)
+    kept.write_text("kept")
+    with pytest.raises(ConfigError, match=f"holds {name}, which the run would overwrite: choose another output"):
+        finetune(config)
+    assert kept.read_text() == "kept"
+    assert len(list((tmp_path / "run").rglob("*"))) == 1 + (kept.parent.name == name)
+
+
 def test_lora_run_writes_everything_and_loads_in_plain_peft(config, model_folder, tmp_path, monkeypatch):
     seen = {}
 

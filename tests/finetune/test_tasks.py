@@ -241,7 +241,7 @@ def test_quality_of_labels_and_numbers():
     ("task", "row", "words"),
     [
         ("regression", {"text": "a", "length": "tall"}, "label 'tall' is not a number"),
-        ("regression", {"text": "a", "length": math.inf}, "label 'inf' is not a number"),
+        ("regression", {"text": "a", "length": math.inf}, "holds the number inf, which is not finite"),
         ("multi-label", {"text": "a", "kinds": "twice, weekly"}, "label 'weekly' is not one of labels: twice, daily"),
         ("multi-label", {"text": "a", "kinds": [["twice"]]}, "a list of more than words"),
         ("multi-label", {"text": "a", "kinds": "[twice"}, "not a list"),
