@@ -1,0 +1,133 @@
+"""Mutation tests: apply each change of mutants.yaml to a copy of the tree and see whether the tests it names fail.
+
+``python tests/mutants.py [--only TEXT] [--jobs 2] [--json bench/results/mutants.json]``. Changes that survive need a test, or
+a sentence under ``survives``. The exit status is 1 if one survives without a sentence, and where a change no longer applies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+LIST = Path(__file__).with_name("mutants.yaml")
+COPIED = ("fastdp", "kernels", "bench", "tests", "docs", "examples", "pyproject.toml", "README.md", "setup.py", "csrc")
+#: Seconds after which the tests of one change are stopped; a change that makes them hang is caught.
+LIMIT = 420
+CAUGHT, SURVIVED, BROKEN = "caught", "survived", "broken"
+
+
+class Mutant(NamedTuple):
+    """One change: the text ``old``, which stands in ``file`` once, becomes ``new``, and ``tests`` should fail."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+    survives: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}: {' '.join(self.old.split())} -> {' '.join(self.new.split()) or '(nothing)'}"
+
+    def applied(self) -> str:
+        """The changed file. Raises ValueError unless the old text stands in it once."""
+        text = (ROOT / self.file).read_text(encoding="utf-8")
+        if text.count(self.old) != 1 or self.old == self.new:
+            raise ValueError(f"the old text of {self.name} stands in the file {text.count(self.old)} times: write it anew")
+        return text.replace(self.old, self.new)
+
+
+def mutants() -> list[Mutant]:
+    """The committed list."""
+    return [Mutant(**fields) for fields in yaml.safe_load(LIST.read_text(encoding="utf-8"))]
+
+
+def copy_tree(folder: Path) -> Path:
+    """A copy of the sources and tests, whose packages Python finds before the installed ones."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+        else:
+            shutil.copy2(source, folder / name)
+    for name in ("kernels", "bench"):
+        (folder / "fastdp" / name).symlink_to(folder / name, target_is_directory=True)
+    return folder
+
+
+def run_tests(folder: Path, tests: str) -> tuple[str, str]:
+    """Run tests until the first failure: what became of the change, and the test that failed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests.split()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return CAUGHT, f"{tests} did not end within {LIMIT} s"
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
+    if ran.returncode == 0:
+        return SURVIVED, ""
+    return (CAUGHT, failed[1]) if failed else (BROKEN, (ran.stdout + ran.stderr).strip()[-300:])
+
+
+def try_change(mutant: Mutant, copies: queue.Queue[Path]) -> dict[str, object]:
+    """Apply one change to a copy that is free, run its tests and put the file back."""
+    folder, begin = copies.get(), time.monotonic()
+    path = folder / mutant.file
+    before = path.read_bytes()
+    try:
+        path.write_text(mutant.applied(), encoding="utf-8")
+        outcome, by = run_tests(folder, mutant.tests)
+    except ValueError as error:
+        outcome, by = BROKEN, str(error)
+    finally:
+        path.write_bytes(before)
+        copies.put(folder)
+    seconds = round(time.monotonic() - begin, 1)
+    print(f"{outcome:8} {seconds:6.1f} s  {mutant.name}{f'  [{by}]' if by else ''}", flush=True)
+    explained = {"survives": mutant.survives} if mutant.survives else {}
+    return {"change": mutant.name, "outcome": outcome, "by": by, "tests": mutant.tests, "seconds": seconds, **explained}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="Changes whose description matches this pattern.")
+    parser.add_argument("--jobs", type=int, default=2, help="Changes that are tried at the same time.")
+    parser.add_argument("--json", type=Path, help="File of results; outcomes of changes that are not tried again stay.")
+    options = parser.parse_args()
+    chosen = [mutant for mutant in mutants() if re.search(options.only, mutant.name)]
+    # An interpreter's cache of a changed file could outlive the change.
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(options.jobs) as pool:
+        copies: queue.Queue[Path] = queue.Queue()
+        for number in range(options.jobs):
+            copies.put(copy_tree(Path(folder, str(number))))
+        found = list(pool.map(lambda mutant: try_change(mutant, copies), chosen))
+    known = {}
+    if options.json and options.json.exists():
+        known = {row["change"]: row for row in json.loads(options.json.read_text())["changes"]}
+    known |= {str(row["change"]): row for row in found}
+    rows = [known[mutant.name] for mutant in mutants() if mutant.name in known]
+    counts = Counter(str(row["outcome"]) for row in rows)
+    if options.json:
+        listed = {"listed": len(mutants()), **dict(sorted(counts.items()))}
+        options.json.write_text(json.dumps({"counts": listed, "changes": rows}, indent=1) + "\n")
+    print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())), f"of {len(mutants())}")
+    return int(any(row["outcome"] != CAUGHT and not row.get("survives") for row in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
