@@ -48,7 +48,9 @@ class Mutant(NamedTuple):
         """The changed file. Raises ValueError unless the old text stands in it once."""
         text = (ROOT / self.file).read_text(encoding="utf-8")
         if text.count(self.old) != 1 or self.old == self.new:
-            raise ValueError(f"the old text of {self.name} stands in the file {text.count(self.old)} times: write it anew")
+            raise ValueError(
+                f"the old text of {self.name} stands in the file {text.count(self.old)} times: write it anew"
+            )
         return text.replace(self.old, self.new)
 
 

@@ -10,7 +10,8 @@ from fastdp.ops.bounds import EARLY, PADDING, ROW_PRODUCTS, Roundings
 
 UNIT = 2.0**-24
 pytestmark = pytest.mark.skipif(
-    ops.Rounding(torch.ones(1, 1)).arithmetic != "cpu", reason="the cases lose what the kernels' own order of sums loses"
+    ops.Rounding(torch.ones(1, 1)).arithmetic != "cpu",
+    reason="the cases lose what the kernels' own order of sums loses",
 )
 
 

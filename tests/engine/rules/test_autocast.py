@@ -1,4 +1,7 @@
-"""Every rule under autocast: the forward pass is torch's own to the bit, and a unit's gradient that of torch's on its row."""
+"""Every rule under autocast: the forward pass gives what torch's gives, and a unit's gradient is that of torch's on its row.
+
+Norms are computed in float32, as autocast does on a GPU; on a processor torch itself leaves them in the input's dtype.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fastdp.engine.routing import Routing
@@ -18,6 +20,9 @@ from tests.engine.rules.test_recurrent import states
 from tests.engine.runs import CLASSES, clipped_sum, error
 
 ROWS = 4
+NORMS = ("layer norm", "RMS norm", "group norm", "group norm of 2-d", "instance norm")
+#: The rules' own loops over time round in other places than torch's kernels.
+LOOPS = ("LSTM", "GRU", "RNN")
 
 
 def _bag(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -70,36 +75,38 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[..., 
 def test_under_autocast(name: str, half: bool) -> None:
     torch.manual_seed(0)
     make, shape, given = LAYERS[name]
-    layer, x = make(), torch.randn(ROWS, *shape)
+    x, labels = torch.randn(ROWS, *shape), torch.arange(ROWS) % CLASSES
     seen: list[torch.Tensor] = []
+    widened = False
 
     def call(layer: Any, x: torch.Tensor) -> torch.Tensor:
         # What comes out of a product under autocast is half as precise.
         read = x.bfloat16() if half and given is not _bag else x
-        out = (given or (lambda layer, x: layer(x)))(layer, read)
+        read = read.float() if widened else read
+        out = layer(read) if given is None else given(layer, read)
         seen.append(out.detach().clone())
         return out.float()
 
-    model, labels = Net(layer, x, call).train(), torch.arange(ROWS) % CLASSES
-    if half and name in ("LSTM", "GRU", "RNN", "layer norm", "RMS norm"):
-        pytest.skip("torch takes no mixed dtypes here outside of autocast, where the net is built")
-    plain = copy.deepcopy(model)
     with torch.autocast("cpu", torch.bfloat16):
-        expected = plain(x, labels)["loss"]
-        wanted = seen[-1]
+        model = Net(make(), x, call).train()
+        plain = copy.deepcopy(model)
         engine, tickets = engine_for(model, 1.0, verify=Routing)
         tickets.append(ticket(ROWS))
         loss = model(x=x, labels=labels)["loss"]
-    ours = next(out for out in reversed(seen) if out.shape == wanted.shape)
-    assert ours.dtype == wanted.dtype
-    assert torch.equal(ours, wanted)
-    assert torch.equal(loss.detach(), expected.detach())
-    loss.backward()
-    assert engine.route == "uses", engine.reason
+        ours = seen[-1]
+        loss.backward()
+        assert engine.route == "uses", engine.reason
+        widened = name in NORMS
+        losses = [plain(x[row : row + 1], labels[row : row + 1])["loss"] for row in range(ROWS)]
+        wanted = torch.cat(seen[-ROWS:])
+    if name in LOOPS:
+        torch.testing.assert_close(ours.float(), wanted.float(), rtol=2**-5, atol=2**-6)
+    else:
+        assert ours.dtype == wanted.dtype
+        sharp = ours.dtype == torch.float32 and name != "RMS norm"
+        torch.testing.assert_close(ours, wanted, rtol=1e-5 if sharp else 2**-7, atol=1e-6)
     units = []
-    for row in range(ROWS):
-        with torch.autocast("cpu", torch.bfloat16):
-            own = plain(x[row : row + 1], labels[row : row + 1])["loss"]
+    for own in losses:
         found = torch.autograd.grad(own, list(plain.parameters()))
         units.append({n: g.double() for (n, _), g in zip(plain.named_parameters(), found)})
     sizes = norms(units)
