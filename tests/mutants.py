@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import queue
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +29,9 @@ COPIED = ("fastdp", "kernels", "bench", "tests", "docs", "examples", "pyproject.
 #: Seconds after which the tests of one change are stopped; a change that makes them hang is caught.
 LIMIT = 420
 CAUGHT, SURVIVED, BROKEN = "caught", "survived", "broken"
+#: Libraries take longer to import than most tests to run.
+FORKS = multiprocessing.get_context("forkserver")
+LIBRARIES = ["torch", "transformers", "peft", "scipy.stats", "dp_accounting", "hypothesis", "pytest", "opacus", "typer"]
 
 
 class Mutant(NamedTuple):
@@ -72,18 +75,33 @@ def copy_tree(folder: Path) -> Path:
     return folder
 
 
-def run_tests(folder: Path, tests: str) -> tuple[str, str]:
+def in_copy(folder: Path, tests: list[str], report: Path) -> None:
+    """Run pytest in a copy of the tree: the work of a process that is forked from one that has the libraries already."""
+    os.chdir(folder)
+    os.environ["TRITON_INTERPRET"] = str(int("interpreted" in tests[0]))
+    sys.path.insert(0, str(folder))
+    output = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    import pytest
+
+    sys.exit(pytest.main(["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests]))
+
+
+def run_tests(folder: Path, tests: list[str]) -> tuple[str, str]:
     """Run tests until the first failure: what became of the change, and the test that failed."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests.split()]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        return CAUGHT, f"{tests} did not end within {LIMIT} s"
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
-    if ran.returncode == 0:
+    report = folder / "report.txt"
+    process = FORKS.Process(target=in_copy, args=(folder, tests, report))
+    process.start()
+    process.join(LIMIT)
+    if process.exitcode is None:
+        process.kill()
+        return CAUGHT, f"no end within {LIMIT} s"
+    said = report.read_text(errors="replace")
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
+    if process.exitcode == 0:
         return SURVIVED, ""
-    return (CAUGHT, failed[1]) if failed else (BROKEN, (ran.stdout + ran.stderr).strip()[-300:])
+    return (CAUGHT, failed[1]) if failed else (BROKEN, said.strip()[-300:])
 
 
 def try_change(mutant: Mutant, copies: queue.Queue[Path]) -> dict[str, object]:
@@ -93,7 +111,10 @@ def try_change(mutant: Mutant, copies: queue.Queue[Path]) -> dict[str, object]:
     before = path.read_bytes()
     try:
         path.write_text(mutant.applied(), encoding="utf-8")
-        outcome, by = run_tests(folder, mutant.tests)
+        outcome, by = run_tests(folder, mutant.tests.split())
+        path.write_bytes(before)
+        if outcome == CAUGHT and "::" in by and run_tests(folder, [by])[0] != SURVIVED:
+            outcome, by = BROKEN, f"{by} fails without the change as well"
     except ValueError as error:
         outcome, by = BROKEN, str(error)
     finally:
@@ -111,6 +132,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="Changes that are tried at the same time.")
     parser.add_argument("--json", type=Path, help="File of results; outcomes of changes that are not tried again stay.")
     options = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    FORKS.set_forkserver_preload(LIBRARIES)
     chosen = [mutant for mutant in mutants() if re.search(options.only, mutant.name)]
     # An interpreter's cache of a changed file could outlive the change.
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(options.jobs) as pool:
