@@ -24,7 +24,7 @@ test: $(VENV)/.fastdp-test
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -n 2
 
 test-full: $(VENV)/.fastdp-test
-	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -m "slow or not slow" --hypothesis-profile=search
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -m "slow or not slow" --timeout 7200 --hypothesis-profile=search
 	$(MAKE) sanitize
 
 # Careless changes, one at a time: tests must fail for each (tests/mutants.yaml). It takes about half an hour on two cores.

@@ -39,7 +39,7 @@ class Packed(nn.Module):
     def __init__(self, kernel: int):
         super().__init__()
         self.table, self.head = nn.Embedding(7, 6), nn.Linear(70, 3)
-        self.layer = nn.Conv1d(6, 70, kernel, padding="same")
+        self.layer = nn.Conv1d(6, 70, kernel, padding="same", bias=False)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         hidden = torch.tanh(self.layer(self.table(ids).mT).mT)
