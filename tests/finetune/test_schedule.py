@@ -38,6 +38,6 @@ def test_a_run_follows_its_schedule_and_so_does_one_that_was_stopped(config, tmp
     assert before == expected(schedule, warmup, range(1, 5), total, 2e-3)
     result = finetune(config, resume=True)
     after = rates(tmp_path / "run")
-    # The steps since the last checkpoint were lost, and are not made again within the budget.
-    assert max(after) == result.steps > 4
+    # The checkpoint is of two updates: two more were lost with the process, and those after it are new.
+    assert max(after) == result.steps > 2
     assert after == expected(schedule, warmup, range(1, result.steps + 1), total, 2e-3)

@@ -14,7 +14,7 @@ def test_the_cost_is_half_the_strength_and_the_spread_of_the_normalisers(radius,
     distances = torch.cdist(table.double(), table.double()).clamp(max=radius)
     logs = (-strength / (2 * radius) * distances).logsumexp(1)
     cost = min(strength, strength / 2 + float(logs.max() - logs.min()))
-    assert mechanism.epsilon(strength) == pytest.approx(cost, rel=1e-4)
+    assert mechanism.epsilon(strength) == pytest.approx(cost, rel=1e-3)
     laws = torch.stack([mechanism.log_probabilities(token, strength) for token in range(len(table))])
     told = float((laws.max(0).values - laws.min(0).values).max())
     assert told <= mechanism.epsilon(strength) <= strength

@@ -1,0 +1,19 @@
+"""Central DP: whatever an update's norm, it moves the sum by the bound at most."""
+
+import pytest
+import torch
+
+from fastdp.federated import Aggregator
+from tests.federated.test_aggregation import BOUNDS, START, add
+
+
+@pytest.mark.parametrize("size", [0.5, 1.0, 1.5, 1.999, 2.5, 8.0])
+def test_one_update_moves_the_sum_by_its_bound_at_most(size):
+    """Norms are given in units of the bound: those a little above it count as much as those far above."""
+    clip, entries = 3.0, sum(t.numel() for t in START.values())
+    aggregator = Aggregator(START, BOUNDS, clip=clip)
+    step = size * clip / entries**0.5
+    norm = add(aggregator, {name: tensor + step for name, tensor in START.items()})
+    assert norm == pytest.approx(size * clip, rel=1e-5)
+    moved = torch.cat([(aggregator.mean()[name].double() - START[name].double()).flatten() for name in START]).norm()
+    assert float(moved) == pytest.approx(min(size, 1.0) * clip, rel=1e-5)
