@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastdp.federated import Aggregator
+from fastdp.federated import Aggregator, RefusedUpdate
 from tests.federated.test_aggregation import BOUNDS, START, add
 
 
@@ -17,3 +17,16 @@ def test_one_update_moves_the_sum_by_its_bound_at_most(size):
     assert norm == pytest.approx(size * clip, rel=1e-5)
     moved = torch.cat([(aggregator.mean()[name].double() - START[name].double()).flatten() for name in START]).norm()
     assert float(moved) == pytest.approx(min(size, 1.0) * clip, rel=1e-5)
+
+
+@pytest.mark.parametrize(("size", "refused"), [(0.99, False), (1.01, True), (5.0, True)])
+def test_an_update_a_little_beyond_the_largest_norm_is_refused(size, refused):
+    aggregator = Aggregator(START, BOUNDS)
+    entries = sum(t.numel() for t in START.values())
+    state = {name: tensor + size * BOUNDS.max_norm / entries**0.5 for name, tensor in START.items()}
+    if not refused:
+        add(aggregator, state)
+        return
+    with pytest.raises(RefusedUpdate, match="beyond the bound"):
+        add(aggregator, state)
+    assert aggregator.accepted == 0
