@@ -30,3 +30,12 @@ def test_an_update_a_little_beyond_the_largest_norm_is_refused(size, refused):
     with pytest.raises(RefusedUpdate, match="beyond the bound"):
         add(aggregator, state)
     assert aggregator.accepted == 0
+
+
+def test_without_weights_a_client_with_more_examples_counts_as_much():
+    aggregator = Aggregator(START, BOUNDS)
+    for shift, examples in ((1.0, 90), (3.0, 1)):
+        add(aggregator, {name: tensor + shift for name, tensor in START.items()}, examples)
+    assert aggregator.examples == 91
+    for name, tensor in aggregator.mean().items():
+        torch.testing.assert_close(tensor, START[name] + 2.0)
