@@ -1,7 +1,6 @@
 """Mutation tests: apply each change of mutants.yaml to a copy of the tree and see whether the tests it names fail.
 
-A change that survives needs a test, or a sentence under ``survives``. The exit status is 1 if one survives without a sentence,
-where a change no longer applies, and where the test that caught it fails without it.
+A change that survives needs a test, or a sentence under ``survives``. The exit status is 1 where a change has neither.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ COPIED = ("fastdp", "kernels", "bench", "tests", "docs", "examples", "pyproject.
 #: Seconds that the tests of one change may take; one that makes them hang is caught.
 LIMIT = 420
 CAUGHT, SURVIVED, BROKEN = "caught", "survived", "broken"
-#: Tests run in forks of a process that has these: they take longer to import than most tests to run.
+#: What the processes of tests are forked with: these take longer to import than most tests to run.
 LIBRARIES = ["torch", "transformers", "peft", "scipy.stats", "dp_accounting", "hypothesis", "pytest", "opacus", "typer"]
 FORKS = multiprocessing.get_context("forkserver")
 
@@ -94,8 +93,7 @@ def outcome(folder: Path, tests: list[str]) -> tuple[str, str]:
         return CAUGHT, f"no end within {LIMIT} s"
     if process.exitcode == 0:
         return SURVIVED, ""
-    said = report.read_text(errors="replace")
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said := report.read_text(errors="replace"), re.MULTILINE)
     return (CAUGHT, failed[1]) if failed else (BROKEN, said.strip()[-300:])
 
 

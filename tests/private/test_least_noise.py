@@ -9,6 +9,7 @@ import torch
 
 import fastdp
 from fastdp.engine.policy import Policy
+from fastdp.private.plan import Plan
 from tests.engine.runs import Classifier, logical_step, start
 
 
@@ -49,3 +50,8 @@ def test_a_policy_that_is_replaced_between_steps_is_judged_as_well() -> None:
     with pytest.raises(RuntimeError, match="noise multiplier is 0.5"):
         logical_step(private)
     assert private.ledger.spent_steps == 1
+
+
+def test_a_schedule_of_noise_changes_at_the_step_that_it_names() -> None:
+    plan = Plan(100, 10, 20, 10, "poisson", "add_remove", None, 1e-3, 1.5, factors=((0, 1.0), (5, 2.0), (9, 0.5)))
+    assert [plan.sigma_at(step) for step in (0, 4, 5, 8, 9, 19)] == [1.5, 1.5, 3.0, 3.0, 0.75, 0.75]
