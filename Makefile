@@ -12,7 +12,7 @@ ARCH ?= $(shell uname -m)
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check -q
 SOURCES = $(wildcard csrc/*) setup.py pyproject.toml constraints.txt
 
-.PHONY: quickstart test test-full sanitize minimum bench gpu wheel notebooks docs clean
+.PHONY: quickstart test test-full mutants sanitize minimum bench gpu wheel notebooks docs clean
 
 quickstart: $(VENV)/.fastdp
 	$(VENV)/bin/fastdp quickstart
@@ -24,8 +24,12 @@ test: $(VENV)/.fastdp-test
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -n 2
 
 test-full: $(VENV)/.fastdp-test
-	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -m "slow or not slow" --hypothesis-profile=search
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -m "slow or not slow" --timeout 7200 --hypothesis-profile=search
 	$(MAKE) sanitize
+
+# Careless changes, one at a time: tests must fail for each (tests/mutants.yaml). It takes about half an hour on two cores.
+mutants: $(VENV)/.fastdp-test
+	$(VENV)/bin/python tests/mutants.py --json $(OUT)/mutants.json
 
 # The extension under the address and undefined-behaviour sanitizers, in a copy of the sources: the tests of ops and CALLS
 # random calls against float64, shared by the instruction sets that this machine has. A report ends the process it is about.
@@ -93,7 +97,7 @@ endif
 OLDEST = build/oldest
 minimum: constraints-minimum.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip --disable-pip-version-check -q install -c constraints-minimum.txt -e ".[trainer]" torch pytest hypothesis
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check -q install -c constraints-minimum.txt -e ".[trainer]" torch pytest pytest-timeout hypothesis
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -q tests/private tests/integrations/test_adapters.py tests/integrations/test_trainer.py tests/finetune tests/accounting
 
 # The notebooks of examples/notebooks, run from top to bottom and saved with what they show; each in less than four minutes.

@@ -26,6 +26,10 @@ def public_inputs(path):
     }
 
 
+class Stopped(BaseException):
+    """Ends a run at a place that a test chose, as an interrupt would; pytest takes it for a failure where it is not expected."""
+
+
 class StopAfter(Reporter):
     """Ends the run like a kill would, after some steps: nothing after the step gets to run."""
 

@@ -14,7 +14,7 @@ from fastdp.data import causal_examples
 from fastdp.finetune import ConfigError, finetune
 from fastdp.methods import ewft
 from fastdp.public import content_digest
-from tests.finetune.runs import classify, public_inputs
+from tests.finetune.runs import Stopped, classify, public_inputs
 
 
 @pytest.mark.parametrize("noise", ["release_once", "dp_forward"])
@@ -77,13 +77,13 @@ def test_an_interrupt_before_any_release_leaves_nothing_to_stumble_over(config, 
     """While the autoencoder learns, the ledger is there already; the same command goes on as if nothing had been."""
 
     def interrupted(*_, **__):
-        raise KeyboardInterrupt
+        raise Stopped
 
     method, options = public_inputs(str(files / "public.tsv"))["autoencoder"]
     settings = classify(config, files, method=method, method_options=options, epochs=1)
     with monkeypatch.context() as patch:
         patch.setattr(ewft.EWFT, "train_autoencoder", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Stopped):
             finetune(settings)
     assert not list((tmp_path / "run").rglob("*.jsonl"))
     assert finetune(settings).steps == 3
@@ -157,7 +157,7 @@ def test_special_tokens_that_a_text_spells_out_are_privatized(config, files, tmp
 
     def stop(self, resume):
         seen.extend([self.train, self.held_out])
-        raise KeyboardInterrupt
+        raise Stopped
 
     monkeypatch.setattr(run._Run, "execute", stop)
     tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
@@ -171,7 +171,7 @@ def test_special_tokens_that_a_text_spells_out_are_privatized(config, files, tmp
     )
     if task == "classification":
         settings.labels = ["0", "1"]
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Stopped):
         finetune(settings)
     for examples in seen:
         for item in examples.items:

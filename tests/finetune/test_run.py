@@ -13,6 +13,7 @@ import transformers
 from fastdp.data import Collator, causal_examples
 from fastdp.finetune import ConfigError, finetune, load_config
 from fastdp.finetune.evaluation import evaluate
+from tests.finetune.runs import Stopped
 
 
 def logits(model, ids):
@@ -164,13 +165,13 @@ def test_a_delta_that_would_publish_whole_records_is_refused_unless_confirmed(co
     from fastdp.finetune import run
 
     def loading(*_):
-        raise KeyboardInterrupt
+        raise Stopped
 
     monkeypatch.setattr(run, "load_trained", loading)
     settings = replace(config, delta=delta)
-    with pytest.raises(ConfigError if refused else KeyboardInterrupt):
+    with pytest.raises(ConfigError if refused else Stopped):
         finetune(settings)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Stopped):
         finetune(replace(settings, large_delta=True))
 
 

@@ -19,6 +19,7 @@ from fastdp.data import DataError
 from fastdp.finetune import judges, tune as tuning
 from fastdp.finetune.config import ConfigError
 from fastdp.finetune.tune import best_of, tune
+from tests.finetune.runs import Stopped
 
 
 def test_a_search_releases_the_best_trial_and_its_card(config, model_folder, tmp_path, monkeypatch):
@@ -95,7 +96,7 @@ def test_an_interrupted_search_goes_on_and_pays_no_more(config, tmp_path, monkey
     def counted(own, **options):
         made.append(own.output)
         if len(made) == 2:
-            raise KeyboardInterrupt
+            raise Stopped
         return real(own, **options)
 
     monkeypatch.setattr(tuning, "finetune", counted)
@@ -103,7 +104,7 @@ def test_an_interrupted_search_goes_on_and_pays_no_more(config, tmp_path, monkey
     search = {"candidates": {"learning_rate": [1e-3]}, "trials": 3, "held_out": 0.5}
     with pytest.raises(ConfigError, match="no search to resume"):
         tune(config, **search, resume=True)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Stopped):
         tune(config, **search)
     kept = json.loads((tmp_path / "run" / ".trials" / "search.json").read_text())
     assert [name for _, name in kept["done"]] == [made[0].rpartition("/")[2]]

@@ -1,4 +1,4 @@
-"""Every kernel under Triton's interpreter: one process of its own, since Triton reads the switch when it is imported."""
+"""Every kernel under Triton's interpreter: processes of their own, since Triton reads the switch when it is imported."""
 
 import os
 import subprocess
@@ -11,11 +11,13 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def test_kernels_against_their_definitions():
+@pytest.mark.parametrize("file", sorted(path.name for path in (HERE / "interpreted").glob("test_*.py")))
+def test_kernels_against_their_definitions(file):
     triton = pytest.importorskip("triton")
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
         pytest.skip("the interpreter of this Triton turns arrays of one element into numbers, which numpy 2.4 refuses")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", HERE / "interpreted"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command.append(HERE / "interpreted" / file)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
         environment.pop(name, None)

@@ -1,0 +1,132 @@
+"""What `verify` compares, field by field: a card against itself, its weights, and the ledger of its run."""
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fastdp import accounting
+from fastdp.accounting import EventModel, Gaussian, Ledger, verify
+from tests.accounting.test_claim import CLAIMS, HEADER, card, resealed, run, run_card  # noqa: F401
+
+
+def leaves(value, path=()):
+    """The path of every number, text, truth value and None in a card."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from leaves(inner, (*path, name))
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            yield from leaves(inner, (*path, number))
+    else:
+        yield path
+
+
+def changed(body, path, value):
+    """A copy of a card with another value at a path."""
+    body = copy.deepcopy(dict(body))
+    place = body
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    return body
+
+
+def test_no_leaf_of_a_card_can_be_altered(run):  # noqa: F811
+    made, _ = run
+    made = json_of(made)
+    paths = [path for path in leaves(made) if path != ("digest",)]
+    assert len(paths) > 30
+    for path in paths:
+        assert not verify(changed(made, path, "another")), path
+
+
+def json_of(made):
+    """The card as its file holds it."""
+    return json.loads(made.to_json())
+
+
+RESEALED = [
+    (("epsilon", "upper_bound"), 0.01, "covers|costs"),
+    (("epsilon", "delta"), 1e-12, "costs"),
+    (("epsilon", "delta"), 0.5, "delta"),
+    (("steps", "spent"), 9, "states 9 steps"),
+    (("steps", "spent"), -1, "not a count"),
+    (("noise_multiplier",), 0.5, "its event holds 0"),
+    (("noise_multiplier",), 2.0, "states noise_multiplier"),
+    (("sample_rate",), 0.04, "its event holds 0"),
+    (("sample_rate",), 0.01, "states sample_rate"),
+    (("dataset_size",), 3, "dataset_size"),
+    (("noise_source", "key"), accounting.noise_source(True)["key"], "reproducible key"),
+    (("why_no_guarantee",), ["it is a test"], "reasons why there is none"),
+    (("guarantee",), "pure differential privacy", "its claim is"),
+    (("kind",), "none", "holds no claim"),
+    (("also",), ["a claim"], "no list of claims"),
+    (("format",), "another", "format"),
+    (("version",), 99, "schema version"),
+    (("mechanism",), "DP-SGD", "mechanism"),
+    (("event",), None, "event"),
+    (("model", "fingerprint"), "other", "another model"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "match"), RESEALED)
+def test_what_matters_is_found_whoever_renews_the_digest(run, path, value, match):  # noqa: F811
+    made, ledger = run
+    result = verify(resealed(changed(json_of(made), path, value)), ledger=ledger)
+    assert not result
+    assert any(word in result.reason for word in match.split("|")), result.reason
+
+
+def begun(path, kind, event):
+    """A run's ledger of eight steps, and of one release of another kind."""
+    ledger = Ledger.create(path, HEADER, event=accounting.dpsgd_model(1.0, 0.02), budget_steps=20, block=3)
+    ledger.declare(kind, EventModel(event), 1)
+    for _ in range(8):
+        ledger.record()
+    ledger.record(kind)
+    return ledger
+
+
+STEPS = accounting.dpsgd(1.0, 0.02, 8)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        accounting.gaussian(0.0),
+        accounting.gaussian(5.0),
+        accounting.dpsgd(3.0, 0.02, 1),
+        accounting.chosen([accounting.gaussian(4.0)], 1.0, 0.1),
+    ],
+    ids=["without noise", "Gaussian", "sampled", "chosen"],
+)
+def test_a_release_of_another_kind_that_the_card_leaves_out_is_found(tmp_path, event):
+    """The card's steps are all there, and its epsilon is theirs: the ledger counts one release more."""
+    path = tmp_path / "ledger.jsonl"
+    ledger = begun(path, "other", event)
+    whole = run_card(ledger)
+    made = run_card(ledger, event=STEPS)
+    ledger.close()
+    assert verify(made).holds
+    result = verify(made, ledger=path)
+    assert not result
+    assert "counts releases that the card's event does not hold" in result.reason
+    assert verify(whole, ledger=path).holds
+
+
+def test_a_card_may_speak_of_some_of_the_tensors_in_a_file(tmp_path):
+    trained, frozen = torch.arange(6.0).reshape(2, 3), torch.ones(4)
+    made = card(CLAIMS["gaussian"], weights=[trained], facts={"model": {}})
+    save_file({"trained": trained, "frozen": frozen}, tmp_path / "w.safetensors")
+    assert verify(made, weights=tmp_path).holds
+    save_file({"frozen": frozen}, tmp_path / "w.safetensors")
+    assert "1 of the 1 tensors" in verify(made, weights=tmp_path).reason
+
+
+def test_a_gaussian_claim_of_no_noise_is_void():
+    made = card(Gaussian("text", "add_remove", accounting.gaussian(0.0), 1e-5))
+    assert made["guarantee"] == "none"
+    assert not verify(resealed(changed(made, ("guarantee",), "differential privacy")))

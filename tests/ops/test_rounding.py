@@ -1,0 +1,82 @@
+"""The constants of `Rounding`: sums that lose what each term of them allows, and would exceed the bound without it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastdp import ops
+from fastdp.ops.bounds import EARLY, PADDING, ROW_PRODUCTS, Roundings
+
+UNIT = 2.0**-24
+pytestmark = pytest.mark.skipif(
+    ops.Rounding(torch.ones(1, 1)).arithmetic != "cpu",
+    reason="the cases lose what the kernels' own order of sums loses",
+)
+
+
+def losing(tokens: int) -> torch.Tensor:
+    """A column whose float32 sum keeps 1.0 and loses the rest: tokens one by one, and later ones 256 at a time."""
+    rows = torch.full((tokens, 1), UNIT / EARLY)
+    rows[:EARLY], rows[0] = UNIT, 1.0
+    return rows
+
+
+def lossy_row(width: int) -> torch.Tensor:
+    """A row whose sum of squares keeps its first 16 entries and loses the others."""
+    row = torch.full((1, width), 2.0**-12)
+    row[0, :16] = 1.0
+    return row
+
+
+@pytest.mark.parametrize(("tokens", "without"), [(EARLY, "early"), (200 * EARLY, "early"), (200 * EARLY, "token")])
+@pytest.mark.parametrize("left", ["matrix", "ids"])
+def test_the_entries_of_a_gradient_lose_what_their_bound_allows(tokens: int, without: str, left: str) -> None:
+    rows, offsets = losing(tokens), torch.tensor([0, tokens])
+    factor = torch.ones(tokens, 1) if left == "matrix" else torch.zeros(tokens, dtype=torch.int64)
+    true, products = float(rows.double().sum()), float(ops.row_products(factor, rows, offsets))
+    lost = true - float(ops.sqnorm(factor, rows, offsets, "direct")) ** 0.5
+    bound = ops.Rounding(factor, rows).entry()
+    assert lost <= bound.gamma(tokens) * products
+    assert lost > bound._replace(**{without: 0.0}).gamma(tokens) * products
+
+
+def test_gram_matrices_lose_what_their_bound_allows() -> None:
+    """The left row alone, both, and neither: each width counts."""
+    offsets, short = torch.tensor([0, 1]), torch.ones(1, 1)
+    for left, right in ((lossy_row(1024), short), (lossy_row(1024), lossy_row(1024))):
+        true = float((left.double().norm() * right.double().norm()) ** 2)
+        lost = true - float(ops.sqnorm(left, right, offsets, "gram"))
+        bound = ops.Rounding(left, right).gram(left.shape[1], right.shape[1])
+        least = ops.Rounding(left, right).gram(1, right.shape[1])
+        assert least.gamma(1) * true < lost <= bound.gamma(1) * true
+
+
+def test_a_sum_of_squares_loses_what_its_bound_allows() -> None:
+    instance = lossy_row(1 << 16)[None]
+    true = float(instance.double().square().sum())
+    lost = true - float(ops.instance_sqnorm(instance))
+    assert 0.5 * 160 * UNIT * true < lost <= ops.Rounding(instance).squares(1 << 16) * true
+
+
+def test_rows_too_short_for_float32_count_as_if_they_were_longer() -> None:
+    """Squares of these vanish in float32: another factor may be as long as they are short."""
+    tiny, other, offsets = torch.full((1, 3), 2.0**-80), torch.ones(1, 1), torch.tensor([0, 1])
+    least = 3**0.5 * PADDING
+    for found in (ops.row_products(tiny, other, offsets), ROW_PRODUCTS.reference(tiny, other, offsets, 2)):
+        assert least <= float(found) < 1.01 * least
+    assert float(ops.row_products(tiny, other, offsets, order=1)) >= 3 * PADDING
+
+
+def test_products_cover_their_own_rounding() -> None:
+    left = lossy_row(1 << 16)
+    true = float(left.double().norm())
+    assert float(ops.row_products(left, torch.ones(1, 1), torch.tensor([0, 1]))) >= true
+
+
+def test_sums_of_scaled_factors_go_through_more_roundings() -> None:
+    factors = torch.ones(3, 2), torch.ones(3, 4)
+    plain, scaled = ops.Rounding(*factors).added(7), ops.Rounding(*factors, scaled=True).added(7)
+    assert scaled.fixed - plain.fixed == 5
+    assert plain.plus(scaled) == Roundings(plain.fixed + scaled.fixed, 2.0)
+    assert plain.larger(scaled) == scaled
