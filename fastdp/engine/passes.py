@@ -32,6 +32,7 @@ from fastdp.engine.forwards import Forwards
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.logits import VOCABULARY
 from fastdp.engine.losses import LossTerms, combine, intercepted, masked_mean
+from fastdp.engine.memory import allowed_bytes, kept_bytes, longest
 from fastdp.engine.one_example import merged, run_alone, single_rows, starts
 from fastdp.engine.policy import Policy, Unclipped
 from fastdp.engine.randomness import BufferSnapshot, devices, preserve_rng, rng_state, seed_from_os, unchanged
@@ -42,8 +43,6 @@ from fastdp.engine.uses import Tap, differentiate
 #: How per-example gradients are obtained.
 USES, ONE_EXAMPLE, ORDINARY = "uses", "one-example", "ordinary"
 _GRADIENT = operator.attrgetter("grad")
-#: Whole gradients that take less than this share of the model's own memory are cheaper than a second backward pass.
-_INSTANCES = 0.125
 
 
 @dataclass
@@ -62,6 +61,8 @@ class Pass:
     enter: Callable[[Pass, Any], None]
     tops: list[torch.Tensor]
     backward: Callable[[Any, bool], None]
+    #: Whether the backward pass runs twice, and keeps no factors.
+    twice: bool = False
     used: bool = False
     #: What adds a recorded pass to its logical batch, in the place of a backward pass.
     replay: Callable[[], None] | None = None
@@ -160,7 +161,11 @@ class Passes:
         self.reads.heads.always = keep_logits is False
         self.forwards = Forwards(model, self.reads, train, self.weights)
         self._expected: Counter[str] = Counter()
-        self._own_bytes: int | None = None
+        #: How many backward passes a micro-batch took, at most; 0 before the first.
+        self.backward_passes = 0
+        #: Bytes that factors may take, measured once; and by rows, units and length whether a pass runs twice.
+        self._allowed: int | None = None
+        self._twice: dict[tuple[int, int, float], bool] = {}
         #: The modules that may be checkpointed, once that was asked.
         self._switches: list[Any] | None = None
 
@@ -168,6 +173,13 @@ class Passes:
     def returns_loss(self) -> bool:
         """Whether the model's output holds the loss to differentiate."""
         return self.loss_reduction is None
+
+    @property
+    def checkpointed(self) -> bool:
+        """Whether some of the model's activations are computed again in the backward pass."""
+        if self._switches is None:
+            self._switches = [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
+        return any(module.gradient_checkpointing for module in self._switches)
 
     def scale(self, ticket: Ticket) -> float:
         """What a criterion outside the model divided its gradient by."""
@@ -239,8 +251,8 @@ class Passes:
             return self._in_isolation(call, ticket, layout, enter)
         if self.route == ONE_EXAMPLE:
             return self._one_at_a_time(call, ticket, layout, enter)
-        tap = Tap(layout)
-        if not (verify or self.weights.cut or self._twice_or_whole(layout)[0]):
+        tap, twice = Tap(layout), self._runs_twice(call, layout)
+        if not (verify or self.weights.cut or twice):
             tap.allow(self.accumulator.may_hold(layout))
         try:
             output, tops, terms = self._tops(call, layout, tap, verify=verify)
@@ -258,7 +270,7 @@ class Passes:
                 found, seeds = [t for t, _ in pairs], [g for _, g in pairs]
                 differentiate(found, seeds, own, tap, self._parameters, retain=retain)
 
-        waiting = Pass(call, ticket, layout, tap, verify, enter, tops, backward)
+        waiting = Pass(call, ticket, layout, tap, verify, enter, tops, backward, twice)
         if self.returns_loss:
             return replace_loss(output, waiting.loss(terms.mean(require_loss(output), tops[0]))), waiting
         return waiting.replace_outputs(output), waiting
@@ -373,7 +385,6 @@ class Passes:
         if waiting.replay is not None:
             waiting.replay()
             return
-        two_pass, instances = self._twice_or_whole(waiting.layout)
         self.reads.tap = waiting.tap if self.route == USES else None
         try:
             if self.route == ORDINARY:
@@ -384,15 +395,15 @@ class Passes:
             elif self.route == ONE_EXAMPLE:
                 waiting.backward(upstream, False)
             else:
-                with repeatable(self.model) if two_pass else nullcontext():
+                with repeatable(self.model) if waiting.twice else nullcontext():
                     self.accumulator.run(
                         lambda retain: waiting.backward(upstream, retain),
                         lambda sink: setattr(waiting.tap, "sink", sink),
                         waiting.layout,
                         self._expected,
-                        two_pass=two_pass,
-                        instances=instances,
+                        two_pass=waiting.twice,
                     )
+                self.backward_passes = max(self.backward_passes, 1 + waiting.twice)
                 self.refuse_foreign_gradients("in the backward pass")
         except UnsupportedUse as error:
             # Nothing has been added yet: captures are refused before the first norm is used.
@@ -406,19 +417,19 @@ class Passes:
             self.reads.tap = None
             waiting.tap.close()
 
-    def _twice_or_whole(self, layout: Layout) -> tuple[bool, bool]:
-        """Whether to run the backward pass twice, and whether to keep whole gradients, which are small where few train."""
+    def _runs_twice(self, call: Call, layout: Layout) -> bool:
+        """Whether to run the backward pass twice: if checkpointing is on, and one pass's factors do not fit into memory."""
         if self.two_pass is not None:
-            return self.two_pass, False
-        if self._switches is None:
-            self._switches = [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
-        if not any(module.gradient_checkpointing for module in self._switches):
-            return False, False
-        if self._own_bytes is None:
-            self._own_bytes = sum(p.nbytes for p in self.model.parameters())
-        small = self.accumulator.fit(layout.units, int(_INSTANCES * self._own_bytes))
-        instances = not self.weights.anyone(not small)
-        return not instances, instances
+            return self.two_pass
+        if self.route != USES or not self.checkpointed:
+            return False
+        assert self.trace is not None
+        if self._allowed is None:
+            self._allowed = allowed_bytes(self.parameters, self.device)
+        shape = layout.rows, layout.units, longest(self.trace, call, layout.rows)
+        if shape not in self._twice:
+            self._twice[shape] = kept_bytes(self.trace, self.read, layout, shape[2]) > self._allowed
+        return self.weights.anyone(self._twice[shape])
 
     def refuse_foreign_gradients(self, when: str) -> None:
         """Every covered use returns no gradient to autograd, so a `.grad` that appears is one nothing has clipped."""

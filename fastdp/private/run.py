@@ -49,6 +49,7 @@ _DISCARDED_BATCHES = (
     "logical batches that were begun and not released were discarded for reasons that no record has a part in, like a shortage "
     "of memory: leaving out a batch because of its loss tells of all of it"
 )
+_PASSES = "how many backward passes a checkpointed micro-batch took: the choice depends on the lengths of its examples"
 #: Models and optimizers which an engine drives; held here, not on them, so that their copies are plain.
 _DRIVEN: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -206,6 +207,11 @@ class Private(Published):
     def route(self) -> str | None:
         """How per-example gradients are obtained: ``uses``, ``one-example`` or ``ordinary``; None before the first batch."""
         return self._engine.route
+
+    @property
+    def backward_passes(self) -> int:
+        """The most backward passes that a micro-batch took: 2 if a checkpointed model is short of memory, 0 before the first."""
+        return self._engine.backward_passes
 
     def _require_budget(self) -> int:
         remaining = self.total_steps - self.steps_done
@@ -367,6 +373,7 @@ class Private(Published):
                 "name": accounting.model_name(self.model),
                 "trained_parameters": trained,
                 "processes": self.ranks.size,
+                **({"backward_passes": self.backward_passes} if self._engine.checkpointed else {}),
                 "fingerprint": self._fingerprint,
             },
             flaws=self.method.flaws(),
@@ -379,7 +386,10 @@ class Private(Published):
                 *self._provenance.sentences(),
                 *self._assumed,
             ],
-            unprotected=[f"what looked on at the run from inside, before its noise: {seen}"] if seen else [],
+            unprotected=[
+                *([f"what looked on at the run from inside, before its noise: {seen}"] if seen else []),
+                *([_PASSES] if self._engine.checkpointed else []),
+            ],
             remaining=[
                 *([accounting.rounded_to_grid(distance)] if self._release.secure_rounding else []),
                 *([among_units_in_words(math.ceil(self.expected_batch_size))] if self.policy.bounds else []),
