@@ -11,10 +11,11 @@ import torch
 
 from fastdp.distributed.pieces import piece
 from fastdp.engine.batches import Call, leaves
-from fastdp.engine.layout import Layout
 from fastdp.engine.trace import LOOKUPS, Trace
 from fastdp.ops.routes import plan
 
+#: Where a container finds what it may use.
+_CONTAINER = Path("/sys/fs/cgroup")
 #: The share of free memory that factors may take: checkpoints and the activations of one block need the rest.
 _SHARE = 0.75
 
@@ -27,7 +28,7 @@ def free_bytes(device: torch.device) -> int:
     free = psutil.virtual_memory().available
     try:
         # A container sees all of the machine's memory, and may use less of it.
-        most, used = (Path("/sys/fs/cgroup", name).read_text() for name in ("memory.max", "memory.current"))
+        most, used = ((_CONTAINER / name).read_text() for name in ("memory.max", "memory.current"))
         return min(free, int(most) - int(used))
     except (OSError, ValueError):
         return free
@@ -48,17 +49,24 @@ def longest(trace: Trace, call: Call, rows: int) -> float:
     return max(found, default=1.0)
 
 
-def kept_bytes(trace: Trace, parameters: Mapping[str, torch.nn.Parameter], layout: Layout, longer: float) -> int:
+def kept_bytes(
+    trace: Trace,
+    parameters: Mapping[str, torch.nn.Parameter],
+    rows: int,
+    units: int,
+    longer: float,
+    device: torch.device,
+) -> int:
     """Bytes of factors, and of gradients by unit that take their place, until a single backward pass is over.
 
     Args:
         trace: of the model, by which every use and the shape of its input are known.
         parameters: the trained ones by name, as modules read them.
-        layout: of the rows that the pass has.
+        rows, units: that the pass has.
         longer: times the traced rows' length, as `longest` gives it.
+        device: of the activations.
     """
-    units, kept = max(1, layout.units), 0.0
-    device = layout.weights.device
+    kept, sources = 0.0, set()
     half = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     for read in trace.reads:
         shape, numbers = parameters[read.parameter].shape, parameters[read.parameter].numel()
@@ -66,7 +74,9 @@ def kept_bytes(trace: Trace, parameters: Mapping[str, torch.nn.Parameter], layou
         if len(shape) < 2 or not read.input_shape:
             kept += 4 * units * numbers
             continue
-        elements = layout.rows * longer * math.prod(read.input_shape) / trace.rows
+        # What has no rows is expanded to one copy a row.
+        carries = trace.carries_rows.get((read.operation, read.parameter, len(read.input_shape))) is not None
+        elements = rows * longer * math.prod(read.input_shape) / (trace.rows if carries else 1)
         if read.operation in LOOKUPS:
             kept += elements * (8 + shape[1] * dtype.itemsize)
             continue
@@ -74,10 +84,11 @@ def kept_bytes(trace: Trace, parameters: Mapping[str, torch.nn.Parameter], layou
         spatial = "conv" in read.operation and len(read.input_shape) > 2
         columns = max(1, numbers // shape[0] if spatial else read.input_shape[-1])
         tokens = elements / max(1, read.input_shape[1] if spatial else columns)
-        rows, length = max(1, numbers // columns), max(1, round(tokens / units))
-        if plan(rows, columns, length, units, dtype=dtype, device=device) == "instantiate":
+        width, length = max(1, numbers // columns), max(1, round(tokens / units))
+        if plan(width, columns, length, units, dtype=dtype, device=device) == "instantiate":
             kept += 4 * units * numbers
         else:
             # Uses of one input (q, k and v; gate and up) keep it once.
-            kept += tokens * (rows + (0 if read.shared else columns)) * dtype.itemsize
+            kept += tokens * (width + (0 if read.source in sources else columns)) * dtype.itemsize
+            sources.add(read.source)
     return int(kept)

@@ -7,7 +7,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from fastdp.distributed.ranks import Ranks
 from fastdp.distributed.shards import weights_of
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import Call, as_long_as, map_tensors
+from fastdp.engine.batches import Call, as_long_as, map_tensors, take_rows
 from fastdp.engine.boundary import (
     LossBoundary,
     OutputBoundary,
@@ -64,7 +64,7 @@ class Pass:
     #: Whether the backward pass runs twice, and keeps no factors.
     twice: bool = False
     used: bool = False
-    #: What adds a recorded pass to its logical batch, in the place of a backward pass.
+    #: What adds a recorded pass, or one in parts, to its logical batch, in the place of a backward pass.
     replay: Callable[[], None] | None = None
 
     def loss(self, value: torch.Tensor) -> torch.Tensor:
@@ -163,9 +163,9 @@ class Passes:
         self._expected: Counter[str] = Counter()
         #: How many backward passes a micro-batch took, at most; 0 before the first.
         self.backward_passes = 0
-        #: Bytes that factors may take, measured once; and by rows, units and length whether a pass runs twice.
+        #: Bytes that factors may take, measured once; and by rows, units and length whether those of one pass do.
         self._allowed: int | None = None
-        self._twice: dict[tuple[int, int, float], bool] = {}
+        self._shapes_that_fit: dict[tuple[int, int, float], bool] = {}
         #: The modules that may be checkpointed, once that was asked.
         self._switches: list[Any] | None = None
 
@@ -252,6 +252,10 @@ class Passes:
         if self.route == ONE_EXAMPLE:
             return self._one_at_a_time(call, ticket, layout, enter)
         tap, twice = Tap(layout), self._runs_twice(call, layout)
+        if twice and not verify:
+            parts = self._in_parts(call, ticket, layout, enter)
+            if parts is not None:
+                return parts
         if not (verify or self.weights.cut or twice):
             tap.allow(self.accumulator.may_hold(layout))
         try:
@@ -274,6 +278,41 @@ class Passes:
         if self.returns_loss:
             return replace_loss(output, waiting.loss(terms.mean(require_loss(output), tops[0]))), waiting
         return waiting.replace_outputs(output), waiting
+
+    def _in_parts(
+        self, call: Call, ticket: Ticket, layout: Layout, enter: Callable[[Pass, Any], None]
+    ) -> tuple[Any, Pass] | None:
+        """Run several passes of fewer units, each of which fits into memory; None where two backward passes must do."""
+        whole = self.two_pass is not None or self.trying or self.weights.cut or ticket.token_units is not None
+        if whole or not self.returns_loss or self.trace is None:
+            return None
+        most, longer = layout.units, longest(self.trace, call, layout.rows)
+        while not self._fits(most * int(layout.counts.max()), most, longer):
+            if most == 1:
+                return None
+            most = (most + 1) // 2
+        bounds = [0, *layout.counts.cumsum(0).tolist()]
+        found = []
+        try:
+            for first in range(0, layout.units, most):
+                last = min(first + most, layout.units)
+                rows = torch.arange(bounds[first], bounds[last])
+                own = replace(ticket, row_units=ticket.row_units[rows] - first, weights=ticket.weights[first:last])
+                found.append(self.run_forward(take_rows(call, rows, self.trace.carriers), own, verify=False))
+        except UnsupportedUse:
+            # A few rows may go another way than all of them do.
+            return None
+        outputs, parts = zip(*found)
+        tap, losses = Tap(layout), torch.cat([part.tops[0].detach() for part in parts])
+        tap.shapes = set().union(*(part.tap.shapes for part in parts))
+        waiting = Pass(call, ticket, layout, tap, False, enter, [losses], lambda upstream, retain: None)
+
+        def differentiate() -> None:
+            for part in parts:
+                self.differentiate(part, None)
+
+        waiting.replay = differentiate
+        return replace_loss(merged(list(outputs)), waiting.loss(masked_mean(losses, layout.weights))), waiting
 
     def _one_at_a_time(
         self, call: Call, ticket: Ticket, layout: Layout, enter: Callable[[Pass, Any], None]
@@ -424,12 +463,19 @@ class Passes:
         if self.route != USES or not self.checkpointed:
             return False
         assert self.trace is not None
+        longer = longest(self.trace, call, layout.rows)
+        return self.weights.anyone(not self._fits(layout.rows, layout.units, longer))
+
+    def _fits(self, rows: int, units: int, longer: float) -> bool:
+        """Whether one backward pass over so many rows keeps no more than memory allows."""
+        assert self.trace is not None
         if self._allowed is None:
             self._allowed = allowed_bytes(self.parameters, self.device)
-        shape = layout.rows, layout.units, longest(self.trace, call, layout.rows)
-        if shape not in self._twice:
-            self._twice[shape] = kept_bytes(self.trace, self.read, layout, shape[2]) > self._allowed
-        return self.weights.anyone(self._twice[shape])
+        shape = rows, units, longer
+        if shape not in self._shapes_that_fit:
+            kept = kept_bytes(self.trace, self.read, *shape, self.device)
+            self._shapes_that_fit[shape] = kept <= self._allowed
+        return self._shapes_that_fit[shape]
 
     def refuse_foreign_gradients(self, when: str) -> None:
         """Every covered use returns no gradient to autograd, so a `.grad` that appears is one nothing has clipped."""

@@ -32,8 +32,7 @@ Key = tuple[str, frozenset[int], int]
 class Read:
     """One operation of the forward pass that reads a trained parameter (or a loss, whose ``parameter`` is empty).
 
-    ``chosen`` says that the data chose which tokens the operation sees, and ``shared`` that the read before it had the same
-    input.
+    ``chosen`` says that the data chose which tokens the operation sees. Reads of one input in a row have the same ``source``.
     """
 
     parameter: str
@@ -41,7 +40,7 @@ class Read:
     module: str
     input_shape: tuple[int, ...]
     chosen: bool = False
-    shared: bool = False
+    source: int = 0
 
 
 @dataclass
@@ -164,6 +163,7 @@ class _Recorder(Follow):
         #: The input of each read.
         self.inputs: list[_Seen | None] = []
         self._latest: Callable[[], torch.Tensor | None] = lambda: None
+        self._sources = 0
         self.met: list[_Encounter] = []
         #: Logits left out, and the module that would have computed them; and the matrices whose logits were computed after all.
         self.left_out: list[tuple[Source, str] | None] = []
@@ -229,9 +229,10 @@ class _Recorder(Follow):
 
     def _note_read(self, name: str, operation: str, inputs: list[torch.Tensor], chosen: bool) -> None:
         shape = tuple(inputs[0].shape) if inputs else ()
-        shared = bool(inputs) and self._latest() is inputs[0]
-        self._latest = weakref.ref(inputs[0]) if inputs else lambda: None
-        self.reads.append(Read(name, operation, self.stack[-1], shape, chosen, shared))
+        if not inputs or self._latest() is not inputs[0]:
+            self._sources += 1
+            self._latest = weakref.ref(inputs[0]) if inputs else lambda: None
+        self.reads.append(Read(name, operation, self.stack[-1], shape, chosen, self._sources))
         self.inputs.append(self.seen(inputs[0]) if inputs else None)
 
     def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> None:
