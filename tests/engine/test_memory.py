@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 
 import fastdp
-from fastdp.engine import memory
+from fastdp.engine import logits, memory
 from fastdp.engine.engine import Engine
 from fastdp.engine.layout import Ticket
 from fastdp.engine.memory import allowed_bytes, free_bytes, kept_bytes, longest
@@ -120,6 +120,29 @@ def test_the_loss_and_the_logits_of_parts_are_those_of_the_batch(monkeypatch: py
     output = model(**data)
     assert torch.allclose(output.loss, torch.stack([one.loss for one in alone]).mean(), rtol=1e-5)
     assert torch.allclose(output.logits, plain.logits, atol=1e-5)
+
+
+def test_parts_leave_logits_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "vocabulary", 8)
+    monkeypatch.setattr(logits.Heads, "tile", 0)
+    monkeypatch.setattr(logits, "_pays", lambda hidden, weight: True)
+    data = batch("llama", rows=5)
+    truth = one_at_a_time(build("llama"), data, shift=True)
+    engine, tickets = engine_for(model := checkpointed("llama", "full", False), 1.0, two_pass=False)
+    feed(engine, tickets, data)
+    assert engine.accumulator.tiles_heads
+    limit = kept(engine, 2)
+    engine.close()
+    monkeypatch.setattr("fastdp.engine.passes.allowed_bytes", lambda *_: limit)
+    engine, tickets = engine_for(model, 1.0)
+    feed(engine, tickets, data)
+    engine.abandon()
+    tickets.append(Ticket(torch.arange(5), torch.ones(5), True))
+    output = model(**data)
+    output.loss.backward()
+    assert error(engine.accumulator.sums, clipped_sum(truth, 1.0)) < CLIPPED
+    with pytest.raises(RuntimeError, match="keep_logits=True"):
+        output.logits.sum()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit"])
