@@ -16,7 +16,7 @@ import torch
 from fastdp.distributed.ranks import Ranks
 from fastdp.distributed.shards import weights_of
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import Call, as_long_as, map_tensors, take_rows
+from fastdp.engine.batches import Call, as_long_as, map_tensors, slice_rows
 from fastdp.engine.boundary import (
     LossBoundary,
     OutputBoundary,
@@ -296,9 +296,9 @@ class Passes:
         try:
             for first in range(0, layout.units, most):
                 last = min(first + most, layout.units)
-                rows = torch.arange(bounds[first], bounds[last])
+                rows = slice(bounds[first], bounds[last])
                 own = replace(ticket, row_units=ticket.row_units[rows] - first, weights=ticket.weights[first:last])
-                found.append(self.run_forward(take_rows(call, rows, self.trace.carriers), own, verify=False))
+                found.append(self.run_forward(slice_rows(call, rows, self.trace.carriers), own, verify=False))
         except UnsupportedUse:
             # A few rows may go another way than all of them do.
             return None
