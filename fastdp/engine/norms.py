@@ -204,12 +204,11 @@ class NormSink(Captures):
         # The gradient of a table has no small form, and its cross term with this use needs both as factors.
         several = masked or self.expected.get(name, 1) > 1
         small = route == "instantiate" and name not in self.tables
-        if factors.right.device.type == "cpu":
-            # How several uses are measured must not depend on their length; that of one does not.
-            small = small and not several
+        # On a processor, how several uses are measured must not depend on their length; that of one does not.
+        small &= not (several and factors.right.device.type == "cpu")
         self.routes[name] = Route("masked", *found.route[1:]) if masked and not small else found.route
         if small:
-            self._instantiate(found, several)
+            self._instantiate(found)
             return
         entry.factors.append(factors)
         if several:
@@ -306,11 +305,11 @@ class NormSink(Captures):
             relative = rounding.squares(entries)
             self.norms.add(own, power, entries, relative=relative, products=products, **errors)
 
-    def _instantiate(self, found: Found, several: bool) -> None:
+    def _instantiate(self, found: Found) -> None:
         """Make the gradients of a small matrix at once."""
         name, use, entry = found.name, found.use, self.entries[found.name]
         offsets, wide = use.offsets(self.layout), min(found.route.rows, found.route.columns) > NARROW
-        if use.right.device.type != "cpu" or several:
+        if use.right.device.type != "cpu":
             left, right = use.dense().oriented
             if not self.keep:
                 self.note_products(name, use)

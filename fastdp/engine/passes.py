@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -163,11 +163,8 @@ class Passes:
         self._expected: Counter[str] = Counter()
         #: How many backward passes a micro-batch took, at most; 0 before the first.
         self.backward_passes = 0
-        #: Bytes that factors may take, measured once; and by rows, units and length whether those of one pass do.
-        self._allowed: int | None = None
-        self._shapes_that_fit: dict[tuple[int, int, float], bool] = {}
-        #: The modules that may be checkpointed, once that was asked.
-        self._switches: list[Any] | None = None
+        #: Bytes that factors of one pass take, by rows, units and length.
+        self._kept: dict[tuple[int, int, float], int] = {}
 
     @property
     def returns_loss(self) -> bool:
@@ -177,9 +174,11 @@ class Passes:
     @property
     def checkpointed(self) -> bool:
         """Whether some of the model's activations are computed again in the backward pass."""
-        if self._switches is None:
-            self._switches = [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
         return any(module.gradient_checkpointing for module in self._switches)
+
+    @cached_property
+    def _switches(self) -> list[Any]:
+        return [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
 
     def scale(self, ticket: Ticket) -> float:
         """What a criterion outside the model divided its gradient by."""
@@ -456,6 +455,10 @@ class Passes:
             self.reads.tap = None
             waiting.tap.close()
 
+    @cached_property
+    def _allowed(self) -> int:
+        return allowed_bytes(self.parameters, self.device)
+
     def _runs_twice(self, call: Call, layout: Layout) -> bool:
         """Whether to run the backward pass twice: if checkpointing is on, and one pass's factors do not fit into memory."""
         if self.two_pass is not None:
@@ -469,13 +472,10 @@ class Passes:
     def _fits(self, rows: int, units: int, longer: float) -> bool:
         """Whether one backward pass over so many rows keeps no more than memory allows."""
         assert self.trace is not None
-        if self._allowed is None:
-            self._allowed = allowed_bytes(self.parameters, self.device)
         shape = rows, units, longer
-        if shape not in self._shapes_that_fit:
-            kept = kept_bytes(self.trace, self.read, *shape, self.device)
-            self._shapes_that_fit[shape] = kept <= self._allowed
-        return self._shapes_that_fit[shape]
+        if shape not in self._kept:
+            self._kept[shape] = kept_bytes(self.trace, self.read, *shape, self.device)
+        return self._kept[shape] <= self._allowed
 
     def refuse_foreign_gradients(self, when: str) -> None:
         """Every covered use returns no gradient to autograd, so a `.grad` that appears is one nothing has clipped."""

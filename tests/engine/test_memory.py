@@ -2,9 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +13,7 @@ import fastdp
 from fastdp.engine import logits, memory
 from fastdp.engine.engine import Engine
 from fastdp.engine.layout import Ticket
-from fastdp.engine.memory import allowed_bytes, free_bytes, kept_bytes, longest
+from fastdp.engine.memory import allowed_bytes, kept_bytes, longest
 from fastdp.engine.norms import NormSink
 from fastdp.engine.sums import SumSink
 from tests.engine.models import batch, build
@@ -191,16 +189,6 @@ def test_what_is_not_checkpointed_asks_for_no_memory(monkeypatch: pytest.MonkeyP
     engine, tickets = engine_for(build("llama"), 1.0)
     feed(engine, tickets, batch("llama"))
     assert engine.backward_passes == 1
-
-
-def test_free_memory_is_the_machine_s_or_a_container_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_CONTAINER", tmp_path)
-    assert 0 < free_bytes(CPU) <= psutil.virtual_memory().total
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    assert free_bytes(CPU) > 1 << 20
-    (tmp_path / "memory.max").write_text("5000\n")
-    assert free_bytes(CPU) == 4000
 
 
 @pytest.fixture
