@@ -97,6 +97,8 @@ class Tally:
     peak_bytes: int = 0
     #: How often the model's own code made the host wait, which no engine can help.
     model_waits: int = 0
+    #: Of a micro-batch, in a private step.
+    backward_passes: int = 1
     counts: Counter[str] = field(default_factory=Counter)
     spent: Counter[str] = field(default_factory=Counter)
 
@@ -484,7 +486,7 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
     from torch.fx.experimental import _config as config
     from triton.runtime.jit import JITFunction
 
-    from fastdp.engine import norms
+    from fastdp.engine import memory, norms
     from fastdp.ops import routes
     from fastdp.ops.table import OPS
     from fastdp.verify import engine_check
@@ -502,6 +504,7 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
             stack.enter_context(mock.patch.dict(op.implementations, {"meta": ours[name]}))
         stack.enter_context(mock.patch.dict(routes.DEFAULTS, constants))
         stack.enter_context(mock.patch.object(norms, "may_hold", return_value=gpu.memory // 32))
+        stack.enter_context(mock.patch.object(memory, "free_bytes", side_effect=lambda _: gpu.memory - meter.live))
         for module in [m for name, m in sys.modules.items() if name.startswith("fastdp.kernels.")]:
             if hasattr(module, "processors"):
                 stack.enter_context(mock.patch.object(module, "processors", return_value=gpu.processors))

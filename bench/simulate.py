@@ -22,7 +22,13 @@ from . import workloads
 from .meter import GPUS, META, PER_DOUBLE_ROUND, PER_NORMAL, PER_UPDATE, Gpu, Tally, simulated
 from .workloads import Case
 
-CASES = workloads.LARGE
+_FULL, _LORA = workloads.LARGE["llama-1b-full"], workloads.LARGE["llama-8b-lora-checkpointed"]
+CASES = workloads.LARGE | {
+    "llama-1b-full-checkpointed": dataclasses.replace(_FULL, checkpointed=True),
+    "llama-1b-full-checkpointed-16x2048": dataclasses.replace(_FULL, checkpointed=True, rows=16, tokens=2048),
+    "llama-1b-lora-checkpointed-12x512": dataclasses.replace(_FULL, checkpointed=True, rank=16, rows=12, tokens=512),
+    "llama-8b-lora-checkpointed-16x2048": dataclasses.replace(_LORA, rows=16),
+}
 
 
 def build(case: Case, device: torch.device = META) -> torch.nn.Module:
@@ -33,20 +39,28 @@ def build(case: Case, device: torch.device = META) -> torch.nn.Module:
 
 
 def step_of(
-    case: Case, device: torch.device, *, private: bool, self_check: bool = False, noise_rounds: int = 20
+    case: Case,
+    device: torch.device,
+    *,
+    private: bool,
+    self_check: bool = False,
+    noise_rounds: int = 20,
+    two_pass: bool | None = None,
 ) -> Callable[[], None]:
     """A function that takes one training step, in the fused forms of AdamW: torch's, or ours with its noise."""
     model = build(case, device)
     if private:
-        return workloads.private_step(case, model, fused=True, self_check=self_check, noise_rounds=noise_rounds)
+        options: dict[str, Any] = {"self_check": self_check, "noise_rounds": noise_rounds, "two_pass": two_pass}
+        return workloads.private_step(case, model, fused=True, **options)
     return workloads.plain_step(case, model, fused=True)
 
 
-def measure(name: str, gpu: str, noise_rounds: int = 20) -> list[dict[str, Any]]:
+def measure(name: str, gpu: str, noise_rounds: int = 20, two_pass: bool | None = None) -> list[dict[str, Any]]:
     """Rows of a case on one GPU, plain and private, each marked as simulated, with private over plain.
 
     Args:
         noise_rounds: of private steps' noise, as `fastdp.make_private` takes it.
+        two_pass: of private steps, as `fastdp.make_private` takes it.
 
     Raises:
         ValueError: an unknown case or GPU, or rounds that noise cannot have.
@@ -58,7 +72,7 @@ def measure(name: str, gpu: str, noise_rounds: int = 20) -> list[dict[str, Any]]
         raise ValueError(f"there is no price list for '{gpu}'; choose one of {', '.join(GPUS)}")
     firsts = {kind: first_peak(CASES[name], GPUS[gpu], private=kind == "private") for kind in ("plain", "private")}
     tallies = {
-        kind: tally(CASES[name], GPUS[gpu], private=kind == "private", noise_rounds=noise_rounds)
+        kind: tally(CASES[name], GPUS[gpu], private=kind == "private", noise_rounds=noise_rounds, two_pass=two_pass)
         for kind in ("plain", "private")
     }
     rows = []
@@ -71,6 +85,7 @@ def measure(name: str, gpu: str, noise_rounds: int = 20) -> list[dict[str, Any]]
                 "simulated": True,
                 "step": kind,
                 **({"noise_rounds": noise_rounds} if kind == "private" else {}),
+                "backward_passes": found.backward_passes,
                 "seconds": found.seconds,
                 "captured_seconds": found.captured_seconds,
                 "launches": found.launches,
@@ -97,14 +112,24 @@ def prices() -> dict[str, Any]:
     }
 
 
-def tally(case: Case, gpu: Gpu, *, private: bool, granularity: int = 512, noise_rounds: int = 20) -> Tally:
+def tally(
+    case: Case,
+    gpu: Gpu,
+    *,
+    private: bool,
+    granularity: int = 512,
+    noise_rounds: int = 20,
+    two_pass: bool | None = None,
+) -> Tally:
     """What the third step comes to: the first prepares, and by the third the optimizer's state is there."""
     with simulated(gpu, granularity) as meter:
-        step = step_of(case, META, private=private, noise_rounds=noise_rounds)
+        step: Any = step_of(case, META, private=private, noise_rounds=noise_rounds, two_pass=two_pass)
         step()
         step()
         with meter.measuring() as found:
             step()
+    if private:
+        found.backward_passes = step.private.backward_passes
     return found
 
 

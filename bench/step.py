@@ -45,6 +45,7 @@ CASES = {
     "llama-6x512-lora": Case("llama", 6, 512, 1376, tuning="lora"),
     "llama-6x512-lora-checkpointed": Case("llama", 6, 512, 1376, tuning="lora", checkpointed=True),
     "llama-6x512-full": Case("llama", 6, 512, 1376),
+    "llama-4x256-full-checkpointed": Case("llama", 4, 256, vocabulary=1024, rows=4, checkpointed=True),
     "bert-6x384-full": Case("bert", 6, 384),
     "bert-6x384-bitfit": Case("bert", 6, 384, tuning="bitfit"),
     "vit-6x384-full": Case("vit", 6, 384, tokens=197),
@@ -72,7 +73,8 @@ def measure(
     Without a choice of implementations all, and where everything is trained those with fused optimizers too.
 
     Ratios are to non-private in the same run: time by the median of step-by-step ratios, so that a machine whose speed
-    drifts is compared with itself. On a processor ``heap_bytes`` and ``ratio_heap`` are those of the timed processes. On a
+    drifts is compared with itself. On a processor ``processor_seconds`` leave out what other programs took of the machine, and
+    ``ratio_processor`` is of their medians; ``heap_bytes`` and ``ratio_heap`` are those of the timed processes. On a
     GPU ``seconds`` are those of a step among several in a row, as loops take them, and ``waited_seconds`` those of one that the
     host waits for; ``peak_bytes`` is the peak of tensors since the model was built, and ``held_bytes`` what torch holds of the
     device after all steps, recorded passes and freed blocks with it.
@@ -107,6 +109,9 @@ def measure(
                     row["ratio_waited"] = statistics.median(one.waited) / statistics.median(base.waited)
                     row["ratio_held"] = one.held / base.held
             else:
+                row["processor_seconds"] = statistics.median(one.processor)
+                if base.error is None:
+                    row["ratio_processor"] = row["processor_seconds"] / statistics.median(base.processor)
                 row["heap_bytes"] = one.heap
                 row["ratio_heap"] = one.heap / base.heap if base.error is None else None
         rows.append(row)
@@ -118,6 +123,7 @@ class _Found:
     """What was seen of one implementation: seconds of its steps, bytes, or why there are none."""
 
     times: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
     peak: int = 0
     held: int = 0
@@ -162,6 +168,7 @@ def _in_turns(case: str, implementations: tuple[str, ...], steps: int, warmup: i
         for _ in range(steps):
             for name, worker in workers.items():
                 found[name].times.append(worker.ask(_take))
+                found[name].processor.append(worker.ask(_spent))
         for name, worker in workers.items():
             found[name].heap, found[name].error = worker.ask(_peak), worker.error
     for name, one in found.items():
@@ -204,6 +211,8 @@ class _Worker:
 #: In such a process: the step, and the most memory that it had used when that was begun to be built.
 _step: Callable[[], None] | None = None
 _start = 0
+#: Processor time of the latest steps, of all threads.
+_processor = 0.0
 
 
 def _begin() -> None:
@@ -232,13 +241,20 @@ def _make(case: str, implementation: str) -> None:
 
 def _take(count: int = 1) -> float:
     """Seconds of so many steps in a row."""
+    global _processor
     assert _step is not None
-    begun = time.perf_counter()
+    begun, worked = time.perf_counter(), time.process_time()
     for _ in range(count):
         _step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    _processor = time.process_time() - worked
     return time.perf_counter() - begun
+
+
+def _spent() -> float:
+    """Seconds of processor time that the latest steps took."""
+    return _processor
 
 
 def _peak() -> int:

@@ -200,10 +200,11 @@ def private_step(
     capture: bool = False,
     self_check: bool = False,
     noise_rounds: int = 20,
+    two_pass: bool | None = None,
 ) -> Callable[[], None]:
     """A function that takes one private step, with torch's AdamW or that which fuses noise and update.
 
-    Moments of both are kept in the case's dtype, as torch keeps them.
+    Moments of both are kept in the case's dtype, as torch keeps them. Its attribute ``private`` is the run.
     """
     import fastdp
 
@@ -216,9 +217,11 @@ def private_step(
     else:
         optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
     private = fastdp.make_private(
-        model, optimizer, loader_of(case), capture=capture, noise_rounds=noise_rounds, **privacy
+        model, optimizer, loader_of(case), capture=capture, noise_rounds=noise_rounds, two_pass=two_pass, **privacy
     )
-    return _stepping(model, private.optimizer, batches(private.data_loader, trained[0].device))
+    step = _stepping(model, private.optimizer, batches(private.data_loader, trained[0].device))
+    step.private = private  # type: ignore[attr-defined]
+    return step
 
 
 def _stepping(model: torch.nn.Module, optimizer: Any, stream: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:

@@ -74,7 +74,8 @@ def make_private(
             may tell what rounding did to a sum.
         noise_rounds: of ChaCha, which draws the noise of training steps: 20, or 12, which a GPU draws faster (docs/noise.md), and
             of counts that adaptive bounds follow. The sampling, and releases of a method's own, have 20 always.
-        two_pass: run backward twice and keep no activations' factors; None: when gradient checkpointing is on.
+        two_pass: run backward twice and keep no activations' factors; None: where gradient checkpointing is on and one
+            pass does not fit into memory (docs/scaling.md).
         self_check: verify the first batch, longer ones, and later ones by a public schedule (docs/audit.md): that an example's
             loss and gradient are what they are alone. Without it the card says that this was assumed.
         isolation: "per_example" hands out and runs one example at a time, so that no example can reach another in the model

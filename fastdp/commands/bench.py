@@ -50,6 +50,7 @@ def simulate_command(
     case: Annotated[str, typer.Option(help="one case, or 'all'")] = "all",
     gpu: Annotated[str, typer.Option(help="h100 or h200, or 'all'")] = "all",
     noise_rounds: Annotated[int, typer.Option(help="rounds of the noise's ChaCha: 20 or 12")] = 20,
+    two_pass: Annotated[bool | None, typer.Option(help="backward passes; by default as memory allows")] = None,
     json: Json = None,
 ) -> None:
     """SIMULATED steps: the real engine on tensors without data, each operation priced by a table; nothing is measured."""
@@ -59,7 +60,7 @@ def simulate_command(
     for name in bench.CASES if case == "all" else [case]:
         for kind in bench.GPUS if gpu == "all" else [gpu]:
             with console.status(f"{name} on {kind}, simulated ..."):
-                found = bench.measure(name, kind, noise_rounds)
+                found = bench.measure(name, kind, noise_rounds, two_pass)
             _print(f"{name} on {found[0]['gpu']}, SIMULATED", found, "case", "gpu", "dearest")
             rows += found
             _write(json, {"simulated": True, "prices": bench.prices(), "rows": rows})

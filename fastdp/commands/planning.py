@@ -14,6 +14,12 @@ from fastdp.commands.training import ProgressReporter, with_settings
 from fastdp.finetune.config import ConfigError, listed, load_config
 from fastdp.finetune.reporter import duration, memory
 
+#: By the backward passes of a micro-batch.
+_PASSES = {
+    1: "one backward pass a micro-batch, whose factors fit into memory",
+    2: "two backward passes a micro-batch, as memory is short; a smaller physical_batch_size may need only one",
+}
+
 
 @with_settings
 @refusing
@@ -81,6 +87,8 @@ def plan_command(
         f"{1e3 * machine.release_seconds:.3g} ms of it for the release; peak {memory(machine.peak_bytes)} with "
         f"{machine.physical} examples at once",
     )
+    if found.config.gradient_checkpointing:
+        console.print(f"gradient checkpointing: {_PASSES[machine.backward_passes]}")
     for reason in found.reasons:
         console.print(f"- {reason}")
     if picture is not None:

@@ -21,8 +21,6 @@ from fastdp.engine.uses import Sink
 
 #: In how many launches sums are made at least where they are large: what one of them makes, it holds beside all its factors.
 _LAUNCHES = 8
-#: Units that a micro-batch is taken to have at least, so that one unit more changes nothing.
-_UNITS = 64
 
 
 class _CaptureOrder:
@@ -96,7 +94,6 @@ class Accumulator(Sums):
         expected: Mapping[str, int],
         *,
         two_pass: bool,
-        instances: bool = False,
     ) -> None:
         """Clip and add one micro-batch.
 
@@ -105,9 +102,8 @@ class Accumulator(Sums):
             open_sink: connects the pass's captures to a sink.
             expected: how often each parameter is used in a forward pass, as traced.
             two_pass: run the backward pass twice and keep no factor: for gradient checkpointing, where memory is short.
-            instances: make each unit's gradient of every matrix at once and keep no factor, in one pass: see `fit`.
         """
-        norms = NormSink(self, layout, expected, keep=not two_pass, instances=instances)
+        norms = NormSink(self, layout, expected, keep=not two_pass)
         sink = self._scaled(norms)
         order = _CaptureOrder(sink, self.names) if two_pass and self.weights.cut else None
         open_sink(order or sink)
@@ -171,12 +167,6 @@ class Accumulator(Sums):
         for name, axes in self.policy.axes.items():
             axes.check(name, self.parameters[name].shape)
         return Scaled(sink, self.policy.axes, self.names) if self.policy.axes else sink
-
-    def fit(self, units: int, available: int) -> bool:
-        """Whether every unit's whole gradient of all parameters takes at most ``available`` bytes, and can be made at all."""
-        return (
-            not self.tables and 4 * max(units, _UNITS) * sum(p.numel() for p in self.parameters.values()) <= available
-        )
 
     def add_unit(self, instances: Mapping[str, torch.Tensor], weight: torch.Tensor) -> None:
         """Clip and add one unit from its whole gradients ``[1, ...]``, weight ``[1]``: the one-example route."""

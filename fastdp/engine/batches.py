@@ -67,6 +67,11 @@ def take_rows(tree: Any, index: torch.Tensor, carriers: Collection[Path]) -> Any
     return map_leaves(tree, take)
 
 
+def slice_rows(tree: Any, rows: slice, carriers: Collection[Path]) -> Any:
+    """As `take_rows`, for rows that follow each other: views, for which no index is copied to a device."""
+    return map_leaves(tree, lambda path, t: t[rows] if path in carriers else t)
+
+
 def unpadded(tree: Any, carriers: Collection[Path]) -> Any:
     """The call on one row without the padding that its attention mask tells of, at either end.
 

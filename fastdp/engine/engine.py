@@ -37,8 +37,8 @@ class Engine(Passes):
         tickets: the loader's queue: a forward pass reads its head, the backward pass removes it.
         loss_reduction: "mean" or "sum" over the rows, for a criterion outside the model; None for a model that returns
             its loss.
-        two_pass: run the backward pass twice and keep no factors; None does so where checkpointing is on, unless the units'
-            whole gradients are small beside the model, and are kept instead (LoRA's).
+        two_pass: run the backward pass twice and keep no factors; None does so where checkpointing is on and the factors of
+            one pass do not fit into memory (`fastdp.engine.memory`).
         verify: makes what verifies batches (`fastdp.verify.Checks`); by default nothing does.
         accumulator: takes the captures instead of an `Accumulator`, for other sums of per-example gradients than clipped ones.
         on_route: told of the route, and why, once it is known.

@@ -86,9 +86,8 @@ def _once(sizes: tuple[object, ...], find: Callable[[], _T]) -> _T:
 class NormSink(Captures):
     """Computes upper bounds of norms as captures arrive; keeps what the weighted sums will need unless a second pass follows."""
 
-    def __init__(self, sums: Sums, layout: Layout, expected: Mapping[str, int], *, keep: bool, instances: bool = False):
+    def __init__(self, sums: Sums, layout: Layout, expected: Mapping[str, int], *, keep: bool):
         super().__init__(sums)
-        self.all_whole = instances
         self.layout = layout
         self.expected = expected
         self.keep = keep
@@ -155,7 +154,7 @@ class NormSink(Captures):
         for (tokens, laned, swap), members in axes.items():
             names = tuple([self.names[id(parameter)] for parameter, _ in members])
             lefts, rights = Matrices([use.left for _, use in members]), Matrices([use.right for _, use in members])
-            key = names, lefts.form, rights.form, tokens, laned, self.layout.units, self.all_whole
+            key = names, lefts.form, rights.form, tokens, laned, self.layout.units
             plan = self.plans.get(key)
             if plan is None:
                 if len(self.plans) >= _PLANS:
@@ -205,12 +204,11 @@ class NormSink(Captures):
         # The gradient of a table has no small form, and its cross term with this use needs both as factors.
         several = masked or self.expected.get(name, 1) > 1
         small = route == "instantiate" and name not in self.tables
-        if factors.right.device.type == "cpu" and not self.all_whole:
-            # How several uses are measured must not depend on their length; that of one does not.
-            small = small and not several
+        # On a processor, how several uses are measured must not depend on their length; that of one does not.
+        small &= not (several and factors.right.device.type == "cpu")
         self.routes[name] = Route("masked", *found.route[1:]) if masked and not small else found.route
         if small:
-            self._instantiate(found, several)
+            self._instantiate(found)
             return
         entry.factors.append(factors)
         if several:
@@ -243,7 +241,7 @@ class NormSink(Captures):
             return "tiles"
         if use.one_hot:
             return "row sums"
-        if self.all_whole or use.right.shape[1] == 1:
+        if use.right.shape[1] == 1:
             return "instantiate"
         right, units = use.right, self.layout.units
         length = right.shape[0] // max(1, units)
@@ -307,11 +305,11 @@ class NormSink(Captures):
             relative = rounding.squares(entries)
             self.norms.add(own, power, entries, relative=relative, products=products, **errors)
 
-    def _instantiate(self, found: Found, several: bool) -> None:
+    def _instantiate(self, found: Found) -> None:
         """Make the gradients of a small matrix at once."""
         name, use, entry = found.name, found.use, self.entries[found.name]
         offsets, wide = use.offsets(self.layout), min(found.route.rows, found.route.columns) > NARROW
-        if use.right.device.type != "cpu" or several:
+        if use.right.device.type != "cpu":
             left, right = use.dense().oriented
             if not self.keep:
                 self.note_products(name, use)

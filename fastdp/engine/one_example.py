@@ -10,6 +10,7 @@ import torch
 from fastdp.engine.batches import Call, Path, map_tensors, take_rows, tensors, unpadded
 from fastdp.engine.boundary import differentiable, require_loss
 from fastdp.engine.layout import Ticket
+from fastdp.engine.logits import Logits
 from fastdp.engine.losses import LossTerms, intercepted
 from fastdp.engine.randomness import BufferSnapshot
 
@@ -58,14 +59,15 @@ def starts(
 
 
 def merged(outputs: list[Any]) -> Any:
-    """One output for all rows: tensors with a row dimension concatenated, everything else from the first row."""
+    """One output for all rows: tensors with a row dimension concatenated, everything else from the first."""
     columns = [list(tensors(output)) for output in outputs]
     position = iter(range(len(columns[0])))
 
     def merge(t: torch.Tensor) -> torch.Tensor:
         index = next(position)
         parts = [column[index] for column in columns]
-        same = t.dim() > 0 and all(p.shape[1:] == t.shape[1:] for p in parts)
+        # What was left out is nobody's to read.
+        same = t.dim() > 0 and not isinstance(t, Logits) and all(p.shape[1:] == t.shape[1:] for p in parts)
         return torch.cat(parts) if same else t
 
     return map_tensors(outputs[0], merge)

@@ -7,8 +7,8 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from fastdp.distributed.pieces import piece
 from fastdp.distributed.ranks import Ranks
 from fastdp.distributed.shards import weights_of
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import Call, as_long_as, map_tensors
+from fastdp.engine.batches import Call, as_long_as, map_tensors, slice_rows
 from fastdp.engine.boundary import (
     LossBoundary,
     OutputBoundary,
@@ -33,6 +33,7 @@ from fastdp.engine.forwards import Forwards
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.logits import VOCABULARY
 from fastdp.engine.losses import LossTerms, combine, intercepted, masked_mean
+from fastdp.engine.memory import allowed_bytes, kept_bytes, longest
 from fastdp.engine.one_example import merged, run_alone, single_rows, starts
 from fastdp.engine.policy import Policy, Unclipped
 from fastdp.engine.randomness import BufferSnapshot, devices, preserve_rng, rng_state, seed_from_os, unchanged
@@ -43,8 +44,6 @@ from fastdp.engine.uses import Tap, differentiate
 #: How per-example gradients are obtained.
 USES, ONE_EXAMPLE, ORDINARY = "uses", "one-example", "ordinary"
 _GRADIENT = operator.attrgetter("grad")
-#: Whole gradients that take less than this share of the model's own memory are cheaper than a second backward pass.
-_INSTANCES = 0.125
 
 
 @dataclass
@@ -63,8 +62,10 @@ class Pass:
     enter: Callable[[Pass, Any], None]
     tops: list[torch.Tensor]
     backward: Callable[[Any, bool], None]
+    #: Whether the backward pass runs twice, and keeps no factors.
+    twice: bool = False
     used: bool = False
-    #: What adds a recorded pass to its logical batch, in the place of a backward pass.
+    #: What adds a recorded pass, or one in parts, to its logical batch, in the place of a backward pass.
     replay: Callable[[], None] | None = None
 
     def loss(self, value: torch.Tensor) -> torch.Tensor:
@@ -161,9 +162,10 @@ class Passes:
         self.reads.heads.always = keep_logits is False
         self.forwards = Forwards(model, self.reads, train, lambda: self.trains, self.weights)
         self._expected: Counter[str] = Counter()
-        self._own_bytes: int | None = None
-        #: The modules that may be checkpointed, once that was asked.
-        self._switches: list[Any] | None = None
+        #: How many backward passes a micro-batch took, at most; 0 before the first.
+        self.backward_passes = 0
+        #: Bytes that factors of one pass take, by rows, units and length.
+        self._kept: dict[tuple[int, int, float], int] = {}
 
     @property
     def trains(self) -> bool:
@@ -174,6 +176,15 @@ class Passes:
     def returns_loss(self) -> bool:
         """Whether the model's output holds the loss to differentiate."""
         return self.loss_reduction is None
+
+    @property
+    def checkpointed(self) -> bool:
+        """Whether some of the model's activations are computed again in the backward pass."""
+        return any(module.gradient_checkpointing for module in self._switches)
+
+    @cached_property
+    def _switches(self) -> list[Any]:
+        return [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
 
     def scale(self, ticket: Ticket) -> float:
         """What a criterion outside the model divided its gradient by."""
@@ -245,8 +256,12 @@ class Passes:
             return self._in_isolation(call, ticket, layout, enter)
         if self.route == ONE_EXAMPLE:
             return self._one_at_a_time(call, ticket, layout, enter)
-        tap = Tap(layout)
-        if not (verify or self.weights.cut or self._twice_or_whole(layout)[0]):
+        tap, twice = Tap(layout), self._runs_twice(call, layout)
+        if twice and not verify:
+            parts = self._in_parts(call, ticket, layout, enter)
+            if parts is not None:
+                return parts
+        if not (verify or self.weights.cut or twice):
             tap.allow(self.accumulator.may_hold(layout))
         try:
             output, tops, terms = self._tops(call, layout, tap, verify=verify)
@@ -264,10 +279,45 @@ class Passes:
                 found, seeds = [t for t, _ in pairs], [g for _, g in pairs]
                 differentiate(found, seeds, own, tap, self._parameters, retain=retain)
 
-        waiting = Pass(call, ticket, layout, tap, verify, enter, tops, backward)
+        waiting = Pass(call, ticket, layout, tap, verify, enter, tops, backward, twice)
         if self.returns_loss:
             return replace_loss(output, waiting.loss(terms.mean(require_loss(output), tops[0]))), waiting
         return waiting.replace_outputs(output), waiting
+
+    def _in_parts(
+        self, call: Call, ticket: Ticket, layout: Layout, enter: Callable[[Pass, Any], None]
+    ) -> tuple[Any, Pass] | None:
+        """Run several passes of fewer units, each of which fits into memory; None where two backward passes must do."""
+        whole = self.two_pass is not None or self.trying or self.weights.cut or ticket.token_units is not None
+        if whole or not self.returns_loss or self.trace is None:
+            return None
+        most, longer = layout.units, longest(self.trace, call, layout.rows)
+        while not self._fits(most * int(layout.counts.max()), most, longer):
+            if most == 1:
+                return None
+            most = (most + 1) // 2
+        bounds = [0, *layout.counts.cumsum(0).tolist()]
+        found = []
+        try:
+            for first in range(0, layout.units, most):
+                last = min(first + most, layout.units)
+                rows = slice(bounds[first], bounds[last])
+                own = replace(ticket, row_units=ticket.row_units[rows] - first, weights=ticket.weights[first:last])
+                found.append(self.run_forward(slice_rows(call, rows, self.trace.carriers), own, verify=False))
+        except UnsupportedUse:
+            # A few rows may go another way than all of them do.
+            return None
+        outputs, parts = zip(*found)
+        tap, losses = Tap(layout), torch.cat([part.tops[0].detach() for part in parts])
+        tap.shapes = set().union(*(part.tap.shapes for part in parts))
+        waiting = Pass(call, ticket, layout, tap, False, enter, [losses], lambda upstream, retain: None)
+
+        def differentiate() -> None:
+            for part in parts:
+                self.differentiate(part, None)
+
+        waiting.replay = differentiate
+        return replace_loss(merged(list(outputs)), waiting.loss(masked_mean(losses, layout.weights))), waiting
 
     def _one_at_a_time(
         self, call: Call, ticket: Ticket, layout: Layout, enter: Callable[[Pass, Any], None]
@@ -379,7 +429,6 @@ class Passes:
         if waiting.replay is not None:
             waiting.replay()
             return
-        two_pass, instances = self._twice_or_whole(waiting.layout)
         self.reads.tap = waiting.tap if self.route == USES else None
         try:
             if self.route == ORDINARY:
@@ -390,15 +439,15 @@ class Passes:
             elif self.route == ONE_EXAMPLE:
                 waiting.backward(upstream, False)
             else:
-                with repeatable(self.model) if two_pass else nullcontext():
+                with repeatable(self.model) if waiting.twice else nullcontext():
                     self.accumulator.run(
                         lambda retain: waiting.backward(upstream, retain),
                         lambda sink: setattr(waiting.tap, "sink", sink),
                         waiting.layout,
                         self._expected,
-                        two_pass=two_pass,
-                        instances=instances,
+                        two_pass=waiting.twice,
                     )
+                self.backward_passes = max(self.backward_passes, 1 + waiting.twice)
                 self.refuse_foreign_gradients("in the backward pass")
         except UnsupportedUse as error:
             # Nothing has been added yet: captures are refused before the first norm is used.
@@ -412,19 +461,27 @@ class Passes:
             self.reads.tap = None
             waiting.tap.close()
 
-    def _twice_or_whole(self, layout: Layout) -> tuple[bool, bool]:
-        """Whether to run the backward pass twice, and whether to keep whole gradients, which are small where few train."""
+    @cached_property
+    def _allowed(self) -> int:
+        return allowed_bytes(self.parameters, self.device)
+
+    def _runs_twice(self, call: Call, layout: Layout) -> bool:
+        """Whether to run the backward pass twice: if checkpointing is on, and one pass's factors do not fit into memory."""
         if self.two_pass is not None:
-            return self.two_pass, False
-        if self._switches is None:
-            self._switches = [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
-        if not any(module.gradient_checkpointing for module in self._switches):
-            return False, False
-        if self._own_bytes is None:
-            self._own_bytes = sum(p.nbytes for p in self.model.parameters())
-        small = self.accumulator.fit(layout.units, int(_INSTANCES * self._own_bytes))
-        instances = not self.weights.anyone(not small)
-        return not instances, instances
+            return self.two_pass
+        if self.route != USES or not self.checkpointed:
+            return False
+        assert self.trace is not None
+        longer = longest(self.trace, call, layout.rows)
+        return self.weights.anyone(not self._fits(layout.rows, layout.units, longer))
+
+    def _fits(self, rows: int, units: int, longer: float) -> bool:
+        """Whether one backward pass over so many rows keeps no more than memory allows."""
+        assert self.trace is not None
+        shape = rows, units, longer
+        if shape not in self._kept:
+            self._kept[shape] = kept_bytes(self.trace, self.read, *shape, self.device)
+        return self._kept[shape] <= self._allowed
 
     def drop_zero_gradients(self) -> None:
         """Let go of what ``zero_grad(set_to_none=False)`` leaves; gradients that are not all zeros stay."""

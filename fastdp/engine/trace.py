@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ Key = tuple[str, frozenset[int], int]
 class Read:
     """One operation of the forward pass that reads a trained parameter (or a loss, whose ``parameter`` is empty).
 
-    ``chosen`` says that the data chose which tokens the operation sees.
+    ``chosen`` says that the data chose which tokens the operation sees. Reads of one input in a row have the same ``source``.
     """
 
     parameter: str
@@ -39,6 +40,7 @@ class Read:
     module: str
     input_shape: tuple[int, ...]
     chosen: bool = False
+    source: int = 0
 
 
 @dataclass
@@ -67,6 +69,9 @@ class Trace:
     uses: Counter[str] = field(default_factory=Counter)
     #: Matrices whose products nothing but a cross-entropy reads, and the modules that read them.
     heads: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    #: How many rows the inputs of ``reads`` had, and elements of a row of what carried them.
+    rows: int = 1
+    sizes: dict[Path, int] = field(default_factory=dict)
     #: What a pass on two rows saw, in order.
     pair: tuple[Any, ...] = ()
 
@@ -111,14 +116,14 @@ class Trace:
     @property
     def tables(self) -> frozenset[str]:
         """Parameters whose rows are looked up, whatever else reads them (a tied head does)."""
-        return frozenset(read.parameter for read in self.reads if read.operation in _LOOKUPS)
+        return frozenset(read.parameter for read in self.reads if read.operation in LOOKUPS)
 
     @property
     def modules(self) -> list[str]:
         return list(dict.fromkeys(read.module for read in self.reads))
 
 
-_LOOKUPS = frozenset({OPERATIONS[F.embedding], OPERATIONS[F.embedding_bag]})
+LOOKUPS = frozenset({OPERATIONS[F.embedding], OPERATIONS[F.embedding_bag]})
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,8 @@ class _Recorder(Follow):
         self.reads: list[Read] = []
         #: The input of each read.
         self.inputs: list[_Seen | None] = []
+        self._latest: Callable[[], torch.Tensor | None] = lambda: None
+        self._sources = 0
         self.met: list[_Encounter] = []
         #: Logits left out, and the module that would have computed them; and the matrices whose logits were computed after all.
         self.left_out: list[tuple[Source, str] | None] = []
@@ -222,7 +229,10 @@ class _Recorder(Follow):
 
     def _note_read(self, name: str, operation: str, inputs: list[torch.Tensor], chosen: bool) -> None:
         shape = tuple(inputs[0].shape) if inputs else ()
-        self.reads.append(Read(name, operation, self.stack[-1], shape, chosen))
+        if not inputs or self._latest() is not inputs[0]:
+            self._sources += 1
+            self._latest = weakref.ref(inputs[0]) if inputs else lambda: None
+        self.reads.append(Read(name, operation, self.stack[-1], shape, chosen, self._sources))
         self.inputs.append(self.seen(inputs[0]) if inputs else None)
 
     def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> None:
@@ -274,6 +284,8 @@ class Tracer:
                     continue
                 found = _compare(runs[0], runs[1], counts, carriers, self.trained)
                 found.paths = frozenset(path for path, _ in leaves(call))
+                found.rows = counts[0]
+                found.sizes = {path: t.numel() // t.shape[0] for path, t in leaves(call) if path in carriers}
                 return found
         if failure is None:
             raise ValueError("no tensor of this call has a row for each example")

@@ -41,6 +41,7 @@ class Machine:
         peak_bytes: with ``physical`` examples in memory at once.
         lengths: of examples in tokens: the shortest, those at equal shares of the examples, and the longest.
         where: in words; says so where it is simulated.
+        backward_passes: of a micro-batch, at most.
     """
 
     microbatch_seconds: float
@@ -52,6 +53,7 @@ class Machine:
     physical: int
     lengths: tuple[int, ...]
     where: str
+    backward_passes: int = 1
 
     def step_seconds(self, batch_size: int) -> float:
         """Of a usual step: as many micro-batches, as padded, as logical batches have on average."""
@@ -160,6 +162,7 @@ def measure(model: torch.nn.Module, tokenizer: Any, config: FinetuneConfig, leng
         physical=config.physical_batch_size,
         lengths=tuple(lengths),
         where=f"measured here, on {device}",
+        backward_passes=private.backward_passes,
     )
 
 
@@ -240,4 +243,5 @@ def simulated(config: FinetuneConfig, model: torch.nn.Module, lengths: Sequence[
         physical=case.rows,
         lengths=tuple(lengths),
         where=f"SIMULATED for {meter.GPUS[gpu].name}, never measured",
+        backward_passes=found.backward_passes,
     )

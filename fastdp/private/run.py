@@ -58,6 +58,7 @@ _ACCUMULATES = (
     "step() did not follow backward(), as where gradients are accumulated. Set the DataLoader's batch_size to the accumulated "
     "batch, and call step() after every backward()."
 )
+_PASSES = "how many backward passes a checkpointed microbatch took: the choice depends on the lengths of its examples"
 
 
 class Private(Published):
@@ -222,6 +223,11 @@ class Private(Published):
     def route(self) -> str | None:
         """How per-example gradients are obtained: ``uses``, ``one-example`` or ``ordinary``; None before the first batch."""
         return self._engine.route
+
+    @property
+    def backward_passes(self) -> int:
+        """The most backward passes that a micro-batch took: 2 if a checkpointed model is short of memory, 0 before the first."""
+        return self._engine.backward_passes
 
     def _require_budget(self) -> int:
         remaining = self.total_steps - self.steps_done
@@ -389,6 +395,7 @@ class Private(Published):
                 "name": accounting.model_name(self.model),
                 "trained_parameters": trained,
                 "processes": self.ranks.size,
+                **({"backward_passes": self.backward_passes} if self._engine.checkpointed else {}),
                 "fingerprint": self._fingerprint,
             },
             flaws=self.method.flaws(),
@@ -401,7 +408,10 @@ class Private(Published):
                 *self._provenance.sentences(),
                 *self._assumed,
             ],
-            unprotected=[f"what looked on at the run from inside, before its noise: {seen}"] if seen else [],
+            unprotected=[
+                *([f"what looked on at the run from inside, before its noise: {seen}"] if seen else []),
+                *([_PASSES] if self._engine.checkpointed else []),
+            ],
             remaining=[
                 *([accounting.rounded_to_grid(distance)] if self._release.secure_rounding else []),
                 *([among_units_in_words(math.ceil(self.expected_batch_size))] if self.policy.bounds else []),

@@ -43,12 +43,45 @@ def test_memory_is_that_of_a_real_step(case, private):
 )
 def test_the_first_step_needs_no_more_memory_than_a_step(case):
     """Whose model is traced, whose rows are run beside others, and whose norms and sums are compared with autograd's."""
-    gpu = dataclasses.replace(GPUS["h100"], memory=0)
+    gpu = dataclasses.replace(GPUS["h100"], memory=1 << 26 if case.checkpointed else 0)
     plain = simulate.tally(case, gpu, private=False, granularity=1)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "this model takes the one-example route")
         first = simulate.first_peak(case, gpu, private=True, granularity=1)
     assert first <= 1.05 * plain.peak_bytes
+
+
+def test_a_checkpointed_step_is_simulated_with_one_backward_pass_and_with_two():
+    """By default as many as the device's memory allows."""
+    case = small("llama", layers=3, checkpointed=True)
+    plain, one, two = (
+        simulate.tally(case, GPUS["h100"], private=private, two_pass=two)
+        for private, two in ((False, None), (True, None), (True, True))
+    )
+    assert (one.backward_passes, two.backward_passes) == (1, 2)
+    assert plain.operations < one.operations < two.operations
+    # The first micro-batch runs twice, and later ones in parts: nothing waits in either.
+    short = dataclasses.replace(GPUS["h100"], memory=plain.peak_bytes)
+    parts = simulate.tally(case, short, private=True)
+    assert parts.backward_passes == 2
+    assert parts.launches > 1.5 * one.launches
+    assert parts.operations < two.operations
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds"),
+    [
+        ("llama-1b-full-checkpointed", 1.25),
+        pytest.param("llama-1b-full-checkpointed-16x2048", 1.30, marks=pytest.mark.slow),
+        pytest.param("llama-1b-lora-checkpointed-12x512", 1.02, marks=pytest.mark.slow),
+        pytest.param("llama-8b-lora-checkpointed-16x2048", 1.02, marks=pytest.mark.slow),
+    ],
+)
+def test_checkpointed_steps_of_large_models_keep_to_their_bounds(name, seconds):
+    plain, private = (simulate.tally(CASES[name], GPUS["h100"], private=private) for private in (False, True))
+    assert private.backward_passes == 1
+    assert private.seconds <= seconds * plain.seconds
+    assert private.peak_bytes <= 1.05 * plain.peak_bytes
 
 
 def test_a_host_that_waits_is_found():

@@ -136,7 +136,7 @@ def test_the_command_writes_settings_that_a_run_takes(model_folder, tmp_path):
 def test_a_gpu_is_simulated_and_said_to_be(model_folder):
     pytest.importorskip("triton")
     arguments = ["plan", "--model", model_folder, "--length", 16, *PLANNED]
-    arguments += ["--physical-batch-size", 2, "--gpu", "h100", "--peft", "full"]
+    arguments += ["--physical-batch-size", 2, "--gpu", "h100", "--peft", "full", "--gradient-checkpointing"]
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     if not hasattr(_config, "meta_nonzero_assume_all_nonzero"):
         assert done.exit_code == 1
@@ -144,5 +144,6 @@ def test_a_gpu_is_simulated_and_said_to_be(model_folder):
         return
     assert done.exit_code == 0, done.output
     assert "SIMULATED" in done.output
+    assert "gradient checkpointing: one backward pass a micro-batch" in " ".join(done.output.split())
     refused = CliRunner().invoke(app, [str(argument) for argument in [*arguments, "--gpu", "abacus"]])
     assert refused.exit_code == 1

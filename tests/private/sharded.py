@@ -241,11 +241,17 @@ def stretched(rank: int, size: int, folder: Path) -> dict[str, Any]:
 def measured(rank: int, size: int, folder: Path) -> dict[str, Any]:
     """What micro-batches gather and add up, in bytes, and how much of sums and gradients is whole, and when."""
     found: dict[str, Any] = {}
-    for name, tuning, way in (("llama", "full", shard), ("gpt2", "full", checkpointed), ("llama", "lora", shard)):
+    for name, tuning, way, two_pass in (
+        ("llama", "full", shard, None),
+        ("gpt2", "full", checkpointed, None),
+        ("gpt2", "full", checkpointed, True),
+        ("llama", "lora", shard, None),
+    ):
         model: Any = build(name, tuning)
         model.config.use_cache = False
         way(model)
-        private = _started(model, self_check=False, data=[{"input_ids": item["input_ids"][:6]} for item in texts()])
+        data = [{"input_ids": item["input_ids"][:6]} for item in texts()]
+        private = _started(model, self_check=False, data=data, two_pass=two_pass)
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         counts = {"gathered": 0, "added": 0, "micro-batches": 0}
         with _counted(model, counts) as most:
@@ -261,7 +267,7 @@ def measured(rank: int, size: int, folder: Path) -> dict[str, Any]:
                 if private.last_step_done and number > 0:
                     break
         held = [p.to_local().numel() for p in private.parameters.values()]
-        found[f"{name} {tuning}"] = {
+        found[f"{name} {tuning}{' in two passes' if two_pass else ''}"] = {
             **{key: counts[key] / counts["micro-batches"] for key in ("gathered", "added")},
             "whole sums at once": max(most, default=0),
             "shapes": shapes,

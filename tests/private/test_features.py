@@ -335,13 +335,13 @@ def test_bf16_autocast() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize(("tuning", "share"), [("full", 1e9), ("lora", 0.0), ("lora", 1e9)])
+@pytest.mark.parametrize(("tuning", "free"), [("full", 0), ("full", 1 << 40), ("lora", 0), ("lora", 1 << 40)])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(
-    name: str, tuning: str, share: float, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, tuning: str, free: int, reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In two passes; in one where whole gradients may be kept, unless a table is also read in another way."""
-    monkeypatch.setattr("fastdp.engine.passes._INSTANCES", share)
+    """In one pass where its factors fit into memory, otherwise in two."""
+    monkeypatch.setattr("fastdp.engine.memory.free_bytes", lambda device: free)
     data = model_batch(name)
     single, tickets = engine_for(build(name, tuning), 1.0)
     tickets.append(ticket(4))
@@ -359,8 +359,8 @@ def test_gradient_checkpointing(
     tickets.append(ticket(4))
     model(**data).loss.backward()
     assert engine.route == "uses", engine.reason
-    expected_passes = 2 if not share or engine.accumulator.tables else 0
-    assert len(second) == expected_passes, "once in the engine check, once in the step"
+    assert len(second) == (0 if free else 2), "once in the engine check, once in the step"
+    assert engine.backward_passes == (1 if free else 2)
     assert torch.allclose(Recording.seen[-1][0], norms, rtol=EXACT)
     assert error(engine.accumulator.sums, expected) < CLIPPED
 

@@ -203,7 +203,7 @@ def require_stretches(folder: Path, *sizes: int) -> None:
 
 
 @in_pieces
-@pytest.mark.parametrize("case", ["llama full", "gpt2 full", "llama lora"])
+@pytest.mark.parametrize("case", ["llama full", "gpt2 full", "gpt2 full in two passes", "llama lora"])
 def test_a_step_sends_and_holds_what_the_formulas_say(folder: Path, case: str) -> None:
     """Sums, gradients and moments are pieces; no more than one parameter's sum is whole at once."""
     for rank in ranks(folder, "measured", 2):
@@ -215,8 +215,8 @@ def test_a_step_sends_and_holds_what_the_formulas_say(folder: Path, case: str) -
             blocks.setdefault(block[0] if block else "", []).append(shape)
         root = blocks.pop("")
         weights = Weights(root, list(blocks.values()), [shape for name, shape in shapes.items() if name in trained])
-        tied = [(61, 32)] if case == "gpt2 full" else []
-        assert traffic(weights, 2, two_pass=bool(tied), again=tied) == Traffic(found["gathered"], found["added"])
+        tied, twice = [(61, 32)] if case.startswith("gpt2") else [], case.endswith("two passes")
+        assert traffic(weights, 2, two_pass=twice, again=tied) == Traffic(found["gathered"], found["added"])
         own = held(weights, 2)
         assert 4 * sum(found["gradients"]) <= own["pieces of sums, then of gradients"]
         assert found["gradients"] == found["moments"] == found["pieces"]

@@ -53,7 +53,7 @@ def traffic(
 
     Args:
         size: bytes of a gathered number.
-        two_pass: whether the backward pass runs twice, as it does with activation checkpointing.
+        two_pass: whether the backward pass runs twice, as it does where a checkpointed model is short of memory.
         again: shapes captured a second time in a pass, as a tied head is.
     """
     root, blocks = padded(weights.root, ranks), sum(padded(block, ranks) for block in weights.blocks)

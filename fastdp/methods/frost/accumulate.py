@@ -117,13 +117,12 @@ class MagnitudeAccumulator(Accumulator):
         expected: Mapping[str, int],
         *,
         two_pass: bool,
-        instances: bool = False,
     ) -> None:
         """Clip and add one micro-batch; in one pass, so with ``two_pass`` its factors stay for as long as the pass."""
         if self.magnitude.norm_order == 1:
             sink: NormSink = AbsoluteSink(self, layout, expected, keep=self.vectors)
         else:
-            sink = NormSink(self, layout, expected, keep=self.vectors, instances=instances and not self.absolute)
+            sink = NormSink(self, layout, expected, keep=self.vectors)
         open_sink(sink)
         backward(False)
         upper = sink.finish()
