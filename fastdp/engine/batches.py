@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import zlib
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 
-#: Where a tensor stands in nested tuples, lists and mappings.
+#: Where a tensor stands in nested tuples, lists, mappings and dataclasses.
 Path = tuple[Any, ...]
 #: Positional and named arguments.
 Call = tuple[Any, Any]
 
 
 def everything(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """What nested tuples, lists and mappings hold, tensors and anything else, and where it stands."""
+    """What nested tuples, lists, mappings and dataclasses hold, tensors and anything else, and where it stands."""
     if isinstance(tree, dict) or hasattr(tree, "items"):
         for key, value in tree.items():
             yield from everything(value, (*path, key))
     elif isinstance(tree, (list, tuple)):
         for position, value in enumerate(tree):
             yield from everything(value, (*path, position))
+    elif _is_record(tree):
+        for field in dataclasses.fields(tree):
+            yield from everything(getattr(tree, field.name), (*path, field.name))
     else:
         yield path, tree
 
 
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Every tensor in nested tuples, lists and mappings, and where it stands."""
+    """Every tensor in nested tuples, lists, mappings and dataclasses, and where it stands."""
     return ((place, value) for place, value in everything(tree, path) if isinstance(value, torch.Tensor))
 
 
 def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists and mappings."""
+    """Every tensor in nested tuples, lists, mappings and dataclasses."""
     return (tensor for _, tensor in leaves(tree))
 
 
@@ -40,17 +46,95 @@ def map_leaves(tree: Any, function: Callable[[Path, torch.Tensor], torch.Tensor]
     if isinstance(tree, torch.Tensor):
         return function(path, tree)
     if isinstance(tree, dict) or hasattr(tree, "items"):
-        copy = {key: map_leaves(value, function, (*path, key)) for key, value in tree.items()}
-        return copy if type(tree) is dict else type(tree)(copy)
+        made = {key: map_leaves(value, function, (*path, key)) for key, value in tree.items()}
+        return made if type(tree) is dict else type(tree)(made)
     if isinstance(tree, (list, tuple)):
         parts = [map_leaves(value, function, (*path, position)) for position, value in enumerate(tree)]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    if _is_record(tree):
+        record = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            # A frozen one forbids plain assignment.
+            value = map_leaves(getattr(tree, field.name), function, (*path, field.name))
+            object.__setattr__(record, field.name, value)
+        return record
     return tree
+
+
+def _is_record(tree: Any) -> bool:
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
 
 
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same nesting with every tensor replaced."""
     return map_leaves(tree, lambda _, tensor: function(tensor))
+
+
+def _holds_rows(tree: Any, rows: int) -> bool:
+    """Whether a list has tensors with one entry a row, rather than an entry a row itself."""
+    held = list(tensors(tree))
+    return bool(held) and all(t.dim() and t.shape[0] == rows for t in held)
+
+
+class RowNumbers(torch.Tensor):
+    """Stands in a call for a list of one entry a row, such as texts, so that its rows can be taken."""
+
+
+class RowLists:
+    """Lists with one entry a row (texts, images, tensors of different shapes), which no tensor operation can cut.
+
+    In a call that was encoded a tensor of numbers stands in their place; decoding gives the lists of those numbers.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Any] = {}
+        self._kinds: dict[Path, type] = {}
+
+    def __bool__(self) -> bool:
+        """Whether the latest call had any."""
+        return bool(self._kinds)
+
+    def encode(self, call: Call, rows: int) -> Call:
+        """The call of so many rows without such lists."""
+        self._entries, self._kinds = {}, {}
+        return tuple(self._encoded(part, rows, (number,)) for number, part in enumerate(call))  # type: ignore[return-value]
+
+    def _encoded(self, tree: Any, rows: int, path: Path) -> Any:
+        inside = len(path) > 1
+        if type(tree) in (list, tuple):
+            if inside and len(tree) == rows and not _holds_rows(tree, rows):
+                self._kinds[path] = type(tree)
+                return torch.tensor([self._number(entry) for entry in tree]).as_subclass(RowNumbers)
+            return type(tree)(self._encoded(value, rows, (*path, place)) for place, value in enumerate(tree))
+        if isinstance(tree, dict) and (not inside or any(isinstance(value, (list, tuple)) for value in tree.values())):
+            made = {key: self._encoded(value, rows, (*path, key)) for key, value in tree.items()}
+            return made if type(tree) is dict else type(tree)(made)
+        return tree
+
+    def _number(self, entry: Any) -> int:
+        """Equal texts have one number in every call, by which a row is found again."""
+        number = zlib.crc32(repr(entry).encode("utf-8", "backslashreplace"))
+        while number in self._entries and not (
+            self._entries[number] is entry or (type(entry) is str and self._entries[number] == entry)
+        ):
+            number += 1
+        self._entries[number] = entry
+        return number
+
+    def decode(self, call: Call) -> Call:
+        """A call, or some rows of it, with its lists."""
+        if not self:
+            return call
+
+        def listed(path: Path, t: torch.Tensor) -> Any:
+            if not isinstance(t, RowNumbers):
+                return t
+            with torch._C.DisableTorchFunction():
+                numbers = t.tolist()
+            return self._kinds[path](self._entries[number] for number in numbers)
+
+        made: Call = map_leaves(call, listed)
+        return made
 
 
 def as_long_as(tree: Any, rows: int) -> frozenset[Path]:

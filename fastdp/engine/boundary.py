@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -125,18 +126,25 @@ def plain_gradients(
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
-    """The scalar loss in what a model returned: a scalar, ``.loss``, ``["loss"]``, or the first of a tuple.
+    """The scalar loss in what a model returned: a scalar, ``loss`` by name, the first of a tuple, or the only scalar in it.
 
-    Raises ValueError for a ``loss`` that is not a scalar.
+    Raises ValueError for a ``loss`` that is not a scalar, and for several scalars without that name.
     """
     if isinstance(output, torch.Tensor):
         return output if output.dim() == 0 and output.requires_grad else None
     if isinstance(output, (tuple, list)):
         first = output[0] if output else None
-        return first if isinstance(first, torch.Tensor) and first.numel() == 1 and first.requires_grad else None
+        if isinstance(first, torch.Tensor) and first.numel() == 1 and first.requires_grad:
+            return first
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
-        return None
+        scalars = {id(t): t for t in tensors(output) if t.dim() == 0 and t.requires_grad}
+        if len(scalars) > 1:
+            raise ValueError(
+                f"The model returned {len(scalars)} scalars that require gradients. Return their sum as 'loss', or detach "
+                "all but one."
+            )
+        return next(iter(scalars.values()), None)
     if loss.numel() != 1:
         raise ValueError(
             f"the model's loss has shape {list(loss.shape)}, not that of a scalar: let the model average it over the examples"
@@ -177,21 +185,19 @@ class Beside(torch.autograd.Function):
 
 def replace_loss(output: Any, loss: torch.Tensor) -> Any:
     """The same output around another loss; a term that is made of its other tensors raises RuntimeError in backward()."""
-
-    def beside(tree: Any) -> Any:
-        return map_tensors(tree, passed)
+    own = find_loss(output)
 
     def passed(t: torch.Tensor) -> Any:
+        if t is own:
+            return loss
         return t if isinstance(t, Logits) or not (t.requires_grad and t.is_floating_point()) else Beside.apply(t)
 
-    if isinstance(output, torch.Tensor):
-        return loss
     if isinstance(output, dict):
         for key, value in output.items():
-            output[key] = loss if key == "loss" else beside(value)
+            output[key] = map_tensors(value, passed)
         return output
-    if isinstance(output, (tuple, list)):
-        return type(output)((loss, *(beside(value) for value in output[1:])))
+    if isinstance(output, (torch.Tensor, tuple, list)) or is_dataclass(output):
+        return map_tensors(output, passed)
     output.loss = loss
     return output
 

@@ -116,7 +116,8 @@ class Engine(Passes):
                 "no batch is outstanding: iterate over the data_loader that make_private returned, and use "
                 "model.eval() with torch.no_grad() to evaluate"
             )
-        ticket, call = self.tickets[0], (args, kwargs)
+        ticket = self.tickets[0]
+        call = (args, kwargs) if self.weights.cut else self.lists.encode((args, kwargs), ticket.rows)
         if ticket.probe is not None:
             return self.checks.run_probe(call, ticket, self._backward)
         if self.isolated:
@@ -137,7 +138,7 @@ class Engine(Passes):
         self.begun = True
         first = self.route is None
         looked = self.checks.before(call, ticket)
-        if self.graphs is not None and self.route == USES and not (first or looked):
+        if self.graphs is not None and self.route == USES and not (first or looked or self.lists):
             replayed = self.graphs.forward(call, ticket, self._backward)
             if replayed is not None:
                 return replayed[0]

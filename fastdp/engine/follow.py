@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from fastdp.engine.batches import Call, Path, leaves, map_leaves, tensors
+from fastdp.engine.batches import Call, Path, RowNumbers, leaves, map_leaves, tensors
 from fastdp.engine.marks import Marks
 from fastdp.engine.named import functions
 from fastdp.engine.orders import Orders
@@ -41,7 +41,10 @@ class Follow(TorchFunctionMode):
 
     def __init__(self, inputs: Iterable[torch.Tensor], weights: Iterable[torch.Tensor] = ()):
         super().__init__()
+        inputs = list(inputs)
         self.data: Marks[None] = Marks((t, None) for t in inputs)
+        #: Whether some inputs are lists: what is made of no tensor may be made of them.
+        self.listed = any(isinstance(t, RowNumbers) for t in inputs)
         #: With the ids of the parameters that each is computed from.
         self.weights = Marks((t, frozenset({id(t)})) for t in weights)
         self.chosen: Marks[None] = Marks()
@@ -72,6 +75,9 @@ class Follow(TorchFunctionMode):
             if sources and not is_detach(func):
                 for result in tensors(out):
                     self.weights[result] = sources
+            if self.listed and not given:
+                for result in tensors(out):
+                    self.data[result] = None
             return
         chosen = self._chooses(func, args, kwargs)
         self.selects |= chosen

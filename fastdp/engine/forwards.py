@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fastdp.distributed.shards import Whole
+from fastdp.engine.batches import RowLists
 from fastdp.engine.intercept import Held, PlainHeads, UseMode, called
 from fastdp.engine.reads import Reads
 
@@ -19,8 +20,8 @@ class _Forward:
     def __init__(self, module: torch.nn.Module):
         self.module = module
         self.had_own = "forward" in module.__dict__
-        self.plain: Callable[..., Any] = module.forward
-        self.original = self.plain
+        self.given: Callable[..., Any] = module.forward
+        self.original = self.plain = self.given
         # Signature-driven callers (Trainer's column removal) look at `forward`.
         functools.update_wrapper(self, self.plain, updated=())
         self.place()
@@ -35,7 +36,7 @@ class _Forward:
     def remove(self) -> None:
         """Give the module its own forward back."""
         if self.had_own:
-            self.module.forward = self.plain  # type: ignore[method-assign]
+            self.module.forward = self.given  # type: ignore[method-assign]
         else:
             self.module.__dict__.pop("forward", None)
 
@@ -94,8 +95,15 @@ class PatchedForward(_Forward):
 class RootForward(_Forward):
     """The model's forward: ``train`` of its arguments while training."""
 
-    def __init__(self, model: torch.nn.Module, train: Callable[[Any, Any], Any]):
+    def __init__(self, model: torch.nn.Module, train: Callable[[Any, Any], Any], lists: RowLists):
         super().__init__(model)
+        given = self.given
+
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = lists.decode((args, kwargs))
+            return given(*args, **kwargs)
+
+        self.original = self.plain = plain
         # A compiler of the whole model would follow the engine into each of its checks; blocks may be compiled, each by itself.
         self._train = torch.compiler.disable(train)
 
@@ -159,13 +167,21 @@ class Forwards:
         reads: what patched ones record.
         train: takes the arguments of the model's own call while it trains.
         weights: the model's.
+        lists: what stands in calls for lists of rows.
     """
 
-    def __init__(self, model: torch.nn.Module, reads: Reads, train: Callable[[Any, Any], Any], weights: Whole):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        reads: Reads,
+        train: Callable[[Any, Any], Any],
+        weights: Whole,
+        lists: RowLists,
+    ):
         self._model, self._reads = model, reads
         self._patches: dict[str, PatchedForward] = {}
         self.root: RootForward | RootCall = (
-            RootCall(model, train, weights) if weights.cut else RootForward(model, train)
+            RootCall(model, train, weights) if weights.cut else RootForward(model, train, lists)
         )
 
     def patch(self, modules: Iterable[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fastdp.engine.batches import Call, as_long_as, leaves, tensors
+from fastdp.engine.batches import Call, RowNumbers, as_long_as, leaves, tensors
 from fastdp.engine.errors import Unseen, UnsupportedUse
 from fastdp.engine.randomness import unchanged
 from fastdp.engine.trace import Trace, Tracer
@@ -77,6 +77,9 @@ class Known:
         if self.learned:
             raise Unseen("a look at a few rows met what the batch as a whole was not looked at for")
         inputs = _inputs(first, call)
+        if any(isinstance(t, RowNumbers) for t in tensors(call)):
+            # The shape of a list does not tell how long its entries are.
+            inputs |= tap.shapes
         # The first pass is the one that was traced.
         if self._shapes and inputs not in self._shapes:
             with unchanged(self._tracer.model):

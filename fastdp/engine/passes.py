@@ -16,7 +16,7 @@ import torch
 from fastdp.distributed.ranks import Ranks
 from fastdp.distributed.shards import weights_of
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import Call, as_long_as, map_tensors
+from fastdp.engine.batches import Call, RowLists, as_long_as, map_tensors
 from fastdp.engine.boundary import (
     LossBoundary,
     OutputBoundary,
@@ -158,7 +158,8 @@ class Passes:
         self.recollates = False
         self.reads = Reads(self.read)
         self.reads.heads.always = keep_logits is False
-        self.forwards = Forwards(model, self.reads, train, self.weights)
+        self.lists = RowLists()
+        self.forwards = Forwards(model, self.reads, train, self.weights, self.lists)
         self._expected: Counter[str] = Counter()
         self._own_bytes: int | None = None
         #: The modules that may be checkpointed, once that was asked.
@@ -271,7 +272,7 @@ class Passes:
         waiting = Pass(call, ticket, layout, Tap(layout), True, enter, [], backward)
         output = merged(outputs)
         if self.returns_loss:
-            rows = torch.stack([loss.detach().reshape(()).float() for (loss,) in targets])
+            rows = torch.stack([loss.detach().float() for (loss,) in targets])
             return replace_loss(output, waiting.loss(masked_mean(layout.sum_lanes(rows), layout.weights))), waiting
         queue = deque(waiting.outputs([torch.cat([row[i] for row in targets]) for i in range(len(targets[0]))]))
         return map_tensors(output, lambda t: queue.popleft() if t.requires_grad and t.dim() > 0 else t), waiting

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from fastdp.distributed.ranks import RankLost, Ranks
-from fastdp.engine.batches import Call
-from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse
+from fastdp.engine.batches import Call, as_long_as, leaves
+from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse, Untraceable, first_line
 from fastdp.engine.known import Known
 from fastdp.engine.layout import Ticket
 from fastdp.engine.modes import refuse_mixing
 from fastdp.engine.passes import ORDINARY, Pass, Passes
-from fastdp.engine.trace import Tracer
+from fastdp.engine.trace import Trace, Tracer
 
 
 class Routing:
@@ -144,7 +144,7 @@ class Routing:
         """Why the one-example route is taken, or None. Raises ValueError for a model that no route serves."""
         passes = self.passes
         with self.tracing():
-            passes.trace = self._tracer.trace(passes.forwards.root.original, call, ticket.rows)
+            passes.trace = self._trace(call, ticket.rows)
         passes.forwards.leave_out(passes.trace.heads)
         reason = passes.trace.conflict
         if reason is not None and not passes.trace.mapped:
@@ -162,6 +162,22 @@ class Routing:
             except Exception as error:
                 raise ValueError(f"no route serves this model: {reason}; one row alone fails with: {error}") from error
         return reason
+
+    def _trace(self, call: Call, rows: int) -> Trace:
+        """The model's trace; an empty one with a conflict where the model runs on this batch and fails on some of its rows."""
+        try:
+            return self._tracer.trace(self.passes.forwards.root.original, call, rows)
+        except (Untraceable, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            try:
+                with torch.no_grad():
+                    self.passes.plain_forward(*call[0], **call[1])
+            except Exception:
+                raise error from None
+            paths = frozenset(path for path, _ in leaves(call))
+            reason = f"the model fails on some rows of a batch: {first_line(error)}"
+            return Trace([], paths, as_long_as(call, rows), {}, {}, [], mapped=False, conflict=reason)
 
     def _verify_rows(self, call: Call, ticket: Ticket) -> None:
         """`verify_rows`; of a loss of the model's own once more, with its means and sums over rows."""

@@ -149,9 +149,14 @@ class Places:
 
     def __init__(self, inputs: Iterable[torch.Tensor], count: int):
         self._known: Marks[Place] = Marks()
+        self._count = count
+        self.begin(inputs)
+
+    def begin(self, inputs: Iterable[torch.Tensor]) -> None:
+        """Note the rows of tensors that have one entry each along their first axis."""
         for t in inputs:
-            if t.dim():
-                self._note(t, Place(0, torch.arange(count, dtype=torch.int16, device=t.device)))
+            if t.dim() and t.shape[0] == self._count:
+                self._note(t, Place(0, torch.arange(self._count, dtype=torch.int16, device=t.device)))
 
     def of(self, t: torch.Tensor) -> Place | None:
         return self._known.get(t)
@@ -190,7 +195,7 @@ class Places:
                 return [_reshaped(place, first.shape, t.shape) for t in results]
             marked: Any = place.over(first.shape)
         elif isinstance(first, (list, tuple)) and all(isinstance(t, torch.Tensor) for t in first):
-            nobody = torch.full((1,), -1, dtype=torch.int16)
+            nobody = torch.full((), -1, dtype=torch.int16)
             places = [(self.of(t), t) for t in first]
             marked = [(nobody.to(t.device).expand(t.shape) if p is None else p.over(t.shape)) for p, t in places]
         else:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.engine.batches import Call, Path, as_long_as, leaves, take_rows, tensors
-from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.errors import UnsupportedUse, Untraceable
 from fastdp.engine.follow import Follow
 from fastdp.engine.intercept import OPERATIONS, operand
 from fastdp.engine.lanes import operation as meeting_name
@@ -187,7 +187,7 @@ class _Recorder(Follow):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.autograd.grad, torch.Tensor.backward):
-            raise ValueError(
+            raise Untraceable(
                 "the model differentiates inside its own forward pass (torch.autograd.grad, backward), which no per-example "
                 "gradient can be followed through: leave penalties of gradients and adversarial inputs out of it"
             )
@@ -202,7 +202,7 @@ class _Recorder(Follow):
 
     def note(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
         if func is F.embedding_bag and given[0] not in self.data and any(t in self.data for t in given[2:]):
-            raise ValueError(
+            raise Untraceable(
                 f"{self.names.get(id(given[1]), 'an embedding bag')}: flat ids beside offsets cannot be cut into rows; pad ids "
                 "to [rows, tokens] and set padding_idx"
             )
@@ -233,6 +233,8 @@ class _Recorder(Follow):
         values = tuple(self.seen(t) for t in given if t in self.weights)
         super().follow(func, args, kwargs, given, out)
         results = list(tensors(out))
+        if self.listed and not given:
+            self.places.begin(results)
         if any(t in self.data for t in given):
             self.places.follow(func, args, kwargs, given, results)
         if sources:
@@ -276,7 +278,7 @@ class Tracer:
                 found.paths = frozenset(path for path, _ in leaves(call))
                 return found
         if failure is None:
-            raise ValueError("no tensor of this call has a row for each example")
+            raise Untraceable("no tensor of this call has a row for each example")
         raise failure
 
     def require_same(self, first: Trace, forward: Callable[..., Any], call: Call, rows: int) -> None:
@@ -295,8 +297,8 @@ class Tracer:
     def _record(
         self, forward: Callable[..., Any], call: Call, carriers: frozenset[Path], among: int, count: int
     ) -> _Recorder:
-        """One pass on ``count`` rows, which are the first ``among`` of the call over and over."""
-        call = take_rows(call, torch.arange(count) % among, carriers)
+        """One pass on ``count`` rows, which are the first ``among`` of the call in their order, some of them twice."""
+        call = take_rows(call, torch.arange(count) * among // count, carriers)
         stack = [""]
         handles = []
         for name, module in self.model.named_modules():

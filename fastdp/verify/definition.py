@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointError
 from fastdp.engine.batches import Call, cropped, leaves, tensors
 from fastdp.engine.boundary import require_loss
 from fastdp.engine.collation import mixes
-from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse
+from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse, first_line
 from fastdp.engine.layout import Ticket
 from fastdp.engine.losses import LossTerms, intercepted
 from fastdp.engine.modes import in_mode
@@ -165,7 +165,7 @@ class _Comparison:
             example = f"row {row}" if source is None else f"example {source.indices[row]}"
             raise ValueError(
                 f"The model fails on {example} alone. Remove or repair it, as sampling may draw it alone; nothing was released. "
-                f"({str(error).partition(chr(10))[0]})"
+                f"({first_line(error)})"
             ) from error
 
     def _require_same(self, base: RowValues, row: int, alone: RowValues) -> None:
@@ -220,12 +220,18 @@ def check_companions(passes: Passes, call: Call, ticket: Ticket) -> None:
     if ticket.rows < 2:
         return
     probe, beside = Probe(passes, call, ticket), sorted({1, ticket.rows - 1})
-    # First and last, as a row may depend on those before it, or on those behind.
-    one, two = (
-        probe.run(probe.rows([0, *companions, 0]), 2 + len(companions), dropout=True)
-        for companions in (beside, [0] * len(beside))
-    )
-    exact = passes.device.type == "cpu" and not passes.trace.selects
+    # First and last, as a row may depend on those before it, or on those behind. A model that pads lists draws other masks
+    # where companions are longer.
+    try:
+        one, two = (
+            probe.run(probe.rows([0, *companions, 0]), 2 + len(companions), dropout=not passes.lists)
+            for companions in (beside, [0] * len(beside))
+        )
+    except (UnsupportedUse, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedUse(f"the model fails on rows in another order: {first_line(error)}") from error
+    exact = passes.device.type == "cpu" and not (passes.trace.selects or passes.lists)
     limit = rounding(passes.model) * (_SAME_SHAPES if exact else 1.0)
     # What the last row draws may follow from what earlier rows drew.
     places = (0,) if one.draws else (0, 1 + len(beside))
@@ -319,7 +325,7 @@ def coupled(probe: Probe, call: Call, row: int) -> SelfCheckError:
     """The refusal of a model in which a row's loss depends on others, naming the module where that begins."""
     copies = probe.rows([row] * probe.ticket.rows, call)
     one, two = (module_outputs(probe.passes.model, probe.passes.plain_forward, made, row) for made in (call, copies))
-    first = next((n for n, t in one.items() if n in two and not torch.allclose(t, two[n], 1e-4, 1e-6)), None)
+    first = next((n for n, t in one.items() if n in two and not torch.allclose(*cropped(t, two[n]), 1e-4, 1e-6)), None)
     where = f", first in the output of {first}" if first else ""
     return SelfCheckError(
         f"The loss of row {row} changes when it is run alone{where}. Statistics, losses and capacities over the batch couple "
