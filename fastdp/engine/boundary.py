@@ -168,29 +168,41 @@ def differentiable(output: Any) -> list[torch.Tensor]:
     return [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
 
 
+#: Where a loop calls the model twice for one batch, and differentiates both outputs.
+TWICE = (
+    "Two forward passes ran before one backward. Run one forward per batch, then backward(). Or call the model twice inside one "
+    "wrapper module's forward()."
+)
+_BESIDE = (
+    "a loss term was computed from the model's outputs beside its own loss, which nothing would clip: compute it inside the "
+    "model, or leave the model's loss out and give make_private a criterion= of one loss a row"
+)
+
+
 class Beside(torch.autograd.Function):
     """A model's output beside its own loss: to be looked at, and not to be differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, output: torch.Tensor, twice: Callable[[], bool]) -> torch.Tensor:
+        ctx.twice = twice
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(
-            "a loss term was computed from the model's outputs beside its own loss, which nothing would clip: compute it inside "
-            "the model, or leave the model's loss out and give make_private a criterion= of one loss a row"
-        )
+        raise RuntimeError(TWICE if ctx.twice() else _BESIDE)
 
 
-def replace_loss(output: Any, loss: torch.Tensor) -> Any:
-    """The same output around another loss; a term that is made of its other tensors raises RuntimeError in backward()."""
+def replace_loss(output: Any, loss: torch.Tensor, twice: Callable[[], bool] = lambda: False) -> Any:
+    """The same output around another loss; a term that is made of its other tensors raises RuntimeError in backward().
+
+    ``twice`` says whether another forward pass of the same batch ran, which is then the reason.
+    """
     own = find_loss(output)
 
     def passed(t: torch.Tensor) -> Any:
         if t is own:
             return loss
-        return t if isinstance(t, Logits) or not (t.requires_grad and t.is_floating_point()) else Beside.apply(t)
+        return t if isinstance(t, Logits) or not (t.requires_grad and t.is_floating_point()) else Beside.apply(t, twice)
 
     if isinstance(output, dict):
         for key, value in output.items():

@@ -13,6 +13,7 @@ from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import ONE, RankLost, Ranks
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import Call, as_long_as
+from fastdp.engine.boundary import TWICE
 from fastdp.engine.errors import SelfCheckError, Unseen
 from fastdp.engine.garbage import put_off
 from fastdp.engine.known import wrong_rows
@@ -90,6 +91,7 @@ class Engine(Passes):
         #: Whether a backward pass of this logical batch failed, perhaps after it had added something.
         self.broken = False
         self._ended = False
+        self._latest: Ticket | None = None
         #: Backward passes so far, and how many of them a step of the optimizer has followed.
         self.backwards = self.followed = 0
 
@@ -117,6 +119,8 @@ class Engine(Passes):
                 "model.eval() with torch.no_grad() to evaluate"
             )
         ticket = self.tickets[0]
+        self.forward_count = self.forward_count + 1 if ticket is self._latest else 1
+        self._latest = ticket
         call = (args, kwargs) if self.weights.cut else self.lists.encode((args, kwargs), ticket.rows)
         if ticket.probe is not None:
             return self.checks.run_probe(call, ticket, self._backward)
@@ -175,9 +179,7 @@ class Engine(Passes):
             )
         waiting.used = True
         if not self.tickets or self.tickets[0] is not waiting.ticket:
-            raise RuntimeError(
-                "Two forward passes ran before one backward. Run one forward per batch, then backward()."
-            )
+            raise RuntimeError(TWICE)
         if self.complete:
             raise RuntimeError(
                 "a logical batch is complete and optimizer.step() has not been called; call it after every backward()"

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -192,6 +193,30 @@ def intercepted(terms: LossTerms) -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(F, name, original)
+
+
+@contextmanager
+def batch_divisors() -> Iterator[list[str]]:
+    """What torch's class losses divide by meanwhile, in words, where that is the whole batch's."""
+    # A loop that calls F.cross_entropy(model(x), y) has taken that function before the model runs, but not what it calls.
+    inner: Any = torch._C._nn
+    names = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss"}
+    originals, found = {name: getattr(inner, name) for name in names}, []
+
+    def watched(name: str, input: Any, target: Any, weight: Any, reduction: int, ignore: int, *rest: Any) -> Any:
+        if reduction == 1 and weight is not None:
+            found.append(f"{names[name]} with weight= and reduction='mean' divides by the weights of the whole batch")
+        elif reduction == 1 and bool((target == ignore).any()):
+            found.append(f"{names[name]} with reduction='mean' divides by the labels of the whole batch")
+        return originals[name](input, target, weight, reduction, ignore, *rest)
+
+    try:
+        for name in names:
+            setattr(inner, name, partial(watched, name))
+        yield found
+    finally:
+        for name, original in originals.items():
+            setattr(inner, name, original)
 
 
 class _RowReductions(TorchFunctionMode):

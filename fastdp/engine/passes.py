@@ -149,6 +149,8 @@ class Passes:
         self.trace: Trace | None = None
         self.divided: frozenset[int] = frozenset()
         self.trying = False
+        #: Forward passes of the batch at hand.
+        self.forward_count = 0
         self.isolated = isolated and self.route is None
         #: Whether the model's own means and sums over rows count as losses, as torch's loss functions do.
         self.reductions = False
@@ -173,6 +175,10 @@ class Passes:
     def scale(self, ticket: Ticket) -> float:
         """What a criterion outside the model divided its gradient by."""
         return float(ticket.rows) if self.loss_reduction == "mean" else 1.0
+
+    def twice(self) -> bool:
+        """Whether the batch at hand went through the model more than once."""
+        return self.forward_count > 1
 
     def close(self) -> None:
         """Give the model its own forwards back."""
@@ -261,7 +267,7 @@ class Passes:
 
         waiting = Pass(call, ticket, layout, tap, verify, enter, tops, backward)
         if self.returns_loss:
-            return replace_loss(output, waiting.loss(terms.mean(require_loss(output), tops[0]))), waiting
+            return replace_loss(output, waiting.loss(terms.mean(require_loss(output), tops[0])), self.twice), waiting
         return waiting.replace_outputs(output), waiting
 
     def _one_at_a_time(
@@ -273,7 +279,8 @@ class Passes:
         output = merged(outputs)
         if self.returns_loss:
             rows = torch.stack([loss.detach().float() for (loss,) in targets])
-            return replace_loss(output, waiting.loss(masked_mean(layout.sum_lanes(rows), layout.weights))), waiting
+            mean = masked_mean(layout.sum_lanes(rows), layout.weights)
+            return replace_loss(output, waiting.loss(mean), self.twice), waiting
         queue = deque(waiting.outputs([torch.cat([row[i] for row in targets]) for i in range(len(targets[0]))]))
         return map_tensors(output, lambda t: queue.popleft() if t.requires_grad and t.dim() > 0 else t), waiting
 
@@ -302,7 +309,7 @@ class Passes:
 
         waiting = Pass(call, ticket, layout, Tap(layout), True, enter, [], backward)
         if self.returns_loss:
-            return replace_loss(output, waiting.loss(tops[0].detach())), waiting
+            return replace_loss(output, waiting.loss(tops[0].detach()), self.twice), waiting
         return waiting.replace_outputs(output), waiting
 
     def run_rows(self, call: Call, ticket: Ticket) -> tuple[list[Any], list[list[torch.Tensor]]]:

@@ -112,7 +112,9 @@ class DPSFTTrainer(PrivateTraining, SFTTrainer):
         return {"unit_map": _UNITS} if self._packs else {}
 
     def private_loss(self, model: Any, inputs: Any) -> torch.Tensor:
-        """The model's own loss."""
+        """The model's own loss, or the user's."""
+        if self.privacy.criterion is not None or self.computes_loss:
+            return super().private_loss(model, {**inputs, "use_cache": False})
         return model(**inputs, use_cache=False).loss
 
 
@@ -205,6 +207,10 @@ class DPDPOTrainer(PrivateTraining, DPOTrainer):
 
     def private_model(self) -> torch.nn.Module:
         """The policy, with the loss of pairs around it."""
+        if self.privacy.criterion is not None or self.computes_loss:
+            raise ValueError(
+                "DPDPOTrainer computes the losses of pairs itself. Leave criterion, compute_loss_func and compute_loss out."
+            )
         self._pairs = PairLoss(self.model, self.args.beta, self.loss_types[0])
         return self._pairs
 

@@ -191,8 +191,8 @@ class PrivateLoader:
         """Raise RuntimeError if a batch was handed out and never differentiated: its ticket would go to another."""
         if self.tickets:
             raise RuntimeError(
-                "the previous batch was skipped: call backward() on the loss of every batch the private loader yields, or "
-                "start its iteration anew, which discards the logical batch that was begun"
+                "A batch was taken ahead of the last one's backward(), or that one was skipped. Call backward() on each batch "
+                "before you take the next."
             )
 
     def _packed(self, batch: Any, ticket: Ticket) -> tuple[Any, Ticket]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -32,6 +33,13 @@ _EVALUATES = (
 _READS = (
     "this optimizer's step goes by a loss, which the released weights then tell without noise: use one that goes by gradients "
     "alone, or, where the figure is public, set what it decides in optimizer.param_groups yourself"
+)
+_PARTS = (
+    "The loop called parts of the model, whose gradients nothing clipped. Call the model's own forward(), or wrap the parts in one "
+    "module and give that to make_private."
+)
+_SCALES = (
+    "GradScaler follows gradients that no noise covers: use autocast to bfloat16 without it, or GradScaler(enabled=False)"
 )
 _WARM = (
     "this optimizer's state is not what a release of a private run left, and may tell of examples without noise: build a new "
@@ -87,12 +95,15 @@ class Steps:
             optimizer.register_step_post_hook(self._after_step),
         ]
         follow_releases(optimizer)
+        self._scaling = _Scaling(getattr(optimizer, _FUSED, False))
+        setattr(optimizer, _FUSED, self._scaling)
 
     def remove(self) -> None:
         """Leave the optimizer and its schedules alone again."""
         for hook in self._hooks:
             hook.remove()
         forget_releases(self._optimizer)
+        setattr(self._optimizer, _FUSED, self._scaling.before)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Torch's hook; returns the arguments of `step`, with a closure that has been run in the place of one that has not."""
@@ -126,6 +137,8 @@ class Steps:
                 return
             if not self._model.training:
                 raise RuntimeError(_EVALUATES)
+            if any(parameter.grad is not None for parameter in engine.parameters.values()):
+                raise RuntimeError(_PARTS)
             raise RuntimeError("step() without backward(): call backward() on the loss of this batch first")
         self._depth = 1
         with put_off():
@@ -244,6 +257,22 @@ class Steps:
         for following in self._following:
             following.after_step(engine.parameters)
         self._prepare()
+
+
+#: Torch's name for whether an optimizer scales gradients itself, which a GradScaler reads before anything is stepped.
+_FUSED = "_step_supports_amp_scaling"
+
+
+class _Scaling:
+    """Stands in an optimizer for whether it scales gradients itself, and refuses the GradScaler that asks."""
+
+    def __init__(self, before: bool):
+        self.before = before
+
+    def __bool__(self) -> bool:
+        if isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler):
+            raise ValueError(_SCALES)
+        return self.before
 
 
 #: What the latest release of each optimizer left in its state, and how often torch had counted writes into it.
