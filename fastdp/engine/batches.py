@@ -41,21 +41,32 @@ def tensors(tree: Any) -> Iterator[torch.Tensor]:
     return (tensor for _, tensor in leaves(tree))
 
 
-def map_leaves(tree: Any, function: Callable[[Path, torch.Tensor], torch.Tensor], path: Path = ()) -> Any:
-    """The same nesting with every tensor replaced by what ``function`` makes of its place and itself."""
+def map_leaves(
+    tree: Any,
+    function: Callable[[Path, torch.Tensor], Any],
+    path: Path = (),
+    lists: Callable[[Path, Any], Any] = lambda path, tree: None,
+) -> Any:
+    """The same nesting with every tensor replaced by what ``function`` makes of its place and itself.
+
+    So is a list or a tuple of which ``lists`` makes anything.
+    """
     if isinstance(tree, torch.Tensor):
         return function(path, tree)
     if isinstance(tree, dict) or hasattr(tree, "items"):
-        made = {key: map_leaves(value, function, (*path, key)) for key, value in tree.items()}
+        made = {key: map_leaves(value, function, (*path, key), lists) for key, value in tree.items()}
         return made if type(tree) is dict else type(tree)(made)
     if isinstance(tree, (list, tuple)):
-        parts = [map_leaves(value, function, (*path, position)) for position, value in enumerate(tree)]
+        whole = None if hasattr(tree, "_fields") else lists(path, tree)
+        if whole is not None:
+            return whole
+        parts = [map_leaves(value, function, (*path, position), lists) for position, value in enumerate(tree)]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     if _is_record(tree):
         record = copy.copy(tree)
         for field in dataclasses.fields(tree):
+            value = map_leaves(getattr(tree, field.name), function, (*path, field.name), lists)
             # A frozen one forbids plain assignment.
-            value = map_leaves(getattr(tree, field.name), function, (*path, field.name))
             object.__setattr__(record, field.name, value)
         return record
     return tree
@@ -70,20 +81,14 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
     return map_leaves(tree, lambda _, tensor: function(tensor))
 
 
-def _holds_rows(tree: Any, rows: int) -> bool:
-    """Whether a list has tensors with one entry a row, rather than an entry a row itself."""
-    held = list(tensors(tree))
-    return bool(held) and all(t.dim() and t.shape[0] == rows for t in held)
-
-
 class RowNumbers(torch.Tensor):
     """Stands in a call for a list of one entry a row, such as texts, so that its rows can be taken."""
 
 
 class RowLists:
-    """Lists with one entry a row (texts, images, tensors of different shapes), which no tensor operation can cut.
+    """Lists of one entry a row (texts, images, tensors of different shapes), which no tensor operation can cut.
 
-    In a call that was encoded a tensor of numbers stands in their place; decoding gives the lists of those numbers.
+    In a call that was encoded a tensor of numbers stands in their place; decoding gives the entries of those numbers.
     """
 
     def __init__(self) -> None:
@@ -97,43 +102,34 @@ class RowLists:
     def encode(self, call: Call, rows: int) -> Call:
         """The call of so many rows without such lists."""
         self._entries, self._kinds = {}, {}
-        return tuple(self._encoded(part, rows, (number,)) for number, part in enumerate(call))  # type: ignore[return-value]
 
-    def _encoded(self, tree: Any, rows: int, path: Path) -> Any:
-        inside = len(path) > 1
-        if type(tree) in (list, tuple):
-            if inside and len(tree) == rows and not _holds_rows(tree, rows):
-                self._kinds[path] = type(tree)
-                return torch.tensor([self._number(entry) for entry in tree]).as_subclass(RowNumbers)
-            return type(tree)(self._encoded(value, rows, (*path, place)) for place, value in enumerate(tree))
-        if isinstance(tree, dict) and (not inside or any(isinstance(value, (list, tuple)) for value in tree.values())):
-            made = {key: self._encoded(value, rows, (*path, key)) for key, value in tree.items()}
-            return made if type(tree) is dict else type(tree)(made)
-        return tree
+        def numbers(path: Path, tree: Any) -> torch.Tensor | None:
+            held = list(tensors(tree))
+            if len(path) < 2 or len(tree) != rows or (held and all(t.shape[:1] == (rows,) for t in held)):
+                return None
+            self._kinds[path] = type(tree)
+            return torch.tensor([self._number(entry) for entry in tree]).as_subclass(RowNumbers)
+
+        made: Call = map_leaves(call, lambda _, t: t, lists=numbers)
+        return made if self else call
 
     def _number(self, entry: Any) -> int:
-        """Equal texts have one number in every call, by which a row is found again."""
+        # Equal texts begin at one number in every call, by which a row is found again.
         number = zlib.crc32(repr(entry).encode("utf-8", "backslashreplace"))
-        while number in self._entries and not (
-            self._entries[number] is entry or (type(entry) is str and self._entries[number] == entry)
-        ):
+        while self._entries.setdefault(number, entry) is not entry:
             number += 1
-        self._entries[number] = entry
         return number
 
     def decode(self, call: Call) -> Call:
         """A call, or some rows of it, with its lists."""
-        if not self:
-            return call
 
         def listed(path: Path, t: torch.Tensor) -> Any:
             if not isinstance(t, RowNumbers):
                 return t
             with torch._C.DisableTorchFunction():
-                numbers = t.tolist()
-            return self._kinds[path](self._entries[number] for number in numbers)
+                return self._kinds[path](self._entries[number] for number in t.tolist())
 
-        made: Call = map_leaves(call, listed)
+        made: Call = map_leaves(call, listed) if self else call
         return made
 
 

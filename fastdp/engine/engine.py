@@ -91,7 +91,10 @@ class Engine(Passes):
         #: Whether a backward pass of this logical batch failed, perhaps after it had added something.
         self.broken = False
         self._ended = False
+        #: The batch that went through the model latest, and how often in a row it has.
         self._latest: Ticket | None = None
+        self._forwards = 0
+        self.twice = lambda: self._forwards > 1
         #: Backward passes so far, and how many of them a step of the optimizer has followed.
         self.backwards = self.followed = 0
 
@@ -119,9 +122,9 @@ class Engine(Passes):
                 "model.eval() with torch.no_grad() to evaluate"
             )
         ticket = self.tickets[0]
-        self.forward_count = self.forward_count + 1 if ticket is self._latest else 1
+        self._forwards = self._forwards + 1 if ticket is self._latest else 1
         self._latest = ticket
-        call = (args, kwargs) if self.weights.cut else self.lists.encode((args, kwargs), ticket.rows)
+        call = (args, kwargs) if self.weights.cut else self.forwards.lists.encode((args, kwargs), ticket.rows)
         if ticket.probe is not None:
             return self.checks.run_probe(call, ticket, self._backward)
         if self.isolated:
@@ -142,7 +145,7 @@ class Engine(Passes):
         self.begun = True
         first = self.route is None
         looked = self.checks.before(call, ticket)
-        if self.graphs is not None and self.route == USES and not (first or looked or self.lists):
+        if self.graphs is not None and self.route == USES and not (first or looked or self.forwards.lists):
             replayed = self.graphs.forward(call, ticket, self._backward)
             if replayed is not None:
                 return replayed[0]

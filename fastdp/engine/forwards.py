@@ -167,21 +167,14 @@ class Forwards:
         reads: what patched ones record.
         train: takes the arguments of the model's own call while it trains.
         weights: the model's.
-        lists: what stands in calls for lists of rows.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        reads: Reads,
-        train: Callable[[Any, Any], Any],
-        weights: Whole,
-        lists: RowLists,
-    ):
+    def __init__(self, model: torch.nn.Module, reads: Reads, train: Callable[[Any, Any], Any], weights: Whole):
         self._model, self._reads = model, reads
         self._patches: dict[str, PatchedForward] = {}
+        self.lists = RowLists()
         self.root: RootForward | RootCall = (
-            RootCall(model, train, weights) if weights.cut else RootForward(model, train, lists)
+            RootCall(model, train, weights) if weights.cut else RootForward(model, train, self.lists)
         )
 
     def patch(self, modules: Iterable[str]) -> None:

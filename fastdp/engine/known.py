@@ -118,9 +118,8 @@ def wrong_rows(call: Call, rows: int) -> str:
     found = {path: t.shape for path, t in leaves(call) if t.dim() > 1}
     if rows > 1 and found and all(shape[0] == 1 for shape in found.values()):
         lacking = any(path[-1] == "seq_idx" for path in found)
-        return (
-            "This collator packs examples into one row. Pass unit_map='seq_idx' and set use_cache=False."
-            + ("" if lacking else " Make the collator with return_seq_idx=True.")
+        return "This collator packs examples into one row. Pass unit_map='seq_idx' and set use_cache=False." + (
+            "" if lacking else " Make the collator with return_seq_idx=True."
         )
     return (
         f"the loader handed out {rows} rows but the model was called with {[list(t.shape) for t in tensors(call)]}: each batch "

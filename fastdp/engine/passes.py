@@ -16,7 +16,7 @@ import torch
 from fastdp.distributed.ranks import Ranks
 from fastdp.distributed.shards import weights_of
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import Call, RowLists, as_long_as, map_tensors
+from fastdp.engine.batches import Call, as_long_as, map_tensors
 from fastdp.engine.boundary import (
     LossBoundary,
     OutputBoundary,
@@ -149,8 +149,8 @@ class Passes:
         self.trace: Trace | None = None
         self.divided: frozenset[int] = frozenset()
         self.trying = False
-        #: Forward passes of the batch at hand.
-        self.forward_count = 0
+        #: Whether the batch at hand went through the model more than once.
+        self.twice: Callable[[], bool] = lambda: False
         self.isolated = isolated and self.route is None
         #: Whether the model's own means and sums over rows count as losses, as torch's loss functions do.
         self.reductions = False
@@ -160,8 +160,7 @@ class Passes:
         self.recollates = False
         self.reads = Reads(self.read)
         self.reads.heads.always = keep_logits is False
-        self.lists = RowLists()
-        self.forwards = Forwards(model, self.reads, train, self.weights, self.lists)
+        self.forwards = Forwards(model, self.reads, train, self.weights)
         self._expected: Counter[str] = Counter()
         self._own_bytes: int | None = None
         #: The modules that may be checkpointed, once that was asked.
@@ -175,10 +174,6 @@ class Passes:
     def scale(self, ticket: Ticket) -> float:
         """What a criterion outside the model divided its gradient by."""
         return float(ticket.rows) if self.loss_reduction == "mean" else 1.0
-
-    def twice(self) -> bool:
-        """Whether the batch at hand went through the model more than once."""
-        return self.forward_count > 1
 
     def close(self) -> None:
         """Give the model its own forwards back."""

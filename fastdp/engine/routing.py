@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastdp.distributed.ranks import RankLost, Ranks
-from fastdp.engine.batches import Call, as_long_as, leaves
+from fastdp.engine.batches import Call, as_long_as
 from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse, Untraceable, first_line
 from fastdp.engine.known import Known
 from fastdp.engine.layout import Ticket
@@ -175,9 +175,9 @@ class Routing:
                     self.passes.plain_forward(*call[0], **call[1])
             except Exception:
                 raise error from None
-            paths = frozenset(path for path, _ in leaves(call))
             reason = f"the model fails on some rows of a batch: {first_line(error)}"
-            return Trace([], paths, as_long_as(call, rows), {}, {}, [], mapped=False, conflict=reason)
+            carriers = as_long_as(call, rows)
+            return Trace([], carriers, carriers, {}, {}, [], mapped=False, conflict=reason)
 
     def _verify_rows(self, call: Call, ticket: Ticket) -> None:
         """`verify_rows`; of a loss of the model's own once more, with its means and sums over rows."""

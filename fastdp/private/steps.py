@@ -35,12 +35,10 @@ _READS = (
     "alone, or, where the figure is public, set what it decides in optimizer.param_groups yourself"
 )
 _PARTS = (
-    "The loop called parts of the model, whose gradients nothing clipped. Call the model's own forward(), or wrap the parts in one "
-    "module and give that to make_private."
+    "The loop called parts of the model, whose gradients nothing clipped. Call the model's own forward(), or wrap the parts in "
+    "one module and give that to make_private."
 )
-_SCALES = (
-    "GradScaler follows gradients that no noise covers: use autocast to bfloat16 without it, or GradScaler(enabled=False)"
-)
+_SCALES = "GradScaler follows gradients that no noise covers: use autocast to bfloat16 without it, or GradScaler(enabled=False)"
 _WARM = (
     "this optimizer's state is not what a release of a private run left, and may tell of examples without noise: build a new "
     "optimizer or, to go on with a private run, load its state after make_private, beside private.load_state_dict"

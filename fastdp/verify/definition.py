@@ -224,14 +224,14 @@ def check_companions(passes: Passes, call: Call, ticket: Ticket) -> None:
     # where companions are longer.
     try:
         one, two = (
-            probe.run(probe.rows([0, *companions, 0]), 2 + len(companions), dropout=not passes.lists)
+            probe.run(probe.rows([0, *companions, 0]), 2 + len(companions), dropout=not passes.forwards.lists)
             for companions in (beside, [0] * len(beside))
         )
     except (UnsupportedUse, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise UnsupportedUse(f"the model fails on rows in another order: {first_line(error)}") from error
-    exact = passes.device.type == "cpu" and not (passes.trace.selects or passes.lists)
+    exact = passes.device.type == "cpu" and not (passes.trace.selects or passes.forwards.lists)
     limit = rounding(passes.model) * (_SAME_SHAPES if exact else 1.0)
     # What the last row draws may follow from what earlier rows drew.
     places = (0,) if one.draws else (0, 1 + len(beside))

@@ -41,8 +41,7 @@ UNDECIDED = (
     "beside other companions and not alone"
 )
 _COUPLES = (
-    "{why}. Give make_private criterion=, a function of (output, batch) that returns one loss per row (reduction='none'); nothing "
-    "was released."
+    "{why}. Give make_private criterion=, which returns one loss per row (reduction='none'); nothing was released."
 )
 _MAKES = (
     "The loop gives the model something else for an example {how}. Make each row from its own example and pad on the right; "
@@ -263,11 +262,9 @@ class LoopCheck:
     def _refuse(self) -> None:
         # A loop that goes on after this is verified again.
         self.begun = False
-        how = _HOW[self._doubted]
-        if self._passes.returns_loss:
-            raise SelfCheckError(_MAKES.format(how=how))
-        why = next(iter(self._divisors), f"The criterion gives an example another gradient {how}")
-        raise SelfCheckError(_COUPLES.format(why=why))
+        why = next(iter(self._divisors), f"The criterion gives an example another gradient {_HOW[self._doubted]}")
+        made = _MAKES if self._passes.returns_loss else _COUPLES
+        raise SelfCheckError(made.format(how=_HOW[self._doubted], why=why))
 
     def _tolerance(self) -> float:
         return rounding(self._passes.model) * (1.0 if self._passes.returns_loss else _GRADIENTS)
