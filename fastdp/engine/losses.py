@@ -355,13 +355,22 @@ def combine(total: torch.Tensor, found: LossTerms, divided: frozenset[int], *, v
     return torch.stack(parts).sum(0)
 
 
+#: Operations of a loss that differ from a weighted sum without a trace in its value.
+_CHOOSING = ("Max", "Min", "Amax", "Amin", "Where", "Topk", "Sort", "Kthvalue", "Median")
+
+
 def _reaches_more(total: torch.Tensor, terms: Sequence[Term]) -> bool:
-    """Whether a model's loss has gradients beyond its terms, whose graphs begin with leaves of their own."""
+    """Whether a model's loss has gradients beyond its terms, whose graphs begin with leaves of their own.
+
+    Raises `UnsupportedUse` for a loss that chooses among them, which may follow the whole batch.
+    """
     leaves, seen, waiting = {id(term.leaf) for term in terms}, set(), [total.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
+        if node.name().startswith(_CHOOSING):
+            raise UnsupportedUse("the model chooses among its losses by what the batch has")
         seen.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in leaves:

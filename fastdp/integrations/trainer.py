@@ -19,6 +19,7 @@ from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, Trainin
 import fastdp.files as files
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.boundary import find_loss
+from fastdp.engine.modes import in_mode
 from fastdp.engine.randomness import unchanged
 from fastdp.entry import make_private
 from fastdp.private.publish import upload
@@ -253,7 +254,11 @@ class PrivateTraining(_Behind):
         lengths = self._lengths()
         options = {name: value for name, value in vars(privacy).items() if name != "user_id_column"}
         options |= self.private_options()
-        if privacy.criterion is None and privacy.loss_reduction is None and self._loss_is_outside(dataset, collator):
+        if (
+            privacy.criterion is None
+            and privacy.loss_reduction is None
+            and self._loss_is_outside(dataset, collator, options["unit_map"])
+        ):
             options["loss_reduction"] = "mean"
         private = make_private(
             self.private_model(),
@@ -276,18 +281,25 @@ class PrivateTraining(_Behind):
     def computes_loss(self) -> bool:
         """Whether the user computes the loss: by ``compute_loss_func``, or a ``compute_loss`` of a subclass."""
         kinds = type(self).__mro__
-        owner = next(place for place, kind in enumerate(kinds) if "compute_loss" in vars(kind))
-        return self.compute_loss_func is not None or owner < kinds.index(PrivateTraining)
+        own = [kind for kind in kinds[: kinds.index(PrivateTraining)] if "compute_loss" in vars(kind)]
+        return self.compute_loss_func is not None or any(not kind.__module__.startswith("fastdp.") for kind in own)
 
-    def _loss_is_outside(self, dataset: Any, collator: Any) -> bool:
+    def _loss_is_outside(self, dataset: Any, collator: Any, unit_map: str | None) -> bool:
         """Whether the user's loss is made of the model's outputs and not of its own loss; one example is run to tell."""
         if not self.computes_loss:
             return False
         model, outputs = self.private_model(), []
         handle = model.register_forward_hook(lambda _module, _args, output: outputs.append(output))
         try:
-            with unchanged(model), torch.enable_grad(), self.compute_loss_context_manager():
-                loss = self.compute_loss(model, self._prepare_inputs(collator([dataset[0]])))
+            batch = self._prepare_inputs(collator([dataset[0]]))
+            batch.pop(unit_map, None)
+            with (
+                unchanged(model),
+                in_mode(model, training=True),
+                torch.enable_grad(),
+                self.compute_loss_context_manager(),
+            ):
+                loss = self.private_loss(model, batch)
         finally:
             handle.remove()
         own = find_loss(outputs[-1]) if outputs else None

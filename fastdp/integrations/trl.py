@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from trl import DPOTrainer, SFTTrainer
 
 from fastdp.integrations.trainer import PrivateTraining
@@ -113,9 +113,15 @@ class DPSFTTrainer(PrivateTraining, SFTTrainer):
 
     def private_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         """The model's own loss, or the user's."""
-        if self.privacy.criterion is not None or self.computes_loss:
-            return super().private_loss(model, {**inputs, "use_cache": False})
-        return model(**inputs, use_cache=False).loss
+        return super().private_loss(model, {**inputs, "use_cache": False})
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """In training the model's own loss, by the example; trl's is a mean over all tokens of a batch."""
+        if self.model.training:
+            return Trainer.compute_loss(self, model, inputs, return_outputs)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
 @dataclass

@@ -105,6 +105,22 @@ def test_losses_of_layers_may_be_stacked() -> None:
     assert sum_error(build) < 1e-4
 
 
+@pytest.mark.parametrize("choose", [lambda losses: torch.stack(losses).max(), lambda losses: torch.minimum(*losses)])
+def test_a_choice_among_losses_is_each_row_s_own(choose: Any) -> None:
+    """The batch's mean losses chose the layer that every row was trained by."""
+
+    def build() -> Case:
+        def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return choose([F.cross_entropy(self.one(x), y), F.cross_entropy(self.two(x), y)])
+
+        return Case(Wrapped(forward, one=mlp(), two=mlp()), numbers(), None, unpack)
+
+    with pytest.warns(UserWarning, match="chooses among its losses"):
+        assert train(build()).route == "one-example"
+    with pytest.warns(UserWarning, match="one-example route"):
+        assert sum_error(build) < 1e-4
+
+
 def tokens(sentences: list[str]) -> torch.Tensor:
     """Word numbers ``[rows, longest]``, 0 for padding."""
     rows = [torch.tensor([zlib.crc32(word.encode()) % 49 + 1 for word in text.split()]) for text in sentences]
