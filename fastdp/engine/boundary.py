@@ -132,11 +132,9 @@ def find_loss(output: Any) -> torch.Tensor | None:
     """
     if isinstance(output, torch.Tensor):
         return output if output.dim() == 0 and output.requires_grad else None
-    if isinstance(output, (tuple, list)):
-        first = output[0] if output else None
-        if isinstance(first, torch.Tensor) and first.numel() == 1 and first.requires_grad:
-            return first
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    first = output[0] if isinstance(output, (tuple, list)) and output else None
+    named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    loss = first if isinstance(first, torch.Tensor) and first.dim() == 0 else named
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
         scalars = {id(t): t for t in tensors(output) if t.dim() == 0 and t.requires_grad}
         if len(scalars) > 1:
@@ -144,7 +142,9 @@ def find_loss(output: Any) -> torch.Tensor | None:
                 f"The model returned {len(scalars)} scalars that require gradients. Return their sum as 'loss', or detach "
                 "all but one."
             )
-        return next(iter(scalars.values()), None)
+        # Of one row, outputs may have one number too.
+        alone = isinstance(first, torch.Tensor) and first.numel() == 1 and first.requires_grad
+        return next(iter(scalars.values()), first if alone else None)
     if loss.numel() != 1:
         raise ValueError(
             f"the model's loss has shape {list(loss.shape)}, not that of a scalar: let the model average it over the examples"

@@ -91,6 +91,20 @@ def test_losses_of_shape_one_survive_the_one_example_route() -> None:
         assert train(case).route == "one-example"
 
 
+def test_a_row_s_only_output_is_not_taken_for_its_loss() -> None:
+    """On the one-example route a prediction [1, 1] before the loss has one number as well."""
+
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        guess = self.net[2](torch.relu(opaque(F.linear, x, self.net[0].weight, self.net[0].bias)))
+        return guess, F.mse_loss(guess[:, 0], y.to(guess))
+
+    def build() -> Case:
+        return Case(Wrapped(forward, net=mlp(outputs=1)), numbers(), None, lambda model, batch: model(*batch)[1])
+
+    with pytest.warns(UserWarning, match="one-example route"):
+        assert sum_error(build) < 1e-4
+
+
 def test_losses_of_layers_may_be_stacked() -> None:
     def build() -> Case:
         def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
