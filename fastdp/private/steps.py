@@ -135,7 +135,9 @@ class Steps:
                 return
             if not self._model.training:
                 raise RuntimeError(_EVALUATES)
-            if any(parameter.grad is not None for parameter in engine.parameters.values()):
+            gradients = [parameter.grad for parameter in engine.parameters.values()]
+            # What a release or zero_grad() left is no sign of another backward pass.
+            if engine.tickets and any(gradient is not None and bool(gradient.any()) for gradient in gradients):
                 raise RuntimeError(_PARTS)
             raise RuntimeError("step() without backward(): call backward() on the loss of this batch first")
         self._depth = 1

@@ -425,6 +425,16 @@ def test_parts_of_the_model_called_by_the_loop() -> None:
         break
 
 
+def test_a_second_step_after_one_backward() -> None:
+    private = start(**PRIVATE)
+    for batch in private.data_loader:
+        private.model(**batch)["loss"].backward()
+        private.optimizer.step()
+        with refused(RuntimeError, r"step\(\) without backward\(\)", private):
+            private.optimizer.step()
+        break
+
+
 def test_a_batch_taken_ahead_of_the_backward_pass() -> None:
     private = start(max_physical_batch_size=2, **PRIVATE)
     iterator = iter(private.data_loader)
