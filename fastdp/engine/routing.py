@@ -170,6 +170,9 @@ class Routing:
         except (Untraceable, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            # Other ranks would not follow where weights are in pieces.
+            if self.passes.weights.cut:
+                raise
             try:
                 with torch.no_grad():
                     self.passes.plain_forward(*call[0], **call[1])
