@@ -35,6 +35,7 @@ _CHOSEN = (
 )
 #: Arguments of make_private in messages, and those of a Trainer that they stand for.
 _WORDING = {
+    r"make_private \(or PrivacyArguments\)": "PrivacyArguments",
     r"(?<=[Gg]ive )make_private": "PrivacyArguments",
     r"(?<= to )make_private": "PrivacyArguments",
     r"\bresume=True": "resume_from_checkpoint=True",

@@ -36,7 +36,7 @@ _READS = (
 )
 _PARTS = (
     "The loop called parts of the model, whose gradients nothing clipped. Call the model's own forward(), or wrap the parts in "
-    "one module and give that to make_private."
+    "one module whose forward() calls them."
 )
 _SCALES = "GradScaler follows gradients that no noise covers: use autocast to bfloat16 without it, or GradScaler(enabled=False)"
 _WARM = (
