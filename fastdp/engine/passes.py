@@ -22,6 +22,7 @@ from fastdp.engine.boundary import (
     OutputBoundary,
     caught,
     differentiable,
+    hooks_aside,
     plain_gradients,
     replace_loss,
     require_loss,
@@ -223,6 +224,11 @@ class Passes:
         layout.meetings = self.trace.meetings if self.trace is not None else {}
         return layout
 
+    def terms(self, layout: Layout) -> LossTerms:
+        """What takes the losses within a forward pass."""
+        selections = frozenset() if self.trace is None else self.trace.selections
+        return LossTerms(layout, reductions=self.reductions, selections=selections)
+
     def run_forward(
         self,
         call: Call,
@@ -351,7 +357,7 @@ class Passes:
     def _tops_as_traced(
         self, call: Call, layout: Layout, tap: Tap, *, verify: bool
     ) -> tuple[Any, list[torch.Tensor], LossTerms]:
-        terms = LossTerms(layout, reductions=self.reductions)
+        terms = self.terms(layout)
         self.reads.tap = tap if self.route == USES else None
         try:
             with intercepted(terms):
@@ -376,6 +382,10 @@ class Passes:
         if waiting.replay is not None:
             waiting.replay()
             return
+        with nullcontext() if self.route == ORDINARY else hooks_aside(self._parameters):
+            self._differentiate(waiting, upstream)
+
+    def _differentiate(self, waiting: Pass, upstream: Any) -> None:
         two_pass, instances = self._twice_or_whole(waiting.layout)
         self.reads.tap = waiting.tap if self.route == USES else None
         try:
