@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fastdp.methods.sap import TextPrivatizer as TextPrivatizer
     from fastdp.methods.selective import SelectivePerturbation as SelectivePerturbation
     from fastdp.ops.stream import NoiseStream as NoiseStream
-    from fastdp.private.run import Private as Private
+    from fastdp.private.run import Private as Private, detach as detach
     from fastdp.split import SplitCustomer as SplitCustomer, SplitVendor as SplitVendor
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
@@ -58,6 +58,7 @@ _HOMES = {
     "SplitCustomer": "fastdp.split",
     "SplitVendor": "fastdp.split",
     "TextPrivatizer": "fastdp.methods.sap",
+    "detach": "fastdp.private.run",
     "make_private": "fastdp.entry",
 }
 _MODULES = ("accounting", "audit", "ops", "optim")

@@ -33,7 +33,7 @@ from fastdp.private.checks import (
     refuse_repeats,
 )
 from fastdp.private.graphs import Graphs
-from fastdp.private.loader import PrivateLoader, batching, check_loader
+from fastdp.private.loader import PrivateLoader, check_loader
 from fastdp.private.method import Method
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Budget, Plan, SideRelease, fingerprint
@@ -41,6 +41,7 @@ from fastdp.private.preparation import Access
 from fastdp.private.release import Books, Release
 from fastdp.private.run import Criterion, Private, refuse_driven
 from fastdp.private.sampler import Units, steps_per_epoch
+from fastdp.private.schedules import refuse_seeing
 from fastdp.private.stages import Stages
 from fastdp.private.steps import refuse_warm
 from fastdp.verify import Checks
@@ -90,13 +91,14 @@ def make_private(
             process group each process gives its own, all alike (docs/scaling.md).
         optimizer: any `torch.optim.Optimizer` over those parameters.
         data_loader: its ``batch_size`` is the logical batch size (in users with ``user_ids``), its data set must have a
-            length; the sampler is replaced.
+            length; the sampler is replaced. That of an earlier run is taken for the loader which that run was given.
         method: `fastdp.DPSGD` (default), or another method's settings.
         target_epsilon: budget to calibrate the noise for; inf means no noise. Or give noise_multiplier.
         target_delta: failure probability of the guarantee, below 1/N.
         epochs: passes over the data that the budget must last for; ceil(N / B) logical steps each.
         noise_multiplier: noise standard deviation over sensitivity; 0 means no privacy, and the card says so.
-        max_physical_batch_size: most examples in one forward pass; memory, not privacy.
+        max_physical_batch_size: most examples in one forward pass; memory, not privacy. Without it every logical batch is one
+            batch of the loader, however many examples are drawn.
         sampling: "poisson", or "shuffled" (accounted without amplification).
         adjacency: "add_remove" (default, with Poisson sampling), "replace_one", or "zero_out": a unit that is left out leaves
             its place empty (default, with shuffled batches, which know no "add_remove").
@@ -157,7 +159,9 @@ def make_private(
         refuse_warm(optimizer)
         check_model(model, optimizer)
         refuse_made_of_examples(model)
-        check_loader(data_loader)
+        if isinstance(data_loader, PrivateLoader):
+            data_loader = data_loader.given
+        batch_size = check_loader(data_loader)
         if unit_map is not None and (loss_reduction is not None or criterion is not None):
             raise ValueError(
                 "a criterion outside the model cannot be tried on packed rows, which share tensors: let the model return its own "
@@ -184,8 +188,8 @@ def make_private(
         size = len(data_loader.dataset)  # type: ignore[arg-type]
         units = Units(size, user_ids, max_examples_per_user)
         refuse_repeats(data_loader.dataset, units)
-        batch_size = batching(data_loader).batch_size
-        physical = max_physical_batch_size or max(batch_size, units.largest)
+        # Without a limit, whatever is drawn is one micro-batch.
+        physical = max_physical_batch_size or size
         if isolation is not None:
             if isolation != "per_example":
                 raise ValueError(f"isolation is {isolation!r}: use 'per_example', or leave it out")
@@ -216,6 +220,8 @@ def make_private(
         )
         check_budget(target_delta, target_epsilon, noise_multiplier, method.mechanism, len(units), allow_large_delta)
         plan = plan.settle(method.budget(plan))
+        if plan.sigma > 0:
+            refuse_seeing(optimizer)
         refuse_in_pieces(model, keep_logits=keep_logits)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # Made once here for its refusals, before a ledger exists.

@@ -550,7 +550,6 @@ def plain():
 #: Model, loader, further arguments of make_private, and words of the refusal.
 PROGRAMS = {
     "iterable": (plain, {"dataset": Endless()}, {}, "give one with __len__"),
-    "drop_last": (plain, {"drop_last": True}, {}, "drop_last"),
     "weighted": (plain, {"sampler": WeightedRandomSampler([1.0] * 12, 12)}, {}, "[Ss]ampler"),
     "batch norm": (Normed, {}, {}, "norm"),
     "no loss": (lambda: Lossless(False), {}, {}, "loss"),

@@ -82,6 +82,8 @@ class Engine(Passes):
         )
         self.tickets = tickets
         self.ranks = ranks
+        #: What lives for as long as the model goes through this engine.
+        self.holder: Any = None
         self._on_route = on_route
         self.checks = verify(self, ranks, on_route)
         self.graphs = None if graphs is None else graphs(self, self.checks.watching)
@@ -98,12 +100,19 @@ class Engine(Passes):
         #: Backward passes so far, and how many of them a step of the optimizer has followed.
         self.backwards = self.followed = 0
 
+    @property
+    def trains(self) -> bool:
+        """Also in evaluation mode, for a batch that was handed out while the model was in it: a loop's own choice."""
+        in_eval = bool(self.tickets) and self.tickets[0].in_eval
+        return (self.model.training or in_eval) and torch.is_grad_enabled()
+
     def abandon(self) -> bool:
         """Forget a logical batch that was begun and not released: the loader starts anew. Whether there was one."""
         begun, self.begun = self.begun, False
         self.accumulator.reset()
         self.checks.abandon()
         self.complete = self.broken = self._ended = False
+        self.followed = self.backwards
         return begun
 
     def forward(self, args: Any, kwargs: Any) -> Any:
@@ -185,13 +194,15 @@ class Engine(Passes):
             raise RuntimeError(TWICE)
         if self.complete:
             raise RuntimeError(
-                "a logical batch is complete and optimizer.step() has not been called; call it after every backward()"
+                "a logical batch is complete and optimizer.step() has not been called: call it after every backward() and, "
+                "instead of accumulating gradients, set the DataLoader's batch_size to the accumulated batch"
             )
         if self.broken:
             raise RuntimeError(
                 "a backward pass of this logical batch failed after it may have added examples, and they would count "
                 "twice: start the loader's iteration anew, which discards the logical batch that was begun"
             )
+        self.drop_zero_gradients()
         self.refuse_foreign_gradients("before the backward pass")
         self.broken = True
         with put_off():

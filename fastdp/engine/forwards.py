@@ -93,11 +93,13 @@ class PatchedForward(_Forward):
 
 
 class RootForward(_Forward):
-    """The model's forward: ``train`` of its arguments while training."""
+    """The model's forward: ``train`` of its arguments while it ``trains``."""
 
-    def __init__(self, model: torch.nn.Module, train: Callable[[Any, Any], Any], lists: RowLists):
+    def __init__(
+        self, model: torch.nn.Module, train: Callable[[Any, Any], Any], trains: Callable[[], bool], lists: RowLists
+    ):
         super().__init__(model)
-        given = self.given
+        self._trains, given = trains, self.given
 
         def plain(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = lists.decode((args, kwargs))
@@ -114,9 +116,7 @@ class RootForward(_Forward):
         self.place()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.module.training and torch.is_grad_enabled()):
-            return self.plain(*args, **kwargs)
-        return self._train(args, kwargs)
+        return self._train(args, kwargs) if self._trains() else self.plain(*args, **kwargs)
 
     def unwrap(self) -> None:
         """The root's own forward again, still through the engine."""
@@ -130,7 +130,9 @@ class RootCall:
     Torch gathers them in hooks, which must run in every pass that the engine makes: so it enters before any hook.
     """
 
-    def __init__(self, model: torch.nn.Module, train: Callable[[Any, Any], Any], weights: Whole):
+    def __init__(
+        self, model: torch.nn.Module, train: Callable[[Any, Any], Any], trains: Callable[[], bool], weights: Whole
+    ):
         self.model = model
         self.plain: Callable[..., Any] = weights.running(model._call_impl)
         self.original = self.plain
@@ -139,8 +141,7 @@ class RootCall:
         train = torch.compiler.disable(train)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            trains = model.training and torch.is_grad_enabled()
-            return train(args, kwargs) if trains else self.plain(*args, **kwargs)
+            return train(args, kwargs) if trains() else self.plain(*args, **kwargs)
 
         model._compiled_call_impl = call
 
@@ -165,16 +166,23 @@ class Forwards:
     Args:
         model: theirs.
         reads: what patched ones record.
-        train: takes the arguments of the model's own call while it trains.
+        train: takes the arguments of the model's own call while it ``trains``.
         weights: the model's.
     """
 
-    def __init__(self, model: torch.nn.Module, reads: Reads, train: Callable[[Any, Any], Any], weights: Whole):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        reads: Reads,
+        train: Callable[[Any, Any], Any],
+        trains: Callable[[], bool],
+        weights: Whole,
+    ):
         self._model, self._reads = model, reads
         self._patches: dict[str, PatchedForward] = {}
         self.lists = RowLists()
         self.root: RootForward | RootCall = (
-            RootCall(model, train, weights) if weights.cut else RootForward(model, train, self.lists)
+            RootCall(model, train, trains, weights) if weights.cut else RootForward(model, train, trains, self.lists)
         )
 
     def patch(self, modules: Iterable[str]) -> None:

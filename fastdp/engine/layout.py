@@ -30,6 +30,7 @@ class Ticket:
         source: how the micro-batch was collated, where a loader knows.
         probe: for a batch that only verifies the training loop and adds to no sum, what it is to show.
         lengths: elements of each example before collation, where a loader knows them.
+        in_eval: whether the model was in evaluation mode as the loader handed it out, and so is trained in it.
     """
 
     row_units: torch.Tensor
@@ -39,6 +40,7 @@ class Ticket:
     source: Any = None
     probe: Any = None
     lengths: tuple[int, ...] = ()
+    in_eval: bool = False
 
     @property
     def rows(self) -> int:

@@ -29,6 +29,35 @@ def in_mode(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
         yield
 
 
+#: Layers that are the same in both modes.
+_MODELESS = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm)
+
+
+class LoadedMode:
+    """Tell the evaluation mode that `from_pretrained` leaves a model in from a later choice of the user's.
+
+    Torch does not say who set a mode. So one layer whose forward knows no mode is put into training mode: `model.eval()` puts
+    it back, and until then nobody has called it.
+
+    Args:
+        model: as it was given.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self._model = model
+        name = getattr(getattr(model, "config", None), "_name_or_path", "")
+        loaded = bool(name) and not any(module.training for module in model.modules())
+        self._marked = next((m for m in model.modules() if type(m) in _MODELESS), None) if loaded else None
+        if self._marked is not None:
+            self._marked.training = True
+
+    def end(self, *, train: bool) -> None:
+        """Give the layer its mode back, or put a model into training mode that nobody has called `eval` of since."""
+        marked, self._marked = self._marked, None
+        if marked is not None and marked.training and not self._model.training:
+            self._model.train(train)
+
+
 def refuse_mixing(model: torch.nn.Module) -> None:
     """Raise ValueError for a batch normalisation, unless it scales by known numbers alone: in eval mode, with statistics, frozen.
 

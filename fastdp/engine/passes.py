@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fastdp.distributed.pieces import piece
 from fastdp.distributed.ranks import Ranks
 from fastdp.distributed.shards import weights_of
 from fastdp.engine.accumulator import Accumulator
@@ -161,11 +162,16 @@ class Passes:
         self.recollates = False
         self.reads = Reads(self.read)
         self.reads.heads.always = keep_logits is False
-        self.forwards = Forwards(model, self.reads, train, self.weights)
+        self.forwards = Forwards(model, self.reads, train, lambda: self.trains, self.weights)
         self._expected: Counter[str] = Counter()
         self._own_bytes: int | None = None
         #: The modules that may be checkpointed, once that was asked.
         self._switches: list[Any] | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether a call of the model is a training pass."""
+        return self.model.training and torch.is_grad_enabled()
 
     @property
     def returns_loss(self) -> bool:
@@ -432,6 +438,17 @@ class Passes:
         small = self.accumulator.fit(layout.units, int(_INSTANCES * self._own_bytes))
         instances = not self.weights.anyone(not small)
         return not instances, instances
+
+    def drop_zero_gradients(self) -> None:
+        """Let go of what ``zero_grad(set_to_none=False)`` leaves; gradients that are not all zeros stay."""
+        if {None}.issuperset(map(_GRADIENT, self._parameters)):
+            return
+        held = [parameter for parameter in self._parameters if parameter.grad is not None]
+        # One host synchronization, whatever their number.
+        some = torch.stack([piece(p.grad).any().to(self.device) for p in held if p.grad is not None])
+        if not bool(some.any()):
+            for parameter in held:
+                parameter.grad = None
 
     def refuse_foreign_gradients(self, when: str) -> None:
         """Every covered use returns no gradient to autograd, so a `.grad` that appears is one nothing has clipped."""

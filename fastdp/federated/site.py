@@ -149,6 +149,8 @@ class Site:
             output_dir=self.folder,
             resume=(self.folder / "ledger.jsonl").exists(),
         )
+        # The next round goes on with it.
+        private.ending.expect()
         try:
             _passes(model, optimizer, private.data_loader, config.local_epochs)
             private.card().save(self.folder / "card_dpsgd")

@@ -116,6 +116,7 @@ def measure(model: torch.nn.Module, tokenizer: Any, config: FinetuneConfig, leng
             model, optimizer, loader, noise_multiplier=1.0, target_delta=1e-9, epochs=1 + _MOST_ROUNDS, sampling="shuffled",
             max_physical_batch_size=config.physical_batch_size, output_dir=folder,
         )  # fmt: skip
+        private.ending.expect()
         model.train()
         try:
             for number in range(1 + _MOST_ROUNDS):

@@ -292,6 +292,8 @@ class _Run:
             capture=config.capture,
             noise_rounds=config.noise_rounds,
         )
+        # Whoever stops it is told how to go on.
+        self.private.ending.expect()
         if self.curves is not None:
             self.curves.declare(self.private.ledger)
         self.releases.follow(self.private)

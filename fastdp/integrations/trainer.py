@@ -58,6 +58,11 @@ def _own_wording() -> Iterator[None]:
         raise
 
 
+_EARLY = (
+    "Training ended early: set num_train_epochs or max_steps to what it takes, or go on with resume_from_checkpoint."
+)
+
+
 def _marked(name: str) -> str:
     """The name under which a figure is shown: what is of training is of the private data, times and memory too."""
     return f"unprotected_{name}" if name == "loss" or name.startswith("train_") else name
@@ -180,7 +185,6 @@ class PrivateTraining(_Behind):
         "fsdp": ([], "call fully_shard on the model and give it to make_private, in a loop of your own"),
         "deepspeed": (None, "it takes gradients out of the backward pass before they are clipped"),
         "torch_compile": (False, "the engine reads the model as it runs"),
-        "dataloader_drop_last": (False, "it drops examples the accountant counts"),
         "push_to_hub": (
             False,
             "it uploads the ledger and the log too; call push_to_hub() on the trainer after training",
@@ -244,6 +248,7 @@ class PrivateTraining(_Behind):
             collate_fn=collator,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+            drop_last=self.args.dataloader_drop_last,
         )
         epochs = self.args.num_train_epochs
         if self.args.max_steps > 0:
@@ -271,6 +276,7 @@ class PrivateTraining(_Behind):
             resume=resuming and self._resumes,
             **options,
         )
+        private.ending.advice = _EARLY
         if lengths is not None:
             private.data_loader.lengths = lengths
         early = any(isinstance(callback, EarlyStoppingCallback) for callback in self.callback_handler.callbacks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -77,9 +79,11 @@ class PrivateLoader:
     ):
         if len(units) != plan.units:
             raise ValueError(f"the data set has {len(units)} units, and the plan accounts for {plan.units}")
+        #: The user's own, for another run after this one.
+        self.given = loader
         self.dataset: Dataset = loader.dataset
         self.collate_fn = loader.collate_fn
-        self.batch_size = batching(loader).batch_size
+        self.batch_size = plan.batch_size
         self.kind = kind
         self._sampler = plan.sampler(stream, kind)
         #: Whether what data set and collator draw follows from the user's seeds: nothing is protected then.
@@ -97,11 +101,14 @@ class PrivateLoader:
         self.lengths = _lengths(self.dataset)
         self.tickets: deque[Ticket] = deque()
         self.on_restart: Callable[[], None] = lambda: None
+        #: Whether the model is in evaluation mode; and what raises if the batch before was not followed by a step.
+        self.in_eval: Callable[[], bool] = lambda: False
+        self.require_step: Callable[[], None] = lambda: None
         #: Called before iteration by loops that take batches ahead; and the probe batches that come next.
         self.plan_probes: Callable[[Collation, int], None] = lambda source, rows: None
         self.probes: Callable[[], Iterable[ProbeBatch]] = tuple
-        #: Whether the latest iteration went to its end.
-        self._whole = False
+        #: Whether the latest iteration went to its end; and whether it was left with logical batches not handed out.
+        self._whole = self.cut_short = False
         #: Set by a caller that takes each batch before the backward pass of the one before.
         self.takes_ahead = False
         #: Set by a caller that takes several micro-batches before their backward passes, and checks them itself.
@@ -136,6 +143,7 @@ class PrivateLoader:
         if whole:
             # Not broken off: the loop went past the last batch, as it may past no other.
             self.require_consumed()
+        self.cut_short = False
         self.tickets.clear()
         self.on_restart()
         if self.unit_map is None and self.takes_ahead:
@@ -145,17 +153,23 @@ class PrivateLoader:
         waiting: deque[tuple[list[int], Ticket]] = deque()
         read: Any = _Singly(self.dataset) if _may_mix(self.dataset) else self.dataset
         inner: DataLoader = DataLoader(read, batch_sampler=_Drawn(self, steps, waiting), **self._options)
-        for lengths, batch in self._collated(inner):
-            if not self.look_ahead:
-                self.require_consumed()
-            indices, ticket = waiting.popleft()
-            source = Collation.of(self.dataset, self.collate_fn, indices, batch, self.unit_map)
-            ticket = replace(ticket, source=source, lengths=tuple(lengths))
-            if self.unit_map is not None:
-                batch, ticket = self._packed(batch, ticket)
-            self.tickets.append(ticket)
-            yield self._placed(batch)
-            yield from self.probe_batches()
+        try:
+            for lengths, batch in self._collated(inner):
+                if not self.look_ahead:
+                    self.require_consumed()
+                    self.require_step()
+                indices, ticket = waiting.popleft()
+                source = Collation.of(self.dataset, self.collate_fn, indices, batch, self.unit_map)
+                ticket = replace(ticket, source=source, lengths=tuple(lengths), in_eval=self.in_eval())
+                if self.unit_map is not None:
+                    batch, ticket = self._packed(batch, ticket)
+                self.tickets.append(ticket)
+                steps -= ticket.is_last
+                yield self._placed(batch)
+                yield from self.probe_batches()
+        except GeneratorExit:
+            self.cut_short = steps > 0
+            raise
         self._whole = True
 
     def _collated(self, inner: Iterable[Any]) -> Iterator[Any]:
@@ -176,7 +190,8 @@ class PrivateLoader:
             batch, made = probe.batch(), probe.source
             source = Collation.of(made.dataset, made.collate, made.indices, batch)
             ticket = _ticket([1] * len(source.indices), 0.0, is_last=False)
-            self.tickets.append(replace(ticket, source=source, probe=replace(probe, source=source)))
+            probe = replace(probe, source=source)
+            self.tickets.append(replace(ticket, source=source, probe=probe, in_eval=self.in_eval()))
             batch = self._placed(batch)
             with seeded(0):
                 yield batch
@@ -191,8 +206,8 @@ class PrivateLoader:
         """Raise RuntimeError if a batch was handed out and never differentiated: its ticket would go to another."""
         if self.tickets:
             raise RuntimeError(
-                "A batch was taken ahead of the last one's backward(), or that one was skipped. Call backward() on each batch "
-                "before you take the next."
+                "the previous batch was skipped, or this one was taken ahead: call backward() and step() for every batch before "
+                "the next, or start the iteration anew, which discards the logical batch that was begun"
             )
 
     def _packed(self, batch: Any, ticket: Ticket) -> tuple[Any, Ticket]:
@@ -321,36 +336,81 @@ def _may_mix(dataset: Any) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def batching(loader: DataLoader) -> BatchSampler:
-    """How a loader cuts its data into batches; ValueError if not as torch does, which accelerate's loaders still do."""
-    batches = loader.batch_sampler
-    if type(batches).__name__ == "BatchSamplerShard":
-        # accelerate's, around the loader's own: it hands each process other batches, which private sampling does itself.
-        batches = getattr(batches, "batch_sampler", None)
-    # A class of one's own may mean anything by its batch size.
-    if type(batches) is not BatchSampler:
-        raise ValueError("the loader has a batch_sampler of its own; give it batch_size instead, the engine samples")
-    return batches
+def check_loader(loader: Any) -> int:
+    """The batch size of a loader whose batches can be drawn as the accountant assumes.
 
+    Its order and ``drop_last`` have no effect, and a warning says so.
 
-def check_loader(loader: Any) -> None:
-    """Raise ValueError or TypeError for a loader whose batches could not be drawn as the accountant assumes."""
+    Raises ValueError or TypeError for a loader that cannot be sampled, or whose sampler does more than put rows in order.
+    """
     if not isinstance(loader, DataLoader):
         raise TypeError(f"data_loader is a {type(loader).__name__}: give a torch.utils.data.DataLoader")
     if isinstance(loader.dataset, IterableDataset):
         raise ValueError("an iterable data set cannot be sampled at random; give one with __len__ and __getitem__")
-    batches = batching(loader)
-    if batches.drop_last:
-        raise ValueError("drop_last=True drops examples the accountant counts; set it to False")
-    if not isinstance(batches.sampler, (RandomSampler, SequentialSampler)):
-        raise ValueError(
-            f"the loader's {type(batches.sampler).__name__} would be replaced by private sampling; "
-            "remove it (shuffle=True is fine), and let what should count more have a larger loss"
-        )
-    if isinstance(batches.sampler, RandomSampler) and batches.sampler.replacement:
-        raise ValueError("sampling with replacement is not what the accountant assumes; drop replacement=True")
     size = len(loader.dataset)  # type: ignore[arg-type]
     if size == 0:
         raise ValueError("the data set is empty; there is nothing to train on")
-    if batches.batch_size > size:
-        raise ValueError(f"batch size {batches.batch_size} exceeds the {size} examples: the sample rate would pass 1")
+    batches: Any = loader.batch_sampler
+    if type(batches).__name__ == "BatchSamplerShard":
+        # accelerate's, around the loader's own: it hands each process other batches, which private sampling does itself.
+        batches = batches.batch_sampler
+    if batches is None:
+        raise ValueError("the loader has no batch size, which is the logical batch: give it batch_size")
+    sampler = batches.sampler if type(batches) is BatchSampler else batches
+    if isinstance(sampler, RandomSampler) and sampler.replacement:
+        raise ValueError("sampling with replacement is not what the accountant assumes; drop replacement=True")
+    if isinstance(sampler, (RandomSampler, SequentialSampler)):
+        batch_size = int(batches.batch_size)
+        if batches.drop_last:
+            warnings.warn(
+                "drop_last=True has no effect: private sampling draws every row at the same rate", stacklevel=3
+            )
+    else:
+        batch_size = _batch_size_of(batches, sampler, size)
+        warnings.warn(
+            f"the loader's {type(sampler).__name__} has no effect: private sampling draws batches of about {batch_size} rows "
+            "at random",
+            stacklevel=3,
+        )
+    if batch_size > size:
+        raise ValueError(f"batch size {batch_size} exceeds the {size} examples: the sample rate would pass 1")
+    return batch_size
+
+
+def _batch_size_of(batches: Any, sampler: Any, size: int) -> int:
+    """The usual size of the batches of somebody's own sampler; ValueError unless these hold each of the rows once."""
+    name = type(sampler).__name__
+    if hasattr(sampler, "num_replicas"):
+        raise ValueError(
+            f"the loader's {name} would be replaced: private sampling shares out each batch among the processes. Remove it."
+        )
+    sizes: list[int] = []
+    rows: list[int] = []
+    own = sampler is batches
+    for batch in batches if own else [list(itertools.islice(sampler, size + 1))]:
+        sizes.append(len(batch))
+        rows += map(int, batch)
+        if len(rows) > size:
+            break
+    if len(set(rows)) < len(rows):
+        raise ValueError(
+            f"the loader's {name} would be replaced by private sampling, which draws each row at one rate. Remove it, and give "
+            "rows that count more a larger loss."
+        )
+    largest = max(sizes, default=0)
+    left_out = size - len(rows)
+    if left_out and getattr(batches, "drop_last", False) and left_out < largest:
+        # What the last batch lacks is not left out by whoever chooses the rows.
+        inner = getattr(batches, "sampler", ())
+        left_out = size - len(set(itertools.islice(inner, size)))
+    if left_out:
+        raise ValueError(
+            f"the loader's {name} leaves out {left_out} of {size} rows, which private sampling would draw. Use "
+            "torch.utils.data.Subset(dataset, indices) instead of a sampler."
+        )
+    stated = getattr(batches, "batch_size", None)
+    if not own:
+        return int(batches.batch_size)
+    if stated == largest or sum(own < largest for own in sizes) <= 1:
+        return largest
+    return round(len(rows) / len(sizes))

@@ -19,9 +19,12 @@ from fastdp.distributed.pieces import is_cut, whole
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.engine.bounds import among_units_in_words
 from fastdp.engine.engine import Engine
+from fastdp.engine.modes import LoadedMode
 from fastdp.engine.policy import Policy
 from fastdp.ops.grid import DISTANCE
+from fastdp.private.clip_calls import leave_clipping, watch_clipping
 from fastdp.private.criterion import Criterion, mean_of_rows
+from fastdp.private.ending import Ending
 from fastdp.private.loader import PrivateLoader
 from fastdp.private.observer import Observer
 from fastdp.private.parts import Average
@@ -49,8 +52,12 @@ _DISCARDED_BATCHES = (
     "logical batches that were begun and not released were discarded for reasons that no record has a part in, like a shortage "
     "of memory: leaving out a batch because of its loss tells of all of it"
 )
-#: Models and optimizers which an engine drives; held here, not on them, so that their copies are plain.
-_DRIVEN: weakref.WeakSet[Any] = weakref.WeakSet()
+#: Models and optimizers which an engine drives, and their runs; held here, not on them, so that their copies are plain.
+_DRIVEN: weakref.WeakKeyDictionary[Any, weakref.ref[Private]] = weakref.WeakKeyDictionary()
+_ACCUMULATES = (
+    "step() did not follow backward(), as where gradients are accumulated. Set the DataLoader's batch_size to the accumulated "
+    "batch, and call step() after every backward()."
+)
 
 
 class Private(Published):
@@ -113,7 +120,16 @@ class Private(Published):
             model, optimizer, stages, ledger, plan, observers, self._following, ranks, prepare=self._stepped
         )
         for owner in (model, optimizer):
-            _DRIVEN.add(owner)
+            _DRIVEN[owner] = weakref.ref(self)
+        # As long as the model is driven, its run can be asked to let it go.
+        stages.holder = self
+        watch_clipping(model)
+        self._loaded_mode = LoadedMode(model)
+        #: What is said where the run ends early.
+        self.ending = Ending(ledger, counts=plan.sigma > 0 and ranks.leads)
+        self._collected = weakref.finalize(self, self.ending)
+        data_loader.in_eval = lambda: not self.model.training
+        data_loader.require_step = self._require_step
         data_loader.remaining = lambda: self._require_budget()
         data_loader.on_restart = self._restart
         data_loader.plan_probes = lambda source, rows: self._checks.plan_ahead(source, rows)
@@ -215,10 +231,13 @@ class Private(Published):
             )
         return remaining
 
+    def _require_step(self) -> None:
+        """Raise RuntimeError if the backward pass of the batch before was not followed by a step."""
+        if self._engine.backwards > self._engine.followed:
+            raise RuntimeError(_ACCUMULATES)
+
     def _restart(self) -> None:
-        # Whoever iterates over the private loader trains, and `from_pretrained` leaves a model in eval mode.
-        if not self.model.training:
-            self.model.train()
+        self._loaded_mode.end(train=True)
         self._abandon()
         self._provenance.begin()
         self.ledger.begin_pass()
@@ -300,7 +319,7 @@ class Private(Published):
         if self.criterion is None:
             raise RuntimeError("this run has no criterion: give make_private criterion=, a function of (output, batch)")
         tickets = self.data_loader.tickets
-        rows = tickets[0].rows if self.model.training and torch.is_grad_enabled() and tickets else None
+        rows = tickets[0].rows if self._engine.trains and tickets else None
         return mean_of_rows(self.criterion(output, batch), rows)
 
     def epsilon(self, delta: float | None = None) -> float:
@@ -338,8 +357,11 @@ class Private(Published):
     def card(self) -> accounting.Card:
         """What was bought: mechanism, unit, sampling, epsilon and delta, the event, what is unprotected.
 
-        Of weights in pieces every rank must ask, as each has some of what the card keeps digests of.
+        Of weights in pieces every rank must ask, as each has some of what the card keeps digests of. A warning says so if the
+        latest iteration was broken off with releases left.
         """
+        if self.data_loader.cut_short:
+            self.ending(stacklevel=3)
         self._provenance.require()
         self._provenance.look_back()
         stream, plan = self._release.stream, self.plan
@@ -472,14 +494,44 @@ class Private(Published):
         )
 
     def detach(self) -> None:
-        """Give model and optimizer back as they were before `make_private`; the ledger is closed."""
+        """Give model and optimizer back as they were before `make_private`; the ledger is closed.
+
+        A warning says so if releases that were paid for were not made.
+        """
+        self.ending(stacklevel=3)
+        self._collected.detach()
+        self._loaded_mode.end(train=False)
+        leave_clipping(self.model)
         self._provenance.close()
         self._abandon()
         self._steps.remove()
         self._stages.close()
         self.ledger.close()
         for owner in (self.model, self.optimizer):
-            _DRIVEN.discard(owner)
+            _DRIVEN.pop(owner, None)
+
+
+def detach(model: torch.nn.Module) -> None:
+    """End the private run that a model is in, as `Private.detach` does, where nobody holds that any more.
+
+    Raises ValueError for a model that is in none.
+
+    >>> import fastdp
+    >>> model, rows = torch.nn.Linear(3, 1), [{"x": torch.ones(3)}] * 8
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> loader = torch.utils.data.DataLoader(rows, batch_size=4)
+    >>> for again in range(2):
+    ...     model, optimizer, loader = fastdp.make_private(model, optimizer, loader, noise_multiplier=1.0, epochs=1)
+    ...     fastdp.detach(model)
+    """
+    bare: Any = model
+    while bare not in _DRIVEN:
+        bare = getattr(bare, "_orig_mod", getattr(bare, "module", None))
+        if not isinstance(bare, torch.nn.Module):
+            raise ValueError("this model is in no private run: give the one that make_private was given")
+    run = _DRIVEN[bare]()
+    assert run is not None
+    run.detach()
 
 
 def drives(owner: Any) -> bool:
@@ -490,6 +542,8 @@ def drives(owner: Any) -> bool:
 def refuse_driven(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for a model or an optimizer that serves a private run already."""
     if model in _DRIVEN:
-        raise ValueError("this model is private already; call detach() on the first run before starting another")
+        raise ValueError(
+            "this model is private already: call fastdp.detach(model) to end its first run, then make_private again"
+        )
     if optimizer in _DRIVEN:
         raise ValueError("this optimizer already serves a private model; make a new one for each model")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,6 +37,17 @@ def follow_releases(optimizer: torch.optim.Optimizer) -> None:
             if own is not None and not hasattr(own, "counts_releases"):
                 setattr(schedule, name, wrap(own))
     _FOLLOWED.add(optimizer)
+
+
+def refuse_seeing(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for an optimizer with a schedule that reads a figure.
+
+    An optimizer does not know its schedules: they are looked for among all objects, which takes some tenths of a second.
+    """
+    kinds, every = set(_classes(LRScheduler)), gc.get_objects()
+    for schedule in itertools.compress(every, map(kinds.__contains__, map(type, every))):
+        if _innermost(schedule) is optimizer:
+            require_unseeing(schedule)
 
 
 def count_release(optimizer: torch.optim.Optimizer) -> None:

@@ -73,6 +73,8 @@ class Stages:
         self._folder = folder
         self._resume = resume
         self._ranks = ranks
+        #: The run: each stage's engine holds it.
+        self.holder: Any = None
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self.engine = self._open()
 
@@ -167,7 +169,9 @@ class Stages:
         self._train(trained)
         self.release.parameters = trained
         self.begun = self.method.policy(trained, self.noise_multiplier, self.outcome)
-        return self._open_engine(self.begun)
+        engine = self._open_engine(self.begun)
+        engine.holder = self
+        return engine
 
     def _train(self, trained: Mapping[str, torch.nn.Parameter]) -> None:
         kept = {id(p) for p in trained.values()}

@@ -27,8 +27,8 @@ _TRAINS, _GRADIENT = map(operator.attrgetter, ("requires_grad", "grad"))
 #: Under this name the ledger keeps that steps were released without checks of the model.
 UNCHECKED = "unchecked rows"
 _EVALUATES = (
-    "the model is in eval mode, so that this loss was not taken example by example: call model.train() before you go on "
-    "training"
+    "the model is in eval mode since this batch was drawn, and its loss was not clipped: call model.train() or, to train without "
+    "dropout, model.eval() before the loop"
 )
 _READS = (
     "this optimizer's step goes by a loss, which the released weights then tell without noise: use one that goes by gradients "
@@ -148,7 +148,10 @@ class Steps:
         """Release the logical batch, if it is whole, after what must be looked at before."""
         engine, release = self._stages.engine, self._stages.release
         self._refuse_unclipped(optimizer)
-        cast(Checks, engine.checks).state.require_settled(engine.parameters)
+        try:
+            cast(Checks, engine.checks).state.require_settled(engine.parameters)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error} {self._spent()}") from error
         engine.followed = engine.backwards
         self.done = engine.complete
         if not engine.complete:
@@ -231,12 +234,15 @@ class Steps:
             parameter.grad = None
             if parameter.requires_grad != known:
                 raise RuntimeError(
-                    f"{name} was frozen, unfrozen or given to the optimizer after make_private; call detach() and make the "
-                    "run private anew"
+                    f"{name} was frozen, unfrozen or given to the optimizer after make_private: undo that, or call "
+                    f"fastdp.detach(model) and make_private again for a further run. {self._spent()}"
                 )
             raise RuntimeError(
                 f"{name} holds a gradient at step() that was not clipped: let backward() start from the model's loss alone"
             )
+
+    def _spent(self) -> str:
+        return f"{self._ledger.spent_steps} of {self._ledger.budget_steps} releases are spent."
 
     def _name(self, parameter: torch.Tensor) -> str:
         found = {id(p): name for name, p in self._model.named_parameters()}

@@ -13,7 +13,14 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from transformers import EarlyStoppingCallback, GPT2LMHeadModel, IntervalStrategy, SchedulerType, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2LMHeadModel,
+    IntervalStrategy,
+    SchedulerType,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import fastdp
 from fastdp.engine.accumulator import Accumulator
@@ -211,7 +218,6 @@ def test_the_upstream_scale_of_the_loss_does_not_move_the_threshold(tmp_path: Pa
         ("gradient_accumulation_steps", 2),
         ("label_smoothing_factor", 0.1),
         ("auto_find_batch_size", True),
-        ("dataloader_drop_last", True),
         ("neftune_noise_alpha", 5.0),
         ("include_num_input_tokens_seen", "non_padding"),
     ],
@@ -219,6 +225,22 @@ def test_the_upstream_scale_of_the_loss_does_not_move_the_threshold(tmp_path: Pa
 def test_arguments_that_would_break_the_guarantee_are_refused(tmp_path: Path, option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=option):
         trainer(tmp_path, **{option: value})
+
+
+def test_what_would_drop_rows_has_no_effect_and_ends_early_are_said(tmp_path: Path) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = True
+
+    run = trainer(tmp_path, dataloader_drop_last=True)
+    run.add_callback(Stop())
+    with pytest.warns(UserWarning, match="releases paid for were made") as caught:
+        run.train()
+    said = [str(entry.message) for entry in caught]
+    assert sum("drop_last=True has no effect" in text for text in said) == 1
+    assert run.private is not None
+    early = f"1 of {run.private.total_steps} releases paid for were made. Training ended early: set num_train_epochs"
+    assert sum(text.startswith(early) for text in said) == 1
 
 
 def test_passes_are_recorded_on_a_gpu_alone(tmp_path: Path) -> None:

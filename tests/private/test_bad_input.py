@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from transformers import DataCollatorWithFlattening
 
 import fastdp
@@ -146,10 +146,6 @@ def test_methods_out_of_range(build_method: Callable[[], Any]) -> None:
         build_method()
 
 
-class Pairs(BatchSampler):
-    """Batches of its own making."""
-
-
 class Stream(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         return iter(examples())
@@ -160,14 +156,9 @@ class Stream(IterableDataset):
     [
         (lambda: [1, 2], TypeError, "give a torch.utils.data.DataLoader"),
         (lambda: DataLoader(Stream(), batch_size=8), ValueError, "iterable data set"),
-        (lambda: loader(drop_last=True), ValueError, "drop_last=True"),
         (lambda: loader(batch_size=25), ValueError, "sample rate would pass 1"),
         (lambda: DataLoader([], batch_size=8), ValueError, "empty"),
-        (
-            lambda: DataLoader(examples(), batch_sampler=Pairs(SequentialSampler(range(24)), 4, False)),
-            ValueError,
-            "batch_sampler",
-        ),
+        (lambda: DataLoader(examples(), batch_size=None), ValueError, "give it batch_size"),
         (
             lambda: loader(sampler=torch.utils.data.WeightedRandomSampler([1.0] * 24, 24)),
             ValueError,
@@ -399,6 +390,7 @@ def test_a_second_backward_on_one_batch() -> None:
     loss.backward(retain_graph=True)
     with refused(RuntimeError, r"second backward\(\) on one batch", private):
         loss.backward()
+    private.optimizer.step()
     batch = next(iterator)
     twice = [private.model(**batch)["loss"] for _ in range(2)]
     twice[0].backward()
@@ -439,7 +431,7 @@ def test_a_batch_taken_ahead_of_the_backward_pass() -> None:
     private = start(max_physical_batch_size=2, **PRIVATE)
     iterator = iter(private.data_loader)
     next(iterator)
-    with refused(RuntimeError, r"taken ahead of the last one's backward\(\)", private):
+    with refused(RuntimeError, "taken ahead", private):
         next(iterator)
 
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import get_linear_schedule_with_warmup
+from torch.utils.data import DataLoader
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    default_data_collator,
+    get_linear_schedule_with_warmup,
+)
 
 import fastdp
 from fastdp.methods.rapft import PublicMap
@@ -113,12 +120,96 @@ def test_other_optimizers_schedules_are_left_alone() -> None:
     assert plain.param_groups[0]["lr"] == 0.25
 
 
-def test_a_model_left_in_eval_mode_is_trained_in_training_mode() -> None:
-    """`from_pretrained` returns it so, and the first snippet anyone tries trains it."""
-    model = Classifier().eval()
+def modes(private: Any) -> set[tuple[bool, bool]]:
+    """Modes of the model and of its first layer in the passes of an epoch, all of which are released."""
+    found, done = set(), private.steps_done
+    for batch in private.data_loader:
+        found.add((private.model.training, private.model.first.training))
+        private.model(**batch)["loss"].backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+    assert private.steps_done == done + 3
+    assert private.route in ("uses", "one-example")
+    return found
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_evaluation_mode_is_kept(when: str) -> None:
+    """It trains without dropout, as in a loop without privacy."""
+    model = Classifier()
+    if when == "before":
+        model.eval()
     private = start(model, **PRIVATE)
-    assert len(spend(private)) == 6
-    assert model.training
+    model.eval()
+    assert modes(private) == {(False, False)}
+    with torch.no_grad():
+        model(**collate(examples(5)))
+    # Gradients may be on, where no batch waits.
+    model(**collate(examples(5)))
+    assert modes(private.model.train() and private) == {(True, True)}
+
+
+def test_evaluation_mode_that_a_loop_forgets_is_kept_as_without_privacy() -> None:
+    private = start(**PRIVATE)
+    iterator = iter(private.data_loader)
+    logical_step(private, iterator)
+    private.model.eval()
+    logical_step(private, iterator)
+    assert private.steps_done == 2
+    assert not private.model.training
+
+
+def test_a_criterion_in_evaluation_mode() -> None:
+    def losses(output: Any, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(output["logits"], batch["labels"], reduction="none")
+
+    private = start(Classifier().eval(), criterion=losses, **PRIVATE)
+    for batch in private.data_loader:
+        private.loss(private.model(batch["x"]), batch).backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+    assert private.steps_done == 3
+
+
+def pretrained(folder: Path) -> torch.nn.Module:
+    config = BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=3
+    )
+    BertForSequenceClassification(config).save_pretrained(folder)
+    return BertForSequenceClassification.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("chosen", [None, "train", "eval"])
+def test_a_model_from_from_pretrained_is_trained_in_training_mode(tmp_path: Path, chosen: str | None) -> None:
+    """Nobody chose the mode that it comes in; one that is set after `make_private` is kept."""
+    model = pretrained(tmp_path)
+    rows = [{"input_ids": [1 + i % 5, 2, 3], "labels": i % 3} for i in range(12)]
+    data = DataLoader(rows, batch_size=4, shuffle=True, collate_fn=default_data_collator)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = fastdp.make_private(model, optimizer, data, epochs=1, **PRIVATE)
+    assert not model.training, "an evaluation before training is one still"
+    if chosen is not None:
+        getattr(model, chosen)()
+    seen = set()
+    for batch in private.data_loader:
+        seen.add(frozenset(module.training for module in model.modules()))
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen == {frozenset({chosen != "eval"})}
+    assert private.steps_done == private.total_steps
+
+
+def test_a_model_that_is_not_trained_is_given_back_as_it_came(tmp_path: Path) -> None:
+    model = pretrained(tmp_path)
+    fastdp.make_private(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        DataLoader([{"input_ids": [1]}] * 4, batch_size=2),  # type: ignore[arg-type]
+        epochs=1,
+        **PRIVATE,
+    ).detach()
+    assert not any(module.training for module in model.modules())
 
 
 def test_eval_mode_in_mid_loop_is_named() -> None:
@@ -129,6 +220,46 @@ def test_eval_mode_in_mid_loop_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"in eval mode.*call model.train\(\)"):
         private.optimizer.step()
     assert private.steps_done == 0
+
+
+RESETS = {
+    "in place": lambda p: p.optimizer.zero_grad(set_to_none=False),
+    "of the model in place": lambda p: p.model.zero_grad(set_to_none=False),
+    "of the model": lambda p: p.model.zero_grad(),
+    "of each to None": lambda p: [setattr(q, "grad", None) for q in p.model.parameters()],
+    "of each to zero": lambda p: [q.grad.zero_() for q in p.model.parameters() if q.grad is not None],
+}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, fastdp.optim.AdamW])
+@pytest.mark.parametrize("reset", RESETS)
+def test_every_way_to_reset_gradients_gives_the_same_weights(reset: str, kind: Any) -> None:
+    models = []
+    for way in (reset, "usual"):
+        model = Classifier()
+        private = start(model, optimizer=kind(model.parameters(), lr=0.1), max_physical_batch_size=3, **PRIVATE)
+        for _ in range(2):
+            for batch in private.data_loader:
+                model(**batch)["loss"].backward()
+                private.optimizer.step()
+                RESETS.get(way, lambda p: p.optimizer.zero_grad())(private)
+        assert private.steps_done == 6
+        models.append(model)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_gradients_that_are_not_reset_are_refused() -> None:
+    private = start(**PRIVATE)
+    iterator = iter(private.data_loader)
+    for batch in iterator:
+        private.model(**batch)["loss"].backward()
+        private.optimizer.step()
+        private.model.second.bias.grad.zero_()
+        break
+    batch = next(iter(private.data_loader))
+    with pytest.raises(RuntimeError, match=r"holds a gradient before the backward pass.*zero_grad\(\)"):
+        private.model(**batch)["loss"].backward()
 
 
 class Counting(torch.optim.AdamW):
@@ -425,16 +556,24 @@ def test_every_schedule_of_steps_is_taken() -> None:
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("kind", [torch.optim.lr_scheduler.ReduceLROnPlateau, Halved])
 def test_a_schedule_that_reads_a_figure_is_refused(before: bool, kind: Any) -> None:
-    model = Classifier()
+    """By `make_private` or, if it is made later, as it is made; nothing is spent."""
+    model, other = Classifier(), Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
     def make() -> Any:
         return kind(optimizer)
 
     schedule = make() if before else None
-    private = start(model, optimizer=optimizer, **PRIVATE)
+    begin = lambda **options: start(model, optimizer=optimizer, **options)  # noqa: E731
+    # Of other optimizers, and where no noise is meant to hide anything, they are let be.
+    start(other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1), **PRIVATE)
+    private = begin() if before else begin(**PRIVATE)
     with pytest.raises(ValueError, match="sets the learning rate by a figure"):
         schedule.step(1.0) if schedule is not None else make()
     private.detach()
+    if before:
+        with pytest.raises(ValueError, match="sets the learning rate by a figure"):
+            begin(**PRIVATE)
+        assert "forward" not in model.__dict__
     schedule = schedule or make()
     schedule.step(1.0)

@@ -1,0 +1,220 @@
+"""A run that ends before all releases that were paid for says so once, and a run that goes on says nothing."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import fastdp
+from tests.engine.runs import Classifier, loader, logical_step, start
+
+PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
+#: The model, data and optimizer of a script.
+SCRIPT = """
+import torch, fastdp
+model, rows = torch.nn.Linear(3, 2), [(torch.ones(3), 0)] * 12
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
+model, optimizer, loader = fastdp.make_private(
+    model, optimizer, loader, noise_multiplier=1.0, target_delta=1e-3, epochs={epochs}, loss_reduction="mean"
+)
+for x, y in loader:
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def epoch(private: Any, most: int | None = None) -> None:
+    """One pass over the loader, left after so many batches."""
+    for number, batch in enumerate(private.data_loader):
+        private.model(**batch)["loss"].backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+        if number + 1 == most:
+            break
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_without_a_limit_a_batch_is_a_logical_batch(seed: int) -> None:
+    """Loops that count batches up to max_train_steps make every release that was paid for."""
+    private = start(unsafe_seed=seed, **PRIVATE)
+    sizes, done = [], 0
+    while done < 2 * len(private.data_loader):
+        for batch in private.data_loader:
+            sizes.append(len(batch["labels"]))
+            private.model(**batch)["loss"].backward()
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+            done += 1
+    assert private.steps_done == private.total_steps == done == 6
+    assert private.data_loader.batch_size == 8
+
+
+def test_without_a_limit_all_examples_of_the_drawn_users_are_one_batch() -> None:
+    users = [i // 3 for i in range(24)]
+    data = loader(batch_size=4)
+    private = start(data_loader=data, user_ids=users, max_examples_per_user=3, **PRIVATE)
+    for _ in range(2):
+        epoch(private)
+    assert private.steps_done == private.total_steps == 4
+
+
+def test_a_run_that_ends_early_says_so_when_it_is_detached() -> None:
+    private = start(**PRIVATE)
+    epoch(private)
+    with pytest.warns(
+        UserWarning, match=r"3 of 6 releases paid for were made\. Count steps by private\.last_step_done"
+    ):
+        private.detach()
+
+
+def test_it_says_so_when_it_is_collected() -> None:
+    epoch(start(**PRIVATE), 2)
+    with pytest.warns(UserWarning, match="2 of 6 releases paid for were made"):
+        gc.collect()
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_it_says_so_when_the_program_ends(epochs: int) -> None:
+    ran = subprocess.run([sys.executable, "-c", SCRIPT.format(epochs=epochs)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ("3 of 6 releases paid for were made" in ran.stderr) == (epochs == 2)
+    assert "Exception" not in ran.stderr
+
+
+def test_a_card_says_so_once_if_its_loop_was_left() -> None:
+    private = start(**PRIVATE)
+    epoch(private)
+    epoch(private, 2)
+    with pytest.warns(UserWarning, match="5 of 6 releases paid for were made"):
+        private.card()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        private.card()
+        private.detach()
+
+
+def test_a_run_that_is_not_over_says_nothing() -> None:
+    private = start(epochs=3, **PRIVATE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        next(iter(private.data_loader))  # a look at one batch
+        private.card()
+        for step in range(9):
+            if step % 3 == 0:
+                iterator = iter(private.data_loader)
+            logical_step(private, iterator)
+            private.epsilon()
+            if step % 3 == 2:
+                # Left at the epoch's last batch, as where a loop counts up to its length.
+                iterator.close()
+                private.card()
+        private.detach()
+    assert private.steps_done == 9
+
+
+@pytest.mark.parametrize("options", [{"noise_multiplier": 0.0}, PRIVATE])
+def test_what_was_not_paid_for_or_not_begun_is_not_missed(options: dict[str, Any]) -> None:
+    private = start(**options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if not options["noise_multiplier"]:
+            epoch(private)
+        private.detach()
+
+
+def test_whoever_expects_it_is_told_nothing() -> None:
+    private = start(**PRIVATE)
+    epoch(private)
+    private.ending.expect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        private.detach()
+
+
+def test_a_cell_that_is_run_twice() -> None:
+    """The second run takes what the first one returned; nobody holds that one."""
+    model: Any = Classifier()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    data: Any = loader()
+    for again in range(2):
+        if again:
+            gc.collect()
+            with pytest.raises(ValueError, match=r"private already: call fastdp\.detach\(model\)"):
+                fastdp.make_private(model, optimizer, data, epochs=1, **PRIVATE)
+            fastdp.detach(model)
+            assert "forward" not in model.__dict__
+        model, optimizer, data = fastdp.make_private(model, optimizer, data, epochs=1, **PRIVATE)
+        for batch in data:
+            model(**batch)["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    fastdp.detach(model)
+    with pytest.raises(ValueError, match="in no private run"):
+        fastdp.detach(model)
+
+
+def test_a_model_can_be_detached_that_alone_is_left() -> None:
+    model = Classifier()
+    start(model, **PRIVATE)
+    gc.collect()
+    assert "forward" in model.__dict__
+    fastdp.detach(torch.nn.parallel.DataParallel(model))
+    assert "forward" not in model.__dict__
+
+
+def accumulate(private: Any) -> None:
+    """Two backward passes for each step."""
+    for step, batch in enumerate(private.data_loader):
+        (private.model(**batch)["loss"] / 2).backward()
+        if step % 2:
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+
+
+def test_gradients_accumulated_by_hand_are_refused_before_anything_is_spent() -> None:
+    for physical in (None, 4, 2):
+        private = start(max_physical_batch_size=physical, **PRIVATE)
+        with pytest.raises(RuntimeError, match=r"accumulated\. Set the DataLoader's batch_size"):
+            accumulate(private)
+        assert private.steps_done == 0
+        # The way on.
+        for _ in range(2):
+            epoch(private)
+        assert private.steps_done == 6
+
+
+def test_leaving_a_loop_between_backward_and_step_is_no_accumulation() -> None:
+    private = start(**PRIVATE)
+    for batch in private.data_loader:
+        private.model(**batch)["loss"].backward()
+        break
+    epoch(private)
+    assert private.steps_done == 3
+
+
+def test_refusals_after_releases_say_what_was_spent_and_the_way_on_works() -> None:
+    private = start(**PRIVATE)
+    epoch(private)
+    private.model.first.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"first\.weight was frozen.*undo that, or.*3 of 6 releases are spent\."):
+        epoch(private)
+    private.model.first.weight.requires_grad_(True)
+    epoch(private)
+    assert private.steps_done == 6
+    private.extend(1)
+    with torch.no_grad():
+        private.model.first.weight.zero_()
+    with pytest.raises(RuntimeError, match=r"changed outside of a release.*6 of 9 releases are spent\."):
+        epoch(private)
+    fastdp.detach(private.model)
+    again = start(private.model, **PRIVATE)
+    epoch(again)
+    assert again.steps_done == 3
