@@ -439,7 +439,7 @@ def test_a_batch_taken_ahead_of_the_backward_pass() -> None:
     private = start(max_physical_batch_size=2, **PRIVATE)
     iterator = iter(private.data_loader)
     next(iterator)
-    with refused(RuntimeError, r"taken ahead of the last one's backward\(\)", private):
+    with refused(RuntimeError, "taken ahead", private):
         next(iterator)
 
 
