@@ -204,7 +204,9 @@ def test_dpo_takes_no_loss_of_the_user_s(tmp_path: Path, tokenizer: Any) -> None
         args=DPOConfig(output_dir=str(tmp_path), **COMMON),
         train_dataset=Dataset.from_list([{"prompt": "a b", "chosen": " c", "rejected": " d"}] * 12),
         processing_class=tokenizer,
-        privacy=fastdp.PrivacyArguments(noise_multiplier=1.0, target_delta=1e-3, criterion=lambda output, batch: output),
+        privacy=fastdp.PrivacyArguments(
+            noise_multiplier=1.0, target_delta=1e-3, criterion=lambda output, batch: output
+        ),
     )
     with pytest.raises(ValueError, match="computes the losses of pairs itself. Leave criterion"):
         trainer.get_train_dataloader()
