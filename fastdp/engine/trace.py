@@ -229,7 +229,7 @@ class _Recorder(Follow):
         if func is F.batch_norm and (kwargs.get("training") or True in args[5:6]):
             where = self.places.of(given[0])
             if where is not None and where.axis != 1:
-                raise ValueError(
+                raise Untraceable(
                     "F.batch_norm(training=True) normalizes by statistics of the batch, which couples examples: use F.layer_norm "
                     "or F.group_norm"
                 )
