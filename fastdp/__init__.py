@@ -12,7 +12,11 @@ if TYPE_CHECKING:
     from fastdp import accounting as accounting, audit as audit, ops as ops, optim as optim
     from fastdp.entry import make_private as make_private
     from fastdp.integrations.adapters import BottleneckConfig as BottleneckConfig
-    from fastdp.integrations.trainer import DPTrainer as DPTrainer, PrivacyArguments as PrivacyArguments
+    from fastdp.integrations.trainer import (
+        DPSeq2SeqTrainer as DPSeq2SeqTrainer,
+        DPTrainer as DPTrainer,
+        PrivacyArguments as PrivacyArguments,
+    )
     from fastdp.integrations.trl import DPDPOTrainer as DPDPOTrainer, DPSFTTrainer as DPSFTTrainer
     from fastdp.methods.dpsgd import DPSGD as DPSGD, AdaptiveClipping as AdaptiveClipping, NonPrivate as NonPrivate
     from fastdp.methods.ewft import EWFT as EWFT
@@ -41,6 +45,7 @@ _HOMES = {
     "DPDPOTrainer": "fastdp.integrations.trl",
     "DPFrost": "fastdp.methods.frost",
     "DPSFTTrainer": "fastdp.integrations.trl",
+    "DPSeq2SeqTrainer": "fastdp.integrations.trainer",
     "DPSGD": "fastdp.methods.dpsgd",
     "DPTrainer": "fastdp.integrations.trainer",
     "EWFT": "fastdp.methods.ewft",

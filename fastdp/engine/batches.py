@@ -2,55 +2,135 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import zlib
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 
-#: Where a tensor stands in nested tuples, lists and mappings.
+#: Where a tensor stands in nested tuples, lists, mappings and dataclasses.
 Path = tuple[Any, ...]
 #: Positional and named arguments.
 Call = tuple[Any, Any]
 
 
 def everything(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """What nested tuples, lists and mappings hold, tensors and anything else, and where it stands."""
+    """What nested tuples, lists, mappings and dataclasses hold, tensors and anything else, and where it stands."""
     if isinstance(tree, dict) or hasattr(tree, "items"):
         for key, value in tree.items():
             yield from everything(value, (*path, key))
     elif isinstance(tree, (list, tuple)):
         for position, value in enumerate(tree):
             yield from everything(value, (*path, position))
+    elif _is_record(tree):
+        for field in dataclasses.fields(tree):
+            yield from everything(getattr(tree, field.name), (*path, field.name))
     else:
         yield path, tree
 
 
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Every tensor in nested tuples, lists and mappings, and where it stands."""
+    """Every tensor in nested tuples, lists, mappings and dataclasses, and where it stands."""
     return ((place, value) for place, value in everything(tree, path) if isinstance(value, torch.Tensor))
 
 
 def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists and mappings."""
+    """Every tensor in nested tuples, lists, mappings and dataclasses."""
     return (tensor for _, tensor in leaves(tree))
 
 
-def map_leaves(tree: Any, function: Callable[[Path, torch.Tensor], torch.Tensor], path: Path = ()) -> Any:
-    """The same nesting with every tensor replaced by what ``function`` makes of its place and itself."""
+def map_leaves(
+    tree: Any,
+    function: Callable[[Path, torch.Tensor], Any],
+    path: Path = (),
+    lists: Callable[[Path, Any], Any] = lambda path, tree: None,
+) -> Any:
+    """The same nesting with every tensor replaced by what ``function`` makes of its place and itself.
+
+    So is a list or a tuple of which ``lists`` makes anything.
+    """
     if isinstance(tree, torch.Tensor):
         return function(path, tree)
     if isinstance(tree, dict) or hasattr(tree, "items"):
-        copy = {key: map_leaves(value, function, (*path, key)) for key, value in tree.items()}
-        return copy if type(tree) is dict else type(tree)(copy)
+        made = {key: map_leaves(value, function, (*path, key), lists) for key, value in tree.items()}
+        return made if type(tree) is dict else type(tree)(made)
     if isinstance(tree, (list, tuple)):
-        parts = [map_leaves(value, function, (*path, position)) for position, value in enumerate(tree)]
+        whole = None if hasattr(tree, "_fields") else lists(path, tree)
+        if whole is not None:
+            return whole
+        parts = [map_leaves(value, function, (*path, position), lists) for position, value in enumerate(tree)]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    if _is_record(tree):
+        record = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            value = map_leaves(getattr(tree, field.name), function, (*path, field.name), lists)
+            # A frozen one forbids plain assignment.
+            object.__setattr__(record, field.name, value)
+        return record
     return tree
+
+
+def _is_record(tree: Any) -> bool:
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
 
 
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same nesting with every tensor replaced."""
     return map_leaves(tree, lambda _, tensor: function(tensor))
+
+
+class RowNumbers(torch.Tensor):
+    """Stands in a call for a list of one entry a row, such as texts, so that its rows can be taken."""
+
+
+class RowLists:
+    """Lists of one entry a row (texts, images, tensors of different shapes), which no tensor operation can cut.
+
+    In a call that was encoded a tensor of numbers stands in their place; decoding gives the entries of those numbers.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Any] = {}
+        self._kinds: dict[Path, type] = {}
+
+    def __bool__(self) -> bool:
+        """Whether the latest call had any."""
+        return bool(self._kinds)
+
+    def encode(self, call: Call, rows: int) -> Call:
+        """The call of so many rows without such lists."""
+        self._entries, self._kinds = {}, {}
+
+        def numbers(path: Path, tree: Any) -> torch.Tensor | None:
+            held = list(tensors(tree))
+            if len(path) < 2 or len(tree) != rows or (held and all(t.shape[:1] == (rows,) for t in held)):
+                return None
+            self._kinds[path] = type(tree)
+            return torch.tensor([self._number(entry) for entry in tree]).as_subclass(RowNumbers)
+
+        made: Call = map_leaves(call, lambda _, t: t, lists=numbers)
+        return made if self else call
+
+    def _number(self, entry: Any) -> int:
+        # Equal texts begin at one number in every call, by which a row is found again.
+        number = zlib.crc32(repr(entry).encode("utf-8", "backslashreplace"))
+        while self._entries.setdefault(number, entry) is not entry:
+            number += 1
+        return number
+
+    def decode(self, call: Call) -> Call:
+        """A call, or some rows of it, with its lists."""
+
+        def listed(path: Path, t: torch.Tensor) -> Any:
+            if not isinstance(t, RowNumbers):
+                return t
+            with torch._C.DisableTorchFunction():
+                return self._kinds[path](self._entries[number] for number in t.tolist())
+
+        made: Call = map_leaves(call, listed) if self else call
+        return made
 
 
 def as_long_as(tree: Any, rows: int) -> frozenset[Path]:

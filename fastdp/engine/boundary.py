@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -97,6 +98,20 @@ def caught(parameters: Iterable[torch.nn.Parameter], take: Callable[[int, torch.
             parameter.grad = gradient
 
 
+@contextmanager
+def hooks_aside(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Meanwhile no hook of the user's sees a parameter's gradient, which is one example's, or none."""
+    every = (own for p in parameters for own in (p._backward_hooks, p._post_accumulate_grad_hooks) if own)
+    held = [(own, dict(own)) for own in every]
+    for own, _ in held:
+        own.clear()
+    try:
+        yield
+    finally:
+        for own, kept in held:
+            own.update(kept)
+
+
 def plain_gradients(
     tops: Sequence[torch.Tensor],
     seeds: Sequence[torch.Tensor],
@@ -125,18 +140,25 @@ def plain_gradients(
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
-    """The scalar loss in what a model returned: a scalar, ``.loss``, ``["loss"]``, or the first of a tuple.
+    """The scalar loss in what a model returned: a scalar, ``loss`` by name, the first of a tuple, or the only scalar in it.
 
-    Raises ValueError for a ``loss`` that is not a scalar.
+    Raises ValueError for a ``loss`` that is not a scalar, and for several scalars without that name.
     """
     if isinstance(output, torch.Tensor):
         return output if output.dim() == 0 and output.requires_grad else None
-    if isinstance(output, (tuple, list)):
-        first = output[0] if output else None
-        return first if isinstance(first, torch.Tensor) and first.numel() == 1 and first.requires_grad else None
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    first = output[0] if isinstance(output, (tuple, list)) and output else None
+    named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    loss = first if isinstance(first, torch.Tensor) and first.dim() == 0 else named
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
-        return None
+        scalars = {id(t): t for t in tensors(output) if t.dim() == 0 and t.requires_grad}
+        if len(scalars) > 1:
+            raise ValueError(
+                f"The model returned {len(scalars)} scalars that require gradients. Return their sum as 'loss', or detach "
+                "all but one."
+            )
+        # Of one row, outputs may have one number too.
+        alone = isinstance(first, torch.Tensor) and first.numel() == 1 and first.requires_grad
+        return next(iter(scalars.values()), first if alone else None)
     if loss.numel() != 1:
         raise ValueError(
             f"the model's loss has shape {list(loss.shape)}, not that of a scalar: let the model average it over the examples"
@@ -160,38 +182,48 @@ def differentiable(output: Any) -> list[torch.Tensor]:
     return [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
 
 
+#: Where a loop calls the model twice for one batch, and differentiates both outputs.
+TWICE = (
+    "Two forward passes ran before one backward. Run one forward per batch, then backward(). Or call the model twice inside one "
+    "wrapper module's forward()."
+)
+_BESIDE = (
+    "a loss term was computed from the model's outputs beside its own loss, which nothing would clip: compute it inside the "
+    "model, or leave the model's loss out and give make_private a criterion= of one loss a row"
+)
+
+
 class Beside(torch.autograd.Function):
     """A model's output beside its own loss: to be looked at, and not to be differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, output: torch.Tensor, twice: Callable[[], bool]) -> torch.Tensor:
+        ctx.twice = twice
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(
-            "a loss term was computed from the model's outputs beside its own loss, which nothing would clip: compute it inside "
-            "the model, or leave the model's loss out and give make_private a criterion= of one loss a row"
-        )
+        raise RuntimeError(TWICE if ctx.twice() else _BESIDE)
 
 
-def replace_loss(output: Any, loss: torch.Tensor) -> Any:
-    """The same output around another loss; a term that is made of its other tensors raises RuntimeError in backward()."""
+def replace_loss(output: Any, loss: torch.Tensor, twice: Callable[[], bool] = lambda: False) -> Any:
+    """The same output around another loss; a term that is made of its other tensors raises RuntimeError in backward().
 
-    def beside(tree: Any) -> Any:
-        return map_tensors(tree, passed)
+    ``twice`` says whether another forward pass of the same batch ran, which is then the reason.
+    """
+    own = find_loss(output)
 
     def passed(t: torch.Tensor) -> Any:
-        return t if isinstance(t, Logits) or not (t.requires_grad and t.is_floating_point()) else Beside.apply(t)
+        if t is own:
+            return loss
+        return t if isinstance(t, Logits) or not (t.requires_grad and t.is_floating_point()) else Beside.apply(t, twice)
 
-    if isinstance(output, torch.Tensor):
-        return loss
     if isinstance(output, dict):
         for key, value in output.items():
-            output[key] = loss if key == "loss" else beside(value)
+            output[key] = map_tensors(value, passed)
         return output
-    if isinstance(output, (tuple, list)):
-        return type(output)((loss, *(beside(value) for value in output[1:])))
+    if isinstance(output, (torch.Tensor, tuple, list)) or is_dataclass(output):
+        return map_tensors(output, passed)
     output.loss = loss
     return output
 

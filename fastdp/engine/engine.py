@@ -13,6 +13,7 @@ from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import ONE, RankLost, Ranks
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import Call, as_long_as
+from fastdp.engine.boundary import TWICE
 from fastdp.engine.errors import SelfCheckError, Unseen
 from fastdp.engine.garbage import put_off
 from fastdp.engine.known import wrong_rows
@@ -92,6 +93,10 @@ class Engine(Passes):
         #: Whether a backward pass of this logical batch failed, perhaps after it had added something.
         self.broken = False
         self._ended = False
+        #: The batch that went through the model latest, and how often in a row it has.
+        self._latest: Ticket | None = None
+        self._forwards = 0
+        self.twice = lambda: self._forwards > 1
         #: Backward passes so far, and how many of them a step of the optimizer has followed.
         self.backwards = self.followed = 0
 
@@ -125,7 +130,10 @@ class Engine(Passes):
                 "no batch is outstanding: iterate over the data_loader that make_private returned, and use "
                 "model.eval() with torch.no_grad() to evaluate"
             )
-        ticket, call = self.tickets[0], (args, kwargs)
+        ticket = self.tickets[0]
+        self._forwards = self._forwards + 1 if ticket is self._latest else 1
+        self._latest = ticket
+        call = (args, kwargs) if self.weights.cut else self.forwards.lists.encode((args, kwargs), ticket.rows)
         if ticket.probe is not None:
             return self.checks.run_probe(call, ticket, self._backward)
         if self.isolated:
@@ -146,7 +154,7 @@ class Engine(Passes):
         self.begun = True
         first = self.route is None
         looked = self.checks.before(call, ticket)
-        if self.graphs is not None and self.route == USES and not (first or looked):
+        if self.graphs is not None and self.route == USES and not (first or looked or self.forwards.lists):
             replayed = self.graphs.forward(call, ticket, self._backward)
             if replayed is not None:
                 return replayed[0]
@@ -183,9 +191,7 @@ class Engine(Passes):
             )
         waiting.used = True
         if not self.tickets or self.tickets[0] is not waiting.ticket:
-            raise RuntimeError(
-                "Two forward passes ran before one backward. Run one forward per batch, then backward()."
-            )
+            raise RuntimeError(TWICE)
         if self.complete:
             raise RuntimeError(
                 "a logical batch is complete and optimizer.step() has not been called: call it after every backward() and, "

@@ -9,9 +9,18 @@ class Unseen(UnsupportedUse):
     """A use that the trace did not see, as where another batch goes another way."""
 
 
+class Untraceable(ValueError):
+    """A model or a call that no route serves, as its trace tells."""
+
+
 class OwnLoss(UnsupportedUse):
     """A loss that torch's loss functions alone do not explain; means and sums over rows may."""
 
 
 class SelfCheckError(RuntimeError):
     """One example's gradient depends on others, or on something that nothing accounts for; nothing was released."""
+
+
+def first_line(error: Exception) -> str:
+    """What an error of the user's code says, for a message of one line."""
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fastdp.distributed.shards import Whole
+from fastdp.engine.batches import RowLists
 from fastdp.engine.intercept import Held, PlainHeads, UseMode, called
 from fastdp.engine.reads import Reads
 
@@ -19,8 +20,8 @@ class _Forward:
     def __init__(self, module: torch.nn.Module):
         self.module = module
         self.had_own = "forward" in module.__dict__
-        self.plain: Callable[..., Any] = module.forward
-        self.original = self.plain
+        self.given: Callable[..., Any] = module.forward
+        self.original = self.plain = self.given
         # Signature-driven callers (Trainer's column removal) look at `forward`.
         functools.update_wrapper(self, self.plain, updated=())
         self.place()
@@ -35,7 +36,7 @@ class _Forward:
     def remove(self) -> None:
         """Give the module its own forward back."""
         if self.had_own:
-            self.module.forward = self.plain  # type: ignore[method-assign]
+            self.module.forward = self.given  # type: ignore[method-assign]
         else:
             self.module.__dict__.pop("forward", None)
 
@@ -94,9 +95,17 @@ class PatchedForward(_Forward):
 class RootForward(_Forward):
     """The model's forward: ``train`` of its arguments while it ``trains``."""
 
-    def __init__(self, model: torch.nn.Module, train: Callable[[Any, Any], Any], trains: Callable[[], bool]):
+    def __init__(
+        self, model: torch.nn.Module, train: Callable[[Any, Any], Any], trains: Callable[[], bool], lists: RowLists
+    ):
         super().__init__(model)
-        self._trains = trains
+        self._trains, given = trains, self.given
+
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = lists.decode((args, kwargs))
+            return given(*args, **kwargs)
+
+        self.original = self.plain = plain
         # A compiler of the whole model would follow the engine into each of its checks; blocks may be compiled, each by itself.
         self._train = torch.compiler.disable(train)
 
@@ -171,8 +180,9 @@ class Forwards:
     ):
         self._model, self._reads = model, reads
         self._patches: dict[str, PatchedForward] = {}
+        self.lists = RowLists()
         self.root: RootForward | RootCall = (
-            RootCall(model, train, trains, weights) if weights.cut else RootForward(model, train, trains)
+            RootCall(model, train, trains, weights) if weights.cut else RootForward(model, train, trains, self.lists)
         )
 
     def patch(self, modules: Iterable[str]) -> None:

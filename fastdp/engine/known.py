@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fastdp.engine.batches import Call, as_long_as, leaves, tensors
+from fastdp.engine.batches import Call, RowNumbers, as_long_as, leaves, tensors
 from fastdp.engine.errors import Unseen, UnsupportedUse
 from fastdp.engine.randomness import unchanged
 from fastdp.engine.trace import Trace, Tracer
@@ -77,6 +77,9 @@ class Known:
         if self.learned:
             raise Unseen("a look at a few rows met what the batch as a whole was not looked at for")
         inputs = _inputs(first, call)
+        if any(isinstance(t, RowNumbers) for t in tensors(call)):
+            # The shape of a list does not tell how long its entries are.
+            inputs |= tap.shapes
         # The first pass is the one that was traced.
         if self._shapes and inputs not in self._shapes:
             with unchanged(self._tracer.model):
@@ -112,6 +115,12 @@ def _inputs(first: Trace, call: Call) -> frozenset[Any]:
 
 def wrong_rows(call: Call, rows: int) -> str:
     """The refusal of a call that is not what the loader handed out."""
+    found = {path: t.shape for path, t in leaves(call) if t.dim() > 1}
+    if rows > 1 and found and all(shape[0] == 1 for shape in found.values()):
+        lacking = any(path[-1] == "seq_idx" for path in found)
+        return "This collator packs examples into one row. Pass unit_map='seq_idx' and set use_cache=False." + (
+            "" if lacking else " Make the collator with return_seq_idx=True."
+        )
     return (
         f"the loader handed out {rows} rows but the model was called with {[list(t.shape) for t in tensors(call)]}: each batch "
         "of the private loader must go through forward and backward once, in order"

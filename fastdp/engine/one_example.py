@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fastdp.engine.batches import Call, Path, map_tensors, take_rows, tensors, unpadded
-from fastdp.engine.boundary import differentiable, require_loss
+from fastdp.engine.boundary import differentiable, replace_loss, require_loss
 from fastdp.engine.layout import Ticket
 from fastdp.engine.logits import Logits
 from fastdp.engine.losses import LossTerms, intercepted
@@ -41,7 +41,11 @@ def run_alone(
         with intercepted(LossTerms(_ONE_ROW.layout(device), alone=True)):
             outputs.append(forward(*args, **kwargs))
         snapshot.restore()
-    return outputs, [[require_loss(output)] if returns_loss else differentiable(output) for output in outputs]
+    if not returns_loss:
+        return outputs, [differentiable(output) for output in outputs]
+    # Losses of shape [1] would be merged like any other tensor with rows.
+    losses = [require_loss(output).reshape(()) for output in outputs]
+    return [replace_loss(output, loss) for output, loss in zip(outputs, losses)], [[loss] for loss in losses]
 
 
 def starts(

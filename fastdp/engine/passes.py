@@ -23,6 +23,7 @@ from fastdp.engine.boundary import (
     OutputBoundary,
     caught,
     differentiable,
+    hooks_aside,
     plain_gradients,
     replace_loss,
     require_loss,
@@ -151,6 +152,8 @@ class Passes:
         self.trace: Trace | None = None
         self.divided: frozenset[int] = frozenset()
         self.trying = False
+        #: Whether the batch at hand went through the model more than once.
+        self.twice: Callable[[], bool] = lambda: False
         self.isolated = isolated and self.route is None
         #: Whether the model's own means and sums over rows count as losses, as torch's loss functions do.
         self.reductions = False
@@ -238,6 +241,11 @@ class Passes:
         layout.meetings = self.trace.meetings if self.trace is not None else {}
         return layout
 
+    def terms(self, layout: Layout) -> LossTerms:
+        """What takes the losses within a forward pass."""
+        selections = frozenset() if self.trace is None else self.trace.selections
+        return LossTerms(layout, reductions=self.reductions, selections=selections)
+
     def run_forward(
         self,
         call: Call,
@@ -281,7 +289,7 @@ class Passes:
 
         waiting = Pass(call, ticket, layout, tap, verify, enter, tops, backward, twice)
         if self.returns_loss:
-            return replace_loss(output, waiting.loss(terms.mean(require_loss(output), tops[0]))), waiting
+            return replace_loss(output, waiting.loss(terms.mean(require_loss(output), tops[0])), self.twice), waiting
         return waiting.replace_outputs(output), waiting
 
     def _in_parts(
@@ -317,7 +325,8 @@ class Passes:
                 self.differentiate(part, None)
 
         waiting.replay = differentiate
-        return replace_loss(merged(list(outputs)), waiting.loss(masked_mean(losses, layout.weights))), waiting
+        mean = masked_mean(losses, layout.weights)
+        return replace_loss(merged(list(outputs)), waiting.loss(mean), self.twice), waiting
 
     def _one_at_a_time(
         self, call: Call, ticket: Ticket, layout: Layout, enter: Callable[[Pass, Any], None]
@@ -327,8 +336,9 @@ class Passes:
         waiting = Pass(call, ticket, layout, Tap(layout), True, enter, [], backward)
         output = merged(outputs)
         if self.returns_loss:
-            rows = torch.stack([loss.detach().reshape(()).float() for (loss,) in targets])
-            return replace_loss(output, waiting.loss(masked_mean(layout.sum_lanes(rows), layout.weights))), waiting
+            rows = torch.stack([loss.detach().float() for (loss,) in targets])
+            mean = masked_mean(layout.sum_lanes(rows), layout.weights)
+            return replace_loss(output, waiting.loss(mean), self.twice), waiting
         queue = deque(waiting.outputs([torch.cat([row[i] for row in targets]) for i in range(len(targets[0]))]))
         return map_tensors(output, lambda t: queue.popleft() if t.requires_grad and t.dim() > 0 else t), waiting
 
@@ -357,7 +367,7 @@ class Passes:
 
         waiting = Pass(call, ticket, layout, Tap(layout), True, enter, [], backward)
         if self.returns_loss:
-            return replace_loss(output, waiting.loss(tops[0].detach())), waiting
+            return replace_loss(output, waiting.loss(tops[0].detach()), self.twice), waiting
         return waiting.replace_outputs(output), waiting
 
     def run_rows(self, call: Call, ticket: Ticket) -> tuple[list[Any], list[list[torch.Tensor]]]:
@@ -404,7 +414,7 @@ class Passes:
     def _tops_as_traced(
         self, call: Call, layout: Layout, tap: Tap, *, verify: bool
     ) -> tuple[Any, list[torch.Tensor], LossTerms]:
-        terms = LossTerms(layout, reductions=self.reductions)
+        terms = self.terms(layout)
         self.reads.tap = tap if self.route == USES else None
         try:
             with intercepted(terms):
@@ -429,6 +439,10 @@ class Passes:
         if waiting.replay is not None:
             waiting.replay()
             return
+        with nullcontext() if self.route == ORDINARY else hooks_aside(self._parameters):
+            self._differentiate(waiting, upstream)
+
+    def _differentiate(self, waiting: Pass, upstream: Any) -> None:
         self.reads.tap = waiting.tap if self.route == USES else None
         try:
             if self.route == ORDINARY:

@@ -149,9 +149,14 @@ class Places:
 
     def __init__(self, inputs: Iterable[torch.Tensor], count: int):
         self._known: Marks[Place] = Marks()
+        self._count = count
+        self.begin(inputs)
+
+    def begin(self, inputs: Iterable[torch.Tensor]) -> None:
+        """Note the rows of tensors that have one entry each along their first axis."""
         for t in inputs:
-            if t.dim():
-                self._note(t, Place(0, torch.arange(count, dtype=torch.int16, device=t.device)))
+            if t.dim() and t.shape[0] == self._count:
+                self._note(t, Place(0, torch.arange(self._count, dtype=torch.int16, device=t.device)))
 
     def of(self, t: torch.Tensor) -> Place | None:
         return self._known.get(t)
@@ -175,8 +180,9 @@ class Places:
                 return
         known = [(t, place) for t in given if (place := self.of(t)) is not None]
         lost = reduced(args, kwargs)
+        appends = func in _APPENDING or _looks_up(func, args)
         for t in results:
-            places = (_kept(source, place, t, func in _APPENDING, lost) for source, place in known)
+            places = (_kept(source, place, t, appends, lost) for source, place in known)
             self._note(t, next((p for p in places if p is not None), None))
 
     def _move(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -190,7 +196,7 @@ class Places:
                 return [_reshaped(place, first.shape, t.shape) for t in results]
             marked: Any = place.over(first.shape)
         elif isinstance(first, (list, tuple)) and all(isinstance(t, torch.Tensor) for t in first):
-            nobody = torch.full((1,), -1, dtype=torch.int16)
+            nobody = torch.full((), -1, dtype=torch.int16)
             places = [(self.of(t), t) for t in first]
             marked = [(nobody.to(t.device).expand(t.shape) if p is None else p.over(t.shape)) for p, t in places]
         else:
@@ -200,6 +206,14 @@ class Places:
         except (RuntimeError, TypeError, IndexError, ValueError):
             return []
         return [out] if isinstance(out, torch.Tensor) else list(out)
+
+
+def _looks_up(func: Any, args: Any) -> bool:
+    """Whether an operation looks up entries of its first argument's first axis, whose other axes then come last."""
+    if func in (torch.index_select, torch.Tensor.index_select):
+        return len(args) > 1 and args[1] == 0
+    index = args[1] if func is torch.Tensor.__getitem__ else None
+    return isinstance(index[0] if isinstance(index, tuple) and index else index, torch.Tensor)
 
 
 def _reshaped(place: Place, old: torch.Size, new: torch.Size) -> torch.Tensor:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, TrainingArguments
 
 import fastdp.files as files
 from fastdp.distributed.ranks import Ranks
+from fastdp.engine.boundary import find_loss
+from fastdp.engine.modes import in_mode
+from fastdp.engine.randomness import unchanged
 from fastdp.entry import make_private
 from fastdp.private.publish import upload
 from fastdp.private.run import Criterion, Private
@@ -28,6 +33,30 @@ _CHOSEN = (
     "which checkpoint was kept, or when training ended, was decided by figures of the evaluation data: these are public, and "
     "none of them is among the training data"
 )
+#: Arguments of make_private in messages, and those of a Trainer that they stand for.
+_WORDING = {
+    r"make_private \(or PrivacyArguments\)": "PrivacyArguments",
+    r"(?<=[Gg]ive )make_private": "PrivacyArguments",
+    r"(?<= to )make_private": "PrivacyArguments",
+    r"\bresume=True": "resume_from_checkpoint=True",
+    r"\buser_ids\b": "user_id_column",
+    r"^epochs is": "num_train_epochs is",
+}
+
+
+@contextmanager
+def _own_wording() -> Iterator[None]:
+    """Meanwhile refusals name a Trainer's arguments in the place of make_private's."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        if error.args and isinstance(error.args[0], str):
+            message = error.args[0]
+            for theirs, own in _WORDING.items():
+                message = re.sub(theirs, own, message)
+            error.args = (message, *error.args[1:])
+        raise
+
 
 _EARLY = (
     "Training ended early: set num_train_epochs or max_steps to what it takes, or go on with resume_from_checkpoint."
@@ -51,6 +80,8 @@ class PrivacyArguments:
         max_physical_batch_size: examples in memory at once.
         user_id_column, max_examples_per_user: whose rows are one unit, and how many of them one step may take.
         criterion: a function of (output, batch) that returns one loss a row, ``[rows]``, for a loss outside the model.
+        loss_reduction: "mean" or "sum" over rows, of a ``compute_loss`` or ``compute_loss_func`` of your own; by default "mean"
+            where that computes its loss from the model's outputs.
         sampling, adjacency, unit_map, secure_rounding, noise_rounds, two_pass, keep_logits, capture, allow_large_delta: as
             in `fastdp.make_private`.
 
@@ -71,6 +102,7 @@ class PrivacyArguments:
     secure_rounding: bool = True
     noise_rounds: int = 20
     criterion: Criterion | None = None
+    loss_reduction: str | None = None
     two_pass: bool | None = None
     keep_logits: bool | None = None
     capture: bool = False
@@ -166,11 +198,6 @@ class PrivateTraining(_Behind):
         for setting, (harmless, hint) in self.refused.items():
             if getattr(arguments, setting, harmless) not in (harmless, None):
                 raise ValueError(f"{setting} cannot be used with {name}: {hint}")
-        if kwargs.get("compute_loss_func") is not None:
-            raise ValueError(
-                f"compute_loss_func cannot be used with {name}: it sees the whole batch, not each example; give "
-                "PrivacyArguments(criterion=...), a function of (output, batch) that returns one loss a row"
-            )
         if kwargs.get("model_init") is not None:
             raise ValueError(f"model_init cannot be used with {name}: each trial would spend budget; pass a model")
 
@@ -233,6 +260,12 @@ class PrivateTraining(_Behind):
         lengths = self._lengths()
         options = {name: value for name, value in vars(privacy).items() if name != "user_id_column"}
         options |= self.private_options()
+        if (
+            privacy.criterion is None
+            and privacy.loss_reduction is None
+            and self._loss_is_outside(dataset, collator, options["unit_map"])
+        ):
+            options["loss_reduction"] = "mean"
         private = make_private(
             self.private_model(),
             self.create_optimizer(),
@@ -250,6 +283,36 @@ class PrivateTraining(_Behind):
         if early or self.args.load_best_model_at_end or self.args.save_strategy == "best":
             private.assume(_CHOSEN)
         return private
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether the user computes the loss: by ``compute_loss_func``, or a ``compute_loss`` of a subclass."""
+        kinds = type(self).__mro__
+        own = [kind for kind in kinds[: kinds.index(PrivateTraining)] if "compute_loss" in vars(kind)]
+        return self.compute_loss_func is not None or any(not kind.__module__.startswith("fastdp.") for kind in own)
+
+    def _loss_is_outside(self, dataset: Any, collator: Any, unit_map: str | None) -> bool:
+        """Whether the user's loss is made of the model's outputs and not of its own loss; one example is run to tell."""
+        if not self.computes_loss:
+            return False
+        model, outputs = self.private_model(), []
+        handle = model.register_forward_hook(lambda _module, _args, output: outputs.append(output))
+        try:
+            batch = self._prepare_inputs(collator([dataset[0]]))
+            batch.pop(unit_map, None)
+            with (
+                unchanged(model),
+                in_mode(model, training=True),
+                torch.enable_grad(),
+                self.compute_loss_context_manager(),
+            ):
+                loss = self.private_loss(model, batch)
+        finally:
+            handle.remove()
+        own = find_loss(outputs[-1]) if outputs else None
+        if own is None or not loss.requires_grad:
+            return True
+        return loss is not own and torch.autograd.grad(loss, own, allow_unused=True)[0] is None
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's own; raises ValueError for a schedule that reads a figure."""
@@ -280,7 +343,8 @@ class PrivateTraining(_Behind):
         if self._ended:
             self.private, self._ended = None, False
         try:
-            output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            with _own_wording():
+                output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         finally:
             if self.private is not None:
                 self.private.detach()
@@ -397,6 +461,18 @@ class PrivateTraining(_Behind):
             # First, since a method may have left some parameters out of the optimizer whose state comes next.
             self.private.load_state_dict(torch.load(path, weights_only=True))
         super()._load_optimizer_and_scheduler(checkpoint)
+
+
+class DPSeq2SeqTrainer(PrivateTraining, Seq2SeqTrainer):
+    """A Seq2SeqTrainer of transformers that trains privately, for ``predict_with_generate``; see `PrivateTraining`.
+
+    Args:
+        privacy: budget and method, as `PrivacyArguments`.
+        Everything else: as for the trainer that it is made of.
+
+    Raises:
+        ValueError: for training arguments that cannot be combined with private training, naming each.
+    """
 
 
 class DPTrainer(PrivateTraining, Trainer):

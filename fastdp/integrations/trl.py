@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from trl import DPOTrainer, SFTTrainer
 
 from fastdp.integrations.trainer import PrivateTraining
@@ -112,8 +112,16 @@ class DPSFTTrainer(PrivateTraining, SFTTrainer):
         return {"unit_map": _UNITS} if self._packs else {}
 
     def private_loss(self, model: Any, inputs: Any) -> torch.Tensor:
-        """The model's own loss."""
-        return model(**inputs, use_cache=False).loss
+        """The model's own loss, or the user's."""
+        return super().private_loss(model, {**inputs, "use_cache": False})
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """In training the model's own loss, by the example; trl's is a mean over all tokens of a batch."""
+        if self.model.training:
+            return Trainer.compute_loss(self, model, inputs, return_outputs)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
 @dataclass
@@ -205,6 +213,10 @@ class DPDPOTrainer(PrivateTraining, DPOTrainer):
 
     def private_model(self) -> torch.nn.Module:
         """The policy, with the loss of pairs around it."""
+        if self.privacy.criterion is not None or self.computes_loss:
+            raise ValueError(
+                "DPDPOTrainer computes the losses of pairs itself. Leave criterion, compute_loss_func and compute_loss out."
+            )
         self._pairs = PairLoss(self.model, self.args.beta, self.loss_types[0])
         return self._pairs
 

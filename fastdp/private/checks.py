@@ -116,6 +116,10 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
     for name, module in model.named_modules():
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(f"{name} has max_norm, which rewrites rows by what the batch contains; set it to None")
+        if any(kind.__name__ == "AdaLoraLayer" for kind in type(module).__mro__):
+            raise ValueError(
+                "AdaLoRA chooses its ranks by gradients without noise: use LoRA, with rank_pattern where ranks should differ"
+            )
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
         raise ValueError("the model adds a balancing loss across the batch; set config.output_router_logits = False")

@@ -105,7 +105,7 @@ class Graphs:
         graph.latest = waiting
         # A term of the loss made from another output has no graph to go back through, and is refused there as ever.
         output = map_tensors(graph.output, _beside)
-        return boundary.replace_loss(output, waiting.loss(graph.loss)), waiting
+        return boundary.replace_loss(output, waiting.loss(graph.loss), self._passes.twice), waiting
 
     def _add(self, graph: _Graph, waiting: Pass, clip: tuple[float, ...]) -> None:
         """Replay the backward pass, and add what it gave to the logical batch: sums clipped to the bounds ``clip``."""
@@ -224,7 +224,7 @@ class Graphs:
                 _, back = record(backward)
         finally:
             vars(accumulator).update(kept)
-        output = map_tensors(made["output"], lambda t: t if isinstance(t, Logits) else t.detach())
+        output = map_tensors(made["output"], _beside)
         model = passes.model
         forwards = [module.__dict__.get("forward") for module in model.modules()]
         kept_alive = [*tables, accumulator.policy, *model.modules(), *forwards, *model.parameters(), *model.buffers()]
@@ -306,7 +306,7 @@ def _overwrite_what_is_free(device: torch.device) -> None:
 
 
 def _beside(t: torch.Tensor) -> torch.Tensor:
-    return t if isinstance(t, Logits) else t.detach().requires_grad_(t.is_floating_point())
+    return t if isinstance(t, Logits) else t.detach().requires_grad_(t.requires_grad)
 
 
 def _copy(held: Call, call: Call) -> None:

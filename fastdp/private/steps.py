@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -33,6 +34,11 @@ _READS = (
     "this optimizer's step goes by a loss, which the released weights then tell without noise: use one that goes by gradients "
     "alone, or, where the figure is public, set what it decides in optimizer.param_groups yourself"
 )
+_PARTS = (
+    "The loop called parts of the model, whose gradients nothing clipped. Call the model's own forward(), or wrap the parts in "
+    "one module whose forward() calls them."
+)
+_SCALES = "GradScaler follows gradients that no noise covers: use autocast to bfloat16 without it, or GradScaler(enabled=False)"
 _WARM = (
     "this optimizer's state is not what a release of a private run left, and may tell of examples without noise: build a new "
     "optimizer or, to go on with a private run, load its state after make_private, beside private.load_state_dict"
@@ -87,12 +93,15 @@ class Steps:
             optimizer.register_step_post_hook(self._after_step),
         ]
         follow_releases(optimizer)
+        self._scaling = _Scaling(getattr(optimizer, _FUSED, False))
+        setattr(optimizer, _FUSED, self._scaling)
 
     def remove(self) -> None:
         """Leave the optimizer and its schedules alone again."""
         for hook in self._hooks:
             hook.remove()
         forget_releases(self._optimizer)
+        setattr(self._optimizer, _FUSED, self._scaling.before)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Torch's hook; returns the arguments of `step`, with a closure that has been run in the place of one that has not."""
@@ -126,10 +135,11 @@ class Steps:
                 return
             if not self._model.training:
                 raise RuntimeError(_EVALUATES)
-            raise RuntimeError(
-                "step() without backward() on a loss that came through the model's forward: call the model itself, not its "
-                "parts, then backward(), then step()"
-            )
+            gradients = [parameter.grad for parameter in engine.parameters.values()]
+            # What a release or zero_grad() left is no sign of another backward pass.
+            if engine.tickets and any(gradient is not None and bool(gradient.any()) for gradient in gradients):
+                raise RuntimeError(_PARTS)
+            raise RuntimeError("step() without backward(): call backward() on the loss of this batch first")
         self._depth = 1
         with put_off():
             self._release(optimizer)
@@ -253,6 +263,22 @@ class Steps:
         for following in self._following:
             following.after_step(engine.parameters)
         self._prepare()
+
+
+#: Torch's name for whether an optimizer scales gradients itself, which a GradScaler reads before anything is stepped.
+_FUSED = "_step_supports_amp_scaling"
+
+
+class _Scaling:
+    """Stands in an optimizer for whether it scales gradients itself, and refuses the GradScaler that asks."""
+
+    def __init__(self, before: bool):
+        self.before = before
+
+    def __bool__(self) -> bool:
+        if isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler):
+            raise ValueError(_SCALES)
+        return self.before
 
 
 #: What the latest release of each optimizer left in its state, and how often torch had counted writes into it.

@@ -9,19 +9,22 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.function import BackwardCFunction
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError
 
-from fastdp.engine.batches import Call, cropped, leaves, tensors
-from fastdp.engine.boundary import require_loss
+from fastdp.engine.batches import Call, cropped, leaves, row_of, tensors
+from fastdp.engine.boundary import require_loss, seeds_for
 from fastdp.engine.collation import mixes
-from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse
+from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse, first_line
+from fastdp.engine.follow import InputGradients
 from fastdp.engine.layout import Ticket
-from fastdp.engine.losses import LossTerms, intercepted
+from fastdp.engine.losses import LossTerms, graph_of, intercepted
 from fastdp.engine.modes import in_mode
 from fastdp.engine.passes import Passes
 from fastdp.engine.randomness import DropoutDisabled, preserve_rng, rng_state
 from fastdp.engine.trace import module_outputs
-from fastdp.verify.probe import Probe, RowValues, rounding
+from fastdp.verify.probe import Probe, RowValues, rounding, share
 
 #: Rows of a microbatch that are checked.
 _ROWS = 3
@@ -155,9 +158,8 @@ class _Comparison:
 
     def _alone(self, row: int) -> RowValues:
         """A row collated and run alone. Raises ValueError, naming the example, if the model fails on it."""
-        upstream = torch.ones(1) if self.gradients else None
         try:
-            return self.probe.run(self.calls.alone[row], 1, upstream=upstream, training=self.training)
+            return self._run(self.calls.alone[row])
         except (UnsupportedUse, SelfCheckError, ValueError, torch.OutOfMemoryError, CheckpointError):
             raise
         except Exception as error:
@@ -165,30 +167,43 @@ class _Comparison:
             example = f"row {row}" if source is None else f"example {source.indices[row]}"
             raise ValueError(
                 f"The model fails on {example} alone. Remove or repair it, as sampling may draw it alone; nothing was released. "
-                f"({str(error).partition(chr(10))[0]})"
+                f"({first_line(error)})"
             ) from error
 
     def _require_same(self, base: RowValues, row: int, alone: RowValues) -> None:
-        ticket, limit = self.probe.ticket, _GRADIENTS * self.tolerance
-        # A collator may sort: then another row has these values.
-        every = [row, *(r for r in range(self.count) if r != row)]
-        at = next((r for r in every if base.gap(r, alone, 0) <= self.tolerance), None)
-        if at is None:
+        ticket, at = self.probe.ticket, row
+        self.tolerance = rounding(self.probe.passes.model) * share(self.probe.passes.model, alone.size(0))
+        if not base.gap(row, alone, 0) <= self.tolerance:
+            # A collator may sort: then another row holds this example.
+            at = row_of(self.calls.whole, self.count, self.calls.alone[row])
+        if not base.gap(at, alone, 0) <= self.tolerance:
             self._explain(base, row, alone)
         elif at != row and not torch.equal(ticket.row_units, torch.arange(ticket.rows)):
             raise SelfCheckError(
                 "The collator changes the order of rows, so they cannot be assigned to users. Keep their order; nothing was "
                 "released."
             )
-        elif self.gradients and at == row and base.input_gap(row, alone, 0) > limit:
-            if alone.input_gap(0, self._alone(row), 0) > limit:
+        elif at == row and not self._alike(base, row, alone):
+            if not self._alike(alone, 0, self._alone(row)):
                 raise stateful()
+            cut = self.probe.rows([min(row, ticket.rows - 1)], self.calls.whole)
+            if self._alike(base, row, self._run(cut)):
+                self._explain_padding(cut, row, alone)
             infinite = base.input_gap(row, alone, 0) == math.inf
             raise UnsupportedUse(OVERFLOWS if infinite else "the gradient at a row's inputs changes beside other rows")
 
+    def _alike(self, one: RowValues, row: int, other: RowValues) -> bool:
+        """Whether a row has the loss, and the gradients at its inputs, of another pass on one row, but for rounding."""
+        alike = one.gap(row, other, 0) <= self.tolerance
+        return alike and not (self.gradients and one.input_gap(row, other, 0) > _GRADIENTS * self.tolerance)
+
+    def _run(self, call: Call) -> RowValues:
+        """One pass on one row."""
+        return self.probe.run(call, 1, upstream=torch.ones(1) if self.gradients else None, training=self.training)
+
     def _explain(self, base: RowValues, row: int, alone: RowValues) -> None:
         """Raise for a row whose loss in the batch is another than alone, by what makes the difference."""
-        probe, passes = self.probe, self.probe.passes
+        probe = self.probe
         cut = probe.rows([min(row, probe.ticket.rows - 1)], self.calls.whole)
         if not base.gap(row, probe.run(cut, 1, training=self.training), 0) <= self.tolerance:
             again = probe.run(self.whole, self.count, training=self.training)
@@ -198,13 +213,18 @@ class _Comparison:
             if not base.finite(row) or not all(bool(torch.isfinite(t).all()) for t in inputs):
                 raise UnsupportedUse(OVERFLOWS)
             raise coupled(probe, self.calls.whole, row)
+        self._explain_padding(cut, row, alone)
+
+    def _explain_padding(self, cut: Call, row: int, alone: RowValues) -> None:
+        """Raise for a row that has the same loss without its companions, and another if it is collated by itself."""
+        probe, passes = self.probe, self.probe.passes
         for (path, one), (_, other) in zip(leaves(cut), leaves(self.calls.alone[row])):
             if one.dim() == other.dim() and not torch.equal(*(t.nan_to_num() for t in cropped(one, other))):
                 raise mixes(path[-1])
-        trimmed = probe.trimmed(cut)
-        if passes.returns_loss and probe.run(trimmed, 1, training=self.training).gap(0, alone, 0) <= self.tolerance:
+        if passes.returns_loss and self._alike(self._run(probe.trimmed(cut)), 0, alone):
             raise UnsupportedUse(PADDING)
-        if self.calls.collated and all(a[0].shape == b[0].shape for a, b in zip(base.values, alone.values)):
+        values = self._run(cut).values
+        if self.calls.collated and all(a[0].shape == b[0].shape for a, b in zip(values, alone.values)):
             # No mask shows the padding: the one-example route collates each example by itself.
             passes.recollates = True
             raise UnsupportedUse(PADDING)
@@ -220,16 +240,24 @@ def check_companions(passes: Passes, call: Call, ticket: Ticket) -> None:
     if ticket.rows < 2:
         return
     probe, beside = Probe(passes, call, ticket), sorted({1, ticket.rows - 1})
-    # First and last, as a row may depend on those before it, or on those behind.
-    one, two = (
-        probe.run(probe.rows([0, *companions, 0]), 2 + len(companions), dropout=True)
-        for companions in (beside, [0] * len(beside))
-    )
-    exact = passes.device.type == "cpu" and not passes.trace.selects
+    # First and last, as a row may depend on those before it, or on those behind. A model that pads lists draws other masks
+    # where companions are longer.
+    calls = [probe.rows([0, *companions, 0]) for companions in (beside, [0] * len(beside))]
+    try:
+        one, two = (probe.run(made, 2 + len(beside), dropout=not passes.forwards.lists) for made in calls)
+    except (UnsupportedUse, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedUse(f"the model fails on rows in another order: {first_line(error)}") from error
+    exact = passes.device.type == "cpu" and not (passes.trace.selects or passes.forwards.lists)
     limit = rounding(passes.model) * (_SAME_SHAPES if exact else 1.0)
     # What the last row draws may follow from what earlier rows drew.
     places = (0,) if one.draws else (0, 1 + len(beside))
     if any(one.finite(at) and not one.gap(at, two, at) <= limit for at in places):
+        # What rows draw may move what others draw; what they compute must not.
+        one, two = (probe.run(made, 2 + len(beside)) for made in calls)
+        if not one.draws and one.finite(0) and not one.gap(0, two, 0) <= limit:
+            raise coupled(probe, calls[0], 0)
         raise UnsupportedUse("a row's loss changes with the rows beside it")
 
 
@@ -288,10 +316,41 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
             passes.recollates = True
         if min(_apart(two, one), _apart(two, 2 * one)) > tolerance:
             raise SelfCheckError(
-                "Two copies of a row have another loss than one: the model scores rows against each other. Use per-row "
-                "losses; nothing was released."
+                "The loss of two copies of a row is not that of one: the model couples rows. Use a loss of each row by itself; "
+                "nothing was released."
             )
+        break
+    check_mixed_derivative(probe, calls.whole)
+
+
+def check_mixed_derivative(probe: Probe, call: Call) -> None:
+    """Verify that the gradient at one row's inputs does not depend on another row's.
+
+    Raises `SelfCheckError` if it does. Counts of tokens, by which a loss divides, have no derivative. Nothing is decided for a
+    model without a second derivative, or without inputs that have one.
+    """
+    passes, last = probe.passes, probe.ticket.rows - 1
+    # A deviation of two rows is linear in each.
+    rows = sorted({0, last // 2, last})
+    if last == 0:
         return
+    inputs = InputGradients(probe.rows(rows, call), probe.carriers, len(rows))
+    with preserve_rng(passes.model), torch.enable_grad(), DropoutDisabled(), sdpa_kernel(SDPBackend.MATH):
+        try:
+            with inputs:
+                total = require_loss(passes.forwards.root.plain(*inputs.call[0], **inputs.call[1]))
+            if any(isinstance(node, BackwardCFunction) for node in graph_of(total)):
+                # Such a backward pass may couple rows whose losses are not.
+                return
+            own = torch.autograd.grad(total, inputs.tensors, create_graph=True, allow_unused=True)
+            first = [g[0] for g in inputs.rows_first(own) if g.requires_grad]
+            mixed = torch.autograd.grad(
+                [(g * seed).sum() for g, seed in zip(first, seeds_for(first))], inputs.tensors, allow_unused=True
+            )
+        except RuntimeError:
+            return
+    if any(bool((torch.isfinite(g[1:]) & (g[1:] != 0)).any()) for g in inputs.rows_first(mixed)):
+        raise coupled(probe, call, 0)
 
 
 def _loss(probe: Probe, call: Call, rows: int) -> float:
@@ -319,8 +378,8 @@ def coupled(probe: Probe, call: Call, row: int) -> SelfCheckError:
     """The refusal of a model in which a row's loss depends on others, naming the module where that begins."""
     copies = probe.rows([row] * probe.ticket.rows, call)
     one, two = (module_outputs(probe.passes.model, probe.passes.plain_forward, made, row) for made in (call, copies))
-    first = next((n for n, t in one.items() if n in two and not torch.allclose(t, two[n], 1e-4, 1e-6)), None)
-    where = f", first in the output of {first}" if first else ""
+    first = next((n for n, t in one.items() if n in two and not torch.allclose(*cropped(t, two[n]), 1e-4, 1e-6)), None)
+    where = f", first in the output of {first}" if first else ", though no module's output does"
     return SelfCheckError(
         f"The loss of row {row} changes when it is run alone{where}. Statistics, losses and capacities over the batch couple "
         "examples; nothing was released."

@@ -20,7 +20,7 @@ from fastdp.engine.boundary import differentiable, plain_gradients, replace_loss
 from fastdp.engine.collation import Collation, example_length, largest_entry
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.layout import Ticket
-from fastdp.engine.losses import LossTerms, intercepted
+from fastdp.engine.losses import batch_divisors, intercepted
 from fastdp.engine.one_example import merged
 from fastdp.engine.passes import ONE_EXAMPLE, Pass, Passes
 from fastdp.engine.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state, seed_everything, seeded
@@ -41,8 +41,7 @@ UNDECIDED = (
     "beside other companions and not alone"
 )
 _COUPLES = (
-    "The criterion gives an example another gradient {how}. Give make_private criterion=, a function of (output, batch) that "
-    "returns one loss per row; nothing was released."
+    "{why}. Give make_private criterion=, which returns one loss per row (reduction='none'); nothing was released."
 )
 _MAKES = (
     "The loop gives the model something else for an example {how}. Make each row from its own example and pad on the right; "
@@ -105,6 +104,7 @@ class LoopCheck:
         self._subject: Call | None = None
         #: The most elements a row of a call so far.
         self._longest = 0
+        self._divisors: list[str] = []
 
     def makes(self, call: Call, source: Collation, *, grew: bool) -> bool:
         """Whether the loop made tensors or numbers of a call itself, and was not verified with ones like these.
@@ -173,7 +173,7 @@ class LoopCheck:
             self._subject = call
         row = row_of(call, ticket.rows, self._subject)
         layout = ticket.layout(passes.device)
-        terms = LossTerms(layout, reductions=passes.reductions)
+        terms = passes.terms(layout)
         with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL):
             before = rng_state(passes.model)
             if passes.route == ONE_EXAMPLE:
@@ -196,6 +196,7 @@ class LoopCheck:
                 self._due = []
         state = ExitStack()
         state.enter_context(preserve_rng(passes.model))
+        self._divisors = state.enter_context(batch_divisors())
         seed_everything(_CRITERION)
         left = rng_state(passes.model)
 
@@ -261,8 +262,9 @@ class LoopCheck:
     def _refuse(self) -> None:
         # A loop that goes on after this is verified again.
         self.begun = False
+        why = next(iter(self._divisors), f"The criterion gives an example another gradient {_HOW[self._doubted]}")
         made = _MAKES if self._passes.returns_loss else _COUPLES
-        raise SelfCheckError(made.format(how=_HOW[self._doubted]))
+        raise SelfCheckError(made.format(how=_HOW[self._doubted], why=why))
 
     def _tolerance(self) -> float:
         return rounding(self._passes.model) * (1.0 if self._passes.returns_loss else _GRADIENTS)

@@ -430,13 +430,12 @@ register("compiled_in_place", lambda: _compiled(True))
 register("compiled_before", lambda: _compiled(False))
 
 
-@program("uses or refused: GradScaler", "a loss scale follows gradients that the release has not made yet")
-def gradient_scaler() -> Case:
+def _scaled(enabled: bool) -> Case:
     """autocast and GradScaler, as on a GPU."""
 
     def loop(run: Run) -> None:
         model, optimizer, loader = run.start()
-        scaler = torch.amp.GradScaler("cpu")
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
         for batch in loader:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = model(**batch).loss
@@ -446,3 +445,8 @@ def gradient_scaler() -> Case:
             optimizer.zero_grad()
 
     return looped(loop)
+
+
+_SCALE = "a loss scale follows gradients that the release has not made yet"
+register("gradient_scaler", lambda: _scaled(True), "uses or refused: GradScaler", _SCALE)
+register("gradient_scaler_disabled", lambda: _scaled(False))

@@ -185,6 +185,16 @@ def intermediate_losses() -> Case:
     return Case(kit.Wrapped(forward, **parts), kit.numbers(), None, kit.unpack)
 
 
+@program("one-example", "the mean losses of a batch would choose the layer for all of its rows")
+def larger_of_two_losses() -> Case:
+    """The larger of the losses of two heads."""
+
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.stack([F.cross_entropy(self.one(x), y), F.cross_entropy(self.two(x), y)]).max()
+
+    return Case(kit.Wrapped(forward, one=kit.mlp(), two=kit.mlp()), kit.numbers(), None, kit.unpack)
+
+
 @program()
 def rdrop_inside() -> Case:
     """R-Drop: two passes of the body with two dropout masks, inside the model."""

@@ -136,13 +136,33 @@ def _criterion(model: Any = None, **given: Any) -> Case:
     return Case(model or kit.bert(), None, loop=loop)
 
 
-@program("uses or refused: compute_loss", "torch's mean divides by the weights of the whole batch")
-def trainer_compute_loss() -> Case:
-    """A subclass whose compute_loss weighs classes."""
+def _labels_kept(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+    """The model is given the labels, and its own loss is not used."""
+    output = model(**inputs)
+    loss = weighted(output, inputs).mean()
+    return (loss, output) if return_outputs else loss
+
+
+def _halved(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+    """Half of the model's own loss."""
+    output = model(**inputs)
+    return (0.5 * output.loss, output) if return_outputs else 0.5 * output.loss
+
+
+def _mean_by_weights(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+    """CrossEntropyLoss(weight=...), whose mean is over the weights of the batch."""
+    labels = inputs.pop("labels")
+    output = model(**inputs)
+    loss = torch.nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 5.0]))(output.logits, labels)
+    return (loss, output) if return_outputs else loss
+
+
+def _with_compute_loss(function: Any) -> Case:
+    """A subclass with a compute_loss of its own."""
 
     def loop(run: Run) -> None:
         base = fastdp.DPTrainer if run.is_private else hf.Trainer
-        module = type("Module", (), {"Trainer": type("Own", (base,), {"compute_loss": Weighing.compute_loss})})
+        module = type("Module", (), {"Trainer": type("Own", (base,), {"compute_loss": function})})
         fastdp._Own = module.Trainer
         try:
             rows = {"model": run.case.model, "train_dataset": kit.labelled(), "data_collator": kit.classify}
@@ -151,6 +171,20 @@ def trainer_compute_loss() -> Case:
             delattr(fastdp, "_Own")
 
     return Case(kit.bert(), None, loop=loop)
+
+
+COMPUTED = {"": Weighing.compute_loss, "_labels_kept": _labels_kept, "_halved": _halved}
+register_all(COMPUTED, _with_compute_loss, "trainer_compute_loss")
+_DIVIDES = "torch's mean divides by the weights of the whole batch"
+register(
+    "trainer_compute_loss_mean", lambda: _with_compute_loss(_mean_by_weights), "refused: PrivacyArguments", _DIVIDES
+)
+
+
+@program()
+def trainer_compute_loss_func() -> Case:
+    """compute_loss_func, of outputs and labels."""
+    return trainer(compute_loss_func=lambda output, labels, **_: weighted(output, {"labels": labels}).mean())
 
 
 @program()

@@ -28,6 +28,7 @@ from fastdp.engine.errors import SelfCheckError
 from fastdp.integrations.trainer import STATE_FILE
 from fastdp.private.observer import Observer
 from tests.engine.models import build
+from tests.engine.runs import error
 from tests.private.test_publish import Hub
 
 ROWS = 24
@@ -251,14 +252,147 @@ def test_passes_are_recorded_on_a_gpu_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "ledger.jsonl").exists()
 
 
-def test_a_loss_over_the_whole_batch_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="compute_loss_func"):
-        fastdp.DPTrainer(
-            model=build("gpt2"),
-            args=TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True),
-            compute_loss_func=lambda outputs, labels, **_: outputs.loss,
-            privacy=fastdp.PrivacyArguments(noise_multiplier=1.0),
-        )
+def own_loss(logits: torch.Tensor, labels: torch.Tensor, weight: Any = None, reduction: str = "none") -> torch.Tensor:
+    """Cross-entropy of each row's next tokens, ``[rows]``, or torch's own mean."""
+    losses = torch.nn.functional.cross_entropy(
+        logits[:, :-1].transpose(1, 2), labels[:, 1:], weight=weight, reduction=reduction
+    )
+    return losses.mean(1) if reduction == "none" else losses
+
+
+class FromLogits(fastdp.DPTrainer):
+    """Takes the labels away from the model, as scripts with a loss of their own do."""
+
+    weight: Any = None
+    reduction = "none"
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = own_loss(outputs.logits, labels, self.weight, self.reduction).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class BesideLabels(fastdp.DPTrainer):
+    """Hands the model the labels, and does not use its loss."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        loss = own_loss(outputs.logits, inputs["labels"]).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class Scaled(fastdp.DPTrainer):
+    """Makes something of the model's own loss."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
+        return (0.5 * loss, outputs) if return_outputs else 0.5 * loss
+
+
+def first_release(made: fastdp.DPTrainer) -> dict[str, torch.Tensor]:
+    """The clipped sums of the run's first logical batch, over its bound."""
+
+    class First(Observer):
+        sums: dict[str, torch.Tensor] | None = None
+
+        def before_release(self, accumulator: Accumulator) -> None:
+            self.sums = self.sums or {n: t.clone() for n, t in accumulator.sums.items()}
+
+    made.get_train_dataloader()
+    first = First()
+    made.private.observe(first)
+    made.train()
+    assert made.private.route == "uses"
+    assert made.private.steps_done == made.private.total_steps
+    return first.sums
+
+
+@pytest.mark.parametrize("kind", [FromLogits, BesideLabels, Scaled])
+def test_a_subclass_may_compute_the_loss(tmp_path: Path, kind: Any) -> None:
+    """A loss by the row gives what the model's own loss gives: means over each row's tokens."""
+    options = {"num_train_epochs": 1, "per_device_train_batch_size": ROWS}
+    privacy = {"sampling": "shuffled", "max_physical_batch_size": ROWS, "method": fastdp.DPSGD(max_grad_norm=0.5)}
+    sums = []
+    for number, chosen in enumerate((fastdp.DPTrainer, kind)):
+        torch.manual_seed(0)
+        made = trainer(tmp_path / str(number), privacy, kind=chosen, **options)
+        for module in made.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        sums.append(first_release(made))
+        assert math.isfinite(made.evaluate(examples())["eval_loss"])
+    # Halving a loss halves its gradients, which are then clipped at the same bound.
+    if kind is not Scaled:
+        assert error(sums[1], sums[0]) < 1e-4
+
+
+def test_compute_loss_func_is_called_with_outputs_and_labels(tmp_path: Path) -> None:
+    made = trainer(tmp_path, num_train_epochs=1)
+    made.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: own_loss(outputs.logits, labels).mean()
+    made.train()
+    assert made.private.route == "uses"
+    assert made.private.steps_done == 4
+    total = trainer(tmp_path / "sum", {"loss_reduction": "sum"}, num_train_epochs=1)
+    total.compute_loss_func = lambda outputs, labels, **_: own_loss(outputs.logits, labels).sum()
+    total.train()
+    assert total.private.steps_done == 4
+
+
+def test_a_loss_over_the_whole_batch_is_refused_in_the_trainer_s_words(tmp_path: Path) -> None:
+    made = trainer(tmp_path, kind=FromLogits)
+    made.weight, made.reduction = torch.rand(made.model.config.vocab_size), "mean"
+    with pytest.raises(SelfCheckError, match=r"cross_entropy with weight= .* Give PrivacyArguments criterion="):
+        made.train()
+    assert made.private.steps_done == 0
+
+
+def test_refusals_name_the_arguments_of_a_trainer(tmp_path: Path) -> None:
+    trainer(tmp_path, num_train_epochs=1).train()
+    with pytest.raises(ValueError, match="pass resume_from_checkpoint=True to continue it"):
+        trainer(tmp_path, num_train_epochs=1).train()
+
+    class Besides(fastdp.DPTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            outputs = model(**inputs)
+            return outputs.loss + 0.1 * outputs.logits.square().mean()
+
+    with pytest.raises(RuntimeError, match="give PrivacyArguments a criterion="):
+        trainer(tmp_path / "besides", kind=Besides, privacy={"keep_logits": True}).train()
+
+
+def test_a_sequence_to_sequence_trainer_evaluates_what_it_generates(tmp_path: Path) -> None:
+    from transformers import Seq2SeqTrainingArguments
+
+    seen: list[tuple[int, ...]] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen.append(prediction.predictions.shape)
+        return {"length": float(prediction.predictions.shape[1])}
+
+    made = fastdp.DPSeq2SeqTrainer(
+        model=build("t5"),
+        args=Seq2SeqTrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=6,
+            num_train_epochs=1,
+            eval_strategy="epoch",
+            predict_with_generate=True,
+            generation_max_length=5,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+        ),
+        train_dataset=examples(),
+        eval_dataset=examples().select(range(4)),
+        data_collator=collate,
+        compute_metrics=metrics,
+        privacy=fastdp.PrivacyArguments(noise_multiplier=1.0, target_delta=1e-3),
+    )
+    made.train()
+    assert made.private.steps_done == 4
+    assert [shape[0] for shape in seen] == [4]
+    assert (tmp_path / "card.json").exists()
 
 
 @pytest.mark.parametrize("column", [True, False])

@@ -93,15 +93,57 @@ def gradients(losses: list[Any], policy: torch.nn.Module) -> list[dict[str, torc
     return [dict(zip(names, torch.autograd.grad(loss, list(names.values())))) for loss in losses]
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_sft_clips_each_example_however_they_are_packed(tmp_path: Path, tokenizer: Any, packing: bool) -> None:
+def row_means(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Each row's cross-entropy over its own labelled tokens, ``[rows]``."""
+    losses = F.cross_entropy(output.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+    return losses.sum(1) / (labels[:, 1:] != -100).sum(1).clamp(min=1)
+
+
+class OnTop(fastdp.DPSFTTrainer):
+    """Looks at the trainer's own loss."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+        return super().compute_loss(model, inputs, return_outputs, **options)
+
+
+class Own(fastdp.DPSFTTrainer):
+    """Computes the loss from the logits."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        labels = inputs.pop("labels")
+        output = model(**inputs)
+        loss = row_means(output, labels).mean()
+        return (loss, output) if return_outputs else loss
+
+
+#: Where the loss of an example comes from: the trainer's class, its arguments, and those of its privacy.
+SOURCES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "model": (fastdp.DPSFTTrainer, {}, {}),
+    "subclass, on top": (OnTop, {}, {}),
+    "subclass": (Own, {}, {}),
+    "function": (
+        fastdp.DPSFTTrainer,
+        {"compute_loss_func": lambda output, labels, num_items_in_batch=None: row_means(output, labels).mean()},
+        {},
+    ),
+    "criterion": (fastdp.DPSFTTrainer, {}, {"criterion": lambda output, batch: row_means(output, batch["labels"])}),
+}
+
+
+@pytest.mark.parametrize(("packing", "source"), [(True, "model"), *((False, source) for source in SOURCES)])
+def test_sft_clips_each_example_however_they_are_packed(
+    tmp_path: Path, tokenizer: Any, packing: bool, source: str
+) -> None:
+    kind, options, privacy = SOURCES[source]
     rows = [{"prompt": letters(2, i), "completion": " " + letters(1 + i % 4, i)} for i in range(24)]
-    trainer = fastdp.DPSFTTrainer(
+    budget: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3, "max_physical_batch_size": 5}
+    trainer = kind(
         model=model(),
         args=SFTConfig(output_dir=str(tmp_path), packing=packing, **COMMON),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
-        privacy=fastdp.PrivacyArguments(noise_multiplier=1.0, target_delta=1e-3, max_physical_batch_size=5),
+        privacy=fastdp.PrivacyArguments(**budget, **privacy),
+        **options,
     )
     assert trainer.args.packing == packing
     assert len(trainer.train_dataset) == 24, "what is drawn are examples"
@@ -154,6 +196,20 @@ def test_dpo_clips_each_pair(tmp_path: Path, tokenizer: Any, kind: str) -> None:
             losses.append(-F.logsigmoid(0.1 * (ratios[0] - ratios[1])))
     expected = clipped_sum(gradients(losses, policy), 1.0)
     assert error({name.removeprefix("model."): total for name, total in sums.items()}, expected) < 1e-4
+
+
+def test_dpo_takes_no_loss_of_the_user_s(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = fastdp.DPDPOTrainer(
+        model=model(),
+        args=DPOConfig(output_dir=str(tmp_path), **COMMON),
+        train_dataset=Dataset.from_list([{"prompt": "a b", "chosen": " c", "rejected": " d"}] * 12),
+        processing_class=tokenizer,
+        privacy=fastdp.PrivacyArguments(
+            noise_multiplier=1.0, target_delta=1e-3, criterion=lambda output, batch: output
+        ),
+    )
+    with pytest.raises(ValueError, match="computes the losses of pairs itself. Leave criterion"):
+        trainer.get_train_dataloader()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

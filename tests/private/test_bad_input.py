@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -339,14 +339,6 @@ def test_a_criterion_that_is_not_a_scalar() -> None:
     assert private.steps_done == 0
 
 
-def test_a_flattening_collator_without_a_unit_map() -> None:
-    data = [{"input_ids": torch.randint(3, 20, (4 + i % 3,)).tolist()} for i in range(24)]
-    private = start(build("llama"), loader(data, collate_fn=DataCollatorWithFlattening()), **PRIVATE)
-    batch = next(iter(private.data_loader))
-    with refused(ValueError, r"handed out \d+ rows but the model was called with", private):
-        private.model(**batch)
-
-
 def test_a_unit_map_that_is_missing_or_names_a_stranger() -> None:
     private = start(unit_map="units", **PRIVATE)
     with refused(ValueError, "did not put the unit map 'units'", private):
@@ -404,6 +396,120 @@ def test_a_second_backward_on_one_batch() -> None:
     twice[0].backward()
     with refused(RuntimeError, "Two forward passes ran before one backward", private):
         twice[1].backward()
+
+
+def test_two_passes_of_a_batch_and_a_term_of_both() -> None:
+    """R-Drop's divergence was refused as a term beside the model's loss."""
+    private = start(**PRIVATE)
+    batch = next(iter(private.data_loader))
+    one, two = private.model(**batch), private.model(**batch)
+    with refused(RuntimeError, r"Two forward passes .* inside one wrapper module's forward\(\)", private):
+        F.mse_loss(one["logits"], two["logits"]).backward()
+
+
+def test_parts_of_the_model_called_by_the_loop() -> None:
+    private = start(loss_reduction="mean", **PRIVATE)
+    for batch in private.data_loader:
+        hidden = torch.tanh(private.model.first(batch["x"]))
+        F.cross_entropy(private.model.second(hidden), batch["labels"]).backward()
+        with refused(RuntimeError, r"The loop called parts of the model, .* own forward\(\)", private):
+            private.optimizer.step()
+        break
+
+
+def test_a_second_step_after_one_backward() -> None:
+    private = start(**PRIVATE)
+    for batch in private.data_loader:
+        private.model(**batch)["loss"].backward()
+        private.optimizer.step()
+        with refused(RuntimeError, r"step\(\) without backward\(\)", private):
+            private.optimizer.step()
+        break
+
+
+def test_a_batch_taken_ahead_of_the_backward_pass() -> None:
+    private = start(max_physical_batch_size=2, **PRIVATE)
+    iterator = iter(private.data_loader)
+    next(iterator)
+    with refused(RuntimeError, "taken ahead", private):
+        next(iterator)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_scaler_is_refused_before_a_release_is_paid_for(fused: bool) -> None:
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=fused)
+    supports = getattr(optimizer, "_step_supports_amp_scaling", False)
+    private = start(model, optimizer=optimizer, **PRIVATE)
+    for enabled in (False, True):
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        for batch in private.data_loader:
+            scaler.scale(private.model(**batch)["loss"]).backward()
+            if enabled:
+                scaler.unscale_(optimizer)
+            with refused(ValueError, r"GradScaler\(enabled=False\)", private) if enabled else nullcontext():
+                scaler.step(optimizer)
+            if enabled:
+                break
+            scaler.update()
+            optimizer.zero_grad()
+        assert private.steps_done == private.total_steps // 2
+    private.detach()
+    assert optimizer._step_supports_amp_scaling is supports
+
+
+def test_adaptive_ranks() -> None:
+    config = peft.AdaLoraConfig(init_r=4, target_r=2, total_step=4, tinit=0, tfinal=1, target_modules=["c_attn"])
+    with refused(ValueError, "AdaLoRA chooses its ranks by gradients without noise: use LoRA"):
+        start(peft.get_peft_model(build("gpt2"), config), **PRIVATE)
+
+
+def test_packed_rows_without_a_map_and_the_way_on() -> None:
+    rows = [{"input_ids": list(range(3, 5 + number % 5))} for number in range(24)]
+    kinds = {"seq_idx": DataCollatorWithFlattening(return_seq_idx=True), "none": DataCollatorWithFlattening()}
+    for name, collator in kinds.items():
+        private = start(build("llama"), loader(rows, collate_fn=collator), **PRIVATE)
+        way = "$" if name == "seq_idx" else " Make the collator with return_seq_idx=True"
+        message = rf"packs examples into one row. Pass unit_map='seq_idx' and set use_cache=False\.{way}"
+        with refused(ValueError, message, private):
+            private.model(**next(iter(private.data_loader)))
+    model = build("llama")
+    model.config.use_cache = False
+    data = loader(rows, collate_fn=kinds["seq_idx"])
+    private = start(model, data, unit_map="seq_idx", epochs=1, **PRIVATE)
+    logical_step(private)
+    assert (private.route, private.steps_done) == ("uses", 1)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_mean_over_the_batch_in_the_loop_names_what_divides(late: bool) -> None:
+    """`F.cross_entropy(model(x), y)` takes the function before the model runs, `nn.CrossEntropyLoss` after."""
+    weight = torch.tensor([1.0, 2.0, 5.0])
+
+    class Logits(Classifier):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+            return self.logits(x)
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        if late:
+            return nn.CrossEntropyLoss(weight)(model(batch["x"]), batch["labels"])
+        return F.cross_entropy(model(batch["x"]), batch["labels"], weight=weight)
+
+    private, cross_entropy = start(Logits(), loss_reduction="mean", **PRIVATE), torch._C._nn.cross_entropy_loss
+    with refused(SelfCheckError, "cross_entropy with weight= and reduction='mean' divides by the weights", private):
+        for batch in private.data_loader:
+            loss(private.model, batch).backward()
+            private.optimizer.step()
+    assert torch._C._nn.cross_entropy_loss is cross_entropy
+    # The way on.
+    private = start(
+        Logits(), criterion=lambda o, b: F.cross_entropy(o, b["labels"], weight, reduction="none"), **PRIVATE
+    )
+    for batch in private.data_loader:
+        private.loss(private.model(batch["x"]), batch).backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+    assert private.route == "uses"
 
 
 def test_batches_from_elsewhere() -> None:

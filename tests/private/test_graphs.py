@@ -248,6 +248,35 @@ def test_a_loss_made_from_another_output_of_a_replay_is_refused():
     engine.close()
 
 
+class LossBetween(torch.nn.Module):
+    """Returns its loss between logits and a figure for the log."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+    def forward(self, **batch):
+        output = self.body(**batch)
+        return output.logits, output.loss, output.logits.detach().mean()
+
+
+def test_a_replay_finds_the_loss_where_the_model_returned_it():
+    runs = []
+    engine = engine_of(LossBetween(simulate.build(CASE, torch.device("cpu"))), tickets_of(6), runs)
+    rows = examples(CASE, 4)
+    batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    sums = []
+    for _ in range(5):
+        engine.model(**batch)[1].backward()
+        sums.append({name: total.clone() for name, total in engine.accumulator.sums.items()})
+        engine.accumulator.reset()
+        engine.complete = False
+    assert runs
+    # Their tickets leave out the same rows.
+    assert all(torch.allclose(sums[4][name], sums[1][name], rtol=1e-4, atol=1e-6) for name in sums[1])
+    engine.close()
+
+
 def test_a_buffer_that_the_recorded_pass_writes_is_refused():
     model, writes = simulate.build(CASE, torch.device("cpu")), []
     model.register_buffer("seen", torch.zeros(1))

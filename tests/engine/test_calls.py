@@ -1,0 +1,244 @@
+"""What models are called with and what they return: losses at any place, lists of texts, rows in an order of their own."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastdp
+from tests.engine.runs import opaque
+from tests.honest.harness import Case, sum_error
+from tests.honest.kit import MEAN, Wrapped, labelled, mlp, numbers, texts, unpack
+
+
+@dataclass(frozen=True)
+class Frozen:
+    scores: torch.Tensor
+    objective: torch.Tensor
+
+
+class Named(NamedTuple):
+    logits: torch.Tensor
+    loss: torch.Tensor
+
+
+#: How a model returns logits and a loss, and where the loop finds the loss.
+OUTPUTS: dict[str, tuple[Callable[..., Any], Callable[[Any], torch.Tensor]]] = {
+    "a tuple": (lambda logits, loss: (logits, loss), lambda o: o[1]),
+    "a list": (lambda logits, loss: [None, logits, loss], lambda o: o[-1]),
+    "a named tuple": (Named, lambda o: o.loss),
+    "a dictionary": (lambda logits, loss: {"logits": logits, "objective": loss}, lambda o: o["objective"]),
+    "a dataclass": (Frozen, lambda o: o.objective),
+    "an object": (lambda logits, loss: SimpleNamespace(logits=logits, loss=loss), lambda o: o.loss),
+    "a nesting": (lambda logits, loss: (logits, {"loss": loss}), lambda o: o[1]["loss"]),
+    "a loss beside its parts": (
+        lambda logits, loss: {"ce": loss * 1.0, "loss": loss, "logits": logits},
+        lambda o: o["loss"],
+    ),
+}
+
+
+def train(case: Case, **options: Any) -> Any:
+    """Two steps of a private run, which is then closed."""
+    private = fastdp.make_private(
+        case.model, case.make_optimizer(), case.make_loader(), **{"noise_multiplier": 0.0, "epochs": 1, **options}
+    )
+    try:
+        for batch in private.data_loader:
+            case.loss(case.model, batch).backward()
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+    finally:
+        private.detach()
+    return private
+
+
+def returning(make: Callable[..., Any], find: Callable[[Any], torch.Tensor]) -> Case:
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        logits = self.net(x)
+        return make(logits, F.cross_entropy(logits, y))
+
+    return Case(Wrapped(forward, net=mlp()), numbers(), None, lambda model, batch: find(model(*batch)))
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_the_only_loss_is_found_wherever_a_model_returns_it(name: str) -> None:
+    assert train(returning(*OUTPUTS[name])).route == "uses"
+    assert sum_error(lambda: returning(*OUTPUTS[name])) < 1e-4
+
+
+def test_several_losses_without_a_name_are_refused() -> None:
+    case = returning(lambda logits, loss: {"a": loss, "b": 2 * loss}, lambda o: o["a"] + o["b"])
+    with pytest.raises(ValueError, match="2 scalars that require gradients. Return their sum as 'loss'"):
+        train(case)
+
+
+def test_losses_of_shape_one_survive_the_one_example_route() -> None:
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        hidden = opaque(F.linear, x, self.net[0].weight, self.net[0].bias)
+        return {"loss": F.cross_entropy(self.net[2](hidden), y).reshape(1)}
+
+    case = Case(Wrapped(forward, net=mlp()), numbers(), None, lambda model, batch: model(*batch)["loss"])
+    with pytest.warns(UserWarning, match="one-example route"):
+        assert train(case).route == "one-example"
+
+
+def test_a_row_s_only_output_is_not_taken_for_its_loss() -> None:
+    """On the one-example route a prediction [1, 1] before the loss has one number as well."""
+
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        guess = self.net[2](torch.relu(opaque(F.linear, x, self.net[0].weight, self.net[0].bias)))
+        return guess, F.mse_loss(guess[:, 0], y.to(guess))
+
+    def build() -> Case:
+        return Case(Wrapped(forward, net=mlp(outputs=1)), numbers(), None, lambda model, batch: model(*batch)[1])
+
+    with pytest.warns(UserWarning, match="one-example route"):
+        assert sum_error(build) < 1e-4
+
+
+def test_losses_of_layers_may_be_stacked() -> None:
+    def build() -> Case:
+        def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x)
+            losses = [F.cross_entropy(self.head(hidden), y), F.cross_entropy(self.head(torch.tanh(hidden)), y)]
+            weights = torch.tensor([0.3, 0.7], dtype=x.dtype)
+            return (torch.stack(losses) * weights).sum() + sum(losses) + torch.cat([t[None] for t in losses]).mean()
+
+        return Case(Wrapped(forward, first=nn.Linear(12, 8), head=nn.Linear(8, 3)), numbers(), None, unpack)
+
+    assert train(build()).route == "uses"
+    assert sum_error(build) < 1e-4
+
+
+@pytest.mark.parametrize("choose", [lambda losses: torch.stack(losses).max(), lambda losses: torch.minimum(*losses)])
+def test_a_choice_among_losses_is_each_row_s_own(choose: Any) -> None:
+    """The batch's mean losses chose the layer that every row was trained by."""
+
+    def build() -> Case:
+        def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return choose([F.cross_entropy(self.one(x), y), F.cross_entropy(self.two(x), y)])
+
+        return Case(Wrapped(forward, one=mlp(), two=mlp()), numbers(), None, unpack)
+
+    with pytest.warns(UserWarning, match="chooses among its losses"):
+        assert train(build()).route == "one-example"
+    with pytest.warns(UserWarning, match="one-example route"):
+        assert sum_error(build) < 1e-4
+
+
+def tokens(sentences: list[str]) -> torch.Tensor:
+    """Word numbers ``[rows, longest]``, 0 for padding."""
+    rows = [torch.tensor([zlib.crc32(word.encode()) % 49 + 1 for word in text.split()]) for text in sentences]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def encoded(self: Any, ids: torch.Tensor) -> torch.Tensor:
+    kept = (ids != 0).unsqueeze(-1)
+    hidden = (self.embed(ids) * kept).sum(1) / kept.sum(1)
+    return self.head(self.drop(hidden))
+
+
+def listed(forward: Callable[..., Any], collate: Callable[[list[Any]], Any]) -> Case:
+    model = Wrapped(forward, embed=nn.Embedding(50, 8), head=nn.Linear(8, 3), drop=nn.Dropout(0.1))
+    rows = [(text, other, number % 3) for number, (text, other) in enumerate(zip(texts(), texts(high=6, seed=1)))]
+    return Case(model, rows, collate, unpack)
+
+
+def column(rows: list[Any], place: int) -> list[Any]:
+    return [row[place] for row in rows]
+
+
+#: Models that take lists with one entry a row: the forward pass of a model, and the collator.
+LISTS: dict[str, tuple[Callable[..., Any], Callable[[list[Any]], Any]]] = {
+    "texts": (
+        lambda self, t, y: F.cross_entropy(encoded(self, tokens(t)), y),
+        lambda rows: (column(rows, 0), torch.tensor(column(rows, 2))),
+    ),
+    "two columns, in tuples": (
+        lambda self, t, u, y: F.cross_entropy(encoded(self, tokens(t)) + encoded(self, tokens(u)), y),
+        lambda rows: (tuple(column(rows, 0)), tuple(column(rows, 1)), torch.tensor(column(rows, 2))),
+    ),
+    "pairs and numbers": (
+        lambda self, t, y: F.cross_entropy(encoded(self, tokens([" ".join(pair) for pair in t])), torch.tensor(y)),
+        lambda rows: ([row[:2] for row in rows], column(rows, 2)),
+    ),
+    "records alone": (
+        lambda self, rows: F.cross_entropy(encoded(self, tokens(column(rows, 0))), torch.tensor(column(rows, 2))),
+        lambda rows: (rows,),
+    ),
+    "tensors of different lengths": (
+        lambda self, t, y: F.cross_entropy(encoded(self, nn.utils.rnn.pad_sequence(t, batch_first=True)), y),
+        lambda rows: ([tokens([text])[0] for text in column(rows, 0)], torch.tensor(column(rows, 2))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("physical", [None, 3])
+def test_lists_of_rows_are_cut_like_tensors(name: str, physical: int | None) -> None:
+    assert train(listed(*LISTS[name]), max_physical_batch_size=physical).route == "uses"
+    assert sum_error(lambda: listed(*LISTS[name])) < 1e-4
+
+
+def test_texts_that_a_model_couples_are_refused() -> None:
+    def forward(self: Any, t: list[str], y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(encoded(self, tokens([" ".join(t)] * len(t))), y)
+
+    with pytest.raises(fastdp.engine.errors.SelfCheckError, match="The loss of row"):
+        train(listed(forward, LISTS["texts"][1]))
+
+
+def test_texts_and_a_criterion_in_the_loop() -> None:
+    case = listed(lambda self, t: encoded(self, tokens(t)), LISTS["texts"][1])
+    case.loss = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
+    assert train(case, **MEAN).route == "uses"
+
+
+def test_rows_sorted_for_packing_are_never_reordered() -> None:
+    """A probe in another order raised torch's own error about enforce_sorted."""
+
+    def forward(self: Any, x: torch.Tensor, lengths: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.embed(x), lengths, batch_first=True)
+        return F.cross_entropy(self.head(self.layer(packed)[1][0][-1]), y)
+
+    def collate(rows: list[Any]) -> Any:
+        rows = sorted(rows, key=lambda row: len(row["input_ids"]), reverse=True)
+        ids = [torch.tensor(row["input_ids"]) for row in rows]
+        lengths, labels = torch.tensor([len(t) for t in ids]), torch.tensor([row["labels"] for row in rows])
+        return nn.utils.rnn.pad_sequence(ids, batch_first=True), lengths, labels
+
+    def build() -> Case:
+        parts = {"embed": nn.Embedding(96, 8), "layer": nn.LSTM(8, 6, batch_first=True), "head": nn.Linear(6, 3)}
+        return Case(Wrapped(forward, **parts), labelled(), collate, unpack)
+
+    with pytest.warns(UserWarning, match="one-example route"):
+        assert train(build()).route == "one-example"
+    with pytest.warns(UserWarning, match="one-example route"):
+        assert sum_error(build) < 1e-4
+
+
+def test_a_model_that_fails_on_some_numbers_of_rows_runs_one_by_one() -> None:
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if len(x) == 3:
+            raise RuntimeError("no kernel for three rows")
+        return F.cross_entropy(self.net(x), y)
+
+    with pytest.warns(UserWarning, match="fails on some rows of a batch: no kernel for three rows"):
+        assert train(Case(Wrapped(forward, net=mlp()), numbers(), None, unpack)).route == "one-example"
+
+
+def test_a_fault_of_the_model_s_own_is_passed_on() -> None:
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        raise LookupError("a fault of its own")
+
+    with pytest.raises(LookupError, match="a fault of its own"):
+        train(Case(Wrapped(forward, net=mlp()), numbers(), None, unpack))
