@@ -19,6 +19,7 @@ from fastdp.engine.marks import Marks
 from fastdp.engine.named import functions
 from fastdp.engine.orders import Orders
 from fastdp.engine.rows import Fold, Places
+from fastdp.engine.selections import Owners, place, selects
 from fastdp.engine.uses import is_detach, is_metadata
 
 #: The data decide the size of what these return, or which row comes where.
@@ -47,6 +48,9 @@ class Follow(TorchFunctionMode):
         self.chosen: Marks[None] = Marks()
         self.orders = Orders()
         self.selects = False
+        #: What was selected by the data's values, the rows of its entries being known, and the lines of code that do it.
+        self.owners: Owners | None = None
+        self.places_of_owned: set[Any] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -77,11 +81,10 @@ class Follow(TorchFunctionMode):
         self.selects |= chosen
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if func in _SCATTERING and first is not None:
-            chosen = first in self.chosen
+            chosen = self.is_chosen(first)
         else:
-            chosen = chosen or any(t in self.chosen for t in given)
-        chosen = chosen and not self.orders.restores(func, args)
-        self.orders.follow(func, args, given, list(tensors(out)), self.chosen)
+            chosen = self._loses(func, args, kwargs, given, list(tensors(out)), chosen)
+        self.orders.follow(func, args, given, list(tensors(out)), self.is_chosen)
         if func is torch.Tensor.__setitem__ and first is not None:
             self.data[first] = None
         for result in tensors(out):
@@ -91,6 +94,37 @@ class Follow(TorchFunctionMode):
             self.weights.pop(result)
             if axis and result.dim() > 0:
                 self.chosen[result] = None
+
+    def is_chosen(self, t: Any) -> bool:
+        """Whether the data chose the first axis of a tensor, which no rule of a parameter's use knows then."""
+        return t in self.chosen or self.is_owned(t)
+
+    def is_owned(self, t: Any) -> bool:
+        """Whether it was selected, the rows of its entries being known."""
+        return self.owners is not None and self.owners.of(t) is not None
+
+    def in_order(self, t: torch.Tensor) -> bool:
+        """Whether the first axis of a tensor is known to hold the rows, in order."""
+        return False
+
+    def _loses(
+        self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], results: list[torch.Tensor], chosen: bool
+    ) -> bool:
+        """Whether the rows of an operation's results are unknown, as the data have chosen them."""
+        if self.orders.restores(func, args):
+            return False
+        if any(t in self.chosen for t in given):
+            return True
+        if self.owners is None:
+            return chosen
+        if not chosen:
+            return not self.owners.follow(func, args, kwargs, given, results)
+        source = given[0]
+        known = selects(func, args) and (self.is_owned(source) or self.in_order(source))
+        known = known and self.owners.select(func, args, kwargs, results)
+        if known:
+            self.places_of_owned.add(place())
+        return not known
 
     def _chooses(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the data decide the first axis of what an operation on data returns."""
@@ -114,15 +148,18 @@ class Follow(TorchFunctionMode):
             indices = [v for v in (*args[1:], *kwargs.values()) if is_data(v)]
             if func is F.embedding:
                 return is_data(kwargs.get("weight", args[1] if len(args) > 1 else None))
+            # Rows of a constant stand where their indices do.
+            if not (indices and is_data(args[0] if args else kwargs.get("input"))):
+                return False
             if "index_select" in func.__name__ or func.__name__ in ("gather", "take_along_dim"):
                 dims = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, int)]
-                return bool(indices) and bool(dims) and dims[0] % args[0].dim() == 0
-            return bool(indices)
+                return bool(dims) and dims[0] % args[0].dim() == 0
+            return True
         if func is torch.Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             first = next((i for i in index if i is not None), None)
             masks = any(is_data(i) and i.dtype in (torch.bool, torch.uint8) for i in index)
-            return masks or is_data(first)
+            return masks or (is_data(first) and is_data(args[0]))
         return False
 
 

@@ -194,8 +194,12 @@ def _embedding(
     if isinstance(input, PerLane):
         out = EmbeddingUse.apply(input.lanes, weight, padding_idx, tap, True)
         return PerLane(out, tap, sources=(weight, *input.sources))
-    if reads.rows("embedding", weight, input, tap):
+    fold = reads.fold("embedding", weight, input, tap)
+    if fold is not None and fold.natural:
         return EmbeddingUse.apply(input, weight, padding_idx, tap, False)
+    if fold is not None:
+        found = EmbeddingUse.apply(fold.front(input, tap.layout.rows), weight, padding_idx, tap, False)
+        return fold.back(found).contiguous()
     ids = input.expand(tap.layout.lanes, *input.shape)
     return PerLane(EmbeddingUse.apply(ids, weight, padding_idx, tap, True), tap, sources=(weight,))
 

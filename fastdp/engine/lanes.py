@@ -317,9 +317,9 @@ def _meet(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
         return func(*laid_out[0], **laid_out[1])
     if not meeting.tap.any_formula:
         raise UnsupportedUse(f"{operation(func)} of a parameter and an activation")
-    product = _PRODUCT_RULES.get(func)
-    if product is not None:
-        out = product(meeting, *args, **kwargs)
+    rule = _RULES.get(func)
+    if rule is not None:
+        out = rule(meeting, *args, **kwargs)
         if out is not NotImplemented:
             return out
     return _by_lane(func, args, kwargs, meeting)
@@ -428,8 +428,24 @@ def _product(meeting: Meeting, func: Any, x: Any, weight: Any, bias: Any, *, swa
     return out + bias
 
 
-_PRODUCT_RULES: dict[Any, Callable[..., Any]] = {
+def _setitem(meeting: Meeting, target: Any, index: Any, value: Any) -> Any:
+    """Entries of an activation replaced by a value of parameters, as masked tokens are: each by the copy of its own row."""
+    if not isinstance(value, PerLane) or target is not meeting.activation or meeting.fold.axis >= target.dim():
+        return NotImplemented
+    while value.dim() and value.shape[0] == 1:
+        value = value[0]
+    parts = index if isinstance(index, tuple) else (index,)
+    leads = all(isinstance(part, (torch.Tensor, slice, int)) for part in parts)
+    taken = sum(part.dim() if isinstance(part, torch.Tensor) and part.dtype == torch.bool else 1 for part in parts)
+    if not leads or taken + value.dim() > target.dim() or meeting.fold.axis + value.dim() >= target.dim():
+        return NotImplemented
+    target[index] = laid(value, meeting).expand_as(target)[index].to(target.dtype)
+    return None
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
     F.linear: lambda meeting, input, weight, bias=None: _product(meeting, F.linear, input, weight, bias, swap=False),
     **dict.fromkeys((torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__), _matmul),
     **dict.fromkeys((torch.addmm, torch.Tensor.addmm), _addmm),
+    torch.Tensor.__setitem__: _setitem,
 }

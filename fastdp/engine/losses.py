@@ -10,7 +10,7 @@ unit's weighted loss is therefore divided by the number of its labelled tokens, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse
 from fastdp.engine.layout import Layout
 from fastdp.engine.logits import Logits, takes
+from fastdp.engine.selections import Selected
 
 _ELEMENTWISE_LOSSES = (
     "mse_loss",
@@ -87,10 +88,20 @@ class LossTerms:
         layout: cuts token losses into units.
         alone: the pass sees one row by itself, so the scalar stays joined to the model's graph.
         reductions: means and sums of whole tensors that hold a row for each of the batch's are losses too.
+        selections: lines of the model's code that select by the data's values what a loss sees, as traced.
     """
 
-    def __init__(self, layout: Layout, *, alone: bool = False, reductions: bool = False):
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        alone: bool = False,
+        reductions: bool = False,
+        selections: Set[Any] = frozenset(),
+    ):
         self.layout = layout
+        known = selections and not alone and layout.token_segments is None
+        self.selected = Selected(layout.rows, selections) if known else None
         self.alone = alone
         self.reductions = reductions
         self.terms: list[Term] = []
@@ -98,11 +109,16 @@ class LossTerms:
         #: Tokens a row that each loss saw.
         self.tokens: list[int] = []
 
-    def add(self, losses: torch.Tensor, valid: torch.Tensor | None, reduction: str) -> torch.Tensor | None:
-        """Take token losses ``[N]`` and which of them count; None if the axis cannot be cut into units."""
-        if not self.maps(losses.numel()):
+    def add(
+        self, losses: torch.Tensor, valid: torch.Tensor | None, reduction: str, *given: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Take token losses ``[N]`` of what was given, and which of them count; None if the axis cannot be cut into units."""
+        whose = None if self.selected is None else self.selected.whose(*given)
+        if whose is None and not self.maps(losses.numel()):
             return None
-        return self.note(self.reduced(losses, valid, reduction), losses.numel(), reduction)
+        by_unit = self.reduced(losses, valid, reduction, whose)
+        # How many tokens the data select follows from no shape.
+        return self.note(by_unit, losses.numel() if whose is None else 0, reduction)
 
     def maps(self, tokens: int) -> bool:
         """Whether the axis of a loss's tokens can be cut into units."""
@@ -111,15 +127,22 @@ class LossTerms:
         self.unmapped = f"a loss over {tokens} tokens cannot be divided among {self.layout.rows} rows"
         return False
 
-    def reduced(self, losses: torch.Tensor, valid: torch.Tensor | None, reduction: str) -> torch.Tensor:
-        """Each unit's loss ``[units]``: the mean or the sum of its tokens'."""
+    def reduced(
+        self, losses: torch.Tensor, valid: torch.Tensor | None, reduction: str, whose: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Each unit's loss ``[units]``: the mean or the sum of its tokens', of the rows ``whose`` they are if not in order."""
         losses = losses.reshape(-1).float()
         valid = torch.ones_like(losses) if valid is None else valid.reshape(-1).to(losses.dtype)
+        if whose is not None:
+            units = self.layout.lane_units[whose.repeat_interleave(len(losses) // max(len(whose), 1))]
+            sums, counts = (t.new_zeros(self.layout.units).index_add(0, units, t) for t in (losses, valid))
+            return sums if reduction == "sum" else sums / counts.clamp(min=1)
         return self._sums(losses) if reduction == "sum" else self._means(losses, valid)
 
     def note(self, per_unit: torch.Tensor, tokens: int, reduction: str) -> torch.Tensor:
         """Take the units' losses ``[units]`` of a loss function over so many tokens."""
-        self.tokens.append(tokens // self.layout.rows)
+        if tokens:
+            self.tokens.append(tokens // self.layout.rows)
         if self.alone:
             return per_unit.sum()
         known, summed = per_unit.detach(), reduction == "sum"
@@ -187,7 +210,7 @@ def intercepted(terms: LossTerms) -> Iterator[None]:
         for name in _ELEMENTWISE_LOSSES:
             setattr(F, name, _elementwise_loss(originals[name], terms))
         F.ctc_loss = _ctc_loss(originals["ctc_loss"], terms)
-        with _RowReductions(terms) if terms.reductions else nullcontext():
+        with terms.selected or nullcontext(), _RowReductions(terms) if terms.reductions else nullcontext():
             yield
     finally:
         for name, original in originals.items():
@@ -207,7 +230,7 @@ class _RowReductions(TorchFunctionMode):
             (losses,) = args
             rows = type(losses) is torch.Tensor and losses.requires_grad and losses.dim() > 0
             if rows and losses.shape[0] == self._terms.layout.rows and self._terms.layout.token_segments is None:
-                scalar = self._terms.add(losses, None, reduction)
+                scalar = self._terms.add(losses, None, reduction, losses)
                 if scalar is not None:
                     return scalar
         return func(*args, **(kwargs or {}))
@@ -246,7 +269,7 @@ def _class_loss(original: Callable[..., torch.Tensor], terms: LossTerms) -> Call
                 by_unit = take(input, target, ignore_index, lambda t: terms.reduced(t, valid, reduction))
                 return terms.note(by_unit, target.numel(), reduction)
         losses = original(input, target, weight, None, ignore_index, None, "none", **options)
-        scalar = terms.add(losses, valid, reduction)
+        scalar = terms.add(losses, valid, reduction, input, target)
         if scalar is None:
             return original(input, target, weight, size_average, ignore_index, reduce, reduction, **options)
         return scalar
@@ -256,13 +279,13 @@ def _class_loss(original: Callable[..., torch.Tensor], terms: LossTerms) -> Call
 
 def _elementwise_loss(original: Callable[..., torch.Tensor], terms: LossTerms) -> Callable[..., torch.Tensor]:
     def loss(*args: Any, reduction: str = "mean", **options: Any) -> Any:
-        given = (t for t in (*args, *options.values()) if isinstance(t, torch.Tensor))
+        given = [t for t in (*args, *options.values()) if isinstance(t, torch.Tensor)]
         if reduction == "none" or not torch.is_grad_enabled() or not any(t.requires_grad for t in given):
             return original(*args, reduction=reduction, **options)
         losses = original(*args, reduction="none", **options)
         # "batchmean" is the mean over rows of each row's sum.
         by_row = losses.flatten(1).sum(1) if reduction == "batchmean" else losses
-        scalar = terms.add(by_row, None, "sum" if reduction == "sum" else "mean")
+        scalar = terms.add(by_row, None, "sum" if reduction == "sum" else "mean", *given)
         return original(*args, reduction=reduction, **options) if scalar is None else scalar
 
     return loss

@@ -6,6 +6,7 @@ inverse of the same permutation they stand where they stood, whatever the data w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,16 +37,21 @@ class Orders:
         return inverse is not None and inverse == self._of.get(args[0])
 
     def follow(
-        self, func: Any, args: Any, given: list[torch.Tensor], results: list[torch.Tensor], chosen: Marks[None]
+        self,
+        func: Any,
+        args: Any,
+        given: list[torch.Tensor],
+        results: list[torch.Tensor],
+        chosen: Callable[[Any], bool],
     ) -> None:
-        """Note the permutation of an operation's results; ``chosen`` holds every tensor whose first axis the data decide."""
+        """Note the permutation of an operation's results; ``chosen`` says of a tensor whether the data decide its first axis."""
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         found = None
         if func in _SORTS and first is not None and first.dim() == 1:
             permutation = results[-1]
             if self._of.get(first) == id(first):
                 self._inverses[permutation] = id(first)
-            elif first not in chosen:
+            elif not chosen(first):
                 self._permutations[id(permutation)] = permutation
                 found = id(permutation)
         elif func is torch.Tensor.__setitem__ and first is not None and isinstance(args[1], torch.Tensor):
@@ -56,10 +62,10 @@ class Orders:
                 if torch.equal(value, torch.arange(value.shape[0], device=value.device)):
                     self._inverses[first] = where
             return
-        elif func in _GETS and isinstance(args[1], torch.Tensor) and first not in chosen:
+        elif func in _GETS and isinstance(args[1], torch.Tensor) and not chosen(first):
             found = self._of.get(args[1])
         else:
-            ordered = given[:1] if func in _GROUPED else [t for t in given if t in chosen]
+            ordered = given[:1] if func in _GROUPED else [t for t in given if chosen(t)]
             kinds = {self._of.get(t) for t in ordered}
             found = kinds.pop() if len(kinds) == 1 else None
         for result in results:

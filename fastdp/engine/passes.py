@@ -221,6 +221,11 @@ class Passes:
         layout.meetings = self.trace.meetings if self.trace is not None else {}
         return layout
 
+    def terms(self, layout: Layout) -> LossTerms:
+        """What takes the losses within a forward pass."""
+        selections = frozenset() if self.trace is None else self.trace.selections
+        return LossTerms(layout, reductions=self.reductions, selections=selections)
+
     def run_forward(
         self,
         call: Call,
@@ -348,7 +353,7 @@ class Passes:
     def _tops_as_traced(
         self, call: Call, layout: Layout, tap: Tap, *, verify: bool
     ) -> tuple[Any, list[torch.Tensor], LossTerms]:
-        terms = LossTerms(layout, reductions=self.reductions)
+        terms = self.terms(layout)
         self.reads.tap = tap if self.route == USES else None
         try:
             with intercepted(terms):

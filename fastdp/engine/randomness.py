@@ -193,7 +193,23 @@ class DropoutDisabled(TorchFunctionMode):
             return inside(*args, **kwargs)
 
 
+class MasksInOrder(TorchFunctionMode):
+    """Draw masks in the order of a tensor's entries, whatever its strides: torch draws them in the order of memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        in_place = kwargs.get("inplace", len(args) > 3 and args[3])
+        if func in _MASKS and args and type(args[0]) is torch.Tensor and not in_place:
+            args = (args[0].contiguous(), *args[1:])
+        inside = opened(func)
+        if inside is None:
+            return func(*args, **kwargs)
+        with self:
+            return inside(*args, **kwargs)
+
+
 _DROPOUT = frozenset(
     getattr(F, name)
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 ) | {torch.dropout}
+_MASKS = _DROPOUT | {torch.rand_like, torch.randn_like, torch.bernoulli}

@@ -15,7 +15,7 @@ from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse
 from fastdp.engine.known import Known
 from fastdp.engine.layout import Ticket
 from fastdp.engine.modes import refuse_mixing
-from fastdp.engine.passes import ORDINARY, Pass, Passes
+from fastdp.engine.passes import ORDINARY, USES, Pass, Passes
 from fastdp.engine.trace import Tracer
 
 
@@ -41,7 +41,7 @@ class Routing:
         self.passes, self.ranks, self._on_route = passes, ranks, on_route
         self._tracer = Tracer(passes.model, passes.read, passes.vocabulary)
         self._known = Known(self._tracer, passes.forwards.root.plain)
-        passes.explain = lambda call, rows: self._known.explain(passes.trace, call, rows)
+        passes.explain = self._learn
 
     def before(self, call: Call, ticket: Ticket) -> bool:
         """Prepare for a batch before its pass. True if any rank ran the model for that."""
@@ -79,7 +79,7 @@ class Routing:
         # A loop that goes on after a refusal finds nothing learned.
         with passes.trial(), passes.trace.trying():
             try:
-                self._known.explain(passes.trace, call, ticket.rows)
+                self._learn(call, ticket.rows)
                 self.verify_rows(call, ticket)
                 if passes.divided != divided:
                     raise UnsupportedUse("a later batch divides its loss by its rows and the first one did not")
@@ -89,6 +89,11 @@ class Routing:
                 raise UnsupportedUse(str(error)) from error
             finally:
                 passes.divided = divided
+
+    def _learn(self, call: Call, rows: int) -> None:
+        self._known.explain(self.passes.trace, call, rows)
+        if self.passes.route == USES:
+            self.passes.take_uses()
 
     def watching(self) -> AbstractContextManager[None]:
         """Watch the model's state during a training forward pass."""
@@ -147,8 +152,6 @@ class Routing:
             passes.trace = self._tracer.trace(passes.forwards.root.original, call, ticket.rows)
         passes.forwards.leave_out(passes.trace.heads)
         reason = passes.trace.conflict
-        if reason is not None and not passes.trace.mapped:
-            reason += _advice(passes.model)
         try:
             self._verify_rows(call, ticket)
         except UnsupportedUse as error:
@@ -188,14 +191,6 @@ class Routing:
             passes.model.zero_grad(set_to_none=True)
             passes.forwards.unpatch()
             return str(error) or type(error).__name__
-
-
-def _advice(model: torch.nn.Module) -> str:
-    """How stock classifiers of transformers avoid selecting the rows that have a label, or nothing."""
-    kinds = [module for module in model.modules() if type(module).__name__.endswith("ForSequenceClassification")]
-    if any(getattr(getattr(module, "config", None), "problem_type", "") is None for module in kinds):
-        return "; if every row has one label, set model.config.problem_type = 'single_label_classification'"
-    return ""
 
 
 def _weighted(ticket: Ticket) -> Ticket:

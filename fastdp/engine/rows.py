@@ -175,8 +175,9 @@ class Places:
                 return
         known = [(t, place) for t in given if (place := self.of(t)) is not None]
         lost = reduced(args, kwargs)
+        appends = func in _APPENDING or _looks_up(func, args)
         for t in results:
-            places = (_kept(source, place, t, func in _APPENDING, lost) for source, place in known)
+            places = (_kept(source, place, t, appends, lost) for source, place in known)
             self._note(t, next((p for p in places if p is not None), None))
 
     def _move(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -200,6 +201,14 @@ class Places:
         except (RuntimeError, TypeError, IndexError, ValueError):
             return []
         return [out] if isinstance(out, torch.Tensor) else list(out)
+
+
+def _looks_up(func: Any, args: Any) -> bool:
+    """Whether an operation looks up entries of its first argument's first axis, whose other axes then come last."""
+    if func in (torch.index_select, torch.Tensor.index_select):
+        return len(args) > 1 and args[1] == 0
+    index = args[1] if func is torch.Tensor.__getitem__ else None
+    return isinstance(index[0] if isinstance(index, tuple) and index else index, torch.Tensor)
 
 
 def _reshaped(place: Place, old: torch.Size, new: torch.Size) -> torch.Tensor:

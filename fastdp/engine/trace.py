@@ -19,9 +19,10 @@ from fastdp.engine.intercept import OPERATIONS, operand
 from fastdp.engine.lanes import operation as meeting_name
 from fastdp.engine.logits import Logits, Source
 from fastdp.engine.losses import LOSSES
-from fastdp.engine.randomness import DropoutDisabled, preserve_rng
+from fastdp.engine.randomness import DropoutDisabled, preserve_rng, rng_state, seed_everything
 from fastdp.engine.rows import Fold, Met, Place, Places, fold_between
 from fastdp.engine.rules.composite import opened
+from fastdp.engine.selections import Owners, place
 
 #: Which operations met which tensors: their name, the ids of the parameters on the one side, and the other's dimensions.
 Key = tuple[str, frozenset[int], int]
@@ -69,6 +70,10 @@ class Trace:
     heads: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     #: What a pass on two rows saw, in order.
     pair: tuple[Any, ...] = ()
+    #: Whether the forward pass draws random numbers, dropout aside.
+    draws: bool = False
+    #: Lines of code that select by the data's values what a loss sees, and of such losses.
+    selections: set[Any] = field(default_factory=set)
 
     def require_same(self, latest: Trace) -> None:
         """Raise `UnsupportedUse` where a later trace says otherwise, or that the data chose what they had not."""
@@ -89,8 +94,9 @@ class Trace:
     def add(self, latest: Trace) -> None:
         """Take what a later trace saw and this one did not. Raises `UnsupportedUse` where they differ in what both saw."""
         self.require_same(latest)
-        if latest.uses.keys() - self.uses.keys() or set(latest.modules) - set(self.modules):
-            raise UnsupportedUse("a later batch reads other parameters than the first, or in other modules")
+        known = {(read.parameter, read.operation, read.module) for read in self.reads}
+        self.reads += [read for read in latest.reads if (read.parameter, read.operation, read.module) not in known]
+        self.unread = [name for name in self.unread if name in latest.unread]
         self.carries_rows |= {key: fold for key, fold in latest.carries_rows.items() if key not in self.carries_rows}
         self.meetings |= {key: met for key, met in latest.meetings.items() if key not in self.meetings}
         self.uses |= latest.uses
@@ -99,13 +105,14 @@ class Trace:
     def trying(self) -> Iterator[None]:
         """What is added meanwhile is forgotten if it fails."""
         own: list[dict[Any, Any]] = [self.carries_rows, self.meetings, self.uses]
-        before = [dict(known) for known in own]
+        before, lists = [dict(known) for known in own], (list(self.reads), list(self.unread))
         try:
             yield
         except BaseException:
             for known, kept in zip(own, before):
                 known.clear()
                 known |= kept
+            self.reads, self.unread = lists
             raise
 
     @property
@@ -118,6 +125,9 @@ class Trace:
         return list(dict.fromkeys(read.module for read in self.reads))
 
 
+#: Seeds at which a model that draws is traced again, at most.
+_SEEDS = 8
+_DEPENDS = "the model's reads of its parameters depend on the number of rows"
 _LOOKUPS = frozenset({OPERATIONS[F.embedding], OPERATIONS[F.embedding_bag]})
 
 
@@ -154,6 +164,7 @@ class _Recorder(Follow):
         self.names = {id(p): name for name, p in trained.items()}
         self.stack = stack
         self.places = Places(inputs, rows)
+        self.rows, self.owners = rows, Owners(rows)
         self.reads: list[Read] = []
         #: The input of each read.
         self.inputs: list[_Seen | None] = []
@@ -162,6 +173,10 @@ class _Recorder(Follow):
         self.left_out: list[tuple[Source, str] | None] = []
         self.computed: set[int] = set()
         self.vocabulary = vocabulary
+        #: The lines of code that select what a loss sees.
+        self.selections: set[Any] = set()
+        #: Whether the pass drew random numbers.
+        self.draws = False
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is not F.linear or self.vocabulary is None:
@@ -197,8 +212,13 @@ class _Recorder(Follow):
         with self:
             return inside(*args, **(kwargs or {}))
 
+    def in_order(self, t: torch.Tensor) -> bool:
+        found = self.places.of(t)
+        fold = None if found is None else found.fold(self.rows)
+        return fold is not None and fold.natural
+
     def seen(self, t: torch.Tensor) -> _Seen:
-        return _Seen(tuple(t.shape), self.places.of(t), t in self.chosen)
+        return _Seen(tuple(t.shape), self.places.of(t), self.is_chosen(t))
 
     def note(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
         if func is F.embedding_bag and given[0] not in self.data and any(t in self.data for t in given[2:]):
@@ -209,11 +229,15 @@ class _Recorder(Follow):
         found = [self.names[id(t)] for t in given if id(t) in self.names]
         operation = OPERATIONS.get(func, getattr(func, "__name__", str(func)))
         others = [t for t in given if t not in self.weights]
-        chosen = any(t in self.chosen for t in others)
+        chosen = any(map(self.is_chosen, others))
         if func in OPERATIONS:
             inputs = [operand(func, args, kwargs)]
         elif func in LOSSES and kwargs.get("reduction", "mean") != "none" and given[0] in self.data:
-            self._note_read("", operation, given[:1], chosen)
+            owned = any(map(self.is_owned, given))
+            if owned:
+                self.selections = self.places_of_owned
+                self.selections.add(place())
+            self._note_read("", operation, [] if owned else given[:1], any(t in self.chosen for t in others))
             return
         else:
             inputs = others
@@ -268,16 +292,46 @@ class Tracer:
             for constant in itertools.combinations(candidates, size):
                 carriers = frozenset(candidates) - set(constant)
                 try:
-                    runs = [self._record(forward, call, carriers, min(rows, *counts), count) for count in counts]
+                    found = self._compared(None, forward, call, carriers, rows, counts)
                 except Exception as error:
                     failure = failure or error
                     continue
-                found = _compare(runs[0], runs[1], counts, carriers, self.trained)
+                found = self._drawn(found, forward, call, carriers, rows, counts)
                 found.paths = frozenset(path for path, _ in leaves(call))
                 return found
         if failure is None:
             raise ValueError("no tensor of this call has a row for each example")
         raise failure
+
+    def _compared(
+        self,
+        seed: int | None,
+        forward: Callable[..., Any],
+        call: Call,
+        carriers: frozenset[Path],
+        rows: int,
+        counts: tuple[int, int],
+    ) -> Trace:
+        few = min(rows, *counts)
+        two, three = (self._record(forward, call, carriers, few, count, seed) for count in counts)
+        return _compare(two, three, counts, carriers, self.trained)
+
+    def _drawn(self, found: Trace, *given: Any) -> Trace:
+        """A trace together with others at other seeds, where the model skips layers at random."""
+        for seed in range(_SEEDS if found.draws else 0):
+            if found.conflict != _DEPENDS and (found.conflict is not None or not found.unread):
+                break
+            latest = self._compared(seed, *given)
+            if latest.conflict == _DEPENDS:
+                continue
+            if found.conflict is not None or latest.conflict is not None:
+                found = latest
+                continue
+            try:
+                found.add(latest)
+            except UnsupportedUse as error:
+                found.conflict = str(error)
+        return found
 
     def require_same(self, first: Trace, forward: Callable[..., Any], call: Call, rows: int) -> None:
         """Raise `UnsupportedUse` unless the first call's trace says of this one, too, whose tokens are whose.
@@ -293,9 +347,15 @@ class Tracer:
         first.require_same(self.trace(forward, call, rows))
 
     def _record(
-        self, forward: Callable[..., Any], call: Call, carriers: frozenset[Path], among: int, count: int
+        self,
+        forward: Callable[..., Any],
+        call: Call,
+        carriers: frozenset[Path],
+        among: int,
+        count: int,
+        seed: int | None = None,
     ) -> _Recorder:
-        """One pass on ``count`` rows, which are the first ``among`` of the call over and over."""
+        """One pass without dropout on ``count`` rows, which are the first ``among`` of the call over and over."""
         call = take_rows(call, torch.arange(count) % among, carriers)
         stack = [""]
         handles = []
@@ -314,8 +374,14 @@ class Tracer:
         data = [t for path, t in leaves(call) if path in carriers]
         recorder = _Recorder(self.trained, data, stack, count, self.vocabulary)
         try:
-            with preserve_rng(self.model), torch.no_grad(), recorder:
-                forward(*call[0], **call[1])
+            with preserve_rng(self.model), torch.no_grad():
+                if seed is not None:
+                    seed_everything(seed)
+                before = rng_state()
+                # Masks, which are larger for more rows, would move what is drawn behind them.
+                with DropoutDisabled(), recorder:
+                    forward(*call[0], **call[1])
+                recorder.draws = rng_state() != before
         finally:
             for handle in handles:
                 handle.remove()
@@ -327,8 +393,6 @@ def _compare(
 ) -> Trace:
     carries: dict[tuple[str, str, int], Fold | None] = {}
     conflict, mapped = None, True
-    if [(r.parameter, r.operation) for r in two.reads] != [(r.parameter, r.operation) for r in three.reads]:
-        conflict = "the model's reads of its parameters depend on the number of rows"
     uses: Counter[str] = Counter()
     for read, a, b in zip(two.reads, two.inputs, three.inputs):
         what, handled = read.parameter or "the loss", read.operation in OPERATIONS.values()
@@ -349,6 +413,8 @@ def _compare(
         if known is not fold and both is None:
             conflict = f"{what}: {read.operation} reads it sometimes with rows and sometimes without, or elsewhere"
         carries[key] = both
+    if [(r.parameter, r.operation) for r in two.reads] != [(r.parameter, r.operation) for r in three.reads]:
+        conflict = _DEPENDS
     reads = [read for read in two.reads if read.parameter]
     seen = {read.parameter for read in reads}
     unread = [name for name in trained if name not in seen]
@@ -357,6 +423,7 @@ def _compare(
     found = Trace(reads, frozenset(), carriers, carries, met, unread, mapped, selects, conflict, uses)
     found.heads = _heads(two, three)
     found.pair = _sight(two) if counts[0] == 2 else ()
+    found.draws, found.selections = two.draws, two.selections | three.selections
     return found
 
 

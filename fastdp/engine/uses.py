@@ -374,6 +374,9 @@ class LinearUse(Use):
         ctx.save_for_backward(x if trained else None, weight if ctx.needs_input_grad[0] else None)
         flat = weight if weight.dim() == 2 else weight.flatten(1)
         out = F.linear(x, flat.t() if swap else flat, bias)
+        if out._is_view():
+            # Torch forbids models to write into a view that a function made.
+            out = torch.ops.aten._unsafe_view(out, out.shape)
         return out if lanes is None else out.expand(lanes, *out.shape)
 
     @staticmethod

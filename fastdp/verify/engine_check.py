@@ -18,7 +18,7 @@ from fastdp.engine.layout import Ticket
 from fastdp.engine.modes import LowPrecisionDetector
 from fastdp.engine.passes import Passes, repeatable
 from fastdp.engine.policy import Policy
-from fastdp.engine.randomness import preserve_rng
+from fastdp.engine.randomness import MasksInOrder, preserve_rng
 from fastdp.engine.uses import uncast
 from fastdp.verify.definition import coupled
 from fastdp.verify.probe import Probe
@@ -71,7 +71,7 @@ def check_engine(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]
     passes.accumulator.tables = kept.tables
     dtypes, sizes = LowPrecisionDetector(), {unit: dict[str, float]() for unit in units}
     try:
-        with uncast(passes.device):
+        with uncast(passes.device), MasksInOrder():
             with preserve_rng(passes.model):
                 _run_engine(passes, batch, small, dtypes)
             residual = passes.accumulator.sums

@@ -20,7 +20,7 @@ from fastdp.engine.boundary import differentiable, plain_gradients, replace_loss
 from fastdp.engine.collation import Collation, example_length, largest_entry
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.layout import Ticket
-from fastdp.engine.losses import LossTerms, intercepted
+from fastdp.engine.losses import intercepted
 from fastdp.engine.one_example import merged
 from fastdp.engine.passes import ONE_EXAMPLE, Pass, Passes
 from fastdp.engine.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state, seed_everything, seeded
@@ -173,7 +173,7 @@ class LoopCheck:
             self._subject = call
         row = row_of(call, ticket.rows, self._subject)
         layout = ticket.layout(passes.device)
-        terms = LossTerms(layout, reductions=passes.reductions)
+        terms = passes.terms(layout)
         with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL):
             before = rng_state(passes.model)
             if passes.route == ONE_EXAMPLE:

@@ -195,7 +195,7 @@ class Probe:
 
     def _forward(self, call: Call, layout: Layout, inputs: InputGradients | None) -> tuple[RowValues, LossTerms, Any]:
         """One plain forward pass; ``inputs`` follows the tensors whose gradients are wanted."""
-        passes, terms = self.passes, LossTerms(layout, reductions=self.passes.reductions)
+        passes, terms = self.passes, self.passes.terms(layout)
         snapshot = BufferSnapshot(passes.model, passes.derived_buffers)
         try:
             with intercepted(terms), inputs or nullcontext():

@@ -1,0 +1,120 @@
+"""Losses of tokens that a model selects by the data's values: each token is its own row's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.engine.nets import EXACT
+from tests.engine.reference import engine_for, feed
+from tests.engine.runs import clipped_sum, error, one_by_one
+
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def by_mask(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The token classifiers of earlier versions of transformers."""
+    active = mask.view(-1) == 1
+    return F.cross_entropy(logits.view(-1, 3)[active], labels.view(-1)[active])
+
+
+def by_label(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return nn.CrossEntropyLoss()(logits[labels >= 0].float(), labels[labels >= 0])
+
+
+def by_gather(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """DeBERTa's way, of tokens."""
+    flat, logits = labels.view(-1), logits.view(-1, 3)
+    index = (flat >= 0).nonzero()
+    chosen = torch.gather(logits, 0, index.expand(index.size(0), logits.size(1)))
+    return F.cross_entropy(chosen.view(-1, 3), torch.gather(flat, 0, index.view(-1)))
+
+
+def by_where(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    rows, places = torch.where(labels >= 0)
+    return F.cross_entropy(logits[rows, places], labels[rows, places])
+
+
+def by_index_select(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    index = (labels.reshape(-1) >= 0).nonzero().squeeze(1)
+    chosen = logits.reshape(-1, 3).index_select(0, index)
+    return F.nll_loss(F.log_softmax(chosen, -1), labels.reshape(-1)[index])
+
+
+def by_masked_select(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Numbers, not classes."""
+    return F.mse_loss(logits[..., 0].masked_select(mask == 1), labels.masked_select(mask == 1).float())
+
+
+class Tagger(nn.Module):
+    """A class for each token."""
+
+    def __init__(self, loss: Loss):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head, self.loss = nn.Embedding(20, 6), nn.Linear(6, 3), loss
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        hidden = torch.tanh(self.table(ids)) * mask.unsqueeze(-1)
+        return {"loss": self.loss(self.head(hidden), labels, mask)}
+
+
+def tokens(lengths: list[int], seed: int) -> dict[str, torch.Tensor]:
+    generator, width = torch.Generator().manual_seed(seed), 6
+    mask = torch.stack([(torch.arange(width) < n).long() for n in lengths])
+    ids, labels = (torch.randint(0, n, mask.shape, generator=generator) for n in (20, 3))
+    return {"ids": ids, "mask": mask, "labels": labels.masked_fill(mask == 0, -100)}
+
+
+@pytest.mark.parametrize(
+    "loss", [by_mask, by_label, by_gather, by_where, by_index_select, by_masked_select], ids=lambda f: f.__name__
+)
+def test_tokens_that_the_data_select_count_for_their_own_rows(loss: Loss) -> None:
+    model = Tagger(loss)
+    engine, tickets = engine_for(model, 0.3)
+    # As many tokens as the rows divide, those of others, and all of them.
+    for number, lengths in enumerate([[2, 6, 3, 5], [1, 6, 1, 6], [4, 3, 6, 2], [6, 6, 6, 6], [1, 1, 1, 1]]):
+        data = tokens(lengths, number)
+        truth = clipped_sum(one_by_one(Tagger(loss), data), 0.3)
+        feed(engine, tickets, data)
+        assert error(engine.accumulator.sums, truth) < EXACT
+    assert engine.route == "uses", engine.reason
+
+
+def test_selected_tokens_in_another_order_are_not_taken_for_their_rows() -> None:
+    """A permutation behind the selection is followed to no row; each row runs alone."""
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        chosen, own = logits[labels >= 0].flip(0), labels[labels >= 0].flip(0)
+        return F.cross_entropy(chosen, own)
+
+    data = tokens([2, 6, 3, 5], 0)
+    truth = clipped_sum(one_by_one(Tagger(loss), data), 0.3)
+    engine, tickets = engine_for(Tagger(loss), 0.3)
+    feed(engine, tickets, data)
+    assert engine.route == "one-example"
+    assert error(engine.accumulator.sums, truth) < EXACT
+
+
+def test_a_constant_table_is_looked_up_by_the_data() -> None:
+    """Sinusoidal positions by token, as M2M100 has them."""
+
+    class Positions(Tagger):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> Any:
+            places = (mask.cumsum(1) * mask).view(-1)
+            fixed = torch.sin(torch.arange(7).unsqueeze(1) * torch.arange(1.0, 7.0))
+            hidden = self.table(ids) + fixed.index_select(0, places).view(*ids.shape, -1) + fixed[mask]
+            return {"loss": F.cross_entropy(self.head(torch.tanh(hidden)).transpose(1, 2), labels)}
+
+    engine, tickets = engine_for(Positions(by_mask), 0.3)
+    for number, lengths in enumerate([[2, 6, 3, 5, 1, 6], [4, 3, 6, 2, 6, 6]]):
+        data = tokens(lengths, number)
+        truth = clipped_sum(one_by_one(Positions(by_mask), data), 0.3)
+        feed(engine, tickets, data)
+        assert error(engine.accumulator.sums, truth) < EXACT
+    assert engine.route == "uses", engine.reason
