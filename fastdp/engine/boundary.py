@@ -97,6 +97,20 @@ def caught(parameters: Iterable[torch.nn.Parameter], take: Callable[[int, torch.
             parameter.grad = gradient
 
 
+@contextmanager
+def hooks_aside(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Meanwhile no hook of the user's sees a parameter's gradient, which is one example's, or none."""
+    every = (own for p in parameters for own in (p._backward_hooks, p._post_accumulate_grad_hooks) if own)
+    held = [(own, dict(own)) for own in every]
+    for own, _ in held:
+        own.clear()
+    try:
+        yield
+    finally:
+        for own, kept in held:
+            own.update(kept)
+
+
 def plain_gradients(
     tops: Sequence[torch.Tensor],
     seeds: Sequence[torch.Tensor],

@@ -22,6 +22,7 @@ from fastdp.engine.boundary import (
     OutputBoundary,
     caught,
     differentiable,
+    hooks_aside,
     plain_gradients,
     replace_loss,
     require_loss,
@@ -378,6 +379,10 @@ class Passes:
         if waiting.replay is not None:
             waiting.replay()
             return
+        with nullcontext() if self.route == ORDINARY else hooks_aside(self._parameters):
+            self._differentiate(waiting, upstream)
+
+    def _differentiate(self, waiting: Pass, upstream: Any) -> None:
         two_pass, instances = self._twice_or_whole(waiting.layout)
         self.reads.tap = waiting.tap if self.route == USES else None
         try:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from fastdp.engine.batches import Call, cropped, take_rows, tensors, unpadded
-from fastdp.engine.boundary import caught, differentiable, require_loss, seeds_for
+from fastdp.engine.boundary import caught, differentiable, hooks_aside, require_loss, seeds_for
 from fastdp.engine.errors import OwnLoss
 from fastdp.engine.follow import InputGradients
 from fastdp.engine.layout import Layout, Ticket
@@ -188,7 +188,7 @@ class Probe:
             del output
             for number, unit in enumerate(units):
                 own = [torch.zeros_like(s).index_copy_(0, i, s[i]) for s in seeds for i in [_index(unit, s)]]
-                with passes.weights.gathered(), caught(parameters, partial(take, unit)):
+                with passes.weights.gathered(), hooks_aside(parameters), caught(parameters, partial(take, unit)):
                     torch.autograd.backward(tops, own, retain_graph=number + 1 < len(units))
                 reached.append(inputs.taken())
         return reached

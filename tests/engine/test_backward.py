@@ -77,3 +77,30 @@ def test_a_backward_pass_that_goes_by_what_was_kept_of_other_rows_is_taken_row_b
         feed(engine, tickets, batch)
     assert engine.route == "one-example"
     assert error(engine.accumulator.sums, clipped_sum(one_by_one(kind(), data), 0.5)) < CLIPPED
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["uses", "one-example"])
+def test_hooks_of_the_user_see_no_gradient_of_single_rows(alone: bool) -> None:
+    def made() -> Net:
+        return backwards(lambda g: g / g.norm() if alone else g)
+
+    data, model, seen = collate(examples(6)), made(), []
+    for p in model.parameters():
+        p.register_hook(lambda gradient: seen.append(gradient.norm()))
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm()))
+    model.second.register_full_backward_hook(lambda module, given, made: print(made[0].norm(), given[0].norm()))
+    engine = trained(model, data)
+    assert engine.route == ("one-example" if alone else "uses")
+    assert error(engine.accumulator.sums, clipped_sum(one_by_one(made(), data), 0.5)) < EXACT
+    assert not seen
+    model.eval()(**data)["loss"].backward()
+    assert len(seen) == 8
+
+
+def test_a_hook_of_the_user_keeps_no_model_off_its_route() -> None:
+    model = Net()
+    engine, tickets = engine_for(model, 0.5)
+    feed(engine, tickets, collate(examples(6)))
+    model.first.weight.register_hook(lambda gradient: gradient.norm())
+    feed(engine, tickets, collate(examples(6, seed=1)))
+    assert engine.route == "uses", engine.reason

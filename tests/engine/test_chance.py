@@ -1,0 +1,117 @@
+"""Layers skipped at random, masks in any layout, and entries that a parameter replaces."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastdp.engine.randomness import seeded
+from tests.engine.nets import EXACT, Net, exact, parameter
+from tests.engine.reference import engine_for, feed
+from tests.engine.runs import clipped_sum, collate, error, examples, one_by_one
+
+DRAWS = {"torch": lambda: float(torch.rand(())), "python": random.random, "numpy": numpy.random.rand}
+
+
+class Deep(nn.Module):
+    """Layers, most of which a draw may skip, with dropout before each."""
+
+    def __init__(self, skips: Callable[[int], bool]):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(6))
+        self.skips = skips
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        for number, layer in enumerate(self.layers):
+            x = F.dropout(x, 0.1, self.training)
+            if not self.skips(number):
+                x = x + torch.tanh(layer(x))
+        return {"loss": F.cross_entropy(self.head(x), labels)}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_layers_that_are_skipped_at_random_take_uses(draw: Callable[[], float]) -> None:
+    for seed in range(5):
+        with seeded(seed):
+            model = Deep(lambda number: draw() < 0.4)
+            engine, tickets = engine_for(model, 0.5)
+            for number in range(4):
+                feed(engine, tickets, collate(examples(6, seed=number)))
+            assert engine.route == "uses", engine.reason
+
+
+def test_sums_are_exact_whichever_layers_are_skipped() -> None:
+    skipped: set[int] = set()
+    model = Deep(lambda number: float(torch.rand(())) < 0.4 if engine.route is None else number in skipped).train()
+    engine, tickets = engine_for(model, 0.5)
+    drop, F.dropout = F.dropout, lambda x, *_: x
+    try:
+        for number, now in enumerate([set(), {0, 3}, {1, 2, 4, 5}, {5}]):
+            skipped = now
+            data = collate(examples(6, seed=number))
+            feed(engine, tickets, data)
+            truth = clipped_sum(one_by_one(Deep(now.__contains__), data), 0.5)
+            if number:
+                got = {n: engine.accumulator.sums.get(n, torch.zeros_like(t)) for n, t in truth.items()}
+                assert error(got, truth) < EXACT
+    finally:
+        F.dropout = drop
+    assert engine.route == "uses", engine.reason
+
+
+def test_a_mask_belongs_to_entries_whatever_the_layout() -> None:
+    """Time first, as XLNet has it: the engine's copies of a table lie otherwise in memory than a lookup's result."""
+
+    class TimeFirst(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+            scale = self.scale.expand(x.shape[1], 1, -1)
+            h = F.dropout(torch.einsum("tbf,fgh->tbgh", x.t().unsqueeze(-1) * scale, self.weight), 0.5)
+            return {"loss": F.cross_entropy(self.second(h.flatten(2).sum(0)), labels)}
+
+    engine, tickets = engine_for(TimeFirst(weight=parameter(4, 2, 3), scale=parameter(4)), 0.5)
+    feed(engine, tickets, collate(examples(6)))
+    assert engine.route == "uses", engine.reason
+
+
+def replace(index: Callable[[torch.Tensor], Any], *shape: int) -> Net:
+    def before(net: Any, x: torch.Tensor) -> torch.Tensor:
+        h = x.unsqueeze(1) * torch.arange(1.0, 5.0)[:, None]
+        h[index(h)] = net.token.sin()
+        return h
+
+    return Net(before=before, token=parameter(*shape))
+
+
+INDICES = {
+    "mask": (lambda h: h[..., 0] > 0, 5),
+    "first": (lambda h: (slice(None), 0), 5),
+    "slice": (lambda h: (slice(None), slice(1, 3)), 5),
+    "places": (lambda h: (torch.arange(len(h)), h[..., 0].argmax(1)), 5),
+    "row": (lambda h: (slice(None), slice(0, 1)), 1, 1, 5),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_entries_that_a_parameter_replaces_take_uses(name: str) -> None:
+    index, *shape = INDICES[name]
+    assert exact(replace(index, *shape), collate(examples(6))).route == "uses"
+
+
+def test_what_a_layer_gives_may_be_written_into() -> None:
+    def middle(net: Any, h: torch.Tensor) -> torch.Tensor:
+        h = net.inner(h)
+        h += 1
+        return F.relu(h, inplace=True)
+
+    data = collate(examples(6))
+    data["x"] = data["x"].unsqueeze(1) * torch.arange(1.0, 4.0)[:, None]
+    assert exact(Net(middle, inner=nn.Linear(6, 6)), data).route == "uses"
