@@ -7,7 +7,7 @@ is computed from trained parameters and no data.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -198,10 +198,16 @@ class InputGradients(Follow):
         self._found.clear()
 
     def taken(self) -> list[torch.Tensor]:
-        """The gradients of one backward pass, rows first ``[rows, ...]``, which are then forgotten."""
-        fronts = [fold.front(t.grad, self._rows).detach() for t, fold in self._found if t.grad is not None]
-        for t, _ in self._found:
+        """The gradients of one backward pass, rows first, which are then forgotten."""
+        found = [t.grad for t in self.tensors]
+        for t in self.tensors:
             t.grad = None
+        return [t.detach() for t in self.rows_first(found)]
+
+    def rows_first(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Gradients of the tensors, ``[rows, ...]`` each; where there is none, none."""
+        pairs = zip((fold for _, fold in self._found), gradients)
+        fronts = [fold.front(gradient, self._rows) for fold, gradient in pairs if gradient is not None]
         return [t if t.shape[0] == self._rows else t.reshape(self._rows, -1, *t.shape[1:]) for t in fronts]
 
     def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> None:

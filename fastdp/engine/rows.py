@@ -191,7 +191,7 @@ class Places:
                 return [_reshaped(place, first.shape, t.shape) for t in results]
             marked: Any = place.over(first.shape)
         elif isinstance(first, (list, tuple)) and all(isinstance(t, torch.Tensor) for t in first):
-            nobody = torch.full((1,), -1, dtype=torch.int16)
+            nobody = torch.full((), -1, dtype=torch.int16)
             places = [(self.of(t), t) for t in first]
             marked = [(nobody.to(t.device).expand(t.shape) if p is None else p.over(t.shape)) for p, t in places]
         else:

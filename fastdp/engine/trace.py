@@ -226,6 +226,13 @@ class _Recorder(Follow):
                 f"{self.names.get(id(given[1]), 'an embedding bag')}: flat ids beside offsets cannot be cut into rows; pad ids "
                 "to [rows, tokens] and set padding_idx"
             )
+        if func is F.batch_norm and (kwargs.get("training") or True in args[5:6]):
+            where = self.places.of(given[0])
+            if where is not None and where.axis != 1:
+                raise ValueError(
+                    "F.batch_norm(training=True) normalizes by statistics of the batch, which couples examples: use F.layer_norm "
+                    "or F.group_norm"
+                )
         found = [self.names[id(t)] for t in given if id(t) in self.names]
         operation = OPERATIONS.get(func, getattr(func, "__name__", str(func)))
         others = [t for t in given if t not in self.weights]

@@ -61,7 +61,7 @@ class Checks(Routing):
         self._batches, self._brief, self._all = 0, BRIEF_AFTER, ALL_AFTER
         #: The longest example so far, the largest difference of two in a batch, the most rows, and the largest input.
         self._reach: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
-        self._grew = self._larger = False
+        self._grew = False
         self._checked_loop = False
         self._traced: tuple[Call, Ticket] | None = None
 
@@ -126,8 +126,8 @@ class Checks(Routing):
             largest = max(sizes, default=0.0) if all(map(math.isfinite, sizes)) else math.nan
         now = float(max(lengths)), float(max(lengths) - min(lengths)), float(ticket.rows), largest
         before, self._reach = self._reach, tuple(b if n != n else max(b, n) for b, n in zip(self._reach, now))
-        self._larger = not now[3] <= 2 * before[3]
-        return ticket.rows > 1 and (self._larger or now[:3] != tuple(map(min, now[:3], before[:3])))
+        larger = not now[3] <= 2 * before[3]
+        return ticket.rows > 1 and (larger or now[:3] != tuple(map(min, now[:3], before[:3])))
 
     def verify_rows(self, call: Call, ticket: Ticket) -> None:
         """The definition check and the companion check of the first batch, or of one that takes another path."""
@@ -154,7 +154,7 @@ class Checks(Routing):
         check_alone(self.passes, call, ticket, ticket.chosen_rows())
 
     def verify_later(self, call: Call, ticket: Ticket) -> None:
-        """The same checks of a later batch; of one that is only longer, or not finite, the losses alone."""
+        """The same checks of a later batch; of one that is only longer, the definition check; by the schedule, its losses."""
         passes = self.passes
         try:
             with passes.trial():
@@ -167,7 +167,7 @@ class Checks(Routing):
                     self.verify_rows(call, ticket)
                     self.verify_engine(call, ticket)
                 elif passes.returns_loss:
-                    self._assume(check_definition(passes, call, ticket, ticket.chosen_rows(), gradients=self._larger))
+                    self._assume(check_definition(passes, call, ticket, ticket.chosen_rows(), gradients=self._grew))
         except UnsupportedUse as error:
             if passes.route == USES:
                 passes.fall_back(str(error), ticket)

@@ -9,19 +9,21 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError
 
-from fastdp.engine.batches import Call, cropped, leaves, tensors
-from fastdp.engine.boundary import require_loss
+from fastdp.engine.batches import Call, cropped, leaves, row_of, tensors
+from fastdp.engine.boundary import require_loss, seeds_for
 from fastdp.engine.collation import mixes
 from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse
+from fastdp.engine.follow import InputGradients
 from fastdp.engine.layout import Ticket
 from fastdp.engine.losses import LossTerms, intercepted
 from fastdp.engine.modes import in_mode
 from fastdp.engine.passes import Passes
 from fastdp.engine.randomness import DropoutDisabled, preserve_rng, rng_state
 from fastdp.engine.trace import module_outputs
-from fastdp.verify.probe import Probe, RowValues, rounding
+from fastdp.verify.probe import Probe, RowValues, rounding, share
 
 #: Rows of a microbatch that are checked.
 _ROWS = 3
@@ -155,9 +157,8 @@ class _Comparison:
 
     def _alone(self, row: int) -> RowValues:
         """A row collated and run alone. Raises ValueError, naming the example, if the model fails on it."""
-        upstream = torch.ones(1) if self.gradients else None
         try:
-            return self.probe.run(self.calls.alone[row], 1, upstream=upstream, training=self.training)
+            return self._run(self.calls.alone[row])
         except (UnsupportedUse, SelfCheckError, ValueError, torch.OutOfMemoryError, CheckpointError):
             raise
         except Exception as error:
@@ -169,26 +170,39 @@ class _Comparison:
             ) from error
 
     def _require_same(self, base: RowValues, row: int, alone: RowValues) -> None:
-        ticket, limit = self.probe.ticket, _GRADIENTS * self.tolerance
-        # A collator may sort: then another row has these values.
-        every = [row, *(r for r in range(self.count) if r != row)]
-        at = next((r for r in every if base.gap(r, alone, 0) <= self.tolerance), None)
-        if at is None:
+        ticket, at = self.probe.ticket, row
+        self.tolerance = rounding(self.probe.passes.model) * share(self.probe.passes.model, alone.size(0))
+        if not base.gap(row, alone, 0) <= self.tolerance:
+            # A collator may sort: then another row holds this example.
+            at = row_of(self.calls.whole, self.count, self.calls.alone[row])
+        if not base.gap(at, alone, 0) <= self.tolerance:
             self._explain(base, row, alone)
         elif at != row and not torch.equal(ticket.row_units, torch.arange(ticket.rows)):
             raise SelfCheckError(
                 "The collator changes the order of rows, so they cannot be assigned to users. Keep their order; nothing was "
                 "released."
             )
-        elif self.gradients and at == row and base.input_gap(row, alone, 0) > limit:
-            if alone.input_gap(0, self._alone(row), 0) > limit:
+        elif at == row and not self._alike(base, row, alone):
+            if not self._alike(alone, 0, self._alone(row)):
                 raise stateful()
+            cut = self.probe.rows([min(row, ticket.rows - 1)], self.calls.whole)
+            if self._alike(base, row, self._run(cut)):
+                self._explain_padding(cut, row, alone)
             infinite = base.input_gap(row, alone, 0) == math.inf
             raise UnsupportedUse(OVERFLOWS if infinite else "the gradient at a row's inputs changes beside other rows")
 
+    def _alike(self, one: RowValues, row: int, other: RowValues) -> bool:
+        """Whether a row has the loss, and the gradients at its inputs, of another pass on one row, but for rounding."""
+        alike = one.gap(row, other, 0) <= self.tolerance
+        return alike and not (self.gradients and one.input_gap(row, other, 0) > _GRADIENTS * self.tolerance)
+
+    def _run(self, call: Call) -> RowValues:
+        """One pass on one row."""
+        return self.probe.run(call, 1, upstream=torch.ones(1) if self.gradients else None, training=self.training)
+
     def _explain(self, base: RowValues, row: int, alone: RowValues) -> None:
         """Raise for a row whose loss in the batch is another than alone, by what makes the difference."""
-        probe, passes = self.probe, self.probe.passes
+        probe = self.probe
         cut = probe.rows([min(row, probe.ticket.rows - 1)], self.calls.whole)
         if not base.gap(row, probe.run(cut, 1, training=self.training), 0) <= self.tolerance:
             again = probe.run(self.whole, self.count, training=self.training)
@@ -198,13 +212,18 @@ class _Comparison:
             if not base.finite(row) or not all(bool(torch.isfinite(t).all()) for t in inputs):
                 raise UnsupportedUse(OVERFLOWS)
             raise coupled(probe, self.calls.whole, row)
+        self._explain_padding(cut, row, alone)
+
+    def _explain_padding(self, cut: Call, row: int, alone: RowValues) -> None:
+        """Raise for a row that has the same loss without its companions, and another if it is collated by itself."""
+        probe, passes = self.probe, self.probe.passes
         for (path, one), (_, other) in zip(leaves(cut), leaves(self.calls.alone[row])):
             if one.dim() == other.dim() and not torch.equal(*(t.nan_to_num() for t in cropped(one, other))):
                 raise mixes(path[-1])
-        trimmed = probe.trimmed(cut)
-        if passes.returns_loss and probe.run(trimmed, 1, training=self.training).gap(0, alone, 0) <= self.tolerance:
+        if passes.returns_loss and self._alike(self._run(probe.trimmed(cut)), 0, alone):
             raise UnsupportedUse(PADDING)
-        if self.calls.collated and all(a[0].shape == b[0].shape for a, b in zip(base.values, alone.values)):
+        values = self._run(cut).values
+        if self.calls.collated and all(a[0].shape == b[0].shape for a, b in zip(values, alone.values)):
             # No mask shows the padding: the one-example route collates each example by itself.
             passes.recollates = True
             raise UnsupportedUse(PADDING)
@@ -221,15 +240,17 @@ def check_companions(passes: Passes, call: Call, ticket: Ticket) -> None:
         return
     probe, beside = Probe(passes, call, ticket), sorted({1, ticket.rows - 1})
     # First and last, as a row may depend on those before it, or on those behind.
-    one, two = (
-        probe.run(probe.rows([0, *companions, 0]), 2 + len(companions), dropout=True)
-        for companions in (beside, [0] * len(beside))
-    )
+    calls = [probe.rows([0, *companions, 0]) for companions in (beside, [0] * len(beside))]
+    one, two = (probe.run(made, 2 + len(beside), dropout=True) for made in calls)
     exact = passes.device.type == "cpu" and not passes.trace.selects
     limit = rounding(passes.model) * (_SAME_SHAPES if exact else 1.0)
     # What the last row draws may follow from what earlier rows drew.
     places = (0,) if one.draws else (0, 1 + len(beside))
     if any(one.finite(at) and not one.gap(at, two, at) <= limit for at in places):
+        # What rows draw may move what others draw; what they compute must not.
+        one, two = (probe.run(made, 2 + len(beside)) for made in calls)
+        if not one.draws and one.finite(0) and not one.gap(0, two, 0) <= limit:
+            raise coupled(probe, calls[0], 0)
         raise UnsupportedUse("a row's loss changes with the rows beside it")
 
 
@@ -288,10 +309,36 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
             passes.recollates = True
         if min(_apart(two, one), _apart(two, 2 * one)) > tolerance:
             raise SelfCheckError(
-                "Two copies of a row have another loss than one: the model scores rows against each other. Use per-row "
-                "losses; nothing was released."
+                "The loss of two copies of a row is not that of one: the model couples rows. Use a loss of each row by itself; "
+                "nothing was released."
             )
+        break
+    check_mixed_derivative(probe, calls.whole)
+
+
+def check_mixed_derivative(probe: Probe, call: Call) -> None:
+    """Verify that the gradient at one row's inputs does not depend on another row's.
+
+    Raises `SelfCheckError` if it does. Counts of tokens, by which a loss divides, have no derivative. Nothing is decided for a
+    model without a second derivative, or without inputs that have one.
+    """
+    passes, rows = probe.passes, probe.ticket.rows
+    if rows < 2:
         return
+    inputs = InputGradients(probe.rows([0, rows - 1], call), probe.carriers, 2)
+    with preserve_rng(passes.model), torch.enable_grad(), DropoutDisabled(), sdpa_kernel(SDPBackend.MATH):
+        try:
+            with inputs:
+                total = require_loss(passes.plain_forward(*inputs.call[0], **inputs.call[1]))
+            own = torch.autograd.grad(total, inputs.tensors, create_graph=True, allow_unused=True)
+            first = [g[0] for g in inputs.rows_first(own) if g.requires_grad]
+            mixed = torch.autograd.grad(
+                [(g * seed).sum() for g, seed in zip(first, seeds_for(first))], inputs.tensors, allow_unused=True
+            )
+        except RuntimeError:
+            return
+    if any(bool((g[1].nan_to_num() != 0).any()) for g in inputs.rows_first(mixed)):
+        raise coupled(probe, call, 0)
 
 
 def _loss(probe: Probe, call: Call, rows: int) -> float:
@@ -320,7 +367,7 @@ def coupled(probe: Probe, call: Call, row: int) -> SelfCheckError:
     copies = probe.rows([row] * probe.ticket.rows, call)
     one, two = (module_outputs(probe.passes.model, probe.passes.plain_forward, made, row) for made in (call, copies))
     first = next((n for n, t in one.items() if n in two and not torch.allclose(t, two[n], 1e-4, 1e-6)), None)
-    where = f", first in the output of {first}" if first else ""
+    where = f", first in the output of {first}" if first else ", though no module's output does"
     return SelfCheckError(
         f"The loss of row {row} changes when it is run alone{where}. Statistics, losses and capacities over the batch couple "
         "examples; nothing was released."

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import fastdp
 from fastdp.engine.errors import SelfCheckError
 from fastdp.private.run import Private
-from tests.engine.nets import EXACT, Net, Step, steps, trained
+from tests.engine.nets import EXACT, Net, Step, parameter, steps, trained
 from tests.engine.reference import engine_for, feed
 from tests.engine.runs import CLIPPED, Batch, clipped_sum, collate, error, examples, one_by_one, start
 
@@ -74,20 +74,101 @@ def test_a_refusal_names_the_module_where_rows_meet() -> None:
         trained(model, collate(examples(6)))
 
 
-def test_a_term_that_no_row_owns_is_computed_of_each_row_alone() -> None:
-    """As of a term that balances experts over the batch."""
-    model, data = Net(loss=lambda o, y: F.cross_entropy(o, y) + o.mean(0).square().sum()), collate(examples(6))
+#: Terms of a model's own beside torch's loss; most of them no rule cuts into rows.
+TERMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "stacked": lambda o: torch.stack([row.square().sum() for row in o]).mean(),
+    "a mean by dimension": lambda o: o.tanh().mean(0).mean(),
+    "divided by a count": lambda o: o.relu().sum((0, 1)) / (o.detach() > -1e9).sum(),
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_term_of_the_rows_themselves_is_never_refused(name: str) -> None:
+    model, data = Net(loss=lambda o, y: F.cross_entropy(o, y) + TERMS[name](o)), collate(examples(6))
     engine = trained(model, data, BOUND)
-    assert engine.route == "one-example"
+    assert engine.route == ("uses" if name == "stacked" else "one-example")
     assert error(engine.accumulator.sums, clipped_sum(one_by_one(model, data), BOUND)) < EXACT
 
 
-def test_rows_that_hardly_meet_are_run_alone() -> None:
+#: Terms over the batch; of one row alone each has a value, or none.
+MEETING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a balance of experts": lambda o: o.softmax(-1).mean(0).square().sum(),
+    "a variance over rows": lambda o: F.relu(4 - o.std(0)).mean(),
+    "a product of rows": lambda o: 1e-3 * (o @ o.T).mean(),
+}
+
+
+@pytest.mark.parametrize("name", MEETING)
+def test_a_term_over_the_batch_is_refused(name: str) -> None:
+    model = Net(loss=lambda o, y: F.cross_entropy(o, y) + MEETING[name](o))
+    with pytest.raises(SelfCheckError, match="though no module's output does. .* couple examples"):
+        trained(model, collate(examples(6)), BOUND)
+
+
+def test_rows_that_hardly_meet_are_refused() -> None:
     """The difference is below rounding in other shapes, and above it in the same shapes beside other companions."""
-    model, data = Net(lambda net, h: h + 1e-5 * h.mean(0).detach()), collate(examples(6))
-    engine = trained(model, data, BOUND)
-    assert engine.route == "one-example"
-    assert error(engine.accumulator.sums, clipped_sum(one_by_one(model, data), BOUND)) < EXACT
+    with pytest.raises(SelfCheckError, match="couple examples"):
+        trained(Net(lambda net, h: h + 1e-5 * h.mean(0).detach()), collate(examples(6)), BOUND)
+
+
+def test_a_loss_that_is_another_rows_by_chance_is_no_sorted_batch() -> None:
+    """Over one row a softmax gives ones, and cross-entropy the logarithm of the classes, which some row may nearly have."""
+    for seed in range(8):
+        model = Net(loss=lambda o, y: F.cross_entropy((o / 100).softmax(0), y))
+        with pytest.raises(SelfCheckError, match="couple examples"):
+            trained(model, collate(examples(6, seed=seed)), BOUND)
+
+
+def test_batch_statistics_by_function_are_refused_by_name() -> None:
+    def normed(net: Any, h: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(h, None, None, training=True)
+
+    with pytest.raises(ValueError, match="batch_norm.*statistics of the batch"):
+        trained(Net(normed), collate(examples(6)))
+
+
+def test_the_same_function_may_normalize_a_weight() -> None:
+    """As weight standardization does."""
+
+    def standardised(net: Any, h: torch.Tensor) -> torch.Tensor:
+        weight = F.batch_norm(net.own.reshape(1, 6, -1), None, None, training=True, eps=1e-4).view(6, 6)
+        return F.linear(h, weight)
+
+    model, data = Net(standardised, own=parameter(6, 6)), collate(examples(6))
+    assert error(trained(model, data).accumulator.sums, clipped_sum(one_by_one(model, data), BOUND)) < EXACT
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in the first batch", "in a later one"])
+def test_padding_that_hardly_shows_in_a_loss_shows_in_its_gradient(late: bool) -> None:
+    """An encoder without an attention mask: each row is then collated by itself."""
+    settings = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+    def bert() -> nn.Module:
+        torch.manual_seed(0)
+        return hf.BertForSequenceClassification(
+            hf.BertConfig(vocab_size=100, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **settings)
+        )
+
+    def collated(rows: list[list[int]]) -> Batch:
+        ids = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        return {"input_ids": ids, "labels": torch.tensor([row[0] % 2 for row in rows])}
+
+    data = texts([9, 9, 9, 9, 4, 7, 9, 5]) if late else texts([4, 7, 9, 5])
+    model = bert()
+    private = fastdp.make_private(
+        model,
+        torch.optim.SGD(model.parameters(), 1.0),
+        DataLoader(data, batch_size=4, collate_fn=collated),  # type: ignore[arg-type]
+        method=fastdp.DPSGD(max_grad_norm=0.1),
+        noise_multiplier=1.0,
+        target_delta=1e-2,
+        epochs=8,
+    )
+    for batch in private.data_loader:
+        model(**batch).loss.backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+    assert private.route == "one-example"
 
 
 RANDOM: dict[str, Step] = {
