@@ -355,17 +355,21 @@ def combine(total: torch.Tensor, found: LossTerms, divided: frozenset[int], *, v
 
 def _reaches_more(total: torch.Tensor, terms: Sequence[Term]) -> bool:
     """Whether a model's loss has gradients beyond its terms, whose graphs begin with leaves of their own."""
-    leaves, seen, waiting = {id(term.leaf) for term in terms}, set(), [total.grad_fn]
+    leaves = {id(term.leaf) for term in terms}
+    own = (getattr(node, "variable", None) for node in graph_of(total))
+    return any(variable is not None and id(variable) not in leaves for variable in own)
+
+
+def graph_of(total: torch.Tensor) -> Iterator[Any]:
+    """The nodes of a tensor's graph, each once."""
+    seen: set[Any] = {None}
+    waiting: list[Any] = [total.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in leaves:
-            return True
-        waiting += [function for function, _ in node.next_functions]
-    return False
+        if node not in seen:
+            yield node
+            seen.add(node)
+            waiting += [function for function, _ in node.next_functions]
 
 
 def _require_weighted_sum(total: torch.Tensor, own: list[torch.Tensor], terms: list[Term], *, first: bool) -> None:

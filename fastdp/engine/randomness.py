@@ -175,37 +175,44 @@ def _is_scripted(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
 
 
-class DropoutDisabled(TorchFunctionMode):
-    """Make torch's dropout functions return their input; modules and their attributes stay untouched."""
+class _Changed(TorchFunctionMode):
+    """Changes the arguments of torch's functions, and of those within composite ones."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPOUT:
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            args, kwargs = args[:4] + (0.0,) + args[5:] if len(args) > 4 else args, {**kwargs}
-            if len(args) <= 4:
-                kwargs["dropout_p"] = 0.0
+        func, args, kwargs = self.change(func, args, kwargs or {})
         inside = opened(func)
         if inside is None:
             return func(*args, **kwargs)
         with self:
             return inside(*args, **kwargs)
 
+    def change(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        raise NotImplementedError  # each kind has its own
 
-class MasksInOrder(TorchFunctionMode):
+
+class DropoutDisabled(_Changed):
+    """Make torch's dropout functions return their input; modules and their attributes stay untouched."""
+
+    def change(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        if func in _DROPOUT:
+            return (lambda input, *_, **__: input), args, kwargs
+        if func is F.scaled_dot_product_attention:
+            return (
+                (func, (*args[:4], 0.0, *args[5:]), kwargs)
+                if len(args) > 4
+                else (func, args, {**kwargs, "dropout_p": 0.0})
+            )
+        return func, args, kwargs
+
+
+class MasksInOrder(_Changed):
     """Draw masks in the order of a tensor's entries, whatever its strides: torch draws them in the order of memory."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def change(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         in_place = kwargs.get("inplace", len(args) > 3 and args[3])
         if func in _MASKS and args and type(args[0]) is torch.Tensor and not in_place:
             args = (args[0].contiguous(), *args[1:])
-        inside = opened(func)
-        if inside is None:
-            return func(*args, **kwargs)
-        with self:
-            return inside(*args, **kwargs)
+        return func, args, kwargs
 
 
 _DROPOUT = frozenset(

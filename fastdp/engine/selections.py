@@ -122,18 +122,14 @@ def _positions(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -
     """Where in the first axis of its first argument an operation found the entries of its results; None if nobody knows."""
     if func in _FINDING:
         return results[0].reshape(len(results[0]), -1)[:, 0] if results[0].numel() else results[0].new_zeros(0)
-    if func in _MASKING:
-        mask = kwargs.get("mask", args[1] if len(args) > 1 else None)
-        return torch.broadcast_tensors(mask, args[0])[0].nonzero()[:, 0] if mask.dim() <= args[0].dim() else None
-    if func in _PICKING:
-        given = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.Tensor)]
-        dims = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, int)]
-        if len(given) != 1 or not dims or dims[0] % args[0].dim():
-            return None
-        columns = given[0].reshape(len(given[0]), -1)
-        return columns[:, 0] if columns.numel() and bool((columns == columns[:, :1]).all()) else None
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    index = args[1] if func is _GETS and isinstance(args[1], tuple) else (*args[1:], *kwargs.values())
     own = [part for part in index if isinstance(part, torch.Tensor)]
+    if func in _MASKING:
+        return own[0].expand_as(args[0]).nonzero()[:, 0] if own[0].dim() <= args[0].dim() else None
+    if func in _PICKING:
+        dims, columns = [part for part in index if isinstance(part, int)], own[0].reshape(len(own[0]), -1)
+        known = dims and dims[0] % args[0].dim() == 0 and columns.numel() and bool((columns == columns[:, :1]).all())
+        return columns[:, 0] if known else None
     if not isinstance(index[0], torch.Tensor) or any(part.shape != own[0].shape for part in own):
         return None
     if own[0].dtype == torch.bool:

@@ -298,37 +298,30 @@ class Tracer:
         for size in range(min(3, len(candidates))):
             for constant in itertools.combinations(candidates, size):
                 carriers = frozenset(candidates) - set(constant)
+                given = forward, call, carriers, min(rows, *counts)
                 try:
-                    found = self._compared(None, forward, call, carriers, rows, counts)
+                    found = self._compared(given, counts)
                 except Exception as error:
                     failure = failure or error
                     continue
-                found = self._drawn(found, forward, call, carriers, rows, counts)
+                found = self._drawn(found, given, counts)
                 found.paths = frozenset(path for path, _ in leaves(call))
                 return found
         if failure is None:
             raise ValueError("no tensor of this call has a row for each example")
         raise failure
 
-    def _compared(
-        self,
-        seed: int | None,
-        forward: Callable[..., Any],
-        call: Call,
-        carriers: frozenset[Path],
-        rows: int,
-        counts: tuple[int, int],
-    ) -> Trace:
-        few = min(rows, *counts)
+    def _compared(self, given: tuple[Any, ...], counts: tuple[int, int], seed: int | None = None) -> Trace:
+        forward, call, carriers, few = given
         two, three = (self._record(forward, call, carriers, few, count, seed) for count in counts)
         return _compare(two, three, counts, carriers, self.trained)
 
-    def _drawn(self, found: Trace, *given: Any) -> Trace:
+    def _drawn(self, found: Trace, given: tuple[Any, ...], counts: tuple[int, int]) -> Trace:
         """A trace together with others at other seeds, where the model skips layers at random."""
         for seed in range(_SEEDS if found.draws else 0):
             if found.conflict != _DEPENDS and (found.conflict is not None or not found.unread):
                 break
-            latest = self._compared(seed, *given)
+            latest = self._compared(given, counts, seed)
             if latest.conflict == _DEPENDS:
                 continue
             if found.conflict is not None or latest.conflict is not None:
@@ -354,13 +347,7 @@ class Tracer:
         first.require_same(self.trace(forward, call, rows))
 
     def _record(
-        self,
-        forward: Callable[..., Any],
-        call: Call,
-        carriers: frozenset[Path],
-        among: int,
-        count: int,
-        seed: int | None = None,
+        self, forward: Any, call: Call, carriers: frozenset[Path], among: int, count: int, seed: int | None = None
     ) -> _Recorder:
         """One pass without dropout on ``count`` rows, which are the first ``among`` of the call over and over."""
         call = take_rows(call, torch.arange(count) % among, carriers)
