@@ -137,7 +137,9 @@ class Engine(Passes):
         self.begun = True
         first = self.route is None
         looked = self.checks.before(call, ticket)
-        if self.graphs is not None and self.route == USES and not (first or looked):
+        # What a recorded pass replays is what the host drew, or counted, when it was recorded.
+        on_host = self.trace is not None and (self.trace.draws or self.trace.selections)
+        if self.graphs is not None and self.route == USES and not (first or looked or on_host):
             replayed = self.graphs.forward(call, ticket, self._backward)
             if replayed is not None:
                 return replayed[0]

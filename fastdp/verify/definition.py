@@ -24,12 +24,12 @@ from fastdp.engine.modes import in_mode
 from fastdp.engine.passes import Passes
 from fastdp.engine.randomness import DropoutDisabled, preserve_rng, rng_state
 from fastdp.engine.trace import module_outputs
-from fastdp.verify.probe import Probe, RowValues, rounding, share
+from fastdp.verify.probe import Probe, RowValues, rounding
 
 #: Rows of a microbatch that are checked.
 _ROWS = 3
-#: How far gradients may move where losses may move by 1.
-_GRADIENTS = 10.0
+#: How far gradients may move where losses may move by 1, and the loss from which on they may move no further.
+_GRADIENTS, _SMALL = 10.0, 0.1
 #: How far losses may move on a processor if shapes stay the same, relative to what other shapes may do.
 _SAME_SHAPES = 1e-2
 _DRAW = random.SystemRandom()
@@ -124,6 +124,8 @@ class _Comparison:
         self.probe, self.calls, self.rows, self.gradients = probe, calls, rows, gradients
         self.training = training
         self.tolerance = rounding(probe.passes.model)
+        self.exact = probe.passes.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
+        self.exact &= self.tolerance < 1e-3
         # A batch of one row is compared as two copies of it.
         self.count = max(2, probe.ticket.rows)
         self.whole = probe.rows([0, 0], calls.whole) if probe.ticket.rows == 1 else calls.whole
@@ -172,59 +174,52 @@ class _Comparison:
 
     def _require_same(self, base: RowValues, row: int, alone: RowValues) -> None:
         ticket, at = self.probe.ticket, row
-        self.tolerance = rounding(self.probe.passes.model) * share(self.probe.passes.model, alone.size(0))
         if not base.gap(row, alone, 0) <= self.tolerance:
             # A collator may sort: then another row holds this example.
             at = row_of(self.calls.whole, self.count, self.calls.alone[row])
-        if not base.gap(at, alone, 0) <= self.tolerance:
-            self._explain(base, row, alone)
-        elif at != row and not torch.equal(ticket.row_units, torch.arange(ticket.rows)):
+        if at == row or not base.gap(at, alone, 0) <= self.tolerance:
+            if not self._alike(base, row, alone):
+                self._explain(base, row, alone)
+        elif not torch.equal(ticket.row_units, torch.arange(ticket.rows)):
             raise SelfCheckError(
                 "The collator changes the order of rows, so they cannot be assigned to users. Keep their order; nothing was "
                 "released."
             )
-        elif at == row and not self._alike(base, row, alone):
-            if not self._alike(alone, 0, self._alone(row)):
-                raise stateful()
-            cut = self.probe.rows([min(row, ticket.rows - 1)], self.calls.whole)
-            if self._alike(base, row, self._run(cut)):
-                self._explain_padding(cut, row, alone)
-            infinite = base.input_gap(row, alone, 0) == math.inf
-            raise UnsupportedUse(OVERFLOWS if infinite else "the gradient at a row's inputs changes beside other rows")
 
     def _alike(self, one: RowValues, row: int, other: RowValues) -> bool:
         """Whether a row has the loss, and the gradients at its inputs, of another pass on one row, but for rounding."""
-        alike = one.gap(row, other, 0) <= self.tolerance
-        return alike and not (self.gradients and one.input_gap(row, other, 0) > _GRADIENTS * self.tolerance)
+        if not self.gradients or not one.gap(row, other, 0) <= self.tolerance:
+            return one.gap(row, other, 0) <= self.tolerance
+        size = min(float(value[0].abs().max()) for value in other.values) if self.exact else 0.0
+        # The gradient of a loss that nearly vanishes moves further by rounding.
+        times = min(_GRADIENTS, max(1.0, _SMALL / max(size, 1e-9)))
+        return not one.input_gap(row, other, 0) > times * self.tolerance
 
     def _run(self, call: Call) -> RowValues:
         """One pass on one row."""
         return self.probe.run(call, 1, upstream=torch.ones(1) if self.gradients else None, training=self.training)
 
     def _explain(self, base: RowValues, row: int, alone: RowValues) -> None:
-        """Raise for a row whose loss in the batch is another than alone, by what makes the difference."""
-        probe = self.probe
+        """Raise for a row that is another in the batch than alone, by what makes the difference."""
+        probe, passes = self.probe, self.probe.passes
         cut = probe.rows([min(row, probe.ticket.rows - 1)], self.calls.whole)
-        if not base.gap(row, probe.run(cut, 1, training=self.training), 0) <= self.tolerance:
-            again = probe.run(self.whole, self.count, training=self.training)
-            if base.finite(row) and not base.gap(row, again, row) <= self.tolerance:
+        own = self._run(cut)
+        if not self._alike(base, row, own):
+            if alone.finite(0) and not self._alike(alone, 0, self._alone(row)):
                 raise stateful()
             inputs = (t for t in tensors(self.calls.whole) if t.is_floating_point())
-            if not base.finite(row) or not all(bool(torch.isfinite(t).all()) for t in inputs):
+            finite = base.finite(row) and base.input_gap(row, own, 0) < math.inf
+            if not finite or not all(bool(torch.isfinite(t).all()) for t in inputs):
                 raise UnsupportedUse(OVERFLOWS)
+            if base.gap(row, own, 0) <= self.tolerance:
+                raise UnsupportedUse("the gradient at a row's inputs changes beside other rows")
             raise coupled(probe, self.calls.whole, row)
-        self._explain_padding(cut, row, alone)
-
-    def _explain_padding(self, cut: Call, row: int, alone: RowValues) -> None:
-        """Raise for a row that has the same loss without its companions, and another if it is collated by itself."""
-        probe, passes = self.probe, self.probe.passes
         for (path, one), (_, other) in zip(leaves(cut), leaves(self.calls.alone[row])):
             if one.dim() == other.dim() and not torch.equal(*(t.nan_to_num() for t in cropped(one, other))):
                 raise mixes(path[-1])
         if passes.returns_loss and self._alike(self._run(probe.trimmed(cut)), 0, alone):
             raise UnsupportedUse(PADDING)
-        values = self._run(cut).values
-        if self.calls.collated and all(a[0].shape == b[0].shape for a, b in zip(values, alone.values)):
+        if self.calls.collated and all(a[0].shape == b[0].shape for a, b in zip(own.values, alone.values)):
             # No mask shows the padding: the one-example route collates each example by itself.
             passes.recollates = True
             raise UnsupportedUse(PADDING)

@@ -25,8 +25,6 @@ from fastdp.engine.randomness import BufferSnapshot, DropoutDisabled, preserve_r
 #: How far a loss may move, relative to its size, when only the shapes around an example change.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4}
 _LOW_PRECISION = 5e-2
-#: The share of it for losses of ordinary size on a processor: only one that nearly vanishes moves as far by rounding.
-_ORDINARY, _VANISHING = 0.1, 1e-2
 
 
 def rounding(model: torch.nn.Module) -> float:
@@ -35,14 +33,6 @@ def rounding(model: torch.nn.Module) -> float:
         return _LOW_PRECISION
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return max((_ROUNDING.get(kind, _LOW_PRECISION) for kind in kinds), default=_LOW_PRECISION)
-
-
-def share(model: torch.nn.Module, loss: float) -> float:
-    """The share of `rounding` that a loss of this size may move."""
-    exact = next(model.parameters()).device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
-    if not exact or rounding(model) > _ROUNDING[torch.float32]:
-        return 1.0
-    return min(1.0, max(_ORDINARY, _VANISHING / max(loss, 1e-30)))
 
 
 @dataclass
@@ -65,10 +55,6 @@ class RowValues:
 
     def finite(self, row: int) -> bool:
         return all(bool(torch.isfinite(value[row]).all()) for value in self.values)
-
-    def size(self, row: int) -> float:
-        """The smallest of a row's losses, or of its outputs' largest entries."""
-        return min(float(value[row].abs().max()) for value in self.values)
 
     def gap(self, row: int, other: RowValues, at: int) -> float:
         """The largest difference of a row's values from those of row ``at`` of another pass, relative to their size."""
