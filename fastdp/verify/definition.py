@@ -208,11 +208,13 @@ class _Comparison:
             if alone.finite(0) and not self._alike(alone, 0, self._alone(row)):
                 raise stateful()
             inputs = (t for t in tensors(self.calls.whole) if t.is_floating_point())
-            finite = base.finite(row) and base.input_gap(row, own, 0) < math.inf
-            if not finite or not all(bool(torch.isfinite(t).all()) for t in inputs):
+            if not base.finite(row) or not all(bool(torch.isfinite(t).all()) for t in inputs):
                 raise UnsupportedUse(OVERFLOWS)
             if base.gap(row, own, 0) <= self.tolerance:
-                raise UnsupportedUse("the gradient at a row's inputs changes beside other rows")
+                infinite = base.input_gap(row, own, 0) == math.inf
+                raise UnsupportedUse(
+                    OVERFLOWS if infinite else "the gradient at a row's inputs changes beside other rows"
+                )
             raise coupled(probe, self.calls.whole, row)
         for (path, one), (_, other) in zip(leaves(cut), leaves(self.calls.alone[row])):
             if one.dim() == other.dim() and not torch.equal(*(t.nan_to_num() for t in cropped(one, other))):
