@@ -570,7 +570,8 @@ PROGRAMS = {
     "weighted": (plain, {"sampler": WeightedRandomSampler([1.0] * 12, 12)}, {}, "[Ss]ampler"),
     "batch norm": (Normed, {}, {}, "norm"),
     "no loss": (lambda: Lossless(False), {}, {}, "loss"),
-    "rows lost": (plain, {"collate_fn": short}, {}, "row"),
+    # A batch of one row would lose none.
+    "rows lost": (plain, {"collate_fn": short}, {"sampling": "shuffled"}, "row"),
     "no epochs": (plain, {}, {"epochs": None}, "epochs is None"),
     "no budget": (plain, {}, {"target_epsilon": None}, "target_epsilon"),
     "large delta": (plain, {}, {"target_delta": 0.5}, "delta"),

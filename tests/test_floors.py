@@ -58,6 +58,11 @@ FOREIGN = {
     "_buffers": "buffers are put back where a module holds them",
     "_optimizer_step_pre_hooks": "whether somebody else looks at gradients before the step",
     "_tokenizer": "the tokenizer that transformers wraps",
+    "_post_accumulate_grad_hooks": "hooks of the user's on parameters, which see no example's gradient",
+    "_nn": "the losses below torch.nn.functional, which a loop may have imported before",
+    "_getframe": "the line of code that selects tokens, or the GradScaler that asks an optimizer",
+    "_is_view": "whether torch lets a model write into a layer's output",
+    "_unsafe_view": "an output that it may write into",
 }
 
 

@@ -76,7 +76,7 @@ def inspect(operands: Sequence[Operand], args: Sequence[Any], *, recorded: bool)
         for x in given:
             if type(x) not in _PLAIN:
                 if not isinstance(x, Tensor):
-                    if operand.name == "position" and x is not None:
+                    if operand.name == "position":
                         continue
                     raise TypeError(f"{operand.name} must be a tensor, got {type(x).__name__}")
                 dispatched = True

@@ -24,16 +24,11 @@ from fastdp.engine.errors import SelfCheckError
 from tests.engine.models import build
 from tests.engine.runs import (
     CLASSES,
-    CLIPPED,
     FEATURES,
     Classifier,
-    clipped_sum,
-    error,
     examples,
-    join,
     loader,
     logical_step,
-    one_by_one,
     same,
     start,
     state,
@@ -321,13 +316,10 @@ def test_losses_that_cannot_be_told_apart_by_example(
     assert all(p.grad is None for p in private.model.parameters())
 
 
-def test_a_term_of_the_whole_batch_is_each_row_s_own() -> None:
-    """On the one-example route, where no row has companions."""
+def test_a_term_of_the_whole_batch_is_refused() -> None:
     private = start(Added(), max_physical_batch_size=3)
-    with pytest.warns(UserWarning, match="one-example route.*adds a term of its own"):
-        got, batches = logical_step(private)
-    rows = one_by_one(Added(), join(batches))
-    assert error(got, {n: t / 8 for n, t in clipped_sum(rows, 1.0).items()}) < CLIPPED
+    with refused(SelfCheckError, "over the batch couple examples", private):
+        logical_step(private)
 
 
 def test_a_criterion_that_is_not_a_scalar() -> None:
