@@ -128,7 +128,7 @@ class Collation:
         if not _same(read[0], read[2]):
             raise SelfCheckError(
                 "The data set returns another value for an example after others were read. Compute each from its own record; "
-                "nothing was released."
+                "this batch was not released."
             )
         one, other = (self.single(read[0], seed) for seed in (0, 1))
         collates = _watched(lambda: self.collate([copy.deepcopy(read[0])]), 0)[1]
@@ -160,7 +160,7 @@ class Collation:
             if not _values_equal(t[alone[path] == 0], self.batch[own][found]):
                 raise SelfCheckError(
                     f"The collator packs an example with other tokens in {own[-1]!r} beside others. Cut each example by itself; "
-                    "nothing was released."
+                    "this batch was not released."
                 )
 
 
@@ -174,8 +174,8 @@ def _watched(make: Callable[[], Any], seed: int) -> tuple[Any, bool]:
 def mixes(entry: object) -> SelfCheckError:
     """The refusal of a collator that makes an example's row from other examples too."""
     return SelfCheckError(
-        f"The collator makes an example's {entry!r} from other examples too. Make each row from its own example; nothing was "
-        "released."
+        f"The collator makes an example's {entry!r} from other examples too. Make each row from its own example; this batch "
+        "was not released."
     )
 
 

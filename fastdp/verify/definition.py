@@ -110,7 +110,7 @@ def check_definition(
                 return check_definition(passes, call, ticket, every, gradients=False) if every else []
             if not finite:
                 raise SelfCheckError(
-                    "No example of this batch has a finite loss. Check labels and inputs; nothing was released."
+                    "No example of this batch has a finite loss. Check labels and inputs; this batch was not released."
                 )
             return check_definition(passes, call, ticket, finite[:_ROWS], gradients=gradients)
     probe.run(calls.whole, ticket.rows)
@@ -166,8 +166,8 @@ class _Comparison:
             source = self.probe.ticket.source
             example = f"row {row}" if source is None else f"example {source.indices[row]}"
             raise ValueError(
-                f"The model fails on {example} alone. Remove or repair it, as sampling may draw it alone; nothing was released. "
-                f"({first_line(error)})"
+                f"The model fails on {example} alone. Remove or repair it, as sampling may draw it alone; this batch was not "
+                f"released. ({first_line(error)})"
             ) from error
 
     def _require_same(self, base: RowValues, row: int, alone: RowValues) -> None:
@@ -180,8 +180,8 @@ class _Comparison:
             self._explain(base, row, alone)
         elif at != row and not torch.equal(ticket.row_units, torch.arange(ticket.rows)):
             raise SelfCheckError(
-                "The collator changes the order of rows, so they cannot be assigned to users. Keep their order; nothing was "
-                "released."
+                "The collator changes the order of rows, so they cannot be assigned to users. Keep their order; this batch was "
+                "not released."
             )
         elif at == row and not self._alike(base, row, alone):
             if not self._alike(alone, 0, self._alone(row)):
@@ -228,7 +228,7 @@ class _Comparison:
             # No mask shows the padding: the one-example route collates each example by itself.
             passes.recollates = True
             raise UnsupportedUse(PADDING)
-        raise SelfCheckError(f"In {type(passes.model).__name__} {PADDING}; nothing was released.")
+        raise SelfCheckError(f"In {type(passes.model).__name__} {PADDING}; this batch was not released.")
 
 
 def check_companions(passes: Passes, call: Call, ticket: Ticket) -> None:
@@ -281,7 +281,7 @@ def check_packed(passes: Passes, call: Call, ticket: Ticket) -> None:
         if together.finite(unit) and not together.gap(unit, probe.run(single, 1), 0) <= rounding(passes.model):
             raise SelfCheckError(
                 "A packed example's loss changes beside the others of its row. Restart position_ids in each example and "
-                "separate their attention; nothing was released."
+                "separate their attention; this batch was not released."
             )
 
 
@@ -312,12 +312,12 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
             raise stateful()
         if any(_apart(a, b) > tolerance for a, b in zip(own, alone)):
             if not calls.collated:
-                raise SelfCheckError(f"In {type(passes.model).__name__} {PADDING}; nothing was released.")
+                raise SelfCheckError(f"In {type(passes.model).__name__} {PADDING}; this batch was not released.")
             passes.recollates = True
         if min(_apart(two, one), _apart(two, 2 * one)) > tolerance:
             raise SelfCheckError(
                 "The loss of two copies of a row is not that of one: the model couples rows. Use a loss of each row by itself; "
-                "nothing was released."
+                "this batch was not released."
             )
         break
     check_mixed_derivative(probe, calls.whole)
@@ -370,7 +370,7 @@ def stateful() -> SelfCheckError:
     """The refusal of a model whose loss depends on earlier passes."""
     return SelfCheckError(
         "The model's loss depends on earlier batches (a queue, a running statistic, a hidden state). Remove that state; "
-        "nothing was released."
+        "this batch was not released."
     )
 
 
@@ -382,5 +382,5 @@ def coupled(probe: Probe, call: Call, row: int) -> SelfCheckError:
     where = f", first in the output of {first}" if first else ", though no module's output does"
     return SelfCheckError(
         f"The loss of row {row} changes when it is run alone{where}. Statistics, losses and capacities over the batch couple "
-        "examples; nothing was released."
+        "examples; this batch was not released."
     )

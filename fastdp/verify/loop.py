@@ -40,12 +40,10 @@ UNDECIDED = (
     "the training loop, the model or the criterion draws random numbers that depend on the batch's shape, so rows were compared "
     "beside other companions and not alone"
 )
-_COUPLES = (
-    "{why}. Give make_private criterion=, which returns one loss per row (reduction='none'); nothing was released."
-)
+_COUPLES = "{why}. Give make_private criterion=, which returns one loss per row (reduction='none'); this batch was not released."
 _MAKES = (
     "The loop gives the model something else for an example {how}. Make each row from its own example and pad on the right; "
-    "nothing was released."
+    "this batch was not released."
 )
 _HOW = {"beside": "beside other examples", "alone": "alone than in its batch"}
 

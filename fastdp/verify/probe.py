@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -67,14 +68,28 @@ class RowValues:
         return all(bool(torch.isfinite(value[row]).all()) for value in self.values)
 
     def size(self, row: int) -> float:
-        """The smallest of a row's losses, or of its outputs' largest entries."""
-        return min(float(value[row].abs().max()) for value in self.values)
+        """A row's loss, or the smallest of its outputs' largest entries."""
+        sizes = [float(value[row].abs().max()) for value in self.values]
+        return min(sizes) if self._weights is None else sum(map(operator.mul, self._weights, sizes))
 
     def gap(self, row: int, other: RowValues, at: int) -> float:
-        """The largest difference of a row's values from those of row ``at`` of another pass, relative to their size."""
+        """The largest difference of a row's values from those of row ``at`` of another pass, relative to their size.
+
+        Losses are relative to the model's loss: one that vanishes beside others is rounding noise.
+        """
         if len(self.values) != len(other.values):
             return float("inf")
-        return max((_gap(a[row], b[at], a) for a, b in zip(self.values, other.values)), default=0.0)
+        found = [_difference(a[row], b[at], a) for a, b in zip(self.values, other.values)]
+        if self._weights is None:
+            return max((gap / size for gap, size in found), default=0.0)
+        whole = sum(weight * size for weight, (_, size) in zip(self._weights, found))
+        gaps = [weight * gap for weight, (gap, _) in zip(self._weights, found) if weight]
+        return max(gaps, default=0.0) / max(whole, 1e-30)
+
+    @property
+    def _weights(self) -> list[float] | None:
+        """How much each loss counts in the model's; None for outputs."""
+        return [*map(abs, self.shares)] if any(self.shares) else None
 
     def input_gap(self, row: int, other: RowValues, at: int) -> float:
         """The same of the gradients at a row's inputs, compared where both have tokens, relative to their norm."""
@@ -91,16 +106,15 @@ class RowValues:
         return worst
 
 
-def _gap(one: torch.Tensor, two: torch.Tensor, every: torch.Tensor) -> float:
+def _difference(one: torch.Tensor, two: torch.Tensor, every: torch.Tensor) -> tuple[float, float]:
+    """How far two rows' values are apart, infinite where only one is finite, and their size among all rows."""
     if one.dim() != two.dim():
-        return float("inf")
+        return math.inf, 1.0
     one, two = cropped(one, two)
-    if torch.equal(one, two):
-        return 0.0
     finite = every[torch.isfinite(every)]
     size = max(float(one.abs().max()), float(finite.abs().mean()) if finite.numel() else 0.0, 1e-30)
-    gap = float((one.double() - two.double()).abs().max()) / size
-    return gap if gap == gap else float("inf")
+    gap = 0.0 if torch.equal(one, two) else float((one.double() - two.double()).abs().max())
+    return (gap, size) if gap == gap else (math.inf, 1.0)
 
 
 class Probe:

@@ -146,7 +146,7 @@ class StateCheck:
             if name in parameters and (not same or parameters[name].requires_grad):
                 raise SelfCheckError(
                     f"{name} is a parameter that a training forward writes, and no noise covers it. Keep such values in a buffer "
-                    "with persistent=False; nothing was released."
+                    "with persistent=False; this batch was not released."
                 )
             if not (same or name in self.harmless):
                 raise _buffer_written(name)
@@ -198,7 +198,7 @@ def _moved(before: tuple[torch.Tensor, int] | None, after: tuple[torch.Tensor, i
 def _buffer_written(name: str) -> SelfCheckError:
     return SelfCheckError(
         f"{name} is a buffer that training forwards write, and no noise covers it. Set track_running_stats=False, or register "
-        "it with persistent=False; nothing was released."
+        "it with persistent=False; this batch was not released."
     )
 
 

@@ -18,7 +18,7 @@ from .losses import embedder, encode
 from .stock import build
 
 #: What a sentence about coupled examples says.
-COUPLED = "refused: couples or refused: alone or refused: batch"
+COUPLED = "refused: couples or refused: alone or refused: batch or refused: beside"
 
 
 def coupled(function: Any, expect: str = COUPLED, why: str = "", **parts: Any) -> Case:

@@ -54,7 +54,7 @@ def centred(items: Any) -> Batch:
 @pytest.mark.parametrize("make", [mixup, drawn_mixup, centred])
 def test_collators_that_mix_examples_are_refused(make: Callable[[Any], Batch]) -> None:
     private = begin(examples(24), make)
-    with pytest.raises(SelfCheckError, match="nothing was released"):
+    with pytest.raises(SelfCheckError, match="this batch was not released"):
         train(private)
     assert private.steps_done == 0
 
@@ -105,7 +105,7 @@ class Averaging(list[Any]):
 
 def test_a_data_set_that_remembers_is_refused() -> None:
     private = begin(Averaging(examples(24)))
-    with pytest.raises(SelfCheckError, match="nothing was released"):
+    with pytest.raises(SelfCheckError, match="this batch was not released"):
         train(private)
     assert private.steps_done == 0
 

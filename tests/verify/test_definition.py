@@ -53,7 +53,7 @@ COUPLING: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", COUPLING)
 def test_models_that_couple_rows_are_refused(name: str) -> None:
     model = COUPLING[name]()
-    with pytest.raises(SelfCheckError, match="nothing was released"):
+    with pytest.raises(SelfCheckError, match="this batch was not released"):
         trained(model, collate(examples(6)))
     assert all(p.grad is None for p in model.parameters())
 
@@ -216,7 +216,7 @@ class Recurrent(Net):
 
 
 def test_memory_of_earlier_batches_is_refused() -> None:
-    with pytest.raises(SelfCheckError, match="nothing was released"):
+    with pytest.raises(SelfCheckError, match="this batch was not released"):
         trained(Recurrent(), collate(examples(6)))
 
 

@@ -140,11 +140,11 @@ def test_what_is_made_of_each_row_is_accepted_and_summed(name: str, loss: str) -
 def test_what_is_made_of_all_rows_together_is_refused_before_a_release(name: str, most: int, loss: str) -> None:
     model, options, _ = LOSSES[loss]
     private = start(model(), max_physical_batch_size=most, **options)
-    with pytest.raises(SelfCheckError, match="nothing was released"):
+    with pytest.raises(SelfCheckError, match="this batch was not released"):
         train(private, TOGETHER[name](), loss)
     assert private.steps_done == 0
     # A loop that goes on after the refusal is refused again.
-    with pytest.raises(SelfCheckError, match="nothing was released"):
+    with pytest.raises(SelfCheckError, match="this batch was not released"):
         train(private, TOGETHER[name](), loss)
 
 
@@ -214,6 +214,6 @@ def test_what_a_loop_makes_of_a_larger_batch_is_verified_in_that_batch(name: str
     for _ in range(2):
         train(private, RARELY[name])
     data[5] = {**data[5], "x": torch.full((FEATURES,), 1e3)}
-    with pytest.raises(SelfCheckError, match="nothing was released"):
+    with pytest.raises(SelfCheckError, match="this batch was not released"):
         train(private, RARELY[name])
     assert private.steps_done == 2
