@@ -393,7 +393,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def table(figures: Sequence[dict[str, Any]]) -> list[str]:
-    """Two Markdown tables of the committed figures: routes by family, and every program that is not on the fast route."""
+    """Two Markdown tables of the figures: routes by family; and programs that run one example at a time, or not as expected."""
     kinds = ("uses", "one-example", "refused")
     families = {row["family"]: [own for own in figures if own["family"] == row["family"]] for row in figures}
     counts = [
@@ -409,7 +409,7 @@ def table(figures: Sequence[dict[str, Any]]) -> list[str]:
     others = []
     for row in figures:
         held = row["held"] == row["seeds"]
-        if row["route"] != "uses" or not held:
+        if row["route"] not in ("uses", "refused") or not held:
             route = row["route"] if held else f"**{row['route']}** ({row['held']} of {row['seeds']} seeds)"
             others.append([row["name"].replace("_", " "), route, row["why"] if held else row["message"]])
     return [*lines, "", *markdown(["program", "route", "reason"], others)]

@@ -1,4 +1,4 @@
-"""Run honest programs, each in a process of its own: ``python -m tests.honest.run [NAME ...] [--seeds N] [--json PATH]``.
+"""Run honest programs, each in a process of its own: ``python -m tests.honest.run [NAME ...]``.
 
 The parent imports the libraries once and forks; two processes run at a time.
 """
@@ -10,15 +10,17 @@ import os
 import time
 from collections import Counter
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from fastdp.bench.plots import insert
 from fastdp.bench.record import parser_of, write
 
-from .harness import PROGRAMS, Program, Result, load, run_plainly, run_privately, summary
+from .harness import PROGRAMS, Program, Result, load, run_plainly, run_privately, summary, table
 
 AT_ONCE, LIMIT = 2, 20.0
 
@@ -72,6 +74,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("names", nargs="*", help="programs or families; all without any")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--document", type=Path, help="page whose table is replaced")
     arguments = parser.parse_args()
     known = load()
     chosen = [n for n, p in known.items() if not arguments.names or {n, p.family} & set(arguments.names)]
@@ -79,6 +82,8 @@ def main() -> None:
     held = sum(row["held"] == row["seeds"] for row in rows)
     print(f"{held} of {len(rows)} programs as expected; routes {dict(Counter(row['route'] for row in rows))}")
     write(arguments.json, rows)
+    if arguments.document is not None:
+        insert(arguments.document, "\n".join(table(rows)))
 
 
 if __name__ == "__main__":
