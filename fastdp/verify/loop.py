@@ -136,8 +136,9 @@ class LoopCheck:
         strangers = [index for index in items if index not in own] or [first]
         if not others:
             others = [strangers[0]]
-        # The longest stays where others can change, so that shapes do.
-        kept = others[-1:] if len(others) > 1 else []
+        # A longest one stays where others can change, so that shapes do.
+        longer = others and example_length(items[others[-1]]) > example_length(items[first])
+        kept = others[-1:] if len(others) > 1 and longer else []
         beside = [*itertools.islice(itertools.cycle(strangers), len(others) - len(kept)), *kept]
         plan = [("alone", [first]), ("together", [first, *others]), ("beside", [first, *beside])]
         if ahead:
