@@ -105,10 +105,10 @@ class SplitCustomer:
             raise ValueError(f"batch_size is {batch_size}: it must be at least 1")
         self.device = usable_device(device)
         self.folder = Path(folder)
-        self._lock = Lock.of_folder(self.folder)
         self.tokenizer, self.fixed_length = tokenizer, fixed_length
         self.batch_size, self.seed, self.dtype = batch_size, seed, dtype
         self._optimizer = {"learning_rate": learning_rate, "weight_decay": weight_decay}
+        # Before the lock: a refusal leaves the folder to others.
         self._connection = Connection(
             address,
             None if certificates is None else Path(certificates),
@@ -117,7 +117,10 @@ class SplitCustomer:
             deadline=deadline,
             patience=patience,
         )
+        opened: list[Lock] = []
         try:
+            self._lock = Lock.of_folder(self.folder)
+            opened.append(self._lock)
             described = self._connection.call(Outgoing("describe"), replies(None)).fields
             self.served = Served(**{key: described[key] for key in SERVED})
             self._forms = replies(self.served)
@@ -133,7 +136,8 @@ class SplitCustomer:
             self._store = ExampleStore(self.folder / "released", self.served.width, getattr(torch, dtype))
         except BaseException:
             self._connection.close()
-            self._lock.close()
+            for lock in opened:
+                lock.close()
             raise
         self._labels: Tensor | None = None
 

@@ -121,6 +121,15 @@ def test_each_text_is_privatized_once(service, customer_of, corpus):
     assert statement["rows_sent"] == sum(again._store.lengths(0, 24))
 
 
+def test_a_refused_customer_leaves_its_folder_to_others(tmp_path):
+    """Also while its error is still held, as a caller that reports it does."""
+    errors = []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="has no certificates") as refused:
+            SplitCustomer("localhost:1", tmp_path, tmp_path / "none")
+        errors.append(refused.value)
+
+
 def test_two_starts_draw_once(service, customer_of, corpus, tmp_path):
     """A second start waits for no chance: it is refused while the first runs, and goes on once that ended."""
     texts, labels = corpus
