@@ -194,12 +194,12 @@ def cropped(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return one, two
 
 
-def row_of(call: Call, rows: int, single: Call | None) -> int:
-    """The row of a call that holds what another call holds alone, padding aside; the first if there is none."""
+def row_of(call: Call, rows: int, single: Call | None, otherwise: int = 0) -> int:
+    """The row of a call that holds what another call holds alone, padding aside; ``otherwise`` if there is none."""
     if single is None or rows == 1:
-        return 0
+        return otherwise
     pairs = [(t, own) for (_, t), (_, own) in zip(leaves(call), leaves(single)) if t.dim() and t.shape[0] == rows]
     for row in range(rows):
         if all(t.dim() == own.dim() and torch.equal(*cropped(t[row], own[0])) for t, own in pairs if own.dim()):
             return row
-    return 0
+    return otherwise

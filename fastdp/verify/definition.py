@@ -173,9 +173,9 @@ class _Comparison:
     def _require_same(self, base: RowValues, row: int, alone: RowValues) -> None:
         ticket, at = self.probe.ticket, row
         self.tolerance = rounding(self.probe.passes.model) * share(self.probe.passes.model, alone.size(0))
-        if not base.gap(row, alone, 0) <= self.tolerance:
-            # A collator may sort: then another row holds this example.
-            at = row_of(self.calls.whole, self.count, self.calls.alone[row])
+        if not self._alike(base, row, alone):
+            # A collator may sort: then another row holds this example, whose gradients may not have been asked for.
+            at = row_of(self.calls.whole, self.count, self.calls.alone[row], row)
         if not base.gap(at, alone, 0) <= self.tolerance:
             self._explain(base, row, alone)
         elif at != row and not torch.equal(ticket.row_units, torch.arange(ticket.rows)):

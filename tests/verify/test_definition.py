@@ -347,3 +347,36 @@ def test_a_branch_on_the_length_of_a_batch_is_found_in_the_first_longer_one(mask
         truth = [one_by_one(Stretching(), {k: torch.tensor([t]) for k in ("input_ids", "labels")})[0] for t in data]
         assert error(got, clipped_sum(truth, BOUND)) < CLIPPED
     assert private.route == "one-example"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_collator_may_sort_rows_whose_losses_are_alike(seed: int) -> None:
+    """An untrained classifier gives all rows nearly one loss: which row is whose follows from what they hold."""
+
+    class Even(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(6, 3)
+            nn.init.normal_(self.head.weight, std=1e-6)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": F.cross_entropy(self.head(x), labels)}
+
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        rows = sorted(rows, key=lambda row: -float(row[0].sum()))
+        return {"x": torch.stack([x for x, _ in rows]), "labels": torch.tensor([y for _, y in rows])}
+
+    torch.manual_seed(seed)
+    data = [(torch.randn(6), index % 3) for index in range(12)]
+    model = Even()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(data, batch_size=6, collate_fn=collate)
+    private = fastdp.make_private(
+        model, optimizer, loader, noise_multiplier=1.0, target_delta=1e-3, epochs=1, sampling="shuffled"
+    )
+    for batch in private.data_loader:
+        model(**batch)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert private.route == "uses"
+    assert private.steps_done == private.total_steps
