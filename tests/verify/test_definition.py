@@ -356,7 +356,7 @@ def test_a_collator_may_sort_rows_whose_losses_are_alike(seed: int) -> None:
     class Even(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.head = nn.Linear(6, 3)
+            self.head = nn.Linear(6, 3, bias=False)
             nn.init.normal_(self.head.weight, std=1e-6)
 
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
