@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import fastdp.private.run as run
+
 # An example may take as long as it takes: a busy machine is no fault of the code under test.
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # A change is judged by the same examples everywhere; `make test-full` searches on, with new ones each time.
@@ -25,6 +27,14 @@ def pytest_collection_finish() -> None:
     """What was imported stays: the garbage collector need not look through it again and again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_teardown() -> None:
+    """A run that outlives its test ends unheard: its warning would come up in the output of another test's program."""
+    for reference in list(run._DRIVEN.values()):
+        driven = reference()
+        if driven is not None:
+            driven.ending.expect()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
