@@ -409,8 +409,12 @@ def _batch_size_of(batches: Any, sampler: Any, size: int) -> int:
             "torch.utils.data.Subset(dataset, indices) instead of a sampler."
         )
     stated = getattr(batches, "batch_size", None)
-    if not own:
-        return int(batches.batch_size)
-    if stated == largest or sum(own < largest for own in sizes) <= 1:
+    if isinstance(stated, int) and stated > 0:
+        return stated
+    if sum(count < largest for count in sizes) <= 1:
         return largest
-    return round(len(rows) / len(sizes))
+    # The expected batch size is public, and lengths of private rows are not.
+    raise ValueError(
+        f"the loader's {name} makes batches of different sizes, which private rows may decide. Give the DataLoader a batch_size "
+        "instead."
+    )

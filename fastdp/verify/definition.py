@@ -308,13 +308,13 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
             drew = rng_state(passes.model) != before
         if drew:
             continue
-        if _apart(again, alone[0]) > tolerance:
+        if _relative_difference(again, alone[0]) > tolerance:
             raise stateful()
-        if any(_apart(a, b) > tolerance for a, b in zip(own, alone)):
+        if any(_relative_difference(a, b) > tolerance for a, b in zip(own, alone)):
             if not calls.collated:
                 raise SelfCheckError(f"In {type(passes.model).__name__} {PADDING}; this batch was not released.")
             passes.recollates = True
-        if min(_apart(two, one), _apart(two, 2 * one)) > tolerance:
+        if min(_relative_difference(two, one), _relative_difference(two, 2 * one)) > tolerance:
             raise SelfCheckError(
                 "The loss of two copies of a row is not that of one: the model couples rows. Use a loss of each row by itself; "
                 "this batch was not released."
@@ -360,7 +360,7 @@ def _loss(probe: Probe, call: Call, rows: int) -> float:
         return float(require_loss(probe.passes.plain_forward(*args, **kwargs)).detach())
 
 
-def _apart(one: float, other: float) -> float:
+def _relative_difference(one: float, other: float) -> float:
     """The relative difference of two losses; 0 where one is NaN."""
     size = max(abs(one), abs(other))
     return abs(one - other) / size if size > 0 and math.isfinite(size) else 0.0

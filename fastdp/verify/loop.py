@@ -234,7 +234,7 @@ class LoopCheck:
             draws = self._collator_draws or found.draws or together.draws
             if found.start != together.start or (other == "alone" and draws):
                 self.undecided = True
-            elif _apart(found.values, together.values) > self._tolerance():
+            elif _distance(found.values, together.values) > self._tolerance():
                 self._doubt(other)
             elif other == "again" and self._doubted:
                 self._refuse()
@@ -254,7 +254,7 @@ class LoopCheck:
         # What a loop keeps of the batch before, the first one still has of other examples.
         _, one, *others = self._alone
         still = not self._collator_draws and not any(outcome.draws or outcome.start != one.start for outcome in others)
-        if still and all(_apart(outcome.values, one.values) <= self._tolerance() for outcome in others):
+        if still and all(_distance(outcome.values, one.values) <= self._tolerance() for outcome in others):
             self._refuse()
         self.undecided = True
 
@@ -274,7 +274,7 @@ def _sketch(_index: int, gradient: torch.Tensor) -> torch.Tensor:
     return torch.stack([wide.norm(), wide.sum() / max(wide.numel(), 1) ** 0.5]).cpu()
 
 
-def _apart(one: torch.Tensor, two: torch.Tensor) -> float:
+def _distance(one: torch.Tensor, two: torch.Tensor) -> float:
     """How far two vectors are apart, relative to the larger; infinite where only one is finite."""
     if one.shape != two.shape or not torch.equal(one.isfinite(), two.isfinite()):
         return float("inf")
