@@ -136,10 +136,10 @@ class LoopCheck:
         strangers = [index for index in items if index not in own] or [first]
         if not others:
             others = [strangers[0]]
-        # A longest one stays where others can change, so that shapes do.
+        # A longest one stays among them, so that shapes do, at another place: a loop that rolls rows then gives others.
         longer = others and example_length(items[others[-1]]) > example_length(items[first])
         kept = others[-1:] if len(others) > 1 and longer else []
-        beside = [*itertools.islice(itertools.cycle(strangers), len(others) - len(kept)), *kept]
+        beside = [*kept, *itertools.islice(itertools.cycle(strangers), len(others) - len(kept))]
         plan = [("alone", [first]), ("together", [first, *others]), ("beside", [first, *beside])]
         if ahead:
             # The last one finds another random state.
