@@ -14,7 +14,7 @@ from fastdp.ops.halves import ELEMENT_FACTOR, MIX_FACTOR, STEP_FACTOR, TENSOR_FA
 from .chacha import BLOCKS, POSITION, normals
 from .grid import numbers_of_grid, on_grid, settled
 from .groups import first_programs, owner
-from .launch import TRITON, beside, cdiv, on_device_of
+from .launch import TRITON, beside, cdiv, on_device_of, registers_of
 from .settle import NO_LIST, SETTLED, lowest, new_list, own_entries, put_on_list
 from .tiles import load_flat, store_flat
 
@@ -269,7 +269,7 @@ def adamw_noise_steps_(
                 ALIGNED=not (table[:, :5] % 16).any(),
                 **kind,
                 num_warps=4,
-                maxnreg=REGISTERS,
+                **registers_of(REGISTERS),
             )
             if numbers.rounded:
                 _settle_adamw_kernel[(cdiv(opened.capacity, SETTLED),)](

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import beside, cdiv, largest_side, on_device_of, row_tile, splits_to_fill
+from .launch import beside, cdiv, largest_side, on_device_of, row_tile, splits_to_fill, stages_of
 from .reduce import sum_parts
 from .tiles import gram_tile, unit_of_slot
 
@@ -109,6 +109,6 @@ def cross_inner(
             PRECISION=precision,
             enable_fp_fusion=True,
             num_warps=8 if wide or b_t == 128 else 4,
-            num_stages=3,
+            num_stages=stages_of(3, right1.device),
         )
     return sum_parts(parts, offsets1, splits, b_t)[0]

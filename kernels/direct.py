@@ -26,6 +26,7 @@ from .launch import (
     places_beside,
     readable,
     splits_to_fill,
+    stages_of,
 )
 from .mask import load_mask, pack_mask
 from .reduce import sum_slots
@@ -169,7 +170,7 @@ def direct_norms(
             PRECISION=precision,
             enable_fp_fusion=True,
             num_warps=8 if b_m * b_n > 4096 else 4,
-            num_stages=3,
+            num_stages=stages_of(3, right.device),
         )
     return sum_slots(parts, units, tiles)
 
@@ -234,7 +235,7 @@ def chosen_norms(
                 PRECISION="ieee",
                 enable_fp_fusion=True,
                 num_warps=8 if launch.b_m * launch.b_n > 4096 else 4,
-                num_stages=3,
+                num_stages=stages_of(3, device),
             )
         found = (parts if splits == 1 else sum_slots(parts, len(members) * units, splits)).view(-1, units)
         if every:

@@ -29,6 +29,7 @@ from .launch import (
     processors,
     readable,
     row_tile,
+    stages_of,
 )
 from .tiles import gram_tile
 
@@ -288,7 +289,7 @@ def gram_norms(
                 PRECISION=precision,
                 enable_fp_fusion=True,
                 num_warps=8 if wide or side == 128 else 4,
-                num_stages=4,
+                num_stages=stages_of(4, device),
             )
             _sum_pairs_kernel[(units, len(order))](
                 parts[0], parts[1], pairs, out, sizes, units, most, b=128, num_warps=4

@@ -25,6 +25,7 @@ from .launch import (
     on_device_of,
     places_beside,
     splits_to_fill,
+    stages_of,
 )
 from .reduce import sum_slots
 from .tiles import outer_tile
@@ -181,7 +182,7 @@ def per_unit_group(
                 PRECISION=precision,
                 enable_fp_fusion=True,
                 num_warps=8 if single or b_m > 32 else 4,
-                num_stages=3,
+                num_stages=stages_of(3, device),
             )
         of_members = parts if dealt == 1 else sum_slots(parts, programs, dealt)
         if len(launches) == 1:

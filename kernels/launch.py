@@ -171,6 +171,25 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of a multiprocessor's own memory that one program may have: an H100's for the interpreter."""
+    if device.type != "cuda":
+        return 227 << 10
+    # Torch says nothing of it on AMD's GPUs, whose programs have 64 KB.
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 64 << 10)
+
+
+def stages_of(most: int, device: torch.device) -> int:
+    """How many blocks of a loop are under way: ``most``, or two where programs have 64 KB of shared memory (T4, MI300)."""
+    return most if shared_memory(device) > 64 << 10 else min(most, 2)
+
+
+def registers_of(most: int) -> dict[str, int]:
+    """The option that limits a kernel's registers; AMD's compiler has none."""
+    return {} if torch.version.hip else {"maxnreg": most}
+
+
 def largest_side(wide: bool, device: torch.device) -> int:
     """Side of the largest tiles whose products go on within the program: registers hold them, and Triton compiles."""
     if wide:
@@ -181,7 +200,8 @@ def largest_side(wide: bool, device: torch.device) -> int:
 
 def has_wide_tiles(device: torch.device) -> bool:
     """Whether matrix units read both factors from shared memory, and that holds three stages of 128 by 256 tiles."""
-    return capability_of(device)[0] in (9, 10)
+    # AMD's GPUs number their generations alike: an MI300 says 9.4.
+    return not torch.version.hip and capability_of(device)[0] in (9, 10)
 
 
 def splits_to_fill(tensor: torch.Tensor, programs: int, most: int) -> int:

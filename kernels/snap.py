@@ -12,7 +12,7 @@ import triton.language as tl
 
 from fastdp.ops.snap import refuse_non_finite
 
-from .launch import cdiv, next_power_of_2, on_device_of
+from .launch import cdiv, next_power_of_2, on_device_of, stages_of
 from .tiles import multiply
 
 _GROUP = 32
@@ -182,7 +182,7 @@ def nearest(x: torch.Tensor, table: torch.Tensor, half_x: torch.Tensor, half_tab
             b_group=_GROUP,
             enable_fp_fusion=True,
             num_warps=8 if b_x == 128 else 4,
-            num_stages=3,
+            num_stages=stages_of(3, x.device),
         )
         _resolve_kernel[(rows,)](
             x,

@@ -37,6 +37,7 @@ from .launch import (
     processors,
     readable,
     row_tile,
+    stages_of,
 )
 from .mask import load_mask, pack_mask
 from .tiles import multiply
@@ -348,7 +349,7 @@ def weighted_sums_(
                 enable_fp_fusion=True,
                 num_warps=8 if large or masked and wide else 4,
                 # The table is read two blocks before the factors it points to, these two before their product, or four.
-                num_stages=7 if b_n == 256 else 5,
+                num_stages=stages_of(7 if b_n == 256 else 5, device),
             )
             if rest:
                 b_row = max(1, 2048 // b_n)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -97,7 +98,18 @@ class Op:
     def on(self, device: str, *args: Any) -> Any:
         """What a call comes to on a device type, its arguments taken as they are."""
         function = self.implementations.get(device)
-        result = NotImplemented if function is None else function(*args)
+        try:
+            result = NotImplemented if function is None else function(*args)
+        except Exception as error:
+            # What writes into its arguments may have begun to.
+            if self._writes or not _is_uncompiled(error):
+                raise
+            warnings.warn(
+                f"fastdp's kernel for {self.name} does not compile for this GPU, so torch computes it, slower: {error}",
+                stacklevel=2,
+            )
+            self.implementations[device] = self.reference
+            result = NotImplemented
         return self.reference(*args) if result is NotImplemented else result
 
     def _run(self, *args: Any) -> Any:
@@ -136,6 +148,11 @@ class Op:
 
     def __repr__(self) -> str:
         return f"fastdp.ops.{self.schema}"
+
+
+def _is_uncompiled(error: Exception) -> bool:
+    """Whether Triton, or the compiler below it, could not make a kernel, or the GPU has no room for it."""
+    return type(error).__module__.startswith("triton.") or "PassManager::run failed" in str(error)
 
 
 @contextlib.contextmanager

@@ -108,17 +108,15 @@ class Resources:
         return re.search(rf"\b{instruction}\b", self.sass) is not None
 
 
-def compiled(
+def binary(
     kernel: Any,
     arguments: dict[str, Any],
-    capability: int,
+    target: GPUTarget,
     *,
     aligned: tuple[str, ...] = (),
-    num_warps: int = 4,
-    num_stages: int = 3,
-    maxnreg: int | None = None,
-) -> Resources:
-    """Compile for ``sm_<capability>``, with the types of arguments (``*bf16``, ``i64``, ...) and the values of constexprs.
+    **options: Any,
+) -> Any:
+    """What Triton makes of a kernel for a target, with the types of arguments (``*bf16``, ``i64``, ...) and constexprs' values.
 
     ``aligned`` names pointers on 16 bytes and numbers that are multiples of 16, as the launcher would find them.
     """
@@ -140,16 +138,19 @@ def compiled(
         for at, parameter in enumerate(kernel.params)
     }
     source = ASTSource(kernel, signature, constants, attributes)
-    binary = triton.compile(
-        source,
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True, "maxnreg": maxnreg},
-    )
+    return triton.compile(source, target=target, options={"enable_fp_fusion": True, **options})
+
+
+def compiled(kernel: Any, arguments: dict[str, Any], capability: int, **options: Any) -> Resources:
+    """`binary` for ``sm_<capability>``, and what its machine code takes."""
+    made = binary(kernel, arguments, GPUTarget("cuda", capability, 32), **options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
+        file.write(made.asm["cubin"])
         file.flush()
         usage = subprocess.run([_TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
         sass = subprocess.run([_TOOL, "-sass", file.name], capture_output=True, text=True, check=True).stdout
     numbers = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert numbers, usage
-    return Resources(int(numbers[1]), int(numbers[2]), binary.metadata.shared, sass, binary.asm["ptx"], num_warps)
+    return Resources(
+        int(numbers[1]), int(numbers[2]), made.metadata.shared, sass, made.asm["ptx"], options["num_warps"]
+    )

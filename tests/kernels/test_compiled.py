@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("triton")
 
 import fastdp.kernels
+import torch
 import triton
 import triton.language as tl
 from fastdp.bench import meter
@@ -42,9 +43,10 @@ from fastdp.kernels import (
     snap,
     weighted,
 )
+from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from .resources import SHARED_LIMIT, compiled
+from .resources import SHARED_LIMIT, binary, compiled
 
 #: Instructions of the matrix units; tiles at least 64 wide must not fall back to those of the generation before.
 MATRIX = {90: ("HGMMA",), 100: ("UTCHMMA", "UTCQMMA"), **dict.fromkeys((80, 86, 89, 120), ("HMMA",))}
@@ -434,20 +436,24 @@ SIDES = {
 }
 
 
-@functools.cache
-def built(name, capability):
-    case = CASES[name]
-    aligned = tuple(
+def aligned_arguments(case):
+    """Pointers on 16 bytes, and numbers that are multiples of 16."""
+    return tuple(
         name
         for name in case.types
         if name not in VARYING
         and (name.startswith(("p_", "stride", "lefts", "widths")) or name in ("m", "n", "width", "bytes_a_row"))
     )
+
+
+@functools.cache
+def built(name, capability):
+    case = CASES[name]
     return compiled(
         case.kernel,
         {**case.types, **case.constants},
         capability,
-        aligned=aligned,
+        aligned=aligned_arguments(case),
         num_warps=case.num_warps,
         num_stages=case.num_stages,
         maxnreg=case.maxnreg,
@@ -548,6 +554,37 @@ def test_fits_its_neighbours(name, capability, monkeypatch):
             name = f"{name}-{side}"
             monkeypatch.setitem(CASES, name, case)
     check(name, capability)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [GPUTarget("cuda", 75, 32), GPUTarget("hip", "gfx942", 64)], ids=["sm_75", "gfx942"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.wide])
+def test_fits_into_64_kilobytes(name, target, monkeypatch):
+    """A T4's programs and an MI300's have so little shared memory; for the latter no limit of registers is compiled."""
+    case = CASES[name]
+    if target.backend == "hip" and case.constants.get("PRECISION") == "tf32x3":
+        pytest.skip("AMD's matrix units have no TF32; the default is ieee")
+    monkeypatch.setattr(launch, "shared_memory", lambda device: 64 << 10)
+    monkeypatch.setattr(torch.version, "hip", "6.0" if target.backend == "hip" else None)
+    limit = {} if case.maxnreg is None else launch.registers_of(case.maxnreg)
+    stages = launch.stages_of(case.num_stages, torch.device("cpu"))
+    made = binary(
+        *(case.kernel, {**case.types, **case.constants}, target),
+        aligned=aligned_arguments(case),
+        num_warps=case.num_warps,
+        num_stages=stages,
+        **limit,
+    )
+    assert made.metadata.shared <= 64 << 10
+
+
+def test_wide_tiles_are_nvidia_s(monkeypatch):
+    """An MI300 says 9.4 where an H100 says 9.0."""
+    monkeypatch.setattr(launch, "capability_of", lambda device: (9, 4))
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert not launch.has_wide_tiles(torch.device("cuda"))
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert launch.has_wide_tiles(torch.device("cuda"))
 
 
 def test_every_kernel_is_compiled_somewhere():

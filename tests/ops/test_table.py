@@ -4,6 +4,7 @@ import importlib
 import inspect
 import sys
 import types
+import warnings
 
 import pytest
 import torch
@@ -98,6 +99,36 @@ def test_eager_calls_pass_by_the_dispatcher_unless_autograd_records():
 def test_what_an_implementation_does_not_serve_the_definition_does():
     assert PLAIN(torch.ones(2), 101.0).tolist() == [101, 101]
     assert calls == ["cpu", "reference"]
+
+
+def test_a_kernel_that_does_not_compile_leaves_the_op_to_its_definition_with_one_warning() -> None:
+    class OutOfResources(Exception):
+        """As Triton's, which is not installed everywhere."""
+
+        __module__ = "triton.runtime.errors"
+
+    def launched(x: torch.Tensor, factor: float) -> torch.Tensor:
+        raise OutOfResources("shared memory, Required: 98304, Hardware limit: 65536")
+
+    op = _scaled("test_uncompiled")
+    del OPS[op.name]
+    op.implement("cpu", launched)
+    with pytest.warns(UserWarning, match="test_uncompiled does not compile for this GPU.*Hardware limit: 65536"):
+        assert op(torch.ones(2), 3.0).tolist() == [3, 3]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert op(torch.ones(2), 3.0).tolist() == [3, 3]
+
+
+def test_other_faults_of_an_implementation_are_raised() -> None:
+    def launched(x: torch.Tensor, factor: float) -> torch.Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    op = _scaled("test_faulty")
+    del OPS[op.name]
+    op.implement("cpu", launched)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        op(torch.ones(2), 3.0)
 
 
 def test_an_implementation_by_its_module_is_imported_when_first_called(monkeypatch):
