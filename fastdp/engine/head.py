@@ -149,8 +149,8 @@ class HeadFactors(Factors):
         """Inner products with the units' gradients of any other use of the same matrix, ``[units]`` float64."""
         other, offsets = other.dense(), other.offsets(layout)
         bounds, found = offsets.tolist(), torch.zeros_like(self.shares)
-        if other.one_hot and _named(other.left) in self.columns:
-            for unit, block in self.columns[_named(other.left)].items():
+        if other.one_hot and _identity(other.left) in self.columns:
+            for unit, block in self.columns[_identity(other.left)].items():
                 hidden = self.right[slice(*self.tiles.bounds[unit : unit + 2])]
                 rows = other.right[slice(*bounds[unit : unit + 2])]
                 ids = torch.arange(block.shape[1], device=block.device)
@@ -242,7 +242,7 @@ class HeadUse(torch.autograd.Function):
         units, (rows, width), device = tap.layout.units, weight.shape, hidden.device
         lengths = [b - a for a, b in zip(made.bounds, made.bounds[1:])]
         losses = torch.zeros(hidden.shape[0], device=device, dtype=torch.promote_types(hidden.dtype, torch.float32))
-        found = _Found(made)
+        found = _HeadPass(made)
         ctx.tap, ctx.trained, ctx.found = tap, trained, found
         tap.held.append(found)
         if ctx.needs_input_grad[0]:
@@ -286,9 +286,9 @@ class HeadUse(torch.autograd.Function):
         lengths = torch.tensor(made.bounds).diff().to(shares.device, non_blocking=True)
         each = shares.repeat_interleave(lengths, output_size=made.hidden.shape[0]).unsqueeze(1)
         if bias is not None:
-            sink.instances(bias, _scaled(found.bias, shares), layout)
+            sink.instances(bias, _scale_instances(found.bias, shares), layout)
         if found.whole is not None:
-            sink.instances(weight, _scaled(found.whole, shares), layout)
+            sink.instances(weight, _scale_instances(found.whole, shares), layout)
         elif weight is not None:
             known = shares.double(), found.norms, found.columns
             factors = HeadFactors(each, made.hidden, False, False, None, made, *known)
@@ -321,7 +321,7 @@ class _Norms:
 
 
 @dataclass
-class _Found:
+class _HeadPass:
     """What a head's forward pass found, until its backward pass is over: before units' coefficients are known."""
 
     made: Tiles | None
@@ -341,7 +341,7 @@ class _Found:
             for unit in range(units.start, units.stop):
                 a, b = (end - start for end in self.made.bounds[unit : unit + 2])
                 block = tile[a:b].index_select(1, ids[ends[unit] : ends[unit + 1]])
-                self.columns.setdefault(_named(ids), {})[unit] = block
+                self.columns.setdefault(_identity(ids), {})[unit] = block
 
     def back(self, tile: torch.Tensor, tokens: slice) -> None:
         """Send a tile back to its hidden states."""
@@ -355,12 +355,12 @@ class _Found:
         self.columns = {}
 
 
-def _named(ids: torch.Tensor) -> tuple[int, int]:
+def _identity(ids: torch.Tensor) -> tuple[int, int]:
     """Ids as the same ones are known again; what is kept of them lives as long as they do."""
     return ids.data_ptr(), ids.numel()
 
 
-def _scaled(instances: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+def _scale_instances(instances: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """Whole gradients times their units' coefficients: mostly ones, and a copy of large things then is saved."""
     if instances.device.type == "cpu" and bool((shares == 1).all()):
         return instances
