@@ -164,12 +164,11 @@ class Accumulator(Sums):
         """Clip and add one unit from its whole gradients ``[1, ...]``, weight ``[1]``: the one-example route."""
         policy = self.policy
         norms = Norms(len(policy.bounds), 1, weight.device)
-        if policy.axes:
-            axes = policy.axes
-            instances = {
-                name: axes[name].over(own, self.parameters[name].shape) if name in axes else own
-                for name, own in instances.items()
-            }
+        axes = policy.axes
+        instances = {
+            name: axes[name].over(own, self.parameters[name].shape) if name in axes else own
+            for name, own in instances.items()
+        }
         for name, instance in instances.items():
             group, entries = policy.group_of[name], instance.numel()
             relative = ops.Rounding(instance).squares(entries)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from fastdp.engine.batches import tensors
+from fastdp.engine.batches import map_tensors, tensors
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.lanes import Meeting, PerLane, affine, lay_along_rows
 from fastdp.engine.reads import Reads
@@ -55,15 +55,8 @@ class UseMode(TorchFunctionMode):
         self.else_read |= type(result) is not torch.Tensor or any(map(_may_hold, given))
         if result is not NotImplemented:
             return result
-        return func(*map(self._wrap, args), **{k: self._wrap(v) for k, v in kwargs.items()})
-
-    def _wrap(self, value: Any) -> Any:
-        # A method, since a nested function that calls itself is a cycle, which would keep a step's tensors until collected.
-        if self.reads.is_trained(value):
-            return PerLane.of(value, self.tap)
-        if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
-            return type(value)(self._wrap(v) for v in value)
-        return value
+        args, kwargs = map_tensors((args, kwargs), lambda t: PerLane.of(t, self.tap) if id(t) in names else t)
+        return func(*args, **kwargs)
 
 
 class ParameterProxy(torch.Tensor):
@@ -186,11 +179,9 @@ def _embedding(
         out = EmbeddingUse.apply(input.lanes, weight, padding_idx, tap, True)
         return PerLane(out, tap, sources=(weight, *input.sources))
     fold = reads.fold("embedding", weight, input, tap)
-    if fold is not None and fold.natural:
-        return EmbeddingUse.apply(input, weight, padding_idx, tap, False)
     if fold is not None:
         found = EmbeddingUse.apply(fold.front(input, tap.layout.rows), weight, padding_idx, tap, False)
-        return fold.back(found).contiguous()
+        return found if fold.natural else fold.back(found).contiguous()
     ids = input.expand(tap.layout.lanes, *input.shape)
     return PerLane(EmbeddingUse.apply(ids, weight, padding_idx, tap, True), tap, sources=(weight,))
 

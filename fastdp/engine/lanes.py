@@ -300,8 +300,8 @@ def _by_lane(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
         met = Meeting.of(*meeting.key, value, meeting.tap)
         if met is None or met.fold is None:
             return value
-        parts, axis = met.fold.split(value, layout.rows)
-        axes[id(parts)] = axis
+        parts = met.fold.split(value, layout.rows)
+        axes[id(parts)] = met.fold.lane_axis
         return parts
 
     cut_args, cut_kwargs = map_tensors((args, kwargs), cut)
@@ -318,8 +318,7 @@ def _by_lane(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
 
 def _own_copy(lanes: torch.Tensor, fold: Fold, rows: int) -> torch.Tensor:
     """Of a value that the formula itself repeated for every row, the copies of a lane's own row: ``[lanes, ...]``."""
-    parts, axis = fold.split(lanes.movedim(0, -1), rows)
-    return torch.diagonal(parts, 0, axis, -1).movedim(-1, 0)
+    return torch.diagonal(fold.split(lanes.movedim(0, -1), rows), 0, fold.lane_axis, -1).movedim(-1, 0)
 
 
 def lay_along_rows(value: PerLane, meeting: Meeting) -> torch.Tensor:

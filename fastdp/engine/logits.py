@@ -8,7 +8,8 @@ the logits as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -243,10 +244,9 @@ def _is_place(value: Any) -> bool:
 
 def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     """A cross-entropy of logits that no engine's pass takes: by parts of the tokens, each computed again for gradients."""
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    given = {**dict(zip(names, args)), **kwargs}
+    given = inspect.signature(_cross_entropy).bind(*args, **kwargs).arguments
     own, target = given["input"], given["target"]
-    if not isinstance(own, Logits) or own.source.take is not None or not takes(own, **given):
+    if not isinstance(own, Logits) or own.source.take is not None or not takes(given):
         return None
     ignored, reduction = given.get("ignore_index", -100), given.get("reduction", "mean")
     own.source.taken += 1
@@ -264,18 +264,12 @@ def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     return losses.sum() if reduction == "sum" else losses.sum() / (target != ignored).sum()
 
 
-def takes(
-    own: Logits,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    size_average: Any = None,
-    reduce: Any = None,
-    label_smoothing: float = 0.0,
-    **_options: Any,
-) -> bool:
-    """Whether a cross-entropy is one over the tokens' logits, without class weights and smoothing."""
-    plain = weight is None and size_average is None and reduce is None and not label_smoothing
-    return plain and own.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
+def takes(given: Mapping[str, Any]) -> bool:
+    """Whether a cross-entropy's arguments are tokens' logits and labels, without class weights and smoothing."""
+    plain = all(given.get(name) is None for name in ("weight", "size_average", "reduce"))
+    logits, target = given["input"], given["target"]
+    one_label = logits.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
+    return plain and one_label and not given.get("label_smoothing")
 
 
 def inputs(own: Logits) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -50,10 +50,6 @@ class Term:
     scalar: torch.Tensor
     per_unit: torch.Tensor
 
-    def is_all_of(self, total: torch.Tensor) -> bool:
-        """Whether a model's loss is this scalar, to which nothing was added."""
-        return total is self.scalar and total._version == 0
-
     @property
     def value(self) -> torch.Tensor:
         """The scalar as it was."""
@@ -256,7 +252,7 @@ def _class_loss(
     original: Callable[..., Any], terms: LossTerms, given: dict[str, Any], reduction: str
 ) -> torch.Tensor | None:
     input, target, ignored = given["input"], given["target"], given.get("ignore_index", -100)
-    if isinstance(input, Logits) and (input.source.small or not takes(input, **given)):
+    if isinstance(input, Logits) and (input.source.small or not takes(given)):
         input = input.dense()
     valid = None
     if not target.is_floating_point():
@@ -299,7 +295,8 @@ def combine(total: torch.Tensor, found: LossTerms, divided: frozenset[int], *, v
     terms = found.terms
     if not terms:
         raise OwnLoss(found.unmapped or "the model computes its loss without torch's loss functions")
-    if len(terms) == 1 and not divided and terms[0].is_all_of(total):
+    # A version counts what was added to a scalar in place.
+    if len(terms) == 1 and not divided and total is terms[0].scalar and total._version == 0:
         return terms[0].per_unit
     if _reaches_more(total, terms):
         raise OwnLoss("the model adds a term of its own to torch's loss functions")

@@ -46,10 +46,6 @@ class Fold(NamedTuple):
 
     def require(self, shape: torch.Size, rows: int, operation: str) -> None:
         """Raise `UnsupportedUse` unless the input of an operation `fits`."""
-        if len(shape) > self.axis and self.inner is None and shape[self.axis] > rows:
-            raise UnsupportedUse(
-                f"the input of {operation} has several entries a row, whose order was not seen when traced"
-            )
         if not self.fits(tuple(shape), rows):
             raise UnsupportedUse(f"the input of {operation} has shape {list(shape)}, which is not that of {rows} rows")
 
@@ -69,11 +65,9 @@ class Fold(NamedTuple):
             return x.movedim(0, self.axis)
         return x.movedim(0, self.axis + 1).flatten(self.axis, self.axis + 1)
 
-    def split(self, x: torch.Tensor, rows: int) -> tuple[torch.Tensor, int]:
-        """A view in which rows have an axis of their own, and that axis."""
-        if self.inner:
-            return x.unflatten(self.axis, (-1, rows)), self.axis + 1
-        return x.unflatten(self.axis, (rows, -1)), self.axis
+    def split(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        """A view in which rows have an axis of their own, which is `lane_axis`."""
+        return x.unflatten(self.axis, (-1, rows) if self.inner else (rows, -1))
 
     @property
     def lane_axis(self) -> int:
@@ -149,6 +143,8 @@ class Places:
 
     def __init__(self, inputs: Iterable[torch.Tensor], count: int):
         self._places: Marks[Place] = Marks()
+        #: The place of a tensor's rows; None where it is not known.
+        self.of = self._places.get
         self._count = count
         self.begin(inputs)
 
@@ -157,9 +153,6 @@ class Places:
         for t in inputs:
             if t.dim() and t.shape[0] == self._count:
                 self._places[t] = Place(0, torch.arange(self._count, dtype=torch.int16, device=t.device))
-
-    def of(self, t: torch.Tensor) -> Place | None:
-        return self._places.get(t)
 
     def _note(self, t: torch.Tensor, place: Place | None) -> None:
         if place is None:
