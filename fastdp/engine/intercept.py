@@ -55,7 +55,7 @@ class UseMode(TorchFunctionMode):
         self.else_read |= type(result) is not torch.Tensor or any(map(_may_hold, given))
         if result is not NotImplemented:
             return result
-        args, kwargs = map_tensors((args, kwargs), lambda t: PerLane.of(t, self.tap) if id(t) in names else t)
+        args, kwargs = map_tensors((args, kwargs), lambda t: PerLane.of(t, self.tap) if id(t) in names else t)  # type: ignore[arg-type]
         return func(*args, **kwargs)
 
 

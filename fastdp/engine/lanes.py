@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fastdp.engine.batches import map_tensors, tensors
+from fastdp.engine.batches import map_leaves, map_tensors, tensors
 from fastdp.engine.errors import Unseen, UnsupportedUse
 from fastdp.engine.named import functions, operation, writes
 from fastdp.engine.rows import Fold, Met
@@ -211,7 +211,7 @@ def _apply_to_values(func: Any, args: Any, kwargs: Any, sources: tuple[torch.nn.
         return None if result is None else target
     if isinstance(result, (bool, int, float)):
         return result
-    parts, given = itertools.count(), map_tensors(tuple(args), lambda t: t.shared if isinstance(t, PerLane) else t)
+    parts, given = itertools.count(), map_leaves(tuple(args), lambda _, t: t.shared if isinstance(t, PerLane) else t)
 
     def wrap(value: torch.Tensor) -> PerLane:
         part = None if value is result else next(parts)

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -251,14 +252,14 @@ def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     ignored, reduction = given.get("ignore_index", -100), given.get("reduction", "mean")
     own.source.taken += 1
     hidden, weight, bias = inputs(own)
+    steps, spans = own.steps, cuts(hidden.shape[0], weight.shape[0])
 
     def part(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return token_losses(F.linear(hidden, weight, bias), target, ignored, steps)
 
     with quiet(hidden):
-        steps, parts = own.steps, cuts(hidden.shape[0], weight.shape[0])
-        options = {"use_reentrant": False, "preserve_rng_state": False}
-        losses = torch.cat([checkpoint(part, hidden[a:b], target[a:b], **options) for a, b in parts])
+        again = partial(checkpoint, part, use_reentrant=False, preserve_rng_state=False)
+        losses = torch.cat([again(hidden[a:b], target[a:b]) for a, b in spans])
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (target != ignored).sum()

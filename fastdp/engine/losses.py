@@ -229,9 +229,10 @@ def _report(name: str, original: Callable[..., Any], terms: LossTerms, /, *args:
     """The scalar that a loss function reduces to, whose losses by unit go to ``terms``; torch's own if they cannot."""
     given = _SIGNATURES[name].bind(*args, **options).arguments
     operands = [t for t in given.values() if isinstance(t, torch.Tensor)]
-    reduction, legacy = given.pop("reduction", "mean"), [given.pop(key, None) for key in ("size_average", "reduce")]
-    if legacy != [None, None]:
-        reduction = F._Reduction.legacy_get_string(*legacy)
+    reduction, older = given.pop("reduction", "mean"), [given.pop(key, None) for key in ("size_average", "reduce")]
+    if older != [None, None]:
+        # Torch prefers its older arguments where they are given.
+        reduction = "none" if older[1] is False else "sum" if older[0] is False else "mean"
     if reduction == "none" or not torch.is_grad_enabled() or not any(t.requires_grad for t in operands):
         return original(*args, **options)
     if name in _CLASS_LOSSES:
