@@ -10,12 +10,10 @@ import torch
 import fastdp.engine.norms as sinks
 import fastdp.ops as ops
 from fastdp.distributed.ranks import Ranks
-from fastdp.distributed.shards import Whole
 from fastdp.engine.axes import Scaled
 from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.layout import Layout
 from fastdp.engine.norms import Batch, Entry, NormSink
-from fastdp.engine.policy import Policy
 from fastdp.engine.sums import Sums, SumSink
 from fastdp.engine.uses import Sink
 
@@ -43,14 +41,8 @@ class _CaptureOrder:
 class Accumulator(Sums):
     """Clipped sums of one logical batch, float32, and what may be said about how they came about.
 
-    Args:
-        parameters: the trained parameters by name, as modules read them.
-        policy: groups, bounds and noise; may be replaced between logical batches.
-        weights: says what of each sum this process keeps.
+    Its policy may be replaced between logical batches.
     """
-
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], policy: Policy, weights: Whole | None = None):
-        super().__init__(parameters, policy, weights)
 
     def reset(self) -> None:
         """Forget the sums: a new logical batch begins."""
@@ -104,7 +96,7 @@ class Accumulator(Sums):
             two_pass: run the backward pass twice and keep no factor: for gradient checkpointing, where memory is short.
         """
         norms = NormSink(self, layout, expected, keep=not two_pass)
-        sink = self._scaled(norms)
+        sink = self._scaling_sink(norms)
         order = _CaptureOrder(sink, self.names) if two_pass and self.weights.cut else None
         open_sink(order or sink)
         backward(two_pass)
@@ -114,12 +106,12 @@ class Accumulator(Sums):
         if two_pass:
             # Ranks whose captures come in another order could not add them up as they come.
             at_once = order is not None and self.weights.alike(zlib.crc32(repr(order.sequence).encode()))
-            open_sink(self._scaled(SumSink(self, factors, at_once=at_once)))
+            open_sink(self._scaling_sink(SumSink(self, factors, at_once=at_once)))
             backward(False)
             for name in () if at_once else self.parameters:
                 self.keep(name)
             return
-        most = self._together(norms)
+        most = self._launch_bytes(norms)
         if self.weights.cut:
             norms.apart()
         for batch in reversed(norms.batches):
@@ -152,7 +144,7 @@ class Accumulator(Sums):
                 del batch.lefts[at:], batch.rights[at:], own, lefts, rights
                 waiting, held = [], 0
 
-    def _together(self, norms: NormSink) -> int:
+    def _launch_bytes(self, norms: NormSink) -> int:
         """Bytes of sums that are made in one launch: few beside all of them, or beside what captures may hold back."""
         names = [name for batch in norms.batches for name in batch.names]
         every = 4 * sum([self.parameters[name].numel() for name in (*names, *norms.wholes, *norms.entries)])
@@ -162,7 +154,7 @@ class Accumulator(Sums):
         """Bytes of gradients of small matrices' outputs that may wait until the backward pass is over; -1 for none at all."""
         return sinks.may_hold(layout.weights.device) or -1
 
-    def _scaled(self, sink: Sink) -> Sink:
+    def _scaling_sink(self, sink: Sink) -> Sink:
         """The sink, or one before it that divides by the policy's axes."""
         for name, axes in self.policy.axes.items():
             axes.check(name, self.parameters[name].shape)
@@ -172,12 +164,11 @@ class Accumulator(Sums):
         """Clip and add one unit from its whole gradients ``[1, ...]``, weight ``[1]``: the one-example route."""
         policy = self.policy
         norms = Norms(len(policy.bounds), 1, weight.device)
-        if policy.axes:
-            axes = policy.axes
-            instances = {
-                name: axes[name].over(own, self.parameters[name].shape) if name in axes else own
-                for name, own in instances.items()
-            }
+        axes = policy.axes
+        instances = {
+            name: axes[name].over(own, self.parameters[name].shape) if name in axes else own
+            for name, own in instances.items()
+        }
         for name, instance in instances.items():
             group, entries = policy.group_of[name], instance.numel()
             relative = ops.Rounding(instance).squares(entries)

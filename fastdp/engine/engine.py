@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,12 +21,6 @@ from fastdp.engine.layout import Ticket
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
 from fastdp.engine.policy import Policy
 from fastdp.engine.routing import Routing
-
-
-class Recorded(Protocol):
-    """Replays the passes of microbatches whose shapes come again."""
-
-    def forward(self, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]) -> tuple[Any, Pass] | None: ...
 
 
 class Engine(Passes):
@@ -66,7 +60,7 @@ class Engine(Passes):
         ranks: Ranks = ONE,
         secret: bool = False,
         isolated: bool = False,
-        graphs: Callable[[Passes, Callable[[], AbstractContextManager[None]]], Recorded] | None = None,
+        graphs: Callable[[Passes, Callable[[], AbstractContextManager[None]]], Any] | None = None,
     ):
         super().__init__(
             model,

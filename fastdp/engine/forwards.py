@@ -10,7 +10,7 @@ import torch
 
 from fastdp.distributed.shards import Whole
 from fastdp.engine.batches import RowLists
-from fastdp.engine.intercept import Held, PlainHeads, UseMode, called
+from fastdp.engine.intercept import ParameterProxy, PlainHeads, UseMode, use_of_module
 from fastdp.engine.reads import Reads
 
 
@@ -55,7 +55,7 @@ class PatchedForward(_Forward):
         super().__init__(module)
         self.reads = reads
         #: Its parameters as it holds them in a pass, once a mode has seen that nothing else of it reads any; by name.
-        self.held: dict[str, Held] = {}
+        self.proxies: dict[str, ParameterProxy] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tap = self.reads.tap
@@ -64,11 +64,11 @@ class PatchedForward(_Forward):
         if self.reads.mode_open or (tap is None and not self.reads.heads.plainly):
             return self.original(*args, **kwargs)
         if tap is not None and not self.had_own and not torch.compiler.is_compiling():
-            result = called(self.module, self.reads, tap, args, kwargs)
+            result = use_of_module(self.module, self.reads, tap, args, kwargs)
             if result is not NotImplemented:
                 return result
-            if self.held:
-                return self._holding(args, kwargs)
+            if self.proxies:
+                return self._call_with_proxies(args, kwargs)
         self.reads.mode_open = True
         mode = PlainHeads(self.reads) if tap is None else UseMode(self.reads, tap)
         try:
@@ -79,13 +79,13 @@ class PatchedForward(_Forward):
             if isinstance(mode, UseMode) and not mode.else_read:
                 own = {name: p for name, p in self.module._parameters.items() if id(p) in mode.met}
                 if len(own) == len(mode.met):
-                    self.held = {name: Held.of(p, self.reads) for name, p in own.items() if p is not None}
+                    self.proxies = {name: ParameterProxy.of(p, self.reads) for name, p in own.items() if p is not None}
 
-    def _holding(self, args: Any, kwargs: Any) -> Any:
+    def _call_with_proxies(self, args: Any, kwargs: Any) -> Any:
         """The module's own forward, with its parameters held so that what reads them is known."""
         own: dict[str, Any] = self.module._parameters
-        before = {name: own[name] for name in self.held}
-        own.update(self.held)
+        before = {name: own[name] for name in self.proxies}
+        own.update(self.proxies)
         try:
             return self.original(*args, **kwargs)
         finally:
@@ -136,7 +136,7 @@ class RootCall:
         self.model = model
         self.plain: Callable[..., Any] = weights.running(model._call_impl)
         self.original = self.plain
-        self._kept = model._compiled_call_impl
+        self._compiled_call = model._compiled_call_impl
         self._patch: PatchedForward | None = None
         train = torch.compiler.disable(train)
 
@@ -157,7 +157,7 @@ class RootCall:
 
     def remove(self) -> None:
         """The model's own calls again."""
-        self.model._compiled_call_impl = self._kept
+        self.model._compiled_call_impl = self._compiled_call
 
 
 class Forwards:

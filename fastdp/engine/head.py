@@ -69,28 +69,32 @@ class Tiles:
                 tile[a:b] = own
         return tile
 
-    def _groups(self) -> Iterator[tuple[int, int]]:
-        """Units (first, and first of the next) whose tokens fit in a tile; one alone may be longer."""
-        most, first = max(1, TILE // self.weight.shape[0]), 0
+    def _spans(self, parts: bool) -> Iterator[tuple[slice, slice]]:
+        """Units and tokens of each tile; of units that fit in one together, or else of one that may be longer."""
+        width, first = self.weight.shape[0], 0
         for unit in range(1, len(self.bounds)):
-            last = unit == len(self.bounds) - 1
-            if last or self.bounds[unit + 1] - self.bounds[first] > most:
-                yield first, unit
+            start, end = self.bounds[first], self.bounds[unit]
+            if parts:
+                yield from (
+                    (slice(first, unit), slice(start + a, start + b)) for a, b in cuts(end - start, width, TILE)
+                )
+                first = unit
+            elif unit == len(self.bounds) - 1 or self.bounds[unit + 1] - start > max(1, TILE // width):
+                yield slice(first, unit), slice(start, end)
                 first = unit
 
     def of_units(
-        self, losses: torch.Tensor | None = None, *, only: int | None = None
+        self, losses: torch.Tensor | None = None, *, only: int | None = None, parts: bool = False
     ) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
         """The units of each tile (or of that of one unit), their tokens, their offsets among them, and the tile.
 
-        Without tokens there is none.
+        Without tokens there is none. With ``parts`` a tile is of one unit, or of a part of one that is too long.
         """
-        for first, end in self._groups():
-            start, stop = self.bounds[first], self.bounds[end]
-            if stop > start and (only is None or first <= only < end):
-                tile = self.tile(start, stop, losses)
-                offsets = torch.tensor(self.bounds[first : end + 1]) - start
-                yield slice(first, end), slice(start, stop), offsets.to(tile.device, non_blocking=True), tile
+        for units, tokens in self._spans(parts):
+            if tokens.stop > tokens.start and (only is None or units.start <= only < units.stop):
+                tile = self.tile(tokens.start, tokens.stop, losses)
+                ends = torch.tensor(self.bounds[units.start : units.stop + 1]).clamp(tokens.start, tokens.stop)
+                yield units, tokens, (ends - tokens.start).to(tile.device, non_blocking=True), tile
                 # Two tiles would stand beside each other while the next one is made.
                 del tile
 
@@ -149,8 +153,8 @@ class HeadFactors(Factors):
         """Inner products with the units' gradients of any other use of the same matrix, ``[units]`` float64."""
         other, offsets = other.dense(), other.offsets(layout)
         bounds, found = offsets.tolist(), torch.zeros_like(self.shares)
-        if other.one_hot and _named(other.left) in self.columns:
-            for unit, block in self.columns[_named(other.left)].items():
+        if other.one_hot and _identity(other.left) in self.columns:
+            for unit, block in self.columns[_identity(other.left)].items():
                 hidden = self.right[slice(*self.tiles.bounds[unit : unit + 2])]
                 rows = other.right[slice(*bounds[unit : unit + 2])]
                 ids = torch.arange(block.shape[1], device=block.device)
@@ -219,8 +223,8 @@ def take(
         owners = own.places.reshape(-1) // max(1, own.source.hidden.shape[:-1].numel() // layout.rows)
         if not torch.equal(owners, torch.arange(tokens) // max(1, tokens // layout.rows)):
             raise UnsupportedUse("the model's loss leaves out whole rows of its logits")
-    made = Tiles(hidden.detach(), weight.detach(), None, own.steps, target, ignored, counts, bounds)
-    made.bias = None if bias is None else bias.detach()
+    plain = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+    made = Tiles(*plain, own.steps, target, ignored, counts, bounds)
     found: torch.Tensor = HeadUse.apply(hidden, weight, bias, made, reduced, tap, trained)
     return found
 
@@ -240,42 +244,32 @@ class HeadUse(torch.autograd.Function):
         trained: tuple[torch.nn.Parameter | None, torch.nn.Parameter | None],
     ) -> torch.Tensor:
         units, (rows, width), device = tap.layout.units, weight.shape, hidden.device
-        lengths = [b - a for a, b in zip(made.bounds, made.bounds[1:])]
         losses = torch.zeros(hidden.shape[0], device=device, dtype=torch.promote_types(hidden.dtype, torch.float32))
-        found = _Found(made)
+        found = _HeadPass(made)
         ctx.tap, ctx.trained, ctx.found = tap, trained, found
         tap.held.append(found)
         if ctx.needs_input_grad[0]:
             found.hidden = torch.zeros_like(made.hidden)
         if trained[1] is not None:
             found.bias = losses.new_zeros(units, rows)
-        long = max(lengths, default=0)
+        long = max((b - a for a, b in zip(made.bounds, made.bounds[1:])), default=0)
         read = [t.reshape(-1) for t in tap.looked_up.get(id(trained[0]), []) if tap.layout.covers(t.numel())]
         looked_up = [(t, tap.layout.offsets(t.numel()).tolist()) for t in read]
         whole = ops.routes.allowed("instantiate", rows, width, long, units, dtype=weight.dtype)
-        if trained[0] is not None and not whole:
+        if trained[0] is not None and whole:
+            found.whole = losses.new_zeros(units, rows, width)
+        elif trained[0] is not None:
             found.norms = _Norms(*(torch.zeros(units, dtype=torch.float64, device=device) for _ in range(2)))
-            for own, here, offsets, tile in made.of_units(losses):
-                found.back(tile, here)
-                if found.bias is not None:
-                    found.bias[own] = ops.column_sums(tile, offsets)
+        for own, here, offsets, tile in made.of_units(losses, parts=found.norms is None):
+            found.back(tile, here)
+            if found.bias is not None:
+                found.bias[own] += ops.column_sums(tile, offsets)
+            if found.norms is not None:
                 found.gather(own, tile, here.start, looked_up)
                 found.norms.measure(own, tile, made.hidden[here], offsets)
-                del tile
-        else:
-            if trained[0] is not None:
-                found.whole = losses.new_zeros(units, rows, width)
-            for unit, (start, end) in enumerate(zip(made.bounds, made.bounds[1:])):
-                for a, b in cuts(end - start, rows, TILE):
-                    here = slice(start + a, start + b)
-                    tile = made.tile(here.start, here.stop, losses)
-                    found.back(tile, here)
-                    if found.bias is not None:
-                        found.bias[unit] += tile.sum(0, dtype=found.bias.dtype)
-                    if found.whole is not None:
-                        every = torch.ones(b - a, device=device)
-                        ops.weighted_sum(tile, made.hidden[here], every, found.whole[unit])
-                    del tile
+            elif found.whole is not None:
+                ops.weighted_sum(tile, made.hidden[here], losses.new_ones(1), found.whole[own.start], offsets=offsets)
+            del tile
         given: torch.Tensor = reduced(losses)
         return given
 
@@ -286,9 +280,9 @@ class HeadUse(torch.autograd.Function):
         lengths = torch.tensor(made.bounds).diff().to(shares.device, non_blocking=True)
         each = shares.repeat_interleave(lengths, output_size=made.hidden.shape[0]).unsqueeze(1)
         if bias is not None:
-            sink.instances(bias, _scaled(found.bias, shares), layout)
+            sink.instances(bias, _scale_instances(found.bias, shares), layout)
         if found.whole is not None:
-            sink.instances(weight, _scaled(found.whole, shares), layout)
+            sink.instances(weight, _scale_instances(found.whole, shares), layout)
         elif weight is not None:
             known = shares.double(), found.norms, found.columns
             factors = HeadFactors(each, made.hidden, False, False, None, made, *known)
@@ -321,7 +315,7 @@ class _Norms:
 
 
 @dataclass
-class _Found:
+class _HeadPass:
     """What a head's forward pass found, until its backward pass is over: before units' coefficients are known."""
 
     made: Tiles | None
@@ -341,7 +335,7 @@ class _Found:
             for unit in range(units.start, units.stop):
                 a, b = (end - start for end in self.made.bounds[unit : unit + 2])
                 block = tile[a:b].index_select(1, ids[ends[unit] : ends[unit + 1]])
-                self.columns.setdefault(_named(ids), {})[unit] = block
+                self.columns.setdefault(_identity(ids), {})[unit] = block
 
     def back(self, tile: torch.Tensor, tokens: slice) -> None:
         """Send a tile back to its hidden states."""
@@ -355,12 +349,12 @@ class _Found:
         self.columns = {}
 
 
-def _named(ids: torch.Tensor) -> tuple[int, int]:
+def _identity(ids: torch.Tensor) -> tuple[int, int]:
     """Ids as the same ones are known again; what is kept of them lives as long as they do."""
     return ids.data_ptr(), ids.numel()
 
 
-def _scaled(instances: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+def _scale_instances(instances: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """Whole gradients times their units' coefficients: mostly ones, and a copy of large things then is saved."""
     if instances.device.type == "cpu" and bool((shares == 1).all()):
         return instances

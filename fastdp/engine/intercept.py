@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from fastdp.engine.batches import map_tensors, tensors
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.lanes import Meeting, PerLane, affine, laid
+from fastdp.engine.lanes import Meeting, PerLane, affine, lay_along_rows
 from fastdp.engine.reads import Reads
 from fastdp.engine.rows import Fold
 from fastdp.engine.rules import bags, convolution, norms, products, recurrent
@@ -33,44 +34,32 @@ class UseMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        reads_values, inside = _asked(func)
+        reads_values, inside = _classify(func)
         if not (reads_values and torch.is_grad_enabled()):
             return func(*args, **kwargs)
-        names = self.reads.names
-        if inside is None and func not in _HANDLERS:
-            # Most of what runs beside a parameter's own operation reads none.
-            for value in (*args, *kwargs.values()):
-                if id(value) in names or _may_hold(value):
-                    break
-            else:
-                return func(*args, **kwargs)
-            result = affine(func, args, kwargs, names, self.tap)
-            if result is not NotImplemented:
-                self.met.update([id(value) for value in args if id(value) in names])
-                return result
         if inside is not None:
             self.else_read = True
             with self:
                 return inside(*args, **kwargs)
-        result = _handled(self.reads, self.tap, func, args, kwargs)
-        given = [*args, *kwargs.values()]
-        self.met.update([id(value) for value in given if id(value) in names])
+        given, names = [*args, *kwargs.values()], self.reads.names
+        read = names.keys() & set(map(id, given))
+        # Most of what runs beside a parameter's own operation reads none.
+        if func not in _HANDLERS and not (read or any(map(_may_hold, given))):
+            return func(*args, **kwargs)
+        self.met |= read
+        result = affine(func, args, kwargs, names, self.tap)
+        if result is not NotImplemented:
+            return result
+        result = _apply_rule(self.reads, self.tap, func, args, kwargs)
         # What a rule makes of a parameter alone goes on to others as that.
         self.else_read |= type(result) is not torch.Tensor or any(map(_may_hold, given))
         if result is not NotImplemented:
             return result
-        return func(*map(self._substituted, args), **{k: self._substituted(v) for k, v in kwargs.items()})
-
-    def _substituted(self, value: Any) -> Any:
-        # A method, since a nested function that calls itself is a cycle, which would keep a step's tensors until collected.
-        if self.reads.is_trained(value):
-            return PerLane.of(value, self.tap)
-        if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
-            return type(value)(self._substituted(v) for v in value)
-        return value
+        args, kwargs = map_tensors((args, kwargs), lambda t: PerLane.of(t, self.tap) if id(t) in names else t)  # type: ignore[arg-type]
+        return func(*args, **kwargs)
 
 
-class Held(torch.Tensor):
+class ParameterProxy(torch.Tensor):
     """A trained parameter in its module's hands during a forward pass: what is made of it goes where `UseMode` sends it.
 
     Nothing else of the module's is intercepted, so it serves where a mode has seen that each is read by a rule, or meets an
@@ -83,7 +72,7 @@ class Held(torch.Tensor):
     _is_param = True
 
     @classmethod
-    def of(cls, parameter: torch.nn.Parameter, reads: Reads) -> Held:
+    def of(cls, parameter: torch.nn.Parameter, reads: Reads) -> ParameterProxy:
         """A parameter, for its module."""
         held = parameter.detach().as_subclass(cls)
         held.reads, held.parameter = reads, parameter
@@ -92,31 +81,26 @@ class Held(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [*args, *kwargs.values()] if kwargs else args
-        reads = next((value.__dict__["reads"] for value in given if type(value) is cls), None) or _reads_within(given)
-        args, kwargs = [*map(_let_go, args)], {name: _let_go(value) for name, value in kwargs.items()} if kwargs else {}
+        held = next((value for value in given if type(value) is cls), None)
+        if held is None:
+            held = next(value for value in tensors(given) if type(value) is cls)
+        reads = held.__dict__["reads"]
+        args, kwargs = [*map(_unwrap, args)], {name: _unwrap(value) for name, value in kwargs.items()} if kwargs else {}
         tap = reads.tap
-        if tap is None or not (_asked(func)[0] and torch.is_grad_enabled()):
+        if tap is None or not (_classify(func)[0] and torch.is_grad_enabled()):
             return func(*args, **kwargs)
         # What a mode has seen of the module is what its parameters go through again, as a rule.
         result = affine(func, args, kwargs, reads.names, tap)
         if result is NotImplemented and func in _HANDLERS:
-            result = _handled(reads, tap, func, args, kwargs)
+            result = _apply_rule(reads, tap, func, args, kwargs)
         return UseMode(reads, tap).__torch_function__(func, types, args, kwargs) if result is NotImplemented else result
 
 
-def _let_go(value: Any) -> Any:
+def _unwrap(value: Any) -> Any:
     """The same nesting with parameters in the place of those held."""
-    if type(value) is Held:
+    if type(value) is ParameterProxy:
         return value.__dict__["parameter"]
-    return type(value)(map(_let_go, value)) if type(value) in (list, tuple) else value
-
-
-def _reads_within(value: Any) -> Any:
-    """What the first `Held` in a nesting belongs to; None if there is none."""
-    if type(value) is Held:
-        return value.__dict__["reads"]
-    found = map(_reads_within, value) if isinstance(value, (list, tuple)) else ()
-    return next((reads for reads in found if reads is not None), None)
+    return type(value)(map(_unwrap, value)) if type(value) in (list, tuple) else value
 
 
 def _may_hold(value: Any) -> bool:
@@ -127,12 +111,12 @@ def _may_hold(value: Any) -> bool:
 
 
 @functools.lru_cache(1 << 12)
-def _asked(func: Any) -> tuple[bool, Any]:
+def _classify(func: Any) -> tuple[bool, Any]:
     """Whether a torch function makes something of values that a gradient follows, and the code of one that is made of others."""
     return not (is_metadata(func) or is_detach(func)), opened(func)
 
 
-def _handled(reads: Reads, tap: Tap, func: Any, args: Any, kwargs: Any) -> Any:
+def _apply_rule(reads: Reads, tap: Tap, func: Any, args: Any, kwargs: Any) -> Any:
     """The use that an operation is; NotImplemented for one that no rule serves: it goes lane by lane, if the trace saw it."""
     handler = _HANDLERS.get(func)
     if handler is None:
@@ -143,7 +127,7 @@ def _handled(reads: Reads, tap: Tap, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
 
 
-def _own(kind: type[torch.nn.Module]) -> Any:
+def _torch_forward(kind: type[torch.nn.Module]) -> Any:
     """The forward of one of torch's own modules, if it is torch's; others may have put theirs in its place."""
     forward: Any = kind.forward
     code = getattr(forward, "__code__", None)
@@ -156,12 +140,12 @@ def _layer_norm_of(module: torch.nn.LayerNorm, reads: Reads, tap: Tap, x: torch.
 
 #: Forwards of torch's own modules, and the uses that these are on one tensor, as their code says.
 _CALLS: dict[type[torch.nn.Module], tuple[Any, Callable[[Any, Reads, Tap, torch.Tensor], Any]]] = {
-    torch.nn.Linear: (_own(torch.nn.Linear), products.linear_of),
-    torch.nn.LayerNorm: (_own(torch.nn.LayerNorm), _layer_norm_of),
+    torch.nn.Linear: (_torch_forward(torch.nn.Linear), products.linear_of),
+    torch.nn.LayerNorm: (_torch_forward(torch.nn.LayerNorm), _layer_norm_of),
 }
 
 
-def called(module: torch.nn.Module, reads: Reads, tap: Tap, args: Any, kwargs: Any) -> Any:
+def use_of_module(module: torch.nn.Module, reads: Reads, tap: Tap, args: Any, kwargs: Any) -> Any:
     """The use that the call of one of torch's own modules is, found without following its code; NotImplemented for others."""
     kind = type(module)
     if kind not in _CALLS or kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor:
@@ -195,11 +179,9 @@ def _embedding(
         out = EmbeddingUse.apply(input.lanes, weight, padding_idx, tap, True)
         return PerLane(out, tap, sources=(weight, *input.sources))
     fold = reads.fold("embedding", weight, input, tap)
-    if fold is not None and fold.natural:
-        return EmbeddingUse.apply(input, weight, padding_idx, tap, False)
     if fold is not None:
         found = EmbeddingUse.apply(fold.front(input, tap.layout.rows), weight, padding_idx, tap, False)
-        return fold.back(found).contiguous()
+        return found if fold.natural else fold.back(found).contiguous()
     ids = input.expand(tap.layout.lanes, *input.shape)
     return PerLane(EmbeddingUse.apply(ids, weight, padding_idx, tap, True), tap, sources=(weight,))
 
@@ -210,22 +192,18 @@ def _layer_norm(
     trained = (reads.is_trained(weight), reads.is_trained(bias))
     if not any(trained):
         return NotImplemented
-    if (
-        len(normalized_shape) != 1
-        or isinstance(input, PerLane)
-        or not reads.rows("layer_norm", weight if trained[0] else bias, input, tap)
-    ):
-        raise UnsupportedUse("layer_norm over several dimensions, or of a value without rows")
+    if len(normalized_shape) != 1:
+        raise UnsupportedUse("layer_norm over several dimensions")
+    reads.require_rows("layer_norm", (weight, bias), input, tap)
     return normed(input, weight, bias, eps, tap, trained)
 
 
 def _rms_norm(reads: Reads, tap: Tap, input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
     if not reads.is_trained(weight):
         return NotImplemented
-    if isinstance(input, PerLane) or not reads.rows("rms_norm", weight, input, tap):
-        raise UnsupportedUse("rms_norm of a value without rows")
+    reads.require_rows("rms_norm", (weight,), input, tap)
     normed = F.rms_norm(input, normalized_shape, None, eps)
-    return normed * laid(PerLane.of(weight, tap), Meeting(tap, normed, Fold()))
+    return normed * lay_along_rows(PerLane.of(weight, tap), Meeting(tap, normed, Fold()))
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -261,13 +239,8 @@ class PlainHeads(TorchFunctionMode):
         self.reads = reads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.linear:
-            return func(*args, **kwargs)
-        return _plain_linear(self.reads, *args, **kwargs)
+        return (self._linear if func is F.linear else func)(*args, **(kwargs or {}))
 
-
-def _plain_linear(reads: Reads, input: Any, weight: Any, bias: Any = None) -> Any:
-    if not reads.heads.holds(weight):
-        return F.linear(input, weight, bias)
-    return reads.heads.leave_out(input, weight, bias, lambda: F.linear(input, weight, bias))
+    def _linear(self, input: Any, weight: Any, bias: Any = None) -> Any:
+        product, heads = functools.partial(F.linear, input, weight, bias), self.reads.heads
+        return heads.leave_out(input, weight, bias, product) if heads.holds(weight) else product()

@@ -8,15 +8,16 @@ copy of the value a row. That gradient then goes back to the parameters, unit by
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from fastdp.engine.batches import map_leaves, map_tensors, tensors
 from fastdp.engine.errors import Unseen, UnsupportedUse
-from fastdp.engine.named import functions
+from fastdp.engine.named import functions, operation, writes
 from fastdp.engine.rows import Fold, Met
 from fastdp.engine.shared import Shared, SharedLanes, SharedProduct, pull_through
 from fastdp.engine.uses import ExpandUse, Tap, expanded, is_detach, is_metadata
@@ -72,11 +73,6 @@ class PerLane(torch.Tensor):
         return self._lanes
 
     @property
-    def laid_out(self) -> bool:
-        """Whether there are lanes already, which would not follow a change of the value."""
-        return self._lanes is not None
-
-    @property
     def single(self) -> torch.Tensor:
         """The value, once."""
         return self.lanes[0] if self.shared is None else self.shared.value
@@ -95,9 +91,9 @@ class PerLane(torch.Tensor):
                 return func(*args, **kwargs)
         if is_detach(func):
             return func(args[0].single, *args[1:], **kwargs)
-        if not torch.is_grad_enabled() and not (_writes(func) and isinstance(args[0], PerLane)):
+        if not torch.is_grad_enabled() and not (writes(func) and isinstance(args[0], PerLane)):
             # No gradient follows, as in a power iteration: this is a constant.
-            return func(*_put(list(args), lambda p: p.single), **_put(kwargs, lambda p: p.single))
+            return _call(func, args, kwargs, lambda p: p.single)
         return _apply(func, args, kwargs)
 
     @classmethod
@@ -141,49 +137,27 @@ def affine(func: Any, args: Any, kwargs: Any, trained: Mapping[int, str], tap: T
 
 
 def _apply(func: Any, args: Any, kwargs: Any) -> Any:
-    found: list[PerLane] = []
-    plain: list[torch.Tensor] = []
-
-    _sort((*args, *kwargs.values()), found, plain)
+    given = list(tensors((args, kwargs)))
+    found = [t for t in given if isinstance(t, PerLane)]
+    plain = [t for t in given if not isinstance(t, PerLane)]
     tap = found[0].tap
     sources = tuple(dict.fromkeys(source for p in found for source in p.sources))
     meeting = Meeting.found(func, sources, plain, tap)
     if meeting is not None:
         return _meet(func, args, kwargs, meeting)
-    if _writes(func) and not isinstance(args[0], PerLane):
+    if writes(func) and not isinstance(args[0], PerLane):
         raise UnsupportedUse(f"{operation(func)} of a parameter into a constant")
     if all(p.shared is not None for p in found):
-        return _among(func, args, kwargs, sources, tap)
+        return _apply_to_values(func, args, kwargs, sources, tap)
     if func in _ELEMENTWISE and all(t.dim() == 0 for t in plain) and len({p.dim() for p in found}) == 1:
-        return PerLane(func(*_lanes(args), **_lanes(kwargs)), tap, sources=sources)
+        return PerLane(_call(func, args, kwargs, lambda p: p.lanes), tap, sources=sources)
     if func is F.linear and isinstance(args[0], PerLane) and len(found) == 1:
         return PerLane(func(args[0].lanes, *args[1:], **kwargs), tap, sources=sources)
-    mapped = _mapped(func, args, kwargs, lambda t: None)(0)
-    return _of_results(mapped, lambda t: PerLane(t, tap, sources=sources), func)
+    mapped = _vmap(func, args, kwargs, lambda t: None)(0)
+    return _wrap_results(mapped, lambda t: PerLane(t, tap, sources=sources), func)
 
 
-# Functions that call themselves stand outside of others: nested ones are cycles, which keep a step's tensors until collected.
-def _sort(values: Iterable[Any], found: list[PerLane], plain: list[torch.Tensor]) -> None:
-    for value in values:
-        if isinstance(value, PerLane):
-            found.append(value)
-        elif isinstance(value, torch.Tensor):
-            plain.append(value)
-        elif isinstance(value, (list, tuple)):
-            _sort(value, found, plain)
-
-
-def operation(func: Any) -> str:
-    """The name under which an operation's meetings are recorded."""
-    return getattr(func, "__name__", str(func))
-
-
-def _writes(func: Any) -> bool:
-    name = operation(func)
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-
-
-def _of_results(result: Any, wrap: Callable[[torch.Tensor], Any], func: Any) -> Any:
+def _wrap_results(result: Any, wrap: Callable[[torch.Tensor], Any], func: Any) -> Any:
     if isinstance(result, torch.Tensor):
         return wrap(result)
     if isinstance(result, (list, tuple)) and all(isinstance(r, torch.Tensor) for r in result):
@@ -192,40 +166,29 @@ def _of_results(result: Any, wrap: Callable[[torch.Tensor], Any], func: Any) -> 
     raise UnsupportedUse(f"{operation(func)} of a parameter")
 
 
-def _put(value: Any, change: Callable[[Any], Any], kind: type = PerLane) -> Any:
-    """The same nesting with everything of a kind replaced."""
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, dict):
-        return {k: _put(v, change, kind) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        parts = [_put(v, change, kind) for v in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
+def _call(func: Any, args: Any, kwargs: Any, change: Callable[[PerLane], Any]) -> Any:
+    """The operation with something else in the place of each value of parameters."""
+    args, kwargs = map_tensors((args, kwargs), lambda t: change(t) if isinstance(t, PerLane) else t)
+    return func(*args, **kwargs)
 
 
-def _lanes(values: Any) -> Any:
-    return _put(values, lambda p: p.lanes)
-
-
-def _mapped(func: Any, args: Any, kwargs: Any, axis: Callable[[torch.Tensor], int | None]) -> Callable[[Any], Any]:
+def _vmap(func: Any, args: Any, kwargs: Any, axis: Callable[[torch.Tensor], int | None]) -> Callable[[Any], Any]:
     """The operation lane by lane, as a function of the results' axis of lanes; ``axis`` says which axis of a plain tensor is."""
     given: list[torch.Tensor] = []
     axes: list[int | None] = []
 
-    def take(tensor: torch.Tensor) -> _Slot:
+    def take(tensor: torch.Tensor) -> torch.Tensor:
         lanes = isinstance(tensor, PerLane)
         given.append(tensor.lanes if isinstance(tensor, PerLane) else tensor)
         axes.append(0 if lanes else axis(tensor))
-        return _Slot(len(given) - 1)
+        return tensor
 
-    slots, named = _put(tuple(args), take, torch.Tensor), _put(kwargs, take, torch.Tensor)
+    map_tensors((args, kwargs), take)
 
-    def one(*tensors: torch.Tensor) -> Any:
-        def put(slot: _Slot) -> torch.Tensor:
-            return tensors[slot.index]
-
-        return func(*_put(slots, put, _Slot), **_put(named, put, _Slot))
+    def one(*lane: torch.Tensor) -> Any:
+        waiting = iter(lane)
+        lane_args, lane_kwargs = map_tensors((args, kwargs), lambda _: next(waiting))
+        return func(*lane_args, **lane_kwargs)
 
     def run(out: Any) -> Any:
         try:
@@ -236,29 +199,25 @@ def _mapped(func: Any, args: Any, kwargs: Any, axis: Callable[[torch.Tensor], in
     return run
 
 
-@dataclass(frozen=True)
-class _Slot:
-    index: int
-
-
-def _among(func: Any, args: Any, kwargs: Any, sources: tuple[torch.nn.Parameter, ...], tap: Tap) -> Any:
+def _apply_to_values(func: Any, args: Any, kwargs: Any, sources: tuple[torch.nn.Parameter, ...], tap: Tap) -> Any:
     """An operation among values of parameters and constants."""
-    target = args[0] if _writes(func) else None
-    if isinstance(target, PerLane) and (target.laid_out or isinstance(target.single, torch.nn.Parameter)):
+    target = args[0] if writes(func) else None
+    # Lanes that are there already would not follow a change of the value.
+    if isinstance(target, PerLane) and (target._lanes is not None or isinstance(target.single, torch.nn.Parameter)):
         raise UnsupportedUse(f"{operation(func)} into a parameter")
-    result = func(*_put(list(args), lambda p: p.single), **_put(kwargs, lambda p: p.single))
+    result = _call(func, args, kwargs, lambda p: p.single)
     if isinstance(target, PerLane):
         target.shared = Shared(target.single, sources)
         return None if result is None else target
     if isinstance(result, (bool, int, float)):
         return result
-    parts, given = itertools.count(), _put(tuple(args), lambda p: p.shared)
+    parts, given = itertools.count(), map_leaves(tuple(args), lambda _, t: t.shared if isinstance(t, PerLane) else t)
 
     def wrap(value: torch.Tensor) -> PerLane:
         part = None if value is result else next(parts)
         return PerLane(None, tap, Shared(value, sources, pull_through(func, given, kwargs, value, part)))
 
-    return _of_results(result, wrap, func)
+    return _wrap_results(result, wrap, func)
 
 
 @dataclass(frozen=True)
@@ -313,8 +272,7 @@ class Meeting:
 
 def _meet(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
     if func in _ELEMENTWISE or func in _JOINS:
-        laid_out = [_put(list(args), lambda p: laid(p, meeting)), _put(kwargs, lambda p: laid(p, meeting))]
-        return func(*laid_out[0], **laid_out[1])
+        return _call(func, args, kwargs, lambda p: lay_along_rows(p, meeting))
     if not meeting.tap.any_formula:
         raise UnsupportedUse(f"{operation(func)} of a parameter and an activation")
     rule = _RULES.get(func)
@@ -342,12 +300,12 @@ def _by_lane(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
         met = Meeting.of(*meeting.key, value, meeting.tap)
         if met is None or met.fold is None:
             return value
-        parts, axis = met.fold.split(value, layout.rows)
-        axes[id(parts)] = axis
+        parts = met.fold.split(value, layout.rows)
+        axes[id(parts)] = met.fold.lane_axis
         return parts
 
-    cut_args, cut_kwargs = (_put(given, cut, torch.Tensor) for given in (tuple(args), kwargs))
-    run = _mapped(func, cut_args, cut_kwargs, lambda t: axes.get(id(t)))
+    cut_args, cut_kwargs = map_tensors((args, kwargs), cut)
+    run = _vmap(func, cut_args, cut_kwargs, lambda t: axes.get(id(t)))
     out = meeting.met.out
     if not out or None in out:
         raise UnsupportedUse(f"{operation(func)} of a parameter and an activation, with a result that has no rows")
@@ -360,11 +318,10 @@ def _by_lane(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
 
 def _own_copy(lanes: torch.Tensor, fold: Fold, rows: int) -> torch.Tensor:
     """Of a value that the formula itself repeated for every row, the copies of a lane's own row: ``[lanes, ...]``."""
-    parts, axis = fold.split(lanes.movedim(0, -1), rows)
-    return torch.diagonal(parts, 0, axis, -1).movedim(-1, 0)
+    return torch.diagonal(fold.split(lanes.movedim(0, -1), rows), 0, fold.lane_axis, -1).movedim(-1, 0)
 
 
-def laid(value: PerLane, meeting: Meeting) -> torch.Tensor:
+def lay_along_rows(value: PerLane, meeting: Meeting) -> torch.Tensor:
     """The lanes of a value laid along the rows of an activation; raises `UnsupportedUse` where they do not fit."""
     layout, fold, activation = meeting.tap.layout, meeting.fold, meeting.activation
     lanes, shape, rank = value.lanes, value.shape, activation.dim()
@@ -424,7 +381,7 @@ def _product(meeting: Meeting, func: Any, x: Any, weight: Any, bias: Any, *, swa
     if bias is None:
         return out
     if isinstance(bias, PerLane):
-        return out + laid(bias, replace(meeting, activation=out))
+        return out + lay_along_rows(bias, replace(meeting, activation=out))
     return out + bias
 
 
@@ -439,7 +396,7 @@ def _setitem(meeting: Meeting, target: Any, index: Any, value: Any) -> Any:
     taken = sum(part.dim() if isinstance(part, torch.Tensor) and part.dtype == torch.bool else 1 for part in parts)
     if not leads or taken + value.dim() > target.dim() or meeting.fold.axis + value.dim() >= target.dim():
         return NotImplemented
-    target[index] = laid(value, meeting).expand_as(target)[index].to(target.dtype)
+    target[index] = lay_along_rows(value, meeting).expand_as(target)[index].to(target.dtype)
     return None
 
 

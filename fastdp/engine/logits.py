@@ -8,16 +8,20 @@ the logits as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
+from fastdp.engine.batches import everything, map_tensors, tensors
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.named import functions
+from fastdp.engine.named import functions, writes
 from fastdp.engine.uses import as_autocast, is_metadata, uncast
 from fastdp.ops.routes import allowed
 
@@ -159,67 +163,50 @@ class Logits(torch.Tensor):
         if is_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        own = next(v for v in _flat((args, kwargs)) if isinstance(v, Logits))
+        own = next(t for t in tensors((args, kwargs)) if isinstance(t, Logits))
         if not own.source.closed:
-            found = _loss(func, args, kwargs) if func is F.cross_entropy else _later(func, own, args, kwargs)
+            found = _loss(func, args, kwargs) if func is F.cross_entropy else _defer(func, own, args, kwargs)
             if found is not None:
                 return found
-            if _writes(func) and own.source.strict:
+            if writes(func) and own.source.strict:
                 raise UnsupportedUse("the model writes into its logits")
         elif func in _CASTS:
             # What passes an output on (a cast of all outputs, say) reads nothing.
             return own
-        return func(*_dense(args), **_dense(kwargs))
+        args, kwargs = map_tensors((args, kwargs), lambda t: t.dense() if isinstance(t, Logits) else t)
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        own = next(v for v in _flat((args, kwargs or {})) if isinstance(v, Logits))
+        own = next(t for t in tensors((args, kwargs)) if isinstance(t, Logits))
         if func is torch.ops.aten.detach.default:
             return Logits(own.source, own.dtype, own.places, own.steps, own.history) if not own.source.closed else own
         raise RuntimeError(READ if own.source.closed else f"{func} of logits below torch's function layer")
 
 
-def _flat(values: Any) -> Iterator[Any]:
-    if isinstance(values, dict):
-        values = values.values()
-    for value in values:
-        if isinstance(value, (tuple, list, dict)):
-            yield from _flat(value)
-        else:
-            yield value
-
-
-def _dense(values: Any) -> Any:
-    if isinstance(values, dict):
-        return {k: _dense(v) for k, v in values.items()}
-    if isinstance(values, (tuple, list)) and not hasattr(values, "_fields"):
-        return type(values)(_dense(v) for v in values)
-    return values.dense() if isinstance(values, Logits) else values
-
-
-def _writes(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-
-
-def _later(func: Any, own: Logits, args: Any, kwargs: Any) -> Logits | None:
+def _defer(func: Any, own: Logits, args: Any, kwargs: Any) -> Logits | None:
     """The operation noted, where it acts on every number alone or moves tokens; None for any other."""
     width = own.shape[-1]
-    if sum(v is own for v in _flat((args, kwargs))) != 1:
+    every = list(tensors((args, kwargs)))
+    given = [t for t in every if t is not own]
+    if len(every) != len(given) + 1:
         return None
     if func in _ELEMENTWISE:
-        given = [v for v in _flat((args, kwargs)) if isinstance(v, torch.Tensor) and v is not own]
-        if not all(_constant(v, width) for v in given):
+        if not all(_constant(t, width) for t in given):
             return None
-
-        versions = [v._version for v in given]
+        versions = [t._version for t in given]
 
         def step(z: torch.Tensor) -> torch.Tensor:
-            if own.source.strict and versions != [v._version for v in given]:
+            if own.source.strict and versions != [t._version for t in given]:
                 raise UnsupportedUse("the model writes into what its logits are scaled with")
-            out: torch.Tensor = func(*_instead(args, own, z), **_instead(kwargs, own, z))
+
+            def tile_operand(t: torch.Tensor) -> torch.Tensor:
+                return z if t is own else t.reshape(-1 if t.numel() == width else ())
+
+            tile_args, tile_kwargs = map_tensors((args, kwargs), tile_operand)
+            out: torch.Tensor = func(*tile_args, **tile_kwargs)
             return out
 
         tried = step(torch.empty((0, width), dtype=own.dtype, device=own.device))
@@ -229,7 +216,7 @@ def _later(func: Any, own: Logits, args: Any, kwargs: Any) -> Logits | None:
     if func not in _RESHAPING and func not in _INDEXING and func is not torch.Tensor.flatten:
         return None
     rest = args[1:]
-    if not rest or args[0] is not own or kwargs or not all(_is_place(v) for v in _flat(rest)):
+    if not rest or args[0] is not own or kwargs or not all(_is_place(v) for _, v in everything(rest)):
         return None
     marked = own.places.unsqueeze(-1).expand(own.shape)
     try:
@@ -241,18 +228,6 @@ def _later(func: Any, own: Logits, args: Any, kwargs: Any) -> Logits | None:
         return None
     index = moved[..., 0]
     return Logits(own.source, own.dtype, index, own.steps, (*own.history, lambda z: func(z, *rest)))
-
-
-def _instead(values: Any, own: Logits, z: torch.Tensor) -> Any:
-    """Arguments with numbers in the logits' place, and constants laid along the vocabulary."""
-    # A function within the step would refer to itself, and keep each tile until cycles are collected.
-    if isinstance(values, dict):
-        return {k: _instead(v, own, z) for k, v in values.items()}
-    if isinstance(values, (tuple, list)):
-        return type(values)(_instead(v, own, z) for v in values)
-    if isinstance(values, torch.Tensor) and values is not own:
-        return values.reshape(-1) if values.numel() == z.shape[-1] else values.reshape(())
-    return z if values is own else values
 
 
 def _constant(value: torch.Tensor, width: int) -> bool:
@@ -269,33 +244,33 @@ def _is_place(value: Any) -> bool:
 
 
 def _loss(func: Any, args: Any, kwargs: Any) -> Any:
-    """A cross-entropy of logits that no engine's pass takes: by parts of the tokens, gradients by autograd; None if not."""
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    given = {**dict(zip(names, args)), **kwargs}
+    """A cross-entropy of logits that no engine's pass takes: by parts of the tokens, each computed again for gradients."""
+    given = inspect.signature(_cross_entropy).bind(*args, **kwargs).arguments
     own, target = given["input"], given["target"]
-    if not isinstance(own, Logits) or own.source.take is not None or not takes(own, **given):
+    if not isinstance(own, Logits) or own.source.take is not None or not takes(given):
         return None
     ignored, reduction = given.get("ignore_index", -100), given.get("reduction", "mean")
     own.source.taken += 1
     hidden, weight, bias = inputs(own)
-    losses = _Losses.apply(hidden, weight, bias, target, ignored, own.steps)
+    steps, spans = own.steps, cuts(hidden.shape[0], weight.shape[0])
+
+    def part(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return token_losses(F.linear(hidden, weight, bias), target, ignored, steps)
+
+    with quiet(hidden):
+        again = partial(checkpoint, part, use_reentrant=False, preserve_rng_state=False)
+        losses = torch.cat([again(hidden[a:b], target[a:b]) for a, b in spans])
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (target != ignored).sum()
 
 
-def takes(
-    own: Logits,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    size_average: Any = None,
-    reduce: Any = None,
-    label_smoothing: float = 0.0,
-    **_options: Any,
-) -> bool:
-    """Whether a cross-entropy is one over the tokens' logits, without class weights and smoothing."""
-    plain = weight is None and size_average is None and reduce is None and not label_smoothing
-    return plain and own.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
+def takes(given: Mapping[str, Any]) -> bool:
+    """Whether a cross-entropy's arguments are tokens' logits and labels, without class weights and smoothing."""
+    plain = all(given.get(name) is None for name in ("weight", "size_average", "reduce"))
+    logits, target = given["input"], given["target"]
+    one_label = logits.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
+    return plain and one_label and not given.get("label_smoothing")
 
 
 def inputs(own: Logits) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -306,48 +281,6 @@ def inputs(own: Logits) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None
     if own.places.numel() != hidden.shape[0]:
         hidden = hidden.index_select(0, own.places.reshape(-1).to(hidden.device, non_blocking=True))
     return hidden, as_autocast(source.weight), as_autocast(source.bias)
-
-
-class _Losses(torch.autograd.Function):
-    """Token losses ``[N]`` without their logits, the definition: both passes go over parts of the tokens by autograd."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        target: torch.Tensor,
-        ignored: int,
-        steps: tuple[Step, ...],
-    ) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight, bias, target)
-        ctx.ignored, ctx.steps = ignored, steps
-        with quiet(hidden):
-            parts = [
-                token_losses(F.linear(hidden[a:b], weight, bias), target[a:b], ignored, steps)
-                for a, b in cuts(hidden.shape[0], weight.shape[0])
-            ]
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        *given, target = ctx.saved_tensors
-        leaves = [None if t is None else t.detach().requires_grad_(n) for t, n in zip(given, ctx.needs_input_grad)]
-        wanted = [t for t in leaves if t is not None and t.requires_grad]
-        sums: list[Any] = [None if t is None else torch.zeros_like(t) for t in leaves]
-        hidden, weight, bias = leaves
-        assert hidden is not None
-        assert weight is not None
-        for a, b in cuts(hidden.shape[0], weight.shape[0]):
-            with quiet(hidden), torch.enable_grad():
-                losses = token_losses(F.linear(hidden[a:b], weight, bias), target[a:b], ctx.ignored, ctx.steps)
-                found = iter(torch.autograd.grad(losses, wanted, gradients[0][a:b]))
-            for total, leaf in zip(sums, leaves):
-                if leaf is not None and leaf.requires_grad:
-                    total += next(found)
-        each = (s if leaf is not None and leaf.requires_grad else None for s, leaf in zip(sums, leaves))
-        return (*each, None, None, None)
 
 
 @contextmanager

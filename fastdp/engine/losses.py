@@ -10,6 +10,7 @@ unit's weighted loss is therefore divided by the number of its labelled tokens, 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,29 +26,16 @@ from fastdp.engine.layout import Layout
 from fastdp.engine.logits import Logits, takes
 from fastdp.engine.selections import Selected
 
-_ELEMENTWISE_LOSSES = (
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "kl_div",
-    "poisson_nll_loss",
-    "gaussian_nll_loss",
-    "soft_margin_loss",
-    "cosine_embedding_loss",
-    "margin_ranking_loss",
-    "hinge_embedding_loss",
-    "multi_margin_loss",
-    "multilabel_margin_loss",
-    "multilabel_soft_margin_loss",
-    "triplet_margin_loss",
-    "triplet_margin_with_distance_loss",
-)
 _CLASS_LOSSES = ("cross_entropy", "nll_loss")
+_ELEMENTWISE_LOSSES = (
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
+    "poisson_nll_loss gaussian_nll_loss soft_margin_loss cosine_embedding_loss margin_ranking_loss hinge_embedding_loss "
+    "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss triplet_margin_loss "
+    "triplet_margin_with_distance_loss"
+).split()
 #: Torch's own functions.
 LOSSES = frozenset(getattr(F, name) for name in (*_CLASS_LOSSES, *_ELEMENTWISE_LOSSES))
+_SIGNATURES = {name: inspect.signature(getattr(F, name)) for name in (*_CLASS_LOSSES, *_ELEMENTWISE_LOSSES, "ctc_loss")}
 
 
 @dataclass(frozen=True)
@@ -55,31 +43,23 @@ class Term:
     """One loss function's call: the scalar that the model goes on computing with, and each unit's loss ``[units]``.
 
     Args:
-        leaf, count: the losses' sum, which that scalar's graph begins with, and what it is divided by. A scalar that were a leaf
-            itself could not be added to in place, as some models do.
-        summed: the scalar is the sum over the units, not their mean.
+        leaf: what that scalar's graph begins with. A model may add to the scalar in place, which torch forbids of a leaf.
     """
 
     leaf: torch.Tensor
-    count: torch.Tensor
     scalar: torch.Tensor
     per_unit: torch.Tensor
-    summed: bool
-
-    def is_all_of(self, total: torch.Tensor) -> bool:
-        """Whether a model's loss is this scalar, to which nothing was added."""
-        return total is self.scalar and total._version == 0
 
     @property
     def value(self) -> torch.Tensor:
         """The scalar as it was."""
-        return self.leaf.detach() / self.count
+        return self.leaf.detach()
 
 
 def shares(total: torch.Tensor, terms: Sequence[Term]) -> list[torch.Tensor | None]:
     """The coefficients that a model's loss gives to its terms; None for one that it does not follow."""
-    found = torch.autograd.grad(total, [term.leaf for term in terms], allow_unused=True, retain_graph=True)
-    return [None if share is None else share * term.count for share, term in zip(found, terms)]
+    leaves = [term.leaf for term in terms]
+    return list(torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True))
 
 
 class LossTerms:
@@ -117,18 +97,19 @@ class LossTerms:
         whose = None if self.selected is None else self.selected.whose(*given)
         if whose is None and not self.maps(losses.numel()):
             return None
-        by_unit = self.reduced(losses, valid, reduction, whose)
+        by_unit = self.reduce(losses, valid, reduction, whose)
         # How many tokens the data select follows from no shape.
         return self.note(by_unit, losses.numel() if whose is None else 0, reduction)
 
     def maps(self, tokens: int) -> bool:
         """Whether the axis of a loss's tokens can be cut into units."""
-        if self.layout.covers(tokens) or self._shifted(tokens):
+        segments = self.layout.token_segments
+        if self.layout.covers(tokens) or (segments is not None and tokens == segments[:, 1:].numel()):
             return True
         self.unmapped = f"a loss over {tokens} tokens cannot be divided among {self.layout.rows} rows"
         return False
 
-    def reduced(
+    def reduce(
         self, losses: torch.Tensor, valid: torch.Tensor | None, reduction: str, whose: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Each unit's loss ``[units]``: the mean or the sum of its tokens', of the rows ``whose`` they are if not in order."""
@@ -146,21 +127,10 @@ class LossTerms:
             self.tokens.append(tokens // self.layout.rows)
         if self.alone:
             return per_unit.sum()
-        known, summed = per_unit.detach(), reduction == "sum"
-        total, count = (known.sum(), known.new_ones(())) if summed else _kept(known, self.layout.weights)
-        leaf = total.requires_grad_()
-        self.terms.append(Term(leaf, count, leaf / count, per_unit, summed))
+        values = per_unit.detach()
+        leaf = (values.sum() if reduction == "sum" else masked_mean(values, self.layout.weights)).requires_grad_()
+        self.terms.append(Term(leaf, leaf.clone(), per_unit))
         return self.terms[-1].scalar
-
-    def mean(self, total: torch.Tensor, per_unit: torch.Tensor) -> torch.Tensor:
-        """What the losses of units come to, for a loop to read, where ``total`` is the model's own loss."""
-        if len(self.terms) == 1 and self.terms[0].is_all_of(total) and not self.terms[0].summed:
-            return total.detach()
-        return masked_mean(per_unit.detach(), self.layout.weights)
-
-    def _shifted(self, tokens: int) -> bool:
-        segments = self.layout.token_segments
-        return segments is not None and tokens == segments[:, 1:].numel()
 
     def _means(self, losses: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         layout = self.layout
@@ -178,7 +148,7 @@ class LossTerms:
             segments = segments[:, :-1]
         return values.new_zeros(layout.units).index_add(0, segments.reshape(-1), values)
 
-    def own_tokens(self, tokens: int) -> torch.Tensor | None:
+    def label_mask(self, tokens: int) -> torch.Tensor | None:
         """For packed rows, which tokens may carry a next-token label: not the last of a unit, whose label is another's."""
         segments = self.layout.token_segments
         if segments is None:
@@ -191,26 +161,17 @@ class LossTerms:
 
 def masked_mean(per_unit: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Mean over the units of weight 1 with a finite value; 0 if there are none."""
-    total, count = _kept(per_unit, weights)
-    return total / count
-
-
-def _kept(per_unit: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum over the units of weight 1 with a finite value, and how many they are, at least 1."""
-    kept = (weights > 0) & torch.isfinite(per_unit)
-    return torch.where(kept, per_unit, 0.0).sum(), kept.sum().clamp(min=1)
+    counted = (weights > 0) & torch.isfinite(per_unit)
+    return torch.where(counted, per_unit, 0.0).sum() / counted.sum().clamp(min=1)
 
 
 @contextmanager
 def intercepted(terms: LossTerms) -> Iterator[None]:
     """While open, torch's loss functions with a reducing ``reduction`` report to ``terms``."""
-    originals = {name: getattr(F, name) for name in (*_CLASS_LOSSES, *_ELEMENTWISE_LOSSES, "ctc_loss")}
+    originals = {name: getattr(F, name) for name in _SIGNATURES}
     try:
-        for name in _CLASS_LOSSES:
-            setattr(F, name, _class_loss(originals[name], terms))
-        for name in _ELEMENTWISE_LOSSES:
-            setattr(F, name, _elementwise_loss(originals[name], terms))
-        F.ctc_loss = _ctc_loss(originals["ctc_loss"], terms)
+        for name, original in originals.items():
+            setattr(F, name, partial(_report, name, original, terms))
         with terms.selected or nullcontext(), _RowReductions(terms) if terms.reductions else nullcontext():
             yield
     finally:
@@ -264,56 +225,49 @@ class _RowReductions(TorchFunctionMode):
 _REDUCTIONS = {torch.mean: "mean", torch.Tensor.mean: "mean", torch.sum: "sum", torch.Tensor.sum: "sum"}
 
 
-def _class_loss(original: Callable[..., torch.Tensor], terms: LossTerms) -> Callable[..., torch.Tensor]:
-    def loss(
-        input: torch.Tensor,
-        target: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        **options: Any,
-    ) -> torch.Tensor:
-        if reduction == "none" or not torch.is_grad_enabled() or not input.requires_grad:
-            return original(input, target, weight, size_average, ignore_index, reduce, reduction, **options)
-        if isinstance(input, Logits) and (
-            input.source.small or not takes(input, target, weight, size_average, reduce, **options)
-        ):
-            input = input.dense()
-        valid = None
-        if not target.is_floating_point():
-            own = terms.own_tokens(target.numel())
-            if own is not None:
-                target = target.masked_fill(~own.view(target.shape), ignore_index)
-            valid = target != ignore_index
-        if isinstance(input, Logits) and (take := input.source.take) is not None:
-            if not terms.maps(target.numel()):
-                input = input.dense()
-            else:
-                by_unit = take(input, target, ignore_index, lambda t: terms.reduced(t, valid, reduction))
-                return terms.note(by_unit, target.numel(), reduction)
-        losses = original(input, target, weight, None, ignore_index, None, "none", **options)
-        scalar = terms.add(losses, valid, reduction, input, target)
-        if scalar is None:
-            return original(input, target, weight, size_average, ignore_index, reduce, reduction, **options)
-        return scalar
-
-    return loss
+def _report(name: str, original: Callable[..., Any], terms: LossTerms, /, *args: Any, **options: Any) -> Any:
+    """The scalar that a loss function reduces to, whose losses by unit go to ``terms``; torch's own if they cannot."""
+    given = _SIGNATURES[name].bind(*args, **options).arguments
+    operands = [t for t in given.values() if isinstance(t, torch.Tensor)]
+    reduction, older = given.pop("reduction", "mean"), [given.pop(key, None) for key in ("size_average", "reduce")]
+    if older != [None, None]:
+        # Torch prefers its older arguments where they are given.
+        reduction = "none" if older[1] is False else "sum" if older[0] is False else "mean"
+    if reduction == "none" or not torch.is_grad_enabled() or not any(t.requires_grad for t in operands):
+        return original(*args, **options)
+    if name in _CLASS_LOSSES:
+        scalar = _class_loss(original, terms, given, reduction)
+    else:
+        losses = original(**given, reduction="none")
+        if name == "ctc_loss" and reduction == "mean":
+            # As torch does, each row's by the length of its own target.
+            losses = losses / torch.as_tensor(given["target_lengths"], device=losses.device).clamp(min=1)
+        elif reduction == "batchmean":
+            # The mean over rows of each row's sum.
+            losses = losses.flatten(1).sum(1)
+        scalar = terms.add(losses, None, "sum" if reduction == "sum" else "mean", *operands)
+    return original(*args, **options) if scalar is None else scalar
 
 
-def _elementwise_loss(original: Callable[..., torch.Tensor], terms: LossTerms) -> Callable[..., torch.Tensor]:
-    def loss(*args: Any, reduction: str = "mean", **options: Any) -> Any:
-        given = [t for t in (*args, *options.values()) if isinstance(t, torch.Tensor)]
-        if reduction == "none" or not torch.is_grad_enabled() or not any(t.requires_grad for t in given):
-            return original(*args, reduction=reduction, **options)
-        losses = original(*args, reduction="none", **options)
-        # "batchmean" is the mean over rows of each row's sum.
-        by_row = losses.flatten(1).sum(1) if reduction == "batchmean" else losses
-        scalar = terms.add(by_row, None, "sum" if reduction == "sum" else "mean", *given)
-        return original(*args, reduction=reduction, **options) if scalar is None else scalar
-
-    return loss
+def _class_loss(
+    original: Callable[..., Any], terms: LossTerms, given: dict[str, Any], reduction: str
+) -> torch.Tensor | None:
+    input, target, ignored = given["input"], given["target"], given.get("ignore_index", -100)
+    if isinstance(input, Logits) and (input.source.small or not takes(given)):
+        input = input.dense()
+    valid = None
+    if not target.is_floating_point():
+        within = terms.label_mask(target.numel())
+        if within is not None:
+            target = target.masked_fill(~within.view(target.shape), ignored)
+        valid = target != ignored
+    if isinstance(input, Logits) and (take := input.source.take) is not None:
+        if terms.maps(target.numel()):
+            by_unit = take(input, target, ignored, lambda t: terms.reduce(t, valid, reduction))
+            return terms.note(by_unit, target.numel(), reduction)
+        input = input.dense()
+    losses = original(**{**given, "input": input, "target": target}, reduction="none")
+    return terms.add(losses, valid, reduction, input, target)
 
 
 def divided_terms(shares: Sequence[float], single: Sequence[float], rows: int) -> frozenset[int]:
@@ -330,29 +284,6 @@ def divided_terms(shares: Sequence[float], single: Sequence[float], rows: int) -
     return frozenset(found)
 
 
-def _ctc_loss(original: Callable[..., torch.Tensor], terms: LossTerms) -> Callable[..., torch.Tensor]:
-    def loss(
-        log_probs: torch.Tensor,
-        targets: torch.Tensor,
-        input_lengths: Any,
-        target_lengths: Any,
-        blank: int = 0,
-        reduction: str = "mean",
-        zero_infinity: bool = False,
-    ) -> torch.Tensor:
-        given = (log_probs, targets, input_lengths, target_lengths, blank)
-        if reduction == "none" or not torch.is_grad_enabled() or not log_probs.requires_grad:
-            return original(*given, reduction, zero_infinity)
-        losses = original(*given, "none", zero_infinity)
-        if reduction == "mean":
-            # As torch does, each row's by the length of its own target.
-            losses = losses / torch.as_tensor(target_lengths, device=losses.device).clamp(min=1)
-        scalar = terms.add(losses, None, reduction)
-        return original(*given, reduction, zero_infinity) if scalar is None else scalar
-
-    return loss
-
-
 def combine(total: torch.Tensor, found: LossTerms, divided: frozenset[int], *, verify: bool) -> torch.Tensor:
     """The per-unit losses ``[units]`` of a model's scalar loss: its terms with the coefficients it gives them.
 
@@ -365,7 +296,8 @@ def combine(total: torch.Tensor, found: LossTerms, divided: frozenset[int], *, v
     terms = found.terms
     if not terms:
         raise OwnLoss(found.unmapped or "the model computes its loss without torch's loss functions")
-    if len(terms) == 1 and not divided and terms[0].is_all_of(total):
+    # A version counts what was added to a scalar in place.
+    if len(terms) == 1 and not divided and total is terms[0].scalar and total._version == 0:
         return terms[0].per_unit
     if _reaches_more(total, terms):
         raise OwnLoss("the model adds a term of its own to torch's loss functions")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -21,24 +22,19 @@ class Marks(Generic[T]):
 
     def __init__(self, marked: Iterable[tuple[torch.Tensor, T]] = ()):
         self._found: dict[int, tuple[weakref.ref[torch.Tensor], T]] = {}
-        self._own = weakref.ref(self)
         for tensor, value in marked:
             self[tensor] = value
 
+    def __del__(self) -> None:
+        # The references know the dictionary that holds them, and values may hold tensors that this cycle would keep.
+        self._found.clear()
+
     def __setitem__(self, tensor: torch.Tensor, value: T) -> None:
-        own, key = self._own, id(tensor)
-
-        def forget(_: object) -> None:
-            # By a weak reference, as values may hold tensors that a cycle would keep.
-            marks = own()
-            if marks is not None:
-                marks._found.pop(key, None)
-
-        self._found[key] = weakref.ref(tensor, forget), value
+        key = id(tensor)
+        self._found[key] = weakref.ref(tensor, partial(self._found.pop, key)), value
 
     def __contains__(self, tensor: object) -> bool:
-        found = self._found.get(id(tensor))
-        return found is not None and found[0]() is tensor
+        return id(tensor) in self._found
 
     def __getitem__(self, tensor: torch.Tensor) -> T:
         return self._found[id(tensor)][1]
@@ -46,7 +42,7 @@ class Marks(Generic[T]):
     def get(self, tensor: object) -> T | None:
         """The value of a tensor, None without a mark."""
         found = self._found.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
+        return None if found is None else found[1]
 
     def pop(self, tensor: torch.Tensor) -> None:
         """Forget a tensor, if it has a mark."""

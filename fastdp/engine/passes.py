@@ -272,7 +272,7 @@ class Passes:
         if not (verify or self.weights.cut or twice):
             tap.allow(self.accumulator.may_hold(layout))
         try:
-            output, tops, terms = self._tops(call, layout, tap, verify=verify)
+            output, tops, _ = self._tops(call, layout, tap, verify=verify)
         finally:
             # What a use keeps must not know the pass: their nodes know the tap, and nobody collects such a circle.
             own, tap.own, tap.room = tap.own, [], -1
@@ -289,7 +289,8 @@ class Passes:
 
         waiting = Pass(call, ticket, layout, tap, verify, enter, tops, backward, twice)
         if self.returns_loss:
-            return replace_loss(output, waiting.loss(terms.mean(require_loss(output), tops[0])), self.twice), waiting
+            mean = masked_mean(tops[0].detach(), layout.weights)
+            return replace_loss(output, waiting.loss(mean), self.twice), waiting
         return waiting.replace_outputs(output), waiting
 
     def _in_parts(

@@ -44,12 +44,6 @@ class Reads:
         """Whether some of these are trained parameters, and none was computed from parameters."""
         return any(map(self.is_trained, values)) and not any(isinstance(value, PerLane) for value in values)
 
-    def require_rows(self, operation: str, parameters: Iterable[Any], x: Any, tap: Tap) -> None:
-        """Raise `UnsupportedUse` unless the input of an operation carries rows, as the trace saw it."""
-        parameter = next(p for p in parameters if self.is_trained(p))
-        if isinstance(x, PerLane) or not self.rows(operation, parameter, x, tap):
-            raise UnsupportedUse(f"{operation} of an input without rows")
-
     def refuse_coupled_table(self, table: Any, max_norm: Any, scale_grad_by_freq: bool) -> None:
         """Raise ValueError for a lookup that changes a table, or scales its gradient, by what the batch holds."""
         if max_norm is not None or scale_grad_by_freq:
@@ -57,17 +51,16 @@ class Reads:
                 f"{self.names[id(table)]}: an embedding with max_norm or scale_grad_by_freq couples examples; unset it"
             )
 
-    def rows(self, operation: str, parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap) -> bool:
-        """Whether the input of an operation carries rows, in order in its first axis.
-
-        Raises `UnsupportedUse` if the trace saw no such use, or saw rows in another place.
-        """
-        fold = self.fold(operation, parameter, x, tap)
-        if fold is not None and not fold.natural:
+    def require_rows(self, operation: str, parameters: Iterable[Any], x: Any, tap: Tap) -> None:
+        """Raise `UnsupportedUse` unless an operation's input carries rows, in order in its first axis, as the trace saw it."""
+        parameter = next(p for p in parameters if self.is_trained(p))
+        fold = None if isinstance(x, PerLane) else self.fold(operation, parameter, x, tap)
+        if fold is None:
+            raise UnsupportedUse(f"{operation} of an input without rows")
+        if not fold.natural:
             raise UnsupportedUse(
                 f"{self.names[id(parameter)]}: the rows of the input of {operation} are not in order, first"
             )
-        return fold is not None
 
     def fold(self, operation: str, parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap) -> Fold | None:
         """Where the rows of an operation's input lie; None if it has none. Raises `UnsupportedUse` for an unseen use."""

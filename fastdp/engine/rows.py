@@ -46,10 +46,6 @@ class Fold(NamedTuple):
 
     def require(self, shape: torch.Size, rows: int, operation: str) -> None:
         """Raise `UnsupportedUse` unless the input of an operation `fits`."""
-        if len(shape) > self.axis and self.inner is None and shape[self.axis] > rows:
-            raise UnsupportedUse(
-                f"the input of {operation} has several entries a row, whose order was not seen when traced"
-            )
         if not self.fits(tuple(shape), rows):
             raise UnsupportedUse(f"the input of {operation} has shape {list(shape)}, which is not that of {rows} rows")
 
@@ -69,11 +65,9 @@ class Fold(NamedTuple):
             return x.movedim(0, self.axis)
         return x.movedim(0, self.axis + 1).flatten(self.axis, self.axis + 1)
 
-    def split(self, x: torch.Tensor, rows: int) -> tuple[torch.Tensor, int]:
-        """A view in which rows have an axis of their own, and that axis."""
-        if self.inner:
-            return x.unflatten(self.axis, (-1, rows)), self.axis + 1
-        return x.unflatten(self.axis, (rows, -1)), self.axis
+    def split(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        """A view in which rows have an axis of their own, which is `lane_axis`."""
+        return x.unflatten(self.axis, (-1, rows) if self.inner else (rows, -1))
 
     @property
     def lane_axis(self) -> int:
@@ -148,7 +142,9 @@ class Places:
     """Follows the place of rows from the inputs of a forward pass on ``count`` rows, one operation at a time."""
 
     def __init__(self, inputs: Iterable[torch.Tensor], count: int):
-        self._known: Marks[Place] = Marks()
+        self._places: Marks[Place] = Marks()
+        #: The place of a tensor's rows; None where it is not known.
+        self.of = self._places.get
         self._count = count
         self.begin(inputs)
 
@@ -156,34 +152,31 @@ class Places:
         """Note the rows of tensors that have one entry each along their first axis."""
         for t in inputs:
             if t.dim() and t.shape[0] == self._count:
-                self._note(t, Place(0, torch.arange(self._count, dtype=torch.int16, device=t.device)))
-
-    def of(self, t: torch.Tensor) -> Place | None:
-        return self._known.get(t)
+                self._places[t] = Place(0, torch.arange(self._count, dtype=torch.int16, device=t.device))
 
     def _note(self, t: torch.Tensor, place: Place | None) -> None:
-        self._known.pop(t)
-        if place is not None:
-            self._known[t] = place
+        if place is None:
+            self._places.pop(t)
+        else:
+            self._places[t] = place
 
     def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Iterable[torch.Tensor]) -> None:
         """Note where the rows of an operation's results lie, as far as that is known."""
         results = [t for t in out if t.dim()]
-        first = args[0] if args else None
-        if any(t is first for t in results) and self.of(results[0]) is not None:
+        if args and results and self.of(results[0]) is not None and any(t is args[0] for t in results):
             return
-        if func in _MOVING:
-            moved = self._move(func, args, kwargs, results)
+        moved = self._move(func, args, kwargs, results) if func in _MOVING else []
+        if moved:
             for t, rows in zip(results, moved, strict=False):
-                self._note(t, None if rows.shape != t.shape else _compressed(rows))
-            if moved:
-                return
-        known = [(t, place) for t in given if (place := self.of(t)) is not None]
-        lost = reduced(args, kwargs)
-        appends = func in _APPENDING or _looks_up(func, args)
+                self._note(t, _row_axis(rows) if rows.shape == t.shape else None)
+            return
+        lost, appends = reduced(args, kwargs), func in _APPENDING or _looks_up(func, args)
+        sources = [(t, place) for t in given if (place := self.of(t)) is not None]
         for t in results:
-            places = (_kept(source, place, t, appends, lost) for source, place in known)
-            self._note(t, next((p for p in places if p is not None), None))
+            found = None
+            for source, place in sources:
+                found = found or _computed_place(source, place, t, appends, lost)
+            self._note(t, found)
 
     def _move(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> list[torch.Tensor]:
         """What the operation makes of the rows of its first argument's entries; nothing where they are not known."""
@@ -193,7 +186,7 @@ class Places:
             if place is None:
                 return []
             if func in _RESHAPING:
-                return [_reshaped(place, first.shape, t.shape) for t in results]
+                return [_reshape_rows(place, first.shape, t.shape) for t in results]
             marked: Any = place.over(first.shape)
         elif isinstance(first, (list, tuple)) and all(isinstance(t, torch.Tensor) for t in first):
             nobody = torch.full((), -1, dtype=torch.int16)
@@ -216,7 +209,7 @@ def _looks_up(func: Any, args: Any) -> bool:
     return isinstance(index[0] if isinstance(index, tuple) and index else index, torch.Tensor)
 
 
-def _reshaped(place: Place, old: torch.Size, new: torch.Size) -> torch.Tensor:
+def _reshape_rows(place: Place, old: torch.Size, new: torch.Size) -> torch.Tensor:
     """The row of every entry after a change of shape; last dimensions that stay need no copies."""
     keep = 0
     while keep < min(len(old) - 1 - place.axis, len(new)) and old[-1 - keep] == new[-1 - keep]:
@@ -226,12 +219,12 @@ def _reshaped(place: Place, old: torch.Size, new: torch.Size) -> torch.Tensor:
     return rows.reshape(*cut_new, *[1] * keep).expand(new)
 
 
-def _compressed(rows: torch.Tensor) -> Place | None:
+def _row_axis(rows: torch.Tensor) -> Place | None:
     """The one axis on which the row of every entry depends; None if there is none."""
     if rows.numel() == 0:
         return None
     # Along an axis without stride all entries are one.
-    rows = rows[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in rows.stride())]
+    rows = rows[tuple([slice(0, 1) if stride == 0 else slice(None) for stride in rows.stride()])]
     for axis, size in enumerate(rows.shape):
         if size < 2:
             continue
@@ -247,17 +240,19 @@ def reduced(args: Any, kwargs: Any) -> tuple[int, ...]:
     """The dimensions that an operation was told to reduce, if it reduces any."""
     told = kwargs.get("dim", args[1] if len(args) > 1 else ())
     dims = told if isinstance(told, (list, tuple)) else (told,)
-    return tuple(dims) if all(isinstance(d, int) and not isinstance(d, bool) for d in dims) else ()
+    return tuple(dims) if {int}.issuperset(map(type, dims)) else ()
 
 
-def _kept(source: torch.Tensor, place: Place, out: torch.Tensor, appends: bool, lost: tuple[int, ...]) -> Place | None:
+def _computed_place(
+    source: torch.Tensor, place: Place, out: torch.Tensor, appends: bool, lost: tuple[int, ...]
+) -> Place | None:
     """Where rows lie after an operation that computes: on an axis of the same size, where it stood if it can be.
 
     Dimensions come in front, as they are broadcast, unless the operation ``appends`` them; those ``lost`` are gone where
     the result has so many less. Sizes alone would not do: a text may have as many tokens as there are rows.
     """
     more, size = out.dim() - source.dim(), place.rows.shape[0]
-    gone = {d % source.dim() for d in lost}
+    gone = {d % source.dim() for d in lost} if lost else set()
     if place.axis in gone and (more or out.shape[place.axis] != size):
         return None
     axis = place.axis

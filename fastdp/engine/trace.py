@@ -17,9 +17,9 @@ from fastdp.engine.batches import Call, Path, as_long_as, leaves, take_rows, ten
 from fastdp.engine.errors import UnsupportedUse, Untraceable
 from fastdp.engine.follow import Follow
 from fastdp.engine.intercept import OPERATIONS, operand
-from fastdp.engine.lanes import operation as meeting_name
 from fastdp.engine.logits import Logits, Source
 from fastdp.engine.losses import LOSSES
+from fastdp.engine.named import operation as meeting_name
 from fastdp.engine.randomness import DropoutDisabled, preserve_rng, rng_state, seed_everything
 from fastdp.engine.rows import Fold, Met, Place, Places, fold_between
 from fastdp.engine.rules.composite import opened

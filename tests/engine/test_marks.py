@@ -46,3 +46,10 @@ def test_a_tensor_that_only_torch_still_holds_keeps_its_mark():
     del base
     gc.collect()
     assert view._base in marks
+
+
+def test_values_go_with_their_marks_at_once():
+    tensor, value = torch.zeros(1), torch.zeros(2)
+    marks, gone = Marks([(tensor, value)]), weakref.ref(value)
+    del marks, value
+    assert gone() is None
