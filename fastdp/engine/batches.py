@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -16,29 +16,43 @@ Path = tuple[Any, ...]
 Call = tuple[Any, Any]
 
 
-def everything(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def everything(tree: Any) -> list[tuple[Path, Any]]:
     """What nested tuples, lists, mappings and dataclasses hold, tensors and anything else, and where it stands."""
-    if isinstance(tree, dict) or hasattr(tree, "items"):
-        for key, value in tree.items():
-            yield from everything(value, (*path, key))
-    elif isinstance(tree, (list, tuple)):
-        for position, value in enumerate(tree):
-            yield from everything(value, (*path, position))
-    elif _is_record(tree):
-        for field in dataclasses.fields(tree):
-            yield from everything(getattr(tree, field.name), (*path, field.name))
-    else:
-        yield path, tree
+    # A loop in the place of recursion: a traced pass looks into the arguments of each operation.
+    found: list[tuple[Path, Any]] = []
+    waiting: list[tuple[Path, Any]] = [((), tree)]
+    while waiting:
+        path, tree = waiting.pop()
+        inside: list[tuple[Any, Any]]
+        if isinstance(tree, torch.Tensor):
+            found.append((path, tree))
+            continue
+        if isinstance(tree, (list, tuple)):
+            inside = list(enumerate(tree))
+        elif isinstance(tree, dict) or hasattr(tree, "items"):
+            inside = list(tree.items())
+        elif dataclasses.is_dataclass(type(tree)):
+            inside = [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+        else:
+            found.append((path, tree))
+            continue
+        for key, value in reversed(inside):
+            waiting.append(((*path, key), value))
+    return found
 
 
-def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+def leaves(tree: Any) -> list[tuple[Path, torch.Tensor]]:
     """Every tensor in nested tuples, lists, mappings and dataclasses, and where it stands."""
-    return ((place, value) for place, value in everything(tree, path) if isinstance(value, torch.Tensor))
+    return [pair for pair in everything(tree) if isinstance(pair[1], torch.Tensor)]
 
 
-def tensors(tree: Any) -> Iterator[torch.Tensor]:
+def tensors(tree: Any) -> list[torch.Tensor]:
     """Every tensor in nested tuples, lists, mappings and dataclasses."""
-    return (tensor for _, tensor in leaves(tree))
+    found = []
+    for _, value in everything(tree):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+    return found
 
 
 def map_leaves(
@@ -62,7 +76,7 @@ def map_leaves(
             return whole
         parts = [map_leaves(value, function, (*path, position), lists) for position, value in enumerate(tree)]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    if _is_record(tree):
+    if dataclasses.is_dataclass(type(tree)):
         record = copy.copy(tree)
         for field in dataclasses.fields(tree):
             value = map_leaves(getattr(tree, field.name), function, (*path, field.name), lists)
@@ -70,10 +84,6 @@ def map_leaves(
             object.__setattr__(record, field.name, value)
         return record
     return tree
-
-
-def _is_record(tree: Any) -> bool:
-    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
 
 
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -13,7 +13,7 @@ from fastdp.distributed.ranks import Ranks
 from fastdp.engine.batches import Call, as_long_as, take_rows, tensors
 from fastdp.engine.collation import Collation
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.follow import Follow
+from fastdp.engine.follow import DataFlow
 from fastdp.engine.layout import Ticket
 from fastdp.engine.modes import refuse_mixing
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
@@ -92,10 +92,10 @@ class Checks(Routing):
         assert self._traced is not None
         (call, ticket), self._traced = self._traced, None
 
-        def again(data: int) -> Follow:
+        def again(data: int) -> DataFlow:
             rows = [[0, 1 % ticket.rows], [ticket.rows - 1, 0, 0]][data]
             args, kwargs = take_rows(call, torch.tensor(rows), as_long_as(call, ticket.rows))
-            with torch.no_grad(), Follow(tensors((args, kwargs))) as followed:
+            with torch.no_grad(), DataFlow(tensors((args, kwargs))) as followed:
                 self.passes.plain_forward(*args, **kwargs)
             return followed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -173,20 +173,21 @@ class Probe:
         """
         passes, layout = self.passes, self.layout(rows, packed=packed)
         mode = nullcontext() if training else in_mode(passes.model, training=False)
-        inputs = InputGradients(call, self.carriers, rows)
+        inputs = None if upstream is None else InputGradients(call, self.carriers, rows)
+        changes = nullcontext() if dropout else DropoutDisabled()
         with preserve_rng(passes.model), torch.enable_grad(), mode:
             before = rng_state(passes.model)
-            with nullcontext() if dropout else DropoutDisabled():
-                found, terms, output = self._forward(call, layout, inputs if upstream is not None else None)
-                found.draws = rng_state(passes.model) != before
-                if single is not None and passes.returns_loss:
-                    passes.divided = divided_terms(found.shares, single.shares, rows)
-                if upstream is not None and passes.returns_loss:
-                    losses = combine(require_loss(output), terms, passes.divided, verify=False)
-                    del output
-                    with passes.weights.gathered():
-                        _backward([losses], [upstream.to(losses)], inputs.tensors)
-                    found.inputs = inputs.taken()
+            found, terms, output = self._forward(call, layout, inputs, changes)
+            found.draws = rng_state(passes.model) != before
+            if single is not None and passes.returns_loss:
+                passes.divided = divided_terms(found.shares, single.shares, rows)
+            if upstream is not None and inputs is not None and passes.returns_loss:
+                losses = combine(require_loss(output), terms, passes.divided, verify=False)
+                del output
+                # Checkpointed pieces are computed again.
+                with passes.weights.gathered(), changes:
+                    _backward([losses], [upstream.to(losses)], inputs.tensors)
+                found.inputs = inputs.taken()
         return found
 
     def unit_gradients(
@@ -206,7 +207,7 @@ class Probe:
         inputs = InputGradients(call, self.carriers, rows)
         reached = []
         with preserve_rng(passes.model), torch.enable_grad():
-            _, terms, output = self._forward(call, layout, inputs)
+            _, terms, output = self._forward(call, layout, inputs, nullcontext())
             if passes.returns_loss:
                 tops = [combine(require_loss(output), terms, passes.divided, verify=False)]
                 seeds = [torch.ones_like(tops[0])]
@@ -221,12 +222,18 @@ class Probe:
                 reached.append(inputs.taken())
         return reached
 
-    def _forward(self, call: Call, layout: Layout, inputs: InputGradients | None) -> tuple[RowValues, LossTerms, Any]:
-        """One plain forward pass; ``inputs`` follows the tensors whose gradients are wanted."""
+    def _forward(
+        self,
+        call: Call,
+        layout: Layout,
+        inputs: InputGradients | None,
+        changes: AbstractContextManager[Any],
+    ) -> tuple[RowValues, LossTerms, Any]:
+        """One plain forward pass; ``inputs`` follows the tensors whose gradients are wanted, within ``changes``."""
         passes, terms = self.passes, self.passes.terms(layout)
         snapshot = BufferSnapshot(passes.model, passes.derived_buffers)
         try:
-            with intercepted(terms), inputs or nullcontext():
+            with inputs or nullcontext(), intercepted(terms), changes:
                 args, kwargs = call if inputs is None else inputs.call
                 output = passes.plain_forward(*args, **kwargs)
         except RuntimeError as error:
@@ -236,7 +243,7 @@ class Probe:
                 raise
             # The model sets requires_grad on what it makes of its inputs, or reads them by numpy.
             inputs.clear()
-            return self._forward(call, layout, None)
+            return self._forward(call, layout, None, changes)
         snapshot.restore()
         if not passes.returns_loss:
             outputs = (t for t in tensors(output) if t.is_floating_point() and t.dim() and t.shape[0] == layout.rows)

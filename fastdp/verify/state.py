@@ -12,7 +12,7 @@ import torch
 
 from fastdp.distributed.pieces import is_cut, writes
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.follow import Follow
+from fastdp.engine.follow import DataFlow
 from fastdp.engine.randomness import BufferSnapshot, version
 
 _TRAINED = operator.attrgetter("requires_grad")
@@ -116,7 +116,7 @@ class StateCheck:
         self._buffers = after
 
     @contextmanager
-    def tracing(self, again: Callable[[int], Follow]) -> Iterator[None]:
+    def tracing(self, again: Callable[[int], DataFlow]) -> Iterator[None]:
         """Learn from a trace which buffers, and frozen parameters, forwards write whatever the data are.
 
         Args:
