@@ -185,15 +185,15 @@ class PrivateLoader:
             yield batch
 
     def probe_batches(self) -> Iterator[Any]:
-        """Batches of weight 0 that verify the training loop before anything is released, each under the same seed."""
+        """Batches of weight 0 that verify the training loop before anything is released, each under its seed."""
         for probe in self.probes():
-            batch, made = probe.batch(), probe.source
+            batch, made = probe.source.collated(probe.items), probe.source
             source = Collation.of(made.dataset, made.collate, made.indices, batch)
             ticket = _ticket([1] * len(source.indices), 0.0, is_last=False)
             probe = replace(probe, source=source)
             self.tickets.append(replace(ticket, source=source, probe=probe, in_eval=self.in_eval()))
             batch = self._placed(batch)
-            with seeded(0):
+            with seeded(probe.seed):
                 yield batch
 
     def _placed(self, batch: Any) -> Any:

@@ -24,7 +24,7 @@ from fastdp.engine.modes import in_mode
 from fastdp.engine.passes import Passes
 from fastdp.engine.randomness import DropoutDisabled, preserve_rng, rng_state
 from fastdp.engine.trace import module_outputs
-from fastdp.verify.probe import Probe, RowValues, rounding, share
+from fastdp.verify.probe import Probe, RowValues, rounding
 
 #: Rows of a microbatch that are checked.
 _ROWS = 3
@@ -62,8 +62,8 @@ class _Calls:
         if collates:
             source.check_mixing(rows)
             return cls(call, {row: probe.trimmed(probe.rows([row])) for row in rows}, draws=True)
-        every = range(len(source.indices))
-        items = dict(zip(every, source.items(every))) if reads else dict(zip(rows, source.items(rows)))
+        read = range(len(source.indices)) if reads else rows
+        items = dict(zip(read, source.items(read)))
         whole = source.call(call, sources, source.collated(list(items.values()))) if reads else call
         alone = {row: source.call(call, sources, source.single(items[row])) for row in rows}
         return cls(whole, alone, collated=not reads)
@@ -172,7 +172,7 @@ class _Comparison:
 
     def _require_same(self, base: RowValues, row: int, alone: RowValues) -> None:
         ticket, at = self.probe.ticket, row
-        self.tolerance = rounding(self.probe.passes.model) * share(self.probe.passes.model, alone.size(0))
+        self.tolerance = rounding(self.probe.passes.model, alone.size(0))
         if not self._alike(base, row, alone):
             # A collator may sort: then another row holds this example, whose gradients may not have been asked for.
             at = row_of(self.calls.whole, self.count, self.calls.alone[row], row)

@@ -30,20 +30,15 @@ _LOW_PRECISION = 5e-2
 _ORDINARY, _VANISHING = 0.1, 1e-2
 
 
-def rounding(model: torch.nn.Module) -> float:
-    """The relative change of a loss that counts as rounding."""
-    if torch.is_autocast_enabled(next(model.parameters()).device.type):
+def rounding(model: torch.nn.Module, loss: float = 0.0) -> float:
+    """The relative change of a loss of this size that counts as rounding."""
+    device = next(model.parameters()).device.type
+    if torch.is_autocast_enabled(device):
         return _LOW_PRECISION
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return max((_ROUNDING.get(kind, _LOW_PRECISION) for kind in kinds), default=_LOW_PRECISION)
-
-
-def share(model: torch.nn.Module, loss: float) -> float:
-    """The share of `rounding` that a loss of this size may move."""
-    exact = next(model.parameters()).device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
-    if not exact or rounding(model) > _ROUNDING[torch.float32]:
-        return 1.0
-    return min(1.0, max(_ORDINARY, _VANISHING / max(loss, 1e-30)))
+    most = max((_ROUNDING.get(kind, _LOW_PRECISION) for kind in kinds), default=_LOW_PRECISION)
+    exact = device == "cpu" and torch.get_float32_matmul_precision() == "highest" and most < _LOW_PRECISION
+    return most * min(1.0, max(_ORDINARY, _VANISHING / max(loss, 1e-30))) if exact else most
 
 
 @dataclass
@@ -216,7 +211,12 @@ class Probe:
                 seeds = seeds_for(tops)
             del output
             for number, unit in enumerate(units):
-                own = [torch.zeros_like(s).index_copy_(0, i, s[i]) for s in seeds for i in [_index(unit, s)]]
+                own = [
+                    torch.zeros_like(seed).index_add_(
+                        0, seed.new_tensor([unit], dtype=torch.long), seed[unit : unit + 1]
+                    )
+                    for seed in seeds
+                ]
                 with passes.weights.gathered(), hooks_aside(parameters), caught(parameters, partial(take, unit)):
                     torch.autograd.backward(tops, own, retain_graph=number + 1 < len(units))
                 reached.append(inputs.taken())
@@ -269,7 +269,3 @@ def _backward(tops: list[torch.Tensor], seeds: list[torch.Tensor], inputs: list[
         if "use_reentrant=True" not in str(error):
             raise
         raise CheckpointError(str(error)) from error
-
-
-def _index(unit: int, like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([unit], device=like.device)
