@@ -72,19 +72,10 @@ class _Calls:
 def check_definition(
     passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int], *, gradients: bool = True
 ) -> list[str]:
-    """Verify that these rows have the loss, and the gradients at their inputs, that they have alone.
+    """Verify that rows of a microbatch have the loss, and the gradients at their inputs, that they have alone.
 
-    Args:
-        passes: of the model.
-        call, ticket: a microbatch; its ``source`` says how examples are collated alone.
-        rows: to compare.
-        gradients: whether gradients at the inputs are compared too.
-
-    Returns what could not be decided, in sentences for the card.
-
-    Raises:
-        UnsupportedUse: if the rows must be run alone, or their losses cannot be told apart.
-        SelfCheckError: if rows are coupled.
+    Returns what could not be decided, in sentences for the card. Raises `UnsupportedUse` if rows must be run alone, or their
+    losses cannot be told apart, and `SelfCheckError` if rows are coupled.
     """
     probe = Probe(passes, call, ticket)
     calls = _Calls.of(probe, rows)
@@ -104,15 +95,15 @@ def check_definition(
         if comparison.base is not None and ticket.rows > 1:
             # None of the chosen rows has a finite loss: others are compared.
             finite = [row for row in range(ticket.rows) if comparison.base.finite(row)]
-            if not finite and passes.route is not None:
-                # Training that diverged goes on, unless a row that is finite alone is not beside others.
-                every = range(ticket.rows) if len(rows) < ticket.rows else ()
-                return check_definition(passes, call, ticket, every, gradients=False) if every else []
-            if not finite:
+            if finite:
+                return check_definition(passes, call, ticket, finite[:_ROWS], gradients=gradients)
+            if passes.route is None:
                 raise SelfCheckError(
                     "No example of this batch has a finite loss. Check labels and inputs; this batch was not released."
                 )
-            return check_definition(passes, call, ticket, finite[:_ROWS], gradients=gradients)
+            # Training that diverged goes on, unless a row that is finite alone is not beside others.
+            every = range(ticket.rows) if len(rows) < ticket.rows else ()
+            return check_definition(passes, call, ticket, every, gradients=False) if every else []
     probe.run(calls.whole, ticket.rows)
     return [UNDECIDED]
 
@@ -121,8 +112,8 @@ class _Comparison:
     """Compares the rows of one pass on the whole batch with passes on single rows, in training or evaluation mode."""
 
     def __init__(self, probe: Probe, calls: _Calls, rows: Sequence[int], training: bool, gradients: bool):
-        self.probe, self.calls, self.rows, self.gradients = probe, calls, rows, gradients
-        self.training = training
+        self.probe, self.calls, self.rows = probe, calls, rows
+        self.training, self.gradients = training, gradients
         self.tolerance = rounding(probe.passes.model)
         # A batch of one row is compared as two copies of it.
         self.count = max(2, probe.ticket.rows)
@@ -142,19 +133,17 @@ class _Comparison:
         base = self.base = probe.run(self.whole, self.count, upstream=upstream, single=single, training=self.training)
         if len(base.values) != len(single.values) or not base.values:
             raise UnsupportedUse("the model returns something else for a row in a batch than alone")
-        compared = False
-        for row in rows:
-            alone = single if row == rows[0] else self._alone(row)
-            if alone.finite(0):
-                compared = True
-                self._require_same(base, row, alone)
+        alone = {row: single if row == rows[0] else self._alone(row) for row in rows}
+        compared = [row for row in rows if alone[row].finite(0)]
+        for row in compared:
+            self._require_same(base, row, alone[row])
         lost = [] if compared or probe.ticket.rows == 1 else [row for row in rows if base.finite(row)]
         if lost:
             # Statistics of one row may not be finite where those of a batch are.
-            self._explain(base, lost[0], self._alone(lost[0]))
+            self._explain(base, lost[0], alone[lost[0]])
         if base.rest or single.rest:
             raise OwnLoss("the model adds a term of its own to torch's loss functions")
-        return compared
+        return bool(compared)
 
     def _alone(self, row: int) -> RowValues:
         """A row collated and run alone. Raises ValueError, naming the example, if the model fails on it."""
@@ -293,28 +282,28 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
     """
     probe, tolerance = Probe(passes, call, ticket), rounding(passes.model)
     if not passes.returns_loss:
-        args, kwargs = probe.rows([rows[0]])
+        args, kwargs = probe.rows(rows[:1])
         passes.plain_forward(*args, **kwargs)
         return
     calls = _Calls.of(probe, rows)
     for mode in (nullcontext(), in_mode(passes.model, training=False)):
         with mode, preserve_rng(passes.model):
             before = rng_state(passes.model)
-            routed = {row: probe.trimmed(probe.rows([row], calls.whole)) for row in rows}
-            own = [_loss(probe, calls.alone[row] if passes.recollates else routed[row], 1) for row in rows]
             alone = [_loss(probe, calls.alone[row], 1) for row in rows]
+            cut = () if passes.recollates else (probe.trimmed(probe.rows([row], calls.whole)) for row in rows)
+            own = [_loss(probe, routed, 1) for routed in cut]
             one, two = (_loss(probe, probe.rows([rows[0]] * n, calls.whole), n) for n in (1, 2))
             again = _loss(probe, calls.alone[rows[0]], 1)
             drew = rng_state(passes.model) != before
         if drew:
             continue
-        if _relative_difference(again, alone[0]) > tolerance:
+        if _differ(again, alone[0], tolerance):
             raise stateful()
-        if any(_relative_difference(a, b) > tolerance for a, b in zip(own, alone)):
+        if any(_differ(a, b, tolerance) for a, b in zip(own, alone)):
             if not calls.collated:
                 raise SelfCheckError(f"In {type(passes.model).__name__} {PADDING}; this batch was not released.")
             passes.recollates = True
-        if min(_relative_difference(two, one), _relative_difference(two, 2 * one)) > tolerance:
+        if _differ(two, one, tolerance) and _differ(two, 2 * one, tolerance):
             raise SelfCheckError(
                 "The loss of two copies of a row is not that of one: the model couples rows. Use a loss of each row by itself; "
                 "this batch was not released."
@@ -360,10 +349,9 @@ def _loss(probe: Probe, call: Call, rows: int) -> float:
         return float(require_loss(probe.passes.plain_forward(*args, **kwargs)).detach())
 
 
-def _relative_difference(one: float, other: float) -> float:
-    """The relative difference of two losses; 0 where one is NaN."""
-    size = max(abs(one), abs(other))
-    return abs(one - other) / size if size > 0 and math.isfinite(size) else 0.0
+def _differ(one: float, other: float, tolerance: float) -> bool:
+    """Whether two finite losses differ by more than rounding."""
+    return math.isfinite(one - other) and not math.isclose(one, other, rel_tol=tolerance)
 
 
 def stateful() -> SelfCheckError:
