@@ -68,21 +68,21 @@ class Follow(DataFlow):
     """Follows data, and what is computed from weights alone, through one forward pass.
 
     Args:
-        inputs: the tensors that carry rows.
+        inputs: the tensors that carry ``rows``.
         weights: the trained parameters.
     """
 
-    def __init__(self, inputs: Iterable[torch.Tensor], weights: Iterable[torch.Tensor] = ()):
+    def __init__(self, inputs: Sequence[torch.Tensor], weights: Iterable[torch.Tensor], rows: int):
         super().__init__(inputs)
         #: With the ids of the parameters that each is computed from.
         self.weights = Marks((t, frozenset({id(t)})) for t in weights)
         self.chosen: Marks[None] = Marks()
         self.orders = Orders()
+        self.rows, self.places = rows, Places(inputs, rows)
         #: Whether the data have chosen anything so far.
         self.selects = False
         #: What was selected by the data's values, the rows of its entries being known, and the lines of code that do it.
-        self.owners: Owners | None = None
-        self.places_of_owned: set[Any] = set()
+        self.owners, self.places_of_owned = Owners(rows), set[Any]()
 
     def sources(self, given: list[torch.Tensor]) -> frozenset[int]:
         """The parameters, by identity, that some of these tensors are computed from without data."""
@@ -125,11 +125,13 @@ class Follow(DataFlow):
 
     def is_owned(self, t: Any) -> bool:
         """Whether it was selected, the rows of its entries being known."""
-        return self.owners is not None and self.owners.of(t) is not None
+        return self.owners.of(t) is not None
 
     def in_order(self, t: torch.Tensor) -> bool:
         """Whether the first axis of a tensor is known to hold the rows, in order."""
-        return False
+        found = self.places.of(t)
+        fold = None if found is None else found.fold(self.rows)
+        return fold is not None and fold.natural
 
     def _loses(
         self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], results: list[torch.Tensor], chosen: bool
@@ -139,8 +141,6 @@ class Follow(DataFlow):
             return False
         if any(t in self.chosen for t in given):
             return True
-        if self.owners is None:
-            return chosen
         if not chosen:
             return not self.owners.follow(func, args, kwargs, given, results)
         source = given[0]

@@ -21,8 +21,8 @@ from fastdp.engine.lanes import operation as meeting_name
 from fastdp.engine.logits import Logits, Source
 from fastdp.engine.losses import LOSSES
 from fastdp.engine.randomness import DropoutDisabled, preserve_rng, rng_state, seed_everything
-from fastdp.engine.rows import Fold, Met, Place, Places, fold_between
-from fastdp.engine.selections import Owners, place
+from fastdp.engine.rows import Fold, Met, Place, fold_between
+from fastdp.engine.selections import place
 from fastdp.engine.uses import is_metadata
 
 #: Which operations met which tensors: their name, the ids of the parameters on the one side, and the other's dimensions.
@@ -166,11 +166,9 @@ class _Recorder(Follow):
         rows: int,
         vocabulary: int | None,
     ):
-        super().__init__(inputs, trained.values())
+        super().__init__(inputs, trained.values(), rows)
         self.names = {id(p): name for name, p in trained.items()}
         self.stack = stack
-        self.places = Places(inputs, rows)
-        self.rows, self.owners = rows, Owners(rows)
         self.reads: list[Read] = []
         #: The input of each read.
         self.inputs: list[_Seen | None] = []
@@ -215,11 +213,6 @@ class _Recorder(Follow):
             out = func(*args, **kwargs)
         self.follow(func, args, kwargs, given, out)
         return out
-
-    def in_order(self, t: torch.Tensor) -> bool:
-        found = self.places.of(t)
-        fold = None if found is None else found.fold(self.rows)
-        return fold is not None and fold.natural
 
     def seen(self, t: torch.Tensor) -> _Seen:
         return _Seen(tuple(t.shape), self.places.of(t), self.is_chosen(t))

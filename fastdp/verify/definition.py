@@ -7,11 +7,11 @@ import random
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import CheckpointError
 
 from fastdp.engine.batches import Call, cropped, leaves, row_of, tensors
 from fastdp.engine.boundary import require_loss, seeds_for
@@ -83,9 +83,6 @@ def check_definition(
         comparison = _Comparison(probe, calls, rows, training, gradients and ticket.rows > 1)
         try:
             compared = comparison.run()
-        except CheckpointError:
-            # Checkpointed pieces are computed again with dropout: their losses alone are compared.
-            return check_definition(passes, call, ticket, rows, gradients=False)
         except Exception:
             if training:
                 raise
@@ -149,7 +146,7 @@ class _Comparison:
         """A row collated and run alone. Raises ValueError, naming the example, if the model fails on it."""
         try:
             return self._run(self.calls.alone[row])
-        except (UnsupportedUse, SelfCheckError, ValueError, torch.OutOfMemoryError, CheckpointError):
+        except (UnsupportedUse, SelfCheckError, ValueError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             source = self.probe.ticket.source
@@ -160,26 +157,20 @@ class _Comparison:
             ) from error
 
     def _require_same(self, base: RowValues, row: int, alone: RowValues) -> None:
-        ticket, at = self.probe.ticket, row
+        """Raise unless a row has the loss, and the gradients at its inputs, that it has alone."""
+        ticket = self.probe.ticket
         self.tolerance = rounding(self.probe.passes.model, alone.size(0))
-        if not self._alike(base, row, alone):
-            # A collator may sort: then another row holds this example, whose gradients may not have been asked for.
-            at = row_of(self.calls.whole, self.count, self.calls.alone[row], row)
-        if not base.gap(at, alone, 0) <= self.tolerance:
+        if self._alike(base, row, alone):
+            return
+        # A collator may sort: then another row holds this example, whose gradients may not have been asked for.
+        at = row_of(self.calls.whole, self.count, self.calls.alone[row], row)
+        if at == row or not base.gap(at, alone, 0) <= self.tolerance:
             self._explain(base, row, alone)
-        elif at != row and not torch.equal(ticket.row_units, torch.arange(ticket.rows)):
+        if not torch.equal(ticket.row_units, torch.arange(ticket.rows)):
             raise SelfCheckError(
                 "The collator changes the order of rows, so they cannot be assigned to users. Keep their order; this batch was "
                 "not released."
             )
-        elif at == row and not self._alike(base, row, alone):
-            if not self._alike(alone, 0, self._alone(row)):
-                raise stateful()
-            cut = self.probe.rows([min(row, ticket.rows - 1)], self.calls.whole)
-            if self._alike(base, row, self._run(cut)):
-                self._explain_padding(cut, row, alone)
-            infinite = base.input_gap(row, alone, 0) == math.inf
-            raise UnsupportedUse(OVERFLOWS if infinite else "the gradient at a row's inputs changes beside other rows")
 
     def _alike(self, one: RowValues, row: int, other: RowValues) -> bool:
         """Whether a row has the loss, and the gradients at its inputs, of another pass on one row, but for rounding."""
@@ -190,21 +181,25 @@ class _Comparison:
         """One pass on one row."""
         return self.probe.run(call, 1, upstream=torch.ones(1) if self.gradients else None, training=self.training)
 
-    def _explain(self, base: RowValues, row: int, alone: RowValues) -> None:
-        """Raise for a row whose loss in the batch is another than alone, by what makes the difference."""
-        probe = self.probe
+    def _explain(self, base: RowValues, row: int, alone: RowValues) -> NoReturn:
+        """Raise for a row that has another loss in the batch than alone, or other gradients, by what makes the difference."""
+        probe, losses = self.probe, not base.gap(row, alone, 0) <= self.tolerance
+        # What flows back from other rows is NaN: where the losses differ, gradients tell nothing.
+        self.gradients &= not losses
         cut = probe.rows([min(row, probe.ticket.rows - 1)], self.calls.whole)
-        if not base.gap(row, probe.run(cut, 1, training=self.training), 0) <= self.tolerance:
-            again = probe.run(self.whole, self.count, training=self.training)
-            if base.finite(row) and not base.gap(row, again, row) <= self.tolerance:
-                raise stateful()
-            inputs = (t for t in tensors(self.calls.whole) if t.is_floating_point())
-            if not base.finite(row) or not all(bool(torch.isfinite(t).all()) for t in inputs):
-                raise UnsupportedUse(OVERFLOWS)
-            raise coupled(probe, self.calls.whole, row)
-        self._explain_padding(cut, row, alone)
+        if self._alike(base, row, self._run(cut)):
+            self._explain_padding(cut, row, alone)
+        if alone.finite(0) and not self._alike(alone, 0, self._alone(row)):
+            raise stateful()
+        if not losses:
+            infinite = base.input_gap(row, alone, 0) == math.inf
+            raise UnsupportedUse(OVERFLOWS if infinite else "the gradient at a row's inputs changes beside other rows")
+        inputs = (t for t in tensors(self.calls.whole) if t.is_floating_point())
+        if not base.finite(row) or not all(bool(torch.isfinite(t).all()) for t in inputs):
+            raise UnsupportedUse(OVERFLOWS)
+        raise coupled(probe, self.calls.whole, row)
 
-    def _explain_padding(self, cut: Call, row: int, alone: RowValues) -> None:
+    def _explain_padding(self, cut: Call, row: int, alone: RowValues) -> NoReturn:
         """Raise for a row that has the same loss without its companions, and another if it is collated by itself."""
         probe, passes = self.probe, self.probe.passes
         for (path, one), (_, other) in zip(leaves(cut), leaves(self.calls.alone[row])):

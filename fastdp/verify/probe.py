@@ -181,8 +181,7 @@ class Probe:
                 del output
                 # Checkpointed pieces are computed again.
                 with passes.weights.gathered(), changes:
-                    _backward([losses], [upstream.to(losses)], inputs.tensors)
-                found.inputs = inputs.taken()
+                    found.inputs = _input_gradients(losses, upstream, inputs)
         return found
 
     def unit_gradients(
@@ -259,13 +258,13 @@ class Probe:
         return RowValues([t.per_unit.detach() for t in terms.terms], own, rest), terms, output
 
 
-def _backward(tops: list[torch.Tensor], seeds: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-    """Propagate to these inputs alone. Raises CheckpointError under reentrant checkpointing, which torch cannot cut short."""
-    if not inputs:
-        return
+def _input_gradients(losses: torch.Tensor, upstream: torch.Tensor, inputs: InputGradients) -> list[torch.Tensor]:
+    """Gradients at these inputs alone; none where checkpoints are reentrant, or see other modes when they compute again."""
     try:
-        torch.autograd.backward(tops, seeds, inputs=inputs)
+        if inputs.tensors:
+            torch.autograd.backward([losses], [upstream.to(losses)], inputs=inputs.tensors)
     except RuntimeError as error:
-        if "use_reentrant=True" not in str(error):
+        if not isinstance(error, CheckpointError) and "use_reentrant=True" not in str(error):
             raise
-        raise CheckpointError(str(error)) from error
+        inputs.clear()
+    return inputs.taken()
