@@ -6,10 +6,11 @@ import copy
 import dataclasses
 import zlib
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+T = TypeVar("T")
 #: Where a tensor stands in nested tuples, lists, mappings and dataclasses.
 Path = tuple[Any, ...]
 #: Positional and named arguments.
@@ -148,13 +149,14 @@ def as_long_as(tree: Any, rows: int) -> frozenset[Path]:
     return frozenset(path for path, t in leaves(tree) if t.dim() > 0 and t.shape[0] == rows)
 
 
-def take_rows(tree: Any, index: torch.Tensor, carriers: Collection[Path]) -> Any:
+def take_rows(tree: T, index: torch.Tensor, carriers: Collection[Path]) -> T:
     """The call on the rows ``index`` alone: tensors at the places ``carriers`` are cut, all others left as they are."""
 
     def take(path: Path, t: torch.Tensor) -> torch.Tensor:
         return t.index_select(0, index.to(t.device)) if path in carriers else t
 
-    return map_leaves(tree, take)
+    made: T = map_leaves(tree, take)
+    return made
 
 
 def slice_rows(tree: Any, rows: slice, carriers: Collection[Path]) -> Any:
@@ -162,7 +164,7 @@ def slice_rows(tree: Any, rows: slice, carriers: Collection[Path]) -> Any:
     return map_leaves(tree, lambda path, t: t[rows] if path in carriers else t)
 
 
-def unpadded(tree: Any, carriers: Collection[Path]) -> Any:
+def unpadded(tree: T, carriers: Collection[Path]) -> T:
     """The call on one row without the padding that its attention mask tells of, at either end.
 
     Left as it is without such a mask, and where what would go is not the same in each place: then it is no padding of this
@@ -181,7 +183,8 @@ def unpadded(tree: Any, carriers: Collection[Path]) -> Any:
         for outside in (t[:, :start], t[:, end:]) if holds(path, t) else ():
             if outside.shape[1] and not bool((outside == outside[:, :1]).all()):
                 return tree
-    return map_leaves(tree, lambda path, t: t[:, start:end] if holds(path, t) else t)
+    made: T = map_leaves(tree, lambda path, t: t[:, start:end] if holds(path, t) else t)
+    return made
 
 
 def take_tokens(tree: Any, row: int, start: int, end: int, shape: tuple[int, int]) -> Any:

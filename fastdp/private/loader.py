@@ -25,14 +25,13 @@ from torch.utils.data import (
 from fastdp.accounting.ledger import STEP
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.engine.batches import map_tensors
-from fastdp.engine.collation import Collation, example_length
+from fastdp.engine.collation import Collation, ProbeBatch, example_length
 from fastdp.engine.layout import Ticket
 from fastdp.engine.randomness import forget_seeds, seed_from_os, seeded
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
 from fastdp.private.sampler import Sampler, Units
-from fastdp.verify.loop import ProbeBatch
 
 _END = object()
 #: What the plan, and the checks of the first batch, go by.

@@ -33,11 +33,7 @@ BRIEF_AFTER, ALL_AFTER = 34, 600
 
 
 class Checks(Routing):
-    """Verifies batches before anything of them is released.
-
-    Args:
-        passes, ranks, on_route: as for `Routing`.
-        enabled: whether rows and the engine are verified; state always is.
+    """Verifies batches before anything of them is released; rows and the engine only if ``enabled``, and state always.
 
     Attributes:
         state: of the model.
@@ -53,17 +49,14 @@ class Checks(Routing):
         self.state = StateCheck(passes.model, passes.weights.settle)
         self.loop = LoopCheck(passes)
         self.assumptions: dict[str, None] = {}
-        self._full = False
         if passes.isolated:
             # Buffers are restored after each example.
             self.state.harmless = frozenset(name for name, _ in passes.model.named_buffers())
             self.assumptions[ISOLATED] = None
         self._batches, self._brief, self._all = 0, BRIEF_AFTER, ALL_AFTER
-        #: The longest example so far, the largest difference of two in a batch, the most rows, elements of a row of a call, and
-        #: the largest input.
+        #: The longest example, the largest difference of two in a batch, the most rows, the widest row and the largest input.
         self._reach: tuple[float, ...] = (0.0,) * 5
-        self._grew = False
-        self._checked_loop = False
+        self._grew = self._full = False
 
     @property
     def waiting_probes(self) -> int:  # type: ignore[override]
@@ -185,8 +178,7 @@ class Checks(Routing):
         source, loop = ticket.source, self.loop
         if not self.enabled or source is None or ticket.token_units is not None or loop.waiting:
             return
-        first, self._checked_loop = not self._checked_loop, True
-        if not first and (self.ranks.size > 1 or self.passes.device.type != "cpu"):
+        if self._batches > 1 and (self.ranks.size > 1 or self.passes.device.type != "cpu"):
             return
         needs = (self._grew or not loop.begun) and (not self.passes.returns_loss or source.makes(call))
         if self.ranks.size > 1:

@@ -24,15 +24,12 @@ from fastdp.engine.modes import in_mode
 from fastdp.engine.passes import Passes
 from fastdp.engine.randomness import DropoutDisabled, preserve_rng, rng_state
 from fastdp.engine.trace import module_outputs
-from fastdp.verify.probe import Probe, RowValues, rounding
+from fastdp.verify.probe import GRADIENTS, Probe, RowValues, rounding
 
 #: Rows of a microbatch that are checked.
 _ROWS = 3
-#: How far gradients may move where losses may move by 1.
-_GRADIENTS = 10.0
 #: How far losses may move on a processor if shapes stay the same, relative to what other shapes may do.
 _SAME_SHAPES = 1e-2
-_DRAW = random.SystemRandom()
 OVERFLOWS = "a row that is not finite reaches other rows (0 times NaN is NaN)"
 PADDING = "padding changes this row's loss: pad on the right or pass position_ids and an attention mask"
 UNDECIDED = (
@@ -175,7 +172,7 @@ class _Comparison:
     def _alike(self, one: RowValues, row: int, other: RowValues) -> bool:
         """Whether a row has the loss, and the gradients at its inputs, of another pass on one row, but for rounding."""
         alike = one.gap(row, other, 0) <= self.tolerance
-        return alike and not (self.gradients and one.input_gap(row, other, 0) > _GRADIENTS * self.tolerance)
+        return alike and not (self.gradients and one.input_gap(row, other, 0) > GRADIENTS * self.tolerance)
 
     def _run(self, call: Call) -> RowValues:
         """One pass on one row."""
@@ -261,7 +258,7 @@ def check_packed(passes: Passes, call: Call, ticket: Ticket) -> None:
         for row in range(len(source.indices)):
             source.check_packed(row)
     segments = [] if together.draws else list(ticket.segments(call))
-    for unit, single in _DRAW.sample(segments, min(_ROWS, len(segments))):
+    for unit, single in random.SystemRandom().sample(segments, min(_ROWS, len(segments))):
         if together.finite(unit) and not together.gap(unit, probe.run(single, 1), 0) <= rounding(passes.model):
             raise SelfCheckError(
                 "A packed example's loss changes beside the others of its row. Restart position_ids in each example and "
@@ -316,8 +313,6 @@ def check_mixed_derivative(probe: Probe, call: Call) -> None:
     passes, last = probe.passes, probe.ticket.rows - 1
     # A deviation of two rows is linear in each.
     rows = sorted({0, last // 2, last})
-    if last == 0:
-        return
     inputs = InputGradients(probe.rows(rows, call), probe.carriers, len(rows))
     with preserve_rng(passes.model), torch.enable_grad(), DropoutDisabled(), sdpa_kernel(SDPBackend.MATH):
         try:

@@ -7,17 +7,16 @@ companions, and that one alone. All three pass through the loop, the model and t
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from fastdp.engine.batches import Call, row_of
 from fastdp.engine.boundary import differentiable, plain_gradients, replace_loss
-from fastdp.engine.collation import Collation, example_length, largest_entry
+from fastdp.engine.collation import Collation, ProbeBatch
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.layout import Ticket
 from fastdp.engine.losses import batch_divisors, intercepted
@@ -25,20 +24,15 @@ from fastdp.engine.one_example import merged
 from fastdp.engine.passes import ONE_EXAMPLE, Pass, Passes
 from fastdp.engine.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state, seed_everything, seeded
 from fastdp.engine.uses import Tap
-from fastdp.verify.probe import rounding
+from fastdp.verify.probe import GRADIENTS, rounding
 
-#: Examples among which a short and a long one are chosen, of this batch and of the data set.
-_SAMPLED = 8
 #: How often an example is given alone to tell that a loop does not change it by itself or by chance; to one that takes batches
 #: ahead, always.
 _REPEATS, _AHEAD = 10, 3
-_GOLDEN = 0.6180339887498949
 #: Seeds of the model's random state and the criterion's.
 _MODEL, _CRITERION = 1, 2
 #: Another seed of the loop's: a permutation that it draws may leave the first row where it is under one of them.
 _OTHER_SEED = 1
-#: How far gradients may move where losses may move by 1.
-_GRADIENTS = 10.0
 UNDECIDED = (
     "the training loop, the model or the criterion draws random numbers that depend on the batch's shape, so rows were compared "
     "beside other companions and not alone"
@@ -51,23 +45,6 @@ _MAKES = (
 _HOW = {"beside": "beside other examples", "alone": "alone than in its batch"}
 
 
-@dataclass(frozen=True)
-class ProbeBatch:
-    """One small batch that verifies the loop.
-
-    Args:
-        source: the data set, the collator, and the examples of this batch; the first of them is compared.
-        items: the examples as they were read.
-        role: "together", "beside", "alone", or "still" for the same as alone.
-        seed: of the random states that the loop finds.
-    """
-
-    source: Collation
-    items: Sequence[Any]
-    role: str
-    seed: int = 0
-
-
 class _Outcome(NamedTuple):
     """What a probe batch gave its first row, the random state in which the model found it, and whether more was drawn."""
 
@@ -77,10 +54,7 @@ class _Outcome(NamedTuple):
 
 
 class LoopCheck:
-    """Decides when the loop is verified, and compares what it did with the probe batches.
-
-    Args:
-        passes: of the model.
+    """Compares what a loop did with the probe batches that it was given.
 
     Attributes:
         waiting: probe batches that have not gone through the loop yet.
@@ -96,7 +70,6 @@ class LoopCheck:
         #: The batches that may be handed out again, by role; none for loops that take batches ahead.
         self._repeats: dict[str, ProbeBatch] = {}
         self._alone: list[_Outcome] = []
-        self._stills = 0
         #: The role of the batch whose first row differed.
         self._doubted = ""
         self._seen: dict[tuple[str, int], _Outcome] = {}
@@ -106,38 +79,16 @@ class LoopCheck:
         self._divisors: list[str] = []
 
     def begin(self, source: Collation, rows: int, *, ahead: bool = False) -> None:
-        """Plan probe batches of at most ``rows`` examples: a short one with all others, beside other ones, and alone.
-
-        ``ahead`` is for loops that take a batch before they are done with the one before.
-        """
+        """Plan probe batches of at most ``rows`` examples; ``ahead`` is for loops that take them before they use earlier ones."""
         self.begun = True
-        size = len(source.dataset)
-        spread = list(dict.fromkeys(int(size * (_GOLDEN * k % 1)) for k in range(_SAMPLED)))
-        own = list(source.indices)[:rows] or spread[:rows]
-        items = {index: source.dataset[index] for index in dict.fromkeys([*own, *spread])}
-        if rows < 2 or len(items) < 2:
-            # Every batch holds one example, so none can reach another.
+        # The last one that is taken ahead finds another random state.
+        self._due = source.probes(rows, stills=1 + _AHEAD if ahead else 0)
+        if not self._due:
             return
-        # Not the one with the largest entry, which a division by the largest would leave as it is alone.
-        first, *others = sorted(own, key=lambda index: (example_length(items[index]), largest_entry(items[index])))
-        strangers = [index for index in items if index not in own] or [first]
-        if not others:
-            others = [strangers[0]]
-        # A longest one stays among them, so that shapes do, at another place: a loop that rolls rows then gives others.
-        longer = others and example_length(items[others[-1]]) > example_length(items[first])
-        kept = others[-1:] if len(others) > 1 and longer else []
-        beside = [*kept, *itertools.islice(itertools.cycle(strangers), len(others) - len(kept))]
-        plan = [("alone", [first]), ("together", [first, *others]), ("beside", [first, *beside])]
-        if ahead:
-            # The last one finds another random state.
-            plan += (1 + _AHEAD) * [("still", [first])]
-        for role, chosen in plan:
-            made = Collation(source.dataset, source.collate, chosen, {})
-            self._due.append(ProbeBatch(made, [items[index] for index in chosen], role))
         self._repeats = {} if ahead else {probe.role: probe for probe in self._due}
-        self._doubted, self._alone, self._stills = "", [], _AHEAD if ahead else _REPEATS
+        self._doubted, self._alone = "", []
         self.waiting, self._seen = len(self._due), {}
-        self._collator_draws = any(replace(source, indices=own).draws(0))
+        self._collator_draws = any(self._due[1].source.draws(0))
 
     def take(self) -> Iterator[ProbeBatch]:
         """The probe batches that the loop is to be given next."""
@@ -209,7 +160,7 @@ class LoopCheck:
         role, seed = probe.role, probe.seed
         if role == "still":
             self._alone.append(outcome)
-            if self._doubted and len(self._alone) == self._stills:
+            if self._doubted and len(self._alone) == (_REPEATS if self._repeats else _AHEAD):
                 self._decide()
             return
         self._seen[role, seed] = outcome
@@ -251,7 +202,7 @@ class LoopCheck:
         raise SelfCheckError(made.format(how=_HOW[self._doubted], why=why))
 
     def _differ(self, one: _Outcome, two: _Outcome) -> bool:
-        tolerance = rounding(self._passes.model) * (1.0 if self._passes.returns_loss else _GRADIENTS)
+        tolerance = rounding(self._passes.model) * (1.0 if self._passes.returns_loss else GRADIENTS)
         return _distance(one.values, two.values) > tolerance
 
 

@@ -23,6 +23,8 @@ from fastdp.engine.modes import in_mode
 from fastdp.engine.passes import Passes
 from fastdp.engine.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state
 
+#: How far gradients may move where losses may move by 1.
+GRADIENTS = 10.0
 #: How far a loss may move, relative to its size, when only the shapes around an example change.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4}
 _LOW_PRECISION = 5e-2
@@ -113,13 +115,7 @@ def _difference(one: torch.Tensor, two: torch.Tensor, every: torch.Tensor) -> tu
 
 
 class Probe:
-    """Runs one call of a model again on chosen rows, by plain forward passes.
-
-    Args:
-        passes: of the model, with a trace.
-        call: positional and named arguments.
-        ticket: says whose the rows, or the tokens of packed rows, are.
-    """
+    """Runs one call of a model again on chosen rows, by plain forward passes; ``passes`` have a trace."""
 
     def __init__(self, passes: Passes, call: Call, ticket: Ticket):
         assert passes.trace is not None
@@ -129,19 +125,16 @@ class Probe:
 
     def rows(self, rows: Sequence[int], call: Call | None = None) -> Call:
         """The call (by default the probe's own) on these rows, in this order; a row may come several times."""
-        made: Call = take_rows(self.call if call is None else call, torch.tensor(rows), self.carriers)
-        return made
+        return take_rows(self.call if call is None else call, torch.tensor(rows), self.carriers)
 
     def trimmed(self, call: Call) -> Call:
         """A call on one row without the padding that its attention mask shows."""
-        made: Call = unpadded(call, self.carriers)
-        return made
+        return unpadded(call, self.carriers)
 
     def layout(self, rows: int, *, packed: bool = False) -> Layout:
         """Each row a unit of its own, or the call's packed units."""
-        if packed:
-            return self.ticket.layout(self.passes.device)
-        return Ticket(torch.arange(rows), torch.ones(rows), is_last=True).layout(self.passes.device)
+        ticket = self.ticket if packed else Ticket(torch.arange(rows), torch.ones(rows), is_last=True)
+        return ticket.layout(self.passes.device)
 
     def run(
         self,
@@ -154,13 +147,9 @@ class Probe:
         upstream: torch.Tensor | None = None,
         single: RowValues | None = None,
     ) -> RowValues:
-        """One pass from the random state as it is, which is restored.
+        """One pass on so many ``rows``, or packed units, from the random state as it is, which is restored.
 
         Args:
-            call: on so many ``rows``.
-            dropout: whether dropout is applied.
-            training: whether the model is in training mode, or in evaluation mode.
-            packed: whether the call's own units, not rows, are meant.
             upstream: gradient of each unit's loss ``[rows]``, to be propagated back to the inputs.
             single: of a row run alone, by which the passes learn which losses the model divides by the number of rows.
 
@@ -187,14 +176,10 @@ class Probe:
     def unit_gradients(
         self, call: Call, rows: int, units: Sequence[int], take: Callable[[int, int, torch.Tensor], None]
     ) -> list[list[torch.Tensor]]:
-        """Gradients of single units' losses, with dropout, of one forward pass on the whole call.
+        """Gradients of single units' losses, with dropout: one forward pass on so many ``rows``, and a backward pass a unit.
 
-        Args:
-            call: on so many ``rows``, or the call itself with its packed units.
-            units: whose; for each one a backward pass is made.
-            take: called with a unit, a parameter's number and its gradient, as soon as that is there.
-
-        Returns for each unit the gradients at every embedding and floating-point input, rows first.
+        ``take`` is called with a unit, a parameter's number and its gradient, as soon as that is there. Returns for each unit
+        the gradients at every embedding and floating-point input, rows first.
         """
         passes, layout = self.passes, self.layout(rows, packed=self.packed)
         parameters = list(passes.read.values())
@@ -202,13 +187,11 @@ class Probe:
         reached = []
         with preserve_rng(passes.model), torch.enable_grad():
             _, terms, output = self._forward(call, layout, inputs, nullcontext())
-            if passes.returns_loss:
-                tops = [combine(require_loss(output), terms, passes.divided, verify=False)]
-                seeds = [torch.ones_like(tops[0])]
-            else:
-                tops = differentiable(output)
-                seeds = seeds_for(tops)
-            del output
+            total = require_loss(output) if passes.returns_loss else None
+            tops, seeds = starts(
+                output, total if total is None else combine(total, terms, passes.divided, verify=False)
+            )
+            del output, total
             for number, unit in enumerate(units):
                 own = [
                     torch.zeros_like(seed).index_add_(
@@ -222,11 +205,7 @@ class Probe:
         return reached
 
     def _forward(
-        self,
-        call: Call,
-        layout: Layout,
-        inputs: InputGradients | None,
-        changes: AbstractContextManager[Any],
+        self, call: Call, layout: Layout, inputs: InputGradients | None, changes: AbstractContextManager[Any]
     ) -> tuple[RowValues, LossTerms, Any]:
         """One plain forward pass; ``inputs`` follows the tensors whose gradients are wanted, within ``changes``."""
         passes, terms = self.passes, self.passes.terms(layout)
@@ -256,6 +235,12 @@ class Probe:
         if not abs(rest) > 1e-4 * max(map(abs, (float(total.detach()), *parts))):
             rest = 0.0
         return RowValues([t.per_unit.detach() for t in terms.terms], own, rest), terms, output
+
+
+def starts(output: Any, losses: torch.Tensor | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What a backward pass starts from, and with what: ones for losses, or for outputs the same numbers in each pass."""
+    tops = differentiable(output) if losses is None else [losses]
+    return tops, seeds_for(tops) if losses is None else [torch.ones_like(losses)]
 
 
 def _input_gradients(losses: torch.Tensor, upstream: torch.Tensor, inputs: InputGradients) -> list[torch.Tensor]:
