@@ -86,11 +86,9 @@ class Trace:
             raise UnsupportedUse(latest.conflict)
         if latest.selects > self.selects or latest.mapped < self.mapped:
             raise UnsupportedUse("the data of a later batch choose what those of the first did not")
-        known: dict[Any, Fold | None] = {**self.carries_rows, **{key: met.fold for key, met in self.meetings.items()}}
-        found: dict[Any, Fold | None] = {
-            **latest.carries_rows,
-            **{key: met.fold for key, met in latest.meetings.items()},
-        }
+        known, found = (
+            {**trace.carries_rows, **{key: met.fold for key, met in trace.meetings.items()}} for trace in (self, latest)
+        )
         for key in known.keys() & found.keys():
             a, b = known[key], found[key]
             if a != b and (a is None or b is None or a.with_(b) is None):
