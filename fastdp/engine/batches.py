@@ -5,40 +5,55 @@ from __future__ import annotations
 import copy
 import dataclasses
 import zlib
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
 
 import torch
 
+T = TypeVar("T")
 #: Where a tensor stands in nested tuples, lists, mappings and dataclasses.
 Path = tuple[Any, ...]
 #: Positional and named arguments.
 Call = tuple[Any, Any]
 
 
-def everything(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def everything(tree: Any) -> list[tuple[Path, Any]]:
     """What nested tuples, lists, mappings and dataclasses hold, tensors and anything else, and where it stands."""
-    if isinstance(tree, dict) or hasattr(tree, "items"):
-        for key, value in tree.items():
-            yield from everything(value, (*path, key))
-    elif isinstance(tree, (list, tuple)):
-        for position, value in enumerate(tree):
-            yield from everything(value, (*path, position))
-    elif _is_record(tree):
-        for field in dataclasses.fields(tree):
-            yield from everything(getattr(tree, field.name), (*path, field.name))
-    else:
-        yield path, tree
+    # A loop in the place of recursion: a traced pass looks into the arguments of each operation.
+    found: list[tuple[Path, Any]] = []
+    waiting: list[tuple[Path, Any]] = [((), tree)]
+    while waiting:
+        path, tree = waiting.pop()
+        inside: list[tuple[Any, Any]]
+        if isinstance(tree, torch.Tensor):
+            found.append((path, tree))
+            continue
+        if isinstance(tree, (list, tuple)):
+            inside = list(enumerate(tree))
+        elif isinstance(tree, dict) or hasattr(tree, "items"):
+            inside = list(tree.items())
+        elif dataclasses.is_dataclass(type(tree)):
+            inside = [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+        else:
+            found.append((path, tree))
+            continue
+        for key, value in reversed(inside):
+            waiting.append(((*path, key), value))
+    return found
 
 
-def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+def leaves(tree: Any) -> list[tuple[Path, torch.Tensor]]:
     """Every tensor in nested tuples, lists, mappings and dataclasses, and where it stands."""
-    return ((place, value) for place, value in everything(tree, path) if isinstance(value, torch.Tensor))
+    return [pair for pair in everything(tree) if isinstance(pair[1], torch.Tensor)]
 
 
-def tensors(tree: Any) -> Iterator[torch.Tensor]:
+def tensors(tree: Any) -> list[torch.Tensor]:
     """Every tensor in nested tuples, lists, mappings and dataclasses."""
-    return (tensor for _, tensor in leaves(tree))
+    found = []
+    for _, value in everything(tree):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+    return found
 
 
 def map_leaves(
@@ -62,7 +77,7 @@ def map_leaves(
             return whole
         parts = [map_leaves(value, function, (*path, position), lists) for position, value in enumerate(tree)]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    if _is_record(tree):
+    if dataclasses.is_dataclass(type(tree)):
         record = copy.copy(tree)
         for field in dataclasses.fields(tree):
             value = map_leaves(getattr(tree, field.name), function, (*path, field.name), lists)
@@ -70,10 +85,6 @@ def map_leaves(
             object.__setattr__(record, field.name, value)
         return record
     return tree
-
-
-def _is_record(tree: Any) -> bool:
-    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
 
 
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -138,13 +149,14 @@ def as_long_as(tree: Any, rows: int) -> frozenset[Path]:
     return frozenset(path for path, t in leaves(tree) if t.dim() > 0 and t.shape[0] == rows)
 
 
-def take_rows(tree: Any, index: torch.Tensor, carriers: Collection[Path]) -> Any:
+def take_rows(tree: T, index: torch.Tensor, carriers: Collection[Path]) -> T:
     """The call on the rows ``index`` alone: tensors at the places ``carriers`` are cut, all others left as they are."""
 
     def take(path: Path, t: torch.Tensor) -> torch.Tensor:
         return t.index_select(0, index.to(t.device)) if path in carriers else t
 
-    return map_leaves(tree, take)
+    made: T = map_leaves(tree, take)
+    return made
 
 
 def slice_rows(tree: Any, rows: slice, carriers: Collection[Path]) -> Any:
@@ -152,7 +164,7 @@ def slice_rows(tree: Any, rows: slice, carriers: Collection[Path]) -> Any:
     return map_leaves(tree, lambda path, t: t[rows] if path in carriers else t)
 
 
-def unpadded(tree: Any, carriers: Collection[Path]) -> Any:
+def unpadded(tree: T, carriers: Collection[Path]) -> T:
     """The call on one row without the padding that its attention mask tells of, at either end.
 
     Left as it is without such a mask, and where what would go is not the same in each place: then it is no padding of this
@@ -171,7 +183,8 @@ def unpadded(tree: Any, carriers: Collection[Path]) -> Any:
         for outside in (t[:, :start], t[:, end:]) if holds(path, t) else ():
             if outside.shape[1] and not bool((outside == outside[:, :1]).all()):
                 return tree
-    return map_leaves(tree, lambda path, t: t[:, start:end] if holds(path, t) else t)
+    made: T = map_leaves(tree, lambda path, t: t[:, start:end] if holds(path, t) else t)
+    return made
 
 
 def take_tokens(tree: Any, row: int, start: int, end: int, shape: tuple[int, int]) -> Any:

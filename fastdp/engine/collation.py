@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Number
 from typing import Any
 
@@ -16,6 +17,9 @@ from fastdp.engine.randomness import rng_state, seeded, version
 
 #: Examples that are read between two reads of one.
 _OTHERS = 3
+#: Examples of a data set among which those are that stand beside another in a probe batch.
+_SAMPLED = 8
+_GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,32 @@ class Collation:
         for row in range(len(self.indices)):
             yield self.call(call, sources, self.single(*self.items([row])))
 
+    def probes(self, rows: int, *, stills: int = 0) -> list[ProbeBatch]:
+        """Batches of at most ``rows`` examples: a short one alone, together with all others, beside different ones, and still.
+
+        None if every batch holds one example, so that none can reach another.
+        """
+        size = len(self.dataset)
+        spread = list(dict.fromkeys(int(size * (_GOLDEN * k % 1)) for k in range(_SAMPLED)))
+        own = list(self.indices)[:rows] or spread[:rows]
+        items = {index: self.dataset[index] for index in dict.fromkeys([*own, *spread])}
+        if rows < 2 or len(items) < 2:
+            return []
+        # Not the one with the largest entry, which a division by the largest would leave as it is alone.
+        first, *others = sorted(own, key=lambda index: (example_length(items[index]), largest_entry(items[index])))
+        strangers = [index for index in items if index not in own] or [first]
+        others = others or strangers[:1]
+        # A longest one stays among them, so that shapes do, at another place: a loop that rolls rows then gives others.
+        longer = example_length(items[others[-1]]) > example_length(items[first])
+        kept = others[-1:] if len(others) > 1 and longer else []
+        beside = [*kept, *itertools.islice(itertools.cycle(strangers), len(others) - len(kept))]
+        plan = {"alone": [first], "together": [first, *others], "beside": [first, *beside]}
+        chosen = [*plan.items(), *stills * [("still", [first])]]
+        return [
+            ProbeBatch(replace(self, indices=found, batch={}, versions=()), [items[index] for index in found], role)
+            for role, found in chosen
+        ]
+
     def draws(self, row: int) -> tuple[bool, bool]:
         """Whether reading an example, and collating one, draw random numbers or give something else under another seed.
 
@@ -162,6 +192,23 @@ class Collation:
                     f"The collator packs an example with other tokens in {own[-1]!r} beside others. Cut each example by itself; "
                     "this batch was not released."
                 )
+
+
+@dataclass(frozen=True)
+class ProbeBatch:
+    """One small batch that verifies the loop.
+
+    Args:
+        source: the data set, the collator, and the examples of this batch; the first of them is compared.
+        items: the examples as they were read.
+        role: "together", "beside", "alone", or "still" for the same as alone.
+        seed: of the random states that the loop finds.
+    """
+
+    source: Collation
+    items: Sequence[Any]
+    role: str
+    seed: int = 0
 
 
 def _watched(make: Callable[[], Any], seed: int) -> tuple[Any, bool]:

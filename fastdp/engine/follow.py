@@ -30,88 +30,108 @@ _GATHERING = functions("index_select gather take take_along_dim embedding")
 _SCATTERING = functions(
     "index_add index_copy index_put scatter scatter_add scatter_reduce index_reduce masked_scatter index_fill"
 )
+#: All that may choose.
+_CHOOSING = _SELECTING | _ORDERING | _GATHERING | functions("where repeat_interleave __getitem__")
 
 
-class Follow(TorchFunctionMode):
-    """Follows data and weights through one forward pass.
+class DataFlow(TorchFunctionMode):
+    """Follows what is computed from the data through one forward pass.
 
     Args:
         inputs: the tensors that carry rows.
-        weights: the trained parameters.
     """
 
-    def __init__(self, inputs: Iterable[torch.Tensor], weights: Iterable[torch.Tensor] = ()):
+    def __init__(self, inputs: Iterable[torch.Tensor]):
         super().__init__()
         inputs = list(inputs)
         self.data: Marks[None] = Marks((t, None) for t in inputs)
         #: Whether some inputs are lists: what is made of no tensor may be made of them.
         self.listed = any(isinstance(t, RowNumbers) for t in inputs)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not is_metadata(func):
+            self.follow(func, args, kwargs, tensors((args, kwargs)), out)
+        return out
+
+    def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> bool:
+        """Look at what one operation returned. True if it was given data."""
+        found = any(map(self.data.__contains__, given)) or (self.listed and not given)
+        # What is written into becomes data too.
+        for result in (given[:1] if func is torch.Tensor.__setitem__ else tensors(out)) if found else ():
+            self.data[result] = None
+        return found
+
+
+class Follow(DataFlow):
+    """Follows data, and what is computed from weights alone, through one forward pass.
+
+    Args:
+        inputs: the tensors that carry ``rows``.
+        weights: the trained parameters.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor], weights: Iterable[torch.Tensor], rows: int):
+        super().__init__(inputs)
         #: With the ids of the parameters that each is computed from.
         self.weights = Marks((t, frozenset({id(t)})) for t in weights)
         self.chosen: Marks[None] = Marks()
         self.orders = Orders()
+        self.rows, self.places = rows, Places(inputs, rows)
+        #: Whether the data have chosen anything so far.
         self.selects = False
         #: What was selected by the data's values, the rows of its entries being known, and the lines of code that do it.
-        self.owners: Owners | None = None
-        self.places_of_owned: set[Any] = set()
+        self.owners, self.places_of_owned = Owners(rows), set[Any]()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if is_metadata(func):
-            return func(*args, **kwargs)
-        given = list(tensors((args, kwargs)))
-        self.note(func, args, kwargs, given)
-        out = self.run(func, args, kwargs)
-        self.follow(func, args, kwargs, given, out)
-        return out
+    def sources(self, given: list[torch.Tensor]) -> frozenset[int]:
+        """The parameters, by identity, that some of these tensors are computed from without data."""
+        return frozenset().union(*filter(None, map(self.weights.get, given)))
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run one operation."""
-        return func(*args, **kwargs)
-
-    def note(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
-        """Look at one operation before it runs."""
-
-    def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> None:
-        """Look at what one operation returned."""
-        if not any(t in self.data for t in given):
-            sources = frozenset().union(*(self.weights[t] for t in given if t in self.weights))
-            if sources and not is_detach(func):
-                for result in tensors(out):
-                    self.weights[result] = sources
-            if self.listed and not given:
-                for result in tensors(out):
-                    self.data[result] = None
-            return
-        chosen = self._chooses(func, args, kwargs)
+    def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> bool:
+        """Look at what one operation returned. True if it was given data."""
+        found, results = super().follow(func, args, kwargs, given, out), tensors(out)
+        if not found:
+            sources = frozenset() if is_detach(func) else self.sources(given)
+            for result in results if sources else ():
+                self.weights[result] = sources
+            return False
+        for result in results:
+            self.weights.pop(result)
+        chosen = func in _CHOOSING and self._chooses(func, args, kwargs)
         self.selects |= chosen
+        if self.selects:
+            self._choose(func, args, kwargs, given, results, chosen)
+        return True
+
+    def _choose(
+        self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], results: list[torch.Tensor], chosen: bool
+    ) -> None:
+        """Note the results whose first axis the data chose, by this operation or an earlier one."""
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if func in _SCATTERING and first is not None:
             chosen = self.is_chosen(first)
         else:
-            chosen = self._loses(func, args, kwargs, given, list(tensors(out)), chosen)
-        self.orders.follow(func, args, given, list(tensors(out)), self.is_chosen)
-        if func is torch.Tensor.__setitem__ and first is not None:
-            self.data[first] = None
-        for result in tensors(out):
+            chosen = self._loses(func, args, kwargs, given, results, chosen)
+        self.orders.follow(func, args, given, results, self.is_chosen)
+        for result in results:
             # What is written into keeps its own axis.
-            axis = result in self.chosen if result is first else chosen
-            self.data[result] = None
-            self.weights.pop(result)
-            if axis and result.dim() > 0:
+            if (result in self.chosen if result is first else chosen) and result.dim() > 0:
                 self.chosen[result] = None
 
     def is_chosen(self, t: Any) -> bool:
         """Whether the data chose the first axis of a tensor, which no rule of a parameter's use knows then."""
-        return t in self.chosen or self.is_owned(t)
+        return self.selects and (t in self.chosen or self.is_owned(t))
 
     def is_owned(self, t: Any) -> bool:
         """Whether it was selected, the rows of its entries being known."""
-        return self.owners is not None and self.owners.of(t) is not None
+        return self.owners.of(t) is not None
 
     def in_order(self, t: torch.Tensor) -> bool:
         """Whether the first axis of a tensor is known to hold the rows, in order."""
-        return False
+        found = self.places.of(t)
+        fold = None if found is None else found.fold(self.rows)
+        return fold is not None and fold.natural
 
     def _loses(
         self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], results: list[torch.Tensor], chosen: bool
@@ -121,8 +141,6 @@ class Follow(TorchFunctionMode):
             return False
         if any(t in self.chosen for t in given):
             return True
-        if self.owners is None:
-            return chosen
         if not chosen:
             return not self.owners.follow(func, args, kwargs, given, results)
         source = given[0]
@@ -169,7 +187,7 @@ class Follow(TorchFunctionMode):
         return False
 
 
-class InputGradients(Follow):
+class InputGradients(DataFlow):
     """Retains the gradients at a call's floating-point inputs, and at what embeddings look up for its rows.
 
     Args:
@@ -216,16 +234,16 @@ class InputGradients(Follow):
         fronts = [fold.front(gradient, self._rows) for fold, gradient in pairs if gradient is not None]
         return [t if t.shape[0] == self._rows else t.reshape(self._rows, -1, *t.shape[1:]) for t in fronts]
 
-    def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> None:
+    def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> bool:
         """Follow one operation, and where rows lie in what it makes of ids."""
-        super().follow(func, args, kwargs, given, out)
-        if not isinstance(out, torch.Tensor) or out not in self.data:
-            return
+        found = super().follow(func, args, kwargs, given, out)
+        if not found or not isinstance(out, torch.Tensor):
+            return found
         if func in (F.embedding, F.embedding_bag) and torch.is_grad_enabled():
             place = self._places.of(kwargs.get("input", args[0] if args else None))
             fold = Fold() if place is None else place.fold(self._rows)
             if fold is None or not fold.fits(tuple(out.shape), self._rows):
-                return
+                return True
             if out.requires_grad:
                 out.retain_grad()
             else:
@@ -233,3 +251,4 @@ class InputGradients(Follow):
             self._found.append((out, fold))
         elif not out.is_floating_point():
             self._places.follow(func, args, kwargs, given, [out])
+        return True

@@ -175,48 +175,54 @@ def _is_scripted(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
 
 
+_DROPOUT = frozenset(
+    getattr(F, name)
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+) | {torch.dropout}
+
+
 class _Changed(TorchFunctionMode):
-    """Changes the arguments of torch's functions, and of those within composite ones."""
+    """Changes the arguments of some of torch's functions, and of those within composite ones.
+
+    Enter it within modes that observe: what those do themselves then does not come here.
+    """
+
+    functions: frozenset[Any]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func, args, kwargs = self.change(func, args, kwargs or {})
-        inside = opened(func)
-        if inside is None:
-            return func(*args, **kwargs)
-        with self:
-            return inside(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            inside = opened(func)
+            assert inside is not None
+            with self:
+                return inside(*args, **(kwargs or {}))
+        if func in self.functions:
+            return self.change(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
-    def change(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    def change(self, func: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError  # each kind has its own
 
 
 class DropoutDisabled(_Changed):
     """Make torch's dropout functions return their input; modules and their attributes stay untouched."""
 
-    def change(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    functions = _DROPOUT | {F.scaled_dot_product_attention}
+
+    def change(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _DROPOUT:
-            return (lambda input, *_, **__: input), args, kwargs
-        if func is F.scaled_dot_product_attention:
-            return (
-                (func, (*args[:4], 0.0, *args[5:]), kwargs)
-                if len(args) > 4
-                else (func, args, {**kwargs, "dropout_p": 0.0})
-            )
-        return func, args, kwargs
+            return args[0] if args else kwargs["input"]
+        if len(args) > 4:
+            return func(*args[:4], 0.0, *args[5:], **kwargs)
+        return func(*args, **{**kwargs, "dropout_p": 0.0})
 
 
 class MasksInOrder(_Changed):
     """Draw masks in the order of a tensor's entries, whatever its strides: torch draws them in the order of memory."""
 
-    def change(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    functions = _DROPOUT | {torch.rand_like, torch.randn_like, torch.bernoulli}
+
+    def change(self, func: Any, args: Any, kwargs: Any) -> Any:
         in_place = kwargs.get("inplace", len(args) > 3 and args[3])
-        if func in _MASKS and args and type(args[0]) is torch.Tensor and not in_place:
+        if args and type(args[0]) is torch.Tensor and not in_place:
             args = (args[0].contiguous(), *args[1:])
-        return func, args, kwargs
-
-
-_DROPOUT = frozenset(
-    getattr(F, name)
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-) | {torch.dropout}
-_MASKS = _DROPOUT | {torch.rand_like, torch.randn_like, torch.bernoulli}
+        return func(*args, **kwargs)

@@ -131,7 +131,7 @@ class Routing:
         """Forget probes of a logical batch that was discarded."""
 
     @contextmanager
-    def tracing(self) -> Iterator[None]:
+    def tracing(self, call: Call, ticket: Ticket) -> Iterator[None]:
         """Watch the model's state while it is traced."""
         yield
 
@@ -148,7 +148,7 @@ class Routing:
     def _decide(self, call: Call, ticket: Ticket) -> str | None:
         """Why the one-example route is taken, or None. Raises ValueError for a model that no route serves."""
         passes = self.passes
-        with self.tracing():
+        with self.tracing(call, ticket):
             passes.trace = self._trace(call, ticket.rows)
         passes.forwards.leave_out(passes.trace.heads)
         reason = passes.trace.conflict

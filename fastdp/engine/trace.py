@@ -21,9 +21,9 @@ from fastdp.engine.logits import Logits, Source
 from fastdp.engine.losses import LOSSES
 from fastdp.engine.named import operation as meeting_name
 from fastdp.engine.randomness import DropoutDisabled, preserve_rng, rng_state, seed_everything
-from fastdp.engine.rows import Fold, Met, Place, Places, fold_between
-from fastdp.engine.rules.composite import opened
-from fastdp.engine.selections import Owners, place
+from fastdp.engine.rows import Fold, Met, Place, fold_between
+from fastdp.engine.selections import place
+from fastdp.engine.uses import is_metadata
 
 #: Which operations met which tensors: their name, the ids of the parameters on the one side, and the other's dimensions.
 Key = tuple[str, frozenset[int], int]
@@ -86,11 +86,9 @@ class Trace:
             raise UnsupportedUse(latest.conflict)
         if latest.selects > self.selects or latest.mapped < self.mapped:
             raise UnsupportedUse("the data of a later batch choose what those of the first did not")
-        known: dict[Any, Fold | None] = {**self.carries_rows, **{key: met.fold for key, met in self.meetings.items()}}
-        found: dict[Any, Fold | None] = {
-            **latest.carries_rows,
-            **{key: met.fold for key, met in latest.meetings.items()},
-        }
+        known, found = (
+            {**trace.carries_rows, **{key: met.fold for key, met in trace.meetings.items()}} for trace in (self, latest)
+        )
         for key in known.keys() & found.keys():
             a, b = known[key], found[key]
             if a != b and (a is None or b is None or a.with_(b) is None):
@@ -134,6 +132,7 @@ class Trace:
 _SEEDS = 8
 _DEPENDS = "the model's reads of its parameters depend on the number of rows"
 LOOKUPS = frozenset({OPERATIONS[F.embedding], OPERATIONS[F.embedding_bag]})
+_REFUSED = frozenset({torch.autograd.grad, torch.Tensor.backward, F.embedding_bag, F.batch_norm})
 
 
 @dataclass(frozen=True)
@@ -165,11 +164,9 @@ class _Recorder(Follow):
         rows: int,
         vocabulary: int | None,
     ):
-        super().__init__(inputs, trained.values())
+        super().__init__(inputs, trained.values(), rows)
         self.names = {id(p): name for name, p in trained.items()}
         self.stack = stack
-        self.places = Places(inputs, rows)
-        self.rows, self.owners = rows, Owners(rows)
         self.reads: list[Read] = []
         #: The input of each read.
         self.inputs: list[_Seen | None] = []
@@ -184,11 +181,6 @@ class _Recorder(Follow):
         self.selections: set[Any] = set()
         #: Whether the pass drew random numbers.
         self.draws = False
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is not F.linear or self.vocabulary is None:
-            return func(*args, **kwargs)
-        return self._linear(*args, **kwargs)
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         assert self.vocabulary is not None
@@ -208,26 +200,48 @@ class _Recorder(Follow):
         return Logits.of(source)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.autograd.grad, torch.Tensor.backward):
-            raise Untraceable(
-                "the model differentiates inside its own forward pass (torch.autograd.grad, backward), which no per-example "
-                "gradient can be followed through: leave penalties of gradients and adversarial inputs out of it"
-            )
-        inside = opened(func)
-        if inside is None:
-            return super().__torch_function__(func, types, args, kwargs)
-        with self:
-            return inside(*args, **(kwargs or {}))
-
-    def in_order(self, t: torch.Tensor) -> bool:
-        found = self.places.of(t)
-        fold = None if found is None else found.fold(self.rows)
-        return fold is not None and fold.natural
+        kwargs = kwargs or {}
+        if is_metadata(func):
+            return func(*args, **kwargs)
+        given = tensors((args, kwargs))
+        self.note(func, args, kwargs, given)
+        if func is F.linear and self.vocabulary is not None:
+            out = self._linear(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
+        self.follow(func, args, kwargs, given, out)
+        return out
 
     def seen(self, t: torch.Tensor) -> _Seen:
         return _Seen(tuple(t.shape), self.places.of(t), self.is_chosen(t))
 
     def note(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
+        """Look at one operation before it runs."""
+        if func in _REFUSED:
+            self._refuse(func, args, kwargs, given)
+        found = [self.names[id(t)] for t in given if id(t) in self.names]
+        operation = OPERATIONS.get(func, getattr(func, "__name__", str(func)))
+        if func in LOSSES and kwargs.get("reduction", "mean") != "none" and given[0] in self.data:
+            owned = any(map(self.is_owned, given))
+            if owned:
+                self.selections = self.places_of_owned
+                self.selections.add(place())
+            others = [t for t in given if t not in self.weights]
+            self._note_read("", operation, [] if owned else given[:1], any(t in self.chosen for t in others))
+        elif found:
+            others = [t for t in given if t not in self.weights]
+            chosen = any(map(self.is_chosen, others))
+            inputs = [operand(func, args, kwargs)] if func in OPERATIONS else others
+            for name in found:
+                self._note_read(name, operation, inputs[:1], chosen)
+
+    def _refuse(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
+        """Raise `Untraceable` for an operation that no per-example gradient can be followed through."""
+        if func in (torch.autograd.grad, torch.Tensor.backward):
+            raise Untraceable(
+                "the model differentiates inside its own forward pass (torch.autograd.grad, backward), which no per-example "
+                "gradient can be followed through: leave penalties of gradients and adversarial inputs out of it"
+            )
         if func is F.embedding_bag and given[0] not in self.data and any(t in self.data for t in given[2:]):
             raise Untraceable(
                 f"{self.names.get(id(given[1]), 'an embedding bag')}: flat ids beside offsets cannot be cut into rows; pad ids "
@@ -240,23 +254,6 @@ class _Recorder(Follow):
                     "F.batch_norm(training=True) normalizes by statistics of the batch, which couples examples: use F.layer_norm "
                     "or F.group_norm"
                 )
-        found = [self.names[id(t)] for t in given if id(t) in self.names]
-        operation = OPERATIONS.get(func, getattr(func, "__name__", str(func)))
-        others = [t for t in given if t not in self.weights]
-        chosen = any(map(self.is_chosen, others))
-        if func in OPERATIONS:
-            inputs = [operand(func, args, kwargs)]
-        elif func in LOSSES and kwargs.get("reduction", "mean") != "none" and given[0] in self.data:
-            owned = any(map(self.is_owned, given))
-            if owned:
-                self.selections = self.places_of_owned
-                self.selections.add(place())
-            self._note_read("", operation, [] if owned else given[:1], any(t in self.chosen for t in others))
-            return
-        else:
-            inputs = others
-        for name in found:
-            self._note_read(name, operation, inputs[:1], chosen)
 
     def _note_read(self, name: str, operation: str, inputs: list[torch.Tensor], chosen: bool) -> None:
         shape = tuple(inputs[0].shape) if inputs else ()
@@ -266,21 +263,20 @@ class _Recorder(Follow):
         self.reads.append(Read(name, operation, self.stack[-1], shape, chosen, self._sources))
         self.inputs.append(self.seen(inputs[0]) if inputs else None)
 
-    def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> None:
+    def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> bool:
         """Follow one operation, and note which tensors met what is computed from parameters."""
-        sources = frozenset().union(*(self.weights[t] for t in given if t in self.weights))
-        others = [t for t in given if t not in self.weights and t.dim()]
-        befores = [self.seen(t) for t in others] if sources else []
-        values = tuple(self.seen(t) for t in given if t in self.weights)
-        super().follow(func, args, kwargs, given, out)
-        results = list(tensors(out))
+        sources = self.sources(given)
+        befores = [self.seen(t) for t in given if t not in self.weights and t.dim()] if sources else []
+        values = tuple(self.seen(t) for t in given if t in self.weights) if sources else ()
+        found, results = super().follow(func, args, kwargs, given, out), tensors(out)
         if self.listed and not given:
             self.places.begin(results)
-        if any(t in self.data for t in given):
+        elif found:
             self.places.follow(func, args, kwargs, given, results)
         if sources:
             made = tuple(self.seen(t) for t in results)
             self.met += [_Encounter(meeting_name(func), sources, before, values, made) for before in befores]
+        return found
 
 
 class Tracer:
@@ -387,7 +383,7 @@ class Tracer:
                     seed_everything(seed)
                 before = rng_state()
                 # Masks, which are larger for more rows, would move what is drawn behind them.
-                with DropoutDisabled(), recorder:
+                with recorder, DropoutDisabled():
                     forward(*call[0], **call[1])
                 recorder.draws = rng_state() != before
         finally:
@@ -512,7 +508,7 @@ def module_outputs(
     seen: dict[str, torch.Tensor] = {}
 
     def record(name: str, output: object) -> None:
-        found = next(tensors(output), None)
+        found = next(iter(tensors(output)), None)
         if found is not None and found.dim() > 0 and found.shape[0] > row and found.is_floating_point():
             seen.setdefault(name, found.detach()[row].clone())
 

@@ -25,14 +25,13 @@ from torch.utils.data import (
 from fastdp.accounting.ledger import STEP
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.engine.batches import map_tensors
-from fastdp.engine.collation import Collation, example_length
+from fastdp.engine.collation import Collation, ProbeBatch, example_length
 from fastdp.engine.layout import Ticket
 from fastdp.engine.randomness import forget_seeds, seed_from_os, seeded
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
 from fastdp.private.sampler import Sampler, Units
-from fastdp.verify.loop import ProbeBatch
 
 _END = object()
 #: What the plan, and the checks of the first batch, go by.
@@ -185,15 +184,15 @@ class PrivateLoader:
             yield batch
 
     def probe_batches(self) -> Iterator[Any]:
-        """Batches of weight 0 that verify the training loop before anything is released, each under the same seed."""
+        """Batches of weight 0 that verify the training loop before anything is released, each under its seed."""
         for probe in self.probes():
-            batch, made = probe.batch(), probe.source
+            batch, made = probe.source.collated(probe.items), probe.source
             source = Collation.of(made.dataset, made.collate, made.indices, batch)
             ticket = _ticket([1] * len(source.indices), 0.0, is_last=False)
             probe = replace(probe, source=source)
             self.tickets.append(replace(ticket, source=source, probe=probe, in_eval=self.in_eval()))
             batch = self._placed(batch)
-            with seeded(0):
+            with seeded(probe.seed):
                 yield batch
 
     def _placed(self, batch: Any) -> Any:

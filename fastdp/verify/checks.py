@@ -13,7 +13,7 @@ from fastdp.distributed.ranks import Ranks
 from fastdp.engine.batches import Call, as_long_as, take_rows, tensors
 from fastdp.engine.collation import Collation
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.follow import Follow
+from fastdp.engine.follow import DataFlow
 from fastdp.engine.layout import Ticket
 from fastdp.engine.modes import refuse_mixing
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
@@ -33,11 +33,7 @@ BRIEF_AFTER, ALL_AFTER = 34, 600
 
 
 class Checks(Routing):
-    """Verifies batches before anything of them is released.
-
-    Args:
-        passes, ranks, on_route: as for `Routing`.
-        enabled: whether rows and the engine are verified; state always is.
+    """Verifies batches before anything of them is released; rows and the engine only if ``enabled``, and state always.
 
     Attributes:
         state: of the model.
@@ -52,18 +48,15 @@ class Checks(Routing):
         self.enabled = enabled
         self.state = StateCheck(passes.model, passes.weights.settle)
         self.loop = LoopCheck(passes)
-        self.assumptions: list[str] = []
-        self._full = False
+        self.assumptions: dict[str, None] = {}
         if passes.isolated:
             # Buffers are restored after each example.
             self.state.harmless = frozenset(name for name, _ in passes.model.named_buffers())
-            self.assumptions.append(ISOLATED)
+            self.assumptions[ISOLATED] = None
         self._batches, self._brief, self._all = 0, BRIEF_AFTER, ALL_AFTER
-        #: The longest example so far, the largest difference of two in a batch, the most rows, and the largest input.
-        self._reach: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
-        self._grew = False
-        self._checked_loop = False
-        self._traced: tuple[Call, Ticket] | None = None
+        #: The longest example, the largest difference of two in a batch, the most rows, the widest row and the largest input.
+        self._reach: tuple[float, ...] = (0.0,) * 5
+        self._grew = self._full = False
 
     @property
     def waiting_probes(self) -> int:  # type: ignore[override]
@@ -74,7 +67,6 @@ class Checks(Routing):
         if self.passes.route is None:
             # Between two stages of a method only releases may change the model.
             self.state.begin()
-            self._traced = call, ticket
         self._batches += 1
         self._grew = self.enabled and self._grows(call, ticket)
         looked = super().before(call, ticket)
@@ -87,15 +79,13 @@ class Checks(Routing):
         return self.state.forward()
 
     @contextmanager
-    def tracing(self) -> Iterator[None]:
+    def tracing(self, call: Call, ticket: Ticket) -> Iterator[None]:
         """Learn which state the trace writes."""
-        assert self._traced is not None
-        (call, ticket), self._traced = self._traced, None
 
-        def again(data: int) -> Follow:
+        def again(data: int) -> DataFlow:
             rows = [[0, 1 % ticket.rows], [ticket.rows - 1, 0, 0]][data]
             args, kwargs = take_rows(call, torch.tensor(rows), as_long_as(call, ticket.rows))
-            with torch.no_grad(), Follow(tensors((args, kwargs))) as followed:
+            with torch.no_grad(), DataFlow(tensors((args, kwargs))) as followed:
                 self.passes.plain_forward(*args, **kwargs)
             return followed
 
@@ -115,7 +105,7 @@ class Checks(Routing):
         return self._grew or self._full or brief
 
     def _grows(self, call: Call, ticket: Ticket) -> bool:
-        """Whether a batch holds a longer example, other padding, more rows or an input twice as large as all before, or NaN.
+        """Whether a batch has a longer example or row, other padding, more rows or an input twice as large as all before, or NaN.
 
         A GPU is not asked for the size of inputs, as the host would have to wait.
         """
@@ -124,10 +114,11 @@ class Checks(Routing):
             held = tensors(call) if ticket.source is None else ticket.source.batch.values()
             sizes = [float(t.detach().abs().max()) for t in held if t.is_floating_point() and t.numel()]
             largest = max(sizes, default=0.0) if all(map(math.isfinite, sizes)) else math.nan
-        now = float(max(lengths)), float(max(lengths) - min(lengths)), float(ticket.rows), largest
+        widest = max((t.numel() // max(t.shape[0], 1) for t in tensors(call) if t.dim()), default=0)
+        now = *map(float, (max(lengths), max(lengths) - min(lengths), ticket.rows, widest)), largest
         before, self._reach = self._reach, tuple(b if n != n else max(b, n) for b, n in zip(self._reach, now))
-        larger = not now[3] <= 2 * before[3]
-        return ticket.rows > 1 and (larger or now[:3] != tuple(map(min, now[:3], before[:3])))
+        larger = not now[-1] <= 2 * before[-1]
+        return ticket.rows > 1 and (larger or now[:-1] != tuple(map(min, now[:-1], before[:-1])))
 
     def verify_rows(self, call: Call, ticket: Ticket) -> None:
         """The definition check and the companion check of the first batch, or of one that takes another path."""
@@ -137,9 +128,7 @@ class Checks(Routing):
         if ticket.token_units is not None:
             check_packed(self.passes, call, ticket)
             return
-        self._assume(
-            check_definition(self.passes, call, ticket, ticket.chosen_rows(), gradients=self.passes.returns_loss)
-        )
+        self._define(call, ticket, gradients=self.passes.returns_loss)
         check_companions(self.passes, call, ticket)
 
     def verify_engine(self, call: Call, ticket: Ticket) -> None:
@@ -167,7 +156,7 @@ class Checks(Routing):
                     self.verify_rows(call, ticket)
                     self.verify_engine(call, ticket)
                 elif passes.returns_loss:
-                    self._assume(check_definition(passes, call, ticket, ticket.chosen_rows(), gradients=self._grew))
+                    self._define(call, ticket, gradients=self._grew)
         except UnsupportedUse as error:
             if passes.route == USES:
                 passes.fall_back(str(error), ticket)
@@ -189,13 +178,9 @@ class Checks(Routing):
         source, loop = ticket.source, self.loop
         if not self.enabled or source is None or ticket.token_units is not None or loop.waiting:
             return
-        first, self._checked_loop = not self._checked_loop, True
-        if not first and (self.ranks.size > 1 or self.passes.device.type != "cpu"):
+        if self._batches > 1 and (self.ranks.size > 1 or self.passes.device.type != "cpu"):
             return
-        if self.passes.returns_loss or not loop.begun or self._grew:
-            needs = not self.passes.returns_loss or loop.makes(call, source, grew=self._grew)
-        else:
-            needs = False
+        needs = (self._grew or not loop.begun) and (not self.passes.returns_loss or source.makes(call))
         if self.ranks.size > 1:
             needs = any(self.ranks.gather(needs))
         if needs:
@@ -221,5 +206,6 @@ class Checks(Routing):
         """What was assumed, for the card."""
         return [*self.assumptions, *([UNDECIDED] if self.loop.undecided else [])]
 
-    def _assume(self, sentences: list[str]) -> None:
-        self.assumptions = list(dict.fromkeys([*self.assumptions, *sentences]))
+    def _define(self, call: Call, ticket: Ticket, *, gradients: bool) -> None:
+        found = check_definition(self.passes, call, ticket, ticket.chosen_rows(), gradients=gradients)
+        self.assumptions |= dict.fromkeys(found)

@@ -7,11 +7,11 @@ import random
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import CheckpointError
 
 from fastdp.engine.batches import Call, cropped, leaves, row_of, tensors
 from fastdp.engine.boundary import require_loss, seeds_for
@@ -24,15 +24,12 @@ from fastdp.engine.modes import in_mode
 from fastdp.engine.passes import Passes
 from fastdp.engine.randomness import DropoutDisabled, preserve_rng, rng_state
 from fastdp.engine.trace import module_outputs
-from fastdp.verify.probe import Probe, RowValues, rounding, share
+from fastdp.verify.probe import GRADIENTS, Probe, RowValues, rounding
 
 #: Rows of a microbatch that are checked.
 _ROWS = 3
-#: How far gradients may move where losses may move by 1.
-_GRADIENTS = 10.0
 #: How far losses may move on a processor if shapes stay the same, relative to what other shapes may do.
 _SAME_SHAPES = 1e-2
-_DRAW = random.SystemRandom()
 OVERFLOWS = "a row that is not finite reaches other rows (0 times NaN is NaN)"
 PADDING = "padding changes this row's loss: pad on the right or pass position_ids and an attention mask"
 UNDECIDED = (
@@ -62,8 +59,8 @@ class _Calls:
         if collates:
             source.check_mixing(rows)
             return cls(call, {row: probe.trimmed(probe.rows([row])) for row in rows}, draws=True)
-        every = range(len(source.indices))
-        items = dict(zip(every, source.items(every))) if reads else dict(zip(rows, source.items(rows)))
+        read = range(len(source.indices)) if reads else rows
+        items = dict(zip(read, source.items(read)))
         whole = source.call(call, sources, source.collated(list(items.values()))) if reads else call
         alone = {row: source.call(call, sources, source.single(items[row])) for row in rows}
         return cls(whole, alone, collated=not reads)
@@ -72,19 +69,10 @@ class _Calls:
 def check_definition(
     passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int], *, gradients: bool = True
 ) -> list[str]:
-    """Verify that these rows have the loss, and the gradients at their inputs, that they have alone.
+    """Verify that rows of a microbatch have the loss, and the gradients at their inputs, that they have alone.
 
-    Args:
-        passes: of the model.
-        call, ticket: a microbatch; its ``source`` says how examples are collated alone.
-        rows: to compare.
-        gradients: whether gradients at the inputs are compared too.
-
-    Returns what could not be decided, in sentences for the card.
-
-    Raises:
-        UnsupportedUse: if the rows must be run alone, or their losses cannot be told apart.
-        SelfCheckError: if rows are coupled.
+    Returns what could not be decided, in sentences for the card. Raises `UnsupportedUse` if rows must be run alone, or their
+    losses cannot be told apart, and `SelfCheckError` if rows are coupled.
     """
     probe = Probe(passes, call, ticket)
     calls = _Calls.of(probe, rows)
@@ -92,9 +80,6 @@ def check_definition(
         comparison = _Comparison(probe, calls, rows, training, gradients and ticket.rows > 1)
         try:
             compared = comparison.run()
-        except CheckpointError:
-            # Checkpointed pieces are computed again with dropout: their losses alone are compared.
-            return check_definition(passes, call, ticket, rows, gradients=False)
         except Exception:
             if training:
                 raise
@@ -104,15 +89,15 @@ def check_definition(
         if comparison.base is not None and ticket.rows > 1:
             # None of the chosen rows has a finite loss: others are compared.
             finite = [row for row in range(ticket.rows) if comparison.base.finite(row)]
-            if not finite and passes.route is not None:
-                # Training that diverged goes on, unless a row that is finite alone is not beside others.
-                every = range(ticket.rows) if len(rows) < ticket.rows else ()
-                return check_definition(passes, call, ticket, every, gradients=False) if every else []
-            if not finite:
+            if finite:
+                return check_definition(passes, call, ticket, finite[:_ROWS], gradients=gradients)
+            if passes.route is None:
                 raise SelfCheckError(
                     "No example of this batch has a finite loss. Check labels and inputs; this batch was not released."
                 )
-            return check_definition(passes, call, ticket, finite[:_ROWS], gradients=gradients)
+            # Training that diverged goes on, unless a row that is finite alone is not beside others.
+            every = range(ticket.rows) if len(rows) < ticket.rows else ()
+            return check_definition(passes, call, ticket, every, gradients=False) if every else []
     probe.run(calls.whole, ticket.rows)
     return [UNDECIDED]
 
@@ -121,8 +106,8 @@ class _Comparison:
     """Compares the rows of one pass on the whole batch with passes on single rows, in training or evaluation mode."""
 
     def __init__(self, probe: Probe, calls: _Calls, rows: Sequence[int], training: bool, gradients: bool):
-        self.probe, self.calls, self.rows, self.gradients = probe, calls, rows, gradients
-        self.training = training
+        self.probe, self.calls, self.rows = probe, calls, rows
+        self.training, self.gradients = training, gradients
         self.tolerance = rounding(probe.passes.model)
         # A batch of one row is compared as two copies of it.
         self.count = max(2, probe.ticket.rows)
@@ -142,25 +127,23 @@ class _Comparison:
         base = self.base = probe.run(self.whole, self.count, upstream=upstream, single=single, training=self.training)
         if len(base.values) != len(single.values) or not base.values:
             raise UnsupportedUse("the model returns something else for a row in a batch than alone")
-        compared = False
-        for row in rows:
-            alone = single if row == rows[0] else self._alone(row)
-            if alone.finite(0):
-                compared = True
-                self._require_same(base, row, alone)
+        alone = {row: single if row == rows[0] else self._alone(row) for row in rows}
+        compared = [row for row in rows if alone[row].finite(0)]
+        for row in compared:
+            self._require_same(base, row, alone[row])
         lost = [] if compared or probe.ticket.rows == 1 else [row for row in rows if base.finite(row)]
         if lost:
             # Statistics of one row may not be finite where those of a batch are.
-            self._explain(base, lost[0], self._alone(lost[0]))
+            self._explain(base, lost[0], alone[lost[0]])
         if base.rest or single.rest:
             raise OwnLoss("the model adds a term of its own to torch's loss functions")
-        return compared
+        return bool(compared)
 
     def _alone(self, row: int) -> RowValues:
         """A row collated and run alone. Raises ValueError, naming the example, if the model fails on it."""
         try:
             return self._run(self.calls.alone[row])
-        except (UnsupportedUse, SelfCheckError, ValueError, torch.OutOfMemoryError, CheckpointError):
+        except (UnsupportedUse, SelfCheckError, ValueError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             source = self.probe.ticket.source
@@ -171,51 +154,49 @@ class _Comparison:
             ) from error
 
     def _require_same(self, base: RowValues, row: int, alone: RowValues) -> None:
-        ticket, at = self.probe.ticket, row
-        self.tolerance = rounding(self.probe.passes.model) * share(self.probe.passes.model, alone.size(0))
-        if not self._alike(base, row, alone):
-            # A collator may sort: then another row holds this example, whose gradients may not have been asked for.
-            at = row_of(self.calls.whole, self.count, self.calls.alone[row], row)
-        if not base.gap(at, alone, 0) <= self.tolerance:
+        """Raise unless a row has the loss, and the gradients at its inputs, that it has alone."""
+        ticket = self.probe.ticket
+        self.tolerance = rounding(self.probe.passes.model, alone.size(0))
+        if self._alike(base, row, alone):
+            return
+        # A collator may sort: then another row holds this example, whose gradients may not have been asked for.
+        at = row_of(self.calls.whole, self.count, self.calls.alone[row], row)
+        if at == row or not base.gap(at, alone, 0) <= self.tolerance:
             self._explain(base, row, alone)
-        elif at != row and not torch.equal(ticket.row_units, torch.arange(ticket.rows)):
+        if not torch.equal(ticket.row_units, torch.arange(ticket.rows)):
             raise SelfCheckError(
                 "The collator changes the order of rows, so they cannot be assigned to users. Keep their order; this batch was "
                 "not released."
             )
-        elif at == row and not self._alike(base, row, alone):
-            if not self._alike(alone, 0, self._alone(row)):
-                raise stateful()
-            cut = self.probe.rows([min(row, ticket.rows - 1)], self.calls.whole)
-            if self._alike(base, row, self._run(cut)):
-                self._explain_padding(cut, row, alone)
-            infinite = base.input_gap(row, alone, 0) == math.inf
-            raise UnsupportedUse(OVERFLOWS if infinite else "the gradient at a row's inputs changes beside other rows")
 
     def _alike(self, one: RowValues, row: int, other: RowValues) -> bool:
         """Whether a row has the loss, and the gradients at its inputs, of another pass on one row, but for rounding."""
         alike = one.gap(row, other, 0) <= self.tolerance
-        return alike and not (self.gradients and one.input_gap(row, other, 0) > _GRADIENTS * self.tolerance)
+        return alike and not (self.gradients and one.input_gap(row, other, 0) > GRADIENTS * self.tolerance)
 
     def _run(self, call: Call) -> RowValues:
         """One pass on one row."""
         return self.probe.run(call, 1, upstream=torch.ones(1) if self.gradients else None, training=self.training)
 
-    def _explain(self, base: RowValues, row: int, alone: RowValues) -> None:
-        """Raise for a row whose loss in the batch is another than alone, by what makes the difference."""
-        probe = self.probe
+    def _explain(self, base: RowValues, row: int, alone: RowValues) -> NoReturn:
+        """Raise for a row that has another loss in the batch than alone, or other gradients, by what makes the difference."""
+        probe, losses = self.probe, not base.gap(row, alone, 0) <= self.tolerance
+        # What flows back from other rows is NaN: where the losses differ, gradients tell nothing.
+        self.gradients &= not losses
         cut = probe.rows([min(row, probe.ticket.rows - 1)], self.calls.whole)
-        if not base.gap(row, probe.run(cut, 1, training=self.training), 0) <= self.tolerance:
-            again = probe.run(self.whole, self.count, training=self.training)
-            if base.finite(row) and not base.gap(row, again, row) <= self.tolerance:
-                raise stateful()
-            inputs = (t for t in tensors(self.calls.whole) if t.is_floating_point())
-            if not base.finite(row) or not all(bool(torch.isfinite(t).all()) for t in inputs):
-                raise UnsupportedUse(OVERFLOWS)
-            raise coupled(probe, self.calls.whole, row)
-        self._explain_padding(cut, row, alone)
+        if self._alike(base, row, self._run(cut)):
+            self._explain_padding(cut, row, alone)
+        if alone.finite(0) and not self._alike(alone, 0, self._alone(row)):
+            raise stateful()
+        if not losses:
+            infinite = base.input_gap(row, alone, 0) == math.inf
+            raise UnsupportedUse(OVERFLOWS if infinite else "the gradient at a row's inputs changes beside other rows")
+        inputs = (t for t in tensors(self.calls.whole) if t.is_floating_point())
+        if not base.finite(row) or not all(bool(torch.isfinite(t).all()) for t in inputs):
+            raise UnsupportedUse(OVERFLOWS)
+        raise coupled(probe, self.calls.whole, row)
 
-    def _explain_padding(self, cut: Call, row: int, alone: RowValues) -> None:
+    def _explain_padding(self, cut: Call, row: int, alone: RowValues) -> NoReturn:
         """Raise for a row that has the same loss without its companions, and another if it is collated by itself."""
         probe, passes = self.probe, self.probe.passes
         for (path, one), (_, other) in zip(leaves(cut), leaves(self.calls.alone[row])):
@@ -277,7 +258,7 @@ def check_packed(passes: Passes, call: Call, ticket: Ticket) -> None:
         for row in range(len(source.indices)):
             source.check_packed(row)
     segments = [] if together.draws else list(ticket.segments(call))
-    for unit, single in _DRAW.sample(segments, min(_ROWS, len(segments))):
+    for unit, single in random.SystemRandom().sample(segments, min(_ROWS, len(segments))):
         if together.finite(unit) and not together.gap(unit, probe.run(single, 1), 0) <= rounding(passes.model):
             raise SelfCheckError(
                 "A packed example's loss changes beside the others of its row. Restart position_ids in each example and "
@@ -293,28 +274,28 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
     """
     probe, tolerance = Probe(passes, call, ticket), rounding(passes.model)
     if not passes.returns_loss:
-        args, kwargs = probe.rows([rows[0]])
+        args, kwargs = probe.rows(rows[:1])
         passes.plain_forward(*args, **kwargs)
         return
     calls = _Calls.of(probe, rows)
     for mode in (nullcontext(), in_mode(passes.model, training=False)):
         with mode, preserve_rng(passes.model):
             before = rng_state(passes.model)
-            routed = {row: probe.trimmed(probe.rows([row], calls.whole)) for row in rows}
-            own = [_loss(probe, calls.alone[row] if passes.recollates else routed[row], 1) for row in rows]
             alone = [_loss(probe, calls.alone[row], 1) for row in rows]
+            cut = () if passes.recollates else (probe.trimmed(probe.rows([row], calls.whole)) for row in rows)
+            own = [_loss(probe, routed, 1) for routed in cut]
             one, two = (_loss(probe, probe.rows([rows[0]] * n, calls.whole), n) for n in (1, 2))
             again = _loss(probe, calls.alone[rows[0]], 1)
             drew = rng_state(passes.model) != before
         if drew:
             continue
-        if _relative_difference(again, alone[0]) > tolerance:
+        if _differ(again, alone[0], tolerance):
             raise stateful()
-        if any(_relative_difference(a, b) > tolerance for a, b in zip(own, alone)):
+        if any(_differ(a, b, tolerance) for a, b in zip(own, alone)):
             if not calls.collated:
                 raise SelfCheckError(f"In {type(passes.model).__name__} {PADDING}; this batch was not released.")
             passes.recollates = True
-        if min(_relative_difference(two, one), _relative_difference(two, 2 * one)) > tolerance:
+        if _differ(two, one, tolerance) and _differ(two, 2 * one, tolerance):
             raise SelfCheckError(
                 "The loss of two copies of a row is not that of one: the model couples rows. Use a loss of each row by itself; "
                 "this batch was not released."
@@ -332,8 +313,6 @@ def check_mixed_derivative(probe: Probe, call: Call) -> None:
     passes, last = probe.passes, probe.ticket.rows - 1
     # A deviation of two rows is linear in each.
     rows = sorted({0, last // 2, last})
-    if last == 0:
-        return
     inputs = InputGradients(probe.rows(rows, call), probe.carriers, len(rows))
     with preserve_rng(passes.model), torch.enable_grad(), DropoutDisabled(), sdpa_kernel(SDPBackend.MATH):
         try:
@@ -360,10 +339,9 @@ def _loss(probe: Probe, call: Call, rows: int) -> float:
         return float(require_loss(probe.passes.plain_forward(*args, **kwargs)).detach())
 
 
-def _relative_difference(one: float, other: float) -> float:
-    """The relative difference of two losses; 0 where one is NaN."""
-    size = max(abs(one), abs(other))
-    return abs(one - other) / size if size > 0 and math.isfinite(size) else 0.0
+def _differ(one: float, other: float, tolerance: float) -> bool:
+    """Whether two finite losses differ by more than rounding."""
+    return math.isfinite(one - other) and not math.isclose(one, other, rel_tol=tolerance)
 
 
 def stateful() -> SelfCheckError:

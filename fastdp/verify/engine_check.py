@@ -11,7 +11,7 @@ import torch
 from fastdp.distributed.shards import norm
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import Call
-from fastdp.engine.boundary import differentiable, require_loss, seeds_for
+from fastdp.engine.boundary import require_loss
 from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.layout import Ticket
@@ -21,7 +21,7 @@ from fastdp.engine.policy import Policy
 from fastdp.engine.randomness import MasksInOrder, preserve_rng
 from fastdp.engine.uses import uncast
 from fastdp.verify.definition import coupled
-from fastdp.verify.probe import Probe
+from fastdp.verify.probe import Probe, starts
 
 #: How far norms and sums may be off, in float32 and in anything less.
 _TOLERANCE, _LOW_PRECISION = 1e-3, 0.1
@@ -47,13 +47,10 @@ class _KnownScales(Policy):
 
 
 def check_engine(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]) -> None:
-    """Verify the norms and the weighted sum that the engine finds for two rows, or for two packed units.
+    """Verify that norms and the weighted sum of two rows, or two packed units, are plain autograd's.
 
-    Also verifies that a row's loss sends exact zeros to the inputs of all other rows.
-
-    Raises:
-        UnsupportedUse: unless they are plain autograd's.
-        SelfCheckError: if a gradient reaches another row, or the backward pass draws random numbers of its own.
+    Also verifies that a row's loss sends exact zeros to the inputs of all other rows. Raises `UnsupportedUse` if norms or sums
+    differ, and `SelfCheckError` if a gradient reaches another row, or the backward pass draws random numbers of its own.
     """
     probe = Probe(passes, call, ticket)
     batch, small = call, ticket
@@ -104,12 +101,8 @@ def _run_engine(passes: Passes, call: Call, ticket: Ticket, dtypes: LowPrecision
     """One forward and backward pass by the route of uses, into the accumulator."""
     with dtypes:
         output, _ = passes.run_forward(call, ticket, verify=True)
-    if passes.returns_loss:
-        tops = [require_loss(output)]
-        seeds = [torch.ones_like(tops[0])]
-    else:
-        tops = differentiable(output)
-        seeds = [s / passes.scale(ticket) for s in seeds_for(tops)]
+    tops, seeds = starts(output, require_loss(output) if passes.returns_loss else None)
+    seeds = seeds if passes.returns_loss else [seed / passes.scale(ticket) for seed in seeds]
     # The logits beside a loss are let go of before its backward pass, as they are in a step.
     del output
     with repeatable(passes.model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,6 +23,8 @@ from fastdp.engine.modes import in_mode
 from fastdp.engine.passes import Passes
 from fastdp.engine.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state
 
+#: How far gradients may move where losses may move by 1.
+GRADIENTS = 10.0
 #: How far a loss may move, relative to its size, when only the shapes around an example change.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4}
 _LOW_PRECISION = 5e-2
@@ -30,20 +32,15 @@ _LOW_PRECISION = 5e-2
 _ORDINARY, _VANISHING = 0.1, 1e-2
 
 
-def rounding(model: torch.nn.Module) -> float:
-    """The relative change of a loss that counts as rounding."""
-    if torch.is_autocast_enabled(next(model.parameters()).device.type):
+def rounding(model: torch.nn.Module, loss: float = 0.0) -> float:
+    """The relative change of a loss of this size that counts as rounding."""
+    device = next(model.parameters()).device.type
+    if torch.is_autocast_enabled(device):
         return _LOW_PRECISION
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return max((_ROUNDING.get(kind, _LOW_PRECISION) for kind in kinds), default=_LOW_PRECISION)
-
-
-def share(model: torch.nn.Module, loss: float) -> float:
-    """The share of `rounding` that a loss of this size may move."""
-    exact = next(model.parameters()).device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
-    if not exact or rounding(model) > _ROUNDING[torch.float32]:
-        return 1.0
-    return min(1.0, max(_ORDINARY, _VANISHING / max(loss, 1e-30)))
+    most = max((_ROUNDING.get(kind, _LOW_PRECISION) for kind in kinds), default=_LOW_PRECISION)
+    exact = device == "cpu" and torch.get_float32_matmul_precision() == "highest" and most < _LOW_PRECISION
+    return most * min(1.0, max(_ORDINARY, _VANISHING / max(loss, 1e-30))) if exact else most
 
 
 @dataclass
@@ -118,13 +115,7 @@ def _difference(one: torch.Tensor, two: torch.Tensor, every: torch.Tensor) -> tu
 
 
 class Probe:
-    """Runs one call of a model again on chosen rows, by plain forward passes.
-
-    Args:
-        passes: of the model, with a trace.
-        call: positional and named arguments.
-        ticket: says whose the rows, or the tokens of packed rows, are.
-    """
+    """Runs one call of a model again on chosen rows, by plain forward passes; ``passes`` have a trace."""
 
     def __init__(self, passes: Passes, call: Call, ticket: Ticket):
         assert passes.trace is not None
@@ -134,19 +125,16 @@ class Probe:
 
     def rows(self, rows: Sequence[int], call: Call | None = None) -> Call:
         """The call (by default the probe's own) on these rows, in this order; a row may come several times."""
-        made: Call = take_rows(self.call if call is None else call, torch.tensor(rows), self.carriers)
-        return made
+        return take_rows(self.call if call is None else call, torch.tensor(rows), self.carriers)
 
     def trimmed(self, call: Call) -> Call:
         """A call on one row without the padding that its attention mask shows."""
-        made: Call = unpadded(call, self.carriers)
-        return made
+        return unpadded(call, self.carriers)
 
     def layout(self, rows: int, *, packed: bool = False) -> Layout:
         """Each row a unit of its own, or the call's packed units."""
-        if packed:
-            return self.ticket.layout(self.passes.device)
-        return Ticket(torch.arange(rows), torch.ones(rows), is_last=True).layout(self.passes.device)
+        ticket = self.ticket if packed else Ticket(torch.arange(rows), torch.ones(rows), is_last=True)
+        return ticket.layout(self.passes.device)
 
     def run(
         self,
@@ -159,13 +147,9 @@ class Probe:
         upstream: torch.Tensor | None = None,
         single: RowValues | None = None,
     ) -> RowValues:
-        """One pass from the random state as it is, which is restored.
+        """One pass on so many ``rows``, or packed units, from the random state as it is, which is restored.
 
         Args:
-            call: on so many ``rows``.
-            dropout: whether dropout is applied.
-            training: whether the model is in training mode, or in evaluation mode.
-            packed: whether the call's own units, not rows, are meant.
             upstream: gradient of each unit's loss ``[rows]``, to be propagated back to the inputs.
             single: of a row run alone, by which the passes learn which losses the model divides by the number of rows.
 
@@ -173,60 +157,61 @@ class Probe:
         """
         passes, layout = self.passes, self.layout(rows, packed=packed)
         mode = nullcontext() if training else in_mode(passes.model, training=False)
-        inputs = InputGradients(call, self.carriers, rows)
+        inputs = None if upstream is None else InputGradients(call, self.carriers, rows)
+        changes = nullcontext() if dropout else DropoutDisabled()
         with preserve_rng(passes.model), torch.enable_grad(), mode:
             before = rng_state(passes.model)
-            with nullcontext() if dropout else DropoutDisabled():
-                found, terms, output = self._forward(call, layout, inputs if upstream is not None else None)
-                found.draws = rng_state(passes.model) != before
-                if single is not None and passes.returns_loss:
-                    passes.divided = divided_terms(found.shares, single.shares, rows)
-                if upstream is not None and passes.returns_loss:
-                    losses = combine(require_loss(output), terms, passes.divided, verify=False)
-                    del output
-                    with passes.weights.gathered():
-                        _backward([losses], [upstream.to(losses)], inputs.tensors)
-                    found.inputs = inputs.taken()
+            found, terms, output = self._forward(call, layout, inputs, changes)
+            found.draws = rng_state(passes.model) != before
+            if single is not None and passes.returns_loss:
+                passes.divided = divided_terms(found.shares, single.shares, rows)
+            if upstream is not None and inputs is not None and passes.returns_loss:
+                losses = combine(require_loss(output), terms, passes.divided, verify=False)
+                del output
+                # Checkpointed pieces are computed again.
+                with passes.weights.gathered(), changes:
+                    found.inputs = _input_gradients(losses, upstream, inputs)
         return found
 
     def unit_gradients(
         self, call: Call, rows: int, units: Sequence[int], take: Callable[[int, int, torch.Tensor], None]
     ) -> list[list[torch.Tensor]]:
-        """Gradients of single units' losses, with dropout, of one forward pass on the whole call.
+        """Gradients of single units' losses, with dropout: one forward pass on so many ``rows``, and a backward pass a unit.
 
-        Args:
-            call: on so many ``rows``, or the call itself with its packed units.
-            units: whose; for each one a backward pass is made.
-            take: called with a unit, a parameter's number and its gradient, as soon as that is there.
-
-        Returns for each unit the gradients at every embedding and floating-point input, rows first.
+        ``take`` is called with a unit, a parameter's number and its gradient, as soon as that is there. Returns for each unit
+        the gradients at every embedding and floating-point input, rows first.
         """
         passes, layout = self.passes, self.layout(rows, packed=self.packed)
         parameters = list(passes.read.values())
         inputs = InputGradients(call, self.carriers, rows)
         reached = []
         with preserve_rng(passes.model), torch.enable_grad():
-            _, terms, output = self._forward(call, layout, inputs)
-            if passes.returns_loss:
-                tops = [combine(require_loss(output), terms, passes.divided, verify=False)]
-                seeds = [torch.ones_like(tops[0])]
-            else:
-                tops = differentiable(output)
-                seeds = seeds_for(tops)
-            del output
+            _, terms, output = self._forward(call, layout, inputs, nullcontext())
+            total = require_loss(output) if passes.returns_loss else None
+            tops, seeds = starts(
+                output, total if total is None else combine(total, terms, passes.divided, verify=False)
+            )
+            del output, total
             for number, unit in enumerate(units):
-                own = [torch.zeros_like(s).index_copy_(0, i, s[i]) for s in seeds for i in [_index(unit, s)]]
+                own = [
+                    torch.zeros_like(seed).index_add_(
+                        0, seed.new_tensor([unit], dtype=torch.long), seed[unit : unit + 1]
+                    )
+                    for seed in seeds
+                ]
                 with passes.weights.gathered(), hooks_aside(parameters), caught(parameters, partial(take, unit)):
                     torch.autograd.backward(tops, own, retain_graph=number + 1 < len(units))
                 reached.append(inputs.taken())
         return reached
 
-    def _forward(self, call: Call, layout: Layout, inputs: InputGradients | None) -> tuple[RowValues, LossTerms, Any]:
-        """One plain forward pass; ``inputs`` follows the tensors whose gradients are wanted."""
+    def _forward(
+        self, call: Call, layout: Layout, inputs: InputGradients | None, changes: AbstractContextManager[Any]
+    ) -> tuple[RowValues, LossTerms, Any]:
+        """One plain forward pass; ``inputs`` follows the tensors whose gradients are wanted, within ``changes``."""
         passes, terms = self.passes, self.passes.terms(layout)
         snapshot = BufferSnapshot(passes.model, passes.derived_buffers)
         try:
-            with intercepted(terms), inputs or nullcontext():
+            with inputs or nullcontext(), intercepted(terms), changes:
                 args, kwargs = call if inputs is None else inputs.call
                 output = passes.plain_forward(*args, **kwargs)
         except RuntimeError as error:
@@ -236,7 +221,7 @@ class Probe:
                 raise
             # The model sets requires_grad on what it makes of its inputs, or reads them by numpy.
             inputs.clear()
-            return self._forward(call, layout, None)
+            return self._forward(call, layout, None, changes)
         snapshot.restore()
         if not passes.returns_loss:
             outputs = (t for t in tensors(output) if t.is_floating_point() and t.dim() and t.shape[0] == layout.rows)
@@ -252,17 +237,19 @@ class Probe:
         return RowValues([t.per_unit.detach() for t in terms.terms], own, rest), terms, output
 
 
-def _backward(tops: list[torch.Tensor], seeds: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-    """Propagate to these inputs alone. Raises CheckpointError under reentrant checkpointing, which torch cannot cut short."""
-    if not inputs:
-        return
+def starts(output: Any, losses: torch.Tensor | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What a backward pass starts from, and with what: ones for losses, or for outputs the same numbers in each pass."""
+    tops = differentiable(output) if losses is None else [losses]
+    return tops, seeds_for(tops) if losses is None else [torch.ones_like(losses)]
+
+
+def _input_gradients(losses: torch.Tensor, upstream: torch.Tensor, inputs: InputGradients) -> list[torch.Tensor]:
+    """Gradients at these inputs alone; none where checkpoints are reentrant, or see other modes when they compute again."""
     try:
-        torch.autograd.backward(tops, seeds, inputs=inputs)
+        if inputs.tensors:
+            torch.autograd.backward([losses], [upstream.to(losses)], inputs=inputs.tensors)
     except RuntimeError as error:
-        if "use_reentrant=True" not in str(error):
+        if not isinstance(error, CheckpointError) and "use_reentrant=True" not in str(error):
             raise
-        raise CheckpointError(str(error)) from error
-
-
-def _index(unit: int, like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([unit], device=like.device)
+        inputs.clear()
+    return inputs.taken()

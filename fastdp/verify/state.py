@@ -12,7 +12,7 @@ import torch
 
 from fastdp.distributed.pieces import is_cut, writes
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.follow import Follow
+from fastdp.engine.follow import DataFlow
 from fastdp.engine.randomness import BufferSnapshot, version
 
 _TRAINED = operator.attrgetter("requires_grad")
@@ -84,7 +84,7 @@ class StateCheck:
     def _require_buffers(self, now: dict[str, tuple[torch.Tensor, int]]) -> None:
         for name, seen in now.items():
             before = self._buffers.get(name)
-            if name not in self.harmless and _written(before, seen) and not _moved(before, seen):
+            if name not in self.harmless and _written(before, seen):
                 raise _changed(name)
 
     def accept_buffers(self) -> None:
@@ -116,7 +116,7 @@ class StateCheck:
         self._buffers = after
 
     @contextmanager
-    def tracing(self, again: Callable[[int], Follow]) -> Iterator[None]:
+    def tracing(self, again: Callable[[int], DataFlow]) -> Iterator[None]:
         """Learn from a trace which buffers, and frozen parameters, forwards write whatever the data are.
 
         Args:
@@ -184,15 +184,12 @@ def _same(one: tuple[list[Any], list[int]], other: tuple[list[Any], list[int]]) 
 
 
 def _written(before: tuple[torch.Tensor, int] | None, after: tuple[torch.Tensor, int]) -> bool:
-    return before is None or before[0] is not after[0] or before[1] != after[1]
-
-
-def _moved(before: tuple[torch.Tensor, int] | None, after: tuple[torch.Tensor, int]) -> bool:
-    """Whether a buffer was replaced by one with its values, as where a model is moved to another device."""
-    if before is None or before[0] is after[0] or version(before[0]) != before[1]:
-        return False
+    """Whether a buffer was written, or replaced by one of other values: a model may be moved to another device."""
+    if before is None or before[0] is after[0]:
+        return before is None or before[1] != after[1]
     old, new = before[0], after[0]
-    return old.shape == new.shape and old.dtype == new.dtype and torch.equal(old.to(new.device), new)
+    same = version(old) == before[1] and old.shape == new.shape and old.dtype == new.dtype
+    return not (same and torch.equal(old.to(new.device), new))
 
 
 def _buffer_written(name: str) -> SelfCheckError:

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from fastdp.engine.follow import Follow
+from fastdp.engine.follow import DataFlow
 from fastdp.engine.rows import Places
 from fastdp.engine.trace import Tracer
 
@@ -66,7 +66,7 @@ def test_sums_and_broadcasts_know_where_rows_went(sizes: list[int], data: st.Dat
                 x = x * 1.0
         return x
 
-    class Watch(Follow):
+    class Watch(DataFlow):
         def __init__(self) -> None:
             super().__init__([begin])
             self.places = Places([begin], rows)

@@ -217,3 +217,17 @@ def test_what_a_loop_makes_of_a_larger_batch_is_verified_in_that_batch(name: str
     with pytest.raises(SelfCheckError, match="this batch was not released"):
         train(private, RARELY[name])
     assert private.steps_done == 2
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_a_permutation_that_leaves_the_first_row_in_its_place_is_found_under_another_seed(rows: int) -> None:
+    torch.manual_seed(0)
+    assert torch.randperm(rows)[0] == 0
+
+    def mixed(batch: Batch) -> Batch:
+        return {**batch, "x": 0.7 * batch["x"] + 0.3 * batch["x"][torch.randperm(len(batch["x"]))]}
+
+    private = start(Scaled(), max_physical_batch_size=rows)
+    with pytest.raises(SelfCheckError, match="this batch was not released"):
+        train(private, mixed)
+    assert private.steps_done == 0
