@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fastdp.methods.rapft import RapFT as RapFT
     from fastdp.methods.sap import TextPrivatizer as TextPrivatizer
     from fastdp.methods.selective import SelectivePerturbation as SelectivePerturbation
+    from fastdp.methods.votes import PrivateVotes as PrivateVotes
     from fastdp.ops.stream import NoiseStream as NoiseStream
     from fastdp.private.run import Private as Private, detach as detach
     from fastdp.split import SplitCustomer as SplitCustomer, SplitVendor as SplitVendor
@@ -52,6 +53,7 @@ _HOMES = {
     "NoiseStream": "fastdp.ops.stream",
     "NonPrivate": "fastdp.methods.dpsgd",
     "Private": "fastdp.private.run",
+    "PrivateVotes": "fastdp.methods.votes",
     "PrivacyArguments": "fastdp.integrations.trainer",
     "RapFT": "fastdp.methods.rapft",
     "SelectivePerturbation": "fastdp.methods.selective",

@@ -17,6 +17,7 @@ from fastdp.commands.privatize import privatize_command
 from fastdp.commands.prove import prove_command
 from fastdp.commands.report import report_command
 from fastdp.commands.split import split_app
+from fastdp.commands.synthesize import synthesize_command
 from fastdp.commands.training import finetune_command, quickstart_command
 from fastdp.distribution import installed_version
 
@@ -49,6 +50,7 @@ app.command("finetune")(finetune_command)
 app.command("plan")(plan_command)
 app.command("tune")(tune_command)
 app.command("report")(report_command)
+app.command("synthesize")(synthesize_command)
 app.command("calibrate")(calibrate_command)
 app.command("epsilon")(epsilon_command)
 app.command("verify")(verify_command)

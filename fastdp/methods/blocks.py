@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -18,15 +18,38 @@ class _Layout:
     blocks: str
     final: str | None
     causal: bool
+    #: What follows the embeddings where these are narrower than the hidden state.
+    projection: str | None = None
+    #: Whether a block returns its hidden state in a tuple.
+    tuples: bool = False
+    #: What all blocks read besides their input.
+    shared: str | None = None
 
 
 _BERT = _Layout("embeddings", ("embeddings",), "encoder.layer", None, causal=False)
 _GPT2 = _Layout("drop", ("wte", "wpe", "drop"), "h", "ln_f", causal=True)
 _LLAMA = _Layout("embed_tokens", ("embed_tokens",), "layers", "norm", causal=True)
+_DECODERS = (
+    "llama mistral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text phi3 olmo olmo2 olmoe starcoder2 stablelm cohere "
+    "granite smollm3 mixtral gpt_oss helium arcee glm glm4 nemotron ministral seed_oss exaone4"
+)
 _LAYOUTS = {
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _BERT),
-    "gpt2": _GPT2,
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
+    **dict.fromkeys("bert roberta xlm-roberta camembert data2vec-text ernie".split(), _BERT),
+    "megatron-bert": replace(_BERT, final="encoder.ln", tuples=True),
+    "mpnet": replace(_BERT, shared="encoder.relative_attention_bias", tuples=True),
+    "electra": replace(_BERT, projection="embeddings_project"),
+    "roformer": replace(_BERT, projection="embeddings_project", tuples=True),
+    "distilbert": replace(_BERT, blocks="transformer.layer"),
+    "modernbert": replace(_BERT, blocks="layers", final="final_norm"),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), _GPT2),
+    "gpt_neo": replace(_GPT2, tuples=True),
+    **dict.fromkeys(("gptj", "codegen"), replace(_GPT2, stage=("wte", "drop"), tuples=True)),
+    **dict.fromkeys(_DECODERS.split(), _LLAMA),
+    "phi": replace(
+        _LLAMA, embeddings="embed_dropout", stage=("embed_tokens", "embed_dropout"), final="final_layernorm"
+    ),
+    "gpt_neox": _Layout("emb_dropout", ("embed_in", "emb_dropout"), "layers", "final_layer_norm", causal=True),
+    "falcon": _Layout("word_embeddings", ("word_embeddings",), "h", "ln_f", causal=True, tuples=True),
 }
 #: What transformers calls the models whose blocks are known.
 MODEL_TYPES = tuple(_LAYOUTS)
@@ -44,6 +67,8 @@ class Blocks:
         blocks: the encoder or decoder blocks, in order.
         final: the norm after the last block, or None.
         causal: whether a block attends to earlier positions only.
+        tuples: whether a block returns its hidden state in a tuple.
+        shared: a module that all blocks read, or None.
     """
 
     model: nn.Module
@@ -53,6 +78,8 @@ class Blocks:
     blocks: nn.ModuleList
     final: nn.Module | None
     causal: bool
+    tuples: bool
+    shared: nn.Module | None
 
     @property
     def hidden_size(self) -> int:
@@ -85,12 +112,14 @@ class Blocks:
         count, module = self.place(layer)
         yield from self.stage
         yield from self.blocks[:count]
+        if count and self.shared is not None:
+            yield self.shared
         if module is self.final:
             yield self.final
 
 
 def find_blocks(model: nn.Module) -> Blocks:
-    """The parts of a model of the BERT, RoBERTa, GPT-2 or Llama family, with any head or none, PEFT-wrapped or not.
+    """The parts of a stock model, with any head or none, PEFT-wrapped or not.
 
     Raises ValueError for another architecture.
     """
@@ -102,6 +131,8 @@ def find_blocks(model: nn.Module) -> Blocks:
     if layout is None:
         raise ValueError(f"the blocks of a {kind} model are not known: use one of {', '.join(_LAYOUTS)}")
     base: Any = getattr(model, "base_model", model)
+    if layout.projection is not None and hasattr(base, layout.projection):
+        layout = replace(layout, embeddings=layout.projection, stage=(*layout.stage, layout.projection))
     return Blocks(
         model=model,
         base=base,
@@ -110,4 +141,6 @@ def find_blocks(model: nn.Module) -> Blocks:
         blocks=base.get_submodule(layout.blocks),
         final=None if layout.final is None else base.get_submodule(layout.final),
         causal=layout.causal or bool(getattr(model.config, "is_decoder", False)),
+        tuples=layout.tuples,
+        shared=None if layout.shared is None else base.get_submodule(layout.shared),
     )

@@ -66,7 +66,7 @@ class SplitVendor:
     example is on disk, so that a vendor which is killed and started again loses none of them.
 
     Args:
-        model: a classifier of the BERT, RoBERTa, GPT-2 or Llama family; public weights stay as they are.
+        model: a classifier of a stock architecture (`fastdp.methods.blocks`); public weights stay as they are.
         folder: for the bottom's file and the customers' runs and examples; a new vendor on it takes them up.
         after: blocks in the customers' bottom.
         tokenizer: of the model, if given: a digest of its vocabulary lets customers compare theirs. It is not sent.

@@ -35,7 +35,7 @@ class PerturbedLayer:
     """Perturbs the hidden state after a layer of a model, in every forward pass, until `remove`.
 
     Args:
-        model: of the BERT, RoBERTa, GPT-2 or Llama family, with any head; PEFT wrappers may be around it.
+        model: of a stock architecture (`fastdp.methods.blocks`), with any head; PEFT wrappers may be around it.
         releases: asked for every hidden state.
 
     Attributes:

@@ -38,7 +38,7 @@ class EWFT(LayerReleases):
     its decoder too, and keep `state_dict` beside the model. A saved model without its EWFT perturbs nothing.
 
     Args:
-        model: of the BERT, RoBERTa, GPT-2 or Llama family, with any head; PEFT wrappers may be around it.
+        model: of a stock architecture (`fastdp.methods.blocks`), with any head; PEFT wrappers may be around it.
         settings: of the perturbation; see `EWFTSettings` for each: ``layer``, ``noise``, ``sequence_length`` and
             ``dataset_size`` are needed.
         output_dir: where the ledger is kept; None keeps it in memory.

@@ -16,30 +16,39 @@ from fastdp.methods.blocks import Blocks, find_blocks
 
 
 class Passed(nn.Module):
-    """In place of a block that the other half runs: hands on its hidden state."""
+    """In place of a block that the other half runs: hands on its hidden state, in a tuple if the block returns one."""
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def __init__(self, block: nn.Module, tuples: bool):
+        super().__init__()
+        self._tuples = tuples
+        # Models ask their blocks which mask they want.
+        self.attention_type = getattr(block, "attention_type", None)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The hidden state as it came."""
-        return hidden_states
+        return (hidden_states,) if self._tuples else hidden_states
 
 
 class Arrived(nn.Module):
-    """In place of BERT's embeddings in the top: the hidden state arrives ready, as ``inputs_embeds``."""
+    """In place of the module that makes a model's first hidden state in the top: that arrives ready, as ``inputs_embeds``."""
 
     def __init__(self, embeddings: nn.Module):
         super().__init__()
         # The vendor's own table, under its own name: heads may be tied to it.
-        self.word_embeddings = embeddings.word_embeddings
+        for name in ("word_embeddings", "tok_embeddings"):
+            if hasattr(embeddings, name):
+                setattr(self, name, getattr(embeddings, name))
 
-    def forward(self, inputs_embeds: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """The hidden state as it came."""
-        if inputs_embeds is None:
-            raise ValueError("the top of a split model takes hidden states: pass inputs_embeds, not input_ids")
-        return inputs_embeds
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The hidden state as it came, under whatever name."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3:
+                return value
+        raise ValueError("the top of a split model takes hidden states: pass inputs_embeds, not input_ids")
 
 
 class NoPositions(nn.Module):
-    """In place of GPT-2's position table in the top: the hidden state has its positions already."""
+    """In place of a table of positions in the top: the hidden state has its positions already."""
 
     def forward(self, position_ids: Tensor) -> Tensor:
         """Zeros [1, T, 1], whole numbers so that a sum keeps the dtype of the hidden state."""
@@ -59,7 +68,7 @@ class Bottom(nn.Module):
 
 
 def split_model(model: nn.Module, after: int = 0, *, trainable_bottom: bool = False) -> tuple[Bottom, nn.Module]:
-    """Bottom and top of a model of the BERT, RoBERTa, GPT-2 or Llama family.
+    """Bottom and top of a stock model whose blocks are known (`fastdp.methods.blocks`).
 
     The bottom is a copy, and holds the embeddings and the first ``after`` blocks, no weight above them. The top shares
     its weights with ``model`` (which is left as it was) and is called with ``inputs_embeds`` [B, T, d] and the attention
@@ -82,7 +91,7 @@ def split_model(model: nn.Module, after: int = 0, *, trainable_bottom: bool = Fa
 
 
 def _bottom(blocks: Blocks, after: int) -> Bottom:
-    memo: dict[int, Any] = {id(block): Passed() for block in blocks.blocks[after:]}
+    memo: dict[int, Any] = {id(block): Passed(block, blocks.tuples) for block in blocks.blocks[after:]}
     pooler = getattr(blocks.base, "pooler", None)
     if blocks.final is not None:
         memo[id(blocks.final)] = nn.Identity()
@@ -96,13 +105,12 @@ def _bottom(blocks: Blocks, after: int) -> Bottom:
 
 
 def _top(blocks: Blocks, after: int) -> nn.Module:
-    memo: dict[int, Any] = {id(block): Passed() for block in blocks.blocks[:after]}
-    arrives = hasattr(blocks.embeddings, "word_embeddings")
-    if arrives:
-        memo[id(blocks.embeddings)] = Arrived(blocks.embeddings)
-    elif len(blocks.stage) > 1:
-        _, positions, dropout = blocks.stage
-        memo[id(positions)], memo[id(dropout)] = NoPositions(), nn.Identity()
+    memo: dict[int, Any] = {id(block): Passed(block, blocks.tuples) for block in blocks.blocks[:after]}
+    table, *later = blocks.stage
+    if not isinstance(table, nn.Embedding):
+        memo[id(table)] = Arrived(table)
+    for module in later:
+        memo[id(module)] = NoPositions() if isinstance(module, nn.Embedding) else nn.Identity()
     # Weights are shared, not copied: a vendor's model may fill its memory.
     memo |= {id(p): p for p in blocks.model.parameters()}
     top: Any = copy.deepcopy(blocks.model, memo)

@@ -1,0 +1,240 @@
+"""Synthetic rows from a privately tuned model, how near they come to records, and what a classifier learns from them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
+
+from fastdp.data import IGNORED, DataError, Rows
+from fastdp.engine.modes import in_mode
+from fastdp.finetune.config import ConfigError, FinetuneConfig
+from fastdp.finetune.tasks import encode_rows, messages_column
+from fastdp.untrusted import load_pretrained, quote
+
+#: The column of texts that a model writes without a prompt.
+TEXT = "text"
+#: How often a prompt is tried for each text that it should give, where texts are empty or come again.
+_TRIES = 4
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How texts are drawn.
+
+    Args:
+        temperature: above 0; below 1 keeps to what is likely.
+        top_p: share of the probability that a token is drawn from, in (0, 1].
+        max_new_tokens: longest text; None for as long as the run's ``max_length`` allows.
+        batch_size: texts drawn at once.
+        seed: of the draw, which needs no secret: the weights were released.
+
+    Raises ValueError for values out of range.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 0.95
+    max_new_tokens: int | None = None
+    batch_size: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"temperature is {self.temperature}: it must be above 0")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}: it must be above 0 and at most 1")
+        for name in ("max_new_tokens", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}: it must be at least 1")
+
+
+def synthesize(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    config: FinetuneConfig,
+    prompts: Rows | None,
+    count: int,
+    sampling: Sampling,
+) -> Iterator[dict[str, str]]:
+    """Rows as the model learned to write them: ``count`` different texts for each prompt, fewer where it repeats itself.
+
+    Args:
+        model, tokenizer, config: of a run, as `fastdp.audit.saved.load_saved` gives them.
+        prompts: public rows with the run's prompt columns; None for a run without.
+        count: texts a prompt, at least 1.
+        sampling: how they are drawn.
+
+    Raises:
+        ConfigError: a run that does not write texts, or prompts that are missing or were not asked for.
+        DataError: a prompt column that is missing.
+    """
+    target = _target_column(config, prompts)
+    columns = [] if prompts is None else [*(config.prompt_column or ())]
+    given = [{}] if prompts is None else [dict(zip(columns, row)) for row in _distinct(prompts, columns)]
+    starts = _starts(tokenizer, config, columns, given, target)
+    batches = itertools.count(1_000_003 * sampling.seed)
+    for fields, ids in zip(given, starts):
+        seen: set[str] = set()
+        tries = _TRIES * count
+        while len(seen) < count and tries > 0:
+            size = min(sampling.batch_size, count - len(seen), tries)
+            tries -= size
+            for text in _texts(model, tokenizer, config, [ids] * size, sampling, seed=next(batches)):
+                if text and text not in seen:
+                    seen.add(text)
+                    yield {**fields, target: text}
+
+
+def near_copies(texts: Sequence[str], records: Sequence[str], words: int = 8) -> list[int]:
+    """Which texts hold ``words`` words in a row that a record holds. The answer tells of the records: it is unprotected.
+
+    >>> near_copies(["the cat sat on a mat", "a dog"], ["and then the cat sat on it"], words=4)
+    [0]
+    """
+    known = set(itertools.chain.from_iterable(_runs(record, words) for record in records))
+    return [index for index, text in enumerate(texts) if not known.isdisjoint(_runs(text, words))]
+
+
+class Judge:
+    """A linear classifier on an encoder's mean states: how much training rows are worth.
+
+    Args:
+        encoder: folder of a public encoder with its tokenizer.
+        max_length: tokens of a text that are read.
+    """
+
+    def __init__(self, encoder: str | Path, max_length: int = 128) -> None:
+        self._tokenizer = load_pretrained(AutoTokenizer, str(encoder))
+        self._model = load_pretrained(AutoModel, str(encoder)).eval()
+        self._max_length = max_length
+
+    @torch.no_grad()
+    def features(self, texts: Sequence[str], batch_size: int = 64) -> torch.Tensor:
+        """Mean last states, of length 1: float32 ``[len(texts), width]``."""
+        found = []
+        for begin in range(0, len(texts), batch_size):
+            batch = self._tokenizer(
+                list(texts[begin : begin + batch_size]),
+                return_tensors="pt",
+                padding=True,
+                truncation=True,
+                max_length=self._max_length,
+            )
+            mask = batch["attention_mask"].unsqueeze(2)
+            states = self._model(**batch).last_hidden_state
+            found.append((states * mask).sum(1) / mask.sum(1).clamp(min=1))
+        return F.normalize(torch.cat(found).float(), dim=1)
+
+    def accuracy(self, train: tuple[Sequence[str], Sequence[str]], test: tuple[Sequence[str], Sequence[str]]) -> float:
+        """The share of test labels that a classifier trained on (texts, labels) finds.
+
+        Raises ValueError for training rows of fewer than two labels.
+        """
+        labels = sorted(set(train[1]))
+        if len(labels) < 2:
+            raise ValueError(f"the rows to train on have {len(labels)} label: a classifier needs two at least")
+        weight, bias = _fitted(self.features(train[0]), torch.tensor([labels.index(label) for label in train[1]]))
+        said = F.linear(self.features(test[0]), weight, bias).argmax(1).tolist()
+        return sum(labels[index] == label for index, label in zip(said, test[1])) / len(said)
+
+
+def _fitted(features: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logistic regression: the minimum of the mean loss and a small square of the weights."""
+    weight = torch.zeros(int(labels.max()) + 1, features.shape[1], requires_grad=True)
+    bias = torch.zeros(len(weight), requires_grad=True)
+    optimizer = torch.optim.LBFGS([weight, bias], max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = F.cross_entropy(F.linear(features, weight, bias), labels) + 1e-4 * weight.square().sum()
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    optimizer.step(loss)  # type: ignore[no-untyped-call]
+    return weight.detach(), bias.detach()
+
+
+def _target_column(config: FinetuneConfig, prompts: Rows | None) -> str:
+    """The column that the model writes."""
+    conversations = prompts is not None and messages_column(prompts, config) or config.messages_column
+    if config.task != "causal-lm" or conversations:
+        said = "conversations" if conversations else config.task
+        raise ConfigError(f"synthesize writes texts, and this run learned {said}: take a run of causal-lm")
+    if config.prompt_column and prompts is None:
+        names = ", ".join(config.prompt_column)
+        raise ConfigError(
+            f"this run learned texts from prompts: give --prompts, a public file with the columns {names}"
+        )
+    if prompts is not None and not config.prompt_column:
+        raise ConfigError("this run learned texts without prompts: leave --prompts out")
+    return (config.target_column if config.prompt_column else config.text_column) or TEXT
+
+
+def _distinct(prompts: Rows, columns: Sequence[str]) -> list[tuple[str, ...]]:
+    found = list(dict.fromkeys(zip(*(prompts.column(name, "prompt_column") for name in columns))))
+    if not found:
+        raise DataError("the file of prompts has no row: give one row for each prompt")
+    return found
+
+
+def _starts(
+    tokenizer: PreTrainedTokenizerBase,
+    config: FinetuneConfig,
+    columns: Sequence[str],
+    given: Sequence[dict[str, str]],
+    target: str,
+) -> list[list[int]]:
+    """What the model is given of each prompt: the tokens before the target, encoded as in training."""
+    rows: list[dict[str, Any]] = [{**fields, target: "a"} for fields in given]
+    table = Rows(Path("prompts"), (*columns, target), rows, range(1, len(rows) + 1), word="prompt")
+    found = []
+    for item in encode_rows(table, tokenizer, config).items:
+        first = next((at for at, label in enumerate(item["labels"]) if label != IGNORED), len(item["labels"]))
+        # Without a prompt every token has a label, and what comes first begins a text.
+        found.append(item["input_ids"][:first] or item["input_ids"][:1])
+    if not columns and tokenizer.bos_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(f"the tokenizer of {quote(config.model)} has no token that begins a text: give prompts")
+        found = [[tokenizer.eos_token_id]]
+    return found
+
+
+def _texts(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    config: FinetuneConfig,
+    ids: list[list[int]],
+    sampling: Sampling,
+    seed: int,
+) -> list[str]:
+    """A text that follows each of these lists of tokens, which are equally long."""
+    given = torch.tensor(ids, device=next(model.parameters()).device)
+    room = max(1, config.max_length - given.shape[1])
+    with in_mode(model, training=False), torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        drawn = model.generate(
+            input_ids=given,
+            attention_mask=torch.ones_like(given),
+            do_sample=True,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=0,
+            max_new_tokens=min(room, sampling.max_new_tokens or room),
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    # With soft prompts the answer comes without the tokens that were given.
+    begin = given.shape[1] if drawn.shape[1] > given.shape[1] else 0
+    return [tokenizer.decode(row[begin:], skip_special_tokens=True).strip() for row in drawn]
+
+
+def _runs(text: str, words: int) -> Iterator[tuple[str, ...]]:
+    split = text.lower().split()
+    return (tuple(split[begin : begin + words]) for begin in range(len(split) - words + 1))

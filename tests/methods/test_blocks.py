@@ -1,0 +1,141 @@
+"""The places of stock models: split at each, what precedes each, and nothing passes by."""
+
+import functools
+
+import pytest
+import torch
+import transformers
+
+from fastdp.methods.blocks import MODEL_TYPES, find_blocks
+from fastdp.methods.ewft.mask import hide_padding
+from fastdp.methods.sap import split_model
+
+SIZES = {
+    **{"vocab_size": 60, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 32, "head_dim": 8, "pad_token_id": 0, "rotary_dim": 4},
+    **{
+        "n_layer": 2,
+        "n_layers": 2,
+        "num_layers": 2,
+        "n_head": 4,
+        "n_heads": 2,
+        "num_heads": 2,
+        "n_embd": 16,
+        "n_inner": 24,
+    },
+    **{
+        "n_positions": 32,
+        "dim": 16,
+        "hidden_dim": 24,
+        "attention_types": [[["global"], 2]],
+        "attention_layers": ["global"] * 2,
+    },
+    **{
+        "layer_types": ["full_attention"] * 2,
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "moe_intermediate_size": 16,
+        "num_experts_per_tok": 2,
+    },
+}
+
+
+def build(kind):
+    config = transformers.AutoConfig.for_model(kind)
+    sizes = SIZES | {"embedding_size": 8 if kind == "electra" else 16}
+    for name in sizes.keys() & config.to_dict().keys():
+        setattr(config, name, sizes[name])
+    torch.manual_seed(0)
+    return transformers.AutoModel.from_config(config).eval()
+
+
+@pytest.fixture(scope="module", params=MODEL_TYPES)
+def model(request):
+    return build(request.param)
+
+
+@pytest.fixture
+def inputs():
+    ids = torch.randint(1, 60, (2, 7), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@torch.no_grad()
+def test_the_halves_of_every_architecture_compute_what_the_whole_does(model, inputs):
+    whole = model(**inputs).last_hidden_state
+    for after in range(3):
+        bottom, top = split_model(model, after)
+        hidden = bottom(**inputs)
+        found = top(inputs_embeds=hidden, attention_mask=inputs["attention_mask"]).last_hidden_state
+        assert torch.allclose(found, whole, atol=1e-5), after
+
+
+LAYERS = ("embeddings", 1, "output")
+
+
+def test_what_precedes_a_layer_is_what_its_gradient_reaches(model, inputs):
+    """A parameter before the layer that was not frozen would be trained on what the noise hides."""
+    blocks = find_blocks(model)
+    for layer in LAYERS:
+        seen = []
+
+        def see(_module, _args, out, seen=seen):
+            seen.append(out[0] if isinstance(out, tuple) else out)
+
+        hook = blocks.place(layer)[1].register_forward_hook(see)
+        try:
+            model.zero_grad()
+            model(**inputs)
+        finally:
+            hook.remove()
+        seen[0].square().sum().backward()
+        stated = {id(p) for part in blocks.before(layer) for p in part.parameters()}
+        assert {name for name, p in model.named_parameters() if p.grad is not None and id(p) not in stated} == set()
+
+
+@torch.no_grad()
+def test_nothing_of_a_text_passes_by_a_layer(model, inputs):
+    """With the same hidden state there, other ids make no difference."""
+    others = inputs | {"input_ids": inputs["input_ids"] % 59 + 1}
+    for layer in LAYERS:
+        fixed = []
+
+        def hold(_module, _args, out, fixed=fixed):
+            fixed.append(out)
+            return fixed[0]
+
+        hook = find_blocks(model).place(layer)[1].register_forward_hook(hold)
+        try:
+            assert torch.equal(model(**inputs).last_hidden_state, model(**others).last_hidden_state), layer
+        finally:
+            hook.remove()
+
+
+@torch.no_grad()
+def test_later_blocks_see_no_lengths(model, inputs):
+    """With padding hidden from the blocks after a layer, which tokens are padding makes no difference behind it."""
+    blocks, padded = find_blocks(model), inputs["attention_mask"].clone()
+    padded[0, 4:] = 0
+    for layer in LAYERS:
+        fixed = []
+
+        def hold(_module, _args, out, fixed=fixed):
+            fixed.append(out)
+            return fixed[0]
+
+        after, module = blocks.place(layer)
+        hide = functools.partial(hide_padding, causal=blocks.causal)
+        hooks = [block.register_forward_pre_hook(hide, with_kwargs=True) for block in blocks.blocks[after:]]
+        hooks.append(module.register_forward_hook(hold))
+        found = [
+            model(**inputs | {"attention_mask": mask}).last_hidden_state for mask in (inputs["attention_mask"], padded)
+        ]
+        for hook in hooks:
+            hook.remove()
+        assert torch.equal(*found), layer
+
+
+def test_another_architecture_is_refused_by_name():
+    config = transformers.T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+    with pytest.raises(ValueError, match="t5"):
+        find_blocks(transformers.T5Model(config))
