@@ -19,6 +19,7 @@ from fastdp.engine.garbage import put_off
 from fastdp.engine.known import wrong_rows
 from fastdp.engine.layout import Ticket
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
+from fastdp.engine.pending import PendingGradients
 from fastdp.engine.policy import Policy
 from fastdp.engine.routing import Routing
 
@@ -81,6 +82,8 @@ class Engine(Passes):
             isolated=isolated,
         )
         self.tickets = tickets
+        #: What `.grad` holds between a backward pass and a step.
+        self.pending = PendingGradients(model, self.parameters.values(), scaled=loss_reduction is not None)
         self.ranks = ranks
         #: What lives for as long as the model goes through this engine.
         self.holder: Any = None
@@ -109,6 +112,7 @@ class Engine(Passes):
     def abandon(self) -> bool:
         """Forget a logical batch that was begun and not released: the loader starts anew. Whether there was one."""
         begun, self.begun = self.begun, False
+        self.pending.clear()
         self.accumulator.reset()
         self.checks.abandon()
         self.complete = self.broken = self._ended = False
@@ -117,6 +121,7 @@ class Engine(Passes):
 
     def forward(self, args: Any, kwargs: Any) -> Any:
         """A training forward pass on the micro-batch at the head of the queue."""
+        self.pending.clear()
         self.ranks.enter()
         if not self.weights.cut and (
             hasattr(self.model, "reshard") or (self.route is None and any(map(is_cut, self.model.parameters())))
@@ -216,3 +221,9 @@ class Engine(Passes):
         self._ended |= waiting.ticket.is_last
         self.complete = self._ended and not self.checks.waiting_probes
         self._ended &= not self.complete
+        self.pending.place()
+
+    def close(self) -> None:
+        """Give the model its own forwards back."""
+        self.pending.clear()
+        super().close()

@@ -55,7 +55,7 @@ def evaluate(model: Any, switch: bool = True, grad: bool = False) -> float:
 
 def norms(model: Any) -> list[float]:
     """Gradient norms for a log."""
-    return [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+    return [float(p.grad.norm()) for p in model.parameters()]
 
 
 def save(model: Any, optimizer: Any, epoch: int) -> None:
@@ -447,6 +447,5 @@ def _scaled(enabled: bool) -> Case:
     return looped(loop)
 
 
-_SCALE = "a loss scale follows gradients that the release has not made yet"
-register("gradient_scaler", lambda: _scaled(True), "uses or refused: GradScaler", _SCALE)
+register("gradient_scaler", lambda: _scaled(True))
 register("gradient_scaler_disabled", lambda: _scaled(False))

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -425,29 +425,6 @@ def test_a_batch_taken_ahead_of_the_backward_pass() -> None:
     next(iterator)
     with refused(RuntimeError, "taken ahead", private):
         next(iterator)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_gradient_scaler_is_refused_before_a_release_is_paid_for(fused: bool) -> None:
-    model = Classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=fused)
-    supports = getattr(optimizer, "_step_supports_amp_scaling", False)
-    private = start(model, optimizer=optimizer, **PRIVATE)
-    for enabled in (False, True):
-        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
-        for batch in private.data_loader:
-            scaler.scale(private.model(**batch)["loss"]).backward()
-            if enabled:
-                scaler.unscale_(optimizer)
-            with refused(ValueError, r"GradScaler\(enabled=False\)", private) if enabled else nullcontext():
-                scaler.step(optimizer)
-            if enabled:
-                break
-            scaler.update()
-            optimizer.zero_grad()
-        assert private.steps_done == private.total_steps // 2
-    private.detach()
-    assert optimizer._step_supports_amp_scaling is supports
 
 
 def test_adaptive_ranks() -> None:
