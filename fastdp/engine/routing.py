@@ -11,7 +11,7 @@ import torch
 
 from fastdp.distributed.ranks import RankLost, Ranks
 from fastdp.engine.batches import Call, as_long_as
-from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse, Untraceable, first_line
+from fastdp.engine.errors import Differentiates, OwnLoss, SelfCheckError, UnsupportedUse, Untraceable, first_line
 from fastdp.engine.known import Known
 from fastdp.engine.layout import Ticket
 from fastdp.engine.modes import refuse_mixing
@@ -153,7 +153,9 @@ class Routing:
         passes.forwards.leave_out(passes.trace.heads)
         reason = passes.trace.conflict
         try:
-            self._verify_rows(call, ticket)
+            # Otherwise losses cannot be told apart by row, and nothing can be compared.
+            if passes.trace.mapped:
+                self._verify_rows(call, ticket)
         except UnsupportedUse as error:
             reason = reason or str(error)
         reason = reason or self._try_uses(call, ticket)
@@ -176,12 +178,14 @@ class Routing:
             # Other ranks would not follow where weights are in pieces.
             if self.passes.weights.cut:
                 raise
-            try:
-                with torch.no_grad():
-                    self.passes.plain_forward(*call[0], **call[1])
-            except Exception:
-                raise error from None
-            reason = f"the model fails on some rows of a batch: {first_line(error)}"
+            reason = str(error)
+            if not isinstance(error, Differentiates):
+                try:
+                    with torch.no_grad():
+                        self.passes.plain_forward(*call[0], **call[1])
+                except Exception:
+                    raise error from None
+                reason = f"the model fails on some rows of a batch: {first_line(error)}"
             carriers = as_long_as(call, rows)
             return Trace([], carriers, carriers, {}, {}, [], mapped=False, conflict=reason)
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.engine.batches import Call, Path, as_long_as, leaves, take_rows, tensors
-from fastdp.engine.errors import UnsupportedUse, Untraceable
+from fastdp.engine.errors import Differentiates, UnsupportedUse, Untraceable
 from fastdp.engine.follow import Follow
 from fastdp.engine.intercept import OPERATIONS, operand
 from fastdp.engine.lanes import operation as meeting_name
@@ -209,10 +209,7 @@ class _Recorder(Follow):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.autograd.grad, torch.Tensor.backward):
-            raise Untraceable(
-                "the model differentiates inside its own forward pass (torch.autograd.grad, backward), which no per-example "
-                "gradient can be followed through: leave penalties of gradients and adversarial inputs out of it"
-            )
+            raise Differentiates("the model differentiates inside its own forward pass")
         inside = opened(func)
         if inside is None:
             return super().__torch_function__(func, types, args, kwargs)
@@ -413,6 +410,7 @@ def _compare(
             continue
         fold = _fold(a, b, counts)
         if isinstance(fold, str) or (not read.parameter and fold is not None and not fold.natural):
+            mapped = mapped and bool(read.parameter)
             conflict = f"{what}: the rows of the input of {read.operation} are not in order"
             continue
         key = (read.operation, read.parameter, len(a.shape))

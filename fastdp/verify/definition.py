@@ -209,6 +209,8 @@ class _Comparison:
             again = probe.run(self.whole, self.count, training=self.training)
             if base.finite(row) and not base.gap(row, again, row) <= self.tolerance:
                 raise stateful()
+            if not self._alike(alone, 0, self._alone(row)):
+                raise stateful()
             inputs = (t for t in tensors(self.calls.whole) if t.is_floating_point())
             if not base.finite(row) or not all(bool(torch.isfinite(t).all()) for t in inputs):
                 raise UnsupportedUse(OVERFLOWS)
@@ -350,13 +352,13 @@ def check_mixed_derivative(probe: Probe, call: Call) -> None:
         except RuntimeError:
             return
     if any(bool((torch.isfinite(g[1:]) & (g[1:] != 0)).any()) for g in inputs.rows_first(mixed)):
-        raise coupled(probe, call, 0)
+        raise coupled(probe, call, 0, alone=True)
 
 
 def _loss(probe: Probe, call: Call, rows: int) -> float:
     """The model's own loss on a call of so many rows, without dropout."""
     args, kwargs = call
-    with torch.enable_grad(), DropoutDisabled(), intercepted(LossTerms(probe.layout(rows), alone=rows == 1)):
+    with torch.enable_grad(), DropoutDisabled(), intercepted(LossTerms(probe.layout(rows), alone=True)):
         return float(require_loss(probe.passes.plain_forward(*args, **kwargs)).detach())
 
 
@@ -374,13 +376,18 @@ def stateful() -> SelfCheckError:
     )
 
 
-def coupled(probe: Probe, call: Call, row: int) -> SelfCheckError:
-    """The refusal of a model in which a row's loss depends on others, naming the module where that begins."""
+def coupled(probe: Probe, call: Call, row: int, *, alone: bool = False) -> SelfCheckError | UnsupportedUse:
+    """The refusal of a model in which a row's loss depends on others, naming the module where that begins.
+
+    Where no module's output does, its losses may only be assigned to other rows: the check of rows run ``alone`` decides.
+    """
     copies = probe.rows([row] * probe.ticket.rows, call)
     one, two = (module_outputs(probe.passes.model, probe.passes.plain_forward, made, row) for made in (call, copies))
     first = next((n for n, t in one.items() if n in two and not torch.allclose(*cropped(t, two[n]), 1e-4, 1e-6)), None)
-    where = f", first in the output of {first}" if first else ", though no module's output does"
+    if not (first or alone):
+        return UnsupportedUse(f"the loss of row {row} changes when it is run alone")
+    where = f", first in the output of {first}" if first else ""
     return SelfCheckError(
-        f"The loss of row {row} changes when it is run alone{where}. Statistics, losses and capacities over the batch couple "
-        "examples; this batch was not released."
+        f"The loss of row {row} depends on other rows{where}: the batch couples examples. Use layers and losses of each row by "
+        "itself."
     )
