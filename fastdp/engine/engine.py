@@ -12,7 +12,7 @@ import torch
 from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import ONE, RankLost, Ranks
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import Call, as_long_as
+from fastdp.engine.batches import Call, as_long_as, tensors
 from fastdp.engine.boundary import TWICE
 from fastdp.engine.errors import SelfCheckError, Unseen
 from fastdp.engine.garbage import put_off
@@ -134,6 +134,11 @@ class Engine(Passes):
             raise RuntimeError(
                 "no batch is outstanding: iterate over the data_loader that make_private returned, and use "
                 "model.eval() with torch.no_grad() to evaluate"
+            )
+        if any(t.requires_grad and t.is_leaf for t in tensors((args, kwargs))):
+            raise ValueError(
+                "An input requires gradients, which private passes do not return. Make adversarial inputs under model.eval(), or "
+                "inside the model's forward()."
             )
         ticket = self.tickets[0]
         self._forwards = self._forwards + 1 if ticket is self._latest else 1

@@ -121,7 +121,8 @@ def wrong_rows(call: Call, rows: int) -> str:
         return "This collator packs examples into one row. Pass unit_map='seq_idx' and set use_cache=False." + (
             "" if lacking else " Make the collator with return_seq_idx=True."
         )
+    sizes = sorted({t.shape[0] for t in tensors(call) if t.dim()})
     return (
-        f"the loader handed out {rows} rows but the model was called with {[list(t.shape) for t in tensors(call)]}: each batch "
-        "of the private loader must go through forward and backward once, in order"
+        f"the loader handed out {rows} rows but the model was called with {', '.join(map(str, sizes)) or 'none'}: pass each "
+        "batch once, and concatenate inside a wrapper module's forward()"
     )

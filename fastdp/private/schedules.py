@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 #: How many releases each optimizer has applied while it was private, and which are private now.
 _RELEASES: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -34,6 +35,10 @@ def follow_releases(optimizer: torch.optim.Optimizer) -> None:
             own = vars(schedule).get(name)
             if own is not None and not hasattr(own, "counts_releases"):
                 setattr(schedule, name, wrap(own))
+    # One that was made before reads its figures all the same.
+    for schedule in gc.get_objects():
+        if type(schedule) is ReduceLROnPlateau and _innermost(schedule) is optimizer:
+            require_unseeing(schedule)
     _FOLLOWED.add(optimizer)
 
 
@@ -87,8 +92,8 @@ def require_unseeing(schedule: Any) -> None:
     )
     if any(p.kind not in kinds for p in taken):
         raise ValueError(
-            f"{type(schedule).__name__} sets the learning rate by a figure, which the released weights then tell without noise: "
-            "use a schedule of steps alone, or, where the figure is public, set lr in optimizer.param_groups yourself"
+            f"{type(schedule).__name__} sets the learning rate by a figure, which no noise covers: use a schedule of steps, or "
+            "set lr in optimizer.param_groups by public figures"
         )
 
 

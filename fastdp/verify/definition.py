@@ -303,10 +303,10 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
         with mode, preserve_rng(passes.model):
             before = rng_state(passes.model)
             routed = {row: probe.trimmed(probe.rows([row], calls.whole)) for row in rows}
-            own = [_loss(probe, calls.alone[row] if passes.recollates else routed[row], 1) for row in rows]
-            alone = [_loss(probe, calls.alone[row], 1) for row in rows]
-            one, two = (_loss(probe, probe.rows([rows[0]] * n, calls.whole), n) for n in (1, 2))
-            again = _loss(probe, calls.alone[rows[0]], 1)
+            own = [_loss(probe, calls.alone[row] if passes.recollates else routed[row]) for row in rows]
+            alone = [_loss(probe, calls.alone[row]) for row in rows]
+            one, two = (_loss(probe, probe.rows([rows[0]] * n, calls.whole), stock=True) for n in (1, 2))
+            again = _loss(probe, calls.alone[rows[0]])
             drew = rng_state(passes.model) != before
         if drew:
             continue
@@ -355,10 +355,11 @@ def check_mixed_derivative(probe: Probe, call: Call) -> None:
         raise coupled(probe, call, 0, alone=True)
 
 
-def _loss(probe: Probe, call: Call, rows: int) -> float:
-    """The model's own loss on a call of so many rows, without dropout."""
+def _loss(probe: Probe, call: Call, *, stock: bool = False) -> float:
+    """The model's own loss on a call of one row, without dropout; of any number of rows with torch's ``stock`` losses."""
     args, kwargs = call
-    with torch.enable_grad(), DropoutDisabled(), intercepted(LossTerms(probe.layout(rows), alone=True)):
+    terms = nullcontext() if stock else intercepted(LossTerms(probe.layout(1), alone=True))
+    with torch.enable_grad(), DropoutDisabled(), terms:
         return float(require_loss(probe.passes.plain_forward(*args, **kwargs)).detach())
 
 
