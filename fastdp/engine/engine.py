@@ -13,7 +13,7 @@ from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import ONE, RankLost, Ranks
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import Call, as_long_as, tensors
-from fastdp.engine.boundary import TWICE
+from fastdp.engine.boundary import AGAIN, TWICE
 from fastdp.engine.errors import SelfCheckError, Unseen
 from fastdp.engine.garbage import put_off
 from fastdp.engine.known import wrong_rows
@@ -131,6 +131,8 @@ class Engine(Passes):
                 "the optimizer, then call make_private"
             )
         if not self.tickets:
+            if self.backwards > self.followed:
+                raise RuntimeError(AGAIN)
             raise RuntimeError(
                 "no batch is outstanding: iterate over the data_loader that make_private returned, and use "
                 "model.eval() with torch.no_grad() to evaluate"

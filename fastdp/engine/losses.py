@@ -251,7 +251,7 @@ class _RowReductions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         reduction = _REDUCTIONS.get(func)
-        losses = args[0] if args else None
+        losses: Any = args[0] if args else None
         if reduction is not None and _reduces_all(losses, kwargs or {}, *args[1:]) and torch.is_grad_enabled():
             rows = type(losses) is torch.Tensor and losses.requires_grad and losses.dim() > 0
             if rows and losses.shape[0] == self._terms.layout.rows and self._terms.layout.token_segments is None:

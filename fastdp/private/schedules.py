@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 #: How many releases each optimizer has applied while it was private, and which are private now.
 _RELEASES: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -35,10 +35,6 @@ def follow_releases(optimizer: torch.optim.Optimizer) -> None:
             own = vars(schedule).get(name)
             if own is not None and not hasattr(own, "counts_releases"):
                 setattr(schedule, name, wrap(own))
-    # One that was made before reads its figures all the same.
-    for schedule in gc.get_objects():
-        if type(schedule) is ReduceLROnPlateau and _innermost(schedule) is optimizer:
-            require_unseeing(schedule)
     _FOLLOWED.add(optimizer)
 
 
@@ -95,6 +91,13 @@ def require_unseeing(schedule: Any) -> None:
             f"{type(schedule).__name__} sets the learning rate by a figure, which no noise covers: use a schedule of steps, or "
             "set lr in optimizer.param_groups by public figures"
         )
+
+
+def refuse_seeing(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if an optimizer has a schedule already that reads a figure; torch keeps no list of them."""
+    for schedule in gc.get_objects():
+        if issubclass(type(schedule), LRScheduler) and _innermost(schedule) is optimizer:
+            require_unseeing(schedule)
 
 
 def _once_a_release(step: Callable[..., None]) -> Any:

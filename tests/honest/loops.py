@@ -84,6 +84,19 @@ register_all(HABITS, lambda options: habit(**options))
 
 
 @program()
+def anomalies_detected() -> Case:
+    """torch.autograd.set_detect_anomaly(True), and a look at the loader's settings."""
+
+    def loop(run: Run) -> None:
+        model, optimizer, loader = run.start()
+        assert (loader.num_workers, loader.pin_memory, loader.drop_last) == (0, False, False)
+        with torch.autograd.set_detect_anomaly(True):
+            list(steps(model, optimizer, loader))
+
+    return looped(loop)
+
+
+@program()
 def zero_first() -> Case:
     """zero_grad() before the forward pass, tqdm around the loader, loss.item() kept."""
     from tqdm import tqdm

@@ -409,6 +409,39 @@ def test_parts_of_the_model_called_by_the_loop() -> None:
         break
 
 
+def test_a_second_forward_pass_after_backward() -> None:
+    """As sharpness-aware minimization, adversarial weights and the discriminator of a GAN do."""
+    private = start(**PRIVATE)
+    batch = next(iter(private.data_loader))
+    private.model(**batch)["loss"].backward()
+    with refused(RuntimeError, "A second forward pass ran for one batch", private):
+        private.model(**batch)
+
+
+def test_inputs_that_require_gradients() -> None:
+    private = start(**PRIVATE)
+    for batch in private.data_loader:
+        x = batch["x"].clone().requires_grad_()
+        with refused(ValueError, r"An input requires gradients.* model.eval\(\)", private):
+            private.model(x, batch["labels"])
+        # The way on.
+        private.model.eval()
+        (gradient,) = torch.autograd.grad(private.model(x, batch["labels"])["loss"], x)
+        private.model.train()
+        private.model((x + 0.1 * gradient.sign()).detach(), batch["labels"])["loss"].backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+        break
+    assert private.steps_done == 1
+
+
+def test_parameters_that_are_not_initialized() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with refused(ValueError, "0.weight is not initialized yet"):
+        start(model, optimizer=optimizer, loss_reduction="mean", **PRIVATE)
+
+
 def test_a_second_step_after_one_backward() -> None:
     private = start(**PRIVATE)
     for batch in private.data_loader:
@@ -486,7 +519,7 @@ def test_batches_from_elsewhere() -> None:
     with refused(RuntimeError, "no batch is outstanding", private):
         private.model(torch.zeros(2, FEATURES), torch.zeros(2, dtype=torch.int64))
     next(iter(private.data_loader))
-    with refused(ValueError, "must go through forward and backward once", private):
+    with refused(ValueError, "handed out .* rows but the model was called with 23", private):
         private.model(torch.zeros(23, FEATURES), torch.zeros(23, dtype=torch.int64))
 
 
