@@ -352,7 +352,7 @@ def check_mixed_derivative(probe: Probe, call: Call) -> None:
         except RuntimeError:
             return
     if any(bool((torch.isfinite(g[1:]) & (g[1:] != 0)).any()) for g in inputs.rows_first(mixed)):
-        raise coupled(probe, call, 0, alone=True)
+        raise coupled(probe, call, 0)
 
 
 def _loss(probe: Probe, call: Call, *, stock: bool = False) -> float:
@@ -377,18 +377,12 @@ def stateful() -> SelfCheckError:
     )
 
 
-def coupled(probe: Probe, call: Call, row: int, *, alone: bool = False) -> SelfCheckError | UnsupportedUse:
-    """The refusal of a model in which a row's loss depends on others, naming the module where that begins.
-
-    Where no module's output does, its losses may only be assigned to other rows: the check of rows run ``alone`` decides.
-    """
+def coupled(probe: Probe, call: Call, row: int) -> SelfCheckError:
+    """The refusal of a model in which a row's loss depends on others, naming the module where that begins."""
     copies = probe.rows([row] * probe.ticket.rows, call)
     one, two = (module_outputs(probe.passes.model, probe.passes.plain_forward, made, row) for made in (call, copies))
     first = next((n for n, t in one.items() if n in two and not torch.allclose(*cropped(t, two[n]), 1e-4, 1e-6)), None)
-    if not (first or alone):
-        return UnsupportedUse(f"the loss of row {row} changes when it is run alone")
-    where = f", first in the output of {first}" if first else ""
+    where = f", first in the output of {first}" if first else ", though no module's output does"
     return SelfCheckError(
-        f"The loss of row {row} depends on other rows{where}: the batch couples examples. Use layers and losses of each row by "
-        "itself."
+        f"The loss of row {row} changes when it is run alone{where}: never couple examples; this batch was not released."
     )

@@ -40,7 +40,7 @@ UNDECIDED = (
     "the training loop, the model or the criterion draws random numbers that depend on the batch's shape, so rows were compared "
     "beside other companions and not alone"
 )
-_COUPLES = "{why}. Mask padding, and give make_private criterion=, which returns one loss per row (reduction='none')."
+_COUPLES = "{why}. Mask padding, and give make_private criterion=, of one loss per row; this batch was not released."
 _MAKES = (
     "The loop gives the model something else for an example {how}. Make each row from its own example and pad on the right; "
     "this batch was not released."
