@@ -149,7 +149,7 @@ class Routing:
         """Why the one-example route is taken, or None. Raises ValueError for a model that no route serves."""
         passes = self.passes
         with self.tracing():
-            passes.trace = self._trace(call, ticket.rows)
+            passes.trace = self._trace(call, ticket)
         passes.forwards.leave_out(passes.trace.heads)
         reason = passes.trace.conflict
         try:
@@ -168,10 +168,13 @@ class Routing:
                 raise ValueError(f"no route serves this model: {reason}; one row alone fails with: {error}") from error
         return reason
 
-    def _trace(self, call: Call, rows: int) -> Trace:
-        """The model's trace; an empty one with a conflict where the model runs on this batch and fails on some of its rows."""
+    def _trace(self, call: Call, ticket: Ticket) -> Trace:
+        """The model's trace; an empty one with a conflict where the model runs on this batch and fails on some of its rows.
+
+        Such a batch may hold one tensor of all images' patches, say, so that examples are collated alone.
+        """
         try:
-            return self._tracer.trace(self.passes.forwards.root.original, call, rows)
+            return self._tracer.trace(self.passes.forwards.root.original, call, ticket.rows)
         except (Untraceable, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -186,7 +189,8 @@ class Routing:
                 except Exception:
                     raise error from None
                 reason = f"the model fails on some rows of a batch: {first_line(error)}"
-            carriers = as_long_as(call, rows)
+                self.passes.recollates = ticket.source is not None and ticket.source.sources(call) is not None
+            carriers = as_long_as(call, ticket.rows)
             return Trace([], carriers, carriers, {}, {}, [], mapped=False, conflict=reason)
 
     def _verify_rows(self, call: Call, ticket: Ticket) -> None:

@@ -68,6 +68,15 @@ class _Calls:
         alone = {row: source.call(call, sources, source.single(items[row])) for row in rows}
         return cls(whole, alone, collated=not reads)
 
+    def copies(self, probe: Probe, row: int, count: int) -> Call:
+        """The call on so many copies of a row, collated together where rows cannot be cut from the batch."""
+        source = probe.ticket.source
+        if not (probe.passes.recollates and source is not None):
+            return probe.rows([row] * count, self.whole)
+        sources, items = source.sources(probe.call), source.items([row]) * count
+        assert sources is not None
+        return source.call(probe.call, sources, source.collated(items))
+
 
 def check_definition(
     passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int], *, gradients: bool = True
@@ -302,10 +311,10 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
     for mode in (nullcontext(), in_mode(passes.model, training=False)):
         with mode, preserve_rng(passes.model):
             before = rng_state(passes.model)
-            routed = {row: probe.trimmed(probe.rows([row], calls.whole)) for row in rows}
-            own = [_loss(probe, calls.alone[row] if passes.recollates else routed[row]) for row in rows]
+            routed = [probe.trimmed(probe.rows([row], calls.whole)) for row in rows]
+            own = [_loss(probe, one) for one in (calls.alone.values() if passes.recollates else routed)]
             alone = [_loss(probe, calls.alone[row]) for row in rows]
-            one, two = (_loss(probe, probe.rows([rows[0]] * n, calls.whole), stock=True) for n in (1, 2))
+            one, two = (_loss(probe, calls.copies(probe, rows[0], n), stock=True) for n in (1, 2))
             again = _loss(probe, calls.alone[rows[0]])
             drew = rng_state(passes.model) != before
         if drew:
@@ -349,7 +358,7 @@ def check_mixed_derivative(probe: Probe, call: Call) -> None:
             mixed = torch.autograd.grad(
                 [(g * seed).sum() for g, seed in zip(first, seeds_for(first))], inputs.tensors, allow_unused=True
             )
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             return
     if any(bool((torch.isfinite(g[1:]) & (g[1:] != 0)).any()) for g in inputs.rows_first(mixed)):
         raise coupled(probe, call, 0)
