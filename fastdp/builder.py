@@ -43,6 +43,7 @@ from fastdp.private.preparation import Access
 from fastdp.private.release import Books, Release
 from fastdp.private.run import Criterion, Private, refuse_driven
 from fastdp.private.sampler import Units, steps_per_epoch
+from fastdp.private.schedules import refuse_seeing
 from fastdp.private.stages import Stages
 from fastdp.private.steps import refuse_warm
 from fastdp.verify import Checks
@@ -177,6 +178,7 @@ class Builder:
         options = self.options
         refuse_driven(self.model, self.optimizer)
         refuse_warm(self.optimizer)
+        refuse_seeing(self.optimizer)
         check_model(self.model, self.optimizer)
         refuse_made_of_examples(self.model)
         if isinstance(self.data_loader, PrivateLoader):

@@ -60,7 +60,7 @@ FOREIGN = {
     "_tokenizer": "the tokenizer that transformers wraps",
     "_post_accumulate_grad_hooks": "hooks of the user's on parameters, which see no example's gradient",
     "_nn": "the losses below torch.nn.functional, which a loop may have imported before",
-    "_getframe": "the line of code that selects tokens, or the GradScaler that asks an optimizer",
+    "_getframe": "the line of code that selects tokens",
     "_is_view": "whether torch lets a model write into a layer's output",
     "_unsafe_view": "an output that it may write into",
 }

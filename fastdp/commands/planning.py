@@ -27,7 +27,7 @@ def plan_command(
     *,
     config: Annotated[Path | None, typer.Argument(help="YAML file of settings")] = None,
     examples: Annotated[
-        int | None, typer.Option(help="examples in the training data (by default those of train)")
+        int | None, typer.Option(help="examples, or people with --user-column (by default those of train)")
     ] = None,
     length: Annotated[
         str | None,
@@ -45,6 +45,8 @@ def plan_command(
     overrides: dict[str, Any],
 ) -> None:
     """What a run with DP-SGD would take and be worth at each batch size, and which settings to begin with; spends nothing."""
+    from collections import Counter
+
     from fastdp.data import read_rows
     from fastdp.finetune.plan import draw, invented, plan
 
@@ -52,15 +54,21 @@ def plan_command(
     settings = load_config(config, overrides)
     if not settings.model:
         raise ConfigError("model is missing: name a model in the config or with --model")
+    unit, rows = ("people" if settings.user_column else "examples"), float(settings.max_examples_per_user or 1)
     if examples is None:
         if not settings.train:
             raise ConfigError("examples is missing: give --examples, or --train to count them")
-        examples = len(read_rows(settings.train, settings.encoding))
+        data = read_rows(settings.train, settings.encoding)
+        examples = len(data)
+        if settings.user_column:
+            counts = Counter(data.column(settings.user_column, "user_column"))
+            examples, most = len(counts), settings.max_examples_per_user or 1
+            rows = sum(min(count, most) for count in counts.values()) / examples
     lengths = _lengths(length) if length else settings.max_length
     with console.status("trying private steps ..." if gpu is None else "simulating ..."):
-        found = plan(invented(settings), examples, lengths, minutes, gpu, passes)
+        found = plan(invented(settings), examples, lengths, minutes, gpu, passes, rows)
     table = Table(
-        title=f"{examples} examples, epsilon {settings.epsilon:g} at delta {settings.delta:g}", title_justify="left"
+        title=f"{examples} {unit}, epsilon {settings.epsilon:g} at delta {settings.delta:g}", title_justify="left"
     )
     for heading in ("batch", "epochs", "steps", "noise multiplier", "noise/signal, a step", "whole run", "time"):
         table.add_column(heading, justify="right")

@@ -187,6 +187,11 @@ TWICE = (
     "Two forward passes ran before one backward. Run one forward per batch, then backward(). Or call the model twice inside one "
     "wrapper module's forward()."
 )
+#: Where a loop calls the model again after the backward pass.
+AGAIN = (
+    "A second forward pass ran for one batch. Call the model once per batch before step(), or make both passes inside one "
+    "wrapper module's forward()."
+)
 _BESIDE = (
     "a loss term was computed from the model's outputs beside its own loss, which nothing would clip: compute it inside the "
     "model, or leave the model's loss out and give make_private a criterion= of one loss a row"

@@ -12,13 +12,14 @@ import torch
 from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import ONE, RankLost, Ranks
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import Call, as_long_as
-from fastdp.engine.boundary import TWICE
+from fastdp.engine.batches import Call, as_long_as, tensors
+from fastdp.engine.boundary import AGAIN, TWICE
 from fastdp.engine.errors import SelfCheckError, Unseen
 from fastdp.engine.garbage import put_off
 from fastdp.engine.known import wrong_rows
 from fastdp.engine.layout import Ticket
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
+from fastdp.engine.pending import PendingGradients
 from fastdp.engine.policy import Policy
 from fastdp.engine.routing import Routing
 
@@ -75,6 +76,8 @@ class Engine(Passes):
             isolated=isolated,
         )
         self.tickets = tickets
+        #: What `.grad` holds between a backward pass and a step.
+        self.pending = PendingGradients(model, self.parameters.values(), scaled=loss_reduction is not None)
         self.ranks = ranks
         #: What lives for as long as the model goes through this engine.
         self.holder: Any = None
@@ -103,6 +106,7 @@ class Engine(Passes):
     def abandon(self) -> bool:
         """Forget a logical batch that was begun and not released: the loader starts anew. Whether there was one."""
         begun, self.begun = self.begun, False
+        self.pending.clear()
         self.accumulator.reset()
         self.checks.abandon()
         self.complete = self.broken = self._ended = False
@@ -111,6 +115,7 @@ class Engine(Passes):
 
     def forward(self, args: Any, kwargs: Any) -> Any:
         """A training forward pass on the micro-batch at the head of the queue."""
+        self.pending.clear()
         self.ranks.enter()
         if not self.weights.cut and (
             hasattr(self.model, "reshard") or (self.route is None and any(map(is_cut, self.model.parameters())))
@@ -120,9 +125,16 @@ class Engine(Passes):
                 "the optimizer, then call make_private"
             )
         if not self.tickets:
+            if self.backwards > self.followed:
+                raise RuntimeError(AGAIN)
             raise RuntimeError(
                 "no batch is outstanding: iterate over the data_loader that make_private returned, and use "
                 "model.eval() with torch.no_grad() to evaluate"
+            )
+        if any(t.requires_grad and t.is_leaf for t in tensors((args, kwargs))):
+            raise ValueError(
+                "An input requires gradients, which private passes do not return. Make adversarial inputs under model.eval(), or "
+                "inside the model's forward()."
             )
         ticket = self.tickets[0]
         self._forwards = self._forwards + 1 if ticket is self._latest else 1
@@ -210,3 +222,9 @@ class Engine(Passes):
         self._ended |= waiting.ticket.is_last
         self.complete = self._ended and not self.checks.waiting_probes
         self._ended &= not self.complete
+        self.pending.place()
+
+    def close(self) -> None:
+        """Give the model its own forwards back."""
+        self.pending.clear()
+        super().close()

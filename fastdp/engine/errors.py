@@ -13,6 +13,10 @@ class Untraceable(ValueError):
     """A model or a call that no route serves, as its trace tells."""
 
 
+class Differentiates(UnsupportedUse):
+    """A model that differentiates inside its own forward pass, as for penalties of gradients and adversarial inputs."""
+
+
 class OwnLoss(UnsupportedUse):
     """A loss that torch's loss functions alone do not explain; means and sums over rows may."""
 

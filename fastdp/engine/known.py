@@ -65,6 +65,16 @@ class Known:
         with unchanged(self._tracer.model):
             first.add(self._tracer.trace(self._plain, call, rows, (max(2, rows), max(2, rows) + 1)))
 
+    def stray(self, first: Trace | None, call: Call, rows: int) -> UnsupportedUse | None:
+        """What says that a call goes another way through the model than the first one did; None if it does not."""
+        assert first is not None
+        try:
+            with unchanged(self._tracer.model):
+                self._tracer.require_same(first, self._plain, call, rows)
+        except UnsupportedUse as error:
+            return error
+        return None
+
     def require(self, first: Trace | None, call: Call, rows: int, tap: Tap, *, looked_at: bool) -> None:
         """Raise `UnsupportedUse` unless a trace explains inputs of these shapes, and the uses' shapes follow from them.
 
@@ -121,7 +131,8 @@ def wrong_rows(call: Call, rows: int) -> str:
         return "This collator packs examples into one row. Pass unit_map='seq_idx' and set use_cache=False." + (
             "" if lacking else " Make the collator with return_seq_idx=True."
         )
+    sizes = sorted({t.shape[0] for t in tensors(call) if t.dim()})
     return (
-        f"the loader handed out {rows} rows but the model was called with {[list(t.shape) for t in tensors(call)]}: each batch "
-        "of the private loader must go through forward and backward once, in order"
+        f"the loader handed out {rows} rows but the model was called with {', '.join(map(str, sizes)) or 'none'}: pass each "
+        "batch once, and concatenate inside a wrapper module's forward()"
     )

@@ -11,7 +11,7 @@ unit's weighted loss is therefore divided by the number of its labelled tokens, 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -212,14 +212,22 @@ class _RowReductions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         reduction = _REDUCTIONS.get(func)
-        if reduction is not None and len(args) == 1 and not kwargs and torch.is_grad_enabled():
-            (losses,) = args
+        losses: Any = args[0] if args else None
+        if reduction is not None and _reduces_all(losses, kwargs or {}, *args[1:]) and torch.is_grad_enabled():
             rows = type(losses) is torch.Tensor and losses.requires_grad and losses.dim() > 0
             if rows and losses.shape[0] == self._terms.layout.rows and self._terms.layout.token_segments is None:
                 scalar = self._terms.add(losses, None, reduction, losses)
                 if scalar is not None:
                     return scalar
         return func(*args, **(kwargs or {}))
+
+
+def _reduces_all(losses: Any, options: Mapping[str, Any], *axes: Any) -> bool:
+    """Whether a mean or a sum of a tensor runs over all of its axes, or over its only one."""
+    axes += (options["dim"],) if options.keys() == {"dim"} else ()
+    if len(axes) > 1 or options.keys() - {"dim"}:
+        return False
+    return axes in ((), (None,)) or (isinstance(axes[0], int) and losses.dim() == 1)
 
 
 _REDUCTIONS = {torch.mean: "mean", torch.Tensor.mean: "mean", torch.sum: "sum", torch.Tensor.sum: "sum"}

@@ -69,7 +69,7 @@ def refuse_mixing(model: torch.nn.Module) -> None:
         frozen = not any(p.requires_grad for p in module.parameters())
         if module.training or module.running_mean is None or not frozen:
             raise ValueError(
-                f"{name} is a batch normalisation, which mixes examples; replace it by group or layer norm, or freeze it: "
+                f"{name} is a batch normalisation, which mixes examples; use group or layer norm, or freeze it: "
                 "requires_grad=False, and eval mode after each model.train()"
             )
 

@@ -42,10 +42,16 @@ def run_alone(
             outputs.append(forward(*args, **kwargs))
         snapshot.restore()
     if not returns_loss:
+        outputs = [map_tensors(output, _with_row) for output in outputs]
         return outputs, [differentiable(output) for output in outputs]
     # Losses of shape [1] would be merged like any other tensor with rows.
     losses = [require_loss(output).reshape(()) for output in outputs]
     return [replace_loss(output, loss) for output, loss in zip(outputs, losses)], [[loss] for loss in losses]
+
+
+def _with_row(t: torch.Tensor) -> torch.Tensor:
+    """One row's output, of which squeeze() may have left out the axis of rows."""
+    return t.unsqueeze(0) if t.requires_grad and t.shape[:1] != (1,) else t
 
 
 def starts(

@@ -11,7 +11,7 @@ import torch
 
 from fastdp.distributed.ranks import RankLost, Ranks
 from fastdp.engine.batches import Call, as_long_as
-from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse, Untraceable, first_line
+from fastdp.engine.errors import Differentiates, OwnLoss, SelfCheckError, UnsupportedUse, Untraceable, first_line
 from fastdp.engine.known import Known
 from fastdp.engine.layout import Ticket
 from fastdp.engine.modes import refuse_mixing
@@ -149,11 +149,13 @@ class Routing:
         """Why the one-example route is taken, or None. Raises ValueError for a model that no route serves."""
         passes = self.passes
         with self.tracing(call, ticket):
-            passes.trace = self._trace(call, ticket.rows)
+            passes.trace = self._trace(call, ticket)
         passes.forwards.leave_out(passes.trace.heads)
         reason = passes.trace.conflict
         try:
-            self._verify_rows(call, ticket)
+            # Otherwise losses cannot be told apart by row, and nothing can be compared.
+            if passes.trace.mapped:
+                self._verify_rows(call, ticket)
         except UnsupportedUse as error:
             reason = reason or str(error)
         reason = reason or self._try_uses(call, ticket)
@@ -166,23 +168,29 @@ class Routing:
                 raise ValueError(f"no route serves this model: {reason}; one row alone fails with: {error}") from error
         return reason
 
-    def _trace(self, call: Call, rows: int) -> Trace:
-        """The model's trace; an empty one with a conflict where the model runs on this batch and fails on some of its rows."""
+    def _trace(self, call: Call, ticket: Ticket) -> Trace:
+        """The model's trace; an empty one with a conflict where the model runs on this batch and fails on some of its rows.
+
+        Such a batch may hold one tensor of all images' patches, say, so that examples are collated alone.
+        """
         try:
-            return self._tracer.trace(self.passes.forwards.root.original, call, rows)
+            return self._tracer.trace(self.passes.forwards.root.original, call, ticket.rows)
         except (Untraceable, torch.OutOfMemoryError):
             raise
         except Exception as error:
             # Other ranks would not follow where weights are in pieces.
             if self.passes.weights.cut:
                 raise
-            try:
-                with torch.no_grad():
-                    self.passes.plain_forward(*call[0], **call[1])
-            except Exception:
-                raise error from None
-            reason = f"the model fails on some rows of a batch: {first_line(error)}"
-            carriers = as_long_as(call, rows)
+            reason = str(error)
+            if not isinstance(error, Differentiates):
+                try:
+                    with torch.no_grad():
+                        self.passes.plain_forward(*call[0], **call[1])
+                except Exception:
+                    raise error from None
+                reason = f"the model fails on some rows of a batch: {first_line(error)}"
+                self.passes.recollates = ticket.source is not None and ticket.source.sources(call) is not None
+            carriers = as_long_as(call, ticket.rows)
             return Trace([], carriers, carriers, {}, {}, [], mapped=False, conflict=reason)
 
     def _verify_rows(self, call: Call, ticket: Ticket) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.engine.batches import Call, Path, as_long_as, leaves, take_rows, tensors
-from fastdp.engine.errors import UnsupportedUse, Untraceable
+from fastdp.engine.errors import Differentiates, UnsupportedUse, Untraceable
 from fastdp.engine.follow import Follow
 from fastdp.engine.intercept import OPERATIONS, operand
 from fastdp.engine.logits import Logits, Source
@@ -201,6 +201,8 @@ class _Recorder(Follow):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _REFUSED:
+            self._refuse(func, args, kwargs, tensors((args, kwargs)))
         if is_metadata(func):
             return func(*args, **kwargs)
         given = tensors((args, kwargs))
@@ -217,8 +219,6 @@ class _Recorder(Follow):
 
     def note(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
         """Look at one operation before it runs."""
-        if func in _REFUSED:
-            self._refuse(func, args, kwargs, given)
         found = [self.names[id(t)] for t in given if id(t) in self.names]
         operation = OPERATIONS.get(func, getattr(func, "__name__", str(func)))
         if func in LOSSES and kwargs.get("reduction", "mean") != "none" and given[0] in self.data:
@@ -236,12 +236,9 @@ class _Recorder(Follow):
                 self._note_read(name, operation, inputs[:1], chosen)
 
     def _refuse(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
-        """Raise `Untraceable` for an operation that no per-example gradient can be followed through."""
+        """Raise `Untraceable`, or `Differentiates`, for an operation that no per-example gradient can be followed through."""
         if func in (torch.autograd.grad, torch.Tensor.backward):
-            raise Untraceable(
-                "the model differentiates inside its own forward pass (torch.autograd.grad, backward), which no per-example "
-                "gradient can be followed through: leave penalties of gradients and adversarial inputs out of it"
-            )
+            raise Differentiates("the model differentiates inside its own forward pass")
         if func is F.embedding_bag and given[0] not in self.data and any(t in self.data for t in given[2:]):
             raise Untraceable(
                 f"{self.names.get(id(given[1]), 'an embedding bag')}: flat ids beside offsets cannot be cut into rows; pad ids "
@@ -409,6 +406,7 @@ def _compare(
             continue
         fold = _fold(a, b, counts)
         if isinstance(fold, str) or (not read.parameter and fold is not None and not fold.natural):
+            mapped = mapped and bool(read.parameter)
             conflict = f"{what}: the rows of the input of {read.operation} are not in order"
             continue
         key = (read.operation, read.parameter, len(a.shape))

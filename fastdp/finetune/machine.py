@@ -42,6 +42,7 @@ class Machine:
         lengths: of examples in tokens: the shortest, those at equal shares of the examples, and the longest.
         where: in words; says so where it is simulated.
         backward_passes: of a micro-batch, at most.
+        rows: that a unit of a logical batch has on average: more than 1 where people are protected.
     """
 
     microbatch_seconds: float
@@ -54,16 +55,17 @@ class Machine:
     lengths: tuple[int, ...]
     where: str
     backward_passes: int = 1
+    rows: float = 1.0
 
     def step_seconds(self, batch_size: int) -> float:
         """Of a usual step: as many micro-batches, as padded, as logical batches have on average."""
-        drawn = _drawn(self.lengths, batch_size, self.physical)
+        drawn = _drawn(self.lengths, round(batch_size * self.rows), self.physical)
         each = [self.microbatch_seconds + self.token_seconds * rows * longest for b in drawn for rows, longest in b]
         return self.release_seconds + sum(each) / len(drawn)
 
     def once_seconds(self, batch_size: int, steps: int) -> float:
         """What so many steps take besides: the looks at the first batch, and one at each new length that comes up."""
-        drawn = _drawn(self.lengths, batch_size, self.physical)
+        drawn = _drawn(self.lengths, round(batch_size * self.rows), self.physical)
         having = Counter(longest for batch in drawn for longest in {longest for _, longest in batch})
         met = sum(1 - (1 - count / len(drawn)) ** steps for count in having.values())
         return self.start_seconds + self.look_seconds * max(0.0, met - 1)

@@ -79,18 +79,20 @@ def plan(
     minutes: float | None = None,
     gpu: str | None = None,
     passes: float = MOST_EPOCHS,
+    rows: float = 1.0,
 ) -> Plan:
     """Plan a run of `fastdp finetune` with DP-SGD.
 
     Args:
         config: ``model``, ``task``, ``peft``, ``epsilon``, ``delta`` and what is not to be suggested; batch size, epochs,
             learning rate, bound, rank and scale are.
-        examples: in the training data.
+        examples: in the training data; the people in them, if ``user_column`` protects people.
         lengths: of examples, in tokens: one, if all are alike, or the shortest, those at equal shares of the examples, and the
             longest (shortest, median, longest are three).
         minutes: that the steps may take.
         gpu: simulate this one (``h100``, ``h200``) instead of measuring here.
         passes: over the data, at most.
+        rows: of a person, on average.
 
     Raises:
         ConfigError: for settings that do not hold, a model that cannot be loaded, or a time too short for `LEAST_STEPS`.
@@ -102,6 +104,9 @@ def plan(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     machine = simulated(config, model, lengths, gpu) if gpu else measure(model, tokenizer, config, lengths)
     batches = _batches(examples)
+    if rows > 1:
+        # A step runs every row of its people.
+        machine = dataclasses.replace(machine, rows=rows)
     options = tuple(_option(config, examples, batch, trained, machine, minutes, passes) for batch in batches)
     best = _suggested(options, machine, minutes)
     adapts = config.peft in ("lora", "dora")
@@ -126,12 +131,13 @@ def plan(
 
 
 def _check(config: FinetuneConfig, examples: int, lengths: Sequence[int], minutes: float | None, passes: float) -> None:
+    unit = "people" if config.user_column else "examples"
     if config.epsilon is None or not 0 < config.epsilon < math.inf:
         raise ConfigError(f"epsilon is {config.epsilon}: a plan needs a budget greater than 0")
     if not 0 < config.delta < 1 / examples:
-        raise ConfigError(f"delta is {config.delta:g}: it must lie between 0 and 1 / {examples} examples")
+        raise ConfigError(f"delta is {config.delta:g}: it must lie between 0 and 1 / {examples} {unit}")
     if examples < 2 * LEAST_STEPS:
-        raise ConfigError(f"{examples} examples are too few to plan for: give at least {2 * LEAST_STEPS}")
+        raise ConfigError(f"{examples} {unit} are too few to plan for: give at least {2 * LEAST_STEPS}")
     if not lengths or min(lengths) < 1:
         raise ConfigError(f"length is {', '.join(map(str, lengths)) or 'empty'}: examples have at least 1 token")
     for name, value in (("minutes", minutes), ("passes", passes)):

@@ -19,7 +19,8 @@ class Batches:
         private: what `fastdp.make_private` returned.
 
     Raises:
-        RuntimeError: while it is iterated over, if a batch was never differentiated: the next one would be taken for it.
+        RuntimeError: while it is iterated over, if a batch was never differentiated, as the next one would be taken for it, or if
+            the trainer accumulates gradients.
     """
 
     def __init__(self, private: Private):
@@ -32,6 +33,7 @@ class Batches:
             for batch in loader:
                 # This one's, and that of the batch which Lightning hands out next.
                 self._require_consumed(but=2)
+                loader.require_step()
                 yield batch
             self._require_consumed(but=1)
         finally:

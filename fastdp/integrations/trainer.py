@@ -180,7 +180,7 @@ class PrivateTraining(_Behind):
             "set per_device_train_batch_size to the logical batch and bound memory by privacy.max_physical_batch_size",
         ),
         "label_smoothing_factor": (0, "it replaces the model's loss by one over the whole batch"),
-        "fp16": (False, "its loss scaling would move the clipping threshold; use bf16"),
+        "fp16": (False, "small gradients vanish in float16; use bf16"),
         "auto_find_batch_size": (False, "the accountant needs the batch size before training"),
         "fsdp": ([], "call fully_shard on the model and give it to make_private, in a loop of your own"),
         "deepspeed": (None, "it takes gradients out of the backward pass before they are clipped"),
@@ -198,6 +198,8 @@ class PrivateTraining(_Behind):
         for setting, (harmless, hint) in self.refused.items():
             if getattr(arguments, setting, harmless) not in (harmless, None):
                 raise ValueError(f"{setting} cannot be used with {name}: {hint}")
+        if getattr(arguments, "predict_with_generate", False) and not isinstance(self, Seq2SeqTrainer):
+            raise ValueError(f"predict_with_generate cannot be used with {name}: use DPSeq2SeqTrainer")
         if kwargs.get("model_init") is not None:
             raise ValueError(f"model_init cannot be used with {name}: each trial would spend budget; pass a model")
 
@@ -224,6 +226,10 @@ class PrivateTraining(_Behind):
             raise ValueError(f"{type(self).__name__} needs a train_dataset")
         if isinstance(self.train_dataset, IterableDataset):
             raise ValueError("an iterable data set cannot be sampled at random; give one with __len__ and __getitem__")
+        if len(self.train_dataset) == 0:  # type: ignore[arg-type]
+            raise ValueError(
+                "train_dataset holds no example: raise max_length if it cut every label, and check the filters"
+            )
         users = None
         if self.privacy.user_id_column is not None:
             # Read before Trainer drops the columns that the model's forward does not name.

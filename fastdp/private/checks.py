@@ -109,6 +109,11 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
             raise ValueError(
                 f"{_FOREIGN_WRAPPERS[kind.__name__]}: give the bare model, in a process group of torch's own"
             )
+    for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"{name} is not initialized yet: call the model on one batch, then build the optimizer, then call make_private"
+            )
     check_pieces(model)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS differentiates several times a step, and a step is one release; use SGD, Adam or AdamW")

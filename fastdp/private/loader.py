@@ -91,6 +91,7 @@ class PrivateLoader:
         self.steps_per_epoch = plan.steps_per_epoch if kind == STEP else 1
         self.max_physical_batch_size = max_physical_batch_size
         self.remaining = remaining or (lambda: self.steps_per_epoch)
+        self.num_workers, self.pin_memory, self.drop_last = loader.num_workers, loader.pin_memory, False
         self.observers = observers
         self.unit_map = unit_map
         self.ranks = ranks
@@ -167,7 +168,8 @@ class PrivateLoader:
                 yield self._placed(batch)
                 yield from self.probe_batches()
         except GeneratorExit:
-            self.cut_short = steps > 0
+            # At the interpreter's end `__setattr__` has no globals left.
+            vars(self)["cut_short"] = steps > 0
             raise
         self._whole = True
 
@@ -206,7 +208,7 @@ class PrivateLoader:
         if self.tickets:
             raise RuntimeError(
                 "the previous batch was skipped, or this one was taken ahead: call backward() and step() for every batch before "
-                "the next, or start the iteration anew, which discards the logical batch that was begun"
+                "the next, or iterate anew"
             )
 
     def _packed(self, batch: Any, ticket: Ticket) -> tuple[Any, Ticket]:

@@ -22,7 +22,6 @@ from fastdp.engine.engine import Engine
 from fastdp.engine.modes import LoadedMode
 from fastdp.engine.policy import Policy
 from fastdp.ops.grid import DISTANCE
-from fastdp.private.clip_calls import leave_clipping, watch_clipping
 from fastdp.private.criterion import Criterion, mean_of_rows
 from fastdp.private.ending import Ending
 from fastdp.private.loader import PrivateLoader
@@ -124,7 +123,6 @@ class Private(Published):
             _DRIVEN[owner] = weakref.ref(self)
         # As long as the model is driven, its run can be asked to let it go.
         stages.holder = self
-        watch_clipping(model)
         self._loaded_mode = LoadedMode(model)
         #: What is said where the run ends early.
         self.ending = Ending(ledger, counts=plan.sigma > 0 and ranks.leads)
@@ -511,7 +509,6 @@ class Private(Published):
         self.ending(stacklevel=3)
         self._collected.detach()
         self._loaded_mode.end(train=False)
-        leave_clipping(self.model)
         self._provenance.close()
         self._abandon()
         self._steps.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
@@ -87,9 +88,16 @@ def require_unseeing(schedule: Any) -> None:
     )
     if any(p.kind not in kinds for p in taken):
         raise ValueError(
-            f"{type(schedule).__name__} sets the learning rate by a figure, which the released weights then tell without noise: "
-            "use a schedule of steps alone, or, where the figure is public, set lr in optimizer.param_groups yourself"
+            f"{type(schedule).__name__} sets the learning rate by a figure, which no noise covers: use a schedule of steps, or "
+            "set lr in optimizer.param_groups by public figures"
         )
+
+
+def refuse_seeing(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if an optimizer has a schedule already that reads a figure; torch keeps no list of them."""
+    for schedule in gc.get_objects():
+        if issubclass(type(schedule), LRScheduler) and _innermost(schedule) is optimizer:
+            require_unseeing(schedule)
 
 
 def _once_a_release(step: Callable[..., None]) -> Any:

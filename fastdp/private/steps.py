@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -38,7 +37,6 @@ _PARTS = (
     "The loop called parts of the model, whose gradients nothing clipped. Call the model's own forward(), or wrap the parts in "
     "one module whose forward() calls them."
 )
-_SCALES = "GradScaler follows gradients that no noise covers: use autocast to bfloat16 without it, or GradScaler(enabled=False)"
 _WARM = (
     "this optimizer's state is not what a release of a private run left, and may tell of examples without noise: build a new "
     "optimizer or, to go on with a private run, load its state after make_private, beside private.load_state_dict"
@@ -93,15 +91,15 @@ class Steps:
             optimizer.register_step_post_hook(self._after_step),
         ]
         follow_releases(optimizer)
-        self._scaling = _Scaling(getattr(optimizer, _FUSED, False))
-        setattr(optimizer, _FUSED, self._scaling)
+        self._scales = getattr(optimizer, _FUSED, False)
+        setattr(optimizer, _FUSED, False)
 
     def remove(self) -> None:
         """Leave the optimizer and its schedules alone again."""
         for hook in self._hooks:
             hook.remove()
         forget_releases(self._optimizer)
-        setattr(self._optimizer, _FUSED, self._scaling.before)
+        setattr(self._optimizer, _FUSED, self._scales)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Torch's hook; returns the arguments of `step`, with a closure that has been run in the place of one that has not."""
@@ -128,6 +126,7 @@ class Steps:
 
     def _release_if_complete(self, optimizer: torch.optim.Optimizer) -> None:
         engine = self._stages.engine
+        engine.pending.clear()
         if engine.backwards == engine.followed:
             if self._depth > 0:
                 # The step of a subclass calls its parent's, and torch runs the hooks for each.
@@ -265,20 +264,8 @@ class Steps:
         self._prepare()
 
 
-#: Torch's name for whether an optimizer scales gradients itself, which a GradScaler reads before anything is stepped.
+#: Torch's name for whether an optimizer divides gradients by a GradScaler's scale itself, which those of a release do not have.
 _FUSED = "_step_supports_amp_scaling"
-
-
-class _Scaling:
-    """Stands in an optimizer for whether it scales gradients itself, and refuses the GradScaler that asks."""
-
-    def __init__(self, before: bool):
-        self.before = before
-
-    def __bool__(self) -> bool:
-        if isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler):
-            raise ValueError(_SCALES)
-        return self.before
 
 
 #: What the latest release of each optimizer left in its state, and how often torch had counted writes into it.

@@ -12,7 +12,7 @@ import torch
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.batches import Call, as_long_as, take_rows, tensors
 from fastdp.engine.collation import Collation
-from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.follow import DataFlow
 from fastdp.engine.layout import Ticket
 from fastdp.engine.modes import refuse_mixing
@@ -157,6 +157,12 @@ class Checks(Routing):
                     self.verify_engine(call, ticket)
                 elif passes.returns_loss:
                     self._define(call, ticket, gradients=self._grew)
+        except SelfCheckError:
+            # Losses of a batch that goes another way than the first are not told apart by the first's trace.
+            stray = self._known.stray(passes.trace, call, ticket.rows) if passes.route == USES else None
+            if stray is None:
+                raise
+            passes.fall_back(str(stray), ticket)
         except UnsupportedUse as error:
             if passes.route == USES:
                 passes.fall_back(str(error), ticket)

@@ -31,6 +31,7 @@ _ROWS = 3
 #: How far losses may move on a processor if shapes stay the same, relative to what other shapes may do.
 _SAME_SHAPES = 1e-2
 OVERFLOWS = "a row that is not finite reaches other rows (0 times NaN is NaN)"
+NO_LOSS = "No example of this batch has a finite loss. Check labels and inputs; this batch was not released."
 PADDING = "padding changes this row's loss: pad on the right or pass position_ids and an attention mask"
 UNDECIDED = (
     "the model or its collator draws random numbers that depend on the batch's shape, so rows were compared beside other "
@@ -65,6 +66,14 @@ class _Calls:
         alone = {row: source.call(call, sources, source.single(items[row])) for row in rows}
         return cls(whole, alone, collated=not reads)
 
+    def copies(self, probe: Probe, row: int, count: int) -> Call:
+        """The call on so many copies of a row, collated together where rows cannot be cut from the batch."""
+        source = probe.ticket.source
+        sources = source.sources(probe.call) if probe.passes.recollates and source is not None else None
+        if source is None or sources is None:
+            return probe.rows([row] * count, self.whole)
+        return source.call(probe.call, sources, source.collated(source.items([row]) * count))
+
 
 def check_definition(
     passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int], *, gradients: bool = True
@@ -92,9 +101,7 @@ def check_definition(
             if finite:
                 return check_definition(passes, call, ticket, finite[:_ROWS], gradients=gradients)
             if passes.route is None:
-                raise SelfCheckError(
-                    "No example of this batch has a finite loss. Check labels and inputs; this batch was not released."
-                )
+                raise SelfCheckError(NO_LOSS)
             # Training that diverged goes on, unless a row that is finite alone is not beside others.
             every = range(ticket.rows) if len(rows) < ticket.rows else ()
             return check_definition(passes, call, ticket, every, gradients=False) if every else []
@@ -281,11 +288,11 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
     for mode in (nullcontext(), in_mode(passes.model, training=False)):
         with mode, preserve_rng(passes.model):
             before = rng_state(passes.model)
-            alone = [_loss(probe, calls.alone[row], 1) for row in rows]
+            alone = [_loss(probe, calls.alone[row]) for row in rows]
             cut = () if passes.recollates else (probe.trimmed(probe.rows([row], calls.whole)) for row in rows)
-            own = [_loss(probe, routed, 1) for routed in cut]
-            one, two = (_loss(probe, probe.rows([rows[0]] * n, calls.whole), n) for n in (1, 2))
-            again = _loss(probe, calls.alone[rows[0]], 1)
+            own = [_loss(probe, routed) for routed in cut]
+            one, two = (_loss(probe, calls.copies(probe, rows[0], n), stock=True) for n in (1, 2))
+            again = _loss(probe, calls.alone[rows[0]])
             drew = rng_state(passes.model) != before
         if drew:
             continue
@@ -302,6 +309,8 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
             )
         break
     check_mixed_derivative(probe, calls.whole)
+    if math.isfinite(two) and not math.isfinite(one):
+        raise SelfCheckError("A row alone has no finite loss, and two copies have one: use a loss of each row by itself.")
 
 
 def check_mixed_derivative(probe: Probe, call: Call) -> None:
@@ -326,16 +335,17 @@ def check_mixed_derivative(probe: Probe, call: Call) -> None:
             mixed = torch.autograd.grad(
                 [(g * seed).sum() for g, seed in zip(first, seeds_for(first))], inputs.tensors, allow_unused=True
             )
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             return
     if any(bool((torch.isfinite(g[1:]) & (g[1:] != 0)).any()) for g in inputs.rows_first(mixed)):
         raise coupled(probe, call, 0)
 
 
-def _loss(probe: Probe, call: Call, rows: int) -> float:
-    """The model's own loss on a call of so many rows, without dropout."""
+def _loss(probe: Probe, call: Call, *, stock: bool = False) -> float:
+    """The model's own loss on a call of one row, without dropout; of any number of rows with torch's ``stock`` losses."""
     args, kwargs = call
-    with torch.enable_grad(), DropoutDisabled(), intercepted(LossTerms(probe.layout(rows), alone=rows == 1)):
+    terms = nullcontext() if stock else intercepted(LossTerms(probe.layout(1), alone=True))
+    with torch.enable_grad(), DropoutDisabled(), terms:
         return float(require_loss(probe.passes.plain_forward(*args, **kwargs)).detach())
 
 
@@ -359,6 +369,5 @@ def coupled(probe: Probe, call: Call, row: int) -> SelfCheckError:
     first = next((n for n, t in one.items() if n in two and not torch.allclose(*cropped(t, two[n]), 1e-4, 1e-6)), None)
     where = f", first in the output of {first}" if first else ", though no module's output does"
     return SelfCheckError(
-        f"The loss of row {row} changes when it is run alone{where}. Statistics, losses and capacities over the batch couple "
-        "examples; this batch was not released."
+        f"The loss of row {row} changes when it is run alone{where}: never couple examples; this batch was not released."
     )

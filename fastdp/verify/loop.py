@@ -37,7 +37,7 @@ UNDECIDED = (
     "the training loop, the model or the criterion draws random numbers that depend on the batch's shape, so rows were compared "
     "beside other companions and not alone"
 )
-_COUPLES = "{why}. Give make_private criterion=, which returns one loss per row (reduction='none'); this batch was not released."
+_COUPLES = "{why}. Mask padding, and give make_private criterion=, of one loss per row; this batch was not released."
 _MAKES = (
     "The loop gives the model something else for an example {how}. Make each row from its own example and pad on the right; "
     "this batch was not released."
@@ -197,7 +197,7 @@ class LoopCheck:
             return
         # A loop that goes on after this is verified again.
         self.begun = False
-        why = next(iter(self._divisors), f"The criterion gives an example another gradient {_HOW[self._doubted]}")
+        why = next(iter(self._divisors), f"An example has another gradient {_HOW[self._doubted]}")
         made = _MAKES if self._passes.returns_loss else _COUPLES
         raise SelfCheckError(made.format(how=_HOW[self._doubted], why=why))
 

@@ -78,7 +78,7 @@ class StateCheck:
                         f"{name} was unfrozen, added or replaced after make_private; call detach() and make the run private anew"
                     )
                 if known.get(id(p), -1) != self._count(p):
-                    raise _changed(name)
+                    raise _changed(name, trained=p.requires_grad)
         self._require_buffers(self._saved_buffers())
 
     def _require_buffers(self, now: dict[str, tuple[torch.Tensor, int]]) -> None:
@@ -199,8 +199,9 @@ def _buffer_written(name: str) -> SelfCheckError:
     )
 
 
-def _changed(name: str) -> RuntimeError:
+def _changed(name: str, *, trained: bool = True) -> RuntimeError:
+    way = "After loading released weights call private.load_state_dict, or detach() and make_private again."
     return RuntimeError(
-        f"{name} was changed outside of a release, so no noise covers it. After loading released weights call "
-        "private.load_state_dict, or detach() and make the run private anew."
+        f"{name} was changed outside of a release, so no noise covers it. "
+        + (way if trained else "Keep a teacher or averaged weights outside the model.")
     )

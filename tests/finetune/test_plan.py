@@ -133,6 +133,23 @@ def test_the_command_writes_settings_that_a_run_takes(model_folder, tmp_path):
     assert yaml.safe_load(written.read_text())["model"] == str(model_folder)
 
 
+def test_people_are_counted_where_they_are_protected(model_folder, tmp_path):
+    data = tmp_path / "notes.csv"
+    data.write_text("text,patient\n" + "".join(f"hello number {i},p{i % 50}\n" for i in range(200)))
+    arguments = ["plan", "--model", model_folder, "--length", 6, "--train", data, "--epsilon", 8, "--delta", "1e-4"]
+    arguments += ["--max-length", 48, "--user-column", "patient", "--max-examples-per-user", 3]
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    assert "50 people, epsilon 8" in done.output
+    few = CliRunner().invoke(app, [str(argument) for argument in [*arguments, "--examples", 20]])
+    assert "20 people are too few" in few.output
+
+
+def test_a_step_runs_every_row_of_its_people():
+    machine = dataclasses.replace(MACHINE, physical=16, lengths=(4, 12), rows=3.0)
+    assert machine.step_seconds(20) == dataclasses.replace(machine, rows=1.0).step_seconds(60)
+
+
 def test_a_gpu_is_simulated_and_said_to_be(model_folder):
     pytest.importorskip("triton")
     arguments = ["plan", "--model", model_folder, "--length", 16, *PLANNED]

@@ -55,7 +55,7 @@ def evaluate(model: Any, switch: bool = True, grad: bool = False) -> float:
 
 def norms(model: Any) -> list[float]:
     """Gradient norms for a log."""
-    return [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+    return [float(p.grad.norm()) for p in model.parameters()]
 
 
 def save(model: Any, optimizer: Any, epoch: int) -> None:
@@ -81,6 +81,19 @@ HABITS: dict[str, dict[str, Any]] = {
     "hook_hung_later": {"after_step": lambda m, o, step: m.classifier.register_forward_hook(lambda *args: None)},
 }
 register_all(HABITS, lambda options: habit(**options))
+
+
+@program()
+def anomalies_detected() -> Case:
+    """torch.autograd.set_detect_anomaly(True), and a look at the loader's settings."""
+
+    def loop(run: Run) -> None:
+        model, optimizer, loader = run.start()
+        assert (loader.num_workers, loader.pin_memory, loader.drop_last) == (0, False, False)
+        with torch.autograd.set_detect_anomaly(True):
+            list(steps(model, optimizer, loader))
+
+    return looped(loop)
 
 
 @program()
@@ -447,6 +460,5 @@ def _scaled(enabled: bool) -> Case:
     return looped(loop)
 
 
-_SCALE = "a loss scale follows gradients that the release has not made yet"
-register("gradient_scaler", lambda: _scaled(True), "uses or refused: GradScaler", _SCALE)
+register("gradient_scaler", lambda: _scaled(True))
 register("gradient_scaler_disabled", lambda: _scaled(False))

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from . import kit
 from .custom import attention, outside, text_case
-from .harness import ROWS, Case, program, register_all
+from .harness import ROWS, Case, program, register, register_all
 
 WEIGHTS = (1.0, 2.0, 5.0)
 
@@ -287,6 +287,51 @@ def _vector_quantised(commitment_first: bool) -> Case:
 
 
 register_all({"code_first": False, "input_first": True}, _vector_quantised, "vector_quantised_")
+
+
+def _inside(loss: Any) -> Case:
+    """A small model that returns the loss of a function of (model, x, y)."""
+    return Case(kit.Wrapped(loss, net=kit.mlp(12, kit.CLASSES, nn.Tanh())), kit.numbers(), None, kit.unpack)
+
+
+def _slope(model: Any, x: torch.Tensor, y: torch.Tensor, kept: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inputs, and the derivative there of each row's loss."""
+    x = x.clone().requires_grad_()
+    (found,) = torch.autograd.grad(F.cross_entropy(model.net(x), y, reduction="sum"), x, create_graph=kept)
+    return x, found
+
+
+#: Losses of (model, x, y) that differentiate within the forward pass.
+DIFFERENTIATING = {
+    "gradient_penalty": lambda m, x, y: F.cross_entropy(m.net(x), y) + _slope(m, x, y, True)[1].pow(2).sum(1).mean(),
+    "adversarial_inputs": lambda m, x, y: F.cross_entropy(m.net(x + 0.1 * _slope(m, x, y, False)[1].sign()), y),
+}
+register_all(
+    DIFFERENTIATING, _inside, suffix="_inside", expect="one-example", why="the model differentiates within its forward"
+)
+
+#: Losses whose rows are reduced, or come, in other ways.
+ORDERS = {
+    "mean_over_rows": lambda m, x, y: (m.net(x) - one_hot(y, x)).pow(2).mean(1).mean(0),
+    "mean_of_the_only_axis": lambda m, x, y: F.cross_entropy(m.net(x), y, reduction="none").mean(dim=0),
+    "pairs_concatenated": lambda m, x, y: (lambda z: -F.logsigmoid(z[0] - z[1]).mean())(
+        m.net(torch.cat([x, x.flip(1)])).sum(1).chunk(2)
+    ),
+}
+register_all(ORDERS, _inside)
+register(
+    "rdrop_concatenated",
+    lambda: _inside(lambda m, x, y: F.cross_entropy(m.net(torch.cat([x, x])), torch.cat([y, y]))),
+    "one-example",
+    "a loss sees the rows twice, one after the other",
+)
+
+
+@program("one-example", "one row's output has no axis of rows")
+def squeezed_outputs_outside() -> Case:
+    """squeeze() in forward, without an axis."""
+    model = kit.Wrapped(lambda self, x: self.net(x[:, None]).squeeze(), net=kit.mlp(12, 1))
+    return outside(model, kit.regression(), loss=lambda m, b: F.mse_loss(m(b[0]), b[1]))
 
 
 #: Programs of one line.

@@ -253,6 +253,30 @@ def llava() -> Case:
     return Case(hf.LlavaForConditionalGeneration(config), rows, collate)
 
 
+@program("one-example", "the patches of all pictures are one tensor")
+def qwen2_vl() -> Case:
+    """Qwen2-VL: patches have no axis of rows, so that each example is collated by itself."""
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2}
+    text = {k: v for k, v in kit.SMALL.items() if k != "intermediate_size"}
+    text |= {"intermediate_size": 24, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    places = {"image_token_id": 1, "vision_start_token_id": 94, "vision_end_token_id": 95, "video_token_id": 93}
+    config = hf.Qwen2VLConfig(vision_config=vision, text_config=text, **places)
+    draw = torch.Generator().manual_seed(0)
+    rows = [
+        {"input_ids": [94, *[1] * 4, 95, *row["input_ids"]], "patches": torch.randn(16, 96, generator=draw)}
+        for row in kit.id_rows()
+    ]
+    rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
+
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        made = kit.causal(rows)
+        made["pixel_values"] = torch.cat([row["patches"] for row in rows])
+        made["image_grid_thw"] = torch.tensor([[1, 4, 4]] * len(rows))
+        return {**made, "mm_token_type_ids": (made["input_ids"] == 1).int()}
+
+    return Case(hf.Qwen2VLForConditionalGeneration(config), rows, collate)
+
+
 @program()
 def reloaded() -> Case:
     """save_pretrained, then from_pretrained, then training."""

@@ -54,6 +54,15 @@ class Centring(lightning.LightningModule):
         return self.private.optimizer
 
 
+def test_accumulation_is_refused_before_a_release() -> None:
+    private = start(Classifier(), noise_multiplier=1.0, target_delta=1e-3)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, accumulate_grad_batches=2, **options)
+    with pytest.raises(RuntimeError, match=r"step\(\) did not follow backward\(\)"):
+        trainer.fit(Centring(private, together=False), Batches(private))
+    assert private.steps_done == 0
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_what_a_training_step_makes_of_a_batch_is_tried_before_the_first(tmp_path: Path, together: bool) -> None:
     private = start(Classifier(), noise_multiplier=1.0, target_delta=1e-3, max_physical_batch_size=3)

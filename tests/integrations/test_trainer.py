@@ -444,6 +444,21 @@ def test_nothing_that_is_kept_counts_what_was_drawn(tmp_path: Path) -> None:
     assert "unprotected_train_runtime" in logged
 
 
+def test_data_without_an_example_are_refused(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    made.train_dataset = []
+    with pytest.raises(ValueError, match="train_dataset holds no example"):
+        made.train()
+
+
+def test_generation_needs_the_trainer_for_it(tmp_path: Path) -> None:
+    settings = transformers.Seq2SeqTrainingArguments(str(tmp_path), predict_with_generate=True, report_to="none")
+    with pytest.raises(ValueError, match="predict_with_generate .* use DPSeq2SeqTrainer"):
+        fastdp.DPTrainer(
+            model=torch.nn.Linear(2, 2), args=settings, privacy=fastdp.PrivacyArguments(noise_multiplier=1.0)
+        )
+
+
 def test_a_rate_that_follows_a_loss_is_refused_before_the_first_step(tmp_path: Path) -> None:
     judged = partial(fastdp.DPTrainer, eval_dataset=examples())
     made = trainer(tmp_path, kind=judged, lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="epoch")

@@ -556,7 +556,7 @@ def test_every_schedule_of_steps_is_taken() -> None:
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("kind", [torch.optim.lr_scheduler.ReduceLROnPlateau, Halved])
 def test_a_schedule_that_reads_a_figure_is_refused(before: bool, kind: Any) -> None:
-    """As it is made, or, if it was there before the run, when it is asked to step."""
+    """As it is made or, if it was there before, by make_private."""
     model, other = Classifier(), Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
@@ -566,9 +566,13 @@ def test_a_schedule_that_reads_a_figure_is_refused(before: bool, kind: Any) -> N
     schedule = make() if before else None
     # Of other optimizers, and where no noise is meant to hide anything, they are let be.
     start(other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1), **PRIVATE)
-    private = start(model, optimizer=optimizer, **PRIVATE)
-    with pytest.raises(ValueError, match="sets the learning rate by a figure"):
-        schedule.step(1.0) if schedule is not None else make()
-    private.detach()
-    schedule = schedule or make()
+    if schedule is not None:
+        with pytest.raises(ValueError, match="sets the learning rate by a figure"):
+            start(model, optimizer=optimizer, **PRIVATE)
+    else:
+        private = start(model, optimizer=optimizer, **PRIVATE)
+        with pytest.raises(ValueError, match="sets the learning rate by a figure"):
+            make()
+        private.detach()
+        schedule = make()
     schedule.step(1.0)
