@@ -87,6 +87,11 @@ class Collation:
             made.pop(self.unit_map, None)
         return made
 
+    def copies(self, call: Call, row: int, count: int) -> Call | None:
+        """The call on so many copies of a row, collated together; None if its tensors are not the collator's own."""
+        sources = self.sources(call)
+        return None if sources is None else self.call(call, sources, self.collated(self.items([row]) * count))
+
     def single(self, item: Any, seed: int = 0) -> Any:
         """What the user's collator makes of one example. Raises ValueError if it fails on one."""
         try:

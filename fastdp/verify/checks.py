@@ -18,9 +18,9 @@ from fastdp.engine.layout import Ticket
 from fastdp.engine.modes import refuse_mixing
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
 from fastdp.engine.routing import Routing
-from fastdp.verify.definition import check_alone, check_companions, check_definition, check_packed
+from fastdp.verify.definition import UNDECIDED, check_alone, check_companions, check_definition, check_packed
 from fastdp.verify.engine_check import check_engine
-from fastdp.verify.loop import UNDECIDED, LoopCheck
+from fastdp.verify.loop import LoopCheck
 from fastdp.verify.state import StateCheck
 
 ISOLATED = (
@@ -157,13 +157,12 @@ class Checks(Routing):
                     self.verify_engine(call, ticket)
                 elif passes.returns_loss:
                     self._define(call, ticket, gradients=self._grew)
-        except SelfCheckError:
-            # Losses of a batch that goes another way than the first are not told apart by the first's trace.
-            stray = self._known.stray(passes.trace, call, ticket.rows) if passes.route == USES else None
-            if stray is None:
-                raise
-            passes.fall_back(str(stray), ticket)
-        except UnsupportedUse as error:
+        except (SelfCheckError, UnsupportedUse) as error:
+            if passes.route == USES and isinstance(error, SelfCheckError):
+                # Losses of a batch that goes another way than the first are not told apart by the first's trace.
+                error = self._known.stray(passes.trace, call, ticket.rows) or error
+            if isinstance(error, SelfCheckError):
+                raise error
             if passes.route == USES:
                 passes.fall_back(str(error), ticket)
 
@@ -187,9 +186,7 @@ class Checks(Routing):
         if self._batches > 1 and (self.ranks.size > 1 or self.passes.device.type != "cpu"):
             return
         needs = (self._grew or not loop.begun) and (not self.passes.returns_loss or source.makes(call))
-        if self.ranks.size > 1:
-            needs = any(self.ranks.gather(needs))
-        if needs:
+        if any(self.ranks.gather(needs)):
             loop.begin(source, ticket.rows)
 
     def plan_ahead(self, source: Collation, rows: int) -> None:
@@ -210,7 +207,7 @@ class Checks(Routing):
 
     def sentences(self) -> list[str]:
         """What was assumed, for the card."""
-        return [*self.assumptions, *([UNDECIDED] if self.loop.undecided else [])]
+        return list(self.assumptions | dict.fromkeys([UNDECIDED] if self.loop.undecided else []))
 
     def _define(self, call: Call, ticket: Ticket, *, gradients: bool) -> None:
         found = check_definition(self.passes, call, ticket, ticket.chosen_rows(), gradients=gradients)

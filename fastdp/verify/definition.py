@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -34,8 +35,8 @@ OVERFLOWS = "a row that is not finite reaches other rows (0 times NaN is NaN)"
 NO_LOSS = "No example of this batch has a finite loss. Check labels and inputs; this batch was not released."
 PADDING = "padding changes this row's loss: pad on the right or pass position_ids and an attention mask"
 UNDECIDED = (
-    "the model or its collator draws random numbers that depend on the batch's shape, so rows were compared beside other "
-    "companions and not alone"
+    "the loop, the model, its collator or the criterion draws random numbers that depend on the batch's shape, so rows were "
+    "compared beside other companions and not alone"
 )
 
 
@@ -65,14 +66,6 @@ class _Calls:
         whole = source.call(call, sources, source.collated(list(items.values()))) if reads else call
         alone = {row: source.call(call, sources, source.single(items[row])) for row in rows}
         return cls(whole, alone, collated=not reads)
-
-    def copies(self, probe: Probe, row: int, count: int) -> Call:
-        """The call on so many copies of a row, collated together where rows cannot be cut from the batch."""
-        source = probe.ticket.source
-        sources = source.sources(probe.call) if probe.passes.recollates and source is not None else None
-        if source is None or sources is None:
-            return probe.rows([row] * count, self.whole)
-        return source.call(probe.call, sources, source.collated(source.items([row]) * count))
 
 
 def check_definition(
@@ -285,13 +278,16 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
         passes.plain_forward(*args, **kwargs)
         return
     calls = _Calls.of(probe, rows)
+    # Rows that cannot be cut from a batch are collated together.
+    source = ticket.source if passes.recollates else None
+    copies = partial(source.copies, call, rows[0]) if source is not None else lambda _: None
     for mode in (nullcontext(), in_mode(passes.model, training=False)):
         with mode, preserve_rng(passes.model):
             before = rng_state(passes.model)
             alone = [_loss(probe, calls.alone[row]) for row in rows]
             cut = () if passes.recollates else (probe.trimmed(probe.rows([row], calls.whole)) for row in rows)
             own = [_loss(probe, routed) for routed in cut]
-            one, two = (_loss(probe, calls.copies(probe, rows[0], n), stock=True) for n in (1, 2))
+            one, two = (_loss(probe, copies(n) or probe.rows([rows[0]] * n, calls.whole), stock=True) for n in (1, 2))
             again = _loss(probe, calls.alone[rows[0]])
             drew = rng_state(passes.model) != before
         if drew:
@@ -310,7 +306,9 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
         break
     check_mixed_derivative(probe, calls.whole)
     if math.isfinite(two) and not math.isfinite(one):
-        raise SelfCheckError("A row alone has no finite loss, and two copies have one: use a loss of each row by itself.")
+        raise SelfCheckError(
+            "A row alone has no finite loss, and two copies have one: use a loss of each row by itself."
+        )
 
 
 def check_mixed_derivative(probe: Probe, call: Call) -> None:

@@ -33,10 +33,6 @@ _REPEATS, _AHEAD = 10, 3
 _MODEL, _CRITERION = 1, 2
 #: Another seed of the loop's: a permutation that it draws may leave the first row where it is under one of them.
 _OTHER_SEED = 1
-UNDECIDED = (
-    "the training loop, the model or the criterion draws random numbers that depend on the batch's shape, so rows were compared "
-    "beside other companions and not alone"
-)
 _COUPLES = "{why}. Mask padding, and give make_private criterion=, of one loss per row; this batch was not released."
 _MAKES = (
     "The loop gives the model something else for an example {how}. Make each row from its own example and pad on the right; "
@@ -83,12 +79,10 @@ class LoopCheck:
         self.begun = True
         # The last one that is taken ahead finds another random state.
         self._due = source.probes(rows, stills=1 + _AHEAD if ahead else 0)
-        if not self._due:
-            return
         self._repeats = {} if ahead else {probe.role: probe for probe in self._due}
         self._doubted, self._alone = "", []
         self.waiting, self._seen = len(self._due), {}
-        self._collator_draws = any(self._due[1].source.draws(0))
+        self._collator_draws = len(self._due) > 1 and any(self._due[1].source.draws(0))
 
     def take(self) -> Iterator[ProbeBatch]:
         """The probe batches that the loop is to be given next."""

@@ -16,6 +16,8 @@ from fastdp.engine.follow import DataFlow
 from fastdp.engine.randomness import BufferSnapshot, version
 
 _TRAINED = operator.attrgetter("requires_grad")
+#: Buffers by name, and how often each was written.
+_Buffers = dict[str, tuple[torch.Tensor, int]]
 _VERSION = operator.attrgetter("_version")
 
 
@@ -39,7 +41,7 @@ class StateCheck:
         self._modules = list(model.named_modules())
         self._structure: list[Any] | None = None
         self._settled: tuple[list[Any], list[int]] | None = None
-        self._buffers: dict[str, tuple[torch.Tensor, int]] = {}
+        self._buffers: _Buffers = {}
 
     def settle(self) -> None:
         """Take parameters and buffers as they are now for released, or for not yet trained."""
@@ -79,13 +81,12 @@ class StateCheck:
                     )
                 if known.get(id(p), -1) != self._count(p):
                     raise _changed(name, trained=p.requires_grad)
-        self._require_buffers(self._saved_buffers())
+        self._require_buffers(self._buffers, self._saved_buffers(), _changed)
 
-    def _require_buffers(self, now: dict[str, tuple[torch.Tensor, int]]) -> None:
+    def _require_buffers(self, before: _Buffers, now: _Buffers, error: Callable[[str], Exception]) -> None:
         for name, seen in now.items():
-            before = self._buffers.get(name)
-            if name not in self.harmless and _written(before, seen):
-                raise _changed(name)
+            if name not in self.harmless and _written(before.get(name), seen):
+                raise error(name)
 
     def accept_buffers(self) -> None:
         """Take buffers as they are, after a check has written and restored them."""
@@ -107,12 +108,10 @@ class StateCheck:
     def forward(self) -> Iterator[None]:
         """Raise `SelfCheckError`, naming it, if a saved buffer is written or replaced meanwhile."""
         before = self._saved_buffers()
-        self._require_buffers(before)
+        self._require_buffers(self._buffers, before, _changed)
         yield
         after = self._saved_buffers()
-        for name, seen in after.items():
-            if name not in self.harmless and _written(before.get(name), seen):
-                raise _buffer_written(name)
+        self._require_buffers(before, after, _buffer_written)
         self._buffers = after
 
     @contextmanager
@@ -168,7 +167,7 @@ class StateCheck:
     def _count(self, parameter: torch.Tensor) -> int:
         return 0 if id(parameter) in self.rewritten else writes(parameter)
 
-    def _saved_buffers(self) -> dict[str, tuple[torch.Tensor, int]]:
+    def _saved_buffers(self) -> _Buffers:
         """The buffers that a state dict saves, and how often each was written."""
         return {
             f"{prefix}.{name}" if prefix else name: (buffer, version(buffer))
