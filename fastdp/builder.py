@@ -110,7 +110,9 @@ class Options:
         if self.isolation is not None and (self.unit_map is not None or self.capture):
             raise ValueError("isolation='per_example' runs each example alone: leave unit_map and capture out")
 
-        if self.public_shapes is not None and any(v is not None for v in (self.user_ids, self.unit_map, self.isolation)):
+        if self.public_shapes is not None and any(
+            v is not None for v in (self.user_ids, self.unit_map, self.isolation)
+        ):
             raise ValueError(
                 "shapes are of one row for each unit: leave user_ids, unit_map and isolation out (isolation='per_example' runs "
                 "each record alone, so that none decides another's shape)"

@@ -139,6 +139,11 @@ class PrivateLoader:
         """What draws the units, as the plan's event says; no other can take its place."""
         return self._sampler
 
+    @property
+    def has_public_shapes(self) -> bool:
+        """Whether no unit decides the shapes of another's arithmetic."""
+        return self._places is not None or self.one_unit
+
     def __len__(self) -> int:
         return self.steps_per_epoch
 

@@ -55,7 +55,9 @@ def llama() -> nn.Module:
 
 def gpt2() -> nn.Module:
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=97, n_positions=64, n_embd=48, n_layer=2, n_head=4, **dropout)).bfloat16()
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=97, n_positions=64, n_embd=48, n_layer=2, n_head=4, **dropout)
+    ).bfloat16()
 
 
 def text(length: int, seed: int) -> dict[str, Any]:
@@ -151,6 +153,8 @@ def epoch(records: list[Any], collate: Any, **options: Any) -> Iterator[tuple[An
         private.optimizer.step()
         private.optimizer.zero_grad()
     assert private.steps_done == 3
+    (sentence,) = [said for said in private.card()["remaining"] if "the shape" in said]
+    assert sentence.startswith("one unit changes no bit of another's gradient")
     private.detach()
 
 
@@ -236,6 +240,21 @@ def test_other_shapes_are_refused(shapes: Any) -> None:
 def test_a_row_beyond_the_public_lengths_is_refused() -> None:
     with pytest.raises(ValueError, match=r"A row has 8 tokens, and public lengths end at 8. Truncate rows to 7"):
         [*ShapedCollator(Tokenized(), PublicShapes((4, 8))).parts([[1] * 8])]
+
+
+def test_a_card_says_what_shapes_leave_where_they_are_not_public() -> None:
+    found = []
+    for isolation in (None, "per_example"):
+        loader = torch.utils.data.DataLoader([text(3, 0), text(4, 1)], batch_size=1, collate_fn=Collator(0))
+        model = llama()
+        private = fastdp.make_private(
+            model, torch.optim.SGD(model.parameters(), 0.1), loader, noise_multiplier=1.0, target_delta=1e-3, epochs=1,
+            isolation=isolation,
+        )  # fmt: skip
+        found += [said for said in private.card()["remaining"] if "the shape" in said]
+        private.detach()
+    assert "products round by the shape of their microbatch" in found[0]
+    assert found[1].startswith("one unit changes no bit of another's gradient")
 
 
 @pytest.mark.parametrize("option", [{"isolation": "per_example"}, {"unit_map": "x"},
