@@ -16,7 +16,7 @@ from fastdp.private.sampler import Sampler
 #: The probability, for each logical batch, of more units than there are places.
 TAIL = 2.0**-40
 #: The entries of a batch that have a known pad value, beside the tokenizer's own.
-_PADS = {"attention_mask": 0, "labels": -100, "token_type_ids": 0, "position_ids": 0, "completion_mask": 0}
+_PADS = {"attention_mask": 0, "token_type_ids": 0, "position_ids": 0, "completion_mask": 0}
 
 #: How far one record's length moved the sum of 64 equal ones, in units of the bound: docs/clipping.md.
 _MOVED = {"float32": "3.4e-05", "bfloat16": "0.61"}
@@ -78,8 +78,10 @@ class ShapedCollator:
         self.left = getattr(tokenizer, "padding_side", "right") == "left"
         named = [getattr(own, name, None) for own in (tokenizer, collate) for name in ("pad_token_id", "pad_token")]
         token = next((value for value in named if isinstance(value, int)), None)
-        self.pads = _PADS | {"labels": getattr(collate, "label_pad_token_id", -100)}
-        self.pads |= {} if token is None else {"input_ids": token, "decoder_input_ids": token}
+        self.pads = dict(shapes.pad)
+        if token is not None:
+            labels = getattr(collate, "label_pad_token_id", -100)
+            self.pads = _PADS | {"labels": labels, "input_ids": token, "decoder_input_ids": token} | self.pads
 
     def __call__(self, items: Sequence[Any]) -> Any:
         """The batch of some examples, each sequence padded to the first public length above the longest."""
@@ -92,17 +94,29 @@ class ShapedCollator:
         """
         singles = [dict(leaves(self([copy.deepcopy(item)]))) for item in items]
         shapes = [tuple((path, t.shape) for path, t in single.items()) for single in singles]
-        for path, t in singles[0].items():
-            sizes = {single[path].shape for single in singles if path in single}
-            if len(sizes) > 1 and (t.dim() < 2 or self._pad(path[-1], t) is None):
-                raise ValueError(
-                    f"Rows of the batch's {path[-1]!r} differ in size, and its pad value is not known. Give "
-                    f"shapes={{'pad': {{{path[-1]!r}: value}}}}."
-                )
+        self._require_padding(singles)
         for shape in sorted({*shapes}, key=str):
             first = shapes.index(shape)
             rows = [row if own == shape else first for row, own in enumerate(shapes)]
             yield rows, self([copy.deepcopy(items[row]) for row in rows])
+
+    def _require_padding(self, singles: Sequence[Mapping[Path, torch.Tensor]]) -> None:
+        """Raise ValueError if rows differ in size where they are not padded, or a mask might cover everything."""
+        first = singles[0]
+        masked = {t.shape for path, t in first.items() if path[-1] == "attention_mask"}
+        uneven = {
+            path for single in singles for path, t in single.items() if path in first and t.shape != first[path].shape
+        }
+        unknown = [
+            path[-1]
+            for path, t in first.items()
+            if (path in uneven or t.shape in masked) and (t.dim() < 2 or self._pad(path[-1], t) is None)
+        ]
+        if unknown:
+            raise ValueError(
+                f"The batch's {unknown} may need padding, whose values are not known. Use a tokenizer's collator, or give "
+                f"shapes={{'pad': {{{unknown[0]!r}: value}}}}."
+            )
 
     def _padded(self, path: Path, t: torch.Tensor) -> torch.Tensor:
         name = path[-1] if path else None
@@ -113,10 +127,9 @@ class ShapedCollator:
         return torch.nn.functional.pad(t, (*[0] * (2 * t.dim() - 4), *sides), value=value)
 
     def _pad(self, name: Any, t: torch.Tensor) -> float | None:
-        if name in self.shapes.pad:
-            return self.shapes.pad[name]
         # Labels of several classes are no sequence, and are floating-point numbers.
-        return None if t.dim() > 2 or t.is_floating_point() else self.pads.get(name)
+        sequence = name in self.shapes.pad or (t.dim() == 2 and not t.is_floating_point())
+        return self.pads.get(name) if sequence else None
 
 
 class Places:

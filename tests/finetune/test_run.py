@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+import fastdp
 from fastdp.data import Collator, causal_examples
 from fastdp.finetune import ConfigError, finetune, load_config
 from fastdp.finetune.evaluation import evaluate

@@ -223,12 +223,22 @@ def test_padding_that_is_not_known_is_asked_for() -> None:
         return {"frames": nn.utils.rnn.pad_sequence(rows, batch_first=True)}
 
     rows = [torch.ones(2, 3), torch.ones(5, 3)]
-    with pytest.raises(ValueError, match=r"its pad value is not known. Give shapes=\{'pad': \{'frames': value\}\}"):
+    with pytest.raises(ValueError, match=r"\['frames'\] may need padding.* give shapes=\{'pad': \{'frames': value\}\}"):
         [*ShapedCollator(collate, PublicShapes()).parts(rows)]
     collator = ShapedCollator(collate, PublicShapes.of({"pad": {"frames": -1}, "lengths": [8]}))  # type: ignore[arg-type]
     ((_, batch),) = collator.parts(rows)
     assert batch["frames"].shape == (2, 8, 3)
     assert bool((batch["frames"][:, 5:] == -1).all())
+
+
+def test_rows_of_one_size_need_padding_only_where_a_mask_may_cover_them() -> None:
+    collate = torch.utils.data.default_collate
+    rows = [{"input_ids": torch.full((4,), number)} for number in range(3)]
+    ((_, batch),) = ShapedCollator(collate, PublicShapes()).parts(rows)
+    assert batch["input_ids"].shape == (3, 4)
+    masked = [{**row, "attention_mask": torch.ones(4, dtype=torch.long)} for row in rows]
+    with pytest.raises(ValueError, match=r"\['input_ids', 'attention_mask'\] may need padding"):
+        [*ShapedCollator(collate, PublicShapes()).parts(masked)]
 
 
 @pytest.mark.parametrize("shapes", ["private", 64, {"length": [64]}, [0], [2.5]])
