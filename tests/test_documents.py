@@ -22,6 +22,7 @@ WORDS = {
     "docs/results.md": 3500,
     "docs/kernels.md": 2500,
     "docs/federated.md": 1800,
+    "docs/security-parties.md": 900,
     "docs/clipping.md": 2100,
     "docs/rapft.md": 1200,
     "docs/sap.md": 1200,
