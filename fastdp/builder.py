@@ -44,6 +44,7 @@ from fastdp.private.release import Books, Release
 from fastdp.private.run import Criterion, Private, refuse_driven
 from fastdp.private.sampler import Units, steps_per_epoch
 from fastdp.private.schedules import refuse_seeing
+from fastdp.private.shapes import PublicShapes
 from fastdp.private.stages import Stages
 from fastdp.private.steps import refuse_warm
 from fastdp.verify import Checks
@@ -82,6 +83,7 @@ class Options:
     isolation: str | None = None
     keep_logits: bool | None = None
     capture: bool = False
+    shapes: Any = None
     unsafe_seed: int | None = None
     allow_large_delta: bool = False
 
@@ -108,6 +110,19 @@ class Options:
             raise ValueError(f"isolation is {self.isolation!r}: use 'per_example', or leave it out")
         if self.isolation is not None and (self.unit_map is not None or self.capture):
             raise ValueError("isolation='per_example' runs each example alone: leave unit_map and capture out")
+
+        if self.public_shapes is not None and any(
+            v is not None for v in (self.user_ids, self.unit_map, self.isolation)
+        ):
+            raise ValueError(
+                "shapes are of one row for each unit: leave user_ids, unit_map and isolation out (isolation='per_example' runs "
+                "each record alone, so that none decides another's shape)"
+            )
+
+    @property
+    def public_shapes(self) -> PublicShapes | None:
+        """The shapes of microbatches, where they are public."""
+        return PublicShapes.of(self.shapes)
 
     @property
     def returns_loss(self) -> bool:
@@ -185,6 +200,8 @@ class Builder:
             self.data_loader = self.data_loader.given
         self.batch_size = check_loader(self.data_loader)
         options.check()
+        if options.public_shapes is not None and self.ranks.size > 1:
+            raise ValueError("shapes are public in one process only: leave shapes out, or train in one process")
         if options.returns_loss:
             refuse_fused_loss(self.model)
         if options.capture:
@@ -302,6 +319,7 @@ class Builder:
             observers=self.observers,
             ranks=self.ranks,
             one_unit=self.options.isolation is not None,
+            shapes=self.options.public_shapes,
         )
 
     def _open_engine(self, policy: Policy) -> Engine:

@@ -40,6 +40,7 @@ def make_private(
     isolation: str | None = None,
     keep_logits: bool | None = None,
     capture: bool = False,
+    shapes: Any = None,
     unsafe_seed: int | None = None,
     allow_large_delta: bool = False,
 ) -> Private:
@@ -86,6 +87,9 @@ def make_private(
         capture: on a GPU, record micro-batches whose shapes come again as CUDA graphs and replay them, which frees the host: for
             batches padded to one length. What the model's Python code decides is then decided once; a batch of another shape, or
             one that is checked, goes the ordinary way. Tensors beside the loss hold until the next micro-batch.
+        shapes: "public" gives every microbatch the same number of rows, and pads sequences to powers of two, so that no record
+            decides the rounding of another's gradient (docs/clipping.md). Or a list of sequence lengths, or a mapping of
+            "lengths" and "pad", the pad values of batch entries. It takes longer, by the rows and tokens of padding.
         unsafe_seed: makes sampling and noise reproducible, which protects nothing; for tests.
         allow_large_delta: take a target_delta of 1/N or more, which allows publishing a whole example.
 

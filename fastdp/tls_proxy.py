@@ -256,9 +256,10 @@ class TlsProxy(TlsListener):
         try:
             local.setblocking(False)
             local.bind(path)
+            # Known before the program can accept, and ask.
+            self._by_path[path] = certificate
             await self._loop.sock_connect(local, str(self._backend))
             os.unlink(path)
-            self._by_path[path] = certificate
             inner_reader, inner = await asyncio.open_unix_connection(sock=local, limit=CHUNK)
             try:
                 ways = [self._copy(reader, inner), self._copy(inner_reader, writer)]

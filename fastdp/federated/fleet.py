@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from fastdp.federated.bundle import check_bundle
 from fastdp.tls import CA, certificate_name, client_context, server_context
 from fastdp.tls_proxy import CHUNK, ProxyLimits, TlsListener
+from fastdp.untrusted import quote
 
 PREFIX = "/v1/fleet/"
 ACTIVATE, GET_APP = PREFIX + "activate-node", PREFIX + "get-fab"
@@ -114,7 +115,8 @@ class Upstream:
                         return Reply.refusal(502, "the reply is too large")
                 return Reply(found.status_code, bytes(body), found.headers.get("content-type", PROTOBUF))
         except httpx.HTTPError as error:
-            log.warning("the server's side did not answer: %s", type(error).__name__)
+            # A node's owner reads here that the certificate is for another host.
+            log.warning("the server's side did not answer: %s %s", type(error).__name__, quote(str(error), 160))
             return Reply.refusal(503, "the server did not answer")
 
 

@@ -129,6 +129,12 @@ class FinetuneConfig:
     capture: bool = setting(
         "on a GPU: record micro-batches, padded to max_length, and replay them, for small models", False
     )
+    shapes: str = setting(
+        "public: every micro-batch has the same number of rows, and a length that is a power of two or max_length + 1, so that "
+        "no record decides how another's gradient is rounded; slower",
+        "own",
+        among=("own", "public"),
+    )
     device: str = setting("auto, cpu, cuda, cuda:1, ...", "auto")
     seed: int = setting("seed of new weights; never of noise or sampling, and of dropout only without privacy", 0)
     checkpoint_every: int = setting("steps between checkpoints", 20, above=0)
@@ -167,6 +173,8 @@ class FinetuneConfig:
             raise ConfigError(f"noise_rounds is {self.noise_rounds}: it must be 20 or 12")
         if self.noise_rounds != 20 and self.method in _PERTURBED:
             raise ConfigError(f"noise_rounds is of the noise of steps, and {self.method} adds none there: leave it out")
+        if self.shapes == "public" and (self.user_column or self.method in _PERTURBED):
+            raise ConfigError("shapes: public needs a method that clips rows: leave user_column out and choose dpsgd")
         if self.lora_fixed and self.peft != "lora":
             raise ConfigError(f"lora_fixed belongs to peft: lora; this run has peft: {self.peft}")
         self._check_task()

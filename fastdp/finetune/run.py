@@ -363,6 +363,7 @@ class _Run:
             output_dir=str(self.output),
             resume=resume,
             capture=config.capture,
+            shapes=None if config.shapes == "own" else self._public_lengths(),
             noise_rounds=config.noise_rounds,
         )
         # Whoever stops it is told how to go on.
@@ -377,6 +378,15 @@ class _Run:
         self.beside = self.releases.trained_parameters()
         self.decoder = torch.optim.AdamW(self.beside, lr=config.learning_rate) if self.beside else None
         self.scheduler = LambdaLR(self.optimizer, _schedule(config, self.private.total_steps))
+
+    def _public_lengths(self) -> list[int]:
+        """Powers of two, and one token more than the longest row: see `fastdp.make_private`."""
+        longest = self.config.max_length + 1
+        if (places := getattr(self.model.config, "max_position_embeddings", None)) and longest > places:
+            raise ConfigError(
+                f"shapes: public pads rows to {longest} tokens, and the model takes {places}: lower max_length to {places - 1}"
+            )
+        return [2**power for power in range(4, 20) if 2**power < longest] + [longest]
 
     def _target(self, method: Any) -> float | None:
         if self.noise_multiplier is not None:

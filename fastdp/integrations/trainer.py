@@ -82,8 +82,8 @@ class PrivacyArguments:
         criterion: a function of (output, batch) that returns one loss a row, ``[rows]``, for a loss outside the model.
         loss_reduction: "mean" or "sum" over rows, of a ``compute_loss`` or ``compute_loss_func`` of your own; by default "mean"
             where that computes its loss from the model's outputs.
-        sampling, adjacency, unit_map, secure_rounding, noise_rounds, two_pass, keep_logits, capture, allow_large_delta: as
-            in `fastdp.make_private`.
+        sampling, adjacency, unit_map, secure_rounding, noise_rounds, two_pass, keep_logits, capture, shapes, allow_large_delta:
+            as in `fastdp.make_private`.
 
     Raises:
         ValueError: when training begins, for what `fastdp.make_private` refuses.
@@ -106,6 +106,7 @@ class PrivacyArguments:
     two_pass: bool | None = None
     keep_logits: bool | None = None
     capture: bool = False
+    shapes: Any = None
     allow_large_delta: bool = False
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fastdp.engine.policy import Policy
+from fastdp.ops.bounds import LARGEST_RATIO
 
 #: The clipping threshold C of the whole; or one a group, by the group's name.
 Bounds = float | Mapping[str, float]
@@ -24,6 +26,12 @@ def check_clipping(max_grad_norm: Bounds, groups: Groups) -> None:
     for bound in max_grad_norm.values() if isinstance(max_grad_norm, Mapping) else [max_grad_norm]:
         if not (bound > 0 and math.isfinite(bound)):
             raise ValueError(f"max_grad_norm is {bound}: it must be a positive number")
+        if bound * LARGEST_RATIO < 1:
+            warnings.warn(
+                f"max_grad_norm is {bound:g}: gradients more than 2^40 times as long are left out, so that ordinary ones add "
+                "nothing. Raise it.",
+                stacklevel=3,
+            )
 
 
 def clip_groups(

@@ -32,6 +32,7 @@ from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
 from fastdp.private.sampler import Sampler, Units
+from fastdp.private.shapes import Places, PublicShapes, ShapedCollator
 
 _END = object()
 #: What the plan, and the checks of the first batch, go by.
@@ -59,6 +60,7 @@ class PrivateLoader:
         ranks: the processes that train together. Each draws the same logical batch and delivers its share of it, in as many
             micro-batches as the others, padding rows for those it lacks.
         one_unit: hand out one unit at a time.
+        shapes: public shapes of micro-batches, or None.
     """
 
     def __init__(
@@ -75,16 +77,18 @@ class PrivateLoader:
         observers: Sequence[Observer] = (),
         ranks: Ranks = ONE,
         one_unit: bool = False,
+        shapes: PublicShapes | None = None,
     ):
         if len(units) != plan.units:
             raise ValueError(f"the data set has {len(units)} units, and the plan accounts for {plan.units}")
         #: The user's own, for another run after this one.
         self.given = loader
         self.dataset: Dataset = loader.dataset
-        self.collate_fn = loader.collate_fn
+        self.collate_fn = loader.collate_fn if shapes is None else ShapedCollator(loader.collate_fn, shapes)
         self.batch_size = plan.batch_size
         self.kind = kind
         self._sampler = plan.sampler(stream, kind)
+        self._places = None if shapes is None else Places(self._sampler, max_physical_batch_size)
         #: Whether what data set and collator draw follows from the user's seeds: nothing is protected then.
         self.reproducible = stream.reproducible or plan.sigma == 0
         self.units = units
@@ -115,7 +119,7 @@ class PrivateLoader:
         self.look_ahead = False
         self._options: dict[str, Any] = {
             "num_workers": loader.num_workers,
-            "collate_fn": _Measured(loader.collate_fn),
+            "collate_fn": _Measured(self.collate_fn),
             "pin_memory": loader.pin_memory,
             "timeout": loader.timeout,
             "worker_init_fn": loader.worker_init_fn if self.reproducible else partial(_begin, loader.worker_init_fn),
@@ -134,6 +138,11 @@ class PrivateLoader:
     def sampler(self) -> Sampler:
         """What draws the units, as the plan's event says; no other can take its place."""
         return self._sampler
+
+    @property
+    def has_public_shapes(self) -> bool:
+        """Whether no unit decides the shapes of another's arithmetic."""
+        return self._places is not None or self.one_unit
 
     def __len__(self) -> int:
         return self.steps_per_epoch
@@ -154,11 +163,10 @@ class PrivateLoader:
         read: Any = _Singly(self.dataset) if _may_mix(self.dataset) else self.dataset
         inner: DataLoader = DataLoader(read, batch_sampler=_Drawn(self, steps, waiting), **self._options)
         try:
-            for lengths, batch in self._collated(inner):
+            for indices, ticket, lengths, batch in self._tickets(self._collated(inner), waiting):
                 if not self.look_ahead:
                     self.require_consumed()
                     self.require_step()
-                indices, ticket = waiting.popleft()
                 source = Collation.of(self.dataset, self.collate_fn, indices, batch, self.unit_map)
                 ticket = replace(ticket, source=source, lengths=tuple(lengths), in_eval=self.in_eval())
                 if self.unit_map is not None:
@@ -172,6 +180,19 @@ class PrivateLoader:
             vars(self)["cut_short"] = steps > 0
             raise
         self._whole = True
+
+    def _tickets(self, inner: Iterator[Any], waiting: deque[tuple[list[int], Ticket]]) -> Iterator[Any]:
+        """The example indices, ticket, lengths and batch of each forward pass: one for each shape of a micro-batch."""
+        for parts in inner:
+            indices, ticket = waiting.popleft()
+            for number, (rows, lengths, batch) in enumerate(parts):
+                if rows is None:
+                    yield indices, ticket, lengths, batch
+                    continue
+                own = torch.tensor(rows) == torch.arange(len(rows))
+                last = ticket.is_last and number == len(parts) - 1
+                shaped = replace(ticket, weights=ticket.weights * own, is_last=last)
+                yield [indices[row] for row in rows], shaped, lengths, batch
 
     def _collated(self, inner: Iterable[Any]) -> Iterator[Any]:
         """What data set and collator make, drawing by chance what nobody knows, unless the run's own draws are known."""
@@ -224,6 +245,9 @@ class PrivateLoader:
 
     def micro_batches(self, drawn: list[int]) -> Iterator[tuple[list[int], Ticket]]:
         """The example indices and ticket of each micro-batch of one logical batch, whole units together."""
+        if self._places is not None:
+            yield from self._placed_units(self._places.of(drawn, self._sampler.stream.permutation))
+            return
         if self.lengths is not None:
             drawn = sorted(drawn, key=self._longest, reverse=True)
         shares = [self._pieces(share) for share in self.ranks.shares(drawn)]
@@ -235,6 +259,14 @@ class PrivateLoader:
                 yield [i for m in members for i in m], _ticket([len(m) for m in members], 1.0, is_last=last)
             else:
                 yield [self.units.examples(0)[0]], _ticket([1], 0.0, is_last=last)
+
+    def _placed_units(self, microbatches: list[list[int | None]]) -> Iterator[tuple[list[int], Ticket]]:
+        for number, places in enumerate(microbatches):
+            taken = torch.tensor([float(unit is not None) for unit in places])
+            # Padding repeats a row, so that it has no shape of its own.
+            filler = next((unit for unit in places if unit is not None), 0)
+            ticket = replace(_ticket([1] * len(places), 0.0, is_last=number == len(microbatches) - 1), weights=taken)
+            yield [self.units.examples(filler if unit is None else unit)[0] for unit in places], ticket
 
     def _pieces(self, drawn: list[int]) -> list[list[int]]:
         """Units cut into micro-batches, the first of which may be empty."""
@@ -297,13 +329,16 @@ def _begin(own: Callable[[int], Any] | None, worker: int) -> None:
 
 
 class _Measured:
-    """A collator that also returns the length of each example."""
+    """A collator that returns its batch, or one for each public shape: the row in each place, its length, and the batch."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]):
         self.collate = collate
 
-    def __call__(self, items: list[Any]) -> tuple[list[int], Any]:
-        return [example_length(item) for item in items], self.collate(items)
+    def __call__(self, items: list[Any]) -> list[tuple[list[int] | None, list[int], Any]]:
+        lengths = [example_length(item) for item in items]
+        if isinstance(self.collate, ShapedCollator):
+            return [(rows, [lengths[row] for row in rows], batch) for rows, batch in self.collate.parts(items)]
+        return [(None, lengths, self.collate(items))]
 
 
 class _Singly:

@@ -88,6 +88,12 @@ class PoissonSampler:
             taken = torch.as_tensor(self.stream.bernoulli(self.units, self.sample_rate))
             yield taken.nonzero().reshape(-1).tolist()
 
+    def most(self, tail: float) -> int:
+        """A number of units that a batch exceeds with probability at most ``tail``."""
+        from scipy.stats import binom
+
+        return max(1, int(binom.isf(tail, self.units, self.sample_rate)))
+
 
 class ShuffledSampler:
     """A fresh permutation an epoch, cut into batches; accounted without amplification by sampling.
@@ -106,6 +112,10 @@ class ShuffledSampler:
         )
         for batch in places.split(self.batch_size)[:steps]:
             yield batch[batch < self.units].tolist()
+
+    def most(self, tail: float) -> int:
+        """A number of units that no batch exceeds."""
+        return self.batch_size
 
 
 Sampler = PoissonSampler | ShuffledSampler

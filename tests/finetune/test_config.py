@@ -78,6 +78,8 @@ def test_bad_yaml(tmp_path, text, message):
         ({"epochs": 0}, "epochs is 0: it must be greater than 0"),
         ({"noise_rounds": 14}, "noise_rounds is 14: it must be 20 or 12"),
         ({"noise_rounds": 12, "method": "ewft"}, "ewft adds none there: leave it out"),
+        ({"shapes": "fixed"}, "shapes is 'fixed': it must be one of own, public"),
+        ({"shapes": "public", "method": "ewft"}, "shapes: public needs a method that clips rows"),
         ({"warmup": 1.0}, "warmup is 1.0: it must be at least 0 and below 1"),
         ({"task": "classification"}, "labels must list"),
         ({"task": "classification", "labels": ["a", "a", "b"]}, "a label twice"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+import fastdp
 from fastdp.data import Collator, causal_examples
 from fastdp.finetune import ConfigError, finetune, load_config
 from fastdp.finetune.evaluation import evaluate
@@ -85,6 +86,25 @@ def test_a_run_without_a_gpu_records_nothing(config, tmp_path):
     with pytest.raises(ConfigError, match="capture records CUDA graphs, and this run is on cpu: leave capture out"):
         finetune(replace(config, capture=True))
     assert not (tmp_path / "run").exists()
+
+
+def test_micro_batches_of_public_shapes(config, tmp_path, monkeypatch):
+    from fastdp.finetune import run
+
+    with pytest.raises(ConfigError, match="the model takes 64: lower max_length to 63"):
+        finetune(replace(config, shapes="public", max_length=64))
+    seen = []
+    original = fastdp.make_private
+
+    def remember(*args, **options):
+        seen.append(options["shapes"])
+        return original(*args, **options)
+
+    monkeypatch.setattr(run.fastdp, "make_private", remember)
+    finetune(replace(config, shapes="public", epochs=1))
+    assert seen == [[16, 32, config.max_length + 1]]
+    card = json.loads((tmp_path / "run" / "card.json").read_text())
+    assert any("one unit changes no bit" in said for said in card["remaining"])
 
 
 @pytest.mark.parametrize("kind", ["full", "bitfit", "bottleneck", "prompt", "ia3"])

@@ -86,7 +86,7 @@ def test_a_model_that_is_saved_or_pushed_has_its_card_with_it(tmp_path: Path, mo
 
 
 def test_a_run_spends_its_budget_and_leaves_a_card(tmp_path: Path) -> None:
-    made = trainer(tmp_path, privacy={"noise_rounds": 12})
+    made = trainer(tmp_path, privacy={"noise_rounds": 12, "shapes": "public", "max_physical_batch_size": 6})
     before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
     made.train()
     private = made.private
@@ -97,6 +97,7 @@ def test_a_run_spends_its_budget_and_leaves_a_card(tmp_path: Path) -> None:
     assert card["epsilon"]["upper_bound"] == pytest.approx(private.epsilon())
     assert card["steps"] == {"planned": 8, "spent": 8}
     assert card["noise_source"]["generator"] == "ChaCha12"
+    assert any("one unit changes no bit" in said for said in card["remaining"])
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -562,6 +563,21 @@ def test_weights_whose_type_rounds_the_optimizers_eps_to_zero() -> None:
         start(model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), **PRIVATE)
     for optimizer in (torch.optim.SGD(model.parameters(), lr=1e-3), torch.optim.Adam(model.parameters(), eps=1e-4)):
         start(model, optimizer=optimizer, **PRIVATE).detach()
+
+
+def test_an_eps_of_zero() -> None:
+    model = Classifier()
+    with refused(ValueError, "eps is 0, and a coordinate whose noise rounds to 0 divides 0 by 0", model=model):
+        start(model, optimizer=torch.optim.Adam(model.parameters(), eps=0.0), **PRIVATE)
+
+
+def test_a_bound_that_leaves_out_every_ordinary_gradient() -> None:
+    for bound in (1e-30, {"a": 1.0, "b": 1e-13}):
+        with pytest.warns(UserWarning, match="gradients more than 2.40 times as long are left out"):
+            fastdp.DPSGD(max_grad_norm=bound)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fastdp.DPSGD(max_grad_norm=1e-11)
 
 
 def test_two_models_on_one_optimizer() -> None:

@@ -1,0 +1,171 @@
+"""Public shapes: microbatches in which no record decides the shapes, or the place, of another one (docs/clipping.md)."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fastdp.engine.batches import Path, leaves, map_leaves
+from fastdp.private.sampler import Sampler
+
+#: The probability, for each logical batch, of more units than there are places.
+TAIL = 2.0**-40
+#: The entries of a batch that have a known pad value, beside the tokenizer's own.
+_PADS = {"attention_mask": 0, "token_type_ids": 0, "position_ids": 0, "completion_mask": 0}
+
+#: How far one record's length moved the sum of 64 equal ones, in units of the bound: docs/clipping.md.
+_MOVED = {"float32": "3.4e-05", "bfloat16": "0.61"}
+
+
+@dataclass(frozen=True)
+class PublicShapes:
+    """The sequence lengths of microbatches, and how to pad to them.
+
+    Args:
+        lengths: the lengths that sequences are padded to; () for the powers of two. Each row goes to the first length above
+            its own: it ends in padding, since transformers leaves out an attention mask that covers everything.
+        pad: the pad value of batch entries by name or position, beside those of a tokenizer's collator.
+    """
+
+    lengths: tuple[int, ...] = ()
+    pad: Mapping[Any, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, shapes: Any) -> PublicShapes | None:
+        """What `make_private` was given. Raises ValueError for anything else."""
+        if shapes is None:
+            return None
+        given = {"lengths": shapes} if isinstance(shapes, (list, tuple)) else shapes
+        given = {} if given == "public" else given
+        if not isinstance(given, Mapping) or not {*given} <= {"lengths", "pad"}:
+            raise ValueError(
+                f"shapes is {shapes!r}: use 'public', a list of sequence lengths, or a mapping of 'lengths' and 'pad'"
+            )
+        lengths = tuple(sorted(given.get("lengths", ())))
+        if not all(type(length) is int and length > 1 for length in lengths):
+            raise ValueError(f"the public lengths are {lengths}: state whole numbers above 1")
+        return cls(lengths, dict(given.get("pad", {})))
+
+    def above(self, length: int) -> int:
+        """The first public length above a row's own. Raises ValueError if there is none."""
+        longer = (own for own in self.lengths or (2 ** length.bit_length(),) if own > length)
+        if (found := next(longer, None)) is None:
+            raise ValueError(
+                f"A row has {length} tokens, and public lengths end at {self.lengths[-1]}. Truncate rows to "
+                f"{self.lengths[-1] - 1}, or add a length to shapes."
+            )
+        return found
+
+
+class ShapedCollator:
+    """A collator that pads sequences to public lengths.
+
+    Args:
+        collate: the user's own.
+        shapes: the lengths, and the pad values that its tokenizer does not tell.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], shapes: PublicShapes):
+        self.collate, self.shapes = collate, shapes
+        # transformers' Trainer has one that leaves out columns around it.
+        collate = getattr(collate, "data_collator", collate)
+        tokenizer = getattr(collate, "tokenizer", None) or getattr(collate, "processing_class", None)
+        self.left = getattr(tokenizer, "padding_side", "right") == "left"
+        named = [getattr(own, name, None) for own in (tokenizer, collate) for name in ("pad_token_id", "pad_token")]
+        token = next((value for value in named if isinstance(value, int)), None)
+        self.pads = dict(shapes.pad)
+        if token is not None:
+            labels = getattr(collate, "label_pad_token_id", -100)
+            self.pads = _PADS | {"labels": labels, "input_ids": token, "decoder_input_ids": token} | self.pads
+
+    def __call__(self, items: Sequence[Any]) -> Any:
+        """The batch of some examples, each sequence padded to the first public length above the longest."""
+        return map_leaves(self.collate([*items]), self._padded)
+
+    def parts(self, items: Sequence[Any]) -> Iterator[tuple[list[int], Any]]:
+        """A batch for each shape that rows have: the example in each of its places, and the batch.
+
+        Rows of another shape are replaced by one of this shape, and every row keeps its place.
+        """
+        singles = [dict(leaves(self([copy.deepcopy(item)]))) for item in items]
+        shapes = [tuple((path, t.shape) for path, t in single.items()) for single in singles]
+        self._require_padding(singles)
+        for shape in sorted({*shapes}, key=str):
+            first = shapes.index(shape)
+            rows = [row if own == shape else first for row, own in enumerate(shapes)]
+            yield rows, self([copy.deepcopy(items[row]) for row in rows])
+
+    def _require_padding(self, singles: Sequence[Mapping[Path, torch.Tensor]]) -> None:
+        """Raise ValueError if rows differ in size where they are not padded, or a mask might cover everything."""
+        first = singles[0]
+        masked = {t.shape for path, t in first.items() if path[-1] == "attention_mask"}
+        uneven = {
+            path for single in singles for path, t in single.items() if path in first and t.shape != first[path].shape
+        }
+        unknown = [
+            path[-1]
+            for path, t in first.items()
+            if (path in uneven or t.shape in masked) and (t.dim() < 2 or self._pad(path[-1], t) is None)
+        ]
+        if unknown:
+            raise ValueError(
+                f"The batch's {unknown} may need padding, whose values are not known. Use a tokenizer's collator, or give "
+                f"shapes={{'pad': {{{unknown[0]!r}: value}}}}."
+            )
+
+    def _padded(self, path: Path, t: torch.Tensor) -> torch.Tensor:
+        name = path[-1] if path else None
+        if t.dim() < 2 or (value := self._pad(name, t)) is None:
+            return t
+        rest = self.shapes.above(t.shape[1]) - t.shape[1]
+        sides = (rest, 0) if self.left else (0, rest)
+        return torch.nn.functional.pad(t, (*[0] * (2 * t.dim() - 4), *sides), value=value)
+
+    def _pad(self, name: Any, t: torch.Tensor) -> float | None:
+        # Labels of several classes are no sequence, and are floating-point numbers.
+        sequence = name in self.shapes.pad or (t.dim() == 2 and not t.is_floating_point())
+        return self.pads.get(name) if sequence else None
+
+
+class Places:
+    """Places for the units of a logical batch, in microbatches of one size; those that are left over are padding.
+
+    Units are put into places at random, among a number of places that no draw changes. So where the others stand has one
+    distribution, with a unit and without it.
+
+    Args:
+        sampler: what draws the units.
+        most: the largest number of rows in a microbatch.
+    """
+
+    def __init__(self, sampler: Sampler, most: int):
+        units = sampler.most(TAIL)
+        self.microbatches = math.ceil(units / most)
+        self.rows = math.ceil(units / self.microbatches)
+
+    def of(self, units: Sequence[int], permutation: Callable[[int], torch.Tensor]) -> list[list[int | None]]:
+        """The unit in each place of each microbatch, None in places without."""
+        count = max(self.microbatches, math.ceil(len(units) / self.rows))
+        placed: list[int | None] = [None] * (count * self.rows)
+        for unit, place in zip(units, permutation(len(placed)).tolist()):
+            placed[place] = unit
+        return [placed[start : start + self.rows] for start in range(0, len(placed), self.rows)]
+
+
+def factors_in_words(public: bool) -> str:
+    """What a card says of how one unit changes the rounding of the others' gradients, of records as docs/clipping.md has them."""
+    if public:
+        return (
+            "one unit changes no bit of another's gradient: the shapes of microbatches and each unit's place in them are "
+            f"public, except in a share of {TAIL:.0e} of the logical batches"
+        )
+    return (
+        "products round by the shape of their microbatch, which one unit may change: that moved the sum of 64 equal records by "
+        f"{_MOVED['float32']} of the bound in float32 and by {_MOVED['bfloat16']} in bfloat16, at 12 layers, and more for "
+        "models that are sharp by construction; shapes='public' rules it out"
+    )
