@@ -20,6 +20,7 @@ from scipy import stats
 from fastdp import _native
 from fastdp.ops import choice_log_probabilities, exponential_choice, private_snap, snap
 from fastdp.ops.choice import EXPONENTIAL_CHOICE
+from tests.cases import cases
 from tests.ops.uses import by_threads, stream
 
 FALSE_ALARM = 1e-9
@@ -92,7 +93,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases("name", CASES)
 def test_draws_follow_the_law(name):
     table, scale, extra = CASES[name]
     at = min(3, len(table) - 1)
@@ -101,7 +102,7 @@ def test_draws_follow_the_law(name):
     assert chi_square(tokens, law) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("name", ["line", "middling", "all"])
+@cases("name", ["line", "middling", "all"])
 def test_reference_follows_the_law(name):
     table, scale, extra = CASES[name]
     law = choice_log_probabilities(3, table, scale, **extra).exp().numpy()

@@ -12,6 +12,7 @@ from fastdp import ops
 from fastdp.ops.cpu.norms import HAS_KERNELS
 from fastdp.ops.factors import ABSOLUTE, MASKED_SQUARE, SQUARE
 from fastdp.ops.table import OPS
+from tests.cases import cases, pairs
 from tests.ops.uses import by_threads
 
 from .uses import DTYPES, RAGGED, factor, gradients, offsets_of, relative_error
@@ -26,8 +27,7 @@ def squared(left, right, offsets, rows=None):
     return gradients(left, right, offsets, rows).square().sum((1, 2))
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize(("m", "n"), SHAPES)
+@cases(*pairs(("route", ROUTES), ("m, n", SHAPES)))
 def test_sqnorm_of_ragged_units(m, n, route):
     offsets = offsets_of(RAGGED)
     left, right = factor(int(offsets[-1]), m, 0), factor(int(offsets[-1]), n, 1)
@@ -36,7 +36,7 @@ def test_sqnorm_of_ragged_units(m, n, route):
     assert relative_error(got, squared(left, right, offsets)) <= BOUND
 
 
-@pytest.mark.parametrize("length", [1, 16, 64, 128, 197])
+@cases("length", [1, 16, 64, 128, 197])
 def test_sqnorm_of_equal_units(length):
     offsets = offsets_of([length] * 5)
     left, right = factor(5 * length, 129, 2), factor(5 * length, 257, 3)
@@ -44,8 +44,7 @@ def test_sqnorm_of_equal_units(length):
         assert relative_error(ops.sqnorm(left, right, offsets, route), squared(left, right, offsets)) <= BOUND
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@cases(*pairs(("layout", LAYOUTS), ("dtype", DTYPES)))
 def test_every_norm_reads_every_dtype_and_layout(dtype, layout):
     offsets = offsets_of(RAGGED)
     tokens = int(offsets[-1])
@@ -72,9 +71,7 @@ def test_every_norm_reads_every_dtype_and_layout(dtype, layout):
     assert relative_error(group[1], squared(right, right, offsets)) <= BOUND
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize(("m", "n"), SHAPES)
+@cases(*pairs(("layout", LAYOUTS), ("dtype", [*DTYPES, torch.float64]), ("m, n", SHAPES)))
 def test_columns_are_scaled_as_they_are_read(m, n, dtype, layout):
     offsets = offsets_of(RAGGED)
     tokens = int(offsets[-1])
@@ -118,7 +115,7 @@ def test_float64_factors_stay_float64():
     assert relative_error(inner, truth.square().sum((1, 2))) <= 1e-12
 
 
-@pytest.mark.parametrize("n", [1, 7, 512, 1100])
+@cases("n", [1, 7, 512, 1100])
 def test_repeated_ids_add_up_before_they_are_squared(n):
     offsets = offsets_of(RAGGED)
     tokens = int(offsets[-1])
@@ -133,8 +130,7 @@ def test_repeated_ids_add_up_before_they_are_squared(n):
     assert float(ops.sqnorm(torch.tensor([3, 3]), opposite, offsets_of([2]))) == 0
 
 
-@pytest.mark.parametrize("kinds", ["matrix-matrix", "ids-matrix", "matrix-ids", "ids-ids"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@cases(*pairs(("kinds", ["matrix-matrix", "ids-matrix", "matrix-ids", "ids-ids"]), ("dtype", DTYPES)))
 def test_cross_inner(kinds, dtype):
     rows, n = 67, 129
     offsets1, offsets2 = offsets_of(RAGGED), offsets_of([3, 70, 0, 1, 64, 130, 2, 5])
@@ -316,7 +312,7 @@ def test_threads_do_not_change_the_result():
     )
 
 
-@pytest.mark.parametrize("name", ["norms", "cross_inner"])
+@cases("name", ["norms", "cross_inner"])
 def test_opcheck(name):
     offsets, left, right = offsets_of([4, 0, 3]), factor(7, 5, 1), factor(7, 6, 2)
     ids, mask = torch.tensor([0, 4, 4, 1, 2, 0, 0]), torch.rand(5, 6) < 0.5
@@ -400,14 +396,13 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), BAD)
+@cases("call, error, message", BAD)
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [(8, 70), (70, 8), (129, 65)])
+@cases(*pairs(("dtype", DTYPES), ("size", [(8, 70), (70, 8), (129, 65)])))
 def test_padding_changes_no_bit_and_is_no_token(size, dtype):
     """Zeros of one factor before, among and after a unit's tokens: what its norms are made of stays as it is."""
     own, padded = torch.tensor([0, 300]), torch.tensor([0, 700])

@@ -8,6 +8,7 @@ import torch
 from fastdp import ops
 from fastdp.ops.operands import _ON_HOST
 from fastdp.ops.table import OPS
+from tests.cases import cases
 from tests.ops.uses import offsets_of, stream
 
 TOKENS, UNITS, ROWS, COLUMNS = 6, 2, 5, 4
@@ -95,7 +96,7 @@ def test_every_op_is_here():
     assert set(arguments()) == set(OPS)
 
 
-@pytest.mark.parametrize("name", OPS)
+@cases("name", OPS)
 def test_an_operand_on_another_device_is_refused(name):
     for operand, place in tensors_of(name, arguments()[name]):
         args = arguments()[name]
@@ -106,7 +107,7 @@ def test_an_operand_on_another_device_is_refused(name):
                 OPS[name](*bad)
 
 
-@pytest.mark.parametrize("name", OPS)
+@cases("name", OPS)
 def test_what_is_no_tensor_is_a_type_error(name):
     good = arguments()[name]
     for operand, place in tensors_of(name, good):
@@ -119,7 +120,7 @@ def test_what_is_no_tensor_is_a_type_error(name):
                 OPS[name](*(good[: operand.index] + (None,) + good[operand.index + 1 :]))
 
 
-@pytest.mark.parametrize("name", OPS)
+@cases("name", OPS)
 def test_negative_views_are_read_with_their_sign(name):
     for operand, place in tensors_of(name, arguments()[name]):
         torch.manual_seed(1)
@@ -140,7 +141,7 @@ def test_negative_views_are_read_with_their_sign(name):
             torch.testing.assert_close(got[written], expected[written])
 
 
-@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op._writes])
+@cases("name", [name for name, op in OPS.items() if op._writes])
 def test_written_tensors_have_memory_of_their_own(name):
     args = arguments()[name]
     written = [o for o in OPS[name]._operands if o.is_written and len(passed_for(o, args))]
