@@ -15,7 +15,9 @@ from fastdp.data import (
     causal_examples,
     classification_examples,
     read_rows,
+    sequence_examples,
 )
+from tests.cases import cases, pairs
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +98,7 @@ def test_bad_files(tmp_path, name, content, message):
         read_rows(write(tmp_path, name, content))
 
 
-@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
-@pytest.mark.parametrize("quote", ["", '"'])
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+@pytest.mark.parametrize(*pairs(("delimiter", [";", "\t", "|"]), ("quote", ["", '"']), ("name", ["a.csv", "a.tsv"])))
 def test_other_delimiters_are_taken_and_said(tmp_path, recwarn, delimiter, quote, name):
     fields = [["text", "label"], ["Der Film 0 war gut", "neg"], ["ganz gut, na ja", "pos"]]
     lines = [delimiter.join(f"{quote}{field}{quote}" for field in row) for row in fields]
@@ -234,6 +234,25 @@ def test_plain_text_is_learned_whole(tokenizer):
     (example,) = causal_examples(tokenizer, ["a text"], 64)
     assert example["labels"] == example["input_ids"]
     assert example["input_ids"][-1] == tokenizer.eos_token_id
+
+
+@cases("ends", [False, True])
+def test_a_target_ends_once_whether_its_tokenizer_says_so_or_not(tokenizer, ends):
+    end = tokenizer.eos_token_id
+
+    def ended(text=None, text_target=None, **options):
+        made = tokenizer(text_target if text is None else text, **options)
+        cut = options.get("max_length", 64) - 1
+        return {"input_ids": [ids[:cut] + [end] for ids in made["input_ids"]]} if ends else made
+
+    ended.eos_token_id = end
+    (short,) = sequence_examples(ended, ["a text"], ["text"], 64)
+    assert short["labels"] == [*tokenizer("text")["input_ids"], end]
+    long = sequence_examples(ended, ["a text"], ["text of weight " * 9], 8)
+    assert long.truncated == 1
+    assert len(long[0]["labels"]) == 8
+    assert long[0]["labels"].count(end) == 1
+    assert long[0]["labels"][-1] == end
 
 
 @settings(max_examples=200)

@@ -195,7 +195,6 @@ def test_numbers_flushed_to_zero_leave_a_bound():
         torch.set_flush_denormal(False)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows starts processes anew and has no fork")
 def test_a_forked_process_draws_too():
     table, ids = rows(2000, 32), torch.arange(2000)
     here = exponential_choice(ids, table, 1.0, stream(9)), snap(table, table), private_snap(ids, table, 9.0, stream(9))

@@ -1,6 +1,5 @@
 """Squared norms, inner products and L1 norms of per-unit gradients against float64, one unit at a time."""
 
-import os
 import subprocess
 import sys
 
@@ -245,7 +244,6 @@ def test_a_changed_mask_is_packed_again():
     assert float(ops.masked_sqnorm(left, right, offsets, everything)[1]) == 0
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no os.fork, so no child inherits threads")
 def test_a_forked_child_needs_no_threads():
     """OpenMP's threads are missing there: a kernel that waits for them never ends."""
     script = """

@@ -309,7 +309,6 @@ def child_noise(stream: NoiseStream) -> tuple[bytes, bytes]:
     return theirs, stream.uniform64(8).tobytes()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_fork_does_not_repeat_the_noise():
     theirs, ours = child_noise(NoiseStream())
     assert len(theirs) == len(ours) == 64
@@ -318,7 +317,6 @@ def test_a_fork_does_not_repeat_the_noise():
     assert theirs == ours
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_fork_while_another_thread_draws_does_not_hang():
     stream = NoiseStream()
     with stream._lock:

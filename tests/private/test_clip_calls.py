@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
+from tests.cases import cases
 from tests.engine.runs import Classifier, start
 
 PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
@@ -35,7 +35,7 @@ def test_a_loop_that_clips_is_told_once_that_this_has_no_effect() -> None:
     assert private.steps_done == 3
 
 
-@pytest.mark.parametrize("private", [True, False])
+@cases("private", [True, False])
 def test_other_clipping_is_left_alone(private: bool) -> None:
     run = start(**PRIVATE)
     plain = Classifier()

@@ -15,6 +15,7 @@ import fastdp
 from fastdp.engine.policy import Policy
 from fastdp.ops.grid import DISTANCE
 from fastdp.private.release import Release
+from tests.cases import cases, pairs
 from tests.engine.runs import FEATURES, clipped_sum, join, loader, logical_step, one_by_one, start
 
 #: How often a statistical test of this file may fail with nothing wrong; each draws fresh noise.
@@ -51,8 +52,7 @@ def standard(noise: torch.Tensor) -> None:
     assert 2 * stats.norm.sf(abs(neighbours)) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("physical", [None, 1, 3])
-@pytest.mark.parametrize("secure", [False, True])
+@cases(*pairs(("physical", [None, 1, 3]), ("secure", [False, True])))
 def test_what_is_added_to_the_clipped_sum_is_normal_with_std_sigma_c(physical: int | None, secure: bool) -> None:
     sigma, bound = 1.7, 0.4
     private = start(
@@ -69,8 +69,8 @@ def test_what_is_added_to_the_clipped_sum_is_normal_with_std_sigma_c(physical: i
     standard(torch.cat([((8 * got[n].double() - clipped[n]) / (sigma * bound)).reshape(-1) for n in got]))
 
 
-@pytest.mark.parametrize(
-    ("method", "std"),
+@cases(
+    "method, std",
     [
         (fastdp.DPSGD(max_grad_norm=0.4, groups="per_layer"), 0.4),
         (fastdp.DPSGD({"a": 0.3, "b": 0.4}, groups={"a": ["first.*"], "b": ["*"]}), 0.5),
@@ -105,8 +105,7 @@ def test_the_card_names_what_exact_rounding_leaves() -> None:
     assert any("precision" in s for s in plain.card()["assumptions"])
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("rounds", [20, 12])
+@pytest.mark.parametrize(*pairs(("fused", [False, True]), ("rounds", [20, 12])))
 def test_only_the_noise_of_steps_has_fewer_rounds(rounds: int, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each position that is drawn says so, sampling and a method's own releases have 20, and the card names the former."""
     drawn: list[tuple[fastdp.NoiseStream, int]] = []

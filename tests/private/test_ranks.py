@@ -19,6 +19,7 @@ from scipy import stats
 from torch.distributed.fsdp import FSDPModule
 
 from fastdp.accounting import Ledger
+from tests.cases import cases
 from tests.engine.runs import Classifier, start
 from tests.private.ranked import CASES, MOMENTS
 from tests.private.sharded import WAYS
@@ -311,7 +312,7 @@ def test_other_pieces_and_what_needs_a_whole_are_refused(folder: Path, what: str
         assert rank["spent"] == 0
 
 
-@pytest.mark.parametrize("kind", ["FullyShardedDataParallel", "DeepSpeedEngine"])
+@cases("kind", ["FullyShardedDataParallel", "DeepSpeedEngine"])
 def test_wrappers_that_take_gradients_away_are_refused_by_name(kind: str) -> None:
     wrapper = type(kind, (Classifier,), {})
     with pytest.raises(ValueError, match="give the bare model") as caught:

@@ -28,6 +28,7 @@ from fastdp.ops.noise import standard_normals
 from fastdp.private import release as releases
 from fastdp.private.loader import PrivateLoader
 from fastdp.private.sampler import ShuffledSampler
+from tests.cases import cases
 from tests.engine.models import batch as model_batch, build
 from tests.engine.reference import Recording, engine_for, norms as sizes, ticket
 from tests.engine.runs import (
@@ -359,7 +360,7 @@ def test_trap_12_a_resumed_run_remembers_what_it_spent(monkeypatch: pytest.Monke
     notices(check)
 
 
-@pytest.mark.parametrize("two_pass", [False, True])
+@cases("two_pass", [False, True])
 def test_trap_12_ignored_labels_mean_the_same_on_every_route(two_pass: bool) -> None:
     data = _ids()
     data["labels"][2] = -100  # an example without labels has loss 0
