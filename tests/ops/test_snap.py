@@ -20,7 +20,7 @@ SIZES = (1, 7, 129, 257)
 
 @pytest.fixture(params=[True, False], ids=["bfloat16", "float32"])
 def _first_pass(request, monkeypatch):
-    monkeypatch.setattr(module, "_multiplies_in_bf16", lambda: request.param)
+    monkeypatch.setattr(module, "multiplies_in_bf16", lambda: request.param)
 
 
 def nearest(x, table):
@@ -40,8 +40,8 @@ def test_exact_on_odd_shapes(n, v):
 
 @pytest.mark.usefixtures("_first_pass")
 def test_exact_over_several_tiles_and_chunks(monkeypatch):
-    monkeypatch.setattr(module, "_ROWS", 37)
-    monkeypatch.setattr(module, "_TILE", 100)
+    monkeypatch.setattr(module, "ROWS", 37)
+    monkeypatch.setattr(module, "TILE", 100)
     x, table = torch.randn(113, 48), torch.randn(1057, 48)
     assert torch.equal(snap(x, table), nearest(x, table))
 
@@ -154,13 +154,13 @@ def test_autocast_and_lower_precision_do_not_touch_the_answer(monkeypatch):
     truth = nearest(x, table)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(snap(x, table), truth)
-        monkeypatch.setattr(module, "_multiplies_in_bf16", lambda: False)
+        monkeypatch.setattr(module, "multiplies_in_bf16", lambda: False)
         assert torch.equal(snap(x, table), truth)
     monkeypatch.undo()
     monkeypatch.setattr(_native, "has_bf16_products", lambda: False)
     torch.set_float32_matmul_precision("medium")
     try:
-        assert module._multiplies_in_bf16()
+        assert module.multiplies_in_bf16()
         assert torch.equal(snap(x, table), truth)
     finally:
         torch.set_float32_matmul_precision("highest")
