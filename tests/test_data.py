@@ -68,8 +68,8 @@ def test_saved_dataset(tmp_path):
         read_rows(tmp_path / "several")
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
+@cases(
+    "name, content, message",
     [
         ("a.csv", "a,b\n1,2\n3\n", r"a\.csv, line 3: 1 fields where the header has 2"),
         ("a.csv", "a,b\n1,2,,\n", r"a\.csv, line 2: 4 fields where the header has 2 \(column 3\)"),
@@ -118,8 +118,8 @@ def test_a_single_column_of_prose_is_not_taken_apart(tmp_path, recwarn):
     assert not list(recwarn)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "encoding"),
+@cases(
+    "name, content, encoding",
     [
         ("a.csv", "text,label\ncafé,1\n", "latin-1"),
         ("a.csv", "text,label\ncafé,1\n", "utf-16"),
@@ -137,8 +137,8 @@ def test_encodings_and_line_ends(tmp_path, name, content, encoding):
     assert len(table) == (1 if name == "a.csv" else 2)
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
+@cases(
+    "value, words",
     [
         ("NaN", "the number nan, which is not finite"),
         ("1e400", "the number inf"),

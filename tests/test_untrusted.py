@@ -275,8 +275,8 @@ def merged(levels=20):
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
+@cases(
+    "text, words",
     [
         (bomb(), "every alias written out"),
         (merged(), "every alias written out"),

@@ -205,14 +205,10 @@ def test_constants_as_long_as_the_batch_are_not_taken_for_activations(rows: int,
     exact_step(Positions(6, kind), collate(examples(rows)), 0.5)
 
 
-@cases("rows", [8, 4, 5])
-def test_computed_constants_remain_what_the_check_saw(rows: int) -> None:
+@cases("length, rows", [(8, 8), (8, 4), (8, 5), (6, 4)])
+def test_computed_constants_remain_what_the_check_saw(length: int, rows: int) -> None:
     # Eight is no multiple of the three rows of the self-check, and is one of the rows that follow.
-    exact_step(Positions(8, "computed"), collate(examples(rows)), 0.5)
-
-
-def test_a_computed_constant_is_no_activation_whatever_its_length() -> None:
-    exact_step(Positions(6, "computed"), collate(examples(4)), 0.5)
+    exact_step(Positions(length, "computed"), collate(examples(rows)), 0.5)
 
 
 @cases("outside", [None, "mean", "sum"])

@@ -81,7 +81,7 @@ def test_groups_and_adaptive_clipping_have_the_noise_they_are_accounted_with(met
     sigma = 2.0
     options: dict[str, Any] = {"method": method, "unsafe_seed": 7}
     noisy = start(Wide(), noise_multiplier=sigma, **options)
-    policy = noisy._engine.accumulator.policy
+    policy = noisy.policy
     got, _ = logical_step(noisy)
     silent, _ = logical_step(start(Wide(), noise_multiplier=0.0, **options))
     if method.adaptive is None:
@@ -134,7 +134,7 @@ def test_only_the_noise_of_steps_has_fewer_rounds(rounds: int, fused: bool, monk
     assert fastdp.accounting.verify(card).holds
 
 
-@pytest.mark.parametrize("rounds", [0, 8, 10, 24, "12", None])
+@cases("rounds", [0, 8, 10, 24, "12", None])
 def test_other_rounds_are_refused_before_anything_is_kept(rounds: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"noise_rounds is {rounds!r}: noise has 20 rounds of ChaCha, or 12"):
         start(noise_multiplier=1.0, noise_rounds=rounds, output_dir=tmp_path / "run")

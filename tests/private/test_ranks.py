@@ -288,8 +288,8 @@ def test_parameters_in_other_pieces_are_refused_by_name() -> None:
 
 
 @in_pieces
-@pytest.mark.parametrize(
-    ("what", "match"),
+@cases(
+    "what, match",
     [
         ("tensor parallel", "mlp.up_proj.weight is cut .* not by fully_shard on the model itself: tensor, pipeline"),
         ("blocks alone", "q_proj.weight is cut .* not by fully_shard on the model itself"),
@@ -332,8 +332,8 @@ def test_an_optimizer_that_leaves_steps_out_is_refused() -> None:
         accelerator.gradient_state._reset_state()
 
 
-@pytest.mark.parametrize(
-    ("what", "match"),
+@cases(
+    "what, match",
     [
         ("settings", "what make_private was given is not the same on rank 0 and rank 1"),
         ("method", "what make_private was given is not the same"),

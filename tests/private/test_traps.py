@@ -35,7 +35,6 @@ from tests.engine.runs import (
     CLIPPED,
     EXACT,
     Classifier,
-    Odd,
     clipped_sum,
     error,
     examples,
@@ -161,17 +160,6 @@ def test_trap_03_a_nan_example_reaches_no_parameter(monkeypatch: pytest.MonkeyPa
     # 0 times NaN is NaN: a weight of 0 alone does not take an example out.
     monkeypatch.setattr(Policy, "scales", lambda self, upper: (self.bounds[0] / upper.norms).clamp(max=1.0).float())
     notices(check)
-
-
-def test_trap_04_linear_inputs_of_four_dimensions_work() -> None:
-    class Deep(Classifier):
-        def logits(self, x: torch.Tensor) -> torch.Tensor:
-            grid = torch.stack([x, 2 * x, x.square(), x.sin()], 1).unflatten(1, (2, 2))
-            return self.second(torch.tanh(self.first(grid))).mean((1, 2))
-
-    data = join([{"x": torch.stack([e["x"] for e in examples(5)]), "labels": torch.arange(5) % 3}])
-    model = Deep()
-    assert torch.allclose(_norms(model, data).double(), sizes(one_by_one(model, data)), rtol=EXACT)
 
 
 def test_trap_05_the_accountant_describes_the_sampler_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,11 +385,6 @@ def test_trap_13_a_saved_adapter_loads_in_plain_peft(tmp_path: Any) -> None:
     loaded = peft.PeftModel.from_pretrained(plain, tmp_path)
     with torch.no_grad():
         assert torch.equal(model.eval()(**data).logits, loaded.eval()(**data).logits)
-
-
-def test_trap_13_an_unknown_use_is_trained_and_not_frozen() -> None:
-    with pytest.warns(UserWarning, match="copy_ of a parameter into a constant"):
-        _exact_step(Odd())
 
 
 def test_trap_14_the_noise_is_calibrated_to_the_target_and_not_to_half_of_it() -> None:
