@@ -171,7 +171,7 @@ IN_TESTS = {
     "private/test_least_noise.py": (1, "a policy that is replaced within a run"),
     "private/test_noise_of_release.py": (3, "the stream that noise of steps alone is drawn from, and its positions"),
     "private/test_private.py": (2, "the key, which no file may hold"),
-    "private/test_traps.py": (7, "faults that are put into the engine and the release, to see that a check notices"),
+    "private/test_traps.py": (4, "faults that are put into the engine and the release, to see that a check notices"),
     "test_doctests.py": (5, "hooks of the site's build"),
     "accounting": (8, "a ledger's open file, and formulas that have no other caller"),
     "audit": (9, "faults that are put into the engine and the release, to see that an audit notices"),

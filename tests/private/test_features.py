@@ -120,36 +120,6 @@ def test_modules_called_several_times(times: int, uneven: bool, two_pass: bool) 
     exact_step(Repeated(times, uneven), collate(examples(4)), 0.5, two_pass=two_pass)
 
 
-class Patches(nn.Module):
-    """A convolution that cuts an image into patches, overlapping or not."""
-
-    def __init__(self, **options: Any):
-        super().__init__()
-        torch.manual_seed(0)
-        self.cut, self.out = nn.Conv2d(2, 6, 3, **options), nn.Linear(6, CLASSES)
-        self.mark = nn.Parameter(torch.randn(1, 1, 6))
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
-        tokens = self.cut(x).flatten(2).transpose(1, 2)
-        tokens = torch.cat([self.mark.expand(len(x), -1, -1), tokens], 1)
-        return {"loss": F.cross_entropy(self.out(torch.tanh(tokens).mean(1)), labels)}
-
-
-def _images(rows: int = 4) -> Batch:
-    return {
-        "x": torch.randn(rows, 2, 9, 9, generator=torch.Generator().manual_seed(1)),
-        "labels": torch.arange(rows) % 3,
-    }
-
-
-@cases(
-    "options",
-    [{"stride": 3}, {"stride": 2, "padding": 1}, {"dilation": 2}, {"bias": False}, {"groups": 2}, {"padding": "same"}],
-)
-def test_patch_convolutions(options: dict[str, Any]) -> None:
-    exact_step(Patches(**options), _images(), 0.5)
-
-
 class Words(nn.Module):
     """An embedding with a padding row, with its head tied to it or not."""
 
