@@ -7,6 +7,7 @@ import math
 import torch
 
 from fastdp import ops
+from fastdp.ops.bounds import TOKEN_COUNTS
 from fastdp.ops.grid import exact_spacing
 from fastdp.ops.table import OPS
 from tests.cases import cases
@@ -36,6 +37,15 @@ def test_sums_on_a_grid_are_exact_and_the_grid_is_the_finest(count: int, largest
     # The sum before the last, and the last and least summand: float32 holds both.
     most = math.floor(count * largest / spacing) * spacing
     assert float(torch.tensor(most) - torch.tensor(spacing)) == most - spacing
+
+
+@cases("bad", [math.nan, math.inf])
+def test_a_zero_that_meets_what_is_not_finite_counts(bad: float) -> None:
+    """Its product is NaN, so that the token adds to a gradient."""
+    left, right = torch.tensor([[1.0], [0.0], [0.0], [bad]]), torch.tensor([[1.0], [bad], [1.0], [0.0]])
+    offsets = torch.tensor([0, 1, 2, 3, 4])
+    for found in (ops.token_counts([left], right, offsets), TOKEN_COUNTS.reference([left], right, offsets)):
+        assert found.tolist() == [1, 1, 0, 1]
 
 
 def test_arithmetic_in_an_unknown_order_may_lose_a_rounding_at_each_token_and_column() -> None:
