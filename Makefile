@@ -12,7 +12,7 @@ ARCH ?= $(shell uname -m)
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check -q
 SOURCES = $(wildcard csrc/*) setup.py pyproject.toml constraints.txt
 
-.PHONY: quickstart test test-full mutants sanitize minimum bench gpu wheel notebooks docs clean
+.PHONY: quickstart test test-full extras mutants sanitize minimum bench gpu wheel notebooks docs clean
 
 quickstart: $(VENV)/.fastdp
 	$(VENV)/bin/fastdp quickstart
@@ -21,11 +21,18 @@ test: $(VENV)/.fastdp-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -n 2
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -rs -n 2
 
 test-full: $(VENV)/.fastdp-test
-	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -m "slow or not slow" --timeout 7200 --hypothesis-profile=search
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -rs -m "slow or not slow" --timeout 7200 --hypothesis-profile=search
 	$(MAKE) sanitize
+
+# The tests of libraries that `make test` skips, in an environment of all extras.
+EXTRAS = build/extras
+extras: constraints.txt
+	test -x $(EXTRAS)/bin/python || $(PYTHON) -m venv $(EXTRAS)
+	$(EXTRAS)/bin/python -m pip --disable-pip-version-check -q install -c constraints.txt -e ".[test,pii]" bitsandbytes==0.50.2 nbclient==0.11.0 mkdocs==1.6.1 mkdocs-material==9.8.1
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(EXTRAS)/bin/python -m pytest -q -rs tests/methods/selective tests/engine/test_bases.py tests/test_doctests.py tests/test_notebooks.py tests/test_snippets.py
 
 # Careless changes, one at a time: tests must fail for each (tests/mutants.yaml). It takes about half an hour on two cores.
 mutants: $(VENV)/.fastdp-test

@@ -31,6 +31,8 @@ CAUGHT, SURVIVED, BROKEN = "caught", "survived", "broken"
 #: What the processes of tests are forked with: these take longer to import than most tests to run.
 LIBRARIES = ["torch", "transformers", "peft", "scipy.stats", "dp_accounting", "hypothesis", "pytest", "opacus", "typer"]
 FORKS = multiprocessing.get_context("forkserver")
+#: Triton reads TRITON_INTERPRET when it is imported, and the libraries above import it.
+FRESH = multiprocessing.get_context("spawn")
 
 
 class Mutant(NamedTuple):
@@ -85,7 +87,7 @@ def run_pytest(folder: Path, tests: list[str], report: Path) -> None:
 def outcome(folder: Path, tests: list[str]) -> tuple[str, str]:
     """What became of the change that a copy holds, and the test that failed."""
     report = folder / "report.txt"
-    process = FORKS.Process(target=run_pytest, args=(folder, tests, report))
+    process = (FRESH if "interpreted" in tests[0] else FORKS).Process(target=run_pytest, args=(folder, tests, report))
     process.start()
     process.join(LIMIT)
     if process.exitcode is None:

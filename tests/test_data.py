@@ -15,7 +15,9 @@ from fastdp.data import (
     causal_examples,
     classification_examples,
     read_rows,
+    sequence_examples,
 )
+from tests.cases import cases, pairs
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +68,8 @@ def test_saved_dataset(tmp_path):
         read_rows(tmp_path / "several")
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
+@cases(
+    "name, content, message",
     [
         ("a.csv", "a,b\n1,2\n3\n", r"a\.csv, line 3: 1 fields where the header has 2"),
         ("a.csv", "a,b\n1,2,,\n", r"a\.csv, line 2: 4 fields where the header has 2 \(column 3\)"),
@@ -96,9 +98,7 @@ def test_bad_files(tmp_path, name, content, message):
         read_rows(write(tmp_path, name, content))
 
 
-@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
-@pytest.mark.parametrize("quote", ["", '"'])
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+@pytest.mark.parametrize(*pairs(("delimiter", [";", "\t", "|"]), ("quote", ["", '"']), ("name", ["a.csv", "a.tsv"])))
 def test_other_delimiters_are_taken_and_said(tmp_path, recwarn, delimiter, quote, name):
     fields = [["text", "label"], ["Der Film 0 war gut", "neg"], ["ganz gut, na ja", "pos"]]
     lines = [delimiter.join(f"{quote}{field}{quote}" for field in row) for row in fields]
@@ -118,8 +118,8 @@ def test_a_single_column_of_prose_is_not_taken_apart(tmp_path, recwarn):
     assert not list(recwarn)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "encoding"),
+@cases(
+    "name, content, encoding",
     [
         ("a.csv", "text,label\ncafé,1\n", "latin-1"),
         ("a.csv", "text,label\ncafé,1\n", "utf-16"),
@@ -137,8 +137,8 @@ def test_encodings_and_line_ends(tmp_path, name, content, encoding):
     assert len(table) == (1 if name == "a.csv" else 2)
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
+@cases(
+    "value, words",
     [
         ("NaN", "the number nan, which is not finite"),
         ("1e400", "the number inf"),
@@ -234,6 +234,25 @@ def test_plain_text_is_learned_whole(tokenizer):
     (example,) = causal_examples(tokenizer, ["a text"], 64)
     assert example["labels"] == example["input_ids"]
     assert example["input_ids"][-1] == tokenizer.eos_token_id
+
+
+@cases("ends", [False, True])
+def test_a_target_ends_once_whether_its_tokenizer_says_so_or_not(tokenizer, ends):
+    end = tokenizer.eos_token_id
+
+    def ended(text=None, text_target=None, **options):
+        made = tokenizer(text_target if text is None else text, **options)
+        cut = options.get("max_length", 64) - 1
+        return {"input_ids": [ids[:cut] + [end] for ids in made["input_ids"]]} if ends else made
+
+    ended.eos_token_id = end
+    (short,) = sequence_examples(ended, ["a text"], ["text"], 64)
+    assert short["labels"] == [*tokenizer("text")["input_ids"], end]
+    long = sequence_examples(ended, ["a text"], ["text of weight " * 9], 8)
+    assert long.truncated == 1
+    assert len(long[0]["labels"]) == 8
+    assert long[0]["labels"].count(end) == 1
+    assert long[0]["labels"][-1] == end
 
 
 @settings(max_examples=200)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import cases
+
 ROOT = Path(__file__).parent.parent
 MODULES = (
     "fastdp.accounting.accountants",
@@ -52,7 +54,8 @@ MODULES = (
 )
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.timeout(300)
+@cases("name", MODULES)
 def test_examples_do_what_they_show(name):
     failed, tried = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert tried

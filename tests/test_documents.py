@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fastdp
+from tests.cases import cases
 from tests.engine.runs import clipped_sum, error, join, logical_step, one_by_one, start
 
 ROOT = Path(__file__).parent.parent
@@ -63,7 +64,7 @@ def test_the_op_of_one_file_runs_under_every_front() -> None:
         names["halves"](torch.arange(3))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@cases("page", PAGES)
 def test_links_and_paths_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#:\s]+)\)", text)
@@ -98,7 +99,7 @@ def sentences(text: str) -> list[str]:
     return [part for part in found if re.search(r"\w", part)]
 
 
-@pytest.mark.parametrize("page", WORDS)
+@cases("page", WORDS)
 def test_a_page_is_short_and_so_are_its_sentences(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert len(text.split()) <= WORDS[page]

@@ -157,3 +157,50 @@ def test_no_module_reads_anothers_private_names():
             if private and not inherited and attribute not in defined[name] and attribute not in FOREIGN:
                 found.setdefault(name, set()).add(attribute)
     assert found == {}
+
+
+#: How often tests read private names of ours, by file or folder, and why no public name serves. The counts may only fall.
+IN_TESTS = {
+    "conftest.py": (1, "runs that outlived their test, which no caller holds any more"),
+    "kernels": (62, "Triton compiles and launches a kernel by its function, and the launcher chooses its constants"),
+    "ops": (2, "a lock that is held during a fork, and the file in which a container states its memory"),
+    "engine/test_clip.py": (1, "the clipped sum before its noise"),
+    "engine/test_head.py": (4, "where leaving logits out pays, and its chunk, at the size of toys"),
+    "engine/test_memory.py": (1, "the same"),
+    "private/killed_run.py": (2, "the moment between record and noise, at which a process is killed"),
+    "private/test_least_noise.py": (1, "a policy that is replaced within a run"),
+    "private/test_noise_of_release.py": (3, "the stream that noise of steps alone is drawn from, and its positions"),
+    "private/test_private.py": (2, "the key, which no file may hold"),
+    "private/test_traps.py": (4, "faults that are put into the engine and the release, to see that a check notices"),
+    "test_doctests.py": (5, "hooks of the site's build"),
+    "accounting": (8, "a ledger's open file, and formulas that have no other caller"),
+    "audit": (9, "faults that are put into the engine and the release, to see that an audit notices"),
+    "bench": (2, "a measurement without its command"),
+    "federated": (8, "a server in the middle of a round"),
+    "finetune": (18, "a run in the middle of its program"),
+    "methods": (12, "a mechanism in the middle of a release"),
+    "split": (57, "what a vendor and a customer keep between calls"),
+}
+
+
+def test_tests_read_private_names_where_no_public_one_serves():
+    ours = set().union(*(set(private_names(tree)) for tree in MODULES.values()))
+    # A named tuple's fields are public.
+    others = {"_", "_fields", *FOREIGN}
+    ours = {name for name in ours if name.startswith("_") and not name.startswith("__")} - others
+    found = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        tree, name = ast.parse(path.read_text()), path.relative_to(ROOT / "tests").as_posix()
+        read = [attribute for attribute, owner in private_reads(tree) if owner not in ("self", "cls")]
+        calls = [
+            node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr")
+        ]
+        read += [
+            a.value for node in calls for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)
+        ]
+        foreign = ours - set(private_names(tree))
+        count = sum(attribute.split(".")[-1] in foreign for attribute in read)
+        place = name if name in IN_TESTS else name.split("/")[0]
+        found[place] = found.get(place, 0) + count
+    assert {place: n for place, n in found.items() if n > IN_TESTS.get(place, (0,))[0]} == {}
+    assert all(reason for _, reason in IN_TESTS.values())

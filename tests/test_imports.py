@@ -5,9 +5,8 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from fastdp import accounting
+from tests.cases import cases
 
 #: Each takes from .3 to 5 seconds to import.
 SLOW = {"torch", "transformers", "peft", "opacus", "matplotlib", "grpc", "flwr", "prv_accountant", "pandas", "datasets"}
@@ -31,7 +30,7 @@ def by_command(*arguments: str) -> set[str]:
     return imported("import sys; from fastdp.cli import app; app(sys.argv[1:], standalone_mode=False)", *arguments)
 
 
-@pytest.mark.parametrize(
+@cases(
     "arguments",
     [
         ["--help"],
@@ -40,7 +39,6 @@ def by_command(*arguments: str) -> set[str]:
         ["epsilon", "--noise-multiplier", "2", *PLAN],
         ["calibrate", "--epsilon", "3", *PLAN],
     ],
-    ids=lambda arguments: " ".join(arguments[:2]),
 )
 def test_commands_that_need_no_torch(arguments):
     assert by_command(*arguments) == set()

@@ -5,6 +5,7 @@ import torch
 
 import fastdp
 from fastdp.private.release import Summed
+from tests.cases import cases, pairs
 
 NUMBERS = {"divisor": 4.0, "secure_rounding": False}
 
@@ -28,8 +29,7 @@ def update(optimizer, params, sums, std=0.0, release=0):
     return optimizer.noisy_update()(summed, take, **NUMBERS), taken
 
 
-@pytest.mark.parametrize("master", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@cases(*pairs(("master", [False, True]), ("dtype", [torch.float32, torch.bfloat16])))
 def test_a_fused_update_is_that_of_a_float32_adamw(dtype, master):
     params, optimizer = made(dtype, master_weights=master)
     wide = [torch.nn.Parameter(p.detach().float()) for p in params]
@@ -86,7 +86,7 @@ def test_a_resumed_optimizer_has_wide_moments_again():
     assert all(int(resumed.state[p]["step"]) == 2 for p in fresh)
 
 
-@pytest.mark.parametrize("resumed_with", [True, False])
+@cases("resumed_with", [True, False])
 def test_masters_of_some_parameters_of_a_group_serve_these_alone(resumed_with):
     """Norms are often left in float32 beside matrices in half precision; a state that has masters goes on with them."""
     params = [torch.nn.Parameter(torch.randn(3, 5).bfloat16()), torch.nn.Parameter(torch.randn(7))]
@@ -119,8 +119,7 @@ def test_counts_of_steps_may_be_whole_numbers():
     assert [int(optimizer.state[p]["step"]) for p in params] == [2, 2, 2]
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(*pairs(("fused", [True, False]), ("dtype", [torch.float32, torch.bfloat16])))
 def test_moments_in_half_precision_follow_those_in_float32(dtype, fused, monkeypatch):
     """Over steps whose gradients shrink: to nearest, the second moment would stay at its height."""
     monkeypatch.setattr(fastdp.optim, "drives", lambda optimizer: True)
@@ -144,3 +143,23 @@ def test_moments_in_half_precision_follow_those_in_float32(dtype, fused, monkeyp
 def test_moments_of_another_dtype_are_refused():
     with pytest.raises(ValueError, match=r"keep them in torch.float32 or in torch.bfloat16"):
         made(torch.float32, moments=torch.float16)
+
+
+def test_a_mapping_gives_each_parameter_the_variance_of_its_own_noise(monkeypatch):
+    monkeypatch.setattr(fastdp.optim, "drives", lambda optimizer: True)
+
+    def stepped(variance):
+        torch.manual_seed(0)
+        params, optimizer = made(torch.float32)
+        optimizer.noise_variance = variance(params)
+        for p in params:
+            p.grad = torch.randn(p.shape)
+        optimizer.step()
+        return [p.detach() for p in params]
+
+    one, each = stepped(lambda params: 0.5), stepped(lambda params: dict.fromkeys(params, 0.5))
+    first, none = stepped(lambda params: {params[0]: 0.5}), stepped(lambda params: 0.0)
+    assert all(torch.equal(a, b) for a, b in zip(one, each))
+    assert torch.equal(first[0], one[0])
+    assert not torch.allclose(first[0], none[0])
+    torch.testing.assert_close(first[1:], none[1:])

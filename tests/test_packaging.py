@@ -14,6 +14,7 @@ import yaml
 
 from fastdp.accounting import Card
 from fastdp.distribution import wheel_digest
+from tests.cases import cases
 
 ROOT = Path(__file__).parent.parent
 
@@ -139,7 +140,7 @@ def test_wheel_works_outside_the_tree(tmp_path):
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, check=True)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
+@cases("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")))
 def test_actions_are_pinned_by_commit(path):
     """A tag can be moved to other code by whoever holds, or takes, its repository."""
     used = re.findall(r"uses:\s*(\S+)", path.read_text())

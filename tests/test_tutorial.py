@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from fastdp.accounting import calibrate, dpsgd, membership_bound
 from fastdp.cli import app
+from tests.cases import cases
 
 DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES, EPOCHS, DELTA = 40_000, 4, 1e-5
@@ -38,14 +39,14 @@ def run(batch: int, epsilon: float):
     return steps, multiplier, dpsgd(multiplier, batch / EXAMPLES, steps)
 
 
-@pytest.mark.parametrize("row", rows(5), ids=lambda row: f"epsilon {row[0]:g}")
+@cases("row", rows(5))
 def test_what_an_epsilon_means(row):
     _, multiplier, event = run(256, row[0])
     bounds = [100 * membership_bound(event, rate) for rate in (0.001, 0.01, 0.1)]
     assert row[1:] == pytest.approx([multiplier, *bounds], rel=1e-3, abs=6e-3)
 
 
-@pytest.mark.parametrize("row", rows(4), ids=lambda row: f"batch {row[0]:g}")
+@cases("row", rows(4))
 def test_what_a_batch_costs(row):
     steps, multiplier, _ = run(int(row[0]), 8.0)
     assert row[1:] == pytest.approx([steps, multiplier, 1000 * multiplier / row[0]], rel=1e-3, abs=6e-4)

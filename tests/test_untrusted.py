@@ -26,6 +26,7 @@ from fastdp.commands.refusal import PlainConsole, styled
 from fastdp.finetune import ConfigError
 from fastdp.finetune.config import load_config
 from fastdp.finetune.report import build_report
+from tests.cases import cases
 from tests.finetune.test_report import made
 from tests.tokenizers_for_tests import quickstart
 
@@ -167,7 +168,7 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize("key", [False, True], ids=["values", "keys"])
+@cases("key", [False, True])
 def test_no_field_of_a_card_writes_markup_into_a_page(key):
     honest = card_of(**FULL)
     pages = {form: export(honest, form) for form in FORMATS} | {"markdown": Card(honest).to_markdown()}
@@ -274,8 +275,8 @@ def merged(levels=20):
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
+@cases(
+    "text, words",
     [
         (bomb(), "every alias written out"),
         (merged(), "every alias written out"),
@@ -305,7 +306,7 @@ def test_aliases_of_an_honest_file_are_read():
     assert found["list"] == [{"b": 2, "d": 0}, {"b": 1, "d": 0}]
 
 
-@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', "NaN", "1e999", "[" * 200_000, "9" * 10_000, "{", "\ud800{"])
+@cases("text", ['{"a": 1, "a": 2}', "NaN", "1e999", "[" * 200_000, "9" * 10_000, "{", "\ud800{"])
 def test_json_that_readers_take_differently_is_refused(text):
     with pytest.raises(ValueError):
         untrusted.parse_json(text)
@@ -414,8 +415,8 @@ def test_an_adapter_imports_no_module_and_is_looked_for_nowhere_else(tmp_path):
             load_saved(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "place"),
+@cases(
+    "pattern, place",
     [
         (r"yaml\.(safe_)?load|SafeLoader", "fastdp/untrusted.py"),
         (r"from html import|html\.escape", "fastdp/untrusted.py"),

@@ -3,10 +3,15 @@
 import pytest
 
 from fastdp.validate import at_least, positive
+from tests.cases import cases, pairs
 
 
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "1", None])
-@pytest.mark.parametrize("check", [positive, lambda **numbers: at_least(0.0, **numbers)])
+@cases(
+    *pairs(
+        ("value", [-1.0, float("nan"), float("inf"), "1", None]),
+        ("check", [positive, lambda **numbers: at_least(0.0, **numbers)]),
+    )
+)
 def test_what_is_no_number_or_too_small_is_refused_by_name(check, value):
     with pytest.raises(ValueError, match="rate must be a finite number of at least 0"):
         check(delta=1.0, rate=value)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 #: Operands that the host reads, wherever the others are.
-_ON_HOST = frozenset(("position", "drawn", "offsets", "offsets1", "offsets2"))
+ON_HOST = frozenset(("position", "drawn", "offsets", "offsets1", "offsets2"))
 #: Tensors that hold data of their own: not fake, functional or distributed.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 #: Tensors of which every pair is compared.
@@ -84,7 +84,7 @@ def inspect(operands: Sequence[Operand], args: Sequence[Any], *, recorded: bool)
                 if operand.is_written:
                     raise ValueError(f"{operand.name} is a lazily negated view: pass resolve_neg() of it")
                 dispatched = True
-            if x.device != device and not (operand.name in _ON_HOST and x.device.type == "cpu"):
+            if x.device != device and not (operand.name in ON_HOST and x.device.type == "cpu"):
                 if device is not None:
                     raise ValueError(
                         f"{operand.name} is on {x.device} and {first} on {device}: move them to one device"

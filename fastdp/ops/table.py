@@ -60,8 +60,8 @@ class Op:
         self._overload = getattr(torch.ops.fastdp, self.name).default
         arguments = self._overload._schema.arguments
         #: Tensors and lists of them; the first says the device.
-        self._operands = Operand.all_of(arguments)
-        self._writes = any(operand.is_written for operand in self._operands)
+        self.operands = Operand.all_of(arguments)
+        self.writes = any(operand.is_written for operand in self.operands)
         #: Which argument, if any, may be a stream: its next position is taken once the arguments are found good.
         self._position = next((i for i, a in enumerate(arguments) if a.name == "position"), None)
         OPS[self.name] = self
@@ -114,13 +114,13 @@ class Op:
 
     def _run(self, *args: Any) -> Any:
         """A call by torch's dispatcher."""
-        return self._perform(args, inspect(self._operands, args, recorded=False))
+        return self._perform(args, inspect(self.operands, args, recorded=False))
 
     def _perform(self, args: tuple[Any, ...], passed: Passed) -> Any:
         # A stream, which stands for a position, is no tensor: checks of the family know it.
         self.check(*args)
-        if self._writes:
-            check_written(self._operands, passed)
+        if self.writes:
+            check_written(self.operands, passed)
         if self._position is not None:
             args = self._drawn(args)
         assert passed.device is not None
@@ -136,14 +136,14 @@ class Op:
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._overload(*self._drawn(args))
-        passed = inspect(self._operands, args, recorded=self.differentiable and torch.is_grad_enabled())
+        passed = inspect(self.operands, args, recorded=self.differentiable and torch.is_grad_enabled())
         if not passed.dispatched:
             return self._perform(args, passed)
         if self._position is not None:
             # Before a position is spent.
             self.check(*args)
-            if self._writes:
-                check_written(self._operands, passed)
+            if self.writes:
+                check_written(self.operands, passed)
         return self._overload(*self._drawn(args))
 
     def __repr__(self) -> str:

@@ -195,7 +195,7 @@ def _moved_sizes(
     return float(sum(total.double().abs().sum() for total in accumulator.sums.values())) / size / allowed
 
 
-def cases(count: int, seed: int = 0) -> Iterator[Case]:
+def drawn_cases(count: int, seed: int = 0) -> Iterator[Case]:
     """Cases of every kind, use and policy in turn."""
     generator = torch.Generator().manual_seed(seed)
 

@@ -11,6 +11,7 @@ from fastdp.engine.axes import RankOne
 from fastdp.engine.factors import Factors
 from fastdp.engine.policy import Policy
 from fastdp.engine.sums import Sums
+from tests.cases import cases, pairs
 from tests.engine.models import batch, build
 from tests.engine.reference import Recording, engine_for, one_at_a_time, relative, ticket
 from tests.engine.runs import Odd, collate, examples, one_by_one
@@ -88,9 +89,11 @@ def test_sums_are_those_of_single_examples(name: str, tuning: str, two_pass: boo
     assert gap(engine.accumulator.sums, expected(gradients, axes, bound)) < CLOSE
 
 
-@pytest.mark.parametrize("swap", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("m", "n"), [(1, 7), (40, 23), (257, 123)])
+@cases(
+    *pairs(
+        ("swap", [False, True]), ("dtype", [torch.float32, torch.bfloat16]), ("m, n", [(1, 7), (40, 23), (257, 123)])
+    )
+)
 def test_factors_over_axes_are_those_of_the_gradient_over_them(m: int, n: int, dtype: torch.dtype, swap: bool) -> None:
     generator = torch.Generator().manual_seed(m)
     layout = ticket(3).layout(torch.device("cpu"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.cases import cases
 from tests.engine.nets import EXACT, Net, trained
 from tests.engine.reference import engine_for, feed
 from tests.engine.runs import CLIPPED, clipped_sum, collate, error, examples, one_by_one
@@ -31,7 +31,7 @@ def backwards(back: Callable[[torch.Tensor], torch.Tensor]) -> Net:
     return Net(lambda net, h: _Back.apply(h, back))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", ["batch", "row"])
+@cases("name", ["batch", "row"])
 def test_a_backward_pass_that_divides_by_the_gradients_of_the_batch_is_taken_row_by_row(name: str) -> None:
     data = collate(examples(6))
     back = {"batch": lambda g: g / g.norm(), "row": lambda g: g / g.norm(dim=1, keepdim=True).clamp(min=1e-12)}[name]
@@ -68,7 +68,7 @@ class Switched(Keeping):
     switched = True
 
 
-@pytest.mark.parametrize("kind", [Keeping, Switched], ids=["8 bits", "a switch"])
+@cases("kind", [Keeping, Switched])
 def test_a_backward_pass_that_goes_by_what_was_kept_of_other_rows_is_taken_row_by_row(kind: type[Keeping]) -> None:
     """The first batch holds nothing large."""
     data = collate([*examples(6), {"x": torch.full((5,), 300.0), "labels": 0}])
@@ -79,7 +79,7 @@ def test_a_backward_pass_that_goes_by_what_was_kept_of_other_rows_is_taken_row_b
     assert error(engine.accumulator.sums, clipped_sum(one_by_one(kind(), data), 0.5)) < CLIPPED
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["uses", "one-example"])
+@cases("alone", [False, True])
 def test_hooks_of_the_user_see_no_gradient_of_single_rows(alone: bool) -> None:
     def made() -> Net:
         return backwards(lambda g: g / g.norm() if alone else g)

@@ -11,6 +11,7 @@ import torch
 
 from fastdp.engine.engine import Engine
 from fastdp.verify import Checks
+from tests.cases import cases
 from tests.engine.models import batch, build
 from tests.engine.reference import Recording, engine_for, norms, relative, stepped, ticket
 
@@ -32,7 +33,7 @@ def require_exact(engine: Engine, units: list[dict[str, torch.Tensor]], toleranc
     assert relative(found, wanted) < tolerance
 
 
-@pytest.mark.parametrize("tuning", ["full", "lora"])
+@cases("tuning", ["full", "lora"])
 def test_activations_that_are_kept_elsewhere(tuning: str) -> None:
     model, inputs = build("llama", tuning), batch("llama")
     units = alone(copy.deepcopy(model), inputs)

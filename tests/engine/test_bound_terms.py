@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch import nn
 
@@ -18,6 +17,7 @@ from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Ticket
 from fastdp.engine.norms import NormSink
 from fastdp.engine.policy import Policy
+from tests.cases import cases, pairs
 from tests.ops.test_rounding import UNIT, losing, lossy_row, pytestmark  # noqa: F401
 
 TOKENS = 256
@@ -68,8 +68,7 @@ def needed(*uses: Factors | torch.Tensor) -> float:
     return float(torch.as_tensor(total).norm()) + apart
 
 
-@pytest.mark.parametrize("width", [8, 96])
-@pytest.mark.parametrize("keep", [True, False])
+@cases(*pairs(("width", [8, 96]), ("keep", [True, False])))
 def test_the_entries_of_a_gradient_that_is_squared_directly(width: int, keep: bool) -> None:
     tokens = 8 * TOKENS if width > 64 else TOKENS
     use = Factors(column(torch.ones(tokens, 1), width), column(losing(tokens), width))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastdp
+from tests.cases import cases, pairs
 from tests.engine.runs import opaque
 from tests.honest.harness import Case, sum_error
 from tests.honest.kit import MEAN, Wrapped, labelled, mlp, numbers, texts, unpack
@@ -69,7 +70,7 @@ def returning(make: Callable[..., Any], find: Callable[[Any], torch.Tensor]) -> 
     return Case(Wrapped(forward, net=mlp()), numbers(), None, lambda model, batch: find(model(*batch)))
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
+@cases("name", OUTPUTS)
 def test_the_only_loss_is_found_wherever_a_model_returns_it(name: str) -> None:
     assert train(returning(*OUTPUTS[name])).route == "uses"
     assert sum_error(lambda: returning(*OUTPUTS[name])) < 1e-4
@@ -119,7 +120,7 @@ def test_losses_of_layers_may_be_stacked() -> None:
     assert sum_error(build) < 1e-4
 
 
-@pytest.mark.parametrize("choose", [lambda losses: torch.stack(losses).max(), lambda losses: torch.minimum(*losses)])
+@cases("choose", [lambda losses: torch.stack(losses).max(), lambda losses: torch.minimum(*losses)])
 def test_a_choice_among_losses_is_each_row_s_own(choose: Any) -> None:
     """The batch's mean losses chose the layer that every row was trained by."""
 
@@ -182,8 +183,7 @@ LISTS: dict[str, tuple[Callable[..., Any], Callable[[list[Any]], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LISTS)
-@pytest.mark.parametrize("physical", [None, 3])
+@cases(*pairs(("name", LISTS), ("physical", [None, 3])))
 def test_lists_of_rows_are_cut_like_tensors(name: str, physical: int | None) -> None:
     assert train(listed(*LISTS[name]), max_physical_batch_size=physical).route == "uses"
     assert sum_error(lambda: listed(*LISTS[name])) < 1e-4

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from fastdp.engine.randomness import seeded
+from tests.cases import cases
 from tests.engine.nets import EXACT, Net, exact, parameter
 from tests.engine.reference import engine_for, feed
 from tests.engine.runs import clipped_sum, collate, error, examples, one_by_one
@@ -38,7 +38,7 @@ class Deep(nn.Module):
         return {"loss": F.cross_entropy(self.head(x), labels)}
 
 
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+@cases("draw", DRAWS.values())
 def test_layers_that_are_skipped_at_random_take_uses(draw: Callable[[], float]) -> None:
     for seed in range(5):
         with seeded(seed):
@@ -100,7 +100,7 @@ INDICES = {
 }
 
 
-@pytest.mark.parametrize("name", INDICES)
+@cases("name", INDICES)
 def test_entries_that_a_parameter_replaces_take_uses(name: str) -> None:
     index, *shape = INDICES[name]
     assert exact(replace(index, *shape), collate(examples(6))).route == "uses"

@@ -19,7 +19,8 @@ from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
 from fastdp.ops.bounds import LARGEST_RATIO, Roundings
 from fastdp.ops.factors import in_full_precision
-from tests.engine.records import KINDS, POLICIES, USES, Case, cases, moved as record_moved
+from tests.cases import cases, pairs
+from tests.engine.records import KINDS, POLICIES, USES, Case, drawn_cases, moved as record_moved
 from tests.engine.runs import start
 
 CLIP = 1.0
@@ -78,8 +79,9 @@ def cancelling(size: float, gap: float, tokens: int, width: int) -> dict[str, to
     return {"x": torch.cat([x + d, x]), "sign": sign}
 
 
-@pytest.mark.parametrize("size", [1e3, 1e4, 1e5, 1e8, 1e12])
-@pytest.mark.parametrize(("tokens", "width", "out"), [(2, 64, 64), (16, 256, 192), (64, 33, 200)])
+@cases(
+    *pairs(("size", [1e3, 1e4, 1e5, 1e8, 1e12]), ("tokens, width, out", [(2, 64, 64), (16, 256, 192), (64, 33, 200)]))
+)
 def test_tokens_that_cancel(size: float, tokens: int, width: int, out: int) -> None:
     worst = max(
         moved(Tokens(width, out, bias), cancelling(size, gap, tokens, width))
@@ -89,8 +91,7 @@ def test_tokens_that_cancel(size: float, tokens: int, width: int, out: int) -> N
     assert worst <= CLIP
 
 
-@pytest.mark.parametrize("gap", [0.0, 1e-7, 1e-5, 1e-3, 0.1])
-@pytest.mark.parametrize("size", [1.0, 1e4, 1e8])
+@cases(*pairs(("gap", [0.0, 1e-7, 1e-5, 1e-3, 0.1]), ("size", [1.0, 1e4, 1e8])))
 def test_one_weight_used_twice(size: float, gap: float) -> None:
     generator = torch.Generator().manual_seed(2)
     a = size * torch.randn(24, 96, generator=generator)
@@ -122,17 +123,17 @@ def test_no_record_moves_a_sum_by_more_than_its_bound(case: Case) -> None:
 
 @pytest.mark.slow
 def test_no_record_among_many_moves_a_sum_by_more_than_its_bound() -> None:
-    assert all(record_moved(case) <= 1 for case in cases(20_000, seed=1))
+    assert all(record_moved(case) <= 1 for case in drawn_cases(20_000, seed=1))
 
 
-@pytest.mark.parametrize("use", [use for use in USES if use not in ("twice", "cross", "tied")])
+@cases("use", [use for use in USES if use not in ("twice", "cross", "tied")])
 def test_ordinary_records_are_clipped_to_their_bound(use: str) -> None:
     """The search would hold for weights of 0 as well: an ordinary record loses at most .2%."""
     case = Case(3, "plain", use, "flat", torch.float32, 48, 40, 56, 0.0, 0.0, -2.0, False)
     assert 1 - 2e-3 <= record_moved(case) <= 1
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@cases("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_norm_that_is_not_finite_gives_no_weight(bad: float) -> None:
     norms = Norms(2, 3, torch.device("cpu"))
     norms.add(0, torch.tensor([1.0, bad, 1.0]), 4, relative=1e-6)
@@ -203,8 +204,7 @@ def test_products_are_float32_whatever_torch_is_told() -> None:
     assert seen == ["ieee"]
 
 
-@pytest.mark.parametrize("route", ["gram", "direct", "instantiate"])
-@pytest.mark.parametrize("two_pass", [False, True])
+@cases(*pairs(("route", ["gram", "direct", "instantiate"]), ("two_pass", [False, True])))
 def test_leaving_a_record_out_moves_the_sum_by_its_bound_and_the_stated_rounding(route: str, two_pass: bool) -> None:
     """Beside ordinary records, in one product with them: what is beyond the bound is the others' rounding."""
     units, tokens, bound = 6, 20, 0.1

@@ -20,6 +20,7 @@ from fastdp.engine.logits import Logits
 from fastdp.engine.policy import Policy
 from fastdp.engine.routing import Routing
 from fastdp.verify import Checks
+from tests.cases import cases, pairs
 from tests.engine.models import MODELS, batch, build
 from tests.engine.reference import Recording, engine_for, norms, one_at_a_time, relative, stepped, ticket
 
@@ -150,8 +151,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("tokens", [1 + WIDTH, 4 * WIDTH + 3])
-@pytest.mark.parametrize("way", WAYS)
+@cases(*pairs(("tokens", [1 + WIDTH, 4 * WIDTH + 3]), ("way", WAYS)))
 def test_a_head_is_exact_however_a_model_calls_it(way: str, tokens: int) -> None:
     model = Speaker(**WAYS[way])
     inputs = data(tokens=tokens)
@@ -165,8 +165,7 @@ def test_a_head_is_exact_however_a_model_calls_it(way: str, tokens: int) -> None
     require_exact(engine, engine.accumulator.sums, units)
 
 
-@pytest.mark.parametrize("tokens", [1 + WIDTH, 4 * WIDTH + 3])
-@pytest.mark.parametrize("trained", [[], ["head.bias"], ["head.weight"]])
+@cases(*pairs(("tokens", [1 + WIDTH, 4 * WIDTH + 3]), ("trained", [[], ["head.bias"], ["head.weight"]])))
 def test_what_is_frozen_gets_nothing_and_passes_all_on(trained: list[str], tokens: int) -> None:
     model = Speaker(bias=True)
     for name, parameter in model.named_parameters():
@@ -177,15 +176,14 @@ def test_what_is_frozen_gets_nothing_and_passes_all_on(trained: list[str], token
     assert set(engine.accumulator.sums) == {"layer.weight", "layer.bias", *trained}
 
 
-@pytest.mark.parametrize("tokens", [1 + WIDTH, 4 * WIDTH + 3])
-@pytest.mark.parametrize("tied", [False, True])
+@cases(*pairs(("tokens", [1 + WIDTH, 4 * WIDTH + 3]), ("tied", [False, True])))
 def test_two_passes_add_what_they_measured(tied: bool, tokens: int) -> None:
     model, inputs = Speaker(tied=tied, bias=True), data(tokens=tokens)
     units = truth(model, inputs)
     require_exact(engine := step(model, inputs, two_pass=True), engine.accumulator.sums, units)
 
 
-@pytest.mark.parametrize("tokens", [1 + WIDTH, 4 * WIDTH + 3])
+@cases("tokens", [1 + WIDTH, 4 * WIDTH + 3])
 def test_users_of_several_rows_and_padding_rows(tokens: int) -> None:
     model, inputs = Speaker(tied=True), data(rows=7, tokens=tokens)
     rows = truth(model, inputs)
@@ -196,7 +194,7 @@ def test_users_of_several_rows_and_padding_rows(tokens: int) -> None:
     require_exact(engine, engine.accumulator.sums, units)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@cases("tied", [False, True])
 def test_packed_units(tied: bool) -> None:
     model = Speaker(tied=tied)
     lengths = [[4, 6], [2, 8]]
@@ -219,8 +217,7 @@ def test_packed_units(tied: bool) -> None:
     require_exact(engine, engine.accumulator.sums, units)
 
 
-@pytest.mark.parametrize("tokens", [1 + WIDTH, 8 * WIDTH])
-@pytest.mark.parametrize("tied", [False, True])
+@cases(*pairs(("tokens", [1 + WIDTH, 8 * WIDTH]), ("tied", [False, True])))
 def test_bfloat16_is_as_good_as_with_its_logits(tied: bool, tokens: int) -> None:
     model, inputs = Speaker(tied=tied).bfloat16(), data(tokens=tokens)
     units = truth(model, inputs)
@@ -300,8 +297,7 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("how", READS)
-@pytest.mark.parametrize("trained", [True, False])
+@cases(*pairs(("how", READS), ("trained", [True, False])))
 def test_other_readers_of_logits_get_them(how: str, trained: bool) -> None:
     model, inputs = Reads(READS[how]), data()
     model.head.weight.requires_grad = trained

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
 
 from fastdp.engine.logits import Heads
+from tests.cases import cases
 from tests.engine.test_head import VOCABULARY, Speaker, data, require_exact, small_tiles, step, truth  # noqa: F401
 
 ALONG = torch.linspace(0.5, 1.5, VOCABULARY)
@@ -21,7 +21,7 @@ BETWEEN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
 }
 
 
-@pytest.mark.parametrize("shape", BETWEEN)
+@cases("shape", BETWEEN)
 def test_as_many_tokens_as_words(shape: str) -> None:
     """A scale of each token is as long as one of each word: its shape says which it is."""
     between, left_out = BETWEEN[shape]
@@ -30,7 +30,7 @@ def test_as_many_tokens_as_words(shape: str) -> None:
     require_exact(engine, engine.accumulator.sums, truth(model, inputs))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@cases("reduction", ["mean", "sum", "none"])
 def test_a_loss_of_the_plain_model_counts_the_labels_that_are_there(reduction: str) -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(6, 5), torch.randn(VOCABULARY, 5)

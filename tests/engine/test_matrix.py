@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from tests.cases import cases
 from tests.engine.models import MODELS, batch, build
 from tests.engine.reference import Recording, engine_for, norms, one_at_a_time, relative, stepped, ticket
 
@@ -82,7 +83,7 @@ def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("length", [6, 40, 130])
+@cases("length", [6, 40, 130])
 def test_a_tied_head_stays_exact_when_a_later_batch_is_long(length: int) -> None:
     """From about twice the width on, a head's gradients are smaller than its factors; the table's never are."""
     import transformers as hf

@@ -16,6 +16,7 @@ from fastdp.engine.layout import Ticket
 from fastdp.engine.memory import allowed_bytes, kept_bytes, longest
 from fastdp.engine.norms import NormSink
 from fastdp.engine.sums import SumSink
+from tests.cases import cases, pairs
 from tests.engine.models import batch, build
 from tests.engine.reference import engine_for, feed, one_at_a_time
 from tests.engine.runs import CLIPPED, Batch, clipped_sum, error, examples, loader
@@ -46,10 +47,14 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("way", ["one pass", "parts", "two passes"])
+@pytest.mark.parametrize(
+    *pairs(
+        ("name", ["gpt2", "llama"]),
+        ("tuning", ["full", "lora"]),
+        ("reentrant", [False, True]),
+        ("way", ["one pass", "parts", "two passes"]),
+    )
+)
 def test_gradients_are_those_of_each_example_alone(
     name: str, tuning: str, reentrant: bool, way: str, seconds: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,8 +148,7 @@ def test_parts_leave_logits_out(monkeypatch: pytest.MonkeyPatch) -> None:
         output.logits.sum()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit"])
-@pytest.mark.parametrize("tuning", ["full", "lora"])
+@pytest.mark.parametrize(*pairs(("name", ["gpt2", "llama", "bert", "vit"]), ("tuning", ["full", "lora"])))
 def test_factors_take_what_the_trace_foretells(name: str, tuning: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more, and not much less, of what a pass really keeps until its sums are made."""
     found: list[int] = []
@@ -210,7 +214,7 @@ def test_of_weights_in_pieces_those_of_this_process_count(monkeypatch: pytest.Mo
     assert taken == [pytest.approx(12 * 1024, abs=2), pytest.approx(3 * 1024, abs=2)]
 
 
-@pytest.mark.parametrize("two_pass", [None, True])
+@cases("two_pass", [None, True])
 def test_a_card_says_how_many_passes_ran(two_pass: bool | None) -> None:
     data: list[Batch] = [{"input_ids": row, "labels": row} for row in batch("llama", rows=8)["input_ids"]]
     model = checkpointed("llama", "full", False)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 
-import pytest
 import torch
 from torch import nn
 
 import fastdp
 from fastdp.engine.modes import in_mode, kept_modes
+from tests.cases import cases
 from tests.engine.runs import Classifier, start
 
 
@@ -26,7 +26,7 @@ class Normalised(Classifier):
         return self.second(torch.tanh(self.scale(self.first(x))))
 
 
-@pytest.mark.parametrize("training", [True, False])
+@cases("training", [True, False])
 def test_each_module_is_put_back_into_its_own_mode(training: bool) -> None:
     model = Normalised()
     with contextlib.suppress(KeyError), in_mode(model, training=training):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastdp.engine.errors import SelfCheckError
+from tests.cases import cases
 from tests.engine.reference import Recording, norms, relative, stepped
 
 WIDTH, EXPERTS, WORDS = 8, 3, 13
@@ -69,7 +70,7 @@ def _run(back: Back) -> tuple[nn.Module, nn.Module, dict[str, torch.Tensor], obj
     return model, plain, inputs, engine
 
 
-@pytest.mark.parametrize("back", [by_writing, by_sorting])
+@cases("back", [by_writing, by_sorting])
 def test_tokens_that_are_put_back_are_whose_they_were(back: Back) -> None:
     _, plain, inputs, engine = _run(back)
     assert engine.route == "uses", engine.reason
@@ -84,7 +85,7 @@ def test_tokens_that_are_put_back_are_whose_they_were(back: Back) -> None:
         assert relative(engine.accumulator.sums[name], sum(s * u[name] for s, u in zip(scales, units))) < 1e-5, name
 
 
-@pytest.mark.parametrize("back", [not_at_all, by_another])
+@cases("back", [not_at_all, by_another])
 def test_tokens_left_in_an_order_of_the_data_are_nobodys(back: Back) -> None:
     with pytest.raises(SelfCheckError, match="couples rows|couple examples"):
         _run(back)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
@@ -23,6 +22,7 @@ from fastdp.engine.norms import NormSink
 from fastdp.engine.policy import Policy
 from fastdp.methods.frost.accumulate import AbsoluteSink
 from fastdp.private.observer import Observer
+from tests.cases import cases, pairs
 
 #: What one record may move, in units of the bound.
 MOVES = 1.0001
@@ -191,7 +191,7 @@ def counted(records: list[dict[str, torch.Tensor]], bound: float) -> tuple[float
     return seen.counts
 
 
-@pytest.mark.parametrize("above", [1.5e-6, 3e-6, 6e-6, 1.2e-5, 2.4e-5, 0.05])
+@cases("above", [1.5e-6, 3e-6, 6e-6, 1.2e-5, 2.4e-5, 0.05])
 def test_a_record_moves_the_count_by_one(above: float) -> None:
     """Others of one norm at the bound: a last bit must not turn all of them."""
     rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
@@ -216,8 +216,7 @@ def test_a_changed_last_bit_moves_the_count_by_little() -> None:
     assert float((whole - changed).abs().max()) <= 8.5e-7
 
 
-@pytest.mark.parametrize("count", [21, 64])
-@pytest.mark.parametrize("length", [2, 64, 512])
+@cases(*pairs(("count", [21, 64]), ("length", [2, 64, 512])))
 def test_a_long_record_moves_the_release_by_nothing(count: int, length: int) -> None:
     """The whole way, to the parameters: records whose tokens cancel to a 10,000th, and one of zeros."""
     generator = torch.Generator().manual_seed(1)

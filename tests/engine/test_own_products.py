@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fastdp.engine import norms, passes
 from fastdp.engine.engine import Engine
 from fastdp.engine.routing import Routing
+from tests.cases import pairs
 from tests.engine.models import batch, build
 from tests.engine.nets import EXACT, Net
 from tests.engine.reference import engine_for, feed, ticket
@@ -51,8 +52,7 @@ def require_alike(engine: Engine, other: Engine) -> None:
         torch.testing.assert_close(engine.accumulator.sums[name], total, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-@pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
+@pytest.mark.parametrize(*pairs(("tuning", ["full", "lora"]), ("name", ["llama", "bert", "gpt2"])))
 def test_sums_of_models(name: str, tuning: str, taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = twice(build(name, tuning), batch(name))
     assert taken[0] == 0

@@ -6,13 +6,13 @@ import random
 from typing import Any
 
 import numpy
-import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import fastdp
 from fastdp.engine.randomness import BufferSnapshot, seed_from_os, seeded
+from tests.cases import cases
 from tests.engine.runs import Batch, Classifier, collate, examples
 
 
@@ -20,7 +20,7 @@ def drawn() -> tuple[Any, ...]:
     return *torch.rand(4).tolist(), random.random(), *numpy.random.rand(2)  # noqa: NPY002
 
 
-@pytest.mark.parametrize("context", [seed_from_os, lambda: seeded(3)])
+@cases("context", [seed_from_os, lambda: seeded(3)])
 def test_states_are_restored(context: Any) -> None:
     with seeded(7):
         without = drawn()

@@ -11,6 +11,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, Lla
 from fastdp.engine.follow import DataFlow
 from fastdp.engine.rows import Places
 from fastdp.engine.trace import Tracer
+from tests.cases import cases, pairs
 
 SMALL = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
 
@@ -36,8 +37,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
     return Grouped(BertModel(BertConfig(**SMALL), add_pooling_layer=False))
 
 
-@pytest.mark.parametrize("group", [1, 2, 3])
-@pytest.mark.parametrize("tokens", [2, 3, 4, 6, 8, 9])
+@cases(*pairs(("group", [1, 2, 3]), ("tokens", [2, 3, 4, 6, 8, 9])))
 def test_texts_as_long_as_there_are_rows_leave_them_in_order(model: nn.Module, tokens: int, group: int) -> None:
     ids = torch.randint(0, 11, (4, group, tokens))
     trained = dict(model.named_parameters())

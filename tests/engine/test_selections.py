@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.cases import cases
 from tests.engine.nets import EXACT
 from tests.engine.reference import engine_for, feed
 from tests.engine.runs import clipped_sum, error, one_by_one
@@ -71,9 +71,7 @@ def tokens(lengths: list[int], seed: int) -> dict[str, torch.Tensor]:
     return {"ids": ids, "mask": mask, "labels": labels.masked_fill(mask == 0, -100)}
 
 
-@pytest.mark.parametrize(
-    "loss", [by_mask, by_label, by_gather, by_where, by_index_select, by_masked_select], ids=lambda f: f.__name__
-)
+@cases("loss", [by_mask, by_label, by_gather, by_where, by_index_select, by_masked_select])
 def test_tokens_that_the_data_select_count_for_their_own_rows(loss: Loss) -> None:
     model = Tagger(loss)
     engine, tickets = engine_for(model, 0.3)

@@ -17,6 +17,7 @@ from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.losses import LossTerms, intercepted
 from fastdp.engine.policy import Policy
 from fastdp.engine.routing import Routing
+from tests.cases import cases
 from tests.engine.nets import EXACT, Net, exact, mixed, mixture, parameter, steps, trained
 from tests.engine.reference import engine_for, feed, stepped, ticket
 from tests.engine.runs import CLIPPED, clipped_sum, collate, error, examples, join, logical_step, one_by_one, start
@@ -96,7 +97,7 @@ SERVED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", SERVED)
+@cases("name", SERVED)
 def test_what_no_fast_rule_knows_is_served_exactly(name: str) -> None:
     model = SERVED[name]()
     scripted = name == "a scripted module"
@@ -131,14 +132,14 @@ LOSSES: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@cases("name", LOSSES)
 def test_the_gradient_is_that_of_the_loss_as_written(name: str) -> None:
     loss, route = LOSSES[name]
     assert exact(Net(loss=loss), collate(examples(6))).route == route
     assert exact(Net(mixed, loss=loss, mix=parameter(3)), collate(examples(6))).route == "one-example"
 
 
-@pytest.mark.parametrize("add", [operator.add, operator.iadd])
+@cases("add", [operator.add, operator.iadd])
 def test_a_penalty_on_the_weights_is_part_of_every_example_s_loss(add: Any) -> None:
     class Penalised(Net):
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
@@ -148,7 +149,7 @@ def test_a_penalty_on_the_weights_is_part_of_every_example_s_loss(add: Any) -> N
     assert exact(Penalised(), collate(examples(6))).route == "one-example"
 
 
-@pytest.mark.parametrize("route", ["uses", "one-example"])
+@cases("route", ["uses", "one-example"])
 def test_class_weights_stay_in_an_example_s_loss(route: str) -> None:
     weight = torch.tensor([1.0, 5.0, 0.1])
 
@@ -236,7 +237,7 @@ def test_a_padding_row_whose_gradient_is_nan_adds_nothing() -> None:
             assert error({n: engine.accumulator.sums[n] for n in truth[0]}, clipped_sum(truth, 0.5)) < EXACT
 
 
-@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1.0])
+@cases("scale", [float("nan"), float("inf"), 1.0])
 def test_a_padding_rows_scale_counts_for_nothing(scale: float) -> None:
     """Whatever a policy says of it: 0 times NaN is NaN."""
 
@@ -270,7 +271,7 @@ class Pooled(nn.Module):
         return {"loss": F.cross_entropy(self.head(hidden.sum(1)), labels)}
 
 
-@pytest.mark.parametrize("left", [False, True])
+@cases("left", [False, True])
 def test_a_row_that_runs_alone_is_without_its_padding(left: bool) -> None:
     torch.manual_seed(0)
     model, lengths, width = Pooled(), [3, 5, 7, 4], 7
@@ -301,7 +302,7 @@ class TimeMajor(nn.Module):
         return {"loss": F.cross_entropy(self.out(torch.tanh(self.table(x.t())).mean(0)), labels)}
 
 
-@pytest.mark.parametrize("tokens", [2, 3, 4, 5])
+@cases("tokens", [2, 3, 4, 5])
 def test_a_lookup_time_first_is_served_whatever_the_lengths(tokens: int) -> None:
     data = {"x": torch.randint(0, 11, (4, tokens)), "labels": torch.arange(4) % 3}
     model = TimeMajor()

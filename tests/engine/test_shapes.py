@@ -12,6 +12,7 @@ from torch import nn
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.routing import Routing
 from fastdp.verify import Checks
+from tests.cases import cases, pairs
 from tests.engine.reference import engine_for, feed, ticket
 from tests.engine.runs import clipped_sum, error, one_by_one
 
@@ -51,8 +52,7 @@ def sentences(labelled: list[int], tokens: int) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(len(labelled), tokens, WIDTH, generator=generator), "labels": labels}
 
 
-@pytest.mark.parametrize("change", ["select", "sort", "index", "gelu"])
-@pytest.mark.parametrize("verify", [Checks, Routing], ids=["verified", "not verified"])
+@cases(*pairs(("change", ["select", "sort", "index", "gelu"]), ("verify", [Checks, Routing])))
 def test_a_length_that_the_rows_divide_misleads_nobody(change: str, verify: type[Routing]) -> None:
     """The counts of tokens are the rows' multiples throughout."""
     model = Branching(change)

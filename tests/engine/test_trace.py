@@ -3,13 +3,13 @@
 import gc
 import weakref
 
-import pytest
 import torch
 from fastdp.bench.workloads import Case, build, private_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fastdp.engine.trace import Tracer
+from tests.cases import cases, pairs
 
 LAYERS, WIDTH = 8, 12
 
@@ -36,8 +36,7 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("vocabulary", [None, WIDTH], ids=["narrow", "as wide as a vocabulary"])
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+@cases(*pairs(("vocabulary", [None, WIDTH]), ("checkpointed", [False, True])))
 def test_a_trace_keeps_nothing_that_the_model_lets_go_of(checkpointed, vocabulary):
     model = Deep(checkpointed=checkpointed)
     with torch.no_grad():
@@ -50,7 +49,7 @@ def test_a_trace_keeps_nothing_that_the_model_lets_go_of(checkpointed, vocabular
     assert model.most <= alone + 1
 
 
-@pytest.mark.parametrize("self_check", [False, True], ids=["traced", "checked"])
+@cases("self_check", [False, True])
 def test_a_first_step_leaves_no_tensor_to_be_collected(self_check):
     """A reference cycle would hold a step's activations until Python looks for some."""
     case = Case("llama", 1, 16, 32, 2, 2, 32, 2, 4)

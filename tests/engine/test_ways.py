@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 
 from fastdp.engine.errors import SelfCheckError
+from tests.cases import cases
 from tests.engine.models import batch, build
 from tests.engine.nets import EXACT, Net, parameter
 from tests.engine.reference import engine_for, feed, norms, one_at_a_time, relative
@@ -27,7 +27,7 @@ def padded(which: int) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 3, 2), (2, 3, 0, 1), (3, 1, 0, 2)], ids=str)
+@cases("order", [(0, 1, 2, 3), (1, 0, 3, 2), (2, 3, 0, 1), (3, 1, 0, 2)])
 def test_a_model_that_leaves_its_mask_out_where_nothing_is_padded(order: tuple[int, ...]) -> None:
     model = build("t5")
     engine, tickets = engine_for(model, 0.5)
@@ -65,7 +65,7 @@ def scaled(net: Any, h: torch.Tensor) -> torch.Tensor:
     return h * net.gate.sin()
 
 
-@pytest.mark.parametrize("usual", [True, False], ids=["known", "unread before"])
+@cases("usual", [True, False])
 def test_a_way_that_keeps_rows_apart(usual: bool) -> None:
     """Whether or not others read what it reads."""
     model = Ways(scaled, usual)
@@ -82,7 +82,7 @@ def test_a_way_that_keeps_rows_apart(usual: bool) -> None:
     assert engine.route == "uses", engine.reason
 
 
-@pytest.mark.parametrize("at", ["by the batch", "by the pass"])
+@cases("at", ["by the batch", "by the pass"])
 def test_rows_that_meet_on_a_later_way_are_run_alone_or_refused(at: str) -> None:
     model = Ways(of_others)
     engine, tickets = engine_for(model, 0.5)

@@ -163,12 +163,12 @@ def _with_compute_loss(function: Any) -> Case:
     def loop(run: Run) -> None:
         base = fastdp.DPTrainer if run.is_private else hf.Trainer
         module = type("Module", (), {"Trainer": type("Own", (base,), {"compute_loss": function})})
-        fastdp._Own = module.Trainer
+        fastdp.OwnTrainer = module.Trainer
         try:
             rows = {"model": run.case.model, "train_dataset": kit.labelled(), "data_collator": kit.classify}
-            train(run, ("_Own", "Trainer"), module, hf.TrainingArguments, {}, **rows)
+            train(run, ("OwnTrainer", "Trainer"), module, hf.TrainingArguments, {}, **rows)
         finally:
-            delattr(fastdp, "_Own")
+            delattr(fastdp, "OwnTrainer")
 
     return Case(kit.bert(), None, loop=loop)
 

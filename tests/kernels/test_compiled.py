@@ -46,6 +46,8 @@ from fastdp.kernels import (
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from tests.cases import cases, pairs
+
 from .resources import SHARED_LIMIT, binary, compiled
 
 #: Instructions of the matrix units; tiles at least 64 wide must not fall back to those of the generation before.
@@ -499,7 +501,7 @@ def check_loops(case, found, capability):
             assert loop.instructions <= case.loop
 
 
-@pytest.mark.parametrize(("rounded", "plain"), [("noise-rounded", "noise"), ("adamw-rounded", "adamw")])
+@cases("rounded, plain", [("noise-rounded", "noise"), ("adamw-rounded", "adamw")])
 def test_rounding_takes_no_float64(rounded, plain):
     """What float32 leaves open is settled in another launch: rounding itself takes few operations and little room."""
     found, least = built(rounded, 90), built(plain, 90)
@@ -508,7 +510,7 @@ def test_rounding_takes_no_float64(rounded, plain):
     assert found.sass.count(";") - least.sass.count(";") <= 16 * 45
 
 
-@pytest.mark.parametrize("name", ["noise", "adamw"])
+@cases("name", ["noise", "adamw"])
 def test_a_round_of_noise_keeps_the_pipe_of_logic_for_logic(name):
     """Of 96 operations of a double round the 32 additions run elsewhere, as integer products."""
     loops = [loop for loop in built(name, 90).loops if loop.counts.get("SHF", 0) >= 32]
@@ -538,8 +540,7 @@ def test_every_variant_fits_an_h200(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 86, 89, 100, 120])
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(*pairs(("capability", [80, 86, 89, 100, 120]), ("name", list(CASES))))
 def test_fits_its_neighbours(name, capability, monkeypatch):
     if CASES[name].wide and capability not in (90, 100):
         # Launchers choose tiles this wide for the shared memory of these two alone.

@@ -9,6 +9,8 @@ pytest.importorskip("triton")
 import triton
 from fastdp.bench.meter import GPUS
 
+from tests.cases import cases
+
 from . import document
 
 
@@ -40,15 +42,15 @@ def test_the_page_has_the_simulated_rows():
         assert max(row["ratio_memory"] for row in figures["rows"]) <= 1.05
 
 
-@pytest.mark.parametrize("shape", document.SHAPES)
+@cases("shape", document.SHAPES)
 def test_processors_are_busy(shape):
     layers, groups, length, units = document.SHAPES[shape]
     assert document.gram_busy(groups * layers, length, units) >= 0.85
     assert all(document.sum_busy(m, n, length * units) >= 0.85 for n, lefts in groups for m in lefts)
 
 
-@pytest.mark.parametrize(
-    ("name", "share"),
+@cases(
+    "name, share",
     [("gram-bf16", "own_share"), ("weighted-bf16-wide", "wide_share"), ("direct-bf16-wide", "wide_share")],
 )
 def test_simulated_steps_are_priced_by_the_compiled_loops(name, share):

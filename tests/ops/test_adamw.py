@@ -11,6 +11,7 @@ from fastdp import ops
 from fastdp.ops.grid import on_grid
 from fastdp.ops.noise import standard_normals
 from fastdp.ops.table import OPS
+from tests.cases import cases, pairs
 from tests.ops.noise_paths import DTYPES, ODD_SHAPES
 from tests.ops.uses import stream
 
@@ -43,8 +44,7 @@ def our_steps(param: torch.Tensor, sums: list[torch.Tensor], **options):
     return param, mean, square
 
 
-@pytest.mark.parametrize("secure", [False, True])
-@pytest.mark.parametrize("shape", ODD_SHAPES)
+@cases(*pairs(("secure", [False, True]), ("shape", ODD_SHAPES)))
 def test_three_steps_against_torch(shape, secure):
     """Within twice the error of torch's own float32 AdamW on the same noise, both measured from float64."""
     generator = torch.Generator().manual_seed(1)
@@ -62,7 +62,7 @@ def test_three_steps_against_torch(shape, secure):
     assert all(torch.equal(a, b) for a, b in zip(sums, kept)), "the sum was changed"
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])
+@cases("dtype", DTYPES[1:])
 def test_low_precision_parameters_are_rounded_once(dtype):
     generator = torch.Generator().manual_seed(2)
     param = torch.randn(1001, generator=generator).to(dtype)
@@ -73,7 +73,7 @@ def test_low_precision_parameters_are_rounded_once(dtype):
     assert all(torch.equal(a, b) for a, b in zip(moments, expected))
 
 
-@pytest.mark.parametrize("floor", [1e-9, 1e-3, 10.0])
+@cases("floor", [1e-9, 1e-3, 10.0])
 def test_variance_correction(floor):
     """DP-AdamBC: the root of max(unbiased second moment - (std / divisor)^2, floor), in float64."""
     generator = torch.Generator().manual_seed(3)
@@ -101,10 +101,14 @@ def test_variance_correction(floor):
     assert ((param.double() - expected).abs() <= slack).all()
 
 
-@pytest.mark.parametrize("floor", [None, 1e-3])
-@pytest.mark.parametrize(
-    ("dtype", "shape", "rows"),
-    [(torch.float32, (37, 61), 37), (torch.bfloat16, (5, 3, 7), 5), (torch.float32, (9,), 9)],
+@cases(
+    *pairs(
+        ("floor", [None, 1e-3]),
+        (
+            "dtype, shape, rows",
+            [(torch.float32, (37, 61), 37), (torch.bfloat16, (5, 3, 7), 5), (torch.float32, (9,), 9)],
+        ),
+    )
 )
 def test_axes_scale_sum_and_noise(dtype, shape, rows, floor):
     """As a step on the noised mean times the axes, whose noise has a variance of its own at each coordinate."""
@@ -197,8 +201,8 @@ def arguments(**changes):
     return tensors, keywords
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "sentence"),
+@cases(
+    "changes, error, sentence",
     [
         ({"std": -1.0}, ValueError, "std must be"),
         ({"std": float("nan")}, ValueError, "std must be"),
@@ -244,10 +248,11 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.fastdp.adamw_noise_step_.default, op_arguments())
 
 
-@pytest.mark.parametrize("floor", [None, 1e-3])
-def test_reference_agrees(floor):
+@cases(*pairs(("floor", [None, 1e-3]), ("axes", [False, True])))
+def test_reference_agrees(floor, axes):
     ours, defined = op_arguments(), op_arguments()
-    OPS["adamw_noise_step_"](*ours[:-4], floor, False, None, None)
-    OPS["adamw_noise_step_"].reference(*defined[:-4], floor, False, None, None)
+    along = (torch.linspace(0.2, 2, 3), torch.linspace(0.5, 3, 43)) if axes else (None, None)
+    OPS["adamw_noise_step_"](*ours[:-4], floor, False, *along)
+    OPS["adamw_noise_step_"].reference(*defined[:-4], floor, False, *along)
     for a, b in zip(ours[:4], defined[:4]):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fastdp.ops.routes import DEFAULTS, NARROW, ROUTES, Constants, for_norms, longest_by_gram, plan, predicted_seconds
+from tests.cases import cases, pairs
 
 MEASURED = Path(__file__).parents[2] / "bench" / "results" / "cpu" / "planner.json"
 SIZES = (1, 4, 16, 64, 65, 200, 768, 3072)
@@ -55,8 +56,7 @@ def fits(m: int, n: int, length: int, units: int, width: int) -> bool:
     return gradients < left + right if units == 1 else 2 * gradients <= max(left, right)
 
 
-@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16)])
-@pytest.mark.parametrize("keeps", [True, False])
+@cases(*pairs(("device, dtype", [("cpu", torch.float32), ("cuda", torch.bfloat16)]), ("keeps", [True, False])))
 def test_the_plan_is_the_cheapest_of_what_fits(device: str, dtype: torch.dtype, keeps: bool) -> None:
     width, seen = dtype.itemsize, set()
     constants = DEFAULTS[device, width]
@@ -91,7 +91,7 @@ def test_the_plan_costs_little_more_than_the_fastest_that_was_measured() -> None
     assert taken <= 1.1 * least
 
 
-@pytest.mark.parametrize(("m", "n"), [(65, 65), (512, 512), (3072, 768), (2304, 768), (200, 4000)])
+@cases("m, n", [(65, 65), (512, 512), (3072, 768), (2304, 768), (200, 4000)])
 def test_units_are_measured_by_gram_matrices_up_to_where_that_is_slower(m: int, n: int) -> None:
     constants = DEFAULTS["cpu", 4]
     longest = longest_by_gram(m, n)
@@ -107,8 +107,7 @@ def test_units_are_measured_by_gram_matrices_up_to_where_that_is_slower(m: int, 
     assert longest_by_gram(NARROW, n) == 0
 
 
-@pytest.mark.parametrize("lengths", [[5, 5, 5], [1, 300, 2], [40], [0, 0, 7]])
-@pytest.mark.parametrize(("m", "n"), [(8, 8), (100, 100), (700, 700)])
+@cases(*pairs(("lengths", [[5, 5, 5], [1, 300, 2], [40], [0, 0, 7]]), ("m, n", [(8, 8), (100, 100), (700, 700)])))
 def test_norms_alone_go_by_the_lengths_of_units(m: int, n: int, lengths: list[int]) -> None:
     """Gram matrices of unequal units cost what those of their root mean square do, in whole blocks."""
     offsets = torch.tensor([0, *itertools.accumulate(lengths)])

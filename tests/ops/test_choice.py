@@ -20,6 +20,7 @@ from scipy import stats
 from fastdp import _native
 from fastdp.ops import choice_log_probabilities, exponential_choice, private_snap, snap
 from fastdp.ops.choice import EXPONENTIAL_CHOICE
+from tests.cases import cases
 from tests.ops.uses import by_threads, stream
 
 FALSE_ALARM = 1e-9
@@ -92,7 +93,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases("name", CASES)
 def test_draws_follow_the_law(name):
     table, scale, extra = CASES[name]
     at = min(3, len(table) - 1)
@@ -101,7 +102,7 @@ def test_draws_follow_the_law(name):
     assert chi_square(tokens, law) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("name", ["line", "middling", "all"])
+@cases("name", ["line", "middling", "all"])
 def test_reference_follows_the_law(name):
     table, scale, extra = CASES[name]
     law = choice_log_probabilities(3, table, scale, **extra).exp().numpy()
@@ -194,7 +195,6 @@ def test_numbers_flushed_to_zero_leave_a_bound():
         torch.set_flush_denormal(False)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows starts processes anew and has no fork")
 def test_a_forked_process_draws_too():
     table, ids = rows(2000, 32), torch.arange(2000)
     here = exponential_choice(ids, table, 1.0, stream(9)), snap(table, table), private_snap(ids, table, 9.0, stream(9))

@@ -13,6 +13,7 @@ from scipy import stats
 
 from fastdp.ops import dchi_vectors, private_snap, snap
 from fastdp.ops.dchi import PRIVATE_SNAP, dchi_noise, gamma_variates
+from tests.cases import cases
 from tests.ops.uses import by_threads, stream
 
 search = importlib.import_module("fastdp.ops.cpu.snap")
@@ -24,14 +25,14 @@ def native_noise(n, d, eta=1.0, seed=0):
     return dchi_vectors(torch.full((n,), eta, dtype=torch.float64), d, stream(seed)).double()
 
 
-@pytest.mark.parametrize("d", [1, 2, 3, 16, 17, 48, 257, 768])
+@cases("d", [1, 2, 3, 16, 17, 48, 257, 768])
 def test_kernel_agrees_with_the_definition(d):
     ours, defined = native_noise(131, d, seed=d), dchi_noise(stream(d).take(), 131, d)
     # A coordinate's error: of its normal, 2^-21 of the row's largest, and of the products, all far below 1e-5.
     assert (ours - defined).abs().max() < 1e-5 * defined.abs().max()
 
 
-@pytest.mark.parametrize("d", [1, 2, 3, 40, 768])
+@cases("d", [1, 2, 3, 40, 768])
 def test_radius_is_one_gamma_variate_a_token(d):
     radii = gamma_variates(stream(100 + d).take(), 4_000, float(d))
     assert stats.kstest(radii, stats.gamma(d).cdf).pvalue > FALSE_ALARM
@@ -113,7 +114,7 @@ def chi_square(tokens, law):
     return stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue
 
 
-@pytest.mark.parametrize("eta", [0.3, 1.0, 4.0])
+@cases("eta", [0.3, 1.0, 4.0])
 def test_tokens_on_a_line(eta):
     points = np.array([-2.0, 0.0, 0.25, 1.5, 4.0])
     table = torch.tensor(points, dtype=torch.float32)[:, None]
@@ -122,7 +123,7 @@ def test_tokens_on_a_line(eta):
         assert chi_square(tokens, line_law(points, points[at], eta)) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("eta", [0.5, 2.0])
+@cases("eta", [0.5, 2.0])
 def test_tokens_in_the_plane(eta):
     points = np.random.default_rng(3).standard_normal((9, 2)).astype(np.float32).astype(np.float64)
     law = plane_law(points, 4, eta)
@@ -145,7 +146,7 @@ def test_eta_of_each_token():
             assert chi_square(mine, line_law(points, points[at], value)) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("eta", [0.5, 8.0, 1e6])
+@cases("eta", [0.5, 8.0, 1e6])
 def test_reference_agrees(eta):
     table, ids = torch.randn(300, 40), torch.randint(0, 300, (7, 31))
     etas = torch.tensor(eta, dtype=torch.float64)
@@ -165,8 +166,8 @@ def test_place_alone_decides(monkeypatch):
     other = torch.cat([ids[:60], torch.randint(0, 200, (440,))])
     assert torch.equal(tokens[:60], private_snap(other, table, eta, stream(9))[:60])
     assert torch.equal(tokens.view(20, 25), private_snap(ids.view(20, 25), table, eta.view(20, 25), stream(9)))
-    monkeypatch.setattr(search, "_ROWS", 33)
-    monkeypatch.setattr(search, "_TILE", 48)
+    monkeypatch.setattr(search, "ROWS", 33)
+    monkeypatch.setattr(search, "TILE", 48)
     assert torch.equal(tokens, by_threads(lambda: private_snap(ids, table, eta, stream(9))))
 
 

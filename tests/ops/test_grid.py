@@ -16,7 +16,8 @@ from fastdp.ops.grid import DISTANCE, exact_normal, grid, on_grid
 from fastdp.ops.noise import standard_normals
 from fastdp.ops.stream import ROUNDS
 from fastdp.ops.table import OPS
-from tests.ops.noise_paths import PATHS, open_sums, run_path
+from tests.cases import cases, pairs
+from tests.ops.noise_paths import open_sums
 
 
 def position(seed: int = 1, rounds: int = 20) -> torch.Tensor:
@@ -62,8 +63,7 @@ def test_exact_normals_continue_those_of_float32():
     assert (z - torch.tensor(exact, dtype=torch.float64)).abs().max() < 1e-7
 
 
-@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-3, 1.0, 1e6, 1e20])
-@pytest.mark.parametrize("std", [1e-12, 0.7, 1.0, 3e9])
+@cases(*pairs(("size", [0.0, 1e-30, 1e-3, 1.0, 1e6, 1e20]), ("std", [1e-12, 0.7, 1.0, 3e9])))
 def test_released_numbers_are_the_definitions(std, size):
     x = size * torch.randn(1503, generator=torch.Generator().manual_seed(1))
     expected = on_grid(x, std, position())
@@ -77,7 +77,7 @@ def test_released_numbers_are_the_definitions(std, size):
     assert ((x.double() - x_before.double() - grid(std)[0] * grid(std)[1] * z).abs() <= bound).all()
 
 
-@pytest.mark.parametrize(("std", "rounds"), [(0.7, 20), (1.9, 20), (0.7, 12)])
+@cases("std, rounds", [(0.7, 20), (1.9, 20), (0.7, 12)])
 def test_sums_beside_the_middle_of_the_grid_are_rounded_right(std, rounds):
     """Chosen so that float32 normals decide none of them, and the middle is up to 2^-40 steps away."""
     n = 1 << 11
@@ -86,13 +86,6 @@ def test_sums_beside_the_middle_of_the_grid_are_rounded_right(std, rounds):
     truth = on_grid(x, std, at)
     OPS["add_noise_"](x, std, at, True)
     assert torch.equal(x, truth)
-
-
-@pytest.mark.parametrize("isa", PATHS)
-def test_instruction_sets_agree_to_the_bit(isa):
-    for dtype in range(3):
-        key = f"add-{dtype}-True"
-        np.testing.assert_array_equal(run_path(isa, 1)[key], run_path("portable", 1)[key])
 
 
 def test_released_numbers_follow_the_rounded_gaussian():
@@ -157,7 +150,7 @@ def test_special_sums_pass_through_and_zero_std_changes_nothing():
     assert torch.equal(add_noise_(x.clone(), 0.0, NoiseStream(), secure_rounding=True), x)
 
 
-@pytest.mark.parametrize("std", [2.0**-101, 2.0**101])
+@cases("std", [2.0**-101, 2.0**101])
 def test_noise_beyond_the_grid_is_refused(std):
     x, stream = torch.zeros(3, 3), NoiseStream()
     calls = [

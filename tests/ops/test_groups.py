@@ -7,6 +7,7 @@ import torch
 
 from fastdp import ops
 from fastdp.ops.table import OPS, definitions
+from tests.cases import cases, pairs
 from tests.ops.uses import stream
 
 SHAPES = [(3,), (130, 7), (1,), (0,), (2049,), (17, 300)]
@@ -16,7 +17,7 @@ def instances(units=3, dtype=torch.float32):
     return [torch.randn(units, *shape).to(dtype) for shape in SHAPES]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@cases("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_norms_and_sums(dtype):
     made, weights = instances(dtype=dtype), torch.rand(len(SHAPES), 3)
     made[1][2] = float("nan")
@@ -28,8 +29,7 @@ def test_norms_and_sums(dtype):
         assert torch.equal(got, ops.instance_sum(x, row))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("defined", [False, True])
+@cases(*pairs(("dtype", [torch.float32, torch.bfloat16, torch.float64]), ("defined", [False, True])))
 def test_weighted_sums_and_norms_of_chosen_units(dtype, defined):
     """Sums that hold nothing yet are written whole, whatever lies in their memory, also where no unit has a weight."""
     offsets, sizes = torch.tensor([0, 70, 70, 90, 91, 420]), [(7, 40), (40, 7), (1, 1), (33, 300)]
@@ -58,9 +58,7 @@ def test_weighted_sums_and_norms_of_chosen_units(dtype, defined):
             torch.testing.assert_close(squares[i - 1], torch.where(chosen[i], expected, 0), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("masters", [False, True])
-@pytest.mark.parametrize("secure", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@cases(*pairs(("masters", [False, True]), ("secure", [False, True]), ("dtype", [torch.float32, torch.bfloat16])))
 def test_steps(dtype, secure, masters):
     params = [torch.randn(shape).to(dtype) for shape in SHAPES]
     wide = [p.to(torch.float32, copy=True) for p in params]

@@ -5,6 +5,7 @@ import torch
 
 from fastdp import ops
 from fastdp.ops.halves import keep_moments, kept_in_half, random_bits
+from tests.cases import cases
 
 
 def test_both_neighbours_come_as_often_as_the_distance_says():
@@ -20,7 +21,7 @@ def test_both_neighbours_come_as_often_as_the_distance_says():
         torch.testing.assert_close(kept_in_half(x, torch.full(x.shape, 0xFFFF)).float(), x, equal_nan=True)
 
 
-@pytest.mark.parametrize("shift", [0, 16])
+@cases("shift", [0, 16])
 def test_bits_are_spread_over_elements_and_over_steps(shift):
     """Sixteen bins over 4,096 elements of a step, and over 4,096 steps of an element: no bin six deviations off."""
     along = random_bits(4096, 3, 9, torch.device("cpu"))[None]

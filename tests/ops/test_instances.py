@@ -7,6 +7,7 @@ from hypothesis import given, settings, strategies as st
 from fastdp import ops
 from fastdp.ops.factors import ABSOLUTE, MASKED_SQUARE, SQUARE
 from fastdp.ops.table import OPS
+from tests.cases import cases, pairs
 from tests.ops.uses import by_threads
 
 from .uses import DTYPES, relative_error
@@ -39,9 +40,7 @@ def assert_close(got, truth, bound):
     assert bool(((got.double() - truth).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("units", [0, 1, 5])
+@cases(*pairs(("dtype", [*DTYPES, torch.float64]), ("shape", SHAPES), ("units", [0, 1, 5])))
 def test_every_shape_and_dtype(units, shape, dtype):
     instances, mask = instances_of(units, shape, 0, dtype), drawn(shape, 1)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -122,7 +121,7 @@ def test_threads_do_not_change_the_result():
     by_threads(compute)
 
 
-@pytest.mark.parametrize("name", ["instance_norms", "instance_sum"])
+@cases("name", ["instance_norms", "instance_sum"])
 def test_opcheck(name):
     instances, mask, weights = instances_of(4, (3, 5), 0), drawn((3, 5), 1), torch.rand(4)
     arguments = {
@@ -149,7 +148,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), BAD)
+@cases("call, error, message", BAD)
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()

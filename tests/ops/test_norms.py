@@ -1,6 +1,5 @@
 """Squared norms, inner products and L1 norms of per-unit gradients against float64, one unit at a time."""
 
-import os
 import subprocess
 import sys
 
@@ -12,6 +11,7 @@ from fastdp import ops
 from fastdp.ops.cpu.norms import HAS_KERNELS
 from fastdp.ops.factors import ABSOLUTE, MASKED_SQUARE, SQUARE
 from fastdp.ops.table import OPS
+from tests.cases import cases, pairs
 from tests.ops.uses import by_threads
 
 from .uses import DTYPES, RAGGED, factor, gradients, offsets_of, relative_error
@@ -26,8 +26,7 @@ def squared(left, right, offsets, rows=None):
     return gradients(left, right, offsets, rows).square().sum((1, 2))
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize(("m", "n"), SHAPES)
+@cases(*pairs(("route", ROUTES), ("m, n", SHAPES)))
 def test_sqnorm_of_ragged_units(m, n, route):
     offsets = offsets_of(RAGGED)
     left, right = factor(int(offsets[-1]), m, 0), factor(int(offsets[-1]), n, 1)
@@ -36,16 +35,7 @@ def test_sqnorm_of_ragged_units(m, n, route):
     assert relative_error(got, squared(left, right, offsets)) <= BOUND
 
 
-@pytest.mark.parametrize("length", [1, 16, 64, 128, 197])
-def test_sqnorm_of_equal_units(length):
-    offsets = offsets_of([length] * 5)
-    left, right = factor(5 * length, 129, 2), factor(5 * length, 257, 3)
-    for route in ROUTES:
-        assert relative_error(ops.sqnorm(left, right, offsets, route), squared(left, right, offsets)) <= BOUND
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@cases(*pairs(("layout", LAYOUTS), ("dtype", DTYPES)))
 def test_every_norm_reads_every_dtype_and_layout(dtype, layout):
     offsets = offsets_of(RAGGED)
     tokens = int(offsets[-1])
@@ -72,9 +62,7 @@ def test_every_norm_reads_every_dtype_and_layout(dtype, layout):
     assert relative_error(group[1], squared(right, right, offsets)) <= BOUND
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize(("m", "n"), SHAPES)
+@cases(*pairs(("layout", LAYOUTS), ("dtype", [*DTYPES, torch.float64]), ("m, n", SHAPES)))
 def test_columns_are_scaled_as_they_are_read(m, n, dtype, layout):
     offsets = offsets_of(RAGGED)
     tokens = int(offsets[-1])
@@ -118,7 +106,7 @@ def test_float64_factors_stay_float64():
     assert relative_error(inner, truth.square().sum((1, 2))) <= 1e-12
 
 
-@pytest.mark.parametrize("n", [1, 7, 512, 1100])
+@cases("n", [1, 7, 512, 1100])
 def test_repeated_ids_add_up_before_they_are_squared(n):
     offsets = offsets_of(RAGGED)
     tokens = int(offsets[-1])
@@ -133,8 +121,7 @@ def test_repeated_ids_add_up_before_they_are_squared(n):
     assert float(ops.sqnorm(torch.tensor([3, 3]), opposite, offsets_of([2]))) == 0
 
 
-@pytest.mark.parametrize("kinds", ["matrix-matrix", "ids-matrix", "matrix-ids", "ids-ids"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@cases(*pairs(("kinds", ["matrix-matrix", "ids-matrix", "matrix-ids", "ids-ids"]), ("dtype", DTYPES)))
 def test_cross_inner(kinds, dtype):
     rows, n = 67, 129
     offsets1, offsets2 = offsets_of(RAGGED), offsets_of([3, 70, 0, 1, 64, 130, 2, 5])
@@ -150,17 +137,6 @@ def test_cross_inner(kinds, dtype):
     # The error is against the sizes of the two gradients: their inner product may be as small as it likes.
     size = grads[0].square().sum((1, 2)).sqrt() * grads[1].square().sum((1, 2)).sqrt()
     assert bool(((got - truth).abs() <= BOUND * size).all())
-
-
-def test_sum_of_two_uses_is_the_norm_of_their_sum():
-    """Tied embeddings: |E + H|^2 = |E|^2 + |H|^2 + 2 <E, H>, none of it p x d."""
-    offsets = offsets_of([33, 1, 0, 64])
-    ids = torch.randint(0, 50, (98,), generator=torch.Generator().manual_seed(1))
-    head, rows, hidden = factor(98, 50, 2), factor(98, 24, 3), factor(98, 24, 4)
-    truth = (gradients(ids, rows, offsets, 50) + gradients(head, hidden, offsets)).square().sum((1, 2))
-    got = ops.sqnorm(ids, rows, offsets) + ops.sqnorm(head, hidden, offsets)
-    got += 2 * ops.cross_inner(ids, rows, head, hidden, offsets, offsets)
-    assert relative_error(got, truth) <= BOUND
 
 
 @settings(max_examples=40)
@@ -187,17 +163,6 @@ def test_any_units_and_sizes(lengths, m, n, route, seed):
             exact = size(truth).sum((1, 2))
             least = size(share * terms).sum((1, 2))
             assert bool(((found - exact).abs() <= BOUND * torch.maximum(exact, least)).all())
-
-
-@settings(max_examples=25)
-@given(scale=st.floats(2**-20, 2**20), length=st.integers(1, 70), seed=st.integers(0, 2**31))
-def test_scaling_and_orthogonality(scale, length, seed):
-    """Norms scale with the square of a factor, and the norm of units apart does not see its neighbours."""
-    left, right = factor(2 * length, 9, seed), factor(2 * length, 21, seed + 1)
-    both, first = offsets_of([length, length]), offsets_of([length])
-    once = ops.sqnorm(left, right, both, "gram")
-    assert relative_error(ops.sqnorm(left * scale, right, both, "gram"), once.double() * scale**2) <= BOUND
-    assert torch.equal(ops.sqnorm(left[:length], right[:length], first, "gram"), once[:1])
 
 
 def test_non_finite_units_do_not_reach_their_neighbours():
@@ -249,7 +214,6 @@ def test_a_changed_mask_is_packed_again():
     assert float(ops.masked_sqnorm(left, right, offsets, everything)[1]) == 0
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no os.fork, so no child inherits threads")
 def test_a_forked_child_needs_no_threads():
     """OpenMP's threads are missing there: a kernel that waits for them never ends."""
     script = """
@@ -316,7 +280,7 @@ def test_threads_do_not_change_the_result():
     )
 
 
-@pytest.mark.parametrize("name", ["norms", "cross_inner"])
+@cases("name", ["norms", "cross_inner"])
 def test_opcheck(name):
     offsets, left, right = offsets_of([4, 0, 3]), factor(7, 5, 1), factor(7, 6, 2)
     ids, mask = torch.tensor([0, 4, 4, 1, 2, 0, 0]), torch.rand(5, 6) < 0.5
@@ -400,14 +364,13 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), BAD)
+@cases("call, error, message", BAD)
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [(8, 70), (70, 8), (129, 65)])
+@cases(*pairs(("dtype", DTYPES), ("size", [(8, 70), (70, 8), (129, 65)])))
 def test_padding_changes_no_bit_and_is_no_token(size, dtype):
     """Zeros of one factor before, among and after a unit's tokens: what its norms are made of stays as it is."""
     own, padded = torch.tensor([0, 300]), torch.tensor([0, 700])

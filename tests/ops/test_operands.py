@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fastdp import ops
-from fastdp.ops.operands import _ON_HOST
+from fastdp.ops.operands import ON_HOST
 from fastdp.ops.table import OPS
+from tests.cases import cases
 from tests.ops.uses import offsets_of, stream
 
 TOKENS, UNITS, ROWS, COLUMNS = 6, 2, 5, 4
@@ -77,7 +78,7 @@ def passed_for(operand, args: tuple):
 
 def tensors_of(name: str, args: tuple):
     """Index and place in a list (or None) of every tensor argument."""
-    for operand in OPS[name]._operands:
+    for operand in OPS[name].operands:
         for place, x in enumerate(passed_for(operand, args)):
             if isinstance(x, torch.Tensor):
                 yield operand, place
@@ -95,18 +96,18 @@ def test_every_op_is_here():
     assert set(arguments()) == set(OPS)
 
 
-@pytest.mark.parametrize("name", OPS)
+@cases("name", OPS)
 def test_an_operand_on_another_device_is_refused(name):
     for operand, place in tensors_of(name, arguments()[name]):
         args = arguments()[name]
         bad = replaced(args, operand, place, passed_for(operand, args)[place].to("meta"))
-        beside = [o for o, _ in tensors_of(name, args) if o.name in _ON_HOST]
-        if operand.name in _ON_HOST or sum(1 for _ in tensors_of(name, args)) > 1 + len(beside):
+        beside = [o for o, _ in tensors_of(name, args) if o.name in ON_HOST]
+        if operand.name in ON_HOST or sum(1 for _ in tensors_of(name, args)) > 1 + len(beside):
             with pytest.raises(ValueError, match="meta"):
                 OPS[name](*bad)
 
 
-@pytest.mark.parametrize("name", OPS)
+@cases("name", OPS)
 def test_what_is_no_tensor_is_a_type_error(name):
     good = arguments()[name]
     for operand, place in tensors_of(name, good):
@@ -119,7 +120,7 @@ def test_what_is_no_tensor_is_a_type_error(name):
                 OPS[name](*(good[: operand.index] + (None,) + good[operand.index + 1 :]))
 
 
-@pytest.mark.parametrize("name", OPS)
+@cases("name", OPS)
 def test_negative_views_are_read_with_their_sign(name):
     for operand, place in tensors_of(name, arguments()[name]):
         torch.manual_seed(1)
@@ -136,14 +137,14 @@ def test_negative_views_are_read_with_their_sign(name):
         expected, got = copy.deepcopy(args), replaced(copy.deepcopy(args), operand, place, negative)
         results = [OPS[name](*expected), OPS[name](*got)]
         torch.testing.assert_close(results[1], results[0])
-        for written in (o.index for o in OPS[name]._operands if o.is_written):
+        for written in (o.index for o in OPS[name].operands if o.is_written):
             torch.testing.assert_close(got[written], expected[written])
 
 
-@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op._writes])
+@cases("name", [name for name, op in OPS.items() if op.writes])
 def test_written_tensors_have_memory_of_their_own(name):
     args = arguments()[name]
-    written = [o for o in OPS[name]._operands if o.is_written and len(passed_for(o, args))]
+    written = [o for o in OPS[name].operands if o.is_written and len(passed_for(o, args))]
     for operand in written:
         x = passed_for(operand, args)[0]
         with pytest.raises(RuntimeError, match="requires grad"):
@@ -151,7 +152,7 @@ def test_written_tensors_have_memory_of_their_own(name):
         thin = torch.zeros(1, dtype=x.dtype).expand(x.shape)
         with pytest.raises(ValueError, match="share memory|contiguous"):
             OPS[name](*replaced(args, operand, 0, thin))
-        for other in OPS[name]._operands:
+        for other in OPS[name].operands:
             own = passed_for(other, args)
             if other is not operand and len(own) and own[0].shape == x.shape and own[0].dtype == x.dtype:
                 with pytest.raises(ValueError, match="share memory"):

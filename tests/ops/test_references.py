@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 
 from fastdp import ops
 from fastdp.ops.bounds import TOKEN_COUNTS
 from fastdp.ops.grid import exact_spacing
 from fastdp.ops.table import OPS
+from tests.cases import cases
 
 UNIT = 2.0**-24
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@cases("bad", [math.nan, math.inf, -math.inf])
 def test_a_row_that_is_not_finite_is_clipped_to_nothing(bad: float) -> None:
     rows = torch.ones(3, 4)
     rows[1, 2] = bad
@@ -28,7 +28,7 @@ def test_a_row_that_is_not_finite_is_clipped_to_nothing(bad: float) -> None:
         position = ops.NoiseStream.unsafe_reproducible(0).take()
 
 
-@pytest.mark.parametrize(("count", "largest"), [(1, 1.0), (3, 5.0), (1000, 0.3), (2**20, 7.0), (5, 2.0**-30)])
+@cases("count, largest", [(1, 1.0), (3, 5.0), (1000, 0.3), (2**20, 7.0), (5, 2.0**-30)])
 def test_sums_on_a_grid_are_exact_and_the_grid_is_the_finest(count: int, largest: float) -> None:
     spacing = exact_spacing(count, largest)
     assert math.frexp(spacing)[0] == 0.5
@@ -39,7 +39,7 @@ def test_sums_on_a_grid_are_exact_and_the_grid_is_the_finest(count: int, largest
     assert float(torch.tensor(most) - torch.tensor(spacing)) == most - spacing
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@cases("bad", [math.nan, math.inf])
 def test_a_zero_that_meets_what_is_not_finite_counts(bad: float) -> None:
     """Its product is NaN, so that the token adds to a gradient."""
     left, right = torch.tensor([[1.0], [0.0], [0.0], [bad]]), torch.tensor([[1.0], [bad], [1.0], [0.0]])

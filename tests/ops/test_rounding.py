@@ -7,6 +7,7 @@ import torch
 
 from fastdp import ops
 from fastdp.ops.bounds import EARLY, PADDING, ROW_PRODUCTS, Roundings
+from tests.cases import cases, pairs
 
 UNIT = 2.0**-24
 pytestmark = pytest.mark.skipif(
@@ -29,8 +30,12 @@ def lossy_row(width: int) -> torch.Tensor:
     return row
 
 
-@pytest.mark.parametrize(("tokens", "without"), [(EARLY, "early"), (200 * EARLY, "early"), (200 * EARLY, "token")])
-@pytest.mark.parametrize("left", ["matrix", "ids"])
+@cases(
+    *pairs(
+        ("tokens, without", [(EARLY, "early"), (200 * EARLY, "early"), (200 * EARLY, "token")]),
+        ("left", ["matrix", "ids"]),
+    )
+)
 def test_the_entries_of_a_gradient_lose_what_their_bound_allows(tokens: int, without: str, left: str) -> None:
     rows, offsets = losing(tokens), torch.tensor([0, tokens])
     factor = torch.ones(tokens, 1) if left == "matrix" else torch.zeros(tokens, dtype=torch.int64)

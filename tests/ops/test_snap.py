@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from fastdp import _native
 from fastdp.ops import snap
 from fastdp.ops.snap import SNAP
+from tests.cases import cases, pairs
 from tests.ops.uses import by_threads
 
 module = importlib.import_module("fastdp.ops.cpu.snap")
@@ -19,7 +20,7 @@ SIZES = (1, 7, 129, 257)
 
 @pytest.fixture(params=[True, False], ids=["bfloat16", "float32"])
 def _first_pass(request, monkeypatch):
-    monkeypatch.setattr(module, "_multiplies_in_bf16", lambda: request.param)
+    monkeypatch.setattr(module, "multiplies_in_bf16", lambda: request.param)
 
 
 def nearest(x, table):
@@ -29,8 +30,7 @@ def nearest(x, table):
 
 
 @pytest.mark.usefixtures("_first_pass")
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("v", SIZES)
+@cases(*pairs(("n", SIZES), ("v", SIZES)))
 def test_exact_on_odd_shapes(n, v):
     for d in (1, 7, 31, 257):
         gen = torch.Generator().manual_seed(1000 * n + v + d)
@@ -40,8 +40,8 @@ def test_exact_on_odd_shapes(n, v):
 
 @pytest.mark.usefixtures("_first_pass")
 def test_exact_over_several_tiles_and_chunks(monkeypatch):
-    monkeypatch.setattr(module, "_ROWS", 37)
-    monkeypatch.setattr(module, "_TILE", 100)
+    monkeypatch.setattr(module, "ROWS", 37)
+    monkeypatch.setattr(module, "TILE", 100)
     x, table = torch.randn(113, 48), torch.randn(1057, 48)
     assert torch.equal(snap(x, table), nearest(x, table))
 
@@ -90,7 +90,7 @@ FAMILIES = (
 
 
 @pytest.mark.usefixtures("_first_pass")
-@pytest.mark.parametrize("name", FAMILIES)
+@cases("name", FAMILIES)
 def test_exact_where_rounding_hurts(name):
     for seed, (n, v, d) in enumerate([(33, 1300, 24), (17, 301, 131)]):
         x, table = family(name, n, v, d, torch.Generator().manual_seed(seed))
@@ -154,13 +154,13 @@ def test_autocast_and_lower_precision_do_not_touch_the_answer(monkeypatch):
     truth = nearest(x, table)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(snap(x, table), truth)
-        monkeypatch.setattr(module, "_multiplies_in_bf16", lambda: False)
+        monkeypatch.setattr(module, "multiplies_in_bf16", lambda: False)
         assert torch.equal(snap(x, table), truth)
     monkeypatch.undo()
     monkeypatch.setattr(_native, "has_bf16_products", lambda: False)
     torch.set_float32_matmul_precision("medium")
     try:
-        assert module._multiplies_in_bf16()
+        assert module.multiplies_in_bf16()
         assert torch.equal(snap(x, table), truth)
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -171,8 +171,7 @@ def test_threads_do_not_matter():
     by_threads(lambda: snap(x, table))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("implementation", [snap, SNAP.reference])
+@cases(*pairs(("bad", [float("nan"), float("inf"), float("-inf")]), ("implementation", [snap, SNAP.reference])))
 def test_non_finite_rows_are_named(bad, implementation):
     x, table = torch.randn(40, 19), torch.randn(2100, 19)
     broken = x.clone()
@@ -187,7 +186,7 @@ def test_non_finite_rows_are_named(bad, implementation):
         implementation(x, broken)
 
 
-@pytest.mark.parametrize("v", [5, 28, 40])
+@cases("v", [5, 28, 40])
 def test_equal_rows_answer_with_the_lowest_index_in_any_layout(v):
     for d in range(2, 40):
         table = torch.randn(d).repeat(v, 1).T.contiguous().T

@@ -15,6 +15,7 @@ from scipy import stats
 from fastdp import _native
 from fastdp.ops import NoiseStream, add_noise_
 from fastdp.ops.stream import MAX_TENSORS, ROUNDS, chacha_words
+from tests.cases import cases, pairs
 
 
 def position(key: bytes, nonce: bytes, rounds: int = 20) -> torch.Tensor:
@@ -124,13 +125,13 @@ def words(request):
     return lambda at, first, blocks: native_words(at, first, blocks, request.param)
 
 
-@pytest.mark.parametrize(("key", "nonce", "counter", "keystream"), VECTORS)
+@cases("key, nonce, counter, keystream", VECTORS)
 def test_rfc8439_block_function(words, key, nonce, counter, keystream):
     block = words(position(key, bytes.fromhex(nonce)), counter, 1)
     assert block.astype("<u4").tobytes().hex() == keystream
 
 
-@pytest.mark.parametrize(("key", "nonce", "counter", "keystream"), VECTORS_12)
+@cases("key, nonce, counter, keystream", VECTORS_12)
 def test_block_function_of_12_rounds(words, key, nonce, counter, keystream):
     block = words(position(key, bytes.fromhex(nonce), 12), counter, 1)
     assert block.astype("<u4").tobytes().hex() == keystream
@@ -142,8 +143,7 @@ def test_rfc8439_encryption(words):
     assert cipher.hex() == SUNSCREEN_CIPHERTEXT
 
 
-@pytest.mark.parametrize("rounds", ROUNDS)
-@pytest.mark.parametrize("blocks", [1, 7, 16, 17, 129, 2049])
+@cases(*pairs(("rounds", ROUNDS), ("blocks", [1, 7, 16, 17, 129, 2049])))
 def test_words_are_those_of_the_definition_at_any_count(words, blocks, rounds):
     at = NoiseStream.unsafe_reproducible(1, rounds).take()
     first = (1 << 32) - blocks // 2 - 1  # the counter passes its last value and wraps
@@ -165,7 +165,7 @@ def test_position_layout():
     assert at.numpy().view(np.uint32).tolist() == [*np.frombuffer(COUNTING, "<u4").tolist(), 11, 7, 5, 10]
 
 
-@pytest.mark.parametrize("rounds", ROUNDS)
+@cases("rounds", ROUNDS)
 def test_every_position_of_a_stream_has_its_rounds(rounds):
     streams = (
         NoiseStream(rounds),
@@ -179,7 +179,7 @@ def test_every_position_of_a_stream_has_its_rounds(rounds):
     assert NoiseStream().rounds == 20
 
 
-@pytest.mark.parametrize("rounds", [0, 8, 10, 6, 16, 24, -12, 12.5, "12", None])
+@cases("rounds", [0, 8, 10, 6, 16, 24, -12, 12.5, "12", None])
 def test_other_rounds_are_refused(rounds):
     for make in (NoiseStream, lambda rounds: NoiseStream.shared(lambda: COUNTING, rounds)):
         with pytest.raises(ValueError, match="20 here, or 12"):
@@ -251,22 +251,26 @@ def test_a_draw_is_used_once():
         stream.at(3, 7).take()
 
 
-@pytest.mark.parametrize(("step", "tensor"), [(-1, 0), (1 << 64, 0), (0, -1), (0, MAX_TENSORS)])
+@cases("step, tensor", [(-1, 0), (1 << 64, 0), (0, -1), (0, MAX_TENSORS)])
 def test_positions_out_of_range(step, tensor):
     with pytest.raises(ValueError, match="must be between"):
         NoiseStream().at(step, tensor)
 
 
-@pytest.mark.parametrize("of", ["stream", "draw"])
-@pytest.mark.parametrize(
-    "leak",
-    [
-        copy.copy,
-        copy.deepcopy,
-        pickle.dumps,
-        lambda s: torch.save(s, io.BytesIO()),
-        lambda s: torch.save({"s": s}, io.BytesIO()),
-    ],
+@cases(
+    *pairs(
+        ("of", ["stream", "draw"]),
+        (
+            "leak",
+            [
+                copy.copy,
+                copy.deepcopy,
+                pickle.dumps,
+                lambda s: torch.save(s, io.BytesIO()),
+                lambda s: torch.save({"s": s}, io.BytesIO()),
+            ],
+        ),
+    )
 )
 def test_the_key_cannot_be_copied_or_saved(leak, of):
     stream = NoiseStream()
@@ -305,7 +309,6 @@ def child_noise(stream: NoiseStream) -> tuple[bytes, bytes]:
     return theirs, stream.uniform64(8).tobytes()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_fork_does_not_repeat_the_noise():
     theirs, ours = child_noise(NoiseStream())
     assert len(theirs) == len(ours) == 64
@@ -314,7 +317,6 @@ def test_a_fork_does_not_repeat_the_noise():
     assert theirs == ours
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_fork_while_another_thread_draws_does_not_hang():
     stream = NoiseStream()
     with stream._lock:
@@ -325,7 +327,7 @@ def test_a_fork_while_another_thread_draws_does_not_hang():
     assert os.waitpid(child, 0)[1] == 0
 
 
-@pytest.mark.parametrize("seed", [-1, 1 << 256])
+@cases("seed", [-1, 1 << 256])
 def test_seed_out_of_range(seed):
     with pytest.raises(ValueError, match="seed"):
         NoiseStream.unsafe_reproducible(seed)
@@ -357,7 +359,7 @@ def test_bernoulli_rate():
         assert stats.binomtest(hits, 1_000_000, probability).pvalue > 2e-6
 
 
-@pytest.mark.parametrize("probability", [-0.1, 1.1, float("nan")])
+@cases("probability", [-0.1, 1.1, float("nan")])
 def test_bernoulli_refuses(probability):
     with pytest.raises(ValueError, match="probability"):
         NoiseStream().bernoulli(3, probability)

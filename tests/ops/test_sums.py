@@ -8,6 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from fastdp import ops
 from fastdp.ops.table import OPS
+from tests.cases import cases, pairs
 
 from .uses import DTYPES, RAGGED, factor, gradients, offsets_of, relative_error
 
@@ -34,9 +35,7 @@ def assert_close(got, truth, bound):
     assert bool(((got.double() - truth).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lengths", [RAGGED, (33, 33, 33)])
+@cases(*pairs(("layout", LAYOUTS), ("dtype", DTYPES), ("lengths", [RAGGED, (33, 33, 33)])))
 def test_per_unit_and_column_sums(lengths, dtype, layout):
     offsets = offsets_of(lengths)
     tokens = int(offsets[-1])
@@ -53,9 +52,7 @@ def test_per_unit_and_column_sums(lengths, dtype, layout):
 SMALL = ((4, 129), (129, 4), (1, 1), (16, 16), (0, 3))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lengths", [RAGGED, (33, 33, 33), ()])
+@cases(*pairs(("layout", LAYOUTS), ("dtype", DTYPES), ("lengths", [RAGGED, (33, 33, 33), ()])))
 def test_a_group_of_small_matrices(lengths, dtype, layout):
     offsets = offsets_of(lengths)
     tokens = int(offsets[-1])
@@ -79,9 +76,7 @@ def test_a_unit_of_a_group_is_its_own():
     assert made.isfinite().all(2).all(1).tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("m", "n"), [(1, 1), (7, 129), (129, 7), (257, 123)])
+@cases(*pairs(("layout", LAYOUTS), ("dtype", DTYPES), ("m, n", [(1, 1), (7, 129), (129, 7), (257, 123)])))
 def test_weighted_sum(m, n, dtype, layout):
     left, right = factor(150, m, 1, dtype, layout), factor(150, n, 2, dtype, layout)
     weights = torch.rand(150, generator=torch.Generator().manual_seed(3)) - 0.3
@@ -102,8 +97,7 @@ ZEROED = {
 }
 
 
-@pytest.mark.parametrize("zeroed", ZEROED)
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@cases(*pairs(("zeroed", ZEROED), ("poison", [float("nan"), float("inf")])))
 def test_rows_of_weight_zero_never_reach_a_sum(zeroed, poison):
     left, right, weights = factor(150, 33, 1), factor(150, 65, 2), torch.rand(150) + 0.1
     weights[ZEROED[zeroed]] = 0
@@ -119,7 +113,7 @@ def test_rows_of_weight_zero_never_reach_a_sum(zeroed, poison):
     assert_close(ops.masked_weighted_sum(left, right, weights, weights, mask), truth, bound)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@cases("dtype", DTYPES)
 def test_sum_of_one_hot_rows(dtype):
     right, weights = factor(150, 131, 1, dtype, "rows"), torch.rand(150) - 0.5
     ids = torch.randint(0, 11, (300,), generator=torch.Generator().manual_seed(1))[::2]
@@ -133,8 +127,7 @@ def test_sum_of_one_hot_rows(dtype):
     assert torch.equal(out[11], torch.ones(131))
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("n", [1, 131, 700])
+@cases(*pairs(("dtype", [*DTYPES, torch.float64]), ("n", [1, 131, 700])))
 def test_masked_sum_of_one_hot_rows(n, dtype):
     right, masked, unmasked = factor(150, n, 1, dtype, "rows"), torch.rand(150) - 0.5, torch.rand(150) - 0.5
     ids = torch.randint(0, 11, (300,), generator=torch.Generator().manual_seed(1))[::2]
@@ -165,9 +158,7 @@ def masked_truth(left, right, masked, unmasked, mask):
     return torch.where(mask, *sums)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("each", [1, 50], ids=["a weight a token", "a weight a unit"])
+@cases(*pairs(("layout", LAYOUTS), ("dtype", DTYPES), ("each", [1, 50])))
 def test_masked_weighted_sum(each, dtype, layout):
     left, right = factor(150, 103, 1, dtype, layout), factor(150, 129, 2, dtype, layout)
     generator = torch.Generator().manual_seed(3)
@@ -223,8 +214,7 @@ def test_sums_of_any_units(lengths, m, n, zero, seed):
     assert torch.equal(table, ops.weighted_sum(ids, right, weights, rows=7))
 
 
-@pytest.mark.parametrize("layout", ["plain", "transposed"])
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@cases(*pairs(("layout", ["plain", "transposed"]), ("dtype", [*DTYPES, torch.float64])))
 def test_gradients_of_a_layer_norm(dtype, layout):
     """Against autograd in float64, over blocks of tokens and of columns, with an empty unit."""
     offsets = offsets_of([150, 0, 1, 70])
@@ -268,7 +258,7 @@ def test_a_sum_into_out_allocates_no_matrix_of_its_size():
     assert sum(taken) < out.nbytes / 4
 
 
-@pytest.mark.parametrize("name", ["per_unit", "per_unit_group", "column_sums", "weighted_sum_"])
+@cases("name", ["per_unit", "per_unit_group", "column_sums", "weighted_sum_"])
 def test_opcheck(name):
     offsets, left, right = offsets_of([4, 0, 3]), factor(7, 5, 1), factor(7, 6, 2)
     ids, mask, weights = torch.tensor([0, 4, 4, 1, 2, 0, 0]), torch.rand(5, 6) < 0.5, torch.rand(7)
@@ -351,7 +341,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), BAD)
+@cases("call, error, message", BAD)
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()

@@ -13,6 +13,7 @@ from fastdp import ops
 from fastdp.ops import table
 from fastdp.ops.adamw import Numbers
 from fastdp.ops.table import OPS, Op
+from tests.cases import cases, pairs
 
 calls: list[str] = []
 
@@ -164,8 +165,7 @@ def test_definitions_are_what_every_op_runs_when_asked_for():
     assert all(set(op.implementations) == {"cpu", "cuda"} for op in OPS.values())
 
 
-@pytest.mark.parametrize("folder", ["fastdp.ops.cpu", "fastdp.kernels"])
-@pytest.mark.parametrize("name", list(OPS))
+@cases(*pairs(("folder", ["fastdp.ops.cpu", "fastdp.kernels"]), ("name", list(OPS))))
 def test_an_op_has_its_name_and_its_arguments_in_every_folder(name, folder):
     if folder == "fastdp.kernels":
         pytest.importorskip("triton")
@@ -194,7 +194,7 @@ DRAWING = {
 }
 
 
-@pytest.mark.parametrize("name", list(DRAWING))
+@cases("name", list(DRAWING))
 def test_a_refused_call_spends_no_position(name):
     draw = ops.NoiseStream().at(1, 2)
     with pytest.raises(ValueError, match="must be"):

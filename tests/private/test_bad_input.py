@@ -22,6 +22,7 @@ from transformers import DataCollatorWithFlattening
 import fastdp
 from fastdp.accounting import BudgetExceeded, LedgerError
 from fastdp.engine.errors import SelfCheckError
+from tests.cases import cases
 from tests.engine.models import build
 from tests.engine.runs import (
     CLASSES,
@@ -75,8 +76,8 @@ def test_refusals_before_the_start_leave_everything_as_it_was(tmp_path: Path) ->
     start(model, optimizer=optimizer)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
+@cases(
+    "options, match",
     [
         ({"target_epsilon": 0.0, "target_delta": 1e-4}, "target_epsilon is 0.0"),
         ({"target_epsilon": math.nan, "target_delta": 1e-4}, "target_epsilon is nan"),
@@ -126,7 +127,7 @@ def test_settings_out_of_range(options: dict[str, Any], match: str) -> None:
     assert "forward" not in model.__dict__
 
 
-@pytest.mark.parametrize(
+@cases(
     "build_method",
     [
         lambda: fastdp.DPSGD(max_grad_norm=0.0),
@@ -147,8 +148,8 @@ class Stream(IterableDataset):
         return iter(examples())
 
 
-@pytest.mark.parametrize(
-    ("make", "kind", "match"),
+@cases(
+    "make, kind, match",
     [
         (lambda: [1, 2], TypeError, "give a torch.utils.data.DataLoader"),
         (lambda: DataLoader(Stream(), batch_size=8), ValueError, "iterable data set"),
@@ -191,8 +192,8 @@ def _frozen() -> nn.Module:
     return Classifier().requires_grad_(False)
 
 
-@pytest.mark.parametrize(
-    ("make", "match"),
+@cases(
+    "make, match",
     [
         (lambda: _with(nn.BatchNorm1d(3)), "extra is a batch normalisation"),
         (lambda: _with(nn.Embedding(3, 2, max_norm=1.0)), "extra has max_norm"),
@@ -212,7 +213,7 @@ def test_a_model_with_nothing_to_train() -> None:
         fastdp.optim.AdamW(model, loader(), epochs=1, noise_multiplier=1.0)
 
 
-@pytest.mark.parametrize("way", ["eva", "corda", "lora_ga"])
+@cases("way", ["eva", "corda", "lora_ga"])
 def test_adapters_made_of_examples_that_nobody_said_were_public(way: str) -> None:
     model = peft.get_peft_model(build("gpt2"), peft.LoraConfig(r=2, fan_in_fan_out=True))
     model.peft_config["default"].init_lora_weights = way
@@ -298,8 +299,8 @@ class Silent(Classifier):
         return {"logits": self.logits(x)}
 
 
-@pytest.mark.parametrize(
-    ("make", "kind", "match"),
+@cases(
+    "make, kind, match",
     [
         (Centred, SelfCheckError, "first in the output of first.*couple examples"),
         (Contrast, SelfCheckError, "never couple examples"),
@@ -484,7 +485,7 @@ def test_packed_rows_without_a_map_and_the_way_on() -> None:
     assert (private.route, private.steps_done) == ("uses", 1)
 
 
-@pytest.mark.parametrize("late", [False, True])
+@cases("late", [False, True])
 def test_a_mean_over_the_batch_in_the_loop_names_what_divides(late: bool) -> None:
     """`F.cross_entropy(model(x), y)` takes the function before the model runs, `nn.CrossEntropyLoss` after."""
     weight = torch.tensor([1.0, 2.0, 5.0])
@@ -702,7 +703,7 @@ def test_a_non_finite_example_is_counted_and_training_goes_on() -> None:
     assert all(bool(t.isfinite().all()) for t in state(private.model).values())
 
 
-@pytest.mark.parametrize("home", ["liger_kernel.transformers.model.llama", "cut_cross_entropy.transformers.llama"])
+@cases("home", ["liger_kernel.transformers.model.llama", "cut_cross_entropy.transformers.llama"])
 def test_fused_losses_over_a_batch_are_refused_by_name(home: str) -> None:
     model = Classifier()
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fastdp
+from tests.cases import cases
 from tests.engine.runs import Classifier, collate, examples, logical_step, start
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -39,7 +40,7 @@ STOCK = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STOCK)
+@cases("name", STOCK)
 def test_optimizers_of_torch_are_served(name: str) -> None:
     """Adagrad has a state from the start, and Adafactor two values as its eps."""
     model = Classifier()
@@ -59,9 +60,7 @@ def test_a_state_from_the_start_that_holds_examples_is_refused() -> None:
         start(model, None, optimizer)
 
 
-@pytest.mark.parametrize(
-    "make", [torch.optim.Adam, torch.optim.RMSprop, fastdp.optim.AdamW], ids=lambda make: make.__name__
-)
+@cases("make", [torch.optim.Adam, torch.optim.RMSprop, fastdp.optim.AdamW])
 def test_an_eps_of_zero_is_refused_before_budget_is_spent(make: Any) -> None:
     """Noise on a grid is exactly 0 in some coordinates, and 0 divided by 0 would be a weight."""
     model = Classifier()

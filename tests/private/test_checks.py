@@ -9,6 +9,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from fastdp.private.checks import refuse_repeats
 from fastdp.private.sampler import Units
+from tests.cases import cases
 from tests.engine.runs import examples, loader, start
 
 
@@ -16,7 +17,7 @@ def _table(data: list[dict[str, Any]]) -> Any:
     return datasets.Dataset.from_list([{"x": row["x"].tolist()} for row in data])
 
 
-@pytest.mark.parametrize(
+@cases(
     "pick",
     [
         lambda data: Subset(data, [0, 1, 2, 1]),

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import fastdp
 from fastdp.engine.errors import SelfCheckError
 from fastdp.private.run import Private
+from tests.cases import cases, pairs
 from tests.engine.runs import (
     CLASSES,
     FEATURES,
@@ -78,7 +79,7 @@ def test_a_batch_that_is_left_out_for_one_row_is_refused() -> None:
     assert private.steps_done == 2
 
 
-@pytest.mark.parametrize("make", [lambda loss: loss.clamp(max=20.0), lambda loss: -(loss - 20).abs()])
+@cases("make", [lambda loss: loss.clamp(max=20.0), lambda loss: -(loss - 20).abs()])
 def test_a_mean_that_is_left_out_or_turned_round_is_refused(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     data = examples(8)
     private = start(Linear(), loader(data), criterion=losses, epochs=4)
@@ -89,8 +90,7 @@ def test_a_mean_that_is_left_out_or_turned_round_is_refused(make: Callable[[torc
     assert private.steps_done == 1
 
 
-@pytest.mark.parametrize("make", [lambda loss: loss, lambda loss: loss * 7, lambda loss: loss**3, torch.log])
-@pytest.mark.parametrize("most", [8, 3])
+@cases(*pairs(("make", [lambda loss: loss, lambda loss: loss * 7, lambda loss: loss**3, torch.log]), ("most", [8, 3])))
 def test_what_a_loop_makes_of_the_mean_is_divided_out(make: Callable[[torch.Tensor], torch.Tensor], most: int) -> None:
     private = start(
         Logits(), criterion=losses, method=fastdp.DPSGD(max_grad_norm=0.5), max_physical_batch_size=most, epochs=1

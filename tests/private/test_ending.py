@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fastdp
+from tests.cases import cases
 from tests.engine.runs import Classifier, loader, logical_step, start
 
 PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
@@ -41,7 +42,7 @@ def epoch(private: Any, most: int | None = None) -> None:
             break
 
 
-@pytest.mark.parametrize("seed", range(5))
+@cases("seed", range(5))
 def test_without_a_limit_a_batch_is_a_logical_batch(seed: int) -> None:
     """Loops that count batches up to max_train_steps make every release that was paid for."""
     private = start(unsafe_seed=seed, **PRIVATE)
@@ -81,7 +82,7 @@ def test_it_says_so_when_it_is_collected() -> None:
         gc.collect()
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
+@cases("epochs", [1, 2])
 def test_it_says_so_when_the_program_ends(epochs: int) -> None:
     ran = subprocess.run([sys.executable, "-c", SCRIPT.format(epochs=epochs)], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
@@ -120,7 +121,7 @@ def test_a_run_that_is_not_over_says_nothing() -> None:
     assert private.steps_done == 9
 
 
-@pytest.mark.parametrize("options", [{"noise_multiplier": 0.0}, PRIVATE])
+@cases("options", [{"noise_multiplier": 0.0}, PRIVATE])
 def test_what_was_not_paid_for_or_not_begun_is_not_missed(options: dict[str, Any]) -> None:
     private = start(**options)
     with warnings.catch_warnings():

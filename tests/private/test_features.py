@@ -22,6 +22,7 @@ from fastdp.engine.policy import Policy
 from fastdp.engine.routing import Routing
 from fastdp.engine.sums import SumSink
 from fastdp.verify import Checks
+from tests.cases import cases, pairs
 from tests.engine.models import batch as model_batch, build
 from tests.engine.reference import (
     Recording,
@@ -86,8 +87,7 @@ class Inputs(nn.Module):
         return {"loss": F.cross_entropy(self.second(hidden), labels)}
 
 
-@pytest.mark.parametrize("dims", [2, 3, 4])
-@pytest.mark.parametrize("two_pass", [False, True])
+@cases(*pairs(("dims", [2, 3, 4]), ("two_pass", [False, True])))
 def test_linear_inputs_of_any_dimension(dims: int, two_pass: bool) -> None:
     exact_step(Inputs(dims), collate(examples(5)), 0.4, two_pass=two_pass)
 
@@ -110,40 +110,14 @@ class Repeated(nn.Module):
         return {"loss": F.cross_entropy(self.out(hidden.mean(1)), labels)}
 
 
-@pytest.mark.parametrize(("times", "uneven"), [(1, False), (2, False), (3, False), (5, False), (2, True), (4, True)])
-@pytest.mark.parametrize("two_pass", [False, True])
+@cases(
+    *pairs(
+        ("times, uneven", [(1, False), (2, False), (3, False), (5, False), (2, True), (4, True)]),
+        ("two_pass", [False, True]),
+    )
+)
 def test_modules_called_several_times(times: int, uneven: bool, two_pass: bool) -> None:
     exact_step(Repeated(times, uneven), collate(examples(4)), 0.5, two_pass=two_pass)
-
-
-class Patches(nn.Module):
-    """A convolution that cuts an image into patches, overlapping or not."""
-
-    def __init__(self, **options: Any):
-        super().__init__()
-        torch.manual_seed(0)
-        self.cut, self.out = nn.Conv2d(2, 6, 3, **options), nn.Linear(6, CLASSES)
-        self.mark = nn.Parameter(torch.randn(1, 1, 6))
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
-        tokens = self.cut(x).flatten(2).transpose(1, 2)
-        tokens = torch.cat([self.mark.expand(len(x), -1, -1), tokens], 1)
-        return {"loss": F.cross_entropy(self.out(torch.tanh(tokens).mean(1)), labels)}
-
-
-def _images(rows: int = 4) -> Batch:
-    return {
-        "x": torch.randn(rows, 2, 9, 9, generator=torch.Generator().manual_seed(1)),
-        "labels": torch.arange(rows) % 3,
-    }
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"stride": 3}, {"stride": 2, "padding": 1}, {"dilation": 2}, {"bias": False}, {"groups": 2}, {"padding": "same"}],
-)
-def test_patch_convolutions(options: dict[str, Any]) -> None:
-    exact_step(Patches(**options), _images(), 0.5)
 
 
 class Words(nn.Module):
@@ -164,8 +138,7 @@ class Words(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("two_pass", [False, True])
+@cases(*pairs(("tied", [False, True]), ("two_pass", [False, True])))
 def test_padding_rows_of_embeddings(tied: bool, two_pass: bool) -> None:
     ids = torch.tensor([[1, 2, 1, 0], [3, 0, 0, 0], [4, 4, 4, 5]])
     model = Words(tied)
@@ -197,23 +170,18 @@ class Positions(nn.Module):
         return {"loss": F.cross_entropy(self.second(torch.tanh(hidden)).mean(1), labels)}
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 6])
-@pytest.mark.parametrize("kind", ["buffer", "frozen"])
+@cases(*pairs(("rows", [1, 2, 3, 6]), ("kind", ["buffer", "frozen"])))
 def test_constants_as_long_as_the_batch_are_not_taken_for_activations(rows: int, kind: str) -> None:
     exact_step(Positions(6, kind), collate(examples(rows)), 0.5)
 
 
-@pytest.mark.parametrize("rows", [8, 4, 5])
-def test_computed_constants_remain_what_the_check_saw(rows: int) -> None:
+@cases("length, rows", [(8, 8), (8, 4), (8, 5), (6, 4)])
+def test_computed_constants_remain_what_the_check_saw(length: int, rows: int) -> None:
     # Eight is no multiple of the three rows of the self-check, and is one of the rows that follow.
-    exact_step(Positions(8, "computed"), collate(examples(rows)), 0.5)
+    exact_step(Positions(length, "computed"), collate(examples(rows)), 0.5)
 
 
-def test_a_computed_constant_is_no_activation_whatever_its_length() -> None:
-    exact_step(Positions(6, "computed"), collate(examples(4)), 0.5)
-
-
-@pytest.mark.parametrize("outside", [None, "mean", "sum"])
+@cases("outside", [None, "mean", "sum"])
 def test_the_one_example_route_is_autograd_s(outside: str | None) -> None:
     model, data = Odd(), collate(examples(5))
     if outside is None:
@@ -229,7 +197,7 @@ def test_the_one_example_route_is_autograd_s(outside: str | None) -> None:
     assert error(engine.accumulator.sums, clipped_sum(truth, 0.6)) < CLIPPED
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@cases("reentrant", [False, True])
 def test_the_one_example_route_reaches_into_checkpointed_pieces(reentrant: bool) -> None:
     class Checkpointed(Odd):
         def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -245,8 +213,7 @@ def test_the_one_example_route_reaches_into_checkpointed_pieces(reentrant: bool)
     assert error(engine.accumulator.sums, clipped_sum(one_by_one(plain, collate(examples(4))), 0.6)) < CLIPPED
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("two_pass", [False, True])
+@cases(*pairs(("reduction", ["mean", "sum"]), ("two_pass", [False, True])))
 def test_a_criterion_outside_of_the_model(reduction: str, two_pass: bool) -> None:
     private = start(loss_reduction=reduction, max_physical_batch_size=3, two_pass=two_pass)
     truth: list[Mapping[str, torch.Tensor]] = []
@@ -292,9 +259,13 @@ def _pad(items: list[list[int]]) -> Batch:
     return {"ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
 
 
-@pytest.mark.parametrize("route", ["single-pass", "two-pass", "one-example"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("check", [True, False])
+@cases(
+    *pairs(
+        ("route", ["single-pass", "two-pass", "one-example"]),
+        ("value", [float("nan"), float("inf")]),
+        ("check", [True, False]),
+    )
+)
 def test_a_non_finite_example_is_taken_out_of_both_factors(route: str, value: float, check: bool) -> None:
     data = collate(examples(6))
     model = Odd() if route == "one-example" else Classifier()
@@ -334,9 +305,13 @@ def test_bf16_autocast() -> None:
         assert all(s.dtype == torch.float32 for s in engine.accumulator.sums.values())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize(("tuning", "free"), [("full", 0), ("full", 1 << 40), ("lora", 0), ("lora", 1 << 40)])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    *pairs(
+        ("name", ["gpt2", "llama"]),
+        ("tuning, free", [("full", 0), ("full", 1 << 40), ("lora", 0), ("lora", 1 << 40)]),
+        ("reentrant", [False, True]),
+    )
+)
 def test_gradient_checkpointing(
     name: str, tuning: str, free: int, reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,7 +383,7 @@ def test_packed_rows_that_see_each_other_are_refused() -> None:
     assert private.steps_done == 0
 
 
-@pytest.mark.parametrize("half", ["a frozen weight", "autocast"])
+@cases("half", ["a frozen weight", "autocast"])
 def test_packed_rows_in_which_an_overflow_would_spread_are_refused(half: str) -> None:
     """Two examples of a row are apart by attention of exact zeros, times what may be NaN."""
     model = build("llama", "lora")
@@ -426,7 +401,7 @@ def test_packed_rows_in_which_an_overflow_would_spread_are_refused(half: str) ->
     assert private.steps_done == 0
 
 
-@pytest.mark.parametrize("tuning", ["full", "lora", "bitfit"])
+@cases("tuning", ["full", "lora", "bitfit"])
 def test_packed_rows_are_their_examples(tuning: str) -> None:
     name = "phi" if tuning == "bitfit" else "llama"
     method = fastdp.DPSGD(max_grad_norm=1.0)
@@ -491,8 +466,7 @@ def test_groups_are_clipped_on_their_own() -> None:
     assert error(got, by_group(rows, lambda n: "b" if n.endswith("bias") else "w", {"w": 0.4, "b": 0.1})) < CLIPPED
 
 
-@pytest.mark.parametrize("kind", ["linear", "repeated", "tied", "vectors", "one-example"])
-@pytest.mark.parametrize("two_pass", [False, True])
+@cases(*pairs(("kind", ["linear", "repeated", "tied", "vectors", "one-example"]), ("two_pass", [False, True])))
 def test_masked_groups(kind: str, two_pass: bool) -> None:
     data: Batch = collate(examples(4))
     if kind == "tied":
@@ -523,7 +497,7 @@ def test_masked_groups(kind: str, two_pass: bool) -> None:
     assert error(got, expected) < CLIPPED
 
 
-@pytest.mark.parametrize("model", [Classifier, Odd])
+@cases("model", [Classifier, Odd])
 def test_any_physical_batch_size_gives_the_same_noisy_gradient(model: type[Classifier]) -> None:
     reference = None
     for physical in (None, 1, 2, 3, 7, 24):
@@ -561,7 +535,7 @@ def test_state_dict_keys_do_not_change() -> None:
     assert [n for n, _ in model.named_modules()] == [n for n, _ in build("gpt2", "lora").named_modules()]
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@cases("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_of_a_private_model_is_a_plain_model(make: Callable[[nn.Module], nn.Module]) -> None:
     private = start()
     logical_step(private)

@@ -18,6 +18,7 @@ from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
 from fastdp.private.graphs import Graphs
 from fastdp.verify import Checks
+from tests.cases import cases
 
 CASE = Case("llama", 2, 32, 64, 2, 2, 64, 4, 8, dtype=torch.float32)
 
@@ -140,7 +141,7 @@ def test_a_recorded_pass_does_not_keep_its_model_alive():
     assert not any(parameter() is not None for parameter in weights)
 
 
-@pytest.mark.parametrize("fault", ["raises", "wrong", "old inputs"])
+@cases("fault", ["raises", "wrong", "old inputs"])
 def test_a_recording_that_fails_or_differs_is_not_used_and_says_so(fault):
     def recorder(accumulator, runs):
         record = again_on_a_processor(accumulator, runs)

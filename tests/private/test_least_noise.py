@@ -10,6 +10,7 @@ import torch
 import fastdp
 from fastdp.engine.policy import Policy
 from fastdp.private.plan import Plan
+from tests.cases import cases, pairs
 from tests.engine.runs import Classifier, logical_step, start
 
 
@@ -22,8 +23,12 @@ class Cheaper(fastdp.DPSGD):
         return super().policy(parameters, self.share * noise_multiplier, outcome)
 
 
-@pytest.mark.parametrize(("share", "refused"), [(0.0, True), (0.6, True), (0.999, True), (1.0, False), (1.5, False)])
-@pytest.mark.parametrize("fused", [False, True])
+@cases(
+    *pairs(
+        ("share, refused", [(0.0, True), (0.6, True), (0.999, True), (1.0, False), (1.5, False)]),
+        ("fused", [False, True]),
+    )
+)
 def test_a_method_that_gives_less_noise_than_its_budget_says(share: float, refused: bool, fused: bool) -> None:
     kind = type("Method", (Cheaper,), {"share": share})
     model = Classifier()

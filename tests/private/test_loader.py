@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, Subset, SubsetRandomSampler
 
+from tests.cases import cases, pairs
 from tests.engine.runs import collate, examples, loader, logical_step, start
 
 
@@ -41,8 +42,7 @@ def sets(kind: str) -> Any:
     return Subset(rows, list(range(8))) if kind == "a subset of them" else rows
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kind", ["a class of its own", "a transform", "a subset of them"])
+@cases(*pairs(("workers", [0, 1]), ("kind", ["a class of its own", "a transform", "a subset of them"])))
 def test_examples_that_a_data_set_may_mix_are_read_one_at_a_time(kind: str, workers: int) -> None:
     data = sets(kind)
     (plain,) = DataLoader(data, batch_size=8, collate_fn=loader().collate_fn)
@@ -94,7 +94,7 @@ def _seeded(worker: int) -> None:
     numpy.random.seed(worker)  # noqa: NPY002
 
 
-@pytest.mark.parametrize("known", [True, False])
+@cases("known", [True, False])
 def test_seeds_that_workers_are_begun_with_tell_nothing_of_a_private_run(known: bool) -> None:
     def collate(items: Any) -> Any:
         return {**loader().collate_fn(items), "drawn": torch.stack([item["drawn"] for item in items])}
@@ -109,7 +109,7 @@ def test_seeds_that_workers_are_begun_with_tell_nothing_of_a_private_run(known: 
     assert torch.equal(*drawn) if known else not bool((drawn[0][:1] == drawn[1][:1]).any())
 
 
-@pytest.mark.parametrize("name", ["dataset", "collate_fn", "batch_size", "units"])
+@cases("name", ["dataset", "collate_fn", "batch_size", "units"])
 def test_what_the_plan_goes_by_is_settled(name: str) -> None:
     data = start(noise_multiplier=1.0, target_delta=1e-3).data_loader
     with pytest.raises(AttributeError, match=f"{name} of a private loader is settled"):
@@ -145,8 +145,8 @@ def of_own(batches: Any) -> DataLoader:
     return DataLoader(examples(), batch_sampler=batches, collate_fn=collate)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("make", "batch_size", "said"),
+@cases(
+    "make, batch_size, said",
     [
         (lambda: loader(drop_last=True, shuffle=True), 8, "drop_last=True has no effect"),
         (lambda: of_own(Buckets(24, 6)), 6, "the loader's Buckets has no effect.* about 6 rows"),
@@ -166,8 +166,8 @@ def test_an_order_of_ones_own_is_replaced_and_said_once(make: Any, batch_size: i
     assert private.steps_done == -(-24 // batch_size)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
+@cases(
+    "make, words",
     [
         (
             lambda: loader(sampler=SubsetRandomSampler(range(20))),

@@ -19,6 +19,7 @@ from transformers import (
 import fastdp
 from fastdp.methods.rapft import PublicMap
 from fastdp.private.schedules import require_unseeing
+from tests.cases import cases, pairs
 from tests.engine.runs import Classifier, collate, examples, loader, logical_step, same, start
 
 PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
@@ -44,7 +45,7 @@ def halving(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
-@pytest.mark.parametrize("before", [True, False])
+@cases("before", [True, False])
 def test_a_schedule_stepped_each_micro_batch_advances_once_a_release(before: bool) -> None:
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -133,7 +134,7 @@ def modes(private: Any) -> set[tuple[bool, bool]]:
     return found
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@cases("when", ["before", "after"])
 def test_evaluation_mode_is_kept(when: str) -> None:
     """It trains without dropout, as in a loop without privacy."""
     model = Classifier()
@@ -231,8 +232,7 @@ RESETS = {
 }
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, fastdp.optim.AdamW])
-@pytest.mark.parametrize("reset", RESETS)
+@cases(*pairs(("kind", [torch.optim.AdamW, fastdp.optim.AdamW]), ("reset", RESETS)))
 def test_every_way_to_reset_gradients_gives_the_same_weights(reset: str, kind: Any) -> None:
     models = []
     for way in (reset, "usual"):
@@ -297,7 +297,7 @@ def by_closure(private: Any) -> list[Any]:
     return returned
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, Counting, fastdp.optim.AdamW])
+@cases("kind", [torch.optim.SGD, Counting, fastdp.optim.AdamW])
 def test_a_closure_is_run_once_and_before_the_release(kind: Any) -> None:
     models = [Classifier(), Classifier()]
     privates = [
@@ -473,8 +473,8 @@ def test_a_reproducible_key_has_no_epsilon() -> None:
     assert honest.epsilon() < math.inf
 
 
-@pytest.mark.parametrize(
-    ("method", "match"),
+@cases(
+    "method, match",
     [
         (fastdp.EWFT, r"EWFT perturbs data.*call fastdp.EWFT\(model"),
         (fastdp.TextPrivatizer, r"TextPrivatizer perturbs data.*call fastdp.TextPrivatizer"),
@@ -507,7 +507,7 @@ def test_whatever_fails_in_make_private_gives_the_model_its_own_forward_back(mon
     model(**collate(examples(3)))["loss"].backward()
 
 
-@pytest.mark.parametrize("compiled", ["before", "after"])
+@cases("compiled", ["before", "after"])
 def test_a_model_compiled_as_a_whole_trains_without_the_compiler(compiled: str) -> None:
     """Compiled before or after `make_private`: the same releases, and no compiler that follows the engine."""
 
@@ -553,8 +553,7 @@ def test_every_schedule_of_steps_is_taken() -> None:
         require_unseeing(kind.__new__(kind))
 
 
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("kind", [torch.optim.lr_scheduler.ReduceLROnPlateau, Halved])
+@cases(*pairs(("before", [True, False]), ("kind", [torch.optim.lr_scheduler.ReduceLROnPlateau, Halved])))
 def test_a_schedule_that_reads_a_figure_is_refused(before: bool, kind: Any) -> None:
     """As it is made or, if it was there before, by make_private."""
     model, other = Classifier(), Classifier()

@@ -15,6 +15,7 @@ import fastdp
 from fastdp.engine.policy import Policy
 from fastdp.ops.grid import DISTANCE
 from fastdp.private.release import Release
+from tests.cases import cases, pairs
 from tests.engine.runs import FEATURES, clipped_sum, join, loader, logical_step, one_by_one, start
 
 #: How often a statistical test of this file may fail with nothing wrong; each draws fresh noise.
@@ -51,8 +52,7 @@ def standard(noise: torch.Tensor) -> None:
     assert 2 * stats.norm.sf(abs(neighbours)) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("physical", [None, 1, 3])
-@pytest.mark.parametrize("secure", [False, True])
+@cases(*pairs(("physical", [None, 1, 3]), ("secure", [False, True])))
 def test_what_is_added_to_the_clipped_sum_is_normal_with_std_sigma_c(physical: int | None, secure: bool) -> None:
     sigma, bound = 1.7, 0.4
     private = start(
@@ -69,8 +69,8 @@ def test_what_is_added_to_the_clipped_sum_is_normal_with_std_sigma_c(physical: i
     standard(torch.cat([((8 * got[n].double() - clipped[n]) / (sigma * bound)).reshape(-1) for n in got]))
 
 
-@pytest.mark.parametrize(
-    ("method", "std"),
+@cases(
+    "method, std",
     [
         (fastdp.DPSGD(max_grad_norm=0.4, groups="per_layer"), 0.4),
         (fastdp.DPSGD({"a": 0.3, "b": 0.4}, groups={"a": ["first.*"], "b": ["*"]}), 0.5),
@@ -81,7 +81,7 @@ def test_groups_and_adaptive_clipping_have_the_noise_they_are_accounted_with(met
     sigma = 2.0
     options: dict[str, Any] = {"method": method, "unsafe_seed": 7}
     noisy = start(Wide(), noise_multiplier=sigma, **options)
-    policy = noisy._engine.accumulator.policy
+    policy = noisy.policy
     got, _ = logical_step(noisy)
     silent, _ = logical_step(start(Wide(), noise_multiplier=0.0, **options))
     if method.adaptive is None:
@@ -105,8 +105,7 @@ def test_the_card_names_what_exact_rounding_leaves() -> None:
     assert any("precision" in s for s in plain.card()["assumptions"])
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("rounds", [20, 12])
+@pytest.mark.parametrize(*pairs(("fused", [False, True]), ("rounds", [20, 12])))
 def test_only_the_noise_of_steps_has_fewer_rounds(rounds: int, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each position that is drawn says so, sampling and a method's own releases have 20, and the card names the former."""
     drawn: list[tuple[fastdp.NoiseStream, int]] = []
@@ -135,7 +134,7 @@ def test_only_the_noise_of_steps_has_fewer_rounds(rounds: int, fused: bool, monk
     assert fastdp.accounting.verify(card).holds
 
 
-@pytest.mark.parametrize("rounds", [0, 8, 10, 24, "12", None])
+@cases("rounds", [0, 8, 10, 24, "12", None])
 def test_other_rounds_are_refused_before_anything_is_kept(rounds: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"noise_rounds is {rounds!r}: noise has 20 rounds of ChaCha, or 12"):
         start(noise_multiplier=1.0, noise_rounds=rounds, output_dir=tmp_path / "run")

@@ -17,6 +17,7 @@ from fastdp.private.method import Method
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Budget, Plan, SideRelease
 from fastdp.private.preparation import Findings, Outcome, Preparation
+from tests.cases import cases
 from tests.engine.runs import FEATURES, Classifier, examples, loader, start
 
 RATE, NOISE, BOUND = 0.5, 2.0, 0.3
@@ -213,7 +214,7 @@ def test_a_preparation_kept_for_later() -> None:
             use()
 
 
-@pytest.mark.parametrize("weight", [2e-3, 0.0])
+@cases("weight", [2e-3, 0.0])
 def test_a_contribution_that_others_change_is_not_released(weight: float) -> None:
     """By little beside ordinary records; by much in a first batch with one that is huge, or NaN."""
     data = [{"x": torch.full((FEATURES,), 1e3 if weight else torch.nan), "labels": 0}, *examples()]
@@ -248,7 +249,7 @@ def test_more_than_one_contribution_a_unit() -> None:
     refused(users, ValueError, "one row a unit", user_ids=[0, 0, 0, 0, *range(1, 21)], max_examples_per_user=4)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@cases("value", [torch.nan, torch.inf])
 def test_values_that_no_noise_protects(value: float) -> None:
     refused(
         lambda m, p: p.release("rows").publish({"x": torch.tensor([value])}, 1.0) and None, ValueError, "not finite"

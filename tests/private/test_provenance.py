@@ -12,6 +12,7 @@ import torch
 import fastdp
 from fastdp.private.observer import Observer
 from fastdp.private.run import Private
+from tests.cases import cases, pairs
 from tests.engine.runs import Classifier, collate, examples, logical_step, start
 
 SETTINGS = {"noise_multiplier": 1.0, "target_delta": 1e-3, "unsafe_seed": None}
@@ -45,8 +46,7 @@ def _write(model: torch.nn.Module) -> None:
         model.first.weight[0] = 1.0
 
 
-@pytest.mark.parametrize("change", [_train_on, _write, _write_unseen])
-@pytest.mark.parametrize("detached", [True, False])
+@cases(*pairs(("change", [_train_on, _write, _write_unseen]), ("detached", [True, False])))
 def test_weights_that_no_release_left_are_named_as_such(
     change: Callable[[torch.nn.Module], None], detached: bool
 ) -> None:
@@ -140,7 +140,7 @@ def test_nothing_moves_between_two_stages() -> None:
         logical_step(private)
 
 
-@pytest.mark.parametrize("taken", [lambda units: [24], lambda units: [*units, *units[:1]]])
+@cases("taken", [lambda units: [24], lambda units: [*units, *units[:1]]])
 def test_an_observer_puts_nothing_into_a_sample(taken: Callable[[list[int]], list[int]]) -> None:
     class Choosing(Observer):
         def drawn(self, units: list[int], kind: str) -> list[int]:

@@ -19,6 +19,7 @@ from scipy import stats
 from torch.distributed.fsdp import FSDPModule
 
 from fastdp.accounting import Ledger
+from tests.cases import cases
 from tests.engine.runs import Classifier, start
 from tests.private.ranked import CASES, MOMENTS
 from tests.private.sharded import WAYS
@@ -287,8 +288,8 @@ def test_parameters_in_other_pieces_are_refused_by_name() -> None:
 
 
 @in_pieces
-@pytest.mark.parametrize(
-    ("what", "match"),
+@cases(
+    "what, match",
     [
         ("tensor parallel", "mlp.up_proj.weight is cut .* not by fully_shard on the model itself: tensor, pipeline"),
         ("blocks alone", "q_proj.weight is cut .* not by fully_shard on the model itself"),
@@ -311,7 +312,7 @@ def test_other_pieces_and_what_needs_a_whole_are_refused(folder: Path, what: str
         assert rank["spent"] == 0
 
 
-@pytest.mark.parametrize("kind", ["FullyShardedDataParallel", "DeepSpeedEngine"])
+@cases("kind", ["FullyShardedDataParallel", "DeepSpeedEngine"])
 def test_wrappers_that_take_gradients_away_are_refused_by_name(kind: str) -> None:
     wrapper = type(kind, (Classifier,), {})
     with pytest.raises(ValueError, match="give the bare model") as caught:
@@ -331,8 +332,8 @@ def test_an_optimizer_that_leaves_steps_out_is_refused() -> None:
         accelerator.gradient_state._reset_state()
 
 
-@pytest.mark.parametrize(
-    ("what", "match"),
+@cases(
+    "what, match",
     [
         ("settings", "what make_private was given is not the same on rank 0 and rank 1"),
         ("method", "what make_private was given is not the same"),

@@ -17,6 +17,7 @@ from fastdp.engine.layout import Ticket
 from fastdp.private.loader import PrivateLoader
 from fastdp.private.plan import Plan
 from fastdp.private.sampler import PoissonSampler, ShuffledSampler, Units, steps_per_epoch
+from tests.cases import cases
 from tests.engine.runs import collate, loader, logical_step, start
 
 #: How often a statistical test of this file may fail with nothing wrong; each draws fresh randomness.
@@ -252,7 +253,7 @@ def test_the_last_batch_of_an_epoch_is_not_skipped_either() -> None:
     assert private.steps_done == 2
 
 
-@pytest.mark.parametrize("how", ["released", "broken off", "no step", "no step at the end"])
+@cases("how", ["released", "broken off", "no step", "no step at the end"])
 def test_a_card_says_that_a_logical_batch_was_discarded(how: str) -> None:
     private = start(noise_multiplier=1.0, target_delta=1e-3, unsafe_seed=None, epochs=4)
     logical_step(private)
@@ -271,13 +272,13 @@ def test_a_card_says_that_a_logical_batch_was_discarded(how: str) -> None:
     assert any("were discarded" in said for said in private.card()["assumptions"]) == (how != "released")
 
 
-@pytest.mark.parametrize("user", [(1, float("nan")), (object(),), frozenset({float("nan")})])
+@cases("user", [(1, float("nan")), (object(),), frozenset({float("nan")})])
 def test_an_id_that_holds_what_equals_nothing_is_none(user: Any) -> None:
     with pytest.raises(ValueError, match="equals no other"):
         start(user_ids=[user] * 24, max_examples_per_user=24)
 
 
-@pytest.mark.parametrize("user", ["ann", 3, b"x", 2.5, ("ann", 3), None, torch.tensor(4)])
+@cases("user", ["ann", 3, b"x", 2.5, ("ann", 3), None, torch.tensor(4)])
 def test_an_id_that_equals_another_is_one(user: Any) -> None:
     others = range(100, 112)
     ids = [user] * 12 + (list(map(str, others)) if isinstance(user, str) else list(others))
@@ -285,7 +286,7 @@ def test_an_id_that_equals_another_is_one(user: Any) -> None:
     assert len(private.data_loader.units) == 13
 
 
-@pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
+@cases("sampling", ["poisson", "shuffled"])
 def test_len_counts_logical_steps(sampling: str) -> None:
     private = start(data_loader=loader(batch_size=7), sampling=sampling, max_physical_batch_size=2, epochs=3)
     assert len(private.data_loader) == 4
@@ -335,7 +336,7 @@ def test_the_last_epoch_ends_with_the_budget() -> None:
     assert taken == [3, 1]
 
 
-@pytest.mark.parametrize("make", [lambda: {"num_workers": 2}, lambda: {"shuffle": True}])
+@cases("make", [lambda: {"num_workers": 2}, lambda: {"shuffle": True}])
 def test_workers_and_shuffling_loaders_hand_out_matching_tickets(make: Callable[[], dict[str, Any]]) -> None:
     data = list(range(20))
     private = _loader(data, PoissonSampler(20, 0.4, fastdp.NoiseStream()), 6, 3, **make())

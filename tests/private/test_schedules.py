@@ -17,6 +17,7 @@ from fastdp.accounting.events import flatten
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.policy import Policy
 from fastdp.private.observer import Observer
+from tests.cases import cases
 from tests.engine.runs import logical_step, start
 
 PRIVATE: dict[str, Any] = {"target_delta": 1e-3, "epochs": 2, "max_physical_batch_size": 3}
@@ -184,8 +185,8 @@ def test_a_policy_with_less_noise_than_the_ledger_counts_releases_nothing() -> N
     assert private.steps_done == 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "match"),
+@cases(
+    "settings, match",
     [
         ({"noise_schedule": {-1: 1.0}}, "noise_schedule has the step -1"),
         ({"noise_schedule": {1.5: 1.0}}, "noise_schedule has the step 1.5"),

@@ -15,8 +15,8 @@ from fastdp.ops.stream import native_threads
 #: Rows searched at once; rows of the table multiplied at once, and entries of those. A tile ends in a barrier, at which
 #: threads wait for one that shares its core with others; with 4,096 rows that is rare, and scratch stays below 32 MB
 #: (64 MB in float32).
-_ROWS = 2048
-_TILE = 4096
+ROWS = 2048
+TILE = 4096
 _TILE_ENTRIES = 1 << 22
 
 
@@ -33,7 +33,7 @@ def centre_of(table: Tensor) -> Tensor:
     return table[:: -(-table.shape[0] // 1024)].mean(0, dtype=torch.float64).float()
 
 
-def _multiplies_in_bf16() -> bool:
+def multiplies_in_bf16() -> bool:
     # Where the user lets torch round the factors of a float32 product, only bfloat16 ones have an error that is known.
     backend = getattr(torch.backends.mkldnn, "matmul", None)
     rounds = getattr(backend, "fp32_precision", "none") not in ("none", "ieee")
@@ -50,15 +50,15 @@ def search(rows: Callable[[int, int], Tensor], n: int, table: Tensor, table_bits
     result = torch.zeros(n, dtype=torch.int64)
     if n == 0 or d == 0:
         return result
-    half = _multiplies_in_bf16()
+    half = multiplies_in_bf16()
     dtype = torch.bfloat16 if half else torch.float32
     centre = centre_of(table)
     finder = _native.Snap(table, size, d, centre, table_bits, half, native_threads())
-    most, width = min(n, _ROWS), min(size, _TILE, max(256, _TILE_ENTRIES // d))
+    most, width = min(n, ROWS), min(size, TILE, max(256, _TILE_ENTRIES // d))
     rounded, tile = torch.empty(most, d, dtype=dtype), torch.empty(width, d, dtype=dtype)
     products = torch.empty(most * width + 16, dtype=dtype)
-    for begin in range(0, n, _ROWS):
-        x = rows(begin, min(n, begin + _ROWS))
+    for begin in range(0, n, ROWS):
+        x = rows(begin, min(n, begin + ROWS))
         finder.begin(x, len(x), rounded)
         for first in range(0, size, width):
             count = min(width, size - first)

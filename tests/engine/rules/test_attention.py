@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
+from tests.cases import cases
 from tests.engine.rules.exact import exact_layer
 
 WIDTH, TOKENS = 8, 5
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, torch.Tensor], to
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases("name", CASES)
 def test_torch_s_own_attention_is_exact_in_one_pass(name: str) -> None:
     build, call = CASES[name]
     rows = 2 + len(name) % 3

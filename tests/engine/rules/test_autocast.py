@@ -9,11 +9,11 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from fastdp.engine.routing import Routing
+from tests.cases import cases, pairs
 from tests.engine.reference import Recording, engine_for, norms, ticket
 from tests.engine.rules.exact import Net
 from tests.engine.rules.test_recurrent import states
@@ -70,8 +70,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[..., 
 }
 
 
-@pytest.mark.parametrize("half", [False, True], ids=["float32 input", "bfloat16 input"])
-@pytest.mark.parametrize("name", LAYERS)
+@cases(*pairs(("half", [False, True]), ("name", LAYERS)))
 def test_under_autocast(name: str, half: bool) -> None:
     torch.manual_seed(0)
     make, shape, given = LAYERS[name]

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cases import cases, pairs
 from tests.engine.rules.exact import exact_layer
 from tests.engine.runs import start
 
 IDS = torch.tensor([[1, 2, 1, 4], [3, 0, 0, 0], [4, 4, 4, 4], [0, 0, 0, 0]])
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("padding_idx", [None, 0])
+@cases(*pairs(("mode", ["sum", "mean", "max"]), ("padding_idx", [None, 0])))
 def test_bags_of_rows(mode: str, padding_idx: int | None) -> None:
     layer = nn.EmbeddingBag(6, 5, mode=mode, padding_idx=padding_idx)
     exact_layer(layer, IDS, two_pass=padding_idx is None)
@@ -39,7 +39,7 @@ class Flat(nn.Module):
         return self.inner(ids.flatten(), offsets, **weights).unflatten(0, (rows, 2))
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@cases("mode", ["sum", "mean", "max"])
 def test_flat_ids_with_offsets(mode: str) -> None:
     exact_layer(Flat(mode, last=mode == "mean"), IDS)
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
+from tests.cases import cases
 from tests.engine.rules.exact import exact_layer
 
 FORWARDS, TRANSPOSED = ("Conv1d", "Conv2d", "Conv3d"), ("ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
@@ -45,8 +46,8 @@ def test_any_convolution_matches_one_example_at_a_time(case: tuple[nn.Module, to
     exact_layer(layer, x, two_pass=two_pass)
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape", "found"),
+@cases(
+    "layer, shape, found",
     [
         (nn.Conv2d(24, 40, 3), (24, 5, 5), "gram"),
         (nn.Conv2d(24, 40, 3, padding=1), (24, 12, 12), "expanded"),
@@ -77,7 +78,7 @@ def test_a_convolution_that_is_called_twice_sums_before_it_measures() -> None:
     exact_layer(nn.Conv1d(16, 16, 3), torch.randn(3, 16, 9), call=twice)
 
 
-@pytest.mark.parametrize("trained", ["weight", "bias"])
+@cases("trained", ["weight", "bias"])
 def test_a_convolution_of_which_one_parameter_is_trained(trained: str) -> None:
     layer = nn.Conv2d(2, 3, 3)
     for name, parameter in layer.named_parameters():

@@ -9,28 +9,33 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fastdp
+from tests.cases import cases, pairs
 from tests.engine.rules.exact import exact_layer
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        (nn.GroupNorm(2, 6), (6, 5, 3)),
-        (nn.GroupNorm(1, 6), (6, 7)),
-        (nn.GroupNorm(2, 6), (6,)),
-        (nn.GroupNorm(3, 3), (3, 2, 3, 2)),
-        (nn.InstanceNorm1d(4, affine=True), (4, 7)),
-        (nn.InstanceNorm2d(3, affine=True), (3, 5, 2)),
-        (nn.InstanceNorm3d(2, affine=True), (2, 3, 2, 2)),
-    ],
+@cases(
+    *pairs(
+        (
+            "layer, shape",
+            [
+                (nn.GroupNorm(2, 6), (6, 5, 3)),
+                (nn.GroupNorm(1, 6), (6, 7)),
+                (nn.GroupNorm(2, 6), (6,)),
+                (nn.GroupNorm(3, 3), (3, 2, 3, 2)),
+                (nn.InstanceNorm1d(4, affine=True), (4, 7)),
+                (nn.InstanceNorm2d(3, affine=True), (3, 5, 2)),
+                (nn.InstanceNorm3d(2, affine=True), (2, 3, 2, 2)),
+            ],
+        ),
+        ("rows", [1, 4]),
+        ("two_pass", [False, True]),
+    )
 )
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("two_pass", [False, True])
 def test_norms_over_groups_of_channels(layer: nn.Module, shape: tuple[int, ...], rows: int, two_pass: bool) -> None:
     exact_layer(layer, torch.randn(rows, *shape) + 1, two_pass=two_pass)
 
 
-@pytest.mark.parametrize("trained", ["weight", "bias"])
+@cases("trained", ["weight", "bias"])
 def test_one_parameter_of_a_norm(trained: str) -> None:
     layer = nn.GroupNorm(2, 6)
     for name, parameter in layer.named_parameters():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
+from tests.cases import cases, pairs
 from tests.engine.reference import engine_for, ticket
 from tests.engine.rules.exact import exact_layer
 
@@ -23,14 +23,18 @@ def states(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([out.flatten(1), *(part.transpose(0, 1).flatten(1) for part in parts)], 1)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"batch_first": True},
-        {"num_layers": 2, "bidirectional": True, "bias": False},
-        {"num_layers": 3, "batch_first": True},
-    ],
+@cases(
+    *pairs(
+        ("kind", [nn.LSTM, nn.GRU, nn.RNN]),
+        (
+            "options",
+            [
+                {"batch_first": True},
+                {"num_layers": 2, "bidirectional": True, "bias": False},
+                {"num_layers": 3, "batch_first": True},
+            ],
+        ),
+    )
 )
 def test_layers(kind: type[nn.Module], options: dict[str, Any]) -> None:
     exact_layer(kind(3, 5, **options), torch.randn(4, 7, 3), call=states, two_pass="bias" in options)
@@ -56,7 +60,7 @@ class Unrolled(nn.Module):
         return state[0] if isinstance(state, tuple) else state
 
 
-@pytest.mark.parametrize("cell", [nn.LSTMCell(3, 5), nn.GRUCell(3, 5), nn.RNNCell(3, 5, bias=False)])
+@cases("cell", [nn.LSTMCell(3, 5), nn.GRUCell(3, 5), nn.RNNCell(3, 5, bias=False)])
 def test_cells(cell: nn.Module) -> None:
     exact_layer(Unrolled(cell), torch.randn(4, 3, 3))
 
@@ -75,7 +79,7 @@ def test_a_learned_first_state() -> None:
     exact_layer(Learned(), torch.randn(3, 5, 3))
 
 
-@pytest.mark.parametrize("trained", ["weight_ih_l0", "weight_hh_l0", "bias_hh_l0"])
+@cases("trained", ["weight_ih_l0", "weight_hh_l0", "bias_hh_l0"])
 def test_one_parameter_alone(trained: str) -> None:
     layer = nn.GRU(3, 4, batch_first=True)
     for name, parameter in layer.named_parameters():

@@ -11,6 +11,7 @@ from torch import nn
 
 from fastdp.engine.layout import Ticket
 from fastdp.engine.routing import Routing
+from tests.cases import cases, pairs
 from tests.engine.reference import engine_for
 from tests.engine.rules.exact import exact_layer
 
@@ -24,8 +25,7 @@ KERNELS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "options", "sizes"), KERNELS)
-@pytest.mark.parametrize("two_pass", [False, True])
+@cases(*pairs(("kind, options, sizes", KERNELS), ("two_pass", [False, True])))
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 def test_even_kernels_are_padded_as_torch_pads_them(
     kind: type[nn.Module], options: dict[str, Any], sizes: tuple[int, ...], two_pass: bool
@@ -46,7 +46,7 @@ class Packed(nn.Module):
         return {"loss": F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}
 
 
-@pytest.mark.parametrize("kernel", [1, 3])
+@cases("kernel", [1, 3])
 def test_a_convolution_of_packed_rows_is_refused_without_checks_as_well(kernel: int) -> None:
     """Its rule counts positions by rows, so that one that sees its neighbours' tokens would pass for theirs."""
     ids, labels = torch.randint(0, 7, (1, 9)), torch.randint(0, 3, (1, 9))

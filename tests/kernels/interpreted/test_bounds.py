@@ -4,6 +4,8 @@ import pytest
 import torch
 from fastdp.kernels import bounds, gram, weighted
 
+from fastdp.ops.bounds import PADDING
+from tests.cases import pairs
 from tests.ops.uses import DTYPES, factor, gradients, offsets_of, relative_error
 
 RAGGED = (7, 0, 33, 20)
@@ -17,8 +19,7 @@ def products_of(left, right, offsets, order):
     return torch.stack([sizes[a:b].sum() for a, b in zip(edges, edges[1:])])
 
 
-@pytest.mark.parametrize("order", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(*pairs(("order", [1, 2]), ("dtype", DTYPES)))
 def test_row_products(dtype, order):
     offsets = offsets_of(RAGGED)
     left, right = factor(60, 33, 0, dtype, "strided"), factor(60, 300, 1, dtype)
@@ -28,6 +29,13 @@ def test_row_products(dtype, order):
     assert (
         relative_error(bounds.row_products(ids, right, offsets, order), products_of(ids, right, offsets, order)) <= 1e-5
     )
+
+
+def test_rows_too_short_for_float32_count_as_if_they_were_longer():
+    tiny, other, offsets = torch.full((1, 3), 2.0**-80), torch.ones(1, 1), offsets_of((1,))
+    least = 3**0.5 * PADDING
+    assert least <= float(bounds.row_products(tiny, other, offsets, 2)) < 1.01 * least
+    assert float(bounds.row_products(tiny, other, offsets, 1)) >= 3 * PADDING
 
 
 def test_gram_norms_come_with_their_products():
@@ -80,8 +88,7 @@ def test_only_chosen_units_are_measured_again():
     assert not nothing.any()
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(*pairs(("masked", [False, True]), ("dtype", DTYPES)))
 def test_what_a_unit_adds_is_not_rounded_to_16_bits(dtype, masked):
     """Each unit's own part is as long as its weight says, however much larger its neighbours' weights are."""
     offsets = offsets_of(RAGGED)

@@ -20,6 +20,7 @@ from fastdp.ops.grid import exact_normal, on_grid
 from fastdp.ops.noise import normal_parts, standard_normals
 from fastdp.ops.stream import ROUNDS, chacha_words as defined_words
 from fastdp.ops.table import OPS
+from tests.cases import pairs
 from tests.ops.noise_paths import NORMAL_ERROR, open_sums
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,9 +53,7 @@ def _parts_kernel(p_word, p_second, p_plain, p_wide, p_cos, p_sin, b: tl.constex
     tl.store(p_sin + o, sine)
 
 
-@pytest.mark.parametrize("rounds", ROUNDS)
-@pytest.mark.parametrize("first", [0, 2**32 - 16])
-@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize(*pairs(("rounds", ROUNDS), ("first", [0, 2**32 - 16]), ("second", [False, True])))
 def test_words_are_those_of_the_definition(first, second, rounds):
     low, high = torch.empty(16, 8, dtype=torch.int32), torch.empty(16, 8, dtype=torch.int32)
     _words_kernel[(1,)](position(rounds), low, high, first, (1 << 31) if second else 0, b=16)
@@ -155,9 +154,7 @@ def test_rounded_sums_are_those_of_the_definition(std, rounds):
     assert torch.equal(got, on_grid(x, std, position(rounds)))
 
 
-@pytest.mark.parametrize("rounds", ROUNDS)
-@pytest.mark.parametrize("rounded", [False, True])
-@pytest.mark.parametrize("first", [0, 16, 2048, 4099])
+@pytest.mark.parametrize(*pairs(("rounds", ROUNDS), ("rounded", [False, True]), ("first", [0, 16, 2048, 4099])))
 def test_a_piece_gets_the_noise_that_the_whole_would_give_it(first, rounded, rounds):
     x = torch.randn(5000)
     whole, piece = x.clone(), x[first : first + 700].clone()
@@ -192,8 +189,7 @@ def test_add_noise_to_every_dtype_and_layout(dtype):
     assert torch.equal(kept, before)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("floor", [None, 1e-4])
+@pytest.mark.parametrize(*pairs(("dtype", DTYPES), ("floor", [None, 1e-4])))
 def test_adamw_step(dtype, floor):
     param, moments = torch.randn(257, 9).to(dtype), (torch.randn(257, 9), torch.randn(257, 9), torch.rand(257, 9))
     numbers = (0.7, 8.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 5, floor, False)
@@ -214,8 +210,9 @@ def test_no_exponent_leaves_a_row_longer_than_the_bound(max_norm):
     torch.testing.assert_close(after, x.double().norm(dim=1).clamp(max=max_norm), rtol=2.0**-19, atol=0)
 
 
-@pytest.mark.parametrize("shape", [(3, 7), (2, 129, 17), (1, 2500), (5, 1), (4, 0), (0, 3)])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    *pairs(("shape", [(3, 7), (2, 129, 17), (1, 2500), (5, 1), (4, 0), (0, 3)]), ("dtype", DTYPES))
+)
 def test_clip_noise_and_its_gradient(shape, dtype):
     x, grad = (3 * torch.randn(shape)).to(dtype), torch.randn(shape).to(dtype)
     if shape[0] > 2 and x.numel():

@@ -7,6 +7,7 @@ from fastdp.kernels import cross, direct, gram, grouped, instances, launch, mask
 from fastdp import ops
 from fastdp.ops.factors import ABSOLUTE, MASKED_SQUARE, SQUARE
 from fastdp.ops.table import OPS
+from tests.cases import pairs
 from tests.ops.uses import DTYPES, RAGGED, factor, gradients, offsets_of, relative_error
 
 BOUND = 1e-5  # what docs/kernels.md promises; 16-bit factors are widened exactly, so it holds for every dtype
@@ -41,8 +42,7 @@ def test_rows_that_cannot_be_read_16_bytes_at_a_time_are_copied(dtype, monkeypat
         torch.testing.assert_close(out.double(), wanted + 0.5 * begun, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["ieee", "tf32x3"])
-@pytest.mark.parametrize(("m", "n"), SHAPES)
+@pytest.mark.parametrize(*pairs(("precision", ["ieee", "tf32x3"]), ("m, n", SHAPES)))
 def test_gram_and_direct_norms_of_ragged_units(m, n, precision):
     offsets = offsets_of(RAGGED)
     left, right = factor(int(offsets[-1]), m, 0), factor(int(offsets[-1]), n, 1)
@@ -52,8 +52,7 @@ def test_gram_and_direct_norms_of_ragged_units(m, n, precision):
     assert relative_error(direct.direct_norms(left, right, offsets, SQUARE, None, precision)[0], truth) <= BOUND
 
 
-@pytest.mark.parametrize("layout", ["rows", "transposed", "strided"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(*pairs(("layout", ["rows", "transposed", "strided"]), ("dtype", DTYPES)))
 def test_every_norm_reads_every_dtype_and_layout(dtype, layout):
     offsets = offsets_of((7, 0, 33, 20))
     tokens = int(offsets[-1])
@@ -87,8 +86,9 @@ def test_one_hot_runs_longer_than_a_chunk():
     assert relative_error(onehot.onehot_norms(ids, right, offsets, MASKED_SQUARE, mask), parts) <= BOUND
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("units", "shape"), [(3, (7, 13)), (2, (4099,)), (1, (1,)), (3, (0,)), (0, (5,))])
+@pytest.mark.parametrize(
+    *pairs(("dtype", DTYPES), ("units, shape", [(3, (7, 13)), (2, (4099,)), (1, (1,)), (3, (0,)), (0, (5,))]))
+)
 def test_norms_of_instantiated_gradients(units, shape, dtype):
     given, bits = torch.randn(units, *shape).to(dtype), torch.rand(shape) < 0.3
     rows, chosen = given.double().flatten(1), bits.reshape(-1)
@@ -133,8 +133,7 @@ def test_the_packed_mask():
         assert torch.equal((bits[:, columns // 8] >> (columns % 8)) & 1 == 1, dense)
 
 
-@pytest.mark.parametrize("kinds", ["dense-dense", "ids-dense", "dense-ids", "ids-ids"])
-@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize(*pairs(("kinds", ["dense-dense", "ids-dense", "dense-ids", "ids-ids"]), ("dtype", DTYPES[:2])))
 def test_cross_terms_of_tied_weights(kinds, dtype):
     lengths, others = (5, 0, 7, 70, 4), (3, 4, 0, 33, 1)
     offsets1, offsets2 = offsets_of(lengths), offsets_of(others)

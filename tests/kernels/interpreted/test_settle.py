@@ -11,6 +11,7 @@ from fastdp.kernels.noise import add_noise_
 
 from fastdp import ops
 from fastdp.ops.grid import on_grid
+from tests.cases import pairs
 
 
 def position(rounds=20):
@@ -25,8 +26,12 @@ def leave_open(monkeypatch, share, room=lambda n: n):
         monkeypatch.setattr(module, "SETTLED", 256)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("n", "first", "rounds"), [(1, 0, 20), (2061, 0, 20), (2061, 0, 12), (700, 4099, 20)])
+@pytest.mark.parametrize(
+    *pairs(
+        ("dtype", [torch.float32, torch.bfloat16, torch.float16]),
+        ("n, first, rounds", [(1, 0, 20), (2061, 0, 20), (2061, 0, 12), (700, 4099, 20)]),
+    )
+)
 def test_sums(dtype, n, first, rounds, monkeypatch):
     x = (3 * torch.randn(n)).to(dtype)
     x[::50] = float("inf")

@@ -13,6 +13,7 @@ from fastdp.methods.sap import TextPrivatizer
 from fastdp.ops.choice import choice_log_probabilities
 from fastdp.ops.dchi import dchi_noise
 from fastdp.ops.table import OPS
+from tests.cases import pairs
 from tests.elsewhere import DEVICE, elsewhere
 from tests.ops.uses import factor
 
@@ -23,8 +24,12 @@ def position():
     return ops.NoiseStream.unsafe_reproducible(9).at(4, 5).take()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("n", "size", "d"), [(1, 1, 1), (7, 257, 123), (129, 33, 7)])
+@pytest.mark.parametrize(
+    *pairs(
+        ("dtype", [torch.float32, torch.bfloat16, torch.float16]),
+        ("n, size, d", [(1, 1, 1), (7, 257, 123), (129, 33, 7)]),
+    )
+)
 def test_snap_is_exact(n, size, d, dtype):
     x, table = factor(n, d, 0, dtype, "strided"), factor(size, d, 1, dtype, "transposed")
     if size > 200:

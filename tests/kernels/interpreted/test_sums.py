@@ -10,6 +10,7 @@ from fastdp.kernels.weighted import weighted_sum_, weighted_sums_
 
 from fastdp import ops
 from fastdp.ops.table import OPS
+from tests.cases import pairs
 from tests.ops.uses import DTYPES, factor, offsets_of
 
 NAN = float("nan")
@@ -31,9 +32,13 @@ def spread(weights, offsets):
     return weights.repeat_interleave(offsets.diff())
 
 
-@pytest.mark.parametrize("layout", ["plain", "transposed"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("lengths", "m", "n"), [((60, 0, 3, 65, 1), 7, 133), ((1,), 1, 1), ((30, 40), 65, 17)])
+@pytest.mark.parametrize(
+    *pairs(
+        ("layout", ["plain", "transposed"]),
+        ("dtype", DTYPES),
+        ("lengths, m, n", [((60, 0, 3, 65, 1), 7, 133), ((1,), 1, 1), ((30, 40), 65, 17)]),
+    )
+)
 def test_weighted_sums(lengths, m, n, dtype, layout):
     offsets = offsets_of(lengths)
     tokens, units = int(offsets[-1]), len(lengths)
@@ -236,8 +241,9 @@ def test_runs_longer_than_a_chunk():
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("units", "shape"), [(5, (7, 13)), (2, (1025,)), (3, (0,)), (0, (5,))])
+@pytest.mark.parametrize(
+    *pairs(("dtype", DTYPES), ("units, shape", [(5, (7, 13)), (2, (1025,)), (3, (0,)), (0, (5,))]))
+)
 def test_sums_of_instantiated_gradients(units, shape, dtype):
     given, weights, others = torch.randn(units, *shape).to(dtype), torch.rand(units), torch.rand(units)
     mask = torch.rand(shape) < 0.4

@@ -8,6 +8,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fastdp.engine import norms as norm_sinks
 from fastdp.engine.routing import Routing
+from tests.cases import pairs
 from tests.engine.reference import Recording, engine_for, norms, ticket
 from tests.engine.runs import clipped_sum, error, one_by_one
 
@@ -32,9 +33,11 @@ class Mixed(nn.Module):
         return {"loss": F.cross_entropy(x.mean(1), labels)}
 
 
-@pytest.mark.parametrize("device", ["processor", "interpreted GPU"])
-@pytest.mark.parametrize("route", ["instantiate", "gram", "direct"])
-@pytest.mark.parametrize("width", [9, 66])
+@pytest.mark.parametrize(
+    *pairs(
+        ("device", ["processor", "interpreted GPU"]), ("route", ["instantiate", "gram", "direct"]), ("width", [9, 66])
+    )
+)
 def test_swapped_factors_in_groups(request, monkeypatch, device, route, width):
     model = Mixed(width)
     batch = {"x": torch.randn(ROWS, TOKENS, 6), "labels": torch.arange(ROWS) % 3}
