@@ -36,7 +36,7 @@ from . import suite, tops
 
 DELTA = 1e-5
 PAPER: dict[str, Any] = {"dataset_size": 67349, "batch_size": 32, "epochs": 3}
-MECHANISMS = ("DP-Forward", "only EWPBA", "only autoencoder", "EW-FT")
+MECHANISMS = ("only EWPBA", "EW-FT")
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,12 @@ def printed(epsilon: float, step_distance: float) -> tuple[float, ...]:
 
 
 @cache
-def schedule(form: str, weighted: bool, epsilon: float, step_distance: float) -> ewft.NoiseSchedule:
-    """The noise of a row: falling or even, as printed (std C sigma, as DP-Forward's own code has it) or sound."""
+def schedule(form: str, epsilon: float, step_distance: float) -> ewft.NoiseSchedule:
+    """The noise of a row: falling as printed (std C sigma), or sound."""
     if form == "once":
         return ewft.release_once(epsilon, DELTA)
     if form == "paper":
-        if weighted:
-            return ewft.paper(printed(epsilon, step_distance), epsilon, DELTA, "C")
-        return ewft.paper_uniform(PAPER["dataset_size"], PAPER["batch_size"], PAPER["epochs"], epsilon, DELTA, "C")
+        return ewft.paper(printed(epsilon, step_distance), epsilon, DELTA, "C")
     return ewft.dp_forward(PAPER["epochs"], epsilon, DELTA)
 
 
@@ -196,8 +194,7 @@ class Bench:
         return found
 
     def _noise(self, row: dict[str, Any]) -> ewft.NoiseSchedule:
-        weighted = row["mechanism"] in ("only EWPBA", "EW-FT")
-        return schedule(row["form"], weighted, row["epsilon"], row["step_distance"])
+        return schedule(row["form"], row["epsilon"], row["step_distance"])
 
     def _attach(
         self,
@@ -251,11 +248,10 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     rows += [{"step_distance": distance, **paper} for distance in (1.0, 3.0, 4.0)]
     for layer in size.layers[1:]:
         for mechanism in MECHANISMS:
-            sizes = [64] if mechanism in ("only autoencoder", "EW-FT") else []
+            sizes = [64] if mechanism == "EW-FT" else []
             rows.append({"layer": layer, "mechanism": mechanism, "autoencoder": sizes, **paper})
     for epsilon in (2.0, 4.0, 8.0):
         rows += [{"epsilon": epsilon, **form} for form in (paper, once)]
-        rows.append({"epsilon": epsilon, "mechanism": "DP-Forward", "autoencoder": [], **paper})
     rows += [{"epsilon": epsilon, "mechanism": "DP-Forward", "autoencoder": [], **sound} for epsilon in (8.0, 2.0, 4.0)]
     # What no epsilon that anybody prints would buy; and what the pretrained layers alone would, without public labels.
     rows += [{"epsilon": epsilon, **once} for epsilon in (100.0, 1000.0)]
@@ -301,8 +297,8 @@ def _plot_layers(rows: Sequence[dict[str, Any]], axes: Any) -> None:
     layers = sorted({row["layer"] for row in rows})
     shared: dict[str, Any] = {"epsilon": 8.0, "step_distance": 2.0, "length": length}
     for form, style, marker in (("paper", "-", "o"), ("sound", "--", "D")):
-        for color, name in zip(("tab:orange", "tab:green", "tab:red", "tab:blue"), MECHANISMS):
-            sizes = [64] if name in ("only autoencoder", "EW-FT") else []
+        for color, name in zip(("tab:green", "tab:blue"), MECHANISMS):
+            sizes = [64] if name == "EW-FT" else []
             means = [
                 suite.mean_of(rows, "accuracy", layer=layer, form=form, mechanism=name, autoencoder=sizes, **shared)
                 for layer in layers

@@ -18,6 +18,7 @@ from fastdp.finetune.methods import Central, ReadPublic
 from fastdp.methods import ewft
 from fastdp.methods.blocks import find_blocks
 from fastdp.methods.perturbation import Releases
+from fastdp.methods.removed import check_offered
 from fastdp.methods.response import check_response
 from fastdp.methods.sap import CTI, SAPPerturbation
 from fastdp.methods.selective import RuleDetector, SelectivePerturbation
@@ -191,8 +192,10 @@ def _ewft(config: FinetuneConfig) -> Opening:
     if autoencoder is not None and rehearsal is not None:
         raise ConfigError("with rehearsal the autoencoder learns from its texts: leave public out beside it")
     noise = options.pop("noise")
-    if noise in ewft.GONE:
-        raise ConfigError(f"noise {noise} of ewft is gone: use {ewft.GONE[noise]}")
+    try:
+        check_offered(f"ewft.{noise}")
+    except ValueError as error:
+        raise ConfigError(f"noise {noise}: {error}") from None
     if noise not in _SCHEDULES:
         raise ConfigError(f"noise of ewft is {noise!r}: choose one of {', '.join([*_SCHEDULES, *_PURE])}")
     # Any noise and number of records will do to see whether the rest holds.

@@ -42,7 +42,7 @@ def test_a_perturbed_forward_pass(config, files, tmp_path, noise):
 @pytest.mark.parametrize(("noise", "instead"), [("epoch_weighted", "release_once"), ("uniform", "dp_forward")])
 def test_a_schedule_that_is_gone_names_what_replaces_it(config, files, noise, instead):
     options = {"layer": 1, "autoencoder": None, "noise": noise}
-    with pytest.raises(ConfigError, match=f"noise {noise} of ewft is gone: use {instead}"):
+    with pytest.raises(ConfigError, match=f"noise {noise}: ewft.{noise} was removed: use {instead}"):
         finetune(classify(config, files, method="ewft", method_options=options, epochs=2))
 
 

@@ -23,6 +23,7 @@ from fastdp.methods.frost.sigma import check_selection, split_budget
 from fastdp.methods.frost.soft import even_axes, known_magnitudes, soft_scales
 from fastdp.methods.geometry import Groups, check_clipping, clip_groups, describe_clipping
 from fastdp.methods.options import Options
+from fastdp.methods.removed import refuse_removed
 from fastdp.private.plan import Budget, Plan, SideRelease
 from fastdp.private.preparation import Findings, Moment, Outcome, Preparation, Released, Sample
 
@@ -31,6 +32,7 @@ _MASK = "mask."
 _SCALE = "scale."
 
 
+@refuse_removed
 @dataclass(frozen=True)
 class DPFrost(Options):
     """Choose partitions by noisy gradient magnitudes, freeze the others, train the chosen ones by DP-SGD (Algorithm 1).
@@ -43,8 +45,7 @@ class DPFrost(Options):
         unfreezing_ratio: gamma, the largest share of the trained parameters that stays trained, in (0, 1); or 1, which freezes
             nothing, with ``axes_power``.
         max_grad_norm: the clipping threshold c, of training and of the magnitudes.
-        magnitude: ``MG``, ``MGN`` or ``MGNA`` (Definition 8).
-        norm_order: alpha of the magnitudes, 1 or 2.
+        magnitude: ``MG`` or ``MGNA`` (Definition 8), in L1 norms.
         selection_steps: T; 1 selects at once, without PSEL.
         selection_rate: q_ps, the probability with which an example joins one release of magnitudes.
         gap_coefficient: nu, by how many standard deviations an early choice must stand out.
@@ -74,7 +75,6 @@ class DPFrost(Options):
     unfreezing_ratio: float = 0.0625
     max_grad_norm: float = 1.0
     magnitude: Kind = "MGNA"
-    norm_order: int = 1
     selection_steps: int = 5
     selection_rate: float = 0.02
     gap_coefficient: float = 5.0
@@ -94,7 +94,7 @@ class DPFrost(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_clipping(self.max_grad_norm, self.groups)
-        Magnitude(self.magnitude, self.norm_order, self.max_grad_norm)
+        Magnitude(self.magnitude, self.max_grad_norm)
         check_selection(self.budget_ratio, self.selection_steps, self.selection_rate)
         if self.unfreezing_ratio == 1 and self.axes_power is None:
             raise ValueError("unfreezing_ratio is 1.0, which freezes nothing: set axes_power, or use DPSGD")
@@ -256,7 +256,7 @@ class DPFrost(Options):
 
     @property
     def _magnitude(self) -> Magnitude:
-        return Magnitude(self.magnitude, self.norm_order, self.max_grad_norm)
+        return Magnitude(self.magnitude, self.max_grad_norm)
 
     def _accumulate(
         self,

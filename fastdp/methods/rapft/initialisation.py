@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from fastdp.methods.removed import refuse_removed
+
 KINDS = ("naive", "top_p")
 _LIKELY = 128
 
 
+@refuse_removed
 @dataclass(frozen=True)
 class Initialisation:
     """The relevance of the output: one-hot for classification, (part of) the distribution of the next token otherwise.
@@ -26,8 +29,6 @@ class Initialisation:
     p: float = 0.9
 
     def __post_init__(self) -> None:
-        if self.kind in ("top_k", "beam"):
-            raise ValueError(f"the initialisation '{self.kind}' is gone: use 'naive' or 'top_p'")
         if self.kind not in KINDS:
             raise ValueError(f"the initialisation of relevance is '{self.kind}': choose one of {', '.join(KINDS)}")
         if not 0 < self.p <= 1:

@@ -8,11 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 import fastdp.distributed.pieces as pieces
 from fastdp.methods.public import PublicText, described
-from fastdp.methods.rapft.axes import Moments, gradient_moments
+from fastdp.methods.rapft.axes import second_moments
 from fastdp.methods.rapft.relevance import Map, Propagator
 from fastdp.private.plan import SideRelease
 from fastdp.private.preparation import Contributions, Findings, Preparation
@@ -58,32 +56,6 @@ class PublicMap(_Public):
 
 
 @dataclass(frozen=True)
-class PublicMoments(_Public):
-    """Root mean squares of public gradients (`second_moments`), for axes; costs no privacy.
-
-    Args:
-        sizes: by trained parameter, of its shape.
-        origin: the file that the public examples came from, for the card.
-    """
-
-    sizes: Mapping[str, torch.Tensor] = field(repr=False)
-    origin: PublicText | None = None
-
-    def relevance(self, propagator: Propagator, findings: Findings) -> Map:
-        """The sizes of the trained parameters. Raises ValueError, naming one, where it has none or of another shape."""
-        for name, parameter in findings.parameters.items():
-            if name not in self.sizes or self.sizes[name].shape != parameter.shape:
-                raise ValueError(
-                    f"the public moments hold none of {name}: take them of the model that is to be trained"
-                )
-        return {name: self.sizes[name] for name in findings.parameters}
-
-    def describe(self) -> dict[str, Any]:
-        """For the card."""
-        return {"kind": "public second moments", "text": described(self.origin)}
-
-
-@dataclass(frozen=True)
 class PublicGradients(_Public):
     """Root mean squares of public examples' gradients at the weights as they are, for axes that are made anew on the way.
 
@@ -108,18 +80,12 @@ class PublicGradients(_Public):
             raise ValueError(f"at_once is {self.at_once}: it must lie between 1 and the {len(self.batches)} batches")
 
     def relevance(self, propagator: Propagator, findings: Findings) -> Map:
-        """The sizes of the trained parameters. Raises ValueError for weights in pieces."""
-        return {name: own.square.sqrt() for name, own in self.moments(findings).items()}
-
-    def moments(self, findings: Findings) -> dict[str, Moments]:
-        """Of the gradients of the trained parameters. Raises ValueError for weights in pieces."""
+        """The sizes of the trained parameters' gradients. Raises ValueError for weights in pieces."""
         if any(pieces.is_cut(parameter) for parameter in findings.parameters.values()):
-            raise ValueError(
-                "PublicGradients need whole weights: with weights in pieces use PublicMap or PublicMoments"
-            )
+            raise ValueError("PublicGradients need whole weights: with weights in pieces use PublicMap")
         # By the step, so that a run that is taken up again looks at the same ones.
         drawn = random.Random(findings.step).sample(self.batches, self.at_once or len(self.batches))
-        return gradient_moments(findings.model, drawn)
+        return second_moments(findings.model, drawn)
 
     def describe(self) -> dict[str, Any]:
         """For the card."""
