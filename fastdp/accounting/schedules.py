@@ -15,6 +15,7 @@ from fastdp.accounting.accountants import check_delta, epsilon as epsilon_of
 from fastdp.accounting.calibration import calibrate, check_target, least_safe, search_cost
 from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.events import EventModel, as_count, compose, flatten, gaussian, poisson_gaussian
+from fastdp.validate import positive
 
 #: Algorithm 1 stops within this distance of the target; here always on its safe side.
 _TOLERANCE = 1e-4
@@ -50,8 +51,7 @@ def epoch_weighted_schedule(
     True
     """
     rate, steps, epochs, delta = _check(dataset_size, batch_size, epochs, epsilon, delta)
-    if not (step_distance > 0 and math.isfinite(step_distance)):
-        raise ValueError(f"step_distance is {step_distance}: it must be positive")
+    positive(step_distance=step_distance)
     if epochs == 1:
         return [calibrate(lambda z: _schedule_event([z], rate, steps), epsilon, delta)]
     if epsilon <= 1:

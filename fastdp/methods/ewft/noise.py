@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import fastdp.accounting as accounting
 from fastdp.accounting.event_types import DpEvent
+from fastdp.validate import one_of
 
 #: Std of the noise for a multiplier sigma: what sensitivity 2 C calls for, or the paper's literal "standard deviation".
 Scale = Literal["2C", "C"]
@@ -93,8 +94,7 @@ def paper(
 
     Raises ValueError for another scale.
     """
-    if scale not in ("2C", "C"):
-        raise ValueError(f"scale is {scale!r}: choose '2C' or 'C'")
+    one_of(("2C", "C"), scale=scale)
     factor = 2.0 if scale == "2C" else 1.0
     flaws = (_AMPLIFICATION.format(epsilon=epsilon),) + ((_LITERAL,) if scale == "C" else ())
     ratios = tuple(factor * float(sigma) for sigma in multipliers)

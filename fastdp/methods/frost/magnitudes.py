@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from fastdp.engine.bounds import UpperNorms, down
+from fastdp.validate import one_of, positive
 
 Kind = Literal["MG", "MGNA"]
 
@@ -30,10 +31,8 @@ class Magnitude:
     max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("MG", "MGNA"):
-            raise ValueError(f"magnitude is '{self.kind}': choose MG or MGNA")
-        if not (self.max_grad_norm > 0 and math.isfinite(self.max_grad_norm)):
-            raise ValueError(f"max_grad_norm is {self.max_grad_norm}: it must be a positive number")
+        one_of(("MG", "MGNA"), magnitude=self.kind)
+        positive(max_grad_norm=self.max_grad_norm)
 
     def bound(self, sizes: Sequence[int]) -> float:
         """What an example's (for MGNA: normalised) gradient is clipped to over partitions of these sizes.

@@ -26,6 +26,7 @@ from fastdp.methods.options import Options
 from fastdp.methods.removed import refuse_removed
 from fastdp.private.plan import Budget, Plan, SideRelease
 from fastdp.private.preparation import Findings, Moment, Outcome, Preparation, Released, Sample
+from fastdp.validate import one_of, rate
 
 _KIND = "selection"
 _MASK = "mask."
@@ -98,21 +99,16 @@ class DPFrost(Options):
         check_selection(self.budget_ratio, self.selection_steps, self.selection_rate)
         if self.unfreezing_ratio == 1 and self.axes_power is None:
             raise ValueError("unfreezing_ratio is 1.0, which freezes nothing: set axes_power, or use DPSGD")
-        if not 0 < self.unfreezing_ratio <= 1:
-            raise ValueError(f"unfreezing_ratio is {self.unfreezing_ratio}: it must lie between 0 and 1")
+        rate(unfreezing_ratio=self.unfreezing_ratio)
         if self.axes_power is not None and self.choose_by != "magnitudes":
             raise ValueError(
                 f"axes follow released magnitudes, not {self.choose_by}: leave axes_power or choose_by out"
             )
         if self.axes_power is not None and not 0 < self.axes_power <= 1:
             raise ValueError(f"axes_power is {self.axes_power}: it must be above 0, where all are alike, and at most 1")
-        for name, choices in (
-            ("choose_by", ("magnitudes", "random", "values")),
-            ("granularity", ("partitions", "parameters")),
-            ("mode", ("sound", "paper")),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is '{getattr(self, name)}': choose {' or '.join(choices)}")
+        one_of(("magnitudes", "random", "values"), choose_by=self.choose_by)
+        one_of(("partitions", "parameters"), granularity=self.granularity)
+        one_of(("sound", "paper"), mode=self.mode)
         if self.estimation_iterations < 1 or (self.select_every is not None and self.select_every < 1):
             raise ValueError("select_every and estimation_iterations must be at least 1")
         if not self.gap_coefficient >= 0:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from fastdp.methods.removed import refuse_removed
+from fastdp.validate import one_of, rate
 
-KINDS = ("naive", "top_p")
 _LIKELY = 128
 
 
@@ -29,10 +29,8 @@ class Initialisation:
     p: float = 0.9
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"the initialisation of relevance is '{self.kind}': choose one of {', '.join(KINDS)}")
-        if not 0 < self.p <= 1:
-            raise ValueError(f"p is {self.p}: it must lie in (0, 1]")
+        one_of(("naive", "top_p"), kind=self.kind)
+        rate(p=self.p)
 
     def generation(self, logits: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         """Relevance of the positions that count.

@@ -6,7 +6,6 @@ language models" (IEEE TIFS 2025), algorithm 1.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,8 +32,8 @@ from fastdp.methods.rapft.sources import NoisyMap, PrivateSubset, PublicGradient
 from fastdp.methods.removed import refuse_removed
 from fastdp.private.plan import Budget, Plan
 from fastdp.private.preparation import Findings, Moment, Outcome, Preparation
+from fastdp.validate import one_of, positive
 
-MODES = ("sound", "paper")
 _PRIVATE_MASK = (
     "the mask was computed from private examples without noise: neighbouring data sets then get noise of different "
     "covariances, so that no epsilon holds, whatever the noise (take the mask from PublicMap or NoisyMap)"
@@ -84,12 +83,11 @@ class RapFT(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, choices in (("mode", MODES), ("allocation", ALLOCATIONS), ("ranking", RANKINGS)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is '{getattr(self, name)}': choose one of {', '.join(choices)}")
+        one_of(("sound", "paper"), mode=self.mode)
+        one_of(ALLOCATIONS, allocation=self.allocation)
+        one_of(RANKINGS, ranking=self.ranking)
         check_ratio(self.irrelevance_ratio)
-        if not (self.max_grad_norm > 0 and math.isfinite(self.max_grad_norm)):
-            raise ValueError(f"max_grad_norm is {self.max_grad_norm}: it must be a positive number")
+        positive(max_grad_norm=self.max_grad_norm)
         if not 0 <= self.axes_power <= 1:
             raise ValueError(f"axes_power is {self.axes_power}: it must lie between 0, where all axes are even, and 1")
         if isinstance(self.source, PublicGradients) and self.allocation != "axes":

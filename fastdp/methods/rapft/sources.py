@@ -14,6 +14,7 @@ from fastdp.methods.rapft.axes import second_moments
 from fastdp.methods.rapft.relevance import Map, Propagator
 from fastdp.private.plan import SideRelease
 from fastdp.private.preparation import Contributions, Findings, Preparation
+from fastdp.validate import positive, rate
 
 #: The releases of noised maps, by their name in the ledger.
 RELEVANCE = "relevance"
@@ -120,9 +121,8 @@ class NoisyMap:
                 f"noise_multiplier of the relevance map is {self.noise_multiplier}: a map of private examples needs finite "
                 "noise above 0, or take it from public ones (PublicMap)"
             )
-        _check_rate(self.sample_rate)
-        if not (self.max_norm > 0 and math.isfinite(self.max_norm)):
-            raise ValueError(f"max_norm of the relevance map is {self.max_norm}: it must be positive and finite")
+        rate(sample_rate=self.sample_rate)
+        positive(max_norm=self.max_norm)
 
     def side(self, count: int) -> tuple[SideRelease, ...]:
         """``count`` releases of a noised map."""
@@ -154,7 +154,7 @@ class PrivateSubset:
     sample_rate: float = 0.02
 
     def __post_init__(self) -> None:
-        _check_rate(self.sample_rate)
+        rate(sample_rate=self.sample_rate)
 
     def side(self, count: int) -> tuple[SideRelease, ...]:
         """Not accounted for: the card says that there is no guarantee."""
@@ -173,11 +173,6 @@ class PrivateSubset:
     def describe(self) -> dict[str, Any]:
         """For the card."""
         return {"kind": "private, not noised", **vars(self)}
-
-
-def _check_rate(rate: float) -> None:
-    if not 0 < rate <= 1:
-        raise ValueError(f"sample_rate of the relevance map is {rate}: it must lie in (0, 1]")
 
 
 def _maps(propagator: Propagator) -> Contributions:

@@ -37,9 +37,9 @@ def test_sound_noise_over_the_clipping_norm(schedule, ratios):
     assert not schedule.flaws
 
 
-@pytest.mark.parametrize("name", ["epoch_weighted", "shaped", "uniform"])
+@pytest.mark.parametrize("name", ["epoch_weighted", "shaped", "uniform", "paper_uniform"])
 def test_a_schedule_that_is_gone_names_what_replaces_it(name):
-    with pytest.raises(AttributeError, match="is gone: use (release_once|dp_forward)"):
+    with pytest.raises(AttributeError, match="was removed: use (release_once|dp_forward|paper_epoch)"):
         getattr(ewft, name)
 
 
