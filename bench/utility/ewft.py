@@ -224,7 +224,7 @@ class Bench:
     def _train(self, top: torch.nn.Module, part: Part, seed: int, private: Any = None) -> None:
         tops.train_top(
             top,
-            [part.states],
+            part.states,
             part.texts,
             size=self.size,
             seed=seed,
