@@ -16,9 +16,9 @@ cost. `sound` and `once` rows spend the printed epsilon, truly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,8 @@ TINY = Size(train=32, public=32, unlabelled=32, held_out=16, lengths=(16,), laye
 FULL = Size(train=40000, public=20000, length=64, lengths=(16, 32, 64, 128), frozen=0, layers=(1, 2, 3, 4, 5, 6))
 
 
-#: Mechanisms without a delta, at an epsilon; those of few numbers learn from labels, the others from what varies most.
-PURE: dict[str, Callable[[float], Any]] = {
-    "codebook 2": partial(ewft.codebook, 2),
-    "codebook 16": partial(ewft.codebook, 16),
-    "PrivUnit 2": partial(ewft.privunit, dimension=2),
-    "PrivUnit 16": partial(ewft.privunit, dimension=16),
-}
+#: Codes without a delta, by their number: two learn from labels, the others from what varies most.
+PURE = {"codebook 2": 2, "codebook 16": 16}
 
 
 @cache
@@ -149,12 +144,12 @@ class Bench:
         return {"accuracy": tops.accuracy(top, held_out.states, held_out.texts)}
 
     def _at_a_pure_epsilon(self, top: torch.nn.Module, row: dict[str, Any]) -> dict[str, Any]:
-        """What one code or direction tells; first by public texts alone, then with what the private ones add."""
+        """What one code tells; first by public texts alone, then with what the private ones add."""
         parts = self.parts(row["length"], row["seed"])
         public, held_out, labelled = parts["public"], parts["held_out"], row["bottom"] == "public"
         if labelled:
             self._train(top, public, row["seed"])
-        told = PURE[row["mechanism"]](row["epsilon"])
+        told = ewft.codebook(PURE[row["mechanism"]], row["epsilon"])
         settings = ewft.PureSettings(
             layer=row["layer"], mechanism=told, sequence_length=row["length"], dataset_size=self.size.train
         )
@@ -258,11 +253,8 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     rows += [{"epsilon": epsilon, **once, "bottom": "pretrained"} for epsilon in (8.0, 1000.0)]
     pure = {"form": "pure", "bottom": "public", "autoencoder": []}
     for epsilon in (1.0, 2.0, 4.0, 8.0):
-        rows += [{"epsilon": epsilon, **pure, "mechanism": name} for name in ("codebook 2", "PrivUnit 2")]
-        rows += [
-            {"epsilon": epsilon, **pure, "mechanism": name, "bottom": "pretrained"}
-            for name in ("codebook 16", "PrivUnit 16")
-        ]
+        rows.append({"epsilon": epsilon, **pure, "mechanism": "codebook 2"})
+        rows.append({"epsilon": epsilon, **pure, "mechanism": "codebook 16", "bottom": "pretrained"})
     rows += [
         {"length": length, "form": "none", "bottom": "private", "mechanism": "non-private"} for length in size.lengths
     ]

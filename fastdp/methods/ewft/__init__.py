@@ -12,12 +12,7 @@ from fastdp.methods.ewft.noise import (
     paper_epoch_weighted as paper_epoch_weighted,
     release_once as release_once,
 )
-from fastdp.methods.ewft.pooled import (
-    Codebook as Codebook,
-    PrivUnit as PrivUnit,
-    codebook as codebook,
-    privunit as privunit,
-)
+from fastdp.methods.ewft.pooled import Codebook as Codebook, codebook as codebook
 from fastdp.methods.ewft.pure import PureEWFT as PureEWFT, PureSettings as PureSettings
 from fastdp.methods.ewft.rehearsal import rehearse as rehearse
 from fastdp.methods.ewft.releases import EWFT as EWFT, EWFTPerturbation as EWFTPerturbation

@@ -23,7 +23,7 @@ from fastdp.methods.frost.sigma import check_selection, split_budget
 from fastdp.methods.frost.soft import even_axes, known_magnitudes, soft_scales
 from fastdp.methods.geometry import Groups, check_clipping, clip_groups, describe_clipping
 from fastdp.methods.options import Options
-from fastdp.methods.removed import refuse_removed
+from fastdp.methods.removed import replace_removed
 from fastdp.private.plan import Budget, Plan, SideRelease
 from fastdp.private.preparation import Findings, Moment, Outcome, Preparation, Released, Sample
 from fastdp.validate import one_of, rate
@@ -33,7 +33,7 @@ _MASK = "mask."
 _SCALE = "scale."
 
 
-@refuse_removed
+@replace_removed
 @dataclass(frozen=True)
 class DPFrost(Options):
     """Choose partitions by noisy gradient magnitudes, freeze the others, train the chosen ones by DP-SGD (Algorithm 1).

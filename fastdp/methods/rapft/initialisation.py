@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from fastdp.methods.removed import refuse_removed
+from fastdp.methods.removed import replace_removed
 from fastdp.validate import one_of, rate
 
 _LIKELY = 128
 
 
-@refuse_removed
+@replace_removed
 @dataclass(frozen=True)
 class Initialisation:
     """The relevance of the output: one-hot for classification, (part of) the distribution of the next token otherwise.

@@ -29,7 +29,7 @@ from fastdp.methods.rapft.masks import RANKINGS, check_ratio, check_strong, weak
 from fastdp.methods.rapft.relevance import Propagator, require_values
 from fastdp.methods.rapft.rules import Propagation
 from fastdp.methods.rapft.sources import NoisyMap, PrivateSubset, PublicGradients, PublicMap
-from fastdp.methods.removed import refuse_removed
+from fastdp.methods.removed import replace_removed
 from fastdp.private.plan import Budget, Plan
 from fastdp.private.preparation import Findings, Moment, Outcome, Preparation
 from fastdp.validate import one_of, positive
@@ -40,7 +40,7 @@ _PRIVATE_MASK = (
 )
 
 
-@refuse_removed
+@replace_removed
 @dataclass(frozen=True)
 class RapFT(Options):
     """Clipping and noise in two blocks, the strongly and the weakly relevant coordinates.
