@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 import fastdp.accounting as accounting
-from fastdp.engine.axes import RankOne
 from fastdp.engine.policy import Policy
 from fastdp.methods.geometry import clip_groups
 from fastdp.methods.options import Options
@@ -23,7 +22,7 @@ from fastdp.methods.rapft.allocation import (
     masked_policy,
     printed_noise_multiplier,
 )
-from fastdp.methods.rapft.axes import rank_one
+from fastdp.methods.rapft.axes import axes_of, joined, rank_one
 from fastdp.methods.rapft.initialisation import Initialisation
 from fastdp.methods.rapft.masks import RANKINGS, check_ratio, check_strong, weak_masks
 from fastdp.methods.rapft.relevance import Propagator, require_values
@@ -149,8 +148,7 @@ class RapFT(Options):
         assert self.source is not None
         relevance = self.source.relevance(self._propagator(findings), findings)
         if self.allocation == "axes":
-            axes = rank_one({name: values.abs() for name, values in relevance.items()}, self.axes_power)
-            return {name: torch.cat([axis.rows, axis.columns]) for name, axis in axes.items()}
+            return joined(rank_one({name: values.abs() for name, values in relevance.items()}, self.axes_power))
         return weak_masks(relevance, self.irrelevance_ratio, self.ranking)
 
     def _propagator(self, moment: Moment) -> Propagator:
@@ -169,7 +167,7 @@ class RapFT(Options):
         chosen = {name: outcome[name].to(p.device) for name, p in parameters.items()} if outcome else {}
         flat = clip_groups(parameters, noise_multiplier, self.max_grad_norm)
         if self.allocation == "axes":
-            return replace(flat, axes={name: _axes(joined, parameters[name]) for name, joined in chosen.items()})
+            return replace(flat, axes=axes_of(chosen, parameters))
         if not chosen:
             check_strong([p.numel() for p in parameters.values()], self.irrelevance_ratio, self.ranking)
             return flat
@@ -217,8 +215,3 @@ class RapFT(Options):
             f"{epsilons[0]:.4g}; for a fixed mask they are one Gaussian mechanism of multiplier "
             f"{plan.sigma:.6g}, whose epsilon is {epsilons[1]:.4g}",
         )
-
-
-def _axes(joined: torch.Tensor, parameter: torch.nn.Parameter) -> RankOne:
-    rows = parameter.shape[0] if parameter.dim() else 1
-    return RankOne(joined[:rows], joined[rows:])
