@@ -60,7 +60,6 @@ sanitize: $(VENV)/.fastdp-test
 bench: $(VENV)/.fastdp-test
 	OMP_PROC_BIND=true $(VENV)/bin/fastdp bench step --json $(OUT)/cpu/step.json
 	OMP_PROC_BIND=true $(VENV)/bin/fastdp bench kernels --json $(OUT)/cpu/kernels.json
-	OMP_PROC_BIND=true $(VENV)/bin/python -m pytest -q tests/bench/microbenchmarks.py --benchmark-only --benchmark-max-time=0.2
 	OMP_PROC_BIND=true $(VENV)/bin/fastdp bench planner --json $(OUT)/cpu/planner.json
 	$(VENV)/bin/fastdp bench plot --results $(OUT)/cpu
 

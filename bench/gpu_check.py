@@ -95,7 +95,6 @@ def norms(device: str) -> Iterator[tuple[str, Result]]:
         truth = in_double(left, right, offsets)
         squares = truth.square()
         label = f"{str(dtype)[6:]} {name} {m}x{n}"
-        terms = in_double(left.abs(), right.abs(), offsets)
         square = squares.sum((1, 2))
         for route in ("gram", "direct", "auto"):
             yield f"sqnorm {route} {label}", (apart(ops.sqnorm(left, right, offsets, route), square), NORMS)
@@ -111,7 +110,7 @@ def norms(device: str) -> Iterator[tuple[str, Result]]:
             # An upper bound, raised by what covers its own rounding and by 2^-42 an entry.
             yield f"row_products {label}", (apart(got, rows[:, 0, 0]), 2.0**-9)
         adds = (left != 0).any(1) & (right != 0).any(1)
-        counts = torch.stack([own.sum() for own in adds.split(list(lengths))])
+        counts = torch.stack([unit.sum() for unit in adds.split(list(lengths))])
         yield f"token_counts {label}", (apart(ops.token_counts([left], right, offsets), counts), 0.0)
         chosen = torch.rand(offsets.shape[0] - 1, device=device) < 0.5
         got = ops.chosen_sqnorm([left], [right], offsets, chosen[None])[0]
@@ -121,27 +120,7 @@ def norms(device: str) -> Iterator[tuple[str, Result]]:
             mask = torch.rand(m, n, device=device) < 0.3
             parts = torch.stack([(squares * mask).sum((1, 2)), (squares * ~mask).sum((1, 2))])
             yield f"masked_sqnorm {label}", (apart(ops.masked_sqnorm(left, right, offsets, mask), parts), NORMS)
-        got = ops.per_unit(left, right, offsets)
-        yield f"per_unit {label}", (apart(got, truth, terms), (max(lengths) + 8) * 2.0**-24)
-        (got, transposed), rows = ops.per_unit_group([left, right], [right, left], offsets)
-        worst = max(apart(got, truth, terms), apart(transposed.mT, truth, terms))
-        yield f"per_unit_group {label}", (worst, (max(lengths) + 8) * 2.0**-24)
-        yield f"per_unit_group norms {label}", (apart(rows, both), NORMS)
-        sums = in_double(left, torch.ones(tokens, 1, device=device), offsets)[:, :, 0]
-        terms = in_double(left.abs(), torch.ones(tokens, 1, device=device), offsets)[:, :, 0]
-        bound = (max(lengths) + 8) * 2.0**-24
-        yield f"column_sums {label}", (apart(ops.column_sums(left, offsets), sums, terms), bound)
-        mean, rstd = torch.rand(tokens, device=device), torch.rand(tokens, device=device)
-        normed = (right.double() - mean[:, None]) * rstd[:, None]
-        sums, terms = (
-            in_double(x, torch.ones(tokens, 1, device=device), offsets)[:, :, 0]
-            for x in (
-                normed * right.double(),
-                (right.double().abs() + mean[:, None]) * rstd[:, None] * right.double().abs(),
-            )
-        )
-        got = ops.affine_sums(right, right, mean, rstd, offsets)[0]
-        yield f"affine_sums {label}", (apart(got, sums, terms), bound)
+        yield from _unit_sums(left, right, offsets, max(lengths), label)
         ids = torch.randint(0, m, (tokens,), device=device)
         table = in_double(ids, right, offsets, m)
         of_table = table.square().sum((1, 2))
@@ -150,6 +129,29 @@ def norms(device: str) -> Iterator[tuple[str, Result]]:
         head = left if strided else torch.nn.functional.pad(left, (0, 8))[:, :m]
         got = ops.cross_inner(ids, right, head, right, offsets, offsets)
         yield f"cross_inner {label}", (apart(got, (truth * table).sum((1, 2)), (square * of_table).sqrt()), NORMS)
+
+
+def _unit_sums(left: Tensor, right: Tensor, offsets: Tensor, longest: int, label: str) -> Iterator[tuple[str, Result]]:
+    """Gradients by unit, and sums over a unit's tokens, of which there are ``longest`` at most."""
+    tokens, device = len(left), left.device
+    bound = (longest + 8) * 2.0**-24
+    every = torch.ones(tokens, 1, device=device)
+    truth, terms = in_double(left, right, offsets), in_double(left.abs(), right.abs(), offsets)
+    yield f"per_unit {label}", (apart(ops.per_unit(left, right, offsets), truth, terms), bound)
+    (got, transposed), rows = ops.per_unit_group([left, right], [right, left], offsets)
+    worst = max(apart(got, truth, terms), apart(transposed.mT, truth, terms))
+    yield f"per_unit_group {label}", (worst, bound)
+    both = torch.stack([truth.square().sum((1, 2))] * 2)
+    yield f"per_unit_group norms {label}", (apart(rows, both), NORMS)
+    sums, terms = (in_double(x, every, offsets)[:, :, 0] for x in (left, left.abs()))
+    yield f"column_sums {label}", (apart(ops.column_sums(left, offsets), sums, terms), bound)
+    mean, rstd = torch.rand(tokens, device=device), torch.rand(tokens, device=device)
+    size = right.double().abs()
+    normed = (right.double() - mean[:, None]) * rstd[:, None] * right.double()
+    sums, terms = (
+        in_double(x, every, offsets)[:, :, 0] for x in (normed, (size + mean[:, None]) * rstd[:, None] * size)
+    )
+    yield f"affine_sums {label}", (apart(ops.affine_sums(right, right, mean, rstd, offsets)[0], sums, terms), bound)
 
 
 def sums(device: str) -> Iterator[tuple[str, Result]]:

@@ -230,64 +230,96 @@ def _wider(value: Any) -> Any:
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
+class _Layer:
+    """Factors of one layer's use, and what its cases share."""
+
+    def __init__(self, device: torch.device, sizes: Sizes):
+        self.dtype = _dtype(device)
+        self.units, self.length, self.m, self.n = sizes.units, sizes.length, sizes.rows, sizes.columns
+        self.tokens = self.units * self.length
+        self.offsets = torch.arange(self.units + 1, device=device) * self.length
+        self.left, self.left2 = (self.factor(device, self.m) for _ in range(2))
+        self.right = self.factor(device, self.n)
+        self.case = functools.partial(_against_definition, device)
+        self.size = f"{self.units} x {self.length}, {self.m} x {self.n}"
+        self.bytes = float(self.tokens * (self.m + self.n) * self.dtype.itemsize)
+        self.direct = {"flops": 2.0 * self.tokens * self.m * self.n, "bytes": self.bytes}
+
+    def factor(self, device: torch.device, columns: int) -> torch.Tensor:
+        """Random rows, one a token."""
+        return torch.randn(self.tokens, columns, device=device, dtype=self.dtype)
+
+    def batched(self, factor: torch.Tensor) -> torch.Tensor:
+        """Rows by unit, [B, T, columns]."""
+        return factor.view(self.units, self.length, -1)
+
+    def full_gram(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        """Inner products of two uses by their T x T products."""
+        return (torch.bmm(self.batched(a), self.batched(c).mT) * torch.bmm(self.batched(b), self.batched(d).mT)).sum(
+            (1, 2)
+        )
+
+    def instantiated(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Per-unit gradients [B, m, n]."""
+        return torch.bmm(self.batched(a).mT, self.batched(b)).float()
+
+
 def _norms(device: torch.device, sizes: Sizes) -> Iterator[Case]:
-    dtype, units, length, m, n = _dtype(device), sizes.units, sizes.length, sizes.rows, sizes.columns
-    offsets = torch.arange(units + 1, device=device) * length
-    tokens, width = units * length, dtype.itemsize
-    left, left2 = (torch.randn(tokens, m, device=device, dtype=dtype) for _ in range(2))
-    right = torch.randn(tokens, n, device=device, dtype=dtype)
-    layer, of = f"{units} x {length}, {m} x {n}", functools.partial
-    case = of(_against_definition, device)
+    layer = _Layer(device, sizes)
+    yield from _gram_norms(layer, device)
+    yield from _embedding_norms(layer, device)
+    yield from _entry_norms(layer, device)
 
-    def batched(a: torch.Tensor) -> torch.Tensor:
-        return a.view(units, length, -1)
 
-    def full_gram(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-        return (torch.bmm(batched(a), batched(c).mT) * torch.bmm(batched(b), batched(d).mT)).sum((1, 2))
-
-    def instantiated(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(batched(a).mT, batched(b)).float()
+def _gram_norms(layer: _Layer, device: torch.device) -> Iterator[Case]:
+    units, length, m, n, of = layer.units, layer.length, layer.m, layer.n, functools.partial
+    left, left2, right, offsets = layer.left, layer.left2, layer.right, layer.offsets
+    case, size, full_gram = layer.case, layer.size, layer.full_gram
 
     def products() -> list[torch.Tensor]:
         return [ops.row_products(a, right, offsets) for a in (left, left2)]
 
-    gram, bytes = float(units * length**2 * (m + n)), float(tokens * (m + n) * width)
-    direct = {"flops": 2.0 * tokens * m * n, "bytes": bytes}
-    others = {**_torch(full_gram, left, right, left, right), **_opacus_norm(batched(left), batched(right))}
+    gram = float(units * length**2 * (m + n))
+    others = {**_torch(full_gram, left, right, left, right), **_opacus_norm(layer.batched(left), layer.batched(right))}
     others["the layer's weight gradient"] = lambda: left.mT @ right
-    yield case(layer, of(ops.sqnorm, left, right, offsets), others, flops=gram, bytes=bytes)
+    yield case(size, of(ops.sqnorm, left, right, offsets), others, flops=gram, bytes=layer.bytes)
 
-    by_tiles = {"torch": lambda: instantiated(left, right).square().sum((1, 2))}
-    tiled = case(layer, of(ops.sqnorm, left, right, offsets, "direct"), by_tiles, **direct)
+    by_tiles = {"torch": lambda: layer.instantiated(left, right).square().sum((1, 2))}
+    tiled = case(size, of(ops.sqnorm, left, right, offsets, "direct"), by_tiles, **layer.direct)
     yield replace(tiled, op="sqnorm, direct")
 
-    least = {"flops": float(units * length**2 * (2 * m + n)), "bytes": float(tokens * (2 * m + n) * width)}
+    least = {
+        "flops": float(units * length**2 * (2 * m + n)),
+        "bytes": float(layer.tokens * (2 * m + n) * layer.dtype.itemsize),
+    }
     both: dict[str, Function] = {
         "two sqnorm, row_products": lambda: ([ops.sqnorm(a, right, offsets) for a in (left, left2)], products())
     }
-    yield case(f"2 of {layer}", of(ops.gram_norms, [left, left2], [right], [2], offsets), both, **least)
+    yield case(f"2 of {size}", of(ops.gram_norms, [left, left2], [right], [2], offsets), both, **least)
 
     rows = _torch(lambda a, b: (a.double().norm(dim=1) * b.double().norm(dim=1)).view(units, -1).sum(1), left, right)
-    yield case(layer, of(ops.row_products, left, right, offsets), rows, bytes=bytes)
+    yield case(size, of(ops.row_products, left, right, offsets), rows, bytes=layer.bytes)
 
     chosen = torch.arange(units, device=device) % 4 == 0
-    quarter = {"flops": direct["flops"] / 4, "bytes": bytes / 4}
+    quarter = {"flops": layer.direct["flops"] / 4, "bytes": layer.bytes / 4}
     every = {"sqnorm of all": lambda: ops.sqnorm(left, right, offsets, "direct")}
-    yield case(layer, of(ops.chosen_sqnorm, [left], [right], offsets, chosen[None]), every, **quarter)
+    yield case(size, of(ops.chosen_sqnorm, [left], [right], offsets, chosen[None]), every, **quarter)
 
     cross = of(ops.cross_inner, left, right, left2, right, offsets, offsets)
-    yield case(layer, cross, _torch(full_gram, left, right, left2, right), flops=2 * gram, bytes=2 * bytes)
+    yield case(size, cross, _torch(full_gram, left, right, left2, right), flops=2 * gram, bytes=2 * layer.bytes)
 
-    ids, rows_mask = torch.randint(0, 50, (tokens,), device=device), torch.rand(50, n, device=device) < 0.5
-    once = float(tokens * n * width)
+
+def _embedding_norms(layer: _Layer, device: torch.device) -> Iterator[Case]:
+    units, length, n, of = layer.units, layer.length, layer.n, functools.partial
+    right, offsets, batched, case = layer.right, layer.offsets, layer.batched, layer.case
+    ids, rows_mask = torch.randint(0, 50, (layer.tokens,), device=device), torch.rand(50, n, device=device) < 0.5
+    once, size = float(layer.tokens * n * layer.dtype.itemsize), f"{units} x {length}, {n}"
 
     def equal_ids(i: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         same = i.view(units, -1, 1) == i.view(units, 1, -1)
         return (torch.bmm(batched(b), batched(b).mT) * same).sum((1, 2))
 
-    table = case(
-        f"{units} x {length}, {n}", of(ops.sqnorm, ids, right, offsets), _torch(equal_ids, ids, right), bytes=once
-    )
+    table = case(size, of(ops.sqnorm, ids, right, offsets), _torch(equal_ids, ids, right), bytes=once)
     yield replace(table, op="sqnorm of an embedding")
 
     def by_rows(i: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -296,18 +328,23 @@ def _norms(device: torch.device, sizes: Sizes) -> Iterator[Case]:
         return _split(table.index_put_((owner, i), b.float(), accumulate=True), rows_mask)
 
     masked = of(ops.masked_sqnorm, ids, right, offsets, rows_mask)
-    table = case(f"{units} x {length}, {n}", masked, _torch(by_rows, ids, right), bytes=once)
+    table = case(size, masked, _torch(by_rows, ids, right), bytes=once)
     yield replace(table, op="masked_sqnorm of an embedding")
 
-    mask = torch.rand(m, n, device=device) < 0.5
+
+def _entry_norms(layer: _Layer, device: torch.device) -> Iterator[Case]:
+    left, right, offsets, of = layer.left, layer.right, layer.offsets, functools.partial
+    instantiated, case = layer.instantiated, layer.case
+    mask = torch.rand(layer.m, layer.n, device=device) < 0.5
     split = _torch(lambda a, b: _split(instantiated(a, b), mask), left, right)
-    yield case(layer, of(ops.masked_sqnorm, left, right, offsets, mask), split, **direct)
+    yield case(layer.size, of(ops.masked_sqnorm, left, right, offsets, mask), split, **layer.direct)
 
     absolute = _torch(lambda a, b: instantiated(a, b).abs().sum((1, 2)), left, right)
-    yield case(layer, of(ops.abs_sum, left, right, offsets), absolute, **direct)
+    yield case(layer.size, of(ops.abs_sum, left, right, offsets), absolute, **layer.direct)
 
     counted = _torch(lambda a, b: ((a != 0).any(2) & (b != 0).any(2)).sum(1).double(), left, right)
-    yield case(layer, of(ops.token_counts, [left], right, offsets), counted, bytes=once)
+    once = float(layer.tokens * layer.n * layer.dtype.itemsize)
+    yield case(layer.size, of(ops.token_counts, [left], right, offsets), counted, bytes=once)
 
 
 def _split(gradients: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -120,7 +120,6 @@ def lora() -> Table:
         _lora("first matrix fixed", "first matrix fixed", ("lora",), "DP-SGD"),
         _lora("averaged weights", "averaged", ("lora",), "DP-SGD"),
         _lora("public pass first", "warmed", ("lora",), "DP-SGD"),
-        _lora("public pass, axes made once", "warmed, axes", ("lora",), "warmed"),
         _lora("public pass, axes made anew", renewed, e2e, "warmed"),
         _lora("the same, of eight texts", eight, ("lora-few",), "warmed", e2e),
         _lora("E2E, all weights: DP-SGD", "DP-SGD", ("lora-full",)),
@@ -139,7 +138,7 @@ def frost() -> Table:
     def rows(name: str, form: str, epsilon: Any) -> list[Row]:
         found = figures(f"utility/{name}", part="accuracy", form=form, epsilon=epsilon)
         # Of DP-FROST's variants, the default.
-        default = {"magnitude": "MGNA", "norm_order": 1, "selection_steps": 5, "selections": 1, "selection_rate": 0.01}
+        default = {"magnitude": "MGNA", "selection_steps": 5, "selections": 1, "selection_rate": 0.01}
         if form == "frost":
             found = [row for row in found if all(row.get(key) == value for key, value in default.items())]
         return at_true_epsilon(found)
@@ -184,7 +183,6 @@ def ewft() -> Table:
     sources: list[tuple[str, Callable[[float], str]]] = [
         ("EW-FT as printed, after block 6", lambda e: cell(main, mechanism="EW-FT", form="paper", layer=6, epsilon=e)),
         ("the same, after block 5", lambda e: cell(main, mechanism="EW-FT", form="paper", layer=5, epsilon=e)),
-        ("DP-Forward as printed", lambda e: cell(main, mechanism="DP-Forward", form="paper", layer=6, epsilon=e)),
         ("released once, after block 6", lambda e: cell(main, form="once", bottom="public", layer=6, epsilon=e)),
         ("the same, after block 5", lambda e: cell(main, form="once", bottom="public", layer=5, epsilon=e)),
         ("the same, nothing below learns", lambda e: cell(main, form="once", bottom="pretrained", layer=6, epsilon=e)),

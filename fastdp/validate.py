@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import math
+from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,10 +21,30 @@ def at_least(low: float, **numbers: float) -> None:
 
 def positive(**numbers: float) -> None:
     """Raise ValueError, naming the first that is not, unless all are finite numbers above 0."""
-    at_least(0.0, **numbers)
+    _check(lambda value: 0 < value < math.inf, "be a finite number above 0", numbers)
+
+
+def fraction(**numbers: float) -> None:
+    """Raise ValueError, naming the first that is not, unless all lie between 0 and 1, both excluded."""
+    _check(lambda value: 0 < value < 1, "lie between 0 and 1", numbers)
+
+
+def rate(**numbers: float) -> None:
+    """Raise ValueError, naming the first that is not, unless all are probabilities above 0."""
+    _check(lambda value: 0 < value <= 1, "lie in (0, 1]", numbers)
+
+
+def _check(holds: Callable[[float], bool], what: str, numbers: dict[str, float]) -> None:
     for name, value in numbers.items():
-        if value == 0.0:
-            raise ValueError(f"{name} must be greater than 0")
+        if isinstance(value, bool) or not isinstance(value, Real) or not holds(value):
+            raise ValueError(f"{name} is {value!r}: it must {what}")
+
+
+def one_of(choices: Sequence[str], **values: object) -> None:
+    """Raise ValueError, naming the first that is not, unless all are among the choices."""
+    for name, value in values.items():
+        if value not in choices:
+            raise ValueError(f"{name} is {value!r}: choose {' or '.join(map(repr, choices))}")
 
 
 def usable_device(name: str) -> torch.device:

@@ -252,7 +252,7 @@ SETTINGS = [
     ),
     Case(
         "option's value",
-        "must lie between 0 and 1",
+        "it must lie in",
         "unfreezing_ratio",
         options("frost", "{unfreezing_ratio: 2}"),
     ),

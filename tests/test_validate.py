@@ -2,23 +2,28 @@
 
 import pytest
 
-from fastdp.validate import at_least, positive
-from tests.cases import cases, pairs
+from fastdp.validate import at_least, fraction, one_of, positive, rate
 
 
-@cases(
-    *pairs(
-        ("value", [-1.0, float("nan"), float("inf"), "1", None]),
-        ("check", [positive, lambda **numbers: at_least(0.0, **numbers)]),
-    )
-)
-def test_what_is_no_number_or_too_small_is_refused_by_name(check, value):
-    with pytest.raises(ValueError, match="rate must be a finite number of at least 0"):
-        check(delta=1.0, rate=value)
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "1", None])
+def test_what_is_no_number_or_too_small_is_refused_by_name(value):
+    with pytest.raises(ValueError, match="share must be a finite number of at least 0"):
+        at_least(0.0, delta=1.0, share=value)
+    for check in (positive, fraction, rate):
+        with pytest.raises(ValueError, match=rf"share is {value!r}: it must"):
+            check(delta=0.5, share=value)
 
 
-def test_zero_is_not_positive():
-    at_least(0.0, rate=0)
-    positive(rate=1, delta=1e-300)
-    with pytest.raises(ValueError, match="rate must be greater than 0"):
-        positive(delta=1.0, rate=0.0)
+def test_ends_of_ranges():
+    at_least(0.0, share=0)
+    positive(share=1, delta=1e-300)
+    rate(share=1)
+    for check, value in ((positive, 0.0), (positive, True), (fraction, 0), (fraction, 1.0), (rate, 0.0), (rate, 1.1)):
+        with pytest.raises(ValueError, match=f"share is {value}: it must"):
+            check(delta=0.5, share=value)
+
+
+def test_a_choice_is_refused_with_the_others():
+    one_of(("mean", "sum"), reduction="sum")
+    with pytest.raises(ValueError, match="reduction is 'none': choose 'mean' or 'sum'"):
+        one_of(("mean", "sum"), reduction="none")

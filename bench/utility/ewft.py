@@ -16,9 +16,9 @@ cost. `sound` and `once` rows spend the printed epsilon, truly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from . import suite, tops
 
 DELTA = 1e-5
 PAPER: dict[str, Any] = {"dataset_size": 67349, "batch_size": 32, "epochs": 3}
-MECHANISMS = ("DP-Forward", "only EWPBA", "only autoencoder", "EW-FT")
+MECHANISMS = ("only EWPBA", "EW-FT")
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,8 @@ TINY = Size(train=32, public=32, unlabelled=32, held_out=16, lengths=(16,), laye
 FULL = Size(train=40000, public=20000, length=64, lengths=(16, 32, 64, 128), frozen=0, layers=(1, 2, 3, 4, 5, 6))
 
 
-#: Mechanisms without a delta, at an epsilon; those of few numbers learn from labels, the others from what varies most.
-PURE: dict[str, Callable[[float], Any]] = {
-    "codebook 2": partial(ewft.codebook, 2),
-    "codebook 16": partial(ewft.codebook, 16),
-    "PrivUnit 2": partial(ewft.privunit, dimension=2),
-    "PrivUnit 16": partial(ewft.privunit, dimension=16),
-}
+#: Codes without a delta, by their number: two learn from labels, the others from what varies most.
+PURE = {"codebook 2": 2, "codebook 16": 16}
 
 
 @cache
@@ -80,14 +75,12 @@ def printed(epsilon: float, step_distance: float) -> tuple[float, ...]:
 
 
 @cache
-def schedule(form: str, weighted: bool, epsilon: float, step_distance: float) -> ewft.NoiseSchedule:
-    """The noise of a row: falling or even, as printed (std C sigma, as DP-Forward's own code has it) or sound."""
+def schedule(form: str, epsilon: float, step_distance: float) -> ewft.NoiseSchedule:
+    """The noise of a row: falling as printed (std C sigma), or sound."""
     if form == "once":
         return ewft.release_once(epsilon, DELTA)
     if form == "paper":
-        if weighted:
-            return ewft.paper(printed(epsilon, step_distance), epsilon, DELTA, "C")
-        return ewft.paper_uniform(PAPER["dataset_size"], PAPER["batch_size"], PAPER["epochs"], epsilon, DELTA, "C")
+        return ewft.paper(printed(epsilon, step_distance), epsilon, DELTA, "C")
     return ewft.dp_forward(PAPER["epochs"], epsilon, DELTA)
 
 
@@ -151,12 +144,12 @@ class Bench:
         return {"accuracy": tops.accuracy(top, held_out.states, held_out.texts)}
 
     def _at_a_pure_epsilon(self, top: torch.nn.Module, row: dict[str, Any]) -> dict[str, Any]:
-        """What one code or direction tells; first by public texts alone, then with what the private ones add."""
+        """What one code tells; first by public texts alone, then with what the private ones add."""
         parts = self.parts(row["length"], row["seed"])
         public, held_out, labelled = parts["public"], parts["held_out"], row["bottom"] == "public"
         if labelled:
             self._train(top, public, row["seed"])
-        told = PURE[row["mechanism"]](row["epsilon"])
+        told = ewft.codebook(PURE[row["mechanism"]], row["epsilon"])
         settings = ewft.PureSettings(
             layer=row["layer"], mechanism=told, sequence_length=row["length"], dataset_size=self.size.train
         )
@@ -196,8 +189,7 @@ class Bench:
         return found
 
     def _noise(self, row: dict[str, Any]) -> ewft.NoiseSchedule:
-        weighted = row["mechanism"] in ("only EWPBA", "EW-FT")
-        return schedule(row["form"], weighted, row["epsilon"], row["step_distance"])
+        return schedule(row["form"], row["epsilon"], row["step_distance"])
 
     def _attach(
         self,
@@ -227,7 +219,7 @@ class Bench:
     def _train(self, top: torch.nn.Module, part: Part, seed: int, private: Any = None) -> None:
         tops.train_top(
             top,
-            [part.states],
+            part.states,
             part.texts,
             size=self.size,
             seed=seed,
@@ -251,22 +243,18 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     rows += [{"step_distance": distance, **paper} for distance in (1.0, 3.0, 4.0)]
     for layer in size.layers[1:]:
         for mechanism in MECHANISMS:
-            sizes = [64] if mechanism in ("only autoencoder", "EW-FT") else []
+            sizes = [64] if mechanism == "EW-FT" else []
             rows.append({"layer": layer, "mechanism": mechanism, "autoencoder": sizes, **paper})
     for epsilon in (2.0, 4.0, 8.0):
         rows += [{"epsilon": epsilon, **form} for form in (paper, once)]
-        rows.append({"epsilon": epsilon, "mechanism": "DP-Forward", "autoencoder": [], **paper})
     rows += [{"epsilon": epsilon, "mechanism": "DP-Forward", "autoencoder": [], **sound} for epsilon in (8.0, 2.0, 4.0)]
     # What no epsilon that anybody prints would buy; and what the pretrained layers alone would, without public labels.
     rows += [{"epsilon": epsilon, **once} for epsilon in (100.0, 1000.0)]
     rows += [{"epsilon": epsilon, **once, "bottom": "pretrained"} for epsilon in (8.0, 1000.0)]
     pure = {"form": "pure", "bottom": "public", "autoencoder": []}
     for epsilon in (1.0, 2.0, 4.0, 8.0):
-        rows += [{"epsilon": epsilon, **pure, "mechanism": name} for name in ("codebook 2", "PrivUnit 2")]
-        rows += [
-            {"epsilon": epsilon, **pure, "mechanism": name, "bottom": "pretrained"}
-            for name in ("codebook 16", "PrivUnit 16")
-        ]
+        rows.append({"epsilon": epsilon, **pure, "mechanism": "codebook 2"})
+        rows.append({"epsilon": epsilon, **pure, "mechanism": "codebook 16", "bottom": "pretrained"})
     rows += [
         {"length": length, "form": "none", "bottom": "private", "mechanism": "non-private"} for length in size.lengths
     ]
@@ -301,8 +289,8 @@ def _plot_layers(rows: Sequence[dict[str, Any]], axes: Any) -> None:
     layers = sorted({row["layer"] for row in rows})
     shared: dict[str, Any] = {"epsilon": 8.0, "step_distance": 2.0, "length": length}
     for form, style, marker in (("paper", "-", "o"), ("sound", "--", "D")):
-        for color, name in zip(("tab:orange", "tab:green", "tab:red", "tab:blue"), MECHANISMS):
-            sizes = [64] if name in ("only autoencoder", "EW-FT") else []
+        for color, name in zip(("tab:green", "tab:blue"), MECHANISMS):
+            sizes = [64] if name == "EW-FT" else []
             means = [
                 suite.mean_of(rows, "accuracy", layer=layer, form=form, mechanism=name, autoencoder=sizes, **shared)
                 for layer in layers

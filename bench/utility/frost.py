@@ -28,7 +28,6 @@ from fastdp.private.plan import Budget, Plan
 from fastdp.untrusted import load_pretrained
 
 from ..plots import picture
-from ..record import markdown
 from . import suite, tops
 
 RATIO = 0.25**2
@@ -50,7 +49,6 @@ FROST: dict[str, Any] = {
     "part": "accuracy",
     "form": "frost",
     "magnitude": "MGNA",
-    "norm_order": 1,
     "selection_steps": 5,
     "selections": 1,
 }
@@ -184,7 +182,6 @@ class Bench:
         return fastdp.DPFrost(
             unfreezing_ratio=RATIO,
             magnitude=row["magnitude"],
-            norm_order=row["norm_order"],
             selection_steps=row["selection_steps"],
             selection_rate=row["selection_rate"],
             **options,
@@ -285,7 +282,7 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
         rows += [{"part": "accuracy", "form": form, "epsilon": epsilon} for form in forms]
         rows.append({**frost, "epsilon": epsilon})
     rows.append({**frost, "form": "parameters", "selection_steps": 1, "epsilon": size.compared})
-    for kind in ("MG", "MGN", "MGNA"):
+    for kind in ("MG", "MGNA"):
         rows += [{**frost, "magnitude": kind, "selection_steps": steps, "epsilon": size.compared} for steps in (1, 5)]
     rows += [{**frost, "selections": repeats, "epsilon": size.compared} for repeats in size.repeats]
     rows += [{**frost, "selection_rate": rate, "epsilon": size.compared} for rate in size.rates]
@@ -306,30 +303,6 @@ def _rate(bench: Bench, form: str, seed: int, rate: float) -> suite.Run:
     row: dict[str, Any] = {"part": "rate", "form": form, "epsilon": bench.size.compared, "learning_rate": rate}
     row |= {"seed": seed, **({**FROST, "selection_rate": bench.size.rates[0], **row} if form == "frost" else {})}
     return row, partial(bench.run, row)
-
-
-def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
-    """The paper's tables in Markdown: mean and standard deviation of the accuracy in per cent."""
-
-    def cell(**setting: Any) -> str:
-        return suite.told(rows, "accuracy", 100, **{"part": "accuracy", **setting})
-
-    usual = {**FROST, "selection_rate": size.rates[0]}
-    middle = {**usual, "epsilon": size.compared}
-    methods = [{"form": form} for form in ("full", "random", "values", *PEFT, *SOFT)]
-    first = [["non-private", *[cell(form="non-private")] * len(size.epsilons)]]
-    first += [[own["form"], *(cell(**own, epsilon=e) for e in size.epsilons)] for own in (*methods, usual)]
-    third = [["PARAM", cell(form="parameters", epsilon=size.compared)]]
-    for kind in ("MG", "MGN", "MGNA"):
-        for steps, name in ((1, f"DP-{kind} (single)"), (5, f"DP-{kind}")):
-            third.append([name, cell(**{**middle, "magnitude": kind, "selection_steps": steps})])
-    fourth = [[k, cell(**{**middle, "selections": k})] for k in (1, *size.repeats)]
-    rates = sorted(size.rates, reverse=True)
-    sixth = [[f"{rate:g}", cell(**{**middle, "selection_rate": rate})] for rate in rates]
-    lines = ["Table 1", "", *markdown(["method", *(f"epsilon {e:g}" for e in size.epsilons)], first)]
-    for number, what, found in ((3, "method", third), (4, "selections", fourth), (6, "selection rate", sixth)):
-        lines += ["", f"Table {number}, epsilon {size.compared:g}", "", *markdown([what, "accuracy"], found)]
-    return "\n".join(lines) + "\n"
 
 
 def plot(rows: Sequence[dict[str, Any]], folder: Path, size: Size) -> None:
@@ -373,7 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, size, table = suite.begin(parser, arguments)
     bench = Bench(options.model, options.train, options.eval, size)
     wanted = runs(bench, options.seeds, table, options.forms)
-    suite.finish(table, wanted, options, partial(plot, size=size), partial(tables, size=size))
+    suite.finish(table, wanted, options, partial(plot, size=size))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from fastdp.methods import rapft
 from fastdp.private.method import Method
 
 from ..plots import picture
-from ..record import markdown
 from . import rapft as suite_of_rapft, suite
 
 DELTA = suite_of_rapft.DELTA
@@ -46,21 +45,17 @@ class Form:
     Args:
         fixed: the first matrix is frozen with orthonormal rows (`fix_lora_projections`).
         warmed: a pass over the public examples first.
-        axes: gradients are clipped and noised along axes: of second moments of the ``public`` examples' gradients, batch by
-            batch, or of ``singles``.
-        renewed: axes are made anew before every so many steps, at the weights as they are then.
+        renewed: gradients are clipped and noised along axes of single public examples' gradients, made anew before every so
+            many steps; None for no axes.
         at_once: of so many public examples each time; None for all.
-        chosen: how far these follow is chosen each time, by what a step promises.
         corrected: the noise's variance is subtracted from Adam's second moment.
         averaged: decay of an average of the weights, or None.
     """
 
     fixed: bool = False
     warmed: bool = False
-    axes: str | None = None
     renewed: int | None = None
     at_once: int | None = None
-    chosen: bool = False
     corrected: bool = False
     averaged: float | None = None
 
@@ -69,17 +64,12 @@ FORMS = {
     BASELINE: Form(),
     "first matrix fixed": Form(fixed=True),
     "warmed": Form(warmed=True),
-    "warmed, axes": Form(warmed=True, axes="public"),
-    "warmed, axes of single examples": Form(warmed=True, axes="singles"),
-    "warmed, axes of single examples, renewed": Form(warmed=True, axes="singles", renewed=2),
-    "warmed, axes of single examples, renewed from eight": Form(warmed=True, axes="singles", renewed=4, at_once=8),
-    "warmed, axes of single examples, renewed and chosen": Form(warmed=True, axes="singles", renewed=2, chosen=True),
+    "warmed, axes of single examples, renewed": Form(warmed=True, renewed=2),
+    "warmed, axes of single examples, renewed from eight": Form(warmed=True, renewed=4, at_once=8),
     "warmed, fixed": Form(warmed=True, fixed=True),
     "corrected": Form(corrected=True),
     "averaged": Form(averaged=0.7),
 }
-#: What a form is compared with: the same public examples for both.
-AGAINST = {name: "warmed" if form.warmed and name != "warmed" else BASELINE for name, form in FORMS.items()}
 
 
 @dataclass(frozen=True)
@@ -153,7 +143,7 @@ class Bench(suite_of_rapft.Bench):
             model,
             self.train,
             self.collator,
-            self._method(form, model),
+            self._method(form),
             rate=row["learning_rate"],
             batch_size=self.size.batch_size,
             steps=self.size.steps,
@@ -185,24 +175,17 @@ class Bench(suite_of_rapft.Bench):
         run.detach()
         return found
 
-    def _method(self, form: Form, model: torch.nn.Module) -> Method:
+    def _method(self, form: Form) -> Method:
         options: dict[str, Any] = {"bias_correction": form.corrected, "weight_averaging": form.averaged}
-        if form.axes is None:
+        if form.renewed is None:
             return fastdp.DPSGD(**options)
-        power = None if form.chosen else 0.5
-        if form.renewed:
-            source = rapft.PublicGradients(list(self._singles()), at_once=form.at_once)
-            return fastdp.RapFT(source, allocation="axes", map_every=form.renewed, axes_power=power, **options)
-        sizes = rapft.second_moments(model, self.public if form.axes == "public" else self._singles())
-        return fastdp.RapFT(rapft.PublicMoments(sizes), allocation="axes", axes_power=power, **options)
-
-    def _singles(self) -> Iterator[dict[str, Any]]:
-        """The public examples, each a batch."""
-        return (
+        singles = [
             {key: value[i : i + 1] for key, value in batch.items()}
             for batch in self.public
             for i in range(len(batch["labels"]))
-        )
+        ]
+        source = rapft.PublicGradients(singles, at_once=form.at_once)
+        return fastdp.RapFT(source, allocation="axes", map_every=form.renewed, **options)
 
 
 def settings(size: Size, seeds: int, rates: Mapping[str, float] | None = None) -> Iterator[dict[str, Any]]:
@@ -233,24 +216,6 @@ def best_rate(rows: Sequence[dict[str, Any]], form: str, size: Size) -> float:
     return min(tried, key=lambda row: row["perplexity"])["learning_rate"] if tried else size.rates[1]
 
 
-def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
-    """Markdown: perplexity by epsilon, and what a form has over the one that it is compared with, by pairs of seeds."""
-    lines = []
-    for form in FORMS:
-        cells = []
-        for epsilon in size.epsilons:
-            setting: dict[str, Any] = {"part": "perplexity", "epsilon": epsilon}
-            ahead = suite.paired(rows, "perplexity", {**setting, "form": form}, {**setting, "form": AGAINST[form]})
-            cell = suite.told(rows, "perplexity", **setting, form=form)
-            if ahead is not None and AGAINST[form] != form:
-                cell += f", {ahead[0]:+.1f} (standard error {ahead[1]:.1f}, {ahead[2]} pairs)"
-            cells.append(cell)
-        if any(cell != "-" for cell in cells):
-            lines.append([form, f"{best_rate(rows, form, size):g}", *cells])
-    head = ["form", "learning rate", *(f"epsilon {e:g}, less its baseline" for e in size.epsilons)]
-    return "\n".join(markdown(head, lines)) + "\n"
-
-
 def plot(rows: Sequence[dict[str, Any]], folder: Path, size: Size) -> None:
     """Perplexity against epsilon."""
     with picture(folder / "lora-epsilon.png", panel=(6.8, 5.2), legends=5) as (axes,):
@@ -277,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     size = dataclasses.replace(size, tuning=options.tuning)
     bench = Bench(options.model, options.train, options.eval, size, options.column, options.public_rate)
     wanted = runs(bench, size, table, options.seeds, options.forms)
-    suite.finish(table, wanted, options, partial(plot, size=size), partial(tables, size=size))
+    suite.finish(table, wanted, options, partial(plot, size=size))
 
 
 if __name__ == "__main__":

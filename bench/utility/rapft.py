@@ -31,7 +31,6 @@ from fastdp.private.plan import Plan
 from fastdp.untrusted import load_pretrained
 
 from ..plots import picture
-from ..record import markdown
 from . import suite
 
 DELTA = 1e-5
@@ -224,32 +223,6 @@ def runs(bench: Bench, seeds: int) -> Iterator[suite.Run]:
     yield from suite.each(settings(bench.size, seeds), bench.run)
 
 
-def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
-    """The paper's tables in Markdown: mean and standard deviation of the perplexity."""
-    cell = partial(suite.told, rows, "perplexity")
-    forms, maps = [], []
-    for tuning in size.tunings:
-        forms.append([tuning, "non-private", *[cell(form="non-private", tuning=tuning)] * len(size.epsilons)])
-        for form in ("dpsgd", *FORMS, "noised", "paper"):
-            own = {**USUAL, "tuning": tuning, "form": form}
-            forms.append([tuning, form, *(cell(**own, epsilon=epsilon) for epsilon in size.epsilons)])
-    swept = {**USUAL, "form": "printed", "tuning": "lora", "epsilon": MIDDLE}
-    ratios = sorted({*size.ratios, USUAL["irrelevance_ratio"]})
-    for kind, by in size.initialisations:
-        name = " ".join([kind, *(f"{value:g}" for value in by.values())])
-        maps.append([name, cell(**swept | {"initialisation": kind, "initialised_by": by})])
-    lines = [
-        *markdown(["trained", "method", *(f"epsilon {e:g}" for e in size.epsilons)], forms),
-        *("", f"LoRA, printed shape, epsilon {MIDDLE:g}", ""),
-        *markdown(
-            ["irrelevance ratio", "perplexity"],
-            ([f"{ratio:g}", cell(**swept | {"irrelevance_ratio": ratio})] for ratio in ratios),
-        ),
-        *("", *markdown(["initialisation", "perplexity"], maps)),
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Perplexity against epsilon and against the irrelevance ratio, and a heat map of relevance by layer."""
     tunings = [t for t in TUNINGS if any(row.get("tuning") == t for row in rows)]
@@ -307,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         middle = {"tuning": "lora", "epsilon": MIDDLE, **USUAL}
         every = (row for row in settings(size, options.seeds) if row["form"] in options.forms)
         wanted = suite.each((row for row in every if row == {**row, **middle}), bench.run)
-    suite.finish(table, wanted, options, plot, partial(tables, size=size))
+    suite.finish(table, wanted, options, plot)
 
 
 if __name__ == "__main__":

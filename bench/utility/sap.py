@@ -1,4 +1,4 @@
-"""SAP's figures 2 and 4 and tables 2 and 3 at laptop size: MiniLM on a slice of SST-2.
+"""SAP's figures 2 and 4 at laptop size: MiniLM on a slice of SST-2.
 
     python -m bench.utility.sap --model MODEL --sst2 FOLDER --json bench/results/utility/sap.json \\
         --pictures docs/pictures
@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from fastdp import TextPrivatizer, audit
-from fastdp.methods.sap import CTI, PrivateBottom, count_tokens, split_model
+from fastdp.methods.sap import CTI, count_tokens, split_model
 from fastdp.untrusted import load_pretrained
 
 from ..plots import picture
@@ -50,8 +50,6 @@ class Size:
     exponential_etas: tuple[float, ...] = (11.0, 14.0, 17.0, 21.0)
     quotients: tuple[tuple[int, float], ...] = ((3, 2.0), (5, 2.0), (5, 3.0), (5, 4.0))
     informed: tuple[tuple[int, float], ...] = ((3, 3.0), (3, 4.0), (5, 6.0))
-    hidden_etas: tuple[float, ...] = (60.0, 150.0)
-    splits: tuple[int, ...] = (1, 2)
     trained_from: int = 4
     epochs: int = 3
     batch_size: int = 32
@@ -70,8 +68,6 @@ TINY = Size(
     exponential_etas=(18.0,),
     quotients=((3, 2.0),),
     informed=((3, 2.0),),
-    hidden_etas=(100.0,),
-    splits=(1,),
     epochs=1,
     attacked=1,
     attacked_length=4,
@@ -84,8 +80,6 @@ FULL = Size(
     counted=60614,
     etas=(45.0, 50.0, 55.0, 60.0, 65.0, 70.0, 80.0, 90.0, 110.0),
     exponential_etas=(8.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0, 23.0, 26.0),
-    hidden_etas=(30.0, 60.0, 100.0, 150.0, 250.0),
-    splits=(1, 2, 3, 4),
     trained_from=0,
     attacked=64,
     attack_steps=400,
@@ -143,76 +137,31 @@ class Bench:
         """EP by split position, without privatization."""
         _, model, *_ = self.texts(row["seed"])
         bottom, _ = split_model(model, row["after"])
-        return {"EP": self._attack(bottom.eval(), row["seed"], None)}
-
-    def table_2(self, row: dict[str, Any]) -> dict[str, Any]:
-        """EP and UA by split position and eta, with noise on the hidden rows."""
-        _, model, train, held_out, _ = self.texts(row["seed"])
-        bottom, top = split_model(model, row["after"])
-        private = PrivateBottom(bottom, eta=row["eta"]) if row["eta"] is not None else bottom.eval()
-        with torch.no_grad():
-            states = [_by_rows(private, t) for t in (train, held_out)]
-        utility = self._trained(model, top, states, train, held_out, row["seed"])
-        return {"UA": utility, "EP": self._attack(bottom.eval(), row["seed"], row["eta"])}
-
-    def table_3(self, row: dict[str, Any]) -> dict[str, Any]:
-        """A frozen embedding, released once, or a trained one, released afresh in every epoch."""
-        tokenizer, model, train, held_out, _ = self.texts(row["seed"])
-        privatizer = TextPrivatizer(model, eta=row["eta"], tokenizer=tokenizer)
-        releases = self.size.epochs if row["trained_embedding"] else 1
-        sent = [privatizer(train.ids, attention_mask=train.mask) for _ in range(releases)]
-        ever = torch.stack([ids == train.ids for ids in sent]).any(0)
-        state = {name: value.clone() for name, value in model.state_dict().items()}
-        model.get_input_embeddings().weight.requires_grad_(row["trained_embedding"])
-        torch.manual_seed(row["seed"])
-        tops.train_top(
-            model,
-            sent,
-            train,
-            named="input_ids",
-            size=self.size,
-            seed=row["seed"],
-            slower=4,
-            weight_decay=1e-2,
-        )
-        asked = privatizer(held_out.ids, attention_mask=held_out.mask)
-        found = tops.accuracy(model, asked, held_out, "input_ids")
-        model.load_state_dict(state)
-        model.requires_grad_(True)
-        return {"UA": found, "EP": _recovered(torch.where(ever, train.ids, -1), train).empirical_privacy}
+        return {"EP": self._attack(bottom.eval(), row["seed"])}
 
     def _utility(self, model: Any, train: tops.Texts, held_out: tops.Texts, seed: int) -> float:
         bottom, top = split_model(model, self.size.trained_from)
         states = [tops.hidden_states(bottom, texts) for texts in (train, held_out)]
-        return self._trained(model, top, states, train, held_out, seed)
-
-    def _trained(
-        self, model: Any, top: Any, states: list[Tensor], train: tops.Texts, held_out: tops.Texts, seed: int
-    ) -> float:
-        state = {name: value.clone() for name, value in model.state_dict().items()}
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
         torch.manual_seed(seed)
-        tops.train_top(top, states[:1], train, size=self.size, seed=seed)
+        tops.train_top(top, states[0], train, size=self.size, seed=seed)
         found = tops.accuracy(top, states[1], held_out)
-        model.load_state_dict(state)
+        model.load_state_dict(weights)
         return found
 
-    def _attack(self, bottom: Any, seed: int, eta: float | None) -> float:
+    def _attack(self, bottom: Any, seed: int) -> float:
         """EP against inversion of the bottom's hidden rows, of the first tokens of the longest texts."""
         _, _, _, held_out, _ = self.texts(seed)
         size = self.size
         chosen = held_out.mask.sum(1).argsort(descending=True)[: size.attacked]
         ids = held_out.ids[chosen, 1 : 1 + size.attacked_length]
         with torch.no_grad():
-            released = bottom(ids) if eta is None else PrivateBottom(bottom, eta=eta)(ids)
+            released = bottom(ids)
         embeddings = bottom.model.get_input_embeddings()
         guessed = audit.optimised_tokens(
             released, audit.from_embeddings(bottom, embeddings), embeddings.weight, steps=size.attack_steps
         )
         return audit.inversion(guessed, ids).empirical_privacy
-
-
-def _by_rows(bottom: Any, texts: tops.Texts) -> Tensor:
-    return torch.cat([bottom(ids, mask) for ids, mask in zip(texts.ids.split(64), texts.mask.split(64))])
 
 
 def _privatizer(row: dict[str, Any], model: Any, tokenizer: Any, counts: Tensor) -> TextPrivatizer:
@@ -275,10 +224,6 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
         common = {"part": "figure 2", "form": form, "eta": None}
         rows += [{**common, "cells": cells, "epsilon": epsilon} for cells, epsilon in told]
     rows += [{"part": "figure 4", "after": after} for after in range(5)]
-    for eta in size.etas[2:3] or size.etas:
-        rows += [{"part": "table 3", "eta": eta, "trained_embedding": trained} for trained in (False, True)]
-    for after in size.splits:
-        rows += [{"part": "table 2", "after": after, "eta": eta} for eta in (*size.hidden_etas, None)]
     return suite.by_seed(rows, seeds)
 
 

@@ -106,12 +106,9 @@ def finish(
     wanted: Iterable[Run],
     options: argparse.Namespace,
     plot: Callable[[Sequence[dict[str, Any]], Path], None],
-    tables: Callable[[Sequence[dict[str, Any]]], str] | None = None,
 ) -> None:
-    """Measure what is missing, print the tables, and draw once all is there."""
+    """Measure what is missing, and draw once all is there."""
     done = measure(table, wanted, options.minutes)
-    if tables is not None:
-        print(tables(table.rows), flush=True)
     if options.pictures and done:
         plot(table.rows, options.pictures)
 
@@ -149,17 +146,6 @@ def interior(
         yield tried[rate]
 
 
-def paired(
-    rows: Sequence[dict[str, Any]], value: str, one: Mapping[str, Any], other: Mapping[str, Any]
-) -> tuple[float, float, int] | None:
-    """Mean over seeds of ``one`` less ``other``, its standard error, and how many seeds have both; None for less than two."""
-    ours, theirs = ({row["seed"]: row[value] for row in those(rows, **setting)} for setting in (one, other))
-    differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
-    if len(differences) < 2:
-        return None
-    return statistics.mean(differences), statistics.stdev(differences) / len(differences) ** 0.5, len(differences)
-
-
 def those(rows: Iterable[dict[str, Any]], /, **setting: Any) -> Iterator[dict[str, Any]]:
     """The rows with this setting."""
     return (row for row in rows if all(row.get(key) == wanted for key, wanted in setting.items()))
@@ -175,13 +161,6 @@ def mean_of(rows: Sequence[dict[str, Any]], value: str, **setting: Any) -> float
     """The mean alone."""
     found = spread_of(rows, value, **setting)
     return found and found[0]
-
-
-def told(rows: Sequence[dict[str, Any]], value: str, scale: float = 1.0, **setting: Any) -> str:
-    """Mean and standard deviation for a cell of a table: with two digits if a share is told in per cent, or else with one."""
-    found = spread_of(rows, value, **setting)
-    digits = 1 if scale == 1.0 else 2
-    return "-" if found is None else " ± ".join(f"{scale * figure:.{digits}f}" for figure in found)
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:

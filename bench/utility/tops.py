@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,44 +71,37 @@ def hidden_states(bottom: Bottom, texts: Texts, rows: int = 64) -> Tensor:
 
 def train_top(
     top: nn.Module,
-    inputs: Sequence[Tensor],
+    states: Tensor,
     texts: Texts,
     *,
-    named: str = "inputs_embeds",
     size: Any,
     seed: int,
-    slower: float = 1.0,
-    weight_decay: float = 0.0,
     extra: Iterable[nn.Parameter] = (),
     begin_epoch: Callable[[int], None] | None = None,
     ids: bool = False,
 ) -> None:
-    """Train by AdamW on hidden states (or what else is ``named``) of each epoch, the last for all that follow.
+    """Train by AdamW on hidden states [N, T, d].
 
-    ``size`` has ``epochs``, ``batch_size`` and ``learning_rate``, ``slower`` is what this is divided by; ``ids`` passes
-    example_ids, ``extra`` are further parameters.
+    ``size`` has ``epochs``, ``batch_size`` and ``learning_rate``; ``ids`` passes example_ids, ``extra`` are further parameters.
     """
     parameters = [p for p in top.parameters() if p.requires_grad] + list(extra)
-    optimizer = torch.optim.AdamW(parameters, lr=size.learning_rate / slower, weight_decay=weight_decay)
+    optimizer = torch.optim.AdamW(parameters, lr=size.learning_rate, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
     top.train()
     for epoch in range(1, size.epochs + 1):
         if begin_epoch is not None:
             begin_epoch(epoch)
-        given = inputs[min(epoch, len(inputs)) - 1]
         for rows in torch.randperm(len(texts.labels), generator=generator).split(size.batch_size):
-            batch = {named: given[rows], **({"example_ids": rows} if ids else {})}
+            batch = {"inputs_embeds": states[rows], **({"example_ids": rows} if ids else {})}
             top(**batch, attention_mask=texts.mask[rows], labels=texts.labels[rows]).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
 
 @torch.no_grad()
-def accuracy(top: nn.Module, given: Tensor, texts: Texts, named: str = "inputs_embeds", rows: int = 64) -> float:
-    """Share of the texts that a top classifies as labelled, by hidden states or what else is ``named``."""
+def accuracy(top: nn.Module, states: Tensor, texts: Texts, rows: int = 64) -> float:
+    """Share of the texts that a top classifies as labelled, by their hidden states."""
     top.eval()
-    found = [
-        top(**{named: own}, attention_mask=mask).logits.argmax(1)
-        for own, mask in zip(given.split(rows), texts.mask.split(rows))
-    ]
+    pairs = zip(states.split(rows), texts.mask.split(rows))
+    found = [top(inputs_embeds=some, attention_mask=mask).logits.argmax(1) for some, mask in pairs]
     return float((torch.cat(found) == texts.labels).double().mean())

@@ -35,7 +35,6 @@ from fastdp.accounting.schedules import (
     largest_mu as largest_mu,
     local_event as local_event,
     sound_schedule as sound_schedule,
-    uniform_schedule as uniform_schedule,
 )
 from fastdp.accounting.serialisation import deserialise as deserialise, serialise as serialise
 from fastdp.accounting.verification import VerificationResult as VerificationResult, verify as verify

@@ -11,6 +11,7 @@ from fastdp.accounting import pld
 from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.events import Flat, flatten
 from fastdp.accounting.pld import Adjacency
+from fastdp.validate import fraction, one_of
 
 Accountant = Literal["pld", "prv", "rdp"]
 
@@ -62,8 +63,7 @@ class Epsilon(float):
 def check_delta(delta: float) -> float:
     """``delta`` as a float; raises ValueError unless it lies in (0, 1) and above the reach of rounding errors."""
     delta = float(delta)
-    if not 0 < delta < 1:
-        raise ValueError(f"delta is {delta}: it must lie between 0 and 1")
+    fraction(delta=delta)
     if delta < SMALLEST_DELTA:
         raise ValueError(f"delta is {delta}: below {SMALLEST_DELTA} rounding errors would decide the figure")
     return delta
@@ -71,8 +71,7 @@ def check_delta(delta: float) -> float:
 
 def check_adjacency(adjacency: str) -> None:
     """Raise ValueError for an unknown adjacency."""
-    if adjacency not in ("add_remove", "replace_one", "zero_out"):
-        raise ValueError(f"adjacency is {adjacency!r}: choose 'add_remove', 'replace_one' or 'zero_out'")
+    one_of(("add_remove", "replace_one", "zero_out"), adjacency=adjacency)
 
 
 def epsilon(
@@ -105,8 +104,7 @@ def epsilon(
     """
     delta = check_delta(delta)
     check_adjacency(adjacency)
-    if accountant not in ("pld", "prv", "rdp"):
-        raise ValueError(f"accountant is {accountant!r}: choose 'pld', 'prv' or 'rdp'")
+    one_of(("pld", "prv", "rdp"), accountant=accountant)
     flat = flatten(event)
     interval: float | None = None
     if not flat.private:

@@ -1,23 +1,21 @@
 """Noise multipliers epoch by epoch: EW-FT's Algorithm 1 as printed, and schedules whose guarantee holds.
 
 The paper (Zhang et al., Sci China Inf Sci 69, 142106, section 5.2) accounts its release as if each batch were a secret
-Poisson sample. Its server sees who sends what, so sampling amplifies nothing: `epoch_weighted_schedule` and
-`uniform_schedule` reproduce the paper and guarantee far less than their epsilon. `sound_schedule` is what to use.
+Poisson sample. Its server sees who sends what, so sampling amplifies nothing: `epoch_weighted_schedule` reproduces the
+paper and guarantees far less than its epsilon. `sound_schedule` is what to use.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 from fastdp.accounting import pld
 from fastdp.accounting.accountants import check_delta, epsilon as epsilon_of
 from fastdp.accounting.calibration import calibrate, check_target, least_safe, search_cost
 from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.events import EventModel, as_count, compose, flatten, gaussian, poisson_gaussian
-
-Reading = Literal["printed", "text"]
+from fastdp.validate import positive
 
 #: Algorithm 1 stops within this distance of the target; here always on its safe side.
 _TOLERANCE = 1e-4
@@ -30,7 +28,6 @@ def epoch_weighted_schedule(
     epsilon: float,
     delta: float,
     step_distance: float,
-    reading: Reading = "printed",
 ) -> list[float]:
     """Noise multipliers of epochs 1 to E, falling, by Algorithm 1 (EWPBA).
 
@@ -41,8 +38,8 @@ def epoch_weighted_schedule(
 
     Args:
         step_distance: S, how much larger the differences between early epochs are than between late ones; positive.
-        reading: ``printed`` counts epochs from 1 and drops a partial batch, as the pseudocode does; ``text`` counts
-            from 0 and keeps it, which gives the two halves that the text describes.
+
+    Epochs count from 1 and a partial batch is dropped, as in the pseudocode; the paper's text has other readings.
 
     Raises:
         ValueError: for epsilon <= 1 with several epochs (the printed search has no target then), and for sizes, delta or
@@ -53,9 +50,8 @@ def epoch_weighted_schedule(
     >>> first >= second >= last
     True
     """
-    rate, steps, epochs, delta = _check(dataset_size, batch_size, epochs, epsilon, delta, reading)
-    if not (step_distance > 0 and math.isfinite(step_distance)):
-        raise ValueError(f"step_distance is {step_distance}: it must be positive")
+    rate, steps, epochs, delta = _check(dataset_size, batch_size, epochs, epsilon, delta)
+    positive(step_distance=step_distance)
     if epochs == 1:
         return [calibrate(lambda z: _schedule_event([z], rate, steps), epsilon, delta)]
     if epsilon <= 1:
@@ -63,7 +59,7 @@ def epoch_weighted_schedule(
     pivot = calibrate(lambda z: _schedule_event([z] * epochs, rate, steps), epsilon - 1, delta, tolerance=1e-5)
 
     def schedule(last: float) -> list[float]:
-        return _shape(last, pivot, epochs, step_distance, reading)
+        return _shape(last, pivot, epochs, step_distance)
 
     def event(last: float) -> DpEvent:
         return _schedule_event(schedule(last), rate, steps)
@@ -79,27 +75,8 @@ def epoch_weighted_schedule(
     return schedule(last if epsilon_of(event(last), delta) <= epsilon else found.at)
 
 
-def uniform_schedule(
-    dataset_size: int, batch_size: int, epochs: int, epsilon: float, delta: float, reading: Reading = "printed"
-) -> list[float]:
-    """One noise multiplier for all epochs, accounted as `epoch_weighted_schedule` is: the paper's baseline.
-
-    Args:
-        dataset_size, batch_size, epochs, epsilon, delta, reading: as for `epoch_weighted_schedule`.
-
-    Raises:
-        ValueError: for values out of range.
-
-    >>> from fastdp.accounting import uniform_schedule
-    >>> len(set(uniform_schedule(1000, 100, 3, 4.0, 1e-5))), len(uniform_schedule(1000, 100, 3, 4.0, 1e-5))
-    (1, 3)
-    """
-    rate, steps, epochs, delta = _check(dataset_size, batch_size, epochs, epsilon, delta, reading)
-    return [calibrate(lambda z: _schedule_event([z] * epochs, rate, steps), epsilon, delta, tolerance=1e-5)] * epochs
-
-
-def sound_schedule(epochs: int, epsilon: float, delta: float, shape: Sequence[float] | None = None) -> list[float]:
-    """Noise multipliers of ``epochs`` releases of one user's record that cost ``epsilon`` in all, without sampling.
+def sound_schedule(epochs: int, epsilon: float, delta: float) -> list[float]:
+    """Equal noise multipliers of ``epochs`` releases of one user's record that cost ``epsilon`` in all, without sampling.
 
     Multipliers are of the *local sensitivity*: for records clipped to norm C any one may become any other, so it is 2 C
     and the noise std of epoch i is ``2 * C * multiplier``. Several Gaussian releases are one of mu^2 = sum 1/z_i^2.
@@ -108,7 +85,6 @@ def sound_schedule(epochs: int, epsilon: float, delta: float, shape: Sequence[fl
     Args:
         epochs: how many releases.
         epsilon, delta: what they cost together.
-        shape: relative multipliers of the epochs, such as `epoch_weighted_schedule` returns; default all equal.
 
     Raises:
         ValueError: for values out of range.
@@ -120,16 +96,10 @@ def sound_schedule(epochs: int, epsilon: float, delta: float, shape: Sequence[fl
     delta = check_delta(delta)
     check_target(epsilon, delta, None)
     epochs = as_count(epochs, "epochs")
-    weights = [1.0] * epochs if shape is None else [float(weight) for weight in shape]
-    if epochs < 1 or len(weights) != epochs:
-        raise ValueError(f"a schedule needs a relative multiplier for each of its {epochs} epochs, got {len(weights)}")
-    if not all(weight > 0 and math.isfinite(weight) for weight in weights):
-        raise ValueError("the relative multipliers of a schedule must be positive")
-    if math.isinf(epsilon):
-        return [0.0] * epochs
-    one = 1 / largest_mu(epsilon, delta)
-    scale = one * math.sqrt(math.fsum(weight**-2 for weight in weights))
-    return [scale * weight for weight in weights]
+    if epochs < 1:
+        raise ValueError("epochs is 0: a schedule needs at least one")
+    multiplier = 0.0 if math.isinf(epsilon) else math.sqrt(epochs) / largest_mu(epsilon, delta)
+    return [multiplier] * epochs
 
 
 def largest_mu(epsilon: float, delta: float) -> float:
@@ -171,7 +141,7 @@ def local_event(multipliers: Sequence[float]) -> DpEvent:
 
 
 def _check(
-    dataset_size: int, batch_size: int, epochs: int, epsilon: float, delta: float, reading: str
+    dataset_size: int, batch_size: int, epochs: int, epsilon: float, delta: float
 ) -> tuple[float, int, int, float]:
     delta = check_delta(delta)
     dataset_size, batch_size = as_count(dataset_size, "dataset_size"), as_count(batch_size, "batch_size")
@@ -180,21 +150,17 @@ def _check(
         raise ValueError(f"batch_size is {batch_size}: it must lie between 1 and dataset_size, {dataset_size}")
     if epochs < 1:
         raise ValueError("epochs is 0: a schedule needs at least one")
-    if reading not in ("printed", "text"):
-        raise ValueError(f"reading is {reading!r}: choose 'printed' or 'text'")
     check_target(epsilon, delta, dataset_size)
     if math.isinf(epsilon):
         raise ValueError("epsilon is infinite: there is no noise to schedule")
-    whole, rest = divmod(dataset_size, batch_size)
-    return batch_size / dataset_size, whole + (reading == "text" and rest > 0), epochs, delta
+    return batch_size / dataset_size, dataset_size // batch_size, epochs, delta
 
 
-def _shape(last: float, pivot: float, epochs: int, step_distance: float, reading: Reading) -> list[float]:
+def _shape(last: float, pivot: float, epochs: int, step_distance: float) -> list[float]:
     """Lines 15-26 and 34: from the last epoch's multiplier upwards, reversed."""
     small = 4 * (pivot - last) / ((epochs - 1) * (step_distance + 1))
     multipliers = [last]
-    first = 1 if reading == "printed" else 0
-    for counter in range(first, first + epochs - 1):
+    for counter in range(1, epochs):
         multipliers.append(multipliers[-1] + (small if counter < epochs / 2 - 1 else step_distance * small))
     return multipliers[::-1]
 

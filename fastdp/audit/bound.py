@@ -11,6 +11,8 @@ import numpy as np
 from scipy.special import expit
 from scipy.stats import binom
 
+from fastdp.validate import fraction
+
 #: Bisection ends when epsilon is known to this.
 _RESOLUTION = 1e-6
 #: No count of guesses that fits in memory supports a bound as large as this.
@@ -78,8 +80,7 @@ def lower_bound(canaries: int, guesses: int, correct: int, delta: float, confide
     >>> round(lower_bound(canaries=100, guesses=20, correct=19, delta=1e-5), 2)
     1.29
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence is {confidence}: it must lie between 0 and 1")
+    fraction(confidence=confidence)
     level = 1 - confidence
     if p_value(canaries, guesses, correct, 0.0, delta) > level:
         return 0.0
@@ -130,6 +131,5 @@ def guesses_needed(epsilon: float, confidence: float = 0.95) -> int:
     """
     if not (epsilon >= 0 and math.isfinite(epsilon)):
         raise ValueError(f"epsilon is {epsilon}: it must be at least 0 and finite")
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence is {confidence}: it must lie between 0 and 1")
+    fraction(confidence=confidence)
     return math.ceil(math.log1p(-confidence) / -math.log1p(math.exp(-epsilon)))

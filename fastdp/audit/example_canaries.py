@@ -14,6 +14,7 @@ from fastdp.engine.boundary import plain_gradients
 from fastdp.engine.modes import in_mode
 from fastdp.engine.policy import Policy
 from fastdp.ops.stream import NoiseStream
+from fastdp.validate import one_of
 
 if TYPE_CHECKING:
     from fastdp.private.run import Private
@@ -61,8 +62,7 @@ class ExampleCanaries(Canaries):
             raise ValueError(f"canary {outside} is not among the run's {available} units")
         if len(set(self.units)) != len(self.units):
             raise ValueError("a unit is named twice among the canaries; name each once")
-        if score not in ("gradient", "variance", "loss"):
-            raise ValueError(f"score is '{score}': use 'gradient', 'variance' or 'loss'")
+        one_of(("gradient", "variance", "loss"), score=score)
         if refresh_every < 1:
             raise ValueError(f"refresh_every is {refresh_every}: it must be at least 1 step")
         self._loss = _returned_loss if loss is None else loss

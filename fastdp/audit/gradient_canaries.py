@@ -13,6 +13,7 @@ from fastdp.audit.canaries import Canaries, noise_std
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.policy import Policy
+from fastdp.validate import one_of
 
 if TYPE_CHECKING:
     from fastdp.private.run import Private
@@ -67,8 +68,7 @@ class GradientCanaries(Canaries):
             raise ValueError(f"{count} canaries need as many coordinates, and {total} are trained; use at most {total}")
         if not (magnitude >= 1 and math.isfinite(magnitude)):
             raise ValueError(f"magnitude is {magnitude}: it must be at least 1, so that the canaries are clipped")
-        if statistic not in ("mean", "variance"):
-            raise ValueError(f"statistic is '{statistic}': use 'mean' or 'variance'")
+        one_of(("mean", "variance"), statistic=statistic)
         super().__init__(private, count, unsafe_seed=unsafe_seed)
         self.statistic = statistic
         generator = torch.Generator()

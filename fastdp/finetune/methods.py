@@ -21,6 +21,7 @@ from fastdp.methods.rapft import (
     PublicGradients,
     PublicMap,
 )
+from fastdp.methods.removed import removed_key
 from fastdp.private.method import Method
 from fastdp.private.run import Private
 from fastdp.settings import nearest
@@ -145,12 +146,10 @@ def _mapping(value: Any, name: str) -> dict[str, Any]:
 
 def _made(kind: Any, options: Mapping[str, Any], where: str) -> Any:
     known = [field.name for field in dataclasses.fields(kind) if field.init]
-    for name in options:
-        if name not in known:
-            raise ConfigError(
-                f"{where}: {kind.__name__} has no option {name!r}{nearest(str(name), known, 'there are')}"
-            )
     try:
+        for name, value in options.items():
+            if name not in known and removed_key(f"{kind.__name__}.{name}", value) is None:
+                raise ValueError(f"{kind.__name__} has no option {name!r}{nearest(str(name), known, 'there are')}")
         return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from None

@@ -18,6 +18,7 @@ from fastdp.finetune.methods import Central, ReadPublic
 from fastdp.methods import ewft
 from fastdp.methods.blocks import find_blocks
 from fastdp.methods.perturbation import Releases
+from fastdp.methods.removed import removed_key, sentence
 from fastdp.methods.response import check_response
 from fastdp.methods.sap import CTI, SAPPerturbation
 from fastdp.methods.selective import RuleDetector, SelectivePerturbation
@@ -170,10 +171,10 @@ def _ewft(config: FinetuneConfig) -> Opening:
     ``dp_forward`` and ``paper_epoch_weighted``; and for the autoencoder ``public``, a file of public
     examples in the form of the training data, of which ``public_examples`` are used in ``public_passes`` passes.
     ``rehearsal`` trains what lies below the noise on public examples first (`ewft.rehearse`): a mapping of ``public``, a
-    file of them, and if wanted ``examples``, ``passes`` and ``learning_rate``. With ``noise`` one of ``codebook`` (and ``cells``)
-    and ``privunit`` (and ``dimension``) it is `ewft.PureEWFT`, whose encoder learns from ``public`` or the rehearsal's texts.
+    file of them, and if wanted ``examples``, ``passes`` and ``learning_rate``. With ``noise: codebook`` (and ``cells``) it
+    is `ewft.PureEWFT`, whose encoder learns from ``public`` or the rehearsal's texts.
     """
-    if (config.method_options or {}).get("noise") in _PURE:
+    if (config.method_options or {}).get("noise") == "codebook":
         return _pure(config)
     options = {"layer": "embeddings", "noise": "release_once", "autoencoder": (64,), **(config.method_options or {})}
     if config.epochs != int(config.epochs):
@@ -191,10 +192,10 @@ def _ewft(config: FinetuneConfig) -> Opening:
     if autoencoder is not None and rehearsal is not None:
         raise ConfigError("with rehearsal the autoencoder learns from its texts: leave public out beside it")
     noise = options.pop("noise")
-    if noise in ewft.GONE:
-        raise ConfigError(f"noise {noise} of ewft is gone: use {ewft.GONE[noise]}")
+    if (key := removed_key(f"ewft.{noise}")) is not None:
+        raise ConfigError(f"noise {noise}: {sentence(key)}")
     if noise not in _SCHEDULES:
-        raise ConfigError(f"noise of ewft is {noise!r}: choose one of {', '.join([*_SCHEDULES, *_PURE])}")
+        raise ConfigError(f"noise of ewft is {noise!r}: choose one of {', '.join([*_SCHEDULES, 'codebook'])}")
     # Any noise and number of records will do to see whether the rest holds.
     checked = ewft.NoiseSchedule(noise, (1.0,), config.delta, reuse=noise == "release_once")
     plain = ewft.EWFTPerturbation(noise=checked, sequence_length=config.max_length, dataset_size=1, **options)
@@ -207,27 +208,24 @@ def _ewft(config: FinetuneConfig) -> Opening:
     return opened
 
 
-_PURE: dict[str, tuple[str, int, Callable[..., Any]]] = {
-    "codebook": ("cells", 2, lambda epsilon, cells: ewft.codebook(cells, epsilon)),
-    "privunit": ("dimension", 16, ewft.privunit),
-}
-
-
 def _pure(config: FinetuneConfig) -> Opening:
     """`ewft.PureEWFT`: what it tells is drawn once, whatever the number of passes."""
     options = {"layer": "output", **(config.method_options or {})}
-    name, usual, make = _PURE[options.pop("noise")]
-    number = options.pop(name, usual)
+    del options["noise"]
+    cells = options.pop("cells", 2)
     public, rehearsal = _autoencoder_text(options), _rehearsal(options.pop("rehearsal", None))
     _refuse_unknown("ewft", options, ["layer", "lengths"])
     learning = public or rehearsal
     if learning is None or (public is not None and rehearsal is not None):
         raise ConfigError(
-            "the encoder of ewft's pure forms learns from public text: name a file with public in method_options, or with "
+            "the encoder of ewft's codebook learns from public text: name a file with public in method_options, or with "
             "rehearsal one that the layers below learn from too"
         )
     plain = ewft.PureSettings(
-        mechanism=make(_epsilon(config), number), sequence_length=config.max_length, dataset_size=1, **options
+        mechanism=ewft.codebook(cells, _epsilon(config)),
+        sequence_length=config.max_length,
+        dataset_size=1,
+        **options,
     )
 
     def opened(subject: Subject) -> Releases:

@@ -19,6 +19,8 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from fastdp.validate import one_of
+
 PEFT_TYPE = "BOTTLENECK"
 
 # The last matrix of a feed-forward block, under the names the architectures of transformers give it. One expression for
@@ -72,8 +74,7 @@ class BottleneckConfig(PeftConfig):
         self.peft_type = PEFT_TYPE  # type: ignore[assignment]
         if self.bottleneck_size < 1:
             raise ValueError(f"bottleneck_size must be at least 1, not {self.bottleneck_size}")
-        if self.nonlinearity not in NONLINEARITIES:
-            raise ValueError(f"nonlinearity must be one of {', '.join(NONLINEARITIES)}, not {self.nonlinearity!r}")
+        one_of(tuple(NONLINEARITIES), nonlinearity=self.nonlinearity)
         if isinstance(self.target_modules, list):
             self.target_modules = set(self.target_modules)
         if isinstance(self.exclude_modules, list):

@@ -45,7 +45,7 @@ _WORDING = {
 
 
 @contextmanager
-def _own_wording() -> Iterator[None]:
+def _trainer_wording() -> Iterator[None]:
     """Meanwhile refusals name a Trainer's arguments in the place of make_private's."""
     try:
         yield
@@ -223,6 +223,35 @@ class PrivateTraining(_Behind):
         return LogicalLoader(self.private)
 
     def _make_private(self) -> Private:
+        users = self._users()
+        loader = self._plain_loader()
+        batch_size, epochs = int(loader.batch_size or 1), self.args.num_train_epochs
+        if self.args.max_steps > 0:
+            units = len(set(users)) if users is not None else len(loader.dataset)  # type: ignore[arg-type]
+            epochs = self.args.max_steps / -(-units // batch_size)
+        # Where processes run on several machines, the first alone has the ledger.
+        resuming = Ranks.here().first(lambda: (Path(self.args.output_dir) / "ledger.jsonl").exists())
+        lengths = self._lengths()
+        private = make_private(
+            self.private_model(),
+            self.create_optimizer(),
+            loader,
+            epochs=epochs,
+            user_ids=users,
+            output_dir=self.args.output_dir,
+            resume=resuming and self._resumes,
+            **self._options(loader),
+        )
+        private.ending.advice = _EARLY
+        if lengths is not None:
+            private.data_loader.lengths = lengths
+        early = any(isinstance(callback, EarlyStoppingCallback) for callback in self.callback_handler.callbacks)
+        if early or self.args.load_best_model_at_end or self.args.save_strategy == "best":
+            private.assume(_CHOSEN)
+        return private
+
+    def _users(self) -> list[Any] | None:
+        """The user of each example, read before Trainer drops the columns that the model's forward does not name."""
         if self.train_dataset is None:
             raise ValueError(f"{type(self).__name__} needs a train_dataset")
         if isinstance(self.train_dataset, IterableDataset):
@@ -231,10 +260,11 @@ class PrivateTraining(_Behind):
             raise ValueError(
                 "train_dataset holds no example: raise max_length if it cut every label, and check the filters"
             )
-        users = None
-        if self.privacy.user_id_column is not None:
-            # Read before Trainer drops the columns that the model's forward does not name.
-            users = [example[self.privacy.user_id_column] for example in self.train_dataset]  # type: ignore[attr-defined]
+        column = self.privacy.user_id_column
+        return None if column is None else [example[column] for example in self.train_dataset]  # type: ignore[attr-defined]
+
+    def _plain_loader(self) -> DataLoader:
+        """The loader that `make_private` takes: logical batches of all processes."""
         dataset, collator = self.train_dataset, self.private_collator()
         if hasattr(dataset, "column_names"):
             dataset = self._remove_unused_columns(dataset, description="training")  # type: ignore[arg-type]
@@ -248,8 +278,8 @@ class PrivateTraining(_Behind):
                 batch_size,
                 self.args.per_device_train_batch_size,
             )
-        loader: DataLoader = DataLoader(
-            dataset,
+        return DataLoader(
+            dataset,  # type: ignore[arg-type]
             batch_size=batch_size,
             shuffle=True,
             collate_fn=collator,
@@ -257,39 +287,16 @@ class PrivateTraining(_Behind):
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             drop_last=self.args.dataloader_drop_last,
         )
-        epochs = self.args.num_train_epochs
-        if self.args.max_steps > 0:
-            units = len(set(users)) if users is not None else len(dataset)  # type: ignore[arg-type]
-            epochs = self.args.max_steps / -(-units // batch_size)
+
+    def _options(self, loader: DataLoader) -> dict[str, Any]:
+        """Arguments of `make_private` beside those that follow from the training arguments."""
         privacy = self.privacy
-        # Where processes run on several machines, the first alone has the ledger.
-        resuming = Ranks.here().first(lambda: (Path(self.args.output_dir) / "ledger.jsonl").exists())
-        lengths = self._lengths()
         options = {name: value for name, value in vars(privacy).items() if name != "user_id_column"}
         options |= self.private_options()
-        if (
-            privacy.criterion is None
-            and privacy.loss_reduction is None
-            and self._loss_is_outside(dataset, collator, options["unit_map"])
-        ):
+        given = privacy.criterion is not None or privacy.loss_reduction is not None
+        if not given and self._loss_is_outside(loader.dataset, loader.collate_fn, options["unit_map"]):
             options["loss_reduction"] = "mean"
-        private = make_private(
-            self.private_model(),
-            self.create_optimizer(),
-            loader,
-            epochs=epochs,
-            user_ids=users,
-            output_dir=self.args.output_dir,
-            resume=resuming and self._resumes,
-            **options,
-        )
-        private.ending.advice = _EARLY
-        if lengths is not None:
-            private.data_loader.lengths = lengths
-        early = any(isinstance(callback, EarlyStoppingCallback) for callback in self.callback_handler.callbacks)
-        if early or self.args.load_best_model_at_end or self.args.save_strategy == "best":
-            private.assume(_CHOSEN)
-        return private
+        return options
 
     @property
     def computes_loss(self) -> bool:
@@ -350,7 +357,7 @@ class PrivateTraining(_Behind):
         if self._ended:
             self.private, self._ended = None, False
         try:
-            with _own_wording():
+            with _trainer_wording():
                 output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         finally:
             if self.private is not None:

@@ -12,6 +12,7 @@ import torch
 
 from fastdp.engine.policy import Policy
 from fastdp.ops.bounds import LARGEST_RATIO
+from fastdp.validate import positive
 
 #: The clipping threshold C of the whole; or one a group, by the group's name.
 Bounds = float | Mapping[str, float]
@@ -24,8 +25,7 @@ def check_clipping(max_grad_norm: Bounds, groups: Groups) -> None:
     if isinstance(groups, str) and groups != "per_layer":
         raise ValueError(f"groups is '{groups}': give 'per_layer' or a mapping from names to patterns")
     for bound in max_grad_norm.values() if isinstance(max_grad_norm, Mapping) else [max_grad_norm]:
-        if not (bound > 0 and math.isfinite(bound)):
-            raise ValueError(f"max_grad_norm is {bound}: it must be a positive number")
+        positive(max_grad_norm=bound)
         if bound * LARGEST_RATIO < 1:
             warnings.warn(
                 f"max_grad_norm is {bound:g}: gradients more than 2^40 times as long are left out, so that ordinary ones add "

@@ -11,6 +11,7 @@ from fastdp.accounting.events import Factors
 from fastdp.engine.policy import Policy
 from fastdp.private.method import Method
 from fastdp.private.parts import BiasCorrection, Part, WeightAveraging
+from fastdp.validate import fraction, positive
 
 #: Accounting takes a third of a second for each.
 _MOST_FACTORS = 64
@@ -40,10 +41,8 @@ class AdaptiveClipping(Part):
     count_noise_std: float = 10.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.target_quantile < 1:
-            raise ValueError(f"target_quantile is {self.target_quantile}: it must lie between 0 and 1")
-        if not (self.learning_rate > 0 and self.count_noise_std > 0):
-            raise ValueError("learning_rate and count_noise_std of adaptive clipping must be positive")
+        fraction(target_quantile=self.target_quantile)
+        positive(learning_rate=self.learning_rate, count_noise_std=self.count_noise_std)
 
     def gradient_multiplier(self, noise_multiplier: float) -> float:
         """z_delta for a total multiplier z; raises ValueError if the count alone would cost more than z allows."""

@@ -102,7 +102,7 @@ class Op:
             result = NotImplemented if function is None else function(*args)
         except Exception as error:
             # What writes into its arguments may have begun to.
-            if self._writes or not _is_uncompiled(error):
+            if self.writes or not _is_uncompiled(error):
                 raise
             warnings.warn(
                 f"fastdp's kernel for {self.name} does not compile for this GPU, so torch computes it, slower: {error}",

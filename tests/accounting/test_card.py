@@ -142,22 +142,6 @@ def test_a_methods_assumptions_stand_beside_the_cards_own():
     assert _card(assumptions=("each record came once",))["assumptions"] == [*own, "each record came once"]
 
 
-@pytest.mark.parametrize("field", ["epsilon", "event", "steps", "unit", "noise_multiplier", "model", "assumptions"])
-def test_an_altered_field_is_found(field):
-    card = _card()
-    other = _card(
-        unit="user",
-        noise_multiplier=2.0,
-        event=accounting.dpsgd(2.0, RATE, 41),
-        spent_steps=41,
-        model={"name": "other"},
-        dataset_size=20_000,
-    )
-    result = verify({**card, field: other[field]})
-    assert not result
-    assert "altered" in result.reason
-
-
 @pytest.mark.parametrize("factor", [0.0, 0.5, 0.99, 1 - 1e-4])
 def test_a_lower_claim_is_found(factor):
     card = _card()
@@ -184,32 +168,6 @@ def test_an_event_of_fewer_steps_than_the_card_states_is_found():
     claim = {**card["epsilon"], "upper_bound": float(accounting.epsilon(event, 1e-5))}
     result = verify(_resealed(card, event=accounting.serialise(event), epsilon=claim))
     assert "its event holds 39" in result.reason
-
-
-@pytest.mark.parametrize(
-    ("changed", "match"),
-    [
-        ({"guarantee": "differential privacy", "noise_source": {"key": "unsafe_reproducible"}}, "reproducible key"),
-        ({"why_no_guarantee": ["something"]}, "reasons why there is none"),
-        ({"event": {"format": "fastdp.event", "version": 1, "event": {"kind": "laplace"}}}, "laplace"),
-        ({"event": {"format": "fastdp.event", "version": 7, "event": {"kind": "no_op"}}}, "version 7"),
-        ({"steps": {"planned": 1, "spent": -1}}, "spent steps"),
-        ({"steps": {"planned": 1}}, "spent steps"),
-        ({"adjacency": "swap"}, "adjacency"),
-        ({"epsilon": {"upper_bound": "low", "delta": 1e-5}}, "not a number"),
-        ({"epsilon": {"upper_bound": 1.0, "delta": 0.0}}, "delta"),
-        ({"epsilon": {"upper_bound": 1.0, "delta": None}}, "states no epsilon"),
-        ({"epsilon": 3}, "epsilon is missing or of the wrong type"),
-        ({"unit": None}, "unit is missing or of the wrong type"),
-        ({"version": 3}, "schema version 3"),
-        ({"format": "other"}, "not a card"),
-    ],
-)
-def test_malformed_cards_are_refused_in_a_sentence(changed, match):
-    result = verify(_resealed(_card(), **changed))
-    assert not result
-    assert match in result.reason
-    assert "\n" not in result.reason
 
 
 def test_claims_are_read_of_a_card_that_nobody_has_checked():

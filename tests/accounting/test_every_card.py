@@ -22,16 +22,15 @@ from fastdp.accounting.meaning import membership_bounds
 from fastdp.accounting.page import mechanism_sentence
 from fastdp.commands.privacy import verify_command
 from fastdp.methods import ewft
-from fastdp.methods.rapft import NoisyMap, PublicMoments
+from fastdp.methods.rapft import NoisyMap, PublicGradients
 from fastdp.methods.sap import CTI, PrivateBottom
-from tests.engine.runs import Classifier, loader, logical_step
+from tests.engine.runs import Classifier, collate, examples, loader, logical_step
 from tests.tokenizers_for_tests import quickstart
 
-SIZES = {name: parameter.detach().abs() + 0.1 for name, parameter in Classifier().named_parameters()}
 CENTRAL = {
     "DPSGD": fastdp.DPSGD(),
     "Rap-FT": fastdp.RapFT(NoisyMap(2.0, 0.5)),
-    "Rap-FT, axes": fastdp.RapFT(PublicMoments(SIZES), allocation="axes"),
+    "Rap-FT, axes": fastdp.RapFT(PublicGradients([collate(examples(2, 9))]), allocation="axes"),
     "DP-FROST": fastdp.DPFrost(unfreezing_ratio=0.9, selection_noise_multiplier=2.0),
     "DP-FROST, soft": fastdp.DPFrost(unfreezing_ratio=1.0, axes_power=0.5, selection_noise_multiplier=2.0),
 }
@@ -206,7 +205,7 @@ def test_it_holds_and_says_what_nobody_looked_at(made, tmp_path):
     ("name", "words"),
     [
         ("Rap-FT", "A noised relevance map (noise multiplier 2, part of the event) sets how noise is divided"),
-        ("Rap-FT, axes", "A public second moments relevance map sets how noise is divided"),
+        ("Rap-FT, axes", "A public gradients relevance map sets how noise is divided"),
         ("DP-FROST", "chosen by 5 releases of gradient magnitudes (noise multiplier 2, part of the event)"),
         ("DPSGD", None),
     ],

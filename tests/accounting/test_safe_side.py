@@ -43,12 +43,6 @@ def test_a_schedule_is_judged_by_the_fine_grid_last_of_all(monkeypatch):
     assert 0.9 * 4.0 < cost <= 4.0
 
 
-@pytest.mark.parametrize(("reading", "steps"), [("printed", 5), ("text", 6)])
-def test_a_batch_that_is_not_full_is_a_step_in_one_reading_alone(reading, steps):
-    [found] = set(accounting.uniform_schedule(105, 20, 1, 2.0, DELTA, reading))
-    assert 1.999 < accounting.epsilon(accounting.dpsgd(found, 20 / 105, steps), DELTA) <= 2.0
-
-
 @pytest.mark.parametrize("factors", [((0, 1.0), (5, 2.0)), ((0, 2.0), (5, 1.0)), ((0, 3.0), (9, 1.0), (10, 2.0))])
 def test_a_shuffled_epoch_counts_at_its_least_noise(factors):
     model = accounting.dpsgd_model(1.0, 0.1, "shuffled", 10, factors)

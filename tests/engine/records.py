@@ -173,10 +173,10 @@ def _finite_length(policy: Policy, sums: dict[str, torch.Tensor]) -> float:
 def _moved_sizes(
     case: Case, parameters: dict[str, torch.nn.Parameter], layout: Layout, generator: torch.Generator, bound: float
 ) -> float:
-    """The same of DP-FROST's magnitudes in L1 norms, without vectors (MGNA) and with them (MGN)."""
-    kind = "MGNA" if case.two_pass else "MGN"
+    """The same of DP-FROST's magnitudes in L1 norms, without vectors (MGNA) and with them (MG)."""
+    kind = "MGNA" if case.two_pass else "MG"
     partitions = [Partition(name, (name,), case.m * case.n) for name in parameters]
-    magnitude = Magnitude(kind, 1, bound)  # type: ignore[arg-type]
+    magnitude = Magnitude(kind, bound)  # type: ignore[arg-type]
     accumulator = MagnitudeAccumulator(parameters, partitions, magnitude)
     pairs = [_factors(case, generator) for _ in parameters]
     sinks: list[norms.NormSink] = []
@@ -187,12 +187,11 @@ def _moved_sizes(
 
     accumulator.run(backward, sinks.append, layout, {}, two_pass=False)  # type: ignore[arg-type]
     allowed = magnitude.bound([p.size for p in partitions])
-    size = partitions[0].size
     if kind == "MGNA":
         return float(accumulator.totals.sum()) / allowed
     if not all(bool(torch.isfinite(total).all()) for total in accumulator.sums.values()):
         return float("inf")
-    return float(sum(total.double().abs().sum() for total in accumulator.sums.values())) / size / allowed
+    return float(sum(total.double().abs().sum() for total in accumulator.sums.values())) / allowed
 
 
 def drawn_cases(count: int, seed: int = 0) -> Iterator[Case]:

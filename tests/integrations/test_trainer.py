@@ -83,12 +83,16 @@ def test_a_model_that_is_saved_or_pushed_has_its_card_with_it(tmp_path: Path, mo
     # What no guarantee covers stays.
     assert not {"ledger.jsonl", "trainer_state.json", "training_args.bin"} & {path.name for path in pushed.rglob("*")}
     assert not (tmp_path / "notes" / "checkpoint-3" / "README.md").exists()
+    plain, batch = GPT2LMHeadModel.from_pretrained(pushed).eval(), collate([examples()[0]])
+    with torch.no_grad():
+        assert torch.equal(plain(**batch).logits, run.model.eval()(**batch).logits)
 
 
 def test_a_run_spends_its_budget_and_leaves_a_card(tmp_path: Path) -> None:
-    made = trainer(tmp_path, privacy={"noise_rounds": 12, "shapes": "public", "max_physical_batch_size": 6})
+    settings = {"noise_rounds": 12, "shapes": "public", "max_physical_batch_size": 6}
+    made = trainer(tmp_path, privacy=settings, skip_memory_metrics=False)
     before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
-    made.train()
+    output = made.train()
     private = made.private
     assert private is not None
     assert made.state.global_step == private.steps_done == private.total_steps == 8
@@ -98,6 +102,24 @@ def test_a_run_spends_its_budget_and_leaves_a_card(tmp_path: Path) -> None:
     assert card["steps"] == {"planned": 8, "spent": 8}
     assert card["noise_source"]["generator"] == "ChaCha12"
     assert any("one unit changes no bit" in said for said in card["remaining"])
+    # What is not private is not logged, or is marked; the number of operations is that of the tokens drawn.
+    logged = {key for entry in made.state.log_history for key in entry}
+    assert not {key for key in logged if key in ("loss", "grad_norm") or key.startswith("train_")}
+    assert {
+        "unprotected_loss",
+        "epsilon",
+        "unprotected_train_runtime",
+        "unprotected_train_mem_cpu_peaked_delta",
+    } <= logged
+    spent = [entry["epsilon"] for entry in made.state.log_history if "epsilon" in entry]
+    assert spent == sorted(spent)
+    assert made.state.total_flos == output.metrics["total_flos"] == 0
+    for checkpoint in tmp_path.glob("checkpoint-*"):
+        state = (checkpoint / "trainer_state.json").read_text()
+        assert "grad_norm" not in state
+        assert json.loads(state)["total_flos"] == 0
+        assert (checkpoint / STATE_FILE).stat().st_mode & 0o077 == 0
+        assert checkpoint.stat().st_mode & 0o077 == 0, "others read the log of losses"
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -111,21 +133,6 @@ def test_what_compute_loss_makes_of_a_batch_is_tried(tmp_path: Path, together: b
     with pytest.raises(SelfCheckError, match="something else for an example") if together else nullcontext():
         private.train()
     assert private.private.steps_done == (0 if together else 4)
-
-
-def test_what_is_not_private_is_not_logged_or_is_marked(tmp_path: Path) -> None:
-    made = trainer(tmp_path)
-    made.train()
-    logged = made.state.log_history
-    keys = {key for entry in logged for key in entry}
-    assert "grad_norm" not in keys, "the norm before noise"
-    assert "loss" not in keys
-    assert "train_loss" not in keys
-    assert {"unprotected_loss", "epsilon"} <= keys
-    spent = [entry["epsilon"] for entry in logged if "epsilon" in entry]
-    assert spent == sorted(spent)
-    for file in tmp_path.rglob("trainer_state.json"):
-        assert "grad_norm" not in file.read_text()
 
 
 def test_a_method_without_a_guarantee_logs_no_epsilon(tmp_path: Path) -> None:
@@ -412,16 +419,6 @@ def test_grouping_by_length_orders_micro_batches(tmp_path: Path, column: bool) -
         assert [i % 7 for i in indices] == sorted((i % 7 for i in range(ROWS)), reverse=True)
 
 
-def test_the_trained_model_loads_in_plain_transformers(tmp_path: Path) -> None:
-    made = trainer(tmp_path / "run", num_train_epochs=1)
-    made.train()
-    made.save_model(str(tmp_path / "saved"))
-    plain = GPT2LMHeadModel.from_pretrained(tmp_path / "saved").eval()
-    batch = collate([examples()[0]])
-    with torch.no_grad():
-        assert torch.equal(plain(**batch).logits, made.model.eval()(**batch).logits)
-
-
 def test_a_trainer_that_ended_trains_no_further_without_its_ledger(tmp_path: Path) -> None:
     made = trainer(tmp_path, num_train_epochs=1)
     made.train()
@@ -429,20 +426,6 @@ def test_a_trainer_that_ended_trains_no_further_without_its_ledger(tmp_path: Pat
     with pytest.raises(ValueError, match="already holds a run's ledger"):
         made.train()
     assert all(torch.equal(before[name], p) for name, p in made.model.named_parameters())
-
-
-def test_nothing_that_is_kept_counts_what_was_drawn(tmp_path: Path) -> None:
-    """The number of operations is that of the tokens drawn; times follow it, and are marked."""
-    run = trainer(tmp_path)
-    output = run.train()
-    assert run.state.total_flos == output.metrics["total_flos"] == 0
-    for checkpoint in tmp_path.glob("checkpoint-*"):
-        assert json.loads((checkpoint / "trainer_state.json").read_text())["total_flos"] == 0
-        assert (checkpoint / STATE_FILE).stat().st_mode & 0o077 == 0
-        assert checkpoint.stat().st_mode & 0o077 == 0, "others read the log of losses"
-    logged = {key for entry in run.state.log_history for key in entry}
-    assert not logged & {"loss", "train_loss", "train_runtime", "train_samples_per_second"}
-    assert "unprotected_train_runtime" in logged
 
 
 def test_data_without_an_example_are_refused(tmp_path: Path) -> None:
@@ -489,14 +472,6 @@ def test_the_card_says_that_a_checkpoint_was_chosen(tmp_path: Path, way: str) ->
     made.train()
     said = [s for s in json.loads((tmp_path / "card.json").read_text())["assumptions"] if "which checkpoint" in s]
     assert len(said) == (way != "neither")
-
-
-def test_what_is_measured_of_training_is_marked(tmp_path: Path) -> None:
-    made = trainer(tmp_path, skip_memory_metrics=False)
-    made.train()
-    keys = {key for entry in made.state.log_history for key in entry}
-    assert not [key for key in keys if key.startswith("train_")]
-    assert "unprotected_train_mem_cpu_peaked_delta" in keys
 
 
 def test_what_is_written_of_training_is_marked_and_its_owners(tmp_path: Path) -> None:

@@ -206,15 +206,15 @@ def arguments(**changes):
     [
         ({"std": -1.0}, ValueError, "std must be"),
         ({"std": float("nan")}, ValueError, "std must be"),
-        ({"divisor": 0.0}, ValueError, "divisor must be greater than 0"),
-        ({"divisor": -1.0}, ValueError, "divisor must be"),
+        ({"divisor": 0.0}, ValueError, "divisor is 0.0: it must"),
+        ({"divisor": -1.0}, ValueError, "divisor is -1.0"),
         ({"lr": float("inf")}, ValueError, "lr must be"),
         ({"betas": (1.0, 0.9)}, ValueError, "betas must be below 1"),
         ({"betas": (0.9, -0.1)}, ValueError, r"betas\[1\] must be"),
         ({"eps": -1e-8}, ValueError, "eps must be"),
         ({"weight_decay": -0.1}, ValueError, "weight_decay must be"),
         ({"step": 0}, ValueError, "step counts from 1"),
-        ({"variance_floor": 0.0}, ValueError, "variance_floor must be greater than 0"),
+        ({"variance_floor": 0.0}, ValueError, "variance_floor is 0.0: it must"),
         ({"grad_sum": torch.zeros(3, 2)}, ValueError, "grad_sum must have the shape of param"),
         ({"exp_avg": torch.zeros(2, 3, device="meta")}, ValueError, "exp_avg is on meta and param on cpu"),
         (

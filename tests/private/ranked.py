@@ -81,7 +81,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "soft": (
         "llama",
         "lora",
-        {"method": _selecting(selection_steps=2, magnitude="MG", norm_order=2, axes_power=0.5, select_every=4)},
+        {"method": _selecting(selection_steps=2, magnitude="MG", axes_power=0.5, select_every=4)},
     ),
     "public": ("gpt2", "full", {"method": fastdp.RapFT(PublicMap([padded(texts(3))]), map_after=2, map_every=3)}),
     "axes": ("llama", "full", {"method": fastdp.RapFT(NoisyMap(2.0, 0.5), allocation="axes")}),

@@ -6,27 +6,17 @@ from fastdp.methods.ewft.autoencoder import (
     train_autoencoder as train_autoencoder,
 )
 from fastdp.methods.ewft.noise import (
-    GONE as GONE,
     NoiseSchedule as NoiseSchedule,
     dp_forward as dp_forward,
     paper as paper,
     paper_epoch_weighted as paper_epoch_weighted,
-    paper_uniform as paper_uniform,
     release_once as release_once,
 )
-from fastdp.methods.ewft.pooled import (
-    Codebook as Codebook,
-    PrivUnit as PrivUnit,
-    codebook as codebook,
-    privunit as privunit,
-)
+from fastdp.methods.ewft.pooled import Codebook as Codebook, codebook as codebook
 from fastdp.methods.ewft.pure import PureEWFT as PureEWFT, PureSettings as PureSettings
 from fastdp.methods.ewft.rehearsal import rehearse as rehearse
 from fastdp.methods.ewft.releases import EWFT as EWFT, EWFTPerturbation as EWFTPerturbation
 from fastdp.methods.ewft.settings import EWFTSettings as EWFTSettings
+from fastdp.methods.removed import removed_from
 
-
-def __getattr__(name: str) -> object:
-    if name in GONE:
-        raise AttributeError(f"ewft.{name} is gone: use {GONE[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = removed_from("ewft")

@@ -13,17 +13,11 @@ from typing import Any, Literal
 
 import fastdp.accounting as accounting
 from fastdp.accounting.event_types import DpEvent
-from fastdp.accounting.schedules import Reading
+from fastdp.validate import one_of
 
 #: Std of the noise for a multiplier sigma: what sensitivity 2 C calls for, or the paper's literal "standard deviation".
 Scale = Literal["2C", "C"]
 
-#: Schedules that are no longer offered, and what to use.
-GONE = {
-    "epoch_weighted": "release_once, which spends the same epsilon with less noise",
-    "shaped": "release_once, which spends the same epsilon with less noise",
-    "uniform": "dp_forward, which is the same noise",
-}
 _AMPLIFICATION = (
     "the printed epsilon {epsilon:g} counts every batch as a secret Poisson sample, but the server sees whose sequence it "
     "gets in every epoch: the event on this card, without sampling, is what was really released"
@@ -100,8 +94,7 @@ def paper(
 
     Raises ValueError for another scale.
     """
-    if scale not in ("2C", "C"):
-        raise ValueError(f"scale is {scale!r}: choose '2C' or 'C'")
+    one_of(("2C", "C"), scale=scale)
     factor = 2.0 if scale == "2C" else 1.0
     flaws = (_AMPLIFICATION.format(epsilon=epsilon),) + ((_LITERAL,) if scale == "C" else ())
     ratios = tuple(factor * float(sigma) for sigma in multipliers)
@@ -116,19 +109,8 @@ def paper_epoch_weighted(
     epsilon: float,
     delta: float,
     step_distance: float = 2.0,
-    reading: Reading = "printed",
     scale: Scale = "2C",
 ) -> NoiseSchedule:
-    """EW-FT as printed: Algorithm 1 in either reading. Its epsilon does not hold; see `NoiseSchedule.epsilon`."""
-    sigmas = accounting.epoch_weighted_schedule(
-        dataset_size, batch_size, epochs, epsilon, delta, step_distance, reading
-    )
-    return paper(sigmas, epsilon, delta, scale, f"EWPBA, {reading} reading")
-
-
-def paper_uniform(
-    dataset_size: int, batch_size: int, epochs: int, epsilon: float, delta: float, scale: Scale = "C"
-) -> NoiseSchedule:
-    """The paper's baseline: one sigma for all epochs, accounted as the printed schedule is (DP-Forward as it ran)."""
-    sigmas = accounting.uniform_schedule(dataset_size, batch_size, epochs, epsilon, delta)
-    return paper(sigmas, epsilon, delta, scale, "uniform as printed")
+    """EW-FT as printed: Algorithm 1. Its epsilon does not hold; see `NoiseSchedule.epsilon`."""
+    sigmas = accounting.epoch_weighted_schedule(dataset_size, batch_size, epochs, epsilon, delta, step_distance)
+    return paper(sigmas, epsilon, delta, scale)

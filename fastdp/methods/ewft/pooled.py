@@ -1,4 +1,4 @@
-"""What is told of a sequence at a pure epsilon: a public encoder's summary of its states, as one of K codes or a direction.
+"""What is told of a sequence at a pure epsilon: a public encoder's summary of its states, as one of K codes.
 
 A Gaussian release of (epsilon, 1e-5) tells one bit with probability .553, .599, .678 or .798 at epsilon 1, 2, 4 or 8, and no
 decision drawn from it is surer. Randomised response tells the same bit with .731, .881, .982 or .9997, and needs no delta. So a
@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fastdp.methods.ewft.caps import best_cap, draw_direction
 from fastdp.methods.response import check_response, keep_probability, randomised_response
 from fastdp.ops.stream import NoiseStream
 
@@ -121,58 +120,12 @@ class Codebook:
         return {"name": self.name, "cells": self.cells, "epsilon": self.epsilon, "kept": kept}
 
 
-@dataclass(frozen=True)
-class PrivUnit:
-    """The direction of a summary of a sequence, learned from public text, by PrivUnit: ``epsilon``, without a delta.
-
-    Raises ValueError for fewer than two dimensions, or an epsilon that is not positive.
-    """
-
-    epsilon: float
-    dimension: int = 16
-    name: ClassVar[str] = "PrivUnit"
-
-    def __post_init__(self) -> None:
-        best_cap(self.dimension, self.epsilon)
-
-    def width(self, classes: int | None) -> int:
-        """Directions of the summary."""
-        return self.dimension
-
-    def fit(self, encoder: Encoder, states: Tensor) -> dict[str, Tensor]:
-        """The mean length of an encoded public state, since of a private one only the direction is told."""
-        if encoder.basis.shape[1] < self.dimension:
-            raise ValueError(
-                f"{self.dimension} directions need as many different public texts, and states as wide: there are "
-                f"{encoder.basis.shape[1]}"
-            )
-        return {"length": encoder(states).norm(dim=1).mean()}
-
-    def encode(self, encoder: Encoder, learned: dict[str, Tensor], states: Tensor) -> Tensor:
-        """The summary of each state, float64 [B, dimension]."""
-        return encoder(states)
-
-    def release(self, codes: Tensor, stream: NoiseStream) -> Tensor:
-        """What leaves: float64 [B, dimension], the direction without bias."""
-        return draw_direction(codes, self.epsilon, stream)
-
-    def decode(self, encoder: Encoder, learned: dict[str, Tensor], codes: Tensor) -> Tensor:
-        """States of that direction, [B, d]."""
-        return encoder.centre + learned["length"] * codes @ encoder.basis.T
-
-    def describe(self) -> dict[str, Any]:
-        """For a card."""
-        variance = best_cap(self.dimension, self.epsilon).variance
-        return {"name": self.name, "dimension": self.dimension, "epsilon": self.epsilon, "mean_squared_error": variance}
-
-
-Symbols = Codebook | PrivUnit
 #: As the noise of the other form is asked for: `ewft.codebook(...)` beside `ewft.release_once(...)`.
-codebook, privunit = Codebook, PrivUnit
+codebook = Codebook
 
 
 def learn(
-    mechanism: Symbols, states: Sequence[Tensor], labels: Sequence[Tensor] | None
+    mechanism: Codebook, states: Sequence[Tensor], labels: Sequence[Tensor] | None
 ) -> tuple[Encoder, dict[str, Tensor]]:
     """Encoder and what belongs to the mechanism, from public pooled states, and labels of their texts if there are any."""
     joined = torch.cat(list(states)).double()

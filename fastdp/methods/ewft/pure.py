@@ -1,4 +1,4 @@
-"""EW-FT at a pure epsilon: one code or one direction of a sequence leaves, once, in the place of its hidden states."""
+"""EW-FT at a pure epsilon: one code of a sequence leaves, once, in the place of its hidden states."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from torch import Tensor, nn
 
 import fastdp.accounting as accounting
 from fastdp.methods.ewft.hooks import LayerReleases
-from fastdp.methods.ewft.pooled import Encoder, Symbols, learn, pooled
+from fastdp.methods.ewft.pooled import Codebook, Encoder, learn, pooled
 from fastdp.methods.ewft.records import TOKEN_LABELS, Records
 from fastdp.methods.ewft.settings import Place
 from fastdp.methods.public import described
-
-_ROUNDING = "nobody observes released vectors at a precision that exposes floating-point rounding"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +23,7 @@ class PureSettings(Place):
 
     Args:
         layer: ``embeddings`` (0), the number of a block counted from 1, or ``output``: what is summarised, and replaced.
-        mechanism: `ewft.codebook` or `ewft.privunit`.
+        mechanism: `ewft.codebook`.
         sequence_length: tokens of every padded sequence; batches of another length are refused.
         dataset_size: records in the training data, N; public.
         lengths: as in `EWFTSettings`.
@@ -34,7 +32,7 @@ class PureSettings(Place):
     Raises ValueError for values out of range.
     """
 
-    mechanism: Symbols
+    mechanism: Codebook
 
     def open(self, model: nn.Module, /, unsafe_seed: int | None = None) -> PureEWFT:
         """The perturbation of a model."""
@@ -44,7 +42,7 @@ class PureSettings(Place):
 class PureEWFT(LayerReleases):
     """Replaces the hidden states after one layer by what a pure-epsilon draw tells of them, in training and in inference.
 
-    The states of a sequence are averaged over its tokens, made a code or a short vector by an encoder that `learn` took from
+    The states of a sequence are averaged over its tokens, made a code by an encoder that `learn` took from
     public text, and told by the mechanism, once: the draw of a training record is kept and used in every epoch. What follows
     the layer sees, at every position, the state that stands for the answer.
 
@@ -92,7 +90,7 @@ class PureEWFT(LayerReleases):
         self._with_labels = known
 
     def release(self, hidden: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:
-        """Draws of hidden states [B] or [B, k]. Called by the forward pass."""
+        """Draws of hidden states [B]. Called by the forward pass."""
         if self._encoder is None:
             raise RuntimeError("there is no encoder yet: call learn with public text")
         code = self.mechanism.encode(self._encoder, self._learned, pooled(hidden, mask))
@@ -144,7 +142,6 @@ class PureEWFT(LayerReleases):
     def card(self) -> accounting.Card:
         """What was told of a training record, what it costs, and what is not protected."""
         settings = self.settings
-        float_draws = self.mechanism.name == "PrivUnit"
         return accounting.Card.of(
             self.claim(),
             mechanism={
@@ -158,7 +155,7 @@ class PureEWFT(LayerReleases):
             },
             noise_source=accounting.noise_source(self.stream.reproducible, rounds=self.stream.rounds),
             flaws=self.flaws(),
-            assumptions=(*((_ROUNDING,) if float_draws else ()), *self.assumptions()),
+            assumptions=self.assumptions(),
             notes=(
                 "local differential privacy: the figure holds against whoever receives what is told",
                 f"each inference query tells as much again about the sequence in it; {self.inference_releases} were made",

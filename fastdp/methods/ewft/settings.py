@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from fastdp.accounting.ledger import STEP
 from fastdp.methods.ewft.autoencoder import StackedAutoencoder
 from fastdp.methods.ewft.noise import NoiseSchedule
 from fastdp.methods.public import PublicText
+from fastdp.validate import one_of, positive
 
 _TRAINED_BOTTOM = (
     "the layers before the perturbation are trained on sequences without noise: whoever sees them, or an update of them, "
@@ -40,11 +40,7 @@ class Place:
             value = getattr(self, name)
             if isinstance(value, bool) or not (isinstance(value, int) and value >= 1):
                 raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
-        self._check_choice("lengths", "hidden", "public")
-
-    def _check_choice(self, name: str, *choices: str) -> None:
-        if getattr(self, name) not in choices:
-            raise ValueError(f"{name} is {getattr(self, name)!r}: choose {choices[0]!r} or {choices[1]!r}")
+        one_of(("hidden", "public"), lengths=self.lengths)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +80,8 @@ class EWFTSettings(Place):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.max_norm > 0 and math.isfinite(self.max_norm)):
-            raise ValueError(f"max_norm is {self.max_norm}: it must be a positive number")
-        self._check_choice("bottom", "frozen", "trained")
+        positive(max_norm=self.max_norm)
+        one_of(("frozen", "trained"), bottom=self.bottom)
         if self.unchecked_records and self.noise.reuse:
             raise ValueError(
                 "a schedule that releases once finds its releases by example_ids: leave unchecked_records out"

@@ -71,14 +71,13 @@ class AbsoluteSink(NormSink):
 class MagnitudeAccumulator(Accumulator):
     """Clipped sums over a sample, as the engine runs it, and the magnitudes of the partitions in them.
 
-    With absolute values and alpha = 1 (MGNA) a partition's magnitude is the sum of its clipped examples' L1 norms, so no
-    gradient is ever formed. The other magnitudes are norms of a summed vector: signed sums come from factor pairs, absolute
-    ones from one example's gradient at a time.
+    With absolute values (MGNA) a partition's magnitude is the sum of its clipped examples' L1 norms, so no gradient is ever
+    formed. MG is a norm of a summed vector, which comes from factor pairs.
 
     Args:
         parameters: the parameters of the partitions, and no others; all of them trained.
         partitions: what is compared.
-        magnitude: which of the three, and the clipping.
+        magnitude: which of them, and the clipping.
         vectors: keep the summed vectors in `sums` even where the magnitudes need none.
     """
 
@@ -97,7 +96,7 @@ class MagnitudeAccumulator(Accumulator):
         self.partitions = partitions
         self.sizes = torch.tensor([partition.size for partition in partitions], dtype=torch.float64, device=device)
         self.absolute = magnitude.kind == "MGNA"
-        self.vectors = vectors or not (self.absolute and magnitude.norm_order == 1)
+        self.vectors = vectors or not self.absolute
         super().__init__(parameters, Policy((1.0,) * count, (0.0,) * count, owner))
 
     def reset(self) -> None:
@@ -119,10 +118,7 @@ class MagnitudeAccumulator(Accumulator):
         two_pass: bool,
     ) -> None:
         """Clip and add one micro-batch; in one pass, so with ``two_pass`` its factors stay for as long as the pass."""
-        if self.magnitude.norm_order == 1:
-            sink: NormSink = AbsoluteSink(self, layout, expected, keep=self.vectors)
-        else:
-            sink = NormSink(self, layout, expected, keep=self.vectors)
+        sink = AbsoluteSink(self, layout, expected, keep=self.vectors)
         open_sink(sink)
         backward(False)
         upper = sink.finish()
@@ -147,13 +143,11 @@ class MagnitudeAccumulator(Accumulator):
 
     def add_unit(self, instances: Mapping[str, torch.Tensor], weight: torch.Tensor) -> None:
         """Clip and add one unit from its whole gradients ``[1, ...]``: the one-example route."""
-        order = self.magnitude.norm_order
-        norms = Norms(len(self.partitions), 1, weight.device, order=order)
-        norm = ops.instance_abs_sum if order == 1 else ops.instance_sqnorm
+        norms = Norms(len(self.partitions), 1, weight.device, order=1)
         for name, instance in instances.items():
             group, entries = self.policy.group_of[name], instance.numel()
             assert isinstance(group, int)
-            norms.add(group, norm(instance), entries, relative=ops.Rounding(instance).squares(entries))
+            norms.add(group, ops.instance_abs_sum(instance), entries, relative=ops.Rounding(instance).squares(entries))
         scales = self._scales(norms.upper(), weight)
         if not self.vectors:
             return
@@ -184,11 +178,9 @@ class MagnitudeAccumulator(Accumulator):
         """
         if not self.vectors:
             return self.totals
-        powers = torch.zeros_like(self.sizes)
+        norms = torch.zeros_like(self.sizes)
         for name in filter(self.weights.counts, self.sums):
             group, total = self.policy.group_of[name], self.sums[name]
             assert isinstance(group, int)
-            powers[group] += (total.abs() if self.magnitude.norm_order == 1 else total.square()).sum(
-                dtype=torch.float64
-            )
-        return (self.weights.counted(powers) / self.sizes) ** (1 / self.magnitude.norm_order)
+            norms[group] += total.abs().sum(dtype=torch.float64)
+        return self.weights.counted(norms) / self.sizes

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from fastdp.validate import rate
+
 
 def estimate_magnitudes(
     observed: Any, sensitivities: Sequence[float], selection_rate: float, iterations: int = 1000
@@ -64,8 +66,7 @@ def _check(observed: Any, sensitivities: Sequence[float], selection_rate: float)
         raise ValueError(
             f"observations of shape {values.shape} do not go with {deltas.shape} sensitivities: give [observations, partitions]"
         )
-    if not 0 < selection_rate <= 1:
-        raise ValueError(f"selection_rate is {selection_rate}: it must lie in (0, 1]")
+    rate(selection_rate=selection_rate)
     if not (np.isfinite(deltas) & (deltas > 0)).all():
         raise ValueError("every sensitivity must be a positive number")
     seen = ~np.isnan(values)

@@ -10,64 +10,57 @@ from typing import Literal
 import torch
 
 from fastdp.engine.bounds import UpperNorms, down
+from fastdp.validate import one_of, positive
 
-Kind = Literal["MG", "MGN", "MGNA"]
+Kind = Literal["MG", "MGNA"]
 
 
 @dataclass(frozen=True)
 class Magnitude:
-    """One of the three magnitudes of Definition 8.
+    """A magnitude of Definition 8, in L1 norms (alpha = 1).
 
-    ``MG`` clips an example's gradient and normalises each partition's sum by its size; ``MGN`` normalises before it clips;
-    ``MGNA`` also takes absolute values before it clips, so that examples do not cancel.
+    ``MG`` clips an example's gradient and normalises each partition's sum by its size; ``MGNA`` normalises and takes
+    absolute values before it clips, so that examples do not cancel.
 
     Args:
         kind: which.
-        norm_order: alpha, the order of the norms, 1 or 2.
         max_grad_norm: the clipping threshold c.
     """
 
     kind: Kind = "MGNA"
-    norm_order: int = 1
     max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("MG", "MGN", "MGNA"):
-            raise ValueError(f"magnitude is '{self.kind}': choose MG, MGN or MGNA")
-        if self.norm_order not in (1, 2):
-            raise ValueError(f"norm_order is {self.norm_order}: the magnitudes are defined for 1 and 2")
-        if not (self.max_grad_norm > 0 and math.isfinite(self.max_grad_norm)):
-            raise ValueError(f"max_grad_norm is {self.max_grad_norm}: it must be a positive number")
+        one_of(("MG", "MGNA"), magnitude=self.kind)
+        positive(max_grad_norm=self.max_grad_norm)
 
     def bound(self, sizes: Sequence[int]) -> float:
-        """What an example's (for MGN and MGNA: normalised) gradient is clipped to over partitions of these sizes.
+        """What an example's (for MGNA: normalised) gradient is clipped to over partitions of these sizes.
 
-        c for MG, else c / (mean |P|)^(1/alpha). It belongs to the partitions that remain: with another set's bound the
+        c for MG, c / mean |P| for MGNA. It belongs to the partitions that remain: with another set's bound the
         noise would not match.
         """
         if self.kind == "MG":
             return self.max_grad_norm
-        return self.max_grad_norm / (sum(sizes) / len(sizes)) ** (1 / self.norm_order)
+        return self.max_grad_norm * len(sizes) / sum(sizes)
 
     def sensitivity(self, sizes: Sequence[int], adjacency: str = "add_remove") -> float:
         """L2 sensitivity of the vector of magnitudes (Lemma 3).
 
-        Replacing an example moves MG and MGN by up to twice as much, and MGNA, whose magnitudes only grow with an example,
+        Replacing an example moves MG by up to twice as much, and MGNA, whose magnitudes only grow with an example,
         by the square root of 2: two vectors without negative entries are never further apart than that.
         """
         bound = self.bound(sizes)
         if self.kind == "MG":
-            bound /= min(sizes) ** (1 / self.norm_order)
+            bound /= min(sizes)
         if adjacency == "add_remove":
             return bound
         return bound * (math.sqrt(2) if self.kind == "MGNA" else 2)
 
     def scales(self, upper: UpperNorms, sizes: torch.Tensor) -> torch.Tensor:
-        """Clipping factors ``[units]`` float32 from upper bounds of the gradient's norms of order alpha by partition.
+        """Clipping factors ``[units]`` float32 from upper bounds of the gradient's L1 norms by partition.
 
         0 for a unit whose gradient is not finite, and for one beyond 2^40 times the bound.
         """
-        powers = upper.norms**self.norm_order
-        weighed = powers if self.kind == "MG" else powers / sizes.unsqueeze(1)
-        norms = weighed.sum(0) ** (1 / self.norm_order)
-        return down(self.bound(sizes.tolist()) / norms)
+        norms = upper.norms if self.kind == "MG" else upper.norms / sizes.unsqueeze(1)
+        return down(self.bound(sizes.tolist()) / norms.sum(0))

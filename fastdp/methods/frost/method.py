@@ -23,14 +23,17 @@ from fastdp.methods.frost.sigma import check_selection, split_budget
 from fastdp.methods.frost.soft import even_axes, known_magnitudes, soft_scales
 from fastdp.methods.geometry import Groups, check_clipping, clip_groups, describe_clipping
 from fastdp.methods.options import Options
+from fastdp.methods.removed import replace_removed
 from fastdp.private.plan import Budget, Plan, SideRelease
 from fastdp.private.preparation import Findings, Moment, Outcome, Preparation, Released, Sample
+from fastdp.validate import one_of, rate
 
 _KIND = "selection"
 _MASK = "mask."
 _SCALE = "scale."
 
 
+@replace_removed
 @dataclass(frozen=True)
 class DPFrost(Options):
     """Choose partitions by noisy gradient magnitudes, freeze the others, train the chosen ones by DP-SGD (Algorithm 1).
@@ -43,8 +46,7 @@ class DPFrost(Options):
         unfreezing_ratio: gamma, the largest share of the trained parameters that stays trained, in (0, 1); or 1, which freezes
             nothing, with ``axes_power``.
         max_grad_norm: the clipping threshold c, of training and of the magnitudes.
-        magnitude: ``MG``, ``MGN`` or ``MGNA`` (Definition 8).
-        norm_order: alpha of the magnitudes, 1 or 2.
+        magnitude: ``MG`` or ``MGNA`` (Definition 8), in L1 norms.
         selection_steps: T; 1 selects at once, without PSEL.
         selection_rate: q_ps, the probability with which an example joins one release of magnitudes.
         gap_coefficient: nu, by how many standard deviations an early choice must stand out.
@@ -74,7 +76,6 @@ class DPFrost(Options):
     unfreezing_ratio: float = 0.0625
     max_grad_norm: float = 1.0
     magnitude: Kind = "MGNA"
-    norm_order: int = 1
     selection_steps: int = 5
     selection_rate: float = 0.02
     gap_coefficient: float = 5.0
@@ -94,25 +95,20 @@ class DPFrost(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_clipping(self.max_grad_norm, self.groups)
-        Magnitude(self.magnitude, self.norm_order, self.max_grad_norm)
+        Magnitude(self.magnitude, self.max_grad_norm)
         check_selection(self.budget_ratio, self.selection_steps, self.selection_rate)
         if self.unfreezing_ratio == 1 and self.axes_power is None:
             raise ValueError("unfreezing_ratio is 1.0, which freezes nothing: set axes_power, or use DPSGD")
-        if not 0 < self.unfreezing_ratio <= 1:
-            raise ValueError(f"unfreezing_ratio is {self.unfreezing_ratio}: it must lie between 0 and 1")
+        rate(unfreezing_ratio=self.unfreezing_ratio)
         if self.axes_power is not None and self.choose_by != "magnitudes":
             raise ValueError(
                 f"axes follow released magnitudes, not {self.choose_by}: leave axes_power or choose_by out"
             )
         if self.axes_power is not None and not 0 < self.axes_power <= 1:
             raise ValueError(f"axes_power is {self.axes_power}: it must be above 0, where all are alike, and at most 1")
-        for name, choices in (
-            ("choose_by", ("magnitudes", "random", "values")),
-            ("granularity", ("partitions", "parameters")),
-            ("mode", ("sound", "paper")),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is '{getattr(self, name)}': choose {' or '.join(choices)}")
+        one_of(("magnitudes", "random", "values"), choose_by=self.choose_by)
+        one_of(("partitions", "parameters"), granularity=self.granularity)
+        one_of(("sound", "paper"), mode=self.mode)
         if self.estimation_iterations < 1 or (self.select_every is not None and self.select_every < 1):
             raise ValueError("select_every and estimation_iterations must be at least 1")
         if not self.gap_coefficient >= 0:
@@ -256,7 +252,7 @@ class DPFrost(Options):
 
     @property
     def _magnitude(self) -> Magnitude:
-        return Magnitude(self.magnitude, self.norm_order, self.max_grad_norm)
+        return Magnitude(self.magnitude, self.max_grad_norm)
 
     def _accumulate(
         self,

@@ -9,6 +9,7 @@ import numpy as np
 
 from fastdp.methods.frost.estimate import attenuations, estimate_magnitudes, estimation_std
 from fastdp.methods.frost.partitions import Partition
+from fastdp.validate import rate
 
 #: From the iteration, counted from 1, and the indices that remain, to their noisy magnitudes and the sensitivity.
 Observe = Callable[[int, Sequence[int]], tuple[np.ndarray, float]]
@@ -31,8 +32,7 @@ class Selected:
 
 def check_ratio(partitions: Sequence[Partition], unfreezing_ratio: float) -> None:
     """Raise ValueError unless gamma lies in (0, 1] and lets at least one partition be trained."""
-    if not 0 < unfreezing_ratio <= 1:
-        raise ValueError(f"unfreezing_ratio is {unfreezing_ratio}: it must be above 0 and at most 1")
+    rate(unfreezing_ratio=unfreezing_ratio)
     total = sum(partition.size for partition in partitions)
     smallest = min(partitions, key=lambda partition: partition.size)
     if smallest.size > unfreezing_ratio * total:

@@ -8,19 +8,15 @@ import fastdp.accounting as accounting
 from fastdp.accounting.accountants import Accountant
 from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.pld import Adjacency
+from fastdp.validate import fraction, rate
 
 
 def check_selection(budget_ratio: float, selection_steps: int, selection_rate: float) -> None:
     """Raise ValueError for r_e, T or q_ps out of range."""
-    if not 0 < budget_ratio < 1:
-        raise ValueError(
-            f"budget_ratio is {budget_ratio}: training gets this share of epsilon and selection needs the rest, so it must "
-            "lie between 0 and 1"
-        )
+    fraction(budget_ratio=budget_ratio)
     if selection_steps < 1 or selection_steps != int(selection_steps):
         raise ValueError(f"selection_steps is {selection_steps}: it must be a whole number of at least 1")
-    if not 0 < selection_rate <= 1:
-        raise ValueError(f"selection_rate is {selection_rate}: it must lie in (0, 1]")
+    rate(selection_rate=selection_rate)
 
 
 def compute_sigma(
@@ -52,9 +48,9 @@ def compute_sigma(
     steps = int(epochs * dataset_size // batch_size)
     if steps < 1:
         raise ValueError(f"{epochs} epochs of {dataset_size} examples in batches of {batch_size} are not one step")
-    rate = batch_size / dataset_size
+    share = batch_size / dataset_size
     return split_budget(
-        lambda sigma: accounting.dpsgd(sigma, rate, steps),
+        lambda sigma: accounting.dpsgd(sigma, share, steps),
         lambda sigma: accounting.selection(sigma, selection_steps, selection_rate),
         epsilon,
         delta,

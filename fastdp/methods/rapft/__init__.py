@@ -8,10 +8,6 @@ from fastdp.methods.rapft.allocation import (
     printed_noise_multiplier as printed_noise_multiplier,
 )
 from fastdp.methods.rapft.axes import (
-    Moments as Moments,
-    fitted_axes as fitted_axes,
-    gradient_moments as gradient_moments,
-    promised as promised,
     rank_one as rank_one,
     second_moments as second_moments,
 )
@@ -25,6 +21,8 @@ from fastdp.methods.rapft.sources import (
     PrivateSubset as PrivateSubset,
     PublicGradients as PublicGradients,
     PublicMap as PublicMap,
-    PublicMoments as PublicMoments,
 )
 from fastdp.methods.rapft.warmup import warm_up as warm_up
+from fastdp.methods.removed import removed_from
+
+__getattr__ = removed_from("rapft")

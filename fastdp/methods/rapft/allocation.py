@@ -65,37 +65,25 @@ def printed_bounds(max_grad_norm: float, weak_fraction: float) -> tuple[float, f
     return max_grad_norm * r**2, max_grad_norm * (1 - r) ** 2
 
 
-def printed_stds(
-    noise_multiplier: float, max_grad_norm: float, weak_fraction: float, bounds: Sequence[float]
-) -> tuple[float, float]:
-    """Noise in the proportion sqrt(r_w) : sqrt(r_s) of equation 22, whose multiplier for ``bounds`` is the one given.
-
-    With the printed bounds this is equation 22 at sigma = `printed_noise_multiplier`.
-    """
+def printed_stds(noise_multiplier: float, max_grad_norm: float, weak_fraction: float) -> tuple[float, float]:
+    """Equation 22 at the sigma whose true multiplier is ``noise_multiplier``, for the printed bounds."""
     r = _check_fraction(weak_fraction)
-    shape = (max_grad_norm * math.sqrt(r), max_grad_norm * math.sqrt(1 - r))
-    scale = noise_multiplier * math.sqrt(sum((c / s) ** 2 for c, s in zip(bounds, shape)))
-    return scale * shape[0], scale * shape[1]
+    sigma = printed_noise_multiplier(noise_multiplier, r)
+    return sigma * max_grad_norm * math.sqrt(r), sigma * max_grad_norm * math.sqrt(1 - r)
 
 
-def optimal_stds(
-    noise_multiplier: float,
-    bounds: Sequence[float],
-    sizes: Sequence[float],
-    weights: Sequence[float] = (1.0, 1.0),
-) -> tuple[float, ...]:
-    """The noise of least weighted variance sum a_k n_k s_k^2 at a given multiplier.
+def optimal_stds(noise_multiplier: float, bounds: Sequence[float], sizes: Sequence[float]) -> tuple[float, ...]:
+    """The noise of least variance sum n_k s_k^2 at a given multiplier.
 
-    Minimising it under sum (C_k / s_k)^2 = 1 / sigma^2 gives s_k^2 = sigma^2 C_k / sqrt(a_k n_k) sum_j C_j sqrt(a_j n_j)
-    (Lagrange: a_k n_k s_k^4 is proportional to C_k^2).
+    Minimising it under sum (C_k / s_k)^2 = 1 / sigma^2 gives s_k^2 = sigma^2 C_k / sqrt(n_k) sum_j C_j sqrt(n_j)
+    (Lagrange: n_k s_k^4 is proportional to C_k^2).
 
     Args:
         noise_multiplier: sigma, of the whole.
         bounds: C_k, > 0.
         sizes: n_k, numbers of coordinates or their proportions, > 0.
-        weights: a_k, what a unit of variance in block k costs, > 0.
     """
-    roots = [math.sqrt(a * n) for a, n in zip(weights, sizes)]
+    roots = [math.sqrt(n) for n in sizes]
     total = sum(c * root for c, root in zip(bounds, roots))
     return tuple(noise_multiplier * math.sqrt(c / root * total) for c, root in zip(bounds, roots))
 
@@ -107,32 +95,24 @@ def weak_fraction(masks: Mapping[str, torch.Tensor]) -> float:
 
 
 def masked_policy(
-    masks: Mapping[str, torch.Tensor],
-    *,
-    allocation: str,
-    max_grad_norm: float,
-    noise_multiplier: float,
-    bounds: tuple[float, float] | None = None,
-    weights: tuple[float, float] = (1.0, 1.0),
+    masks: Mapping[str, torch.Tensor], *, allocation: str, max_grad_norm: float, noise_multiplier: float
 ) -> Policy:
     """The policy of two blocks, whose multiplier is ``noise_multiplier`` exactly, whatever the allocation.
 
     Args:
         masks: for each trained parameter a boolean tensor of its shape, True where it is weak.
-        allocation: ``printed`` or ``optimal`` (`optimal_stds`).
+        allocation: ``printed`` (`printed_stds`) or ``optimal`` (`optimal_stds`).
         max_grad_norm: C.
-        bounds: C_w and C_s in place of the printed C r_w^2 and C r_s^2.
-        weights: a_w and a_s of `optimal_stds`.
 
     Raises ValueError if a block is empty (r_s = 0).
     """
     r = weak_fraction(masks)
-    chosen = printed_bounds(max_grad_norm, r) if bounds is None else bounds
+    bounds = printed_bounds(max_grad_norm, r)
     groups = {name: _group(mask) for name, mask in masks.items()}
     split = {name: mask for name, mask in masks.items() if isinstance(groups[name], tuple)}
     if allocation == "printed":
-        return Policy(chosen, printed_stds(noise_multiplier, max_grad_norm, r, chosen), groups, split)
-    return Policy(chosen, optimal_stds(noise_multiplier, chosen, (r, 1 - r), weights), groups, split)
+        return Policy(bounds, printed_stds(noise_multiplier, max_grad_norm, r), groups, split)
+    return Policy(bounds, optimal_stds(noise_multiplier, bounds, (r, 1 - r)), groups, split)
 
 
 def _group(mask: torch.Tensor) -> int | tuple[int, int]:

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-KINDS = ("naive", "top_p")
+from fastdp.methods.removed import replace_removed
+from fastdp.validate import one_of, rate
+
 _LIKELY = 128
 
 
+@replace_removed
 @dataclass(frozen=True)
 class Initialisation:
     """The relevance of the output: one-hot for classification, (part of) the distribution of the next token otherwise.
@@ -26,12 +29,8 @@ class Initialisation:
     p: float = 0.9
 
     def __post_init__(self) -> None:
-        if self.kind in ("top_k", "beam"):
-            raise ValueError(f"the initialisation '{self.kind}' is gone: use 'naive' or 'top_p'")
-        if self.kind not in KINDS:
-            raise ValueError(f"the initialisation of relevance is '{self.kind}': choose one of {', '.join(KINDS)}")
-        if not 0 < self.p <= 1:
-            raise ValueError(f"p is {self.p}: it must lie in (0, 1]")
+        one_of(("naive", "top_p"), kind=self.kind)
+        rate(p=self.p)
 
     def generation(self, logits: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         """Relevance of the positions that count.

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from fastdp.validate import one_of
+
 RANKINGS = ("layer", "map")
 
 
@@ -70,16 +72,15 @@ def weak_masks(
     Raises:
         ValueError: for beta out of range, relevance that cannot be ranked, and where nothing is left strong (r_s = 0).
     """
+    one_of(RANKINGS, ranking=ranking)
     ratio = check_ratio(irrelevance_ratio)
     scaled = normalised(relevance)
     if ranking == "layer":
         masks = {name: _least(values, ratio) for name, values in scaled.items()}
-    elif ranking == "map":
+    else:
         joined = _least(torch.cat([values.reshape(-1) for values in scaled.values()]), ratio)
         parts = joined.split([values.numel() for values in scaled.values()])
         masks = {name: part.view(values.shape) for (name, values), part in zip(scaled.items(), parts)}
-    else:
-        raise ValueError(f"ranking is '{ranking}': choose one of {', '.join(RANKINGS)}")
     check_strong([mask.numel() for mask in masks.values()], ratio, ranking)
     return masks
 

@@ -6,7 +6,6 @@ language models" (IEEE TIFS 2025), algorithm 1.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 
 import fastdp.accounting as accounting
-from fastdp.engine.axes import RankOne
 from fastdp.engine.policy import Policy
 from fastdp.methods.geometry import clip_groups
 from fastdp.methods.options import Options
@@ -24,24 +22,24 @@ from fastdp.methods.rapft.allocation import (
     masked_policy,
     printed_noise_multiplier,
 )
-from fastdp.methods.rapft.axes import fitted_axes, rank_one
+from fastdp.methods.rapft.axes import axes_of, joined, rank_one
 from fastdp.methods.rapft.initialisation import Initialisation
 from fastdp.methods.rapft.masks import RANKINGS, check_ratio, check_strong, weak_masks
 from fastdp.methods.rapft.relevance import Propagator, require_values
 from fastdp.methods.rapft.rules import Propagation
-from fastdp.methods.rapft.sources import NoisyMap, PrivateSubset, PublicGradients, PublicMap, PublicMoments
+from fastdp.methods.rapft.sources import NoisyMap, PrivateSubset, PublicGradients, PublicMap
+from fastdp.methods.removed import replace_removed
 from fastdp.private.plan import Budget, Plan
 from fastdp.private.preparation import Findings, Moment, Outcome, Preparation
+from fastdp.validate import one_of, positive
 
-MODES = ("sound", "paper")
-#: Sources that say how large gradients are, from public examples.
-_SIZES = (PublicMoments, PublicGradients)
 _PRIVATE_MASK = (
     "the mask was computed from private examples without noise: neighbouring data sets then get noise of different "
     "covariances, so that no epsilon holds, whatever the noise (take the mask from PublicMap or NoisyMap)"
 )
 
 
+@replace_removed
 @dataclass(frozen=True)
 class RapFT(Options):
     """Clipping and noise in two blocks, the strongly and the weakly relevant coordinates.
@@ -49,7 +47,7 @@ class RapFT(Options):
     Until the first mask exists the steps are those of DP-SGD at the same noise multiplier.
 
     Args:
-        source: where the mask, or the axes, come from: `PublicMap` (free), `PublicMoments` or `PublicGradients` (free, for axes),
+        source: where the mask, or the axes, come from: `PublicMap` (free), `PublicGradients` (free, for axes),
             `NoisyMap` (a release, paid for out of the budget), or in ``paper`` mode `PrivateSubset` (no guarantee; the default
             there).
         mode: ``sound``: the noise multiplier of the run is that of the whole mechanism. ``paper``: sigma is taken for that
@@ -58,12 +56,8 @@ class RapFT(Options):
         irrelevance_ratio: beta, in (.5, 1].
         allocation: ``printed`` (equations 21 and 22) or ``optimal``; see `allocation.masked_policy`. ``axes``: no
             mask, but an axis for each coordinate, of rank one in every matrix (`axes.rank_one`).
-        axes_power: how far axes follow relevance, from 0 (even: DP-SGD) to 1. None chooses it by what a step promises, each time
-            that axes are made, from `PublicGradients` alone: even axes where no others promise more.
-        bounds: C_w and C_s in place of the printed C r^2; for ``optimal``.
-        weights: what a unit of noise variance costs in the weak and in the strong block; for ``optimal``.
+        axes_power: how far axes follow relevance, from 0 (even: DP-SGD) to 1.
         ranking: ``layer`` or ``map``; see `masks.weak_masks`.
-        magnitude: rank |R| in place of R.
         propagation, initialisation: how relevance is computed.
         map_after: steps before the first mask. Parameters that start at zero (LoRA's B) have no relevance at step 0.
         map_every: steps between masks; None keeps the first.
@@ -73,16 +67,13 @@ class RapFT(Options):
         ValueError: for a setting out of range, and for a mask that would be computed from private data unaccounted for.
     """
 
-    source: PublicMap | PublicMoments | PublicGradients | NoisyMap | PrivateSubset | None = None
+    source: PublicMap | PublicGradients | NoisyMap | PrivateSubset | None = None
     mode: str = "sound"
     max_grad_norm: float = 1.0
     irrelevance_ratio: float = 0.7
     allocation: str = "printed"
-    bounds: tuple[float, float] | None = None
-    weights: tuple[float, float] = (1.0, 1.0)
-    axes_power: float | None = 0.5
+    axes_power: float = 0.5
     ranking: str = "layer"
-    magnitude: bool = False
     propagation: Propagation = Propagation()
     initialisation: Initialisation = Initialisation()
     map_after: int = 0
@@ -91,37 +82,22 @@ class RapFT(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.allocation == "ellipsoid":
-            raise ValueError("allocation='ellipsoid' is gone: use 'optimal', which has the same noise")
-        for name, choices in (("mode", MODES), ("allocation", ALLOCATIONS), ("ranking", RANKINGS)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is '{getattr(self, name)}': choose one of {', '.join(choices)}")
+        one_of(("sound", "paper"), mode=self.mode)
+        one_of(ALLOCATIONS, allocation=self.allocation)
+        one_of(RANKINGS, ranking=self.ranking)
         check_ratio(self.irrelevance_ratio)
-        if not (self.max_grad_norm > 0 and math.isfinite(self.max_grad_norm)):
-            raise ValueError(f"max_grad_norm is {self.max_grad_norm}: it must be a positive number")
-        for name, pair in (("bounds", self.bounds), ("weights", self.weights)):
-            if pair is not None and not (len(pair) == 2 and all(v > 0 and math.isfinite(v) for v in pair)):
-                raise ValueError(f"{name} is {pair}: give two positive numbers, for the weak and the strong block")
-        if self.axes_power is None:
-            if not isinstance(self.source, PublicGradients):
-                raise ValueError(
-                    "axes_power is None: what axes promise is known of PublicGradients alone, so set a number"
-                )
-        elif not 0 <= self.axes_power <= 1:
+        positive(max_grad_norm=self.max_grad_norm)
+        if not 0 <= self.axes_power <= 1:
             raise ValueError(f"axes_power is {self.axes_power}: it must lie between 0, where all axes are even, and 1")
-        if isinstance(self.source, _SIZES) and self.allocation != "axes":
-            raise ValueError(
-                f"{type(self.source).__name__} say how large gradients are, which makes axes: set allocation='axes'"
-            )
-        if self.allocation in ("printed", "axes") and (self.bounds is not None or self.weights != (1.0, 1.0)):
-            raise ValueError("bounds and weights belong to allocation='optimal'; leave them out")
+        if isinstance(self.source, PublicGradients) and self.allocation != "axes":
+            raise ValueError("PublicGradients say how large gradients are, which makes axes: set allocation='axes'")
         for steps, least in ((self.map_after, 0), (1 if self.map_every is None else self.map_every, 1)):
             if steps != int(steps) or steps < least:
                 raise ValueError("map_after must be 0 or more whole steps, and map_every at least 1")
         self._check_mode()
 
     def _check_mode(self) -> None:
-        if not isinstance(self.source, (PublicMap, *_SIZES, NoisyMap, PrivateSubset, type(None))):
+        if not isinstance(self.source, (PublicMap, PublicGradients, NoisyMap, PrivateSubset, type(None))):
             raise ValueError(
                 f"source is a {type(self.source).__name__}: give PublicMap(batches), NoisyMap(noise_multiplier, sample_rate) "
                 "or, in paper mode, PrivateSubset(sample_rate)"
@@ -154,7 +130,7 @@ class RapFT(Options):
             raise ValueError(
                 f"map_after is {self.map_after} but the run has {plan.steps} steps: no mask would ever be made"
             )
-        if plan.unit != "example" and not isinstance(self.source, (PublicMap, *_SIZES)):
+        if plan.unit != "example" and not isinstance(self.source, (PublicMap, PublicGradients)):
             raise ValueError(f"a relevance map has one row a unit, and the unit is {plan.unit}: take it from PublicMap")
         side = self.source.side(masks)
         multiplier = plan.multiplier(side)
@@ -170,20 +146,13 @@ class RapFT(Options):
     def conclude(self, findings: Findings) -> Outcome:
         """The mask: relevance, min-max, ranking; True is weak. Of axes rows and columns, one behind the other."""
         assert self.source is not None
-        if isinstance(self.source, PublicGradients) and self.axes_power is None:
-            plan = findings.plan
-            ratio = plan.batch_size / max(plan.sigma_at(findings.step), 1e-9)
-            return _kept(fitted_axes(self.source.moments(findings), ratio))
         relevance = self.source.relevance(self._propagator(findings), findings)
         if self.allocation == "axes":
-            assert self.axes_power is not None
-            return _kept(rank_one({name: values.abs() for name, values in relevance.items()}, self.axes_power))
-        if self.magnitude:
-            relevance = {name: values.abs() for name, values in relevance.items()}
+            return joined(rank_one({name: values.abs() for name, values in relevance.items()}, self.axes_power))
         return weak_masks(relevance, self.irrelevance_ratio, self.ranking)
 
     def _propagator(self, moment: Moment) -> Propagator:
-        if not isinstance(self.source, _SIZES):
+        if not isinstance(self.source, PublicGradients):
             require_values(moment.parameters)
         return Propagator(moment.model, moment.parameters, self.propagation, self.initialisation, moment.weights)
 
@@ -198,7 +167,7 @@ class RapFT(Options):
         chosen = {name: outcome[name].to(p.device) for name, p in parameters.items()} if outcome else {}
         flat = clip_groups(parameters, noise_multiplier, self.max_grad_norm)
         if self.allocation == "axes":
-            return replace(flat, axes={name: _axes(own, parameters[name]) for name, own in chosen.items()})
+            return replace(flat, axes=axes_of(chosen, parameters))
         if not chosen:
             check_strong([p.numel() for p in parameters.values()], self.irrelevance_ratio, self.ranking)
             return flat
@@ -207,8 +176,6 @@ class RapFT(Options):
             allocation=self.allocation,
             max_grad_norm=self.max_grad_norm,
             noise_multiplier=noise_multiplier,
-            bounds=self.bounds,
-            weights=self.weights,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -219,13 +186,8 @@ class RapFT(Options):
             "max_grad_norm": self.max_grad_norm,
             "irrelevance_ratio": self.irrelevance_ratio,
             "allocation": self.allocation,
-            "axes_power": ("chosen" if self.axes_power is None else self.axes_power)
-            if self.allocation == "axes"
-            else None,
-            "bounds": None if self.bounds is None else list(self.bounds),
-            "weights": list(self.weights),
+            "axes_power": self.axes_power if self.allocation == "axes" else None,
             "ranking": self.ranking,
-            "magnitude": self.magnitude,
             "mask": self.source.describe(),
             "propagation": vars(self.propagation),
             "initialisation": vars(self.initialisation),
@@ -253,13 +215,3 @@ class RapFT(Options):
             f"{epsilons[0]:.4g}; for a fixed mask they are one Gaussian mechanism of multiplier "
             f"{plan.sigma:.6g}, whose epsilon is {epsilons[1]:.4g}",
         )
-
-
-def _kept(axes: Mapping[str, RankOne]) -> dict[str, torch.Tensor]:
-    """Rows and columns, one behind the other."""
-    return {name: torch.cat([own.rows, own.columns]) for name, own in axes.items()}
-
-
-def _axes(kept: torch.Tensor, parameter: torch.nn.Parameter) -> RankOne:
-    rows = parameter.shape[0] if parameter.dim() else 1
-    return RankOne(kept[:rows], kept[rows:])

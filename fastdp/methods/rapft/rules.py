@@ -25,8 +25,8 @@ from transformers.activations import ACT2CLS
 from fastdp.engine.intercept import Reads, UseMode
 from fastdp.engine.lanes import PerLane
 from fastdp.engine.uses import Tap, is_metadata
+from fastdp.validate import at_least, one_of
 
-RULES = ("epsilon", "alpha_beta")
 #: Keeps quotients of functions that vanish at 0 finite there; too small to absorb relevance.
 _TINY = 1e-9
 
@@ -52,12 +52,8 @@ class Propagation:
     positive_after_activation: bool = False
 
     def __post_init__(self) -> None:
-        if self.rule not in RULES:
-            raise ValueError(f"the propagation rule is '{self.rule}': choose one of {', '.join(RULES)}")
-        if not self.epsilon >= 0:
-            raise ValueError(f"epsilon of the propagation rule is {self.epsilon}: it must be 0 or more")
-        if not self.alpha >= 0:
-            raise ValueError(f"alpha of the propagation rule is {self.alpha}: it must be 0 or more")
+        one_of(("epsilon", "alpha_beta"), rule=self.rule)
+        at_least(0.0, epsilon=self.epsilon, alpha=self.alpha)
         if self.positive_after_activation and self.rule != "alpha_beta":
             raise ValueError("positive_after_activation tells contributions apart by sign: it needs rule='alpha_beta'")
 

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 import fastdp.distributed.pieces as pieces
 from fastdp.methods.public import PublicText, described
-from fastdp.methods.rapft.axes import Moments, gradient_moments
+from fastdp.methods.rapft.axes import second_moments
 from fastdp.methods.rapft.relevance import Map, Propagator
 from fastdp.private.plan import SideRelease
 from fastdp.private.preparation import Contributions, Findings, Preparation
+from fastdp.validate import positive, rate
 
 #: The releases of noised maps, by their name in the ledger.
 RELEVANCE = "relevance"
@@ -58,32 +57,6 @@ class PublicMap(_Public):
 
 
 @dataclass(frozen=True)
-class PublicMoments(_Public):
-    """Root mean squares of public gradients (`second_moments`), for axes; costs no privacy.
-
-    Args:
-        sizes: by trained parameter, of its shape.
-        origin: the file that the public examples came from, for the card.
-    """
-
-    sizes: Mapping[str, torch.Tensor] = field(repr=False)
-    origin: PublicText | None = None
-
-    def relevance(self, propagator: Propagator, findings: Findings) -> Map:
-        """The sizes of the trained parameters. Raises ValueError, naming one, where it has none or of another shape."""
-        for name, parameter in findings.parameters.items():
-            if name not in self.sizes or self.sizes[name].shape != parameter.shape:
-                raise ValueError(
-                    f"the public moments hold none of {name}: take them of the model that is to be trained"
-                )
-        return {name: self.sizes[name] for name in findings.parameters}
-
-    def describe(self) -> dict[str, Any]:
-        """For the card."""
-        return {"kind": "public second moments", "text": described(self.origin)}
-
-
-@dataclass(frozen=True)
 class PublicGradients(_Public):
     """Root mean squares of public examples' gradients at the weights as they are, for axes that are made anew on the way.
 
@@ -108,18 +81,12 @@ class PublicGradients(_Public):
             raise ValueError(f"at_once is {self.at_once}: it must lie between 1 and the {len(self.batches)} batches")
 
     def relevance(self, propagator: Propagator, findings: Findings) -> Map:
-        """The sizes of the trained parameters. Raises ValueError for weights in pieces."""
-        return {name: own.square.sqrt() for name, own in self.moments(findings).items()}
-
-    def moments(self, findings: Findings) -> dict[str, Moments]:
-        """Of the gradients of the trained parameters. Raises ValueError for weights in pieces."""
+        """The sizes of the trained parameters' gradients. Raises ValueError for weights in pieces."""
         if any(pieces.is_cut(parameter) for parameter in findings.parameters.values()):
-            raise ValueError(
-                "PublicGradients need whole weights: with weights in pieces use PublicMap or PublicMoments"
-            )
+            raise ValueError("PublicGradients need whole weights: with weights in pieces use PublicMap")
         # By the step, so that a run that is taken up again looks at the same ones.
         drawn = random.Random(findings.step).sample(self.batches, self.at_once or len(self.batches))
-        return gradient_moments(findings.model, drawn)
+        return second_moments(findings.model, drawn)
 
     def describe(self) -> dict[str, Any]:
         """For the card."""
@@ -154,9 +121,8 @@ class NoisyMap:
                 f"noise_multiplier of the relevance map is {self.noise_multiplier}: a map of private examples needs finite "
                 "noise above 0, or take it from public ones (PublicMap)"
             )
-        _check_rate(self.sample_rate)
-        if not (self.max_norm > 0 and math.isfinite(self.max_norm)):
-            raise ValueError(f"max_norm of the relevance map is {self.max_norm}: it must be positive and finite")
+        rate(sample_rate=self.sample_rate)
+        positive(max_norm=self.max_norm)
 
     def side(self, count: int) -> tuple[SideRelease, ...]:
         """``count`` releases of a noised map."""
@@ -188,7 +154,7 @@ class PrivateSubset:
     sample_rate: float = 0.02
 
     def __post_init__(self) -> None:
-        _check_rate(self.sample_rate)
+        rate(sample_rate=self.sample_rate)
 
     def side(self, count: int) -> tuple[SideRelease, ...]:
         """Not accounted for: the card says that there is no guarantee."""
@@ -207,11 +173,6 @@ class PrivateSubset:
     def describe(self) -> dict[str, Any]:
         """For the card."""
         return {"kind": "private, not noised", **vars(self)}
-
-
-def _check_rate(rate: float) -> None:
-    if not 0 < rate <= 1:
-        raise ValueError(f"sample_rate of the relevance map is {rate}: it must lie in (0, 1]")
 
 
 def _maps(propagator: Propagator) -> Contributions:

@@ -35,6 +35,7 @@ from fastdp.methods.sap.importance import (
 )
 from fastdp.methods.sap.quotient import equal_mass_cells, informative_cells
 from fastdp.ops.stream import NoiseStream
+from fastdp.validate import fraction, one_of
 
 Form = Literal["prior", "elastic", "quotient", "paper"]
 FORMS: tuple[str, ...] = ("prior", "elastic", "quotient", "paper")
@@ -82,16 +83,14 @@ class CTI:
     mass: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ValueError(f"form is {self.form!r}: choose one of {', '.join(FORMS)}")
+        one_of(FORMS, form=self.form)
         if isinstance(self.source, str) and self.source not in ("public", "private"):
             raise ValueError("source is 'public', or the event of noised_counts, or (paper form only) 'private'")
         if self.source == "private" and self.form != "paper":
             raise ValueError(_REVEALED)
         if not self.tilt >= 0:
             raise ValueError(f"tilt is {self.tilt}: it must be at least 0")
-        if not 0 < self.delta < 1:
-            raise ValueError(f"delta is {self.delta}: it must lie between 0 and 1")
+        fraction(delta=self.delta)
         if self.importance.dim() != 2 or self.supported.shape != self.importance.shape[1:]:
             raise ValueError("importance must be [classes, tokens] and supported [tokens]")
         if not bool(torch.isfinite(self.importance).all()):

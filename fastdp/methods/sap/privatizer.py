@@ -24,6 +24,7 @@ from fastdp.methods.sap.importance import check_eta
 from fastdp.methods.sap.quotient import Quotient, representatives
 from fastdp.methods.sap.vocabulary import check_rows, decodable_ids, kept_tokens, table_of, unknown_id_of
 from fastdp.ops.stream import NoiseStream
+from fastdp.validate import one_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,21 +86,17 @@ class SAPPerturbation:
         object.__setattr__(self, "eta", check_eta(self.eta))
         if self.mechanism is None:
             object.__setattr__(self, "mechanism", "laplace" if form in (None, "paper") else "exponential")
-        self._check_choices("laplace", "exponential")
+        one_of(("laplace", "exponential"), mechanism=self.mechanism)
+        self._check_choices()
         if form == "paper" and self.mechanism != "laplace":
             raise ValueError("the paper's CTI adds Laplace noise: leave mechanism out")
         if form not in (None, "paper") and self.mechanism != "exponential":
             raise ValueError(f"CTI in the {form!r} form is a draw of the exponential mechanism: leave mechanism out")
 
-    def _check_choices(self, *mechanisms: str) -> None:
-        for name, choices in (
-            ("mechanism", mechanisms),
-            ("special", ("keep", "perturb")),
-            ("unknown", ("perturb", "refuse")),
-            ("duplicates", ("refuse", "merge")),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: choose {' or '.join(map(repr, choices))}")
+    def _check_choices(self) -> None:
+        one_of(("keep", "perturb"), special=self.special)
+        one_of(("perturb", "refuse"), unknown=self.unknown)
+        one_of(("refuse", "merge"), duplicates=self.duplicates)
 
     def _check_quotient(self) -> None:
         if self.eta is not None or self.epsilon is None:
@@ -110,7 +107,8 @@ class SAPPerturbation:
         assert cells is not None
         check_response(int(cells.max()) + 1, self.epsilon)
         object.__setattr__(self, "mechanism", self.mechanism or "quotient")
-        self._check_choices("quotient")
+        one_of(("quotient",), mechanism=self.mechanism)
+        self._check_choices()
 
     def open(self, table_or_model: Tensor | nn.Module, /, **where: Any) -> TextPrivatizer:
         """The privatizer of a public table; ``where`` holds its ``tokenizer``, or ``special_ids`` and ``unknown_id``."""

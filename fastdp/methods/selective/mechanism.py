@@ -30,6 +30,7 @@ from fastdp.accounting.weights import named_digest
 from fastdp.methods.exact import lipschitz, log_normalisers
 from fastdp.ops.choice import choice_log_probabilities, exponential_choice
 from fastdp.ops.stream import NoiseStream
+from fastdp.validate import one_of, positive
 
 FORMS = ("local", "metric", "partition", "paper")
 #: Fewest tokens in a cell of a partition; one alone would be sent as it is.
@@ -58,7 +59,7 @@ def paper_probabilities(token: int, table: Tensor, epsilon: float, radius: float
         ValueError: for a number out of range.
         IndexError: for a token outside the table.
     """
-    _check_positive(epsilon=epsilon, radius=radius, alpha=alpha)
+    positive(epsilon=epsilon, radius=radius, alpha=alpha)
     rows = table.double() if table.dim() > 1 else table.double().unsqueeze(1)
     if not 0 <= token < len(rows):
         raise IndexError(f"token {token} is outside a table of {len(rows)} rows")
@@ -105,13 +106,12 @@ class TokenMechanism:
     cells: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ValueError(f"mechanism is {self.form!r}: use one of {', '.join(FORMS)}")
+        one_of(FORMS, mechanism=self.form)
         _check_table(self.table)
         if self.form != "metric":
-            _check_positive(radius=self.radius)
+            positive(radius=self.radius)  # type: ignore[arg-type]
         if self.form == "paper":
-            _check_positive(alpha=self.alpha)
+            positive(alpha=self.alpha)
         if self.candidates is not None and int(self.candidates.sum()) < SMALLEST_CELL:
             raise ValueError("fewer than two tokens may be drawn: every private token would become the same one")
         if self.form == "partition":
@@ -371,9 +371,3 @@ def _check_table(table: Tensor) -> None:
         raise ValueError("the table holds a NaN or an infinity: take another model's embedding")
     if bool((table == table[0]).all()):
         raise ValueError("all rows of the table are equal: it says nothing about tokens; take a trained embedding")
-
-
-def _check_positive(**values: float | None) -> None:
-    for name, value in values.items():
-        if value is None or not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name} is {value}: it must be positive and finite")

@@ -6,12 +6,10 @@ import contextlib
 import hashlib
 import hmac
 import json
-import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +38,7 @@ from fastdp.methods.selective.rules import RuleDetector
 from fastdp.methods.selective.spans import PrivacyDetector, PrivacyPolicy, token_mask
 from fastdp.methods.selective.typed import TypedCells
 from fastdp.ops.stream import NoiseStream
+from fastdp.validate import one_of, positive
 
 MECHANISMS = (*FORMS, "typed")
 BUDGETS = ("token", "text")
@@ -91,25 +90,16 @@ class SelectivePerturbation:
     policy: PrivacyPolicy = field(default_factory=PrivacyPolicy)
 
     def __post_init__(self) -> None:
-        for name, value, choices in (
-            ("mechanism", self.mechanism, MECHANISMS),
-            ("budget", self.budget, BUDGETS),
-            ("scope", self.scope, SCOPES),
-            ("replacement", self.replacement, REPLACEMENTS),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name} is {value!r}: use one of {', '.join(choices)}")
+        one_of(MECHANISMS, mechanism=self.mechanism)
+        one_of(BUDGETS, budget=self.budget)
+        one_of(SCOPES, scope=self.scope)
+        one_of(REPLACEMENTS, replacement=self.replacement)
         if self.replacement == "model" and self.mechanism != "typed":
             raise ValueError("replacement 'model' draws from a type that was told: set mechanism='typed'")
-        for name in ("epsilon", "alpha", "cells"):
-            if not _is_number(getattr(self, name)):
-                raise ValueError(f"{name} is {getattr(self, name)!r}: it must be a number")
-        if self.radius is not None and not _is_number(self.radius):
-            raise ValueError(f"radius is {self.radius!r}: it must be a number, or None for the table's median distance")
-        for name, number in (("epsilon", self.epsilon), ("alpha", self.alpha), ("radius", self.radius)):
-            if number is not None and not (number > 0 and math.isfinite(number)):
-                raise ValueError(f"{name} is {number}: it must be positive and finite")
-        if self.cells < 1 or self.cells != int(self.cells):
+        positive(epsilon=self.epsilon, alpha=self.alpha, cells=self.cells)
+        if self.radius is not None:
+            positive(radius=self.radius)
+        if self.cells != int(self.cells):
             raise ValueError(f"cells is {self.cells}: a partition has a whole number of them, at least one")
 
     def __call__(
@@ -406,10 +396,6 @@ def _encode(tokenizer: Any, texts: Sequence[str], max_length: int | None) -> dic
 def _keyed_digest(salt: str, value: Any) -> str:
     # With a salt of its own, so that the same text in two caches does not show.
     return hmac.new(bytes.fromhex(salt), canonical(value).encode(), hashlib.sha256).hexdigest()
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _write(path: Path, found: PerturbedTexts, private_settings: Any, original: list[list[int]]) -> None:

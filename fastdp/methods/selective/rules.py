@@ -99,7 +99,7 @@ _INTRODUCED = re.compile(
 )
 _WORDS = re.compile(rf"{_CAPITAL}\.|\w[\w'’-]*")
 _PARTS = re.compile(r"[^\W_]+")
-_KNOWN = GIVEN_NAMES | SURNAMES
+_LISTED = GIVEN_NAMES | SURNAMES
 _INITIAL = re.compile(rf"{_CAPITAL}\.?")
 _SENTENCE = re.compile(r"(?:^|[.!?:]\s|\n)\s*$")
 
@@ -167,19 +167,19 @@ class RuleDetector:
             for match in pattern.finditer(text):
                 yield Span("PERSON", match.start(1), match.end(1), score)
         words = list(_WORDS.finditer(text))
-        yield from self._own_names(text, words)
+        yield from self._customer_names(text, words)
         for index, word in enumerate(words):
-            known = _known(word.group())
-            if not known:
+            listed = _listed_names(word.group())
+            if not listed:
                 continue
             last = _last_of_name(text, words, index)
             alone = last == index
-            doubtful = known <= AMBIGUOUS and (alone or bool(_SENTENCE.search(text[: word.start()])))
+            doubtful = listed <= AMBIGUOUS and (alone or bool(_SENTENCE.search(text[: word.start()])))
             if not (doubtful and alone):
                 yield Span("PERSON", word.start(), words[last].end(), 0.6 if doubtful else 0.9)
 
     @cached_property
-    def _own(self) -> dict[str, tuple[set[tuple[str, ...]], list[int]]]:
+    def _names_by_first_part(self) -> dict[str, tuple[set[tuple[str, ...]], list[int]]]:
         """By first part: the names that begin with it, and how many parts they have."""
         found: dict[str, set[tuple[str, ...]]] = {}
         for name in self.names:
@@ -187,15 +187,15 @@ class RuleDetector:
             found.setdefault(parts[0], set()).add(parts)
         return {first: (names, sorted(set(map(len, names)))) for first, names in found.items()}
 
-    def _own_names(self, text: str, words: Sequence[re.Match[str]]) -> Iterator[Span]:
-        """Own names, each widened to the words it touches: the rest of a compound name is as private."""
+    def _customer_names(self, text: str, words: Sequence[re.Match[str]]) -> Iterator[Span]:
+        """The names that were given, each widened to the words it touches: the rest of a compound name is as private."""
         if not self.names:
             return
         places = list(_PARTS.finditer(text))
         folded = [place.group().casefold() for place in places]
         starts = [word.start() for word in words]
         for index, first in enumerate(folded):
-            names, lengths = self._own.get(first, (set(), []))
+            names, lengths = self._names_by_first_part.get(first, (set(), []))
             for length in lengths:
                 if tuple(folded[index : index + length]) in names:
                     start, end = places[index].start(), places[index + length - 1].end()
@@ -210,7 +210,7 @@ def _composed(text: str) -> tuple[str, list[tuple[int, int]]]:
         if unicodedata.combining(letter) and starts:
             continue
         # Besides accents, the parts of a Korean syllable compose, and these are letters by themselves.
-        if not starts or letter < "\u0300" or _apart(text[starts[-1] : index], letter):
+        if not starts or letter < "\u0300" or not _composes(text[starts[-1] : index], letter):
             starts.append(index)
     composed, places = [], []
     for start, end in zip(starts, [*starts[1:], len(text)]):
@@ -219,11 +219,13 @@ def _composed(text: str) -> tuple[str, list[tuple[int, int]]]:
     return "".join(composed), places
 
 
-def _apart(piece: str, letter: str) -> bool:
+def _composes(piece: str, letter: str) -> bool:
+    """Whether a letter joins the one before it in one character."""
+
     def nfc(text: str) -> str:
         return unicodedata.normalize("NFC", text)
 
-    return nfc(piece + letter) == nfc(piece) + nfc(letter)
+    return nfc(piece + letter) != nfc(piece) + nfc(letter)
 
 
 def _parts(name: str) -> tuple[str, ...]:
@@ -231,10 +233,10 @@ def _parts(name: str) -> tuple[str, ...]:
     return tuple(part.casefold() for part in _PARTS.findall(name))
 
 
-def _known(word: str) -> frozenset[str]:
+def _listed_names(word: str) -> frozenset[str]:
     """Capitalised parts of a word without its possessive ending that are in the lists."""
     bare = re.sub(r"['’]s$", "", word)
-    return frozenset(part.casefold() for part in bare.split("-") if part[:1].isupper()) & _KNOWN
+    return frozenset(part.casefold() for part in bare.split("-") if part[:1].isupper()) & _LISTED
 
 
 def _last_of_name(text: str, words: Sequence[re.Match[str]], index: int) -> int:

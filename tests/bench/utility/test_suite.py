@@ -1,4 +1,4 @@
-"""Rows, learning rates and pairs as all suites share them."""
+"""Rows and learning rates as all suites share them."""
 
 import math
 
@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 pytest.importorskip("matplotlib")
 
-from fastdp.bench.utility.suite import Table, interior, measure, paired
+from fastdp.bench.utility.suite import Table, interior, measure
 
 
 @given(st.integers(-6, 8), st.booleans())
@@ -35,12 +35,3 @@ def test_rates_end_at_their_number_and_wait_for_what_is_missing():
     assert [row["rate"] for row in table.rows] == [1.0, 2.0, 4.0, 8.0, 16.0]
     nothing = Table(None)
     assert len(list(interior(nothing, (1.0, 2.0), lambda r: ({"rate": r}, dict), "figure", largest=True))) == 2
-
-
-def test_pairs_are_those_seeds_that_both_have():
-    rows = [{"form": form, "seed": seed, "figure": figure} for form, seed, figure in (
-        ("a", 0, 1.0), ("a", 1, 2.0), ("a", 2, 9.0), ("b", 0, 0.5), ("b", 1, 1.0), ("b", 3, 7.0))]  # fmt: skip
-    mean, error, count = paired(rows, "figure", {"form": "a"}, {"form": "b"})
-    assert (mean, count) == (0.75, 2)
-    assert error == pytest.approx(0.25)
-    assert paired(rows, "figure", {"form": "a"}, {"form": "c"}) is None

@@ -37,12 +37,6 @@ def test_sound_noise_over_the_clipping_norm(schedule, ratios):
     assert not schedule.flaws
 
 
-@pytest.mark.parametrize("name", ["epoch_weighted", "shaped", "uniform"])
-def test_a_schedule_that_is_gone_names_what_replaces_it(name):
-    with pytest.raises(AttributeError, match="is gone: use (release_once|dp_forward)"):
-        getattr(ewft, name)
-
-
 @pytest.mark.parametrize("epsilon", [0.5, 1.0])
 def test_algorithm_1_has_no_target_at_epsilon_of_1_or_less(epsilon):
     with pytest.raises(ValueError, match="needs more than 1"):

@@ -195,7 +195,6 @@ def _flat_loss(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch
         ({"selection_rate": 0.0}, "selection_rate is 0.0"),
         ({"selection_rate": 1.5}, "selection_rate is 1.5"),
         ({"magnitude": "MX"}, "magnitude is 'MX'"),
-        ({"norm_order": 3}, "norm_order is 3"),
         ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
         ({"gap_coefficient": -1.0}, "gap_coefficient is -1.0"),
         ({"select_every": 0}, "select_every"),

@@ -48,9 +48,3 @@ def test_one_hot_of_the_label_or_the_likeliest_class():
 def test_bad_settings(options):
     with pytest.raises(ValueError):
         Initialisation(**options)
-
-
-@pytest.mark.parametrize("kind", ["top_k", "beam"])
-def test_a_kind_that_is_gone_names_what_replaces_it(kind):
-    with pytest.raises(ValueError, match="use 'naive' or 'top_p'"):
-        Initialisation(kind)

@@ -11,18 +11,13 @@ from hypothesis import given, settings, strategies as st
 
 from fastdp import DPSGD, accounting
 from fastdp.methods.rapft import (
-    Moments,
     NoisyMap,
     PrivateSubset,
-    Propagation,
     Propagator,
     PublicGradients,
     PublicMap,
-    PublicMoments,
     RapFT,
     effective_noise_multiplier,
-    fitted_axes,
-    gradient_moments,
     rank_one,
     second_moments,
 )
@@ -38,7 +33,7 @@ def public(seed: int = 9) -> PublicMap:
 
 MODES = {
     "printed": RapFT(public()),
-    "optimal": RapFT(public(), allocation="optimal", weights=(1.0, 4.0)),
+    "optimal": RapFT(public(), allocation="optimal"),
     "noised map": RapFT(NoisyMap(2.0, 0.5)),
     "paper": RapFT(public(), mode="paper"),
 }
@@ -127,17 +122,15 @@ def test_the_budget_holds_steps_and_maps():
     private.detach()
 
 
-def moments(seed: int = 3) -> PublicMoments:
-    generator = torch.Generator().manual_seed(seed)
-    return PublicMoments(
-        {name: 10 ** (2 * torch.rand(p.shape, generator=generator)) for name, p in Classifier().named_parameters()}
-    )
+def gradients_of(*rows: int) -> PublicGradients:
+    """Single public examples."""
+    return PublicGradients([collate([row]) for row in examples(4, 9)[slice(*rows)]])
 
 
-@pytest.mark.parametrize("source", ["moments", "map"])
+@pytest.mark.parametrize("source", [gradients_of(4), public()], ids=["gradients", "map"])
 def test_axes_release_a_gradient_clipped_and_noised_in_their_own_coordinates(source):
     """Its multiplier is the run's own; the noise of a coordinate is as many times larger as its axis is."""
-    method = RapFT(moments() if source == "moments" else public(), allocation="axes", bias_correction=True)
+    method = RapFT(source, allocation="axes", bias_correction=True)
     model = Classifier()
     optimizer = AdamW(model.parameters(), lr=0.0, fused=False)
     private = start(model, method=method, optimizer=optimizer, noise_multiplier=0.8, target_delta=1e-3)
@@ -163,19 +156,10 @@ def test_axes_release_a_gradient_clipped_and_noised_in_their_own_coordinates(sou
     private.detach()
 
 
-def test_even_axes_are_dp_sgd():
-    even = PublicMoments({name: torch.ones_like(p) for name, p in Classifier().named_parameters()})
-    private = start(Classifier(), method=RapFT(even, allocation="axes"), noise_multiplier=1.0, target_delta=1e-3)
-    gradients, _ = logical_step(private)
-    plain = start(Classifier(), method=DPSGD(), noise_multiplier=1.0, target_delta=1e-3)
-    wanted, _ = logical_step(plain)
-    assert all(torch.allclose(gradients[name], wanted[name], atol=1e-6) for name in wanted)
-
-
 def test_axes_of_ones_are_no_axes_to_the_last_bit():
-    """What `axes_power=None` takes where no axes promise more, over several microbatches."""
+    """Over several microbatches."""
     sums = []
-    for method in (RapFT(moments(), allocation="axes", axes_power=0.0), DPSGD()):
+    for method in (RapFT(gradients_of(4), allocation="axes", axes_power=0.0), DPSGD()):
         private = start(Classifier(), method=method, noise_multiplier=0.0, max_physical_batch_size=2)
         sums.append(logical_step(private)[0])
         private.detach()
@@ -221,58 +205,9 @@ def test_second_moments_are_those_of_public_gradients():
         second_moments(model, [])
 
 
-def test_moments_are_of_single_examples():
-    model, rows = Classifier(), examples(9)
-    singles = one_by_one(Classifier(), collate(rows))
-    for name, own in gradient_moments(model, (collate([row]) for row in rows), torch.float64).items():
-        every = torch.stack([single[name] for single in singles])
-        assert torch.allclose(own.mean, every.double().mean(0), rtol=1e-4, atol=1e-7)
-        assert torch.allclose(own.square, every.double().square().mean(0), rtol=1e-4, atol=1e-9)
-
-
-@given(st.integers(0, 2**32 - 1), st.floats(0, 3), st.floats(-2, 2))
-@settings(deadline=None, max_examples=25)
-def test_chosen_axes_promise_as_much_as_any_of_their_kind(seed, spread, power):
-    generator = torch.Generator().manual_seed(seed)
-    found = {}
-    for name, shape in (("a", (3, 5)), ("b", (7,))):
-        square = (spread * torch.randn(shape, generator=generator)).exp()
-        found[name] = Moments((square * torch.rand(shape, generator=generator)).sqrt(), square)
-    ratio = 10**power
-    mean, square = (torch.cat([own[i].flatten() for own in found.values()]).double() for i in (0, 1))
-
-    def promised(axes):
-        s = torch.cat([axes[name].whole(own.mean.shape).flatten() for name, own in found.items()]).double()
-        x = ratio * mean / (s * (square / s.square()).sum().sqrt())
-        return float((mean * x / (1 + x.square()).sqrt()).sum())
-
-    sizes = {name: own.square.sqrt() for name, own in found.items()}
-    every = [promised(rank_one(sizes, p)) for p in (0, 0.125, 0.25, 0.5)]
-    chosen = promised(fitted_axes(found, ratio))
-    assert chosen == pytest.approx(max(every) if max(every) > 1.02 * every[0] else every[0], rel=1e-5)
-
-
-def test_axes_are_chosen_where_size_says_what_is_learned_and_even_where_it_says_nothing():
-    # A few large coordinates, and many small ones of which there is ten times as much to learn.
-    size = torch.cat([torch.full((4,), 10.0), torch.full((4_000,), 0.1)])
-    learned = {"a": Moments(size, size.square())}
-
-    def apart(ratio):
-        rows = fitted_axes(learned, ratio)["a"].rows
-        return float(rows.max() / rows.min())
-
-    # The signal of large ones is far above the noise: more of it does no harm there, and small ones may have less.
-    assert apart(50.0) == pytest.approx(10, rel=1e-4)
-    # Noise drowns all, and examples agree alike everywhere: no axes gain anything.
-    assert apart(1e-4) == 1
-    nothing = {"a": Moments(torch.zeros(40), torch.zeros(40))}
-    assert torch.isfinite(fitted_axes(nothing, 1.0)["a"].whole((40,))).all()
-
-
-@pytest.mark.parametrize("power", [0.5, None])
-def test_axes_of_public_gradients_follow_the_weights_and_cost_nothing(power):
-    singles = [collate([row]) for row in examples(4, 9)]
-    method = RapFT(PublicGradients(singles), allocation="axes", map_every=2, axes_power=power)
+def test_axes_of_public_gradients_follow_the_weights_and_cost_nothing():
+    source = gradients_of(4)
+    method = RapFT(source, allocation="axes", map_every=2)
     model = Classifier()
     private = start(
         model, method=method, optimizer=AdamW(model.parameters(), lr=0.5), noise_multiplier=0.8, target_delta=1e-3
@@ -285,18 +220,10 @@ def test_axes_of_public_gradients_follow_the_weights_and_cost_nothing(power):
             # Axes for the next step are made once this one is done.
             later.load_state_dict(model.state_dict())
     assert outcomes[1] is outcomes[2]
-    made = [(Classifier(), outcomes[0]), (later, outcomes[1])]
-    for then, outcome in made:
-        moments = gradient_moments(then, singles)
-        wanted = (
-            rank_one(second_moments(then, singles), 0.5)
-            if power
-            else fitted_axes(moments, private.plan.batch_size / 0.8)
-        )
-        for name, own in wanted.items():
-            assert torch.allclose(outcome[name], torch.cat([own.rows, own.columns]), rtol=1e-4)
-    if power:
-        assert any(not torch.allclose(outcomes[0][name], own, rtol=0.05) for name, own in outcomes[1].items())
+    for then, outcome in ((Classifier(), outcomes[0]), (later, outcomes[1])):
+        for name, axis in rank_one(second_moments(then, source.batches), 0.5).items():
+            assert torch.allclose(outcome[name], torch.cat([axis.rows, axis.columns]), rtol=1e-4)
+    assert any(not torch.allclose(outcomes[0][name], after, rtol=0.05) for name, after in outcomes[1].items())
     assert private.policy.noise_multiplier == pytest.approx(0.8)
     assert private.ledger.spent_steps == 4
     assert not private.plan.side
@@ -334,25 +261,6 @@ def _which(outcome, wanted):
         if all(torch.allclose(outcome[name], own, rtol=1e-4) for name, own in whole.items()):
             return index
     return None
-
-
-def test_magnitude_ranks_by_size():
-    """The least |R| are weak; by R it would be the most negative ones, which the epsilon rule has even here."""
-    model, rule = Classifier(), Propagation("epsilon")
-    relevance = Propagator(model, dict(model.named_parameters()), rule).total(public().batches[0])
-    found = []
-    for magnitude in (False, True):
-        method = RapFT(public(), magnitude=magnitude, propagation=rule)
-        private = start(Classifier(), method=method, noise_multiplier=1.0, target_delta=1e-3)
-        logical_step(private)
-        masks = {name: mask.bool() for name, mask in private.outcome.items()}
-        for name, values in relevance.items():
-            ranked = values.abs() if magnitude else values
-            strong = ranked[~masks[name]]
-            assert not strong.numel() or float(ranked[masks[name]].max()) <= float(strong.min())
-        found.append(masks)
-        private.detach()
-    assert any(not torch.equal(found[0][name], found[1][name]) for name in relevance)
 
 
 def test_masks_follow_the_model():
@@ -440,17 +348,12 @@ def test_paper_mode_with_a_public_mask_has_a_guarantee():
         ({"allocation": "best"}, "allocation is 'best'"),
         ({"ranking": "all"}, "ranking is 'all'"),
         ({"allocation": "axes", "axes_power": 2.0}, "axes_power is 2.0"),
-        ({"allocation": "axes", "axes_power": None}, "of PublicGradients alone"),
-        ({"source": PublicMoments({}), "allocation": "optimal"}, "set allocation='axes'"),
-        ({"allocation": "ellipsoid"}, "use 'optimal'"),
+        ({"allocation": "ellipsoid"}, "removed: use allocation='optimal'"),
         ({"source": PublicGradients([{}]), "allocation": "printed"}, "PublicGradients say how large"),
         ({"irrelevance_ratio": 0.5}, "above .5"),
         ({"irrelevance_ratio": 1.2}, "above .5"),
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"max_grad_norm": math.inf}, "max_grad_norm"),
-        ({"allocation": "optimal", "bounds": (1.0, 0.0)}, "bounds is"),
-        ({"bounds": (1.0, 1.0)}, "belong to"),
-        ({"weights": (1.0, 2.0)}, "belong to"),
         ({"map_after": -1}, "map_after"),
         ({"map_after": 1.5}, "whole steps"),
         ({"map_every": 0}, "map_every"),
@@ -470,7 +373,7 @@ def test_bad_settings(settings, message):
     [(0.0, 0.1), (-1.0, 0.1), (math.inf, 0.1), (1.0, 0.0), (1.0, 1.5), (1.0, 0.1, 0.0), (1.0, 0.1, math.inf)],
 )
 def test_a_noised_map_needs_noise_and_a_rate(options):
-    with pytest.raises(ValueError, match="of the relevance map"):
+    with pytest.raises(ValueError, match="noise_multiplier of the relevance map|sample_rate is|max_norm is"):
         NoisyMap(*options)
 
 

@@ -197,7 +197,7 @@ def test_kept_counts_come_back_as_they_were(tmp_path, options):
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        ({"form": "other"}, "choose one of"),
+        ({"form": "other"}, "form is 'other': choose"),
         ({"source": "mine"}, "source is"),
         ({"tilt": -1.0}, "tilt"),
         ({"supported": torch.ones(4, dtype=torch.bool)}, "supported"),
