@@ -165,24 +165,26 @@ class Release:
         return [name for name in self.parameters if name in apart] + [names[at] for at in left]
 
     def _add_noise(self, totals: Mapping[str, torch.Tensor], policy: Policy) -> None:
-        """Add each total's noise; the parts inside and outside a mask lie on grids of their own, so both are drawn whole."""
+        """Add each total's noise."""
         stds, groups = policy.stds or (0.0,), policy.group_of
-        plain = [name for name in totals if name not in policy.masks and stds[groups.get(name, 0)] > 0]  # type: ignore[index]
-        self._draw(
-            [totals[name] for name in plain],
-            [stds[groups.get(name, 0)] for name in plain],  # type: ignore[index]
-            [self._tensors[name] for name in plain],
-            [pieces.first(self.parameters[name]) if name in self._cut else 0 for name in plain],
-        )
+        due = [name for name in totals if name not in policy.masks and stds[groups.get(name, 0)] > 0]  # type: ignore[index]
+        if due:
+            ops.add_noise_group_(
+                [totals[name] for name in due],
+                [stds[groups.get(name, 0)] for name in due],  # type: ignore[index]
+                self.stream.take_at(self._count, [self._tensors[name] for name in due]),
+                secure_rounding=self.secure_rounding,
+                firsts=[pieces.first(self.parameters[name]) if name in self._cut else 0 for name in due],
+            )
         for name in totals.keys() & policy.masks.keys():
-            parameter, total, sides = self.parameters[name], totals[name], groups[name]
+            # Each side's noised sum lies on a grid of its own: both are drawn whole, and each gives the elements it has.
+            parameter, total, sides, index = self.parameters[name], totals[name], groups[name], self._tensors[name]
             assert isinstance(sides, tuple)
-            outside, first, index = total.clone(), pieces.first(parameter), self._tensors[name]
-            numbers = [index, index + len(self._tensors)]
-            self._draw([total, outside], [stds[side] for side in sides], numbers, [first, first])
+            outside, start = total.clone(), pieces.first(parameter)
+            self._draw(total, stds[sides[0]], index, start)
+            self._draw(outside, stds[sides[1]], index + len(self._tensors), start)
             torch.where(pieces.part(policy.masks[name], parameter), total, outside, out=total)
 
-    def _draw(self, totals: list[torch.Tensor], stds: list[float], tensors: list[int], firsts: list[int]) -> None:
-        if totals:
-            drawn = self.stream.take_at(self._count, tensors)
-            ops.add_noise_group_(totals, stds, drawn, secure_rounding=self.secure_rounding, firsts=firsts)
+    def _draw(self, total: torch.Tensor, std: float, index: int, start: int) -> None:
+        draw = self.stream.at(self._count, index)
+        ops.add_noise_(total, std, draw, secure_rounding=self.secure_rounding, first=start)
