@@ -46,42 +46,6 @@ def down(ratios: torch.Tensor) -> torch.Tensor:
     return torch.where(kept, weights, 0.0)
 
 
-#: Tokens of a unit for which a card states what rounding among units comes to.
-_STATED = 1024
-
-
-def among_units(units: int, tokens: int, spread: float) -> float:
-    """How far rounding *among* the units of one sum may move it when one unit is left out, in units of the clipping bound.
-
-    What a unit adds is within its bound; that the others' sums then round in other places is not part of it. Each of the
-    others is off by at most gamma_k times its weight times its products, with it and without it, where k counts the
-    additions that a term may go through (docs/clipping.md).
-
-    Args:
-        units: in one logical batch.
-        tokens: added up in one micro-batch, of all units, and micro-batches in the logical batch: an upper bound of k.
-        spread: the most that a unit's products are above its norm: about the square root of its tokens where their
-            gradients are orthogonal.
-    """
-    error = (tokens + 3) * 2.0**-24
-    return 2 * (units - 1) * spread * error / (1 - error) if error < 0.25 else float("inf")
-
-
-def among_units_in_words(units: int) -> str:
-    """`among_units` as a card states it, beside what roundings that are independent of each other come to.
-
-    For units of a length that is the same on every card: how long those that were drawn are is private.
-    """
-    spread, additions = _STATED**0.5, units * (_STATED + 1)
-    worst = among_units(units, additions, spread)
-    likely = 2 * spread * (max(0, units - 1) * (additions + 3)) ** 0.5 * 2.0**-24
-    return (
-        f"rounding among the units of one sum is no part of any unit's bound: about {units} units of {_STATED:,} tokens each "
-        f"move it by some {likely:.1e} of the bound where roundings are independent, and by {worst:.1e} at most; of n times as "
-        "many tokens by n and by n^1.5 times that"
-    )
-
-
 #: A unit whose products are this many times its norm is added on its own: tokens of a unit that are orthogonal to each other
 #: have the square root of their number.
 CANCELLING = 2.0**7

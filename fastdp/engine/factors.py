@@ -68,11 +68,6 @@ class Factors:
             return self
         return Factors(*self.oriented, self.laned, scales=self.scales and (self.scales[1], self.scales[0]))
 
-    @property
-    def in_memory(self) -> bool:
-        """Whether both factors are matrices that lie in memory, with nothing left to do to them."""
-        return self.left.dim() > 1 and not self.tiled and self.scales is None
-
     def dense(self) -> Factors:
         """The same with both factors in memory."""
         return self if self.scales is None else self.bare.times(*self.scales)

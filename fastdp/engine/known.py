@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastdp.engine.batches import Call, RowNumbers, as_long_as, leaves, tensors
+import torch
+
+from fastdp.engine.batches import Call, Path, RowNumbers, leaves, tensors
 from fastdp.engine.errors import Unseen, UnsupportedUse
 from fastdp.engine.randomness import unchanged
 from fastdp.engine.trace import Trace, Tracer
@@ -34,7 +36,8 @@ class Known:
     def new(self, first: Trace | None, call: Call, rows: int) -> bool:
         """Whether a call has tensors, or sizes, that need a look of their own."""
         assert first is not None
-        return not _plain(first, call, rows) or (bool(self._shapes) and _inputs(first, call) not in self._shapes)
+        found = dict(leaves(call))
+        return not _plain(first, found, rows) or (bool(self._shapes) and _inputs(first, found) not in self._shapes)
 
     def add(self, first: Trace | None, call: Call, rows: int) -> None:
         """Decide again what carries rows where a call has tensors, or sizes, that the first one did not explain.
@@ -43,9 +46,9 @@ class Known:
         """
         assert first is not None
         found = dict(leaves(call))
-        if not first.carriers & found.keys() & as_long_as(call, rows):
+        if not any(len(found[path]) == rows for path in first.carriers & found.keys() if found[path].dim()):
             raise ValueError(wrong_rows(call, rows))
-        if _plain(first, call, rows):
+        if _plain(first, found, rows):
             return
         with unchanged(self._tracer.model):
             latest = self._tracer.trace(self._plain, call, rows)
@@ -81,13 +84,14 @@ class Known:
         Or from the way that the pass went, if one that went so was ``looked_at``, as the first is; `Unseen` if none was.
         """
         assert first is not None
+        found = dict(leaves(call))
+        inputs = sizes = _inputs(first, found)
         if looked_at or not self._ways:
-            self._ways.add(_way(first, call, tap))
+            self._ways.add(_way(sizes, tap))
             self.learned = False
         if self.learned:
             raise Unseen("a look at a few rows met what the batch as a whole was not looked at for")
-        inputs = _inputs(first, call)
-        if any(isinstance(t, RowNumbers) for t in tensors(call)):
+        if RowNumbers in map(type, found.values()):
             # The shape of a list does not tell how long its entries are.
             inputs |= tap.shapes
         # The first pass is the one that was traced.
@@ -100,27 +104,28 @@ class Known:
             reason = f"the input of {operation} has shape {list(shape)} a row, by no reason of the batch's shapes"
             if operation in gone:
                 raise UnsupportedUse(reason)
-            if _way(first, call, tap) not in self._ways:
+            if _way(sizes, tap) not in self._ways:
                 raise Unseen(reason)
         self._shapes[inputs] = seen | tap.shapes
 
 
-def _way(first: Trace, call: Call, tap: Tap) -> frozenset[Any]:
+def _way(inputs: frozenset[Any], tap: Tap) -> frozenset[Any]:
     """A pass's kinds of uses, in whose shapes the lengths of inputs are named and not told."""
-    inputs = sorted(_inputs(first, call), key=str)
-    names = {size: (path, axis) for path, shape in reversed(inputs) for axis, size in enumerate(shape)}
+    ordered = sorted(inputs, key=str)
+    names = {size: (path, axis) for path, shape in reversed(ordered) for axis, size in enumerate(shape)}
     return frozenset([(operation, tuple([names.get(size, size) for size in shape])) for operation, shape in tap.shapes])
 
 
-def _plain(first: Trace, call: Call, rows: int) -> bool:
+def _plain(first: Trace, found: Mapping[Path, torch.Tensor], rows: int) -> bool:
     """Whether what carried rows in the first call does in this one, and nothing new does."""
-    long, carriers = as_long_as(call, rows), first.carriers & dict(leaves(call)).keys()
+    long = {path for path, t in found.items() if t.dim() and t.shape[0] == rows}
+    carriers = first.carriers & found.keys()
     return bool(carriers) and carriers <= long and not (long - carriers - first.paths)
 
 
-def _inputs(first: Trace, call: Call) -> frozenset[Any]:
+def _inputs(first: Trace, found: Mapping[Path, torch.Tensor]) -> frozenset[Any]:
     """The shapes of a call's tensors; a row's, of those that carry rows."""
-    return frozenset((path, t.shape[1:] if path in first.carriers else t.shape) for path, t in leaves(call))
+    return frozenset([(path, t.shape[1:] if path in first.carriers else t.shape) for path, t in found.items()])
 
 
 def wrong_rows(call: Call, rows: int) -> str:

@@ -24,6 +24,8 @@ from fastdp.ops.routes import NARROW, plan
 _T = TypeVar("_T")
 #: Sizes of uses whose constants are kept, at most.
 _KEPT = 1 << 14
+#: Bytes of factors that are measured together on a processor.
+_IN_CACHE = 1 << 20
 #: Plans of a model's uses that are kept, at most: one for each length of batches.
 _PLANS = 256
 
@@ -108,6 +110,7 @@ class NormSink(Captures):
         #: Routes of uses, and their errors, by their sizes: a model has many of few.
         self._kinds: dict[tuple[object, ...], tuple[Route, Constants]] = {}
         self.may_hold_bytes = may_hold(layout.weights.device) if keep else 0
+        self._launches = launches(layout.weights.device)
 
     def entry(self, parameter: torch.nn.Parameter) -> tuple[str, Entry]:
         """A parameter's name, and what it has collected."""
@@ -123,21 +126,29 @@ class NormSink(Captures):
         entry.add(gradients)
 
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
-        name = self.names[id(parameter)]
-        alone = not factors.in_memory or self.expected.get(name, 1) > 1 or name in self.policy.masks
-        if alone or not self.may_hold_bytes:
+        name, left, right = self.names[id(parameter)], factors.left, factors.right
+        alone = not self.may_hold_bytes or left.dim() < 2 or factors.tiled or factors.scales is not None
+        if alone or self.expected.get(name, 1) > 1 or name in self.policy.masks:
             self._take_alone(parameter, factors)
             return
+        narrow = min(left.shape[1], right.shape[1]) <= NARROW
+        if not self._launches:
+            if not narrow or factors.laned:
+                self._take_alone(parameter, factors)
+                return
+            first = self._captured[0][1] if self._captured else factors
+            if first.right.shape[0] != right.shape[0] or first.swap != factors.swap:
+                self._take_together()
         self._captured.append((parameter, factors))
         # The factors of others are kept for the sums in any case.
-        if min(factors.left.shape[1], factors.right.shape[1]) <= NARROW:
-            self._held_bytes += factors.left.nbytes + factors.right.nbytes
+        if narrow:
+            self._held_bytes += left.nbytes + right.nbytes
             if self._held_bytes > self.may_hold_bytes:
                 self._take_together()
 
     def tokens(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, layout: Layout, laned: bool) -> None:
         # One of an odd width would be read number by number, and all that share its launch.
-        if layout.token_segments is not None or not self.may_hold_bytes or gradient.shape[1] % 8:
+        if layout.token_segments is not None or not (self._launches and self.may_hold_bytes) or gradient.shape[1] % 8:
             super().tokens(parameter, gradient, layout, laned)
             return
         # A matrix with one column, whose inputs are ones: a GPU adds up the tokens of many biases in one launch.
@@ -145,7 +156,7 @@ class NormSink(Captures):
         self.matrix(parameter, Factors(gradient, ones, laned), layout)
 
     def _take_together(self) -> None:
-        """Sort what was captured: a GPU measures many matrices in one launch."""
+        """Sort what was captured: many matrices are measured in one launch, or one call."""
         captured, self._captured, self._held_bytes = self._captured, [], 0
         axes: dict[tuple[int, bool, bool], list[tuple[torch.nn.Parameter, Factors]]] = {}
         for own in captured:
@@ -165,9 +176,11 @@ class NormSink(Captures):
             self.routes.update(plan.routes)
             cut = self.layout.offsets(tokens, laned=laned), self.layout.lengths(tokens, laned=laned)
             every = Batch(names, lefts, rights, swap, *cut, plan.errors)
-            if plan.small:
+            if not self._launches:
+                self._take_in_order(every, plan.small)
+            elif plan.small:
                 self._take_small(every.taken(plan.small))
-            for at in plan.direct:
+            for at in plan.direct if self._launches else ():
                 self._add_direct(Found(names[at], members[at][1], plan.routes[names[at]], plan.errors[at]))
             if plan.kept:
                 self.batches.append(every.taken(plan.kept))
@@ -178,12 +191,29 @@ class NormSink(Captures):
         found = [self._found(name, use) for name, (_, use) in zip(names, members)]
         numbers: dict[str, list[int]] = {"gram": [], "direct": [], "instantiate": [], "rest": []}
         for at, (name, use, route, _) in enumerate(found):
-            narrow = min(use.left.shape[1], use.right.shape[1]) <= NARROW and name not in self.tables
-            numbers["rest" if route.name == "instantiate" and not narrow else route.name].append(at)
+            chosen = route.name
+            if chosen == "instantiate" and (min(use.left.shape[1], use.right.shape[1]) > NARROW or name in self.tables):
+                chosen = "rest"
+            # A processor has narrow ones alone here.
+            numbers[chosen if self._launches or chosen == "instantiate" else "direct"].append(at)
         gram, direct, small, rest = (tuple(own) for own in numbers.values())
         kept = tuple(sorted(gram + direct))
         routes, errors = {own.name: own.route for own in found}, tuple([own.errors for own in found])
         return _Plan(gram, direct, small, rest, kept, routes, errors)
+
+    def _take_in_order(self, batch: Batch, small: tuple[int, ...]) -> None:
+        """Measure narrow matrices on a processor in the order of their captures, and make the gradients of the small ones.
+
+        A unit's norm then does not depend on the routes, which the lengths of others decide.
+        """
+        squares, products, tokens = ops.direct_norms(batch.lefts, batch.rights, batch.offsets, small)
+        if small:
+            own = batch.taken(small)
+            gradients, squares[list(small)] = ops.per_unit_group(own.lefts, own.rights, own.offsets)
+            turned = [gradient.mT.contiguous() for gradient in gradients] if batch.swap else gradients
+            self.wholes.update(zip(own.names, turned))
+        errors = [each.direct for each in batch.errors]
+        self.norms.add_rows(self.policy.groups(batch.names), squares, errors, products, tokens)
 
     def _take_small(self, batch: Batch) -> None:
         """Make and measure the gradients of small matrices (LoRA's) in one launch; nothing else of them is kept."""
@@ -270,12 +300,19 @@ class NormSink(Captures):
 
     def _add_tiled(self, found: Found) -> None:
         """A vocabulary's head, whose tiles gave its norms in the forward pass."""
+        self._take_earlier()
         (squares, products), poor = found.use.powers(self.layout), found.use.poor
         tokens = found.use.lengths(self.layout)
         self._take(found, found.errors.direct, squares * poor, products * poor, tokens)
         self._take(found, found.errors.gram, squares * ~poor, products * ~poor, tokens)
 
+    def _take_earlier(self) -> None:
+        """On a processor, norms are added up in the order of captures, whatever waits."""
+        if self._captured and not self._launches:
+            self._take_together()
+
     def _add_direct(self, found: Found, squares: torch.Tensor | None = None) -> None:
+        self._take_earlier()
         use, offsets = found.use.dense(), found.use.offsets(self.layout)
         if squares is None:
             squares = ops.sqnorm(use.left, use.right, offsets, "direct")
@@ -529,10 +566,15 @@ class NormSink(Captures):
         self.add_powers(name, squared, rounding, **errors)
 
 
+def launches(device: torch.device) -> bool:
+    """Whether many products in one launch take less time than one after another."""
+    return device.type != "cpu"
+
+
 def may_hold(device: torch.device) -> int:
-    """Bytes of factors that small matrices may hold back until they are multiplied in one launch.
+    """Bytes of factors that narrow matrices may hold back until they are measured together.
 
     Every use holds what ordinary training has let go of by then. On a GPU a 32nd of its memory is far below what the
-    activations of the layers between have left behind; on a processor there is no launch to save, so nothing waits.
+    activations of the layers between have left behind; on a processor they shall stay in its cache.
     """
-    return torch.cuda.get_device_properties(device).total_memory // 32 if device.type == "cuda" else 0
+    return torch.cuda.get_device_properties(device).total_memory // 32 if launches(device) else _IN_CACHE

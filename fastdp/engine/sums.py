@@ -215,6 +215,14 @@ class Sums:
         offsets: torch.Tensor,
     ) -> None:
         """Add the weighted sums of several parameters without a mask over the same tokens, each of its own order's factors."""
+        if self.apart:
+            bounds = offsets.tolist()
+            for name, left, right in zip(names, lefts, rights):
+                for unit in self.apart:
+                    tokens = slice(bounds[unit], bounds[unit + 1])
+                    own = ops.per_unit(left[tokens], right[tokens], torch.tensor([0, tokens.stop - tokens.start]))
+                    self.add_instance(name, own, factors[:, unit : unit + 1])
+            factors = factors.index_fill(1, torch.tensor(self.apart), 0)
         whole = self._whole
         held = [whole.get(name) for name in names]
         outs = [None if total is None else total.view(total.shape[0], -1) for total in held]

@@ -8,6 +8,7 @@ from .adamw import adamw_noise_step_ as adamw_noise_step_, adamw_noise_steps_ as
 from .bounds import (
     Rounding as Rounding,
     chosen_sqnorm as chosen_sqnorm,
+    direct_norms as direct_norms,
     gram_norms as gram_norms,
     row_products as row_products,
     token_counts as token_counts,
@@ -24,7 +25,7 @@ from .instances import (
     instance_sum as instance_sum,
     instance_sum_group as instance_sum_group,
 )
-from .noise import add_noise_ as add_noise_
+from .noise import add_noise_ as add_noise_, add_noise_group_ as add_noise_group_
 from .norms import abs_sum as abs_sum, cross_inner as cross_inner, masked_sqnorm as masked_sqnorm, sqnorm as sqnorm
 from .snap import snap as snap
 from .stream import NoiseStream as NoiseStream

@@ -167,6 +167,71 @@ def token_counts(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Ten
     return TOKEN_COUNTS(list(lefts), right, offsets)
 
 
+def _direct_norms_reference(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    pairs, device = list(zip(lefts, rights)), rights[0].device.type
+    squares = torch.stack([NORMS.on(device, *pair, offsets, "direct", SQUARE, None)[0].double() for pair in pairs])
+    squares[list(known)] = 0
+    products = [ROW_PRODUCTS.on(device, *pair, offsets, 2) for pair in pairs]
+    counts = [TOKEN_COUNTS.on(device, [left], right, offsets) for left, right in pairs]
+    return squares.to(accumulator(*lefts, *rights)), torch.stack(products), torch.stack(counts)
+
+
+def _direct_norms_fake(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    squares, products = _gram_norms_fake(lefts, rights, [], offsets, [], MOST)
+    return squares, products, torch.empty_like(products)
+
+
+def _check_direct_norms(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int]
+) -> None:
+    check_group(Matrices.of(lefts), Matrices.of(rights), offsets)
+    if not {*known} <= {*range(len(lefts))}:
+        raise ValueError(f"known are {list(known)}: numbers of the {len(lefts)} matrices")
+
+
+DIRECT_NORMS = Op(
+    "direct_norms(Tensor[] lefts, Tensor[] rights, Tensor offsets, int[] known) -> (Tensor, Tensor, Tensor)",
+    reference=_direct_norms_reference,
+    fake=_direct_norms_fake,
+    check=_check_direct_norms,
+)
+DIRECT_NORMS.implement("cpu", "fastdp.ops.cpu.bounds")
+DIRECT_NORMS.implement("cuda", DIRECT_NORMS.reference)
+
+
+def direct_norms(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int] = ()
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Squared norms of uses by the direct route, their :func:`row_products` and their :func:`token_counts`.
+
+    Args:
+        lefts: k matrices [N, m_i] and rights: [N, n_i], float, any strides; offsets: int64 [B + 1], as in
+            :func:`fastdp.ops.sqnorm`.
+        known: numbers of matrices whose squared norms are not wanted, and are 0.
+
+    Returns:
+        Squared norms [k, B], float32 (float64 if a factor is float64); products and counts [k, B], float64.
+
+    Raises:
+        TypeError, ValueError: no matrices, ids, or a dtype, shape, device or offset outside the above.
+
+    >>> import torch
+    >>> from fastdp.ops import direct_norms
+    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
+    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
+    >>> squares, products, counts = direct_norms([left, 2 * left], [right, right], offsets)
+    >>> squares
+    tensor([[  8.,  32.],
+            [ 32., 128.]])
+    """
+    squares, products, counts = DIRECT_NORMS(Matrices.of(lefts), Matrices.of(rights), offsets, list(known))
+    return squares, products * _OWN_ROUNDING, counts
+
+
 def _gram_norms_reference(
     lefts: Sequence[Tensor],
     rights: Sequence[Tensor],

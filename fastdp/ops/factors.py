@@ -56,6 +56,11 @@ def native_factor(matrix: Tensor, scale: Tensor | None = None) -> tuple[int, int
     return matrix.data_ptr(), ELEMENT[matrix.dtype], matrix.shape[1], matrix.stride(0), matrix.stride(1), own
 
 
+def native_factors(matrices: Sequence[Tensor]) -> list[tuple[int, int, int, int, int, int]]:
+    """`native_factor` of each, without scales."""
+    return [(x.data_ptr(), ELEMENT[x.dtype], x.shape[1], x.stride(0), x.stride(1), 0) for x in matrices]
+
+
 def unit_bounds(offsets: Tensor) -> list[int]:
     """The offsets as numbers. Waits for the device when they live on one, so fused GPU kernels never call this."""
     return offsets.tolist()

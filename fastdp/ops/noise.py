@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -131,3 +132,65 @@ def add_noise_(
     # The eager path passes by the dispatcher, which would have counted the write.
     torch.autograd.graph.increment_version(x)
     return x
+
+
+def _reference_add_noise_group(
+    xs: Sequence[torch.Tensor], stds: Sequence[float], drawn: torch.Tensor, secure_rounding: bool, firsts: Sequence[int]
+) -> None:
+    for x, std, position, first in zip(xs, stds, drawn.unbind(), firsts):
+        _ADD_NOISE.on(x.device.type, x, std, position, secure_rounding, first)
+
+
+def _check_add_noise_group(
+    xs: Sequence[torch.Tensor], stds: Sequence[float], drawn: torch.Tensor, secure_rounding: bool, firsts: Sequence[int]
+) -> None:
+    if not xs or not len(xs) == len(stds) == len(drawn) == len(firsts):
+        sizes = f"{len(xs)} xs, {len(stds)} stds, {len(drawn)} positions and {len(firsts)} firsts"
+        raise ValueError(f"there are {sizes}: give as many of each, at least one")
+    check_rounds(drawn)
+    # The largest of each dtype and layout, with the least and the most noise, stands for all.
+    ends = sorted([(first + x.numel(), at) for at, (x, first) in enumerate(zip(xs, firsts))])
+    for at in {(xs[at].dtype, xs[at].layout): at for _, at in ends}.values():
+        for std in {min(stds), max(stds)}:
+            _check_add_noise(xs[at], std, drawn[0], secure_rounding, min(0, *firsts) or firsts[at])
+
+
+_ADD_NOISE_GROUP = Op(
+    "add_noise_group_(Tensor(a!)[] xs, float[] stds, Tensor drawn, bool secure_rounding, int[] firsts) -> ()",
+    reference=_reference_add_noise_group,
+    fake=lambda xs, stds, drawn, secure_rounding, firsts: None,
+    check=_check_add_noise_group,
+)
+_ADD_NOISE_GROUP.implement("cpu", "fastdp.ops.cpu.noise")
+_ADD_NOISE_GROUP.implement("cuda", _ADD_NOISE_GROUP.reference)
+
+
+def add_noise_group_(
+    xs: Sequence[torch.Tensor],
+    stds: Sequence[float],
+    drawn: torch.Tensor,
+    *,
+    secure_rounding: bool = True,
+    firsts: Sequence[int] | None = None,
+) -> None:
+    """:func:`add_noise_` to several tensors in place, each with its own noise.
+
+    Args:
+        xs: k tensors, as ``x`` there.
+        stds: k standard deviations.
+        drawn: int32 [k, 12], the positions that ``NoiseStream.take_at`` claimed for them.
+        secure_rounding, firsts: as there; by default each tensor is the whole that its position is of.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: lists of other lengths, and what :func:`add_noise_` refuses.
+
+    >>> import torch
+    >>> from fastdp import NoiseStream
+    >>> from fastdp.ops import add_noise_group_
+    >>> totals = [torch.zeros(1000), torch.zeros(10, 10)]
+    >>> add_noise_group_(totals, [2.0, 1.0], NoiseStream().take_at(0, [0, 1]))
+    >>> bool(1.7 < totals[0].std() < 2.3)
+    True
+    """
+    _ADD_NOISE_GROUP(list(xs), list(stds), drawn, secure_rounding, [0] * len(xs) if firsts is None else list(firsts))
+    torch.autograd.graph.increment_version(xs)

@@ -37,30 +37,25 @@ _RELEASED: dict[int, str] = {}
 
 def checksums(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     """A 64-bit checksum of each tensor's bits, in which no two positions count alike."""
-    found = [_checksum64(piece(tensor)) for tensor in tensors]
     devices: dict[torch.device, list[torch.Tensor]] = {}
-    for own in found:
-        devices.setdefault(own.device, []).append(own)
-    # One host synchronization per device.
-    read = {device: iter(torch.stack(own).tolist()) for device, own in devices.items()}
-    return tuple(next(read[own.device]) for own in found)
-
-
-def _checksum64(tensor: torch.Tensor) -> torch.Tensor:
-    bits = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().reshape(-1).view(torch.uint8)
-    head = bits.shape[0] // (8 * _WIDE) * 8 * _WIDE
-    rest = bits[head:].long()
-    total = (rest * _odd(rest)).sum()
-    if head:
+    # A different odd number for each position, by device.
+    odd: dict[torch.device, torch.Tensor] = {}
+    places = []
+    for tensor in tensors:
+        own = piece(tensor) if is_cut(tensor) else tensor.detach()
+        bits = (torch.view_as_real(own) if own.is_complex() else own).contiguous().reshape(-1).view(torch.uint8)
+        head = bits.shape[0] // (8 * _WIDE) * 8 * _WIDE
         table = bits[:head].view(torch.int64).view(-1, _WIDE)
-        for sums in (table.sum(0), table.sum(1)):
-            total += (sums * _odd(sums)).sum()
-    return total
-
-
-def _odd(like: torch.Tensor) -> torch.Tensor:
-    """A different odd number for each position."""
-    return (2 * torch.arange(like.shape[0], device=like.device) + 1) * 0x9E3779B97F4A7C1
+        parts = [bits[head:].long(), *((table.sum(0), table.sum(1)) if head else ())]
+        most = max([part.shape[0] for part in parts])
+        if own.device not in odd or odd[own.device].shape[0] < most:
+            odd[own.device] = (2 * torch.arange(most, device=own.device) + 1) * 0x9E3779B97F4A7C1
+        found = devices.setdefault(own.device, [])
+        places.append((own.device, len(found)))
+        found.append(sum([(part * odd[own.device][: part.shape[0]]).sum() for part in parts]))
+    # One host synchronization per device.
+    read = {device: torch.stack(found).tolist() for device, found in devices.items()}
+    return tuple([read[device][at] for device, at in places])
 
 
 class Provenance:
@@ -118,7 +113,8 @@ class Provenance:
         self._known.add(bits)
         # Those that no step moved, like a bias of zeros, may be any model's.
         found = bits if self._found is None else self._found
-        _RELEASED.update({own: self._ledger.run_id for own, before in zip(bits, found) if own != before})
+        run_id = self._ledger.run_id
+        _RELEASED.update({own: run_id for own, before in zip(bits, found) if own != before})
         return list(bits)
 
     def require(self) -> None:

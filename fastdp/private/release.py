@@ -119,33 +119,34 @@ class Release:
         """
         self.ledger.record(kind)
         names = list(self.parameters) if update is None else self._left(sums, policy, update)
+        totals = dict(zip(names, self._totals(names, sums)))
+        totals |= {name: totals[name].clone() for name in names if name in lent}
+        self._add_noise(totals, policy)
         for name in names:
-            parameter = self.parameters[name]
-            total = self._whole(parameter, sums.pop(name, None))
-            if name in lent:
-                total = total.clone()
-            self._add_noise(name, total, policy, self._tensors[name])
-            axes = policy.axes.get(name)
+            parameter, total, axes = self.parameters[name], totals.pop(name), policy.axes.get(name)
             if axes is None or axes.even:
                 total.div_(self.expected_batch_size)
             else:
                 axes.along(total, pieces.part(axes.rows, parameter) / self.expected_batch_size)
-            parameter.grad = pieces.joined(total.to(parameter.dtype), parameter)
+            total = total.to(parameter.dtype)
+            parameter.grad = pieces.joined(total, parameter) if name in self._cut else total
         self._count += 1
 
-    @staticmethod
-    def _whole(parameter: torch.nn.Parameter, total: torch.Tensor | None) -> torch.Tensor:
-        return torch.zeros_like(pieces.piece(parameter), dtype=torch.float32) if total is None else total.contiguous()
+    def _totals(self, names: Sequence[str], sums: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The sums of parameters, contiguous, taken out of ``sums``; zeros where nothing was added."""
+        return [
+            torch.zeros_like(pieces.piece(self.parameters[name]), dtype=torch.float32)
+            if total is None
+            else total.contiguous()
+            for name, total in zip(names, map(sums.pop, names, itertools.repeat(None)))
+        ]
 
     def _left(self, sums: dict[str, torch.Tensor], policy: Policy, update: Update) -> list[str]:
         """Names of the parameters that an optimizer's own step leaves to us; the sums of others are gone."""
         apart = self._cut | policy.masks.keys()
         names = [name for name in self.parameters if name not in apart] if apart else [*self.parameters]
         parameters = [self.parameters[name] for name in names]
-        totals = [
-            total if total is not None and total.is_contiguous() else self._whole(parameter, total)
-            for parameter, total in zip(parameters, map(sums.pop, names, itertools.repeat(None)))
-        ]
+        totals = self._totals(names, sums)
         stds, groups = policy.stds or (0.0,), map(policy.group_of.get, names, itertools.repeat(0))
         summed = Summed(
             parameters,
@@ -163,19 +164,26 @@ class Release:
         sums.update({names[at]: totals[at] for at in left})
         return [name for name in self.parameters if name in apart] + [names[at] for at in left]
 
-    def _add_noise(self, name: str, total: torch.Tensor, policy: Policy, index: int) -> None:
-        group = policy.group_of.get(name, 0)
-        stds = policy.stds or (0.0,)
-        parameter = self.parameters[name]
-        start = pieces.first(parameter)
-        if isinstance(group, tuple):
+    def _add_noise(self, totals: Mapping[str, torch.Tensor], policy: Policy) -> None:
+        """Add each total's noise."""
+        stds, groups = policy.stds or (0.0,), policy.group_of
+        due = [name for name in totals if name not in policy.masks and stds[groups.get(name, 0)] > 0]  # type: ignore[index]
+        if due:
+            ops.add_noise_group_(
+                [totals[name] for name in due],
+                [stds[groups.get(name, 0)] for name in due],  # type: ignore[index]
+                self.stream.take_at(self._count, [self._tensors[name] for name in due]),
+                secure_rounding=self.secure_rounding,
+                firsts=[pieces.first(self.parameters[name]) if name in self._cut else 0 for name in due],
+            )
+        for name in totals.keys() & policy.masks.keys():
             # Each side's noised sum lies on a grid of its own: both are drawn whole, and each gives the elements it has.
-            outside = total.clone()
-            self._draw(total, stds[group[0]], index, start)
-            self._draw(outside, stds[group[1]], index + len(self._tensors), start)
+            parameter, total, sides, index = self.parameters[name], totals[name], groups[name], self._tensors[name]
+            assert isinstance(sides, tuple)
+            outside, start = total.clone(), pieces.first(parameter)
+            self._draw(total, stds[sides[0]], index, start)
+            self._draw(outside, stds[sides[1]], index + len(self._tensors), start)
             torch.where(pieces.part(policy.masks[name], parameter), total, outside, out=total)
-        elif stds[group] > 0:
-            self._draw(total, stds[group], index, start)
 
     def _draw(self, total: torch.Tensor, std: float, index: int, start: int) -> None:
         draw = self.stream.at(self._count, index)

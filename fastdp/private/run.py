@@ -14,10 +14,10 @@ import torch
 
 import fastdp.accounting as accounting
 import fastdp.private.prove as proving
+from fastdp.accounting.card import among_units_in_words
 from fastdp.accounting.ledger import STEP
 from fastdp.distributed.pieces import is_cut, whole
 from fastdp.distributed.ranks import ONE, Ranks
-from fastdp.engine.bounds import among_units_in_words
 from fastdp.engine.engine import Engine
 from fastdp.engine.modes import LoadedMode
 from fastdp.engine.policy import Policy

@@ -68,6 +68,8 @@ class Stages:
         self._chosen: tuple[Outcome, str] = self.outcome, ""
         #: The step before which the latest preparation ran; -1 before the first.
         self.prepared_step = -1
+        #: A latest preparation, and a step up to which none has been due since.
+        self._idle = -1, -1
         self._ledger = ledger
         self._open_engine = open_engine
         self._folder = folder
@@ -80,7 +82,12 @@ class Stages:
 
     def due(self, step: int) -> bool:
         """Whether a preparation belongs before ``step``. One that a crash jumped over is still due."""
-        return any(self.method.prepares_at(earlier) for earlier in range(self.prepared_step + 1, step + 1))
+        prepared, idle = self._idle
+        begin = max(prepared, idle) if prepared == self.prepared_step else self.prepared_step
+        found = any(map(self.method.prepares_at, range(begin + 1, step + 1)))
+        if not found:
+            self._idle = self.prepared_step, step
+        return found
 
     def prepare(self, preparation: Preparation) -> None:
         """Let the method make its release, keep the outcome, and open the next stage.

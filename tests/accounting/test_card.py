@@ -8,7 +8,7 @@ import pytest
 
 from fastdp import accounting
 from fastdp.accounting import Card, page, verify
-from fastdp.accounting.card import digest
+from fastdp.accounting.card import among_units, digest
 
 RATE, STEPS = 0.02, 40
 
@@ -209,3 +209,9 @@ def test_a_failed_save_keeps_the_old_card(tmp_path, monkeypatch):
 def test_values_that_are_not_json_are_refused():
     with pytest.raises(TypeError):
         _card(model={"name": object()})
+
+
+def test_rounding_among_units_is_stated():
+    assert among_units(1, 1000, 10.0) == 0
+    assert among_units(65, 8192, 10.0) == pytest.approx(2 * 64 * 10 * 8195 * 2.0**-24, rel=1e-3)
+    assert among_units(2, 10**9, 1.0) == float("inf")

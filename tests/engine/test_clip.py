@@ -11,9 +11,10 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import fastdp
+from fastdp.accounting.card import among_units
 from fastdp.engine import norms as norm_sinks
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.bounds import Errors, Norms, among_units, down
+from fastdp.engine.bounds import Errors, Norms, down
 from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
@@ -235,9 +236,3 @@ def test_leaving_a_record_out_moves_the_sum_by_its_bound_and_the_stated_rounding
         worst = max(worst, float((sums[0] - sums[1]).norm()))
     assert worst <= bound * (1 + among_units(units, units * tokens, tokens**0.5))
     assert worst > 0.99 * bound
-
-
-def test_rounding_among_units_is_stated() -> None:
-    assert among_units(1, 1000, 10.0) == 0
-    assert among_units(65, 8192, 10.0) == pytest.approx(2 * 64 * 10 * 8195 * 2.0**-24, rel=1e-3)
-    assert among_units(2, 10**9, 1.0) == float("inf")

@@ -7,6 +7,9 @@ import torch
 
 from fastdp import ops
 from fastdp.engine import norms as norm_sinks
+from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.factors import Factors
+from fastdp.engine.policy import Policy
 from fastdp.engine.routing import Routing
 from tests.engine.models import batch, build
 from tests.engine.reference import Recording, engine_for, ticket
@@ -14,7 +17,9 @@ from tests.engine.reference import Recording, engine_for, ticket
 EVERYTHING = 1 << 40
 
 
-def step(name: str, may_hold: int, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, dict, list[list[int]]]:
+def step(
+    name: str, may_hold: int, launches: bool, monkeypatch: pytest.MonkeyPatch
+) -> tuple[torch.Tensor, dict, list[list[int]]]:
     """Norms, sums, and the bytes of the factors in each group of the step itself."""
     groups: list[list[int]] = []
 
@@ -25,6 +30,7 @@ def step(name: str, may_hold: int, monkeypatch: pytest.MonkeyPatch) -> tuple[tor
     seen = type("Ops", (), {**vars(ops), "per_unit_group": staticmethod(counted)})
     monkeypatch.setattr(norm_sinks, "ops", seen)
     monkeypatch.setattr(norm_sinks, "may_hold", lambda device: may_hold)
+    monkeypatch.setattr(norm_sinks, "launches", lambda device: launches)
     # So short are the tests' texts that other routes are cheaper.
     monkeypatch.setattr(norm_sinks, "plan", lambda *sizes, **use: "instantiate")
     engine, tickets = engine_for(build(name, "lora"), 0.5, verify=Routing)
@@ -34,16 +40,17 @@ def step(name: str, may_hold: int, monkeypatch: pytest.MonkeyPatch) -> tuple[tor
     return Recording.seen[-1], engine.accumulator.sums, groups
 
 
+@pytest.mark.parametrize("launches", [False, True], ids=["processor", "GPU"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_grouping_changes_no_sum(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    norms, sums, alone = step(name, 0, monkeypatch)
+def test_grouping_changes_no_sum(name: str, launches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    norms, sums, alone = step(name, 0, launches, monkeypatch)
     matrices = len(sums)
     assert [len(group) for group in alone] == [1] * matrices
-    _, _, together = step(name, EVERYTHING, monkeypatch)
+    _, _, together = step(name, EVERYTHING, launches, monkeypatch)
     assert [len(group) for group in together] == [matrices]
     limit = sum(together[0]) // 3
     for may_hold in (EVERYTHING, limit):
-        again, grouped, groups = step(name, may_hold, monkeypatch)
+        again, grouped, groups = step(name, may_hold, launches, monkeypatch)
         assert torch.equal(again, norms)
         # What waits is a GPU's, whose bound takes it as it is added; a processor's is the same whether or not it is kept.
         for n, total in sums.items():
@@ -54,8 +61,8 @@ def test_grouping_changes_no_sum(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert 1 < len(groups) < matrices
 
 
-def test_nothing_waits_on_a_processor_or_under_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert norm_sinks.may_hold(torch.device("cpu")) == 0
+def test_little_waits_on_a_processor_and_nothing_under_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < norm_sinks.may_hold(torch.device("cpu")) <= 1 << 20
     monkeypatch.setattr(norm_sinks, "may_hold", lambda device: EVERYTHING)
     opened = norm_sinks.NormSink.__init__
     limits = []
@@ -70,3 +77,47 @@ def test_nothing_waits_on_a_processor_or_under_checkpointing(monkeypatch: pytest
         tickets.append(ticket(4))
         engine.model(**batch("gpt2")).loss.backward()
     assert limits == [EVERYTHING, 0]
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_narrow_matrices_that_wait_are_clipped_and_added_as_each_alone(
+    swap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of several shapes, a small one and a table; one unit's tokens cancel, so that its part is added on its own."""
+    draws = torch.Generator().manual_seed(5)
+    tokens, units = 4 * 256, 4
+    shapes = {"a": (8, 24), "small": (2, 3), "b": (80, 8), "table": (9, 8)}
+    uses = {}
+    for name, (m, n) in shapes.items():
+        left = torch.randn(tokens, m, generator=draws)
+        right = torch.randn(tokens, n, generator=draws)
+        for factor in (left, right):
+            factor[128:256] = factor[:128]
+        left[128:256] *= -1
+        left[0] += 2.0**-12
+        uses[name] = Factors(left, right, swap=swap)
+    own = uses["table"].right.clone()
+    own[:256] = 0
+    uses["table"] = Factors(torch.randint(0, 9, (tokens,), generator=draws), own)
+
+    def clipped(may_hold: int) -> tuple[Accumulator, torch.Tensor]:
+        monkeypatch.setattr(norm_sinks, "may_hold", lambda device: may_hold)
+        parameters = {
+            name: torch.nn.Parameter(torch.zeros(shape[::-1] if swap and name != "table" else shape))
+            for name, shape in shapes.items()
+        }
+        accumulator, sinks = Accumulator(parameters, Policy((1.0,), (0.0,), dict.fromkeys(shapes, 0))), []
+        layout = ticket(units).layout(torch.device("cpu"))
+
+        def backward(retain: bool) -> None:
+            for name, use in uses.items():
+                sinks[-1].matrix(parameters[name], use, layout)
+
+        accumulator.run(backward, sinks.append, layout, dict.fromkeys(shapes, 1), two_pass=False)
+        return accumulator, sinks[0].norms.upper().norms
+
+    (alone, norms), (together, others) = clipped(0), clipped(1 << 40)
+    assert together.apart == alone.apart == [0]
+    assert torch.equal(norms, others)
+    assert alone.sums.keys() == together.sums.keys() == shapes.keys()
+    assert all(torch.equal(together.sums[name], total) for name, total in alone.sums.items())

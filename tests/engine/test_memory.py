@@ -156,6 +156,7 @@ def test_factors_take_what_the_trace_foretells(name: str, tuning: str, monkeypat
 
     def finished(self: NormSink) -> object:
         upper = finish(self)
+        self.apart()
         every = [t for entry in self.entries.values() for use in entry.factors for t in (use.left, use.right)]
         every += [entry.instance for entry in self.entries.values() if entry.instance is not None]
         found.append(sum({t.data_ptr(): t.nbytes for t in every}.values()))

@@ -144,3 +144,22 @@ def test_opcheck():
     ):
         torch.library.opcheck(getattr(torch.ops.fastdp, name).default, args)
         assert name in OPS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_direct_norms_are_those_of_each(dtype):
+    offsets, sizes = torch.tensor([0, 70, 70, 90, 91, 120]), [(7, 40), (40, 7), (1, 1), (33, 64)]
+    lefts, rights = ([torch.randn(120, size[side]).to(dtype) for size in sizes] for side in (0, 1))
+    rights[3] = rights[3].t().contiguous().t()
+    lefts[0][100:] = 0
+    squares, products, counts = ops.direct_norms(lefts, rights, offsets, [2])
+    for at, (left, right) in enumerate(zip(lefts, rights)):
+        square = ops.sqnorm(left, right, offsets, "direct")
+        assert torch.equal(squares[at], torch.zeros_like(square) if at == 2 else square)
+        assert torch.equal(products[at], ops.row_products(left, right, offsets))
+        assert torch.equal(counts[at], ops.token_counts([left], right, offsets))
+    with definitions():
+        for got, defined in zip((squares, products, counts), ops.direct_norms(lefts, rights, offsets, [2])):
+            torch.testing.assert_close(got, defined, rtol=2e-3, atol=0)
+    with pytest.raises(ValueError, match="known are"):
+        ops.direct_norms(lefts, rights, offsets, [4])

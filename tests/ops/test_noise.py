@@ -404,3 +404,38 @@ def test_tails_over_two_to_the_32_draws():
         expected = 2 * float(stats.norm.sf(sigma)) * draws
         tail = min(float(stats.poisson.cdf(count, expected)), float(stats.poisson.sf(count - 1, expected)))
         assert 2 * tail > 1e-6, (sigma, count, expected)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_group_gets_the_noise_of_each(rounded):
+    """Whole tensors, a piece, one without noise, and rows that do not lie beside each other."""
+    xs = [torch.randn(5, 3), torch.randn(4), torch.randn(7), torch.randn(2, 6).t()]
+    stds, firsts = [1.0, 0.5, 0.0, 2.0], [0, 32, 0, 0]
+    alone = NoiseStream.unsafe_reproducible(6)
+    expected = [
+        add_noise_(x.clone(), std, alone.at(3, at), secure_rounding=rounded, first=first)
+        for at, (x, std, first) in enumerate(zip(xs, stds, firsts))
+    ]
+    drawn = NoiseStream.unsafe_reproducible(6).take_at(3, range(4))
+    for run in (OPS["add_noise_group_"], OPS["add_noise_group_"].reference, torch.ops.fastdp.add_noise_group_):
+        noised = [x.clone() for x in xs]
+        run(noised, stds, drawn, rounded, firsts)
+        assert all(map(torch.equal, noised, expected))
+
+
+@pytest.mark.parametrize(
+    ("xs", "stds", "firsts", "error", "match"),
+    [
+        ([], [], [], ValueError, "at least one"),
+        ([torch.zeros(3)], [1.0, 1.0], [0], ValueError, "1 xs, 2 stds"),
+        ([torch.zeros(3), torch.zeros(3)], [1.0, -1.0], [0, 0], ValueError, "std"),
+        ([torch.zeros(3), torch.zeros(3)], [1.0, 1e-40], [0, 0], ValueError, "secure rounding"),
+        ([torch.zeros(3), torch.zeros(2)], [1.0, 1.0], [-1, 0], ValueError, "first"),
+        ([torch.zeros(3), torch.zeros(1).double()], [1.0, 1.0], [0, 0], TypeError, "dense tensor"),
+        ([torch.empty(1).expand((1 << 35) + 1), torch.zeros(3)], [1.0, 1.0], [0, 0], ValueError, "2\\^35"),
+    ],
+)
+def test_of_a_group_each_is_looked_at(xs, stds, firsts, error, match):
+    drawn = NoiseStream().take_at(0, range(len(xs)))
+    with pytest.raises(error, match=match):
+        OPS["add_noise_group_"].check(xs, stds, drawn, True, firsts)

@@ -204,12 +204,12 @@ def test_nothing_is_released_when_the_ledger_refuses() -> None:
 
 def test_the_ledger_is_told_before_any_noise_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     private = start(Wide(), loader(), noise_multiplier=1.0)
-    order: list[str] = []
-    record, drawn = private.ledger.record, fastdp.ops.add_noise_
+    order: list[object] = []
+    record, claim = private.ledger.record, fastdp.NoiseStream.take_at
     monkeypatch.setattr(private.ledger, "record", lambda kind="step": (order.append("ledger"), record(kind))[1])
-    monkeypatch.setattr(fastdp.ops, "add_noise_", lambda *a, **k: (order.append("noise"), drawn(*a, **k))[1])
+    monkeypatch.setattr(fastdp.NoiseStream, "take_at", lambda *a: (order.append(list(a[2])), claim(*a))[1])
     logical_step(private)
-    assert order == ["ledger"] + ["noise"] * 4
+    assert order == ["ledger", [0, 1, 2, 3]]
 
 
 def test_the_card_states_rounding_among_units_with_its_size() -> None:

@@ -226,3 +226,19 @@ def test_the_card_says_what_the_method_says_of_itself() -> None:
 
 def test_dpsgd_prepares_nothing() -> None:
     assert not any(fastdp.DPSGD().prepares_at(step) for step in range(10))
+
+
+def test_a_step_does_not_ask_again_about_all_steps_before() -> None:
+    asked: list[int] = []
+
+    class Counted(Choosy):
+        def prepares_at(self, step: int) -> bool:
+            asked.append(step)
+            return super().prepares_at(step)
+
+    private = make(Counted())
+    run(private, 4)
+    asked.clear()
+    run(private, 6)
+    assert max(map(asked.count, asked)) == 1
+    assert not private._stages.due(private.steps_done)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,24 +20,12 @@ from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Layout
 from fastdp.engine.reads import Reads
 from fastdp.engine.uses import Sink, Tap, as_autocast
+from fastdp.ops.patches import Convolution, by_image, convolution_gradients, patches
 from fastdp.ops.routes import allowed
 
 #: Floating-point operations of one image's weight gradient above which a processor has it made by torch's convolution, one
 #: call an image, rather than by products with unfolded patches, whose copies cost more than the calls.
 _OWN_CALL = 2**24
-#: Entries of unfolded patches that are in memory at once where each image's are used only once.
-_PATCHES = {"cpu": 2**18, "cuda": 2**26}
-
-
-class _Settings(NamedTuple):
-    """A convolution as `torch.convolution` takes it, one number a dimension."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    transposed: bool
-    output_padding: tuple[int, ...]
-    groups: int
 
 
 class ConvolutionUse(torch.autograd.Function):
@@ -50,7 +38,7 @@ class ConvolutionUse(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         tap: Tap,
-        settings: _Settings,
+        settings: Convolution,
         trained: tuple[bool, bool],
     ) -> torch.Tensor:
         ctx.tap, ctx.settings, ctx.x_dtype = tap, settings, x.dtype
@@ -71,15 +59,8 @@ class ConvolutionUse(torch.autograd.Function):
             _capture(sink, matrix, x, gradient, weight, ctx.settings, layout)
         back = None
         if ctx.needs_input_grad[0]:
-            back = _backward(gradient, x, weight, ctx.settings, [True, False, False])[0].to(ctx.x_dtype)
+            back = convolution_gradients(gradient, x, weight, ctx.settings, [True, False, False])[0].to(ctx.x_dtype)
         return back, None, None, None, None, None
-
-
-def _backward(
-    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, settings: _Settings, wanted: list[bool]
-) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = torch.ops.aten.convolution_backward(gradient, x, weight, None, *settings, wanted)
-    return found
 
 
 def _capture(
@@ -88,7 +69,7 @@ def _capture(
     x: torch.Tensor,
     gradient: torch.Tensor,
     weight: torch.Tensor,
-    settings: _Settings,
+    settings: Convolution,
     layout: Layout,
 ) -> None:
     """Hand over the weight's gradient: as factors, or whole where that is predicted to be cheaper."""
@@ -98,8 +79,8 @@ def _capture(
     # Patches would have to be laid out token by token besides, so gradients are made whole wherever they may be.
     small = allowed("instantiate", rows, columns, length, layout.units, dtype=x.dtype)
     if settings.groups == 1 and not small and layout.token_segments is None:
-        patches = _patches(cut, weight.shape[2:], settings, given.shape[2:])
-        left, right = (t.transpose(1, 2).flatten(0, 1) for t in (given.flatten(2), patches))
+        seen = patches(cut, weight.shape[2:], settings, given.shape[2:])
+        left, right = (t.transpose(1, 2).flatten(0, 1) for t in (given.flatten(2), seen))
         factors = Factors(right, left, swap=True) if settings.transposed else Factors(left, right)
         sink.matrix(parameter, factors, layout)
         return
@@ -110,36 +91,10 @@ def _capture(
         step = images // each
         for lane in range(each):
             own = slice(lane * step, (lane + 1) * step)
-            whole[lane] = _backward(gradient[own], x[own], weight, settings, [False, True, False])[1]
+            whole[lane] = convolution_gradients(gradient[own], x[own], weight, settings, [False, True, False])[1]
     else:
-        whole = layout.by_lane(_products(given, cut, weight, settings))
+        whole = layout.by_lane(by_image(given, cut, weight, settings))
     sink.vector(parameter, whole, layout)
-
-
-def _products(given: torch.Tensor, cut: torch.Tensor, weight: torch.Tensor, settings: _Settings) -> torch.Tensor:
-    """The weight's gradient by image ``[images, *shape]``, a few images at a time."""
-    images, groups = given.shape[0], settings.groups
-    own = given.reshape(images * groups, weight.shape[0] // groups, -1)
-    whole = own.new_empty((images * groups, weight.shape[0] // groups, weight[0].numel()))
-    an_image = groups * weight[0].numel() * own.shape[2]
-    step = max(1, _PATCHES.get(cut.device.type, _PATCHES["cpu"]) // max(1, an_image))
-    for start in range(0, images, step):
-        patches = _patches(cut[start : start + step], weight.shape[2:], settings, given.shape[2:])
-        here = slice(start * groups, (start + step) * groups)
-        torch.bmm(own[here], patches.reshape(-1, weight[0].numel(), own.shape[2]).transpose(1, 2), out=whole[here])
-    return whole.view(images, *weight.shape)
-
-
-def _patches(y: torch.Tensor, kernel: Sequence[int], settings: _Settings, sizes: Sequence[int]) -> torch.Tensor:
-    """What the kernel sees at each of its positions: ``[images, channels x kernel, positions]``."""
-    if any(settings.padding):
-        y = F.pad(y, [pad for size in reversed(settings.padding) for pad in (size, size)])
-    y = y.contiguous()
-    own, strides = y.stride()[:2], y.stride()[2:]
-    inside = (stride * step for stride, step in zip(strides, settings.dilation))
-    along = (stride * step for stride, step in zip(strides, settings.stride))
-    view = y.as_strided((*y.shape[:2], *kernel, *sizes), (*own, *inside, *along))
-    return view.reshape(y.shape[0], y.shape[1] * math.prod(kernel), math.prod(sizes))
 
 
 def _numbers(value: Any, count: int) -> tuple[int, ...]:
@@ -148,7 +103,7 @@ def _numbers(value: Any, count: int) -> tuple[int, ...]:
 
 
 def _convolved(
-    reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: Any, settings: _Settings
+    reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: Any, settings: Convolution
 ) -> torch.Tensor:
     if isinstance(x, torch.Tensor) and x.dim() != weight.dim():
         raise UnsupportedUse(f"{operation} of an input without rows")
@@ -179,7 +134,7 @@ def _forwards(
         left_over = F.pad(input, [pad for size in reversed(whole) for pad in (0, size % 2)])
         input, padding = left_over if any(size % 2 for size in whole) else input, [size // 2 for size in whole]
     pads = (0,) * count if padding == "valid" else _numbers(padding, count)
-    settings = _Settings(_numbers(stride, count), pads, steps, False, (0,) * count, groups)
+    settings = Convolution(_numbers(stride, count), pads, steps, False, (0,) * count, groups)
     return _convolved(reads, tap, operation, input, weight, bias, settings)
 
 
@@ -201,7 +156,7 @@ def _transposed(
     count = weight.dim() - 2
     stride, padding, dilation, beside = (_numbers(v, count) for v in (stride, padding, dilation, output_padding))
     return _convolved(
-        reads, tap, operation, input, weight, bias, _Settings(stride, padding, dilation, True, beside, groups)
+        reads, tap, operation, input, weight, bias, Convolution(stride, padding, dilation, True, beside, groups)
     )
 
 

@@ -87,8 +87,9 @@ def _product(reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: 
         if fold.axis == x.dim() - 1:
             return NotImplemented
         use = Product(swap, None, False, trained, None if fold.natural else fold)
-        # The factors of wide matrices are kept for the sums in any case.
+        # The factors of wide matrices are kept for the sums in any case; a processor saves nothing with theirs.
         narrow, whole = min(weight.shape) <= NARROW, fold.natural and trained[0] and weight.dim() == 2
+        whole &= x.device.type != "cpu" or (narrow and not swap)
         held = x.numel() // x.shape[-1] * sum(weight.shape) * x.element_size() if narrow and x.numel() else 0
         held = held if whole else 1 << 62
         if trained[0]:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 import fastdp._native as _native
 
-from ..factors import SQUARE, is_one_hot, native_factor, unit_bounds
+from ..factors import SQUARE, is_one_hot, native_factor, native_factors, unit_bounds
 from ..stream import native_threads
-from .norms import NO_FACTOR, direct_norms, gram_norms_of, served
+from .norms import NARROW, NO_FACTOR, direct_norms as norms_of, gram_norms_of, served
 
 
 def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> Tensor:
@@ -58,6 +58,24 @@ def gram_norms(
     return squares[0] if len(squares) == 1 else torch.cat(squares), products
 
 
+def direct_norms(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`fastdp.ops.direct_norms` on a processor: one matrix after another."""
+    if not served(*lefts, *rights):
+        return NotImplemented
+    bounds, threads = unit_bounds(offsets), native_threads()
+    shape = len(lefts), len(bounds) - 1
+    squares, products, counts = torch.zeros(shape), *torch.empty(2, *shape, dtype=torch.float64)
+    for at, (left, right) in enumerate(zip(native_factors(lefts), native_factors(rights))):
+        if at not in known:
+            pair = (right, left) if right[2] <= NARROW < left[2] else (left, right)
+            _native.direct_norms(*pair, bounds, SQUARE, None, squares[at : at + 1], None, threads)
+        _native.row_products(left, right, bounds, False, True, products[at], threads)
+        _native.token_counts([left], right, bounds, counts[at])
+    return squares, products, counts
+
+
 def chosen_sqnorm(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor) -> Tensor:
     """:func:`fastdp.ops.chosen_sqnorm` on a processor."""
     if not served(*rights, *lefts):
@@ -66,5 +84,5 @@ def chosen_sqnorm(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Te
     bounds = unit_bounds(offsets)
     for matrix, unit in chosen.nonzero().tolist():
         own = bounds[unit : unit + 2]
-        squares[matrix, unit] = direct_norms(lefts[matrix], rights[matrix], own, SQUARE)[0, 0]
+        squares[matrix, unit] = norms_of(lefts[matrix], rights[matrix], own, SQUARE)[0, 0]
     return squares

@@ -15,7 +15,7 @@ from ..stream import native_threads
 
 NO_FACTOR = (0, 0, 0, 0, 0, 0)
 #: Products of at most this many columns are taken transposed, which is faster: a step has LoRA's by the hundred.
-_NARROW = 32
+NARROW = 32
 HAS_KERNELS = _native.isa() != "portable"
 
 
@@ -65,7 +65,7 @@ def direct_norms(left: Tensor, right: Tensor, bounds: list[int], measure: int, m
 
 
 def _turned(left: Tensor, right: Tensor) -> bool:
-    return right.shape[1] <= _NARROW < left.shape[1]
+    return right.shape[1] <= NARROW < left.shape[1]
 
 
 def kept_norms(left: Tensor, right: Tensor, bounds: list[int]) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -127,11 +128,12 @@ def _add_kept(
         kept = weights.nonzero()[:, 0]
         left, right, weights = left.index_select(0, kept), right.index_select(0, kept), weights[kept]
         runs = [(0, right.shape[0])]
-    if not begun and not any(end > start for start, end in runs):
-        out.zero_()
     for start, end in runs:
-        _add_products(out, left[start:end], right[start:end], weights[start:end], begun)
-        begun = begun or end > start
+        if end > start:
+            _add_products(out, left[start:end], right[start:end], weights[start:end], begun)
+            begun = True
+    if not begun:
+        out.zero_()
 
 
 @in_full_precision
@@ -144,9 +146,15 @@ def weighted_sum_group_(
     begun: Sequence[bool],
 ) -> None:
     """:func:`fastdp.ops.weighted_sum_group` on a processor: a matrix after another."""
-    for out, left, right, own, held in zip(outs, lefts, rights, weights, begun):
-        spread = per_token(own, offsets, right.shape[0])
-        _add_kept(out, left, right, spread, kept_runs(spread), held)
+    lengths, everywhere = np.diff(offsets.numpy()), bool(weights.all())
+    for out, left, right, held, own in zip(
+        outs, lefts, rights, begun, weights.detach().numpy().repeat(lengths, axis=1)
+    ):
+        spread = torch.from_numpy(own)
+        if everywhere and len(own):
+            _add_products(out, left, right, spread, held)
+        else:
+            _add_kept(out, left, right, spread, kept_runs(spread), held)
 
 
 def _native_rows(out: Tensor) -> bool:
