@@ -524,6 +524,9 @@ class Private(Published):
 def detach(model: torch.nn.Module) -> None:
     """End the private run that a model is in, as `Private.detach` does, where nobody holds that any more.
 
+    Args:
+        model: the model that `make_private` was given.
+
     Raises ValueError for a model that is in none.
 
     >>> import fastdp
