@@ -13,18 +13,18 @@ import torch
 import triton
 import triton.language as tl
 
-from fastdp.ops.matrices import Form, Matrices
+from fastdp.ops.matrices import Matrices, MatrixForm
 
 from .launch import (
     TRITON,
     Table,
-    beside,
     cdiv,
     largest_side,
     next_power_of_2,
     on_device_of,
     places_beside,
     splits_to_fill,
+    to_device_of,
 )
 from .reduce import sum_slots
 from .tiles import outer_tile
@@ -103,7 +103,7 @@ class _Launch(NamedTuple):
 
 
 @functools.lru_cache(maxsize=128)
-def _launches(lefts: Form, rights: Form, wide_lefts: bytes, wide_rights: bytes) -> list[_Launch]:
+def _launches(lefts: MatrixForm, rights: MatrixForm, wide_lefts: bytes, wide_rights: bytes) -> list[_Launch]:
     kinds: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     # Of the narrow and of the wide factor: which of the two lists it is in.
     sides = [(1, 0) if m > n else (0, 1) for m, n in zip(lefts.columns, rights.columns)]
@@ -153,7 +153,7 @@ def per_unit_group(
     if norms.numel() == 0:
         return gradients, norms
     launches = _launches(lefts.form, rights.form, lefts.wide, rights.wide)
-    offsets, results = beside(offsets, norms), Matrices(gradients)
+    offsets, results = to_device_of(offsets, norms), Matrices(gradients)
     for launch in launches:
         members = launch.members
         b_m = min(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _SUFFIXES = (".csv", ".tsv", ".jsonl", ".txt")
-STATEMENT = ".privacy.json"
+STATEMENT_SUFFIX = ".privacy.json"
 
 
 @with_contributing
@@ -135,7 +135,7 @@ def privatize_command(
     seconds = time.perf_counter() - begin
     card = privatizer.statement().with_facts(displacement=vars(shown), columns_copied_unprotected=list(kept))
     card = card.after(earlier)
-    path = target.with_suffix(STATEMENT)
+    path = target.with_suffix(STATEMENT_SUFFIX)
     files.write(path, card.to_json(), public=True)
     rate = privatizer.tokens_released / max(seconds, 1e-9)
     console.print(f"{len(texts):,} texts, {privatizer.tokens_released:,} tokens, {rate:,.0f} tokens a second")
@@ -172,7 +172,7 @@ def _watched(values: Iterator[Any], total: int) -> Iterator[Any]:
 
 def _write(target: Path, text_column: str, kept: dict[str, list[str]], values: Iterator[Any]) -> None:
     """In one piece: a run that is stopped leaves no file that looks finished."""
-    with files.whole(target, public=True) as aside, open(aside, "w", encoding="utf-8", newline="") as file:
+    with files.atomic_path(target, public=True) as aside, open(aside, "w", encoding="utf-8", newline="") as file:
         _write_rows(file, target.suffix.lower(), text_column, kept, values)
 
 

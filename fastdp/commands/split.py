@@ -14,7 +14,7 @@ from fastdp.commands.certificates import add_certificate_commands
 from fastdp.commands.contributing import Contributing, show_contributing, show_displacement, with_contributing
 from fastdp.commands.progress import bar
 from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, errors, refusing, styled
+from fastdp.commands.refusal import console, errors, refusing, style_message
 from fastdp.untrusted import load_pretrained
 
 if TYPE_CHECKING:
@@ -26,32 +26,12 @@ split_app = typer.Typer(
     help="Fine-tune a vendor's model on a customer's texts: the texts stay, privatized rows travel.",
     no_args_is_help=True,
 )
-add_certificate_commands(split_app, "vendor")
+add_certificate_commands(split_app, "vendor", "customer", default="customer")
 
 _ADDRESS = "localhost:7443"
 COUNTS = "counts.pt"
 Address = Annotated[str, typer.Option(help="host:port of the vendor")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="no TLS and no certificates; on this machine alone")]
-
-
-@split_app.command("certificates")
-@refusing
-def certificates_command(
-    folder: Annotated[Path, typer.Argument(help="folder to write below; what it has already is kept")],
-    customer: Annotated[list[str] | None, typer.Option(help="name of a customer; may be repeated")] = None,
-    host: Annotated[
-        list[str] | None, typer.Option(help="name or address of the vendor's machine; may be repeated")
-    ] = None,
-    days: Annotated[int, typer.Option(help="how long certificates are valid", min=1)] = 365,
-) -> None:
-    """Write an authority, the vendor's certificate and one for each customer, each into a folder of its own."""
-    from fastdp.tls import make_certificates
-
-    made = make_certificates(folder, customer or ["customer"], [*(host or []), "localhost", "127.0.0.1", "::1"], days)
-    for path in made:
-        console.print(f"wrote {path}")
-    if not made:
-        console.print(f"{folder} has all of these already")
 
 
 @split_app.command("vendor")
@@ -105,7 +85,7 @@ def vendor_command(
         # A plain stop is as good as an interrupt: calls end and runs are kept.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         if insecure:
-            errors.print(styled(("warning:", "yellow"), " no TLS: anybody on this machine can be any customer"))
+            errors.print(style_message(("warning:", "yellow"), " no TLS: anybody on this machine can be any customer"))
         console.print(f"serving {model} at {service.address}, {classes} classes, {after} blocks in the bottom")
         service.wait()
 

@@ -10,7 +10,7 @@ import torch
 import fastdp.engine.norms as sinks
 import fastdp.ops as ops
 from fastdp.distributed.ranks import Ranks
-from fastdp.distributed.shards import Whole
+from fastdp.distributed.shards import UnshardedParameters
 from fastdp.engine.axes import Scaled
 from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.layout import Layout
@@ -49,7 +49,9 @@ class Accumulator(Sums):
         weights: says what of each sum this process keeps.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], policy: Policy, weights: Whole | None = None):
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], policy: Policy, weights: UnshardedParameters | None = None
+    ):
         super().__init__(parameters, policy, weights)
 
     def reset(self) -> None:

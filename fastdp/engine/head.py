@@ -252,7 +252,7 @@ class HeadUse(torch.autograd.Function):
         long = max(lengths, default=0)
         read = [t.reshape(-1) for t in tap.looked_up.get(id(trained[0]), []) if tap.layout.covers(t.numel())]
         looked_up = [(t, tap.layout.offsets(t.numel()).tolist()) for t in read]
-        whole = ops.routes.allowed("instantiate", rows, width, long, units, dtype=weight.dtype)
+        whole = ops.routes.is_allowed("instantiate", rows, width, long, units, dtype=weight.dtype)
         if trained[0] is not None and not whole:
             found.norms = _Norms(*(torch.zeros(units, dtype=torch.float64, device=device) for _ in range(2)))
             for own, here, offsets, tile in made.of_units(losses):

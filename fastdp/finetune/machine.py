@@ -18,11 +18,11 @@ import fastdp
 from fastdp.data import Collator, Examples
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.evaluation import autocast
-from fastdp.finetune.memory import PeakMemory, rehearse
+from fastdp.finetune.memory import PeakMemory, rehearse_step
 from fastdp.finetune.tasks import invented_label
 
 #: Examples that are drawn, in as many logical batches as they fill, to find how much padding a batch size needs.
-_DRAWN, _FEWEST = 100_000, 50
+_SAMPLED_EXAMPLES, _FEWEST = 100_000, 50
 #: Rounds over the same micro-batches after the first one, in which the model is looked at: so many at least, and more of
 #: short ones, until they have taken so many seconds. How fast a machine is that others share changes within seconds.
 _ROUNDS, _MOST_ROUNDS, _SECONDS = 4, 16, 8.0
@@ -57,13 +57,13 @@ class Machine:
 
     def step_seconds(self, batch_size: int) -> float:
         """Of a usual step: as many micro-batches, as padded, as logical batches have on average."""
-        drawn = _drawn(self.lengths, batch_size, self.physical)
+        drawn = _drawn_batches(self.lengths, batch_size, self.physical)
         each = [self.microbatch_seconds + self.token_seconds * rows * longest for b in drawn for rows, longest in b]
         return self.release_seconds + sum(each) / len(drawn)
 
     def once_seconds(self, batch_size: int, steps: int) -> float:
         """What so many steps take besides: the looks at the first batch, and one at each new length that comes up."""
-        drawn = _drawn(self.lengths, batch_size, self.physical)
+        drawn = _drawn_batches(self.lengths, batch_size, self.physical)
         having = Counter(longest for batch in drawn for longest in {longest for _, longest in batch})
         met = sum(1 - (1 - count / len(drawn)) ** steps for count in having.values())
         return self.start_seconds + self.look_seconds * max(0.0, met - 1)
@@ -74,11 +74,11 @@ class Machine:
 
 
 @lru_cache(maxsize=64)
-def _drawn(lengths: tuple[int, ...], batch_size: int, physical: int) -> list[list[tuple[int, int]]]:
+def _drawn_batches(lengths: tuple[int, ...], batch_size: int, physical: int) -> list[list[tuple[int, int]]]:
     """Rows and longest length of each micro-batch of some logical batches, as a private loader would cut them."""
     generator = np.random.default_rng(0)
     found = []
-    for size in generator.poisson(batch_size, max(_FEWEST, _DRAWN // batch_size)):
+    for size in generator.poisson(batch_size, max(_FEWEST, _SAMPLED_EXAMPLES // batch_size)):
         # An empty batch is one padding row.
         drawn = np.sort(_spread(lengths, generator.random(max(1, size))))[::-1]
         found.append([(len(part), int(part[0])) for part in np.split(drawn, range(physical, len(drawn), physical))])
@@ -106,7 +106,7 @@ def measure(model: torch.nn.Module, tokenizer: Any, config: FinetuneConfig, leng
     device, kept = next(model.parameters()).device, {name: p.detach().clone() for name, p in _trained(model)}
     was_training = model.training
     examples, pad = _invented(tokenizer, config, lengths), Collator(tokenizer.pad_token_id)
-    rehearse(model, examples, pad, config)
+    rehearse_step(model, examples, pad, config)
     loader: Any = DataLoader(examples, batch_size=len(examples), collate_fn=pad)
     optimizer = torch.optim.AdamW([p for _, p in _trained(model)], lr=0.0)
     peak = PeakMemory(device)

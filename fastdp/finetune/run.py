@@ -31,10 +31,10 @@ from fastdp.data import Collator, DataError, Examples, Rows, read_rows
 from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.curves import Curves
 from fastdp.finetune.evaluation import Quality, autocast, evaluate
-from fastdp.finetune.memory import PeakMemory, rehearse
+from fastdp.finetune.memory import PeakMemory, rehearse_step
 from fastdp.finetune.methods import LOCAL, Public, check_method, choose_method
 from fastdp.finetune.models import (
-    check_model,
+    check_model_name,
     kept_names,
     load_tokenizer,
     load_trained,
@@ -122,7 +122,7 @@ def finetune(
     device = _device(config)
     check_method(config)
     opening = choose_perturbation(config)
-    ends = check_model(config)
+    ends = check_model_name(config)
     tokenizer = load_tokenizer(config)
     reporter.phase("reading data")
     table = read_rows(str(config.train), config.encoding)
@@ -136,7 +136,7 @@ def finetune(
     model = load_trained(config, tokenizer)
     model.to(device)
     reporter.phase("rehearsing a step")
-    measured = rehearse(model, train, Collator(_pad(tokenizer)), config)
+    measured = rehearse_step(model, train, Collator(_pad(tokenizer)), config)
     gate = PublicGate(record_texts(table, config), [str(config.train)], config.public_overlap)
     run = _Run(config, output, model, tokenizer, train, held_out, gate, opening, measured, reporter, noise_multiplier)
     run.users, run.chat = users, messages_column(table, config) is not None
@@ -525,7 +525,7 @@ class _Run:
         card.save(self.output / self.releases.card_name)
         add_usage(card.save_beside(folder), self.model, self.config, chat=self.chat)
         if state := self.releases.state_dict():
-            with files.whole(self.output / PERTURBATION) as aside:
+            with files.atomic_path(self.output / PERTURBATION) as aside:
                 torch.save(state, aside)
         self._write_samples()
         rows = [json.loads(line) for line in (self.output / METRICS).read_text(encoding="utf-8").splitlines()]
@@ -575,7 +575,7 @@ class _Run:
             "before": self.before and self.before.as_dict(),
         }
         # Through Python's own file: torch's writer says of a full disk only that it failed.
-        with files.whole(self.output / CHECKPOINT) as aside, open(aside, "wb") as file:
+        with files.atomic_path(self.output / CHECKPOINT) as aside, open(aside, "wb") as file:
             torch.save(state, file)
 
     def load_checkpoint(self) -> dict[str, Any] | None:

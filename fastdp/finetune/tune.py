@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuneResult:
     """What a search came to.
 
     Attributes:
@@ -102,7 +102,7 @@ def tune(
     largest_loss: float = 10.0,
     reporter: Reporter | None = None,
     resume: bool = False,
-) -> Tuned:
+) -> TuneResult:
     """Train with the settings that suit the data best, within one budget, and write weights and card to the output folder.
 
     Args:
@@ -311,7 +311,7 @@ def _judge(folder: Path, judges: Rows, largest: float, multiplier: float, stream
 
 def _publish(
     config: FinetuneConfig, best: Path, score: float, event: Any, ledger: accounting.Ledger, search: Mapping[str, Any]
-) -> Tuned:
+) -> TuneResult:
     """Put the best trial's weights in the place of a run's, with the card of the whole ``search``."""
     output = Path(str(config.output))
     own = accounting.Card.load(best / "card.json")
@@ -347,4 +347,4 @@ def _publish(
     won.save(output / CONFIG)
     assert config.epsilon is not None
     spent = card["epsilon"]["upper_bound"]
-    return Tuned(str(output), settings, score, spent, config.delta, search["noise_multiplier_of_a_step"])
+    return TuneResult(str(output), settings, score, spent, config.delta, search["noise_multiplier_of_a_step"])

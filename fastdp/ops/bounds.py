@@ -17,7 +17,17 @@ from torch import Tensor
 
 import fastdp._native as _native
 
-from .factors import ELEMENT, MOST, SQUARE, accumulator, check_group, check_offsets, check_pair, is_one_hot, unit_bounds
+from .factors import (
+    ELEMENT,
+    INT64_MAX,
+    SQUARE,
+    accumulator,
+    check_group,
+    check_offsets,
+    check_pair,
+    is_one_hot,
+    unit_bounds,
+)
 from .matrices import Matrices
 from .norms import NORMS
 from .table import Op
@@ -182,7 +192,7 @@ def _gram_norms_reference(
     squares = [NORMS.reference(left, right, offsets, "gram", SQUARE, None)[0] for left, right in pairs]
     products = [_row_products_reference(left, right, offsets, 2) for left, right in pairs]
     found, sizes = torch.stack(squares).to(accumulator(*rights, *lefts)), torch.stack(products)
-    if most < MOST:
+    if most < INT64_MAX:
         first = 0
         for right, count in zip(rights, counts):
             long = _token_counts_reference(lefts[first : first + count], right, offsets) > most
@@ -240,7 +250,7 @@ def gram_norms(
     counts: Sequence[int],
     offsets: Tensor,
     scales: Sequence[Tensor] = (),
-    most: int = MOST,
+    most: int = INT64_MAX,
 ) -> tuple[Tensor, Tensor]:
     """Squared norms of uses by the Gram route of :func:`fastdp.ops.sqnorm`, and the :func:`row_products` of each.
 

@@ -130,7 +130,7 @@ class Release:
                 total.div_(self.expected_batch_size)
             else:
                 axes.along(total, pieces.part(axes.rows, parameter) / self.expected_batch_size)
-            parameter.grad = pieces.joined(total.to(parameter.dtype), parameter)
+            parameter.grad = pieces.from_piece(total.to(parameter.dtype), parameter)
         self._count += 1
 
     @staticmethod

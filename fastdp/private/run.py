@@ -15,7 +15,7 @@ import torch
 import fastdp.accounting as accounting
 import fastdp.private.prove as proving
 from fastdp.accounting.ledger import STEP
-from fastdp.distributed.pieces import is_cut, whole
+from fastdp.distributed.pieces import full_tensor, is_cut
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.engine.bounds import among_units_in_words
 from fastdp.engine.engine import Engine
@@ -389,7 +389,7 @@ class Private(Published):
             spent_steps=self.steps_done,
             run_id=self.ledger.run_id,
             ledger_head=self.ledger.head,
-            weights=map(whole, self._engine.parameters.values()),
+            weights=map(full_tensor, self._engine.parameters.values()),
             noise_source=accounting.noise_source(stream.reproducible, self._release.secure_rounding, stream.rounds),
             model={
                 "name": accounting.model_name(self.model),

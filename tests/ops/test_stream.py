@@ -14,7 +14,7 @@ from scipy import stats
 
 from fastdp import _native
 from fastdp.ops import NoiseStream, add_noise_
-from fastdp.ops.stream import MAX_TENSORS, ROUNDS, chacha_words
+from fastdp.ops.stream import CIPHER_ROUNDS, MAX_TENSORS, chacha_words
 
 
 def position(key: bytes, nonce: bytes, rounds: int = 20) -> torch.Tensor:
@@ -142,7 +142,7 @@ def test_rfc8439_encryption(words):
     assert cipher.hex() == SUNSCREEN_CIPHERTEXT
 
 
-@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("rounds", CIPHER_ROUNDS)
 @pytest.mark.parametrize("blocks", [1, 7, 16, 17, 129, 2049])
 def test_words_are_those_of_the_definition_at_any_count(words, blocks, rounds):
     at = NoiseStream.unsafe_reproducible(1, rounds).take()
@@ -165,7 +165,7 @@ def test_position_layout():
     assert at.numpy().view(np.uint32).tolist() == [*np.frombuffer(COUNTING, "<u4").tolist(), 11, 7, 5, 10]
 
 
-@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("rounds", CIPHER_ROUNDS)
 def test_every_position_of_a_stream_has_its_rounds(rounds):
     streams = (
         NoiseStream(rounds),

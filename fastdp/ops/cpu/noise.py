@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import fastdp._native as _native
-from fastdp.ops.noise import DTYPES
+from fastdp.ops.noise import NOISE_DTYPES
 from fastdp.ops.stream import native_threads
 
 
@@ -14,6 +14,6 @@ def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_round
     if std == 0.0:
         return
     flat = x.contiguous()
-    _native.add_noise(flat, DTYPES[x.dtype], first, x.numel(), std, position, secure_rounding, native_threads())
+    _native.add_noise(flat, NOISE_DTYPES[x.dtype], first, x.numel(), std, position, secure_rounding, native_threads())
     if flat is not x:
         x.copy_(flat)

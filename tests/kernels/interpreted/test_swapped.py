@@ -42,7 +42,7 @@ def test_swapped_factors_in_groups(request, monkeypatch, device, route, width):
     if device != "processor":
         request.getfixturevalue("as_on_a_gpu")
     monkeypatch.setattr(norm_sinks, "may_hold", lambda device: 1 << 40)
-    monkeypatch.setattr(norm_sinks, "plan", lambda *sizes, **use: route)
+    monkeypatch.setattr(norm_sinks, "plan_route", lambda *sizes, **use: route)
     true = norms(truth)
     engine, tickets = engine_for(model, float(true.median()), verify=Routing)
     tickets.append(ticket(ROWS))
