@@ -110,9 +110,6 @@ def measure(model: torch.nn.Module, tokenizer: Any, config: FinetuneConfig, leng
     loader: Any = DataLoader(examples, batch_size=len(examples), collate_fn=pad)
     optimizer = torch.optim.AdamW([p for _, p in _trained(model)], lr=0.0)
     peak = PeakMemory(device)
-    rounds: list[list[float]] = []
-    releases: list[float] = []
-    shapes: list[tuple[int, int]] = []
     with tempfile.TemporaryDirectory() as folder:
         private = fastdp.make_private(
             model, optimizer, loader, noise_multiplier=1.0, target_delta=1e-9, epochs=1 + _MOST_ROUNDS, sampling="shuffled",
@@ -121,24 +118,7 @@ def measure(model: torch.nn.Module, tokenizer: Any, config: FinetuneConfig, leng
         private.ending.expect()
         model.train()
         try:
-            for number in range(1 + _MOST_ROUNDS):
-                if number > _ROUNDS and sum(map(sum, rounds[1:])) > _SECONDS:
-                    break
-                rounds.append([])
-                begin = _now(device)
-                for batch in private.data_loader:
-                    batch = {key: value.to(device) for key, value in batch.items()}
-                    with autocast(device, config.precision):
-                        loss = model(**batch).loss
-                    loss.backward()
-                    between = _now(device)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    rounds[-1].append(between - begin)
-                    shapes.append(tuple(batch["input_ids"].shape))
-                    begin = _now(device)
-                    if private.last_step_done:
-                        releases.append(begin - between)
+            rounds, releases, shapes = _time_rounds(private, model, optimizer, config)
         finally:
             private.detach()
             model.train(was_training)
@@ -164,6 +144,35 @@ def measure(model: torch.nn.Module, tokenizer: Any, config: FinetuneConfig, leng
         where=f"measured here, on {device}",
         backward_passes=private.backward_passes,
     )
+
+
+def _time_rounds(
+    private: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: FinetuneConfig
+) -> tuple[list[list[float]], list[float], list[tuple[int, int]]]:
+    """Seconds of each micro-batch by round, seconds of each release, and shapes of the micro-batches."""
+    device = next(model.parameters()).device
+    rounds: list[list[float]] = []
+    releases: list[float] = []
+    shapes: list[tuple[int, int]] = []
+    for number in range(1 + _MOST_ROUNDS):
+        if number > _ROUNDS and sum(map(sum, rounds[1:])) > _SECONDS:
+            break
+        rounds.append([])
+        begin = _now(device)
+        for batch in private.data_loader:
+            batch = {key: value.to(device) for key, value in batch.items()}
+            with autocast(device, config.precision):
+                loss = model(**batch).loss
+            loss.backward()
+            between = _now(device)
+            optimizer.step()
+            optimizer.zero_grad()
+            rounds[-1].append(between - begin)
+            shapes.append(tuple(batch["input_ids"].shape))
+            begin = _now(device)
+            if private.last_step_done:
+                releases.append(begin - between)
+    return rounds, releases, shapes
 
 
 def _invented(tokenizer: Any, config: FinetuneConfig, lengths: Sequence[int]) -> Examples:
