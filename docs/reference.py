@@ -35,7 +35,10 @@ def public_names() -> list[tuple[str, str]]:
 
 
 #: What a page of the reference must say, and how its docstring says it.
-_MUST = {"what it takes": ("Args:", "Attributes:"), "what it raises": ("Raises:", "Raises ")}
+_MUST = {
+    "what it takes": ("Args:", "Attributes:"),
+    "what it raises": ("Raises:", "Raises "),
+}
 
 
 #: Packages whose every public name is on their page of the reference, each function with an example.
@@ -56,15 +59,23 @@ def members(package: str) -> list[tuple[str, str]]:
         definition = next(node for node in _definitions(path) if node.name == name)
         text = _complete(definition, path)
         if isinstance(definition, ast.FunctionDef) and ">>>" not in text:
-            raise ValueError(f"the docstring of {name} ({path.relative_to(ROOT)}) shows no example")
+            raise ValueError(
+                f"the docstring of {name} ({path.relative_to(ROOT)}) shows no example"
+            )
     return found
 
 
 def _definitions(path: Path) -> list[ast.ClassDef | ast.FunctionDef]:
-    return [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+    return [
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+    ]
 
 
-def _complete(node: ast.ClassDef | ast.FunctionDef, path: Path, whole: bool = False) -> str:
+def _complete(
+    node: ast.ClassDef | ast.FunctionDef, path: Path, whole: bool = False
+) -> str:
     """A definition's docstring. Raises ValueError, which fails the build, where it leaves out what a reader needs."""
     text = ast.get_docstring(node) or ""
     must = dict(_MUST)
@@ -72,13 +83,20 @@ def _complete(node: ast.ClassDef | ast.FunctionDef, path: Path, whole: bool = Fa
     if isinstance(node, ast.ClassDef) and not whole:
         # What making one raises is said by whatever makes it; exceptions and abstract classes take nothing.
         del must["what it raises"]
-        if not any(isinstance(field, ast.AnnAssign) and field.value is None for field in node.body):
+        if not any(
+            isinstance(field, ast.AnnAssign) and field.value is None
+            for field in node.body
+        ):
             must = {}
-    elif isinstance(node, ast.FunctionDef) and not (node.args.args or node.args.kwonlyargs or node.args.vararg):
+    elif isinstance(node, ast.FunctionDef) and not (
+        node.args.args or node.args.kwonlyargs or node.args.vararg
+    ):
         del must["what it takes"]
     for what, words in must.items():
         if not any(word in text for word in words):
-            raise ValueError(f"the docstring of {node.name} ({path.relative_to(ROOT)}) does not say {what}")
+            raise ValueError(
+                f"the docstring of {node.name} ({path.relative_to(ROOT)}) does not say {what}"
+            )
     if not text:
         raise ValueError(f"{node.name} ({path.relative_to(ROOT)}) has no docstring")
     return text
@@ -87,7 +105,11 @@ def _complete(node: ast.ClassDef | ast.FunctionDef, path: Path, whole: bool = Fa
 def docstring(name: str, module: str) -> str:
     """Of a public name. Raises ValueError, which fails the build, where it leaves out what a reader needs."""
     package = ROOT.joinpath(*module.split(".")[:-1])
-    homes = [package.with_suffix(".py")] if package.with_suffix(".py").exists() else sorted(package.rglob("*.py"))
+    homes = (
+        [package.with_suffix(".py")]
+        if package.with_suffix(".py").exists()
+        else sorted(package.rglob("*.py"))
+    )
     if package.is_dir():
         # A method's settings may stand in the module beside its folder that all methods share.
         homes += sorted(package.parent.glob("*.py"))
@@ -119,7 +141,13 @@ def shown_in(name: str, text: str) -> str:
     if not pages and programs:
         return f"Used in {', '.join(programs)}.\n\n"
     if pages:
-        return "Used in " + ", ".join(f"[{page.removesuffix('.md')}](../{page})" for page in pages) + ".\n\n"
+        return (
+            "Used in "
+            + ", ".join(f"[{page.removesuffix('.md')}](../{page})" for page in pages)
+            + ".\n\n"
+        )
     if ">>>" not in text and text:
-        raise ValueError(f"{name} is public, but neither its docstring nor any page shows its use")
+        raise ValueError(
+            f"{name} is public, but neither its docstring nor any page shows its use"
+        )
     return ""

@@ -27,11 +27,15 @@ def on_files(files: Files, config: Any) -> Files:
     for name, module in names:
         docstring = reference.docstring(name, module)
         content = f"# {name}\n\n{reference.shown_in(name, docstring)}::: {module}\n"
-        content += "".join(f"\n::: {home}.{member}\n" for member, home in reference.members(name))
+        content += "".join(
+            f"\n::: {home}.{member}\n" for member, home in reference.members(name)
+        )
         if "as in `Options`" in docstring:
             content += "\n::: fastdp.methods.options.Options\n    options: { members: false }\n"
         files.append(File.generated(config, f"reference/{name}.md", content=content))
-    config.nav.append({"Reference": [{name: f"reference/{name}.md"} for name, _ in names]})
+    config.nav.append(
+        {"Reference": [{name: f"reference/{name}.md"} for name, _ in names]}
+    )
     return files
 
 
@@ -42,9 +46,14 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
     """A page that would fetch anything from elsewhere fails the build: it must read the same without a network."""
-    asked = re.findall(r'<(?:script|img|iframe|link rel="?stylesheet"?)\b[^>]*(?:src|href)="?(https?:[^"\s>]+)', output)
+    asked = re.findall(
+        r'<(?:script|img|iframe|link rel="?stylesheet"?)\b[^>]*(?:src|href)="?(https?:[^"\s>]+)',
+        output,
+    )
     if asked:
-        raise ValueError(f"{page.file.src_uri} would fetch {', '.join(asked)}: bring it along, or leave it out")
+        raise ValueError(
+            f"{page.file.src_uri} would fetch {', '.join(asked)}: bring it along, or leave it out"
+        )
     return output
 
 
@@ -59,5 +68,7 @@ class NamesApart(Extension):
 
 def _linked(text: str) -> str:
     for name, page in BESIDE.items():
-        text = text.replace(f"](../{name}", f"]({page}").replace(f"]({name}", f"]({page}")
+        text = text.replace(f"](../{name}", f"]({page}").replace(
+            f"]({name}", f"]({page}"
+        )
     return text
