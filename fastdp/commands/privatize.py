@@ -78,8 +78,7 @@ def privatize_command(
     from fastdp.validate import usable_device
 
     _check_target(source, target, ids, overwrite, keep)
-    there = usable_device(device)
-    chosen, classes = counting.chosen(eta), label or []
+    there, chosen, classes = usable_device(device), counting.chosen(eta), label or []
     if exact and counting.cti == "quotient":
         raise ValueError("--exact is a cost for each unit of distance, and the quotient has none: leave it out")
     if eta is None and counting.epsilon is None:
