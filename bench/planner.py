@@ -11,7 +11,15 @@ from typing import Any
 import torch
 
 from fastdp import ops
-from fastdp.ops.routes import ENTRY_TOKENS, GRAM_BLOCK, ROUTES, Constants, allowed, plan, predicted_seconds
+from fastdp.ops.routes import (
+    ENTRY_TOKENS,
+    GRAM_BLOCK,
+    ROUTES,
+    RouteConstants,
+    is_allowed,
+    plan_route,
+    predicted_seconds,
+)
 
 from .micro import seconds_of
 
@@ -41,9 +49,9 @@ def measure(turns: int = 5) -> dict[str, Any]:
     for m, n, length, units in SHAPES:
         left, right = torch.randn(units * length, m, device=device), torch.randn(units * length, n, device=device)
         offsets = torch.arange(units + 1, device=device) * length
-        chosen = plan(m, n, length, units, device=device)
+        chosen = plan_route(m, n, length, units, device=device)
         for route in ROUTES:
-            if not allowed(route, m, n, length, units):
+            if not is_allowed(route, m, n, length, units):
                 continue
             run = functools.partial(_run, route, left, right, offsets, torch.ones(len(left), device=device))
             times = [seconds_of(run, device) for _ in range(turns + 1)][1:]
@@ -78,7 +86,7 @@ def _least(work: Callable[[], object], device: torch.device, repeats: int = 15) 
     return min([seconds_of(work, device) for _ in range(1 + repeats)][1:])
 
 
-def fit(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Constants:
+def fit(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> RouteConstants:
     """Measure a device's constants, in about a second.
 
     Args:
@@ -112,7 +120,7 @@ def fit(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) 
         took = _least(work, device)  # of factors that lie in a cache by now, so their bytes are not taken off
         return flops / max(took - call, took / 2)
 
-    return Constants(
+    return RouteConstants(
         device=torch.cuda.get_device_name(device)
         if device.type == "cuda"
         else f"cpu, {torch.get_num_threads()} threads",

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from pathlib import Path
 from typing import Any
 
+import reference
 from griffe import Extension, Object
 from mkdocs.structure.files import File, Files
 
-ROOT = Path(__file__).parent.parent
 #: Pages of the root, and what they are called on the site.
 BESIDE = {
     "README.md": "index.md",
@@ -23,17 +21,21 @@ BESIDE = {
 def on_files(files: Files, config: Any) -> Files:
     """Add the root's pages and the reference, which follows the pages that mkdocs.yml lists."""
     for name, page in BESIDE.items():
-        text = re.sub(r"(\]\(|src=\")docs/", r"\1", (ROOT / name).read_text())
+        text = re.sub(r"(\]\(|src=\")docs/", r"\1", (reference.ROOT / name).read_text())
         files.append(File.generated(config, page, content=_linked(text)))
-    names = _public()
+    names = reference.public_names()
     for name, module in names:
-        docstring = _docstring(name, module)
-        content = f"# {name}\n\n{_shown_in(name, docstring)}::: {module}\n"
-        content += "".join(f"\n::: {home}.{member}\n" for member, home in _members(name))
+        docstring = reference.docstring(name, module)
+        content = f"# {name}\n\n{reference.shown_in(name, docstring)}::: {module}\n"
+        content += "".join(
+            f"\n::: {home}.{member}\n" for member, home in reference.members(name)
+        )
         if "as in `Options`" in docstring:
             content += "\n::: fastdp.methods.options.Options\n    options: { members: false }\n"
         files.append(File.generated(config, f"reference/{name}.md", content=content))
-    config.nav.append({"Reference": [{name: f"reference/{name}.md"} for name, _ in names]})
+    config.nav.append(
+        {"Reference": [{name: f"reference/{name}.md"} for name, _ in names]}
+    )
     return files
 
 
@@ -44,9 +46,14 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
     """A page that would fetch anything from elsewhere fails the build: it must read the same without a network."""
-    asked = re.findall(r'<(?:script|img|iframe|link rel="?stylesheet"?)\b[^>]*(?:src|href)="?(https?:[^"\s>]+)', output)
+    asked = re.findall(
+        r'<(?:script|img|iframe|link rel="?stylesheet"?)\b[^>]*(?:src|href)="?(https?:[^"\s>]+)',
+        output,
+    )
     if asked:
-        raise ValueError(f"{page.file.src_uri} would fetch {', '.join(asked)}: bring it along, or leave it out")
+        raise ValueError(
+            f"{page.file.src_uri} would fetch {', '.join(asked)}: bring it along, or leave it out"
+        )
     return output
 
 
@@ -56,125 +63,12 @@ class NamesApart(Extension):
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Told of each object as it is read."""
         if obj.docstring is not None:
-            obj.docstring.value = names_apart(obj.docstring.value)
-
-
-def names_apart(docstring: str) -> str:
-    """A docstring whose lists of arguments and attributes hold one name an entry, with the words that it shared."""
-    several = re.compile(r"^( +)(\w+(?:, \w+)+)(:.*(?:\n\1 +.*)*)", re.MULTILINE)
-
-    def apart(entry: re.Match[str]) -> str:
-        return "\n".join(entry[1] + name + entry[3] for name in entry[2].split(", "))
-
-    lists = re.compile(r"^(Args|Attributes):\n(?: +.*\n?)+", re.MULTILINE)
-    return lists.sub(lambda section: several.sub(apart, section[0]), docstring)
+            obj.docstring.value = reference.names_apart(obj.docstring.value)
 
 
 def _linked(text: str) -> str:
     for name, page in BESIDE.items():
-        text = text.replace(f"](../{name}", f"]({page}").replace(f"]({name}", f"]({page}")
-    return text
-
-
-def _public() -> list[tuple[str, str]]:
-    """Each public name with the place it is defined in, read without importing anything."""
-    tree = ast.parse((ROOT / "fastdp" / "__init__.py").read_text())
-    values = {
-        target.id: ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name) and target.id in ("_HOMES", "_MODULES")
-    }
-    homes = values["_HOMES"] | dict.fromkeys(values["_MODULES"], "fastdp")
-    return [(name, f"{homes[name]}.{name}") for name in sorted(homes, key=str.lower)]
-
-
-#: What a page of the reference must say, and how its docstring says it.
-_MUST = {"what it takes": ("Args:", "Attributes:"), "what it raises": ("Raises:", "Raises ")}
-
-
-#: Packages whose every public name is on their page of the reference, each function with an example.
-_PACKAGES = ("accounting", "audit", "ops")
-
-
-def _members(package: str) -> list[tuple[str, str]]:
-    """What one of `_PACKAGES` hands out, each with the module that defines it; checked as public names are."""
-    if package not in _PACKAGES:
-        return []
-    found = []
-    for node in ast.parse((ROOT / "fastdp" / package / "__init__.py").read_text()).body:
-        if isinstance(node, ast.ImportFrom):
-            home = f"fastdp.{package}.{node.module}" if node.level else str(node.module)
-            found += [(alias.name, home) for alias in node.names]
-    for name, home in found:
-        path = ROOT.joinpath(*home.split(".")).with_suffix(".py")
-        definition = next(node for node in _definitions(path) if node.name == name)
-        text = _complete(definition, path)
-        if isinstance(definition, ast.FunctionDef) and ">>>" not in text:
-            raise ValueError(f"the docstring of {name} ({path.relative_to(ROOT)}) shows no example")
-    return found
-
-
-def _definitions(path: Path) -> list[ast.ClassDef | ast.FunctionDef]:
-    return [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
-
-
-def _complete(node: ast.ClassDef | ast.FunctionDef, path: Path, whole: bool = False) -> str:
-    """A definition's docstring. Raises ValueError, which fails the build, where it leaves out what a reader needs."""
-    text = ast.get_docstring(node) or ""
-    must = dict(_MUST)
-    # Classes of the package's root say all of it.
-    if isinstance(node, ast.ClassDef) and not whole:
-        # What making one raises is said by whatever makes it; exceptions and abstract classes take nothing.
-        del must["what it raises"]
-        if not any(isinstance(field, ast.AnnAssign) and field.value is None for field in node.body):
-            must = {}
-    elif isinstance(node, ast.FunctionDef) and not (node.args.args or node.args.kwonlyargs or node.args.vararg):
-        del must["what it takes"]
-    for what, words in must.items():
-        if not any(word in text for word in words):
-            raise ValueError(f"the docstring of {node.name} ({path.relative_to(ROOT)}) does not say {what}")
-    if not text:
-        raise ValueError(f"{node.name} ({path.relative_to(ROOT)}) has no docstring")
-    return text
-
-
-def _docstring(name: str, module: str) -> str:
-    """Of a public name. Raises ValueError, which fails the build, where it leaves out what a reader needs."""
-    package = ROOT.joinpath(*module.split(".")[:-1])
-    homes = [package.with_suffix(".py")] if package.with_suffix(".py").exists() else sorted(package.rglob("*.py"))
-    if package.is_dir():
-        # A method's settings may stand in the module beside its folder that all methods share.
-        homes += sorted(package.parent.glob("*.py"))
-    for home in homes:
-        for node in _definitions(home):
-            if node.name == name:
-                return _complete(node, home, whole=True)
-    if module == f"fastdp.{name}":
-        return ""  # a module of the package
-    raise ValueError(f"{module} is public, but not found where it is said to be")
-
-
-def _shown_in(name: str, docstring: str) -> str:
-    """Pages whose code, which the tests run, uses a public name; a docstring's own example will do instead."""
-    pages = [
-        page.name
-        for page in sorted((ROOT / "docs").glob("*.md"))
-        if any(
-            re.search(rf"\b{name}\b", block)
-            for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        text = text.replace(f"](../{name}", f"]({page}").replace(
+            f"]({name}", f"]({page}"
         )
-    ]
-    programs = [
-        f"`examples/{path.name}`"
-        for path in sorted((ROOT / "examples").glob("*.py"))
-        if re.search(rf"\b{name}\b", path.read_text())
-    ]
-    if not pages and programs:
-        return f"Used in {', '.join(programs)}.\n\n"
-    if pages:
-        return "Used in " + ", ".join(f"[{page.removesuffix('.md')}](../{page})" for page in pages) + ".\n\n"
-    if ">>>" not in docstring and docstring:
-        raise ValueError(f"{name} is public, but neither its docstring nor any page shows its use")
-    return ""
+    return text

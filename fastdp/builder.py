@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 
 from fastdp.accounting import Ledger
 from fastdp.accounting.ledger import STEP
-from fastdp.distributed.ranks import Ranks, alone
+from fastdp.distributed.ranks import Ranks, single_process
 from fastdp.engine.engine import Engine
 from fastdp.engine.policy import Policy
 from fastdp.methods.dpsgd import DPSGD
-from fastdp.ops.stream import ROUNDS, NoiseStream
+from fastdp.ops.stream import CIPHER_ROUNDS, NoiseStream
 from fastdp.private.checks import (
     bare,
     check_budget,
@@ -98,7 +98,7 @@ class Options:
             raise ValueError(
                 f"loss_reduction is '{self.loss_reduction}': use 'mean' or 'sum', or None if the model returns its loss"
             )
-        if self.noise_rounds not in ROUNDS:
+        if self.noise_rounds not in CIPHER_ROUNDS:
             raise ValueError(
                 f"noise_rounds is {self.noise_rounds!r}: noise has 20 rounds of ChaCha, or 12 where that is asked for"
             )
@@ -373,7 +373,7 @@ class Builder:
         )
         optimizer = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.0)
         loader: Any = DataLoader(examples, batch_size=len(drawn), collate_fn=self.data_loader.collate_fn)
-        with alone():
+        with single_process():
             return Builder(twin, optimizer, loader, options).build()
 
 

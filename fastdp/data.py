@@ -159,7 +159,7 @@ def read_rows(path: str | Path, encoding: str = "utf-8") -> Rows:
         rows = _read_file(files[0], encoding)
     else:
         warnings.warn(f"{path}: {len(files)} files are read as one table, {files[0].name} first", stacklevel=2)
-        rows = _joined(path, [_read_file(file, encoding) for file in files])
+        rows = _join_tables(path, [_read_file(file, encoding) for file in files])
     if not len(rows):
         raise DataError(f"{path} holds no rows")
     return rows
@@ -195,7 +195,7 @@ def _read_file(path: Path, encoding: str) -> Rows:
     return _READERS[suffix](path, _decode(path, encoding))
 
 
-def _joined(path: Path, tables: Sequence[Rows]) -> Rows:
+def _join_tables(path: Path, tables: Sequence[Rows]) -> Rows:
     """Tables of several files as one."""
     first = tables[0]
     columns = dict.fromkeys(name for table in tables for name in table.columns)
@@ -400,14 +400,14 @@ def _arrow_rows(path: Path, columns: Sequence[str], rows: list[dict[str, Any]], 
         inner = getattr(feature, "feature", feature)
         if classes := getattr(inner, "names", None):
             for row in rows:
-                row[name] = _named(row[name], classes)
+                row[name] = _class_names(row[name], classes)
     return Rows(path, tuple(columns), rows, range(1, len(rows) + 1), "row")
 
 
-def _named(value: Any, classes: Sequence[str]) -> Any:
+def _class_names(value: Any, classes: Sequence[str]) -> Any:
     """The names of class numbers; a number without a name stays."""
     if isinstance(value, list):
-        return [_named(item, classes) for item in value]
+        return [_class_names(item, classes) for item in value]
     return classes[value] if isinstance(value, int) and 0 <= value < len(classes) else value
 
 

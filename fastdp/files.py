@@ -29,7 +29,7 @@ def make_folder(path: str | os.PathLike[str], *, public: bool = False) -> None:
 
 
 @contextmanager
-def whole(path: str | os.PathLike[str], *, public: bool = False) -> Iterator[Path]:
+def atomic_path(path: str | os.PathLike[str], *, public: bool = False) -> Iterator[Path]:
     """A path to write to, which becomes ``path`` when the block ends: a kill leaves what was there before, or all of it.
 
     The block gets an empty file in the folder of ``path``, which is made if it is missing. At its end that file is synced,
@@ -53,18 +53,18 @@ def whole(path: str | os.PathLike[str], *, public: bool = False) -> Iterator[Pat
 
 
 def write(path: str | os.PathLike[str], content: str | bytes, *, public: bool = False) -> None:
-    """Write text (UTF-8) or bytes as `whole` does."""
-    with whole(path, public=public) as aside:
+    """Write text (UTF-8) or bytes as `atomic_path` does."""
+    with atomic_path(path, public=public) as aside:
         aside.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: str | os.PathLike[str], value: Any, *, public: bool = False) -> None:
-    """Write indented JSON as `whole` does."""
+    """Write indented JSON as `atomic_path` does."""
     write(path, json.dumps(value, indent=2) + "\n", public=public)
 
 
 def write_rows(path: str | os.PathLike[str], rows: Iterable[Any]) -> None:
-    """Write one JSON value a line as `whole` does."""
+    """Write one JSON value a line as `atomic_path` does."""
     write(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
 
 
@@ -75,10 +75,10 @@ def save_tensors(
     *,
     public: bool = False,
 ) -> None:
-    """Write tensors of any device and layout as a safetensors file, as `whole` does."""
+    """Write tensors of any device and layout as a safetensors file, as `atomic_path` does."""
     from safetensors.torch import save_file
 
-    with whole(path, public=public) as aside:
+    with atomic_path(path, public=public) as aside:
         ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(ready, aside, None if metadata is None else dict(metadata))
 

@@ -70,16 +70,16 @@ def try_lock(descriptor: int) -> bool:
     return True
 
 
-_HELD: weakref.WeakSet[Any] = weakref.WeakSet()
+_LOCK_HOLDERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def close_in_children(holder: Any) -> None:
     """Close it in every process forked from this one, which would hold the lock after its parent was killed."""
-    _HELD.add(holder)
+    _LOCK_HOLDERS.add(holder)
 
 
 def _close_held() -> None:
-    for holder in list(_HELD):
+    for holder in list(_LOCK_HOLDERS):
         holder.close()
 
 

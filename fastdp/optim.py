@@ -17,7 +17,7 @@ import fastdp.ops as ops
 from fastdp.engine.axes import RankOne
 from fastdp.entry import make_private
 from fastdp.ops.halves import keep_moments
-from fastdp.ops.noise import DTYPES
+from fastdp.ops.noise import NOISE_DTYPES
 from fastdp.private.parts import ScaledVariance
 from fastdp.private.release import Summed, Update
 from fastdp.private.run import Private, drives
@@ -157,7 +157,7 @@ class CorrectedAdam(torch.optim.AdamW):
         served = {id(group): _serves(group) for group in self.param_groups}
         variances: list[float | None] = [0.0] * len(parameters)
         if self.noise_variance:
-            variances = [_along(self._known_of(p), axes) for p, axes in zip(parameters, every_axes)]
+            variances = [_scalar_variance(self._known_of(p), axes) for p, axes in zip(parameters, every_axes)]
         fused = [
             group is not None and served[id(group)] and _fusable(parameter, std, variance, divisor)
             for group, parameter, std, variance in zip(groups, parameters, stds, variances)
@@ -229,7 +229,7 @@ class CorrectedAdam(torch.optim.AdamW):
     def _variance_of(self, parameter: torch.Tensor) -> float | torch.Tensor:
         known = self._known_of(parameter)
         found = known.whole(parameter.shape) if isinstance(known, ScaledVariance) else known
-        return pieces.joined(pieces.part(found, parameter), parameter) if isinstance(found, torch.Tensor) else found
+        return pieces.from_piece(pieces.part(found, parameter), parameter) if isinstance(found, torch.Tensor) else found
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -297,7 +297,7 @@ def _serves(group: dict[str, Any]) -> bool:
 
 def _fusable(parameter: torch.Tensor, std: float, variance: float | None, divisor: float) -> bool:
     """Whether the fused step serves a parameter, and what is to be subtracted is its noise's variance, or nothing."""
-    if parameter.dtype not in DTYPES or not parameter.is_contiguous() or variance is None:
+    if parameter.dtype not in NOISE_DTYPES or not parameter.is_contiguous() or variance is None:
         return False
     return variance == 0 or math.isclose((std / divisor) ** 2, variance)
 
@@ -331,7 +331,7 @@ def _counted(members: list[int], counts: list[torch.Tensor]) -> list[tuple[int, 
     return [(step, [at for at, own in zip(members, steps) if own == step]) for step in numbers]
 
 
-def _along(variance: float | torch.Tensor | ScaledVariance, axes: RankOne | None) -> float | None:
+def _scalar_variance(variance: float | torch.Tensor | ScaledVariance, axes: RankOne | None) -> float | None:
     """The variance over a parameter's axes, if that is one number: what the fused step can subtract."""
     if isinstance(variance, ScaledVariance):
         return variance.variance if variance.axes is axes else None

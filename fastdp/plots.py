@@ -106,5 +106,5 @@ def _axes(path: str | Path, title: str, ylabel: str, xlabel: str = "step", *, pu
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     yield axes
-    with files.whole(path, public=public) as aside:
+    with files.atomic_path(path, public=public) as aside:
         figure.savefig(aside, dpi=_DPI, format="png")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 #: The types of settings, in words.
-KINDS = {
+TYPE_WORDS = {
     str: "text",
     int: "a whole number",
     float: "a number",
@@ -96,14 +96,14 @@ def types_of(table: type) -> dict[str, type]:
     return found
 
 
-def nearest(name: str, known: Iterable[str], otherwise: str = "known settings:") -> str:
+def suggest_name(name: str, known: Iterable[str], otherwise: str = "known settings:") -> str:
     """What to add to the refusal of an unknown name: the nearest known one, or all."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else f"; {otherwise} {', '.join(known)}"
 
 
-def converted(name: str, value: Any, kinds: Mapping[str, type]) -> Any:
+def convert_value(name: str, value: Any, kinds: Mapping[str, type]) -> Any:
     """A value of a source that knows types, where a number may be written without its point.
 
     Raises:
@@ -113,5 +113,5 @@ def converted(name: str, value: Any, kinds: Mapping[str, type]) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind:
-        raise ValueError(f"{name} must be {KINDS[kind]}, not {value!r}")
+        raise ValueError(f"{name} must be {TYPE_WORDS[kind]}, not {value!r}")
     return value

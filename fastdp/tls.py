@@ -32,7 +32,7 @@ AUTHORITY = "authority"
 CA, CERTIFICATE, KEY = "ca.pem", "certificate.pem", "key.pem"
 #: A certificate revocation list that the authority signed, and its record of every certificate it issued.
 REVOKED, ISSUED = "revoked.pem", "issued.jsonl"
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 NAME_IN_WORDS = "1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit"
 _AUTHORITY_DAYS = 3650
 # Clocks differ between machines.
@@ -91,7 +91,7 @@ def certificate_name(certificate: bytes) -> str:
     The name is parsed here and compared whole: a C string would end at a NUL.
     """
     found = _read(certificate).subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    if len(found) != 1 or not isinstance(found[0].value, str) or NAME.fullmatch(found[0].value) is None:
+    if len(found) != 1 or not isinstance(found[0].value, str) or NAME_PATTERN.fullmatch(found[0].value) is None:
         raise ValueError(f"the certificate must have one common name, of {NAME_IN_WORDS}")
     return found[0].value
 
@@ -270,7 +270,7 @@ class _Issuer:
 
 
 def _check_name(name: str, server: str) -> None:
-    if NAME.fullmatch(name) is None or name in (AUTHORITY, server):
+    if NAME_PATTERN.fullmatch(name) is None or name in (AUTHORITY, server):
         raise ValueError(f"{name!r} cannot name a customer: use {NAME_IN_WORDS}")
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from fastdp.tls import Revocations, certificate_name, check_certificate, server_context
 
-CHUNK = 1 << 16
+RELAY_BYTES = 1 << 16
 _BACKLOG = 1024
 _MANY_DESCRIPTORS = 1 << 16
 
@@ -48,7 +48,7 @@ class ProxyLimits:
 
 
 #: Serves one open connection; gets the certificate (DER) of who is at its other end.
-Handler = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+ConnectionHandler = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class TlsListener:
@@ -75,7 +75,7 @@ class TlsListener:
         self,
         address: tuple[str, int],
         certificates: Path,
-        handler: Handler,
+        handler: ConnectionHandler,
         protocol: str,
         limits: ProxyLimits | None = None,
     ):
@@ -181,7 +181,7 @@ class TlsListener:
 
     async def _handshake(self, accepted: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        reader = asyncio.StreamReader(CHUNK, self._loop)
+        reader = asyncio.StreamReader(RELAY_BYTES, self._loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=self._loop)
         transport, _ = await self._loop.connect_accepted_socket(
             lambda: protocol, accepted, ssl=self._context, ssl_handshake_timeout=self._limits.handshake_seconds
@@ -260,7 +260,7 @@ class TlsProxy(TlsListener):
             self._by_path[path] = certificate
             await self._loop.sock_connect(local, str(self._backend))
             os.unlink(path)
-            inner_reader, inner = await asyncio.open_unix_connection(sock=local, limit=CHUNK)
+            inner_reader, inner = await asyncio.open_unix_connection(sock=local, limit=RELAY_BYTES)
             try:
                 ways = [self._copy(reader, inner), self._copy(inner_reader, writer)]
                 tasks = [self._loop.create_task(way) for way in ways]
@@ -277,7 +277,7 @@ class TlsProxy(TlsListener):
             local.close()
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(CHUNK):
+        while data := await reader.read(RELAY_BYTES):
             writer.write(data)
             await asyncio.wait_for(writer.drain(), self._limits.stall_seconds)
 

@@ -8,14 +8,14 @@ import torch
 import triton
 import triton.language as tl
 
-from fastdp.ops.adamw import Numbers, told
+from fastdp.ops.adamw import Numbers, unpack_numbers
 from fastdp.ops.halves import ELEMENT_FACTOR, MIX_FACTOR, STEP_FACTOR, TENSOR_FACTOR
 
 from .chacha import BLOCKS, POSITION, normals
-from .grid import numbers_of_grid, on_grid, settled
+from .grid import numbers_of_grid, on_grid, settle_element
 from .groups import first_programs, owner
-from .launch import TRITON, beside, cdiv, on_device_of, registers_of
-from .settle import NO_LIST, SETTLED, lowest, new_list, own_entries, put_on_list
+from .launch import TRITON, cdiv, on_device_of, registers_of, to_device_of
+from .settle import NO_LIST, SETTLE_BLOCK, lowest, new_list, own_entries, put_on_list
 from .tiles import load_flat, store_flat
 
 #: A thread's, so that a processor holds three programs.
@@ -160,7 +160,7 @@ def _settle_adamw_kernel(
         o_x = tl.where(bits != 0, block.to(tl.int64) * 16 + element, n)
         # [b]
         grad = load_flat(p_grad, o_x, n, False)
-        noised = settled(grad, p_position, block, element, std, spacing, inverse)
+        noised = settle_element(grad, p_position, block, element, std, spacing, inverse)
         # What the list had no room for was not updated, and nobody knows where it is: the step shall not go on.
         noised = tl.where(is_full, float("nan"), noised)
         _update(p_param, p_mean, p_square, p_master, p_rows, p_columns, width, n, o_x, False, noised, False, p_position,
@@ -201,7 +201,7 @@ def adamw_noise_step_(
     All tensors have one shape; ``param`` is float32, bfloat16 or float16, the others float32; strided ones are
     copied once.
     """
-    numbers, rows, columns = told(rest)
+    numbers, rows, columns = unpack_numbers(rest)
     written = (param, exp_avg, exp_avg_sq)
     flat = [x.contiguous() for x in written]
     axes = ([], []) if rows is None else ([rows], [columns])
@@ -225,7 +225,7 @@ def adamw_noise_steps_(
     Where noise is rounded, another settles what it left open. The numbers of a step are computed in float64 and reach the kernel
     as float32: no step compiles another kernel.
     """
-    numbers, rows, columns = told(rest)
+    numbers, rows, columns = unpack_numbers(rest)
     computed = _numbers(numbers)
     lists = (params, grad_sums, exp_avgs, exp_avg_sqs, masters or grad_sums, *((rows, columns) if rows else ()))
     kinds: dict[torch.dtype, list[int]] = {}
@@ -254,8 +254,8 @@ def adamw_noise_steps_(
             "enable_fp_fusion": True,
         }
         with on_device_of(params[0]):
-            lines = beside(torch.from_numpy(table), params[0])
-            positions = beside(drawn if len(kinds) == 1 else drawn[members], params[0])
+            lines = to_device_of(torch.from_numpy(table), params[0])
+            positions = to_device_of(drawn if len(kinds) == 1 else drawn[members], params[0])
             opened = new_list(sum(lengths), params[0].device, with_sums=False) if numbers.rounded else NO_LIST
             _adamw_kernel[(programs,)](
                 lines,
@@ -272,6 +272,6 @@ def adamw_noise_steps_(
                 **registers_of(REGISTERS),
             )
             if numbers.rounded:
-                _settle_adamw_kernel[(cdiv(opened.capacity, SETTLED),)](
-                    lines, positions, opened.entries, opened.capacity, *computed, b=SETTLED, **kind, num_warps=1
+                _settle_adamw_kernel[(cdiv(opened.capacity, SETTLE_BLOCK),)](
+                    lines, positions, opened.entries, opened.capacity, *computed, b=SETTLE_BLOCK, **kind, num_warps=1
                 )

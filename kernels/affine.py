@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fastdp.ops.matrices import Form, Matrices, Tensors
+from fastdp.ops.matrices import Matrices, MatrixForm, Tensors
 
-from .launch import TRITON, Table, beside, on_device_of, splits_to_fill
+from .launch import TRITON, Table, on_device_of, splits_to_fill, to_device_of
 
 _FIELDS = tl.constexpr(9)
 
@@ -93,7 +93,7 @@ class _Launch(NamedTuple):
 
 
 @functools.lru_cache(maxsize=128)
-def _launches(gradients: Form, xs: Form, wide_gradients: bytes, wide_xs: bytes) -> list[_Launch]:
+def _launches(gradients: MatrixForm, xs: MatrixForm, wide_gradients: bytes, wide_xs: bytes) -> list[_Launch]:
     kinds: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for i, kind in enumerate(zip(gradients.dtypes, xs.dtypes)):
         kinds.setdefault(kind, []).append(i)
@@ -127,7 +127,7 @@ def affine_sums_group(
         gradients, xs = Matrices.of(gradients), Matrices.of(xs)
         rows = [Tensors(row.float().contiguous() for row in rows) for rows in (means, rstds)]
         addresses = [own.addresses for own in (gradients, xs, *rows)]
-        offsets = beside(offsets, like)
+        offsets = to_device_of(offsets, like)
         for launch in _launches(gradients.form, xs.form, gradients.wide, xs.wide):
             with on_device_of(like):
                 _affine_kernel[(len(launch.members) * units, columns, splits)](

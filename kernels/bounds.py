@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fastdp.ops.factors import MOST
+from fastdp.ops.factors import INT64_MAX
 
 from . import direct, gram
-from .launch import beside, cdiv, on_device_of, serves
+from .launch import cdiv, on_device_of, serves, to_device_of
 
 _TOKENS = 16
 _COLUMNS = 256
@@ -87,7 +87,7 @@ def row_products(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor,
             ONE_HOT=one_hot,
             num_warps=4,
         )
-        _sum_units_kernel[(units,)](products, beside(offsets, right), sums, b=128, num_warps=1)
+        _sum_units_kernel[(units,)](products, to_device_of(offsets, right), sums, b=128, num_warps=1)
     return sums
 
 
@@ -106,7 +106,7 @@ def gram_norms(
     most: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Squared norms [k, B], float32, of uses of which each right has ``counts``, and row products, float64."""
-    if scales or most < MOST:
+    if scales or most < INT64_MAX:
         return NotImplemented
     return gram.gram_norms(lefts, rights, counts, offsets)
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from fastdp.ops.snap import refuse_non_finite
 
 from .chacha import chacha_words
-from .launch import beside, cdiv, on_device_of
+from .launch import cdiv, on_device_of, to_device_of
 
 #: Blocks of a position that belong to one token; its draw is the first two words of the first.
 _BLOCKS = tl.constexpr(64)
@@ -37,7 +37,9 @@ def uniforms(position: torch.Tensor, n: int, device: torch.device) -> torch.Tens
     out = torch.empty(n, dtype=torch.float64, device=device)
     if n:
         with on_device_of(out):
-            _uniform_kernel[(cdiv(n, 128),)](beside(position, out), out, n, b=128, enable_fp_fusion=True, num_warps=4)
+            _uniform_kernel[(cdiv(n, 128),)](
+                to_device_of(position, out), out, n, b=128, enable_fp_fusion=True, num_warps=4
+            )
     return out
 
 

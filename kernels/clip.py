@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .chacha import BLOCKS, normals
 from .grid import numbers_of_grid
-from .launch import beside, cdiv, on_device_of
+from .launch import cdiv, on_device_of, to_device_of
 from .settle import NO_LIST, new_list, settle, store_rounded
 from .tiles import load_flat, store_flat
 
@@ -179,7 +179,7 @@ def clip_noise(
         _forward_factor_kernel[(rows,)](
             partial, norm, root, chunks, float(max_norm), b_chunks=128, enable_fp_fusion=True, num_warps=1
         )
-        there = beside(position, x)
+        there = to_device_of(position, x)
         opened = new_list(x.numel(), x.device, with_sums=True) if rounded else NO_LIST
         _apply_kernel[(cdiv(x.numel(), 16 * BLOCKS),)](
             flat,

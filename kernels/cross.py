@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import beside, cdiv, largest_side, on_device_of, row_tile, splits_to_fill, stages_of
+from .launch import cdiv, largest_side, on_device_of, row_tile, splits_to_fill, stages_of, to_device_of
 from .reduce import sum_parts
 from .tiles import gram_tile, unit_of_slot
 
@@ -74,7 +74,7 @@ def cross_inner(
     units, tokens = offsets1.shape[0] - 1, right1.shape[0]
     if units == 0 or tokens == 0 or right2.shape[0] == 0:
         return torch.zeros(units, dtype=torch.float32, device=right1.device)
-    offsets1, offsets2 = beside(offsets1, right1), beside(offsets2, right1)
+    offsets1, offsets2 = to_device_of(offsets1, right1), to_device_of(offsets2, right1)
     kind = DENSE if left1.dim() == 2 else ID_AGAINST_DENSE if left2.dim() == 2 else IDS
     wide = torch.float32 in (left1.dtype, right1.dtype, left2.dtype, right2.dtype)
     b_t = row_tile(tokens, units, min(64 if kind is ID_AGAINST_DENSE else 128, largest_side(wide, right1.device)))

@@ -12,8 +12,8 @@ import triton.language as tl
 from fastdp.ops.dchi import refuse_overflow
 
 from .chacha import chacha_words, normals
-from .launch import beside, cdiv, next_power_of_2, on_device_of
-from .snap import finite, named_bad_row, nearest, survey
+from .launch import cdiv, next_power_of_2, on_device_of, to_device_of
+from .snap import finite, named_bad_row, nearest_row, survey
 
 _ATTEMPTS = tl.constexpr(16)
 
@@ -75,8 +75,8 @@ def dchi_rows(ids: torch.Tensor, table: torch.Tensor, eta: torch.Tensor, positio
         _dchi_kernel[(ids.numel(),)](
             table,
             ids,
-            beside(eta, table),
-            beside(position, table),
+            to_device_of(eta, table),
+            to_device_of(position, table),
             out,
             width,
             int(eta.numel() > 1),
@@ -95,7 +95,7 @@ def private_snap(ids: torch.Tensor, table: torch.Tensor, eta: torch.Tensor, posi
     noisy = dchi_rows(ids.reshape(-1).contiguous(), table, eta.reshape(-1), position)
     half_noisy, bad = survey(noisy)
     refuse_overflow(named_bad_row(bad) is None)
-    return nearest(noisy, table, half_noisy, half_table).view(ids.shape)
+    return nearest_row(noisy, table, half_noisy, half_table).view(ids.shape)
 
 
 def dchi_vectors(eta: torch.Tensor, width: int, position: torch.Tensor) -> torch.Tensor:

@@ -11,13 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from fastdp.ops.matrices import Form
+from fastdp.ops.matrices import MatrixForm
 
 from .launch import (
     TRITON,
     Launch,
     Table,
-    beside,
     cdiv,
     has_wide_tiles,
     largest_side,
@@ -27,6 +26,7 @@ from .launch import (
     readable,
     splits_to_fill,
     stages_of,
+    to_device_of,
 )
 from .mask import load_mask, pack_mask
 from .reduce import sum_slots
@@ -135,7 +135,7 @@ def direct_norms(
     rows = 1 if mask is None else 2
     if units == 0 or m == 0 or n == 0:
         return torch.zeros(rows, units, dtype=torch.float32, device=right.device)
-    offsets = beside(offsets, right)
+    offsets = to_device_of(offsets, right)
     if mask is None:
         left, right = readable([left, right])
         m, n = left.shape[1], right.shape[1]
@@ -176,7 +176,9 @@ def direct_norms(
 
 
 @functools.lru_cache(maxsize=128)
-def _chosen(lefts: Form, rights: Form, wide_lefts: bytes, wide_rights: bytes, sides: tuple[int, int]) -> list[Launch]:
+def _chosen(
+    lefts: MatrixForm, rights: MatrixForm, wide_lefts: bytes, wide_rights: bytes, sides: tuple[int, int]
+) -> list[Launch]:
     # `sides` of tiles at most: of factors of 16 bits, and of 32.
     kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
     for i, width in enumerate(zip(lefts.columns, rights.columns)):
@@ -209,7 +211,7 @@ def chosen_norms(
     norms = torch.zeros(chosen.shape, dtype=torch.float32, device=device)
     if rights[0].shape[0] == 0:
         return norms
-    lefts, rights, offsets = readable(lefts), readable(rights), beside(offsets, norms)
+    lefts, rights, offsets = readable(lefts), readable(rights), to_device_of(offsets, norms)
     sides = largest_side(False, device), largest_side(True, device)
     for launch in _chosen(lefts.form, rights.form, lefts.wide, rights.wide, sides):
         wide, members = torch.float32 in (launch.of_left, launch.of_right), launch.members

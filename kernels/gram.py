@@ -16,12 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from fastdp.ops.matrices import Form
+from fastdp.ops.matrices import MatrixForm
 
 from .launch import (
     TRITON,
     Table,
-    beside,
     kept_with,
     largest_side,
     on_device_of,
@@ -30,6 +29,7 @@ from .launch import (
     readable,
     row_tile,
     stages_of,
+    to_device_of,
 )
 from .tiles import gram_tile
 
@@ -209,7 +209,7 @@ class _Launch(NamedTuple):
 
 @functools.lru_cache(maxsize=128)
 def _launches(
-    lefts: Form, rights: Form, counts: tuple[int, ...], wide_lefts: bytes, wide_rights: bytes
+    lefts: MatrixForm, rights: MatrixForm, counts: tuple[int, ...], wide_lefts: bytes, wide_rights: bytes
 ) -> list[_Launch]:
     kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], dict[int, list[int]]] = {}
     uses = iter(range(len(lefts.columns)))
@@ -259,7 +259,7 @@ def gram_norms(
     products = torch.zeros(uses, units, dtype=torch.float64, device=device)
     if units == 0 or tokens == 0:
         return squares, products
-    offsets, lefts, rights = beside(offsets, squares), readable(lefts), readable(rights)
+    offsets, lefts, rights = to_device_of(offsets, squares), readable(lefts), readable(rights)
     for launch in _launches(lefts.form, rights.form, tuple(counts), lefts.wide, rights.wide):
         wide = torch.float32 in (launch.of_right, launch.of_left)
         count = processors(device)

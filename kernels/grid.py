@@ -1,7 +1,7 @@
 """Noised sums rounded to a grid, on the device: the definition is ``fastdp.ops.grid``, the proof docs/noise.md.
 
-Float32 normals decide almost every rounding, in `on_grid`. An element that is left open goes through `settled` in a launch of
-its own (`settle.py`): 64 bits of its uniforms and float64, and if those leave it open, 128 bits and pairs of float64, 106
+Float32 normals decide almost every rounding, in `on_grid`. An element that is left open goes through `settle_element` in a launch
+of its own (`settle.py`): 64 bits of its uniforms and float64, and if those leave it open, 128 bits and pairs of float64, 106
 bits together. Products are split by masks and not by fused operations, which the interpreter does not have; those the
 compiler fuses by itself only lose less.
 """
@@ -209,7 +209,7 @@ def on_grid(x, z, ratio, spacing, inverse):
 
 
 @triton.jit
-def settled(x, p_position, block, element, ratio, spacing, inverse):
+def settle_element(x, p_position, block, element, ratio, spacing, inverse):
     """As `on_grid`, of element ``element`` of each of ``block`` (uint32), all of one shape: no rounding is left open."""
     past = _past_whole(x, inverse)
     z, rough = _near_normal(p_position, block, element)
@@ -229,6 +229,6 @@ def settled(x, p_position, block, element, ratio, spacing, inverse):
 
 
 def numbers_of_grid(std: float) -> tuple[float, float, float]:
-    """What `on_grid` and `settled` are told of the noise: std in units of the grid's spacing, the spacing, and its inverse."""
+    """What `on_grid` and `settle_element` take: std in units of the grid's spacing, the spacing, and its inverse."""
     spacing, ratio = grid(std)
     return ratio, spacing, 1.0 / spacing

@@ -13,12 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from fastdp.ops.matrices import Form, Matrices
+from fastdp.ops.matrices import Matrices, MatrixForm
 
 from .launch import (
     TRITON,
     Table,
-    beside,
     cdiv,
     largest_side,
     next_power_of_2,
@@ -26,6 +25,7 @@ from .launch import (
     places_beside,
     splits_to_fill,
     stages_of,
+    to_device_of,
 )
 from .reduce import sum_slots
 from .tiles import outer_tile
@@ -104,7 +104,7 @@ class _Launch(NamedTuple):
 
 
 @functools.lru_cache(maxsize=128)
-def _launches(lefts: Form, rights: Form, wide_lefts: bytes, wide_rights: bytes) -> list[_Launch]:
+def _launches(lefts: MatrixForm, rights: MatrixForm, wide_lefts: bytes, wide_rights: bytes) -> list[_Launch]:
     kinds: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     # Of the narrow and of the wide factor: which of the two lists it is in.
     sides = [(1, 0) if m > n else (0, 1) for m, n in zip(lefts.columns, rights.columns)]
@@ -154,7 +154,7 @@ def per_unit_group(
     if norms.numel() == 0:
         return gradients, norms
     launches = _launches(lefts.form, rights.form, lefts.wide, rights.wide)
-    offsets, results = beside(offsets, norms), Matrices(gradients)
+    offsets, results = to_device_of(offsets, norms), Matrices(gradients)
     for launch in launches:
         members = launch.members
         b_m = min(

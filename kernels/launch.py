@@ -16,7 +16,7 @@ import triton.language as tl
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastdp.ops.matrices import Matrices
-from fastdp.ops.placed import placed, sent
+from fastdp.ops.placed import cached_constant, copy_to_device
 
 #: What a kernel that finds addresses in memory is told of the dtypes behind them.
 TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -58,19 +58,19 @@ def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[obje
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
-def beside(small: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def to_device_of(small: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """``small`` on the device of ``tensor``; the copy is queued, the host does not wait for the device."""
-    return placed(small, tensor.device)
+    return copy_to_device(small, tensor.device)
 
 
 def places_beside(numbers: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
     """Which of several tensors are meant, int64 on the device of ``tensor``: the same in every step, and sent once."""
-    return sent(tuple(numbers), torch.int64, tensor.device)
+    return cached_constant(tuple(numbers), torch.int64, tensor.device)
 
 
 def table_beside(lines: Iterable[Iterable[int]], tensor: torch.Tensor) -> torch.Tensor:
     """The numbers of lines, one behind the other, int64 on the device of ``tensor``: by numpy, in a third of torch's time."""
-    return beside(torch.from_numpy(np.array([*itertools.chain.from_iterable(lines)], np.int64)), tensor)
+    return to_device_of(torch.from_numpy(np.array([*itertools.chain.from_iterable(lines)], np.int64)), tensor)
 
 
 class Table:
@@ -90,7 +90,7 @@ class Table:
         table = self._lines.copy()
         for (at, of), own in zip(self._places, addresses):
             table[at] = own[of]
-        return beside(torch.from_numpy(table), tensor)
+        return to_device_of(torch.from_numpy(table), tensor)
 
 
 class Launch(NamedTuple):
@@ -134,7 +134,7 @@ def readable(matrices: Sequence[torch.Tensor]) -> Matrices:
     return matrices if all(map(operator.is_, padded, matrices)) else Matrices(padded)
 
 
-def version_of(tensor: torch.Tensor) -> int:
+def write_count(tensor: torch.Tensor) -> int:
     """How often a tensor was written to, where torch counts it: part of what results that are kept depend on."""
     return 0 if tensor.is_inference() else tensor._version
 
@@ -144,13 +144,13 @@ def is_recorded(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_kept_tables: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def kept_with(offsets: torch.Tensor, which: tuple[object, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """What is made of a tensor of offsets alone: once, and kept as long as these are, unless it is only recorded."""
-    known = _kept.setdefault(offsets, {})
-    key = (*which, version_of(offsets))
+    known = _kept_tables.setdefault(offsets, {})
+    key = (*which, write_count(offsets))
     found = known.get(key)
     if found is None:
         found = make()

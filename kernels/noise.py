@@ -6,7 +6,7 @@ import triton.language as tl
 
 from .chacha import BLOCKS, normals
 from .grid import numbers_of_grid
-from .launch import beside, cdiv, on_device_of
+from .launch import cdiv, on_device_of, to_device_of
 from .settle import NO_LIST, new_list, settle, store_rounded
 from .tiles import load_flat, store_flat
 
@@ -41,7 +41,7 @@ def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_round
     if within:
         flat = torch.cat([flat.new_zeros(within), flat.view(-1)])
     with on_device_of(x):
-        there = beside(position, x)
+        there = to_device_of(position, x)
         opened = new_list(flat.numel(), x.device, with_sums=True) if secure_rounding else NO_LIST
         _add_noise_kernel[(cdiv(flat.numel(), 16 * BLOCKS),)](
             flat,

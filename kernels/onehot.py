@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .direct import ABSOLUTE, MASKED_SQUARE
-from .launch import beside, kept_with, on_device_of
+from .launch import kept_with, on_device_of, to_device_of
 from .reduce import sum_parts
 
 _COLUMNS = 256
@@ -248,7 +248,7 @@ def onehot_norms(
     units, (tokens, n), rows = offsets.shape[0] - 1, right.shape, 1 if mask is None else 2
     if units == 0 or tokens == 0:
         return torch.zeros(rows, units, dtype=torch.float32, device=right.device)
-    offsets = beside(offsets, right)
+    offsets = to_device_of(offsets, right)
     keys, order = torch.sort(units_of_tokens(offsets, tokens) << 31 | ids, stable=True)
     parts = torch.empty(rows, tokens + units, dtype=torch.float32, device=right.device)
     sums, chunks = _parts_of_runs(tokens, n, right.device)

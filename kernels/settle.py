@@ -10,15 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .grid import numbers_of_grid, on_grid, settled
+from .grid import numbers_of_grid, on_grid, settle_element
 from .launch import cdiv
 from .tiles import store_flat
 
 #: Blocks that one program settles, one a thread.
-SETTLED = 32
+SETTLE_BLOCK = 32
 
 
-class Opened(NamedTuple):
+class OpenElements(NamedTuple):
     """A list: int64 [capacity + 1, 2] of the count and, for each entry, (line, block) and a bit for each open element.
 
     ``sums``, float32 [capacity, 16], are those of the blocks on the list, where no one else keeps them.
@@ -30,7 +30,7 @@ class Opened(NamedTuple):
 
 
 #: For launches that round nothing.
-NO_LIST = Opened(None, None, 0)
+NO_LIST = OpenElements(None, None, 0)
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def _settle_kernel(p_x, p_position, p_list, p_sums, capacity, begin, std, spacin
         element = lowest(bits)
         # [b]
         x = tl.load(p_sums + place * 16 + element, mask=bits != 0, other=0.0)
-        x = settled(x, p_position, (begin + block).to(tl.uint32), element, std, spacing, inverse)
+        x = settle_element(x, p_position, (begin + block).to(tl.uint32), element, std, spacing, inverse)
         # [b]
         tl.store(p_x + block.to(tl.int64) * 16 + element, x.to(p_x.dtype.element_ty), mask=bits != 0)
         bits &= bits - 1
@@ -112,22 +112,22 @@ def capacity_of(n: int) -> int:
     return n // 1024 + 256
 
 
-def new_list(n: int, device: torch.device, *, with_sums: bool) -> Opened:
+def new_list(n: int, device: torch.device, *, with_sums: bool) -> OpenElements:
     """An empty list for ``n`` elements, with or without room for the sums of its blocks."""
     capacity = capacity_of(n)
     entries = torch.zeros(capacity + 1, 2, dtype=torch.int64, device=device)
-    return Opened(entries, torch.empty(capacity, 16, device=device) if with_sums else None, capacity)
+    return OpenElements(entries, torch.empty(capacity, 16, device=device) if with_sums else None, capacity)
 
 
-def settle(x: torch.Tensor, position: torch.Tensor, opened: Opened, begin: int, std: float) -> None:
+def settle(x: torch.Tensor, position: torch.Tensor, opened: OpenElements, begin: int, std: float) -> None:
     """Write into contiguous ``x``, whose first block is ``begin``, the rounded sum of each element that is on the list."""
-    _settle_kernel[(cdiv(opened.capacity, SETTLED),)](
+    _settle_kernel[(cdiv(opened.capacity, SETTLE_BLOCK),)](
         x,
         position,
         *opened,
         begin,
         *numbers_of_grid(std),
-        b=SETTLED,
+        b=SETTLE_BLOCK,
         enable_fp_fusion=True,
         num_warps=1,
     )

@@ -7,7 +7,7 @@ import torch
 from fastdp.ops.routes import NARROW
 
 from . import affine, grouped, onehot, weighted
-from .launch import assert_ids, beside, serves
+from .launch import assert_ids, serves, to_device_of
 
 #: Whether torch multiplies 16-bit matrices into float32 (from 2.8 on, on a GPU).
 _WIDENS = "dtype" in torch.ops.aten.mm.overloads()
@@ -58,7 +58,7 @@ def weighted_sum_(
     if left.dim() == 1:
         assert_ids(left, out.shape[0])
         if offsets is not None:
-            units = onehot.units_of_tokens(beside(offsets, right), left.shape[0])
+            units = onehot.units_of_tokens(to_device_of(offsets, right), left.shape[0])
             weights = weights.index_select(0, units)
             weights_unmasked = None if weights_unmasked is None else weights_unmasked.index_select(0, units)
         onehot.onehot_weighted_sum_(out, left, right, weights, weights_unmasked, mask)

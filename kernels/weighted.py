@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastdp.ops.matrices import Form, Matrices
+from fastdp.ops.matrices import Matrices, MatrixForm
 
 from .blocks import COUNT_MASK, ENDS, UNIT_SHIFT, blocks_of, runs_of
 from .direct import side_tile
@@ -30,7 +30,6 @@ from .launch import (
     TRITON,
     Launch,
     Table,
-    beside,
     has_wide_tiles,
     on_device_of,
     places_beside,
@@ -38,6 +37,7 @@ from .launch import (
     readable,
     row_tile,
     stages_of,
+    to_device_of,
 )
 from .mask import load_mask, pack_mask
 from .tiles import multiply
@@ -218,9 +218,9 @@ def deal(tiles: int, programs: int, most: int) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=128)
 def _launches(
-    lefts: Form,
-    rights: Form,
-    outs: Form,
+    lefts: MatrixForm,
+    rights: MatrixForm,
+    outs: MatrixForm,
     wide_lefts: bytes,
     wide_rights: bytes,
     wide_outs: bytes,
@@ -300,7 +300,7 @@ def weighted_sums_(
         return
     masked = weights_unmasked is not None
     bits = Matrices([pack_mask(mask) for mask in masks])
-    offsets = beside(offsets, rights[0])
+    offsets = to_device_of(offsets, rights[0])
     wide_tiles = has_wide_tiles(device)
     forms, wides = zip(*((own.form, own.wide) for own in (lefts, rights, totals)))
     for launch in _launches(*forms, *wides, tuple(begun), masked, wide_tiles):

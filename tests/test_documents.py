@@ -107,7 +107,11 @@ def test_a_page_is_short_and_so_are_its_sentences(page: str) -> None:
     most = 30 if page == "SECURITY.md" else 40
     assert [sentence for sentence, length in lengths.items() if length > most] == []
     assert statistics.median(lengths.values()) <= 18
-    code = "".join(re.findall(r"^```.*?^```", text, flags=re.DOTALL | re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_line_of_code_is_wider_than_the_site(page: Path) -> None:
+    code = "".join(re.findall(r"^```.*?^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE))
     assert [line for line in code.splitlines() if len(line) > 88] == []
 
 

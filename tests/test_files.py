@@ -51,7 +51,7 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path):
     path.write_text("earlier")
 
     def fail():
-        with files.whole(path) as aside:
+        with files.atomic_path(path) as aside:
             aside.write_text("half")
             assert mode(aside) == 0o600
             raise InterruptedError
@@ -115,7 +115,7 @@ ELSEWHERE = {
     ("finetune/models.py", "rename"),
     # The account's own folder, of mode 0700.
     ("accounting/witness.py", "mkdir"),
-    # Pictures, within `files.whole`.
+    # Pictures, within `files.atomic_path`.
     ("plots.py", "savefig"),
     ("finetune/plan.py", "savefig"),
     # The kernel's switch that resets the peak of resident memory.

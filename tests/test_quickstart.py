@@ -56,7 +56,7 @@ def test_the_model_is_small_and_is_what_the_recipe_describes():
     size = sum(entry.stat().st_size for entry in MODEL.iterdir())
     assert size <= 4 * 2**20
     config = json.loads((MODEL / "config.json").read_text())
-    assert config["vocab_size"] == recipe.VOCABULARY
+    assert config["vocab_size"] == recipe.VOCABULARY_SIZE
     assert config["n_positions"] == recipe.CONTEXT
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     again = recipe.train_tokenizer(public_text(recipe.PARAGRAPHS, recipe.SEED))

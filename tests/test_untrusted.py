@@ -22,7 +22,7 @@ from fastdp.accounting.card import digest
 from fastdp.accounting.exports import FORMATS, export
 from fastdp.audit.saved import load_saved
 from fastdp.cli import app
-from fastdp.commands.refusal import PlainConsole, styled
+from fastdp.commands.refusal import PlainConsole, style_message
 from fastdp.finetune import ConfigError
 from fastdp.finetune.config import load_config
 from fastdp.finetune.report import build_report
@@ -116,7 +116,7 @@ def test_a_console_shows_strings_as_plain_text():
     file = io.StringIO()
     console = PlainConsole(file=file, width=10_000, force_terminal=True, color_system=None, highlight=False)
     console.print(HOSTILE)
-    console.print(styled(("error:", "bold red"), f" {HOSTILE}"))
+    console.print(style_message(("error:", "bold red"), f" {HOSTILE}"))
     found = file.getvalue()
     assert found.count("\n") == 2
     assert not CONTROLS.search(found)

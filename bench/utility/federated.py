@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from fastdp.data import Examples
-from fastdp.federated import Aggregator, Bounds, FederatedConfig
+from fastdp.federated import Aggregator, FederatedConfig, UpdateBounds
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.site import Site
 from fastdp.files import write_rows
@@ -112,7 +112,7 @@ class Bench:
             of_others = [] if others is None else [adapted.quality(others).perplexity]
             adapter = adapted.adapter
             for number in range(1, config.rounds + 1):
-                aggregator = Aggregator(adapter, Bounds(config.max_update_norm, config.max_examples))
+                aggregator = Aggregator(adapter, UpdateBounds(config.max_update_norm, config.max_examples))
                 for site in sites:
                     adapted.adapter = adapter
                     fitted = site.fit(number)

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from fastdp.finetune.config import LABELLED, ConfigError, FinetuneConfig, load_config
+from fastdp.finetune.folder import CONFIG
 from fastdp.finetune.models import load_model, load_tokenizer
-from fastdp.finetune.run import CONFIG
 from fastdp.finetune.tasks import task_of
 from fastdp.untrusted import MAX_YAML, load_pretrained, parse_json_object, read_bytes
 

@@ -11,7 +11,7 @@ import typer
 import fastdp.files as files
 from fastdp.commands.progress import bar
 from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, refusing, styled
+from fastdp.commands.refusal import console, refusing, style_message
 
 if TYPE_CHECKING:
     import torch
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from fastdp.finetune import FinetuneConfig
 
 
-KINDS = ("membership", "extraction", "reconstruction", "inversion")
+ATTACK_KINDS = ("membership", "extraction", "reconstruction", "inversion")
 
 
 @refusing
 def attack_command(
     model: Annotated[Path, typer.Argument(help="output folder of a run, or a model's folder")],
-    kind: Annotated[str, typer.Option(help=f"one of {', '.join(KINDS)}")] = "membership",
+    kind: Annotated[str, typer.Option(help=f"one of {', '.join(ATTACK_KINDS)}")] = "membership",
     train: Annotated[Path | None, typer.Option(help="the data the model was trained on")] = None,
     held_out: Annotated[Path | None, typer.Option(help="membership: data of the same kind it never saw")] = None,
     reference: Annotated[
@@ -61,8 +61,8 @@ def attack_command(
     json: Annotated[Path | None, typer.Option("--json", help="write the figures")] = None,
 ) -> None:
     """Attack a model: membership, extraction or reconstruction of its training data, or inversion of its embeddings."""
-    if kind not in KINDS:
-        raise ValueError(f"there is no attack named {kind}: choose {', '.join(KINDS)}")
+    if kind not in ATTACK_KINDS:
+        raise ValueError(f"there is no attack named {kind}: choose {', '.join(ATTACK_KINDS)}")
     for name, value in (
         *(("samples", samples), ("length", length), ("limit", limit)),
         *(("candidates", candidates), ("batch-size", batch_size)),
@@ -72,22 +72,26 @@ def attack_command(
     quiet_libraries()
     setting = _Setting(model, {"text_column": text_column, "label_column": label_column}, limit, batch_size, seed)
     if kind == "membership":
-        figures = _membership(setting, _needed(train, "train"), _needed(held_out, "held-out"), reference or [])
+        figures = _membership(
+            setting, _require_file(train, "train"), _require_file(held_out, "held-out"), reference or []
+        )
     elif kind == "extraction":
-        figures = _extraction(setting, _needed(names, "names"), decoys, base, samples, length)
+        figures = _extraction(setting, _require_file(names, "names"), decoys, base, samples, length)
     elif kind == "reconstruction":
-        figures = _reconstruction(setting, _needed(train, "train"), _needed(names, "names"), decoys, candidates)
+        figures = _reconstruction(
+            setting, _require_file(train, "train"), _require_file(names, "names"), decoys, candidates
+        )
     else:
-        figures = _inversion(setting, _needed(train, "train"), eta, blocks)
+        figures = _inversion(setting, _require_file(train, "train"), eta, blocks)
     for title, row in figures.items():
         shown = {key: f"{value:.4f}" if isinstance(value, float) else value for key, value in row.items()}
         text = ", ".join(f"{key} {value}" for key, value in shown.items() if value is not None)
-        console.print(styled((title, "bold"), f": {text}"), soft_wrap=True)
+        console.print(style_message((title, "bold"), f": {text}"), soft_wrap=True)
     if json is not None:
         files.write_json(json, {"model": str(model), "kind": kind, "seed": seed, "figures": figures})
 
 
-Figures = dict[str, dict[str, Any]]
+FigureTable = dict[str, dict[str, Any]]
 
 
 class _Setting:
@@ -135,7 +139,7 @@ class _Setting:
             )
 
 
-def _membership(setting: _Setting, train: Path, held_out: Path, references: list[Path]) -> Figures:
+def _membership(setting: _Setting, train: Path, held_out: Path, references: list[Path]) -> FigureTable:
     import torch
 
     from fastdp.audit import likelihood_ratio, membership
@@ -161,7 +165,7 @@ def _membership(setting: _Setting, train: Path, held_out: Path, references: list
 
 def _extraction(
     setting: _Setting, names: Path, decoys: Path | None, base: Path | None, samples: int, length: int
-) -> Figures:
+) -> FigureTable:
     from fastdp.audit import NameFinder, extraction, generate
     from fastdp.audit.saved import load_saved
 
@@ -182,7 +186,7 @@ def _extraction(
     return {"extraction": extraction(texts, planted, others, known).as_dict()}
 
 
-def _reconstruction(setting: _Setting, train: Path, names: Path, decoys: Path | None, candidates: int) -> Figures:
+def _reconstruction(setting: _Setting, train: Path, names: Path, decoys: Path | None, candidates: int) -> FigureTable:
     from fastdp.audit import NameFinder, reconstruction, strike_out
     from fastdp.data import read_rows
 
@@ -215,7 +219,7 @@ def _reconstruction(setting: _Setting, train: Path, names: Path, decoys: Path | 
     return {"reconstruction": result.as_dict()}
 
 
-def _inversion(setting: _Setting, train: Path, eta: float | None, blocks: int) -> Figures:
+def _inversion(setting: _Setting, train: Path, eta: float | None, blocks: int) -> FigureTable:
     import torch
 
     from fastdp import NoiseStream, ops
@@ -229,7 +233,7 @@ def _inversion(setting: _Setting, train: Path, eta: float | None, blocks: int) -
     ids = torch.cat(rows)
     table = setting.model.get_input_embeddings().weight.detach()  # type: ignore[operator]
     if blocks:
-        guessed = _behind(setting.model, rows, table, blocks)
+        guessed = _states_at_cut(setting.model, rows, table, blocks)
     elif eta is None:
         guessed = nearest_tokens(table[ids], table)
     else:
@@ -240,7 +244,7 @@ def _inversion(setting: _Setting, train: Path, eta: float | None, blocks: int) -
     return {"inversion": {"eta": eta, "blocks": blocks} | result.as_dict()}
 
 
-def _behind(model: nn.Module, rows: list[torch.Tensor], table: torch.Tensor, blocks: int) -> torch.Tensor:
+def _states_at_cut(model: nn.Module, rows: list[torch.Tensor], table: torch.Tensor, blocks: int) -> torch.Tensor:
     """The optimisation attack on what leaves the last of ``blocks`` blocks, row by row."""
     import torch
 
@@ -263,7 +267,7 @@ def _behind(model: nn.Module, rows: list[torch.Tensor], table: torch.Tensor, blo
     return torch.cat(guessed)
 
 
-def _needed(path: Path | None, option: str) -> Path:
+def _require_file(path: Path | None, option: str) -> Path:
     if path is None:
         raise ValueError(f"this attack needs a file: name it with --{option}")
     return path

@@ -9,11 +9,35 @@ import typer
 
 from fastdp.commands.refusal import console, refusing
 
+_HELP = "Write an authority, the {server}'s certificate and one for each {client}, each into a folder of its own."
+_LOCAL = ("localhost", "127.0.0.1", "::1")
 Folder = Annotated[Path, typer.Argument(help="folder of the authority and of every end")]
 
 
-def add_certificate_commands(app: typer.Typer, server: str) -> None:
-    """Add ``renew`` and ``revoke`` to an app whose server is called so."""
+def add_certificate_commands(app: typer.Typer, server: str, client: str, default: str | None = None) -> None:
+    """Add ``certificates``, ``renew`` and ``revoke`` to an app, by what it calls its server and a client.
+
+    Without names, certificates are made for the client ``default``; None asks for names.
+    """
+    clients = typer.Option([default] if default else ..., f"--{client}", help=f"name of a {client}; may be repeated")
+
+    @app.command("certificates", help=_HELP.format(server=server, client=client))
+    @refusing
+    def certificates_command(
+        folder: Annotated[Path, typer.Argument(help="folder to write below; what it has already is kept")],
+        name: list[str] = clients,
+        host: Annotated[
+            list[str] | None, typer.Option(help="name or address of the server's machine; may be repeated")
+        ] = None,
+        days: Annotated[int, typer.Option(help="how long certificates are valid", min=1)] = 365,
+    ) -> None:
+        from fastdp.tls import make_certificates
+
+        made = make_certificates(folder, name, dict.fromkeys([*(host or []), *_LOCAL]), days, server=server)
+        for path in made:
+            console.print(f"wrote {path}")
+        if not made:
+            console.print(f"{folder} has all of these already")
 
     @app.command("renew")
     @refusing

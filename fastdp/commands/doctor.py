@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, refusing, styled
+from fastdp.commands.refusal import console, refusing, style_message
 from fastdp.distribution import installed_version, version_of, wheel_digest
 from fastdp.finetune.config import CHOICES
 
@@ -57,7 +57,7 @@ def _environment() -> Table:
     table.add_row("fastdp", _own_version())
     table.add_row("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in PACKAGES:
-        table.add_row(package, version_of(package) or styled(("not installed", "dim")))
+        table.add_row(package, version_of(package) or style_message(("not installed", "dim")))
     table.add_row("instruction set", f"{_native.isa()} (of the C++ kernels, chosen at run time)")
     table.add_row("threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors")
     if torch.cuda.is_available():

@@ -15,28 +15,7 @@ from fastdp.commands.refusal import console, refusing
 federated_app = typer.Typer(
     help="Fine-tune on several organisations' texts with Flower: adapters travel, texts stay.", no_args_is_help=True
 )
-add_certificate_commands(federated_app, "server")
-_LOCAL = ("localhost", "127.0.0.1", "::1")
-
-
-@federated_app.command("certificates")
-@refusing
-def certificates_command(
-    folder: Annotated[Path, typer.Argument(help="folder to write below; what it has already is kept")],
-    node: Annotated[list[str], typer.Option(help="name of a node; may be repeated")],
-    host: Annotated[
-        list[str] | None, typer.Option(help="name or address of the server's machine; may be repeated")
-    ] = None,
-    days: Annotated[int, typer.Option(help="how long certificates are valid", min=1)] = 365,
-) -> None:
-    """Write an authority, the server's certificate and one for each node, each into a folder of its own."""
-    from fastdp.tls import make_certificates
-
-    made = make_certificates(folder, node, dict.fromkeys([*(host or []), *_LOCAL]), days, server="server")
-    for path in made:
-        console.print(f"wrote {path}")
-    if not made:
-        console.print(f"{folder} has all of these already")
+add_certificate_commands(federated_app, "server", "node")
 
 
 @federated_app.command("server")

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, refusing, styled
+from fastdp.commands.refusal import console, refusing, style_message
 from fastdp.commands.training import ProgressReporter, with_settings
 from fastdp.finetune.config import ConfigError, listed, load_config
 from fastdp.finetune.reporter import duration, memory
@@ -48,7 +48,7 @@ def plan_command(
     from collections import Counter
 
     from fastdp.data import read_rows
-    from fastdp.finetune.plan import draw, invented, plan
+    from fastdp.finetune.plan import draw, plan, with_invented_labels
 
     quiet_libraries()
     settings = load_config(config, overrides)
@@ -66,7 +66,7 @@ def plan_command(
             rows = sum(min(count, most) for count in counts.values()) / examples
     lengths = _lengths(length) if length else settings.max_length
     with console.status("trying private steps ..." if gpu is None else "simulating ..."):
-        found = plan(invented(settings), examples, lengths, minutes, gpu, passes, rows)
+        found = plan(with_invented_labels(settings), examples, lengths, minutes, gpu, passes, rows)
     table = Table(
         title=f"{examples} {unit}, epsilon {settings.epsilon:g} at delta {settings.delta:g}", title_justify="left"
     )
@@ -82,7 +82,7 @@ def plan_command(
             f"{option.step_ratio:.3g}",
             f"{option.run_ratio:.3g}",
             duration(option.seconds),
-            styled(("suggested", "bold")) if option == found.best else "",
+            style_message(("suggested", "bold")) if option == found.best else "",
         )
     console.print(table)
     machine = found.machine
@@ -136,9 +136,11 @@ def tune_command(
     with ProgressReporter() as reporter:
         found = tune(settings, _values(candidates), trials, shape, held_out, reporter=reporter, resume=resume)
     won = ", ".join(f"{name} {value}" for name, value in found.settings.items())
-    console.print(styled("won: ", (won, "bold"), f", noised loss of the judges {found.score:.3f}"))
+    console.print(style_message("won: ", (won, "bold"), f", noised loss of the judges {found.score:.3f}"))
     console.print(
-        styled("privacy of the whole search: epsilon ", (f"{found.epsilon:.3f}", "bold"), f" at delta {found.delta:g}")
+        style_message(
+            "privacy of the whole search: epsilon ", (f"{found.epsilon:.3f}", "bold"), f" at delta {found.delta:g}"
+        )
     )
     console.print(f"written to {found.output}")
 

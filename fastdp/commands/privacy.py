@@ -11,17 +11,17 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from fastdp.commands.refusal import console, refusing, styled
+from fastdp.commands.refusal import console, refusing, style_message
 
-Examples = Annotated[int, typer.Option(min=1, help="examples in the training data, N")]
+ExampleCount = Annotated[int, typer.Option(min=1, help="examples in the training data, N")]
 BatchSize = Annotated[int, typer.Option(min=1, help="expected examples in a step, B")]
 Epochs = Annotated[float, typer.Option(help="passes over the data: ceil(N / B) steps each")]
 Delta = Annotated[float, typer.Option(help="probability that the guarantee may fail")]
-Sampling = Annotated[
+SamplingOption = Annotated[
     Literal["poisson", "shuffled"], typer.Option(help="shuffled batches are accounted without amplification")
 ]
-Adjacency = Annotated[Literal["add_remove", "replace_one"], typer.Option(help="what neighbouring data sets are")]
-Accountant = Literal["pld", "prv", "rdp"]
+AdjacencyOption = Annotated[Literal["add_remove", "replace_one"], typer.Option(help="what neighbouring data sets are")]
+AccountantName = Literal["pld", "prv", "rdp"]
 
 
 def _event(
@@ -56,12 +56,12 @@ def _event(
 @refusing
 def calibrate_command(
     epsilon: Annotated[float, typer.Option(help="budget to spend")],
-    examples: Examples,
+    examples: ExampleCount,
     batch_size: BatchSize,
     epochs: Epochs,
     delta: Delta = 1e-5,
-    sampling: Sampling = "poisson",
-    adjacency: Adjacency = "add_remove",
+    sampling: SamplingOption = "poisson",
+    adjacency: AdjacencyOption = "add_remove",
 ) -> None:
     """The noise that a planned DP-SGD run needs to stay within a budget."""
     import fastdp.accounting as accounting
@@ -70,7 +70,7 @@ def calibrate_command(
     sigma = accounting.calibrate(event, epsilon, delta, adjacency=adjacency)
     spent = accounting.epsilon(event(sigma), delta, adjacency=adjacency)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_row("noise multiplier", styled((f"{sigma:.6f}", "bold")))
+    table.add_row("noise multiplier", style_message((f"{sigma:.6f}", "bold")))
     table.add_row("epsilon", f"{spent:.5f} at delta {delta:g} (upper bound, PLD)")
     table.add_row("steps", f"{steps}, sample rate {batch_size / examples:.6g} ({sampling})")
     console.print(table)
@@ -79,12 +79,12 @@ def calibrate_command(
 @refusing
 def epsilon_command(
     noise_multiplier: Annotated[float, typer.Option(help="noise standard deviation over sensitivity")],
-    examples: Examples,
+    examples: ExampleCount,
     batch_size: BatchSize,
     epochs: Epochs,
     delta: Delta = 1e-5,
-    sampling: Sampling = "poisson",
-    adjacency: Adjacency = "add_remove",
+    sampling: SamplingOption = "poisson",
+    adjacency: AdjacencyOption = "add_remove",
     compare: Annotated[
         bool, typer.Option("--compare", help="also by PRV and RDP, cross-checks that take seconds to import")
     ] = False,
@@ -101,7 +101,7 @@ def epsilon_command(
     table.add_column("accountant")
     table.add_column("epsilon", justify="right")
     table.add_column("")
-    remarks: dict[Accountant, str] = {"pld": "upper bound, certifies"}
+    remarks: dict[AccountantName, str] = {"pld": "upper bound, certifies"}
     if compare:
         remarks |= {"prv": "upper bound, cross-check", "rdp": "upper bound, loose"}
     for accountant, remark in remarks.items():
@@ -149,7 +149,7 @@ def verify_command(
         raise ValueError(f"{card} does not hold: {result.reason}")
     if not result.guarantee:
         raise ValueError(f"{card} certifies no guarantee: {result.reason}")
-    console.print(styled(("holds", "bold"), f": {result.reason}"))
+    console.print(style_message(("holds", "bold"), f": {result.reason}"))
     if result.unchecked:
         console.print("not checked:")
     for entry in result.unchecked:

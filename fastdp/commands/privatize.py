@@ -19,11 +19,12 @@ from fastdp.commands.refusal import console, refusing
 from fastdp.untrusted import load_pretrained
 
 if TYPE_CHECKING:
+    from fastdp import TextPrivatizer
     from fastdp.data import Rows
 
 
 _SUFFIXES = (".csv", ".tsv", ".jsonl", ".txt")
-STATEMENT = ".privacy.json"
+STATEMENT_SUFFIX = ".privacy.json"
 
 
 @with_contributing
@@ -76,40 +77,30 @@ def privatize_command(
     from fastdp.methods.sap.importance import check_eta
     from fastdp.validate import usable_device
 
-    _check_target(source, target, ids, overwrite)
-    there = usable_device(device)
-    chosen, classes = counting.chosen(eta), label or []
+    _check_target(source, target, ids, overwrite, keep)
+    there, chosen, classes = usable_device(device), counting.chosen(eta), label or []
+    if exact and counting.cti == "quotient":
+        raise ValueError("--exact is a cost for each unit of distance, and the quotient has none: leave it out")
     if eta is None and counting.epsilon is None:
         raise ValueError(
             "--eta is missing: choose how much a text's tokens are changed, such as 14 with --mechanism exponential"
         )
-    if exact and counting.cti == "quotient":
-        raise ValueError("--exact is a cost for each unit of distance, and the quotient has none: leave it out")
-    if classes and not chosen:
-        raise ValueError("--label names the classes of --cti: give its form, or leave --label out")
-    if chosen and len(set(classes)) < max(2, len(classes)):
-        raise ValueError("--cti tells classes apart: name each of them once with --label, two at least")
-    if keep and target.suffix.lower() == ".txt":
-        raise ValueError("a .txt file holds texts alone: write .csv, .tsv or .jsonl to keep columns")
+    _check_classes(classes, chosen is not None)
     rows = read_rows(source)
     texts = rows.column(text_column, "--text-column")
     kept = {name: rows.column(name, "--keep") for name in keep or []}
     if text_column in kept:
         raise ValueError(f"--keep {text_column} would copy the text itself: leave it out")
-    counted, origin = None, None
     if chosen is not None:
-        source_of_counts = rows if chosen.cti_public is None else read_rows(chosen.cti_public)
-        counted = (
-            source_of_counts.column(text_column, "--text-column"),
-            class_numbers(source_of_counts, label_column, classes),
-        )
+        counts = rows if chosen.cti_public is None else read_rows(chosen.cti_public)
+        counted = counts.column(text_column, "--text-column"), class_numbers(counts, label_column, classes)
         origin = chosen.admit(counted[0], {source: texts})
     if eta is not None:
         check_eta(eta)
     table = load_pretrained(AutoModel, model).get_input_embeddings().weight
     tokenizer = load_pretrained(AutoTokenizer, model)
     cti = None
-    if chosen is not None and counted is not None:
+    if chosen is not None:
         cti = chosen.count(tokenizer, table.shape[0], *counted, len(classes), origin)
         show_contributing(cti)
     privatizer = TextPrivatizer(
@@ -124,25 +115,22 @@ def privatize_command(
     )
     shown = show_displacement(privatizer)
     if exact:
-        nats = privatizer.nats_per_distance()
-        console.print(f"a token costs at most {nats:.4g} nats for each unit of distance, of eta {eta:g}")
+        _show_exact_cost(privatizer)
     earlier = count_release(texts, privatizer.in_short, target, again)
-    begin = time.perf_counter()
     # A label that leaves anyway may say which tokens are favoured; one that stays must not show in them.
     known = class_numbers(rows, label_column, classes) if chosen and label_column in kept else None
     done = privatizer.stream_texts(texts, known, output="ids" if ids else "text")
+    begin = time.perf_counter()
     _write(target, text_column, kept, _watched(done, len(texts)))
-    seconds = time.perf_counter() - begin
+    rate = privatizer.tokens_released / max(time.perf_counter() - begin, 1e-9)
     card = privatizer.statement().with_facts(displacement=vars(shown), columns_copied_unprotected=list(kept))
-    card = card.after(earlier)
-    path = target.with_suffix(STATEMENT)
-    files.write(path, card.to_json(), public=True)
-    rate = privatizer.tokens_released / max(seconds, 1e-9)
+    path = target.with_suffix(STATEMENT_SUFFIX)
+    files.write(path, card.after(earlier).to_json(), public=True)
     console.print(f"{len(texts):,} texts, {privatizer.tokens_released:,} tokens, {rate:,.0f} tokens a second")
     console.print(f"wrote {target} and {path}")
 
 
-def _check_target(source: Path, target: Path, ids: bool, overwrite: bool) -> None:
+def _check_target(source: Path, target: Path, ids: bool, overwrite: bool, keep: list[str] | None) -> None:
     if target.suffix.lower() not in _SUFFIXES:
         raise ValueError(f"{target} is of no known kind: use one of {', '.join(_SUFFIXES)}")
     if ids and target.suffix.lower() != ".jsonl":
@@ -151,6 +139,20 @@ def _check_target(source: Path, target: Path, ids: bool, overwrite: bool) -> Non
         raise ValueError("OUT is IN: the private texts would be overwritten")
     if target.exists() and not overwrite:
         raise ValueError(f"{target} exists: choose another file, or pass --overwrite")
+    if keep and target.suffix.lower() == ".txt":
+        raise ValueError("a .txt file holds texts alone: write .csv, .tsv or .jsonl to keep columns")
+
+
+def _show_exact_cost(privatizer: TextPrivatizer) -> None:
+    nats = privatizer.nats_per_distance()
+    console.print(f"a token costs at most {nats:.4g} nats for each unit of distance, of eta {privatizer.eta:g}")
+
+
+def _check_classes(classes: list[str], counted: bool) -> None:
+    if classes and not counted:
+        raise ValueError("--label names the classes of --cti: give its form, or leave --label out")
+    if counted and len(set(classes)) < max(2, len(classes)):
+        raise ValueError("--cti tells classes apart: name each of them once with --label, two at least")
 
 
 def class_numbers(rows: Rows, column: str, classes: list[str]) -> list[int]:
@@ -172,7 +174,7 @@ def _watched(values: Iterator[Any], total: int) -> Iterator[Any]:
 
 def _write(target: Path, text_column: str, kept: dict[str, list[str]], values: Iterator[Any]) -> None:
     """In one piece: a run that is stopped leaves no file that looks finished."""
-    with files.whole(target, public=True) as aside, open(aside, "w", encoding="utf-8", newline="") as file:
+    with files.atomic_path(target, public=True) as aside, open(aside, "w", encoding="utf-8", newline="") as file:
         _write_rows(file, target.suffix.lower(), text_column, kept, values)
 
 

@@ -22,7 +22,7 @@ R = TypeVar("R")
 class PlainConsole(Console):
     """A console on which a string is one line of plain text: no markup, no emoji codes, control characters escaped.
 
-    Use `styled` for colours.
+    Use `style_message` for colours.
     """
 
     def render_str(self, text: str, **options: Any) -> Text:
@@ -30,7 +30,7 @@ class PlainConsole(Console):
         return super().render_str(escape_controls(text), **options | {"markup": False, "emoji": False})
 
 
-def styled(*parts: str | tuple[str, str]) -> Text:
+def style_message(*parts: str | tuple[str, str]) -> Text:
     """One line of strings and (string, style), each as plain as `PlainConsole` shows it."""
     pairs = [(part, "") if isinstance(part, str) else part for part in parts]
     return Text.assemble(*((escape_controls(text), style) for text, style in pairs))
@@ -56,7 +56,7 @@ def refusing(command: Callable[P, R]) -> Callable[P, R]:
                 raise
             message = _system(error) if isinstance(error, OSError) else str(error)
             message = " ".join(message.split()) or type(error).__name__
-            errors.print(styled(("error:", "bold red"), f" {message}"))
+            errors.print(style_message(("error:", "bold red"), f" {message}"))
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             errors.print("stopped")
@@ -68,7 +68,7 @@ def refusing(command: Callable[P, R]) -> Callable[P, R]:
 def _show_warning(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
     # Of the libraries' warnings only those meant for the user are worth a line between progress bars.
     if issubclass(category, UserWarning):
-        errors.print(styled(("warning:", "yellow"), f" {message}"))
+        errors.print(style_message(("warning:", "yellow"), f" {message}"))
 
 
 def _system(error: OSError) -> str:

@@ -14,7 +14,7 @@ from fastdp.commands.certificates import add_certificate_commands
 from fastdp.commands.contributing import Contributing, show_contributing, show_displacement, with_contributing
 from fastdp.commands.progress import bar
 from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, errors, refusing, styled
+from fastdp.commands.refusal import console, errors, refusing, style_message
 from fastdp.untrusted import load_pretrained
 
 if TYPE_CHECKING:
@@ -26,32 +26,12 @@ split_app = typer.Typer(
     help="Fine-tune a vendor's model on a customer's texts: the texts stay, privatized rows travel.",
     no_args_is_help=True,
 )
-add_certificate_commands(split_app, "vendor")
+add_certificate_commands(split_app, "vendor", "customer", default="customer")
 
 _ADDRESS = "localhost:7443"
 COUNTS = "counts.pt"
 Address = Annotated[str, typer.Option(help="host:port of the vendor")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="no TLS and no certificates; on this machine alone")]
-
-
-@split_app.command("certificates")
-@refusing
-def certificates_command(
-    folder: Annotated[Path, typer.Argument(help="folder to write below; what it has already is kept")],
-    customer: Annotated[list[str] | None, typer.Option(help="name of a customer; may be repeated")] = None,
-    host: Annotated[
-        list[str] | None, typer.Option(help="name or address of the vendor's machine; may be repeated")
-    ] = None,
-    days: Annotated[int, typer.Option(help="how long certificates are valid", min=1)] = 365,
-) -> None:
-    """Write an authority, the vendor's certificate and one for each customer, each into a folder of its own."""
-    from fastdp.tls import make_certificates
-
-    made = make_certificates(folder, customer or ["customer"], [*(host or []), "localhost", "127.0.0.1", "::1"], days)
-    for path in made:
-        console.print(f"wrote {path}")
-    if not made:
-        console.print(f"{folder} has all of these already")
 
 
 @split_app.command("vendor")
@@ -105,7 +85,7 @@ def vendor_command(
         # A plain stop is as good as an interrupt: calls end and runs are kept.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         if insecure:
-            errors.print(styled(("warning:", "yellow"), " no TLS: anybody on this machine can be any customer"))
+            errors.print(style_message(("warning:", "yellow"), " no TLS: anybody on this machine can be any customer"))
         console.print(f"serving {model} at {service.address}, {classes} classes, {after} blocks in the bottom")
         service.wait()
 
@@ -174,14 +154,10 @@ def customer_command(
     if output is not None and predict is None:
         raise ValueError("--output is for the classes of --predict: name the texts")
     chosen, epsilon = counting.chosen(eta), counting.epsilon
-    if eta is None and epsilon is None and (train or eval or predict):
-        raise ValueError(
-            "--eta is missing: choose how much a text's tokens are changed (fastdp privatize shows what it does)"
-        )
-    if tokenizer is None and (train or eval or predict):
-        raise ValueError("--tokenizer is missing: name the published model, from a place that you trust")
     if chosen and noise == "rows":
         raise ValueError("--cti chooses among tokens: leave out --noise rows, or --cti")
+    if train or eval or predict:
+        _check_present(eta if epsilon is None else epsilon, tokenizer)
     with SplitCustomer(
         address,
         folder,
@@ -204,13 +180,11 @@ def customer_command(
         if eta is None and epsilon is None:
             return
         labelled = None if train is None else _labelled(train, text_column, label_column, limit)
-        counts = None
+        counts = _counts(customer, chosen, labelled) if chosen and not chosen.cti_public else None
         if chosen and chosen.cti_public:
             public = _labelled(chosen.cti_public, text_column, label_column, None)
             private = {path: _texts(path, text_column, limit) for path in (train, eval, predict) if path}
             counts = _counts(customer, chosen, public, chosen.admit(public[0], private))
-        elif chosen:
-            counts = _counts(customer, chosen, labelled)
         privatizer: TextPrivatizer | PrivateBottom
         if noise == "rows":
             assert eta is not None
@@ -227,16 +201,21 @@ def customer_command(
             )
             show_displacement(privatizer)
         if labelled is not None:
-            texts, labels = labelled
-            _train(customer, privatizer, texts, labels, epochs)
+            _train(customer, privatizer, *labelled, epochs)
         if eval is not None:
-            texts, labels = _labelled(eval, text_column, label_column, limit)
-            found = customer.predict(texts, privatizer).argmax(1).tolist()
-            accuracy = sum(map(int.__eq__, found, labels)) / len(labels)
-            console.print(f"accuracy {accuracy:.4f} on {len(labels)} texts")
+            _evaluate(customer, privatizer, *_labelled(eval, text_column, label_column, limit))
         if predict is not None:
             _predict(customer, privatizer, _texts(predict, text_column, limit), output)
         console.print(f"wrote {customer.save_statement(privatizer)}")
+
+
+def _check_present(budget: float | None, tokenizer: str | None) -> None:
+    if budget is None:
+        raise ValueError(
+            "--eta is missing: choose how much a text's tokens are changed (fastdp privatize shows what it does)"
+        )
+    if tokenizer is None:
+        raise ValueError("--tokenizer is missing: name the published model, from a place that you trust")
 
 
 def _vendor_certificates(folder: Path | None, address: str) -> Path:
@@ -327,6 +306,14 @@ def _train(
         move(len(texts), len(texts))
     with bar("steps") as move:
         customer.train(epochs, lambda done, total, loss: move(done, total, f"loss {loss:.3f} (unprotected)"))
+
+
+def _evaluate(
+    customer: SplitCustomer, privatizer: TextPrivatizer | PrivateBottom, texts: list[str], labels: list[int]
+) -> None:
+    found = customer.predict(texts, privatizer).argmax(1).tolist()
+    accuracy = sum(map(int.__eq__, found, labels)) / len(labels)
+    console.print(f"accuracy {accuracy:.4f} on {len(labels)} texts")
 
 
 def _predict(

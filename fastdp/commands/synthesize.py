@@ -11,7 +11,7 @@ import typer
 import fastdp.files as files
 from fastdp.commands.progress import bar
 from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, refusing, styled
+from fastdp.commands.refusal import console, refusing, style_message
 
 if TYPE_CHECKING:
     from fastdp.data import Rows
@@ -97,7 +97,7 @@ def synthesize_command(
     if records is not None:
         near = near_copies(texts, records.column(target, "target"))
         console.print(
-            styled(
+            style_message(
                 ("unprotected: ", "yellow"), f"{len(near)} of {len(rows)} texts share 8 words in a row with a record"
             ),
             soft_wrap=True,

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from fastdp.commands.flags import with_flags
 from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, errors, refusing, styled
+from fastdp.commands.refusal import console, errors, refusing, style_message
 from fastdp.finetune.config import TYPES, FinetuneConfig, load_config
 from fastdp.finetune.reporter import Forecast, Reporter, duration, memory
 
@@ -53,10 +53,10 @@ class ProgressReporter(Reporter):
         self.progress.stop()
 
     def phase(self, text: str) -> None:
-        self.progress.console.print(styled((f"{self.title}{text}", "dim")))
+        self.progress.console.print(style_message((f"{self.title}{text}", "dim")))
 
     def note(self, text: str) -> None:
-        self.progress.console.print(styled(("note:", "yellow"), f" {text}"))
+        self.progress.console.print(style_message(("note:", "yellow"), f" {text}"))
 
     def forecast(self, expected: Forecast) -> None:
         self.progress.console.print(f"{self.title}to come: {expected.in_words()}")
@@ -129,19 +129,21 @@ def _print_result(result: Result, before: Collection[str]) -> None:
     from fastdp.accounting.claim import two_decimals
 
     if result.before and result.after:
-        console.print(styled(f"held out: {result.before.headline} before, ", (result.after.headline, "bold"), " after"))
+        console.print(
+            style_message(f"held out: {result.before.headline} before, ", (result.after.headline, "bold"), " after")
+        )
     if result.privacy is not None:
         console.print(f"privacy: {result.privacy}")
     elif math.isfinite(result.epsilon):
         console.print(
-            styled(
+            style_message(
                 "privacy: epsilon ",
                 (two_decimals(result.epsilon), "bold"),
                 f" at delta {result.delta:g} (noise multiplier {result.noise_multiplier:.4f}, {result.steps} steps)",
             )
         )
     else:
-        console.print(styled("privacy: ", ("none", "bold"), " (epsilon is infinite)"))
+        console.print(style_message("privacy: ", ("none", "bold"), " (epsilon is infinite)"))
     console.print(
         f"speed: {result.seconds_per_step:.2f} s a step, peak memory {memory(result.peak_bytes)}, "
         f"{result.trained_parameters:,} trained parameters"

@@ -64,7 +64,7 @@ def counts(tensor: torch.Tensor) -> bool:
     )
 
 
-def joined(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def from_piece(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A tensor in pieces as ``like`` is, of which ``own`` is the piece here."""
     if not is_cut(like):
         return own
@@ -76,13 +76,13 @@ def joined(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     )
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, from all its pieces. Collective."""
     plain: Any = tensor.detach()
     return plain.full_tensor() if is_cut(tensor) else plain  # type: ignore[no-any-return]
 
 
-def added(total: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def reduced_piece(total: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The piece, as ``like`` is cut, of the sum over all processes of float32 tensors of its shape. Collective."""
     held: Any = like
     found = total

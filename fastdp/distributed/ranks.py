@@ -20,7 +20,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 #: Bytes of sums that travel together.
 _BUCKET = 1 << 25
-_ALONE: ContextVar[bool] = ContextVar("alone", default=False)
+_SINGLE_PROCESS: ContextVar[bool] = ContextVar("alone", default=False)
 
 
 class RankLost(RuntimeError):
@@ -51,9 +51,9 @@ class Ranks:
 
     @classmethod
     def here(cls) -> Ranks:
-        """Those of torch's default process group; one process, where there is none or within `alone`."""
-        if _ALONE.get() or not (dist.is_available() and dist.is_initialized()):
-            return cls(apart=_ALONE.get())
+        """Those of torch's default process group; one process, where there is none or within `single_process`."""
+        if _SINGLE_PROCESS.get() or not (dist.is_available() and dist.is_initialized()):
+            return cls(apart=_SINGLE_PROCESS.get())
         return cls(dist.get_rank(), dist.get_world_size())
 
     @property
@@ -90,7 +90,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        with reached():
+        with peers_required():
             dist.all_gather_object(found, value)
         return found
 
@@ -99,7 +99,7 @@ class Ranks:
         if self.size == 1:
             return [number]
         found = torch.empty(self.size, dtype=torch.int64, device=device)
-        with reached():
+        with peers_required():
             dist.all_gather_single(found, torch.tensor([number], device=device))
         return found.tolist()  # type: ignore[no-any-return]
 
@@ -113,7 +113,7 @@ class Ranks:
                 said = [make()]
             except Exception as error:
                 said = [_Failure(0, _portable(error))]
-        with reached():
+        with peers_required():
             dist.broadcast_object_list(said, src=0)
         if isinstance(said[0], _Failure):
             raise said[0].error
@@ -176,7 +176,7 @@ class Ranks:
                     for n, p in zip(bucket, parts)
                 ]
             )
-            with reached():
+            with peers_required():
                 dist.all_reduce(flat)
             for name, part in zip(bucket, flat.split([like[n].numel() for n in bucket])):
                 sums[name] = part.view(like[name].shape)
@@ -216,17 +216,17 @@ def pass_through(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def single_process() -> Iterator[None]:
     """A run that is made private meanwhile is this process's own, whatever its group does."""
-    token = _ALONE.set(True)
+    token = _SINGLE_PROCESS.set(True)
     try:
         yield
     finally:
-        _ALONE.reset(token)
+        _SINGLE_PROCESS.reset(token)
 
 
 @contextmanager
-def reached(*, surely: bool = True) -> Iterator[None]:
+def peers_required(*, surely: bool = True) -> Iterator[None]:
     """What is exchanged meanwhile raises `RankLost` where another process cannot be reached.
 
     Args:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fastdp.distributed import pieces
-from fastdp.distributed.ranks import RankLost, Ranks, reached
+from fastdp.distributed.ranks import RankLost, Ranks, peers_required
 
 T = TypeVar("T")
 #: What a process asks for that wants nothing more.
@@ -38,7 +38,7 @@ def norm(values: torch.Tensor) -> float:
     return float(torch.stack([part.double().norm() for part in values.reshape(-1).split(_PART)]).norm())
 
 
-class Whole:
+class UnshardedParameters:
     """Weights that this process has as a whole: what is asked of `Sharded`, and nothing to do."""
 
     #: Whether weights are in pieces.
@@ -104,7 +104,7 @@ class Whole:
         """Give the model back as it was."""
 
 
-class Sharded(Whole):
+class Sharded(UnshardedParameters):
     """The pieces of a model's weights, and the rounds in which ranks gather them. Made by all ranks at once.
 
     Args:
@@ -137,7 +137,7 @@ class Sharded(Whole):
         left = {name for name, parameter in parameters.items() if pieces.is_cut(parameter)}
         found = dict(parameters)
         for module in self._modules:
-            with reached(surely=False):
+            with peers_required(surely=False):
                 module.unshard()
             for name in list(left):
                 now = self.model.get_parameter(name)
@@ -205,7 +205,7 @@ class Sharded(Whole):
     def _take_part(self, group: Any) -> None:
         own = torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in _own_pieces(group)])
         among = group._all_gather_process_group
-        with reached():
+        with peers_required():
             dist.all_gather_single(own.new_empty(own.numel() * among.size()), own, group=among)
 
     @contextmanager
@@ -214,10 +214,10 @@ class Sharded(Whole):
 
         A pass that starts within the model, at units' losses, does not come by the hook on the model's own output.
         """
-        with reached(surely=False):
+        with peers_required(surely=False):
             self.model.unshard()
         try:
-            with reached(surely=False):
+            with peers_required(surely=False):
                 yield
         finally:
             self.settle()
@@ -247,7 +247,7 @@ class Sharded(Whole):
 
         def run(*args: Any, **kwargs: Any) -> T:
             try:
-                with reached(surely=False):
+                with peers_required(surely=False):
                     found = forward(*args, **kwargs)
             except RankLost:
                 raise
@@ -271,13 +271,13 @@ class Sharded(Whole):
             return None if total is None else pieces.part(total, parameter).clone()
         if total is None:
             total = torch.zeros(parameter.shape, device=self._read[name].device)
-        with reached():
-            return pieces.added(total, parameter)
+        with peers_required():
+            return pieces.reduced_piece(total, parameter)
 
     def joined(self, name: str, kept: torch.Tensor) -> torch.Tensor:
         """A parameter's whole sum, from the pieces of all ranks. Collective."""
-        with reached():
-            return pieces.whole(pieces.joined(kept, self._parameters[name]))
+        with peers_required():
+            return pieces.full_tensor(pieces.from_piece(kept, self._parameters[name]))
 
     def counts(self, name: str) -> bool:
         """Of replicas of a piece one is counted, and of what all have the first rank's."""
@@ -317,13 +317,13 @@ class _Asking:
     ) -> None:
         """Gather, as bytes: those who only take part do not look at numbers."""
         self.shards.ask(self.index)
-        with reached():
+        with peers_required():
             dist.all_gather_single(output_tensor.view(torch.uint8), input_tensor.view(torch.uint8), group=group)
 
 
-def weights_of(model: torch.nn.Module, ranks: Ranks) -> Whole:
+def weights_of(model: torch.nn.Module, ranks: Ranks) -> UnshardedParameters:
     """A model's weights, in pieces or whole."""
-    return Sharded(model, ranks) if any(map(pieces.is_cut, model.parameters())) else Whole()
+    return Sharded(model, ranks) if any(map(pieces.is_cut, model.parameters())) else UnshardedParameters()
 
 
 def check_pieces(model: torch.nn.Module) -> None:

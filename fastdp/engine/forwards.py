@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fastdp.distributed.shards import Whole
+from fastdp.distributed.shards import UnshardedParameters
 from fastdp.engine.batches import RowLists
 from fastdp.engine.intercept import ParameterProxy, PlainHeads, UseMode, use_of_module
 from fastdp.engine.reads import Reads
@@ -131,7 +131,11 @@ class RootCall:
     """
 
     def __init__(
-        self, model: torch.nn.Module, train: Callable[[Any, Any], Any], trains: Callable[[], bool], weights: Whole
+        self,
+        model: torch.nn.Module,
+        train: Callable[[Any, Any], Any],
+        trains: Callable[[], bool],
+        weights: UnshardedParameters,
     ):
         self.model = model
         self.plain: Callable[..., Any] = weights.running(model._call_impl)
@@ -176,7 +180,7 @@ class Forwards:
         reads: Reads,
         train: Callable[[Any, Any], Any],
         trains: Callable[[], bool],
-        weights: Whole,
+        weights: UnshardedParameters,
     ):
         self._model, self._reads = model, reads
         self._patches: dict[str, PatchedForward] = {}

@@ -16,7 +16,7 @@ from fastdp.engine.layout import Layout
 from fastdp.engine.policy import Policy
 from fastdp.engine.sums import Route
 from fastdp.ops.matrices import Matrices
-from fastdp.ops.placed import sent
+from fastdp.ops.placed import cached_constant
 from fastdp.ops.routes import longest_by_gram
 
 
@@ -132,7 +132,7 @@ class Grams:
         if not self._known:
             return
         own = [group for grams in self._known for group in self.policy.groups(grams.names)]
-        groups = sent(tuple(own), torch.int64, self.layout.weights.device)
+        groups = cached_constant(tuple(own), torch.int64, self.layout.weights.device)
         squares = stacked([found.squares for found in self._known])
         products = stacked([found.products for found in self._known])
         errors = [error.gram for grams in self._known for error in grams.errors]

@@ -255,7 +255,7 @@ class HeadUse(torch.autograd.Function):
         long = max((b - a for a, b in zip(made.bounds, made.bounds[1:])), default=0)
         read = [t.reshape(-1) for t in tap.looked_up.get(id(trained[0]), []) if tap.layout.covers(t.numel())]
         looked_up = [(t, tap.layout.offsets(t.numel()).tolist()) for t in read]
-        whole = ops.routes.allowed("instantiate", rows, width, long, units, dtype=weight.dtype)
+        whole = ops.routes.is_allowed("instantiate", rows, width, long, units, dtype=weight.dtype)
         if trained[0] is not None and whole:
             found.whole = losses.new_zeros(units, rows, width)
         elif trained[0] is not None:

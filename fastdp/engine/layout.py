@@ -14,7 +14,7 @@ import torch
 from fastdp.engine.batches import Call, take_tokens
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.rows import Met
-from fastdp.ops.placed import held, placed
+from fastdp.ops.placed import copy_to_device, keep_for_replay
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Ticket:
 @functools.lru_cache(maxsize=8)
 def _offsets(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """The same tensor for the same units, so that tables that kernels make of it are made once; few, as these are long."""
-    return placed(torch.tensor((0, *itertools.accumulate(counts)), dtype=torch.int64), device)
+    return copy_to_device(torch.tensor((0, *itertools.accumulate(counts)), dtype=torch.int64), device)
 
 
 @dataclass
@@ -161,7 +161,7 @@ class Layout:
             else:
                 each = 1 if packed else tokens // self.rows
                 counts = [each * count for count in self.counts.tolist()]
-            self._offsets[key] = held(_offsets(tuple(counts), self.weights.device))
+            self._offsets[key] = keep_for_replay(_offsets(tuple(counts), self.weights.device))
         return self._offsets[key]
 
     def lengths(self, tokens: int, *, laned: bool = False) -> torch.Tensor:

@@ -23,7 +23,7 @@ from fastdp.engine.batches import everything, map_tensors, tensors
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.named import functions, writes
 from fastdp.engine.uses import as_autocast, is_metadata, uncast
-from fastdp.ops.routes import allowed
+from fastdp.ops.routes import is_allowed
 
 #: A matrix of fewer rows than this is no vocabulary: its outputs are small, and loops read them.
 VOCABULARY = 4096
@@ -318,7 +318,7 @@ def _pays(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
         return False
     length, dtype = hidden.shape[:-1][-1] if hidden.dim() > 1 else 1, as_autocast(hidden[:0]).dtype
     rows, width = weight.shape
-    return not weight.requires_grad or allowed("instantiate", rows, width, length, 2, dtype=dtype)
+    return not weight.requires_grad or is_allowed("instantiate", rows, width, length, 2, dtype=dtype)
 
 
 @dataclass

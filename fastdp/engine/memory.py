@@ -11,7 +11,7 @@ from fastdp.distributed.pieces import piece
 from fastdp.engine.batches import Call, leaves
 from fastdp.engine.trace import LOOKUPS, Trace
 from fastdp.ops.memory import free_bytes
-from fastdp.ops.routes import plan
+from fastdp.ops.routes import plan_route
 
 #: The share of free memory that factors may take: checkpoints and the activations of one block need the rest.
 _SHARE = 0.75
@@ -59,7 +59,7 @@ def kept_bytes(
             tokens, width = elements / max(1, seen[1] if spatial else columns), max(1, parameter.numel() // columns)
             alone = trace.uses[name] == 1 and name not in trace.tables
             sizes = width, columns, max(1, round(tokens / units)), units
-            whole = alone and plan(*sizes, dtype=dtype, device=device) == "instantiate"
+            whole = alone and plan_route(*sizes, dtype=dtype, device=device) == "instantiate"
         if whole:
             kept += 4 * units * parameter.numel()
         else:

@@ -18,8 +18,8 @@ from fastdp.engine.head import REMEASURED
 from fastdp.engine.layout import Layout
 from fastdp.engine.sums import Captures, Route, Sums, as_matrix
 from fastdp.ops.matrices import Matrices
-from fastdp.ops.placed import sent
-from fastdp.ops.routes import NARROW, plan
+from fastdp.ops.placed import cached_constant
+from fastdp.ops.routes import NARROW, plan_route
 
 _T = TypeVar("_T")
 #: Sizes of uses whose constants are kept, at most.
@@ -152,7 +152,7 @@ class NormSink(Captures):
             super().tokens(parameter, gradient, layout, laned)
             return
         # A matrix with one column, whose inputs are ones: a GPU adds up the tokens of many biases in one launch.
-        ones = sent((1.0,), gradient.dtype, gradient.device).expand(gradient.shape[0], 1)
+        ones = cached_constant((1.0,), gradient.dtype, gradient.device).expand(gradient.shape[0], 1)
         self.matrix(parameter, Factors(gradient, ones, laned), layout)
 
     def _take_together(self) -> None:
@@ -276,7 +276,7 @@ class NormSink(Captures):
         right, units = use.right, self.layout.units
         length = right.shape[0] // max(1, units)
         options: dict[str, Any] = {"keeps_factors": self.keep, "dtype": right.dtype, "device": right.device}
-        return plan(rows, right.shape[1], length, units, **options)
+        return plan_route(rows, right.shape[1], length, units, **options)
 
     def apart(self) -> None:
         """Put what was measured together among the entries."""

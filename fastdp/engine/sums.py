@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 
 import fastdp.ops as ops
-from fastdp.distributed.shards import Whole
+from fastdp.distributed.shards import UnshardedParameters
 from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.factors import Factors, PerUnit, scale
 from fastdp.engine.layout import Layout
 from fastdp.engine.policy import Policy
-from fastdp.ops.placed import sent
+from fastdp.ops.placed import cached_constant
 
 
 class Route(NamedTuple):
@@ -42,16 +42,18 @@ class Sums:
         weights: says what of each sum this process keeps.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], policy: Policy, weights: Whole | None = None):
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], policy: Policy, weights: UnshardedParameters | None = None
+    ):
         self.policy = policy
         self.routes: dict[str, Route] = {}
         #: How uses that come together are measured, by their names and form: `fastdp.engine.norms` makes them.
         self.plans: dict[Any, Any] = {}
         #: Parameters that some use reads by row; the engine's trace says which.
         self.tables: frozenset[str] = frozenset()
-        self.read(parameters, weights or Whole())
+        self.read(parameters, weights or UnshardedParameters())
 
-    def read(self, parameters: Mapping[str, torch.nn.Parameter], weights: Whole) -> None:
+    def read(self, parameters: Mapping[str, torch.nn.Parameter], weights: UnshardedParameters) -> None:
         """Take captures of these parameters from here on."""
         self.parameters, self.weights = parameters, weights
         self.names = {id(p): name for name, p in parameters.items()}
@@ -107,7 +109,7 @@ class Sums:
     def _plain_weights(self, names: Sequence[str], factors: torch.Tensor) -> torch.Tensor:
         """Weights ``[names, units]`` of parameters without a mask."""
         own = [group for name in names if isinstance(group := self.policy.group_of[name], int)]
-        return factors.index_select(0, sent(tuple(own), torch.int64, factors.device))
+        return factors.index_select(0, cached_constant(tuple(own), torch.int64, factors.device))
 
     def add_instances(self, instances: Mapping[str, torch.Tensor], factors: torch.Tensor) -> None:
         """Add instantiated gradients ``[units, ...]`` of several parameters: in one launch all that have no mask."""

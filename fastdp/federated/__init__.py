@@ -6,12 +6,12 @@
 
 import os
 
-from fastdp.federated.aggregation import Aggregator, Bounds, RefusedUpdate
+from fastdp.federated.aggregation import Aggregator, RefusedUpdate, UpdateBounds
 from fastdp.federated.config import FederatedConfig
 from fastdp.federated.partitioning import partition
-from fastdp.federated.wire import Layout
+from fastdp.federated.wire import AdapterLayout
 
 # Flower reports starts and ends of runs to its makers unless told not to; it reads this when it is first imported.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
-__all__ = ["Aggregator", "Bounds", "FederatedConfig", "Layout", "RefusedUpdate", "partition"]
+__all__ = ["AdapterLayout", "Aggregator", "FederatedConfig", "RefusedUpdate", "UpdateBounds", "partition"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fastdp.accounting.weights import named_digest
 from fastdp.data import Collator, Examples, read_rows
 from fastdp.federated.config import FederatedConfig
-from fastdp.federated.wire import Layout
+from fastdp.federated.wire import AdapterLayout
 from fastdp.finetune.config import FinetuneConfig
 from fastdp.finetune.evaluation import Quality, evaluate
 from fastdp.finetune.models import (
@@ -39,7 +39,7 @@ class AdaptedModel:
     config: FederatedConfig
     tokenizer: Any
     model: nn.Module
-    layout: Layout
+    layout: AdapterLayout
     base: str
 
     @classmethod
@@ -56,7 +56,7 @@ class AdaptedModel:
         )
         tokenizer = load_tokenizer(settings)
         model = load_trained(settings, tokenizer).to(usable_device(config.device))
-        layout = Layout.of(trained_state(model, trained_names(model)))
+        layout = AdapterLayout.of(trained_state(model, trained_names(model)))
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         return cls(config, tokenizer, model, layout, named_digest(frozen))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fastdp.ops as ops
-from fastdp.federated.wire import Layout
+from fastdp.federated.wire import AdapterLayout
 from fastdp.ops.stream import NoiseStream
 from fastdp.untrusted import quote
 
@@ -20,7 +20,7 @@ class RefusedUpdate(ValueError):
 
 
 @dataclass(frozen=True)
-class Bounds:
+class UpdateBounds:
     """What an update may be. ``max_norm``: of its difference from the global adapter; ``max_examples``: that it claims."""
 
     max_norm: float
@@ -45,11 +45,11 @@ class Aggregator:
     """
 
     def __init__(
-        self, start: Mapping[str, Tensor], bounds: Bounds, *, weighted: bool = False, clip: float | None = None
+        self, start: Mapping[str, Tensor], bounds: UpdateBounds, *, weighted: bool = False, clip: float | None = None
     ) -> None:
         if weighted and clip is not None:
             raise ValueError("central DP needs equal weights: a client's number of examples is unbounded and private")
-        self.layout = Layout.of(start)
+        self.layout = AdapterLayout.of(start)
         self.bounds = bounds
         self.weighted = weighted
         self.clip = clip

@@ -14,7 +14,7 @@ import fastdp.files as files
 from fastdp.accounting.serialisation import canonical
 from fastdp.federated.config import MAY_CHANGE, FederatedConfig
 
-NAME = "server.safetensors"
+SERVER_STATE_FILE = "server.safetensors"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Checkpoint:
             "rows": canonical(self.rows),
             "ledger_head": canonical(self.ledger_head),
         }
-        files.save_tensors(folder / NAME, self.adapter, metadata)
+        files.save_tensors(folder / SERVER_STATE_FILE, self.adapter, metadata)
 
     @classmethod
     def load(cls, folder: Path, config: FederatedConfig) -> Checkpoint | None:
@@ -53,7 +53,7 @@ class Checkpoint:
         Raises:
             ValueError: if it is of a run with other settings, damaged, or there and ``resume`` is off.
         """
-        path = folder / NAME
+        path = folder / SERVER_STATE_FILE
         if not path.exists():
             return None
         if not config.resume:

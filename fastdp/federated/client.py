@@ -23,10 +23,10 @@ from flwr.clientapp import ClientApp  # isort: skip
 log = logging.getLogger("flwr")
 app = ClientApp()
 
-Handler = Callable[[Message, Context], Message]
+MessageHandler = Callable[[Message, Context], Message]
 
 
-def discreet(handler: Handler) -> Handler:
+def discreet(handler: MessageHandler) -> MessageHandler:
     """Let only `ClientRefusal` reach the server in words: another error's text may quote a private one.
 
     What is raised carries no cause either: in a simulation Flower sends the text of the whole chain.
@@ -57,7 +57,7 @@ def train(message: Message, context: Context) -> Message:
 
 @app.evaluate()
 @discreet
-def evaluate(message: Message, context: Context) -> Message:
+def evaluate_adapter(message: Message, context: Context) -> Message:
     """Perplexity of the global adapter on the client's own held-out texts, unprotected."""
     config = _config(context)
     if config.evaluation != "clients":

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastdp.settings import check, converted, nearest, setting, types_of
+from fastdp.settings import check, convert_value, setting, suggest_name, types_of
 from fastdp.untrusted import quote
 
 #: From the least to the most that is perturbed.
@@ -149,11 +149,11 @@ class FederatedConfig:
         settings = {key.replace("-", "_"): value for key, value in run.items()}
         for name in settings:
             if name not in _TYPES:
-                raise ValueError(f"unknown setting {quote(name)}{nearest(name, _TYPES)}")
+                raise ValueError(f"unknown setting {quote(name)}{suggest_name(name, _TYPES)}")
         for name, value in settings.items():
             if isinstance(value, str) and not (value.isprintable() and len(value) <= _LONGEST_TEXT):
                 raise ValueError(f"{name} is {quote(value)}: write one line of at most {_LONGEST_TEXT} characters")
-        found = cls(**{name: converted(name, value, _TYPES) for name, value in settings.items()})
+        found = cls(**{name: convert_value(name, value, _TYPES) for name, value in settings.items()})
         if found.evaluation == "server" and not found.eval:
             raise ValueError("evaluation at the server needs eval, a file of held-out texts; or set evaluation to none")
         return found

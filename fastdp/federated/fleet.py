@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from fastdp.federated.bundle import check_bundle
 from fastdp.tls import CA, certificate_name, client_context, server_context
-from fastdp.tls_proxy import CHUNK, ProxyLimits, TlsListener
+from fastdp.tls_proxy import RELAY_BYTES, ProxyLimits, TlsListener
 from fastdp.untrusted import quote
 
 PREFIX = "/v1/fleet/"
@@ -214,7 +214,7 @@ class NodeProxy:
         # The requests are signed; other users of this machine have no key that the server knows.
         context.verify_mode = ssl.CERT_NONE
         self._loop = asyncio.new_event_loop()
-        listener = asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=context, limit=CHUNK)
+        listener = asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=context, limit=RELAY_BYTES)
         self._server = self._loop.run_until_complete(listener)
         self.port = self._server.sockets[0].getsockname()[1]
         self._thread = threading.Thread(target=self._loop.run_forever, name="fastdp-node", daemon=True)
@@ -286,7 +286,7 @@ async def _read_request(connection: h11.Connection, reader: asyncio.StreamReader
         except h11.RemoteProtocolError:
             return Reply.refusal(400, "this is no request of HTTP/1.1")
         if event is h11.NEED_DATA:
-            connection.receive_data(await asyncio.wait_for(reader.read(CHUNK), _IDLE_SECONDS))
+            connection.receive_data(await asyncio.wait_for(reader.read(RELAY_BYTES), _IDLE_SECONDS))
         elif isinstance(event, h11.Request):
             head = event
             if head.method != b"POST" or head.target.decode("latin-1") not in PATHS:
@@ -309,8 +309,8 @@ async def _write_reply(
     headers = [("content-type", reply.kind), ("content-length", str(len(reply.body))), *headers]
     writer.write(connection.send(h11.Response(status_code=reply.status, headers=headers)) or b"")
     view = memoryview(reply.body)
-    for at in range(0, len(view), CHUNK):
-        writer.write(connection.send(h11.Data(data=bytes(view[at : at + CHUNK]))) or b"")
+    for at in range(0, len(view), RELAY_BYTES):
+        writer.write(connection.send(h11.Data(data=bytes(view[at : at + RELAY_BYTES]))) or b"")
         await asyncio.wait_for(writer.drain(), ProxyLimits.stall_seconds)
     writer.write(connection.send(h11.EndOfMessage()) or b"")
     await asyncio.wait_for(writer.drain(), ProxyLimits.stall_seconds)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fastdp.federated.site import Fitted
-from fastdp.federated.wire import Layout
+from fastdp.federated.site import FitResult
+from fastdp.federated.wire import AdapterLayout
 from fastdp.untrusted import quote
 
 try:
@@ -42,7 +42,7 @@ class Order:
         return cls(_bytes(record), str(settings["layout"]), int(settings["round"]), str(settings["base"]))  # type: ignore[arg-type]
 
 
-def update_record(layout: Layout, state: Mapping[str, Tensor], fitted: Fitted) -> RecordDict:
+def update_record(layout: AdapterLayout, state: Mapping[str, Tensor], fitted: FitResult) -> RecordDict:
     """A client's reply to an order to train."""
     told = {"num-examples": fitted.examples, "seconds": fitted.seconds, "loss": fitted.loss}
     metrics = MetricRecord({name: value for name, value in told.items() if value is not None})

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-KINDS = ("iid", "dirichlet", "source")
+PARTITIONINGS = ("iid", "dirichlet", "source")
 
 
 def partition(
@@ -34,8 +34,8 @@ def partition(
     Raises:
         ValueError: for an unknown kind, numbers out of range, sources of another length or missing.
     """
-    if kind not in KINDS:
-        raise ValueError(f"partition is {kind!r}: use one of {', '.join(KINDS)}")
+    if kind not in PARTITIONINGS:
+        raise ValueError(f"partition is {kind!r}: use one of {', '.join(PARTITIONINGS)}")
     if clients < 1:
         raise ValueError(f"clients is {clients}: there must be at least one")
     if sources is not None and len(sources) != rows:

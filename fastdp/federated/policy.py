@@ -15,11 +15,11 @@ from typing import Any
 
 from fastdp.federated.config import PERTURBATIONS, FederatedConfig
 from fastdp.federated.refusal import ClientRefusal
-from fastdp.settings import check, converted, nearest, setting, types_of
+from fastdp.settings import check, convert_value, setting, suggest_name, types_of
 
 #: For each mechanism those whose bound implies its own: ``local`` holds among all tokens, so also among those of a cell, and
 #: ``typed`` as well, with nothing told within a type.
-LEAST = {
+ACCEPTED_MECHANISMS = {
     "local": ("local", "typed"),
     "partition": ("partition", "local", "typed"),
     "metric": ("metric",),
@@ -74,7 +74,9 @@ class NodePolicy:
         "least that is perturbed: none, selective (private tokens), or all", "", among=PERTURBATIONS
     )
     epsilon: float = setting("largest budget of a private token, or text", 0.0, above=0)
-    mechanism: str = setting("weakest mechanism: local, partition, typed or metric", "local", among=tuple(LEAST))
+    mechanism: str = setting(
+        "weakest mechanism: local, partition, typed or metric", "local", among=tuple(ACCEPTED_MECHANISMS)
+    )
     budget: str = setting("token; or text, which a token's budget does not satisfy", "token", among=("token", "text"))
     cells: int = setting("most cells of the partition", 0, above=0)
     detector: str = setting("always asked, beside the run's: rules, presidio, or a folder", "rules")
@@ -103,7 +105,7 @@ class NodePolicy:
             if key not in _TYPES:
                 raise NodeSettingError(_unknown(key))
         try:
-            policy = cls(**{key: converted(key, value, _TYPES) for key, value in given.items()})
+            policy = cls(**{key: convert_value(key, value, _TYPES) for key, value in given.items()})
         except NodeSettingError:
             raise
         except ValueError as error:
@@ -176,9 +178,9 @@ class NodePolicy:
             own["cells"] = self.cells
         if run.perturbation == "none":
             return found | own | {"detector": self.detector}
-        if run.mechanism in LEAST[self.mechanism]:
+        if run.mechanism in ACCEPTED_MECHANISMS[self.mechanism]:
             own["mechanism"] = run.mechanism
-        elif run.mechanism != "paper" and self.mechanism not in LEAST[run.mechanism]:
+        elif run.mechanism != "paper" and self.mechanism not in ACCEPTED_MECHANISMS[run.mechanism]:
             raise ClientRefusal(
                 f"this client's mechanism is {self.mechanism} and the run's {run.mechanism}, neither of which is the stricter: "
                 "agree on one"
@@ -196,4 +198,4 @@ _TYPES = types_of(NodePolicy)
 def _unknown(key: str) -> str:
     if key in types_of(FederatedConfig):
         return f"{key} is the run's to set, not a node's: leave it out of the node config"
-    return f"a node has no setting {key!r}{nearest(key, _TYPES)}"
+    return f"a node has no setting {key!r}{suggest_name(key, _TYPES)}"

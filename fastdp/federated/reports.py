@@ -12,14 +12,14 @@ from fastdp.federated.config import FederatedConfig
 from fastdp.methods.selective.card import token_claim
 from fastdp.ops.grid import DISTANCE
 
-ROUNDS, CARD = "rounds.jsonl", "run_card"
+ROUNDS_FILE, CARD = "rounds.jsonl", "run_card"
 _PATHS = ("model", "train", "eval", "output", "state", "names", "labelled_spans")
 
 
 #: What a server of central DP holds and must not publish: the epsilon counts on nobody knowing who was sampled.
 KEPT_BY_THE_SERVER = (
-    f"{ROUNDS}, server.safetensors and the server's log hold who was sampled and refused, how many answered in each round, and "
-    "losses that clients reported without noise: they must stay with the server"
+    f"{ROUNDS_FILE}, server.safetensors and the server's log hold who was sampled and refused, how many answered in each round, "
+    "and losses that clients reported without noise: they must stay with the server"
 )
 
 
@@ -47,12 +47,12 @@ def run_card(config: FederatedConfig, rows: Sequence[Mapping[str, Any]], clients
             "updates": None if config.central else _updates(rows),
             "perplexity": figures,
             "trusted": _trusted(config),
-            "settings": {name: _named(name, value) for name, value in config.as_dict().items()},
+            "settings": {name: _public_value(name, value) for name, value in config.as_dict().items()},
         },
     )
 
 
-def _named(setting: str, value: Any) -> Any:
+def _public_value(setting: str, value: Any) -> Any:
     """A setting as others may read it: of a path its last part, which says nothing of a machine."""
     return public_name(value) if setting in _PATHS and value else value
 

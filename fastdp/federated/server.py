@@ -22,7 +22,7 @@ from fastdp.accounting.card import public_name
 from fastdp.data import Examples
 from fastdp.federated import reports
 from fastdp.federated.adapter import AdaptedModel
-from fastdp.federated.aggregation import Aggregator, Bounds, RefusedUpdate
+from fastdp.federated.aggregation import Aggregator, RefusedUpdate, UpdateBounds
 from fastdp.federated.checkpoint import Checkpoint
 from fastdp.federated.config import FederatedConfig
 from fastdp.federated.messages import Order, read_update
@@ -147,7 +147,7 @@ class Server:
         self.rounds_done = number
         head = None if self.ledger is None else self.ledger.head
         Checkpoint(self.adapted.adapter, number, self.population, self.rows, head).save(self.output, self.config)
-        files.write_rows(self.output / reports.ROUNDS, self.rows)
+        files.write_rows(self.output / reports.ROUNDS_FILE, self.rows)
         shown = "not measured" if perplexity is None else f"{perplexity:.2f}"
         log.info("round %d: %d of %d accepted, perplexity %s", number, played.accepted, played.sampled, shown)
 
@@ -187,7 +187,7 @@ class Server:
         config = self.config
         aggregator = Aggregator(
             self.adapted.adapter,
-            Bounds(config.max_update_norm, config.max_examples),
+            UpdateBounds(config.max_update_norm, config.max_examples),
             weighted=config.aggregation == "examples",
             clip=config.client_clip if config.central else None,
         )

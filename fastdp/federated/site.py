@@ -35,7 +35,7 @@ from fastdp.untrusted import load_pretrained
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FitResult:
     """What a round of local training says besides the adapter.
 
     Attributes:
@@ -69,7 +69,7 @@ class Site:
         self.adapted = adapted
         self.config = adapted.config
         self.name = name
-        self.folder = state_folder(self.config) / name
+        self.folder = client_state_folder(self.config) / name
         files.make_folder(self.folder)
         self.examples = self._prepare(texts)
 
@@ -119,7 +119,7 @@ class Site:
         learned = config.learn_replaced or perturb.scope == "all"
         return adapted.examples(found.ids, None if learned else found.private)
 
-    def fit(self, round_number: int) -> Fitted:
+    def fit(self, round_number: int) -> FitResult:
         """Train the model's adapter on this client's examples for a round's passes."""
         config = self.config
         torch.manual_seed(_seed_of(config.seed, self.name, round_number))
@@ -130,10 +130,10 @@ class Site:
         loader: Any = DataLoader(self.examples, batch_size=size, shuffle=True, collate_fn=self.adapted.collator)
         if config.dpsgd_epsilon > 0:
             self._fit_privately(model, optimizer, loader)
-            return Fitted(len(self.examples), None, None)
+            return FitResult(len(self.examples), None, None)
         begin = time.perf_counter()
         loss = _passes(model, optimizer, loader, config.local_epochs)
-        return Fitted(len(self.examples), time.perf_counter() - begin, loss)
+        return FitResult(len(self.examples), time.perf_counter() - begin, loss)
 
     def _fit_privately(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
         config = self.config
@@ -179,7 +179,7 @@ def _seed_of(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "little")
 
 
-def state_folder(config: FederatedConfig) -> Path:
+def client_state_folder(config: FederatedConfig) -> Path:
     """Where clients keep what must survive a round; by default beside the server's folder, in a simulation."""
     return Path(config.state) if config.state else Path(config.output) / "clients"
 

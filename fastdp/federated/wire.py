@@ -16,7 +16,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 @dataclass(frozen=True)
-class Layout:
+class AdapterLayout:
     """Name, dtype and shape of each tensor of an adapter, in the order of its bytes.
 
     A buffer and a layout cost the adapter's own size and a hundred bytes a tensor; a message of named arrays would cost
@@ -26,7 +26,7 @@ class Layout:
     entries: tuple[tuple[str, str, tuple[int, ...]], ...]
 
     @classmethod
-    def of(cls, state: Mapping[str, Tensor]) -> Layout:
+    def of(cls, state: Mapping[str, Tensor]) -> AdapterLayout:
         """The layout of ``state``. Raises ValueError for a dtype that does not travel."""
         names = {dtype: name for name, dtype in _DTYPES.items()}
         for name, tensor in state.items():
@@ -65,7 +65,7 @@ class Layout:
 
     def pack(self, state: Mapping[str, Tensor]) -> bytes:
         """The tensors of ``state`` as one buffer. Raises ValueError if they are not of this layout."""
-        problem = self.difference(Layout.of(state).to_json())
+        problem = self.difference(AdapterLayout.of(state).to_json())
         if problem is not None:
             raise ValueError(f"the adapter changed while it was trained: {problem}")
         parts = (tensor.detach().cpu().contiguous().flatten().view(torch.uint8) for tensor in state.values())

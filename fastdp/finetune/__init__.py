@@ -9,7 +9,8 @@ from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.reporter import Reporter
 
 if TYPE_CHECKING:
-    from fastdp.finetune.run import Result, finetune
+    from fastdp.finetune.folder import Result
+    from fastdp.finetune.run import finetune
 
 __all__ = ["ConfigError", "FinetuneConfig", "Reporter", "Result", "finetune", "load_config"]
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from fastdp.data import IGNORED, DataError, Examples, Rows, as_text
 from fastdp.untrusted import quote
 
-Message = dict[str, Any]
+ChatTurn = dict[str, Any]
 
 
 def chat_examples(tokenizer: PreTrainedTokenizerBase, table: Rows, column: str, max_length: int) -> Examples:
@@ -45,7 +45,7 @@ def chat_examples(tokenizer: PreTrainedTokenizerBase, table: Rows, column: str, 
     return Examples(items, truncated)
 
 
-def conversation(value: Any) -> list[Message]:
+def conversation(value: Any) -> list[ChatTurn]:
     """The turns of a row, each with a role and with text.
 
     Raises:
@@ -61,7 +61,7 @@ def conversation_text(value: Any) -> str:
     return "\n".join(turn["content"] for turn in conversation(value))
 
 
-def _turn(turn: Mapping[str, Any], number: int) -> Message:
+def _turn(turn: Mapping[str, Any], number: int) -> ChatTurn:
     # Arrow tables hold every field of any turn, with nothing in most.
     said = {key: value for key, value in turn.items() if value is not None}
     if not isinstance(said.get("role"), str):
@@ -80,7 +80,7 @@ def _turn(turn: Mapping[str, Any], number: int) -> Message:
         raise ValueError(f"turn {number} holds {error}") from None
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[ChatTurn]) -> tuple[str, list[tuple[int, int]]]:
     """The text of a conversation up to its last answer, and where each answer begins and ends in it."""
     if "tool_calls" not in str(tokenizer.chat_template):
         turns = [_spelled_out(turn) for turn in turns]
@@ -108,7 +108,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message]) -> tup
     return text, spans
 
 
-def _spelled_out(turn: Message) -> Message:
+def _spelled_out(turn: ChatTurn) -> ChatTurn:
     """A turn whose calls of tools are text, for templates that know none."""
     if "tool_calls" not in turn:
         return turn

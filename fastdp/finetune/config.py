@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 import fastdp.files as files
-from fastdp.settings import KINDS, check, choices_of, nearest, setting, types_of
+from fastdp.settings import TYPE_WORDS, check, choices_of, setting, suggest_name, types_of
 from fastdp.untrusted import MAX_YAML, parse_yaml, quote, read_text
 
 
@@ -260,7 +260,7 @@ def _convert(name: str, value: Any) -> Any:
             raise ValueError
         return kind(value)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{name} must be {KINDS[kind]}, not {quote(value)}") from None
+        raise ConfigError(f"{name} must be {TYPE_WORDS[kind]}, not {quote(value)}") from None
 
 
 def listed(value: Any) -> list[str]:
@@ -300,6 +300,6 @@ def load_config(path: str | Path | None, overrides: dict[str, Any] | None = None
         settings = {name: written[name] if name in lists else value for name, value in loaded.items()}
     for name in settings:
         if name not in TYPES:
-            raise ConfigError(f"{path}: unknown setting {quote(name)}{nearest(str(name), TYPES)}")
+            raise ConfigError(f"{path}: unknown setting {quote(name)}{suggest_name(str(name), TYPES)}")
     settings |= {name: value for name, value in (overrides or {}).items() if value is not None}
     return FinetuneConfig(**{name: _convert(name, value) for name, value in settings.items()})

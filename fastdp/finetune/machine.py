@@ -18,11 +18,11 @@ import fastdp
 from fastdp.data import Collator, Examples
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.evaluation import autocast
-from fastdp.finetune.memory import PeakMemory, rehearse
+from fastdp.finetune.memory import PeakMemory, rehearse_step
 from fastdp.finetune.tasks import invented_label
 
 #: Examples that are drawn, in as many logical batches as they fill, to find how much padding a batch size needs.
-_DRAWN, _FEWEST = 100_000, 50
+_SAMPLED_EXAMPLES, _FEWEST = 100_000, 50
 #: Rounds over the same micro-batches after the first one, in which the model is looked at: so many at least, and more of
 #: short ones, until they have taken so many seconds. How fast a machine is that others share changes within seconds.
 _ROUNDS, _MOST_ROUNDS, _SECONDS = 4, 16, 8.0
@@ -59,13 +59,13 @@ class Machine:
 
     def step_seconds(self, batch_size: int) -> float:
         """Of a usual step: as many micro-batches, as padded, as logical batches have on average."""
-        drawn = _drawn(self.lengths, round(batch_size * self.rows), self.physical)
+        drawn = _drawn_batches(self.lengths, round(batch_size * self.rows), self.physical)
         each = [self.microbatch_seconds + self.token_seconds * rows * longest for b in drawn for rows, longest in b]
         return self.release_seconds + sum(each) / len(drawn)
 
     def once_seconds(self, batch_size: int, steps: int) -> float:
         """What so many steps take besides: the looks at the first batch, and one at each new length that comes up."""
-        drawn = _drawn(self.lengths, round(batch_size * self.rows), self.physical)
+        drawn = _drawn_batches(self.lengths, round(batch_size * self.rows), self.physical)
         having = Counter(longest for batch in drawn for longest in {longest for _, longest in batch})
         met = sum(1 - (1 - count / len(drawn)) ** steps for count in having.values())
         return self.start_seconds + self.look_seconds * max(0.0, met - 1)
@@ -76,11 +76,11 @@ class Machine:
 
 
 @lru_cache(maxsize=64)
-def _drawn(lengths: tuple[int, ...], batch_size: int, physical: int) -> list[list[tuple[int, int]]]:
+def _drawn_batches(lengths: tuple[int, ...], batch_size: int, physical: int) -> list[list[tuple[int, int]]]:
     """Rows and longest length of each micro-batch of some logical batches, as a private loader would cut them."""
     generator = np.random.default_rng(0)
     found = []
-    for size in generator.poisson(batch_size, max(_FEWEST, _DRAWN // batch_size)):
+    for size in generator.poisson(batch_size, max(_FEWEST, _SAMPLED_EXAMPLES // batch_size)):
         # An empty batch is one padding row.
         drawn = np.sort(_spread(lengths, generator.random(max(1, size))))[::-1]
         found.append([(len(part), int(part[0])) for part in np.split(drawn, range(physical, len(drawn), physical))])
@@ -108,13 +108,10 @@ def measure(model: torch.nn.Module, tokenizer: Any, config: FinetuneConfig, leng
     device, kept = next(model.parameters()).device, {name: p.detach().clone() for name, p in _trained(model)}
     was_training = model.training
     examples, pad = _invented(tokenizer, config, lengths), Collator(tokenizer.pad_token_id)
-    rehearse(model, examples, pad, config)
+    rehearse_step(model, examples, pad, config)
     loader: Any = DataLoader(examples, batch_size=len(examples), collate_fn=pad)
     optimizer = torch.optim.AdamW([p for _, p in _trained(model)], lr=0.0)
     peak = PeakMemory(device)
-    rounds: list[list[float]] = []
-    releases: list[float] = []
-    shapes: list[tuple[int, int]] = []
     with tempfile.TemporaryDirectory() as folder:
         private = fastdp.make_private(
             model, optimizer, loader, noise_multiplier=1.0, target_delta=1e-9, epochs=1 + _MOST_ROUNDS, sampling="shuffled",
@@ -123,24 +120,7 @@ def measure(model: torch.nn.Module, tokenizer: Any, config: FinetuneConfig, leng
         private.ending.expect()
         model.train()
         try:
-            for number in range(1 + _MOST_ROUNDS):
-                if number > _ROUNDS and sum(map(sum, rounds[1:])) > _SECONDS:
-                    break
-                rounds.append([])
-                begin = _now(device)
-                for batch in private.data_loader:
-                    batch = {key: value.to(device) for key, value in batch.items()}
-                    with autocast(device, config.precision):
-                        loss = model(**batch).loss
-                    loss.backward()
-                    between = _now(device)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    rounds[-1].append(between - begin)
-                    shapes.append(tuple(batch["input_ids"].shape))
-                    begin = _now(device)
-                    if private.last_step_done:
-                        releases.append(begin - between)
+            rounds, releases, shapes = _time_rounds(private, model, optimizer, config)
         finally:
             private.detach()
             model.train(was_training)
@@ -166,6 +146,35 @@ def measure(model: torch.nn.Module, tokenizer: Any, config: FinetuneConfig, leng
         where=f"measured here, on {device}",
         backward_passes=private.backward_passes,
     )
+
+
+def _time_rounds(
+    private: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: FinetuneConfig
+) -> tuple[list[list[float]], list[float], list[tuple[int, int]]]:
+    """Seconds of each micro-batch by round, seconds of each release, and shapes of the micro-batches."""
+    device = next(model.parameters()).device
+    rounds: list[list[float]] = []
+    releases: list[float] = []
+    shapes: list[tuple[int, int]] = []
+    for number in range(1 + _MOST_ROUNDS):
+        if number > _ROUNDS and sum(map(sum, rounds[1:])) > _SECONDS:
+            break
+        rounds.append([])
+        begin = _now(device)
+        for batch in private.data_loader:
+            batch = {key: value.to(device) for key, value in batch.items()}
+            with autocast(device, config.precision):
+                loss = model(**batch).loss
+            loss.backward()
+            between = _now(device)
+            optimizer.step()
+            optimizer.zero_grad()
+            rounds[-1].append(between - begin)
+            shapes.append(tuple(batch["input_ids"].shape))
+            begin = _now(device)
+            if private.last_step_done:
+                releases.append(begin - between)
+    return rounds, releases, shapes
 
 
 def _invented(tokenizer: Any, config: FinetuneConfig, lengths: Sequence[int]) -> Examples:

@@ -18,7 +18,7 @@ from fastdp.finetune.evaluation import autocast
 
 #: Bytes for each trained parameter that a private step with Adam keeps beside an ordinary backward pass: two moments, and the
 #: clipped sum besides the gradient.
-_KEPT = 12
+_OPTIMIZER_BYTES = 12
 
 
 class PeakMemory:
@@ -53,7 +53,9 @@ class PeakMemory:
             return peak if sys.platform == "darwin" else peak * 1024
 
 
-def rehearse(model: nn.Module, examples: Examples, collator: Collator, config: FinetuneConfig) -> tuple[float, int]:
+def rehearse_step(
+    model: nn.Module, examples: Examples, collator: Collator, config: FinetuneConfig
+) -> tuple[float, int]:
     """Seconds of a logical step and peak bytes, by ordinary passes over the longest examples and over such of middle length.
 
     Nothing is trained or kept, and the state of random numbers is put back. The figures are functions of private lengths, for
@@ -81,7 +83,7 @@ def rehearse(model: nn.Module, examples: Examples, collator: Collator, config: F
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - begin
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return seconds * max(1.0, config.batch_size / count), peak.so_far() + _KEPT * trained
+    return seconds * max(1.0, config.batch_size / count), peak.so_far() + _OPTIMIZER_BYTES * trained
 
 
 def _pass(model: nn.Module, items: Sequence[dict], collator: Collator, config: FinetuneConfig) -> None:

@@ -24,7 +24,7 @@ from fastdp.methods.rapft import (
 from fastdp.methods.removed import removed_key
 from fastdp.private.method import Method
 from fastdp.private.run import Private
-from fastdp.settings import nearest
+from fastdp.settings import suggest_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +63,10 @@ def choose_method(config: FinetuneConfig, read_public: ReadPublic) -> Method:
     if config.method == "rapft":
         for name, nested in _NESTED.items():
             if name in options:
-                options[name] = _made(nested, _mapping(options[name], name), name)
+                options[name] = _make_options(nested, _mapping(options[name], name), name)
         if "source" in options:
             options["source"] = _source(_mapping(options["source"], "source"), read_public)
-    return _made(kind, {"max_grad_norm": config.max_grad_norm} | options, "method_options")
+    return _make_options(kind, {"max_grad_norm": config.max_grad_norm} | options, "method_options")
 
 
 class Central(Releases):
@@ -126,10 +126,10 @@ def _source(options: dict[str, Any], read_public: ReadPublic) -> Any:
         if kind == "public":
             return PublicMap(public.batches, public.origin)
         singles = [one for batch in public.batches for one in _singly(batch)]
-        return _made(PublicGradients, {"batches": singles, "origin": public.origin, **turns}, "source")
+        return _make_options(PublicGradients, {"batches": singles, "origin": public.origin, **turns}, "source")
     if kind not in _SOURCES:
         raise ConfigError(f"source has kind {kind!r}: choose one of public, gradients, {', '.join(_SOURCES)}")
-    return _made(_SOURCES[kind], options, "source")
+    return _make_options(_SOURCES[kind], options, "source")
 
 
 def _singly(batch: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -144,12 +144,12 @@ def _mapping(value: Any, name: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _made(kind: Any, options: Mapping[str, Any], where: str) -> Any:
+def _make_options(kind: Any, options: Mapping[str, Any], where: str) -> Any:
     known = [field.name for field in dataclasses.fields(kind) if field.init]
     try:
         for name, value in options.items():
             if name not in known and removed_key(f"{kind.__name__}.{name}", value) is None:
-                raise ValueError(f"{kind.__name__} has no option {name!r}{nearest(str(name), known, 'there are')}")
+                raise ValueError(f"{kind.__name__} has no option {name!r}{suggest_name(str(name), known, 'there are')}")
         return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from None

@@ -48,7 +48,7 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_model(config: FinetuneConfig) -> int | None:
+def check_model_name(config: FinetuneConfig) -> int | None:
     """Refuse a model that does not fit the settings by its own description, before its weights or any data are read.
 
     Returns:
@@ -118,7 +118,7 @@ def load_trained(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 def _load(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[nn.Module, list[str]]:
     """The model, and the modules of the task's head: those by a head's name, and those that the pretrained weights lack."""
-    check_model(config)
+    check_model_name(config)
     task = TASKS[config.task]
     torch.manual_seed(config.seed)
     try:

@@ -22,7 +22,7 @@ from fastdp.methods.removed import removed_key, sentence
 from fastdp.methods.response import check_response
 from fastdp.methods.sap import CTI, SAPPerturbation
 from fastdp.methods.selective import RuleDetector, SelectivePerturbation
-from fastdp.settings import nearest
+from fastdp.settings import suggest_name
 
 RELEASES = "releases"
 _ALL = 1 << 53
@@ -325,4 +325,4 @@ def _names(table: type) -> list[str]:
 def _refuse_unknown(what: str, options: Iterable[str], known: list[str]) -> None:
     for name in options:
         if name not in known:
-            raise ConfigError(f"method_options of {what} has no {name!r}{nearest(str(name), known, 'there are')}")
+            raise ConfigError(f"method_options of {what} has no {name!r}{suggest_name(str(name), known, 'there are')}")

@@ -56,7 +56,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanReport:
     """Options, what they rest on, and which one is suggested.
 
     Attributes:
@@ -80,7 +80,7 @@ def plan(
     gpu: str | None = None,
     passes: float = MOST_EPOCHS,
     rows: float = 1.0,
-) -> Plan:
+) -> PlanReport:
     """Plan a run of `fastdp finetune` with DP-SGD.
 
     Args:
@@ -127,7 +127,7 @@ def plan(
         + (f", rank {RANK} and alpha {SCALE * RANK:g}" if adapts else "")
         + ": fitted to runs on E2E and SST-2 (bench/results/settings.json)",
     )
-    return Plan(options, best, machine, trained, dataclasses.replace(config, **settings), reasons)
+    return PlanReport(options, best, machine, trained, dataclasses.replace(config, **settings), reasons)
 
 
 def _check(config: FinetuneConfig, examples: int, lengths: Sequence[int], minutes: float | None, passes: float) -> None:
@@ -198,12 +198,12 @@ def _learning_rate(config: FinetuneConfig, noise: float) -> float:
     return float(f"{rate * (_FULL if config.peft == 'full' else 1):.2g}")
 
 
-def invented(config: FinetuneConfig) -> FinetuneConfig:
+def with_invented_labels(config: FinetuneConfig) -> FinetuneConfig:
     """The settings with labels where the task needs some, which a plan does not look at."""
     return dataclasses.replace(config, labels=config.labels or ["no", "yes"]) if config.task in LABELLED else config
 
 
-def draw(found: Plan, path: str | Path) -> None:
+def draw(found: PlanReport, path: str | Path) -> None:
     """Write a picture (PNG) of what each batch size trades: noise, noise over signal, steps, time."""
     from matplotlib.figure import Figure
 
@@ -227,5 +227,5 @@ def draw(found: Plan, path: str | Path) -> None:
         if title == "steps":
             axes.axhline(LEAST_STEPS, color="#8a8f98", linestyle=":", linewidth=1.2)
     figure.supxlabel(f"batch size ({found.machine.where}; dashed: suggested)", fontsize=9)
-    with files.whole(path, public=True) as aside:
+    with files.atomic_path(path, public=True) as aside:
         figure.savefig(aside, dpi=150, format="png")

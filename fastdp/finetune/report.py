@@ -312,12 +312,12 @@ def _settings(runs: Sequence[Record]) -> str:
     ]
     rows = []
     for name in kept:
-        cells = "".join(f"<td>{escape(_said(value(run, name)))}</td>" for run in runs)
+        cells = "".join(f"<td>{escape(_cell_text(value(run, name)))}</td>" for run in runs)
         marked = ' class="differs"' if differs(name) else ""
         rows.append(f"<tr{marked}><th>{escape(name)}</th>{cells}</tr>")
     models: list[dict[str, Any]] = [(run.card or {}).get("model", {}) for run in runs]
     if any("trained_parameters" in model for model in models):
-        cells = "".join(f"<td>{escape(_said(model.get('trained_parameters')))}</td>" for model in models)
+        cells = "".join(f"<td>{escape(_cell_text(model.get('trained_parameters')))}</td>" for model in models)
         rows.append(f"<tr><th>trained parameters</th>{cells}</tr>")
     heads = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
     head = f"<tr><th></th>{heads}</tr>" if len(runs) > 1 else ""
@@ -328,7 +328,7 @@ def _settings(runs: Sequence[Record]) -> str:
     return f"<section><h2>What was trained, and how</h2><p>{about}</p>{table}</section>"
 
 
-def _said(value: Any) -> str:
+def _cell_text(value: Any) -> str:
     if value is None:
         return "\u2013"
     if isinstance(value, float):

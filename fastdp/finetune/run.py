@@ -5,18 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import time
-import zipfile
-import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import IO, Any
+from typing import Any
 
 import torch
-import yaml
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Subset
@@ -28,13 +22,27 @@ import fastdp.plots as plots
 from fastdp.accounting import Ledger, LedgerError
 from fastdp.accounting.witness import count_release, data_digest, knows_ledger, same_data
 from fastdp.data import Collator, DataError, Examples, Rows, read_rows
-from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
+from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.curves import Curves
 from fastdp.finetune.evaluation import Quality, autocast, evaluate
-from fastdp.finetune.memory import PeakMemory, rehearse
+from fastdp.finetune.folder import (
+    CHECKPOINT,
+    CONFIG,
+    DATA,
+    LEDGER,
+    METRICS,
+    PERTURBATION,
+    RESULT,
+    SAMPLES,
+    Result,
+    check_output,
+    keep_metrics,
+    read_checkpoint,
+)
+from fastdp.finetune.memory import PeakMemory, rehearse_step
 from fastdp.finetune.methods import LOCAL, Public, check_method, choose_method
 from fastdp.finetune.models import (
-    check_model,
+    check_model_name,
     kept_names,
     load_tokenizer,
     load_trained,
@@ -49,49 +57,9 @@ from fastdp.finetune.tasks import encode_rows, messages_column, record_texts
 from fastdp.finetune.usage import add_usage, tokenizer_to_save
 from fastdp.methods.perturbation import Releases
 from fastdp.public import PublicGate
-from fastdp.untrusted import parse_json_object, parse_yaml
 from fastdp.validate import usable_device
 
-CONFIG, METRICS, RESULT, CHECKPOINT = "config.yaml", "metrics.jsonl", "result.json", "checkpoint.pt"
-LEDGER, PERTURBATION, SAMPLES = "ledger.jsonl", "perturbation.pt", "samples.json"
-#: Under this name the ledger keeps a digest of the examples.
-DATA = "data"
-#: What else a run writes to its output.
-_WRITTEN = (
-    *("adapter", "model", "releases", "card.json", "card.md", "statement.json", "statement.md", SAMPLES, PERTURBATION),
-    *(CHECKPOINT, "loss.png", "released.png", "epsilon.png"),
-)
 EPSILON_POINTS = 20
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run came to; `before` and `after` are None without held-out data."""
-
-    output: str
-    epsilon: float
-    delta: float
-    noise_multiplier: float
-    steps: int
-    trained_parameters: int
-    seconds_per_step: float
-    peak_bytes: int
-    before: Quality | None
-    after: Quality | None
-    #: What a local method says of its privacy, in a sentence; or why a method as its paper prints it guarantees nothing.
-    privacy: str | None = None
-    #: What the user was told of the data, and of what went otherwise than asked.
-    notes: tuple[str, ...] = ()
-
-    def save(self, path: Path) -> None:
-        """Write as JSON; an infinite epsilon is written as the text "inf"."""
-        values = dataclasses.asdict(self) | {
-            "epsilon": self.epsilon if math.isfinite(self.epsilon) else "inf",
-            "noise_multiplier": None if math.isnan(self.noise_multiplier) else self.noise_multiplier,
-            "before": self.before and self.before.as_dict(),
-            "after": self.after and self.after.as_dict(),
-        }
-        files.write_json(path, values)
 
 
 def finetune(
@@ -118,11 +86,11 @@ def finetune(
             "output, releases every record a second time, at the full price again"
         )
     output = Path(str(config.output))
-    _check_output(output, config, resume)
+    check_output(output, config, resume)
     device = _device(config)
     check_method(config)
     opening = choose_perturbation(config)
-    ends = check_model(config)
+    ends = check_model_name(config)
     tokenizer = load_tokenizer(config)
     reporter.phase("reading data")
     table = read_rows(str(config.train), config.encoding)
@@ -136,7 +104,7 @@ def finetune(
     model = load_trained(config, tokenizer)
     model.to(device)
     reporter.phase("rehearsing a step")
-    measured = rehearse(model, train, Collator(_pad(tokenizer)), config)
+    measured = rehearse_step(model, train, Collator(_pad(tokenizer)), config)
     gate = PublicGate(record_texts(table, config), [str(config.train)], config.public_overlap)
     run = _Run(config, output, model, tokenizer, train, held_out, gate, opening, measured, reporter, noise_multiplier)
     run.users, run.chat = users, messages_column(table, config) is not None
@@ -144,8 +112,10 @@ def finetune(
         # Before the ledger is opened: a run that cannot go on stays as it is.
         if resume:
             run.check_data()
-        checkpoint = run.load_checkpoint() if resume else None
+        checkpoint = read_checkpoint(output) if resume else None
         if resume:
+            if checkpoint is None:
+                reporter.note("the run was interrupted before its first checkpoint: it starts anew, its spending kept")
             run.count_unproven(checkpoint)
         run.make_private(resume)
         if run.releases.once_an_epoch:
@@ -157,48 +127,6 @@ def finetune(
         raise
     finally:
         run.close()
-
-
-def _check_output(output: Path, config: FinetuneConfig, resume: bool) -> None:
-    there = next(place for place in (output, *output.absolute().parents) if place.exists() or place.is_symlink())
-    if not there.is_dir():
-        raise ConfigError(f"output {output}: {there} is a file and not a folder: name a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"output {output}: nothing can be written to {there}: choose another folder, or change its mode"
-        )
-    if not resume:
-        held = next((name for name in (CONFIG, LEDGER, METRICS, RESULT) if (output / name).exists()), None)
-        if held:
-            raise ConfigError(f"{output} already holds a run ({held}): choose another output, or pass --resume")
-        foreign = next((name for name in _WRITTEN if (output / name).exists()), None)
-        if foreign:
-            raise ConfigError(
-                f"{output} holds {foreign}, which the run would overwrite: choose another output, or move it"
-            )
-        return
-    if not (output / CONFIG).exists():
-        raise ConfigError(f"there is no run to resume in {output}")
-    if (output / RESULT).exists():
-        raise ConfigError(f"the run in {output} is finished: there is nothing to resume")
-    earlier = dataclasses.asdict(load_config(output / CONFIG))
-    now = parse_yaml(yaml.safe_dump(dataclasses.asdict(config)))
-    # A folder has many names; whether it is the run's own, its ledger knows.
-    changed = [name for name, value in now.items() if name not in ("device", "output") and value != earlier[name]]
-    if changed:
-        raise ConfigError(f"a resumed run keeps its settings, but these differ: {', '.join(changed)}")
-
-
-def _check_sums(file: IO[bytes]) -> None:
-    """Raise ValueError for a file of torch whose checksums do not hold: torch writes them, and does not read them."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            broken = archive.testzip()
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, OSError) as error:
-        raise ValueError(str(error)) from None
-    if broken is not None:
-        raise ValueError(f"{broken} was altered")
-    file.seek(0)
 
 
 def _check_size(config: FinetuneConfig, examples: int, users: list[str] | None, table: Rows) -> None:
@@ -428,7 +356,7 @@ class _Run:
                 f"the run in {self.output} had spent its whole budget before its first checkpoint, so there is nothing to "
                 "go on from; a new run, with a smaller checkpoint_every, is a new release of the data"
             )
-        self._keep_metrics(self.updates)
+        keep_metrics(self.output, self.updates)
         self.model.train()
         self.reporter.phase("training")
         peak = PeakMemory(self.device)
@@ -535,7 +463,7 @@ class _Run:
         card.save(self.output / self.releases.card_name)
         add_usage(card.save_beside(folder), self.model, self.config, chat=self.chat)
         if state := self.releases.state_dict():
-            with files.whole(self.output / PERTURBATION) as aside:
+            with files.atomic_path(self.output / PERTURBATION) as aside:
                 torch.save(state, aside)
         self._write_samples()
         rows = [json.loads(line) for line in (self.output / METRICS).read_text(encoding="utf-8").splitlines()]
@@ -585,24 +513,8 @@ class _Run:
             "before": self.before and self.before.as_dict(),
         }
         # Through Python's own file: torch's writer says of a full disk only that it failed.
-        with files.whole(self.output / CHECKPOINT) as aside, open(aside, "wb") as file:
+        with files.atomic_path(self.output / CHECKPOINT) as aside, open(aside, "wb") as file:
             torch.save(state, file)
-
-    def load_checkpoint(self) -> dict[str, Any] | None:
-        """What an interrupted run had come to; None if it had not come that far. Raises ConfigError if it is damaged."""
-        path = self.output / CHECKPOINT
-        if not path.exists():
-            self.reporter.note("the run was interrupted before its first checkpoint: it starts anew, its spending kept")
-            return None
-        try:
-            with open(path, "rb") as file:
-                _check_sums(file)
-                return torch.load(file, map_location="cpu", weights_only=True)
-        except (RuntimeError, ValueError, EOFError, KeyError, UnpicklingError):
-            raise ConfigError(
-                f"{path} is damaged: remove it, and --resume trains anew with what is left of the budget, since what was spent "
-                "stays spent"
-            ) from None
 
     def _restore(self, checkpoint: dict[str, Any]) -> None:
         restore_trained(self.model, checkpoint["trained"], self.names)
@@ -631,21 +543,6 @@ class _Run:
             "this account's memory of the run is lost, so its ledger may have been cut back: "
             f"{max(most, known.spent_steps)} steps count as spent, where the ledger holds {known.spent_steps}"
         )
-
-    def _keep_metrics(self, updates: int) -> None:
-        """Drop the rows of updates that were lost with the process: they will be made again."""
-        path = self.output / METRICS
-        if not path.exists():
-            return
-        kept = []
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                row = parse_json_object(line)
-            except ValueError:
-                continue
-            if isinstance(step := row.get("step"), int) and step <= updates and "unprotected" in row:
-                kept.append(line + "\n")
-        files.write(path, "".join(kept))
 
 
 def _schedule(config: FinetuneConfig, total: int) -> Callable[[int], float]:

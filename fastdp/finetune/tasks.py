@@ -58,7 +58,7 @@ class Task:
 def encode_rows(
     table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig, ends: int | None = None
 ) -> Examples:
-    """Examples of a table as the settings say; ``ends`` is a token that each must hold equally often (see `check_model`).
+    """Examples of a table as the settings say; ``ends`` is a token that each must hold equally often (see `check_model_name`).
 
     Raises:
         DataError: a column that is missing, or a row that does not fit it, or has no token.

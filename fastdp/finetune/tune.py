@@ -27,10 +27,11 @@ import fastdp.files as files
 from fastdp.audit.saved import load_saved
 from fastdp.data import Collator, Rows, read_rows
 from fastdp.finetune.config import TYPES, ConfigError, FinetuneConfig, load_config
+from fastdp.finetune.folder import CONFIG, LEDGER
 from fastdp.finetune.judges import JUDGED, noised_means, scores
 from fastdp.finetune.models import load_tokenizer
 from fastdp.finetune.reporter import Reporter
-from fastdp.finetune.run import CONFIG, LEDGER, finetune
+from fastdp.finetune.run import finetune
 from fastdp.finetune.tasks import encode_rows
 from fastdp.ops import NoiseStream
 
@@ -55,7 +56,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuneResult:
     """What a search came to.
 
     Attributes:
@@ -102,7 +103,7 @@ def tune(
     largest_loss: float = 10.0,
     reporter: Reporter | None = None,
     resume: bool = False,
-) -> Tuned:
+) -> TuneResult:
     """Train with the settings that suit the data best, within one budget, and write weights and card to the output folder.
 
     Args:
@@ -136,13 +137,7 @@ def tune(
     asked = [dataclasses.asdict(config) | {"output": None}, searched, trials, shape, held_out, largest_loss, len(table)]
     state = _State.read(work, asked) if resume else _State.begin(work, asked, table, held_out)
     train, judges = _split(table, state.judging)
-    if len(judges) < _LEAST_JUDGES or len(train) < config.batch_size:
-        raise ConfigError(
-            f"of {len(table)} examples {len(judges)} would judge and {len(train)} be trained on: that is too few to choose by, "
-            "or fewer than batch_size; give more data, or another held_out"
-        )
-    if config.delta >= 1 / len(table):
-        raise ConfigError(f"delta {config.delta:g} is not below 1 / {len(table)} examples: lower it")
+    _check_counts(config, len(table), len(judges), len(train))
     # What a row may be wrong in is found before anything is paid, not by a trial.
     encode_rows(table, load_tokenizer(config), config)
     stop = renyi.stop_for(trials, shape)
@@ -162,24 +157,13 @@ def tune(
             ledger.record()
 
         def trial(number: int) -> tuple[float, Path]:
-            if number < len(state.done):
-                score, name = state.done[number]
-                return score, work / name
-            folder = work / f"{number}-{secrets.token_hex(4)}"
-            settings = secrets.choice(options)
-            own = dataclasses.replace(
-                config,
-                **settings,
-                train=str(work / "train.jsonl"),
-                encoding="utf-8",
-                eval=None,
-                output=str(folder),
-                samples=0,
-            )
-            finetune(own, reporter=reporter, noise_multiplier=sigma)
-            state.done.append((_judge(folder, judges, largest_loss, judging, stream), folder.name))
-            state.save()
-            return state.done[-1][0], folder
+            if number == len(state.done):
+                folder = work / f"{number}-{secrets.token_hex(4)}"
+                finetune(_drawn_config(config, options, folder), reporter=reporter, noise_multiplier=sigma)
+                state.done.append((_judge(folder, judges, largest_loss, judging, stream), folder.name))
+                state.save()
+            score, name = state.done[number]
+            return score, work / name
 
         score, best = best_of(trial, shape, stop, state.uniform)
         search = {
@@ -235,6 +219,27 @@ class _State:
     def save(self) -> None:
         """In one piece, readable by its owner alone."""
         files.write(self.path, json.dumps({k: v for k, v in vars(self).items() if k != "path"}, default=str))
+
+
+def _check_counts(config: FinetuneConfig, examples: int, judges: int, train: int) -> None:
+    if judges < _LEAST_JUDGES or train < config.batch_size:
+        raise ConfigError(
+            f"of {examples} examples {judges} would judge and {train} be trained on: that is too few to choose by, "
+            "or fewer than batch_size; give more data, or another held_out"
+        )
+    if config.delta >= 1 / examples:
+        raise ConfigError(f"delta {config.delta:g} is not below 1 / {examples} examples: lower it")
+
+
+def _drawn_config(config: FinetuneConfig, options: Sequence[Mapping[str, Any]], folder: Path) -> FinetuneConfig:
+    """The settings of a trial, drawn at random, whose training data stand beside its folder."""
+    own: dict[str, Any] = {
+        "train": str(folder.parent / "train.jsonl"),
+        "encoding": "utf-8",
+        "eval": None,
+        "output": str(folder),
+    }
+    return dataclasses.replace(config, **secrets.choice(options), **own, samples=0)
 
 
 _NAME = "best of a secret number of DP-SGD runs"
@@ -311,7 +316,7 @@ def _judge(folder: Path, judges: Rows, largest: float, multiplier: float, stream
 
 def _publish(
     config: FinetuneConfig, best: Path, score: float, event: Any, ledger: accounting.Ledger, search: Mapping[str, Any]
-) -> Tuned:
+) -> TuneResult:
     """Put the best trial's weights in the place of a run's, with the card of the whole ``search``."""
     output = Path(str(config.output))
     own = accounting.Card.load(best / "card.json")
@@ -347,4 +352,4 @@ def _publish(
     won.save(output / CONFIG)
     assert config.epsilon is not None
     spent = card["epsilon"]["upper_bound"]
-    return Tuned(str(output), settings, score, spent, config.delta, search["noise_multiplier_of_a_step"])
+    return TuneResult(str(output), settings, score, spent, config.delta, search["noise_multiplier_of_a_step"])

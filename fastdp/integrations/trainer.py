@@ -462,7 +462,7 @@ class PrivateTraining(_Behind):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.private is not None and self.args.should_save:
-            with files.whole(Path(output_dir) / STATE_FILE) as aside:
+            with files.atomic_path(Path(output_dir) / STATE_FILE) as aside:
                 torch.save(self.private.state_dict(), aside)
             # Trainer writes its own files for all to read, the log with losses among them.
             Path(output_dir).chmod(0o700)

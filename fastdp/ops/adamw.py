@@ -11,13 +11,13 @@ import torch
 
 from fastdp.ops.grid import check_grid, on_grid
 from fastdp.ops.halves import keep_moments
-from fastdp.ops.noise import DTYPES, check_position, check_tensor, standard_normals
+from fastdp.ops.noise import NOISE_DTYPES, check_position, check_tensor, standard_normals
 from fastdp.ops.stream import MAX_ELEMENTS, POSITION_WORDS, Draw, NoiseStream, check_rounds
 from fastdp.ops.table import Op
 from fastdp.validate import at_least, positive
 
 #: What parameters may be, as `fastdp.ops.noise.check_tensor` has it.
-_KINDS = {(dtype, torch.strided) for dtype in DTYPES}
+_KINDS = {(dtype, torch.strided) for dtype in NOISE_DTYPES}
 _SHAPE, _DTYPE, _LAID = (
     operator.attrgetter("shape"),
     operator.attrgetter("dtype"),
@@ -45,7 +45,7 @@ class Numbers(NamedTuple):
         return self.secure_rounding and self.std > 0.0
 
 
-def told(rest: Sequence[Any]) -> tuple[Numbers, Any, Any]:
+def unpack_numbers(rest: Sequence[Any]) -> tuple[Numbers, Any, Any]:
     """The last arguments of either op: its numbers, rows and columns."""
     return Numbers(*rest[:10]), *(rest[10:] or (None, None))  # type: ignore[return-value]
 
@@ -58,7 +58,7 @@ def _check(
     position: torch.Tensor | NoiseStream | Draw,
     *rest: Any,
 ) -> None:
-    numbers, rows, columns = told(rest)
+    numbers, rows, columns = unpack_numbers(rest)
     check_tensor("param", param)
     for name, x in (("grad_sum", grad_sum), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         check_tensor(name, x, (torch.float32,))
@@ -102,7 +102,7 @@ def _reference(
     position: torch.Tensor,
     *rest: Any,
 ) -> None:
-    numbers, rows, columns = told(rest)
+    numbers, rows, columns = unpack_numbers(rest)
     std, divisor, lr, beta1, beta2, eps, weight_decay, step, variance_floor, _ = numbers
     if numbers.rounded:
         g = on_grid(grad_sum, std, position).div_(divisor)
@@ -211,7 +211,7 @@ def _check_steps(
     drawn: torch.Tensor,
     *rest: Any,
 ) -> None:
-    numbers, rows, columns = told(rest)
+    numbers, rows, columns = unpack_numbers(rest)
     count = len(params)
     if {len(rows) or count, len(columns) or count, len(rows) - len(columns) + count} != {count}:
         raise ValueError(f"rows and columns must be as many as params, {count}, or none")
@@ -259,17 +259,17 @@ def _reference_steps(
     drawn: torch.Tensor,
     *rest: Any,
 ) -> None:
-    numbers, rows, columns = told(rest)
+    numbers, rows, columns = unpack_numbers(rest)
     for i, param in enumerate(params):
         target, axes = masters[i] if masters else param, (rows[i], columns[i]) if rows else ()
-        with widened(exp_avgs[i], exp_avg_sqs[i], drawn[i]) as moments:
+        with float32_moments(exp_avgs[i], exp_avg_sqs[i], drawn[i]) as moments:
             _reference(target, grad_sums[i], *moments, drawn[i], *numbers, *axes)
         if masters:
             param.copy_(target)
 
 
 @contextlib.contextmanager
-def widened(
+def float32_moments(
     exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, position: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Both moments in float32 for an update at a position; afterwards those in bfloat16 hold it (`fastdp.ops.halves`)."""

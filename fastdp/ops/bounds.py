@@ -17,7 +17,17 @@ from torch import Tensor
 
 import fastdp._native as _native
 
-from .factors import ELEMENT, MOST, SQUARE, accumulator, check_group, check_offsets, check_pair, is_one_hot, unit_bounds
+from .factors import (
+    ELEMENT,
+    INT64_MAX,
+    SQUARE,
+    accumulator,
+    check_group,
+    check_offsets,
+    check_pair,
+    is_one_hot,
+    unit_bounds,
+)
 from .matrices import Matrices
 from .norms import NORMS
 from .table import Op
@@ -181,7 +191,7 @@ def _direct_norms_reference(
 def _direct_norms_fake(
     lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    squares, products = _gram_norms_fake(lefts, rights, [], offsets, [], MOST)
+    squares, products = _gram_norms_fake(lefts, rights, [], offsets, [], INT64_MAX)
     return squares, products, torch.empty_like(products)
 
 
@@ -247,7 +257,7 @@ def _gram_norms_reference(
     squares = [NORMS.reference(left, right, offsets, "gram", SQUARE, None)[0] for left, right in pairs]
     products = [_row_products_reference(left, right, offsets, 2) for left, right in pairs]
     found, sizes = torch.stack(squares).to(accumulator(*rights, *lefts)), torch.stack(products)
-    if most < MOST:
+    if most < INT64_MAX:
         first = 0
         for right, count in zip(rights, counts):
             long = _token_counts_reference(lefts[first : first + count], right, offsets) > most
@@ -305,7 +315,7 @@ def gram_norms(
     counts: Sequence[int],
     offsets: Tensor,
     scales: Sequence[Tensor] = (),
-    most: int = MOST,
+    most: int = INT64_MAX,
 ) -> tuple[Tensor, Tensor]:
     """Squared norms of uses by the Gram route of :func:`fastdp.ops.sqnorm`, and the :func:`row_products` of each.
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fastdp.ops.dchi import check_ids, check_per_token, per_token, uniforms
+from fastdp.ops.dchi import as_float64, check_per_token, check_token_ids, uniforms
 from fastdp.ops.noise import check_position
 from fastdp.ops.operands import check_tensors
 from fastdp.ops.snap import refuse_non_finite
@@ -39,7 +39,7 @@ def _check_choice(
     log_prior: Tensor | None,
     candidate_scale: Tensor | None,
 ) -> None:
-    check_ids(ids, table)
+    check_token_ids(ids, table)
     check_position(position)
     check_per_token("scale", scale, ids, positive=False)
     if cap is not None and not 0.0 < cap < math.inf:
@@ -207,4 +207,4 @@ def exponential_choice(
     check_tensors(ids=ids, table=table)
     prior, slopes = _rows_as_double(log_prior, table), _rows_as_double(candidate_scale, table)
     there, limit = ids.to(table.device), None if cap is None else float(cap)
-    return EXPONENTIAL_CHOICE(there, table, per_token(scale, there), stream, limit, prior, slopes).to(ids.device)
+    return EXPONENTIAL_CHOICE(there, table, as_float64(scale, there), stream, limit, prior, slopes).to(ids.device)

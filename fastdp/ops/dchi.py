@@ -28,7 +28,7 @@ _COUNTERS = 1 << 32
 _LEAST_RATE = 2.0**-100
 
 
-def check_ids(ids: Tensor, table: Tensor) -> None:
+def check_token_ids(ids: Tensor, table: Tensor) -> None:
     """Raise TypeError, ValueError or IndexError unless these are int64 indices of the table's rows."""
     check_table(table)
     if ids.dtype != torch.int64:
@@ -39,7 +39,7 @@ def check_ids(ids: Tensor, table: Tensor) -> None:
             raise IndexError(f"id {low if low < 0 else high} is outside the table of {table.shape[0]} rows")
 
 
-def per_token(value: float | Tensor, ids: Tensor) -> Tensor:
+def as_float64(value: float | Tensor, ids: Tensor) -> Tensor:
     """``value``, a number or a tensor, as float64 where the ids are."""
     return torch.as_tensor(value, dtype=torch.float64, device=ids.device).detach()
 
@@ -57,7 +57,7 @@ def check_per_token(name: str, value: Tensor, ids: Tensor, positive: bool) -> No
 
 
 def _check_private_snap(ids: Tensor, table: Tensor, eta: Tensor, position: Tensor | NoiseStream | Draw) -> None:
-    check_ids(ids, table)
+    check_token_ids(ids, table)
     check_position(position)
     check_per_token("eta", eta, ids, positive=True)
     if table.shape[1] == 0:
@@ -213,4 +213,4 @@ def private_snap(ids: Tensor, table: Tensor, eta: float | Tensor, stream: NoiseS
     """
     check_tensors(ids=ids, table=table)
     there = ids.to(table.device)
-    return PRIVATE_SNAP(there, table, per_token(eta, there), stream).to(ids.device)
+    return PRIVATE_SNAP(there, table, as_float64(eta, there), stream).to(ids.device)

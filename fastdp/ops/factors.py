@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .matrices import Form, Matrices
+from .matrices import Matrices, MatrixForm
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 #: The dtypes that sums, and the weights in them, may have.
@@ -23,7 +23,7 @@ SUMS = (torch.float32, torch.float64)
 #: What the entries of a gradient are reduced to, numbered as in csrc/block.h and kernels/direct.py.
 MEASURES = SQUARE, ABSOLUTE, MASKED_SQUARE = (0, 1, 2)
 #: A number of tokens that no unit exceeds.
-MOST = 2**63 - 1
+INT64_MAX = 2**63 - 1
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as csrc/factor.h numbers them
 #: Where torch keeps how exact float32 matrix products are; versions before 2.9 ask nothing of processors.
 _MATMULS: list[Any] = [
@@ -167,7 +167,7 @@ def check_group(lefts: Matrices, rights: Matrices, offsets: Tensor, counts: Sequ
 
 
 @functools.lru_cache(maxsize=256)
-def _floats(form: Form) -> bool:
+def _floats(form: MatrixForm) -> bool:
     return {*form.dtypes} <= {*FLOATS}
 
 

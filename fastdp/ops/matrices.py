@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
+class MatrixForm:
     """Of each of some matrices its columns, strides and dtype: the same object for the same ones, as long as it is in use."""
 
     columns: tuple[int, ...]
@@ -37,7 +37,7 @@ class Form:
         return np.array([one != other for one, other in itertools.pairwise(own)], bool)
 
 
-_form = functools.lru_cache(maxsize=256)(Form)
+_form = functools.lru_cache(maxsize=256)(MatrixForm)
 
 
 class Tensors(list[Tensor]):
@@ -69,7 +69,7 @@ class Matrices(Tensors):
         return rows.pop() if len(rows) == 1 else None
 
     @functools.cached_property
-    def form(self) -> Form:
+    def form(self) -> MatrixForm:
         """Of matrices alone."""
         columns, dtypes = tuple([shape[1] for shape in self.shapes]), tuple([matrix.dtype for matrix in self])
         return _form(columns, tuple([matrix.stride() for matrix in self]), dtypes)  # type: ignore[arg-type]
@@ -89,10 +89,14 @@ class Matrices(Tensors):
     def taken(self, order: tuple[int, ...]) -> Matrices:
         """Those with these numbers, as a list that knows what this one knows."""
         found = Matrices([self[at] for at in order])
-        found.rows, found.form, found.addresses = self.rows, _taken(self.form, order), self.addresses[list(order)]
+        found.rows, found.form, found.addresses = (
+            self.rows,
+            _reordered_form(self.form, order),
+            self.addresses[list(order)],
+        )
         return found
 
 
 @functools.lru_cache(maxsize=256)
-def _taken(form: Form, order: tuple[int, ...]) -> Form:
+def _reordered_form(form: MatrixForm, order: tuple[int, ...]) -> MatrixForm:
     return _form(*(tuple([of_each[at] for at in order]) for of_each in (form.columns, form.strides, form.dtypes)))

@@ -14,7 +14,7 @@ from fastdp.ops.table import Op
 from fastdp.validate import at_least
 
 #: The dtypes noise may be added to, with their numbers in ``csrc/noise.h``. Noise itself is always float32.
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+NOISE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def standard_normals(position: torch.Tensor, n: int, first: int = 0) -> torch.Tensor:
@@ -39,7 +39,7 @@ def normal_parts(word: np.ndarray, second: np.ndarray, turn: np.ndarray) -> tupl
     return np.sqrt(-2.0 * log), (turn.astype(np.float64) + 0.5) * (2.0 * np.pi / 2.0**32)
 
 
-def check_tensor(name: str, x: torch.Tensor, dtypes: Any = DTYPES, first: int = 0) -> None:
+def check_tensor(name: str, x: torch.Tensor, dtypes: Any = NOISE_DTYPES, first: int = 0) -> None:
     """Refuse what the noise kernels are not defined on: other dtypes and layouts, and elements from 2^36 on."""
     if x.dtype not in dtypes or x.layout != torch.strided:
         wanted = ", ".join(str(d).removeprefix("torch.") for d in dtypes)

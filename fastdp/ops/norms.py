@@ -23,7 +23,7 @@ from .factors import (
 from .routes import for_norms
 from .table import Op
 
-ROUTES = ("auto", "gram", "direct")
+NORM_ROUTES = ("auto", "gram", "direct")
 _BAND = 256  # rows of a gradient that the definitions hold at a time
 
 
@@ -78,8 +78,8 @@ def _norms_fake(left: Tensor, right: Tensor, offsets: Tensor, route: str, measur
 def _check_norms(left: Tensor, right: Tensor, offsets: Tensor, route: str, measure: int, mask: Tensor | None) -> None:
     check_pair(left, right)
     check_offsets(offsets, right.shape[0])
-    if route not in ROUTES:
-        raise ValueError(f"route is '{route}': use one of {', '.join(ROUTES)}")
+    if route not in NORM_ROUTES:
+        raise ValueError(f"route is '{route}': use one of {', '.join(NORM_ROUTES)}")
     check_measure(measure, mask)
     if measure != SQUARE and route != "direct":
         raise ValueError(f"measure {measure} looks at every entry: its route is 'direct', not '{route}'")

@@ -38,7 +38,7 @@ class Operand:
         ]
 
 
-class Passed(NamedTuple):
+class Operands(NamedTuple):
     """What was passed for an op's operands.
 
     Args:
@@ -52,7 +52,7 @@ class Passed(NamedTuple):
     dispatched: bool
 
 
-def inspect(operands: Sequence[Operand], args: Sequence[Any], *, recorded: bool) -> Passed:
+def inspect(operands: Sequence[Operand], args: Sequence[Any], *, recorded: bool) -> Operands:
     """Look at every operand once: a step calls this a hundred times.
 
     Args:
@@ -91,7 +91,7 @@ def inspect(operands: Sequence[Operand], args: Sequence[Any], *, recorded: bool)
                     )
                 first, device = operand.name, x.device
             dispatched = dispatched or (recorded and x.requires_grad)
-    return Passed(found, device, dispatched)
+    return Operands(found, device, dispatched)
 
 
 def check_tensors(**given: Any) -> None:
@@ -101,7 +101,7 @@ def check_tensors(**given: Any) -> None:
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
 
 
-def check_written(operands: Sequence[Operand], passed: Passed) -> None:
+def check_written(operands: Sequence[Operand], passed: Operands) -> None:
     """Refuse to write tensors that autograd records, whose elements share memory, or that overlap another operand.
 
     Of many tensors, those that begin at one address are found; of a few, contiguous ones wherever they overlap.

@@ -8,56 +8,56 @@ from contextlib import contextmanager
 
 import torch
 
-_kept: list[torch.Tensor] | None = None
+_replay_tensors: list[torch.Tensor] | None = None
 
 
-def placed(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+def copy_to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Numbers on a device; the copy is queued, the host does not wait.
 
     While a step is recorded they are copied beside it instead, and kept: what is replayed finds them where they were, and no copy
     of memory that the host has long used for something else is part of it.
     """
-    if _kept is None or device.type != "cuda" or numbers.device == device:
+    if _replay_tensors is None or device.type != "cuda" or numbers.device == device:
         return numbers.to(device, non_blocking=True)
-    stream = _beside(device)
+    stream = _copy_stream(device)
     with torch.cuda.stream(stream):
         there = numbers.to(device)
     stream.synchronize()
-    _kept.append(there)
+    _replay_tensors.append(there)
     return there
 
 
-def held(there: torch.Tensor) -> torch.Tensor:
-    """A tensor that was `placed` before, kept as well by a step that is recorded meanwhile: a cache may let go of it."""
-    if _kept is not None:
-        _kept.append(there)
+def keep_for_replay(there: torch.Tensor) -> torch.Tensor:
+    """A tensor that was on a device before, kept as well by a step that is recorded meanwhile: a cache may let go of it."""
+    if _replay_tensors is not None:
+        _replay_tensors.append(there)
     return there
 
 
-def sent(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def cached_constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A vector of these numbers, the same tensor for the same numbers: never to be written.
 
     The copy is queued. One that blocks, as ``torch.tensor(..., device=...)`` makes, waits for all that the device has to do.
     """
-    return held(_sent(numbers, dtype, device))
+    return keep_for_replay(_cached_constant(numbers, dtype, device))
 
 
 @functools.lru_cache(maxsize=512)
-def _sent(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return placed(torch.tensor(numbers, dtype=dtype), device)
+def _cached_constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return copy_to_device(torch.tensor(numbers, dtype=dtype), device)
 
 
 @contextmanager
-def keeping() -> Iterator[list[torch.Tensor]]:
-    """What is `placed` meanwhile, to be held for as long as it may be read."""
-    global _kept
-    before, _kept = _kept, []
+def keep_for_graph() -> Iterator[list[torch.Tensor]]:
+    """What `copy_to_device` places meanwhile, to be held for as long as it may be read."""
+    global _replay_tensors
+    before, _replay_tensors = _replay_tensors, []
     try:
-        yield _kept
+        yield _replay_tensors
     finally:
-        _kept = before
+        _replay_tensors = before
 
 
 @functools.cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

@@ -28,7 +28,7 @@ GRAM_BLOCK = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Constants:
+class RouteConstants:
     """Speeds of one device, all threads of it together."""
 
     device: str  # what was measured, and how
@@ -43,8 +43,8 @@ class Constants:
 
 
 #: Defaults by device type and width of an element in bytes; float32 stands in for a width that is not listed.
-DEFAULTS: dict[tuple[str, int], Constants] = {
-    ("cpu", 4): Constants(
+DEFAULTS: dict[tuple[str, int], RouteConstants] = {
+    ("cpu", 4): RouteConstants(
         "one core of an AMD EPYC (Zen 4), AVX-512, by fit; more cores keep the ratios, which are all that choosing needs",
         gram_flops=1.07e11,
         direct_flops=1.12e11,
@@ -52,7 +52,7 @@ DEFAULTS: dict[tuple[str, int], Constants] = {
         bandwidth=1.4e10,
         call_seconds=1.2e-5,
     ),
-    ("cuda", 4): Constants(
+    ("cuda", 4): RouteConstants(
         "assumed for an H200, not measured: 60% of the data sheet's rates",
         gram_flops=4.0e13,
         direct_flops=4.0e13,
@@ -61,7 +61,7 @@ DEFAULTS: dict[tuple[str, int], Constants] = {
         call_seconds=1.0e-5,
         grouped=True,
     ),
-    ("cuda", 2): Constants(
+    ("cuda", 2): RouteConstants(
         "an H100, bfloat16, matrices of a GPT-2 and of a Llama of 1B at 1,024 tokens",
         gram_flops=3.6e14,
         direct_flops=5.0e14,
@@ -73,13 +73,13 @@ DEFAULTS: dict[tuple[str, int], Constants] = {
 }
 
 
-def constants_for(device: torch.device | str, dtype: torch.dtype) -> Constants:
+def constants_for(device: torch.device | str, dtype: torch.dtype) -> RouteConstants:
     """The default constants of a device; a device of another kind is taken for a CPU."""
     kind = torch.device(device).type
     return DEFAULTS.get((kind, dtype.itemsize)) or DEFAULTS.get((kind, 4)) or DEFAULTS["cpu", 4]
 
 
-def allowed(
+def is_allowed(
     route: str, m: int, n: int, length: int, units: int, *, one_hot: bool = False, dtype: torch.dtype = torch.float32
 ) -> bool:
     """Whether a route may be taken: ``instantiate`` only where gradients take half the memory of the larger factor or less.
@@ -94,7 +94,9 @@ def allowed(
     return not one_hot and 2 * 4 * m * n <= length * max(m, n) * dtype.itemsize
 
 
-def _kernel_seconds(route: str, m: int, n: int, length: float, tokens: int, units: int, constants: Constants) -> float:
+def _kernel_seconds(
+    route: str, m: int, n: int, length: float, tokens: int, units: int, constants: RouteConstants
+) -> float:
     if route == "gram":
         padded = GRAM_BLOCK * math.ceil(length / GRAM_BLOCK)
         return units * padded * (padded + GRAM_BLOCK) * (m + n) / constants.gram_flops
@@ -111,7 +113,7 @@ def predicted_seconds(
     one_hot: bool = False,
     keeps_factors: bool = True,
     dtype: torch.dtype = torch.float32,
-    constants: Constants | None = None,
+    constants: RouteConstants | None = None,
     device: torch.device | str = "cpu",
 ) -> float:
     """Time of a use's norms and, if ``keeps_factors``, of the weighted sum that follows.
@@ -157,7 +159,7 @@ def predicted_seconds(
     return seconds + constants.call_seconds * calls
 
 
-def plan(
+def plan_route(
     m: int,
     n: int,
     length: int,
@@ -166,7 +168,7 @@ def plan(
     one_hot: bool = False,
     keeps_factors: bool = True,
     dtype: torch.dtype = torch.float32,
-    constants: Constants | None = None,
+    constants: RouteConstants | None = None,
     device: torch.device | str = "cpu",
 ) -> str:
     """The allowed route with the least predicted time; arguments as in :func:`predicted_seconds`."""
@@ -175,9 +177,9 @@ def plan(
 
 @functools.lru_cache(maxsize=4096)
 def _cheapest(
-    m: int, n: int, length: int, units: int, one_hot: bool, keeps: bool, dtype: torch.dtype, constants: Constants
+    m: int, n: int, length: int, units: int, one_hot: bool, keeps: bool, dtype: torch.dtype, constants: RouteConstants
 ) -> str:
-    routes = (route for route in ROUTES if allowed(route, m, n, length, units, one_hot=one_hot, dtype=dtype))
+    routes = (route for route in ROUTES if is_allowed(route, m, n, length, units, one_hot=one_hot, dtype=dtype))
     options: Any = {"one_hot": one_hot, "keeps_factors": keeps, "dtype": dtype, "constants": constants}
     return min(routes, key=lambda route: predicted_seconds(route, m, n, length, units, **options))
 

@@ -8,14 +8,14 @@ from torch import Tensor
 from fastdp.ops.table import Op
 
 #: The dtypes of rows; 16-bit rows are compared by the exact distances of the numbers they hold.
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SNAP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_table(table: Tensor, name: str = "table") -> None:
     """Raise TypeError or ValueError unless this is a table of rows [V, d], V between 1 and 2^31 - 1."""
     if table.dim() != 2:
         raise ValueError(f"{name} has {table.dim()} dimensions: it must be [rows, d]")
-    if table.dtype not in DTYPES:
+    if table.dtype not in SNAP_DTYPES:
         raise TypeError(f"{name} is {table.dtype}: rows must be float32, bfloat16 or float16")
     if not 0 < table.shape[0] < 1 << 31:
         raise ValueError(f"{name} has {table.shape[0]} rows: it must have between 1 and 2^31 - 1")
@@ -25,7 +25,7 @@ def _check_snap(x: Tensor, table: Tensor) -> None:
     check_table(table)
     if x.dim() != 2 or x.shape[1] != table.shape[1]:
         raise ValueError(f"x has shape {tuple(x.shape)}: it must be [N, {table.shape[1]}], as wide as the table's rows")
-    if x.dtype not in DTYPES:
+    if x.dtype not in SNAP_DTYPES:
         raise TypeError(f"x is {x.dtype}: rows must be float32, bfloat16 or float16")
 
 

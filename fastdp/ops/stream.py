@@ -36,7 +36,7 @@ import fastdp._native as _native
 #: Words of a position: key (8), tensor id, low and high half of the step, double rounds.
 POSITION_WORDS = 12
 #: Rounds of ChaCha that a stream may have; the first unless another is asked for.
-ROUNDS = (20, 12)
+CIPHER_ROUNDS = (20, 12)
 #: Block counters are 32 bits wide, and a block makes 16 words.
 MAX_ELEMENTS = 1 << 36
 #: Tensor ids that ``at`` accepts are below this; those above belong to the stream's own draws.
@@ -103,7 +103,7 @@ class NoiseStream:
         return stream
 
     def _start(self, key: bytes, rounds: int, reproducible: bool) -> None:
-        if rounds not in ROUNDS:
+        if rounds not in CIPHER_ROUNDS:
             raise ValueError(f"rounds is {rounds!r}: ChaCha has 20 here, or 12 where that is asked for")
         #: Of ChaCha, at each of its positions.
         self.rounds = int(rounds)
@@ -284,7 +284,7 @@ if hasattr(os, "register_at_fork"):
 def check_rounds(positions: torch.Tensor) -> None:
     """Refuse positions, int32 [..., 12], whose rounds are none that a stream has, or not the same for all."""
     double_rounds = sorted(set(positions[..., -1].reshape(-1).tolist()))
-    if len(double_rounds) > 1 or not {rounds // 2 for rounds in ROUNDS}.issuperset(double_rounds):
+    if len(double_rounds) > 1 or not {rounds // 2 for rounds in CIPHER_ROUNDS}.issuperset(double_rounds):
         raise ValueError(
             f"positions are NoiseStream's: their last words are 10 double rounds of ChaCha for all, or 6, not {double_rounds}"
         )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .factors import in_full_precision
-from .operands import Operand, Passed, check_written, inspect
+from .operands import Operand, Operands, check_written, inspect
 
 _library = torch.library.Library("fastdp", "DEF")
 
@@ -116,7 +116,7 @@ class Op:
         """A call by torch's dispatcher."""
         return self._perform(args, inspect(self.operands, args, recorded=False))
 
-    def _perform(self, args: tuple[Any, ...], passed: Passed) -> Any:
+    def _perform(self, args: tuple[Any, ...], passed: Operands) -> Any:
         # A stream, which stands for a position, is no tensor: checks of the family know it.
         self.check(*args)
         if self.writes:

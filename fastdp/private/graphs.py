@@ -28,7 +28,7 @@ from fastdp.engine.logits import Logits
 from fastdp.engine.passes import Pass, Passes
 from fastdp.engine.policy import Policy
 from fastdp.engine.uses import Tap
-from fastdp.ops.placed import keeping
+from fastdp.ops.placed import keep_for_graph
 
 #: Ordinary passes of a kind before one is recorded: they compile what has to be, and show that the kind comes again.
 _BEFORE = 2
@@ -218,7 +218,7 @@ class Graphs:
             expected = [ordinary(batch) for batch in batches]
             drawn = not torch.equal(random, _random_state(passes.device))
             made.clear()
-            with keeping() as tables, torch.enable_grad(), nullcontext() if drawn else _states_left_alone():
+            with keep_for_graph() as tables, torch.enable_grad(), nullcontext() if drawn else _states_left_alone():
                 record = self._recorder()
                 found, again = record(forward)
                 _, back = record(backward)

@@ -96,7 +96,7 @@ class BiasCorrection(Part):
             group = policy.group_of.get(name, 0)
             if isinstance(group, tuple):
                 whole = torch.where(policy.masks[name], variances[group[0]], variances[group[1]])
-                found[parameter] = pieces.joined(pieces.part(whole, parameter), parameter)
+                found[parameter] = pieces.from_piece(pieces.part(whole, parameter), parameter)
             elif name in policy.axes:
                 found[parameter] = ScaledVariance(variances[group], policy.axes[name])
             else:

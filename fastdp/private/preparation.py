@@ -17,7 +17,7 @@ import torch
 
 import fastdp.ops as ops
 from fastdp.distributed.ranks import ONE, Ranks
-from fastdp.distributed.shards import Whole
+from fastdp.distributed.shards import UnshardedParameters
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import as_long_as, map_tensors, take_rows
 from fastdp.engine.bounds import Norms
@@ -84,7 +84,7 @@ class Moment:
     parameters: Mapping[str, torch.nn.Parameter]
     step: int
     outcome: Outcome
-    weights: Whole = field(default_factory=Whole)
+    weights: UnshardedParameters = field(default_factory=UnshardedParameters)
 
 
 @dataclass

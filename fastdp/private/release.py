@@ -129,7 +129,7 @@ class Release:
             else:
                 axes.along(total, pieces.part(axes.rows, parameter) / self.expected_batch_size)
             total = total.to(parameter.dtype)
-            parameter.grad = pieces.joined(total, parameter) if name in self._cut else total
+            parameter.grad = pieces.from_piece(total, parameter) if name in self._cut else total
         self._count += 1
 
     def _totals(self, names: Sequence[str], sums: dict[str, torch.Tensor]) -> list[torch.Tensor]:

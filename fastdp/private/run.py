@@ -16,7 +16,7 @@ import fastdp.accounting as accounting
 import fastdp.private.prove as proving
 from fastdp.accounting.card import among_units_in_words
 from fastdp.accounting.ledger import STEP
-from fastdp.distributed.pieces import is_cut, whole
+from fastdp.distributed.pieces import full_tensor, is_cut
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.engine.engine import Engine
 from fastdp.engine.modes import LoadedMode
@@ -388,7 +388,7 @@ class Private(Published):
             spent_steps=self.steps_done,
             run_id=self.ledger.run_id,
             ledger_head=self.ledger.head,
-            weights=map(whole, self._engine.parameters.values()),
+            weights=map(full_tensor, self._engine.parameters.values()),
             noise_source=accounting.noise_source(stream.reproducible, self._release.secure_rounding, stream.rounds),
             model={
                 "name": accounting.model_name(self.model),
@@ -522,6 +522,9 @@ class Private(Published):
 
 def detach(model: torch.nn.Module) -> None:
     """End the private run that a model is in, as `Private.detach` does, where nobody holds that any more.
+
+    Args:
+        model: the model that `make_private` was given.
 
     Raises ValueError for a model that is in none.
 

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 END = "<|endoftext|>"
-VOCABULARY = 1536
+VOCABULARY_SIZE = 1536
 CONTEXT = 128
 PARAGRAPHS = 24_000
-BATCH = 32
+PRETRAINING_BATCH = 32
 STEPS = 600
 # The generated prose is so regular that the model would become sure of itself, and absurdly wrong on anything else.
 LABEL_SMOOTHING = 0.1
@@ -31,7 +31,7 @@ SEED = 0
 def train_tokenizer(paragraphs: list[str]) -> PreTrainedTokenizerFast:
     """A byte-level BPE, so that any text at all can be encoded; the end-of-text token also pads."""
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(paragraphs, vocab_size=VOCABULARY, special_tokens=[END], show_progress=False)
+    bpe.train_from_iterator(paragraphs, vocab_size=VOCABULARY_SIZE, special_tokens=[END], show_progress=False)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe._tokenizer, bos_token=END, eos_token=END, pad_token=END, model_max_length=CONTEXT
     )
@@ -41,7 +41,7 @@ def train_model(tokens: torch.Tensor, steps: int) -> GPT2LMHeadModel:
     """Train on windows of `tokens`, int64 [n], drawn at random; Adam with a warm-up and a cosine decay."""
     torch.manual_seed(SEED)
     config = GPT2Config(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY_SIZE,
         n_positions=CONTEXT,
         n_embd=128,
         n_layer=4,
@@ -60,7 +60,7 @@ def train_model(tokens: torch.Tensor, steps: int) -> GPT2LMHeadModel:
         optimizer, lambda step: min(1.0, (step + 1) / 100) * 0.5 * (1 + math.cos(math.pi * step / steps))
     )
     for step in range(steps):
-        starts = torch.randint(0, len(tokens) - CONTEXT, (BATCH,))
+        starts = torch.randint(0, len(tokens) - CONTEXT, (PRETRAINING_BATCH,))
         batch = torch.stack([tokens[start : start + CONTEXT] for start in starts])
         logits = model(input_ids=batch).logits[:, :-1].flatten(0, 1)
         loss = F.cross_entropy(logits, batch[:, 1:].flatten(), label_smoothing=LABEL_SMOOTHING)

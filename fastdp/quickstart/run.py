@@ -17,10 +17,10 @@ from fastdp.finetune import ConfigError, FinetuneConfig, Reporter, Result, finet
 from fastdp.finetune.report import build_report
 from fastdp.quickstart.corpus import private_records
 
-HELD_OUT, BATCH = 400, 256
+HELD_OUT, RUN_BATCH = 400, 256
 EPSILON, DELTA = 8.0, 1e-5
 # One set of settings for both runs, so that nothing but privacy differs between them.
-SETTINGS = {"epochs": 4, "batch_size": BATCH, "learning_rate": 8e-3, "schedule": "linear", "max_length": 80}
+RUN_SETTINGS = {"epochs": 4, "batch_size": RUN_BATCH, "learning_rate": 8e-3, "schedule": "linear", "max_length": 80}
 
 _BEGIN = """This fine-tunes a small language model on {train} invented medical records, twice: without privacy, and with
 differential privacy at epsilon {epsilon:g}. It needs no network and a minute or two, and ends with a table of what
@@ -52,8 +52,8 @@ def quickstart(output: Path, seed: int, console: Console, reporter: Callable[[st
     begin = time.perf_counter()
     if (output / "train.jsonl").exists():
         raise ConfigError(f"{output} already holds a quickstart: remove it, or choose another with --output")
-    if train < BATCH:
-        raise ConfigError(f"{train} records are fewer than a batch of {BATCH}: give more")
+    if train < RUN_BATCH:
+        raise ConfigError(f"{train} records are fewer than a batch of {RUN_BATCH}: give more")
     for line in _BEGIN.format(train=train, epsilon=EPSILON).splitlines():
         console.print(line)
     files.make_folder(output)
@@ -75,7 +75,7 @@ def quickstart(output: Path, seed: int, console: Console, reporter: Callable[[st
                 physical_batch_size=64,
                 eval_batch_size=64,
                 seed=seed,
-                **SETTINGS,  # type: ignore[arg-type]
+                **RUN_SETTINGS,  # type: ignore[arg-type]
             )
             with reporter(f"{name}: ") as progress:  # type: ignore[attr-defined]
                 results[name] = finetune(config, reporter=progress)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastdp.split.wire import CHUNK
+from fastdp.split.wire import CHUNK_BYTES
 from fastdp.validate import host_and_port, is_loopback
 
 try:
@@ -17,8 +17,8 @@ METHOD = "/fastdp.split/Exchange"
 CUSTOMER = "fastdp-customer"
 #: A message of gRPC is one chunk; more is turned away before it is read.
 OPTIONS = [
-    ("grpc.max_receive_message_length", CHUNK + (1 << 10)),
-    ("grpc.max_send_message_length", CHUNK + (1 << 10)),
+    ("grpc.max_receive_message_length", CHUNK_BYTES + (1 << 10)),
+    ("grpc.max_send_message_length", CHUNK_BYTES + (1 << 10)),
 ]
 
 

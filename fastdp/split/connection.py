@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fastdp.split.channel import CUSTOMER, METHOD, OPTIONS, check_insecure, check_one, grpc
-from fastdp.split.operations import Form, expecting
-from fastdp.split.wire import Message, Outgoing, Rejected, receive
+from fastdp.split.operations import MessageForm, expecting
+from fastdp.split.wire import Message, MessageRejected, Outgoing, receive
 from fastdp.tls import Credentials
 from fastdp.untrusted import escape_controls
 from fastdp.validate import host_and_port
@@ -67,7 +67,7 @@ class Connection:
             self._channel = grpc.secure_channel(address, secured, options)
         self._exchange = self._channel.stream_stream(METHOD)
 
-    def call(self, message: Outgoing, forms: Mapping[str, Form], into: Path | None = None) -> Message:
+    def call(self, message: Outgoing, forms: Mapping[str, MessageForm], into: Path | None = None) -> Message:
         """Send a message and take the answer, whose payload goes to the file ``into`` if it is given.
 
         Args:
@@ -89,7 +89,7 @@ class Connection:
                         f"the certificate at {self.address} is not one of your authority's for this address ({details})"
                     ) from None
                 if not _may_pass(code, details):
-                    raise Rejected(details, code) from None
+                    raise MessageRejected(details, code) from None
                 if time.monotonic() - begun + pause > self.patience:
                     raise ConnectionError(
                         f"the vendor at {self.address} did not answer within {self.patience:g} seconds ({details}): check the "
@@ -102,7 +102,7 @@ class Connection:
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _once(self, message: Outgoing, forms: Mapping[str, Form], into: Path | None) -> Message:
+    def _once(self, message: Outgoing, forms: Mapping[str, MessageForm], into: Path | None) -> Message:
         answer = self._exchange(iter(message), timeout=self.deadline, metadata=self._metadata)
         expect = expecting({message.op: forms[message.op]})
         try:
@@ -110,9 +110,11 @@ class Connection:
                 return receive(answer, expect, _MOST_OF_AN_ANSWER)
             with open(into, "wb") as file:
                 return receive(answer, expect, _MOST_OF_A_FILE, file)
-        except Rejected as refusal:
+        except MessageRejected as refusal:
             answer.cancel()
-            raise Rejected(f"the vendor's answer to {message.op} cannot be used: {refusal}", "DATA_LOSS") from None
+            raise MessageRejected(
+                f"the vendor's answer to {message.op} cannot be used: {refusal}", "DATA_LOSS"
+            ) from None
 
     def close(self) -> None:
         """Let the connection go."""

@@ -26,12 +26,12 @@ from fastdp.methods.encoding import ADDED, encode_private, tokenizer_digest, voc
 from fastdp.methods.sap import PrivateBottom, TextPrivatizer
 from fastdp.split.bottom import FILE, PackedBottom, check_published, unpack_bottom
 from fastdp.split.connection import Connection
-from fastdp.split.operations import DTYPES, SERVED, Served, replies
+from fastdp.split.operations import DESCRIPTION_FIELDS, VECTOR_TYPES, ServiceDescription, replies
 from fastdp.split.store import ExampleStore
-from fastdp.split.wire import Message, Outgoing, Rejected
+from fastdp.split.wire import Message, MessageRejected, Outgoing
 from fastdp.validate import usable_device
 
-RECORD, BOTTOM, LOSSES, STATEMENT = "customer.json", "bottom.json", "losses.jsonl", "statement.json"
+RECORD, BOTTOM, LOSSES_FILE, STATEMENT_FILE = "customer.json", "bottom.json", "losses.jsonl", "statement.json"
 #: Steps begun anew one after another, without one taken, before it is no restart of the vendor's any more.
 _PATIENCE = 10
 #: Room for headers in a message with rows.
@@ -75,7 +75,7 @@ class SplitCustomer:
     Raises:
         ImportError: without gRPC or cryptography.
         ConnectionError: if the vendor cannot be reached.
-        ValueError: for settings or certificates that cannot be used, and a vendor that refuses (`Rejected`).
+        ValueError: for settings or certificates that cannot be used, and a vendor that refuses (`MessageRejected`).
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class SplitCustomer:
         deadline: float = 120.0,
         patience: float = 300.0,
     ):
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype is {dtype!r}: use one of {', '.join(DTYPES)}")
+        if dtype not in VECTOR_TYPES:
+            raise ValueError(f"dtype is {dtype!r}: use one of {', '.join(VECTOR_TYPES)}")
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}: it must be at least 1")
         self.device = usable_device(device)
@@ -122,7 +122,7 @@ class SplitCustomer:
             self._lock = Lock.of_folder(self.folder)
             opened.append(self._lock)
             described = self._connection.call(Outgoing("describe"), replies(None)).fields
-            self.served = Served(**{key: described[key] for key in SERVED})
+            self.served = ServiceDescription(**{key: described[key] for key in DESCRIPTION_FIELDS})
             self._forms = replies(self.served)
             if batch_size > self.served.max_batch:
                 raise ValueError(f"batch_size is {batch_size}: this vendor takes {self.served.max_batch} at most")
@@ -222,11 +222,11 @@ class SplitCustomer:
         total = epochs * math.ceil(len(labels) / self.batch_size)
         losses: list[float] = []
         step, failed = self._open()["step"], 0
-        with files.appending(self.folder / LOSSES) as log:
+        with files.appending(self.folder / LOSSES_FILE) as log:
             while step < total:
                 try:
                     done, loss = self._step(step, labels)
-                except Rejected as refusal:
+                except MessageRejected as refusal:
                     # The vendor was killed, and holds the step's forward pass no more, or none of the last steps.
                     failed += 1
                     if refusal.code != "ABORTED" or failed > _PATIENCE:
@@ -262,7 +262,7 @@ class SplitCustomer:
         self._call(Outgoing("discard"))
         self.record |= {"run": uuid.uuid4().hex, "batch_size": None}
         self._write_record()
-        (self.folder / LOSSES).unlink(missing_ok=True)
+        (self.folder / LOSSES_FILE).unlink(missing_ok=True)
 
     def statement(self, privatizer: Privatizer) -> Card:
         """The privatizer's card, with what has left so far and what each side learns."""
@@ -282,7 +282,7 @@ class SplitCustomer:
 
     def save_statement(self, privatizer: Privatizer) -> Path:
         """Write `statement` to the folder, and return its path."""
-        path = self.folder / STATEMENT
+        path = self.folder / STATEMENT_FILE
         files.write(path, self.statement(privatizer).to_json())
         return path
 
@@ -428,7 +428,7 @@ class SplitCustomer:
         if known is None or known["digest"] != self.served.bottom:
             if known is not None and self.record["examples"] is not None:
                 raise ValueError(f"{self.folder} was begun with another bottom than this vendor's: use another folder")
-            with files.whole(path) as aside:
+            with files.atomic_path(path) as aside:
                 fields = self._connection.call(Outgoing("bottom"), self._forms, aside).fields
             known = {**fields, "digest": self.served.bottom}
             files.write_json(self.folder / BOTTOM, known)

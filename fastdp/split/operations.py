@@ -19,18 +19,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastdp.split.wire import FLOATS, Expect, Rejected, TensorSpec
+from fastdp.split.wire import FLOAT_TYPES, Expect, MessageRejected, TensorSpec
 from fastdp.untrusted import quote
 
 #: A customer's name is its folder's too.
-DTYPES = ("float32", "bfloat16", "float16")
+VECTOR_TYPES = ("float32", "bfloat16", "float16")
 _COUNT = 1 << 53
 #: More digits than any sensible number of rows of a message: the payload's limit is what binds.
 _ROWS = 1 << 40
 
 
 @dataclass(frozen=True)
-class Whole:
+class IntegerField:
     """A whole number within bounds, both included."""
 
     low: int
@@ -39,7 +39,7 @@ class Whole:
     def check(self, name: str, value: Any) -> None:
         """Raises Rejected for anything else."""
         if not isinstance(value, int) or isinstance(value, bool) or not self.low <= value <= self.high:
-            raise Rejected(f"{name} must be a whole number from {self.low} to {self.high}")
+            raise MessageRejected(f"{name} must be a whole number from {self.low} to {self.high}")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Real:
         """Raises Rejected for anything else."""
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not self.low <= value <= self.high:
-            raise Rejected(f"{name} must be a number from {self.low:g} to {self.high:g}")
+            raise MessageRejected(f"{name} must be a number from {self.low:g} to {self.high:g}")
 
 
 @dataclass(frozen=True)
@@ -65,22 +65,22 @@ class Word:
     def check(self, name: str, value: Any) -> None:
         """Raises Rejected for anything else."""
         if not isinstance(value, str) or re.fullmatch(self.pattern, value, re.DOTALL) is None:
-            raise Rejected(f"{name} must be a text of the form {self.pattern}")
+            raise MessageRejected(f"{name} must be a text of the form {self.pattern}")
 
 
-Kind = Whole | Real | Word
+FieldKind = IntegerField | Real | Word
 
 
 @dataclass(frozen=True)
-class Form:
+class MessageForm:
     """Fields and tensors of a message; tensors of None arrive in a file."""
 
-    fields: Mapping[str, Kind]
+    fields: Mapping[str, FieldKind]
     tensors: Mapping[str, TensorSpec] | None
 
 
 @dataclass(frozen=True)
-class Served:
+class ServiceDescription:
     """What a vendor serves, as ``describe`` tells it.
 
     Attributes:
@@ -105,74 +105,74 @@ class Served:
 
 
 HEX64 = Word("[0-9a-f]{64}")
-SERVED: dict[str, Kind] = {
+DESCRIPTION_FIELDS: dict[str, FieldKind] = {
     "bottom": HEX64,
     "vocabulary": Word("([0-9a-f]{64})?"),
-    "width": Whole(1, 1 << 20),
-    "classes": Whole(2, 1 << 16),
-    "after": Whole(0, 1 << 12),
-    "max_tokens": Whole(1, 1 << 20),
-    "max_batch": Whole(1, 1 << 16),
-    "max_message_bytes": Whole(1, 1 << 32),
+    "width": IntegerField(1, 1 << 20),
+    "classes": IntegerField(2, 1 << 16),
+    "after": IntegerField(0, 1 << 12),
+    "max_tokens": IntegerField(1, 1 << 20),
+    "max_batch": IntegerField(1, 1 << 16),
+    "max_message_bytes": IntegerField(1, 1 << 32),
 }
-SETTINGS: dict[str, Kind] = {
+RUN_FIELDS: dict[str, FieldKind] = {
     "run": Word("[0-9a-f]{32}"),
     "bottom": HEX64,
-    "classes": Whole(2, 1 << 16),
-    "dtype": Word("|".join(DTYPES)),
+    "classes": IntegerField(2, 1 << 16),
+    "dtype": Word("|".join(VECTOR_TYPES)),
     "learning_rate": Real(1e-9, 10.0),
     "weight_decay": Real(0.0, 10.0),
-    "seed": Whole(0, (1 << 53) - 1),
+    "seed": IntegerField(0, (1 << 53) - 1),
 }
-_POSITION: dict[str, Kind] = {"step": Whole(0, _COUNT), "examples": Whole(0, _COUNT)}
+_POSITION: dict[str, FieldKind] = {"step": IntegerField(0, _COUNT), "examples": IntegerField(0, _COUNT)}
 
 
-def requests(served: Served) -> dict[str, Form]:
+def requests(served: ServiceDescription) -> dict[str, MessageForm]:
     """What the vendor accepts."""
-    rows = TensorSpec(FLOATS, ((1, _ROWS), served.width))
+    rows = TensorSpec(FLOAT_TYPES, ((1, _ROWS), served.width))
     lengths = TensorSpec(("I64",), ((1, served.max_batch),))
-    step: dict[str, Kind] = {"step": Whole(0, _COUNT)}
+    step: dict[str, FieldKind] = {"step": IntegerField(0, _COUNT)}
     gradient = TensorSpec(("F32",), ((1, served.max_batch), served.classes))
     return {
-        "describe": Form({}, {}),
-        "bottom": Form({}, {}),
-        "open": Form(SETTINGS, {}),
-        "put": Form({"first": Whole(0, _COUNT)}, {"lengths": lengths, "rows": rows}),
-        "forward": Form(step, {"indices": TensorSpec(("I64",), ((1, served.max_batch),))}),
-        "backward": Form(step, {"gradient": gradient}),
-        "predict": Form({}, {"lengths": lengths, "rows": rows}),
-        "discard": Form({}, {}),
+        "describe": MessageForm({}, {}),
+        "bottom": MessageForm({}, {}),
+        "open": MessageForm(RUN_FIELDS, {}),
+        "put": MessageForm({"first": IntegerField(0, _COUNT)}, {"lengths": lengths, "rows": rows}),
+        "forward": MessageForm(step, {"indices": TensorSpec(("I64",), ((1, served.max_batch),))}),
+        "backward": MessageForm(step, {"gradient": gradient}),
+        "predict": MessageForm({}, {"lengths": lengths, "rows": rows}),
+        "discard": MessageForm({}, {}),
     }
 
 
-def replies(served: Served | None) -> dict[str, Form]:
+def replies(served: ServiceDescription | None) -> dict[str, MessageForm]:
     """What the customer accepts; before it knows what is served, only that and the bottom."""
     first = {
-        "describe": Form({**SERVED, "open": Whole(0, 1)}, {}),
-        "bottom": Form({"config": Word(".{2,60000}"), "after": Whole(0, 1 << 12)}, None),
+        "describe": MessageForm({**DESCRIPTION_FIELDS, "open": IntegerField(0, 1)}, {}),
+        "bottom": MessageForm({"config": Word(".{2,60000}"), "after": IntegerField(0, 1 << 12)}, None),
     }
     if served is None:
         return first
     logits = TensorSpec(("F32",), ((1, served.max_batch), served.classes))
     return first | {
-        "open": Form(_POSITION, {}),
-        "put": Form({"examples": Whole(0, _COUNT)}, {}),
-        "forward": Form({"step": Whole(0, _COUNT)}, {"logits": logits}),
-        "backward": Form({"step": Whole(0, _COUNT), "replayed": Whole(0, 1)}, {}),
-        "predict": Form({}, {"logits": logits}),
-        "discard": Form({}, {}),
+        "open": MessageForm(_POSITION, {}),
+        "put": MessageForm({"examples": IntegerField(0, _COUNT)}, {}),
+        "forward": MessageForm({"step": IntegerField(0, _COUNT)}, {"logits": logits}),
+        "backward": MessageForm({"step": IntegerField(0, _COUNT), "replayed": IntegerField(0, 1)}, {}),
+        "predict": MessageForm({}, {"logits": logits}),
+        "discard": MessageForm({}, {}),
     }
 
 
-def expecting(forms: Mapping[str, Form]) -> Expect:
+def expecting(forms: Mapping[str, MessageForm]) -> Expect:
     """The check of `receive` for messages of these forms."""
 
     def expect(op: str, fields: dict[str, Any]) -> Mapping[str, TensorSpec] | None:
         if op not in forms:
-            raise Rejected(f"there is no operation {quote(op)} here: there are {', '.join(forms)}")
+            raise MessageRejected(f"there is no operation {quote(op)} here: there are {', '.join(forms)}")
         form = forms[op]
         if set(fields) != set(form.fields):
-            raise Rejected(f"{op} takes the fields {sorted(form.fields)}, not {quote(sorted(fields))}")
+            raise MessageRejected(f"{op} takes the fields {sorted(form.fields)}, not {quote(sorted(fields))}")
         for name, kind in form.fields.items():
             kind.check(name, fields[name])
         return form.tensors

@@ -13,7 +13,7 @@ from torch import Tensor
 import fastdp.files as files
 from fastdp.accounting.serialisation import canonical
 
-NAME = "run.safetensors"
+RUN_FILE = "run.safetensors"
 
 
 class Run:
@@ -51,13 +51,13 @@ class Run:
         for name, p in self.parameters.items():
             tensors |= {f"{key}/{name}": value for key, value in self.optimizer.state[p].items()}
         metadata = {"settings": canonical(self.settings), "step": str(self.step), "digest": self.digest}
-        files.save_tensors(folder / NAME, tensors, metadata)
+        files.save_tensors(folder / RUN_FILE, tensors, metadata)
         self.kept = self.step
 
     @staticmethod
     def is_in(folder: Path) -> bool:
         """Whether a run is kept there."""
-        return (folder / NAME).exists()
+        return (folder / RUN_FILE).exists()
 
     @classmethod
     def load(cls, folder: Path, template: Mapping[str, Tensor]) -> Run | None:
@@ -66,7 +66,7 @@ class Run:
         Raises:
             ValueError: if it is damaged, or its parameters have other names or shapes than ``template``.
         """
-        path = folder / NAME
+        path = folder / RUN_FILE
         if not cls.is_in(folder):
             return None
         with files.kept_tensors(path, "run that can be taken up") as (tensors, metadata):

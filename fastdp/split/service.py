@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from fastdp.split.channel import CUSTOMER, METHOD, OPTIONS, check_insecure, check_one, grpc
 from fastdp.split.limits import Limits
-from fastdp.split.operations import Form, expecting
-from fastdp.split.wire import Message, Outgoing, Rejected, receive
+from fastdp.split.operations import MessageForm, expecting
+from fastdp.split.wire import Message, MessageRejected, Outgoing, receive
 from fastdp.tls_proxy import ProxyLimits, TlsProxy
 from fastdp.validate import host_and_port
 
@@ -28,7 +28,7 @@ class Vendor(Protocol):
     """What the network needs of a `SplitVendor`."""
 
     limits: Limits
-    forms: dict[str, Form]
+    forms: dict[str, MessageForm]
 
     def answer(self, name: str, message: Message, seconds: float) -> Outgoing:
         """Answer one checked message of the customer ``name`` within so many seconds."""
@@ -112,7 +112,7 @@ class Service:
     def _exchange(self, chunks: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
             reply = self._answer(chunks, context)
-        except Rejected as refusal:
+        except MessageRejected as refusal:
             log.info("refused: %s", refusal)
             context.abort(getattr(grpc.StatusCode, refusal.code), str(refusal))
         except grpc.RpcError:
@@ -126,7 +126,7 @@ class Service:
     def _answer(self, chunks: Iterator[bytes], context: grpc.ServicerContext) -> Outgoing:
         remaining, most = context.time_remaining(), self.vendor.limits.deadline
         if remaining is None or remaining > most:
-            raise Rejected(f"a call must have a deadline, of at most {most:g} seconds")
+            raise MessageRejected(f"a call must have a deadline, of at most {most:g} seconds")
         name = self._name(context)
         self._take_place(name, context)
         message = receive(chunks, self._expect, self.vendor.limits.max_message_bytes)
@@ -143,9 +143,9 @@ class Service:
             try:
                 name = self._proxy.name(context.peer().removeprefix("unix:"))
             except ValueError as error:
-                raise Rejected(str(error), "UNAUTHENTICATED") from None
+                raise MessageRejected(str(error), "UNAUTHENTICATED") from None
         if self.allowed is not None and name not in self.allowed:
-            raise Rejected(f"{ascii(name)[:70]} is not a customer here", "PERMISSION_DENIED")
+            raise MessageRejected(f"{ascii(name)[:70]} is not a customer here", "PERMISSION_DENIED")
         return name
 
     def _take_place(self, name: str, context: grpc.ServicerContext) -> None:
@@ -156,9 +156,11 @@ class Service:
         limits = self.vendor.limits
         with self._lock:
             if self._calls[name] >= limits.calls:
-                raise Rejected(f"{limits.calls} calls of yours are being answered: come back later", "UNAVAILABLE")
+                raise MessageRejected(
+                    f"{limits.calls} calls of yours are being answered: come back later", "UNAVAILABLE"
+                )
             if name not in self._calls and len(self._calls) >= limits.max_customers:
-                raise Rejected(f"{limits.max_customers} customers are calling: come back later", "UNAVAILABLE")
+                raise MessageRejected(f"{limits.max_customers} customers are calling: come back later", "UNAVAILABLE")
             self._calls[name] += 1
         if not context.add_callback(lambda: self._leave_place(name)):
             # The call ended meanwhile.

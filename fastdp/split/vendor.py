@@ -33,11 +33,11 @@ from fastdp.methods.encoding import vocabulary_digest
 from fastdp.methods.sap import split_model
 from fastdp.split.bottom import pack_bottom
 from fastdp.split.limits import Limits
-from fastdp.split.operations import Served, requests
+from fastdp.split.operations import ServiceDescription, requests
 from fastdp.split.run import Run
 from fastdp.split.store import ExampleStore
-from fastdp.split.wire import Message, Outgoing, Rejected
-from fastdp.tls import NAME, NAME_IN_WORDS
+from fastdp.split.wire import Message, MessageRejected, Outgoing
+from fastdp.tls import NAME_IN_WORDS, NAME_PATTERN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,7 +103,7 @@ class SplitVendor:
         top.requires_grad_(False)
         self.top: Any = peft.get_peft_model(top, lora or default_lora(model))  # type: ignore[arg-type]
         self._template = {name: p for name, p in self.top.named_parameters() if p.requires_grad}
-        self.served = Served(
+        self.served = ServiceDescription(
             bottom=self.bottom.digest,
             vocabulary="" if tokenizer is None else vocabulary_digest(tokenizer),
             width=blocks.hidden_size,
@@ -172,8 +172,8 @@ class SplitVendor:
         Raises:
             Rejected: with the reason. Nothing has changed then, for this customer or another.
         """
-        if NAME.fullmatch(name) is None:
-            raise Rejected(f"a customer's name must be {NAME_IN_WORDS}", "UNAUTHENTICATED")
+        if NAME_PATTERN.fullmatch(name) is None:
+            raise MessageRejected(f"a customer's name must be {NAME_IN_WORDS}", "UNAUTHENTICATED")
         return self._operations[message.op](name, message, seconds)
 
     def close(self) -> None:
@@ -197,11 +197,11 @@ class SplitVendor:
         wanted = message.fields
         for key, own in (("bottom", self.served.bottom), ("classes", self.served.classes)):
             if wanted[key] != own:
-                raise Rejected(f"the run's {key} is {wanted[key]}, this vendor's {own}", "FAILED_PRECONDITION")
+                raise MessageRejected(f"the run's {key} is {wanted[key]}, this vendor's {own}", "FAILED_PRECONDITION")
         customer = self._find(name) or self._begin(name, wanted)
         for key, value in customer.run.settings.items():
             if wanted[key] != value:
-                raise Rejected(
+                raise MessageRejected(
                     f"your run here has {key} {value}, not {wanted[key]}: take it up from the folder it was begun in, or "
                     "discard it",
                     "FAILED_PRECONDITION",
@@ -213,21 +213,21 @@ class SplitVendor:
         with self._turn(name, seconds) as customer:
             store = customer.store
             if rows.dtype != store.dtype:
-                raise Rejected(f"rows are {rows.dtype}, and this run's are {store.dtype}")
+                raise MessageRejected(f"rows are {rows.dtype}, and this run's are {store.dtype}")
             if store.digest_of(first) != message.digest:
                 if first < store.count:
-                    raise Rejected(
+                    raise MessageRejected(
                         f"example {first} is here already, with other contents: each example is sent once",
                         "ALREADY_EXISTS",
                     )
                 if first > store.count:
-                    raise Rejected(f"example {store.count} comes next, not {first}", "ABORTED")
+                    raise MessageRejected(f"example {store.count} comes next, not {first}", "ABORTED")
                 if store.count + len(lengths) > self.limits.max_examples:
-                    raise Rejected(
+                    raise MessageRejected(
                         f"{self.limits.max_examples} examples are the most that is kept", "RESOURCE_EXHAUSTED"
                     )
                 if store.nbytes + rows.nbytes > self.limits.max_stored_bytes:
-                    raise Rejected(
+                    raise MessageRejected(
                         f"{self.limits.max_stored_bytes} bytes are the most that is kept", "RESOURCE_EXHAUSTED"
                     )
                 self._submit(lambda: _check_finite("rows", rows), seconds)
@@ -240,9 +240,9 @@ class SplitVendor:
         with self._turn(name, seconds) as customer:
             run = customer.run
             if step != run.step:
-                raise Rejected(f"the run is at step {run.step}, not {step}", "ABORTED")
+                raise MessageRejected(f"the run is at step {run.step}, not {step}", "ABORTED")
             if not all(0 <= index < customer.store.count for index in indices):
-                raise Rejected(f"an index is out of range: there are {customer.store.count} examples")
+                raise MessageRejected(f"an index is out of range: there are {customer.store.count} examples")
             with self._lock:
                 self._held.pop(name, None)
 
@@ -263,16 +263,16 @@ class SplitVendor:
             if step == run.step - 1 and message.digest == run.digest:
                 return Outgoing("backward", {"step": run.step, "replayed": 1})
             if step < run.step:
-                raise Rejected(
+                raise MessageRejected(
                     f"step {step} is taken already, and is not taken twice: the run is at step {run.step}",
                     "ALREADY_EXISTS",
                 )
             with self._lock:
                 held, logits = self._held.get(name, (-1, torch.empty(0)))
             if held != step:
-                raise Rejected(f"no forward pass of step {step} is held: begin the step again", "ABORTED")
+                raise MessageRejected(f"no forward pass of step {step} is held: begin the step again", "ABORTED")
             if gradient.shape != logits.shape:
-                raise Rejected(f"the gradient is for {len(gradient)} examples, the step has {len(logits)}")
+                raise MessageRejected(f"the gradient is for {len(gradient)} examples, the step has {len(logits)}")
 
             def take() -> None:
                 _check_finite("the gradient", gradient)
@@ -332,7 +332,7 @@ class SplitVendor:
                 except ValueError as error:
                     # It names the vendor's own paths, which are for its log.
                     log.error("the run of %s cannot be taken up: %s", name, error)
-                    raise Rejected(
+                    raise MessageRejected(
                         "your run here is damaged and cannot be taken up: discard it, and send the rows that you kept",
                         "FAILED_PRECONDITION",
                     ) from None
@@ -346,7 +346,7 @@ class SplitVendor:
                 files.make_folder(self._runs)
                 served = [entry for entry in self._runs.iterdir() if not entry.name.startswith(_DISCARDED)]
                 if len(served) >= self.limits.max_customers:
-                    raise Rejected(
+                    raise MessageRejected(
                         f"{self.limits.max_customers} customers are the most that are served", "RESOURCE_EXHAUSTED"
                     )
                 files.make_folder(folder)
@@ -362,12 +362,12 @@ class SplitVendor:
         """The customer, for one call at a time."""
         customer = self._find(name)
         if customer is None:
-            raise Rejected("you have no run here: open one first", "FAILED_PRECONDITION")
+            raise MessageRejected("you have no run here: open one first", "FAILED_PRECONDITION")
         if not customer.lock.acquire(timeout=seconds):
-            raise Rejected("another call of yours is still being answered: come back later", "UNAVAILABLE")
+            raise MessageRejected("another call of yours is still being answered: come back later", "UNAVAILABLE")
         try:
             if self._customers.get(name) is not customer:
-                raise Rejected("your run was closed meanwhile: take it up again", "ABORTED")
+                raise MessageRejected("your run was closed meanwhile: take it up again", "ABORTED")
             yield customer
         finally:
             customer.lock.release()
@@ -377,7 +377,7 @@ class SplitVendor:
         """What memory holds may be ahead of the disk after a failure: forget it, so that the disk counts."""
         try:
             yield
-        except Rejected:
+        except MessageRejected:
             raise
         except BaseException:
             with self._lock:
@@ -392,12 +392,12 @@ class SplitVendor:
         Raises Rejected if too much waits, or the time runs out first.
         """
         if not self._places.acquire(blocking=False):
-            raise Rejected(f"{self.limits.queue} batches are waiting already: come back later", "UNAVAILABLE")
+            raise MessageRejected(f"{self.limits.queue} batches are waiting already: come back later", "UNAVAILABLE")
         try:
             future = self._compute.submit(work)
         except RuntimeError:
             self._places.release()
-            raise Rejected("the vendor is closing: come back later", "UNAVAILABLE") from None
+            raise MessageRejected("the vendor is closing: come back later", "UNAVAILABLE") from None
         future.add_done_callback(lambda _: self._places.release())
         try:
             return future.result(seconds)
@@ -405,9 +405,11 @@ class SplitVendor:
             if not future.cancel():
                 # It has begun: its outcome must be known before the customer's next call.
                 return future.result()
-            raise Rejected("the batch waited longer than the call may last: come back later", "UNAVAILABLE") from None
+            raise MessageRejected(
+                "the batch waited longer than the call may last: come back later", "UNAVAILABLE"
+            ) from None
         except CancelledError:
-            raise Rejected("the vendor is closing: come back later", "UNAVAILABLE") from None
+            raise MessageRejected("the vendor is closing: come back later", "UNAVAILABLE") from None
 
     def _logits(self, run: Run, rows: Tensor, mask: Tensor, *, train: bool) -> Tensor:
         """Logits [B, classes]; the dropout of a step depends on the run's seed and the step alone."""
@@ -421,9 +423,11 @@ class SplitVendor:
     def _lengths(self, message: Message) -> list[int]:
         lengths = message.tensors["lengths"].tolist()
         if not all(1 <= length <= self.served.max_tokens for length in lengths):
-            raise Rejected(f"a length is out of range: examples have 1 to {self.served.max_tokens} tokens")
+            raise MessageRejected(f"a length is out of range: examples have 1 to {self.served.max_tokens} tokens")
         if sum(lengths) != len(message.tensors["rows"]):
-            raise Rejected(f"the lengths add up to {sum(lengths)}, and there are {len(message.tensors['rows'])} rows")
+            raise MessageRejected(
+                f"the lengths add up to {sum(lengths)}, and there are {len(message.tensors['rows'])} rows"
+            )
         return lengths
 
 
@@ -454,12 +458,12 @@ def _room_on_disk() -> Iterator[None]:
         if (getattr(error, "errno", None) or (number and int(number[1]))) not in _FULL:
             raise
         log.error("the disk is full: %s", error)
-        raise Rejected("the vendor's disk is full: come back later", "UNAVAILABLE") from error
+        raise MessageRejected("the vendor's disk is full: come back later", "UNAVAILABLE") from error
 
 
 def _check_finite(name: str, values: Tensor) -> None:
     if not bool(torch.isfinite(values).all()):
-        raise Rejected(f"{name}: a NaN or an infinity is among the values")
+        raise MessageRejected(f"{name}: a NaN or an infinity is among the values")
 
 
 def _pad(rows: Tensor, lengths: list[int], *, left: bool) -> tuple[Tensor, Tensor]:

@@ -22,18 +22,18 @@ from torch import Tensor
 from fastdp.accounting.serialisation import canonical
 from fastdp.untrusted import parse_json_object, quote
 
-VERSION = 2
-CHUNK = 1 << 20
+PROTOCOL_VERSION = 2
+CHUNK_BYTES = 1 << 20
 #: Most bytes of a header, ours or that of safetensors: both fit in the first chunk.
 MAX_HEADER = 1 << 16
 MAGIC = b"fdps"
 PREAMBLE = struct.Struct(">4sHIQ")
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
-FLOATS = ("F32", "BF16", "F16")
+FLOAT_TYPES = ("F32", "BF16", "F16")
 
 
-class Rejected(ValueError):
+class MessageRejected(ValueError):
     """A message that is not accepted, and why.
 
     Attributes:
@@ -60,10 +60,12 @@ class TensorSpec:
     def check(self, name: str, dtype: Any, shape: Any) -> None:
         """Raises Rejected for another dtype or shape."""
         if dtype not in self.dtypes:
-            raise Rejected(f"{name} has dtype {quote(dtype)}: it must be {' or '.join(self.dtypes)}")
+            raise MessageRejected(f"{name} has dtype {quote(dtype)}: it must be {' or '.join(self.dtypes)}")
         fits = isinstance(shape, list) and len(shape) == len(self.shape)
         if not fits or not all(_fits(size, wanted) for size, wanted in zip(shape, self.shape)):
-            raise Rejected(f"{name} has shape {quote(shape)}: it must be [{', '.join(map(_wanted, self.shape))}]")
+            raise MessageRejected(
+                f"{name} has shape {quote(shape)}: it must be [{', '.join(map(_size_text, self.shape))}]"
+            )
 
 
 #: From an operation's name and fields to the tensors it takes; None for any, where the payload goes to a file.
@@ -112,10 +114,10 @@ class Outgoing:
         if len(header) > MAX_HEADER:
             raise ValueError(f"the header of {self.op} takes {len(header)} bytes: {MAX_HEADER} is the most")
         size = self.payload.stat().st_size if isinstance(self.payload, Path) else len(self.payload)
-        head = PREAMBLE.pack(MAGIC, VERSION, len(header), size) + header
+        head = PREAMBLE.pack(MAGIC, PROTOCOL_VERSION, len(header), size) + header
         with self._open() as file:
-            yield head + file.read(CHUNK - len(head))
-            while block := file.read(CHUNK):
+            yield head + file.read(CHUNK_BYTES - len(head))
+            while block := file.read(CHUNK_BYTES):
                 yield block
 
     def _open(self) -> IO[bytes]:
@@ -130,7 +132,7 @@ def receive(chunks: Iterator[bytes], expect: Expect, max_payload: int, file: IO[
     """
     first = next(chunks, None)
     if first is None:
-        raise Rejected("the message is empty")
+        raise MessageRejected("the message is empty")
     at, total = _read_preamble(first, max_payload)
     op, fields = _read_header(first[PREAMBLE.size : at])
     specs = expect(op, fields)
@@ -146,25 +148,27 @@ def receive(chunks: Iterator[bytes], expect: Expect, max_payload: int, file: IO[
         _keep(chunk, seen - at, held, file)
         seen += len(chunk)
     if seen != total:
-        raise Rejected(f"the message is truncated: {seen} of {total} bytes came")
+        raise MessageRejected(f"the message is truncated: {seen} of {total} bytes came")
     return Message(op, fields, _views(buffer, layout), digest.hexdigest())
 
 
 def _read_preamble(first: bytes, max_payload: int) -> tuple[int, int]:
     """Where the payload begins, and the message's length."""
     if len(first) < PREAMBLE.size:
-        raise Rejected(f"the first chunk has {len(first)} bytes: the preamble alone takes {PREAMBLE.size}")
+        raise MessageRejected(f"the first chunk has {len(first)} bytes: the preamble alone takes {PREAMBLE.size}")
     magic, version, header, payload = PREAMBLE.unpack_from(first)
     if magic != MAGIC:
-        raise Rejected("the message does not begin with the mark of this protocol")
-    if version != VERSION:
-        raise Rejected(
-            f"the message is of version {version}: this side speaks version {VERSION}", "FAILED_PRECONDITION"
+        raise MessageRejected("the message does not begin with the mark of this protocol")
+    if version != PROTOCOL_VERSION:
+        raise MessageRejected(
+            f"the message is of version {version}: this side speaks version {PROTOCOL_VERSION}", "FAILED_PRECONDITION"
         )
     if header > MAX_HEADER:
-        raise Rejected(f"the header takes {header} bytes: {MAX_HEADER} is the most")
+        raise MessageRejected(f"the header takes {header} bytes: {MAX_HEADER} is the most")
     if payload > max_payload:
-        raise Rejected(f"the message is oversized: a payload of {payload} bytes, where {max_payload} is the most")
+        raise MessageRejected(
+            f"the message is oversized: a payload of {payload} bytes, where {max_payload} is the most"
+        )
     at = PREAMBLE.size + header
     _check_chunk(len(first), 0, at + payload)
     return at, at + payload
@@ -172,10 +176,10 @@ def _read_preamble(first: bytes, max_payload: int) -> tuple[int, int]:
 
 def _check_chunk(length: int, seen: int, total: int) -> None:
     if seen == total:
-        raise Rejected("the message is longer than it said")
-    wanted = min(CHUNK, total - seen)
+        raise MessageRejected("the message is longer than it said")
+    wanted = min(CHUNK_BYTES, total - seen)
     if length != wanted:
-        raise Rejected(
+        raise MessageRejected(
             f"a chunk at byte {seen} has {length} bytes, not {wanted}: it is truncated or of another message"
         )
 
@@ -183,10 +187,10 @@ def _check_chunk(length: int, seen: int, total: int) -> None:
 def _read_header(data: bytes) -> tuple[str, dict[str, Any]]:
     header = _json(data, "the header")
     if set(header) != {"op", "fields"}:
-        raise Rejected("the header must have an op and fields, and nothing else")
+        raise MessageRejected("the header must have an op and fields, and nothing else")
     op, fields = header["op"], header["fields"]
     if not isinstance(op, str) or not isinstance(fields, dict):
-        raise Rejected("the header's op must be a text and its fields an object")
+        raise MessageRejected("the header's op must be a text and its fields an object")
     return op, fields
 
 
@@ -196,33 +200,33 @@ def _read_layout(
     """Dtype, shape and place in the payload of each tensor, after checking that they are those of ``specs``."""
     if not specs:
         if length:
-            raise Rejected("the operation takes no tensors, and the message has a payload")
+            raise MessageRejected("the operation takes no tensors, and the message has a payload")
         return {}
     if length < 8:
-        raise Rejected("the payload is no safetensors: it is too short")
+        raise MessageRejected("the payload is no safetensors: it is too short")
     (size,) = struct.unpack_from("<Q", first)
     if size > MAX_HEADER or 8 + size > length or size % 8:
-        raise Rejected("the payload is no safetensors: its header has an impossible length")
+        raise MessageRejected("the payload is no safetensors: its header has an impossible length")
     entries = _json(first[8 : 8 + size], "the payload's header")
     if set(entries) != set(specs):
-        raise Rejected(f"the tensors are {quote(sorted(entries))}: they must be {sorted(specs)}")
+        raise MessageRejected(f"the tensors are {quote(sorted(entries))}: they must be {sorted(specs)}")
     layout, spans = {}, []
     for name, spec in specs.items():
         entry = entries[name]
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise Rejected(f"{name} must have a dtype, a shape and data_offsets")
+            raise MessageRejected(f"{name} must have a dtype, a shape and data_offsets")
         spec.check(name, entry["dtype"], entry["shape"])
         dtype, offsets = _DTYPES[entry["dtype"]], entry["data_offsets"]
         nbytes = math.prod(entry["shape"]) * dtype.itemsize
-        if not isinstance(offsets, list) or len(offsets) != 2 or not all(_whole(o) for o in offsets):
-            raise Rejected(f"{name} has data_offsets {quote(offsets)}: they must be two whole numbers")
+        if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(o) for o in offsets):
+            raise MessageRejected(f"{name} has data_offsets {quote(offsets)}: they must be two whole numbers")
         if offsets[1] - offsets[0] != nbytes or offsets[0] % dtype.itemsize:
-            raise Rejected(f"{name} has {quote(offsets)} as its bytes, which do not fit its shape and dtype")
+            raise MessageRejected(f"{name} has {quote(offsets)} as its bytes, which do not fit its shape and dtype")
         spans.append(tuple(offsets))
         layout[name] = (dtype, entry["shape"], 8 + size + offsets[0])
     spans.sort()
     if [0, *(end for _, end in spans)] != [*(begin for begin, _ in spans), length - 8 - size]:
-        raise Rejected("the tensors overlap, or do not fill the payload")
+        raise MessageRejected("the tensors overlap, or do not fill the payload")
     return layout
 
 
@@ -230,7 +234,7 @@ def _json(data: bytes, what: str) -> dict[str, Any]:
     try:
         return parse_json_object(data)
     except ValueError:
-        raise Rejected(f"{what} is no JSON object that can be read") from None
+        raise MessageRejected(f"{what} is no JSON object that can be read") from None
 
 
 def _keep(part: bytes, at: int, held: memoryview, file: IO[bytes] | None) -> None:
@@ -247,14 +251,14 @@ def _views(buffer: bytearray, layout: Mapping[str, tuple[torch.dtype, list[int],
     }
 
 
-def _whole(value: Any) -> bool:
+def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _fits(size: Any, wanted: int | tuple[int, int]) -> bool:
     low, high = wanted if isinstance(wanted, tuple) else (wanted, wanted)
-    return _whole(size) and low <= size <= high
+    return _is_count(size) and low <= size <= high
 
 
-def _wanted(size: int | tuple[int, int]) -> str:
+def _size_text(size: int | tuple[int, int]) -> str:
     return f"{size[0]} to {size[1]}" if isinstance(size, tuple) else str(size)

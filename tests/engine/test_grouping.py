@@ -32,7 +32,7 @@ def step(
     monkeypatch.setattr(norm_sinks, "may_hold", lambda device: may_hold)
     monkeypatch.setattr(norm_sinks, "launches", lambda device: launches)
     # So short are the tests' texts that other routes are cheaper.
-    monkeypatch.setattr(norm_sinks, "plan", lambda *sizes, **use: "instantiate")
+    monkeypatch.setattr(norm_sinks, "plan_route", lambda *sizes, **use: "instantiate")
     engine, tickets = engine_for(build(name, "lora"), 0.5, verify=Routing)
     tickets.append(ticket(4))
     engine.model(**batch(name)).loss.backward()

@@ -9,11 +9,11 @@ from hypothesis import given, settings, strategies as st
 from scipy.stats import kstest
 
 from fastdp import NoiseStream
-from fastdp.federated import Aggregator, Bounds, Layout, RefusedUpdate
+from fastdp.federated import AdapterLayout, Aggregator, RefusedUpdate, UpdateBounds
 
 START = {"a.down": torch.ones(3, 2), "b.up": torch.full((4,), 2.0)}
-LAYOUT = Layout.of(START)
-BOUNDS = Bounds(max_norm=50.0, max_examples=100)
+LAYOUT = AdapterLayout.of(START)
+BOUNDS = UpdateBounds(max_norm=50.0, max_examples=100)
 
 
 def update(value):
@@ -21,7 +21,7 @@ def update(value):
 
 
 def add(aggregator, state, examples=1):
-    return aggregator.add(Layout.of(state).to_json(), Layout.of(state).pack(state), examples)
+    return aggregator.add(AdapterLayout.of(state).to_json(), AdapterLayout.of(state).pack(state), examples)
 
 
 def test_mean_is_equation_7():
@@ -117,7 +117,7 @@ def test_a_failure_that_nobody_foresaw_is_a_refusal(monkeypatch, step):
     aggregator = Aggregator(START, BOUNDS)
     data = LAYOUT.pack(update(1.0))
     with monkeypatch.context() as patch:
-        patch.setattr(Layout, step, breaking)
+        patch.setattr(AdapterLayout, step, breaking)
         with pytest.raises(RefusedUpdate, match="^it cannot be read: RecursionError$"):
             aggregator.add(LAYOUT.to_json(), data, 1)
     add(aggregator, update(4.0))
@@ -138,12 +138,12 @@ def test_no_mean_of_nothing():
 
 def test_clipping_bounds_each_client():
     """One client's share of the sum has norm at most the clip, and keeps its direction."""
-    aggregator = Aggregator(START, Bounds(1e9, 100), clip=0.5)
+    aggregator = Aggregator(START, UpdateBounds(1e9, 100), clip=0.5)
     norm = add(aggregator, update(1000.0))
     moved = aggregator._sum
     assert norm > 1000
     assert 0.4999 < float(moved.norm()) <= 0.5
-    small = Aggregator(START, Bounds(1e9, 100), clip=100.0)
+    small = Aggregator(START, UpdateBounds(1e9, 100), clip=100.0)
     add(small, update(1.5))
     torch.testing.assert_close(small.mean()["a.down"], torch.full((3, 2), 1.5))
 
@@ -151,13 +151,13 @@ def test_clipping_bounds_each_client():
 def test_noise_of_central_dp():
     """Kolmogorov-Smirnov of 20,000 coordinates against std z C / expected (false alarms: 1 in 10^6)."""
     start = {"w": torch.zeros(20_000)}
-    aggregator = Aggregator(start, Bounds(1e9, 100), clip=2.0)
+    aggregator = Aggregator(start, UpdateBounds(1e9, 100), clip=2.0)
     noisy = aggregator.noisy_mean(1.5, expected=4.0, stream=NoiseStream())["w"].double().numpy()
     assert kstest(noisy, "norm", args=(0, 1.5 * 2.0 / 4.0)).pvalue > 1e-6
 
 
 def test_central_dp_divides_by_the_expected_number():
-    aggregator = Aggregator({"w": torch.zeros(4)}, Bounds(1e9, 100), clip=10.0)
+    aggregator = Aggregator({"w": torch.zeros(4)}, UpdateBounds(1e9, 100), clip=10.0)
     for _ in range(3):
         add(aggregator, {"w": torch.ones(4)})
     result = aggregator.noisy_mean(1e-9, expected=6.0, stream=NoiseStream())["w"]

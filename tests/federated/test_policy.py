@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from fastdp.federated import FederatedConfig
-from fastdp.federated.policy import LEAST, NodePolicy, NodeSettingError, client_settings
+from fastdp.federated.policy import ACCEPTED_MECHANISMS, NodePolicy, NodeSettingError, client_settings
 from fastdp.methods.encoding import encode_private
 
 NEEDED = {"model": "m", "output": "o", "eval": "e"}
@@ -199,10 +199,10 @@ def test_every_setting_that_could_weaken_a_client_is_decided():
 
 
 def test_the_order_of_mechanisms_is_a_partial_order():
-    for own, run in itertools.product(LEAST, LEAST):
+    for own, run in itertools.product(ACCEPTED_MECHANISMS, ACCEPTED_MECHANISMS):
         if own != run:
-            assert not (run in LEAST[own] and own in LEAST[run])
-        assert own in LEAST[own]
+            assert not (run in ACCEPTED_MECHANISMS[own] and own in ACCEPTED_MECHANISMS[run])
+        assert own in ACCEPTED_MECHANISMS[own]
 
 
 flwr = pytest.importorskip("flwr", reason="flwr is the optional extra 'federated', for Python 3.11 or later")

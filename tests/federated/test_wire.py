@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from fastdp.federated import Layout
+from fastdp.federated import AdapterLayout
 
 
 @settings(max_examples=40)
@@ -15,7 +15,7 @@ from fastdp.federated import Layout
 )
 def test_there_and_back(shapes):
     state = {f"t{index}": torch.randn(shape).to(dtype) for index, (shape, dtype) in enumerate(shapes)}
-    layout = Layout.of(state)
+    layout = AdapterLayout.of(state)
     data = layout.pack(state)
     assert len(data) == layout.nbytes
     found = layout.unpack(data)
@@ -25,8 +25,8 @@ def test_there_and_back(shapes):
 
 def test_refused():
     with pytest.raises(ValueError, match="w is torch.int64"):
-        Layout.of({"w": torch.ones(2, dtype=torch.int64)})
-    layout = Layout.of({"w": torch.ones(2)})
+        AdapterLayout.of({"w": torch.ones(2, dtype=torch.int64)})
+    layout = AdapterLayout.of({"w": torch.ones(2)})
     with pytest.raises(ValueError, match="holds 3 bytes, not 8"):
         layout.unpack(b"abc")
     with pytest.raises(ValueError, match="changed while it was trained"):
@@ -36,7 +36,7 @@ def test_refused():
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, '[["w", "float32", 5]]'])
 def test_layouts_that_cannot_be_read(text):
     """Nesting too deep for Python's parser is one more thing that cannot be read."""
-    assert Layout.of({"w": torch.ones(2)}).difference(text) == "its layout cannot be read"
+    assert AdapterLayout.of({"w": torch.ones(2)}).difference(text) == "its layout cannot be read"
 
 
 def test_bytes_of_a_message_are_the_adapters_and_five_per_cent():
@@ -45,14 +45,14 @@ def test_bytes_of_a_message_are_the_adapters_and_five_per_cent():
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
     from fastdp.federated.messages import Order, update_record
-    from fastdp.federated.site import Fitted
+    from fastdp.federated.site import FitResult
 
     name = "base_model.model.transformer.h.{}.mlp.c_proj.{}.default.weight"
     bottleneck = {name.format(i, f"bottleneck_{k}"): torch.randn(16, 256) for i in range(4) for k in ("down", "up")}
     lora = {name.format(i, f"lora_{k}{j}"): torch.randn(4, 512) for i in range(4) for k in "AB" for j in range(4)}
     for state in (bottleneck, lora):
-        layout = Layout.of(state)
-        reply = update_record(layout, state, Fitted(10, 1.0, 2.0))
+        layout = AdapterLayout.of(state)
+        reply = update_record(layout, state, FitResult(10, 1.0, 2.0))
         order = Order(layout.pack(state), layout.to_json(), 1, "0" * 64).to_record()
         for record in (reply, order):
             sent = sum(len(part.deflate()) for part in get_all_nested_objects(record).values())

@@ -14,7 +14,7 @@ from fastdp.data import Collator, DataError, Rows, read_rows, word_examples
 from fastdp.finetune import ConfigError, FinetuneConfig, finetune
 from fastdp.finetune.config import CHOICES
 from fastdp.finetune.evaluation import Quality, evaluate
-from fastdp.finetune.models import check_model, load_trained
+from fastdp.finetune.models import check_model_name, load_trained
 from fastdp.finetune.tasks import TASKS, encode_rows, invented_label, record_texts, task_of
 from fastdp.quickstart.corpus import private_records
 
@@ -266,9 +266,9 @@ def test_rows_that_do_not_fit_name_their_line(models, table, tokenizer, task, ro
 def test_a_text_that_spells_out_the_end_is_refused_where_the_model_looks_for_it(models, table, tokenizer):
     """Such models raise in the middle of training otherwise, when the row is first drawn beside others."""
     config = settings(models, table, "unused", "t5", "classification")
-    ends = check_model(config)
+    ends = check_model_name(config)
     assert ends == tokenizer.eos_token_id
-    assert check_model(settings(models, table, "unused", "bert", "classification")) is None
+    assert check_model_name(settings(models, table, "unused", "bert", "classification")) is None
     texts = ["a visit", f"a visit {tokenizer.eos_token} and another"]
     rows = Rows(table, ("text", "label"), [{"text": text, "label": "often"} for text in texts], [1, 2])
     with pytest.raises(DataError, match="line 2: its text spells out the token"):

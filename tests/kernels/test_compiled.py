@@ -219,7 +219,7 @@ def adamw_case(rounded, parameter, moments, slow=False, **constants):
     constants = {"CORRECTED": False, "MASTER": False, "AXES": False} | constants
     constants |= {"PARAMETER": parameter, "MOMENTS": moments}
     if rounded is None:
-        return Case(adamw._settle_adamw_kernel, types, constants | {"b": settle.SETTLED}, 1, slow=slow, stack=40)
+        return Case(adamw._settle_adamw_kernel, types, constants | {"b": settle.SETTLE_BLOCK}, 1, slow=slow, stack=40)
     types["p_list"] = "*i64" if rounded else None
     constants |= {"b_blocks": chacha.BLOCKS, "ROUNDED": rounded, "ALIGNED": True}
     return Case(adamw._adamw_kernel, types, constants, slow=slow, maxnreg=adamw.REGISTERS, blocks=3)
@@ -238,7 +238,7 @@ CASES = {
     "noise-settle": Case(
         settle._settle_kernel,
         {"p_x": "*fp32", "p_position": "*i32", **LISTED, "begin": "i32", **numbers(*GRID, kind="fp32")},
-        {"b": settle.SETTLED},
+        {"b": settle.SETTLE_BLOCK},
         1,
         stack=40,
     ),

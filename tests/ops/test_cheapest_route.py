@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastdp.ops.routes import DEFAULTS, NARROW, ROUTES, Constants, for_norms, longest_by_gram, plan, predicted_seconds
+from fastdp.ops.routes import (
+    DEFAULTS,
+    NARROW,
+    ROUTES,
+    RouteConstants,
+    for_norms,
+    longest_by_gram,
+    plan_route,
+    predicted_seconds,
+)
 from tests.cases import cases, pairs
 
 MEASURED = Path(__file__).parents[2] / "bench" / "results" / "cpu" / "planner.json"
@@ -25,7 +34,7 @@ def gram_products(length: int) -> int:
     return sum(16 for row in blocks for column in blocks if column <= row)
 
 
-def seconds(route: str, m: int, n: int, length: int, units: int, keeps: bool, width: int, c: Constants) -> float:
+def seconds(route: str, m: int, n: int, length: int, units: int, keeps: bool, width: int, c: RouteConstants) -> float:
     """The time of a use's norms and of its sum, from what each step reads, writes and multiplies."""
     numbers = units * length
     read = (numbers * m + numbers * n) * width / c.bandwidth
@@ -64,7 +73,7 @@ def test_the_plan_is_the_cheapest_of_what_fits(device: str, dtype: torch.dtype, 
     for m, n, length, units in random.Random(0).sample(every, 400):
         routes = [route for route in ROUTES if route != "instantiate" or fits(m, n, length, units, width)]
         costs = {route: seconds(route, m, n, length, units, keeps, width, constants) for route in routes}
-        chosen = plan(m, n, length, units, keeps_factors=keeps, dtype=dtype, device=device)
+        chosen = plan_route(m, n, length, units, keeps_factors=keeps, dtype=dtype, device=device)
         assert chosen in costs, (m, n, length, units)
         assert costs[chosen] <= min(costs.values()) * (1 + 1e-9), (m, n, length, units, costs)
         seen.add(chosen)
@@ -78,14 +87,14 @@ def test_the_plan_is_the_cheapest_of_what_fits(device: str, dtype: torch.dtype, 
 def test_the_plan_costs_little_more_than_the_fastest_that_was_measured() -> None:
     """On the machine of the committed benchmark, by its constants: a tenth of all time is lost at most, and half of one."""
     figures = json.loads(MEASURED.read_text())["figures"]
-    constants = Constants(**figures["constants"])
+    constants = RouteConstants(**figures["constants"])
     uses: dict[tuple[int, ...], dict[str, float]] = {}
     for row in figures["rows"]:
         key = row["m"], row["n"], row["tokens"], row["units"]
         uses.setdefault(key, {})[row["route"]] = row["measured"]
     taken, least = 0.0, 0.0
     for key, times in uses.items():
-        chosen = plan(*key, constants=constants)
+        chosen = plan_route(*key, constants=constants)
         assert times[chosen] <= 1.5 * min(times.values()), (key, times)
         taken, least = taken + times[chosen], least + min(times.values())
     assert taken <= 1.1 * least

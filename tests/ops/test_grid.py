@@ -14,7 +14,7 @@ from fastdp import _native
 from fastdp.ops import NoiseStream, adamw_noise_step_, add_noise_, clip_noise
 from fastdp.ops.grid import DISTANCE, exact_normal, grid, on_grid
 from fastdp.ops.noise import standard_normals
-from fastdp.ops.stream import ROUNDS
+from fastdp.ops.stream import CIPHER_ROUNDS
 from fastdp.ops.table import OPS
 from tests.cases import cases, pairs
 from tests.ops.noise_paths import open_sums
@@ -45,7 +45,7 @@ TAILS = [(904716998, 6), (481321075, 7), (600722903, 3), (324306011, 0), (715004
 
 
 def test_exact_normals_have_98_bits():
-    ordinary = [(position(rounds=rounds), i) for i in range(96) for rounds in ROUNDS]
+    ordinary = [(position(rounds=rounds), i) for i in range(96) for rounds in CIPHER_ROUNDS]
     tails = [*((20, block, k) for block, k in TAILS), (12, 123700073, 0)]
     far = [(position(0, rounds), 16 * block + k + half) for rounds, block, k in tails for half in (0, 8)]
     with decimal.localcontext() as context:

@@ -13,7 +13,7 @@ from fastdp import _native, ops
 from fastdp.ops import NoiseStream
 from fastdp.ops.grid import on_grid
 from fastdp.ops.noise import normal_parts, standard_normals
-from fastdp.ops.stream import ROUNDS
+from fastdp.ops.stream import CIPHER_ROUNDS
 from fastdp.ops.table import OPS
 from tests.cases import cases, pairs
 from tests.ops.noise_paths import DTYPES, NORMAL_ERROR, ODD_SHAPES, PATHS, inputs, run_path
@@ -33,7 +33,7 @@ def position(seed: int = 1, step: int = 0, tensor: int = 0, rounds: int = 20) ->
     return NoiseStream.unsafe_reproducible(seed, rounds).at(step, tensor).take()
 
 
-@cases(*pairs(("isa", PATHS), ("rounds", ROUNDS), ("n", [0, 1, 7, 129, 257 * 123, 1 << 18])))
+@cases(*pairs(("isa", PATHS), ("rounds", CIPHER_ROUNDS), ("n", [0, 1, 7, 129, 257 * 123, 1 << 18])))
 def test_normals_are_those_of_the_definition(isa, n, rounds):
     at = position(rounds=rounds)
     truth = standard_normals(at, n).numpy()
@@ -218,7 +218,7 @@ def test_zero_std_changes_nothing_and_still_claims():
 @given(
     cuts=st.lists(st.integers(0, 3000), max_size=4),
     rounded=st.booleans(),
-    rounds=st.sampled_from(ROUNDS),
+    rounds=st.sampled_from(CIPHER_ROUNDS),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_pieces_get_the_noise_of_the_whole(cuts, rounded, rounds, dtype):

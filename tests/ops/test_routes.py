@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from fastdp.ops.routes import DEFAULTS, ROUTES, Constants, constants_for, plan, predicted_seconds
+from fastdp.ops.routes import DEFAULTS, ROUTES, RouteConstants, constants_for, plan_route, predicted_seconds
 from tests.cases import cases, pairs
 
 sizes = st.integers(1, 20_000)
@@ -27,29 +27,29 @@ def test_more_units_and_longer_ones_never_cost_less(shape, use, route):
 
 
 def test_well_known_shapes():
-    assert plan(8, 512, 128, 8) == "instantiate"  # LoRA
-    assert plan(512, 2048, 128, 8) == "gram"  # short sequences
-    assert plan(8192, 512, 128, 8) == "gram"  # a head
-    assert plan(512, 512, 1, 8) == "gram"  # one token a unit
-    assert plan(512, 512, 1024, 8) == "instantiate"  # long ones: the gradients are smaller and the sum reads them
-    assert plan(512, 512, 1024, 8, keeps_factors=False) == "direct"  # long ones of which only norms are wanted
-    assert plan(8192, 512, 128, 8, one_hot=True) != "instantiate"
+    assert plan_route(8, 512, 128, 8) == "instantiate"  # LoRA
+    assert plan_route(512, 2048, 128, 8) == "gram"  # short sequences
+    assert plan_route(8192, 512, 128, 8) == "gram"  # a head
+    assert plan_route(512, 512, 1, 8) == "gram"  # one token a unit
+    assert plan_route(512, 512, 1024, 8) == "instantiate"  # long ones: the gradients are smaller and the sum reads them
+    assert plan_route(512, 512, 1024, 8, keeps_factors=False) == "direct"  # long ones of which only norms are wanted
+    assert plan_route(8192, 512, 128, 8, one_hot=True) != "instantiate"
 
 
 def test_constants_decide():
-    slow_gram = Constants(
+    slow_gram = RouteConstants(
         "made up", gram_flops=1e6, direct_flops=1e12, product_flops=1e12, bandwidth=1e11, call_seconds=0
     )
-    assert plan(512, 2048, 128, 8, constants=slow_gram) == "direct"
+    assert plan_route(512, 2048, 128, 8, constants=slow_gram) == "direct"
 
 
 @cases(*pairs(("dtype", [torch.bfloat16, torch.float32]), ("rank", [4, 16, 64])))
 def test_adapters_go_out_together_on_a_gpu(rank: int, dtype: torch.dtype) -> None:
     """Each by itself would be launches of its own for every matrix, which take longer than what they do."""
     for tokens, units in ((512, 16), (2048, 4), (4096, 1)):
-        assert plan(4096, rank, tokens, units, dtype=dtype, device="cuda") == "instantiate"
-        assert plan(rank, 4096, tokens, units, dtype=dtype, device="cuda") == "instantiate"
-    assert plan(2048, 2048, 1024, 4, dtype=torch.bfloat16, device="cuda") == "gram"
+        assert plan_route(4096, rank, tokens, units, dtype=dtype, device="cuda") == "instantiate"
+        assert plan_route(rank, 4096, tokens, units, dtype=dtype, device="cuda") == "instantiate"
+    assert plan_route(2048, 2048, 1024, 4, dtype=torch.bfloat16, device="cuda") == "gram"
 
 
 def test_every_default_says_what_it_was_measured_on():

@@ -14,7 +14,7 @@ from scipy import stats
 
 from fastdp import _native
 from fastdp.ops import NoiseStream, add_noise_
-from fastdp.ops.stream import MAX_TENSORS, ROUNDS, chacha_words
+from fastdp.ops.stream import CIPHER_ROUNDS, MAX_TENSORS, chacha_words
 from tests.cases import cases, pairs
 
 
@@ -143,7 +143,7 @@ def test_rfc8439_encryption(words):
     assert cipher.hex() == SUNSCREEN_CIPHERTEXT
 
 
-@cases(*pairs(("rounds", ROUNDS), ("blocks", [1, 7, 16, 17, 129, 2049])))
+@cases(*pairs(("rounds", CIPHER_ROUNDS), ("blocks", [1, 7, 16, 17, 129, 2049])))
 def test_words_are_those_of_the_definition_at_any_count(words, blocks, rounds):
     at = NoiseStream.unsafe_reproducible(1, rounds).take()
     first = (1 << 32) - blocks // 2 - 1  # the counter passes its last value and wraps
@@ -165,7 +165,7 @@ def test_position_layout():
     assert at.numpy().view(np.uint32).tolist() == [*np.frombuffer(COUNTING, "<u4").tolist(), 11, 7, 5, 10]
 
 
-@cases("rounds", ROUNDS)
+@cases("rounds", CIPHER_ROUNDS)
 def test_every_position_of_a_stream_has_its_rounds(rounds):
     streams = (
         NoiseStream(rounds),

@@ -148,7 +148,7 @@ def checkpointed(model: nn.Module) -> None:
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter, from all its pieces."""
-    return {name: pieces.whole(parameter).clone() for name, parameter in model.named_parameters()}
+    return {name: pieces.full_tensor(parameter).clone() for name, parameter in model.named_parameters()}
 
 
 def matrix(rank: int, size: int, folder: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import struct
 import torch
 from hypothesis import strategies as st
 
-from fastdp.split.wire import CHUNK, PREAMBLE, Outgoing
+from fastdp.split.wire import CHUNK_BYTES, PREAMBLE, Outgoing
 
 JUNK = st.one_of(
     st.none(),
@@ -20,7 +20,7 @@ JUNK = st.one_of(
 
 
 def cut(data):
-    return [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
+    return [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
 
 
 @st.composite

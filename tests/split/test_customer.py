@@ -10,7 +10,7 @@ from tokenizers import normalizers
 
 import fastdp
 from fastdp.methods.sap import CTI, PrivateBottom, TextPrivatizer, split_model
-from fastdp.split import Rejected, SplitCustomer, SplitVendor
+from fastdp.split import MessageRejected, SplitCustomer, SplitVendor
 from fastdp.split.customer import batch_of
 from fastdp.split.wire import Outgoing
 from tests.elsewhere import elsewhere
@@ -373,7 +373,7 @@ def test_refusals(service, customer_of, corpus, tmp_path):
     with pytest.raises(ValueError, match="other privatizer"):
         customer.send(texts, labels, PrivateBottom(customer.bottom, eta=1.0))
     bob = customer_of(service, "bob")
-    with pytest.raises(Rejected, match="open one first"):
+    with pytest.raises(MessageRejected, match="open one first"):
         bob.predict(texts[:1], noisy_rows(bob))
     for options, match in (
         ({"batch_size": 9}, "takes 8 at most"),
@@ -384,13 +384,13 @@ def test_refusals(service, customer_of, corpus, tmp_path):
             customer_of(service, "carol", **options)
     customer.close()
     hasty = customer_of(service, learning_rate=0.5)
-    with pytest.raises(Rejected, match="learning_rate"):
+    with pytest.raises(MessageRejected, match="learning_rate"):
         hasty.send(texts, labels, noisy_rows(hasty))
     hasty.close()
     # The folder is lost: the vendor's rows are not sent again with other noise.
     (tmp_path / "alice").rename(tmp_path / "lost")
     fresh = customer_of(service)
-    with pytest.raises(Rejected, match="discard it"):
+    with pytest.raises(MessageRejected, match="discard it"):
         fresh.send(texts, labels, noisy_rows(fresh))
     fresh.close()
     with make_vendor(tmp_path / "other", after=1).serve("127.0.0.1:0", insecure=True) as other:

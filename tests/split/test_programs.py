@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from fastdp import accounting
 from fastdp.commands.split import _load
 from fastdp.split.customer import SplitCustomer, batch_of
-from fastdp.split.run import NAME
+from fastdp.split.run import RUN_FILE
 from fastdp.split.store import ExampleStore
 from fastdp.tls import Revocations
 from tests.split.world import make_model, make_texts, make_tokenizer, train_in_process
@@ -143,7 +143,7 @@ def test_two_processes_train_over_tls_and_survive_kills(world, processes, tmp_pa
     expected, adapter = train_in_process(model, store, make_texts(EXAMPLES)[1], batches)
     store.close()
     assert losses == {step: expected[step - 1] for step in losses}
-    kept = load_file(tmp_path / "vendor" / "customers" / "customer" / NAME)
+    kept = load_file(tmp_path / "vendor" / "customers" / "customer" / RUN_FILE)
     assert all(torch.equal(kept[f"parameter/{name}"], value) for name, value in adapter.items())
     statement = json.loads((folder / "statement.json").read_text())
     assert (statement["examples_sent"], statement["texts_sent_for_prediction"]) == (EXAMPLES, EXAMPLES)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastdp.split.run import NAME, Run
+from fastdp.split.run import RUN_FILE, Run
 
 SETTINGS = {"learning_rate": 0.1, "weight_decay": 0.01, "seed": 4, "dtype": "float32"}
 
@@ -38,7 +38,7 @@ def test_a_loaded_run_goes_on_bit_for_bit(tmp_path):
 def test_a_kill_while_saving_leaves_the_state_before(tmp_path):
     run = Run(template(), SETTINGS)
     run.save(tmp_path)
-    (tmp_path / (NAME + ".partial")).write_bytes(b"half")
+    (tmp_path / (RUN_FILE + ".partial")).write_bytes(b"half")
     assert Run.load(tmp_path, template()).step == 0
 
 
@@ -47,6 +47,6 @@ def test_refusals(tmp_path):
     Run(template(), SETTINGS).save(tmp_path)
     with pytest.raises(ValueError, match="another model or adapter"):
         Run.load(tmp_path, {"a": torch.zeros(3, 3)})
-    (tmp_path / NAME).write_bytes(b"garbage")
+    (tmp_path / RUN_FILE).write_bytes(b"garbage")
     with pytest.raises(ValueError, match="no run that can be taken up"):
         Run.load(tmp_path, template())

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from bench.record import write
-from fastdp.split import Limits, Rejected, make_certificates
+from fastdp.split import Limits, MessageRejected, make_certificates
 from fastdp.split.bottom import PackedBottom
 from fastdp.split.channel import CUSTOMER, METHOD
 from fastdp.split.connection import Connection
@@ -214,7 +214,7 @@ class TestCertificates:
 
     def test_a_name_comes_from_the_certificate(self, secured, folders):
         assert self.describe(secured, folders / "own" / "alice", patience=20.0)["classes"] == 2
-        with pytest.raises(Rejected, match="'bob' is not a customer here") as refused:
+        with pytest.raises(MessageRejected, match="'bob' is not a customer here") as refused:
             self.describe(secured, folders / "own" / "bob", patience=20.0)
         assert refused.value.code == "PERMISSION_DENIED"
 
@@ -244,11 +244,11 @@ class TestCertificates:
 
         pem = (folders / "own" / "late" / "certificate.pem").read_bytes()
         monkeypatch.setitem(secured._proxy._by_path, "/late", pem)
-        with pytest.raises(Rejected, match="expired on") as refused:
+        with pytest.raises(MessageRejected, match="expired on") as refused:
             secured._name(Context())
         assert refused.value.code == "UNAUTHENTICATED"
         monkeypatch.undo()
-        with pytest.raises(Rejected, match="has no certificate"):
+        with pytest.raises(MessageRejected, match="has no certificate"):
             secured._name(Context())
 
     def test_a_revoked_certificate_is_turned_away(self, tmp_path, monkeypatch):
@@ -262,7 +262,7 @@ class TestCertificates:
             connection = Connection(service.address, folder / "bob", deadline=5.0, patience=1.0)
             assert connection.call(Outgoing("describe"), replies(None)).fields["classes"] == 2
             revoke_certificates(folder, ["bob"])
-            with pytest.raises((Rejected, ConnectionError)):
+            with pytest.raises((MessageRejected, ConnectionError)):
                 connection.call(Outgoing("describe"), replies(None))
             connection.close()
             with pytest.raises(ConnectionError):

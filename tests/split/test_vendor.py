@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load
 
 from fastdp.locks import Lock
-from fastdp.split import Limits, Rejected
+from fastdp.split import Limits, MessageRejected
 from fastdp.split.customer import batch_of
 from fastdp.split.operations import expecting
 from fastdp.split.run import Run
@@ -113,7 +113,7 @@ def test_a_full_disk_loses_nothing(tmp_path, vendor):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((folder / "rows.bin").stat().st_size + 100, hard))
     try:
-        with pytest.raises(Rejected, match="disk is full") as refused:
+        with pytest.raises(MessageRejected, match="disk is full") as refused:
             ask(vendor, "put", {"first": 12}, rows_of(lengths, 3))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -122,7 +122,7 @@ def test_a_full_disk_loses_nothing(tmp_path, vendor):
     assert (folder / "rows.jsonl").read_bytes() == records
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        with pytest.raises(Rejected, match="disk is full"):
+        with pytest.raises(MessageRejected, match="disk is full"):
             take(vendor, 0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -143,7 +143,7 @@ def test_a_damaged_run_can_be_discarded(tmp_path, vendor, damage):
     vendor._folder_lock = Lock.of_folder(vendor.folder)
     (vendor._runs / "alice" / damage).write_bytes(b"damaged\nagain\n")
     assert ask(vendor, "describe")["open"] == 1
-    with pytest.raises(Rejected, match="discard it") as refused:
+    with pytest.raises(MessageRejected, match="discard it") as refused:
         ask(vendor, "open", settings(vendor))
     assert str(vendor.folder) not in str(refused.value)
     assert ask(vendor, "discard") == {}
@@ -162,7 +162,7 @@ def test_a_vendor_that_was_killed_goes_on_bit_for_bit_with_dropout(tmp_path):
     kill(broken)
     revived = make_vendor(tmp_path / "broken", dropout=0.3)
     assert ask(revived, "open", settings(revived)) == {"step": 3, "examples": 12}
-    with pytest.raises(Rejected, match="begin the step again") as refused:
+    with pytest.raises(MessageRejected, match="begin the step again") as refused:
         ask(revived, "backward", {"step": 3}, {"gradient": torch.zeros(4, 2)})
     assert refused.value.code == "ABORTED"
     for each in (whole, revived):
@@ -183,7 +183,7 @@ def test_steps_between_writes_are_taken_again(tmp_path):
     kill(vendor)
     revived = make_vendor(tmp_path, keep_every=4)
     assert ask(revived, "open", settings(revived))["step"] == 4
-    with pytest.raises(Rejected, match="at step 4, not 6") as refused:
+    with pytest.raises(MessageRejected, match="at step 4, not 6") as refused:
         ask(revived, "forward", {"step": 6}, {"indices": torch.tensor([0])})
     assert refused.value.code == "ABORTED"
     for step in (4, 5):
@@ -199,11 +199,11 @@ def test_a_replayed_step_is_answered_and_not_taken_twice(vendor):
     before = adapter(vendor)
     again = {"gradient": gradient}
     assert ask(vendor, "backward", {"step": 0}, again) == {"step": 1, "replayed": 1}
-    with pytest.raises(Rejected, match="not taken twice") as refused:
+    with pytest.raises(MessageRejected, match="not taken twice") as refused:
         ask(vendor, "backward", {"step": 0}, {"gradient": gradient * 2})
     assert refused.value.code == "ALREADY_EXISTS"
     take(vendor, 1)
-    with pytest.raises(Rejected, match="not taken twice"):
+    with pytest.raises(MessageRejected, match="not taken twice"):
         ask(vendor, "backward", {"step": 0}, again)
     assert not all(torch.equal(value, before[key]) for key, value in adapter(vendor).items())
     assert vendor._find("alice").run.step == 2
@@ -219,7 +219,7 @@ def test_a_replay_is_recognised_after_a_kill(tmp_path):
     assert ask(revived, "backward", {"step": 0}, {"gradient": gradient}) == {"step": 1, "replayed": 1}
     lengths = [3 + at % 4 for at in range(6)]
     assert ask(revived, "put", {"first": 0}, rows_of(lengths, 0)) == {"examples": 12}
-    with pytest.raises(Rejected, match="here already, with other contents") as refused:
+    with pytest.raises(MessageRejected, match="here already, with other contents") as refused:
         ask(revived, "put", {"first": 0}, rows_of(lengths, 1))
     assert refused.value.code == "ALREADY_EXISTS"
     revived.close()
@@ -303,7 +303,7 @@ def test_what_is_rejected_changes_nothing(vendor, op, fields, tensors, match):
     before = adapter(vendor)
     if op == "open":
         fields = settings(vendor, **fields)
-    with pytest.raises(Rejected, match=match):
+    with pytest.raises(MessageRejected, match=match):
         ask(vendor, op, fields, tensors)
     run, store = vendor._find("alice").run, vendor._find("alice").store
     assert (run.step, store.count) == (1, 12)
@@ -317,22 +317,22 @@ def test_limits(tmp_path):
         max_tokens=16, max_batch=8, max_message_bytes=1 << 18, max_examples=8, max_stored_bytes=900, max_customers=1
     )
     vendor = make_vendor(tmp_path, limits=small)
-    with pytest.raises(Rejected, match="open one first"):
+    with pytest.raises(MessageRejected, match="open one first"):
         ask(vendor, "put", {"first": 0}, rows_of([2]))
     ask(vendor, "open", settings(vendor))
-    with pytest.raises(Rejected, match="1 customers are the most") as refused:
+    with pytest.raises(MessageRejected, match="1 customers are the most") as refused:
         ask(vendor, "open", settings(vendor), name="bob")
     assert refused.value.code == "RESOURCE_EXHAUSTED"
     ask(vendor, "put", {"first": 0}, rows_of([1] * 6))
-    with pytest.raises(Rejected, match="8 examples are the most"):
+    with pytest.raises(MessageRejected, match="8 examples are the most"):
         ask(vendor, "put", {"first": 6}, rows_of([1] * 3))
-    with pytest.raises(Rejected, match="900 bytes are the most"):
+    with pytest.raises(MessageRejected, match="900 bytes are the most"):
         ask(vendor, "put", {"first": 6}, rows_of([9]))
     assert ask(vendor, "discard") == {}
     assert list((tmp_path / "customers").iterdir()) == []
     assert ask(vendor, "discard") == {}
     assert ask(vendor, "open", settings(vendor, run="1" * 32), name="bob") == {"step": 0, "examples": 0}
-    with pytest.raises(Rejected, match="name must be"):
+    with pytest.raises(MessageRejected, match="name must be"):
         ask(vendor, "open", settings(vendor), name="../bob")
     vendor.close()
     for changes, match in (({"max_message_bytes": 1000}, "one example of"), ({"queue": 0}, "above 0")):
@@ -349,7 +349,7 @@ def test_a_full_queue_asks_to_come_back(tmp_path):
     work = threading.Thread(target=vendor._submit, args=(lambda: (begun.set(), go_on.wait(10)), 20.0))
     work.start()
     assert begun.wait(10)
-    with pytest.raises(Rejected, match="come back later") as refused:
+    with pytest.raises(MessageRejected, match="come back later") as refused:
         take(vendor, 0)
     assert refused.value.code == "UNAVAILABLE"
     go_on.set()

@@ -9,19 +9,19 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from fastdp.split.wire import (
-    CHUNK,
-    FLOATS,
+    CHUNK_BYTES,
+    FLOAT_TYPES,
     MAGIC,
     MAX_HEADER,
     PREAMBLE,
-    VERSION,
+    PROTOCOL_VERSION,
+    MessageRejected,
     Outgoing,
-    Rejected,
     TensorSpec,
     receive,
 )
 
-SPECS = {"rows": TensorSpec(FLOATS, ((1, 1 << 30), 4)), "lengths": TensorSpec(("I64",), ((1, 9),))}
+SPECS = {"rows": TensorSpec(FLOAT_TYPES, ((1, 1 << 30), 4)), "lengths": TensorSpec(("I64",), ((1, 9),))}
 
 
 def expect(op, fields):
@@ -53,8 +53,8 @@ def test_a_message_arrives_as_it_was_sent(rows, dtype):
 def test_large_messages_travel_in_chunks_of_a_mebibyte(tmp_path):
     sent = message(200_000)
     chunks = list(sent)
-    assert [len(chunk) for chunk in chunks[:-1]] == [CHUNK] * 3
-    assert 0 < len(chunks[-1]) <= CHUNK
+    assert [len(chunk) for chunk in chunks[:-1]] == [CHUNK_BYTES] * 3
+    assert 0 < len(chunks[-1]) <= CHUNK_BYTES
     whole = joined(chunks).tensors["rows"]
     (tmp_path / "payload").write_bytes(sent.payload)
     from_file = Outgoing("put", {"first": 3}, tmp_path / "payload")
@@ -81,14 +81,14 @@ def test_chunks_cut_lost_doubled_or_added_are_refused(data):
         chunks.append(b"x")
     else:
         chunks = []
-    with pytest.raises(Rejected):
+    with pytest.raises(MessageRejected):
         joined(chunks)
 
 
-def raw(header, payload=b"", version=VERSION, magic=MAGIC, says=None):
+def raw(header, payload=b"", version=PROTOCOL_VERSION, magic=MAGIC, says=None):
     head = header if isinstance(header, bytes) else json.dumps(header).encode()
     data = PREAMBLE.pack(magic, version, len(head), len(payload) if says is None else says) + head + payload
-    return [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
+    return [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
 
 
 def tensors(**changes):
@@ -152,7 +152,7 @@ def test_the_hand_made_message_is_good():
     ],
 )
 def test_refusals(chunks, match):
-    with pytest.raises(Rejected, match=match):
+    with pytest.raises(MessageRejected, match=match):
         joined(chunks)
 
 
@@ -167,11 +167,11 @@ def test_nothing_is_allocated_for_what_is_refused():
     header += b" " * (-len(header) % 8)
     payload = struct.pack("<Q", len(header)) + header
     (first,) = raw(PUT, payload, says=len(payload) + big + 8)
-    first += bytes(CHUNK - len(first))
+    first += bytes(CHUNK_BYTES - len(first))
     for most, match in ((1 << 30, "dtype"), (1 << 20, "oversized")):
         tracemalloc.start()
-        with pytest.raises(Rejected, match=match):
+        with pytest.raises(MessageRejected, match=match):
             joined([first], most)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < 4 * CHUNK
+        assert peak < 4 * CHUNK_BYTES

@@ -21,7 +21,7 @@ from fastdp.engine.layout import Layout
 from fastdp.engine.reads import Reads
 from fastdp.engine.uses import Sink, Tap, as_autocast
 from fastdp.ops.patches import Convolution, by_image, convolution_gradients, patches
-from fastdp.ops.routes import allowed
+from fastdp.ops.routes import is_allowed
 
 #: Floating-point operations of one image's weight gradient above which a processor has it made by torch's convolution, one
 #: call an image, rather than by products with unfolded patches, whose copies cost more than the calls.
@@ -77,7 +77,7 @@ def _capture(
     rows, columns, positions = weight.shape[0], weight[0].numel(), math.prod(given.shape[2:])
     length, images = positions * x.shape[0] // max(1, layout.units), x.shape[0]
     # Patches would have to be laid out token by token besides, so gradients are made whole wherever they may be.
-    small = allowed("instantiate", rows, columns, length, layout.units, dtype=x.dtype)
+    small = is_allowed("instantiate", rows, columns, length, layout.units, dtype=x.dtype)
     if settings.groups == 1 and not small and layout.token_segments is None:
         seen = patches(cut, weight.shape[2:], settings, given.shape[2:])
         left, right = (t.transpose(1, 2).flatten(0, 1) for t in (given.flatten(2), seen))

@@ -283,7 +283,7 @@ class DPFrost(Options):
     def _entry_scores(self, findings: Findings) -> Mapping[str, torch.Tensor]:
         parameters = findings.parameters
         if self.choose_by == "values":
-            return {name: pieces.whole(p).abs() for name, p in parameters.items()}
+            return {name: pieces.full_tensor(p).abs() for name, p in parameters.items()}
         if self.choose_by == "random":
             generator = self._generator(findings)
             return {name: torch.rand(p.shape, generator=generator) for name, p in parameters.items()}
@@ -294,7 +294,8 @@ class DPFrost(Options):
             return torch.rand(len(partitions), generator=self._generator(findings)).tolist()
         parameters = findings.parameters
         return [
-            sum(float(pieces.whole(parameters[name]).abs().sum()) for name in partition.parameters) / partition.size
+            sum(float(pieces.full_tensor(parameters[name]).abs().sum()) for name in partition.parameters)
+            / partition.size
             for partition in partitions
         ]
 

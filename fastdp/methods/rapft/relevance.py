@@ -10,7 +10,7 @@ import torch
 
 import fastdp.distributed.pieces as pieces
 import fastdp.ops as ops
-from fastdp.distributed.shards import Whole
+from fastdp.distributed.shards import UnshardedParameters
 from fastdp.engine.batches import as_long_as, take_rows, tensors
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.factors import Factors
@@ -124,10 +124,10 @@ class Propagator:
         parameters: Mapping[str, torch.nn.Parameter],
         propagation: Propagation | None = None,
         initialisation: Initialisation | None = None,
-        weights: Whole | None = None,
+        weights: UnshardedParameters | None = None,
     ):
         self.model = model
-        self.weights = weights or Whole()
+        self.weights = weights or UnshardedParameters()
         #: As modules read them in a pass.
         self.parameters = self.weights.read(parameters)
         self._forward = self.weights.running(model)
@@ -267,7 +267,7 @@ def require_values(parameters: Mapping[str, torch.nn.Parameter]) -> None:
     This looks at weights alone, which are public or were released, never at data.
     """
     for name, parameter in parameters.items():
-        if parameter.dim() >= 2 and not bool(pieces.whole(parameter).any()):
+        if parameter.dim() >= 2 and not bool(pieces.full_tensor(parameter).any()):
             raise ValueError(
                 f"{name} is zero throughout, as LoRA's B and an adapter's last matrix are at first, and a zero has no "
                 "relevance: set map_after to some private steps, or call methods.rapft.warm_up with public data first"

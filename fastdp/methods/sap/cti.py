@@ -250,7 +250,7 @@ class CTI:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a file, in one piece: noised counts are drawn once, since a second draw is a second release."""
         source = self.source if isinstance(self.source, str) else accounting.serialise(self.source)
-        with files.whole(path) as aside:
+        with files.atomic_path(path) as aside:
             torch.save({**vars(self), "source": source, "origin": self.origin and self.origin.describe()}, aside)
 
     @classmethod

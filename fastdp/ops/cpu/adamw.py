@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import fastdp._native as _native
-from fastdp.ops.adamw import told, widened
-from fastdp.ops.noise import DTYPES
+from fastdp.ops.adamw import float32_moments, unpack_numbers
+from fastdp.ops.noise import NOISE_DTYPES
 from fastdp.ops.stream import native_threads
 
 
@@ -22,12 +22,12 @@ def adamw_noise_step_(
     *rest: Any,
 ) -> None:
     """:func:`fastdp.ops.adamw_noise_step_` on a processor."""
-    numbers, rows, columns = told(rest)
+    numbers, rows, columns = unpack_numbers(rest)
     written = (param, exp_avg, exp_avg_sq)
     flat = weights, mean, square = [x.contiguous() for x in written]
     _native.adamw_noise_step(
         weights,
-        DTYPES[param.dtype],
+        NOISE_DTYPES[param.dtype],
         grad_sum.contiguous(),
         mean,
         square,
@@ -57,10 +57,10 @@ def adamw_noise_steps_(
     *rest: Any,
 ) -> None:
     """:func:`fastdp.ops.adamw_noise_steps_` on a processor, one tensor after another."""
-    numbers, rows, columns = told(rest)
+    numbers, rows, columns = unpack_numbers(rest)
     for i, target in enumerate(masters or params):
         axes = (rows[i], columns[i]) if rows else ()
-        with widened(exp_avgs[i], exp_avg_sqs[i], drawn[i]) as (mean, square):
+        with float32_moments(exp_avgs[i], exp_avg_sqs[i], drawn[i]) as (mean, square):
             adamw_noise_step_(target, grad_sums[i], mean, square, drawn[i], *numbers, *axes)
         if masters:
             params[i].copy_(target)

@@ -11,12 +11,12 @@ import fastdp._native as _native
 
 from ..factors import SQUARE, is_one_hot, native_factor, native_factors, unit_bounds
 from ..stream import native_threads
-from .norms import NARROW, NO_FACTOR, direct_norms as norms_of, gram_norms_of, served
+from .norms import NARROW, NO_FACTOR, direct_norms as norms_of, gram_norms_of, has_kernel
 
 
 def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> Tensor:
     """:func:`fastdp.ops.row_products` on a processor."""
-    if not served(left, right):
+    if not has_kernel(left, right):
         return NotImplemented
     products = torch.empty(offsets.shape[0] - 1, dtype=torch.float64)
     one_hot = is_one_hot(left)
@@ -27,7 +27,7 @@ def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> Te
 
 def token_counts(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
     """:func:`fastdp.ops.token_counts` on a processor."""
-    if not served(right, *lefts):
+    if not has_kernel(right, *lefts):
         return NotImplemented
     counts = torch.empty(offsets.shape[0] - 1, dtype=torch.float64)
     own = [native_factor(left) for left in lefts if not is_one_hot(left)]
@@ -44,7 +44,7 @@ def gram_norms(
     most: int,
 ) -> tuple[Tensor, Tensor]:
     """:func:`fastdp.ops.gram_norms` on a processor: a group after another."""
-    if not served(*rights, *lefts):
+    if not has_kernel(*rights, *lefts):
         return NotImplemented
     bounds = unit_bounds(offsets)
     products = torch.empty(len(lefts), len(bounds) - 1, dtype=torch.float64)
@@ -62,7 +62,7 @@ def direct_norms(
     lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`fastdp.ops.direct_norms` on a processor: one matrix after another."""
-    if not served(*lefts, *rights):
+    if not has_kernel(*lefts, *rights):
         return NotImplemented
     bounds, threads = unit_bounds(offsets), native_threads()
     shape = len(lefts), len(bounds) - 1
@@ -78,7 +78,7 @@ def direct_norms(
 
 def chosen_sqnorm(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor) -> Tensor:
     """:func:`fastdp.ops.chosen_sqnorm` on a processor."""
-    if not served(*rights, *lefts):
+    if not has_kernel(*rights, *lefts):
         return NotImplemented
     squares = torch.zeros(chosen.shape)
     bounds = unit_bounds(offsets)

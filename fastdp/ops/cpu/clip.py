@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import fastdp._native as _native
-from fastdp.ops.noise import DTYPES
+from fastdp.ops.noise import NOISE_DTYPES
 from fastdp.ops.stream import native_threads
 
 
@@ -19,7 +19,7 @@ def clip_noise(
     norm = torch.empty(rows, dtype=torch.float64)
     length, threads = x.numel() // max(rows, 1), native_threads()
     _native.clip_noise(
-        flat, out, norm, DTYPES[x.dtype], rows, length, max_norm, std, position, secure_rounding, threads
+        flat, out, norm, NOISE_DTYPES[x.dtype], rows, length, max_norm, std, position, secure_rounding, threads
     )
     return out, norm
 
@@ -29,5 +29,5 @@ def clip_noise_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor,
     g, flat, norm = grad.contiguous(), x.contiguous(), norm.contiguous()
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
     rows, length = x.shape[0], x.numel() // max(x.shape[0], 1)
-    _native.clip_backward(g, flat, norm, out, DTYPES[x.dtype], rows, length, max_norm, native_threads())
+    _native.clip_backward(g, flat, norm, out, NOISE_DTYPES[x.dtype], rows, length, max_norm, native_threads())
     return out

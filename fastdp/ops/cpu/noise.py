@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 import fastdp._native as _native
-from fastdp.ops.noise import DTYPES
+from fastdp.ops.noise import NOISE_DTYPES
 from fastdp.ops.stream import native_threads
 
 
@@ -25,6 +25,6 @@ def add_noise_group_(
         if std == 0.0:
             continue
         flat = x.contiguous()
-        _native.add_noise(flat, DTYPES[x.dtype], first, x.numel(), std, position, secure_rounding, threads)
+        _native.add_noise(flat, NOISE_DTYPES[x.dtype], first, x.numel(), std, position, secure_rounding, threads)
         if flat is not x:
             x.copy_(flat)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fastdp._native as _native
 
-from ..factors import ELEMENT, MOST, SQUARE, is_one_hot, native_factor, unit_bounds
+from ..factors import ELEMENT, INT64_MAX, SQUARE, is_one_hot, native_factor, unit_bounds
 from ..routes import for_norms
 from ..stream import native_threads
 
@@ -19,7 +19,7 @@ NARROW = 32
 HAS_KERNELS = _native.isa() != "portable"
 
 
-def served(*factors: Tensor) -> bool:
+def has_kernel(*factors: Tensor) -> bool:
     """Whether the kernels read these factors."""
     for factor in factors:
         if factor.dtype not in ELEMENT and not is_one_hot(factor):
@@ -39,7 +39,7 @@ def gram_norms_of(
     bounds: list[int],
     products: Tensor | None = None,
     scales: Sequence[Tensor | None] = (),
-    most: int = MOST,
+    most: int = INT64_MAX,
 ) -> Tensor:
     """Squared norms [k, B] by Gram matrices; ``products`` is where the row products go as float64 [k, B], if anywhere.
 
@@ -81,7 +81,7 @@ def kept_norms(left: Tensor, right: Tensor, bounds: list[int]) -> tuple[Tensor, 
 
 def norms(left: Tensor, right: Tensor, offsets: Tensor, route: str, measure: int, mask: Tensor | None) -> Tensor:
     """The norms of :mod:`fastdp.ops.norms` on a processor: [1, B], or [2, B] under a mask."""
-    if not served(left, right):
+    if not has_kernel(left, right):
         return NotImplemented
     bounds = unit_bounds(offsets)
     if not is_one_hot(left) and (for_norms(left, right, bounds) if route == "auto" else route) == "gram":
@@ -93,7 +93,7 @@ def cross_inner(
     left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor, offsets1: Tensor, offsets2: Tensor
 ) -> Tensor:
     """:func:`fastdp.ops.cross_inner` on a processor."""
-    if not served(left1, right1, left2, right2):
+    if not has_kernel(left1, right1, left2, right2):
         return NotImplemented
     bounds1, bounds2 = unit_bounds(offsets1), unit_bounds(offsets2)
     products = torch.empty(len(bounds1) - 1)

@@ -19,7 +19,7 @@ from ..factors import (
     unit_bounds,
 )
 from ..stream import native_threads
-from .norms import kept_norms, served
+from .norms import has_kernel, kept_norms
 
 # Tokens multiplied at a time: the scaled copy of the narrower factor is used again from the cache, and products this deep
 # lose nothing by reading and writing the sum once more.
@@ -31,12 +31,12 @@ _SHORTEST_RUN = 64  # tokens: a product over fewer costs more in reading and wri
 
 def per_unit(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     """:func:`fastdp.ops.per_unit` on a processor."""
-    return kept_norms(left, right, unit_bounds(offsets))[0] if served(left, right) else NotImplemented
+    return kept_norms(left, right, unit_bounds(offsets))[0] if has_kernel(left, right) else NotImplemented
 
 
 def per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> tuple[list[Tensor], Tensor]:
     """:func:`fastdp.ops.per_unit_group` on a processor: one matrix after another."""
-    if not served(*lefts, *rights):
+    if not has_kernel(*lefts, *rights):
         return NotImplemented
     bounds = unit_bounds(offsets)
     gradients, squares = zip(*[kept_norms(left, right, bounds) for left, right in zip(lefts, rights)])
@@ -45,7 +45,7 @@ def per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: T
 
 def column_sums(left: Tensor, offsets: Tensor) -> Tensor:
     """:func:`fastdp.ops.column_sums` on a processor: the gradients of a matrix whose inputs are ones."""
-    if not served(left):
+    if not has_kernel(left):
         return NotImplemented
     return kept_norms(left.new_ones(1).expand(left.shape[0], 1), left, unit_bounds(offsets))[0][:, 0]
 
@@ -54,7 +54,7 @@ def affine_sums_group(
     gradients: Sequence[Tensor], xs: Sequence[Tensor], means: Sequence[Tensor], rstds: Sequence[Tensor], offsets: Tensor
 ) -> Tensor:
     """:func:`fastdp.ops.affine_sums_group` on a processor: one after another."""
-    if not served(*gradients, *xs) or {row.dtype for row in (*means, *rstds)} != {torch.float32}:
+    if not has_kernel(*gradients, *xs) or {row.dtype for row in (*means, *rstds)} != {torch.float32}:
         return NotImplemented
     bounds, threads = unit_bounds(offsets), native_threads()
     sums = torch.empty(len(xs), 2, len(bounds) - 1, xs[0].shape[1])
@@ -108,7 +108,7 @@ def weighted_sum_(
     """The sums of :mod:`fastdp.ops.sums` into ``out`` on a processor; some, as NotImplemented says, are for torch."""
     one_hot, tokens = is_one_hot(left), right.shape[0]
     if mask is not None and weights_unmasked is not None:
-        if not (_native_rows(out) and served(left, right)):
+        if not (_native_rows(out) and has_kernel(left, right)):
             return NotImplemented
         weights, others = per_token(weights, offsets, tokens), per_token(weights_unmasked, offsets, tokens)
         return (_onehot_masked if one_hot else _masked)(out, left, right, weights, others, mask)

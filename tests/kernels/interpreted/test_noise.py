@@ -18,7 +18,7 @@ from fastdp.kernels.noise import add_noise_
 from fastdp import ops
 from fastdp.ops.grid import exact_normal, on_grid
 from fastdp.ops.noise import normal_parts, standard_normals
-from fastdp.ops.stream import ROUNDS, chacha_words as defined_words
+from fastdp.ops.stream import CIPHER_ROUNDS, chacha_words as defined_words
 from fastdp.ops.table import OPS
 from tests.cases import pairs
 from tests.ops.noise_paths import NORMAL_ERROR, open_sums
@@ -53,7 +53,7 @@ def _parts_kernel(p_word, p_second, p_plain, p_wide, p_cos, p_sin, b: tl.constex
     tl.store(p_sin + o, sine)
 
 
-@pytest.mark.parametrize(*pairs(("rounds", ROUNDS), ("first", [0, 2**32 - 16]), ("second", [False, True])))
+@pytest.mark.parametrize(*pairs(("rounds", CIPHER_ROUNDS), ("first", [0, 2**32 - 16]), ("second", [False, True])))
 def test_words_are_those_of_the_definition(first, second, rounds):
     low, high = torch.empty(16, 8, dtype=torch.int32), torch.empty(16, 8, dtype=torch.int32)
     _words_kernel[(1,)](position(rounds), low, high, first, (1 << 31) if second else 0, b=16)
@@ -154,7 +154,7 @@ def test_rounded_sums_are_those_of_the_definition(std, rounds):
     assert torch.equal(got, on_grid(x, std, position(rounds)))
 
 
-@pytest.mark.parametrize(*pairs(("rounds", ROUNDS), ("rounded", [False, True]), ("first", [0, 16, 2048, 4099])))
+@pytest.mark.parametrize(*pairs(("rounds", CIPHER_ROUNDS), ("rounded", [False, True]), ("first", [0, 16, 2048, 4099])))
 def test_a_piece_gets_the_noise_that_the_whole_would_give_it(first, rounded, rounds):
     x = torch.randn(5000)
     whole, piece = x.clone(), x[first : first + 700].clone()
@@ -163,7 +163,7 @@ def test_a_piece_gets_the_noise_that_the_whole_would_give_it(first, rounded, rou
     assert torch.equal(piece, whole[first : first + 700])
 
 
-@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("rounds", CIPHER_ROUNDS)
 def test_other_kernels_round_as_the_definition(rounds):
     param, moments = torch.randn(257, 3), (torch.randn(257, 3), torch.randn(257, 3), torch.rand(257, 3))
     numbers = (0.7, 8.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 5, None, True)

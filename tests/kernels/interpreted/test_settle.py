@@ -23,7 +23,7 @@ def leave_open(monkeypatch, share, room=lambda n: n):
     monkeypatch.setattr(grid, "ERROR", tl.constexpr(share / 2 / 22.4))
     monkeypatch.setattr(settle, "capacity_of", room)
     for module in (settle, adamw):  # hundreds of entries: the interpreter takes as long for a program of one
-        monkeypatch.setattr(module, "SETTLED", 256)
+        monkeypatch.setattr(module, "SETTLE_BLOCK", 256)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_swapped_factors_in_groups(request, monkeypatch, device, route, width):
         request.getfixturevalue("as_on_a_gpu")
     monkeypatch.setattr(norm_sinks, "may_hold", lambda device: 1 << 40)
     monkeypatch.setattr(norm_sinks, "launches", lambda device: True)
-    monkeypatch.setattr(norm_sinks, "plan", lambda *sizes, **use: route)
+    monkeypatch.setattr(norm_sinks, "plan_route", lambda *sizes, **use: route)
     true = norms(truth)
     engine, tickets = engine_for(model, float(true.median()), verify=Routing)
     tickets.append(ticket(ROWS))
