@@ -22,10 +22,9 @@ from fastdp.engine.policy import Policy
 from fastdp.methods.dpsgd import DPSGD
 from fastdp.ops.stream import CIPHER_ROUNDS, NoiseStream
 from fastdp.private.checks import (
-    bare,
     check_budget,
     check_model,
-    described,
+    digest_setup,
     refuse_accumulation,
     refuse_capture,
     refuse_frozen,
@@ -33,6 +32,7 @@ from fastdp.private.checks import (
     refuse_in_pieces,
     refuse_made_of_examples,
     refuse_repeats,
+    unwrap_model,
 )
 from fastdp.private.graphs import Graphs
 from fastdp.private.loader import PrivateLoader, check_loader
@@ -58,7 +58,7 @@ _LOCAL = {
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """The arguments of `make_private` besides the model, the optimizer and the loader, which it documents."""
 
     method: Any = None
@@ -154,7 +154,7 @@ class Builder:
     plan: Plan
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, data_loader: DataLoader, options: Options
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, data_loader: DataLoader, options: RunOptions
     ):
         self.model, self.optimizer, self.data_loader, self.options = model, optimizer, data_loader, options
         self.given_optimizer, self.ranks = optimizer, Ranks.here()
@@ -185,7 +185,7 @@ class Builder:
         while isinstance(inner := getattr(self.optimizer, "optimizer", None), torch.optim.Optimizer):
             refuse_accumulation(self.optimizer)
             self.optimizer = inner
-        self.model = bare(self.model)
+        self.model = unwrap_model(self.model)
         self.method = _central(DPSGD() if self.options.method is None else self.options.method)
 
     def _check(self) -> None:
@@ -264,7 +264,7 @@ class Builder:
             *(self.plan, self.method.describe(), self.physical, self.options.user_ids is None),
             *(self.options.folder is None, *given),
         ]
-        alike = described(self.model, self.data_loader.dataset, self.units, self.method)
+        alike = digest_setup(self.model, self.data_loader.dataset, self.units, self.method)
         self.ranks.require_alike({**alike, "what make_private was given": repr(arguments)})
 
     # Parts of the run.
@@ -357,7 +357,7 @@ class Builder:
         """A run without noise on a copy of the model and on the units that were drawn, for `prove`."""
         examples: Any = [example for unit in drawn for example in unit]
         largest, users = max(map(len, drawn)), self.options.user_ids is not None
-        options = Options(
+        options = RunOptions(
             method=settled,
             noise_multiplier=0.0,
             epochs=1,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from fastdp.builder import Builder, Options
+from fastdp.builder import Builder, RunOptions
 from fastdp.private.run import Criterion, Private
 
 
@@ -111,4 +111,4 @@ def make_private(
     (5, True)
     """
     options = {name: value for name, value in locals().items() if name not in ("model", "optimizer", "data_loader")}
-    return Builder(model, optimizer, data_loader, Options(**options)).build()
+    return Builder(model, optimizer, data_loader, RunOptions(**options)).build()

@@ -17,16 +17,6 @@ BARE = set(
 CONVENTIONS = {"__all__", "__getattr__", "T", "app", "log", "main"}
 #: Folders whose modules define the same things, each for its own device or kind of layer.
 FAMILIES = (("fastdp/ops/", "fastdp/ops/cpu/", "kernels/"), ("fastdp/engine/rules/",))
-#: Renamed next.
-PENDING = set(
-    """
-    Beside FORMAT FORMS Factors Found GONE Held Known Met Options PADDING Place Recorder Sampling Selected Settled
-    TOGETHER TWICE UNDECIDED VERSION _APART _BEFORE _BESIDE _Behind _Carried _Drawn _GONE _KEPT _KNOWN _Known _OTHERS
-    _Reached _SETTLED _Seen _WHOLE _among _apart _before _beside _carried _described _given _held _joined _kept _known
-    _met _named _once _own _placed _said bare check_ratio count_release described down epsilon joined kind pooled prove
-    rounding taken whole
-    """.split()
-)
 
 
 def definitions():
@@ -62,23 +52,11 @@ def test_a_public_name_has_one_definition():
     several = {
         name: sorted(modules)
         for name, modules in DEFINITIONS.items()
-        if not name.startswith("_") and name not in CONVENTIONS | PENDING and meanings(modules) > 1
+        if not name.startswith("_") and name not in CONVENTIONS and meanings(modules) > 1
     }
     assert several == {}
 
 
 def test_no_name_is_a_bare_participle_adverb_or_preposition():
-    bare = {
-        name: sorted(modules)
-        for name, modules in DEFINITIONS.items()
-        if name.strip("_").lower() in BARE and name not in PENDING
-    }
+    bare = {name: sorted(modules) for name, modules in DEFINITIONS.items() if name.strip("_").lower() in BARE}
     assert bare == {}
-
-
-def test_what_is_pending_still_fails():
-    """A name that was mended leaves the list."""
-    assert [
-        name for name in sorted(PENDING) if name.strip("_").lower() not in BARE and meanings(DEFINITIONS[name]) < 2
-    ] == []
-    assert DEFINITIONS.keys() >= PENDING

@@ -131,7 +131,7 @@ def _first_guess(event_fn: Callable[[float], DpEvent], epsilon: float, delta: fl
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchEnd:
     """Where a search ended: the argument, its cost, and d log cost / d log argument there."""
 
     at: float
@@ -147,7 +147,7 @@ def least_safe(
     close: float = CLOSE,
     least: float = LEAST,
     most: float = MOST,
-) -> Found:
+) -> SearchEnd:
     """The argument in [least, most] at which a decreasing ``cost`` is at most ``target``, and within ``close`` of it.
 
     Secants in the logarithms of both, where an epsilon is close to a power of the noise, kept inside a bracket which
@@ -156,7 +156,7 @@ def least_safe(
     """
     low: float | None = None
     high: float | None = None
-    best = Found(most, math.inf, _USUAL_SLOPE)
+    best = SearchEnd(most, math.inf, _USUAL_SLOPE)
     x = min(max(math.log(start), math.log(least)), math.log(most))
     slope, last = _USUAL_SLOPE, (math.nan, math.nan)
     for turn in range(_EVALUATIONS):
@@ -174,7 +174,7 @@ def least_safe(
                     "allow more, or release less"
                 )
         else:
-            high, best = x, Found(math.exp(x), value, slope)
+            high, best = x, SearchEnd(math.exp(x), value, slope)
             if -f <= close or x <= math.log(least) or (low is not None and high - low < 1e-9):
                 return best
         step = 1.0 if f == math.inf else min(max((-close / 2 - f) / slope, -1.5), 1.5)

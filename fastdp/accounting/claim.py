@@ -143,7 +143,7 @@ class Gaussian(Claim):
         stated = fields["epsilon"]
         return (
             f"epsilon <= {two_decimals(stated['upper_bound'])} at delta = {stated['delta']:g}",
-            f", for each {bare(fields['unit'])} ({fields['adjacency'].replace('_', '/')} adjacency).",
+            f", for each {without_article(fields['unit'])} ({fields['adjacency'].replace('_', '/')} adjacency).",
         )
 
     def check(self, fields: Mapping[str, Any]) -> Followed:
@@ -350,7 +350,7 @@ def _cached_checks(event: str, delta: float, adjacency: Adjacency) -> tuple[tupl
     return tuple(checks)
 
 
-def bare(unit: str) -> str:
+def without_article(unit: str) -> str:
     """A unit's name without its article: ``user's sequence`` for ``one user's sequence``."""
     first, _, rest = unit.partition(" ")
     return rest if first in ("each", "one", "every") and rest else unit

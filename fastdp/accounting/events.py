@@ -12,8 +12,8 @@ from fastdp.accounting.event_types import DpEvent, dp_event
 
 Sampling = Literal["poisson", "shuffled"]
 #: Factors of a noise multiplier by the release from which on they hold, the first of them release 0.
-Factors = tuple[tuple[int, float], ...]
-CONSTANT: Factors = ((0, 1.0),)
+NoiseFactors = tuple[tuple[int, float], ...]
+CONSTANT: NoiseFactors = ((0, 1.0),)
 
 
 def as_count(value: SupportsIndex, what: str) -> int:
@@ -170,7 +170,7 @@ def dpsgd_model(
     sample_rate: float,
     sampling: Sampling = "poisson",
     steps_per_epoch: int | None = None,
-    factors: Factors = CONSTANT,
+    factors: NoiseFactors = CONSTANT,
 ) -> EventModel:
     """Event of n steps of DP-SGD.
 
@@ -206,7 +206,7 @@ def dpsgd_model(
     return EventModel(one[1], operator.index(steps_per_epoch), tuple(later))
 
 
-def _by_use(factors: Sequence[tuple[int, float]], steps: int) -> Factors:
+def _by_use(factors: Sequence[tuple[int, float]], steps: int) -> NoiseFactors:
     """The least factor within each use of ``steps`` steps, by the use from which on."""
     ends = [start for start, _ in factors[1:]] + [math.inf]
     found: list[tuple[int, float]] = []

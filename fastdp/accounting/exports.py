@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from fastdp.accounting import page
-from fastdp.accounting.claim import Gaussian, bare, read_claim, two_decimals
+from fastdp.accounting.claim import Gaussian, read_claim, two_decimals, without_article
 from fastdp.accounting.meaning import membership_bounds
 from fastdp.accounting.serialisation import canonical
 from fastdp.untrusted import (
@@ -31,7 +31,7 @@ from fastdp.untrusted import (
 Format = Literal["huggingface", "registry", "nist", "html"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 #: Raised whenever the words of a form change: older pages are then not compared word by word, and `verify` says so.
-VERSION = 4
+EXPORT_VERSION = 4
 SUFFIXES: dict[Format, str] = {"huggingface": ".md", "registry": ".yaml", "nist": ".md", "html": ".html"}
 
 _BEGIN = re.compile(r"fastdp-card (\w+) (\d+) begin")
@@ -83,7 +83,7 @@ def read_export(text: str) -> tuple[dict[str, Any], list[str]] | None:
     card = parse_json_object(
         _entry(text)["implementation"]["additional_information"] if form == "registry" else _line(text)
     )
-    if form not in FORMATS or version != VERSION:
+    if form not in FORMATS or version != EXPORT_VERSION:
         return card, [
             f"whether the page says what its card says: its form is {form} {version}, which is not known here"
         ]
@@ -149,13 +149,13 @@ def _alike(one: str, other: str) -> bool:
     return True
 
 
-def _carried(card: Mapping[str, Any]) -> str:
+def _card_line(card: Mapping[str, Any]) -> str:
     """The card on one line, in characters that no form gives a meaning to."""
     return canonical(card).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _mark(form: str) -> str:
-    return f"fastdp-card {form} {VERSION} begin"
+    return f"fastdp-card {form} {EXPORT_VERSION} begin"
 
 
 def _trained(card: Mapping[str, Any]) -> str | None:
@@ -202,7 +202,7 @@ def _huggingface(card: Mapping[str, Any]) -> str:
         "<details><summary>Card</summary>",
         "",
         "```json",
-        _carried(card),
+        _card_line(card),
         "```",
         "",
         "</details>",
@@ -237,7 +237,7 @@ def _registry(card: Mapping[str, Any]) -> str:
             "mechanisms": page.mechanism_sentence(card),
             "composition": _composition(card),
             "post_processing": "everything computed from the released weights is post-processing",
-            "additional_information": _carried(card),
+            "additional_information": _card_line(card),
         },
         "deployment_model": {
             "model_name": "Local" if local else "Central",
@@ -275,7 +275,7 @@ def _indented(text: str) -> str:
 
 
 def _neighbours(card: Mapping[str, Any]) -> str:
-    unit = bare(card.get("unit", "unit"))
+    unit = without_article(card.get("unit", "unit"))
     return {
         "add_remove": f"neighbouring data sets differ in one {unit}, which one of them has and the other has not",
         "replace_one": f"neighbouring data sets differ in one {unit}, which is another in each",
@@ -334,7 +334,7 @@ def _nist(card: Mapping[str, Any]) -> str:
         paragraph, rates = page.meaning(shown)
         if heading == "The guarantee" and rates:
             lines += [paragraph, "", *page.table((page.ACCUSED, page.FOUND), rates)]
-    lines += ["## Card", "", "```json", _carried(card), "```", "", f"<!-- {_END} -->", ""]
+    lines += ["## Card", "", "```json", _card_line(card), "```", "", f"<!-- {_END} -->", ""]
     return "\n".join(lines)
 
 
@@ -368,7 +368,7 @@ def _html(card: Mapping[str, Any]) -> str:
         f"<!-- {_mark('html')} -->\n"
         f'<head><meta charset="utf-8">{PAGE_POLICY}<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape_html(_title(card))}</title>\n<style>{_STYLE}</style></head>\n<body><main>\n{body}\n</main>\n"
-        f'<script type="application/json" id="fastdp-card">\n{_carried(card)}\n</script>\n'
+        f'<script type="application/json" id="fastdp-card">\n{_card_line(card)}\n</script>\n'
         f"</body>\n<!-- {_END} -->\n</html>\n"
     )
 

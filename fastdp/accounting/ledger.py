@@ -19,7 +19,7 @@ from fastdp.accounting.journal import EmptyLedgerError, Journal, LedgerError
 from fastdp.accounting.serialisation import canonical, deserialise, serialise
 from fastdp.accounting.witness import check_ledger, forget_ledger, knows_ledger_at, note_ledger, state_folder
 
-FORMAT = "fastdp.ledger"
+LEDGER_FORMAT = "fastdp.ledger"
 #: The second knows kinds whose event changes with the number of the release.
 VERSIONS = (1, 2)
 STEP = "step"
@@ -119,7 +119,7 @@ class Ledger:
         accounts = {STEP: _account(event, budget_steps, block)}
         body = {
             "record": "header",
-            "format": FORMAT,
+            "format": LEDGER_FORMAT,
             "version": VERSIONS[bool(event.later)],
             "time": _now(),
             "header": header,
@@ -475,7 +475,7 @@ def _now() -> str:
 def _replay(history: journals.History, path: Path) -> tuple[dict[str, Any], dict[str, _Account]]:
     """Header and accounts after every record; ``used`` is what must be counted as spent."""
     first, *rest = history.bodies
-    if first.get("record") != "header" or first.get("format") != FORMAT:
+    if first.get("record") != "header" or first.get("format") != LEDGER_FORMAT:
         raise LedgerError(f"{path} is not a ledger of this package")
     if first.get("version") not in VERSIONS:
         raise LedgerError(

@@ -9,7 +9,7 @@ from functools import lru_cache
 from fastdp.accounting.accountants import check_adjacency
 from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.events import flatten
-from fastdp.accounting.pld import Adjacency, rounding, search_epsilon
+from fastdp.accounting.pld import Adjacency, power_rounding, search_epsilon
 from fastdp.accounting.serialisation import canonical, deserialise, serialise
 
 #: Shares of wrong accusations at which a card says how many right ones there can be.
@@ -69,4 +69,4 @@ def _curve(event: str, adjacency: Adjacency) -> tuple[tuple[float, float], ...]:
         return ((0.0, 0.0),)
     if not flat.private:
         return ()
-    return tuple((d, search_epsilon(flat, d, adjacency)) for d in _DELTAS if d > 2 * rounding(flat))
+    return tuple((d, search_epsilon(flat, d, adjacency)) for d in _DELTAS if d > 2 * power_rounding(flat))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fastdp.accounting.claim import Gaussian, Pure, bare, read_claim, rounded_up
+from fastdp.accounting.claim import Gaussian, Pure, read_claim, rounded_up, without_article
 from fastdp.untrusted import escape_all, escape_markdown
 
 #: What a card has besides its claim and its facts.
@@ -42,7 +42,7 @@ def headlines(card: Mapping[str, Any]) -> list[str]:
 
 def mechanism_sentence(card: Mapping[str, Any]) -> str:
     """What was done to the data, as a sentence: of steps, of perturbations, or the mechanism's name alone."""
-    settings, unit = card["mechanism"], bare(card.get("unit", "unit"))
+    settings, unit = card["mechanism"], without_article(card.get("unit", "unit"))
     name = settings.get("name", "an unnamed mechanism")
     steps, rate = card.get("steps"), card.get("sample_rate")
     if card.get("sampling") in ("poisson", "shuffled") and steps is not None:
@@ -74,7 +74,7 @@ def mechanism_sentence(card: Mapping[str, Any]) -> str:
 def settings_in_words(card: Mapping[str, Any]) -> str:
     """The mechanism's plain settings, one after the other; those that hold several values stand in a section of their own."""
     plain = {key: value for key, value in card["mechanism"].items() if key != "name" and _is_plain(value)}
-    return "; ".join(f"{key.replace('_', ' ')} {_said(value)}" for key, value in plain.items())
+    return "; ".join(f"{key.replace('_', ' ')} {_in_words(value)}" for key, value in plain.items())
 
 
 def _selection(settings: Mapping[str, Any]) -> str:
@@ -100,7 +100,7 @@ def meaning(card: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
     """
     if card["guarantee"] == "none" or not card.get("membership"):
         return "", []
-    unit, adjacency = bare(card["unit"]), card["adjacency"]
+    unit, adjacency = without_article(card["unit"]), card["adjacency"]
     asked = f"which of two versions of one {unit} was" if adjacency == "replace_one" else f"whether one {unit} was"
     rows = [
         (f"{float(rate):.1%}", f"{min(1.0, math.ceil(most * 1e4) / 1e4):.2%}")
@@ -213,7 +213,7 @@ def _is_plain(value: Any) -> bool:
     return not isinstance(value, (dict, list)) or not value
 
 
-def _said(value: Any) -> str:
+def _in_words(value: Any) -> str:
     if value is None or value in ([], {}):
         return "none"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

@@ -292,7 +292,7 @@ def distributions(flat: Flat, adjacency: Adjacency, interval: float) -> tuple[Lo
     return tuple(composed)
 
 
-def rounding(flat: Flat) -> float:
+def power_rounding(flat: Flat) -> float:
     """How far rounding errors may move a composed delta.
 
     The power of a Fourier transform multiplies its rounding errors by the number of compositions: against the closed
@@ -304,7 +304,7 @@ def rounding(flat: Flat) -> float:
 
 def epsilon_at(flat: Flat, delta: float, adjacency: Adjacency, interval: float) -> float:
     """Pessimistic epsilon at one discretisation; raises ValueError where rounding errors would decide it."""
-    spare = rounding(flat)
+    spare = power_rounding(flat)
     if 2 * spare > delta:
         raise ValueError(
             f"delta is {delta:g}: over this many releases rounding errors would decide; allow {2 * spare:.1g}"
@@ -356,7 +356,7 @@ def _coarsest(flat: Flat, adjacency: Adjacency) -> float | None:
 def search_epsilon(flat: Flat, delta: float, adjacency: Adjacency, interval: float = COARSE) -> float:
     """A pessimistic epsilon on a grid of ``interval`` or coarser: near the certified one, and much cheaper."""
     if flat.choices:
-        return renyi.epsilon(flat, delta, adjacency)
+        return renyi.renyi_epsilon(flat, delta, adjacency)
     ceiling = _bounds_by_gaussian(flat, delta, adjacency)
     if not flat.sampled:
         return ceiling
@@ -384,7 +384,7 @@ def certified_epsilon(flat: Flat, delta: float, adjacency: Adjacency) -> tuple[f
     A choice among trials has a Renyi bound and no distribution.
     """
     if flat.choices:
-        return renyi.epsilon(flat, delta, adjacency), None
+        return renyi.renyi_epsilon(flat, delta, adjacency), None
     ceiling = _bounds_by_gaussian(flat, delta, adjacency)
     found = search_epsilon(flat, delta, adjacency)
     used = certifying_interval(flat, found, adjacency)

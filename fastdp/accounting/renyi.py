@@ -16,9 +16,9 @@ import numpy as np
 
 from fastdp.accounting.events import Choice, Flat
 
-_WHOLE = (*range(2, 65), *range(68, 129, 4), *range(144, 513, 16))
+_INTEGER_ORDERS = (*range(2, 65), *range(68, 129, 4), *range(144, 513, 16))
 #: Orders at which bounds are turned into an epsilon.
-_ORDERS = (*(1 + k / 20 for k in range(1, 60)), *(order for order in _WHOLE if order >= 4))
+_ORDERS = (*(1 + k / 20 for k in range(1, 60)), *(order for order in _INTEGER_ORDERS if order >= 4))
 
 
 def mean_trials(shape: float, stop: float) -> float:
@@ -78,7 +78,7 @@ def check_stopping(shape: float, stop: float) -> None:
         raise ValueError(f"the chance of stopping is {stop}: it must lie between 0 and 1")
 
 
-def epsilon(flat: Flat, delta: float, adjacency: str) -> float:
+def renyi_epsilon(flat: Flat, delta: float, adjacency: str) -> float:
     """An upper bound on epsilon at ``delta`` (Canonne, Kamath and Steinke 2020, Proposition 12).
 
     Raises ValueError where a unit is replaced under sampling, of which these bounds know nothing.
@@ -112,7 +112,7 @@ def _of_choice(choice: Choice, order: float, adjacency: str) -> float:
 
     over = (1 + choice.shape) * math.log(1 / choice.stop)
     # At order 1 the second term falls away; it is allowed, and bounds the rest.
-    added = min([over, *((1 + choice.shape) * (1 - 1 / at) * trial(at) + over / at for at in _WHOLE)])
+    added = min([over, *((1 + choice.shape) * (1 - 1 / at) * trial(at) + over / at for at in _INTEGER_ORDERS)])
     return trial(order) + added + math.log(mean_trials(choice.shape, choice.stop)) / (order - 1)
 
 

@@ -10,7 +10,7 @@ from fastdp.accounting.event_types import DpEvent, dp_event
 from fastdp.accounting.events import ChosenDpEvent, as_count, chosen
 from fastdp.untrusted import parse_json, quote
 
-FORMAT, VERSION = "fastdp.event", 1
+EVENT_FORMAT, EVENT_VERSION = "fastdp.event", 1
 #: Deeper nesting than any run produces; a longer chain is a malformed or hostile file.
 _DEPTH = 32
 
@@ -37,7 +37,7 @@ def serialise(event: DpEvent) -> dict[str, Any]:
     >>> serialise(gaussian(1.5))["event"]
     {'kind': 'gaussian', 'noise_multiplier': 1.5}
     """
-    return {"format": FORMAT, "version": VERSION, "event": _to_json(event)}
+    return {"format": EVENT_FORMAT, "version": EVENT_VERSION, "event": _to_json(event)}
 
 
 def _to_json(event: DpEvent) -> dict[str, Any]:
@@ -79,10 +79,12 @@ def deserialise(document: dict[str, Any] | str | bytes) -> DpEvent:
             document = parse_json(document)
         except ValueError as error:
             raise ValueError(f"the serialised event is not JSON: {error}") from None
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise ValueError(f"this is not a serialised event: its format is not {FORMAT!r}")
-    if document.get("version") != VERSION:
-        raise ValueError(f"the serialised event has version {document.get('version')!r}; this package reads {VERSION}")
+    if not isinstance(document, dict) or document.get("format") != EVENT_FORMAT:
+        raise ValueError(f"this is not a serialised event: its format is not {EVENT_FORMAT!r}")
+    if document.get("version") != EVENT_VERSION:
+        raise ValueError(
+            f"the serialised event has version {document.get('version')!r}; this package reads {EVENT_VERSION}"
+        )
     if document.keys() != {"format", "version", "event"}:
         raise ValueError("the serialised event has fields besides format, version and event")
     return _from_json(document["event"], _DEPTH)

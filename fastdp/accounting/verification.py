@@ -36,7 +36,7 @@ _RUN: dict[str, type | tuple[type, ...]] = {
     "model": dict,
 }
 #: Forms of cards in 0.1.0 that are not read any more.
-_GONE = ("fastdp.selective-card", "fastdp.statement", "fastdp.federated-run-card")
+_OLD_FORMATS = ("fastdp.selective-card", "fastdp.statement", "fastdp.federated-run-card")
 #: What a ledger's header and a card both state.
 _IN_BOTH = ("unit", "adjacency", "sampling", "sample_rate", "dataset_size", "noise_multiplier")
 #: Under this name a ledger keeps that rows went unchecked: before the release that it speaks of.
@@ -151,7 +151,7 @@ def _parsed(card: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Mapping[s
 
 def _fields(card: Mapping[str, Any]) -> Mapping[str, Any]:
     """The fields of a card whose form and digest are as they should be."""
-    if card.get("format") in _GONE:
+    if card.get("format") in _OLD_FORMATS:
         raise _Refused(f"cards of the form {card['format']!r} are no longer read: write it anew with this version")
     if card.get("format") != FORMAT:
         raise _Refused(f"this is not a card: its format is not {FORMAT!r}")

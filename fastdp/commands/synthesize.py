@@ -53,7 +53,7 @@ def synthesize_command(
     from fastdp.accounting import Card, verify
     from fastdp.audit.saved import load_saved, settings_of
     from fastdp.data import read_rows
-    from fastdp.finetune.synthesis import Judge, Sampling, near_copies, synthesize
+    from fastdp.finetune.synthesis import Judge, TokenSampling, near_copies, synthesize
 
     if (judge is None) != (test is None):
         raise ValueError("judge and test belong together: give an encoder, and rows to test its classifier on")
@@ -67,7 +67,7 @@ def synthesize_command(
     if output.is_dir():
         raise ValueError(f"output {output} is a folder: name the file to write, such as {output / 'synthetic.jsonl'}")
     quiet_libraries()
-    sampling = Sampling(temperature, top_p, max_new_tokens, batch_size, seed)
+    sampling = TokenSampling(temperature, top_p, max_new_tokens, batch_size, seed)
     settings = settings_of(run)
     if judge is not None and not settings.prompt_column:
         raise ValueError("the judge learns a row's prompt from its text, and this run has none: leave judge out")

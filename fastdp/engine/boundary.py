@@ -183,22 +183,22 @@ def differentiable(output: Any) -> list[torch.Tensor]:
 
 
 #: Where a loop calls the model twice for one batch, and differentiates both outputs.
-TWICE = (
+TWO_FORWARDS = (
     "Two forward passes ran before one backward. Run one forward per batch, then backward(). Or call the model twice inside one "
     "wrapper module's forward()."
 )
 #: Where a loop calls the model again after the backward pass.
-AGAIN = (
+FORWARD_AFTER_BACKWARD = (
     "A second forward pass ran for one batch. Call the model once per batch before step(), or make both passes inside one "
     "wrapper module's forward()."
 )
-_BESIDE = (
+_LOSS_TERM = (
     "a loss term was computed from the model's outputs beside its own loss, which nothing would clip: compute it inside the "
     "model, or leave the model's loss out and give make_private a criterion= of one loss a row"
 )
 
 
-class Beside(torch.autograd.Function):
+class ForbidBackward(torch.autograd.Function):
     """A model's output beside its own loss: to be looked at, and not to be differentiated."""
 
     @staticmethod
@@ -208,7 +208,7 @@ class Beside(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(TWICE if ctx.twice() else _BESIDE)
+        raise RuntimeError(TWO_FORWARDS if ctx.twice() else _LOSS_TERM)
 
 
 def replace_loss(output: Any, loss: torch.Tensor, twice: Callable[[], bool] = lambda: False) -> Any:
@@ -221,7 +221,11 @@ def replace_loss(output: Any, loss: torch.Tensor, twice: Callable[[], bool] = la
     def passed(t: torch.Tensor) -> Any:
         if t is own:
             return loss
-        return t if isinstance(t, Logits) or not (t.requires_grad and t.is_floating_point()) else Beside.apply(t, twice)
+        return (
+            t
+            if isinstance(t, Logits) or not (t.requires_grad and t.is_floating_point())
+            else ForbidBackward.apply(t, twice)
+        )
 
     if isinstance(output, dict):
         for key, value in output.items():

@@ -30,12 +30,12 @@ class UpperNorms:
     cancelling: torch.Tensor
 
     def weights(self, bounds: Sequence[float]) -> torch.Tensor:
-        """``min(1, bound / norm)`` of each group and unit, rounded down to float32; see `down`."""
+        """``min(1, bound / norm)`` of each group and unit, rounded down to float32; see `round_down`."""
         limits = cached_constant(tuple(bounds), torch.float64, self.norms.device).unsqueeze(1)
-        return down(limits / self.norms)
+        return round_down(limits / self.norms)
 
 
-def down(ratios: torch.Tensor) -> torch.Tensor:
+def round_down(ratios: torch.Tensor) -> torch.Tensor:
     """Ratios of a bound to a norm ``[..., units]`` as float32 weights, at most 1 and never rounded up.
 
     0 in every group for a unit with a NaN among its ratios, or one so small (norms that are infinite or beyond 2^40 bounds)

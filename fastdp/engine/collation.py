@@ -16,7 +16,7 @@ from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.randomness import rng_state, seeded, version
 
 #: Examples that are read between two reads of one.
-_OTHERS = 3
+_READ_BETWEEN = 3
 #: Examples of a data set among which those are that stand beside another in a probe batch.
 _SAMPLED = 8
 _GOLDEN = 0.6180339887498949
@@ -155,7 +155,7 @@ class Collation:
         """
         index, read, reads = self.indices[row], [], False
         for seed in (0, 1, 0):
-            for other in self.indices[:_OTHERS]:
+            for other in self.indices[:_READ_BETWEEN]:
                 self.dataset[other]
             item, drew = _watched(lambda: copy.deepcopy(self.dataset[index]), seed)
             read.append(item)

@@ -13,7 +13,7 @@ from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import ONE, RankLost, Ranks
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import Call, as_long_as, tensors
-from fastdp.engine.boundary import AGAIN, TWICE
+from fastdp.engine.boundary import FORWARD_AFTER_BACKWARD, TWO_FORWARDS
 from fastdp.engine.errors import SelfCheckError, Unseen
 from fastdp.engine.garbage import put_off
 from fastdp.engine.known import wrong_rows
@@ -126,7 +126,7 @@ class Engine(Passes):
             )
         if not self.tickets:
             if self.backwards > self.followed:
-                raise RuntimeError(AGAIN)
+                raise RuntimeError(FORWARD_AFTER_BACKWARD)
             raise RuntimeError(
                 "no batch is outstanding: iterate over the data_loader that make_private returned, and use "
                 "model.eval() with torch.no_grad() to evaluate"
@@ -197,7 +197,7 @@ class Engine(Passes):
             )
         waiting.used = True
         if not self.tickets or self.tickets[0] is not waiting.ticket:
-            raise RuntimeError(TWICE)
+            raise RuntimeError(TWO_FORWARDS)
         if self.complete:
             raise RuntimeError(
                 "a logical batch is complete and optimizer.step() has not been called: call it after every backward() and, "

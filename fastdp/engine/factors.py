@@ -152,7 +152,7 @@ class Factors:
             self.unit_to(total, unit, bounds)
 
 
-def joined(uses: list[Factors], layout: Layout) -> list[Factors]:
+def join_uses(uses: list[Factors], layout: Layout) -> list[Factors]:
     """Join uses of one kind and length along each unit's tokens, so that k uses need one Gram and not k^2 cross terms."""
     first = uses[0]
     kinds = {(use.tiled, use.one_hot, use.swap, use.laned, use.right.shape) for use in uses}

@@ -60,7 +60,7 @@ class Batch(NamedTuple):
         )
 
 
-class _Known(NamedTuple):
+class _GramNorms(NamedTuple):
     """Norms by Gram matrices of uses over the same tokens, ``[uses, units]``, until it is known whether they are good enough."""
 
     names: Sequence[str]
@@ -85,7 +85,7 @@ class Grams:
 
     def __init__(self, norms: Norms, policy: Policy, layout: Layout):
         self.norms, self.policy, self.layout = norms, policy, layout
-        self._known: list[_Known] = []
+        self._known: list[_GramNorms] = []
 
     def add(self, found: Sequence[Found], direct: torch.Tensor | None = None) -> None:
         """Find the norms of uses that read the same input: its Gram matrix serves them all.
@@ -111,7 +111,7 @@ class Grams:
             lefts, right, scales = [], right[:0], []
         rights = [right] * len(lefts)
         self._known.append(
-            _Known(names, lefts, rights, offsets, errors, squares, products, tokens, long, direct, scales)
+            _GramNorms(names, lefts, rights, offsets, errors, squares, products, tokens, long, direct, scales)
         )
 
     def add_batch(self, batch: Batch) -> None:
@@ -120,7 +120,7 @@ class Grams:
         firsts = (0, *itertools.accumulate(counts[:-1]))
         norms = ops.gram_norms(batch.lefts, batch.rights.taken(firsts), counts, batch.offsets)
         self._known.append(
-            _Known(batch.names, batch.lefts, batch.rights, batch.offsets, batch.errors, *norms, batch.tokens)
+            _GramNorms(batch.names, batch.lefts, batch.rights, batch.offsets, batch.errors, *norms, batch.tokens)
         )
 
     def judge(self) -> None:

@@ -17,7 +17,7 @@ from fastdp.engine.uses import Tap
 _MOST_WAYS = 16
 
 
-class Known:
+class TraceCache:
     """The shapes of inputs that were explained, with those that uses then had.
 
     Args:

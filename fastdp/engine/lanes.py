@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from fastdp.engine.batches import map_leaves, map_tensors, tensors
 from fastdp.engine.errors import Unseen, UnsupportedUse
-from fastdp.engine.named import functions, operation, writes
-from fastdp.engine.rows import Fold, Met
+from fastdp.engine.named import functions, is_in_place, operation
+from fastdp.engine.rows import BroadcastLayout, Fold
 from fastdp.engine.shared import Shared, SharedLanes, SharedProduct, pull_through
 from fastdp.engine.uses import ExpandUse, Tap, expanded, is_detach, is_metadata
 
@@ -91,7 +91,7 @@ class PerLane(torch.Tensor):
                 return func(*args, **kwargs)
         if is_detach(func):
             return func(args[0].single, *args[1:], **kwargs)
-        if not torch.is_grad_enabled() and not (writes(func) and isinstance(args[0], PerLane)):
+        if not torch.is_grad_enabled() and not (is_in_place(func) and isinstance(args[0], PerLane)):
             # No gradient follows, as in a power iteration: this is a constant.
             return _call(func, args, kwargs, lambda p: p.single)
         return _apply(func, args, kwargs)
@@ -145,7 +145,7 @@ def _apply(func: Any, args: Any, kwargs: Any) -> Any:
     meeting = Meeting.found(func, sources, plain, tap)
     if meeting is not None:
         return _meet(func, args, kwargs, meeting)
-    if writes(func) and not isinstance(args[0], PerLane):
+    if is_in_place(func) and not isinstance(args[0], PerLane):
         raise UnsupportedUse(f"{operation(func)} of a parameter into a constant")
     if all(p.shared is not None for p in found):
         return _apply_to_values(func, args, kwargs, sources, tap)
@@ -201,7 +201,7 @@ def _vmap(func: Any, args: Any, kwargs: Any, axis: Callable[[torch.Tensor], int 
 
 def _apply_to_values(func: Any, args: Any, kwargs: Any, sources: tuple[torch.nn.Parameter, ...], tap: Tap) -> Any:
     """An operation among values of parameters and constants."""
-    target = args[0] if writes(func) else None
+    target = args[0] if is_in_place(func) else None
     # Lanes that are there already would not follow a change of the value.
     if isinstance(target, PerLane) and (target._lanes is not None or isinstance(target.single, torch.nn.Parameter)):
         raise UnsupportedUse(f"{operation(func)} into a parameter")
@@ -235,7 +235,7 @@ class Meeting:
     tap: Tap
     activation: torch.Tensor
     fold: Fold
-    met: Met = Met()
+    met: BroadcastLayout = BroadcastLayout()
     key: tuple[str, frozenset[int]] = ("", frozenset())
 
     @classmethod
@@ -251,7 +251,7 @@ class Meeting:
         return None
 
     @staticmethod
-    def of(name: str, sources: frozenset[int], tensor: torch.Tensor, tap: Tap) -> Met | None:
+    def of(name: str, sources: frozenset[int], tensor: torch.Tensor, tap: Tap) -> BroadcastLayout | None:
         """What the trace found of a tensor's rows in an operation, and of its results'; None for a constant."""
         layout = tap.layout
         if tensor.dim() == 0:

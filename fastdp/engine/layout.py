@@ -13,7 +13,7 @@ import torch
 
 from fastdp.engine.batches import Call, take_tokens
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.rows import Met
+from fastdp.engine.rows import BroadcastLayout
 from fastdp.ops.placed import copy_to_device, keep_for_replay
 
 
@@ -119,7 +119,7 @@ class Layout:
     identity: bool
     token_segments: torch.Tensor | None = None
     #: How an operation (its name, the ids of the parameters on one side, the other's dimensions) meets a tensor, as traced.
-    meetings: Mapping[tuple[str, frozenset[int], int], Met] = field(default_factory=dict)
+    meetings: Mapping[tuple[str, frozenset[int], int], BroadcastLayout] = field(default_factory=dict)
     _offsets: dict[int, torch.Tensor] = field(default_factory=dict)
     _lengths: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict)
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastdp.engine.batches import everything, map_tensors, tensors
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.named import functions, writes
+from fastdp.engine.named import functions, is_in_place
 from fastdp.engine.uses import as_autocast, is_metadata, uncast
 from fastdp.ops.routes import is_allowed
 
@@ -168,7 +168,7 @@ class Logits(torch.Tensor):
             found = _loss(func, args, kwargs) if func is F.cross_entropy else _defer(func, own, args, kwargs)
             if found is not None:
                 return found
-            if writes(func) and own.source.strict:
+            if is_in_place(func) and own.source.strict:
                 raise UnsupportedUse("the model writes into its logits")
         elif func in _CASTS:
             # What passes an output on (a cast of all outputs, say) reads nothing.

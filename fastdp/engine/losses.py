@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse
 from fastdp.engine.layout import Layout
 from fastdp.engine.logits import Logits, takes
-from fastdp.engine.selections import Selected
+from fastdp.engine.selections import SelectionMode
 
 _CLASS_LOSSES = ("cross_entropy", "nll_loss")
 _ELEMENTWISE_LOSSES = (
@@ -82,7 +82,7 @@ class LossTerms:
     ):
         self.layout = layout
         known = selections and not alone and layout.token_segments is None
-        self.selected = Selected(layout.rows, selections) if known else None
+        self.selected = SelectionMode(layout.rows, selections) if known else None
         self.alone = alone
         self.reductions = reductions
         self.terms: list[Term] = []

@@ -19,7 +19,7 @@ def operation(func: Any) -> str:
     return getattr(func, "__name__", str(func))
 
 
-def writes(func: Any) -> bool:
+def is_in_place(func: Any) -> bool:
     """Whether an operation writes into its first argument."""
     name = operation(func)
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")

@@ -12,7 +12,7 @@ import torch
 
 import fastdp.ops as ops
 from fastdp.engine.bounds import NONE, Errors, Norms, UpperNorms, gammas
-from fastdp.engine.factors import Factors, PerUnit, joined
+from fastdp.engine.factors import Factors, PerUnit, join_uses
 from fastdp.engine.grams import Batch, Constants, Found, Grams
 from fastdp.engine.head import REMEASURED
 from fastdp.engine.layout import Layout
@@ -23,7 +23,7 @@ from fastdp.ops.routes import NARROW, plan_route
 
 _T = TypeVar("_T")
 #: Sizes of uses whose constants are kept, at most.
-_KEPT = 1 << 14
+_MOST_CONSTANTS = 1 << 14
 #: Bytes of factors that are measured together on a processor.
 _IN_CACHE = 1 << 20
 #: Plans of a model's uses that are kept, at most: one for each length of batches.
@@ -75,11 +75,11 @@ class _Plan(NamedTuple):
 _CONSTANTS: dict[tuple[object, ...], Any] = {}
 
 
-def _once(sizes: tuple[object, ...], find: Callable[[], _T]) -> _T:
+def _cached(sizes: tuple[object, ...], find: Callable[[], _T]) -> _T:
     """What ``find`` gives, which depends on ``sizes`` alone."""
     found = _CONSTANTS.get(sizes)
     if found is None:
-        if len(_CONSTANTS) >= _KEPT:
+        if len(_CONSTANTS) >= _MOST_CONSTANTS:
             _CONSTANTS.clear()
         found = _CONSTANTS[sizes] = find()
     return found  # type: ignore[no-any-return]
@@ -409,7 +409,7 @@ class NormSink(Captures):
             return Constants(gram, Errors(entries, relative, added=direct))
 
         left, scaled = None if use.tiled else use.left.dtype, use.scales is not None
-        return _once((left, right.dtype, right.device.type, use.width, columns, units, entries, scaled), find)
+        return _cached((left, right.dtype, right.device.type, use.width, columns, units, entries, scaled), find)
 
     def drop(self, entry: Entry) -> None:
         """Let go of factors that are measured, unless the weighted sums will need them."""
@@ -448,7 +448,7 @@ class NormSink(Captures):
     def _of_instance(self, name: str, instance: torch.Tensor) -> Errors:
         """The errors of a whole gradient's norm, which is added as it was measured."""
         entries = self.parameters[name].numel()
-        return _once(
+        return _cached(
             (instance.dtype, instance.device.type, entries),
             lambda: Errors(entries, ops.Rounding(instance).squares(entries)),
         )
@@ -483,7 +483,7 @@ class NormSink(Captures):
         if entry.instance is not None:
             self._put_together(name, entry)
             return
-        uses = joined([use.straight for use in entry.factors], self.layout)
+        uses = join_uses([use.straight for use in entry.factors], self.layout)
         if len(uses) > 1:
             self._crossed(name, uses)
         elif uses[0].one_hot or min(uses[0].width, uses[0].right.shape[1]) <= NARROW:

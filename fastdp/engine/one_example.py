@@ -54,7 +54,7 @@ def _with_row(t: torch.Tensor) -> torch.Tensor:
     return t.unsqueeze(0) if t.requires_grad and t.shape[:1] != (1,) else t
 
 
-def starts(
+def backward_starts(
     rows: Sequence[int], targets: list[list[torch.Tensor]], upstream: Sequence[torch.Tensor | None] | None, scale: float
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Where the backward pass of a unit starts, and with what: ones for losses, or its rows of ``scale`` times what arrived."""

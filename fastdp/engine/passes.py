@@ -33,9 +33,9 @@ from fastdp.engine.errors import SelfCheckError, Unseen, UnsupportedUse
 from fastdp.engine.forwards import Forwards
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.logits import VOCABULARY
-from fastdp.engine.losses import LossTerms, combine, intercepted, masked_mean
+from fastdp.engine.losses import LossTerms, combine, graph_of, intercepted, masked_mean
 from fastdp.engine.memory import allowed_bytes, kept_bytes, longest
-from fastdp.engine.one_example import merged, run_alone, single_rows, starts
+from fastdp.engine.one_example import backward_starts, merged, run_alone, single_rows
 from fastdp.engine.policy import Policy, Unclipped
 from fastdp.engine.randomness import BufferSnapshot, devices, preserve_rng, rng_state, seed_from_os, unchanged
 from fastdp.engine.reads import Reads
@@ -44,6 +44,8 @@ from fastdp.engine.uses import Tap, differentiate
 
 #: How per-example gradients are obtained.
 USES, ONE_EXAMPLE, ORDINARY = "uses", "one-example", "ordinary"
+#: The node of a reentrant checkpoint in autograd's graph.
+_REENTRANT = "CheckpointFunctionBackward"
 _GRADIENT = operator.attrgetter("grad")
 
 
@@ -161,6 +163,8 @@ class Passes:
         self.derived_buffers: frozenset[str] = frozenset()
         #: Whether the one-example route collates each example by itself, as no mask tells its padding.
         self.recollates = False
+        #: Whether a pass went through reentrant checkpoints, whose backward pass may not be asked for single gradients.
+        self.reentrant = False
         self.reads = Reads(self.read)
         self.reads.heads.always = keep_logits is False
         self.forwards = Forwards(model, self.reads, train, lambda: self.trains, self.weights)
@@ -266,6 +270,7 @@ class Passes:
         if self.route == ONE_EXAMPLE:
             return self._one_at_a_time(call, ticket, layout, enter)
         tap, twice = Tap(layout), self._runs_twice(call, layout)
+        tap.whole = self.reentrant
         if twice and not verify:
             parts = self._in_parts(call, ticket, layout, enter)
             if parts is not None:
@@ -277,6 +282,8 @@ class Passes:
         finally:
             # What a use keeps must not know the pass: their nodes know the tap, and nobody collects such a circle.
             own, tap.own, tap.room = tap.own, [], -1
+        if verify:
+            self.reentrant |= any(type(n).__name__ == _REENTRANT for top in tops for n in graph_of(top))
 
         def backward(upstream: Any, retain: bool) -> None:
             if self.returns_loss:
@@ -391,7 +398,9 @@ class Passes:
             arrived = None if self.returns_loss else upstream
             for unit in (layout.weights != 0).nonzero()[:, 0].tolist():
                 own = (ticket.row_units == unit).nonzero()[:, 0].tolist()
-                gradients = plain_gradients(*starts(own, targets, arrived, self.scale(ticket)), self.read.values())
+                gradients = plain_gradients(
+                    *backward_starts(own, targets, arrived, self.scale(ticket)), self.read.values()
+                )
                 found = {n: g.float().unsqueeze(0) for n, g in zip(self.read, gradients) if g is not None}
                 self.accumulator.add_unit(found, layout.weights[unit : unit + 1])
 

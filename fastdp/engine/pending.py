@@ -17,7 +17,7 @@ from fastdp.engine.batches import map_tensors, tensors
 from fastdp.engine.uses import is_detach, is_metadata
 
 #: Models whose loops were told.
-_TOLD: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_WARNED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 _OWN_FILES = os.path.dirname(torch.__file__), __file__
 _UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"
 #: Names of functions that write into their first argument, as clipping does.
@@ -70,10 +70,13 @@ class PendingGradients:
         self._model, self._scaled = weakref.ref(model), scaled
         self._parameters = list(parameters)
         self._held: list[PendingGradient] = []
+        self._kinds: list[Any] = []
 
     def place(self) -> None:
         """Let every parameter without a gradient have a pending one."""
-        if not self._fits():
+        kinds = [(p.shape, p.dtype, p.device) for p in self._parameters]
+        if kinds != self._kinds:
+            self._kinds = kinds
             self._held = [] if any(map(is_cut, self._parameters)) else list(map(self._zeros, self._parameters))
         for parameter, pending in zip(self._parameters, self._held):
             if parameter.grad is None and parameter.requires_grad:
@@ -90,9 +93,9 @@ class PendingGradients:
         if function == _UNSCALES and self._scaled:
             raise ValueError(_SCALED)
         model = self._model()
-        if model is None or model in _TOLD:
+        if model is None or model in _WARNED:
             return
-        _TOLD.add(model)
+        _WARNED.add(model)
         said = (
             "GradScaler has no effect: private gradients are not scaled. Use autocast to bfloat16, as small gradients vanish in "
             "float16."
@@ -103,12 +106,6 @@ class PendingGradients:
         frames = [frame.filename for frame in reversed(traceback.extract_stack())]
         level = next((i for i, name in enumerate(frames, 1) if not name.startswith(_OWN_FILES)), 1)
         warnings.warn(said, stacklevel=level)
-
-    def _fits(self) -> bool:
-        alike = (
-            (g.shape, g.dtype, g.device) == (p.shape, p.dtype, p.device) for p, g in zip(self._parameters, self._held)
-        )
-        return len(self._held) == len(self._parameters) and all(alike)
 
     def _zeros(self, parameter: torch.nn.Parameter) -> PendingGradient:
         zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)

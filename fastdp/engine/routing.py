@@ -12,7 +12,7 @@ import torch
 from fastdp.distributed.ranks import RankLost, Ranks
 from fastdp.engine.batches import Call, as_long_as
 from fastdp.engine.errors import Differentiates, OwnLoss, SelfCheckError, UnsupportedUse, Untraceable, first_line
-from fastdp.engine.known import Known
+from fastdp.engine.known import TraceCache
 from fastdp.engine.layout import Ticket
 from fastdp.engine.modes import refuse_mixing
 from fastdp.engine.passes import ORDINARY, USES, Pass, Passes
@@ -40,7 +40,7 @@ class Routing:
     def __init__(self, passes: Passes, ranks: Ranks, on_route: Callable[[str, str | None], None]):
         self.passes, self.ranks, self._on_route = passes, ranks, on_route
         self._tracer = Tracer(passes.model, passes.read, passes.vocabulary)
-        self._known = Known(self._tracer, passes.forwards.root.plain)
+        self.known = TraceCache(self._tracer, passes.forwards.root.plain)
         passes.explain = self._learn
 
     def before(self, call: Call, ticket: Ticket) -> bool:
@@ -50,13 +50,13 @@ class Routing:
             return False
         first = passes.route is None
         due = not first and self.due(call, ticket)
-        looked = passes.weights.anyone(first or due or self._known.new(passes.trace, call, ticket.rows))
+        looked = passes.weights.anyone(first or due or self.known.new(passes.trace, call, ticket.rows))
         if looked:
             with passes.weights.apart():
                 if first:
                     self._open(call, _weighted(ticket))
                 else:
-                    self._known.add(passes.trace, call, ticket.rows)
+                    self.known.add(passes.trace, call, ticket.rows)
                     if due:
                         self.verify_later(call, _weighted(ticket))
         self.verify_loop(call, ticket)
@@ -64,7 +64,7 @@ class Routing:
 
     def after(self, waiting: Pass, *, explained: bool) -> None:
         """Compare the uses of a batch's own pass with the trace. Raises `Unseen` if the batch must be explained first."""
-        self._known.require(self.passes.trace, waiting.call, waiting.ticket.rows, waiting.tap, looked_at=explained)
+        self.known.require(self.passes.trace, waiting.call, waiting.ticket.rows, waiting.tap, looked_at=explained)
         self.verify_pass(waiting)
 
     def explain(self, call: Call, ticket: Ticket) -> None:
@@ -91,7 +91,7 @@ class Routing:
                 passes.divided = divided
 
     def _learn(self, call: Call, rows: int) -> None:
-        self._known.explain(self.passes.trace, call, rows)
+        self.known.explain(self.passes.trace, call, rows)
         if self.passes.route == USES:
             self.passes.take_uses()
 

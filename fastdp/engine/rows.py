@@ -89,7 +89,7 @@ class Fold(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Met:
+class BroadcastLayout:
     """How an operation met a tensor beside what is computed from parameters.
 
     ``fold`` and ``out`` say where the tensor's and the results' rows lie (None: it has none), ``copies`` where those of the

@@ -72,7 +72,7 @@ class Owners:
         return True
 
 
-class Selected(TorchFunctionMode):
+class SelectionMode(TorchFunctionMode):
     """Follows what is selected in a forward pass at the places that a trace found.
 
     Args:

@@ -21,7 +21,7 @@ from fastdp.engine.logits import Logits, Source
 from fastdp.engine.losses import LOSSES
 from fastdp.engine.named import operation as meeting_name
 from fastdp.engine.randomness import DropoutDisabled, preserve_rng, rng_state, seed_everything
-from fastdp.engine.rows import Fold, Met, Place, fold_between
+from fastdp.engine.rows import BroadcastLayout, Fold, Place, fold_between
 from fastdp.engine.selections import place
 from fastdp.engine.uses import is_metadata
 
@@ -61,7 +61,7 @@ class Trace:
     paths: frozenset[Path]
     carriers: frozenset[Path]
     carries_rows: dict[tuple[str, str, int], Fold | None]
-    meetings: dict[Key, Met]
+    meetings: dict[Key, BroadcastLayout]
     unread: list[str]
     #: Whether every token that a loss function sees is known to belong to a row.
     mapped: bool = True
@@ -136,7 +136,7 @@ _REFUSED = frozenset({torch.autograd.grad, torch.Tensor.backward, F.embedding_ba
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _TensorView:
     """A tensor that an operation saw: its shape, where its rows lie, and whether the data chose its first axis."""
 
     shape: tuple[int, ...]
@@ -150,9 +150,9 @@ class _Encounter:
 
     operation: str
     sources: frozenset[int]
-    other: _Seen
-    values: tuple[_Seen, ...]
-    out: tuple[_Seen, ...]
+    other: _TensorView
+    values: tuple[_TensorView, ...]
+    out: tuple[_TensorView, ...]
 
 
 class _Recorder(Follow):
@@ -169,7 +169,7 @@ class _Recorder(Follow):
         self.stack = stack
         self.reads: list[Read] = []
         #: The input of each read.
-        self.inputs: list[_Seen | None] = []
+        self.inputs: list[_TensorView | None] = []
         self._latest: Callable[[], torch.Tensor | None] = lambda: None
         self._sources = 0
         self.met: list[_Encounter] = []
@@ -214,8 +214,8 @@ class _Recorder(Follow):
         self.follow(func, args, kwargs, given, out)
         return out
 
-    def seen(self, t: torch.Tensor) -> _Seen:
-        return _Seen(tuple(t.shape), self.places.of(t), self.is_chosen(t))
+    def seen(self, t: torch.Tensor) -> _TensorView:
+        return _TensorView(tuple(t.shape), self.places.of(t), self.is_chosen(t))
 
     def note(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
         """Look at one operation before it runs."""
@@ -421,7 +421,7 @@ def _compare(
     seen = {read.parameter for read in reads}
     unread = [name for name in trained if name not in seen]
     selects = two.selects or three.selects
-    met = _met(two.met, three.met, counts)
+    met = _layouts(two.met, three.met, counts)
     found = Trace(reads, frozenset(), carriers, carries, met, unread, mapped, selects, conflict, uses)
     found.heads = _heads(two, three)
     found.pair = _sight(two) if counts[0] == 2 else ()
@@ -449,7 +449,7 @@ def _sight(two: _Recorder) -> tuple[Any, ...]:
     return two.selects, *reads
 
 
-def _fold(two: _Seen, three: _Seen, counts: tuple[int, int]) -> Fold | None | str:
+def _fold(two: _TensorView, three: _TensorView, counts: tuple[int, int]) -> Fold | None | str:
     """Where the rows of a tensor lie that was seen on ``counts`` rows; None if it has none, a text where nobody can say."""
     if all(m == n for m, n in zip(two.shape, three.shape)):
         return None
@@ -457,46 +457,50 @@ def _fold(two: _Seen, three: _Seen, counts: tuple[int, int]) -> Fold | None | st
     return "unknown" if fold is None else fold
 
 
-def _met(two: Sequence[_Encounter], three: Sequence[_Encounter], counts: tuple[int, int]) -> dict[Key, Met]:
+def _layouts(
+    two: Sequence[_Encounter], three: Sequence[_Encounter], counts: tuple[int, int]
+) -> dict[Key, BroadcastLayout]:
     """What each kind of meeting is: problems are raised where such a meeting happens, if it does."""
-    found: dict[Key, Met] = {}
+    found: dict[Key, BroadcastLayout] = {}
     constants: dict[Key, list[tuple[int, ...]]] = {}
     for a, b in zip(two, three):
         key, fold = (a.operation, a.sources, len(a.other.shape)), _fold(a.other, b.other, counts)
         if a.other.chosen or isinstance(fold, str):
-            found[key] = Met(
+            found[key] = BroadcastLayout(
                 problem=f"{a.operation} of a parameter and an activation whose rows are not in order in one dimension"
             )
         elif fold is None:
             constants.setdefault(key, []).append(a.other.shape)
         else:
-            met = Met(fold, _folds(a.out, b.out, counts), _folds(a.values, b.values, counts))
-            found[key] = _joined(found[key], met, a.operation) if key in found else met
+            met = BroadcastLayout(fold, _folds(a.out, b.out, counts), _folds(a.values, b.values, counts))
+            found[key] = _common_layout(found[key], met, a.operation) if key in found else met
     for key, shapes in constants.items():
-        known = found.setdefault(key, Met())
+        known = found.setdefault(key, BroadcastLayout())
         # A constant of one row is told from an activation of several.
         if known.fold is not None and any(shape[known.fold.axis] != 1 for shape in shapes):
-            found[key] = Met(
+            found[key] = BroadcastLayout(
                 problem=f"{key[0]} of a parameter, and of activations and constants of {key[2]} dimensions"
             )
     return found
 
 
-def _folds(two: Sequence[_Seen], three: Sequence[_Seen], counts: tuple[int, int]) -> tuple[Fold | None, ...]:
+def _folds(
+    two: Sequence[_TensorView], three: Sequence[_TensorView], counts: tuple[int, int]
+) -> tuple[Fold | None, ...]:
     folds = (_fold(a, b, counts) for a, b in zip(two, three))
     return tuple(None if isinstance(fold, str) else fold for fold in folds)
 
 
-def _joined(a: Met, b: Met, operation: str) -> Met:
+def _common_layout(a: BroadcastLayout, b: BroadcastLayout, operation: str) -> BroadcastLayout:
     """Two meetings of one kind; of what only one of them has, nothing is known."""
     fold = None if a.fold is None or b.fold is None else a.fold.with_(b.fold)
     if fold is None or a.copies != b.copies:
-        return Met(
+        return BroadcastLayout(
             problem=a.problem or f"{operation} of a parameter and activations whose rows lie in different dimensions"
         )
     same = len(a.out) == len(b.out)
     out = tuple(None if x is None or y is None else x.with_(y) for x, y in zip(a.out, b.out)) if same else ()
-    return Met(fold, out, a.copies)
+    return BroadcastLayout(fold, out, a.copies)
 
 
 def module_outputs(

@@ -38,7 +38,7 @@ class Sink(Protocol):
         """Take whole gradients by unit, ``[units, *shape]``."""
 
 
-class Held(Protocol):
+class SavedState(Protocol):
     """What a use keeps from its forward pass for the backward pass, beyond what autograd lets go of itself."""
 
     def drop(self) -> None:
@@ -46,7 +46,7 @@ class Held(Protocol):
 
 
 @functools.lru_cache(1 << 12)
-def kind(operation: str, shape: torch.Size, rows: int, fold: Fold | None) -> tuple[str, tuple[int, ...]]:
+def operation_kind(operation: str, shape: torch.Size, rows: int, fold: Fold | None) -> tuple[str, tuple[int, ...]]:
     """An operation and the shape of its input for one row, all of it without rows; `UnsupportedUse` if it cannot be cut."""
     own = list(shape)
     if fold is not None:
@@ -70,7 +70,7 @@ class Tap:
         #: Every kind of use in the pass: its operation, and the shape of its input for one row (all of it, without rows).
         self.shapes: set[tuple[str, tuple[int, ...]]] = set()
         #: What uses found in the forward pass, and let go of when the backward pass is over.
-        self.held: list[Held] = []
+        self.held: list[SavedState] = []
         #: The ids that were looked up in a table, by its identity, rows first.
         self.looked_up: dict[int, list[torch.Tensor]] = {}
         #: Bytes of gradients that uses of autograd's own may leave to the end of the backward pass; none of them below 0.
@@ -85,7 +85,7 @@ class Tap:
 
     def note(self, operation: str, x: torch.Tensor, fold: Fold | None) -> None:
         """Note the shape of a use's input; raises `UnsupportedUse` if it cannot be cut into the rows."""
-        self.shapes.add(kind(operation, x.shape, self.layout.rows, fold))
+        self.shapes.add(operation_kind(operation, x.shape, self.layout.rows, fold))
 
     def close(self) -> None:
         """The backward pass is over."""

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fastdp.accounting.claim import bare, two_decimals
+from fastdp.accounting.claim import two_decimals, without_article
 from fastdp.finetune.charts import SERIES, Line, chart, running_mean, style
 from fastdp.finetune.config import ConfigError
 from fastdp.finetune.reporter import duration, memory
@@ -126,7 +126,7 @@ class Record:
         if result and result.get("privacy"):
             return str(card.get("guarantee", "local")), str(result["privacy"])
         bound = card["epsilon"]["upper_bound"]
-        unit, adjacency = bare(card.get("unit", "example")), str(card.get("adjacency", "")).replace("_", " ")
+        unit, adjacency = without_article(card.get("unit", "example")), str(card.get("adjacency", "")).replace("_", " ")
         return (
             f"\u03b5 \u2264 {two_decimals(bound)}",
             f"Differential privacy at \u03b4 = {card['epsilon']['delta']:g} for each {unit} ({adjacency}), an upper bound.",

@@ -26,7 +26,7 @@ _TRIES = 4
 
 
 @dataclass(frozen=True)
-class Sampling:
+class TokenSampling:
     """How texts are drawn.
 
     Args:
@@ -62,7 +62,7 @@ def synthesize(
     config: FinetuneConfig,
     prompts: Rows | None,
     count: int,
-    sampling: Sampling,
+    sampling: TokenSampling,
 ) -> Iterator[dict[str, str]]:
     """Rows as the model learned to write them: ``count`` different texts for each prompt, fewer where it repeats itself.
 
@@ -212,7 +212,7 @@ def _texts(
     tokenizer: PreTrainedTokenizerBase,
     config: FinetuneConfig,
     ids: list[list[int]],
-    sampling: Sampling,
+    sampling: TokenSampling,
     seed: int,
 ) -> list[str]:
     """A text that follows each of these lists of tokens, which are equally long."""

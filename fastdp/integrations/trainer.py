@@ -139,10 +139,10 @@ class LogicalLoader:
 
 
 # To a type checker what stands behind it is a Trainer; at run time it is whichever its subclass names.
-_Behind: Any = Trainer if TYPE_CHECKING else object
+_TrainerBase: Any = Trainer if TYPE_CHECKING else object
 
 
-class PrivateTraining(_Behind):
+class PrivateTraining(_TrainerBase):
     """What makes a Trainer of transformers, or a subclass of it, train privately; stands before it among the bases.
 
     ``per_device_train_batch_size`` times the number of processes counts the units of a logical batch; memory is bounded by

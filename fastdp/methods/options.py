@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastdp.accounting.events import Factors
+from fastdp.accounting.events import NoiseFactors
 from fastdp.engine.policy import Policy
 from fastdp.private.method import Method
 from fastdp.private.parts import BiasCorrection, Part, WeightAveraging
@@ -111,7 +111,7 @@ class Options(Method):
         return self.adaptive.gradient_multiplier(noise_multiplier)
 
     @property
-    def noise_factors(self) -> Factors:
+    def noise_factors(self) -> NoiseFactors:
         """As `noise_schedule` says."""
         return _factors("noise_schedule", self.noise_schedule)
 
@@ -146,7 +146,7 @@ class Options(Method):
         }
 
 
-def _factors(name: str, schedule: Mapping[int, float] | None) -> Factors:
+def _factors(name: str, schedule: Mapping[int, float] | None) -> NoiseFactors:
     """A schedule in order, from step 0 on; raises ValueError for one that is out of range."""
     given = dict(sorted((schedule or {}).items()))
     if len(given) > _MOST_FACTORS:

@@ -27,6 +27,6 @@ class PublicText:
         return asdict(self)
 
 
-def described(origin: PublicText | None) -> dict[str, Any] | str:
+def describe_origin(origin: PublicText | None) -> dict[str, Any] | str:
     """For the card, where a program may have given no file to compare."""
     return "not compared with the private data" if origin is None else origin.describe()

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 #: What to use, by "Class.setting", by "Class.setting=value" and by "package.name".
-REPLACEMENTS = {
+REMOVED_NAMES = {
     "RapFT.bounds": "allocation='optimal' uses the printed bounds",
     "RapFT.weights": "allocation='optimal' weighs both blocks alike",
     "RapFT.magnitude": "coordinates are ranked by their relevance",
@@ -43,13 +43,13 @@ SUBSTITUTES: dict[str, Any] = {
 
 
 def removed_key(name: str, value: object = ...) -> str | None:
-    """The entry of `REPLACEMENTS` for a name, or for this value of a setting; None for what is offered."""
-    return next((key for key in (name, f"{name}={value}") if key in REPLACEMENTS), None)
+    """The entry of `REMOVED_NAMES` for a name, or for this value of a setting; None for what is offered."""
+    return next((key for key in (name, f"{name}={value}") if key in REMOVED_NAMES), None)
 
 
 def sentence(key: str) -> str:
     """What was removed, and what to use."""
-    return f"{key} was removed: {REPLACEMENTS[key]}"
+    return f"{key} was removed: {REMOVED_NAMES[key]}"
 
 
 def replace_removed(kind: type[T]) -> type[T]:

@@ -17,7 +17,7 @@ import torch
 State = tuple[torch.Tensor, ...]
 
 
-class Run(NamedTuple):
+class CellRun(NamedTuple):
     """A layer's pass over all steps: its states ``[steps, rows, width]``, the last state, and what its way back needs."""
 
     hidden: torch.Tensor
@@ -45,7 +45,7 @@ class _Lstm:
     one_bias = True
 
     @staticmethod
-    def forward(given: torch.Tensor, first: State, weight: torch.Tensor, bias: Any, backwards: bool) -> Run:
+    def forward(given: torch.Tensor, first: State, weight: torch.Tensor, bias: Any, backwards: bool) -> CellRun:
         h, c = first
         weight = weight.t()
         hidden, cells = (given.new_empty(*given.shape[:2], h.shape[1]) for _ in range(2))
@@ -59,11 +59,11 @@ class _Lstm:
             torch.mul(f, c, out=c_next).addcmul_(i, g)
             torch.tanh(c_next, out=h_next).mul_(o)
             h, c = h_next, c_next
-        return Run(hidden, (h, c), (given, cells))
+        return CellRun(hidden, (h, c), (given, cells))
 
     @staticmethod
     def backward(
-        run: Run, first: State, weight: torch.Tensor, upstream: torch.Tensor, last: State, backwards: bool
+        run: CellRun, first: State, weight: torch.Tensor, upstream: torch.Tensor, last: State, backwards: bool
     ) -> Back:
         gates, cells = run.kept
         i, f, g, o = gates.chunk(4, 2)
@@ -89,7 +89,7 @@ class _Gru:
     one_bias = False
 
     @staticmethod
-    def forward(given: torch.Tensor, first: State, weight: torch.Tensor, bias: Any, backwards: bool) -> Run:
+    def forward(given: torch.Tensor, first: State, weight: torch.Tensor, bias: Any, backwards: bool) -> CellRun:
         (h,) = first
         weight = weight.t()
         width = h.shape[1]
@@ -102,11 +102,11 @@ class _Gru:
             n.addcmul_(r, kept).tanh_()
             torch.lerp(n, h, z, out=h_next)
             h = h_next
-        return Run(hidden, (h,), (given, gated))
+        return CellRun(hidden, (h,), (given, gated))
 
     @staticmethod
     def backward(
-        run: Run, first: State, weight: torch.Tensor, upstream: torch.Tensor, last: State, backwards: bool
+        run: CellRun, first: State, weight: torch.Tensor, upstream: torch.Tensor, last: State, backwards: bool
     ) -> Back:
         gates, gated = run.kept
         r, z, n = gates.chunk(3, 2)
@@ -133,15 +133,15 @@ class _Plain:
     def __init__(self, bend: Callable[[torch.Tensor], torch.Tensor], slope: Callable[[torch.Tensor], torch.Tensor]):
         self.bend, self.slope = bend, slope
 
-    def forward(self, given: torch.Tensor, first: State, weight: torch.Tensor, bias: Any, backwards: bool) -> Run:
+    def forward(self, given: torch.Tensor, first: State, weight: torch.Tensor, bias: Any, backwards: bool) -> CellRun:
         (h,) = first
         weight = weight.t()
         for step in reversed(given.unbind(0)) if backwards else given.unbind(0):
             h = self.bend(step.addmm_(h, weight))
-        return Run(given, (h,), ())
+        return CellRun(given, (h,), ())
 
     def backward(
-        self, run: Run, first: State, weight: torch.Tensor, upstream: torch.Tensor, last: State, backwards: bool
+        self, run: CellRun, first: State, weight: torch.Tensor, upstream: torch.Tensor, last: State, backwards: bool
     ) -> Back:
         found, slopes = torch.empty_like(run.hidden), self.slope(run.hidden)
         (dh,) = last
@@ -152,7 +152,7 @@ class _Plain:
         return Back(found, found, (dh,))
 
 
-CELLS: dict[str, Any] = {
+RECURRENT_CELLS: dict[str, Any] = {
     "lstm": _Lstm(),
     "gru": _Gru(),
     "rnn_tanh": _Plain(torch.Tensor.tanh_, lambda h: 1 - h * h),

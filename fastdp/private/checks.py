@@ -30,7 +30,7 @@ _COMPARED = 8
 _GOLDEN = 0.6180339887498949
 
 
-def bare(model: torch.nn.Module) -> torch.nn.Module:
+def unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
     """The model inside wrappers that private training does without: those of data parallelism and of torch's compiler.
 
     A wrapper of data parallelism stays usable, and hands calls on; sums are added up elsewhere, after they are clipped.
@@ -50,7 +50,7 @@ def bare(model: torch.nn.Module) -> torch.nn.Module:
             return model
 
 
-def described(model: torch.nn.Module, dataset: Any, units: Units, method: Any) -> dict[str, Any]:
+def digest_setup(model: torch.nn.Module, dataset: Any, units: Units, method: Any) -> dict[str, Any]:
     """What processes that train together must have alike, by name: short digests of a model, and of a few of the examples."""
     shapes = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
     held = (*model.named_parameters(), *model.named_buffers())
@@ -65,11 +65,11 @@ def described(model: torch.nn.Module, dataset: Any, units: Units, method: Any) -
         # One that is not the same twice is augmented, and may be otherwise elsewhere.
         "an example of the data set": [(index, one) for index, one, two in read if one == two],
         "a weight or a buffer of the model": values,
-        "what the method was given to read": [_digest(tensor) for tensor in _given(method)],
+        "what the method was given to read": [_digest(tensor) for tensor in _tensors_of(method)],
     }
 
 
-def _given(settings: Any) -> Iterator[torch.Tensor]:
+def _tensors_of(settings: Any) -> Iterator[torch.Tensor]:
     """The tensors among settings, and among theirs: public examples, sizes."""
     if is_dataclass(settings):
         settings = vars(settings)
@@ -77,7 +77,7 @@ def _given(settings: Any) -> Iterator[torch.Tensor]:
         yield settings
     elif isinstance(settings, (Mapping, list, tuple)):
         for own in settings.values() if isinstance(settings, Mapping) else settings:
-            yield from _given(own)
+            yield from _tensors_of(own)
 
 
 def _digest(item: Any) -> int:

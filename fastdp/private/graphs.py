@@ -31,12 +31,12 @@ from fastdp.engine.uses import Tap
 from fastdp.ops.placed import keep_for_graph
 
 #: Ordinary passes of a kind before one is recorded: they compile what has to be, and show that the kind comes again.
-_BEFORE = 2
+_WARMUP_PASSES = 2
 #: Graphs of a run at most: each holds the memory of a whole pass.
 _MOST = 4
 _PLAIN = (type(None), bool, int, float, str)
 
-Recorder = Callable[[Callable[[], list[torch.Tensor]]], tuple[list[torch.Tensor], Callable[[], None]]]
+RecordPass = Callable[[Callable[[], list[torch.Tensor]]], tuple[list[torch.Tensor], Callable[[], None]]]
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Graphs:
         self,
         passes: Passes,
         watched: Callable[[], AbstractContextManager[None]],
-        recorder: Callable[[], Recorder] | None = None,
+        recorder: Callable[[], RecordPass] | None = None,
     ):
         self._passes = passes
         self._watched = watched
@@ -85,7 +85,7 @@ class Graphs:
             return None
         if key not in self._graphs:
             self._seen[key] = self._seen.get(key, 0) + 1
-            if self._seen[key] <= _BEFORE or len(self._graphs) >= _MOST:
+            if self._seen[key] <= _WARMUP_PASSES or len(self._graphs) >= _MOST:
                 return None
             self._graphs[key] = self._recorded(call, ticket)
         graph = self._graphs[key]
@@ -104,7 +104,7 @@ class Graphs:
         waiting.replay = lambda: self._add(graph, waiting, clip)
         graph.latest = waiting
         # A term of the loss made from another output has no graph to go back through, and is refused there as ever.
-        output = map_tensors(graph.output, _beside)
+        output = map_tensors(graph.output, _detached)
         return boundary.replace_loss(output, waiting.loss(graph.loss), self._passes.twice), waiting
 
     def _add(self, graph: _Graph, waiting: Pass, clip: tuple[float, ...]) -> None:
@@ -224,7 +224,7 @@ class Graphs:
                 _, back = record(backward)
         finally:
             vars(accumulator).update(kept)
-        output = map_tensors(made["output"], _beside)
+        output = map_tensors(made["output"], _detached)
         model = passes.model
         forwards = [module.__dict__.get("forward") for module in model.modules()]
         kept_alive = [*tables, accumulator.policy, *model.modules(), *forwards, *model.parameters(), *model.buffers()]
@@ -235,11 +235,11 @@ class Graphs:
         if set(graph.sums) != set(expected[0]):
             raise RuntimeError("a recorded pass reached other parameters than an ordinary one")
         # Recorded, attention may draw its masks in another order: then the sums are of one size, and no more alike than that.
-        alike = _require_one_size if drawn else partial(_require_alike, apart=_apart(model, passes.device))
+        alike = _require_one_size if drawn else partial(_require_alike, apart=_tolerance(model, passes.device))
         alike(self._tried(graph, batches[0], random), expected[0])
         first = _aside(graph.sums)
         _overwrite_what_is_free(passes.device)
-        _require_alike(self._tried(graph, batches[0], random), first, apart=_apart(model, passes.device))
+        _require_alike(self._tried(graph, batches[0], random), first, apart=_tolerance(model, passes.device))
         second = self._tried(graph, batches[1], random)
         alike(second, expected[1])
         if _same(first, second) and not _same(*expected):
@@ -255,7 +255,7 @@ class Graphs:
         return graph.sums
 
 
-def _apart(model: torch.nn.Module, device: torch.device) -> float:
+def _tolerance(model: torch.nn.Module, device: torch.device) -> float:
     """How far a sum may be from that of another pass: kernels of others may add in no fixed order, and in 16 bits that grows."""
     halves = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
     return 1 / 8 if halves or torch.is_autocast_enabled(device.type) else 1e-2
@@ -305,7 +305,7 @@ def _overwrite_what_is_free(device: torch.device) -> None:
     del held
 
 
-def _beside(t: torch.Tensor) -> torch.Tensor:
+def _detached(t: torch.Tensor) -> torch.Tensor:
     return t if isinstance(t, Logits) else t.detach().requires_grad_(t.requires_grad)
 
 
@@ -350,7 +350,7 @@ def _recover(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _on_a_gpu() -> Recorder:
+def _on_a_gpu() -> RecordPass:
     """CUDA graphs that share their memory: the backward pass finds what the forward pass left there."""
     pool = torch.cuda.graph_pool_handle()
 

@@ -32,11 +32,11 @@ from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
 from fastdp.private.sampler import Sampler, Units
-from fastdp.private.shapes import Places, PublicShapes, ShapedCollator
+from fastdp.private.shapes import PublicPlaces, PublicShapes, ShapedCollator
 
 _END = object()
 #: What the plan, and the checks of the first batch, go by.
-_SETTLED = frozenset({"dataset", "collate_fn", "batch_size", "kind", "units", "unit_map", "reproducible", "_sampler"})
+_PLANNED = frozenset({"dataset", "collate_fn", "batch_size", "kind", "units", "unit_map", "reproducible", "_sampler"})
 
 
 class PrivateLoader:
@@ -88,7 +88,7 @@ class PrivateLoader:
         self.batch_size = plan.batch_size
         self.kind = kind
         self._sampler = plan.sampler(stream, kind)
-        self._places = None if shapes is None else Places(self._sampler, max_physical_batch_size)
+        self._places = None if shapes is None else PublicPlaces(self._sampler, max_physical_batch_size)
         #: Whether what data set and collator draw follows from the user's seeds: nothing is protected then.
         self.reproducible = stream.reproducible or plan.sigma == 0
         self.units = units
@@ -127,7 +127,7 @@ class PrivateLoader:
         }
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SETTLED and name in vars(self):
+        if name in _PLANNED and name in vars(self):
             raise AttributeError(
                 f"{name} of a private loader is settled, as the accounting rests on it: call detach() and make the run private "
                 "anew with another loader"
@@ -161,7 +161,7 @@ class PrivateLoader:
         steps = min(self.steps_per_epoch, self.remaining())
         waiting: deque[tuple[list[int], Ticket]] = deque()
         read: Any = _Singly(self.dataset) if _may_mix(self.dataset) else self.dataset
-        inner: DataLoader = DataLoader(read, batch_sampler=_Drawn(self, steps, waiting), **self._options)
+        inner: DataLoader = DataLoader(read, batch_sampler=_TicketedBatches(self, steps, waiting), **self._options)
         try:
             for indices, ticket, lengths, batch in self._tickets(self._collated(inner), waiting):
                 if not self.look_ahead:
@@ -300,7 +300,7 @@ def _ticket(sizes: list[int], weight: float, *, is_last: bool) -> Ticket:
     return Ticket(row_units, torch.full((len(sizes),), weight), is_last)
 
 
-class _Drawn:
+class _TicketedBatches:
     """The batch sampler of the inner DataLoader: runs in the main process, queues a ticket for every index list."""
 
     def __init__(self, loader: PrivateLoader, steps: int, waiting: deque[tuple[list[int], Ticket]]):

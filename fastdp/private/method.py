@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import fastdp.accounting as accounting
-from fastdp.accounting.events import CONSTANT, Factors
+from fastdp.accounting.events import CONSTANT, NoiseFactors
 from fastdp.engine.policy import Policy
 from fastdp.private.parts import Part
 from fastdp.private.plan import Budget, Plan
@@ -34,7 +34,7 @@ class Method(ABC):
         return ()
 
     @property
-    def noise_factors(self) -> Factors:
+    def noise_factors(self) -> NoiseFactors:
         """What a step's noise multiplier is multiplied with, by the step from which on."""
         return CONSTANT
 

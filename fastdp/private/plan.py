@@ -6,18 +6,17 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 import fastdp.accounting as accounting
-from fastdp.accounting.events import CONSTANT, Factors
+from fastdp.accounting.events import CONSTANT, NoiseFactors, Sampling
 from fastdp.accounting.ledger import STEP
 from fastdp.accounting.pld import Adjacency
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.sampler import PoissonSampler, Sampler, ShuffledSampler
 
-Sampling = Literal["poisson", "shuffled"]
 SAMPLINGS: tuple[Sampling, ...] = ("poisson", "shuffled")
 ADJACENCIES: tuple[Adjacency, ...] = ("add_remove", "replace_one", "zero_out")
 
@@ -88,7 +87,7 @@ class Plan:
     noise_multiplier: float | None
     unit: str = "example"
     side: tuple[SideRelease, ...] = ()
-    factors: Factors = CONSTANT
+    factors: NoiseFactors = CONSTANT
 
     def __post_init__(self) -> None:
         if self.sampling not in SAMPLINGS:

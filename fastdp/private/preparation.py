@@ -39,7 +39,7 @@ Contributions = Callable[[Any], Iterator[Mapping[str, torch.Tensor]]]
 _SAMPLED = 4
 _GOLDEN = 0.6180339887498949
 #: How far what an example contributes may move beside a longer one, relative to its size: rounding of other shapes.
-_APART = 1e-2
+_TOLERANCE = 1e-2
 _PADDED = (
     "an example contributes otherwise to this release when it is collated beside a longer one: padding changes it. Padding on "
     "the left shifts positions unless position_ids are given: pad on the right; nothing was released"
@@ -237,7 +237,7 @@ class Sample:
         )
         try:
             for batch in loader:
-                batch = _placed(batch, self._preparation.parameters)
+                batch = _to_device(batch, self._preparation.parameters)
                 output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
                 (output["loss"] if isinstance(output, Mapping) else output[0]).backward()
             accumulator.merge(self._access.ranks)
@@ -308,7 +308,7 @@ def _parts(
             continue
         if not checked:
             _require_independence(ticket.source, parameters, contributions)
-        found, units, placed = 0, weights.shape[0], _placed(batch, parameters)
+        found, units, placed = 0, weights.shape[0], _to_device(batch, parameters)
         drawn = [] if checked or units < 2 else random.SystemRandom().sample(range(units), 2)
         for part in contributions(placed):
             counts = {tensor.shape[0] for tensor in part.values()}
@@ -340,7 +340,7 @@ def _require_independence(
     items = [source.dataset[index] for index in dict.fromkeys([*source.indices[:_SAMPLED], *spread])]
     longest, shortest = max(items, key=example_length), min(items, key=example_length)
     beside, alone = (
-        _first(contributions(_placed(source.collated(chosen), parameters)))
+        _first(contributions(_to_device(source.collated(chosen), parameters)))
         for chosen in ([shortest, longest], [shortest])
     )
     _require_same(beside, alone, _PADDED)
@@ -355,10 +355,10 @@ def _require_same(one: Mapping[str, torch.Tensor], alone: Mapping[str, torch.Ten
     """Raise `SelfCheckError` if what a unit contributes is another alone, and finite there."""
     size = sum(float(t.double().square().sum()) for t in alone.values()) ** 0.5
     gap = sum(float((one[n].double() - alone[n].double()).square().sum()) for n in alone) ** 0.5
-    if math.isfinite(size) and not gap <= _APART * size:
+    if math.isfinite(size) and not gap <= _TOLERANCE * size:
         raise SelfCheckError(otherwise)
 
 
-def _placed(batch: Any, parameters: Mapping[str, torch.nn.Parameter]) -> Any:
+def _to_device(batch: Any, parameters: Mapping[str, torch.nn.Parameter]) -> Any:
     device = next(iter(parameters.values())).device
     return map_tensors(batch, lambda tensor: tensor.to(device))

@@ -23,7 +23,7 @@ from fastdp.private.preparation import Outcome
 #: Room for float32's rounding among the records of one sum, in units of the bound.
 ROUNDING = 1e-4
 #: Records that share a forward pass; an odd number of others leaves room for one more beside the last.
-TOGETHER = 4
+RECORDS_PER_PASS = 4
 
 #: The examples of one unit of privacy.
 Unit = list[Any]
@@ -90,7 +90,7 @@ class Evidence:
         )
 
 
-def prove(
+def prove_run(
     start: Start,
     units: Sequence[Unit],
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
@@ -110,7 +110,7 @@ def prove(
     """
     if len(units) < 3:
         raise ValueError(f"{len(units)} records have no neighbours to speak of: give at least 3")
-    base, spare = list(units[: 2 * TOGETHER - 1]), units[-1]
+    base, spare = list(units[: 2 * RECORDS_PER_PASS - 1]), units[-1]
     longest = longest or reach(units)
     release = _Releases(start, loss or own_loss)
     before = release(base)
@@ -130,7 +130,7 @@ def prove(
 
 def spread_out(count: int) -> list[int]:
     """Numbers of a few units from all over a data set of so many."""
-    return sorted({round(k * (count - 1) / (2 * TOGETHER - 1)) for k in range(2 * TOGETHER)})
+    return sorted({round(k * (count - 1) / (2 * RECORDS_PER_PASS - 1)) for k in range(2 * RECORDS_PER_PASS)})
 
 
 def reach(units: Sequence[Unit]) -> int:
@@ -154,7 +154,7 @@ def own_loss(model: Any, batch: Any) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Settled(Method):
+class PreparedMethod(Method):
     """A method after its preparation: the same policy, without releases of its own.
 
     Args:

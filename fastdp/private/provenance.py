@@ -19,7 +19,7 @@ from fastdp.verify.state import StateCheck
 #: Columns of the table in which bits are added up.
 _WIDE = 512
 #: Under this name the ledger keeps which runs trained the model before.
-_BEFORE = "trained before"
+_TRAINED_BEFORE = "trained before"
 _TRAINED_BEFORE = (
     "this model, or a part of it, was in private runs before ({}): unless other weights were loaded since, what those spent on "
     "the same data adds to this figure"
@@ -90,8 +90,8 @@ class Provenance:
         modules = (run for module in self._model.modules() for run in _TRAINED.get(module, ()))
         copies = (_RELEASED[bits] for bits in self._bits() if bits in _RELEASED)
         earlier = [run for run in dict.fromkeys((*modules, *copies)) if run != self._ledger.run_id]
-        if earlier and self._ledger.noted(_BEFORE) is None:
-            self._ledger.note(_BEFORE, ", ".join(earlier))
+        if earlier and self._ledger.noted(_TRAINED_BEFORE) is None:
+            self._ledger.note(_TRAINED_BEFORE, ", ".join(earlier))
 
     def begin(self) -> None:
         """The run trains from here on."""
@@ -141,7 +141,7 @@ class Provenance:
 
     def sentences(self) -> list[str]:
         """For the card."""
-        before = self._ledger.noted(_BEFORE)
+        before = self._ledger.noted(_TRAINED_BEFORE)
         changed = self._changed or self._ledger.noted(_CHANGED) is not None
         return [
             *([] if before is None else [_TRAINED_BEFORE.format(before)]),

@@ -491,13 +491,13 @@ class Private(Published):
                 "weights in pieces cannot be copied: prove a run of the same model, or of a smaller one, in one process"
             )
         loader, twin = self.data_loader, copy.deepcopy(self.model).train()
-        method = proving.Settled(self.method, self.outcome)
+        method = proving.PreparedMethod(self.method, self.outcome)
         units = [
             [loader.dataset[index] for index in loader.units.examples(unit)]
             for unit in proving.spread_out(len(loader.units))
         ]
-        return proving.prove(
-            lambda drawn: self._open_replay(twin, method, drawn, proving.TOGETHER),
+        return proving.prove_run(
+            lambda drawn: self._open_replay(twin, method, drawn, proving.RECORDS_PER_PASS),
             units,
             loss,
             longest or proving.positions(self.model, units),

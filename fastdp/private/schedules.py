@@ -38,7 +38,7 @@ def follow_releases(optimizer: torch.optim.Optimizer) -> None:
     _FOLLOWED.add(optimizer)
 
 
-def count_release(optimizer: torch.optim.Optimizer) -> None:
+def count_update(optimizer: torch.optim.Optimizer) -> None:
     """Note that the optimizer is about to apply another release."""
     _RELEASES[optimizer] = _RELEASES.get(optimizer, 0) + 1
 

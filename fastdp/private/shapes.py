@@ -132,7 +132,7 @@ class ShapedCollator:
         return self.pads.get(name) if sequence else None
 
 
-class Places:
+class PublicPlaces:
     """Places for the units of a logical batch, in microbatches of one size; those that are left over are padding.
 
     Units are put into places at random, among a number of places that no draw changes. So where the others stand has one

@@ -18,7 +18,7 @@ from fastdp.engine.policy import Policy
 from fastdp.private.observer import Observer
 from fastdp.private.parts import Part, noised_fraction
 from fastdp.private.plan import Plan
-from fastdp.private.schedules import count_release, follow_releases, forget_releases
+from fastdp.private.schedules import count_update, follow_releases, forget_releases
 from fastdp.private.stages import Stages
 from fastdp.verify import Checks
 
@@ -77,7 +77,7 @@ class Steps:
     ):
         self._model, self._optimizer, self._stages = model, optimizer, stages
         self._ledger, self._plan, self._ranks, self._prepare = ledger, plan, ranks, prepare
-        self._carried = _Carried(optimizer, resumed=ledger.spent_steps > 0)
+        self._carried = _OptimizerStateGuard(optimizer, resumed=ledger.spent_steps > 0)
         # Among what follows the releases, so that it hears of a checkpoint that is loaded.
         following.append(self._carried)
         self._observers, self._following = observers, following
@@ -176,7 +176,7 @@ class Steps:
         alone = len(optimizer._optimizer_step_pre_hooks) == 1 and not self._observers
         update = optimizer.noisy_update() if alone and hasattr(optimizer, "noisy_update") else None
         release(accumulator.sums, accumulator.policy, update=update, lent=accumulator.lent)
-        count_release(optimizer)
+        count_update(optimizer)
         for observer in self._observers:
             observer.after_release(accumulator)
         for following in self._following:
@@ -274,7 +274,7 @@ _LEFT: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[Any], list[in
 
 def refuse_warm(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for an optimizer with a state that neither its settings nor a private run that has ended left there."""
-    if _held(optimizer)[0] and not _as_left(optimizer) and not _is_initial(optimizer):
+    if _state_values(optimizer)[0] and not _as_left(optimizer) and not _is_initial(optimizer):
         raise ValueError(_WARM)
 
 
@@ -289,10 +289,10 @@ def _is_initial(optimizer: torch.optim.Optimizer) -> bool:
         settings = (torch.tensor(number, dtype=value.dtype).item() for number in (0.0, *numbers))
         return any(bool((value == setting).all()) for setting in settings)
 
-    return all(map(constant, _held(optimizer)[0]))
+    return all(map(constant, _state_values(optimizer)[0]))
 
 
-class _Carried(Part):
+class _OptimizerStateGuard(Part):
     """What an optimizer carries from step to step: its updates follow from it, and releases alone may write into it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, resumed: bool):
@@ -305,7 +305,7 @@ class _Carried(Part):
 
     def keep(self) -> None:
         """From here on nobody may write into the state."""
-        _LEFT[self._optimizer] = _held(self._optimizer)
+        _LEFT[self._optimizer] = _state_values(self._optimizer)
 
     def forget(self) -> None:
         """Until the next step any state is taken."""
@@ -321,7 +321,7 @@ class _Carried(Part):
             raise RuntimeError(_STATE_CHANGED)
 
 
-def _held(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[int]]:
+def _state_values(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[int]]:
     """The values of an optimizer's state, and how often torch counted a write into each that is a tensor."""
     values = [value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values()]
     return values, [value._version for value in values if isinstance(value, torch.Tensor)]
@@ -331,7 +331,7 @@ def _as_left(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the state is what the latest release left: the same objects, into which nothing was written."""
     if optimizer not in _LEFT:
         return False
-    (left, before), (values, versions) = _LEFT[optimizer], _held(optimizer)
+    (left, before), (values, versions) = _LEFT[optimizer], _state_values(optimizer)
     return len(values) == len(left) and all(map(operator.is_, values, left)) and versions == before
 
 

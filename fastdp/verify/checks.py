@@ -160,7 +160,7 @@ class Checks(Routing):
         except (SelfCheckError, UnsupportedUse) as error:
             if passes.route == USES and isinstance(error, SelfCheckError):
                 # Losses of a batch that goes another way than the first are not told apart by the first's trace.
-                error = self._known.stray(passes.trace, call, ticket.rows) or error
+                error = self.known.stray(passes.trace, call, ticket.rows) or error
             if isinstance(error, SelfCheckError):
                 raise error
             if passes.route == USES:

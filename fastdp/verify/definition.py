@@ -33,7 +33,7 @@ _ROWS = 3
 _SAME_SHAPES = 1e-2
 OVERFLOWS = "a row that is not finite reaches other rows (0 times NaN is NaN)"
 NO_LOSS = "No example of this batch has a finite loss. Check labels and inputs; this batch was not released."
-PADDING = "padding changes this row's loss: pad on the right or pass position_ids and an attention mask"
+PADDING_ERROR = "padding changes this row's loss: pad on the right or pass position_ids and an attention mask"
 UNDECIDED = (
     "the loop, the model, its collator or the criterion draws random numbers that depend on the batch's shape, so rows were "
     "compared beside other companions and not alone"
@@ -203,13 +203,13 @@ class _Comparison:
             if one.dim() == other.dim() and not torch.equal(*(t.nan_to_num() for t in cropped(one, other))):
                 raise mixes(path[-1])
         if passes.returns_loss and self._alike(self._run(probe.trimmed(cut)), 0, alone):
-            raise UnsupportedUse(PADDING)
+            raise UnsupportedUse(PADDING_ERROR)
         values = self._run(cut).values
         if self.calls.collated and all(a[0].shape == b[0].shape for a, b in zip(values, alone.values)):
             # No mask shows the padding: the one-example route collates each example by itself.
             passes.recollates = True
-            raise UnsupportedUse(PADDING)
-        raise SelfCheckError(f"In {type(passes.model).__name__} {PADDING}; this batch was not released.")
+            raise UnsupportedUse(PADDING_ERROR)
+        raise SelfCheckError(f"In {type(passes.model).__name__} {PADDING_ERROR}; this batch was not released.")
 
 
 def check_companions(passes: Passes, call: Call, ticket: Ticket) -> None:
@@ -296,7 +296,7 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
             raise stateful()
         if any(_differ(a, b, tolerance) for a, b in zip(own, alone)):
             if not calls.collated:
-                raise SelfCheckError(f"In {type(passes.model).__name__} {PADDING}; this batch was not released.")
+                raise SelfCheckError(f"In {type(passes.model).__name__} {PADDING_ERROR}; this batch was not released.")
             passes.recollates = True
         if _differ(two, one, tolerance) and _differ(two, 2 * one, tolerance):
             raise SelfCheckError(

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from fastdp.accounting import verify
 from fastdp.accounting.card import digest
 from fastdp.finetune import finetune
+from fastdp.private.shapes import factors_in_words
 from tests.finetune.conftest import config, files, model_folder  # noqa: F401 - fixtures
 
 #: Words for a reader, which nothing else on a card, in weights or in a ledger says a second time.
@@ -87,6 +88,17 @@ def test_no_field_but_words_can_be_changed(run):
     without = next(body for path, new, body in tried if path == "files" and "files" not in body)
     assert any("adapter's config" in said for said in verify(without, weights=folder).unchecked)
     assert ("epsilon.target", card["epsilon"]["target"] / 2) not in held
+
+
+def test_the_sentence_on_shapes_is_a_known_one_and_the_only_one(run):
+    _, card = run
+    public, private = map(factors_in_words, (True, False))
+    others = card["remaining"][:2]
+    for sentences, holds in (([public], True), ([private], True), ([], False), ([public, private], False)):
+        body = {**card, "remaining": [*others, *sentences]}
+        result = verify({**body, "digest": digest(body)})
+        assert result.holds is holds
+        assert holds or "what one unit's shape does" in result.reason
 
 
 @pytest.mark.parametrize(

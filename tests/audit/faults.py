@@ -19,6 +19,7 @@ from fastdp.engine.accumulator import Accumulator
 from fastdp.methods.rapft import PrivateSubset, PublicMap, RapFT
 from fastdp.private.observer import Observer
 from fastdp.private.run import Private
+from tests.noise import noise_ops
 
 CONFIDENCE = 0.95
 DELTA = 1e-5
@@ -50,20 +51,16 @@ class Weaker(Observer):
     """Has the noise of a run made ``factor`` times what it should be, by a kernel at fault: a policy at fault is refused."""
 
     def __init__(self, factor: float):
-        self.factor = factor
-        self.sound = ops.add_noise_
+        self.weaker = noise_ops(lambda total, std, add: add(total, std * factor))
+        self.sound = {name: getattr(ops, name) for name in self.weaker}
 
     def before_release(self, accumulator: Accumulator) -> None:
-        """The kernel at fault takes the place of the sound one."""
-
-        def weaker(x: torch.Tensor, std: float, stream: Any, **options: Any) -> torch.Tensor:
-            return self.sound(x, std * self.factor, stream, **options)
-
-        ops.add_noise_ = weaker
+        """Put the kernels at fault in the place of the sound ones."""
+        vars(ops).update(self.weaker)
 
     def after_release(self, accumulator: Accumulator) -> None:
-        """And goes again."""
-        ops.add_noise_ = self.sound
+        """Put the sound kernels back."""
+        vars(ops).update(self.sound)
 
 
 def weaker_noise(canaries: int, factor: float, epsilon: float = 2.0, steps: int = 4) -> audit.AuditResult:

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 import fastdp
-from fastdp import audit, ops
+from fastdp import audit
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.norms import NormSink
 from fastdp.engine.policy import Policy
 from fastdp.ops.stream import NoiseStream
-from fastdp.private.release import Release
 from fastdp.private.run import Private
-from tests.audit.runs import CANARIES, Tied, canary, ordinary, start, train
+from tests.audit.runs import CANARIES, ORDINARY, Tied, canary, ordinary, start, train
+from tests.noise import Add, replace_noise
 
 CONFIDENCE = 1 - 1e-5
 SHARES = (0.2, 0.5)
@@ -93,10 +93,7 @@ def test_canaries_see_what_little_noise_shows() -> None:
 
 @pytest.fixture
 def noise_at_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
-    def draw(self: Release, total: torch.Tensor, std: float, index: int, *_: Any) -> None:
-        ops.add_noise_(total, std / 10, self.stream.at(self._count, index))
-
-    monkeypatch.setattr(Release, "_draw", draw)
+    replace_noise(monkeypatch, lambda total, std, add: add(total, std / 10))
 
 
 @pytest.mark.usefixtures("noise_at_a_tenth")
@@ -112,10 +109,9 @@ def test_noise_at_a_tenth_is_caught_by_examples(score: str) -> None:
 
 
 def test_noise_that_is_reused_in_every_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def draw(self: Release, total: torch.Tensor, std: float, index: int, *_: Any) -> None:
-        ops.add_noise_(total, std, NoiseStream.unsafe_reproducible(1).at(0, index))
-
-    monkeypatch.setattr(Release, "_draw", draw)
+    # Every draw at a step claims its position here, by the group or singly.
+    repeated = NoiseStream.unsafe_reproducible(1)
+    monkeypatch.setattr(NoiseStream, "_claim", lambda self, step, tensors: repeated._positions(0, tensors))
     assert gradients().refuted
 
 
@@ -157,26 +153,21 @@ def test_a_second_use_left_out_of_the_norm_is_caught(score: str, monkeypatch: py
 
 
 def test_noise_scaled_as_if_the_sum_were_a_mean_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise for the mean put on the sum: too small by the batch size."""
-
-    def draw(self: Release, total: torch.Tensor, std: float, index: int, *_: Any) -> None:
-        ops.add_noise_(total, std / self.expected_batch_size, self.stream.at(self._count, index))
-
-    monkeypatch.setattr(Release, "_draw", draw)
+    """Noise for the mean put on the sum: too small by the batch size, which is all of the data here."""
+    replace_noise(monkeypatch, lambda total, std, add: add(total, std / ORDINARY))
     assert any(gradients().refuted for _ in range(2))
 
 
 def test_noise_whose_size_depends_on_the_data_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three times the noise where the clipped sum is large: too much on average, and it shows where that is."""
-    correct = Release._add_noise
 
-    def add_noise(self: Release, name: str, total: torch.Tensor, policy: Policy, index: int) -> None:
+    def draw(total: torch.Tensor, std: float, add: Add) -> None:
         extra = torch.where(total.abs() > total.abs().median(), 3.0, 1.0)
         silent = total.clone()
-        correct(self, name, total, policy, index)
+        add(total, std)
         total.copy_(silent + (total - silent) * extra)
 
-    monkeypatch.setattr(Release, "_add_noise", add_noise)
+    replace_noise(monkeypatch, draw)
     assert not gradients().refuted
     assert gradients(statistic="variance").refuted
 

@@ -37,6 +37,8 @@ def test_every_op_is_checked(rows):
         "instance_sum_group",
         "weighted_sum_group",
         "adamw_noise_steps",
+        "add_noise_group",
+        "direct_norms",
     }
     assert public - {"choice_log_probabilities"} - many | {"clip_noise_backward", "engine,"} <= names
 

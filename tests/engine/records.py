@@ -158,7 +158,7 @@ def moved(case: Case) -> float:
             sink.matrix(b, Factors(*second), layout)
 
     route = case.uses if case.uses in ("gram", "direct", "instantiate") else "gram"
-    with mock.patch.object(norms, "plan", return_value=route):
+    with mock.patch.object(norms, "plan_route", return_value=route):
         accumulator.tables = frozenset({"a"} if case.uses == "tied" else ())
         accumulator.run(backward, sinks.append, layout, expected, two_pass=case.two_pass)  # type: ignore[arg-type]
     return _finite_length(policy, accumulator.sums)

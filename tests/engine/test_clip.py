@@ -14,7 +14,7 @@ import fastdp
 from fastdp.accounting.card import among_units
 from fastdp.engine import norms as norm_sinks
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.bounds import Errors, Norms, down
+from fastdp.engine.bounds import Errors, Norms, round_down
 from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
@@ -182,7 +182,7 @@ def test_a_bare_norm_is_no_bound() -> None:
 )
 def test_weights_are_rounded_down(ratios: list[float]) -> None:
     exact = torch.tensor([ratios], dtype=torch.float64)
-    weights = down(exact).double()
+    weights = round_down(exact).double()
     assert bool((weights <= exact).all())
     assert bool((weights <= 1).all())
     assert bool(((weights >= exact.clamp(max=1) * (1 - 2.0**-22)) | (exact < 1 / LARGEST_RATIO)).all())
@@ -230,7 +230,7 @@ def test_leaving_a_record_out_moves_the_sum_by_its_bound_and_the_stated_rounding
             def backward(_: bool, sinks: Any = sinks, layout: Any = layout, use: Any = (parameter, factors)) -> None:
                 sinks[-1].matrix(*use, layout)
 
-            with mock.patch.object(norm_sinks, "plan", return_value=route):
+            with mock.patch.object(norm_sinks, "plan_route", return_value=route):
                 accumulator.run(backward, sinks.append, layout, {}, two_pass=two_pass)
             sums.append(accumulator.sums["a"].double())
         worst = max(worst, float((sums[0] - sums[1]).norm()))

@@ -52,6 +52,14 @@ def require_alike(engine: Engine, other: Engine) -> None:
         torch.testing.assert_close(engine.accumulator.sums[name], total, rtol=1e-4, atol=1e-6)
 
 
+def test_a_reentrant_checkpoint_without_parameters_may_follow(taken: list[int]) -> None:
+    """Autograd refuses to be asked for single gradients behind one."""
+    engine = twice(Net(lambda net, h: checkpoint(torch.tanh, h, use_reentrant=True)).train(), DATA)
+    assert taken[1] > 0
+    units = one_by_one(Net(lambda net, h: torch.tanh(h)), DATA)
+    assert error(engine.accumulator.sums, clipped_sum(units, 0.5)) < EXACT
+
+
 @pytest.mark.parametrize(*pairs(("tuning", ["full", "lora"]), ("name", ["llama", "bert", "gpt2"])))
 def test_sums_of_models(name: str, tuning: str, taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = twice(build(name, tuning), batch(name))

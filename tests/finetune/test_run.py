@@ -173,7 +173,7 @@ def test_prompt_and_target_columns(config, files):
 def test_settings_are_refused_before_anything_is_read_loaded_or_made(config, tmp_path, monkeypatch, changes, words):
     from fastdp.finetune import run
 
-    for name in ("read_rows", "check_model", "load_tokenizer", "load_trained"):
+    for name in ("read_rows", "check_model_name", "load_tokenizer", "load_trained"):
         monkeypatch.setattr(run, name, lambda *_, name=name: pytest.fail(f"{name} came before the refusal"))
     with pytest.raises(ConfigError, match=words):
         finetune(replace(config, **changes))

@@ -13,7 +13,7 @@ from fastdp.accounting import Card, verify
 from fastdp.audit.saved import load_saved
 from fastdp.data import DataError, read_rows
 from fastdp.finetune import ConfigError, FinetuneConfig, finetune
-from fastdp.finetune.synthesis import Judge, Sampling, near_copies, synthesize
+from fastdp.finetune.synthesis import Judge, TokenSampling, near_copies, synthesize
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def prompts(tmp_path_factory):
 
 
 def test_each_prompt_gets_as_many_different_texts(trained, prompts):
-    found = list(synthesize(*load_saved(trained / "prompted"), read_rows(prompts), 5, Sampling(batch_size=3)))
+    found = list(synthesize(*load_saved(trained / "prompted"), read_rows(prompts), 5, TokenSampling(batch_size=3)))
     assert [row["mr"] for row in found] == ["first prompt"] * 5 + ["second prompt"] * 5
     assert len({(row["mr"], row["ref"]) for row in found}) == 10
     assert all(row["ref"] for row in found)
@@ -55,7 +55,7 @@ def test_what_the_model_is_given_is_what_training_gave_it(trained, prompts, monk
     given = []
     draw = model.generate
     monkeypatch.setattr(model, "generate", lambda **how: given.append(how["input_ids"][0].tolist()) or draw(**how))
-    list(synthesize(model, tokenizer, config, read_rows(prompts), 1, Sampling()))
+    list(synthesize(model, tokenizer, config, read_rows(prompts), 1, TokenSampling()))
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     assert given[0] == start + tokenizer("first prompt\n", add_special_tokens=False)["input_ids"]
 
@@ -63,14 +63,14 @@ def test_what_the_model_is_given_is_what_training_gave_it(trained, prompts, monk
 def test_a_seed_gives_the_same_rows_and_leaves_random_states_alone(trained):
     loaded = load_saved(trained / "plain")
     state = torch.get_rng_state()
-    one, two, other = (list(synthesize(*loaded, None, 3, Sampling(seed=seed))) for seed in (1, 1, 2))
+    one, two, other = (list(synthesize(*loaded, None, 3, TokenSampling(seed=seed))) for seed in (1, 1, 2))
     assert one == two != other
     assert list(one[0]) == ["text"]
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_model_that_repeats_itself_gives_fewer_rows(trained):
-    assert len(list(synthesize(*load_saved(trained / "plain"), None, 4, Sampling(top_p=1e-6, seed=3)))) < 4
+    assert len(list(synthesize(*load_saved(trained / "plain"), None, 4, TokenSampling(top_p=1e-6, seed=3)))) < 4
 
 
 @pytest.mark.parametrize(
@@ -86,18 +86,18 @@ def test_what_does_not_fit_is_refused(trained, prompts, which, given, changes, n
     model, tokenizer, config = load_saved(trained / which)
     config, table = dataclasses.replace(config, **changes), read_rows(prompts) if given else None
     with pytest.raises(ConfigError, match=named):
-        list(synthesize(model, tokenizer, config, table, 1, Sampling()))
+        list(synthesize(model, tokenizer, config, table, 1, TokenSampling()))
 
 
 def test_a_prompt_file_without_the_column_is_named(trained, files):
     with pytest.raises(DataError, match="'mr'"):
-        list(synthesize(*load_saved(trained / "prompted"), read_rows(files / "text.jsonl"), 1, Sampling()))
+        list(synthesize(*load_saved(trained / "prompted"), read_rows(files / "text.jsonl"), 1, TokenSampling()))
 
 
 @pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"batch_size": 0}])
 def test_sampling_is_checked(changes):
     with pytest.raises(ValueError, match=next(iter(changes))):
-        Sampling(**changes)
+        TokenSampling(**changes)
 
 
 def test_near_copies_are_words_in_a_row():

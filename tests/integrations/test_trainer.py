@@ -350,7 +350,7 @@ def test_compute_loss_func_is_called_with_outputs_and_labels(tmp_path: Path) -> 
 def test_a_loss_over_the_whole_batch_is_refused_in_the_trainer_s_words(tmp_path: Path) -> None:
     made = trainer(tmp_path, kind=FromLogits)
     made.weight, made.reduction = torch.rand(made.model.config.vocab_size), "mean"
-    with pytest.raises(SelfCheckError, match=r"cross_entropy with weight= .* Give PrivacyArguments criterion="):
+    with pytest.raises(SelfCheckError, match=r"cross_entropy with weight= .* give PrivacyArguments criterion="):
         made.train()
     assert made.private.steps_done == 0
 

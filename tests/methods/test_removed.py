@@ -5,7 +5,7 @@ import pytest
 import fastdp
 from fastdp.methods import ewft, rapft
 from fastdp.methods.rapft import Initialisation, NoisyMap, PublicGradients, RapFT
-from fastdp.methods.removed import REPLACEMENTS, SUBSTITUTES
+from fastdp.methods.removed import REMOVED_NAMES, SUBSTITUTES
 
 AXES = {"source": PublicGradients([{}]), "allocation": "axes"}
 
@@ -37,7 +37,7 @@ def test_a_form_without_a_substitute_is_refused_by_value_and_by_position():
         RapFT(NoisyMap(1.0, 0.1), another=1)
 
 
-@pytest.mark.parametrize("key", [key for key in REPLACEMENTS if key[0].islower()])
+@pytest.mark.parametrize("key", [key for key in REMOVED_NAMES if key[0].islower()])
 def test_a_removed_name_of_a_package_says_what_to_use(key):
     package, _, name = key.partition(".")
     with pytest.raises(AttributeError, match=f"{key} was removed: use "):
@@ -47,5 +47,5 @@ def test_a_removed_name_of_a_package_says_what_to_use(key):
 
 
 def test_sentences_are_short_and_substitutes_are_of_removed_settings():
-    assert SUBSTITUTES.keys() <= REPLACEMENTS.keys()
-    assert max(len(f"{key} was removed: {text}".split()) for key, text in REPLACEMENTS.items()) <= 25
+    assert SUBSTITUTES.keys() <= REMOVED_NAMES.keys()
+    assert max(len(f"{key} was removed: {text}".split()) for key, text in REMOVED_NAMES.items()) <= 25

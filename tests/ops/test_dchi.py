@@ -166,8 +166,8 @@ def test_place_alone_decides(monkeypatch):
     other = torch.cat([ids[:60], torch.randint(0, 200, (440,))])
     assert torch.equal(tokens[:60], private_snap(other, table, eta, stream(9))[:60])
     assert torch.equal(tokens.view(20, 25), private_snap(ids.view(20, 25), table, eta.view(20, 25), stream(9)))
-    monkeypatch.setattr(search, "ROWS", 33)
-    monkeypatch.setattr(search, "TILE", 48)
+    monkeypatch.setattr(search, "BLOCK_ROWS", 33)
+    monkeypatch.setattr(search, "TABLE_ROWS", 48)
     assert torch.equal(tokens, by_threads(lambda: private_snap(ids, table, eta, stream(9))))
 
 

@@ -40,8 +40,8 @@ def test_exact_on_odd_shapes(n, v):
 
 @pytest.mark.usefixtures("_first_pass")
 def test_exact_over_several_tiles_and_chunks(monkeypatch):
-    monkeypatch.setattr(module, "ROWS", 37)
-    monkeypatch.setattr(module, "TILE", 100)
+    monkeypatch.setattr(module, "BLOCK_ROWS", 37)
+    monkeypatch.setattr(module, "TABLE_ROWS", 100)
     x, table = torch.randn(113, 48), torch.randn(1057, 48)
     assert torch.equal(snap(x, table), nearest(x, table))
 

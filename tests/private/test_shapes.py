@@ -17,7 +17,7 @@ from fastdp.data import Collator
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
 from fastdp.private.sampler import PoissonSampler, ShuffledSampler
-from fastdp.private.shapes import TAIL, Places, PublicShapes, ShapedCollator
+from fastdp.private.shapes import TAIL, PublicPlaces, PublicShapes, ShapedCollator
 
 #: Records beside the one that changes, which is the last.
 OTHERS = 11
@@ -177,8 +177,8 @@ def test_every_batch_has_a_public_shape_and_ends_in_padding() -> None:
 def test_the_number_of_microbatches_follows_from_public_numbers() -> None:
     sampler = PoissonSampler(1000, 0.05, NoiseStream())
     most = sampler.most(TAIL)
-    assert Places(sampler, 1000).microbatches == 1
-    places = Places(sampler, 16)
+    assert PublicPlaces(sampler, 1000).microbatches == 1
+    places = PublicPlaces(sampler, 16)
     assert places.microbatches == -(-most // 16)
     for drawn in (range(0), range(1), range(50), range(most)):
         made = places.of(drawn, NoiseStream().permutation)

@@ -24,7 +24,6 @@ from fastdp.engine.losses import LossTerms
 from fastdp.engine.policy import Policy
 from fastdp.engine.routing import Routing
 from fastdp.ops.noise import standard_normals
-from fastdp.private import release as releases
 from fastdp.private.sampler import ShuffledSampler
 from tests.cases import cases
 from tests.engine.models import batch as model_batch, build
@@ -44,6 +43,7 @@ from tests.engine.runs import (
     same,
     start,
 )
+from tests.noise import Add, replace_noise
 
 
 def notices(check: Callable[[], None], *errors: type[BaseException]) -> None:
@@ -182,13 +182,12 @@ def test_trap_05_the_accountant_describes_the_sampler_that_ran(monkeypatch: pyte
 
 def test_trap_07_noise_is_added_once_however_the_work_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     draws: list[float] = []
-    drawn = releases.ops.add_noise_
 
-    def counting(x: torch.Tensor, std: float, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def counting(total: torch.Tensor, std: float, add: Add) -> None:
         draws.append(std)
-        return drawn(x, std, *args, **kwargs)
+        add(total, std)
 
-    monkeypatch.setattr(releases.ops, "add_noise_", counting)
+    replace_noise(monkeypatch, counting)
     for physical in (None, 1, 3):
         draws.clear()
         private = start(noise_multiplier=2.0, max_physical_batch_size=physical, method=fastdp.DPSGD(max_grad_norm=0.5))
@@ -223,11 +222,12 @@ def test_trap_08_noise_is_drawn_in_float32_for_bf16_parameters(monkeypatch: pyte
 
     check()
 
-    def in_bf16(release: Any, total: torch.Tensor, std: float, index: int, *_: Any) -> None:
+    def in_bf16(total: torch.Tensor, std: float, add: Add) -> None:
         noise = torch.zeros_like(total, dtype=torch.bfloat16)
-        total.add_(releases.ops.add_noise_(noise, 1.0, release.stream.at(release._count, index)).float() * std)
+        add(noise, 1.0)
+        total.add_(noise.float() * std)
 
-    monkeypatch.setattr(releases.Release, "_draw", in_bf16)
+    replace_noise(monkeypatch, in_bf16)
     notices(check)
 
 

@@ -160,16 +160,16 @@ def _transposed(
     )
 
 
-def _named(function: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
+def _bind_name(function: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
     handler = functools.partial(rule, function.__name__)
     handler.__name__ = function.__name__  # type: ignore[attr-defined]
     return handler
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    **{function: _named(function, _forwards) for function in (F.conv1d, F.conv2d, F.conv3d)},
+    **{function: _bind_name(function, _forwards) for function in (F.conv1d, F.conv2d, F.conv3d)},
     **{
-        function: _named(function, _transposed)
+        function: _bind_name(function, _transposed)
         for function in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
     },
 }

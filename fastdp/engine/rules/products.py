@@ -13,7 +13,7 @@ from fastdp.engine.head import take
 from fastdp.engine.lanes import PerLane
 from fastdp.engine.logits import Logits
 from fastdp.engine.reads import Reads
-from fastdp.engine.uses import LinearUse, Product, Tap, applied, kind
+from fastdp.engine.uses import LinearUse, Product, Tap, applied, operation_kind
 from fastdp.ops.routes import NARROW
 
 
@@ -94,7 +94,7 @@ def _product(reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: 
         held = held if whole else 1 << 62
         if trained[0]:
             rows = tap.layout.rows
-            noted = kind(operation, x.shape, rows, fold)
+            noted = operation_kind(operation, x.shape, rows, fold)
             reads.products[id(weight)] = operation, id(bias), x.shape, rows, noted, use, held
         return applied(x, weight, bias, tap, use, held)
     own = tuple(p for p, read in zip((weight, bias), trained) if read)

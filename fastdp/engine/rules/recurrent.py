@@ -18,7 +18,7 @@ from fastdp.engine.factors import Factors
 from fastdp.engine.lanes import PerLane
 from fastdp.engine.reads import Reads
 from fastdp.engine.uses import Tap, as_autocast
-from fastdp.ops.cells import CELLS, Run, State, shifted
+from fastdp.ops.cells import RECURRENT_CELLS, CellRun, State, shifted
 
 
 class RecurrentUse(torch.autograd.Function):
@@ -41,7 +41,7 @@ class RecurrentUse(torch.autograd.Function):
         own: torch.Tensor | None,
         *first: torch.Tensor,
     ) -> Any:
-        cell = CELLS[kind]
+        cell = RECURRENT_CELLS[kind]
         ctx.tap, ctx.kind, ctx.backwards = tap, kind, backwards
         ctx.x_dtype, ctx.first_dtypes = x.dtype, [state.dtype for state in first]
         ctx.parameters = [p if chosen else None for p, chosen in zip((into, across, bias, own), trained)]
@@ -59,9 +59,9 @@ class RecurrentUse(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         upstream, *last = gradients
         x, into, across, hidden, *rest = ctx.saved_tensors
-        run, first = Run(hidden, (), tuple(rest[: ctx.kept])), tuple(rest[ctx.kept :])
+        run, first = CellRun(hidden, (), tuple(rest[: ctx.kept])), tuple(rest[ctx.kept :])
         sink, layout = ctx.tap.open(), ctx.tap.layout
-        back = CELLS[ctx.kind].backward(run, first, across, upstream, tuple(last), ctx.backwards)
+        back = RECURRENT_CELLS[ctx.kind].backward(run, first, across, upstream, tuple(last), ctx.backwards)
 
         def rows_first(t: torch.Tensor) -> torch.Tensor:
             return t.transpose(0, 1).flatten(0, 1)
@@ -146,7 +146,7 @@ def _rows_first(input: torch.Tensor, *rest: Any) -> torch.Tensor:
     return input if rest[-1] or input.dim() != 3 else input.transpose(0, 1)
 
 
-def _named(kind: str, function: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
+def _bind_name(kind: str, function: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
     handler = functools.partial(rule, kind)
     handler.__name__ = function.__name__  # type: ignore[attr-defined]
     if rule is _layer:
@@ -155,6 +155,9 @@ def _named(kind: str, function: Any, rule: Callable[..., Any]) -> Callable[..., 
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    **{getattr(torch, kind): _named(kind, getattr(torch, kind), _layer) for kind in CELLS},
-    **{getattr(torch, f"{kind}_cell"): _named(kind, getattr(torch, f"{kind}_cell"), _cell) for kind in CELLS},
+    **{getattr(torch, kind): _bind_name(kind, getattr(torch, kind), _layer) for kind in RECURRENT_CELLS},
+    **{
+        getattr(torch, f"{kind}_cell"): _bind_name(kind, getattr(torch, f"{kind}_cell"), _cell)
+        for kind in RECURRENT_CELLS
+    },
 }

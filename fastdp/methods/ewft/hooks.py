@@ -13,7 +13,7 @@ import fastdp.accounting as accounting
 from fastdp.engine.modes import in_mode
 from fastdp.methods.blocks import Blocks, find_blocks
 from fastdp.methods.ewft.mask import argument, hide_padding
-from fastdp.methods.ewft.settings import Place
+from fastdp.methods.ewft.settings import NoisePlace
 from fastdp.methods.perturbation import Releases
 from fastdp.ops.stream import NoiseStream
 
@@ -24,7 +24,7 @@ _UNPROTECTED = (
 _QUERIES = "no training record was among the inference queries, whose releases the figure leaves out: nobody checked"
 
 
-class _Reached(Exception):
+class _LayerReached(Exception):
     """Ends a forward pass at the perturbed layer; carries the hidden state there, or its noisy code."""
 
     def __init__(self, hidden: Tensor):
@@ -47,7 +47,7 @@ class PerturbedLayer:
     Raises ValueError for a layer that does not exist, lengths that cannot be hidden, and a model that is perturbed already.
     """
 
-    def __init__(self, model: nn.Module, settings: Place, releases: LayerReleases):
+    def __init__(self, model: nn.Module, settings: NoisePlace, releases: LayerReleases):
         self.settings, self._releases = settings, releases
         self.blocks: Blocks = find_blocks(model)
         self._check_alone()
@@ -95,7 +95,7 @@ class PerturbedLayer:
         try:
             with in_mode(base, training=False):
                 base(**{key: value for key, value in batch.items() if key not in ("labels", "example_ids")})
-        except _Reached as reached:
+        except _LayerReached as reached:
             return reached.hidden
         finally:
             self._tap = None
@@ -170,13 +170,13 @@ class PerturbedLayer:
         hidden = output[0] if isinstance(output, tuple) else output
         self._check_hidden(hidden)
         if self._tap == "hidden":
-            raise _Reached(hidden)
+            raise _LayerReached(hidden)
         # The outermost model may have said so already, and turned gradients off for its base.
         self.training = self._began_training or self._trains(self.blocks.base)
         ids, self._ids, self._began_training = self._ids, None, False
         released = self._releases.release(hidden, self._mask, ids)
         if self._tap == "code":
-            raise _Reached(released)
+            raise _LayerReached(released)
         decoded = self._releases.decode(released).to(hidden.dtype)
         return (decoded, *output[1:]) if isinstance(output, tuple) else decoded
 
@@ -212,7 +212,7 @@ class LayerReleases(Releases, ABC):
         inference_releases: rows that were released outside of training, in evaluation mode and without gradients.
     """
 
-    def __init__(self, model: nn.Module, settings: Place, unsafe_seed: int | None):
+    def __init__(self, model: nn.Module, settings: NoisePlace, unsafe_seed: int | None):
         self.padded_length = settings.sequence_length
         self.perturbed = PerturbedLayer(model, settings, self)
         self.blocks = self.perturbed.blocks

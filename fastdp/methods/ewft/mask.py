@@ -24,7 +24,7 @@ def hide_padding(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], causal: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a block with an attention mask in which no position is padding."""
-    mask = whole(argument(module, args, kwargs), causal)
+    mask = full_mask(argument(module, args, kwargs), causal)
     if _NAME in kwargs:
         return args, {**kwargs, _NAME: mask}
     names = list(inspect.signature(module.forward).parameters)
@@ -34,7 +34,7 @@ def hide_padding(
     return (*args[:position], mask, *args[position + 1 :]), kwargs
 
 
-def whole(mask: Any, causal: bool) -> Tensor | None:
+def full_mask(mask: Any, causal: bool) -> Tensor | None:
     """The mask of a batch without padding, in the form that was given: None, [B, T], or [B, 1, T, T].
 
     Raises ValueError for a form that is not known, such as flex attention's.

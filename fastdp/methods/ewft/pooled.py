@@ -24,7 +24,7 @@ _ROUNDS = 50
 _RIDGE = 1e-2
 
 
-def pooled(hidden: Tensor, mask: Tensor | None) -> Tensor:
+def pool_rows(hidden: Tensor, mask: Tensor | None) -> Tensor:
     """Mean over the tokens that are not padding: [B, T, d] to float64 [B, d] on the CPU."""
     wide = hidden.detach().double()
     real = wide.new_ones(wide.shape[:2]) if mask is None else mask.to(wide.device).double()

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 import fastdp.accounting as accounting
 from fastdp.methods.ewft.hooks import LayerReleases
-from fastdp.methods.ewft.pooled import Codebook, Encoder, learn, pooled
+from fastdp.methods.ewft.pooled import Codebook, Encoder, learn, pool_rows
 from fastdp.methods.ewft.records import TOKEN_LABELS, Records
-from fastdp.methods.ewft.settings import Place
-from fastdp.methods.public import described
+from fastdp.methods.ewft.settings import NoisePlace
+from fastdp.methods.public import describe_origin
 
 
 @dataclass(frozen=True, kw_only=True)
-class PureSettings(Place):
+class PureSettings(NoisePlace):
     """Settings of `PureEWFT`, all public. Each record is released once, and known by its id.
 
     Args:
@@ -79,7 +79,7 @@ class PureEWFT(LayerReleases):
             )
         states, given = [], []
         for batch in public_batches:
-            states.append(pooled(self.perturbed.tapped(batch, "hidden"), batch.get("attention_mask")))
+            states.append(pool_rows(self.perturbed.tapped(batch, "hidden"), batch.get("attention_mask")))
             given.append(batch.get("labels"))
         if not states:
             raise ValueError("there was no public text to learn from")
@@ -93,7 +93,7 @@ class PureEWFT(LayerReleases):
         """Draws of hidden states [B]. Called by the forward pass."""
         if self._encoder is None:
             raise RuntimeError("there is no encoder yet: call learn with public text")
-        code = self.mechanism.encode(self._encoder, self._learned, pooled(hidden, mask))
+        code = self.mechanism.encode(self._encoder, self._learned, pool_rows(hidden, mask))
         if not self.perturbed.training:
             self.inference_releases += len(code)
             return self._drawn(code).to(hidden.device)
@@ -151,7 +151,7 @@ class PureEWFT(LayerReleases):
                 "encoder": None
                 if self._encoder is None
                 else f"public text, {'with' if self._with_labels else 'without'} labels",
-                "public_text": [text.describe() for text in settings.public_texts] or described(None),
+                "public_text": [text.describe() for text in settings.public_texts] or describe_origin(None),
             },
             noise_source=accounting.noise_source(self.stream.reproducible, rounds=self.stream.rounds),
             flaws=self.flaws(),

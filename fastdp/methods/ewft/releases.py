@@ -18,7 +18,7 @@ from fastdp.methods.ewft.autoencoder import StackedAutoencoder, TrainedPrivately
 from fastdp.methods.ewft.hooks import LayerReleases
 from fastdp.methods.ewft.records import EVALUATE, TOKEN_LABELS, Records
 from fastdp.methods.ewft.settings import EWFTSettings, kind
-from fastdp.methods.public import described
+from fastdp.methods.public import describe_origin
 from fastdp.ops.grid import DISTANCE
 
 _UNCHECKED = (
@@ -281,7 +281,7 @@ class EWFT(LayerReleases):
                 "autoencoder_trained_on": "private records, with its own event"
                 if isinstance(trained_on, TrainedPrivately)
                 else trained_on,
-                "public_text": [text.describe() for text in self.settings.public_texts] or described(None),
+                "public_text": [text.describe() for text in self.settings.public_texts] or describe_origin(None),
                 **dict(noise.settings),
             },
             unit="one user's sequence",

@@ -23,7 +23,7 @@ _JOINT_AUTOENCODER = "the autoencoder is trained together with the model, on seq
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class NoisePlace:
     """Where a model is perturbed, and what of its batches is public; see `EWFTSettings`.
 
     Raises ValueError for values out of range.
@@ -44,7 +44,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EWFTSettings(Place):
+class EWFTSettings(NoisePlace):
     """Settings of `EWFT`, all public.
 
     Args:

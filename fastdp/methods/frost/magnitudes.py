@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from fastdp.engine.bounds import UpperNorms, down
+from fastdp.engine.bounds import UpperNorms, round_down
 from fastdp.validate import one_of, positive
 
 Kind = Literal["MG", "MGNA"]
@@ -63,4 +63,4 @@ class Magnitude:
         0 for a unit whose gradient is not finite, and for one beyond 2^40 times the bound.
         """
         norms = upper.norms if self.kind == "MG" else upper.norms / sizes.unsqueeze(1)
-        return down(self.bound(sizes.tolist()) / norms.sum(0))
+        return round_down(self.bound(sizes.tolist()) / norms.sum(0))

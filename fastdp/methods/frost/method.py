@@ -18,7 +18,7 @@ from fastdp.methods.frost.accumulate import MagnitudeAccumulator
 from fastdp.methods.frost.magnitudes import Kind, Magnitude
 from fastdp.methods.frost.masked import MaskedPolicy, largest
 from fastdp.methods.frost.partitions import Declared, Partition, split
-from fastdp.methods.frost.selection import Selected, check_ratio, fill, select_partitions
+from fastdp.methods.frost.selection import Selected, check_unfreezing_ratio, fill, select_partitions
 from fastdp.methods.frost.sigma import check_selection, split_budget
 from fastdp.methods.frost.soft import even_axes, known_magnitudes, soft_scales
 from fastdp.methods.geometry import Groups, check_clipping, clip_groups, describe_clipping
@@ -177,7 +177,7 @@ class DPFrost(Options):
     def split(self, parameters: Mapping[str, torch.Tensor]) -> tuple[Partition, ...]:
         """The partitions of these parameters; raises ValueError if they do not fit them, or none fits the ratio."""
         partitions = split(parameters, self.partitions)
-        check_ratio(partitions, self.unfreezing_ratio)
+        check_unfreezing_ratio(partitions, self.unfreezing_ratio)
         return partitions
 
     def prepare(self, preparation: Preparation) -> None:

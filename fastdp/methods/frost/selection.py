@@ -30,7 +30,7 @@ class Selected:
     sensitivities: tuple[float, ...]
 
 
-def check_ratio(partitions: Sequence[Partition], unfreezing_ratio: float) -> None:
+def check_unfreezing_ratio(partitions: Sequence[Partition], unfreezing_ratio: float) -> None:
     """Raise ValueError unless gamma lies in (0, 1] and lets at least one partition be trained."""
     rate(unfreezing_ratio=unfreezing_ratio)
     total = sum(partition.size for partition in partitions)
@@ -71,7 +71,7 @@ def select_partitions(
 
     Raises ValueError if no partition fits.
     """
-    check_ratio(partitions, unfreezing_ratio)
+    check_unfreezing_ratio(partitions, unfreezing_ratio)
     sizes = np.array([partition.size for partition in partitions], dtype=np.int64)
     limit = unfreezing_ratio * float(sizes.sum())
     chosen = np.zeros(len(sizes), dtype=np.int64)
@@ -113,7 +113,7 @@ def fill(scores: Sequence[float], partitions: Sequence[Partition], unfreezing_ra
 
     Raises ValueError if no partition fits.
     """
-    check_ratio(partitions, unfreezing_ratio)
+    check_unfreezing_ratio(partitions, unfreezing_ratio)
     sizes = np.array([partition.size for partition in partitions], dtype=np.int64)
     chosen = np.zeros(len(sizes), dtype=np.int64)
     _take(chosen, 1, np.argsort(-np.asarray(scores), kind="stable"), sizes, unfreezing_ratio * float(sizes.sum()))

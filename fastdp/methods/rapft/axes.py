@@ -68,13 +68,13 @@ def second_moments(model: torch.nn.Module, batches: Iterable[Mapping[str, Any]])
     return {name: (square / count).sqrt() for name, square in squares.items()}
 
 
-def joined(axes: Mapping[str, RankOne]) -> dict[str, Tensor]:
+def join_axes(axes: Mapping[str, RankOne]) -> dict[str, Tensor]:
     """Rows and columns of each parameter, one behind the other, as an outcome keeps them."""
     return {name: torch.cat([axis.rows, axis.columns]) for name, axis in axes.items()}
 
 
 def axes_of(outcome: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, RankOne]:
-    """The axes that `joined` made an outcome of."""
+    """The axes that `join_axes` made an outcome of."""
     rows = {name: parameters[name].shape[0] if parameters[name].dim() else 1 for name in outcome}
     return {name: RankOne(both[: rows[name]], both[rows[name] :]) for name, both in outcome.items()}
 

@@ -13,7 +13,7 @@ from fastdp.validate import one_of
 RANKINGS = ("layer", "map")
 
 
-def check_ratio(irrelevance_ratio: float) -> float:
+def check_irrelevance_ratio(irrelevance_ratio: float) -> float:
     """beta as a float. Raises ValueError outside (.5, 1]: the weak block must be the larger one."""
     ratio = float(irrelevance_ratio)
     if not 0.5 < ratio <= 1:
@@ -73,7 +73,7 @@ def weak_masks(
         ValueError: for beta out of range, relevance that cannot be ranked, and where nothing is left strong (r_s = 0).
     """
     one_of(RANKINGS, ranking=ranking)
-    ratio = check_ratio(irrelevance_ratio)
+    ratio = check_irrelevance_ratio(irrelevance_ratio)
     scaled = normalised(relevance)
     if ranking == "layer":
         masks = {name: _least(values, ratio) for name, values in scaled.items()}

@@ -22,9 +22,9 @@ from fastdp.methods.rapft.allocation import (
     masked_policy,
     printed_noise_multiplier,
 )
-from fastdp.methods.rapft.axes import axes_of, joined, rank_one
+from fastdp.methods.rapft.axes import axes_of, join_axes, rank_one
 from fastdp.methods.rapft.initialisation import Initialisation
-from fastdp.methods.rapft.masks import RANKINGS, check_ratio, check_strong, weak_masks
+from fastdp.methods.rapft.masks import RANKINGS, check_irrelevance_ratio, check_strong, weak_masks
 from fastdp.methods.rapft.relevance import Propagator, require_values
 from fastdp.methods.rapft.rules import Propagation
 from fastdp.methods.rapft.sources import NoisyMap, PrivateSubset, PublicGradients, PublicMap
@@ -85,7 +85,7 @@ class RapFT(Options):
         one_of(("sound", "paper"), mode=self.mode)
         one_of(ALLOCATIONS, allocation=self.allocation)
         one_of(RANKINGS, ranking=self.ranking)
-        check_ratio(self.irrelevance_ratio)
+        check_irrelevance_ratio(self.irrelevance_ratio)
         positive(max_grad_norm=self.max_grad_norm)
         if not 0 <= self.axes_power <= 1:
             raise ValueError(f"axes_power is {self.axes_power}: it must lie between 0, where all axes are even, and 1")
@@ -148,7 +148,7 @@ class RapFT(Options):
         assert self.source is not None
         relevance = self.source.relevance(self._propagator(findings), findings)
         if self.allocation == "axes":
-            return joined(rank_one({name: values.abs() for name, values in relevance.items()}, self.axes_power))
+            return join_axes(rank_one({name: values.abs() for name, values in relevance.items()}, self.axes_power))
         return weak_masks(relevance, self.irrelevance_ratio, self.ranking)
 
     def _propagator(self, moment: Moment) -> Propagator:

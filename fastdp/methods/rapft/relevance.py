@@ -17,7 +17,7 @@ from fastdp.engine.factors import Factors
 from fastdp.engine.intercept import Reads
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.modes import in_mode
-from fastdp.engine.rows import Met
+from fastdp.engine.rows import BroadcastLayout
 from fastdp.engine.trace import Key, Tracer
 from fastdp.engine.uses import Tap
 from fastdp.methods.rapft.initialisation import Initialisation, one_hot
@@ -134,7 +134,7 @@ class Propagator:
         self.propagation = propagation or Propagation()
         self.initialisation = initialisation or Initialisation()
         self._reads: Reads | None = None
-        self._meetings: Mapping[Key, Met] = {}
+        self._meetings: Mapping[Key, BroadcastLayout] = {}
 
     def examples(self, batch: Mapping[str, Any]) -> Iterator[Map]:
         """The map of each example, ``[rows, *shape]`` by parameter, for a few rows at a time, in order.
@@ -232,7 +232,7 @@ class Propagator:
             self._reads.learn(found.carries_rows)
             # The rule of a norm multiplies and adds apart what the traced operation does at once.
             apart = {
-                (part, frozenset({id(self.parameters[name])}), rank): Met(fold)
+                (part, frozenset({id(self.parameters[name])}), rank): BroadcastLayout(fold)
                 for (operation, name, rank), fold in found.carries_rows.items()
                 if operation in ("layer_norm", "rms_norm")
                 for part in ("mul", "add")

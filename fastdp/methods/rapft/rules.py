@@ -426,7 +426,7 @@ def _affine(mode: RelevanceMode, normed: torch.Tensor, weight: Any, bias: Any) -
     return normed
 
 
-def _held(mode: RelevanceMode, func: Any, input: Any, *args: Any, **options: Any) -> Any:
+def _inverse_root(mode: RelevanceMode, func: Any, input: Any, *args: Any, **options: Any) -> Any:
     """The inverse root of an RMS norm written out: a constant to relevance."""
     if not mode.flows(input):
         return NotImplemented
@@ -457,7 +457,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__), _times),
     **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm), _times),
     **dict.fromkeys((F.gelu, F.silu, F.relu, F.tanh, torch.tanh, torch.Tensor.tanh, torch.relu, *_SOFTMAX), _hand_on),
-    **dict.fromkeys((torch.rsqrt, torch.Tensor.rsqrt), _held),
+    **dict.fromkeys((torch.rsqrt, torch.Tensor.rsqrt), _inverse_root),
 }
 
 _ACTIVATIONS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()})

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import fastdp.distributed.pieces as pieces
-from fastdp.methods.public import PublicText, described
+from fastdp.methods.public import PublicText, describe_origin
 from fastdp.methods.rapft.axes import second_moments
 from fastdp.methods.rapft.relevance import Map, Propagator
 from fastdp.private.plan import SideRelease
@@ -53,7 +53,7 @@ class PublicMap(_Public):
 
     def describe(self) -> dict[str, Any]:
         """For the card."""
-        return {"kind": "public", "batches": len(self.batches), "text": described(self.origin)}
+        return {"kind": "public", "batches": len(self.batches), "text": describe_origin(self.origin)}
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class PublicGradients(_Public):
     def describe(self) -> dict[str, Any]:
         """For the card."""
         count = {"batches": len(self.batches), "at_once": self.at_once or len(self.batches)}
-        return {"kind": "public gradients", **count, "text": described(self.origin)}
+        return {"kind": "public gradients", **count, "text": describe_origin(self.origin)}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 import fastdp.accounting as accounting
 import fastdp.files as files
 from fastdp.accounting.event_types import DpEvent
-from fastdp.methods.public import PublicText, described
+from fastdp.methods.public import PublicText, describe_origin
 from fastdp.methods.sap.importance import (
     adaptive_eta,
     count_tokens,
@@ -38,7 +38,7 @@ from fastdp.ops.stream import NoiseStream
 from fastdp.validate import fraction, one_of
 
 Form = Literal["prior", "elastic", "quotient", "paper"]
-FORMS: tuple[str, ...] = ("prior", "elastic", "quotient", "paper")
+CTI_FORMS: tuple[str, ...] = ("prior", "elastic", "quotient", "paper")
 #: Cells of the quotient form where nobody asks for others, and occurrences that a token needs to be favoured.
 CELLS = 5
 _SUPPORT = 20.0
@@ -83,7 +83,7 @@ class CTI:
     mass: Tensor | None = None
 
     def __post_init__(self) -> None:
-        one_of(FORMS, form=self.form)
+        one_of(CTI_FORMS, form=self.form)
         if isinstance(self.source, str) and self.source not in ("public", "private"):
             raise ValueError("source is 'public', or the event of noised_counts, or (paper form only) 'private'")
         if self.source == "private" and self.form != "paper":
@@ -274,5 +274,5 @@ class CTI:
             "cells": None if self.cells is None else int(self.cells.max()) + 1,
             "supported_tokens": int(self.supported.sum()),
             "counts": self.source if isinstance(self.source, str) else "private texts, with noise",
-            "public_text": described(self.origin) if self.source == "public" else None,
+            "public_text": describe_origin(self.origin) if self.source == "public" else None,
         }

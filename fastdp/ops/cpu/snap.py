@@ -15,8 +15,8 @@ from fastdp.ops.stream import native_threads
 #: Rows searched at once; rows of the table multiplied at once, and entries of those. A tile ends in a barrier, at which
 #: threads wait for one that shares its core with others; with 4,096 rows that is rare, and scratch stays below 32 MB
 #: (64 MB in float32).
-ROWS = 2048
-TILE = 4096
+BLOCK_ROWS = 2048
+TABLE_ROWS = 4096
 _TILE_ENTRIES = 1 << 22
 
 
@@ -54,11 +54,11 @@ def search(rows: Callable[[int, int], Tensor], n: int, table: Tensor, table_bits
     dtype = torch.bfloat16 if half else torch.float32
     centre = centre_of(table)
     finder = _native.Snap(table, size, d, centre, table_bits, half, native_threads())
-    most, width = min(n, ROWS), min(size, TILE, max(256, _TILE_ENTRIES // d))
+    most, width = min(n, BLOCK_ROWS), min(size, TABLE_ROWS, max(256, _TILE_ENTRIES // d))
     rounded, tile = torch.empty(most, d, dtype=dtype), torch.empty(width, d, dtype=dtype)
     products = torch.empty(most * width + 16, dtype=dtype)
-    for begin in range(0, n, ROWS):
-        x = rows(begin, min(n, begin + ROWS))
+    for begin in range(0, n, BLOCK_ROWS):
+        x = rows(begin, min(n, begin + BLOCK_ROWS))
         finder.begin(x, len(x), rounded)
         for first in range(0, size, width):
             count = min(width, size - first)

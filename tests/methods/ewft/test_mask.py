@@ -7,19 +7,19 @@ from fastdp.methods.ewft import mask as masks
 
 
 def test_forms():
-    assert masks.whole(None, causal=True) is None
-    assert masks.whole(torch.tensor([[1, 1, 0]]), causal=True).tolist() == [[1, 1, 1]]
+    assert masks.full_mask(None, causal=True) is None
+    assert masks.full_mask(torch.tensor([[1, 1, 0]]), causal=True).tolist() == [[1, 1, 1]]
     padded = (
         torch.ones(2, 1, 3, 3, dtype=torch.bool).tril() & torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()[:, None, None]
     )
-    assert masks.whole(padded, causal=False) is None
-    assert masks.whole(padded, causal=True)[0, 0].tolist() == torch.ones(3, 3).tril().bool().tolist()
+    assert masks.full_mask(padded, causal=False) is None
+    assert masks.full_mask(padded, causal=True)[0, 0].tolist() == torch.ones(3, 3).tril().bool().tolist()
     additive = torch.zeros(2, 1, 3, 3).masked_fill(~padded, torch.finfo(torch.float32).min)
-    rewritten = masks.whole(additive, causal=True)
+    rewritten = masks.full_mask(additive, causal=True)
     assert ((rewritten == 0) == torch.ones(3, 3).tril().bool()).all()
     assert rewritten.dtype == additive.dtype
     with pytest.raises(ValueError, match="attn_implementation"):
-        masks.whole(object(), causal=True)
+        masks.full_mask(object(), causal=True)
 
 
 class _Block(torch.nn.Module):

@@ -7,7 +7,7 @@ import torch
 
 from fastdp import accounting
 from fastdp.methods import ewft
-from fastdp.methods.ewft.pooled import learn, pooled
+from fastdp.methods.ewft.pooled import learn, pool_rows
 from tests.engine.models import batch, build
 from tests.ops.test_dchi import FALSE_ALARM, chi_square
 
@@ -120,11 +120,11 @@ def test_labels_lead_the_codes_to_what_tells_classes_apart():
 
 def test_padding_takes_no_part_and_what_is_not_finite_is_an_answer():
     hidden, mask = torch.randn(2, 3, 4), torch.tensor([[1, 1, 0], [0, 0, 0]])
-    found = pooled(hidden, mask)
+    found = pool_rows(hidden, mask)
     assert torch.allclose(found[0], hidden[0, :2].double().mean(0))
     assert not found[1].any()
     hidden[0, 0, 0] = math.nan
-    assert torch.isfinite(pooled(hidden, mask)).all()
+    assert torch.isfinite(pool_rows(hidden, mask)).all()
 
 
 def test_the_card_is_pure_and_verifies():
