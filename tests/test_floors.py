@@ -19,6 +19,7 @@ FLOORS = (
         "untrusted",
         "validate",
     },
+    {"model_calls"},
     {"accounting", "engine"},
     {"verify"},
     {"private"},

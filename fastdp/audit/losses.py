@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastdp.data import IGNORED, Collator
-from fastdp.engine.modes import in_mode
+from fastdp.model_calls.modes import in_mode
 
 #: Told how many of how many are done.
 Progress = Callable[[int, int], None]

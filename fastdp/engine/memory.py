@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 
 from fastdp.distributed.pieces import piece
-from fastdp.engine.batches import Call, leaves
 from fastdp.engine.trace import LOOKUPS, Trace
+from fastdp.model_calls.batches import Call, leaves
 from fastdp.ops.memory import free_bytes
 from fastdp.ops.routes import plan_route
 

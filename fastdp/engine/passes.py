@@ -17,7 +17,6 @@ from fastdp.distributed.pieces import piece
 from fastdp.distributed.ranks import Ranks
 from fastdp.distributed.shards import weights_of
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import Call, as_long_as, map_tensors, slice_rows
 from fastdp.engine.boundary import (
     LossBoundary,
     OutputBoundary,
@@ -37,10 +36,11 @@ from fastdp.engine.losses import LossTerms, combine, graph_of, intercepted, mask
 from fastdp.engine.memory import allowed_bytes, kept_bytes, longest
 from fastdp.engine.one_example import backward_starts, merged, run_alone, single_rows
 from fastdp.engine.policy import Policy, Unclipped
-from fastdp.engine.randomness import BufferSnapshot, devices, preserve_rng, rng_state, seed_from_os, unchanged
 from fastdp.engine.reads import Reads
 from fastdp.engine.trace import Trace
 from fastdp.engine.uses import Tap, differentiate
+from fastdp.model_calls.batches import Call, as_long_as, map_tensors, slice_rows
+from fastdp.model_calls.randomness import BufferSnapshot, devices, preserve_rng, rng_state, seed_from_os, unchanged
 
 #: How per-example gradients are obtained.
 USES, ONE_EXAMPLE, ORDINARY = "uses", "one-example", "ordinary"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastdp.data import IGNORED, Collator, Examples
-from fastdp.engine.modes import in_mode
+from fastdp.model_calls.modes import in_mode
 
 #: The label of words that belong to no entity, where a task has it: being right about these counts for no F1.
 OUTSIDE = "O"

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastdp.data import IGNORED, Collator
-from fastdp.engine.modes import in_mode
 from fastdp.finetune.evaluation import predict
+from fastdp.model_calls.modes import in_mode
 from fastdp.ops import NoiseStream, add_noise_
 from fastdp.ops.grid import exact_spacing
 

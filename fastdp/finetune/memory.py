@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from fastdp.data import Collator, Examples
-from fastdp.engine.modes import in_mode
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.evaluation import autocast
+from fastdp.model_calls.modes import in_mode
 
 #: Bytes for each trained parameter that a private step with Adam keeps beside an ordinary backward pass: two moments, and the
 #: clipped sum besides the gradient.

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from fastdp.data import IGNORED, Collator, Examples
-from fastdp.engine.modes import in_mode
 from fastdp.finetune.config import FinetuneConfig
 from fastdp.finetune.evaluation import predict
+from fastdp.model_calls.modes import in_mode
 
 _TOKENS = 48
 

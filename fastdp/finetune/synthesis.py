@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 
 from fastdp.data import IGNORED, DataError, Rows
-from fastdp.engine.modes import in_mode
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.tasks import encode_rows, messages_column
+from fastdp.model_calls.modes import in_mode
 from fastdp.untrusted import load_pretrained, quote
 
 #: The column of texts that a model writes without a prompt.

@@ -19,9 +19,9 @@ from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, Trainin
 import fastdp.files as files
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.boundary import find_loss
-from fastdp.engine.modes import in_mode
-from fastdp.engine.randomness import unchanged
 from fastdp.entry import make_private
+from fastdp.model_calls.modes import in_mode
+from fastdp.model_calls.randomness import unchanged
 from fastdp.private.publish import upload
 from fastdp.private.run import Criterion, Private
 from fastdp.private.schedules import require_unseeing

@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset, Subset
 from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import pass_through
 from fastdp.distributed.shards import check_pieces
-from fastdp.engine.modes import refuse_mixing
+from fastdp.model_calls.modes import refuse_mixing
 from fastdp.private.provenance import checksums
 from fastdp.private.sampler import Units
 

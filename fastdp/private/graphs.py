@@ -21,13 +21,13 @@ import torch.utils.checkpoint as checkpoint
 import fastdp.engine.boundary as boundary
 from fastdp.distributed.pieces import writes
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import Call, everything, leaves, map_tensors
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.logits import Logits
 from fastdp.engine.passes import Pass, Passes
 from fastdp.engine.policy import Policy
 from fastdp.engine.uses import Tap
+from fastdp.model_calls.batches import Call, everything, leaves, map_tensors
 from fastdp.ops.placed import keep_for_graph
 
 #: Ordinary passes of a kind before one is recorded: they compile what has to be, and show that the kind comes again.

@@ -19,8 +19,8 @@ from fastdp.accounting.ledger import STEP
 from fastdp.distributed.pieces import full_tensor, is_cut
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.engine.engine import Engine
-from fastdp.engine.modes import LoadedMode
 from fastdp.engine.policy import Policy
+from fastdp.model_calls.modes import LoadedMode
 from fastdp.ops.grid import DISTANCE
 from fastdp.private.criterion import Criterion, mean_of_rows
 from fastdp.private.ending import Ending

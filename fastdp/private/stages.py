@@ -16,8 +16,8 @@ from fastdp.accounting.weights import named_digest
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.distributed.shards import weights_of
 from fastdp.engine.engine import Engine
-from fastdp.engine.modes import kept_modes
 from fastdp.engine.policy import Policy
+from fastdp.model_calls.modes import kept_modes
 from fastdp.private.method import Method
 from fastdp.private.preparation import Outcome, Preparation
 from fastdp.private.release import Release

@@ -10,16 +10,16 @@ import torch
 
 from fastdp.distributed.shards import norm
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import Call
 from fastdp.engine.boundary import require_loss
 from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.layout import Ticket
-from fastdp.engine.modes import LowPrecisionDetector
 from fastdp.engine.passes import Passes, repeatable
 from fastdp.engine.policy import Policy
-from fastdp.engine.randomness import MasksInOrder, preserve_rng
 from fastdp.engine.uses import uncast
+from fastdp.model_calls.batches import Call
+from fastdp.model_calls.modes import LowPrecisionDetector
+from fastdp.model_calls.randomness import MasksInOrder, preserve_rng
 from fastdp.verify.definition import coupled
 from fastdp.verify.probe import Probe, starts
 

@@ -11,12 +11,10 @@ import torch
 import fastdp.distributed.pieces as pieces
 import fastdp.ops as ops
 from fastdp.distributed.shards import UnshardedParameters
-from fastdp.engine.batches import as_long_as, take_rows, tensors
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.factors import Factors
 from fastdp.engine.intercept import Reads
 from fastdp.engine.layout import Layout, Ticket
-from fastdp.engine.modes import in_mode
 from fastdp.engine.rows import BroadcastLayout
 from fastdp.engine.trace import Key, Tracer
 from fastdp.engine.uses import Tap
@@ -30,6 +28,8 @@ from fastdp.methods.rapft.rules import (
     begin,
     stabilised,
 )
+from fastdp.model_calls.batches import as_long_as, take_rows, tensors
+from fastdp.model_calls.modes import in_mode
 
 #: Most numbers that the maps of one pass hold together; a longer batch is cut.
 _PASS_NUMBERS = 2**26

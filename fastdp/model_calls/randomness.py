@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from fastdp.engine.rules.composite import opened
+from fastdp.model_calls.composite import opened
 
 _WORDS = 624
 
