@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.errors import UnsupportedUse, first_line
 from fastdp.engine.rows import BroadcastLayout
 from fastdp.model_calls.batches import Call, take_tokens
 from fastdp.ops.placed import copy_to_device, keep_for_replay
@@ -57,6 +57,14 @@ class Ticket:
             ends = {min(rows, key=lengths.__getitem__), max(reversed(rows), key=lengths.__getitem__)}
         rest = [row for row in rows if row not in ends]
         return sorted({*ends, *random.SystemRandom().sample(rest, min(most - len(ends), len(rest)))})
+
+    def failure(self, row: int, error: Exception) -> ValueError:
+        """The refusal of a row on which the model fails when it is run alone."""
+        example = f"row {row}" if self.source is None else f"example {self.source.indices[row]}"
+        return ValueError(
+            f"The model fails on {example} alone. Remove or repair it, as sampling may draw it alone; this batch was not "
+            f"released. ({first_line(error)})"
+        )
 
     def segments(self, call: Call) -> Iterator[tuple[int, Call]]:
         """Of a call on packed rows each unit by itself, with its number among the layout's segments."""

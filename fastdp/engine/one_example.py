@@ -28,19 +28,25 @@ def run_alone(
     model: torch.nn.Module,
     forward: Callable[..., Any],
     singles: Iterable[Call],
+    ticket: Ticket,
     device: torch.device,
     *,
     returns_loss: bool,
 ) -> tuple[list[Any], list[list[torch.Tensor]]]:
     """Each row a batch of its own: what the model returns for it, and what a backward pass would start from.
 
-    Buffers are restored after each row, so that none reaches the next one.
+    Buffers are restored after each row, so that none reaches the next one. Raises ValueError, naming the example, for an id or
+    a label that is out of range.
     """
     outputs, snapshot = [], BufferSnapshot(model)
-    for args, kwargs in singles:
-        with intercepted(LossTerms(_ONE_ROW.layout(device), alone=True)):
-            outputs.append(forward(*args, **kwargs))
-        snapshot.restore()
+    for row, (args, kwargs) in enumerate(singles):
+        try:
+            with intercepted(LossTerms(_ONE_ROW.layout(device), alone=True)):
+                outputs.append(forward(*args, **kwargs))
+        except IndexError as error:
+            raise ticket.failure(row, error) from error
+        finally:
+            snapshot.restore()
     if not returns_loss:
         outputs = [map_tensors(output, _with_row) for output in outputs]
         return outputs, [differentiable(output) for output in outputs]

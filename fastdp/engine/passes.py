@@ -386,7 +386,7 @@ class Passes:
         else:
             carriers = as_long_as(call, ticket.rows) if self.trace is None else self.trace.carriers
             singles = single_rows(call, carriers, ticket.rows, self.returns_loss)
-        return run_alone(self.model, self.plain_forward, singles, self.device, returns_loss=self.returns_loss)
+        return run_alone(self.model, self.plain_forward, singles, ticket, self.device, returns_loss=self.returns_loss)
 
     def _alone(
         self, call: Call, ticket: Ticket, layout: Layout

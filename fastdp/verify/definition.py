@@ -146,12 +146,7 @@ class _Comparison:
         except (UnsupportedUse, SelfCheckError, ValueError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            source = self.probe.ticket.source
-            example = f"row {row}" if source is None else f"example {source.indices[row]}"
-            raise ValueError(
-                f"The model fails on {example} alone. Remove or repair it, as sampling may draw it alone; this batch was not "
-                f"released. ({first_line(error)})"
-            ) from error
+            raise self.probe.ticket.failure(row, error) from error
 
     def _require_same(self, base: RowValues, row: int, alone: RowValues) -> None:
         """Raise unless a row has the loss, and the gradients at its inputs, that it has alone."""

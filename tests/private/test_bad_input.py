@@ -7,7 +7,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -737,3 +737,29 @@ def test_a_model_that_differentiates_inside_itself_is_run_by_the_row(by_row: boo
     else:
         with pytest.raises(SelfCheckError, match="two copies of a row"):
             logical_step(private)
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": F.cross_entropy(self.head(self.table(ids).mean(1)), labels)}
+
+
+@pytest.mark.parametrize(("field", "late"), [("ids", False), ("ids", True), ("labels", False), ("labels", True)])
+def test_an_id_or_a_label_out_of_range_names_its_example(field: str, late: bool) -> None:
+    """A raw IndexError told nobody which record to mend."""
+    data = [{"ids": torch.randint(0, 9, (5,)), "labels": torch.tensor(i % 3)} for i in range(24)]
+    private = start(Tokens(), DataLoader(data, batch_size=8), sampling="shuffled", **PRIVATE)
+    batches = iter(private.data_loader)
+    if late:
+        private.model(**next(batches))["loss"].backward()
+        private.optimizer.step()
+    for item in data:
+        item[field] = item[field] + 9
+    told = pytest.warns(UserWarning, match="one-example route") if late else nullcontext()
+    with told, refused(ValueError, r"fails on example \d+ alone\. Remove or repair it", private):
+        private.model(**next(batches))
+    private.detach()
