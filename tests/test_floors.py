@@ -19,7 +19,7 @@ FLOORS = (
         "untrusted",
         "validate",
     },
-    {"model_calls"},
+    {"calls"},
     {"accounting", "engine"},
     {"verify"},
     {"private"},

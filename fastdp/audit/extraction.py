@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastdp.audit.figures import Figures
 from fastdp.audit.losses import Progress, silent
-from fastdp.model_calls.modes import in_mode
+from fastdp.calls.modes import in_mode
 
 
 @dataclass(frozen=True)

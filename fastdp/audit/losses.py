@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fastdp.calls.modes import in_mode
 from fastdp.data import IGNORED, Collator
-from fastdp.model_calls.modes import in_mode
 
 #: Told how many of how many are done.
 Progress = Callable[[int, int], None]

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from fastdp.calls.batches import map_tensors, tensors
 from fastdp.engine.logits import Logits
-from fastdp.model_calls.batches import map_tensors, tensors
 
 
 class LossBoundary(torch.autograd.Function):

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from fastdp.calls.batches import Call, Path, everything, leaves, map_leaves
+from fastdp.calls.randomness import rng_state, seeded, version
 from fastdp.engine.errors import SelfCheckError
-from fastdp.model_calls.batches import Call, Path, everything, leaves, map_leaves
-from fastdp.model_calls.randomness import rng_state, seeded, version
 
 #: Examples that are read between two reads of one.
 _READ_BETWEEN = 3

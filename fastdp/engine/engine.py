@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fastdp.calls.batches import Call, as_long_as, tensors
 from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import ONE, RankLost, Ranks
 from fastdp.engine.accumulator import Accumulator
@@ -21,7 +22,6 @@ from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
 from fastdp.engine.pending import PendingGradients
 from fastdp.engine.policy import Policy
 from fastdp.engine.routing import Routing
-from fastdp.model_calls.batches import Call, as_long_as, tensors
 
 
 class Engine(Passes):
@@ -41,7 +41,7 @@ class Engine(Passes):
         keep_logits: compute the logits of a vocabulary as a whole, so that they may be read beside the loss; False never does,
             None where that is faster.
         ranks: the processes that train together.
-        secret: let nobody know what a training pass draws by chance (`fastdp.model_calls.randomness`).
+        secret: let nobody know what a training pass draws by chance (`fastdp.calls.randomness`).
         isolated: run each micro-batch, which holds one unit, as it is.
         graphs: makes what replays microbatches of shapes that come again (`fastdp.private.graphs`).
     """

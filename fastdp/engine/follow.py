@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from fastdp.calls.batches import Call, Path, RowNumbers, leaves, map_leaves, tensors
 from fastdp.engine.marks import Marks
 from fastdp.engine.named import functions
 from fastdp.engine.orders import Orders
 from fastdp.engine.rows import Fold, Places
 from fastdp.engine.selections import Owners, place, selects
 from fastdp.engine.uses import is_detach, is_metadata
-from fastdp.model_calls.batches import Call, Path, RowNumbers, leaves, map_leaves, tensors
 
 #: The data decide the size of what these return, or which row comes where.
 _SELECTING = functions("nonzero argwhere masked_select unique unique_consecutive bincount histc tolist")

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from fastdp.calls.batches import Call, Path, RowNumbers, leaves, tensors
+from fastdp.calls.randomness import unchanged
 from fastdp.engine.errors import Unseen, UnsupportedUse
 from fastdp.engine.trace import Trace, Tracer
 from fastdp.engine.uses import Tap
-from fastdp.model_calls.batches import Call, Path, RowNumbers, leaves, tensors
-from fastdp.model_calls.randomness import unchanged
 
 #: Each is looked at as the first batch is.
 _MOST_WAYS = 16

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fastdp.calls.batches import map_leaves, map_tensors, tensors
 from fastdp.engine.errors import Unseen, UnsupportedUse
 from fastdp.engine.named import functions, is_in_place, operation
 from fastdp.engine.rows import BroadcastLayout, Fold
 from fastdp.engine.shared import Shared, SharedLanes, SharedProduct, pull_through
 from fastdp.engine.uses import ExpandUse, Tap, expanded, is_detach, is_metadata
-from fastdp.model_calls.batches import map_leaves, map_tensors, tensors
 
 
 class PerLane(torch.Tensor):

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from fastdp.calls.batches import Call, take_tokens
 from fastdp.engine.errors import UnsupportedUse, first_line
 from fastdp.engine.rows import BroadcastLayout
-from fastdp.model_calls.batches import Call, take_tokens
 from fastdp.ops.placed import copy_to_device, keep_for_replay
 
 

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from fastdp.calls.batches import everything, map_tensors, tensors
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.named import functions, is_in_place
 from fastdp.engine.uses import as_autocast, is_metadata, uncast
-from fastdp.model_calls.batches import everything, map_tensors, tensors
 from fastdp.ops.routes import is_allowed
 
 #: A matrix of fewer rows than this is no vocabulary: its outputs are small, and loops read them.

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
+from fastdp.calls.batches import Call, leaves
 from fastdp.distributed.pieces import piece
 from fastdp.engine.trace import LOOKUPS, Trace
-from fastdp.model_calls.batches import Call, leaves
 from fastdp.ops.memory import free_bytes
 from fastdp.ops.routes import plan_route
 

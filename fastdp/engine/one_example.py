@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from fastdp.calls.batches import Call, Path, map_tensors, take_rows, tensors, unpadded
+from fastdp.calls.randomness import BufferSnapshot
 from fastdp.engine.boundary import differentiable, replace_loss, require_loss
 from fastdp.engine.layout import Ticket
 from fastdp.engine.logits import Logits
 from fastdp.engine.losses import LossTerms, intercepted
-from fastdp.model_calls.batches import Call, Path, map_tensors, take_rows, tensors, unpadded
-from fastdp.model_calls.randomness import BufferSnapshot
 
 _ONE_ROW = Ticket(torch.zeros(1, dtype=torch.int64), torch.ones(1), is_last=True)
 

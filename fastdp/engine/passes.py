@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from fastdp.calls.batches import Call, as_long_as, map_tensors, slice_rows
+from fastdp.calls.randomness import BufferSnapshot, devices, preserve_rng, rng_state, seed_from_os, unchanged
 from fastdp.distributed.pieces import piece
 from fastdp.distributed.ranks import Ranks
 from fastdp.distributed.shards import weights_of
@@ -39,8 +41,6 @@ from fastdp.engine.policy import Policy, Unclipped
 from fastdp.engine.reads import Reads
 from fastdp.engine.trace import Trace
 from fastdp.engine.uses import Tap, differentiate
-from fastdp.model_calls.batches import Call, as_long_as, map_tensors, slice_rows
-from fastdp.model_calls.randomness import BufferSnapshot, devices, preserve_rng, rng_state, seed_from_os, unchanged
 
 #: How per-example gradients are obtained.
 USES, ONE_EXAMPLE, ORDINARY = "uses", "one-example", "ordinary"

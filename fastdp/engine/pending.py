@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from fastdp.calls.batches import map_tensors, tensors
 from fastdp.distributed.pieces import is_cut
 from fastdp.engine.uses import is_detach, is_metadata
-from fastdp.model_calls.batches import map_tensors, tensors
 
 #: Models whose loops were told.
 _WARNED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()

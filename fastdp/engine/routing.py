@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from fastdp.calls.batches import Call, as_long_as
+from fastdp.calls.modes import refuse_mixing
 from fastdp.distributed.ranks import RankLost, Ranks
 from fastdp.engine.errors import Differentiates, OwnLoss, SelfCheckError, UnsupportedUse, Untraceable, first_line
 from fastdp.engine.known import TraceCache
 from fastdp.engine.layout import Ticket
 from fastdp.engine.passes import ORDINARY, USES, Pass, Passes
 from fastdp.engine.trace import Trace, Tracer
-from fastdp.model_calls.batches import Call, as_long_as
-from fastdp.model_calls.modes import refuse_mixing
 
 
 class Routing:

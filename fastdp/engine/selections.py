@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from fastdp.calls.batches import tensors
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.marks import Marks
 from fastdp.engine.named import functions
 from fastdp.engine.rows import reduced
-from fastdp.model_calls.batches import tensors
 
 _FINDING = functions("nonzero argwhere") | {torch.where}
 _PICKING = functions("gather take_along_dim index_select")

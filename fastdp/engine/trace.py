@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fastdp.calls.batches import Call, Path, as_long_as, leaves, take_rows, tensors
+from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state, seed_everything
 from fastdp.engine.errors import Differentiates, UnsupportedUse, Untraceable
 from fastdp.engine.follow import Follow
 from fastdp.engine.intercept import OPERATIONS, operand
@@ -22,8 +24,6 @@ from fastdp.engine.named import operation as meeting_name
 from fastdp.engine.rows import BroadcastLayout, Fold, Place, fold_between
 from fastdp.engine.selections import place
 from fastdp.engine.uses import is_metadata
-from fastdp.model_calls.batches import Call, Path, as_long_as, leaves, take_rows, tensors
-from fastdp.model_calls.randomness import DropoutDisabled, preserve_rng, rng_state, seed_everything
 
 #: Which operations met which tensors: their name, the ids of the parameters on the one side, and the other's dimensions.
 Key = tuple[str, frozenset[int], int]

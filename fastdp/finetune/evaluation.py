@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastdp.calls.modes import in_mode
 from fastdp.data import IGNORED, Collator, Examples
-from fastdp.model_calls.modes import in_mode
 
 #: The label of words that belong to no entity, where a task has it: being right about these counts for no F1.
 OUTSIDE = "O"

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastdp.calls.modes import in_mode
 from fastdp.data import IGNORED, Collator
 from fastdp.finetune.evaluation import predict
-from fastdp.model_calls.modes import in_mode
 from fastdp.ops import NoiseStream, add_noise_
 from fastdp.ops.grid import exact_spacing
 

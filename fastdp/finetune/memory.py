@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fastdp.calls.modes import in_mode
 from fastdp.data import Collator, Examples
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.evaluation import autocast
-from fastdp.model_calls.modes import in_mode
 
 #: Bytes for each trained parameter that a private step with Adam keeps beside an ordinary backward pass: two moments, and the
 #: clipped sum besides the gradient.

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from fastdp.calls.modes import in_mode
 from fastdp.data import IGNORED, Collator, Examples
 from fastdp.finetune.config import FinetuneConfig
 from fastdp.finetune.evaluation import predict
-from fastdp.model_calls.modes import in_mode
 
 _TOKENS = 48
 

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, TrainingArguments
 
 import fastdp.files as files
+from fastdp.calls.modes import in_mode
+from fastdp.calls.randomness import unchanged
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.boundary import find_loss
 from fastdp.entry import make_private
-from fastdp.model_calls.modes import in_mode
-from fastdp.model_calls.randomness import unchanged
 from fastdp.private.publish import upload
 from fastdp.private.run import Criterion, Private
 from fastdp.private.schedules import require_unseeing

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
+from fastdp.calls.modes import refuse_mixing
 from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import pass_through
 from fastdp.distributed.shards import check_pieces
-from fastdp.model_calls.modes import refuse_mixing
 from fastdp.private.provenance import checksums
 from fastdp.private.sampler import Units
 

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastdp.calls.batches import tensors
+from fastdp.calls.modes import in_mode
 from fastdp.engine.boundary import find_loss
 from fastdp.engine.engine import Engine
 from fastdp.engine.layout import Ticket
 from fastdp.engine.passes import ONE_EXAMPLE
 from fastdp.engine.policy import Policy
-from fastdp.model_calls.batches import tensors
-from fastdp.model_calls.modes import in_mode
 from fastdp.ops.routes import constants_for, predicted_seconds
 from fastdp.verify import Checks
 

@@ -19,6 +19,7 @@ import torch
 import torch.utils.checkpoint as checkpoint
 
 import fastdp.engine.boundary as boundary
+from fastdp.calls.batches import Call, everything, leaves, map_tensors
 from fastdp.distributed.pieces import writes
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.errors import SelfCheckError
@@ -27,7 +28,6 @@ from fastdp.engine.logits import Logits
 from fastdp.engine.passes import Pass, Passes
 from fastdp.engine.policy import Policy
 from fastdp.engine.uses import Tap
-from fastdp.model_calls.batches import Call, everything, leaves, map_tensors
 from fastdp.ops.placed import keep_for_graph
 
 #: Ordinary passes of a kind before one is recorded: they compile what has to be, and show that the kind comes again.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import fastdp.ops as ops
+from fastdp.calls.batches import as_long_as, map_tensors, take_rows
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.distributed.shards import UnshardedParameters
 from fastdp.engine.accumulator import Accumulator
@@ -23,7 +24,6 @@ from fastdp.engine.bounds import Norms
 from fastdp.engine.collation import Collation, example_length
 from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
-from fastdp.model_calls.batches import as_long_as, map_tensors, take_rows
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.loader import PrivateLoader
 from fastdp.private.plan import Plan, SideRelease

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastdp.model_calls.batches import Path, leaves, map_leaves
+from fastdp.calls.batches import Path, leaves, map_leaves
 from fastdp.private.sampler import Sampler
 
 #: The probability, for each logical batch, of more units than there are places.

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 import fastdp.files as files
 from fastdp.accounting import Ledger, LedgerError
 from fastdp.accounting.weights import named_digest
+from fastdp.calls.modes import kept_modes
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.distributed.shards import weights_of
 from fastdp.engine.engine import Engine
 from fastdp.engine.policy import Policy
-from fastdp.model_calls.modes import kept_modes
 from fastdp.private.method import Method
 from fastdp.private.preparation import Outcome, Preparation
 from fastdp.private.release import Release

@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 
 from fastdp.accounting.ledger import Ledger
+from fastdp.calls.batches import tensors
 from fastdp.distributed.pieces import writes
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.garbage import put_off
 from fastdp.engine.policy import Policy
-from fastdp.model_calls.batches import tensors
 from fastdp.private.observer import Observer
 from fastdp.private.parts import Part, noised_fraction
 from fastdp.private.plan import Plan

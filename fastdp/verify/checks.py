@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fastdp.calls.batches import Call, as_long_as, take_rows, tensors
+from fastdp.calls.modes import refuse_mixing
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.collation import Collation
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
@@ -16,8 +18,6 @@ from fastdp.engine.follow import DataFlow
 from fastdp.engine.layout import Ticket
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
 from fastdp.engine.routing import Routing
-from fastdp.model_calls.batches import Call, as_long_as, take_rows, tensors
-from fastdp.model_calls.modes import refuse_mixing
 from fastdp.verify.definition import UNDECIDED, check_alone, check_companions, check_definition, check_packed
 from fastdp.verify.engine_check import check_engine
 from fastdp.verify.loop import LoopCheck

@@ -14,6 +14,9 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fastdp.calls.batches import Call, cropped, leaves, row_of, tensors
+from fastdp.calls.modes import in_mode
+from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state
 from fastdp.engine.boundary import require_loss, seeds_for
 from fastdp.engine.collation import mixes
 from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse, first_line
@@ -22,9 +25,6 @@ from fastdp.engine.layout import Ticket
 from fastdp.engine.losses import LossTerms, graph_of, intercepted
 from fastdp.engine.passes import Passes
 from fastdp.engine.trace import module_outputs
-from fastdp.model_calls.batches import Call, cropped, leaves, row_of, tensors
-from fastdp.model_calls.modes import in_mode
-from fastdp.model_calls.randomness import DropoutDisabled, preserve_rng, rng_state
 from fastdp.verify.probe import GRADIENTS, Probe, RowValues, rounding
 
 #: Rows of a microbatch that are checked.

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fastdp.calls.batches import Call
+from fastdp.calls.modes import LowPrecisionDetector
+from fastdp.calls.randomness import MasksInOrder, preserve_rng
 from fastdp.distributed.shards import norm
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.boundary import require_loss
@@ -17,9 +20,6 @@ from fastdp.engine.layout import Ticket
 from fastdp.engine.passes import Passes, repeatable
 from fastdp.engine.policy import Policy
 from fastdp.engine.uses import uncast
-from fastdp.model_calls.batches import Call
-from fastdp.model_calls.modes import LowPrecisionDetector
-from fastdp.model_calls.randomness import MasksInOrder, preserve_rng
 from fastdp.verify.definition import coupled
 from fastdp.verify.probe import Probe, starts
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from fastdp.calls.randomness import BufferSnapshot, version
 from fastdp.distributed.pieces import is_cut, writes
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.follow import DataFlow
-from fastdp.model_calls.randomness import BufferSnapshot, version
 
 _TRAINED = operator.attrgetter("requires_grad")
 #: Buffers by name, and how often each was written.

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastdp.model_calls.randomness import seeded
+from fastdp.calls.randomness import seeded
 from tests.cases import cases
 from tests.engine.nets import EXACT, Net, exact, parameter
 from tests.engine.reference import engine_for, feed

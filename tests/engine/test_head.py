@@ -152,7 +152,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @cases(*pairs(("tokens", [1 + WIDTH, 4 * WIDTH + 3]), ("way", WAYS)))
-def test_a_head_is_exact_however_a_model_calls_it(way: str, tokens: int) -> None:
+def test_a_head_is_exact_however_a_calls_it(way: str, tokens: int) -> None:
     model = Speaker(**WAYS[way])
     inputs = data(tokens=tokens)
     if "ignore_index" in WAYS[way].get("loss", {}):

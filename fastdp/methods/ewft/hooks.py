@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import fastdp.accounting as accounting
+from fastdp.calls.modes import in_mode
 from fastdp.methods.blocks import Blocks, find_blocks
 from fastdp.methods.ewft.mask import argument, hide_padding
 from fastdp.methods.ewft.settings import NoisePlace
 from fastdp.methods.perturbation import Releases
-from fastdp.model_calls.modes import in_mode
 from fastdp.ops.stream import NoiseStream
 
 _UNPROTECTED = (

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastdp.calls.modes import in_mode
 from fastdp.methods.ewft.autoencoder import StackedAutoencoder
 from fastdp.methods.ewft.noise import NoiseSchedule
 from fastdp.methods.ewft.releases import EWFT
-from fastdp.model_calls.modes import in_mode
 
 
 def rehearse(

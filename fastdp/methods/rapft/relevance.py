@@ -10,6 +10,8 @@ import torch
 
 import fastdp.distributed.pieces as pieces
 import fastdp.ops as ops
+from fastdp.calls.batches import as_long_as, take_rows, tensors
+from fastdp.calls.modes import in_mode
 from fastdp.distributed.shards import UnshardedParameters
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.factors import Factors
@@ -28,8 +30,6 @@ from fastdp.methods.rapft.rules import (
     begin,
     stabilised,
 )
-from fastdp.model_calls.batches import as_long_as, take_rows, tensors
-from fastdp.model_calls.modes import in_mode
 
 #: Most numbers that the maps of one pass hold together; a longer batch is cut.
 _PASS_NUMBERS = 2**26

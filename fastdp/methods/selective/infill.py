@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastdp.model_calls.modes import in_mode
+from fastdp.calls.modes import in_mode
 from fastdp.ops.stream import NoiseStream
 
 #: Texts that go through the model together.

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fastdp.accounting import model_name
+from fastdp.calls.modes import in_mode
 from fastdp.methods.selective.spans import Span
-from fastdp.model_calls.modes import in_mode
 
 
 class TokenClassificationDetector:

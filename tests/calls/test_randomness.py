@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import fastdp
-from fastdp.model_calls.randomness import BufferSnapshot, seed_from_os, seeded
+from fastdp.calls.randomness import BufferSnapshot, seed_from_os, seeded
 from tests.cases import cases
 from tests.engine.runs import Batch, Classifier, collate, examples
 

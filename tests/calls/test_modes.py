@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fastdp
-from fastdp.model_calls.modes import in_mode, kept_modes
+from fastdp.calls.modes import in_mode, kept_modes
 from tests.cases import cases
 from tests.engine.runs import Classifier, start
 

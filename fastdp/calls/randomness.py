@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from fastdp.model_calls.composite import opened
+from fastdp.calls.composite import opened
 
 _WORDS = 624
 
