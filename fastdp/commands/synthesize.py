@@ -50,22 +50,12 @@ def synthesize_command(
     public: Annotated[Path | None, typer.Option(help="judge: public rows of the same form, to compare with")] = None,
 ) -> None:
     """Write synthetic rows from a privately tuned model, with the card of its run."""
-    from fastdp.accounting import Card, verify
+    from fastdp.accounting import Card
     from fastdp.audit.saved import load_saved, settings_of
     from fastdp.data import read_rows
     from fastdp.finetune.synthesis import Judge, TokenSampling, near_copies, synthesize
 
-    if (judge is None) != (test is None):
-        raise ValueError("judge and test belong together: give an encoder, and rows to test its classifier on")
-    if public is not None and judge is None:
-        raise ValueError("public is what the judge compares with: give judge and test too")
-    card_path = run / "card.json"
-    if not card_path.exists():
-        raise ValueError(f"{run} has no card.json: finish the run first, as its claim is what covers the rows")
-    if not (found := verify(card_path)):
-        raise ValueError(f"the card of {run} does not hold, so nothing would cover the rows: {found.reason}")
-    if output.is_dir():
-        raise ValueError(f"output {output} is a folder: name the file to write, such as {output / 'synthetic.jsonl'}")
+    _check(run, output, judge, test, public)
     quiet_libraries()
     sampling = TokenSampling(temperature, top_p, max_new_tokens, batch_size, seed)
     settings = settings_of(run)
@@ -87,7 +77,7 @@ def synthesize_command(
         raise ValueError("the model wrote nothing but empty texts: train it longer, or raise max_new_tokens")
     files.write_rows(output, rows)
     drawn_rows = {"rows": len(rows), "sha256": sha256(output.read_bytes()).hexdigest(), "statement": _COVERED}
-    card = Card.load(card_path).with_facts(synthetic=drawn_rows)
+    card = Card.load(run / "card.json").with_facts(synthetic=drawn_rows)
     written = card.save(output.with_name(f"{output.stem}.card"))
     console.print(f"{len(rows)} rows written to {output}, their card to {written[0]}", soft_wrap=True)
     if len(rows) < wanted:
@@ -103,15 +93,32 @@ def synthesize_command(
             soft_wrap=True,
         )
     if judge is not None and held_out is not None:
+        tables = {"public rows": known, "private rows (unprotected)": records}
+        told = {"synthetic rows": (texts, [_label(row, config) for row in rows])}
+        told |= {name: _labelled(table, config, target) for name, table in tables.items() if table is not None}
         with console.status("judging"):
             classifier = Judge(judge, config.max_length)
-            tables = {"public rows": known, "private rows (unprotected)": records}
-            told = {"synthetic rows": (texts, [_label(row, config) for row in rows])}
-            told |= {name: _labelled(table, config, target) for name, table in tables.items() if table is not None}
             asked = _labelled(held_out, config, target)
             figures = [(name, classifier.accuracy(data, asked)) for name, data in told.items()]
         for name, accuracy in figures:
             console.print(f"a classifier trained on {name}: {accuracy:.1%} right on {test}", soft_wrap=True)
+
+
+def _check(run: Path, output: Path, judge: Path | None, test: Path | None, public: Path | None) -> None:
+    """Refuse what cannot be done before a model is loaded."""
+    from fastdp.accounting import verify
+
+    if (judge is None) != (test is None):
+        raise ValueError("judge and test belong together: give an encoder, and rows to test its classifier on")
+    if public is not None and judge is None:
+        raise ValueError("public is what the judge compares with: give judge and test too")
+    card_path = run / "card.json"
+    if not card_path.exists():
+        raise ValueError(f"{run} has no card.json: finish the run first, as its claim is what covers the rows")
+    if not (found := verify(card_path)):
+        raise ValueError(f"the card of {run} does not hold, so nothing would cover the rows: {found.reason}")
+    if output.is_dir():
+        raise ValueError(f"output {output} is a folder: name the file to write, such as {output / 'synthetic.jsonl'}")
 
 
 def _fields(row: dict[str, Any], config: FinetuneConfig) -> list[str]:
