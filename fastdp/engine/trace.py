@@ -404,7 +404,7 @@ def _compare(
             conflict = f"{what}: the data choose which tokens {read.operation} sees"
         if a is None or b is None or not (handled or not read.parameter):
             continue
-        fold = _fold(a, b, counts)
+        fold = _fold_of(a, b, counts)
         if isinstance(fold, str) or (not read.parameter and fold is not None and not fold.natural):
             mapped = mapped and bool(read.parameter)
             conflict = f"{what}: the rows of the input of {read.operation} are not in order"
@@ -449,7 +449,7 @@ def _sight(two: _Recorder) -> tuple[Any, ...]:
     return two.selects, *reads
 
 
-def _fold(two: _TensorView, three: _TensorView, counts: tuple[int, int]) -> Fold | None | str:
+def _fold_of(two: _TensorView, three: _TensorView, counts: tuple[int, int]) -> Fold | None | str:
     """Where the rows of a tensor lie that was seen on ``counts`` rows; None if it has none, a text where nobody can say."""
     if all(m == n for m, n in zip(two.shape, three.shape)):
         return None
@@ -464,7 +464,7 @@ def _layouts(
     found: dict[Key, BroadcastLayout] = {}
     constants: dict[Key, list[tuple[int, ...]]] = {}
     for a, b in zip(two, three):
-        key, fold = (a.operation, a.sources, len(a.other.shape)), _fold(a.other, b.other, counts)
+        key, fold = (a.operation, a.sources, len(a.other.shape)), _fold_of(a.other, b.other, counts)
         if a.other.chosen or isinstance(fold, str):
             found[key] = BroadcastLayout(
                 problem=f"{a.operation} of a parameter and an activation whose rows are not in order in one dimension"
@@ -487,7 +487,7 @@ def _layouts(
 def _folds(
     two: Sequence[_TensorView], three: Sequence[_TensorView], counts: tuple[int, int]
 ) -> tuple[Fold | None, ...]:
-    folds = (_fold(a, b, counts) for a, b in zip(two, three))
+    folds = (_fold_of(a, b, counts) for a, b in zip(two, three))
     return tuple(None if isinstance(fold, str) else fold for fold in folds)
 
 

@@ -97,6 +97,7 @@ def _check_sums(file: IO[bytes]) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             broken = archive.testzip()
+    # A flipped bit may name a compression that zipfile does not know, which is its NotImplementedError.
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, OSError) as error:
         raise ValueError(str(error)) from None
     if broken is not None:

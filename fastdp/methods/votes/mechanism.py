@@ -91,7 +91,7 @@ class PrivateVotes:
         )
         self._embed = embed
         self._stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
-        self._records = torch.cat([embed([text]).detach().float().cpu() for text in texts])
+        self._records = torch.cat([self._embedded([text]) for text in texts])
         self._record_labels = torch.tensor([self.labels.index(label) for label in labels or [""] * len(texts)])
         header = {
             "mechanism": "private votes",
@@ -124,13 +124,20 @@ class PrivateVotes:
         if not texts:
             raise ValueError("there are no candidates to vote for: give some under each label")
         places = torch.tensor([self.labels.index(label) for label in candidates for _ in candidates[label]])
-        table = self._embed(texts).detach().float().cpu()
+        table = self._embedded(texts)
         if not bool(torch.isfinite(table).all()):
             raise ValueError("the embedding of a candidate is not finite: leave it out")
         noised = vote_counts(self._records, self._record_labels, table, places).float()
         self.ledger.record()
         add_noise_(noised, self.noise_multiplier, self._stream)
         return dict(zip(candidates, noised.split([len(candidates[label]) for label in candidates])))
+
+    def _embedded(self, texts: list[str]) -> Tensor:
+        """One row for each text: with more, a record would have more votes than are accounted for."""
+        found = self._embed(texts).detach().float().cpu()
+        if found.dim() != 2 or len(found) != len(texts):
+            raise ValueError(f"embed gave shape {list(found.shape)} for {len(texts)} texts: return [{len(texts)}, d]")
+        return found
 
     def epsilon(self) -> float:
         """What the rounds so far cost at ``target_delta``; 0 before the first, infinite with a reproducible key."""

@@ -86,6 +86,8 @@ def test_a_reproducible_key_voids_the_claim():
         ({"texts": []}, "no text"),
         ({"labels": ["x"]}, "labels"),
         ({"rounds": 0}, "rounds"),
+        ({"embed": lambda texts: torch.zeros(2 * len(texts), 4)}, "for 1 texts"),
+        ({"embed": lambda texts: torch.zeros(4)}, "for 1 texts"),
         ({"target_delta": 0.5}, "target_delta"),
         ({"target_epsilon": -1.0}, "epsilon"),
     ],
