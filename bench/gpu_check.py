@@ -35,6 +35,7 @@ from fastdp.ops.noise import standard_normals
 from fastdp.ops.table import OPS
 
 from . import fuzz
+from .gpu_methods import methods
 from .record import environment, parser_of, write
 from .simulate import META, build, step_of
 from .variants import Compiled, Variant, compiling, variants
@@ -440,6 +441,7 @@ def rows(processes: int, device: str = "cuda") -> Iterator[dict[str, Any]]:
             yield _all_compiled(group.__name__, compiled)
             yield from checks(group, device)
         if device == "cuda":
+            yield from checks(methods, device)
             yield from checks(behaviour, device)
         yield _all_compiled("steps", begin(variants(step_kernels, known)))
 

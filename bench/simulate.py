@@ -22,12 +22,8 @@ from . import workloads
 from .meter import GPUS, META, PER_DOUBLE_ROUND, PER_NORMAL, PER_UPDATE, Gpu, Tally, simulated
 from .workloads import Case
 
-_FULL, _LORA = workloads.LARGE["llama-1b-full"], workloads.LARGE["llama-8b-lora-checkpointed"]
 CASES = workloads.LARGE | {
-    "llama-1b-full-checkpointed": dataclasses.replace(_FULL, checkpointed=True),
-    "llama-1b-full-checkpointed-16x2048": dataclasses.replace(_FULL, checkpointed=True, rows=16, tokens=2048),
-    "llama-1b-lora-checkpointed-12x512": dataclasses.replace(_FULL, checkpointed=True, rank=16, rows=12, tokens=512),
-    "llama-8b-lora-checkpointed-16x2048": dataclasses.replace(_LORA, rows=16),
+    "llama-8b-lora-checkpointed-16x2048": dataclasses.replace(workloads.LARGE["llama-8b-lora-checkpointed"], rows=16),
 }
 
 

@@ -146,7 +146,7 @@ def _one_by_one(case: str, implementations: tuple[str, ...], steps: int, warmup:
         row = max(4, min(32, round(_IN_A_ROW / max(statistics.median(waited), 1e-3))))
         times = [worker.ask(_take, row) / row for _ in range(3)]
         held = worker.ask(torch.cuda.memory_reserved)
-        found[name] = _Found(times, waited, worker.ask(_peak), held, error=worker.error)
+        found[name] = _Found(times, waited=waited, peak=worker.ask(_peak), held=held, error=worker.error)
         if found[implementations[0]].error is not None:
             break  # what ordinary training cannot hold, nothing else does
     return found

@@ -28,6 +28,9 @@ class Case:
         dropout: of BERT and GPT-2.
         dtype: of what is not adapted.
         tuning: full, lora (of attention, rank 4) or bitfit, without a rank.
+        tied: whether the head of a Llama is its table of embeddings.
+        masked: whether batches carry an attention mask of ones, as tokenizers make it.
+        half_adapters: whether adapters have the case's dtype; PEFT makes them in float32.
     """
 
     kind: str
@@ -44,6 +47,9 @@ class Case:
     dropout: float = 0.1
     dtype: torch.dtype = torch.float32
     tuning: str = "full"
+    tied: bool = False
+    masked: bool = False
+    half_adapters: bool = False
 
     @property
     def gpu(self) -> bool:
@@ -93,7 +99,8 @@ def _made(case: Case) -> torch.nn.Module:
     if case.kind == "bert":
         rates = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), case.dropout)
         return hf.BertForSequenceClassification(hf.BertConfig(num_labels=2, **rates, **shape))
-    return hf.LlamaForCausalLM(hf.LlamaConfig(num_key_value_heads=case.key_heads or heads, **shape))
+    shape |= {"num_key_value_heads": case.key_heads or heads, "tie_word_embeddings": case.tied}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**shape))
 
 
 def _tuned(case: Case, model: torch.nn.Module) -> torch.nn.Module:
@@ -106,7 +113,8 @@ def _tuned(case: Case, model: torch.nn.Module) -> torch.nn.Module:
 
     targets, rank = (_ALL, case.rank) if case.rank else (_ATTENTION[case.kind], 4)
     config = peft.LoraConfig(r=rank, target_modules=targets, fan_in_fan_out=case.kind == "gpt2", task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, config)  # type: ignore[arg-type]
+    kept = not case.half_adapters
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=kept)  # type: ignore[arg-type]
 
 
 def examples(case: Case, count: int) -> list[dict[str, torch.Tensor]]:
@@ -125,8 +133,10 @@ def examples(case: Case, count: int) -> list[dict[str, torch.Tensor]]:
         return [{"x": row, "labels": torch.tensor(i % layers.CLASSES)} for i, row in enumerate(ids)]
     if case.kind == "bert":
         labels = torch.randint(0, 2, (count,), generator=generator)
-        return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels)]
-    return [{"input_ids": row, "labels": row.clone()} for row in ids]
+        rows = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels)]
+    else:
+        rows = [{"input_ids": row, "labels": row.clone()} for row in ids]
+    return [row | {"attention_mask": torch.ones_like(row["input_ids"])} for row in rows] if case.masked else rows
 
 
 _half = functools.partial(Case, dtype=torch.bfloat16)
@@ -138,6 +148,14 @@ LARGE = {
     "llama-8b-lora-checkpointed": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16, checkpointed=True),
     "llama-1b-long": _half("llama", 16, 2048, 8192, 32, 8, 128256, 1, 4096),
     "llama-8b-lora": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16),
+    "llama-1b-tied": _half("llama", 16, 2048, 8192, 32, 8, 128256, 4, 1024, tied=True),
+    "llama-1b-full-checkpointed": _half("llama", 16, 2048, 8192, 32, 8, 128256, 4, 1024, checkpointed=True),
+    "llama-1b-full-checkpointed-16x2048": _half("llama", 16, 2048, 8192, 32, 8, 128256, 16, 2048, checkpointed=True),
+    "llama-1b-lora-checkpointed-12x512": _half(
+        "llama", 16, 2048, 8192, 32, 8, 128256, 12, 512, rank=16, checkpointed=True
+    ),
+    "bert-base-masked": _half("bert", 12, 768, 3072, 12, 12, 30522, 32, 128, masked=True),
+    "llama-8b-lora-half": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16, half_adapters=True),
 }
 
 
