@@ -34,6 +34,7 @@ IMPLEMENTATIONS = ("non-private", "fastdp", "opacus-hooks", "opacus-ghost")
 FUSED = ("non-private-fused", "fastdp-fused")
 #: On a GPU: with fused optimizers alone, one operation at a time and recorded as CUDA graphs.
 ON_A_GPU = (*FUSED, "non-private-captured", "fastdp-captured")
+COMPILED_ON_A_GPU = (FUSED[0], "non-private-compiled")
 OTHERS_ON_A_GPU = (FUSED[0], "opacus-hooks", "opacus-ghost")
 #: Seconds that steps in a row on a GPU take about, between which the host need not wait.
 _IN_A_ROW = 0.5
@@ -272,6 +273,8 @@ def _build(case: Case, implementation: str) -> Callable[[], None]:
         return workloads.private_step(case, model, fused=implementation != "fastdp", capture=captured)
     if implementation == "non-private-captured":
         return workloads.captured_step(case, model)
+    if implementation == "non-private-compiled":
+        return workloads.plain_step(case, torch.compile(model), fused=True)  # type: ignore[arg-type]
     if implementation in ("non-private", "non-private-fused"):
         return workloads.plain_step(case, model, fused=implementation == "non-private-fused")
     batches = workloads.batches(workloads.loader_of(case, shuffle=True), device)
