@@ -48,16 +48,12 @@ class Form:
         renewed: gradients are clipped and noised along axes of single public examples' gradients, made anew before every so
             many steps; None for no axes.
         at_once: of so many public examples each time; None for all.
-        corrected: the noise's variance is subtracted from Adam's second moment.
-        averaged: decay of an average of the weights, or None.
     """
 
     fixed: bool = False
     warmed: bool = False
     renewed: int | None = None
     at_once: int | None = None
-    corrected: bool = False
-    averaged: float | None = None
 
 
 FORMS = {
@@ -67,8 +63,6 @@ FORMS = {
     "warmed, axes of single examples, renewed": Form(warmed=True, renewed=2),
     "warmed, axes of single examples, renewed from eight": Form(warmed=True, renewed=4, at_once=8),
     "warmed, fixed": Form(warmed=True, fixed=True),
-    "corrected": Form(corrected=True),
-    "averaged": Form(averaged=0.7),
 }
 
 
@@ -147,7 +141,6 @@ class Bench(suite_of_rapft.Bench):
             rate=row["learning_rate"],
             batch_size=self.size.batch_size,
             steps=self.size.steps,
-            corrected=form.corrected,
             target_epsilon=row["epsilon"],
             target_delta=DELTA,
             max_physical_batch_size=32,
@@ -161,11 +154,7 @@ class Bench(suite_of_rapft.Bench):
         run = self.start(form, row)
         list(suite.train(run))
         examples = self.tuned_on if row["part"] == "rate" else self.judged_on
-        if form.averaged is None:
-            quality = evaluate(run.model, examples, self.collator, 32, "causal-lm")
-        else:
-            with run.averaged():
-                quality = evaluate(run.model, examples, self.collator, 32, "causal-lm")
+        quality = evaluate(run.model, examples, self.collator, 32, "causal-lm")
         found = {
             "perplexity": quality.perplexity,
             "true_epsilon": float(fastdp.accounting.epsilon(run.ledger.event(), DELTA)),
@@ -176,16 +165,15 @@ class Bench(suite_of_rapft.Bench):
         return found
 
     def _method(self, form: Form) -> Method:
-        options: dict[str, Any] = {"bias_correction": form.corrected, "weight_averaging": form.averaged}
         if form.renewed is None:
-            return fastdp.DPSGD(**options)
+            return fastdp.DPSGD()
         singles = [
             {key: value[i : i + 1] for key, value in batch.items()}
             for batch in self.public
             for i in range(len(batch["labels"]))
         ]
         source = rapft.PublicGradients(singles, at_once=form.at_once)
-        return fastdp.RapFT(source, allocation="axes", map_every=form.renewed, **options)
+        return fastdp.RapFT(source, allocation="axes", map_every=form.renewed)
 
 
 def settings(size: Size, seeds: int, rates: Mapping[str, float] | None = None) -> Iterator[dict[str, Any]]:

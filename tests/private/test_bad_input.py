@@ -103,7 +103,6 @@ def test_refusals_before_the_start_leave_everything_as_it_was(tmp_path: Path) ->
             {"user_ids": [i // 3 for i in range(24)], "max_examples_per_user": 3, "max_physical_batch_size": 2},
             "up to 3 examples but max_physical_batch_size is 2",
         ),
-        ({"method": fastdp.DPSGD(bias_correction=True)}, r"bias_correction needs fastdp\.optim"),
         (
             {"method": fastdp.NonPrivate(), "target_epsilon": 8.0, "target_delta": 1e-4},
             "cannot meet target_epsilon 8.0",
@@ -133,7 +132,6 @@ def test_settings_out_of_range(options: dict[str, Any], match: str) -> None:
         lambda: fastdp.DPSGD(max_grad_norm=0.0),
         lambda: fastdp.DPSGD(max_grad_norm=math.nan),
         lambda: fastdp.DPSGD(groups="per-layer"),
-        lambda: fastdp.DPSGD(weight_averaging=1.0),
         lambda: fastdp.AdaptiveClipping(target_quantile=0.0),
         lambda: fastdp.AdaptiveClipping(learning_rate=-1.0),
     ],
