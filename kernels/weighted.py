@@ -200,7 +200,7 @@ def _weighted_kernel(
 
 
 @triton.jit(do_not_specialize=["lines", "whole", "splits"])
-def _add_parts_kernel(
+def add_parts_kernel(
     p_lines, p_parts, lines, whole, splits,
     CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr, b_m: tl.constexpr, b_n: tl.constexpr, b_row: tl.constexpr,
 ):  # fmt: skip
@@ -386,7 +386,7 @@ def _launch(
         )
         if rest:
             b_row = min(b_m, max(1, 2048 // b_n))
-            _add_parts_kernel[(rest, -(-b_m // b_row))](
+            add_parts_kernel[(rest, -(-b_m // b_row))](
                 table, parts, len(members), whole, splits, **kind, b_row=b_row, num_warps=4
             )
 
