@@ -171,7 +171,6 @@ IN_TESTS = {
     "private/test_least_noise.py": (1, "a policy that is replaced within a run"),
     "private/test_noise_of_release.py": (3, "the stream that noise of steps alone is drawn from, and its positions"),
     "private/test_private.py": (2, "the key, which no file may hold"),
-    "private/test_traps.py": (2, "faults that are put into the engine, to see that a check notices"),
     "accounting": (5, "a ledger's open file, which a kill closes"),
     "audit": (6, "faults that are put into the engine and the release, to see that an audit notices"),
     "federated": (6, "a server in the middle of a round"),

@@ -149,28 +149,6 @@ def test_evaluation_mode_is_kept(when: str) -> None:
     assert modes(private.model.train() and private) == {(True, True)}
 
 
-def test_evaluation_mode_that_a_loop_forgets_is_kept_as_without_privacy() -> None:
-    private = start(**PRIVATE)
-    iterator = iter(private.data_loader)
-    logical_step(private, iterator)
-    private.model.eval()
-    logical_step(private, iterator)
-    assert private.steps_done == 2
-    assert not private.model.training
-
-
-def test_a_criterion_in_evaluation_mode() -> None:
-    def losses(output: Any, batch: Any) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(output["logits"], batch["labels"], reduction="none")
-
-    private = start(Classifier().eval(), criterion=losses, **PRIVATE)
-    for batch in private.data_loader:
-        private.loss(private.model(batch["x"]), batch).backward()
-        private.optimizer.step()
-        private.optimizer.zero_grad()
-    assert private.steps_done == 3
-
-
 def pretrained(folder: Path) -> torch.nn.Module:
     config = BertConfig(
         vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=3
