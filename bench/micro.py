@@ -50,13 +50,13 @@ def measure(
     for case in cases(device, SIZES[sizes], only):
         alternatives = {k: f for k, f in case.alternatives.items() if compiled or k != "torch.compile"}
         with torch.no_grad():
-            row = _measure(case, alternatives, turns, device, bandwidth, matmul)
+            row = measure_case(case, alternatives, turns, device, bandwidth, matmul)
         if "failed" not in row:
             row |= {"peak_bytes": on_gpu(case.run)} if device.type == "cuda" else peaks[case.op]
         yield row
 
 
-def _measure(
+def measure_case(
     case: Case,
     alternatives: dict[str, Function],
     turns: int,

@@ -253,8 +253,6 @@ class Builder:
             self.method.policy(self.trained, self.plan.sigma * factor, {})
         if self.method.selects:
             refuse_frozen(self.model, self.optimizer)
-        for part in self.method.parts():
-            part.check(self.optimizer)
 
     def _require_alike(self) -> None:
         """Raise ValueError unless all ranks were given the same."""

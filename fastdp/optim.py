@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,11 +13,9 @@ import torch
 
 import fastdp.distributed.pieces as pieces
 import fastdp.ops as ops
-from fastdp.engine.axes import RankOne
 from fastdp.entry import make_private
 from fastdp.ops.halves import keep_moments
 from fastdp.ops.noise import NOISE_DTYPES
-from fastdp.private.parts import ScaledVariance
 from fastdp.private.release import Summed, Update
 from fastdp.private.run import Private, drives
 
@@ -116,16 +113,9 @@ class SGD(_Private, torch.optim.SGD):
 _KNOWS_BOTH = issubclass(torch.optim.AdamW, torch.optim.Adam)
 
 
-class CorrectedAdam(torch.optim.AdamW):
-    """AdamW whose second moment has the noise's known variance subtracted (DP-AdamBC, arXiv 2312.14334, algorithm 1).
+class FusedAdamW(torch.optim.AdamW):
+    """torch's AdamW, which can draw the noise of a release within its update, and keep moments and copies in another dtype."""
 
-    With ``noise_variance`` at 0 it is torch's AdamW. The denominator is sqrt(max(v_hat - noise_variance, floor)): the
-    floor keeps coordinates whose signal is below the noise from exploding.
-    """
-
-    #: Of each gradient; by parameter where it is not the same everywhere: a number, a tensor of its shape, or along its axes.
-    noise_variance: float | Mapping[torch.Tensor, float | torch.Tensor | ScaledVariance] = 0.0
-    floor: float = 5e-8
     fused: bool = True
     #: Keep a float32 copy of each parameter of half precision, and update that.
     master_weights: bool = False
@@ -155,17 +145,14 @@ class CorrectedAdam(torch.optim.AdamW):
         parameters, totals, stds, tensors, every_axes = summed
         groups = [*map(group_of.get, map(id, parameters))]
         served = {id(group): _serves(group) for group in self.param_groups}
-        variances: list[float | None] = [0.0] * len(parameters)
-        if self.noise_variance:
-            variances = [_scalar_variance(self._known_of(p), axes) for p, axes in zip(parameters, every_axes)]
         fused = [
-            group is not None and served[id(group)] and _fusable(parameter, std, variance, divisor)
-            for group, parameter, std, variance in zip(groups, parameters, stds, variances)
+            group is not None and served[id(group)] and parameter.dtype in NOISE_DTYPES and parameter.is_contiguous()
+            for group, parameter in zip(groups, parameters)
         ]
         members = [*itertools.compress(range(len(parameters)), fused)]
         states = dict(zip(members, self._states_of([parameters[at] for at in members])))
         # What parameters share that are served together.
-        shared = zip(map(id, groups), stds, map(bool, variances), [axes is None for axes in every_axes])
+        shared = zip(map(id, groups), stds, [axes is None for axes in every_axes])
         kinds = [(*own, "master" in states[at]) for at, own in enumerate(shared) if fused[at]]
         for alike in _alike(members, kinds):
             for step, own in _counted(alike, [states[at]["step"] for at in alike]):
@@ -186,7 +173,6 @@ class CorrectedAdam(torch.optim.AdamW):
                     eps=group["eps"],
                     weight_decay=group["weight_decay"],
                     step=step,
-                    variance_floor=self.floor if variances[own[0]] else None,
                     secure_rounding=secure_rounding,
                     rows=[found.rows.float() for found in axes],
                     columns=[found.columns.float() for found in axes],
@@ -222,25 +208,16 @@ class CorrectedAdam(torch.optim.AdamW):
                 state[name] = state[name].to(dtype)
         return state
 
-    def _known_of(self, parameter: torch.Tensor) -> float | torch.Tensor | ScaledVariance:
-        known = self.noise_variance
-        return known.get(parameter, 0.0) if isinstance(known, Mapping) else known
-
-    def _variance_of(self, parameter: torch.Tensor) -> float | torch.Tensor:
-        known = self._known_of(parameter)
-        found = known.whole(parameter.shape) if isinstance(known, ScaledVariance) else known
-        return pieces.from_piece(pieces.part(found, parameter), parameter) if isinstance(found, torch.Tensor) else found
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step; the correction applies when ``noise_variance`` is positive."""
-        if not self.noise_variance and self._torch_can():
+        """One step, as torch's; in float32 where torch's own would not keep moments and copies in their dtypes."""
+        if self._torch_can():
             return _unhooked(torch.optim.AdamW.step)(self, closure)
         loss = None if closure is None else closure()
         every = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
         for number, (group, parameter) in enumerate(every):
             if parameter.grad is not None:
-                self._corrected(number, parameter, group, *group["betas"])
+                self._step_in_float32(number, parameter, group, *group["betas"])
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -259,7 +236,7 @@ class CorrectedAdam(torch.optim.AdamW):
         wide = {p.dtype for p in applied} <= {torch.float32, torch.float64}
         return not applied or (wide and self.moments == torch.float32)
 
-    def _corrected(
+    def _step_in_float32(
         self, number: int, parameter: torch.Tensor, group: dict[str, Any], beta1: float, beta2: float
     ) -> None:
         state = self._state_of(parameter)
@@ -275,11 +252,7 @@ class CorrectedAdam(torch.optim.AdamW):
         mean, square = (moment.float() for moment in kept)
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        second, variance = square / (1 - beta2**step), self._variance_of(parameter)
-        if isinstance(variance, torch.Tensor) or variance > 0:
-            denominator = (second - variance).clamp_(min=self.floor).sqrt_()
-        else:
-            denominator = second.sqrt_().add_(group["eps"])
+        denominator = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
         wide.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**step))
         if self.moments != torch.float32:
             halves = [pieces.piece(moment) for moment in kept]
@@ -293,13 +266,6 @@ def _serves(group: dict[str, Any]) -> bool:
     if group["amsgrad"] or group["maximize"] or group["differentiable"]:
         return False
     return not group["weight_decay"] or group["decoupled_weight_decay"]
-
-
-def _fusable(parameter: torch.Tensor, std: float, variance: float | None, divisor: float) -> bool:
-    """Whether the fused step serves a parameter, and what is to be subtracted is its noise's variance, or nothing."""
-    if parameter.dtype not in NOISE_DTYPES or not parameter.is_contiguous() or variance is None:
-        return False
-    return variance == 0 or math.isclose((std / divisor) ** 2, variance)
 
 
 def _has_no_master(state: dict[str, Any]) -> bool:
@@ -331,23 +297,14 @@ def _counted(members: list[int], counts: list[torch.Tensor]) -> list[tuple[int, 
     return [(step, [at for at, own in zip(members, steps) if own == step]) for step in numbers]
 
 
-def _scalar_variance(variance: float | torch.Tensor | ScaledVariance, axes: RankOne | None) -> float | None:
-    """The variance over a parameter's axes, if that is one number: what the fused step can subtract."""
-    if isinstance(variance, ScaledVariance):
-        return variance.variance if variance.axes is axes else None
-    if isinstance(variance, torch.Tensor) or (axes is not None and variance != 0):
-        return None
-    return variance
-
-
 def _dtype_of_moments(dtype: torch.dtype) -> torch.dtype:
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"moments is {dtype}: keep them in torch.float32 or in torch.bfloat16")
     return dtype
 
 
-class AdamW(_Private, CorrectedAdam):
-    """`torch.optim.AdamW` with private gradients; a method's ``bias_correction=True`` corrects its second moment.
+class AdamW(_Private, FusedAdamW):
+    """`torch.optim.AdamW` with private gradients.
 
     Args:
         params, model, data_loader, privacy: parameters or groups, or a model and its loader; the rest as in
@@ -377,7 +334,7 @@ class AdamW(_Private, CorrectedAdam):
         self._begin(torch.optim.AdamW, params, args, options)
 
 
-class Adam(_Private, CorrectedAdam):
+class Adam(_Private, FusedAdamW):
     """`torch.optim.Adam` with private gradients: AdamW's arithmetic with weight decay added to the gradient.
 
     Args as for `AdamW`; ``weight_decay`` is 0 by default; above 0 the update is not fused.

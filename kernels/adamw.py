@@ -112,7 +112,7 @@ def _update(
 
 
 @triton.jit(do_not_specialize=["capacity", "lines"])
-def _adamw_kernel(
+def adamw_kernel(
     p_table, p_positions, p_list, capacity, lines,
     std, spacing, inverse, inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
     PARAMETER: tl.constexpr, MOMENTS: tl.constexpr, b_blocks: tl.constexpr, CORRECTED: tl.constexpr, ROUNDED: tl.constexpr,
@@ -142,7 +142,7 @@ def _adamw_kernel(
 
 
 @triton.jit(do_not_specialize=["capacity"])
-def _settle_adamw_kernel(
+def settle_adamw_kernel(
     p_table, p_positions, p_list, capacity,
     std, spacing, inverse, inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
     PARAMETER: tl.constexpr, MOMENTS: tl.constexpr, b: tl.constexpr, CORRECTED: tl.constexpr, MASTER: tl.constexpr,
@@ -257,7 +257,7 @@ def adamw_noise_steps_(
             lines = to_device_of(torch.from_numpy(table), params[0])
             positions = to_device_of(drawn if len(kinds) == 1 else drawn[members], params[0])
             opened = new_list(sum(lengths), params[0].device, with_sums=False) if numbers.rounded else NO_LIST
-            _adamw_kernel[(programs,)](
+            adamw_kernel[(programs,)](
                 lines,
                 positions,
                 opened.entries,
@@ -272,6 +272,6 @@ def adamw_noise_steps_(
                 **registers_of(REGISTERS),
             )
             if numbers.rounded:
-                _settle_adamw_kernel[(cdiv(opened.capacity, SETTLE_BLOCK),)](
+                settle_adamw_kernel[(cdiv(opened.capacity, SETTLE_BLOCK),)](
                     lines, positions, opened.entries, opened.capacity, *computed, b=SETTLE_BLOCK, **kind, num_warps=1
                 )

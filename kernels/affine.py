@@ -18,14 +18,14 @@ from .launch import TRITON, Table, on_device_of, splits_to_fill, to_device_of
 
 _FIELDS = tl.constexpr(9)
 
-_COLUMNS = 64
-_TOKENS = 16
+COLUMNS = 64
+TOKENS = 16
 #: Tokens that each part of a unit has about.
 _PART = 256
 
 
 @triton.jit(do_not_specialize=["problems", "units", "splits"])
-def _affine_kernel(
+def affine_kernel(
     p_table, p_offsets, p_out, problems, units, splits, n,
     GRADIENT: tl.constexpr, X: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr,
     b_t: tl.constexpr, b_n: tl.constexpr,
@@ -120,7 +120,7 @@ def affine_sums_group(
     where they are not contiguous.
     """
     units, (tokens, n) = offsets.shape[0] - 1, xs[0].shape
-    like, columns = xs[0], -(-n // _COLUMNS)
+    like, columns = xs[0], -(-n // COLUMNS)
     splits = splits_to_fill(like, len(xs) * units * columns, max(1, tokens // max(1, units) // _PART))
     sums = torch.empty(splits, len(xs), 2, units, n, dtype=torch.float32, device=like.device)
     if sums.numel():
@@ -130,7 +130,7 @@ def affine_sums_group(
         offsets = to_device_of(offsets, like)
         for launch in _launches(gradients.form, xs.form, gradients.wide, xs.wide):
             with on_device_of(like):
-                _affine_kernel[(len(launch.members) * units, columns, splits)](
+                affine_kernel[(len(launch.members) * units, columns, splits)](
                     launch.table.beside(like, *addresses),
                     offsets,
                     sums,
@@ -142,8 +142,8 @@ def affine_sums_group(
                     X=TRITON[launch.x],
                     CONTIGUOUS=launch.contiguous,
                     ALIGNED=launch.aligned,
-                    b_t=_TOKENS,
-                    b_n=_COLUMNS,
+                    b_t=TOKENS,
+                    b_n=COLUMNS,
                     num_warps=4,
                 )
     return sums[0] if splits == 1 else sums.sum(0)

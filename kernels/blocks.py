@@ -19,7 +19,7 @@ UNIT_SHIFT = tl.constexpr(8)
 
 
 @triton.jit(do_not_specialize=["units", "slots", "b_t"])
-def _blocks_kernel(p_offsets, p_table, units, slots, b_t):
+def blocks_kernel(p_offsets, p_table, units, slots, b_t):
     unit = tl.program_id(0)
     before = 0
     for first in range(0, unit, 1024):
@@ -57,7 +57,7 @@ def blocks_of(offsets: torch.Tensor, tokens: int, b_t: int) -> tuple[torch.Tenso
     def make() -> torch.Tensor:
         table = torch.empty(1 + 2 * slots, dtype=torch.int32, device=offsets.device)
         with on_device_of(offsets):
-            _blocks_kernel[(units,)](offsets, table, units, slots, b_t=b_t, num_warps=4)
+            blocks_kernel[(units,)](offsets, table, units, slots, b_t=b_t, num_warps=4)
         return table
 
     return kept_with(offsets, ("blocks", b_t, tokens), make), slots

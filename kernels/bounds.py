@@ -14,8 +14,8 @@ from fastdp.ops.factors import INT64_MAX
 from . import direct, gram
 from .launch import cdiv, on_device_of, serves, to_device_of
 
-_TOKENS = 16
-_COLUMNS = 256
+TOKENS = 16
+COLUMNS = 256
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _row_norms(p_x, o_t, m_t, width, stride_t, stride_k, b_t: tl.constexpr, b_k:
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _products_kernel(
+def products_kernel(
     p_left, p_right, p_out, tokens, m, n, stride_lt, stride_lk, stride_rt, stride_rk,
     b_t: tl.constexpr, b_k: tl.constexpr, ORDER: tl.constexpr, ONE_HOT: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +50,7 @@ def _products_kernel(
 
 
 @triton.jit
-def _sum_units_kernel(p_products, p_offsets, p_out, b: tl.constexpr):
+def sum_units_kernel(p_products, p_offsets, p_out, b: tl.constexpr):
     unit = tl.program_id(0).to(tl.int64)
     start = tl.load(p_offsets + unit)
     end = tl.load(p_offsets + unit + 1)
@@ -72,7 +72,7 @@ def row_products(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor,
     one_hot = left.dim() == 1
     products = torch.empty(tokens, dtype=torch.float64, device=right.device)
     with on_device_of(right):
-        _products_kernel[(cdiv(tokens, _TOKENS),)](
+        products_kernel[(cdiv(tokens, TOKENS),)](
             left,
             right,
             products,
@@ -81,13 +81,13 @@ def row_products(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor,
             n,
             *((0, 0) if one_hot else left.stride()),
             *right.stride(),
-            b_t=_TOKENS,
-            b_k=_COLUMNS,
+            b_t=TOKENS,
+            b_k=COLUMNS,
             ORDER=order,
             ONE_HOT=one_hot,
             num_warps=4,
         )
-        _sum_units_kernel[(units,)](products, to_device_of(offsets, right), sums, b=128, num_warps=1)
+        sum_units_kernel[(units,)](products, to_device_of(offsets, right), sums, b=128, num_warps=1)
     return sums
 
 

@@ -149,7 +149,7 @@ def _minus_two_log(f, power):
 
 
 @triton.jit
-def _radius_squared(word):
+def radius_squared(word):
     # -2 ln((word + 1/2) / 2^32). Above 1/2 the distance from 1 is the signed word, exact where it matters.
     signed = word.to(tl.int32, bitcast=True)
     f = signed.to(tl.float32) + 0.5
@@ -158,14 +158,14 @@ def _radius_squared(word):
 
 
 @triton.jit
-def _wide_radius_squared(word, second):
+def wide_radius_squared(word, second):
     # -2 ln((2^32 word + second + 1/2) / 2^64)
     f = ((word.to(tl.uint64) << 32) | second.to(tl.uint64)).to(tl.float32) + 0.5
     return _minus_two_log(f, 64)
 
 
 @triton.jit
-def _turn(word):
+def turn(word):
     # cos and sin of 2 pi (word + 1/2) / 2^32: top bits give the quadrant, rounded to nearest; the rest, exact as a
     # signed integer, is an angle of at most pi / 4, here in units of pi / 4.
     shifted = word + 0x20000000
@@ -191,15 +191,15 @@ def normals(p_position, block, MARKED: tl.constexpr):
     MARKED puts NaN where 64 bits of the uniform do not tell a normal to float32's accuracy, once in 2^32 radii.
     """
     first, last = chacha_words(p_position, block, tl.full((), 0, tl.uint32))
-    square = _radius_squared(first)
+    square = radius_squared(first)
     # Tails beyond 6 sigma: a word below 2^16 is continued by 32 more bits. Few tiles hold one, so few make the second
     # block.
     if tl.min(tl.min(first, 1), 0) < 65536:
         second, _ = chacha_words(p_position, block, tl.full((), DOMAIN_FLAG, tl.uint32))
-        square = tl.where(first < 65536, _wide_radius_squared(first, second), square)
+        square = tl.where(first < 65536, wide_radius_squared(first, second), square)
         if MARKED:
             square = tl.where(first == 0, float("nan"), square)
     radius = tl.sqrt(square)
-    cosine, sine = _turn(last)
+    cosine, sine = turn(last)
     pairs = tl.join(radius * cosine, radius * sine)  # [B, 8, 2]
     return tl.reshape(tl.permute(pairs, (0, 2, 1)), (block.shape[0], 16))

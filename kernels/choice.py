@@ -21,7 +21,7 @@ _ENTRIES = 1 << 23
 
 
 @triton.jit(do_not_specialize=["n"])
-def _uniform_kernel(p_position, p_out, n, b: tl.constexpr):
+def uniform_kernel(p_position, p_out, n, b: tl.constexpr):
     token = tl.program_id(0).to(tl.int64) * b + tl.arange(0, b)
     words, _ = chacha_words(p_position, (token * _BLOCKS).to(tl.uint32), tl.full((), 0, tl.uint32))
     low, high = tl.split(tl.reshape(words, (b, 4, 2)))
@@ -37,7 +37,7 @@ def uniforms(position: torch.Tensor, n: int, device: torch.device) -> torch.Tens
     out = torch.empty(n, dtype=torch.float64, device=device)
     if n:
         with on_device_of(out):
-            _uniform_kernel[(cdiv(n, 128),)](
+            uniform_kernel[(cdiv(n, 128),)](
                 to_device_of(position, out), out, n, b=128, enable_fp_fusion=True, num_warps=4
             )
     return out

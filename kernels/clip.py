@@ -15,12 +15,12 @@ from .settle import NO_LIST, new_list, settle, store_rounded
 from .tiles import load_flat, store_flat
 
 # Elements that one program of the dot products reads: large enough that its float64 sums hide behind the loads.
-_CHUNK = 16384
-_STEP = 2048
+CHUNK = 16384
+CHUNK_STEP = 2048
 
 
 @triton.jit(do_not_specialize=["width", "chunks"])
-def _row_dots_kernel(
+def row_dots_kernel(
     p_x, p_y, p_partial, width, chunks, b_step: tl.constexpr, b_chunk: tl.constexpr, ALIGNED: tl.constexpr
 ):
     if (
@@ -64,7 +64,7 @@ def _root_factor(norm, max_norm):
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _forward_factor_kernel(p_partial, p_norm, p_root, chunks, max_norm, b_chunks: tl.constexpr):
+def forward_factor_kernel(p_partial, p_norm, p_root, chunks, max_norm, b_chunks: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     norm = tl.sqrt(_in_order(p_partial, row, chunks, b_chunks))
     tl.store(p_norm + row, norm)
@@ -72,7 +72,7 @@ def _forward_factor_kernel(p_partial, p_norm, p_root, chunks, max_norm, b_chunks
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _backward_factor_kernel(p_partial, p_norm, p_root, p_pull, chunks, max_norm, b_chunks: tl.constexpr):
+def backward_factor_kernel(p_partial, p_norm, p_root, p_pull, chunks, max_norm, b_chunks: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     dot = _in_order(p_partial, row, chunks, b_chunks)
     norm = tl.load(p_norm + row)
@@ -94,7 +94,7 @@ def _rows_of(first, o_tile, width, b_tile: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["capacity", "n", "width"])
-def _apply_kernel(
+def apply_kernel(
     p_x, p_out, p_root, p_position, p_list, p_sums, capacity, n, width, std, spacing, inverse,
     b_blocks: tl.constexpr, NOISY: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +122,7 @@ def _apply_kernel(
 
 
 @triton.jit(do_not_specialize=["n", "width"])
-def _pull_back_kernel(p_grad, p_x, p_out, p_root, p_pull, n, width, b_tile: tl.constexpr, ALIGNED: tl.constexpr):
+def pull_back_kernel(p_grad, p_x, p_out, p_root, p_pull, n, width, b_tile: tl.constexpr, ALIGNED: tl.constexpr):
     if ALIGNED:
         n = n // 16 * 16
     first = tl.program_id(0).to(tl.int64) * b_tile
@@ -141,16 +141,16 @@ def _pull_back_kernel(p_grad, p_x, p_out, p_root, p_pull, n, width, b_tile: tl.c
 
 
 def _row_dots(x: torch.Tensor, y: torch.Tensor, rows: int, width: int) -> tuple[torch.Tensor, int]:
-    chunks = max(1, cdiv(width, _CHUNK))
+    chunks = max(1, cdiv(width, CHUNK))
     partial = torch.empty(rows, chunks, dtype=torch.float64, device=x.device)
-    _row_dots_kernel[(rows * chunks,)](
+    row_dots_kernel[(rows * chunks,)](
         x,
         y,
         partial,
         width,
         chunks,
-        b_step=_STEP,
-        b_chunk=_CHUNK,
+        b_step=CHUNK_STEP,
+        b_chunk=CHUNK,
         ALIGNED=width % 16 == 0,
         enable_fp_fusion=True,
         num_warps=4,
@@ -176,12 +176,12 @@ def clip_noise(
     with on_device_of(x):
         partial, chunks = _row_dots(flat, flat, rows, width)
         root = torch.empty(rows, dtype=torch.float32, device=x.device)
-        _forward_factor_kernel[(rows,)](
+        forward_factor_kernel[(rows,)](
             partial, norm, root, chunks, float(max_norm), b_chunks=128, enable_fp_fusion=True, num_warps=1
         )
         there = to_device_of(position, x)
         opened = new_list(x.numel(), x.device, with_sums=True) if rounded else NO_LIST
-        _apply_kernel[(cdiv(x.numel(), 16 * BLOCKS),)](
+        apply_kernel[(cdiv(x.numel(), 16 * BLOCKS),)](
             flat,
             out,
             root,
@@ -213,7 +213,7 @@ def clip_noise_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor,
         partial, chunks = _row_dots(grad, flat, rows, width)
         root = torch.empty(rows, dtype=torch.float32, device=x.device)
         pull = torch.empty_like(root)
-        _backward_factor_kernel[(rows,)](
+        backward_factor_kernel[(rows,)](
             partial,
             norm.contiguous(),
             root,
@@ -224,7 +224,7 @@ def clip_noise_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor,
             enable_fp_fusion=True,
             num_warps=1,
         )
-        _pull_back_kernel[(cdiv(x.numel(), _STEP),)](
+        pull_back_kernel[(cdiv(x.numel(), CHUNK_STEP),)](
             grad,
             flat,
             out,
@@ -232,7 +232,7 @@ def clip_noise_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor,
             pull,
             x.numel(),
             width,
-            b_tile=_STEP,
+            b_tile=CHUNK_STEP,
             ALIGNED=x.numel() % 16 == 0,
             enable_fp_fusion=True,
             num_warps=4,

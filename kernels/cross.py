@@ -18,7 +18,7 @@ IDS = tl.constexpr(2)
 
 
 @triton.jit(do_not_specialize=["units", "slots", "splits"])
-def _cross_kernel(
+def cross_kernel(
     p_left1, p_right1, p_left2, p_right2, p_offsets1, p_offsets2, p_parts, m, n, units, slots, splits,
     stride_lt1, stride_lk1, stride_rt1, stride_rk1, stride_lt2, stride_lk2, stride_rt2, stride_rk2,
     KIND: tl.constexpr, b_t: tl.constexpr, b_k: tl.constexpr, PRECISION: tl.constexpr,
@@ -86,7 +86,7 @@ def cross_inner(
         return (*factor.stride(), 0)[:2]
 
     with on_device_of(right1):
-        _cross_kernel[(slots, splits)](
+        cross_kernel[(slots, splits)](
             left1,
             right1,
             left2,

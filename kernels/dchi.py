@@ -45,7 +45,7 @@ def _gamma(p_position, token, shape):
 
 
 @triton.jit(do_not_specialize=["width"])
-def _dchi_kernel(
+def dchi_kernel(
     p_table, p_ids, p_eta, p_position, p_out, width, stride_eta, stride_et, stride_ek, b_blocks: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -72,7 +72,7 @@ def dchi_rows(ids: torch.Tensor, table: torch.Tensor, eta: torch.Tensor, positio
         return out
     b_blocks = next_power_of_2(cdiv(width, 16))
     with on_device_of(table):
-        _dchi_kernel[(ids.numel(),)](
+        dchi_kernel[(ids.numel(),)](
             table,
             ids,
             to_device_of(eta, table),

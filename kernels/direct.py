@@ -71,7 +71,7 @@ def _direct_kernel(
 
 
 @triton.jit(do_not_specialize=["units", "splits"])
-def _chosen_kernel(
+def chosen_kernel(
     p_lines, p_offsets, p_chosen, p_parts, units, splits,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr,
     b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, PRECISION: tl.constexpr,
@@ -220,7 +220,7 @@ def chosen_norms(
         into = members if every else places_beside(members, norms)
         parts = torch.empty(1, len(members) * units * splits, dtype=torch.float32, device=device)
         with on_device_of(norms):
-            _chosen_kernel[(len(members) * units, splits)](
+            chosen_kernel[(len(members) * units, splits)](
                 launch.table.beside(norms, lefts.addresses, rights.addresses),
                 offsets,
                 (chosen if every else chosen[into]).contiguous().view(torch.uint8),

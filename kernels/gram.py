@@ -43,7 +43,7 @@ _SPEED = {128: 1.0, 64: 0.55, 32: 0.3, 16: 0.15}
 
 
 @triton.jit(do_not_specialize=["units", "most", "b_t"])
-def _pairs_kernel(p_offsets, p_table, units, most, b_t):
+def pairs_kernel(p_offsets, p_table, units, most, b_t):
     # [units + 1] pairs before each unit, and of each pair the first tokens of both its tiles and the end of its unit
     unit = tl.program_id(0)
     before = 0
@@ -150,7 +150,7 @@ def _gram_kernel(
 
 
 @triton.jit(do_not_specialize=["units", "most"], do_not_specialize_on_alignment=["p_products"])
-def _sum_pairs_kernel(p_parts, p_products, p_table, p_out, p_sizes, units, most, b: tl.constexpr):
+def sum_pairs_kernel(p_parts, p_products, p_table, p_out, p_sizes, units, most, b: tl.constexpr):
     unit = tl.program_id(0)
     use = tl.program_id(1).to(tl.int64)
     first = tl.load(p_table + unit)
@@ -168,15 +168,15 @@ def _sum_pairs_kernel(p_parts, p_products, p_table, p_out, p_sizes, units, most,
     tl.store(p_sizes + use * units + unit, tl.sum(size, 0))
 
 
-def _pairs_of(offsets: torch.Tensor, tokens: int, b_t: int) -> tuple[torch.Tensor, int]:
-    """The table of `_pairs_kernel`, made once for each tensor of offsets, and how many pairs it may hold at most."""
+def pairs_of(offsets: torch.Tensor, tokens: int, b_t: int) -> tuple[torch.Tensor, int]:
+    """The table of `pairs_kernel`, made once for each tensor of offsets, and how many pairs it may hold at most."""
     units, tiles = offsets.shape[0] - 1, tokens // b_t + 1
     most = tiles * (tiles + 1) // 2 + units
 
     def make() -> torch.Tensor:
         table = torch.empty(units + 1 + 3 * most, dtype=torch.int32, device=offsets.device)
         with on_device_of(offsets):
-            _pairs_kernel[(units,)](offsets, table, units, most, b_t=b_t, num_warps=4)
+            pairs_kernel[(units,)](offsets, table, units, most, b_t=b_t, num_warps=4)
         return table
 
     return kept_with(offsets, ("pairs", b_t, tokens), make), most
@@ -264,7 +264,7 @@ def gram_norms(
         wide = torch.float32 in (launch.of_right, launch.of_left)
         count = processors(device)
         side = b_t or tile_of(tokens, units, launch.problems, largest_side(wide, device), count)
-        pairs, most = _pairs_of(offsets, tokens, side)
+        pairs, most = pairs_of(offsets, tokens, side)
         table, order = launch.table.beside(squares, rights.addresses, lefts.addresses), launch.order
         parts = torch.empty(2, len(order), most, dtype=torch.float32, device=device)
         all_of_it = order == tuple(range(uses))
@@ -291,7 +291,7 @@ def gram_norms(
                 num_warps=8 if wide or side == 128 else 4,
                 num_stages=stages_of(4, device),
             )
-            _sum_pairs_kernel[(units, len(order))](
+            sum_pairs_kernel[(units, len(order))](
                 parts[0], parts[1], pairs, out, sizes, units, most, b=128, num_warps=4
             )
         if not all_of_it:

@@ -13,9 +13,9 @@ import triton.language as tl
 
 from .launch import on_device_of, table_beside
 
-_COLUMNS = 1024
+COLUMNS = 1024
 #: Elements of a gradient that one program measures.
-_LONG = 1 << 16
+LONG = 1 << 16
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def owner(p_table, width: tl.constexpr, lines, program):
 
 
 @triton.jit(do_not_specialize=["units", "lines"])
-def _norms_kernel(p_table, p_parts, units, lines, each, b: tl.constexpr):
+def norms_kernel(p_table, p_parts, units, lines, each, b: tl.constexpr):
     # `each` elements of one unit's gradient of one tensor.
     program = tl.program_id(0)
     unit = tl.program_id(1).to(tl.int64)
@@ -51,7 +51,7 @@ def _norms_kernel(p_table, p_parts, units, lines, each, b: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["units", "lines", "programs"])
-def _norm_parts_kernel(p_table, p_parts, p_out, units, lines, programs, b: tl.constexpr):
+def norm_parts_kernel(p_table, p_parts, p_out, units, lines, programs, b: tl.constexpr):
     line = tl.program_id(0).to(tl.int64)
     unit = tl.program_id(1).to(tl.int64)
     first = tl.load(p_table + line * 3 + 2).to(tl.int32)
@@ -65,7 +65,7 @@ def _norm_parts_kernel(p_table, p_parts, p_out, units, lines, programs, b: tl.co
 
 
 @triton.jit(do_not_specialize=["units", "lines"])
-def _sums_kernel(p_table, p_weights, units, lines, b: tl.constexpr):
+def sums_kernel(p_table, p_weights, units, lines, b: tl.constexpr):
     program = tl.program_id(0)
     line = owner(p_table, 4, lines, program).to(tl.int64)
     p_line = p_table + line * 4
@@ -97,16 +97,16 @@ def instance_norms(instances: Sequence[torch.Tensor]) -> torch.Tensor:
     out = torch.empty(len(instances), units, dtype=torch.float32, device=device)
     if out.numel():
         lengths = [x.numel() // units for x in instances]
-        firsts, programs = first_programs(lengths, _LONG)
+        firsts, programs = first_programs(lengths, LONG)
         lines = [(x.data_ptr(), n, first) for x, n, first in zip(instances, lengths, firsts)]
         table = table_beside(lines, out)
         parts = torch.empty(units, programs, dtype=torch.float32, device=device)
         with on_device_of(out):
             if programs:
-                _norms_kernel[(programs, units)](
-                    table, parts, units, len(lines), _LONG, b=_COLUMNS, enable_fp_fusion=True, num_warps=4
+                norms_kernel[(programs, units)](
+                    table, parts, units, len(lines), LONG, b=COLUMNS, enable_fp_fusion=True, num_warps=4
                 )
-            _norm_parts_kernel[(len(lines), units)](
+            norm_parts_kernel[(len(lines), units)](
                 table, parts, out, units, len(lines), programs, b=128, enable_fp_fusion=True, num_warps=1
             )
     return out
@@ -117,16 +117,16 @@ def instance_sums(instances: Sequence[torch.Tensor], weights: torch.Tensor) -> l
     units = weights.shape[1]
     sums = [torch.empty(x.shape[1:], dtype=torch.float32, device=weights.device) for x in instances]
     lengths = [total.numel() for total in sums]
-    firsts, programs = first_programs(lengths, _COLUMNS)
+    firsts, programs = first_programs(lengths, COLUMNS)
     if programs:
         lines = [(x.data_ptr(), t.data_ptr(), n, first) for x, t, n, first in zip(instances, sums, lengths, firsts)]
         with on_device_of(weights):
-            _sums_kernel[(programs,)](
+            sums_kernel[(programs,)](
                 table_beside(lines, weights),
                 weights.contiguous(),
                 units,
                 len(lines),
-                b=_COLUMNS,
+                b=COLUMNS,
                 enable_fp_fusion=True,
                 num_warps=4,
             )

@@ -15,12 +15,12 @@ from .direct import ABSOLUTE, MASKED_SQUARE, SQUARE
 from .launch import cdiv, on_device_of, serves
 from .reduce import sum_slots
 
-_CHUNK = 4096
-_COLUMNS = 1024
+CHUNK = 4096
+COLUMNS = 1024
 
 
 @triton.jit(do_not_specialize=["units", "chunks"])
-def _instance_norm_kernel(p_x, p_mask, p_parts, units, chunks, n, b: tl.constexpr, KIND: tl.constexpr):
+def instance_norm_kernel(p_x, p_mask, p_parts, units, chunks, n, b: tl.constexpr, KIND: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     o_x = (pid % chunks) * b + tl.arange(0, b)
     m_x = o_x < n
@@ -41,7 +41,7 @@ def _instance_norm_kernel(p_x, p_mask, p_parts, units, chunks, n, b: tl.constexp
 
 
 @triton.jit(do_not_specialize=["units"])
-def _instance_sum_kernel(p_x, p_inside, p_outside, p_mask, p_out, units, n, b: tl.constexpr, MASKED: tl.constexpr):
+def instance_sum_kernel(p_x, p_inside, p_outside, p_mask, p_out, units, n, b: tl.constexpr, MASKED: tl.constexpr):
     o_x = tl.program_id(0).to(tl.int64) * b + tl.arange(0, b)
     m_x = o_x < n
     if MASKED:
@@ -73,17 +73,17 @@ def instance_norms(instances: torch.Tensor, measure: int, mask: torch.Tensor | N
         return torch.zeros(rows, units, dtype=torch.float32, device=instances.device)
     instances = instances.contiguous()
     n = instances.numel() // units
-    chunks = cdiv(n, _CHUNK)
+    chunks = cdiv(n, CHUNK)
     parts = torch.empty(rows, units * chunks, dtype=torch.float32, device=instances.device)
     with on_device_of(instances):
-        _instance_norm_kernel[(units * chunks,)](
+        instance_norm_kernel[(units * chunks,)](
             instances,
             parts if mask is None else mask.contiguous().view(torch.uint8),
             parts,
             units,
             chunks,
             n,
-            b=_CHUNK,
+            b=CHUNK,
             KIND=measure,
             enable_fp_fusion=True,
             num_warps=4,
@@ -110,7 +110,7 @@ def instance_sum(
         unmasked = weights if weights_unmasked is None else weights_unmasked.contiguous()
         bits = weights if mask is None else mask.contiguous().view(torch.uint8)
         with on_device_of(out):
-            _instance_sum_kernel[(cdiv(out.numel(), _COLUMNS),)](
+            instance_sum_kernel[(cdiv(out.numel(), COLUMNS),)](
                 instances,
                 weights,
                 unmasked,
@@ -118,7 +118,7 @@ def instance_sum(
                 out,
                 instances.shape[0],
                 out.numel(),
-                b=_COLUMNS,
+                b=COLUMNS,
                 MASKED=masked,
                 enable_fp_fusion=True,
                 num_warps=4,

@@ -22,7 +22,7 @@ from fastdp.ops.placed import cached_constant, copy_to_device
 TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 #: Numbers of a matrix from which on a copy of it is cheap beside its products.
-_MANY = 1 << 20
+MANY = 1 << 20
 
 _Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
 
@@ -123,11 +123,11 @@ def readable(matrices: Sequence[torch.Tensor]) -> Matrices:
     The gradient of 50,257 logits is one: reading it number by number takes nine times as long as all products.
     """
     matrices = Matrices.of(matrices)
-    if max(matrices.form.columns, default=0) * (matrices.rows or 0) < _MANY:
+    if max(matrices.form.columns, default=0) * (matrices.rows or 0) < MANY:
         return matrices
     padded = [
         torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % 8))
-        if matrix.numel() >= _MANY and step == 1 and not wide
+        if matrix.numel() >= MANY and step == 1 and not wide
         else matrix
         for matrix, (_, step), wide in zip(matrices, matrices.form.strides, matrices.wide)
     ]

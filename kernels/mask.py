@@ -8,7 +8,7 @@ from .launch import cdiv, on_device_of
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "bytes_a_row"])
-def _pack_kernel(p_mask, p_bits, rows, columns, bytes_a_row, stride_m, stride_n, b: tl.constexpr):
+def pack_kernel(p_mask, p_bits, rows, columns, bytes_a_row, stride_m, stride_n, b: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64) * b + tl.arange(0, b)
     row = pid // bytes_a_row
     o_column = (pid % bytes_a_row)[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -26,7 +26,7 @@ def pack_mask(mask: torch.Tensor) -> torch.Tensor:
     bits = torch.empty(rows, cdiv(columns, 8), dtype=torch.uint8, device=mask.device)
     if bits.numel():
         with on_device_of(mask):
-            _pack_kernel[(cdiv(bits.numel(), 512),)](
+            pack_kernel[(cdiv(bits.numel(), 512),)](
                 mask.view(torch.uint8),
                 bits,
                 rows,

@@ -12,7 +12,7 @@ from .tiles import load_flat, store_flat
 
 
 @triton.jit(do_not_specialize=["capacity", "n", "begin", "std", "spacing", "inverse"])
-def _add_noise_kernel(
+def add_noise_kernel(
     p_x, p_position, p_list, p_sums, capacity, n, begin, std, spacing, inverse, b_blocks: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     # Where the sum is ROUNDED, ``std`` is in units of the grid's spacing. The first element is that of block ``begin``.
@@ -43,7 +43,7 @@ def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_round
     with on_device_of(x):
         there = to_device_of(position, x)
         opened = new_list(flat.numel(), x.device, with_sums=True) if secure_rounding else NO_LIST
-        _add_noise_kernel[(cdiv(flat.numel(), 16 * BLOCKS),)](
+        add_noise_kernel[(cdiv(flat.numel(), 16 * BLOCKS),)](
             flat,
             there,
             *opened,

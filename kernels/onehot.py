@@ -14,7 +14,7 @@ from .direct import ABSOLUTE, MASKED_SQUARE
 from .launch import kept_with, on_device_of, to_device_of
 from .reduce import sum_parts
 
-_COLUMNS = 256
+COLUMNS = 256
 _CHUNK = tl.constexpr(32)
 _PARTS = tl.constexpr(16)
 
@@ -151,7 +151,7 @@ def _norm_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])
-def _long_norm_kernel(
+def long_norm_kernel(
     p_keys, p_mask, p_parts, p_sums, tokens, slots, n, stride_mm, stride_mn, b_n: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
     chunk = tl.program_id(0).to(tl.int64)
@@ -177,7 +177,7 @@ def _add_to_row(p_out, key, o_n, m_n, stride_om, stride_on, row):
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _scatter_kernel(
+def scatter_kernel(
     p_order, p_keys, p_right, p_weights, p_outside, p_mask, p_out, p_sums, tokens, n,
     stride_rt, stride_rn, stride_om, stride_on, stride_mm, stride_mn,
     b_t: tl.constexpr, b_n: tl.constexpr, MASKED: tl.constexpr,
@@ -206,7 +206,7 @@ def _scatter_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _long_scatter_kernel(
+def long_scatter_kernel(
     p_keys, p_mask, p_out, p_sums, tokens, n, stride_om, stride_on, stride_mm, stride_mn,
     b_n: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -268,13 +268,13 @@ def onehot_norms(
             *right.stride(),
             *strides,
             b_t=4,
-            b_n=_COLUMNS,
+            b_n=COLUMNS,
             KIND=measure,
             enable_fp_fusion=True,
             num_warps=4,
         )
-        _long_norm_kernel[(chunks,)](
-            keys, bits, parts, sums, tokens, tokens + units, n, *strides, b_n=_COLUMNS, KIND=measure, num_warps=4
+        long_norm_kernel[(chunks,)](
+            keys, bits, parts, sums, tokens, tokens + units, n, *strides, b_n=COLUMNS, KIND=measure, num_warps=4
         )
     return sum_parts(parts, offsets, 1, 1)
 
@@ -301,9 +301,9 @@ def onehot_weighted_sum_(
     bits = weights if mask is None else mask.view(torch.uint8)
     sums, chunks = _parts_of_runs(tokens, n, right.device)
     strides = bits.stride() if masked else (0, 0)
-    columns = -(-n // _COLUMNS)
+    columns = -(-n // COLUMNS)
     with on_device_of(out):
-        _scatter_kernel[(tokens, columns)](
+        scatter_kernel[(tokens, columns)](
             order,
             keys,
             right,
@@ -318,11 +318,11 @@ def onehot_weighted_sum_(
             *out.stride(),
             *strides,
             b_t=4,
-            b_n=_COLUMNS,
+            b_n=COLUMNS,
             MASKED=masked,
             enable_fp_fusion=True,
             num_warps=4,
         )
-        _long_scatter_kernel[(chunks, columns)](
-            keys, bits, out, sums, tokens, n, *out.stride(), *strides, b_n=_COLUMNS, MASKED=masked, num_warps=4
+        long_scatter_kernel[(chunks, columns)](
+            keys, bits, out, sums, tokens, n, *out.stride(), *strides, b_n=COLUMNS, MASKED=masked, num_warps=4
         )

@@ -8,7 +8,7 @@ from .launch import on_device_of
 
 
 @triton.jit(do_not_specialize=["units", "columns", "parts", "b_tile"])
-def _sum_parts_kernel(p_parts, p_out, p_offsets, units, columns, parts, b_tile, b: tl.constexpr):
+def sum_parts_kernel(p_parts, p_out, p_offsets, units, columns, parts, b_tile, b: tl.constexpr):
     unit = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     if p_offsets is None:
@@ -32,7 +32,7 @@ def _launch(parts: torch.Tensor, offsets: torch.Tensor | None, units: int, per_s
     rows = parts.shape[0]
     out = torch.empty(rows, units, dtype=torch.float32, device=parts.device)
     with on_device_of(parts):
-        _sum_parts_kernel[(units, rows)](
+        sum_parts_kernel[(units, rows)](
             parts,
             out,
             offsets,

@@ -85,7 +85,7 @@ def store_rounded(x, z, p_out, p_list, p_sums, capacity, block, o_x, n, inside, 
 
 
 @triton.jit(do_not_specialize=["capacity", "begin", "std", "spacing", "inverse"])
-def _settle_kernel(p_x, p_position, p_list, p_sums, capacity, begin, std, spacing, inverse, b: tl.constexpr):
+def settle_kernel(p_x, p_position, p_list, p_sums, capacity, begin, std, spacing, inverse, b: tl.constexpr):
     place, _, block, bits = own_entries(p_list, capacity, b)
     # Hardly any block has two.
     while tl.max(bits, 0) > 0:
@@ -121,7 +121,7 @@ def new_list(n: int, device: torch.device, *, with_sums: bool) -> OpenElements:
 
 def settle(x: torch.Tensor, position: torch.Tensor, opened: OpenElements, begin: int, std: float) -> None:
     """Write into contiguous ``x``, whose first block is ``begin``, the rounded sum of each element that is on the list."""
-    _settle_kernel[(cdiv(opened.capacity, SETTLE_BLOCK),)](
+    settle_kernel[(cdiv(opened.capacity, SETTLE_BLOCK),)](
         x,
         position,
         *opened,

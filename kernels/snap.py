@@ -21,7 +21,7 @@ _NO_ROW = (1 << 63) - 1
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _survey_kernel(p_x, p_half, p_bad, rows, width, stride_t, stride_k, b_t: tl.constexpr, b_k: tl.constexpr):
+def survey_kernel(p_x, p_half, p_bad, rows, width, stride_t, stride_k, b_t: tl.constexpr, b_k: tl.constexpr):
     o_t = tl.program_id(0).to(tl.int64) * b_t + tl.arange(0, b_t)
     total = tl.zeros((b_t, b_k), tl.float32)
     finite = tl.full((b_t, b_k), 1, tl.int1)
@@ -41,7 +41,7 @@ def _survey_kernel(p_x, p_half, p_bad, rows, width, stride_t, stride_k, b_t: tl.
 
 
 @triton.jit(do_not_specialize=["rows", "size", "groups", "tiles_x"])
-def _nearest_group_kernel(
+def nearest_group_kernel(
     p_x, p_table, p_half, p_least, rows, size, groups, tiles_x, width, stride_xt, stride_et, stride_ek,
     b_v: tl.constexpr, b_x: tl.constexpr, b_k: tl.constexpr, b_group: tl.constexpr,
 ):  # fmt: skip
@@ -92,7 +92,7 @@ def _exact(p_x, p_table, row, group, size, width, stride_xt, stride_xk, stride_e
 
 
 @triton.jit(do_not_specialize=["size", "groups"])
-def _resolve_kernel(
+def resolve_kernel(
     p_x, p_table, p_half_x, p_most, p_least, p_index, size, groups, width, stride_xt, stride_xk, stride_et, stride_ek,
     product_error, norm_error, b_scan: tl.constexpr, b_group: tl.constexpr, b_k: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +133,7 @@ def survey(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     bad = torch.full((1,), _NO_ROW, dtype=torch.int64, device=x.device)
     if rows:
         with on_device_of(x):
-            _survey_kernel[(cdiv(rows, 8),)](
+            survey_kernel[(cdiv(rows, 8),)](
                 x, half, bad, rows, width, *x.stride(), b_t=8, b_k=256, enable_fp_fusion=True, num_warps=4
             )
     return half, bad
@@ -164,7 +164,7 @@ def nearest_row(x: torch.Tensor, table: torch.Tensor, half_x: torch.Tensor, half
     b_x = min(128, max(16, next_power_of_2(rows)))
     tiles_x = cdiv(rows, b_x)
     with on_device_of(x):
-        _nearest_group_kernel[(cdiv(size, 128) * tiles_x,)](
+        nearest_group_kernel[(cdiv(size, 128) * tiles_x,)](
             rounded,
             table,
             half_table,
@@ -184,7 +184,7 @@ def nearest_row(x: torch.Tensor, table: torch.Tensor, half_x: torch.Tensor, half
             num_warps=8 if b_x == 128 else 4,
             num_stages=stages_of(3, x.device),
         )
-        _resolve_kernel[(rows,)](
+        resolve_kernel[(rows,)](
             x,
             table,
             half_x,

@@ -82,13 +82,9 @@ def _add_tile(p_line, o_m, o_n, m_tile, total, CONTIGUOUS: tl.constexpr, ALIGNED
     tl.store(p_tile, total, mask=m_tile)
 
 
-@triton.jit(do_not_specialize=["units", "lines", "slots", "whole", "splits"])
-def _weighted_kernel(
-    p_lines, p_blocks, p_weights, p_outside, p_parts, units, lines, slots, whole, splits,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr,
-    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0)
+@triton.jit
+def _share(p_blocks, pid, whole, splits):
+    # The tile of a program, and the first and last of its blocks of tokens.
     blocks = tl.load(p_blocks)
     tile = pid
     first = 0
@@ -98,8 +94,12 @@ def _weighted_kernel(
         split = (pid - whole) % splits
         first = (blocks.to(tl.int64) * split // splits).to(tl.int32)
         last = (blocks.to(tl.int64) * (split + 1) // splits).to(tl.int32)
-    line = owner(p_lines, _FIELDS, lines, tile).to(tl.int64)
-    p_line = p_lines + line * _FIELDS
+    return tile, first, last
+
+
+@triton.jit
+def _factors(p_line, LEFT: tl.constexpr, RIGHT: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr):
+    # Addresses, sizes and strides of a line's two factors.
     p_left = tl.load(p_line).to(tl.pointer_type(LEFT))
     p_right = tl.load(p_line + 1).to(tl.pointer_type(RIGHT))
     m = tl.load(p_line + 3).to(tl.int32)
@@ -108,7 +108,6 @@ def _weighted_kernel(
     stride_lm = tl.load(p_line + 6).to(tl.int32)
     stride_rt = tl.load(p_line + 7).to(tl.int32)
     stride_rn = tl.load(p_line + 8).to(tl.int32)
-    from_m, from_n = _corner(tile - tl.load(p_line + _FIELDS - 1).to(tl.int32), m, n, b_m, b_n)
     # What the launcher knows of all matrices, said so that Triton believes it: wide loads depend on it.
     if CONTIGUOUS:
         stride_lm = 1
@@ -120,6 +119,32 @@ def _weighted_kernel(
         n = n // 8 * 8
         stride_lt = stride_lt // 8 * 8
         stride_rt = stride_rt // 8 * 8
+    return p_left, p_right, m, n, stride_lt, stride_lm, stride_rt, stride_rn
+
+
+@triton.jit
+def _masked(acc, p_line, p_inside, p_outside, o_m, o_n, m_m, m_n, n):
+    # A unit's product times its weight, by the mask: [b_m, b_n]. Of weight 0 even NaN is left out.
+    p_bits = tl.load(p_line + 11).to(tl.pointer_type(tl.uint8))
+    inside = load_mask(p_bits, o_m, o_n, m_m, m_n, tl.cdiv(n, 8))
+    weights = tl.where(inside, tl.load(p_inside).to(tl.float32), tl.load(p_outside).to(tl.float32))
+    return tl.where(weights == 0.0, 0.0, acc) * weights
+
+
+@triton.jit(do_not_specialize=["units", "lines", "slots", "whole", "splits"])
+def _weighted_kernel(
+    p_lines, p_blocks, p_weights, p_outside, p_parts, units, lines, slots, whole, splits,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr,
+    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    tile, first, last = _share(p_blocks, pid, whole, splits)
+    line = owner(p_lines, _FIELDS, lines, tile).to(tl.int64)
+    p_line = p_lines + line * _FIELDS
+    p_left, p_right, m, n, stride_lt, stride_lm, stride_rt, stride_rn = _factors(
+        p_line, LEFT, RIGHT, CONTIGUOUS, ALIGNED
+    )
+    from_m, from_n = _corner(tile - tl.load(p_line + _FIELDS - 1).to(tl.int32), m, n, b_m, b_n)
     o_t = tl.arange(0, b_t)
     o_m = from_m + tl.arange(0, b_m)
     o_n = from_n + tl.arange(0, b_n)
@@ -157,14 +182,8 @@ def _weighted_kernel(
         acc = multiply(left, right, acc, PRECISION)
         if MASKED:
             if (at == last - 1) | ((word & ENDS) != 0):
-                p_bits = tl.load(p_line + 11).to(tl.pointer_type(tl.uint8))
-                inside = load_mask(p_bits, o_m, o_n, m_m, m_n, tl.cdiv(n, 8))
-                weights = tl.where(
-                    inside,
-                    tl.load(p_own + (word >> UNIT_SHIFT)).to(tl.float32),
-                    tl.load(p_outside + line * units + (word >> UNIT_SHIFT)).to(tl.float32),
-                )
-                total += tl.where(weights == 0.0, 0.0, acc) * weights
+                p_out = p_outside + line * units + (word >> UNIT_SHIFT)
+                total += _masked(acc, p_line, p_own + (word >> UNIT_SHIFT), p_out, o_m, o_n, m_m, m_n, n)
                 acc = tl.zeros((b_m, b_n), tl.float32)
         else:
             if (follows != held) & (follows != 0.0):
@@ -181,7 +200,7 @@ def _weighted_kernel(
 
 
 @triton.jit(do_not_specialize=["lines", "whole", "splits"])
-def _add_parts_kernel(
+def add_parts_kernel(
     p_lines, p_parts, lines, whole, splits,
     CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr, b_m: tl.constexpr, b_n: tl.constexpr, b_row: tl.constexpr,
 ):  # fmt: skip
@@ -276,22 +295,11 @@ def weighted_sums_(
     masks bool [m_i, n_i]; offsets int64 [B + 1]. One launch for all of the same dtypes and alignment. ``dealt``: whole tiles,
     and parts of each other one, as `deal` has them.
     """
-    tokens, units = rights[0].shape[0], offsets.shape[0] - 1
-    device = rights[0].device
+    tokens, device = rights[0].shape[0], rights[0].device
     lefts, rights = Matrices.of(lefts), Matrices.of(rights)
-    if not masks:
-        longer = readable(lefts)
-        if longer is not lefts:
-            odd = [i for i, left in enumerate(longer) if left is not lefts[i]]
-            wider = list(outs)
-            for i in odd:
-                wider[i] = outs[i].new_empty(longer[i].shape[1], outs[i].shape[1])
-            fresh = [own and i not in odd for i, own in enumerate(begun)]
-            weighted_sums_(wider, longer, rights, weights, offsets, fresh, precision=precision, dealt=dealt)
-            for i in odd:
-                total = wider[i][: outs[i].shape[0]]
-                outs[i].add_(total) if begun[i] else outs[i].copy_(total)
-            return
+    if not masks and (longer := readable(lefts)) is not lefts:
+        _sums_of_odd_(outs, lefts, longer, rights, weights, offsets, begun, precision, dealt)
+        return
     totals = Matrices.of(outs)
     if tokens == 0:
         for total, own in zip(totals, begun):
@@ -299,73 +307,88 @@ def weighted_sums_(
                 total.zero_()
         return
     masked = weights_unmasked is not None
-    bits = Matrices([pack_mask(mask) for mask in masks])
+    bits = [Matrices([pack_mask(mask) for mask in masks])] if masked else []
     offsets = to_device_of(offsets, rights[0])
-    wide_tiles = has_wide_tiles(device)
     forms, wides = zip(*((own.form, own.wide) for own in (lefts, rights, totals)))
-    for launch in _launches(*forms, *wides, tuple(begun), masked, wide_tiles):
-        wide, members, b_m, b_n = (
-            torch.float32 in (launch.of_left, launch.of_right),
-            launch.members,
-            launch.b_m,
-            launch.b_n,
-        )
-        b_t = row_tile(tokens, units, 32 if wide else 64)
-        large = b_m * b_n > 4096
-        most = max(1, tokens // _SHORTEST_PART)
-        whole, splits = dealt or deal(launch.tiles, (1 if large else 4) * processors(device), most)
-        rest = launch.tiles - whole
-        blocks, slots = blocks_of(offsets, tokens, b_t)
-        parts = torch.empty(max(1, rest * splits * b_m * b_n), dtype=torch.float32, device=device)
-        table = launch.table.beside(
-            parts, *(own.addresses for own in (lefts, rights, totals, *([bits] if masked else ())))
-        )
+    for launch in _launches(*forms, *wides, tuple(begun), masked, has_wide_tiles(device)):
         # A kernel without a mask never reads the second ones, and has no optional arguments.
-        inside, outside = (
-            (w if len(members) == len(totals) else w[places_beside(members, parts)]).contiguous()
-            for w in (weights, weights if weights_unmasked is None else weights_unmasked)
+        both = (weights, weights if weights_unmasked is None else weights_unmasked)
+        _launch(launch, [lefts, rights, totals, *bits], both, offsets, tokens, masked, precision, dealt)
+
+
+def _sums_of_odd_(
+    outs: Sequence[torch.Tensor],
+    lefts: Sequence[torch.Tensor],
+    longer: Sequence[torch.Tensor],
+    rights: Sequence[torch.Tensor],
+    weights: torch.Tensor,
+    offsets: torch.Tensor,
+    begun: Sequence[bool],
+    precision: str,
+    dealt: tuple[int, int] | None,
+) -> None:
+    """The sums where some lefts were padded to a readable width: theirs go through sums that are as much wider."""
+    odd = [i for i, left in enumerate(longer) if left is not lefts[i]]
+    wider = list(outs)
+    for i in odd:
+        wider[i] = outs[i].new_empty(longer[i].shape[1], outs[i].shape[1])
+    fresh = [own and i not in odd for i, own in enumerate(begun)]
+    weighted_sums_(wider, longer, rights, weights, offsets, fresh, precision=precision, dealt=dealt)
+    for i in odd:
+        total = wider[i][: outs[i].shape[0]]
+        outs[i].add_(total) if begun[i] else outs[i].copy_(total)
+
+
+def _launch(
+    launch: Launch,
+    matrices: Sequence[Matrices],
+    weights: Sequence[torch.Tensor],
+    offsets: torch.Tensor,
+    tokens: int,
+    masked: bool,
+    precision: str,
+    dealt: tuple[int, int] | None,
+) -> None:
+    """Sums of the matrices of one launch; ``matrices`` are lefts, rights, sums and, where ``masked``, bits of masks."""
+    members, b_m, b_n, units = launch.members, launch.b_m, launch.b_n, offsets.shape[0] - 1
+    device, wide = offsets.device, torch.float32 in (launch.of_left, launch.of_right)
+    b_t = row_tile(tokens, units, 32 if wide else 64)
+    large = b_m * b_n > 4096
+    most = max(1, tokens // _SHORTEST_PART)
+    whole, splits = dealt or deal(launch.tiles, (1 if large else 4) * processors(device), most)
+    rest = launch.tiles - whole
+    blocks, slots = blocks_of(offsets, tokens, b_t)
+    parts = torch.empty(max(1, rest * splits * b_m * b_n), dtype=torch.float32, device=device)
+    table = launch.table.beside(parts, *(own.addresses for own in matrices))
+    own = [w if len(members) == len(matrices[0]) else w[places_beside(members, parts)] for w in weights]
+    kind: dict[str, Any] = {"CONTIGUOUS": launch.contiguous, "ALIGNED": launch.wide_loads, "b_m": b_m, "b_n": b_n}
+    with on_device_of(parts):
+        _weighted_kernel[(whole + rest * splits,)](
+            table,
+            blocks,
+            *(w.contiguous() for w in own),
+            parts,
+            units,
+            len(members),
+            slots,
+            whole,
+            splits,
+            LEFT=TRITON[launch.of_left],
+            RIGHT=TRITON[launch.of_right],
+            **kind,
+            b_t=b_t,
+            MASKED=masked,
+            PRECISION=precision,
+            enable_fp_fusion=True,
+            num_warps=8 if large or masked and wide else 4,
+            # The table is read two blocks before the factors it points to, these two before their product, or four.
+            num_stages=stages_of(7 if b_n == 256 else 5, device),
         )
-        with on_device_of(parts):
-            _weighted_kernel[(whole + rest * splits,)](
-                table,
-                blocks,
-                inside,
-                outside,
-                parts,
-                units,
-                len(members),
-                slots,
-                whole,
-                splits,
-                LEFT=TRITON[launch.of_left],
-                RIGHT=TRITON[launch.of_right],
-                CONTIGUOUS=launch.contiguous,
-                ALIGNED=launch.wide_loads,
-                b_m=b_m,
-                b_n=b_n,
-                b_t=b_t,
-                MASKED=masked,
-                PRECISION=precision,
-                enable_fp_fusion=True,
-                num_warps=8 if large or masked and wide else 4,
-                # The table is read two blocks before the factors it points to, these two before their product, or four.
-                num_stages=stages_of(7 if b_n == 256 else 5, device),
+        if rest:
+            b_row = min(b_m, max(1, 2048 // b_n))
+            add_parts_kernel[(rest, -(-b_m // b_row))](
+                table, parts, len(members), whole, splits, **kind, b_row=b_row, num_warps=4
             )
-            if rest:
-                b_row = max(1, 2048 // b_n)
-                _add_parts_kernel[(rest, -(-b_m // b_row))](
-                    table,
-                    parts,
-                    len(members),
-                    whole,
-                    splits,
-                    CONTIGUOUS=launch.contiguous,
-                    ALIGNED=launch.wide_loads,
-                    b_m=b_m,
-                    b_n=b_n,
-                    b_row=min(b_row, b_m),
-                    num_warps=4,
-                )
 
 
 def weighted_sum_(

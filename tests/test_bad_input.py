@@ -18,10 +18,8 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from typer.testing import CliRunner
 
-import fastdp
 import fastdp.files as files
 from fastdp.cli import app
 from fastdp.finetune import FinetuneConfig, Reporter, finetune
@@ -517,86 +515,3 @@ def test_an_interrupt_before_anything_is_released_leaves_nothing(world, monkeypa
     assert found.exit_code == 130
     assert "nothing was spent" in " ".join(found.stderr.split())
     assert snapshot(world, os.environ["FASTDP_STATE"]) == before
-
-
-class Rows(torch.utils.data.Dataset):
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        return {"input_ids": torch.arange(index, index + 4), "labels": torch.arange(index, index + 4)}
-
-
-class Endless(IterableDataset):
-    def __iter__(self):
-        yield Rows()[0]
-
-
-class Normed(torch.nn.Module):
-    def __init__(self, norm=True):
-        super().__init__()
-        self.first = torch.nn.Linear(4, 4)
-        self.norm = torch.nn.BatchNorm1d(4) if norm else torch.nn.Identity()
-
-    def forward(self, input_ids, labels):
-        out = self.norm(self.first(input_ids.float()))
-        return {"logits": out, "loss": torch.nn.functional.mse_loss(out, labels.float())}
-
-
-class Lossless(Normed):
-    def forward(self, input_ids, labels):
-        return {"logits": self.first(input_ids.float())}
-
-
-def stacked(rows):
-    return torch.utils.data.default_collate(rows)
-
-
-def short(rows):
-    return stacked(rows[:-1] or rows)
-
-
-def loader(**options):
-    return DataLoader(**{"dataset": Rows(), "batch_size": 4, **options})
-
-
-def plain():
-    return Normed(False)
-
-
-#: Model, loader, further arguments of make_private, and words of the refusal.
-PROGRAMS = {
-    "iterable": (plain, {"dataset": Endless()}, {}, "give one with __len__"),
-    "weighted": (plain, {"sampler": WeightedRandomSampler([1.0] * 12, 12)}, {}, "[Ss]ampler"),
-    "batch norm": (Normed, {}, {}, "norm"),
-    "no loss": (lambda: Lossless(False), {}, {}, "loss"),
-    # A batch of one row would lose none.
-    "rows lost": (plain, {"collate_fn": short}, {"sampling": "shuffled"}, "row"),
-    "no epochs": (plain, {}, {"epochs": None}, "epochs is None"),
-    "no budget": (plain, {}, {"target_epsilon": None}, "target_epsilon"),
-    "large delta": (plain, {}, {"target_delta": 0.5}, "delta"),
-    "two budgets": (plain, {}, {"noise_multiplier": 1.0}, "noise_multiplier"),
-    "foreign method": (plain, {}, {"method": fastdp.EWFT}, "call fastdp.EWFT"),
-    "frozen": (lambda: Normed(False).requires_grad_(False), {}, {}, "train"),
-}
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_are_refused_in_a_sentence_before_they_spend(tmp_path, name):
-    make, options, arguments, words = PROGRAMS[name]
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    given = {"target_epsilon": 8.0, "target_delta": 1e-3, "epochs": 1, "output_dir": str(tmp_path / "run"), **arguments}
-
-    def train():
-        private = fastdp.make_private(model, optimizer, loader(**{"collate_fn": stacked, **options}), **given)
-        for batch in private.data_loader:
-            model(**batch)["loss"].backward()
-            optimizer.step()
-
-    with pytest.raises((ValueError, TypeError, RuntimeError)) as refused:
-        train()
-    assert re.search(words, str(refused.value)), refused.value
-    assert "\n" not in str(refused.value)
-    ledger = tmp_path / "run" / "ledger.jsonl"
-    assert not ledger.exists() or '"reserve"' not in ledger.read_text()

@@ -163,24 +163,20 @@ def test_no_module_reads_anothers_private_names():
 #: How often tests read private names of ours, by file or folder, and why no public name serves. The counts may only fall.
 IN_TESTS = {
     "conftest.py": (1, "runs that outlived their test, which no caller holds any more"),
-    "kernels": (62, "Triton compiles and launches a kernel by its function, and the launcher chooses its constants"),
+    "kernels": (7, "five kernels, under the names that profiles of a GPU have"),
     "ops": (2, "a lock that is held during a fork, and the file in which a container states its memory"),
     "engine/test_clip.py": (1, "the clipped sum before its noise"),
     "engine/test_head.py": (4, "where leaving logits out pays, and its chunk, at the size of toys"),
     "engine/test_memory.py": (1, "the same"),
-    "private/killed_run.py": (2, "the moment between record and noise, at which a process is killed"),
     "private/test_least_noise.py": (1, "a policy that is replaced within a run"),
     "private/test_noise_of_release.py": (3, "the stream that noise of steps alone is drawn from, and its positions"),
     "private/test_private.py": (2, "the key, which no file may hold"),
-    "private/test_traps.py": (4, "faults that are put into the engine and the release, to see that a check notices"),
-    "test_doctests.py": (5, "hooks of the site's build"),
-    "accounting": (8, "a ledger's open file, and formulas that have no other caller"),
-    "audit": (9, "faults that are put into the engine and the release, to see that an audit notices"),
-    "bench": (2, "a measurement without its command"),
-    "federated": (8, "a server in the middle of a round"),
-    "finetune": (18, "a run in the middle of its program"),
-    "methods": (12, "a mechanism in the middle of a release"),
-    "split": (57, "what a vendor and a customer keep between calls"),
+    "accounting": (5, "a ledger's open file, which a kill closes"),
+    "audit": (6, "faults that are put into the engine and the release, to see that an audit notices"),
+    "federated": (6, "a server in the middle of a round"),
+    "finetune": (6, "a run in the middle of its program"),
+    "methods": (8, "a mechanism in the middle of a release"),
+    "split": (9, "what a vendor and a customer keep between calls"),
 }
 
 

@@ -143,23 +143,3 @@ def test_moments_in_half_precision_follow_those_in_float32(dtype, fused, monkeyp
 def test_moments_of_another_dtype_are_refused():
     with pytest.raises(ValueError, match=r"keep them in torch.float32 or in torch.bfloat16"):
         made(torch.float32, moments=torch.float16)
-
-
-def test_a_mapping_gives_each_parameter_the_variance_of_its_own_noise(monkeypatch):
-    monkeypatch.setattr(fastdp.optim, "drives", lambda optimizer: True)
-
-    def stepped(variance):
-        torch.manual_seed(0)
-        params, optimizer = made(torch.float32)
-        optimizer.noise_variance = variance(params)
-        for p in params:
-            p.grad = torch.randn(p.shape)
-        optimizer.step()
-        return [p.detach() for p in params]
-
-    one, each = stepped(lambda params: 0.5), stepped(lambda params: dict.fromkeys(params, 0.5))
-    first, none = stepped(lambda params: {params[0]: 0.5}), stepped(lambda params: 0.0)
-    assert all(torch.equal(a, b) for a, b in zip(one, each))
-    assert torch.equal(first[0], one[0])
-    assert not torch.allclose(first[0], none[0])
-    torch.testing.assert_close(first[1:], none[1:])

@@ -222,15 +222,13 @@ def private_run(
     batch_size: int,
     steps: float,
     weight_decay: float = 0.0,
-    corrected: bool = False,
     **options: Any,
 ) -> fastdp.Private:
-    """A run of so many steps by AdamW, not begun; by ours where its second moment is ``corrected`` for the noise."""
+    """A run of so many steps by AdamW, not begun."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    adam = fastdp.optim.AdamW if corrected else torch.optim.AdamW
     return fastdp.make_private(
         model,
-        adam(trained, lr=rate, weight_decay=weight_decay),
+        torch.optim.AdamW(trained, lr=rate, weight_decay=weight_decay),
         DataLoader(data, batch_size=batch_size, collate_fn=collate),
         method=method,
         # Half a step less is rounded up to a whole one, whatever the rounding of the quotient.

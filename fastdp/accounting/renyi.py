@@ -101,7 +101,7 @@ def _of_releases(flat: Flat, order: float, adjacency: str) -> float:
             "shuffled batches"
         )
     spent = order * flat.mu_squared * (4 if adjacency == "replace_one" else 1) / 2
-    return spent + sum(count * _sampled(rate, multiplier, order) for rate, multiplier, count in flat.sampled)
+    return spent + sum(count * sampled_moment(rate, multiplier, order) for rate, multiplier, count in flat.sampled)
 
 
 def _of_choice(choice: Choice, order: float, adjacency: str) -> float:
@@ -116,7 +116,7 @@ def _of_choice(choice: Choice, order: float, adjacency: str) -> float:
     return trial(order) + added + math.log(mean_trials(choice.shape, choice.stop)) / (order - 1)
 
 
-def _sampled(rate: float, multiplier: float, order: float) -> float:
+def sampled_moment(rate: float, multiplier: float, order: float) -> float:
     below = math.floor(order)
     share = order - below
     moment = (1 - share) * _log_moment(rate, multiplier, below)

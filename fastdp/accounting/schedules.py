@@ -59,7 +59,7 @@ def epoch_weighted_schedule(
     pivot = calibrate(lambda z: _schedule_event([z] * epochs, rate, steps), epsilon - 1, delta, tolerance=1e-5)
 
     def schedule(last: float) -> list[float]:
-        return _shape(last, pivot, epochs, step_distance)
+        return schedule_shape(last, pivot, epochs, step_distance)
 
     def event(last: float) -> DpEvent:
         return _schedule_event(schedule(last), rate, steps)
@@ -156,7 +156,7 @@ def _check(
     return batch_size / dataset_size, dataset_size // batch_size, epochs, delta
 
 
-def _shape(last: float, pivot: float, epochs: int, step_distance: float) -> list[float]:
+def schedule_shape(last: float, pivot: float, epochs: int, step_distance: float) -> list[float]:
     """Lines 15-26 and 34: from the last epoch's multiplier upwards, reversed."""
     small = 4 * (pivot - last) / ((epochs - 1) * (step_distance + 1))
     multipliers = [last]

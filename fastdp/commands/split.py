@@ -71,7 +71,7 @@ def vendor_command(
     if threads:
         torch.set_num_threads(threads)
     own = None if insecure else _vendor_certificates(certificates, address)
-    network, tokenizer = _load(model, classes, seed)
+    network, tokenizer = load_model_and_tokenizer(model, classes, seed)
     vendor = SplitVendor(
         network,
         folder,
@@ -236,7 +236,7 @@ def _vendor_certificates(folder: Path | None, address: str) -> Path:
     return folder / "vendor"
 
 
-def _load(name: str, classes: int, seed: int) -> tuple[Any, Any]:
+def load_model_and_tokenizer(name: str, classes: int, seed: int) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForSequenceClassification
 

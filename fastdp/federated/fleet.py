@@ -55,7 +55,7 @@ _PUBLIC_KEY = "flwr-public-key"
 _MOST = 64 << 20
 _IDLE_SECONDS, _REQUEST_SECONDS = 120.0, 60.0
 #: Flower waits 30 seconds for a sign of a reply, which a large object on a slow line takes longer to make.
-_SIGN_SECONDS = 10.0
+SIGN_SECONDS = 10.0
 #: Fewer than a certificate may have at once: what is more waits for its turn.
 _CONNECTIONS = ProxyLimits.connections - 2
 
@@ -265,7 +265,7 @@ async def serve_requests(
             return
         task = asyncio.ensure_future(answer(request))
         try:
-            while not (await asyncio.wait([task], timeout=_SIGN_SECONDS))[0]:
+            while not (await asyncio.wait([task], timeout=SIGN_SECONDS))[0]:
                 writer.write(connection.send(h11.InformationalResponse(status_code=102, headers=[])) or b"")
                 await asyncio.wait_for(writer.drain(), ProxyLimits.stall_seconds)
         finally:

@@ -98,7 +98,7 @@ def run_node(server: str, certificates: Path, node_config: Mapping[str, Any]) ->
     host_and_port(server)
     with tempfile.TemporaryDirectory(prefix="fastdp-node-") as place:
         folder = Path(place)
-        _write_key(certificates, folder / "key")
+        write_key(certificates, folder / "key")
         # A file, since every user of a machine may read its command lines.
         files.write(folder / "node.toml", "".join(f"{k} = {json.dumps(v)}\n" for k, v in node_config.items()))
         tls.make_certificates(folder, hosts=["127.0.0.1"], days=3650, server="local")
@@ -114,7 +114,7 @@ def run_node(server: str, certificates: Path, node_config: Mapping[str, Any]) ->
                 end(process, patience=5.0)
 
 
-def _write_key(certificates: Path, path: Path) -> None:
+def write_key(certificates: Path, path: Path) -> None:
     """The node's key in the form that Flower reads."""
     own = tls.Credentials.load(certificates)
     key: Any = serialization.load_pem_private_key(own.key, None)

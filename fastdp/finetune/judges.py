@@ -36,7 +36,7 @@ def scores(
     device = next(model.parameters()).device
     with in_mode(model, training=False), torch.inference_mode():
         predicted = (predict(model, collator([example]), task, precision, device) for example in examples)
-        return torch.cat([_bounded(logits, labels, largest) for logits, labels in predicted])
+        return torch.cat([bounded_score(logits, labels, largest) for logits, labels in predicted])
 
 
 def noised_means(scores: Tensor, multiplier: float, stream: NoiseStream) -> list[float]:
@@ -57,7 +57,7 @@ def noised_means(scores: Tensor, multiplier: float, stream: NoiseStream) -> list
     return [float(value) / count for value in total]
 
 
-def _bounded(logits: Tensor, labels: Tensor, largest: float = LARGEST_LOSS) -> Tensor:
+def bounded_score(logits: Tensor, labels: Tensor, largest: float = LARGEST_LOSS) -> Tensor:
     losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=IGNORED)
     known = (labels != IGNORED).double()
     means = (losses.view_as(labels).double() * known).reshape(len(labels), -1).sum(1)

@@ -106,7 +106,9 @@ def finetune(
     reporter.phase("rehearsing a step")
     measured = rehearse_step(model, train, Collator(_pad(tokenizer)), config)
     gate = PublicGate(record_texts(table, config), [str(config.train)], config.public_overlap)
-    run = _Run(config, output, model, tokenizer, train, held_out, gate, opening, measured, reporter, noise_multiplier)
+    run = FinetuneRun(
+        config, output, model, tokenizer, train, held_out, gate, opening, measured, reporter, noise_multiplier
+    )
     run.users, run.chat = users, messages_column(table, config) is not None
     try:
         # Before the ledger is opened: a run that cannot go on stays as it is.
@@ -190,7 +192,7 @@ def _encode(
     return examples
 
 
-class _Run:
+class FinetuneRun:
     """The state that the parts of one run share."""
 
     def __init__(

@@ -50,7 +50,7 @@ FREE = (
 USUAL = (0.25, 0.5, 1.0, 2.0, 4.0)
 TRIALS = ".trials"
 #: Fewer judges than this choose by noise alone.
-_LEAST_JUDGES = 20
+LEAST_JUDGES = 20
 
 T = TypeVar("T")
 
@@ -222,7 +222,7 @@ class _State:
 
 
 def _check_counts(config: FinetuneConfig, examples: int, judges: int, train: int) -> None:
-    if judges < _LEAST_JUDGES or train < config.batch_size:
+    if judges < LEAST_JUDGES or train < config.batch_size:
         raise ConfigError(
             f"of {examples} examples {judges} would judge and {train} be trained on: that is too few to choose by, "
             "or fewer than batch_size; give more data, or another held_out"

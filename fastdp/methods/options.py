@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fastdp.accounting.events import NoiseFactors
 from fastdp.engine.policy import Policy
 from fastdp.private.method import Method
-from fastdp.private.parts import BiasCorrection, Part, WeightAveraging
 from fastdp.validate import fraction, positive
 
 #: Accounting takes a third of a second for each.
@@ -18,7 +17,7 @@ _MOST_FACTORS = 64
 
 
 @dataclass(frozen=True)
-class AdaptiveClipping(Part):
+class AdaptiveClipping:
     """A clipping threshold that follows a quantile of the gradient norms (Andrew et al. 2021, arXiv 1905.03871).
 
     The fraction of unclipped units is released with noise of its own, paid for out of the same budget: the gradient's
@@ -55,6 +54,7 @@ class AdaptiveClipping(Part):
         return rest**-0.5
 
     def adapted(self, policy: Policy, fraction: float) -> Policy:
+        """The policy of the next step, from the noised share of units that were left whole."""
         factor = math.exp(-self.learning_rate * (min(max(fraction, 0.0), 1.0) - self.target_quantile))
         return replace(
             policy,
@@ -69,40 +69,34 @@ class Options(Method):
 
     Args:
         adaptive: let the thresholds follow a quantile of the norms, all in proportion.
-        bias_correction: subtract the noise's known variance from Adam's second moment (DP-AdamBC, arXiv 2312.14334);
-            needs `fastdp.optim.Adam` or `AdamW`.
-        weight_averaging: decay of an exponential moving average of the weights, kept beside the model; post-processing.
         noise_schedule: what the noise multiplier of a step is multiplied with, by the number of the step from which on, as
             ``{0: 1.0, 500: 0.8}``; 1 before the first. The budget, the ledger and the card count each step at its own. Every
             entry is accounted on its own, so at most 64.
         clipping_schedule: the same for the thresholds; the noise follows them, so this costs nothing.
 
     Raises:
-        ValueError: for a decay outside (0, 1), for a schedule whose steps or factors are out of range, and for thresholds that
+        ValueError: for a schedule whose steps or factors are out of range, and for thresholds that
             are both scheduled and adaptive.
     """
 
     adaptive: AdaptiveClipping | None = None
-    bias_correction: bool = False
-    weight_averaging: float | None = None
     noise_schedule: Mapping[int, float] | None = None
     clipping_schedule: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
-        self.parts()
         _factors("noise_schedule", self.noise_schedule)
         _factors("clipping_schedule", self.clipping_schedule)
         if self.clipping_schedule is not None and self.adaptive is not None:
             raise ValueError("thresholds cannot follow both clipping_schedule and adaptive: leave one of them out")
 
-    def parts(self) -> Sequence[Part]:
-        """Those that are switched on."""
-        parts: list[Part] = [] if self.adaptive is None else [self.adaptive]
-        if self.bias_correction:
-            parts.append(BiasCorrection())
-        if self.weight_averaging is not None:
-            parts.append(WeightAveraging(self.weight_averaging))
-        return parts
+    @property
+    def count_noise_std(self) -> float | None:
+        """As `adaptive` says."""
+        return None if self.adaptive is None else self.adaptive.count_noise_std
+
+    def adapted(self, policy: Policy, fraction: float) -> Policy:
+        """As `adaptive` says."""
+        return policy if self.adaptive is None else self.adaptive.adapted(policy, fraction)
 
     def gradient_multiplier(self, noise_multiplier: float) -> float:
         """What is left of a step's noise multiplier for the gradient, once what adapts is paid for."""
@@ -136,8 +130,6 @@ class Options(Method):
         """For the card."""
         return {
             "adaptive": None if self.adaptive is None else vars(self.adaptive),
-            "bias_correction": self.bias_correction,
-            "weight_averaging": self.weight_averaging,
             **{
                 name: [list(entry) for entry in _factors(name, schedule)]
                 for name in ("noise_schedule", "clipping_schedule")

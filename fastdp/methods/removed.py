@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_NO_CORRECTION = "leave it out, since AdamW without it trained better at every learning rate"
+_NO_AVERAGE = "leave it out, or average released checkpoints yourself"
 #: What to use, by "Class.setting", by "Class.setting=value" and by "package.name".
 REMOVED_NAMES = {
     "RapFT.bounds": "allocation='optimal' uses the printed bounds",
@@ -24,6 +26,8 @@ REMOVED_NAMES = {
     "rapft.gradient_moments": "use second_moments",
     "DPFrost.norm_order": "magnitudes are L1 norms",
     "DPFrost.magnitude=MGN": "use magnitude='MGNA'",
+    **{f"{method}.bias_correction": _NO_CORRECTION for method in ("DPSGD", "RapFT", "DPFrost")},
+    **{f"{method}.weight_averaging": _NO_AVERAGE for method in ("DPSGD", "RapFT", "DPFrost", "NonPrivate")},
     "ewft.epoch_weighted": "use release_once, which spends the same epsilon with less noise",
     "ewft.shaped": "use release_once, which spends the same epsilon with less noise",
     "ewft.uniform": "use dp_forward, which is the same noise",

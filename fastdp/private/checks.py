@@ -93,6 +93,37 @@ def _digest(item: Any) -> int:
 
 def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for a model that mixes examples, or does not fit its optimizer or its processes."""
+    _refuse_wrappers(model)
+    check_pieces(model)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS differentiates several times a step, and a step is one release; use SGD, Adam or AdamW")
+    refuse_mixing(model)
+    _refuse_layers(model)
+    trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise ValueError("the model has no trained parameter: every requires_grad is False")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (parameter.is_quantized or hasattr(parameter, "quant_state")):
+            raise ValueError(
+                f"{name} is quantised, and its packed numbers have no gradient of their own: set requires_grad=False, and train "
+                "LoRA beside it"
+            )
+    _check_eps(optimizer, trained)
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    known = {id(p) for p in model.parameters()}
+    if given - known:
+        raise ValueError(
+            "the optimizer also holds parameters of another model; give each model an optimizer of its own"
+        )
+    for key, name in trained.items():
+        if key not in given:
+            raise ValueError(
+                f"{name} is trained but the optimizer does not hold it: add it, or set requires_grad=False"
+            )
+
+
+def _refuse_wrappers(model: torch.nn.Module) -> None:
+    """Raise ValueError for a model that is copied or started without a process group, and for one without weights yet."""
     if isinstance(model, torch.nn.DataParallel):
         raise ValueError(
             "a DataParallel wrapper copies the model for each device within one process: give the bare model, and start a "
@@ -114,10 +145,10 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
             raise ValueError(
                 f"{name} is not initialized yet: call the model on one batch, then build the optimizer, then call make_private"
             )
-    check_pieces(model)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS differentiates several times a step, and a step is one release; use SGD, Adam or AdamW")
-    refuse_mixing(model)
+
+
+def _refuse_layers(model: torch.nn.Module) -> None:
+    """Raise ValueError for layers and settings that let the batch or unreleased gradients decide."""
     for name, module in model.named_modules():
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(f"{name} has max_norm, which rewrites rows by what the batch contains; set it to None")
@@ -128,15 +159,10 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
         raise ValueError("the model adds a balancing loss across the batch; set config.output_router_logits = False")
-    trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    if not trained:
-        raise ValueError("the model has no trained parameter: every requires_grad is False")
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (parameter.is_quantized or hasattr(parameter, "quant_state")):
-            raise ValueError(
-                f"{name} is quantised, and its packed numbers have no gradient of their own: set requires_grad=False, and train "
-                "LoRA beside it"
-            )
+
+
+def _check_eps(optimizer: torch.optim.Optimizer, trained: Mapping[int, str]) -> None:
+    """Raise ValueError if the optimizer would divide by zero where noise rounds to zero."""
     # Torch's own optimizers calculate in the type of the weights.
     stock = any(kind.__module__.startswith(("torch.optim.", "fastdp.optim")) for kind in type(optimizer).__mro__[:-2])
     for group in optimizer.param_groups:
@@ -155,17 +181,6 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
                     f"{eps:g} to zero, and the first step would divide by it: load the model with dtype=torch.float32, and save "
                     "memory by torch.autocast"
                 )
-    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    known = {id(p) for p in model.parameters()}
-    if given - known:
-        raise ValueError(
-            "the optimizer also holds parameters of another model; give each model an optimizer of its own"
-        )
-    for key, name in trained.items():
-        if key not in given:
-            raise ValueError(
-                f"{name} is trained but the optimizer does not hold it: add it, or set requires_grad=False"
-            )
 
 
 def refuse_repeats(dataset: Any, units: Units) -> None:

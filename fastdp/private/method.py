@@ -11,7 +11,6 @@ import torch
 import fastdp.accounting as accounting
 from fastdp.accounting.events import CONSTANT, NoiseFactors
 from fastdp.engine.policy import Policy
-from fastdp.private.parts import Part
 from fastdp.private.plan import Budget, Plan
 from fastdp.private.preparation import Findings, Outcome, Preparation
 
@@ -29,9 +28,14 @@ class Method(ABC):
         """Noise multiplier and other releases; every event in it is paid for before anything is released."""
         return Budget(plan.multiplier())
 
-    def parts(self) -> Sequence[Part]:
-        """What else the method does around each release."""
-        return ()
+    @property
+    def count_noise_std(self) -> float | None:
+        """Deviation of the noise on a count of units left whole, which the policy pays for; None makes no such count."""
+        return None
+
+    def adapted(self, policy: Policy, fraction: float) -> Policy:
+        """The policy of the next step, from the noised share of units that were left whole."""
+        return policy
 
     @property
     def noise_factors(self) -> NoiseFactors:

@@ -6,7 +6,6 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -26,7 +25,6 @@ from fastdp.private.criterion import Criterion, mean_of_rows
 from fastdp.private.ending import Ending
 from fastdp.private.loader import PrivateLoader
 from fastdp.private.observer import Observer
-from fastdp.private.parts import Average
 from fastdp.private.plan import Plan, fingerprint
 from fastdp.private.preparation import Access, Moment, Outcome, Preparation
 from fastdp.private.provenance import Provenance
@@ -114,12 +112,9 @@ class Private(Published):
         self._observed: set[str] = set()
         self._assumed: list[str] = []
         self._provenance = Provenance(model, stages.parameters, ledger, lambda: self._state)
-        self._following = [part.follow() for part in self.method.parts()]
         self._fingerprint = fingerprint(stages.parameters)
         self._epsilons: dict[tuple[tuple[int, ...], float], float] = {}
-        self._steps = Steps(
-            model, optimizer, stages, ledger, plan, observers, self._following, ranks, prepare=self._stepped
-        )
+        self._steps = Steps(model, optimizer, stages, ledger, plan, observers, ranks, prepare=self._stepped)
         for owner in (model, optimizer):
             _DRIVEN[owner] = weakref.ref(self)
         # As long as the model is driven, its run can be asked to let it go.
@@ -299,23 +294,6 @@ class Private(Published):
         """How many examples were left out so far because their loss or gradient was not finite."""
         return int(self._steps.nonfinite)
 
-    @contextmanager
-    def averaged(self) -> Iterator[torch.nn.Module]:
-        """The model with the averaged weights in place of the latest, for evaluation or saving.
-
-        Raises RuntimeError if weight averaging is off or no step was taken.
-        """
-        found = [following for following in self._following if isinstance(following, Average)]
-        average = found[0] if found else Average(0.0)
-        self._state.require_settled()
-        try:
-            with average.applied(self._stages.parameters):
-                self._provenance.keep()
-                self._state.settle()
-                yield self.model
-        finally:
-            self._state.settle()
-
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
         """The mean over a batch's rows of the losses that ``criterion`` gives them; call backward() on it.
 
@@ -431,7 +409,6 @@ class Private(Published):
             "noise_multiplier": self.noise_multiplier,
             "bounds": list(self._engine.accumulator.policy.bounds),
             "stds": list(self._engine.accumulator.policy.stds),
-            **{name: value for following in self._following for name, value in following.state().items()},
             "spent": {kind: self.ledger.spent(kind) for kind in self.ledger.kinds},
             "outcome": dict(self.outcome),
             "prepared_step": self._stages.prepared_step,
@@ -466,8 +443,7 @@ class Private(Published):
                     "this checkpoint's noise is not the run's for its clipping bounds: it was edited, or is of another method"
                 )
             self._engine.accumulator.policy = policy
-        for following in self._following:
-            following.load(state)
+        self._steps.expect_state()
         self._follow_schedule()
 
     def prove(

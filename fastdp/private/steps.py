@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
+import fastdp.ops as ops
 from fastdp.accounting.ledger import Ledger
 from fastdp.calls.batches import tensors
 from fastdp.distributed.pieces import writes
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.garbage import put_off
 from fastdp.engine.policy import Policy
+from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
-from fastdp.private.parts import Part, noised_fraction
 from fastdp.private.plan import Plan
 from fastdp.private.schedules import count_update, follow_releases, forget_releases
 from fastdp.private.stages import Stages
@@ -55,7 +56,6 @@ class Steps:
         stages: of the run.
         ledger, plan: say with how much noise the next release is counted.
         observers: who looks on; others may join.
-        following: what follows the releases.
         ranks: the processes that train together.
         prepare: called after each update, for what the method may do before the next step.
 
@@ -71,16 +71,13 @@ class Steps:
         ledger: Ledger,
         plan: Plan,
         observers: list[Observer],
-        following: list[Part],
         ranks: Ranks,
         prepare: Callable[[], None],
     ):
         self._model, self._optimizer, self._stages = model, optimizer, stages
         self._ledger, self._plan, self._ranks, self._prepare = ledger, plan, ranks, prepare
         self._carried = _OptimizerStateGuard(optimizer, resumed=ledger.spent_steps > 0)
-        # Among what follows the releases, so that it hears of a checkpoint that is loaded.
-        following.append(self._carried)
-        self._observers, self._following = observers, following
+        self._observers = observers
         self.done = False
         #: On the device: to read it would make the host wait before each release.
         self.nonfinite: torch.Tensor | int = 0
@@ -93,6 +90,10 @@ class Steps:
         follow_releases(optimizer)
         self._scales = getattr(optimizer, _FUSED, False)
         setattr(optimizer, _FUSED, False)
+
+    def expect_state(self) -> None:
+        """A private run's checkpoint is being loaded, and the optimizer's state with it, before or after."""
+        self._carried.forget()
 
     def remove(self) -> None:
         """Leave the optimizer and its schedules alone again."""
@@ -167,8 +168,6 @@ class Steps:
         self.nonfinite = self.nonfinite + accumulator.nonfinite
         for observer in self._observers:
             observer.before_release(accumulator)
-        for following in self._following:
-            following.before_release(accumulator.policy, engine.parameters, release.expected_batch_size, optimizer)
         # Last of all, whatever looked on: this policy's noise is what is drawn.
         accumulator.require_one_clip()
         self._require_noise(accumulator.policy)
@@ -179,8 +178,7 @@ class Steps:
         count_update(optimizer)
         for observer in self._observers:
             observer.after_release(accumulator)
-        for following in self._following:
-            self._adapt(following)
+        self._adapt()
         accumulator.reset()
         engine.complete = engine.begun = False
 
@@ -206,13 +204,14 @@ class Steps:
                 "this step: the method gave its gradients less noise than its budget says; nothing was released"
             )
 
-    def _adapt(self, following: Part) -> None:
-        accumulator, std = self._stages.engine.accumulator, following.count_noise_std
+    def _adapt(self) -> None:
+        accumulator, method = self._stages.engine.accumulator, self._stages.method
+        std = method.count_noise_std
         if std is None or accumulator.policy.noise_multiplier == 0:
             return
         release, counts = self._stages.release, (float(accumulator.unclipped), float(accumulator.units))
         fraction = noised_fraction(*counts, std, release.expected_batch_size, release.stream)
-        accumulator.policy = following.adapted(accumulator.policy, fraction)
+        accumulator.policy = method.adapted(accumulator.policy, fraction)
 
     def _refuse_unclipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Until a release, every gradient the optimizer would apply is None; one that is not has not been clipped."""
@@ -259,9 +258,21 @@ class Steps:
         with put_off():
             self._carried.keep()
             cast(Checks, engine.checks).state.settle()
-        for following in self._following:
-            following.after_step(engine.parameters)
         self._prepare()
+
+
+def noised_fraction(unclipped: float, units: float, std: float, divisor: float, stream: NoiseStream) -> float:
+    """The share of units that were left whole, with noise of standard deviation ``std`` on their count.
+
+    Each unit reports 1/2 or -1/2, so one unit more or less moves the sum by 1/2 (Andrew et al. 2021, section 2.2); taking half
+    the expected batch size off the count instead would let it move by 1, for which the noise is too small.
+
+    Args:
+        unclipped, units: of the units that took part, those left whole and all.
+        divisor: the expected batch size.
+    """
+    shifted = torch.tensor([unclipped - units / 2], dtype=torch.float32)
+    return float(ops.add_noise_(shifted, std, stream)) / divisor + 0.5
 
 
 #: Torch's name for whether an optimizer divides gradients by a GradScaler's scale itself, which those of a release do not have.
@@ -292,7 +303,7 @@ def _is_initial(optimizer: torch.optim.Optimizer) -> bool:
     return all(map(constant, _state_values(optimizer)[0]))
 
 
-class _OptimizerStateGuard(Part):
+class _OptimizerStateGuard:
     """What an optimizer carries from step to step: its updates follow from it, and releases alone may write into it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, resumed: bool):
@@ -310,10 +321,6 @@ class _OptimizerStateGuard(Part):
     def forget(self) -> None:
         """Until the next step any state is taken."""
         _LEFT.pop(self._optimizer, None)
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """A private run's checkpoint is being loaded, and the optimizer's state with it, before or after."""
-        self.forget()
 
     def require_untouched(self) -> None:
         """Raise RuntimeError if the state was written to since it was kept."""

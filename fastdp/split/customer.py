@@ -71,6 +71,7 @@ class SplitCustomer:
         bottom: the vendor's bottom, frozen.
         tokenizer: as given.
         served: what the vendor serves.
+        store: the privatized rows, as they were sent or will be.
 
     Raises:
         ImportError: without gRPC or cryptography.
@@ -133,7 +134,7 @@ class SplitCustomer:
             if published is not None:
                 check_published(self.bottom, Path(published))
             self.bottom.to(self.device)
-            self._store = ExampleStore(self.folder / "released", self.served.width, getattr(torch, dtype))
+            self.store = ExampleStore(self.folder / "released", self.served.width, getattr(torch, dtype))
         except BaseException:
             self._connection.close()
             for lock in opened:
@@ -186,15 +187,15 @@ class SplitCustomer:
             self.record["earlier"] = count_release(parts, f"split, {privatizer.in_short}", self.folder)
             self._write_record()
         sent = self._open()["examples"]
-        if sent > self._store.count:
+        if sent > self.store.count:
             raise ValueError(
-                f"the vendor holds {sent} examples, and {self.folder} only {self._store.count}: discard the run, or bring "
+                f"the vendor holds {sent} examples, and {self.folder} only {self.store.count}: discard the run, or bring "
                 "the folder back"
             )
         while sent < len(examples):
-            if sent == self._store.count:
+            if sent == self.store.count:
                 block = slice(sent, sent + self._block())
-                self._store.append(*self._release(examples[block], privatizer, self._labels[block]))
+                self.store.append(*self._release(examples[block], privatizer, self._labels[block]))
             sent = self._put(sent)
             if on_example is not None:
                 on_example(sent, len(examples))
@@ -266,7 +267,7 @@ class SplitCustomer:
 
     def statement(self, privatizer: Privatizer) -> Card:
         """The privatizer's card, with what has left so far and what each side learns."""
-        lengths = self._store.lengths(0, self._store.count)
+        lengths = self.store.lengths(0, self.store.count)
         return (
             privatizer.statement()
             .with_facts(
@@ -289,7 +290,7 @@ class SplitCustomer:
     def close(self) -> None:
         """Let the connection and the files go; the run stays."""
         self._connection.close()
-        self._store.close()
+        self.store.close()
         self._lock.close()
 
     def __enter__(self) -> SplitCustomer:
@@ -313,8 +314,8 @@ class SplitCustomer:
 
     def _put(self, first: int) -> int:
         """Send kept examples from ``first`` on, as many as a message takes. Returns the number that the vendor has."""
-        lengths = self._store.lengths(first, self._block())
-        rows, lengths = self._store.read(first, len(lengths))
+        lengths = self.store.lengths(first, self._block())
+        rows, lengths = self.store.read(first, len(lengths))
         message = Outgoing.of("put", {"first": first}, {"rows": rows, "lengths": torch.tensor(lengths)})
         return self._call(message).fields["examples"]
 

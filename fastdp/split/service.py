@@ -42,6 +42,7 @@ class Service:
 
     Attributes:
         address: host and port, with the port that was taken.
+        calls: how many calls of each customer are being answered.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Service:
             check_insecure(address)
         self.vendor, self.allowed, self.insecure = vendor, allowed, insecure
         self._expect = expecting(vendor.forms)
-        self._calls: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
         self._lock = threading.Lock()
         # A place for every call that is let in: `_take_place` turns away what is more.
         threads = vendor.limits.calls * vendor.limits.max_customers
@@ -155,22 +156,22 @@ class Service:
         """
         limits = self.vendor.limits
         with self._lock:
-            if self._calls[name] >= limits.calls:
+            if self.calls[name] >= limits.calls:
                 raise MessageRejected(
                     f"{limits.calls} calls of yours are being answered: come back later", "UNAVAILABLE"
                 )
-            if name not in self._calls and len(self._calls) >= limits.max_customers:
+            if name not in self.calls and len(self.calls) >= limits.max_customers:
                 raise MessageRejected(f"{limits.max_customers} customers are calling: come back later", "UNAVAILABLE")
-            self._calls[name] += 1
+            self.calls[name] += 1
         if not context.add_callback(lambda: self._leave_place(name)):
             # The call ended meanwhile.
             self._leave_place(name)
 
     def _leave_place(self, name: str) -> None:
         with self._lock:
-            self._calls[name] -= 1
-            if not self._calls[name]:
-                del self._calls[name]
+            self.calls[name] -= 1
+            if not self.calls[name]:
+                del self.calls[name]
 
 
 class _Methods(grpc.GenericRpcHandler):

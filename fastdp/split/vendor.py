@@ -51,7 +51,7 @@ _DISCARDED = ".discarded-"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class _Customer:
+class VendorCustomer:
     """A customer with a run; its calls take turns."""
 
     def __init__(self, run: Run, store: ExampleStore):
@@ -120,7 +120,7 @@ class SplitVendor:
                 f"{longest}"
             )
         self.forms = requests(self.served)
-        self._customers: dict[str, _Customer] = {}
+        self._customers: dict[str, VendorCustomer] = {}
         # Of each customer the step and logits of its last forward pass, with what its backward pass needs.
         self._held: OrderedDict[str, tuple[int, Tensor]] = OrderedDict()
         self._lock = threading.Lock()
@@ -198,7 +198,7 @@ class SplitVendor:
         for key, own in (("bottom", self.served.bottom), ("classes", self.served.classes)):
             if wanted[key] != own:
                 raise MessageRejected(f"the run's {key} is {wanted[key]}, this vendor's {own}", "FAILED_PRECONDITION")
-        customer = self._find(name) or self._begin(name, wanted)
+        customer = self.customer(name) or self._begin(name, wanted)
         for key, value in customer.run.settings.items():
             if wanted[key] != value:
                 raise MessageRejected(
@@ -320,7 +320,8 @@ class SplitVendor:
             if (self._runs / name).exists():
                 os.replace(self._runs / name, self._runs / f"{_DISCARDED}{uuid.uuid4().hex}")
 
-    def _find(self, name: str) -> _Customer | None:
+    def customer(self, name: str) -> VendorCustomer | None:
+        """What is kept of a customer: its run and the rows that it sent; None for one without a run."""
         with self._lock:
             if name not in self._customers:
                 folder = self._runs / name
@@ -336,10 +337,10 @@ class SplitVendor:
                         "your run here is damaged and cannot be taken up: discard it, and send the rows that you kept",
                         "FAILED_PRECONDITION",
                     ) from None
-                self._customers[name] = _Customer(run, store)
+                self._customers[name] = VendorCustomer(run, store)
             return self._customers[name]
 
-    def _begin(self, name: str, settings: Mapping[str, Any]) -> _Customer:
+    def _begin(self, name: str, settings: Mapping[str, Any]) -> VendorCustomer:
         with self._lock:
             folder = self._runs / name
             if not folder.exists():
@@ -353,14 +354,14 @@ class SplitVendor:
             if not Run.is_in(folder):
                 with _room_on_disk():
                     Run(self._template, settings).save(folder)
-        customer = self._find(name)
+        customer = self.customer(name)
         assert customer is not None
         return customer
 
     @contextmanager
-    def _turn(self, name: str, seconds: float) -> Iterator[_Customer]:
+    def _turn(self, name: str, seconds: float) -> Iterator[VendorCustomer]:
         """The customer, for one call at a time."""
-        customer = self._find(name)
+        customer = self.customer(name)
         if customer is None:
             raise MessageRejected("you have no run here: open one first", "FAILED_PRECONDITION")
         if not customer.lock.acquire(timeout=seconds):

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from fastdp import accounting
-from fastdp.accounting.schedules import _shape
+from fastdp.accounting.schedules import schedule_shape
 
 SST2 = {"dataset_size": 67349, "batch_size": 32, "epochs": 3, "epsilon": 8.0, "delta": 1e-5}
 PRINTED = [0.461663, 0.415841, 0.370020]
@@ -41,7 +41,7 @@ def test_shape_follows_the_pseudocode(epochs, step_distance):
             new = new + step_distance * small
         expected.append(new)
     expected.reverse()
-    assert _shape(last, pivot, epochs, step_distance) == pytest.approx(expected, rel=1e-12)
+    assert schedule_shape(last, pivot, epochs, step_distance) == pytest.approx(expected, rel=1e-12)
 
 
 def test_what_epsilon_8_really_is():

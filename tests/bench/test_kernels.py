@@ -43,7 +43,7 @@ def test_every_op_passes_its_check(case):
 @pytest.mark.parametrize("error", [1e-3, float("nan"), float("inf")])
 def test_a_wrong_result_gets_no_speed(error):
     case = kernels.Case("made up", "", lambda: None, lambda: (error, 1e-5), {"torch": lambda: None})
-    row = micro._measure(case, case.alternatives, 1, CPU, 1e9, 1e9)
+    row = micro.measure_case(case, case.alternatives, 1, CPU, 1e9, 1e9)
     assert set(row) == {"op", "size", "failed"}
 
 
@@ -58,7 +58,7 @@ def test_figures_of_a_case():
         flops=1e3,
         bytes=2e3,
     )
-    row = micro._measure(case, case.alternatives, 3, CPU, 1e9, 1e12)
+    row = micro.measure_case(case, case.alternatives, 3, CPU, 1e9, 1e12)
     assert row["floor_seconds"] == 2e-6
     assert row["share_of_floor"] == pytest.approx(2e-6 / row["seconds"])
     assert row["flops_per_second"] == pytest.approx(1e3 / row["seconds"])

@@ -115,7 +115,7 @@ def test_certificates_and_keys_are_what_flower_reads(tmp_path):
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(own / tls.CERTIFICATE, own / tls.KEY)
     _handshake(context, server)
-    programs_of_flower._write_key(tmp_path / "hospital", tmp_path / "key")
+    programs_of_flower.write_key(tmp_path / "hospital", tmp_path / "key")
     public = load_ssh_private_key((tmp_path / "key").read_bytes(), None).public_key()
     assert uses_nist_ec_curve(public)
     certificate = load_pem_x509_certificate((tmp_path / "hospital" / tls.CERTIFICATE).read_bytes())

@@ -21,7 +21,7 @@ def test_every_score_is_bounded(shape, rows, labels):
         logits = torch.full(shape, fill)
         logits[..., 0] = 0.0
         for label in labels:
-            found = judges._bounded(logits, torch.full(rows, label))
+            found = judges.bounded_score(logits, torch.full(rows, label))
             assert bool(((found >= 0) & (found <= 1)).all()), (fill, label, found)
             assert found.norm() <= found.shape[1] ** 0.5
 

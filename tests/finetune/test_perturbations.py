@@ -129,8 +129,10 @@ def test_text_is_privatized_before_training(config, files, tmp_path, monkeypatch
     from fastdp.finetune import run
 
     seen = []
-    original = run._Run.execute
-    monkeypatch.setattr(run._Run, "execute", lambda self, resume: (seen.append(self.train), original(self, resume))[1])
+    original = run.FinetuneRun.execute
+    monkeypatch.setattr(
+        run.FinetuneRun, "execute", lambda self, resume: (seen.append(self.train), original(self, resume))[1]
+    )
     settings = replace(config, epsilon=None, method="sap", method_options={"eta": 20.0, "duplicates": "merge"})
     result = finetune(settings)
     tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
@@ -160,7 +162,7 @@ def test_special_tokens_that_a_text_spells_out_are_privatized(config, files, tmp
         seen.extend([self.train, self.held_out])
         raise Stopped
 
-    monkeypatch.setattr(run._Run, "execute", stop)
+    monkeypatch.setattr(run.FinetuneRun, "execute", stop)
     tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
     special = tokenizer.eos_token
     texts = tmp_path / "spelled.jsonl"
@@ -200,8 +202,10 @@ def test_private_tokens_are_replaced_and_not_learned(config, files, tmp_path, mo
     from fastdp.finetune import run
 
     seen = []
-    real = run._Run._seen
-    monkeypatch.setattr(run._Run, "_seen", lambda self, *args, **kw: seen.append(real(self, *args, **kw)) or seen[-1])
+    real = run.FinetuneRun._seen
+    monkeypatch.setattr(
+        run.FinetuneRun, "_seen", lambda self, *args, **kw: seen.append(real(self, *args, **kw)) or seen[-1]
+    )
     texts = tmp_path / "private.jsonl"
     lines = [f"Anna paid {1000 + i} at the caf\u00e9 with card 4111 1111 1111 1111 on Monday." for i in range(24)]
     texts.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))

@@ -27,7 +27,7 @@ def test_a_search_releases_the_best_trial_and_its_card(config, model_folder, tmp
     monkeypatch.setattr(renyi, "draw_trials", lambda *_: 2)
     rates = iter([{"learning_rate": 1e36}, {"learning_rate": 1e-3}])
     monkeypatch.setattr(tuning.secrets, "choice", lambda _: next(rates))
-    monkeypatch.setattr(tuning, "_LEAST_JUDGES", 5)
+    monkeypatch.setattr(tuning, "LEAST_JUDGES", 5)
     monkeypatch.setattr(judges, "add_noise_", lambda total, multiplier, stream: total)
     config = dataclasses.replace(config, eval=None, batch_size=8)
     found = tune(config, {"learning_rate": [1e36, 1e-3]}, trials=3, held_out=0.5)
@@ -61,7 +61,7 @@ def test_a_search_releases_the_best_trial_and_its_card(config, model_folder, tmp
 
 def test_the_command_searches_and_says_what_won(config, tmp_path, monkeypatch):
     monkeypatch.setattr(renyi, "draw_trials", lambda *_: 1)
-    monkeypatch.setattr(tuning, "_LEAST_JUDGES", 5)
+    monkeypatch.setattr(tuning, "LEAST_JUDGES", 5)
     settings = tmp_path / "settings.yaml"
     dataclasses.replace(config, eval=None, batch_size=8).save(settings)
     arguments = ["tune", str(settings), "--try", "learning_rate=1e-3", "--try", "lora_r=1,2", "--held-out", "0.5"]
@@ -81,7 +81,7 @@ def test_a_search_that_fails_has_paid(config, tmp_path, monkeypatch):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(tuning, "finetune", fail)
-    monkeypatch.setattr(tuning, "_LEAST_JUDGES", 5)
+    monkeypatch.setattr(tuning, "LEAST_JUDGES", 5)
     with pytest.raises(RuntimeError, match="out of memory"):
         tune(dataclasses.replace(config, batch_size=8), trials=3, held_out=0.5)
     assert Ledger.read(tmp_path / "run" / "ledger.jsonl").spent_steps == 1
@@ -90,7 +90,7 @@ def test_a_search_that_fails_has_paid(config, tmp_path, monkeypatch):
 def test_an_interrupted_search_goes_on_and_pays_no_more(config, tmp_path, monkeypatch):
     """Three trials, of which the second is cut short: the first keeps its score, the others are made, and all is paid once."""
     monkeypatch.setattr(renyi, "draw_trials", lambda shape, stop, drawn: drawn and 3)
-    monkeypatch.setattr(tuning, "_LEAST_JUDGES", 5)
+    monkeypatch.setattr(tuning, "LEAST_JUDGES", 5)
     made, real = [], tuning.finetune
 
     def counted(own, **options):
@@ -147,7 +147,7 @@ def test_refusals_come_before_anything_is_spent(config, tmp_path, settings, argu
 
 
 def test_a_row_that_is_no_text_is_found_before_anything_is_spent(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning, "_LEAST_JUDGES", 1)
+    monkeypatch.setattr(tuning, "LEAST_JUDGES", 1)
     rows = [{"text": "good day"}] * 60 + [{"text": None}]
     train = tmp_path / "gap.jsonl"
     train.write_text("".join(json.dumps(row) + "\n" for row in rows))

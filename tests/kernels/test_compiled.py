@@ -138,7 +138,7 @@ def cross_case(dtype, kind, b_t, b_k, warps, slow=False):
         **{f"stride_{s}{i}": 1 if s[1] == "k" else "i32" for s in ("lt", "lk", "rt", "rk") for i in (1, 2)},
     }
     constants = {"KIND": kind.value, "b_t": b_t, "b_k": b_k, "PRECISION": "ieee"}
-    return Case(cross._cross_kernel, types, constants, warps, 3, dtype != "fp32", True, slow=slow, loop=310)
+    return Case(cross.cross_kernel, types, constants, warps, 3, dtype != "fp32", True, slow=slow, loop=310)
 
 
 def grouped_case(dtype, b_m, b_t, warps, slow=False):
@@ -155,7 +155,7 @@ def snap_case(dtype, b_x, warps, slow=False):
         "stride_ek": 1,
     }
     constants = {"b_v": 128, "b_x": b_x, "b_k": 64, "b_group": 32}
-    return Case(snap._nearest_group_kernel, types, constants, warps, 3, True, True, slow=slow)
+    return Case(snap.nearest_group_kernel, types, constants, warps, 3, True, True, slow=slow)
 
 
 RESOLVE = {
@@ -181,19 +181,19 @@ DCHI = {"p_table": "*fp32", "p_ids": "*i64", "p_eta": "*fp64", "p_position": "*i
 
 def instance_norm_case(dtype, kind, slow=False):
     types = {"p_x": f"*{dtype}", "p_mask": "*u8", "p_parts": "*fp32", **numbers("units", "chunks", "n")}
-    return Case(instances._instance_norm_kernel, types, {"b": instances._CHUNK, "KIND": kind.value}, slow=slow)
+    return Case(instances.instance_norm_kernel, types, {"b": instances.CHUNK, "KIND": kind.value}, slow=slow)
 
 
 def instance_sum_case(dtype, masked, slow=False):
     types = {"p_x": f"*{dtype}", "p_inside": "*fp32", "p_outside": "*fp32", "p_mask": "*u8", "p_out": "*fp32"}
-    constants = {"b": instances._COLUMNS, "MASKED": masked}
-    return Case(instances._instance_sum_kernel, {**types, **numbers("units", "n")}, constants, slow=slow)
+    constants = {"b": instances.COLUMNS, "MASKED": masked}
+    return Case(instances.instance_sum_kernel, {**types, **numbers("units", "n")}, constants, slow=slow)
 
 
 def onehot_norm_case(kind, slow=False):
     types = {**ROWS, "p_mask": "*u8", "p_parts": "*fp32", "p_sums": "*fp32", "slots": "i32"}
     types |= strides("stride_mm", "stride_mn")
-    return Case(onehot._norm_kernel, types, {"b_t": 4, "b_n": onehot._COLUMNS, "KIND": kind.value}, slow=slow)
+    return Case(onehot._norm_kernel, types, {"b_t": 4, "b_n": onehot.COLUMNS, "KIND": kind.value}, slow=slow)
 
 
 def onehot_scatter_case(masked, slow=False):
@@ -202,14 +202,14 @@ def onehot_scatter_case(masked, slow=False):
         **{"p_weights": "*fp32", "p_outside": "*fp32", "p_mask": "*u8", "p_out": "*fp32", "p_sums": "*fp32"},
         **strides("stride_om", "stride_on", "stride_mm", "stride_mn"),
     }
-    constants = {"b_t": 4, "b_n": onehot._COLUMNS, "MASKED": masked}
-    return Case(onehot._scatter_kernel, types, constants, slow=slow)
+    constants = {"b_t": 4, "b_n": onehot.COLUMNS, "MASKED": masked}
+    return Case(onehot.scatter_kernel, types, constants, slow=slow)
 
 
 def noise_case(dtype, rounded, slow=False):
     types = {"p_x": f"*{dtype}", "p_position": "*i32", **(LISTED if rounded else UNLISTED), "n": "i64", "begin": "i32"}
     constants = {"b_blocks": chacha.BLOCKS, "ROUNDED": rounded}
-    return Case(noise._add_noise_kernel, types | numbers(*GRID, kind="fp32"), constants, slow=slow)
+    return Case(noise.add_noise_kernel, types | numbers(*GRID, kind="fp32"), constants, slow=slow)
 
 
 def adamw_case(rounded, parameter, moments, slow=False, **constants):
@@ -219,10 +219,10 @@ def adamw_case(rounded, parameter, moments, slow=False, **constants):
     constants = {"CORRECTED": False, "MASTER": False, "AXES": False} | constants
     constants |= {"PARAMETER": parameter, "MOMENTS": moments}
     if rounded is None:
-        return Case(adamw._settle_adamw_kernel, types, constants | {"b": settle.SETTLE_BLOCK}, 1, slow=slow, stack=40)
+        return Case(adamw.settle_adamw_kernel, types, constants | {"b": settle.SETTLE_BLOCK}, 1, slow=slow, stack=40)
     types["p_list"] = "*i64" if rounded else None
     constants |= {"b_blocks": chacha.BLOCKS, "ROUNDED": rounded, "ALIGNED": True}
-    return Case(adamw._adamw_kernel, types, constants, slow=slow, maxnreg=adamw.REGISTERS, blocks=3)
+    return Case(adamw.adamw_kernel, types, constants, slow=slow, maxnreg=adamw.REGISTERS, blocks=3)
 
 
 LONG = {
@@ -236,7 +236,7 @@ CASES = {
     "noise-rounded-bf16": noise_case("bf16", True, slow=True),
     # The float64 cosine keeps a path for huge angles, whose table is the stack; angles here are below 2 pi.
     "noise-settle": Case(
-        settle._settle_kernel,
+        settle.settle_kernel,
         {"p_x": "*fp32", "p_position": "*i32", **LISTED, "begin": "i32", **numbers(*GRID, kind="fp32")},
         {"b": settle.SETTLE_BLOCK},
         1,
@@ -251,53 +251,53 @@ CASES = {
     "adamw-settle": adamw_case(None, tl.bfloat16, tl.bfloat16, slow=True),
     "adamw-settle-axes": adamw_case(None, tl.float32, tl.float32, CORRECTED=True, AXES=True, slow=True),
     "instance-norms-many": Case(
-        groups._norms_kernel,
+        groups.norms_kernel,
         {"p_table": "*i64", "p_parts": "*fp32", **numbers("units", "lines", "each")},
-        {"b": groups._COLUMNS},
+        {"b": groups.COLUMNS},
     ),
     "instance-norms-parts": Case(
-        groups._norm_parts_kernel,
+        groups.norm_parts_kernel,
         {"p_table": "*i64", "p_parts": "*fp32", "p_out": "*fp32", **numbers("units", "lines", "programs")},
         {"b": 128},
         1,
         slow=True,
     ),
     "instance-sums-many": Case(
-        groups._sums_kernel,
+        groups.sums_kernel,
         {"p_table": "*i64", "p_weights": "*fp32", **numbers("units", "lines")},
-        {"b": groups._COLUMNS},
+        {"b": groups.COLUMNS},
     ),
     "clip-norms": Case(
-        clip._row_dots_kernel,
+        clip.row_dots_kernel,
         {"p_x": "*bf16", "p_y": "*bf16", "p_partial": "*fp64", **numbers("width", "chunks")},
-        {"b_step": clip._STEP, "b_chunk": clip._CHUNK, "ALIGNED": True},
+        {"b_step": clip.CHUNK_STEP, "b_chunk": clip.CHUNK, "ALIGNED": True},
     ),
-    "clip-factors": Case(clip._forward_factor_kernel, FACTORS, {"b_chunks": 128}, 1),
+    "clip-factors": Case(clip.forward_factor_kernel, FACTORS, {"b_chunks": 128}, 1),
     "clip-factors-backward": Case(
-        clip._backward_factor_kernel, {**FACTORS, "p_pull": "*fp32"}, {"b_chunks": 128}, 1, slow=True
+        clip.backward_factor_kernel, {**FACTORS, "p_pull": "*fp32"}, {"b_chunks": 128}, 1, slow=True
     ),
     "clip-apply": Case(
-        clip._apply_kernel,
+        clip.apply_kernel,
         {**APPLY, **UNLISTED, **numbers(*GRID, kind="fp32")},
         {"b_blocks": chacha.BLOCKS, "NOISY": True, "ROUNDED": False},
     ),
     "clip-backward": Case(
-        clip._pull_back_kernel,
+        clip.pull_back_kernel,
         {**PULL, **numbers("n", "width", kind="i64")},
-        {"b_tile": clip._STEP, "ALIGNED": True},
+        {"b_tile": clip.CHUNK_STEP, "ALIGNED": True},
     ),
     "gram-bf16": gram_case(tl.bfloat16, 128, 64, 8),
     "gram-bf16-short": replace(gram_case(tl.bfloat16, 32, 64, 4, slow=True), narrow=True, blocks=4),
     "gram-fp32": replace(gram_case(tl.float32, 64, 32, 8), loop=700, blocks=2),
     "gram-tf32x3": replace(gram_case(tl.float32, 64, 32, 8, "tf32x3", slow=True), loop=380),
     "gram-pairs": Case(
-        gram._pairs_kernel,
+        gram.pairs_kernel,
         {"p_offsets": "*i64", "p_table": "*i32", **numbers("units", "most", "b_t")},
         {},
         slow=True,
     ),
     "gram-sum-pairs": Case(
-        gram._sum_pairs_kernel,
+        gram.sum_pairs_kernel,
         {
             **{"p_parts": "*fp32", "p_products": "*fp32", "p_table": "*i32", "p_out": "*fp32", "p_sizes": "*fp64"},
             **numbers("units", "most"),
@@ -308,7 +308,7 @@ CASES = {
     "direct-bf16": replace(direct_case("bf16", direct.SQUARE, 128, 128, 64, 8), blocks=2),
     "direct-bf16-wide": replace(direct_case("bf16", direct.SQUARE, 128, 256, 64, 8), wide=True, loop=200),
     "direct-chosen-bf16": Case(
-        direct._chosen_kernel,
+        direct.chosen_kernel,
         {"p_lines": "*i64", "p_offsets": "*i64", "p_chosen": "*u8", "p_parts": "*fp32", **numbers("units", "splits")},
         {"LEFT": tl.bfloat16, "RIGHT": tl.bfloat16, "CONTIGUOUS": True, "ALIGNED": True, "PRECISION": "ieee"}
         | {"b_m": 128, "b_n": 128, "b_t": 64},
@@ -323,13 +323,13 @@ CASES = {
         direct_case("fp32", direct.MASKED_SQUARE, 64, 64, 32, 4, slow=True), loop=1300, blocks=4
     ),
     "affine-bf16": Case(
-        affine._affine_kernel,
+        affine.affine_kernel,
         {
             **{"p_table": "*i64", "p_offsets": "*i64", "p_out": "*fp32"},
             **numbers("problems", "units", "splits", "n"),
         },
         {"GRADIENT": tl.bfloat16, "X": tl.bfloat16, "CONTIGUOUS": True, "ALIGNED": True}
-        | {"b_t": affine._TOKENS, "b_n": affine._COLUMNS},
+        | {"b_t": affine.TOKENS, "b_n": affine.COLUMNS},
     ),
     "weighted-bf16": replace(weighted_case(tl.bfloat16, 128, 128, 64, 8, False), loop=270),
     # An accumulator of 128 registers leaves four words over for the stack once, where the tile is stored.
@@ -339,13 +339,13 @@ CASES = {
     "masked-weighted-bf16": replace(weighted_case(tl.bfloat16, 128, 64, 64, 8, True), loop=540),
     "masked-weighted-fp32": replace(weighted_case(tl.float32, 64, 64, 32, 8, True, slow=True), loop=830),
     "weighted-parts": Case(
-        weighted._add_parts_kernel,
+        weighted.add_parts_kernel,
         {"p_lines": "*i64", "p_parts": "*fp32", **numbers("lines", "whole", "splits")},
         {"CONTIGUOUS": True, "ALIGNED": True, "b_m": 128, "b_n": 128, "b_row": 16},
         slow=True,
     ),
     "blocks": Case(
-        blocks._blocks_kernel,
+        blocks.blocks_kernel,
         {"p_offsets": "*i64", "p_table": "*i32", **numbers("units", "slots", "b_t")},
         {},
         slow=True,
@@ -363,16 +363,16 @@ CASES = {
     "instance-sum": instance_sum_case("fp32", False),
     "instance-masked-sum": instance_sum_case("fp32", True, slow=True),
     "row-products": Case(
-        bounds._products_kernel,
+        bounds.products_kernel,
         {
             **{"p_left": "*bf16", "p_right": "*bf16", "p_out": "*fp64"},
             **numbers("tokens", "m", "n"),
             **strides("stride_lt", "stride_lk", "stride_rt", "stride_rk"),
         },
-        {"b_t": bounds._TOKENS, "b_k": bounds._COLUMNS, "ORDER": 2, "ONE_HOT": False},
+        {"b_t": bounds.TOKENS, "b_k": bounds.COLUMNS, "ORDER": 2, "ONE_HOT": False},
     ),
     "row-products-units": Case(
-        bounds._sum_units_kernel,
+        bounds.sum_units_kernel,
         {"p_products": "*fp64", "p_offsets": "*i64", "p_out": "*fp64"},
         {"b": 128},
         1,
@@ -384,25 +384,25 @@ CASES = {
     "onehot-scatter": onehot_scatter_case(False, slow=True),
     "onehot-masked-scatter": onehot_scatter_case(True, slow=True),
     "onehot-long-norm": Case(
-        onehot._long_norm_kernel,
+        onehot.long_norm_kernel,
         {**LONG, "p_parts": "*fp32", "slots": "i32"},
-        {"b_n": onehot._COLUMNS, "KIND": direct.MASKED_SQUARE.value},
+        {"b_n": onehot.COLUMNS, "KIND": direct.MASKED_SQUARE.value},
         slow=True,
     ),
     "onehot-long-scatter": Case(
-        onehot._long_scatter_kernel,
+        onehot.long_scatter_kernel,
         {**LONG, "p_out": "*fp32", **strides("stride_om", "stride_on")},
-        {"b_n": onehot._COLUMNS, "MASKED": True},
+        {"b_n": onehot.COLUMNS, "MASKED": True},
         slow=True,
     ),
     "pack": Case(
-        mask._pack_kernel,
+        mask.pack_kernel,
         {"p_mask": "*u8", "p_bits": "*u8", **numbers("rows", "columns", "bytes_a_row", "stride_m"), "stride_n": 1},
         {"b": 512},
         slow=True,
     ),
     "sum-parts": Case(
-        reduce._sum_parts_kernel,
+        reduce.sum_parts_kernel,
         {"p_parts": "*fp32", "p_out": "*fp32", "p_offsets": "*i64", **numbers("units", "columns", "parts", "b_tile")},
         {"b": 128},
         1,
@@ -410,22 +410,22 @@ CASES = {
     "snap-bf16": snap_case("bf16", 128, 8),
     "snap-fp32": snap_case("fp32", 128, 8),
     "snap-few": replace(snap_case("fp32", 16, 4, slow=True), loop=270),
-    "snap-resolve": Case(snap._resolve_kernel, RESOLVE, {"b_scan": 1024, "b_group": 32, "b_k": 64}),
+    "snap-resolve": Case(snap.resolve_kernel, RESOLVE, {"b_scan": 1024, "b_group": 32, "b_k": 64}),
     "snap-survey": Case(
-        snap._survey_kernel,
+        snap.survey_kernel,
         {"p_x": "*fp32", "p_half": "*fp32", "p_bad": "*i64", **numbers("rows", "width", "stride_t"), "stride_k": 1},
         {"b_t": 8, "b_k": 256},
         slow=True,
     ),
     "dchi": Case(
-        dchi._dchi_kernel,
+        dchi.dchi_kernel,
         {**DCHI, **numbers("width", "stride_eta", "stride_et"), "stride_ek": 1},
         {"b_blocks": 64},
         2,
         stack=40,
     ),
     "uniforms": Case(
-        choice._uniform_kernel, {"p_position": "*i32", "p_out": "*fp64", "n": "i32"}, {"b": 128}, slow=True
+        choice.uniform_kernel, {"p_position": "*i32", "p_out": "*fp64", "n": "i32"}, {"b": 128}, slow=True
     ),
 }
 

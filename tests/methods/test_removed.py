@@ -33,6 +33,11 @@ def test_a_form_without_a_substitute_is_refused_by_value_and_by_position():
     for make in (lambda: Initialisation("top_k"), lambda: Initialisation(kind="beam")):
         with pytest.raises(ValueError, match="was removed: use 'naive' or 'top_p'"):
             make()
+    for make in (RapFT, fastdp.DPSGD, fastdp.DPFrost, fastdp.NonPrivate):
+        with pytest.raises(ValueError, match=rf"{make.__name__}\.weight_averaging was removed: leave it out"):
+            make(weight_averaging=0.5)
+    with pytest.raises(ValueError, match="bias_correction was removed: leave it out"):
+        fastdp.DPSGD(bias_correction=True)
     with pytest.raises(TypeError):
         RapFT(NoisyMap(1.0, 0.1), another=1)
 

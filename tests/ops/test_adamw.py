@@ -244,10 +244,6 @@ def op_arguments(n: int = 129) -> tuple:
     return (*tensors, stream().take(), 0.5, 4.0, 0.01, 0.9, 0.999, 1e-8, 0.01, 3, None, False, None, None)
 
 
-def test_opcheck():
-    torch.library.opcheck(torch.ops.fastdp.adamw_noise_step_.default, op_arguments())
-
-
 @cases(*pairs(("floor", [None, 1e-3]), ("axes", [False, True])))
 def test_reference_agrees(floor, axes):
     ours, defined = op_arguments(), op_arguments()

@@ -331,13 +331,6 @@ def test_refusals():
         exponential_choice(ids, table, 1.0, 7)
 
 
-def test_opcheck():
-    args = [torch.tensor([0, 4]), torch.randn(5, 8), torch.tensor(1.0, dtype=torch.float64), stream().take()]
-    torch.library.opcheck(torch.ops.fastdp.exponential_choice.default, (*args, None, None, None))
-    extra = (2.0, torch.zeros(5, dtype=torch.float64), torch.ones(5, dtype=torch.float64))
-    torch.library.opcheck(torch.ops.fastdp.exponential_choice.default, (*args, *extra))
-
-
 # Every instruction set below this machine's answers as it does.
 _PATHS = ("portable", "avx2", "avx512")
 _PROGRAM = """

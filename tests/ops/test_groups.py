@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastdp import ops
-from fastdp.ops.table import OPS, definitions
+from fastdp.ops.table import definitions
 from tests.cases import cases, pairs
 from tests.ops.uses import stream
 
@@ -127,23 +127,6 @@ def test_refusals():
             ops.adamw_noise_steps_(*wrong, 1.0, drawn, **numbers)
     with pytest.raises(ValueError, match="positions are"):
         ops.adamw_noise_steps_(*tensors, 1.0, drawn[0], **numbers)
-
-
-def test_opcheck():
-    made, x, ends = instances()[:2], torch.ones(2, 3), torch.tensor([0, 1, 2])
-    for name, args in (
-        ("instance_norms_group", (made,)),
-        ("instance_sum_group", (made, torch.ones(2, 3))),
-        ("weighted_sum_group_", ([torch.ones(3, 3)], [x], [x], torch.ones(1, 2), ends, [True])),
-        ("chosen_sqnorm", ([x], [x], ends, torch.ones(1, 2).bool())),
-        (
-            "adamw_noise_steps_",
-            ([torch.ones(3)], [torch.ones(3)], [torch.ones(3)], [torch.ones(3)], [], stream(4).take_at(0, [1]))
-            + (1.0, 1.0, 0.1, 0.9, 0.999, 1e-8, 0.0, 1, None, False, [], []),
-        ),
-    ):
-        torch.library.opcheck(getattr(torch.ops.fastdp, name).default, args)
-        assert name in OPS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

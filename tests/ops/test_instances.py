@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 
 from fastdp import ops
-from fastdp.ops.factors import ABSOLUTE, MASKED_SQUARE, SQUARE
-from fastdp.ops.table import OPS
 from tests.cases import cases, pairs
 from tests.ops.uses import by_threads
 
@@ -57,31 +54,6 @@ def test_every_shape_and_dtype(units, shape, dtype):
     assert_close(got, torch.where(mask, one, other), torch.where(mask, bound, other_bound))
 
 
-@settings(max_examples=30)
-@given(
-    units=st.integers(1, 6), size=st.integers(1, 20_000), zero=st.sets(st.integers(0, 5)), seed=st.integers(0, 2**31)
-)
-def test_any_size_and_any_units_left_out(units, size, zero, seed):
-    instances, mask = instances_of(units, (size,), seed), drawn((size,), seed)
-    assert relative_error(ops.instance_sqnorm(instances), instances.double().square().sum(1)) <= BOUND
-    assert relative_error(ops.instance_masked_sqnorm(instances, mask), parts_of(instances, mask)) <= BOUND
-    weights = torch.tensor([0.0 if unit in zero else 1.0 + unit for unit in range(units)])
-    one, bound = summed(instances, weights)
-    instances[weights == 0] = float("nan")
-    assert_close(ops.instance_sum(instances, weights), one, bound)
-    got = ops.instance_masked_sum(instances, weights, 2 * weights, mask)
-    assert_close(got, torch.where(mask, one, 2 * one), 2 * bound)
-
-
-def test_strided_instances_and_weights():
-    wide = instances_of(4, (6, 10), 0)
-    instances, weights, mask = wide.mT, torch.rand(8)[::2], drawn((6, 10), 1).T
-    assert relative_error(ops.instance_masked_sqnorm(instances, mask), parts_of(wide, mask.T.contiguous())) <= BOUND
-    one, bound = summed(instances, weights)
-    assert_close(ops.instance_sum(instances, weights), one, bound)
-    assert_close(ops.instance_masked_sum(wide, weights, weights, mask.T), one.T, bound.T)
-
-
 def test_a_unit_that_is_not_finite_marks_itself_alone():
     instances, mask = torch.ones(3, 130), torch.zeros(130, dtype=torch.bool)
     instances[1, 129], mask[129] = float("nan"), True
@@ -119,19 +91,6 @@ def test_threads_do_not_change_the_result():
         return torch.cat([*norms, ops.instance_masked_sum(instances, weights, -weights, mask)])
 
     by_threads(compute)
-
-
-@cases("name", ["instance_norms", "instance_sum"])
-def test_opcheck(name):
-    instances, mask, weights = instances_of(4, (3, 5), 0), drawn((3, 5), 1), torch.rand(4)
-    arguments = {
-        "instance_norms": [(instances, SQUARE, None), (instances, ABSOLUTE, None), (instances, MASKED_SQUARE, mask)],
-        "instance_sum": [(instances, weights, None, None), (instances, weights, -weights, mask)],
-    }[name]
-    overload = getattr(torch.ops.fastdp, name).default
-    for args in arguments:
-        torch.library.opcheck(overload, args)
-        torch.testing.assert_close(overload(*args), OPS[name].reference(*args), rtol=BOUND, atol=1e-6)
 
 
 ROWS, MASK, WEIGHTS = torch.ones(4, 3, 5), torch.ones(3, 5, dtype=torch.bool), torch.ones(4)

@@ -332,12 +332,6 @@ def test_autograd_notices_the_write():
         y.backward()
 
 
-def test_opcheck():
-    args = (torch.zeros(5, 3), 0.5, position(), False)
-    torch.library.opcheck(torch.ops.fastdp.add_noise_.default, args)
-    torch.library.opcheck(torch.ops.fastdp.add_noise_.default, (torch.zeros(3, 5).t(), 0.5, position(), True))
-
-
 def test_compiled_code_draws_anew_on_every_call():
     """A traced function must not bake a position in: the same noise twice would be no noise."""
     stream, twin = NoiseStream.unsafe_reproducible(8), NoiseStream.unsafe_reproducible(8)

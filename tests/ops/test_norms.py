@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 
 from fastdp import ops
 from fastdp.ops.cpu.norms import HAS_KERNELS
@@ -26,42 +25,6 @@ def squared(left, right, offsets, rows=None):
     return gradients(left, right, offsets, rows).square().sum((1, 2))
 
 
-@cases(*pairs(("route", ROUTES), ("m, n", SHAPES)))
-def test_sqnorm_of_ragged_units(m, n, route):
-    offsets = offsets_of(RAGGED)
-    left, right = factor(int(offsets[-1]), m, 0), factor(int(offsets[-1]), n, 1)
-    got = ops.sqnorm(left, right, offsets, route=route)
-    assert got.dtype == torch.float32
-    assert relative_error(got, squared(left, right, offsets)) <= BOUND
-
-
-@cases(*pairs(("layout", LAYOUTS), ("dtype", DTYPES)))
-def test_every_norm_reads_every_dtype_and_layout(dtype, layout):
-    offsets = offsets_of(RAGGED)
-    tokens = int(offsets[-1])
-    left, right = factor(tokens, 67, 4, dtype, layout), factor(tokens, 129, 5, dtype, layout)
-    mask = torch.rand(67, 129, generator=torch.Generator().manual_seed(6)) < 0.3
-    ids = torch.randint(0, 5, (2 * tokens,), generator=torch.Generator().manual_seed(7))[::2]
-    truth = gradients(left, right, offsets)
-    squares = truth.square()
-    for route in ROUTES:
-        assert relative_error(ops.sqnorm(left, right, offsets, route), squares.sum((1, 2))) <= BOUND
-    assert relative_error(ops.abs_sum(left, right, offsets), truth.abs().sum((1, 2))) <= BOUND
-    parts = torch.stack([(squares * mask).sum((1, 2)), (squares * ~mask).sum((1, 2))])
-    assert relative_error(ops.masked_sqnorm(left, right, offsets, mask), parts) <= BOUND
-    table, rows = (
-        gradients(ids, right, offsets, 5),
-        torch.rand(5, 129, generator=torch.Generator().manual_seed(8)) < 0.3,
-    )
-    assert relative_error(ops.sqnorm(ids, right, offsets), table.square().sum((1, 2))) <= BOUND
-    assert relative_error(ops.abs_sum(ids, right, offsets), table.abs().sum((1, 2))) <= BOUND
-    parts = torch.stack([(table.square() * rows).sum((1, 2)), (table.square() * ~rows).sum((1, 2))])
-    assert relative_error(ops.masked_sqnorm(ids, right, offsets, rows), parts) <= BOUND
-    group, _ = ops.gram_norms([left, right], [right], [2], offsets)
-    assert relative_error(group[0], squares.sum((1, 2))) <= BOUND
-    assert relative_error(group[1], squared(right, right, offsets)) <= BOUND
-
-
 @cases(*pairs(("layout", LAYOUTS), ("dtype", [*DTYPES, torch.float64]), ("m, n", SHAPES)))
 def test_columns_are_scaled_as_they_are_read(m, n, dtype, layout):
     offsets = offsets_of(RAGGED)
@@ -77,13 +40,6 @@ def test_columns_are_scaled_as_they_are_read(m, n, dtype, layout):
     sizes = ops.row_products(wide, other, offsets)
     assert bool((products[0] >= sizes * (1 - 2**-10)).all())
     assert relative_error(products[0], sizes) <= 2**-10
-
-
-def test_factors_may_differ_in_dtype():
-    offsets = offsets_of([9, 3])
-    left, right = factor(12, 8, 8, torch.bfloat16), factor(12, 6, 9, torch.float16)
-    for route in ROUTES:
-        assert relative_error(ops.sqnorm(left, right, offsets, route), squared(left, right, offsets)) <= BOUND
 
 
 def test_float64_factors_stay_float64():
@@ -119,50 +75,6 @@ def test_repeated_ids_add_up_before_they_are_squared(n):
     assert relative_error(ops.abs_sum(few, right, offsets), truth.abs().sum((1, 2))) <= BOUND
     opposite = torch.cat([right[:1], -right[:1]])
     assert float(ops.sqnorm(torch.tensor([3, 3]), opposite, offsets_of([2]))) == 0
-
-
-@cases(*pairs(("kinds", ["matrix-matrix", "ids-matrix", "matrix-ids", "ids-ids"]), ("dtype", DTYPES)))
-def test_cross_inner(kinds, dtype):
-    rows, n = 67, 129
-    offsets1, offsets2 = offsets_of(RAGGED), offsets_of([3, 70, 0, 1, 64, 130, 2, 5])
-    uses = []
-    for seed, (kind, offsets) in enumerate(zip(kinds.split("-"), (offsets1, offsets2))):
-        tokens = int(offsets[-1])
-        ids = torch.randint(0, rows, (tokens,), generator=torch.Generator().manual_seed(seed))
-        left = factor(tokens, rows, seed, dtype) if kind == "matrix" else ids
-        uses.append((left, factor(tokens, n, 20 + seed, dtype), offsets))
-    grads = [gradients(left, right, offsets, rows) for left, right, offsets in uses]
-    got = ops.cross_inner(uses[0][0], uses[0][1], uses[1][0], uses[1][1], offsets1, offsets2).double()
-    truth = (grads[0] * grads[1]).sum((1, 2))
-    # The error is against the sizes of the two gradients: their inner product may be as small as it likes.
-    size = grads[0].square().sum((1, 2)).sqrt() * grads[1].square().sum((1, 2)).sqrt()
-    assert bool(((got - truth).abs() <= BOUND * size).all())
-
-
-@settings(max_examples=40)
-@given(
-    lengths=st.lists(st.integers(0, 70), max_size=6),
-    m=st.integers(1, 140),
-    n=st.integers(1, 140),
-    route=st.sampled_from(ROUTES),
-    seed=st.integers(0, 2**31),
-)
-def test_any_units_and_sizes(lengths, m, n, route, seed):
-    offsets = offsets_of(lengths)
-    tokens = int(offsets[-1])
-    left, right = factor(tokens, m, seed), factor(tokens, n, seed + 1)
-    got = ops.sqnorm(left, right, offsets, route)
-    absolute = ops.abs_sum(left, right, offsets)
-    assert got.shape == absolute.shape == (len(lengths),)
-    if lengths:
-        truth = gradients(left, right, offsets)
-        terms = gradients(left.abs(), right.abs(), offsets)
-        # A gradient of few entries may nearly vanish: an error is then measured against what cancelled in it.
-        share = 0.1 if m * n < 16 else 0.0
-        for found, size in ((got, torch.square), (absolute, torch.abs)):
-            exact = size(truth).sum((1, 2))
-            least = size(share * terms).sum((1, 2))
-            assert bool(((found - exact).abs() <= BOUND * torch.maximum(exact, least)).all())
 
 
 def test_non_finite_units_do_not_reach_their_neighbours():
@@ -278,25 +190,6 @@ def test_threads_do_not_change_the_result():
             ]
         )
     )
-
-
-@cases("name", ["norms", "cross_inner"])
-def test_opcheck(name):
-    offsets, left, right = offsets_of([4, 0, 3]), factor(7, 5, 1), factor(7, 6, 2)
-    ids, mask = torch.tensor([0, 4, 4, 1, 2, 0, 0]), torch.rand(5, 6) < 0.5
-    arguments = {
-        "norms": [
-            (left, right, offsets, "gram", SQUARE, None),
-            *((f, right, offsets, "auto", SQUARE, None) for f in (left, ids)),
-            *((f, right, offsets, "direct", ABSOLUTE, None) for f in (left, ids)),
-            *((f, right, offsets, "direct", MASKED_SQUARE, mask) for f in (left, ids)),
-        ],
-        "cross_inner": [(left, right, ids, right, offsets, offsets)],
-    }[name]
-    overload = getattr(torch.ops.fastdp, name).default
-    for args in arguments:
-        torch.library.opcheck(overload, args)
-        torch.testing.assert_close(overload(*args), OPS[name].reference(*args), rtol=BOUND, atol=0)
 
 
 def test_compiled_calls_take_the_registered_op():

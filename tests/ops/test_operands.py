@@ -105,6 +105,11 @@ def test_every_op_is_here():
 
 
 @cases("name", OPS)
+def test_the_registered_op_is_sound(name):
+    torch.library.opcheck(getattr(torch.ops.fastdp, name).default, arguments()[name])
+
+
+@cases("name", OPS)
 def test_an_operand_on_another_device_is_refused(name):
     for operand, place in tensors_of(name, arguments()[name]):
         args = arguments()[name]

@@ -209,10 +209,6 @@ def test_refusals():
             snap(bad_x, bad_table)
 
 
-def test_opcheck():
-    torch.library.opcheck(torch.ops.fastdp.snap.default, (torch.randn(5, 3), torch.randn(7, 3)))
-
-
 def peak_above_inputs(n, v, d):
     """MiB by which the peak of a fresh process rises during one call of snap, inputs and a warm-up call done before."""
     program = f"""

@@ -4,10 +4,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 
 from fastdp import ops
-from fastdp.ops.table import OPS
 from tests.cases import cases, pairs
 
 from .uses import DTYPES, RAGGED, factor, gradients, offsets_of, relative_error
@@ -33,20 +31,6 @@ def assert_close(got, truth, bound):
     assert got.shape == truth.shape
     assert bool(torch.isfinite(got).all())
     assert bool(((got.double() - truth).abs() <= bound).all())
-
-
-@cases(*pairs(("layout", LAYOUTS), ("dtype", DTYPES), ("lengths", [RAGGED, (33, 33, 33)])))
-def test_per_unit_and_column_sums(lengths, dtype, layout):
-    offsets = offsets_of(lengths)
-    tokens = int(offsets[-1])
-    left, right = factor(tokens, 7, 1, dtype, layout), factor(tokens, 129, 2, dtype, layout)
-    for one, other in ((left, right), (right, left)):
-        got = ops.per_unit(one, other, offsets)
-        assert got.dtype == torch.float32
-        assert_close(got, gradients(one, other, offsets), rounding(one, other))
-    sums = ops.column_sums(left, offsets)
-    truth = gradients(left, torch.ones(tokens, 1), offsets)[:, :, 0]
-    assert_close(sums, truth, rounding(left, torch.ones(tokens, 1))[:, 0])
 
 
 SMALL = ((4, 129), (129, 4), (1, 1), (16, 16), (0, 3))
@@ -76,18 +60,6 @@ def test_a_unit_of_a_group_is_its_own():
     assert made.isfinite().all(2).all(1).tolist() == [True, False, True]
 
 
-@cases(*pairs(("layout", LAYOUTS), ("dtype", DTYPES), ("m, n", [(1, 1), (7, 129), (129, 7), (257, 123)])))
-def test_weighted_sum(m, n, dtype, layout):
-    left, right = factor(150, m, 1, dtype, layout), factor(150, n, 2, dtype, layout)
-    weights = torch.rand(150, generator=torch.Generator().manual_seed(3)) - 0.3
-    truth = left.double().T @ (right.double() * weights.double().unsqueeze(1))
-    bound = rounding(left, right, weights)
-    assert_close(ops.weighted_sum(left, right, weights), truth, bound)
-    out = torch.full((n, m), 2.0).T
-    assert ops.weighted_sum(left, right, weights, out=out) is out
-    assert_close(out, truth + 2, bound + 2.0**-23 * (2 + truth.abs()))
-
-
 ZEROED = {
     "none": [],
     "a unit": list(range(40, 80)),
@@ -111,20 +83,6 @@ def test_rows_of_weight_zero_never_reach_a_sum(zeroed, poison):
     assert_close(ops.weighted_sum(ids, right, weights, rows=9), table, 153 * 2.0**-23 * size)
     mask = torch.rand(33, 65) < 0.5
     assert_close(ops.masked_weighted_sum(left, right, weights, weights, mask), truth, bound)
-
-
-@cases("dtype", DTYPES)
-def test_sum_of_one_hot_rows(dtype):
-    right, weights = factor(150, 131, 1, dtype, "rows"), torch.rand(150) - 0.5
-    ids = torch.randint(0, 11, (300,), generator=torch.Generator().manual_seed(1))[::2]
-    terms = right.double() * weights.double().unsqueeze(1)
-    truth = torch.zeros(12, 131).double().index_add_(0, ids, terms)
-    bound = 153 * 2.0**-23 * torch.zeros(12, 131).double().index_add_(0, ids, terms.abs())
-    assert_close(ops.weighted_sum(ids, right, weights, rows=12), truth, bound)
-    out = torch.ones(12, 131)
-    ops.weighted_sum(ids, right, weights, out=out)
-    assert_close(out, truth + 1, bound + 2.0**-23 * (1 + truth.abs()))
-    assert torch.equal(out[11], torch.ones(131))
 
 
 @cases(*pairs(("dtype", [*DTYPES, torch.float64]), ("n", [1, 131, 700])))
@@ -152,26 +110,6 @@ def test_masked_sum_of_one_hot_rows(n, dtype):
     assert torch.equal(got.isnan(), (torch.arange(12) == ids[7]).unsqueeze(1) & ~mask)
 
 
-def masked_truth(left, right, masked, unmasked, mask):
-    left, right = left.double(), right.double()
-    sums = [left.T @ (right * weights.double().unsqueeze(1)) for weights in (masked, unmasked)]
-    return torch.where(mask, *sums)
-
-
-@cases(*pairs(("layout", LAYOUTS), ("dtype", DTYPES), ("each", [1, 50])))
-def test_masked_weighted_sum(each, dtype, layout):
-    left, right = factor(150, 103, 1, dtype, layout), factor(150, 129, 2, dtype, layout)
-    generator = torch.Generator().manual_seed(3)
-    masked, unmasked = (torch.rand(150 // each, generator=generator).repeat_interleave(each) for _ in range(2))
-    mask = torch.rand(103, 129, generator=generator) < 0.4
-    truth = masked_truth(left, right, masked, unmasked, mask)
-    bound = rounding(left, right, torch.maximum(masked, unmasked))
-    assert_close(ops.masked_weighted_sum(left, right, masked, unmasked, mask), truth, bound)
-    for out in (torch.ones(103, 129), torch.ones(129, 103).T, torch.ones(103, 140)[:, 5:134]):
-        ops.masked_weighted_sum(left, right, masked, unmasked, mask, out)
-        assert_close(out, truth + 1, bound + 2.0**-23 * (1 + truth.abs()))
-
-
 def test_a_weight_of_zero_keeps_nan_out_of_its_part_only():
     left, right = torch.ones(20, 70), torch.ones(20, 130)
     left[:10] = float("nan")
@@ -182,36 +120,6 @@ def test_a_weight_of_zero_keeps_nan_out_of_its_part_only():
     got = ops.masked_weighted_sum(left, right, masked, unmasked, mask)
     assert torch.equal(got.isnan(), ~mask)
     assert bool((got[mask] == 10).all())
-
-
-@settings(max_examples=40)
-@given(
-    lengths=st.lists(st.integers(0, 40), max_size=5),
-    m=st.integers(1, 100),
-    n=st.integers(1, 100),
-    zero=st.sets(st.integers(0, 4)),
-    seed=st.integers(0, 2**31),
-)
-def test_sums_of_any_units(lengths, m, n, zero, seed):
-    """The weighted sum is the combination of per-unit gradients, whichever units are left out."""
-    offsets = offsets_of(lengths)
-    tokens = int(offsets[-1])
-    left, right = factor(tokens, m, seed), factor(tokens, n, seed + 1)
-    scales = torch.tensor([0.0 if unit in zero else 1.0 + unit for unit in range(len(lengths))])
-    weights = scales.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-    truth = torch.zeros(m, n).double()
-    if lengths:
-        truth = (gradients(left, right, offsets) * scales.double()[:, None, None]).sum(0)
-        assert_close(ops.per_unit(left, right, offsets), gradients(left, right, offsets), rounding(left, right))
-    assert_close(ops.weighted_sum(left, right, weights), truth, rounding(left, right, weights))
-    assert torch.equal(ops.weighted_sum(left, right, scales, offsets=offsets), ops.weighted_sum(left, right, weights))
-    mask = torch.rand(m, n, generator=torch.Generator().manual_seed(seed)) < 0.5
-    both = ops.masked_weighted_sum(left, right, weights, 2 * weights, mask)
-    assert_close(both, torch.where(mask, truth, 2 * truth), 2 * rounding(left, right, weights))
-    assert torch.equal(ops.masked_weighted_sum(left, right, scales, 2 * scales, mask, offsets=offsets), both)
-    ids = torch.randint(0, 7, (tokens,), generator=torch.Generator().manual_seed(seed))
-    table = ops.weighted_sum(ids, right, scales, rows=7, offsets=offsets)
-    assert torch.equal(table, ops.weighted_sum(ids, right, weights, rows=7))
 
 
 @cases(*pairs(("layout", ["plain", "transposed"]), ("dtype", [*DTYPES, torch.float64])))
@@ -256,32 +164,6 @@ def test_a_sum_into_out_allocates_no_matrix_of_its_size():
     taken = [event.cpu_memory_usage for event in profile.events() if event.cpu_memory_usage > 0]
     assert taken
     assert sum(taken) < out.nbytes / 4
-
-
-@cases("name", ["per_unit", "per_unit_group", "column_sums", "weighted_sum_"])
-def test_opcheck(name):
-    offsets, left, right = offsets_of([4, 0, 3]), factor(7, 5, 1), factor(7, 6, 2)
-    ids, mask, weights = torch.tensor([0, 4, 4, 1, 2, 0, 0]), torch.rand(5, 6) < 0.5, torch.rand(7)
-    arguments = {
-        "per_unit": [(left, right, offsets)],
-        "per_unit_group": [([left, right], [right, left], offsets), ([left], [right.double()], offsets)],
-        "column_sums": [(left, offsets)],
-        "weighted_sum_": [
-            (torch.zeros(5, 6), f, right, weights, *rest)
-            for f in (left, ids)
-            for rest in ((None, None, None), (1 - weights, mask, None))
-        ],
-    }[name]
-    overload = getattr(torch.ops.fastdp, name).default
-    for args in arguments:
-        torch.library.opcheck(overload, args)
-        if name == "weighted_sum_":
-            truth = torch.zeros(5, 6)
-            overload(*args)
-            OPS[name].reference(truth, *args[1:])
-            torch.testing.assert_close(args[0], truth, rtol=1e-5, atol=1e-6)
-        else:
-            torch.testing.assert_close(overload(*args), OPS[name].reference(*args), rtol=1e-5, atol=1e-6)
 
 
 LEFT, RIGHT, OFFSETS, WEIGHTS = torch.ones(6, 3), torch.ones(6, 4), torch.tensor([0, 2, 6]), torch.ones(6)

@@ -17,7 +17,6 @@ from transformers import (
 )
 
 import fastdp
-from fastdp.methods.rapft import PublicMap
 from fastdp.private.schedules import require_unseeing
 from tests.cases import cases, pairs
 from tests.engine.runs import Classifier, collate, examples, loader, logical_step, same, start
@@ -148,28 +147,6 @@ def test_evaluation_mode_is_kept(when: str) -> None:
     # Gradients may be on, where no batch waits.
     model(**collate(examples(5)))
     assert modes(private.model.train() and private) == {(True, True)}
-
-
-def test_evaluation_mode_that_a_loop_forgets_is_kept_as_without_privacy() -> None:
-    private = start(**PRIVATE)
-    iterator = iter(private.data_loader)
-    logical_step(private, iterator)
-    private.model.eval()
-    logical_step(private, iterator)
-    assert private.steps_done == 2
-    assert not private.model.training
-
-
-def test_a_criterion_in_evaluation_mode() -> None:
-    def losses(output: Any, batch: Any) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(output["logits"], batch["labels"], reduction="none")
-
-    private = start(Classifier().eval(), criterion=losses, **PRIVATE)
-    for batch in private.data_loader:
-        private.loss(private.model(batch["x"]), batch).backward()
-        private.optimizer.step()
-        private.optimizer.zero_grad()
-    assert private.steps_done == 3
 
 
 def pretrained(folder: Path) -> torch.nn.Module:
@@ -312,13 +289,6 @@ def test_a_closure_is_run_once_and_before_the_release(kind: Any) -> None:
         assert torch.equal(one, other)
 
 
-def test_a_closure_with_a_corrected_second_moment_returns_its_loss() -> None:
-    model = Classifier()
-    optimizer = fastdp.optim.AdamW(model.parameters(), lr=0.1)
-    private = start(model, optimizer=optimizer, method=fastdp.DPSGD(bias_correction=True), epochs=1, **PRIVATE)
-    assert all(loss.shape == () for loss in by_closure(private))
-
-
 class Polyak(torch.optim.SGD):
     """Steps as far as the loss is large."""
 
@@ -416,36 +386,13 @@ class TestDropIn:
             optimizer.step()
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
 
-    @pytest.mark.parametrize("allocation", ["printed", "optimal"])
-    def test_bias_correction_follows_noise_that_differs_by_coordinate(self, allocation: str) -> None:
-        public = PublicMap([collate(examples(6, seed=9))])
-        method = fastdp.RapFT(public, allocation=allocation, bias_correction=True, weight_averaging=0.5)
-        model = Classifier()
-        optimizer = fastdp.optim.AdamW(model.parameters(), lr=0.01)
-        private = start(model, optimizer=optimizer, method=method, **PRIVATE)
-        logical_step(private)
-        policy = private.policy
-        assert isinstance(optimizer.noise_variance, dict)
-        for name, parameter in model.named_parameters():
-            group, variance = policy.group_of[name], optimizer.noise_variance[parameter]
-            stds = [std / 8 for std in policy.stds]
-            if isinstance(group, tuple):
-                expected = torch.where(policy.masks[name], stds[group[0]] ** 2, stds[group[1]] ** 2)
-                assert torch.allclose(torch.as_tensor(variance), expected)
-            else:
-                assert variance == pytest.approx(stds[group] ** 2)
-        with private.averaged():
-            pass
-
-    def test_frost_composes_with_groups_adaptation_and_averaging(self) -> None:
+    def test_frost_composes_with_groups_and_adaptation(self) -> None:
         method = fastdp.DPFrost(
             unfreezing_ratio=0.9,
             selection_noise_multiplier=2.0,
             selection_rate=0.5,
             groups="per_layer",
             adaptive=fastdp.AdaptiveClipping(),
-            weight_averaging=0.5,
-            bias_correction=True,
         )
         model = Classifier()
         private = start(model, optimizer=fastdp.optim.Adam(model.parameters(), lr=0.01), method=method, **PRIVATE)
@@ -453,8 +400,6 @@ class TestDropIn:
         assert len(private.policy.bounds) == len({name.rpartition(".")[0] for name in private.parameters})
         assert private.policy.bounds != (1.0,), "it adapted"
         assert private.policy.noise_multiplier == pytest.approx(fastdp.AdaptiveClipping().gradient_multiplier(1.0))
-        with private.averaged():
-            pass
 
 
 def test_noise_that_is_settled_cannot_be_set() -> None:

@@ -11,11 +11,13 @@ from tokenizers import normalizers
 import fastdp
 from fastdp.methods.sap import CTI, PrivateBottom, TextPrivatizer, split_model
 from fastdp.split import MessageRejected, SplitCustomer, SplitVendor
+from fastdp.split.connection import Connection
 from fastdp.split.customer import batch_of
 from fastdp.split.wire import Outgoing
 from tests.elsewhere import elsewhere
 from tests.split.world import (
     LIMITS,
+    ask,
     make_model,
     make_tokenizer,
     make_vendor,
@@ -26,7 +28,7 @@ from tests.split.world import (
 
 
 def adapter(service, name="alice"):
-    return {key: value.detach().clone() for key, value in service.vendor._find(name).run.parameters.items()}
+    return {key: value.detach().clone() for key, value in service.vendor.customer(name).run.parameters.items()}
 
 
 @pytest.mark.parametrize("after", [0, 1])
@@ -41,7 +43,7 @@ def test_training_is_that_of_one_process(tmp_path, customer_of, corpus, after):
         assert progress == [(8, 24), (16, 24), (24, 24)]
         losses = customer.train(5)
         batches = [batch_of(step, 24, 8, 0) for step in range(15)]
-        expected, trained = train_in_process(make_model(), customer._store, labels, batches, after, learning_rate=0.02)
+        expected, trained = train_in_process(make_model(), customer.store, labels, batches, after, learning_rate=0.02)
         assert losses == expected
         assert sum(losses[-3:]) < sum(losses[:3])
         assert all(torch.equal(value, trained[key]) for key, value in adapter(service).items())
@@ -73,7 +75,7 @@ def test_texts_are_privatized_on_the_customers_device(service, customer_of, corp
                 model, tokenizer = customer.bottom.model, make_tokenizer()
                 privatizer = TextPrivatizer(model, eta=40.0, tokenizer=tokenizer, duplicates="merge", unsafe_seed=3)
             customer.send(texts, labels, privatizer)
-            rows.append(customer._store.read(0, len(texts))[0])
+            rows.append(customer.store.read(0, len(texts))[0])
     assert ran["private_snap" if kind == "tokens" else "dchi_vectors"] == 3
     torch.testing.assert_close(*rows, rtol=0, atol=1e-5)
 
@@ -101,24 +103,24 @@ def test_each_text_is_privatized_once(service, customer_of, corpus):
 
     with pytest.raises(Killed):
         customer.send(texts, labels, noisy_rows(customer), on_example=kill)
-    before = customer._store.read(0, 16)[0]
+    before = customer.store.read(0, 16)[0]
     customer.close()
     again = customer_of(service)
     private = noisy_rows(again)
     again.send(texts, labels, private)
-    assert private.rows_released == sum(again._store.lengths(16, 8))
-    assert torch.equal(again._store.read(0, 16)[0], before)
-    assert torch.equal(service.vendor._find("alice").store.read(0, 24)[0], again._store.read(0, 24)[0])
+    assert private.rows_released == sum(again.store.lengths(16, 8))
+    assert torch.equal(again.store.read(0, 16)[0], before)
+    assert torch.equal(service.vendor.customer("alice").store.read(0, 24)[0], again.store.read(0, 24)[0])
     again.send(texts, labels, private)
-    assert private.rows_released == sum(again._store.lengths(16, 8))
+    assert private.rows_released == sum(again.store.lengths(16, 8))
     # A vendor that lost everything gets the same rows, not new ones.
     again.discard()
     again.send(texts, labels, private)
-    assert torch.equal(service.vendor._find("alice").store.read(0, 16)[0], before)
-    assert private.rows_released == sum(again._store.lengths(16, 8))
+    assert torch.equal(service.vendor.customer("alice").store.read(0, 16)[0], before)
+    assert private.rows_released == sum(again.store.lengths(16, 8))
     statement = json.loads(again.save_statement(private).read_text())
     assert statement["examples_sent"] == 24
-    assert statement["rows_sent"] == sum(again._store.lengths(0, 24))
+    assert statement["rows_sent"] == sum(again.store.lengths(0, 24))
 
 
 def test_a_refused_customer_leaves_its_folder_to_others(tmp_path):
@@ -185,7 +187,7 @@ def test_a_vendor_s_tokenizer_tells_it_nothing(tmp_path, customer_of):
         customer = customer_of(service)
         labels = [0, 1] * 25
         customer.send(texts, labels, noisy_rows(customer))
-        assert vendor._find("alice").store.lengths(0, 60) == [6] * 50
+        assert vendor.customer("alice").store.lengths(0, 60) == [6] * 50
         # Nor does a folder begun with one's own go on with the vendor's.
         customer.close()
         second = customer_of(service, tokenizer=hostile)
@@ -211,7 +213,7 @@ def test_texts_of_one_length(service, customer_of, corpus):
     seen = []
     customer.bottom.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
     customer.send(texts, labels, private)
-    assert set(service.vendor._find("alice").store.lengths(0, 24)) == {16}
+    assert set(service.vendor.customer("alice").store.lengths(0, 24)) == {16}
     ids = torch.cat(seen)
     assert ids.shape == (24, 16)
     assert set(ids[:, 0].tolist()) == {2}
@@ -260,7 +262,7 @@ def test_a_stopped_customer_goes_on_where_it_was(service, customer_of, corpus):
         done.append(step)
         if step == 4:
             # A forward pass is held when the process ends.
-            first._call(Outgoing.of("forward", {"step": 4}, {"indices": torch.arange(3)}))
+            ask(service, "alice", Outgoing.of("forward", {"step": 4}, {"indices": torch.arange(3)}))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -282,17 +284,21 @@ def test_tokens_are_replaced_before_the_bottom(service, customer_of, corpus):
     )
     customer.send(texts, labels, words)
     ids = make_tokenizer()(texts[:1], return_tensors="pt")
-    rows, lengths = customer._store.read(0, 1)
+    rows, lengths = customer.store.read(0, 1)
     assert lengths == [ids["input_ids"].shape[1]]
     # At this eta no token changes.
     assert torch.allclose(rows, customer.bottom(**ids)[0], atol=1e-6)
-    assert customer._encode(["[SEP] w1"], None)[0]["input_ids"] == [2, 1, 1, 1, 5, 3]
-    assert customer._encode(["w1"], ["w2"])[0] == {
-        "input_ids": [2, 5, 3, 6, 3],
-        "token_type_ids": [0, 0, 0, 1, 1],
-        "special_tokens_mask": [1, 0, 1, 0, 1],
-    }
     assert words.tokens_released == sum(len(text.split()) for text in texts)
+    seen = []
+    customer.bottom.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
+    )
+    customer.predict(["[SEP] w1"], words)
+    customer.predict(["w1"], words, pairs=["w2"])
+    (spelled, _), (pair, kinds) = seen
+    assert spelled[0].tolist() == [[2, 1, 1, 1, 5, 3]]
+    assert pair[0].tolist() == [[2, 5, 3, 6, 3]]
+    assert kinds["token_type_ids"].tolist() == [[0, 0, 0, 1, 1]]
 
 
 @pytest.mark.parametrize("role", ["additional_special_tokens", "sep_token", "cls_token", "pad_token"])
@@ -328,9 +334,9 @@ def test_nothing_else_leaves(service, customer_of, corpus, monkeypatch):
     texts, labels = corpus
     sent = []
     customer = customer_of(service)
-    call = customer._connection.call
+    call = Connection.call
     monkeypatch.setattr(
-        customer._connection, "call", lambda message, *rest: sent.append(message) or call(message, *rest)
+        Connection, "call", lambda self, message, *rest: sent.append(message) or call(self, message, *rest)
     )
     customer.send(texts, labels, noisy_rows(customer))
     customer.train(1)
@@ -362,7 +368,7 @@ def test_refusals(service, customer_of, corpus, tmp_path):
     ):
         with pytest.raises(ValueError, match=match):
             customer.send(*arguments)
-    assert customer._store.count == 0
+    assert customer.store.count == 0
     customer.bottom.requires_grad_(True)
     with pytest.raises(ValueError, match="trainable"):
         customer.send(texts, labels, PrivateBottom(customer.bottom, eta=1.0))
@@ -432,4 +438,4 @@ def test_customers_at_once(service, customer_of, corpus):
         losses = list(pool.map(work, customers))
     for customer, found in zip(customers, losses):
         batches = [batch_of(step, 24, 8, customer.seed) for step in range(6)]
-        assert found == train_in_process(make_model(), customer._store, labels, batches)[0]
+        assert found == train_in_process(make_model(), customer.store, labels, batches)[0]

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from fastdp import accounting
-from fastdp.commands.split import _load
+from fastdp.commands.split import load_model_and_tokenizer
 from fastdp.split.customer import SplitCustomer, batch_of
 from fastdp.split.run import RUN_FILE
 from fastdp.split.store import ExampleStore
@@ -139,7 +139,7 @@ def test_two_processes_train_over_tls_and_survive_kills(world, processes, tmp_pa
     assert written == len(losses) == STEPS - len(missing)
     store = ExampleStore(folder / "released", 16, torch.float32)
     batches = [batch_of(step, EXAMPLES, BATCH, 0) for step in range(STEPS)]
-    model, _ = _load(str(world / "model"), 2, 0)
+    model, _ = load_model_and_tokenizer(str(world / "model"), 2, 0)
     expected, adapter = train_in_process(model, store, make_texts(EXAMPLES)[1], batches)
     store.close()
     assert losses == {step: expected[step - 1] for step in losses}

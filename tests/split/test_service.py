@@ -23,7 +23,7 @@ from fastdp.split.operations import replies
 from fastdp.split.wire import Outgoing
 from fastdp.tls import Credentials, renew_certificates, revoke_certificates
 from tests.split.malformed import malformed
-from tests.split.world import LIMITS, make_vendor, noisy_rows
+from tests.split.world import LIMITS, ask, make_vendor, noisy_rows
 
 RESULT = Path(__file__).parents[2] / "bench" / "results" / "split" / "fuzz.json"
 
@@ -57,9 +57,9 @@ def fuzz(service, customer_of, corpus, examples):
     mallory = customer_of(service, "mallory")
     mallory.send(texts, labels, noisy_rows(mallory))
     mallory.train(1)
-    mallory._call(Outgoing.of("forward", {"step": 3}, {"indices": torch.arange(4)}))
     vendor = service.vendor
-    run = vendor._find("mallory").run
+    ask(service, "mallory", Outgoing.of("forward", {"step": 3}, {"indices": torch.arange(4)}))
+    run = vendor.customer("mallory").run
     before = {name: value.detach().clone() for name, value in run.parameters.items()}
     refused: dict[str, int] = {}
     channel = grpc.insecure_channel(service.address, [("grpc.max_send_message_length", -1)])
@@ -81,11 +81,11 @@ def fuzz(service, customer_of, corpus, examples):
     send()
     channel.close()
     assert sum(refused.values()) >= examples
-    assert vendor._find("mallory").run is run
-    assert (run.step, vendor._find("mallory").store.count) == (3, len(texts))
+    assert vendor.customer("mallory").run is run
+    assert (run.step, vendor.customer("mallory").store.count) == (3, len(texts))
     assert all(torch.equal(value, before[name]) for name, value in run.parameters.items())
     # Nothing is left of the calls: no places, no batches waiting, no open files.
-    assert not service._calls
+    assert not service.calls
     assert vendor._places._value == vendor.limits.queue
     assert len(os.listdir("/proc/self/fd")) <= files + 8
     assert list(vendor._held) == ["mallory"]
@@ -144,7 +144,7 @@ def test_a_customer_that_stalls_holds_its_own_places_alone(tmp_path):
 
         thread = threading.Thread(target=stall)
         thread.start()
-        while not service._calls:
+        while not service.calls:
             assert thread.is_alive()
             time.sleep(0.01)
         code, reason = refusal_of(service.address, [first])
@@ -284,18 +284,18 @@ class TestCertificates:
             exchange = channel.stream_stream(METHOD)
             unread = [exchange(iter(Outgoing("bottom")), timeout=60.0) for _ in range(128)]
             end = time.monotonic() + 20
-            while secured._calls["bob"] < secured.vendor.limits.calls and time.monotonic() < end:
+            while secured.calls["bob"] < secured.vendor.limits.calls and time.monotonic() < end:
                 time.sleep(0.01)
             time.sleep(0.5)
-            assert secured._calls["bob"] == secured.vendor.limits.calls
+            assert secured.calls["bob"] == secured.vendor.limits.calls
             begin = time.monotonic()
             assert self.describe(secured, folders / "own" / "alice", patience=10.0)["classes"] == 2
             assert time.monotonic() - begin < 2.0
             for call in unread:
                 call.cancel()
-        while secured._calls and time.monotonic() < end:
+        while secured.calls and time.monotonic() < end:
             time.sleep(0.01)
-        assert not secured._calls
+        assert not secured.calls
 
     def test_silent_connections_do_not_keep_a_customer_out(self, tmp_path, folders):
         """More connections than this process has descriptors for, all silent: a customer is served within 2 s."""

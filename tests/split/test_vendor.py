@@ -1,13 +1,13 @@
 """Training through the vendor is training; every step is taken once; what cannot be accepted changes nothing."""
 
 import resource
+import shutil
 import threading
 
 import pytest
 import torch
 from safetensors.torch import load
 
-from fastdp.locks import Lock
 from fastdp.split import Limits, MessageRejected
 from fastdp.split.customer import batch_of
 from fastdp.split.operations import expecting
@@ -63,7 +63,7 @@ def take(vendor, step, name="alice", seed=5, examples=12):
 
 
 def adapter(vendor, name="alice"):
-    return {key: value.detach().clone() for key, value in vendor._find(name).run.parameters.items()}
+    return {key: value.detach().clone() for key, value in vendor.customer(name).run.parameters.items()}
 
 
 @pytest.fixture
@@ -89,11 +89,11 @@ def test_steps_are_those_of_plain_pytorch(vendor, tmp_path):
     assert all(torch.equal(found[key], trained[key]) for key in trained)
 
 
-def kill(vendor):
-    """What the end of its process leaves: nothing is written, and its files are let go."""
-    vendor._folder_lock.close()
-    for customer in vendor._customers.values():
-        customer.store.close()
+def revive(vendor, **options):
+    """A vendor of what the sudden end of another's process leaves: a copy of its folder as it is."""
+    folder = vendor.folder.with_name(f"{vendor.folder.name}-revived")
+    shutil.copytree(vendor.folder, folder)
+    return make_vendor(folder, **options)
 
 
 def test_a_folder_has_one_vendor(tmp_path, vendor):
@@ -107,7 +107,7 @@ def test_a_folder_has_one_vendor(tmp_path, vendor):
 def test_a_full_disk_loses_nothing(tmp_path, vendor):
     """Files stop growing: what is asked fails, changes nothing, and works when there is room again."""
     begin(vendor)
-    folder = vendor._runs / "alice"
+    folder = vendor.folder / "customers" / "alice"
     records = (folder / "rows.jsonl").read_bytes()
     lengths = [4] * 6
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -130,25 +130,26 @@ def test_a_full_disk_loses_nothing(tmp_path, vendor):
     assert ask(vendor, "open", settings(vendor)) == {"step": 0, "examples": 12}
     assert ask(vendor, "put", {"first": 12}, rows_of(lengths, 3)) == {"examples": 18}
     take(vendor, 0)
-    kill(vendor)
-    vendor._customers.clear()
-    assert ask(vendor, "open", settings(vendor)) == {"step": 1, "examples": 18}
+    revived = revive(vendor)
+    assert ask(revived, "open", settings(revived)) == {"step": 1, "examples": 18}
+    revived.close()
 
 
 @pytest.mark.parametrize("damage", ["rows.bin", "rows.jsonl", "run.safetensors"])
-def test_a_damaged_run_can_be_discarded(tmp_path, vendor, damage):
-    begin(vendor)
-    kill(vendor)
-    vendor._folder_lock, vendor._customers = None, {}
-    vendor._folder_lock = Lock.of_folder(vendor.folder)
-    (vendor._runs / "alice" / damage).write_bytes(b"damaged\nagain\n")
+def test_a_damaged_run_can_be_discarded(tmp_path, damage):
+    killed = make_vendor(tmp_path / "vendor")
+    begin(killed)
+    vendor = revive(killed)
+    (vendor.folder / "customers" / "alice" / damage).write_bytes(b"damaged\nagain\n")
     assert ask(vendor, "describe")["open"] == 1
     with pytest.raises(MessageRejected, match="discard it") as refused:
         ask(vendor, "open", settings(vendor))
     assert str(vendor.folder) not in str(refused.value)
     assert ask(vendor, "discard") == {}
-    assert not list(vendor._runs.iterdir())
+    assert not list((vendor.folder / "customers").iterdir())
     assert ask(vendor, "open", settings(vendor)) == {"step": 0, "examples": 0}
+    vendor.close()
+    killed.close()
 
 
 def test_a_vendor_that_was_killed_goes_on_bit_for_bit_with_dropout(tmp_path):
@@ -159,8 +160,7 @@ def test_a_vendor_that_was_killed_goes_on_bit_for_bit_with_dropout(tmp_path):
             take(each, step)
     # A forward pass in memory is lost with the vendor; the customer asks for it again.
     ask(broken, "forward", {"step": 3}, {"indices": batch_of(3, 12, 4, 5)})
-    kill(broken)
-    revived = make_vendor(tmp_path / "broken", dropout=0.3)
+    revived = revive(broken, dropout=0.3)
     assert ask(revived, "open", settings(revived)) == {"step": 3, "examples": 12}
     with pytest.raises(MessageRejected, match="begin the step again") as refused:
         ask(revived, "backward", {"step": 3}, {"gradient": torch.zeros(4, 2)})
@@ -169,7 +169,7 @@ def test_a_vendor_that_was_killed_goes_on_bit_for_bit_with_dropout(tmp_path):
         for step in range(3, 6):
             take(each, step)
     assert all(torch.equal(value, adapter(revived)[key]) for key, value in adapter(whole).items())
-    for each in (whole, revived):
+    for each in (whole, broken, revived):
         each.close()
 
 
@@ -180,8 +180,7 @@ def test_steps_between_writes_are_taken_again(tmp_path):
     for step in range(6):
         take(vendor, step)
     after_six = adapter(vendor)
-    kill(vendor)
-    revived = make_vendor(tmp_path, keep_every=4)
+    revived = revive(vendor, keep_every=4)
     assert ask(revived, "open", settings(revived))["step"] == 4
     with pytest.raises(MessageRejected, match="at step 4, not 6") as refused:
         ask(revived, "forward", {"step": 6}, {"indices": torch.tensor([0])})
@@ -190,7 +189,8 @@ def test_steps_between_writes_are_taken_again(tmp_path):
         take(revived, step)
     assert all(torch.equal(value, after_six[key]) for key, value in adapter(revived).items())
     revived.close()
-    assert Run.load(tmp_path / "customers" / "alice", after_six).step == 6
+    assert Run.load(revived.folder / "customers" / "alice", after_six).step == 6
+    vendor.close()
 
 
 def test_a_replayed_step_is_answered_and_not_taken_twice(vendor):
@@ -206,7 +206,7 @@ def test_a_replayed_step_is_answered_and_not_taken_twice(vendor):
     with pytest.raises(MessageRejected, match="not taken twice"):
         ask(vendor, "backward", {"step": 0}, again)
     assert not all(torch.equal(value, before[key]) for key, value in adapter(vendor).items())
-    assert vendor._find("alice").run.step == 2
+    assert vendor.customer("alice").run.step == 2
 
 
 def test_a_replay_is_recognised_after_a_kill(tmp_path):
@@ -214,8 +214,7 @@ def test_a_replay_is_recognised_after_a_kill(tmp_path):
     vendor = make_vendor(tmp_path)
     begin(vendor)
     _, gradient = take(vendor, 0)
-    kill(vendor)
-    revived = make_vendor(tmp_path)
+    revived = revive(vendor)
     assert ask(revived, "backward", {"step": 0}, {"gradient": gradient}) == {"step": 1, "replayed": 1}
     lengths = [3 + at % 4 for at in range(6)]
     assert ask(revived, "put", {"first": 0}, rows_of(lengths, 0)) == {"examples": 12}
@@ -223,6 +222,7 @@ def test_a_replay_is_recognised_after_a_kill(tmp_path):
         ask(revived, "put", {"first": 0}, rows_of(lengths, 1))
     assert refused.value.code == "ALREADY_EXISTS"
     revived.close()
+    vendor.close()
 
 
 def test_customers_do_not_notice_each_other(tmp_path):
@@ -253,7 +253,7 @@ def test_prediction_uses_the_customers_adapter_and_keeps_nothing(vendor):
     take(vendor, 0, "alice")
     assert not torch.equal(first, ask(vendor, "predict", None, rows, "alice"))
     assert torch.equal(first, ask(vendor, "predict", None, rows, "bob"))
-    assert vendor._find("alice").store.count == 12
+    assert vendor.customer("alice").store.count == 12
     # Padding has no say.
     assert torch.allclose(ask(vendor, "predict", None, rows_of([4], 9), "bob"), first[:1], atol=1e-6)
 
@@ -305,7 +305,7 @@ def test_what_is_rejected_changes_nothing(vendor, op, fields, tensors, match):
         fields = settings(vendor, **fields)
     with pytest.raises(MessageRejected, match=match):
         ask(vendor, op, fields, tensors)
-    run, store = vendor._find("alice").run, vendor._find("alice").store
+    run, store = vendor.customer("alice").run, vendor.customer("alice").store
     assert (run.step, store.count) == (1, 12)
     assert all(torch.equal(value, adapter(vendor)[key]) for key, value in before.items())
     # The forward pass is still held, unless it is what was asked for anew.
@@ -371,6 +371,6 @@ def test_a_run_that_cannot_be_kept_goes_back_to_the_disk(vendor, monkeypatch):
     with pytest.raises(OSError, match="no space"):
         take(vendor, 1)
     monkeypatch.undo()
-    assert vendor._find("alice").run.step == 1
+    assert vendor.customer("alice").run.step == 1
     assert all(torch.equal(value, before[key]) for key, value in adapter(vendor).items())
     take(vendor, 1)

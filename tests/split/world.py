@@ -6,6 +6,8 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from fastdp.methods.sap import PrivateBottom, split_model
 from fastdp.split import Limits, SplitVendor
+from fastdp.split.connection import Connection
+from fastdp.split.operations import replies
 from fastdp.split.vendor import default_lora
 from tests.tokenizers_for_tests import word_tokenizer
 
@@ -40,6 +42,14 @@ def make_vendor(folder, dropout=0.0, **options):
     """A vendor whose new adapters are always the same."""
     model = make_model(dropout)
     return SplitVendor(model, folder, tokenizer=make_tokenizer(), **{"limits": LIMITS, **options})
+
+
+def ask(service, name, message):
+    """What the service answers to one message of a customer's own end."""
+    connection = Connection(service.address, insecure=True, name=name)
+    answer = connection.call(message, replies(service.vendor.served))
+    connection.close()
+    return answer
 
 
 def make_texts(count):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 from fastdp.engine.policy import Policy, Unclipped
 from fastdp.methods.geometry import Bounds, Groups, check_clipping, clip_groups, describe_clipping
 from fastdp.methods.options import AdaptiveClipping as AdaptiveClipping, Options
+from fastdp.methods.removed import replace_removed
 from fastdp.private.method import Method
-from fastdp.private.parts import Part, WeightAveraging
 from fastdp.private.plan import Budget, Plan
 from fastdp.private.preparation import Outcome
 
 
+@replace_removed
 @dataclass(frozen=True)
 class DPSGD(Options):
     """Per-example clipping and Gaussian noise, for any optimizer.
@@ -26,7 +27,7 @@ class DPSGD(Options):
         max_grad_norm: the clipping threshold C; or one threshold a group, by the group's name.
         groups: named groups of parameters, as shell patterns over parameter names (first match wins); each is clipped on
             its own. ``"per_layer"`` makes a group of every module. None: one norm over all parameters (flat).
-        adaptive, bias_correction, weight_averaging, noise_schedule, clipping_schedule: as in `Options`.
+        adaptive, noise_schedule, clipping_schedule: as in `Options`.
 
     Raises:
         ValueError: for a threshold that is not positive, or a group without a threshold.
@@ -50,26 +51,19 @@ class DPSGD(Options):
         return {"name": self.mechanism, **describe_clipping(self.max_grad_norm, self.groups), **self.describe_options()}
 
 
+@replace_removed
 @dataclass(frozen=True)
 class NonPrivate(Method):
     """No clipping and no noise: the baseline, on the same per-example objective, sampling and batch size.
-
-    Args:
-        weight_averaging: decay of an average of the weights over steps, in [0, 1); None keeps none.
 
     Raises:
         ValueError: when the run is made, if it asks for a finite epsilon.
 
     >>> NonPrivate().describe()
-    {'name': 'non-private', 'weight_averaging': None}
+    {'name': 'non-private'}
     """
 
-    weight_averaging: float | None = None
     mechanism: str = field(default="non-private", init=False)
-
-    def parts(self) -> Sequence[Part]:
-        """The average, if there is one."""
-        return () if self.weight_averaging is None else (WeightAveraging(self.weight_averaging),)
 
     def budget(self, plan: Plan) -> Budget:
         """No noise; raises ValueError if a finite epsilon is asked for."""
@@ -86,4 +80,4 @@ class NonPrivate(Method):
         return Unclipped()
 
     def describe(self) -> dict[str, Any]:
-        return {"name": self.mechanism, "weight_averaging": self.weight_averaging}
+        return {"name": self.mechanism}

@@ -67,7 +67,7 @@ class DPFrost(Options):
             noise_multiplier.
         seed: of a random choice, which is public.
         groups: of what is trained, as in `DPSGD`; clipped each on its own. Magnitudes are clipped as a whole.
-        adaptive, bias_correction, weight_averaging, noise_schedule, clipping_schedule: as in `Options`.
+        adaptive, noise_schedule, clipping_schedule: as in `Options`.
         mode: ``sound`` calibrates by PLD; ``paper`` by RDP, as printed, which adds more noise than epsilon asks for.
 
     Raises ValueError for settings out of range.

@@ -61,7 +61,7 @@ class RapFT(Options):
         propagation, initialisation: how relevance is computed.
         map_after: steps before the first mask. Parameters that start at zero (LoRA's B) have no relevance at step 0.
         map_every: steps between masks; None keeps the first.
-        adaptive, bias_correction, weight_averaging, noise_schedule, clipping_schedule: as in `Options`.
+        adaptive, noise_schedule, clipping_schedule: as in `Options`.
 
     Raises:
         ValueError: for a setting out of range, and for a mask that would be computed from private data unaccounted for.

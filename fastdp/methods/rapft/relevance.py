@@ -32,7 +32,7 @@ from fastdp.methods.rapft.rules import (
 )
 
 #: Most numbers that the maps of one pass hold together; a longer batch is cut.
-_PASS_NUMBERS = 2**26
+PASS_NUMBERS = 2**26
 _IGNORED = -100
 
 Map = dict[str, torch.Tensor]
@@ -143,7 +143,7 @@ class Propagator:
         """
         rows = _rows(batch)
         size = sum(p.numel() for p in self.parameters.values())
-        most = max(1, _PASS_NUMBERS // size)
+        most = max(1, PASS_NUMBERS // size)
         for start in range(0, rows, most):
             index = torch.arange(start, min(start + most, rows))
             part = batch if index.numel() == rows else take_rows(batch, index, as_long_as(batch, rows))

@@ -213,7 +213,7 @@ class SelectiveReleases(Releases):
             return plain
         places = [[place for place, added in enumerate(item[ADDED]) if not added] for item in items]
         own = [[item["input_ids"][place] for place in kept] for item, kept in zip(items, places)]
-        spelled = [_spelled(self.tokenizer, ids) for ids in own]
+        spelled = [spell_tokens(self.tokenizer, ids) for ids in own]
         encoded = {"input_ids": own, "offset_mapping": [offsets for _, offsets in spelled]}
         self.released = found = self._drawn([text for text, _ in spelled], encoded)
         learned = self.settings.scope == "all"
@@ -372,7 +372,7 @@ def labels_of(ids: Sequence[int], read_only: Sequence[bool]) -> list[int]:
     return labels if any(label != -100 for label in labels[1:]) else list(ids)
 
 
-def _spelled(tokenizer: Any, ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
+def spell_tokens(tokenizer: Any, ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
     """The text that tokens spell, and of each token the characters that it takes part in."""
     text, offsets = "", []
     for end in range(1, len(ids) + 1):

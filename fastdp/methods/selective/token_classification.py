@@ -58,7 +58,7 @@ class TokenClassificationDetector:
             rows = range(start, min(start + self.batch_size, len(encoded["input_ids"])))
             batch = self.tokenizer.pad({key: [encoded[key][row] for row in rows] for key in keys}, return_tensors="pt")
             for row, (scores, labels) in zip(rows, self._predict(batch)):
-                spans = _spans(
+                spans = label_spans(
                     [self.labels[label] for label in labels],
                     scores,
                     encoded["offset_mapping"][row],
@@ -83,7 +83,7 @@ class TokenClassificationDetector:
         yield from zip(best.values.tolist(), best.indices.tolist())
 
 
-def _spans(
+def label_spans(
     labels: Sequence[str], scores: Sequence[float], offsets: Sequence[tuple[int, int]], special: Sequence[int]
 ) -> Iterator[Span]:
     """Runs of tokens of one entity; a B- label begins a new run."""

@@ -44,7 +44,7 @@ def token_types(tokenizer: Any, candidates: Tensor) -> tuple[Tensor, tuple[str, 
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(candidates))))
     marked = {mark for mark in _BEGINS if any(t is not None and t.startswith(mark) for t in tokens)}
     cased = any(t is not None and t.lstrip("".join(_BEGINS))[:1].isupper() for t in tokens)
-    found = [_describe_token(t or "", marked, cased) for t in tokens]
+    found = [describe_token(t or "", marked, cased) for t in tokens]
     for _ in range(2):  # What is left over joins its place in a word, and if that is not enough the rest.
         sizes: dict[str, int] = {}
         for name, allowed in zip(found, candidates.tolist()):
@@ -65,7 +65,7 @@ def _count(found: Sequence[str], candidates: Tensor, name: str) -> int:
     return sum(own == name and allowed for own, allowed in zip(found, candidates.tolist()))
 
 
-def _describe_token(token: str, marked: set[str], cased: bool) -> str:
+def describe_token(token: str, marked: set[str], cased: bool) -> str:
     if token.startswith(_GOES_ON) and len(token) > len(_GOES_ON):
         begins, word = False, token[len(_GOES_ON) :]
     elif token[:1] in marked:

@@ -66,7 +66,8 @@ def direct_norms(
         return NotImplemented
     bounds, threads = unit_bounds(offsets), native_threads()
     shape = len(lefts), len(bounds) - 1
-    squares, products, counts = torch.zeros(shape), *torch.empty(2, *shape, dtype=torch.float64)
+    # Each has memory of its own, as a registered op's results must.
+    squares, products, counts = torch.zeros(shape), *(torch.empty(shape, dtype=torch.float64) for _ in range(2))
     for at, (left, right) in enumerate(zip(native_factors(lefts), native_factors(rights))):
         if at not in known:
             pair = (right, left) if right[2] <= NARROW < left[2] else (left, right)

@@ -64,7 +64,7 @@ def test_every_pair_of_tiles_is_a_job():
     """The triangle of each unit, and nothing else."""
     offsets = offsets_of((70, 0, 1, 33))
     for b_t in (16, 32, 128):
-        table, most = gram._pairs_of(offsets, 104, b_t)
+        table, most = gram.pairs_of(offsets, 104, b_t)
         pairs = table[5:].view(3, most)[:, : int(table[4])].T.tolist()
         wanted = []
         for start, end in ((0, 70), (70, 70), (70, 71), (71, 104)):

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from fastdp.kernels.adamw import adamw_noise_step_
-from fastdp.kernels.chacha import _radius_squared, _turn, _wide_radius_squared, chacha_words
+from fastdp.kernels.chacha import chacha_words, radius_squared, turn, wide_radius_squared
 from fastdp.kernels.choice import uniforms
 from fastdp.kernels.clip import clip_noise, clip_noise_backward
 from fastdp.kernels.grid import exact_normal as device_exact_normal
@@ -33,7 +33,7 @@ def position(rounds=20):
 
 
 @triton.jit
-def _words_kernel(p_position, p_first, p_last, first, flag, b: tl.constexpr):
+def words_kernel(p_position, p_first, p_last, first, flag, b: tl.constexpr):
     block = first.to(tl.uint32) + tl.arange(0, b).to(tl.uint32)
     low, high = chacha_words(p_position, block, flag.to(tl.uint32))
     o = tl.arange(0, b)[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -42,13 +42,13 @@ def _words_kernel(p_position, p_first, p_last, first, flag, b: tl.constexpr):
 
 
 @triton.jit
-def _parts_kernel(p_word, p_second, p_plain, p_wide, p_cos, p_sin, b: tl.constexpr):
+def parts_kernel(p_word, p_second, p_plain, p_wide, p_cos, p_sin, b: tl.constexpr):
     o = tl.arange(0, b)
     word = tl.load(p_word + o).to(tl.uint32, bitcast=True)
     second = tl.load(p_second + o).to(tl.uint32, bitcast=True)
-    tl.store(p_plain + o, _radius_squared(word))
-    tl.store(p_wide + o, _wide_radius_squared(word, second))
-    cosine, sine = _turn(word)
+    tl.store(p_plain + o, radius_squared(word))
+    tl.store(p_wide + o, wide_radius_squared(word, second))
+    cosine, sine = turn(word)
     tl.store(p_cos + o, cosine)
     tl.store(p_sin + o, sine)
 
@@ -56,7 +56,7 @@ def _parts_kernel(p_word, p_second, p_plain, p_wide, p_cos, p_sin, b: tl.constex
 @pytest.mark.parametrize(*pairs(("rounds", CIPHER_ROUNDS), ("first", [0, 2**32 - 16]), ("second", [False, True])))
 def test_words_are_those_of_the_definition(first, second, rounds):
     low, high = torch.empty(16, 8, dtype=torch.int32), torch.empty(16, 8, dtype=torch.int32)
-    _words_kernel[(1,)](position(rounds), low, high, first, (1 << 31) if second else 0, b=16)
+    words_kernel[(1,)](position(rounds), low, high, first, (1 << 31) if second else 0, b=16)
     words = np.concatenate([low.numpy(), high.numpy()], axis=1).view(np.uint32)
     assert np.array_equal(words, defined_words(position(rounds), first, 16, second))
 
@@ -66,7 +66,7 @@ def test_vector_of_rfc_8439():
     key = np.arange(32, dtype=np.uint8).view("<u4")
     at = torch.from_numpy(np.concatenate([key, [0x09000000, 0x4A000000, 0, 10]]).astype(np.uint32).view(np.int32))
     low, high = torch.empty(16, 8, dtype=torch.int32), torch.empty(16, 8, dtype=torch.int32)
-    _words_kernel[(1,)](at, low, high, 1, 0, b=16)
+    words_kernel[(1,)](at, low, high, 1, 0, b=16)
     assert low.numpy().view(np.uint32)[0, :4].tolist() == [0xE4E7F110, 0x15593BD1, 0x1FDD0F50, 0xC47120A3]
     assert high.numpy().view(np.uint32)[0, 4:].tolist() == [0xD19C12B5, 0xB94E16DE, 0xE883D0CB, 0x4E3C50A2]
 
@@ -93,7 +93,7 @@ def test_radius_and_angle_at_the_edges():
     second = np.concatenate([[0], rng.integers(0, 2**32, 255)]).astype(np.uint32)
     plain, wide, cosine, sine = (torch.empty(256) for _ in range(4))
     as_int = [torch.from_numpy(w.view(np.int32)) for w in (word, second)]
-    _parts_kernel[(1,)](*as_int, plain, wide, cosine, sine, b=256)
+    parts_kernel[(1,)](*as_int, plain, wide, cosine, sine, b=256)
     radius, angle = normal_parts(word, second, word)
     got = np.where(word < 65536, wide.double().sqrt().numpy(), plain.double().sqrt().numpy())
     assert np.abs(got / radius - 1).max() <= NORMAL_ERROR
@@ -128,7 +128,7 @@ def test_normals_equal_the_definition(n):
 
 
 @triton.jit
-def _exact_kernel(p_position, p_high, p_low, b: tl.constexpr):
+def exact_kernel(p_position, p_high, p_low, b: tl.constexpr):
     o = tl.arange(0, 16 * b)
     high, low = device_exact_normal(p_position, (o // 16).to(tl.uint32), o % 16)
     tl.store(p_high + o, high)
@@ -137,7 +137,7 @@ def _exact_kernel(p_position, p_high, p_low, b: tl.constexpr):
 
 def test_exact_normals():
     high, low = torch.empty(64, dtype=torch.float64), torch.empty(64, dtype=torch.float64)
-    _exact_kernel[(1,)](position(), high, low, b=4)
+    exact_kernel[(1,)](position(), high, low, b=4)
     with decimal.localcontext() as context:
         context.prec = 60
         for i in range(64):

@@ -104,35 +104,6 @@ def test_noise_is_that_of_sensitivity_2_c():
     assert private.inference_releases == rows
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", FAMILIES)
-@torch.no_grad()
-def test_later_layers_do_not_see_lengths(name, attention):
-    model = build(name).eval()
-    model.set_attn_implementation(attention)
-    inputs = batch(name, rows=ROWS, tokens=TOKENS)
-    inputs.pop("labels")
-    masks = {}
-    for lengths in ("hidden", "public"):
-        private = attach(model, lengths=lengths)
-        block = private.blocks.blocks[1]
-        caught = []
-        hook = block.register_forward_pre_hook(lambda m, a, k: caught.append((a, k)), with_kwargs=True)  # noqa: B023
-        model(**inputs)
-        hook.remove()
-        private.remove()
-        args, kwargs = caught[-1]
-        masks[lengths] = ewft.mask.argument(block, args, kwargs)
-    hidden, public = masks["hidden"], masks["public"]
-    assert public is not None
-    assert hidden is None or bool((hidden == hidden[:1]).all())
-    if hidden is not None:
-        allowed = hidden if hidden.dtype == torch.bool else hidden == 0
-        assert (allowed[0, 0] == torch.ones(TOKENS, TOKENS).tril().bool()).all()
-    else:
-        assert not private.blocks.causal or attention == "sdpa"
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 def test_positions_that_skip_padding_are_refused_where_later_layers_get_them(name):

@@ -130,7 +130,7 @@ def gradients_of(*rows: int) -> PublicGradients:
 @pytest.mark.parametrize("source", [gradients_of(4), public()], ids=["gradients", "map"])
 def test_axes_release_a_gradient_clipped_and_noised_in_their_own_coordinates(source):
     """Its multiplier is the run's own; the noise of a coordinate is as many times larger as its axis is."""
-    method = RapFT(source, allocation="axes", bias_correction=True)
+    method = RapFT(source, allocation="axes")
     model = Classifier()
     optimizer = AdamW(model.parameters(), lr=0.0, fused=False)
     private = start(model, method=method, optimizer=optimizer, noise_multiplier=0.8, target_delta=1e-3)
@@ -148,8 +148,6 @@ def test_axes_release_a_gradient_clipped_and_noised_in_their_own_coordinates(sou
     for name in whole:
         total = sum(own[name] * min(1.0, 1.0 / float(norm)) for own, norm in zip(scaled, norms))
         standard.append(((gradients[name] * 8 / whole[name] - total) / 0.8).reshape(-1))
-        variance = optimizer.noise_variance[dict(model.named_parameters())[name]]
-        assert torch.allclose(variance.whole(whole[name].shape), (0.8 / 8 * whole[name]).square())
     # 66 squared normals: their mean leaves this range once in 10^5 runs; noise at a half or double has .25 or 4.
     assert 0.4 < float(torch.cat(standard).square().mean()) < 2.0
     assert private.card()["mechanism"]["allocation"] == "axes"
@@ -359,7 +357,6 @@ def test_paper_mode_with_a_public_mask_has_a_guarantee():
         ({"map_every": 0}, "map_every"),
         ({"map_every": 2.5}, "whole steps"),
         ({"source": [{"x": 1}]}, r"source is a list: give PublicMap"),
-        ({"weight_averaging": 1.0}, "weight_averaging"),
     ],
 )
 def test_bad_settings(settings, message):

@@ -114,7 +114,7 @@ def test_a_long_batch_is_cut(monkeypatch):
     (whole,) = propagator(model).examples(data)
     assert gap({n: m.sum(0) for n, m in whole.items()}, propagator(model).total(data)) < 1e-5
     size = sum(p.numel() for p in trained(model).values())
-    monkeypatch.setattr(relevances, "_PASS_NUMBERS", 2 * size)
+    monkeypatch.setattr(relevances, "PASS_NUMBERS", 2 * size)
     parts = list(propagator(model).examples(data))
     assert [next(iter(part.values())).shape[0] for part in parts] == [2, 2, 1]
     assert gap({n: torch.cat([part[n] for part in parts]) for n in whole}, whole) < 1e-4

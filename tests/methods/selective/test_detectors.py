@@ -7,7 +7,7 @@ import torch
 from transformers import BertConfig, BertForTokenClassification
 
 from fastdp.methods.selective import PresidioDetector, PrivacyDetector, TokenClassificationDetector
-from fastdp.methods.selective.token_classification import _spans
+from fastdp.methods.selective.token_classification import label_spans
 from tests.tokenizers_for_tests import word_tokenizer
 
 WORDS = ["anna", "bo", "met", "in", "paris", "today"]
@@ -53,7 +53,9 @@ def test_long_texts_are_read_in_windows():
 
 
 def test_plain_labels_and_special_tokens():
-    spans = list(_spans(["X", "X", "O", "X"], [0.5, 1.0, 1.0, 1.0], [(0, 0), (0, 3), (3, 4), (5, 6)], [1, 0, 0, 0]))
+    spans = list(
+        label_spans(["X", "X", "O", "X"], [0.5, 1.0, 1.0, 1.0], [(0, 0), (0, 3), (3, 4), (5, 6)], [1, 0, 0, 0])
+    )
     assert [(span.entity, span.start, span.end, span.score) for span in spans] == [("X", 0, 3, 1.0), ("X", 5, 6, 1.0)]
 
 

@@ -19,7 +19,7 @@ from fastdp.methods.selective import (
     read_labelled_spans,
     token_mask,
 )
-from fastdp.methods.selective.perturbation import _spelled
+from fastdp.methods.selective.perturbation import spell_tokens
 from tests.tokenizers_for_tests import quickstart, word_tokenizer
 
 TEXTS = ["Please call Richard McCray on 0393 1144137.", "Nothing to see.", "Anna paid with 4111 1111 1111 1111."]
@@ -277,7 +277,7 @@ def test_what_tokens_spell_leaves_no_private_token_out(text, data):
     """Offsets worked out from tokens mark all that the tokenizer's own mark, for any stretch, bytes of one letter among them."""
     tokenizer, _ = quickstart()
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    spelled, offsets = _spelled(tokenizer, found["input_ids"])
+    spelled, offsets = spell_tokens(tokenizer, found["input_ids"])
     assert spelled == text
     start = data.draw(st.integers(0, len(text) - 1))
     end = data.draw(st.integers(start + 1, len(text)))

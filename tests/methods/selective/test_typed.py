@@ -82,16 +82,16 @@ def test_types_of_a_real_vocabulary():
 
 
 def test_marks_of_three_tokenizers_and_names():
-    from fastdp.methods.selective.typed import _describe_token
+    from fastdp.methods.selective.typed import describe_token
 
-    assert _describe_token("\u0120Anna", {"\u0120"}, True) == "begins, name"
-    assert _describe_token("Anna", {"\u0120"}, True) == "goes on, capitalised"
-    assert _describe_token("\u01201998", {"\u0120"}, True) == "begins, 4 digits"
-    assert _describe_token("##ing", set(), False) == "goes on, lower case"
-    assert _describe_token("anna", set(), False) == "begins, name"
-    assert _describe_token("\u2581NATO", {"\u2581"}, True) == "begins, capitals"
-    assert _describe_token("!", {"\u0120"}, True) == "goes on, other"
-    assert _describe_token("", {"\u0120"}, True) == "goes on, other"
+    assert describe_token("\u0120Anna", {"\u0120"}, True) == "begins, name"
+    assert describe_token("Anna", {"\u0120"}, True) == "goes on, capitalised"
+    assert describe_token("\u01201998", {"\u0120"}, True) == "begins, 4 digits"
+    assert describe_token("##ing", set(), False) == "goes on, lower case"
+    assert describe_token("anna", set(), False) == "begins, name"
+    assert describe_token("\u2581NATO", {"\u2581"}, True) == "begins, capitals"
+    assert describe_token("!", {"\u0120"}, True) == "goes on, other"
+    assert describe_token("", {"\u0120"}, True) == "goes on, other"
 
 
 def test_only_private_tokens_change_and_words_keep_their_form():
