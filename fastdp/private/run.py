@@ -128,6 +128,7 @@ class Private(Published):
         #: What is said where the run ends early.
         self.ending = Ending(ledger, counts=plan.sigma > 0 and ranks.leads)
         self._collected = weakref.finalize(self, self.ending)
+        data_loader.recording = lambda: self._engine.graphs is not None and self._engine.graphs.open
         data_loader.in_eval = lambda: not self.model.training
         data_loader.require_step = self._require_step
         data_loader.remaining = lambda: self._require_budget()
@@ -227,6 +228,12 @@ class Private(Published):
     def backward_passes(self) -> int:
         """The most backward passes that a micro-batch took: 2 if a checkpointed model is short of memory, 0 before the first."""
         return self._engine.backward_passes
+
+    @property
+    def microbatches(self) -> dict[str, int]:
+        """How many microbatches were replayed from a recording (`capture`), and how many ran eagerly; since a preparation."""
+        recorded = self._engine.graphs.replays if self._engine.graphs is not None else 0
+        return {"recorded": recorded, "eager": self._engine.backwards - recorded}
 
     def _require_budget(self) -> int:
         remaining = self.total_steps - self.steps_done
