@@ -212,7 +212,12 @@ class Builder:
         """What records microbatches. Raises ValueError where it is asked for and cannot."""
         options, asked = self.options, self.options.capture != "auto"
         try:
-            refuse_capture(self.model, returns_loss=options.returns_loss, two_pass=options.two_pass)
+            refuse_capture(
+                self.model,
+                returns_loss=options.returns_loss,
+                two_pass=options.two_pass,
+                keep_logits=options.keep_logits,
+            )
         except ValueError:
             if asked:
                 raise

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import random
 import warnings
 import weakref
 from collections import deque
@@ -16,6 +17,7 @@ from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
+from fastdp.private import graphs
 from fastdp.private.graphs import Graphs
 from fastdp.verify import Checks
 from tests.cases import cases
@@ -47,12 +49,13 @@ def again_on_a_processor(accumulator, runs):
     return record
 
 
-def engine_of(model, tickets, runs=None, recorder=again_on_a_processor, bound=0.5):
+def engine_of(model, tickets, runs=None, recorder=again_on_a_processor, bound=0.5, asked=True):
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     policy, watched = Policy((bound,), (0.0,), dict.fromkeys(trained, 0)), partial(Checks, enabled=False)
     engine = Engine(model, policy, tickets, verify=watched, keep_logits=True)
     if runs is not None:
-        engine.graphs = Graphs(engine, engine.checks.watching, lambda: recorder(engine.accumulator, runs))
+        recorded = partial(recorder, engine.accumulator, runs)
+        engine.graphs = Graphs(engine, engine.checks.watching, recorded, asked=asked)
     return engine
 
 
@@ -111,10 +114,11 @@ def test_other_lengths_go_the_ordinary_way_until_they_come_again():
     assert runs.count("forward") == (TRIES + 1) + (TRIES + 4)
 
 
-def test_a_changed_model_is_not_replayed():
+@cases("setting", [{"training": False}, {"scaling": 0.5}])
+def test_a_changed_model_is_not_replayed(setting):
     def change(engine, number):
         if number == 6:
-            engine.model.model.layers[0].eval()
+            vars(engine.model.model.layers[0].self_attn).update(setting)
 
     results, runs = both([8] * 8, change)
     require_equal(results)
@@ -130,6 +134,80 @@ def test_another_clip_is_not_replayed():
     results, runs = both([8] * 8, change)
     require_equal(results)
     assert runs.count("forward") == TRIES + 4
+
+
+def test_a_model_that_reads_what_a_replay_would_not_is_not_recorded(monkeypatch):
+    """Hooks, a count of passes, and numbers drawn on the host."""
+    monkeypatch.setattr(graphs, "_MOST_TIME", float("inf"))
+
+    def count(module, args):
+        module.passes = getattr(module, "passes", 0) + 1
+
+    def draw(module, args):
+        random.random()
+
+    for hook, asked, recorded in ((lambda *_: None, True, True), (lambda *_: None, False, False), (count, True, False)):
+        engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(6), runs := [], asked=asked)
+        engine.model.model.register_forward_pre_hook(hook)
+        trained_on(engine, [8] * 6)
+        assert bool(runs) == recorded
+    engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(6), runs := [])
+    engine.model.model.register_forward_pre_hook(draw)
+    with pytest.warns(UserWarning, match="draws random numbers on the host"):
+        trained_on(engine, [8] * 6)
+    assert not runs
+
+
+@cases("most, recorded", [(float("inf"), True), (0.0, False)])
+def test_a_recording_that_is_not_faster_is_let_go_of(most, recorded, monkeypatch):
+    monkeypatch.setattr(graphs, "_MOST_TIME", most)
+    engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(8), [], asked=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained_on(engine, [8] * 8)
+    assert bool(engine.graphs.replays) == engine.graphs.open == recorded
+
+
+def test_a_pass_that_finds_no_memory_lets_go_of_the_graphs_and_runs_again():
+    results = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(10), [])
+
+        def change(number, engine=engine, fails=fails):
+            if fails and number == 7:
+                assert engine.graphs.replays == 5
+                engine.run_forward = out_of_memory
+
+        def out_of_memory(*args, engine=engine, **options):
+            del engine.run_forward
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            results.append(trained_on(engine, [8] * 7 + [6, 8, 8], change))
+        assert [str(entry.message).rpartition(": ")[2] for entry in seen] == fails * [
+            "the device has too little memory left"
+        ]
+        assert engine.graphs.open == (not fails)
+    require_equal(results)
+
+
+def test_outputs_beside_the_loss_are_the_users_own_unless_recording_was_asked_for(monkeypatch):
+    monkeypatch.setattr(graphs, "_MOST_TIME", float("inf"))
+    for asked in (True, False):
+        engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(6), [], asked=asked)
+        held = []
+        for number in range(6):
+            rows = examples(CASE, 24)[4 * number : 4 * number + 4]
+            output = engine.model(**{key: torch.stack([row[key] for row in rows]) for key in rows[0]})
+            held.append(output.logits.detach())
+            output.loss.backward()
+            engine.accumulator.reset()
+            engine.complete = False
+        assert engine.graphs.replays == 4
+        assert torch.equal(held[4], held[5]) == asked
+        engine.close()
 
 
 def test_a_recorded_pass_does_not_keep_its_model_alive():
