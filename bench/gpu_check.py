@@ -422,7 +422,7 @@ def recording(device: str) -> Iterator[tuple[str, Result]]:
     def trained(case: Case, rows: list[Any], capture: Any) -> tuple[list[Tensor], dict[str, int]]:
         model = build(case, torch.device(device))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        loader = torch.utils.data.DataLoader(rows, batch_size=64, collate_fn=Collator(pad_token=0))  # type: ignore[arg-type]
+        loader: Any = torch.utils.data.DataLoader(rows, batch_size=64, collate_fn=Collator(pad_token=0))  # type: ignore[arg-type]
         options: dict[str, Any] = {"noise_multiplier": 0.0, "epochs": 4, "self_check": False, "unsafe_seed": 3}
         private = fastdp.make_private(model, optimizer, loader, max_physical_batch_size=32, capture=capture, **options)
         private.observe(sums := _Sums())

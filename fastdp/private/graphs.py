@@ -10,6 +10,7 @@ mask that the host saw to be all ones is left out before.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
@@ -256,6 +257,7 @@ class Graphs:
         device, sums = self._passes.device, dict(self._sums)
         # Sums of the pass before lie where a recording that is tried writes.
         self._passes.accumulator.own()
+        self._passes.drop_zero_gradients()
         try:
             needed = _peak(device)
             with self._watched():
@@ -330,7 +332,9 @@ class Graphs:
         try:
             # In the ordinary way, with this layout: what is made once for a layout is then there.
             host = rng_state()[passes.device.type == "cpu" :]
-            expected = [ordinary(batch) for batch in batches]
+            # transformers may warn that a mask is missing, which the user gave.
+            with _replaced(logging.getLogger("transformers.modeling_utils"), "disabled", call is not given):
+                expected = [ordinary(batch) for batch in batches]
             drawn = not torch.equal(random, _random_state(passes.device))
             if host != rng_state()[passes.device.type == "cpu" :]:
                 raise RuntimeError("the model draws random numbers on the host, which a replay would not")

@@ -38,6 +38,8 @@ from fastdp.verify import Checks
 from fastdp.verify.state import StateCheck
 
 _STATE_VERSION = 2
+#: Microbatches by which one is replayed, where any will be.
+_REPLAYED_BY = 32
 _TRUST = (
     "the data may be adversarial; the code that trained is honest, and was verified on the first batch, on unusual ones and by a "
     "public schedule (SECURITY.md)"
@@ -128,7 +130,7 @@ class Private(Published):
         #: What is said where the run ends early.
         self.ending = Ending(ledger, counts=plan.sigma > 0 and ranks.leads)
         self._collected = weakref.finalize(self, self.ending)
-        data_loader.recording = lambda: self._engine.graphs is not None and self._engine.graphs.open
+        data_loader.recording = self._records
         data_loader.in_eval = lambda: not self.model.training
         data_loader.require_step = self._require_step
         data_loader.remaining = lambda: self._require_budget()
@@ -234,6 +236,11 @@ class Private(Published):
         """How many microbatches were replayed from a recording (`capture`), and how many ran eagerly; since a preparation."""
         recorded = self._engine.graphs.replays if self._engine.graphs is not None else 0
         return {"recorded": recorded, "eager": self._engine.backwards - recorded}
+
+    def _records(self) -> bool:
+        """Whether microbatches are replayed, or may come to be, so that padding them to few shapes pays."""
+        engine, graphs = self._engine, self._engine.graphs
+        return graphs is not None and graphs.open and (graphs.replays > 0 or engine.backwards < _REPLAYED_BY)
 
     def _require_budget(self) -> int:
         remaining = self.total_steps - self.steps_done

@@ -158,6 +158,16 @@ def test_a_model_that_reads_what_a_replay_would_not_is_not_recorded(monkeypatch)
     assert not runs
 
 
+def test_a_loop_that_leaves_zeros_as_gradients_is_recorded():
+    def change(engine, number):
+        for parameter in engine.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+
+    results, runs = both([8] * 6, change)
+    require_equal(results)
+    assert runs.count("forward") == TRIES + 4
+
+
 @cases("most, recorded", [(float("inf"), True), (0.0, False)])
 def test_a_recording_that_is_not_faster_is_let_go_of(most, recorded, monkeypatch):
     monkeypatch.setattr(graphs, "_MOST_TIME", most)

@@ -289,3 +289,14 @@ def test_recording_that_fails_is_told_once_and_ends_all_padding(monkeypatch: pyt
     assert private.microbatches["recorded"] == 0
     assert {rows % 32 for rows in handed[:2]} == {0}
     assert {rows % 32 for rows in handed[3:]} != {0}
+
+
+def test_padding_ends_where_nothing_comes_to_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds that follow the gradients are others in each step."""
+    record_on_a_processor(monkeypatch)
+    rows = [{"x": torch.ones(6), "y": torch.tensor(1.0)}] * 640
+    method = fastdp.DPSGD(adaptive=fastdp.AdaptiveClipping(count_noise_std=4.0))
+    private, _, handed = run(Regression(), rows, epochs=3, method=method, noise_multiplier=1.0)
+    assert private.microbatches["recorded"] == 0
+    assert {rows % 32 for rows in handed[:8]} == {0}
+    assert {rows % 32 for rows in handed[16:]} != {0}
