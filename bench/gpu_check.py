@@ -16,7 +16,7 @@ import os
 import pkgutil
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -25,7 +25,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+import fastdp
 from fastdp import kernels, ops
+from fastdp.data import Collator
 from fastdp.engine.engine import Engine
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
@@ -33,6 +35,7 @@ from fastdp.ops.dchi import dchi_noise
 from fastdp.ops.grid import on_grid
 from fastdp.ops.noise import standard_normals
 from fastdp.ops.table import OPS
+from fastdp.private.observer import Observer
 
 from . import fuzz
 from .gpu_methods import methods
@@ -56,6 +59,8 @@ SUM_CASES = (
     (torch.bfloat16, 1024, 768, 768),
     (torch.float32, 129, 7, 133),
 )
+#: What is recorded, and run eagerly beside that; small, so that the host takes longer than the device.
+RECORDED = Case("gpt2", 4, 256, 1024, 4, 4, 512, 32, 128, dropout=0.0, dtype=torch.float32)
 INSTANCE_CASES = ((torch.float32, 7, 33, 129),)
 Result = tuple[float, float]
 
@@ -395,6 +400,66 @@ def behaviour(device: str) -> Iterator[tuple[str, Result]]:
     yield "launches for 128 adapters beyond one", (float(len(grids) - 1), 0.0)
 
 
+class _Sums(Observer):
+    """The clipped sums of each step, as one vector."""
+
+    def __init__(self) -> None:
+        self.steps: list[Tensor] = []
+
+    def before_release(self, accumulator: Any) -> None:
+        self.steps.append(torch.cat([accumulator.sums[name].flatten() for name in sorted(accumulator.sums)]))
+
+
+def recording(device: str) -> Iterator[tuple[str, Result]]:
+    """Poisson draws of 64 in microbatches of 32, as recorded by default and eagerly: sums, eager share, padding, masks."""
+    attention = torch.nn.functional.scaled_dot_product_attention
+    counts: Counter[str] = Counter()
+
+    def attend(*args: Any, **options: Any) -> Tensor:
+        if device != "cpu" and torch.cuda.is_current_stream_capturing():
+            counts["masks"] += options.get("attn_mask") is not None
+        return attention(*args, **options)
+
+    def trained(case: Case, rows: list[Any], capture: Any) -> tuple[list[Tensor], dict[str, int]]:
+        model = build(case, torch.device(device))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        loader: Any = torch.utils.data.DataLoader(rows, batch_size=64, collate_fn=Collator(pad_token=0))  # type: ignore[arg-type]
+        options: dict[str, Any] = {"noise_multiplier": 0.0, "epochs": 4, "self_check": False, "unsafe_seed": 3}
+        private = fastdp.make_private(model, optimizer, loader, max_physical_batch_size=32, capture=capture, **options)
+        private.observe(sums := _Sums())
+        for _ in range(4):
+            for batch in private.data_loader:
+                counts["tokens"] += batch["input_ids"].numel()
+                model(**{name: t.to(device) for name, t in batch.items()}).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        private.detach()
+        return sums.steps, private.microbatches
+
+    generator = torch.Generator().manual_seed(0)
+    for kind in ("bert", "gpt2"):
+        case = dataclasses.replace(RECORDED, kind=kind)
+        for name, shortest in (("masks of ones", case.tokens), ("lengths that vary", 8)):
+            rows: list[Any] = []
+            for number in range(256):
+                longer = float(torch.rand((), generator=generator)) ** 6
+                length = int(shortest + (case.tokens - shortest) * longer)
+                ids = torch.randint(1, 512, (length,), generator=generator).tolist()
+                rows.append({"input_ids": ids, "labels": number % 2 if kind == "bert" else ids})
+            plain, _ = trained(case, rows, False)
+            before = counts.pop("tokens")
+            counts["masks"] = 0
+            with mock.patch("torch.nn.functional.scaled_dot_product_attention", attend):
+                found, made = trained(case, rows, "auto")
+            worst = max(float((a - b).norm() / b.norm()) for a, b in zip(found, plain, strict=True))
+            label, varies = f"{kind}, {name}", shortest < case.tokens
+            yield f"recording, sums, {label}", (worst, NORMS)
+            # Of 16 steps the first is eager, and the first of each length.
+            yield f"recording, eager share, {label}", (made["eager"] / sum(made.values()), 0.6 if varies else 0.1)
+            yield f"recording, padding, {label}", (counts.pop("tokens") / before, 1.6)
+            yield f"recording, explicit masks, {label}", (float(counts["masks"]), 1e9 if varies else 0.0)
+
+
 Group = Callable[[str], Iterator[tuple[str, Result]]]
 #: The most valuable first: what is found stands even where a later one hangs and is stopped.
 VALUES: tuple[Group, ...] = (engine, sums, norms, instances, noise, snapping)
@@ -444,6 +509,8 @@ def rows(processes: int, device: str = "cuda") -> Iterator[dict[str, Any]]:
             yield from checks(methods, device)
             yield from checks(behaviour, device)
         yield _all_compiled("steps", begin(variants(step_kernels, known)))
+        if device == "cuda":
+            yield from checks(recording, device)
 
 
 def _all_compiled(what: str, compiled: Iterator[Compiled]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class RunOptions:
     self_check: bool = True
     isolation: str | None = None
     keep_logits: bool | None = None
-    capture: bool = False
+    capture: bool | str | None = "auto"
     shapes: Any = None
     unsafe_seed: int | None = None
     allow_large_delta: bool = False
@@ -108,7 +108,9 @@ class RunOptions:
             raise ValueError(f"epochs is {self.epochs}: state how many passes over the data the budget must last for")
         if self.isolation not in (None, "per_example"):
             raise ValueError(f"isolation is {self.isolation!r}: use 'per_example', or leave it out")
-        if self.isolation is not None and (self.unit_map is not None or self.capture):
+        if self.capture not in (None, False, True, "auto"):
+            raise ValueError(f"capture is {self.capture!r}: use 'auto', True or False")
+        if self.isolation is not None and (self.unit_map is not None or self.capture not in (None, False, "auto")):
             raise ValueError("isolation='per_example' runs each example alone: leave unit_map and capture out")
 
         if self.public_shapes is not None and any(
@@ -204,8 +206,23 @@ class Builder:
             raise ValueError("shapes are public in one process only: leave shapes out, or train in one process")
         if options.returns_loss:
             refuse_fused_loss(self.model)
-        if options.capture:
-            refuse_capture(self.model, returns_loss=options.returns_loss)
+        self.graphs = self._open_graphs() if options.capture and options.isolation is None else None
+
+    def _open_graphs(self) -> Callable[..., Graphs] | None:
+        """What records microbatches. Raises ValueError where it is asked for and cannot."""
+        options, asked = self.options, self.options.capture != "auto"
+        try:
+            refuse_capture(
+                self.model,
+                returns_loss=options.returns_loss,
+                two_pass=options.two_pass,
+                keep_logits=options.keep_logits,
+            )
+        except ValueError:
+            if asked:
+                raise
+            return None
+        return partial(Graphs, asked=asked)
 
     def _settle(self) -> None:
         """Settle the units, the size of microbatches and the plan, noise included."""
@@ -333,7 +350,7 @@ class Builder:
             keep_logits=options.keep_logits,
             secret=not self.loader.reproducible,
             isolated=options.isolation is not None,
-            graphs=Graphs if options.capture else None,
+            graphs=self.graphs,
         )
 
     def _open_access(self) -> Access:
@@ -368,6 +385,7 @@ class Builder:
             self_check=self.options.self_check,
             isolation=self.options.isolation,
             keep_logits=self.options.keep_logits,
+            capture=False,
         )
         optimizer = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.0)
         loader: Any = DataLoader(examples, batch_size=len(drawn), collate_fn=self.data_loader.collate_fn)

@@ -39,7 +39,7 @@ def make_private(
     self_check: bool = True,
     isolation: str | None = None,
     keep_logits: bool | None = None,
-    capture: bool = False,
+    capture: bool | str | None = "auto",
     shapes: Any = None,
     unsafe_seed: int | None = None,
     allow_large_delta: bool = False,
@@ -84,9 +84,9 @@ def make_private(
         keep_logits: True lets the loop read ``output.logits`` of a large vocabulary beside the loss. False never computes them as
             a whole, which saves three times their memory, and takes up to 2.5 times as long for a trained head whose rows are
             shorter than twice its width. None: they are left out where that takes no longer, on processors.
-        capture: on a GPU, record micro-batches whose shapes come again as CUDA graphs and replay them, which frees the host: for
-            batches padded to one length. What the model's Python code decides is then decided once; a batch of another shape, or
-            one that is checked, goes the ordinary way. Tensors beside the loss hold until the next micro-batch.
+        capture: "auto" records microbatches whose shapes come again as CUDA graphs, on a GPU, where a replay is faster; it pads
+            rows and lengths to few shapes (docs/loops.md). False, or None, records none. True records whatever the gain, raises
+            where it cannot, and lets tensors beside the loss hold until the next microbatch only.
         shapes: "public" gives every microbatch the same number of rows, and pads sequences to powers of two, so that no record
             decides the rounding of another's gradient (docs/clipping.md). Or a list of sequence lengths, or a mapping of
             "lengths" and "pad", the pad values of batch entries. It takes longer, by the rows and tokens of padding.

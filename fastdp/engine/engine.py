@@ -152,6 +152,11 @@ class Engine(Passes):
         if not as_long_as(call, ticket.rows):
             raise ValueError(wrong_rows(call, ticket.rows))
         with self.chance(), put_off():
+            try:
+                return self._checked_forward(call, ticket)
+            except torch.OutOfMemoryError:
+                if self.graphs is None or not self.graphs.give_up():
+                    raise
             return self._checked_forward(call, ticket)
 
     def _checked_forward(self, call: Call, ticket: Ticket) -> Any:

@@ -126,9 +126,7 @@ class FinetuneConfig:
     weight_decay: float = setting("weight decay of AdamW", 0.0, least=0)
     precision: str = setting("float32, or bfloat16 for autocast", "float32", among=("float32", "bfloat16"))
     gradient_checkpointing: bool = setting("recompute activations to save memory", False)
-    capture: bool = setting(
-        "on a GPU: record micro-batches, padded to max_length, and replay them, for small models", False
-    )
+    capture: bool | None = setting("on a GPU: record micro-batches and replay them; by default where that is faster")
     shapes: str = setting(
         "public: every micro-batch has the same number of rows, and a length that is a power of two or max_length + 1, so that "
         "no record decides how another's gradient is rounded; slower",

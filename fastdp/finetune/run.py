@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import time
@@ -273,10 +272,7 @@ class FinetuneRun:
         method = choose_method(config, self._read_public)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
-        # A recorded pass belongs to one shape.
-        fixed = self.collator.length or config.max_length
-        collator = dataclasses.replace(self.collator, length=fixed) if config.capture else self.collator
-        loader = DataLoader(self.train, batch_size=config.batch_size, shuffle=True, collate_fn=collator)
+        loader = DataLoader(self.train, batch_size=config.batch_size, shuffle=True, collate_fn=self.collator)
         self.private = fastdp.make_private(
             self.model,
             optimizer,
@@ -292,7 +288,7 @@ class FinetuneRun:
             sampling="shuffled" if self.releases.once_an_epoch else config.sampling,
             output_dir=str(self.output),
             resume=resume,
-            capture=config.capture,
+            capture="auto" if config.capture is None else config.capture,
             shapes=None if config.shapes == "own" else self._public_lengths(),
             noise_rounds=config.noise_rounds,
         )

@@ -105,7 +105,7 @@ class PrivacyArguments:
     loss_reduction: str | None = None
     two_pass: bool | None = None
     keep_logits: bool | None = None
-    capture: bool = False
+    capture: Any = "auto"
     shapes: Any = None
     allow_large_delta: bool = False
 

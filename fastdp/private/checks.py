@@ -243,8 +243,14 @@ def refuse_in_pieces(model: torch.nn.Module, *, keep_logits: bool | None) -> Non
         )
 
 
-def refuse_capture(model: torch.nn.Module, *, returns_loss: bool) -> None:
+def refuse_capture(
+    model: torch.nn.Module, *, returns_loss: bool, two_pass: bool | None, keep_logits: bool | None
+) -> None:
     """Raise ValueError where micro-batches cannot be recorded and replayed."""
+    if keep_logits is False:
+        raise ValueError("capture records the logits as a whole: leave keep_logits=False or capture out")
+    if two_pass:
+        raise ValueError("capture records one backward pass, and two_pass=True asks for two: leave one of them out")
     if any(p.device.type != "cuda" or is_cut(p) for p in model.parameters()):
         raise ValueError(
             "capture records CUDA graphs, and this model's weights do not lie whole on a GPU: leave capture out, or move the "

@@ -32,7 +32,7 @@ from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
 from fastdp.private.sampler import Sampler, Units
-from fastdp.private.shapes import PublicPlaces, PublicShapes, ShapedCollator
+from fastdp.private.shapes import LengthBuckets, PublicPlaces, PublicShapes, ShapedCollator, on_grid
 
 _END = object()
 #: What the plan, and the checks of the first batch, go by.
@@ -98,6 +98,9 @@ class PrivateLoader:
         self.num_workers, self.pin_memory, self.drop_last = loader.num_workers, loader.pin_memory, False
         self.observers = observers
         self.unit_map = unit_map
+        self._buckets = LengthBuckets(loader.collate_fn)
+        #: Whether passes are recorded, so that microbatches are padded to few shapes.
+        self.recording: Callable[[], bool] = lambda: False
         self.ranks = ranks
         self.one_unit = one_unit
         #: Where a loader that accelerate has prepared puts its batches; None leaves them where they are.
@@ -167,6 +170,8 @@ class PrivateLoader:
                 if not self.look_ahead:
                     self.require_consumed()
                     self.require_step()
+                if self._pads:
+                    batch = self._buckets.pad(batch)
                 source = Collation.of(self.dataset, self.collate_fn, indices, batch, self.unit_map)
                 ticket = replace(ticket, source=source, lengths=tuple(lengths), in_eval=self.in_eval())
                 if self.unit_map is not None:
@@ -245,32 +250,42 @@ class PrivateLoader:
 
     def micro_batches(self, drawn: list[int]) -> Iterator[tuple[list[int], Ticket]]:
         """The example indices and ticket of each micro-batch of one logical batch, whole units together."""
-        if self._places is not None:
-            yield from self._placed_units(self._places.of(drawn, self._sampler.stream.permutation))
-            return
-        if self.lengths is not None:
-            drawn = sorted(drawn, key=self._longest, reverse=True)
-        shares = [self._pieces(share) for share in self.ranks.shares(drawn)]
-        count, own = max(map(len, shares)), shares[self.ranks.rank]
-        for number in range(count):
-            last = number == count - 1
-            if number < len(own) and own[number]:
-                members = [self.units.examples(unit) for unit in own[number]]
-                yield [i for m in members for i in m], _ticket([len(m) for m in members], 1.0, is_last=last)
-            else:
-                yield [self.units.examples(0)[0]], _ticket([1], 0.0, is_last=last)
-
-    def _placed_units(self, microbatches: list[list[int | None]]) -> Iterator[tuple[list[int], Ticket]]:
+        microbatches = self._own_pieces(drawn)
         for number, places in enumerate(microbatches):
             taken = torch.tensor([float(unit is not None) for unit in places])
             # Padding repeats a row, so that it has no shape of its own.
-            filler = next((unit for unit in places if unit is not None), 0)
-            ticket = replace(_ticket([1] * len(places), 0.0, is_last=number == len(microbatches) - 1), weights=taken)
-            yield [self.units.examples(filler if unit is None else unit)[0] for unit in places], ticket
+            filler = self.units.examples(next((unit for unit in places if unit is not None), 0))[:1]
+            members = [filler if unit is None else self.units.examples(unit) for unit in places]
+            ticket = _ticket([len(m) for m in members], 0.0, is_last=number == len(microbatches) - 1)
+            yield [i for m in members for i in m], replace(ticket, weights=taken)
 
-    def _pieces(self, drawn: list[int]) -> list[list[int]]:
+    def _own_pieces(self, drawn: list[int]) -> list[list[int | None]]:
+        """The units in each of this process's micro-batches of a logical batch, None for a row of padding."""
+        if self._places is not None:
+            return self._places.of(drawn, self._sampler.stream.permutation)
+        if self.lengths is not None:
+            drawn = sorted(drawn, key=self._longest, reverse=True)
+        shares = [self._pieces(share) for share in self.ranks.shares(drawn)]
+        own = shares[self.ranks.rank]
+        pieces = [piece or [None] for piece in own] + [[None]] * (max(map(len, shares)) - len(own))
+        most, expected = self.max_physical_batch_size, self.batch_size / self.ranks.size
+        if self._pads:
+            # A logical batch that is cut ends in what is left, of any number of rows.
+            pieces = [
+                [*piece, *[None] * ((most if most <= expected else min(most, on_grid(len(piece)))) - len(piece))]
+                for piece in pieces
+            ]
+        return pieces
+
+    @property
+    def _pads(self) -> bool:
+        """Whether microbatches are padded to shapes that come again; those of packed rows, or of several a unit, do not."""
+        plain = self._places is None and self.unit_map is None and self.units.members is None
+        return plain and self.recording()
+
+    def _pieces(self, drawn: list[int]) -> list[list[int | None]]:
         """Units cut into micro-batches, the first of which may be empty."""
-        pieces: list[list[int]] = [[]]
+        pieces: list[list[int | None]] = [[]]
         filled = 0
         for unit in drawn:
             size = len(self.units.examples(unit))

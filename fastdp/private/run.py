@@ -36,6 +36,8 @@ from fastdp.verify import Checks
 from fastdp.verify.state import StateCheck
 
 _STATE_VERSION = 2
+#: Microbatches by which one is replayed, where any will be.
+_REPLAYED_BY = 32
 _TRUST = (
     "the data may be adversarial; the code that trained is honest, and was verified on the first batch, on unusual ones and by a "
     "public schedule (SECURITY.md)"
@@ -123,6 +125,7 @@ class Private(Published):
         #: What is said where the run ends early.
         self.ending = Ending(ledger, counts=plan.sigma > 0 and ranks.leads)
         self._collected = weakref.finalize(self, self.ending)
+        data_loader.recording = self._records
         data_loader.in_eval = lambda: not self.model.training
         data_loader.require_step = self._require_step
         data_loader.remaining = lambda: self._require_budget()
@@ -222,6 +225,17 @@ class Private(Published):
     def backward_passes(self) -> int:
         """The most backward passes that a micro-batch took: 2 if a checkpointed model is short of memory, 0 before the first."""
         return self._engine.backward_passes
+
+    @property
+    def microbatches(self) -> dict[str, int]:
+        """How many microbatches were replayed from a recording (`capture`), and how many ran eagerly; since a preparation."""
+        recorded = self._engine.graphs.replays if self._engine.graphs is not None else 0
+        return {"recorded": recorded, "eager": self._engine.backwards - recorded}
+
+    def _records(self) -> bool:
+        """Whether microbatches are replayed, or may come to be, so that padding them to few shapes pays."""
+        engine, graphs = self._engine, self._engine.graphs
+        return graphs is not None and graphs.open and (graphs.replays > 0 or engine.backwards < _REPLAYED_BY)
 
     def _require_budget(self) -> int:
         remaining = self.total_steps - self.steps_done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,6 +63,12 @@ class PublicShapes:
         return found
 
 
+def on_grid(size: int) -> int:
+    """The first size at or above this one of a public grid, which has four to an octave."""
+    step = 1 << max(0, size.bit_length() - 3)
+    return -(-size // step) * step
+
+
 class ShapedCollator:
     """A collator that pads sequences to public lengths.
 
@@ -85,7 +92,7 @@ class ShapedCollator:
 
     def __call__(self, items: Sequence[Any]) -> Any:
         """The batch of some examples, each sequence padded to the first public length above the longest."""
-        return map_leaves(self.collate([*items]), self._padded)
+        return map_leaves(self.collate([*items]), lambda path, t: self._padded(path, t, self.shapes.above))
 
     def parts(self, items: Sequence[Any]) -> Iterator[tuple[list[int], Any]]:
         """A batch for each shape that rows have: the example in each of its places, and the batch.
@@ -118,11 +125,11 @@ class ShapedCollator:
                 f"shapes={{'pad': {{{unknown[0]!r}: value}}}}."
             )
 
-    def _padded(self, path: Path, t: torch.Tensor) -> torch.Tensor:
+    def _padded(self, path: Path, t: torch.Tensor, longer: Callable[[int], int]) -> torch.Tensor:
         name = path[-1] if path else None
         if t.dim() < 2 or (value := self._pad(name, t)) is None:
             return t
-        rest = self.shapes.above(t.shape[1]) - t.shape[1]
+        rest = longer(t.shape[1]) - t.shape[1]
         sides = (rest, 0) if self.left else (0, rest)
         return torch.nn.functional.pad(t, (*[0] * (2 * t.dim() - 4), *sides), value=value)
 
@@ -130,6 +137,33 @@ class ShapedCollator:
         # Labels of several classes are no sequence, and are floating-point numbers.
         sequence = name in self.shapes.pad or (t.dim() == 2 and not t.is_floating_point())
         return self.pads.get(name) if sequence else None
+
+
+class LengthBuckets(ShapedCollator):
+    """Pads batches whose lengths vary to lengths of a grid, so that their shapes come again.
+
+    Batches without a mask, or with sequences whose padding is not known, stay as they are. So do those of a length that a
+    quarter of all batches have, and none gets longer than the longest before: a model may take no more.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]):
+        super().__init__(collate, PublicShapes())
+        self._lengths: Counter[int] = Counter()
+
+    def pad(self, batch: Any) -> Any:
+        """The batch, its sequences padded."""
+        found = dict(leaves(batch))
+        mask = found.get(("attention_mask",))
+        if mask is None or mask.dim() != 2:
+            return batch
+        length = mask.shape[1]
+        self._lengths[length] += 1
+        bucket = min(on_grid(length), max(self._lengths))
+        along = [(path, t) for path, t in found.items() if length in t.shape[1:]]
+        known = all(t.shape[1] == length and self._pad(path[-1], t) is not None for path, t in along)
+        if bucket == length or not known or 4 * self._lengths[length] >= self._lengths.total():
+            return batch
+        return map_leaves(batch, lambda path, t: self._padded(path, t, lambda size: bucket if size == length else size))
 
 
 class PublicPlaces:

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from fastdp.bench import gpu_check, variants
+from fastdp.bench.workloads import Case
 
 from fastdp import ops
 from tests.bench import compiling
+from tests.private.test_recording import record_on_a_processor
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +62,16 @@ def test_a_kernel_that_raises_is_a_failed_check(monkeypatch):
     (row,) = gpu_check.checks(gpu_check.snapping, "cpu")
     assert not row["holds"]
     assert "ZeroDivisionError" in row["raised"]
+
+
+def test_recordings_are_checked(monkeypatch):
+    """Where a processor runs a pass again in the place of a replay."""
+    record_on_a_processor(monkeypatch)
+    small = Case("gpt2", 1, 16, 16, 2, 2, 512, 32, 24, dropout=0.0, dtype=torch.float32)
+    monkeypatch.setattr(gpu_check, "RECORDED", small)
+    rows = list(gpu_check.checks(gpu_check.recording, "cpu"))
+    assert len(rows) == 16
+    assert [row for row in rows if not row["holds"]] == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -64,7 +64,7 @@ def test_lora_run_writes_everything_and_loads_in_plain_peft(config, model_folder
     assert torch.equal(logits(loaded, torch.arange(1, 13).reshape(2, 6)), seen["logits"])
 
 
-def test_micro_batches_that_are_recorded_have_one_shape(config, monkeypatch):
+def test_micro_batches_are_recorded_by_default_where_a_run_may(config, tmp_path, monkeypatch):
     from fastdp.finetune import run
     from fastdp.private import graphs
 
@@ -77,9 +77,11 @@ def test_micro_batches_that_are_recorded_have_one_shape(config, monkeypatch):
     monkeypatch.setattr(run, "_device", lambda config: torch.device("cpu"))
     monkeypatch.setattr("fastdp.builder.refuse_capture", lambda *args, **options: None)
     monkeypatch.setattr(graphs, "_on_a_gpu", no_recorder)
-    with pytest.warns(UserWarning, match="not replayed but made one operation at a time: this is no GPU"):
-        finetune(replace(config, capture=True, sampling="shuffled", epochs=8, physical_batch_size=config.batch_size))
-    assert len(recorded) == 1
+    finetune(replace(config, capture=False, epochs=2, output=str(tmp_path / "eager")))
+    assert not recorded
+    with pytest.warns(UserWarning, match="run one operation at a time: this is no GPU"):
+        finetune(replace(config, epochs=8))
+    assert recorded
 
 
 def test_a_run_without_a_gpu_records_nothing(config, tmp_path):

@@ -113,6 +113,9 @@ def test_refusals_before_the_start_leave_everything_as_it_was(tmp_path: Path) ->
             "no entry for the group 'b'",
         ),
         ({"capture": True}, "capture records CUDA graphs"),
+        ({"capture": True, "keep_logits": False}, "capture records the logits as a whole"),
+        ({"capture": True, "two_pass": True}, "capture records one backward pass"),
+        ({"capture": "always"}, "capture is 'always': use 'auto', True or False"),
         (
             {"method": fastdp.DPSGD(adaptive=fastdp.AdaptiveClipping(count_noise_std=0.4)), "noise_multiplier": 1.0},
             "leaves nothing for the gradient",

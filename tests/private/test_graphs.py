@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import random
 import warnings
 import weakref
 from collections import deque
@@ -16,10 +17,13 @@ from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
+from fastdp.private import graphs
 from fastdp.private.graphs import Graphs
 from fastdp.verify import Checks
 from tests.cases import cases
 
+#: Replays of a recording before it is used.
+TRIES = 4
 CASE = Case("llama", 2, 32, 64, 2, 2, 64, 4, 8, dtype=torch.float32)
 
 
@@ -45,12 +49,13 @@ def again_on_a_processor(accumulator, runs):
     return record
 
 
-def engine_of(model, tickets, runs=None, recorder=again_on_a_processor, bound=0.5):
+def engine_of(model, tickets, runs=None, recorder=again_on_a_processor, bound=0.5, asked=True):
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     policy, watched = Policy((bound,), (0.0,), dict.fromkeys(trained, 0)), partial(Checks, enabled=False)
     engine = Engine(model, policy, tickets, verify=watched, keep_logits=True)
     if runs is not None:
-        engine.graphs = Graphs(engine, engine.checks.watching, lambda: recorder(engine.accumulator, runs))
+        recorded = partial(recorder, engine.accumulator, runs)
+        engine.graphs = Graphs(engine, engine.checks.watching, recorded, asked=asked)
     return engine
 
 
@@ -98,24 +103,26 @@ def require_equal(results):
 def test_replayed_micro_batches_give_the_sums_of_ordinary_ones():
     results, runs = both([8] * 10)
     require_equal(results)
-    # The first three go the ordinary way, the fourth is recorded, tried three times and then, as the others, replayed.
-    assert runs.count("forward") == runs.count("backward") == 3 + 7
+    # The first logical batch, of two, goes the ordinary way. The third is recorded, tried and then, as the others, replayed.
+    assert runs.count("forward") == runs.count("shared") == TRIES + 8
 
 
 def test_other_lengths_go_the_ordinary_way_until_they_come_again():
-    results, runs = both([8, 6, 8, 6, 8, 5, 8, 8])
+    results, runs = both([8, 6, 8, 6, 8, 6, 8, 5, 8, 8])
     require_equal(results)
-    assert runs.count("forward") == 3 + 2
+    # Looks at new lengths do not count.
+    assert runs.count("forward") == (TRIES + 1) + (TRIES + 4)
 
 
-def test_a_changed_model_is_not_replayed():
+@cases("setting", [{"training": False}, {"scaling": 0.5}])
+def test_a_changed_model_is_not_replayed(setting):
     def change(engine, number):
         if number == 6:
-            engine.model.model.layers[0].eval()
+            vars(engine.model.model.layers[0].self_attn).update(setting)
 
     results, runs = both([8] * 8, change)
     require_equal(results)
-    assert runs.count("forward") == 3 + 3
+    assert runs.count("forward") == TRIES + 4
 
 
 def test_another_clip_is_not_replayed():
@@ -126,7 +133,91 @@ def test_another_clip_is_not_replayed():
 
     results, runs = both([8] * 8, change)
     require_equal(results)
-    assert runs.count("forward") == 3 + 3
+    assert runs.count("forward") == TRIES + 4
+
+
+def test_a_model_that_reads_what_a_replay_would_not_is_not_recorded(monkeypatch):
+    """Hooks, a count of passes, and numbers drawn on the host."""
+    monkeypatch.setattr(graphs, "_MOST_TIME", float("inf"))
+
+    def count(module, args):
+        module.passes = getattr(module, "passes", 0) + 1
+
+    def draw(module, args):
+        random.random()
+
+    for hook, asked, recorded in ((lambda *_: None, True, True), (lambda *_: None, False, False), (count, True, False)):
+        engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(6), runs := [], asked=asked)
+        engine.model.model.register_forward_pre_hook(hook)
+        trained_on(engine, [8] * 6)
+        assert bool(runs) == recorded
+    engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(6), runs := [])
+    engine.model.model.register_forward_pre_hook(draw)
+    with pytest.warns(UserWarning, match="draws random numbers on the host"):
+        trained_on(engine, [8] * 6)
+    assert not runs
+
+
+def test_a_loop_that_leaves_zeros_as_gradients_is_recorded():
+    def change(engine, number):
+        for parameter in engine.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+
+    results, runs = both([8] * 6, change)
+    require_equal(results)
+    assert runs.count("forward") == TRIES + 4
+
+
+@cases("most, recorded", [(float("inf"), True), (0.0, False)])
+def test_a_recording_that_is_not_faster_is_let_go_of(most, recorded, monkeypatch):
+    monkeypatch.setattr(graphs, "_MOST_TIME", most)
+    engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(8), [], asked=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained_on(engine, [8] * 8)
+    assert bool(engine.graphs.replays) == engine.graphs.open == recorded
+
+
+def test_a_pass_that_finds_no_memory_lets_go_of_the_graphs_and_runs_again():
+    results = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(10), [])
+
+        def change(number, engine=engine, fails=fails):
+            if fails and number == 7:
+                assert engine.graphs.replays == 5
+                engine.run_forward = out_of_memory
+
+        def out_of_memory(*args, engine=engine, **options):
+            del engine.run_forward
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            results.append(trained_on(engine, [8] * 7 + [6, 8, 8], change))
+        assert [str(entry.message).rpartition(": ")[2] for entry in seen] == fails * [
+            "the device has too little memory left"
+        ]
+        assert engine.graphs.open == (not fails)
+    require_equal(results)
+
+
+def test_outputs_beside_the_loss_are_the_users_own_unless_recording_was_asked_for(monkeypatch):
+    monkeypatch.setattr(graphs, "_MOST_TIME", float("inf"))
+    for asked in (True, False):
+        engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(6), [], asked=asked)
+        held = []
+        for number in range(6):
+            rows = examples(CASE, 24)[4 * number : 4 * number + 4]
+            output = engine.model(**{key: torch.stack([row[key] for row in rows]) for key in rows[0]})
+            held.append(output.logits.detach())
+            output.loss.backward()
+            engine.accumulator.reset()
+            engine.complete = False
+        assert engine.graphs.replays == 4
+        assert torch.equal(held[4], held[5]) == asked
+        engine.close()
 
 
 def test_a_recorded_pass_does_not_keep_its_model_alive():
@@ -188,7 +279,7 @@ def test_a_recording_with_dropout_that_reads_old_inputs_is_not_used():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trained_on(engine_of(dropping(), tickets_of(6), runs := []), [8] * 6)
-    assert runs.count("forward") == 3 + 3
+    assert runs.count("forward") == TRIES + 4
 
 
 def test_a_policy_that_changes_before_the_backward_pass_of_a_replay_is_refused():
@@ -229,7 +320,7 @@ def test_checkpointed_passes_are_replayed_and_recorded_without_reading_random_st
         engine = engine_of(simulate.build(case, torch.device("cpu")), tickets_of(8), recorded, recorder)
         results.append(trained_on(engine, [8] * 8))
     require_equal(results)
-    assert runs.count("forward") == 3 + 5
+    assert runs.count("forward") == TRIES + 6
     assert torch.utils.checkpoint.get_device_states is read
 
 
@@ -289,22 +380,27 @@ def test_a_buffer_that_the_recorded_pass_writes_is_refused():
     model.model.register_forward_pre_hook(count)
     with pytest.raises(SelfCheckError, match="seen is a buffer"):
         trained_on(
-            engine_of(model, tickets_of(6), []), [8] * 6, lambda number: writes.append(1) if number == 3 else None
+            engine_of(model, tickets_of(6), []), [8] * 6, lambda number: writes.append(1) if number == 2 else None
         )
 
 
-def test_a_loss_whose_activations_were_overwritten_is_refused():
-    engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(6), [])
+def test_the_first_of_two_passes_of_a_batch_may_be_differentiated():
+    engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(6), runs := [])
     rows = examples(CASE, 8)
     one, other = ({key: torch.stack([row[key] for row in part]) for key in rows[0]} for part in (rows[:4], rows[4:]))
-    for _ in range(4):
-        engine.model(**one).loss.backward()
+    sums = []
+    for number in range(5):
+        first = engine.model(**one).loss
+        if number == 4:
+            engine.model(**other)
+        first.backward()
+        sums.append(engine.accumulator.sums)
+        engine.accumulator.own()
         engine.accumulator.reset()
         engine.complete = False
-    first = engine.model(**one).loss
-    engine.model(**other)
-    with pytest.raises(RuntimeError, match="before the next forward pass"):
-        first.backward()
+    assert runs.count("forward") == TRIES + 3
+    # Their tickets leave out the same rows.
+    require_equal(([sums[1]], [sums[4]]))
     engine.close()
 
 

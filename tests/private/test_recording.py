@@ -1,0 +1,302 @@
+"""Recording by default: what the loader pads, which masks are left out, and when a run goes on eagerly; without a GPU."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+import fastdp
+from fastdp.data import Collator
+from fastdp.ops.stream import NoiseStream
+from fastdp.private import graphs
+from fastdp.private.graphs import Graphs
+from fastdp.private.loader import PrivateLoader
+from fastdp.private.observer import Observer
+from fastdp.private.plan import Plan
+from fastdp.private.run import Private
+from fastdp.private.sampler import Units
+from tests.cases import cases
+from tests.private.test_graphs import again_on_a_processor
+
+PRIVACY: dict[str, Any] = {"noise_multiplier": 0.0, "target_delta": 1e-5, "unsafe_seed": 3}
+SMALL: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 50}
+
+
+class Regression(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": torch.nn.functional.mse_loss(self.layer(x)[:, 0], y)}
+
+
+class Sums(Observer):
+    """Keeps the clipped sums of each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def before_release(self, accumulator: Any) -> None:
+        self.steps.append({name: total.clone() for name, total in accumulator.sums.items()})
+
+
+def record_on_a_processor(monkeypatch: pytest.MonkeyPatch, record: Any = again_on_a_processor) -> None:
+    """Let runs on a processor record as they do on a GPU, whatever it gains."""
+
+    def opened(passes: Any, watched: Any, *, asked: bool) -> Graphs:
+        return Graphs(passes, watched, lambda: record(passes.accumulator, []), asked=asked)
+
+    monkeypatch.setattr("fastdp.builder.Graphs", opened)
+    monkeypatch.setattr("fastdp.builder.refuse_capture", lambda *args, **options: None)
+    monkeypatch.setattr(graphs, "_MOST_TIME", float("inf"))
+
+
+def run(
+    model: torch.nn.Module,
+    rows: list[Any],
+    collate: Any = None,
+    change: Callable[[Any], Any] = lambda batch: batch,
+    **options: Any,
+) -> tuple[Private, Sums, list[int]]:
+    """A run of Poisson draws of 64 in microbatches of 32, its sums, and the rows that each step handed out."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(rows, batch_size=64, collate_fn=collate)
+    options = {"max_physical_batch_size": 32, "epochs": 1, **PRIVACY, **options}
+    private = fastdp.make_private(model, optimizer, loader, **options)
+    private.observe(sums := Sums())
+    handed = [0]
+    while private.steps_done < private.total_steps:
+        for batch in private.data_loader:
+            handed[-1] += private.data_loader.tickets[0].rows
+            model(**change(batch))["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if private.last_step_done:
+                handed.append(0)
+    return private, sums, handed[:-1]
+
+
+def require_equal_sums(one: Sums, other: Sums) -> None:
+    assert len(one.steps) == len(other.steps)
+    for ours, theirs in zip(one.steps, other.steps):
+        expected = torch.cat([total.flatten() for total in theirs.values()])
+        assert (torch.cat([ours[name].flatten() for name in theirs]) - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_poisson_batches_are_recorded_to_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    record_on_a_processor(monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    rows = [{"x": torch.randn(6, generator=generator), "y": torch.randn((), generator=generator)} for _ in range(1280)]
+    torch.manual_seed(1)
+    models = [Regression(), Regression()]
+    models[1].load_state_dict(models[0].state_dict())
+    private, recorded, handed = run(models[0], rows, epochs=8)
+    eager, plain, drawn = run(models[1], rows, epochs=8, capture=False)
+    require_equal_sums(recorded, plain)
+    assert all(0 <= padded - own < 32 for padded, own in zip(handed, drawn))
+    counts = private.microbatches
+    assert counts["eager"] <= 0.02 * (counts["eager"] + counts["recorded"])
+    assert eager.microbatches["recorded"] == 0
+    # Every microbatch has the padding's shape.
+    assert {rows % 32 for rows in handed} == {0}
+
+
+def lengths_like(name: str) -> torch.Tensor:
+    """Numbers of tokens, distributed as those of SST-2 phrases or of E2E's restaurants are under a BPE of 8,192 words."""
+    torch.manual_seed(0)
+    if name == "sst2":
+        return (torch.randn(20_000) * 0.62 + 2.7).exp().round().clamp(4, 90).long()
+    return (torch.randn(5_000) * 21 + 85).round().clamp(25, 172).long()
+
+
+@cases("name, is_sorted", [("sst2", False), ("sst2", True), ("e2e", False), ("e2e", True)])
+def test_lengths_that_vary_come_again_at_little_padding(name: str, is_sorted: bool) -> None:
+    class Texts(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return len(lengths)
+
+        def __getitem__(self, index: int) -> dict[str, list[int]]:
+            return {"input_ids": [1] * lengths[index]}
+
+    lengths = lengths_like(name).tolist()
+    texts: Any = Texts()
+    if is_sorted:
+        texts.lengths = lengths
+    plan = Plan(units=len(texts), batch_size=256, steps=40, steps_per_epoch=40, sampling="poisson", adjacency="add_remove",
+                target_epsilon=None, delta=None, noise_multiplier=1.0)  # fmt: skip
+    given = DataLoader(texts, batch_size=256, collate_fn=Collator(pad_token=0))
+    stream = partial(NoiseStream.unsafe_reproducible, 5)
+    loader = PrivateLoader(given, plan, Units(len(texts)), stream(), 32)
+    loader.recording = lambda: True
+    padded = own = 0
+    shapes: dict[Any, int] = {}
+    for batch in loader:
+        ticket = loader.tickets.popleft()
+        assert (batch["attention_mask"].sum(1) == torch.tensor(ticket.lengths)).all()
+        assert (batch["input_ids"][batch["attention_mask"] == 0] == 0).all()
+        shapes[batch["input_ids"].shape] = shapes.get(batch["input_ids"].shape, 0) + 1
+        padded, own = padded + batch["input_ids"].shape[1], own + max(ticket.lengths)
+    assert 1.0 < padded / own <= 1.15
+    covered = sorted(shapes.values(), reverse=True)[: graphs._MOST]
+    assert sum(covered) >= 0.95 * sum(shapes.values())
+    assert max(length for _, length in shapes) <= max(lengths)
+
+
+def test_batches_of_one_length_are_not_padded() -> None:
+    from fastdp.private.shapes import LengthBuckets
+
+    buckets = LengthBuckets(Collator(pad_token=0))
+    for length in [101] * 3 + [33, 101]:
+        batch = Collator(pad_token=0)([{"input_ids": [1] * length}] * 2)
+        seen = buckets.pad(batch)["input_ids"].shape[1]
+    assert seen == 101
+    # A sequence whose padding is not known leaves all as they are.
+    for length in (50, 51, 52, 53, 54, 55):
+        batch = Collator(pad_token=0)([{"input_ids": [1] * length}] * 2)
+        batch["tags"] = torch.zeros(2, length, 3)
+        assert buckets.pad(batch)["input_ids"].shape[1] == length
+
+
+def bert() -> torch.nn.Module:
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(BertConfig(**SMALL, **drops, intermediate_size=16, max_position_embeddings=32))
+
+
+def gpt2() -> torch.nn.Module:
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=32, **drops))
+
+
+def llama() -> torch.nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=16, max_position_embeddings=32, use_cache=False))
+
+
+def texts(model: torch.nn.Module, lengths: list[int]) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for length in lengths:
+        ids = torch.randint(1, 50, (length,), generator=generator).tolist()
+        rows.append(
+            {"input_ids": ids, "labels": length % 2 if isinstance(model, BertForSequenceClassification) else ids}
+        )
+    return rows
+
+
+@cases("build", [bert, gpt2, llama])
+def test_a_mask_of_ones_is_left_out_and_another_one_is_not(
+    build: Callable[[], torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explicit: list[bool] = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def spied(accumulator: Any, runs: list[str]) -> Any:
+        record = again_on_a_processor(accumulator, runs)
+
+        def capturing(function: Callable[[], Any]) -> Any:
+            def attend(*args: Any, **options: Any) -> torch.Tensor:
+                explicit.append(options.get("attn_mask") is not None)
+                return attention(*args, **options)
+
+            # What transformers goes by.
+            with (
+                mock.patch("torch.cuda.is_current_stream_capturing", return_value=True),
+                mock.patch("torch.nn.functional.scaled_dot_product_attention", attend),
+            ):
+                return record(function)
+
+        return capturing
+
+    varying = [5 + row % 26 if row % 7 == 0 else 5 for row in range(192)]
+    # Of the last some microbatches are unpadded.
+    kinds = (([12] * 192, 32, {False}), ([12, 9, 7] * 64, 32, {True}), (varying, 8, {False, True}))
+    for lengths, most, masked in kinds:
+        torch.manual_seed(1)
+        models = [build(), build()]
+        models[1].load_state_dict(models[0].state_dict())
+        rows = texts(models[0], lengths)
+        collate = Collator(pad_token=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            record_on_a_processor(monkeypatch, spied)
+            private, recorded, _ = run(models[0], rows, collate, epochs=2, max_physical_batch_size=most)
+            _, plain, _ = run(models[1], rows, collate, epochs=2, max_physical_batch_size=most, capture=False)
+        assert private.microbatches["recorded"] > 0
+        require_equal_sums(recorded, plain)
+        assert explicit
+        assert set(explicit) == masked
+        explicit.clear()
+
+
+def test_a_loop_that_changes_a_mask_of_ones_is_told_once_and_keeps_its_masks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record_on_a_processor(monkeypatch)
+    torch.manual_seed(1)
+    models = [gpt2(), gpt2()]
+    models[1].load_state_dict(models[0].state_dict())
+    rows, sums = texts(models[0], [12] * 192), []
+    for model, capture in zip(models, ("auto", False)):
+        batches = iter(range(1000))
+
+        def change(batch: Any, batches: Any = batches) -> Any:
+            kept = torch.ones(12, dtype=torch.int64)
+            kept[-2:] = next(batches) < 12
+            return {**batch, "attention_mask": batch["attention_mask"] * kept}
+
+        options = {"epochs": 4, "capture": capture, "self_check": False, "sampling": "shuffled"}
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always", UserWarning)
+            _, own, _ = run(model, rows, Collator(pad_token=0), change, **options)
+        told = [str(entry.message) for entry in seen if "The loop changed an attention_mask" in str(entry.message)]
+        assert len(told) == (capture == "auto")
+        sums.append(own)
+    # One microbatch, the first of these, ran without its mask.
+    sums[0].steps[6] = sums[1].steps[6]
+    for own in sums:
+        own.steps = own.steps[:7]
+    require_equal_sums(*sums)
+
+
+def test_recording_that_fails_is_told_once_and_ends_all_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(accumulator: Any, runs: list[str]) -> Any:
+        def record(function: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        return record
+
+    record_on_a_processor(monkeypatch, fails)
+    rows = [{"x": torch.ones(6), "y": torch.tensor(1.0)}] * 320
+    with pytest.warns(UserWarning, match="one operation at a time: the device has too little memory left") as seen:
+        private, _, handed = run(Regression(), rows, epochs=2)
+    assert len(seen) == 1
+    assert private.microbatches["recorded"] == 0
+    assert {rows % 32 for rows in handed[:2]} == {0}
+    assert {rows % 32 for rows in handed[3:]} != {0}
+
+
+def test_padding_ends_where_nothing_comes_to_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds that follow the gradients are others in each step."""
+    record_on_a_processor(monkeypatch)
+    rows = [{"x": torch.ones(6), "y": torch.tensor(1.0)}] * 640
+    method = fastdp.DPSGD(adaptive=fastdp.AdaptiveClipping(count_noise_std=4.0))
+    private, _, handed = run(Regression(), rows, epochs=3, method=method, noise_multiplier=1.0)
+    assert private.microbatches["recorded"] == 0
+    assert {rows % 32 for rows in handed[:8]} == {0}
+    assert {rows % 32 for rows in handed[16:]} != {0}
