@@ -125,6 +125,11 @@ class RunOptions:
         return PublicShapes.of(self.shapes)
 
     @property
+    def whose_shapes(self) -> str:
+        """Who decides the shapes of microbatches, as the ledger has it (`fastdp.accounting.completeness.SHAPES`)."""
+        return "own" if self.public_shapes is None and self.isolation is None else "public"
+
+    @property
     def returns_loss(self) -> bool:
         """Whether the model returns its loss."""
         return self.criterion is None and self.loss_reduction is None
@@ -275,7 +280,7 @@ class Builder:
             return Ledger.open_or_create(
                 None if folder is None else folder / "ledger.jsonl",
                 plan.header(self.method.describe(), fingerprint(self.trained))
-                | {"noise_rounds": int(options.noise_rounds)},
+                | {"noise_rounds": int(options.noise_rounds), "shapes": options.whose_shapes},
                 event=plan.event(),
                 budget_steps=plan.steps,
                 side={side.kind: (side.event, side.count) for side in plan.side},
