@@ -284,7 +284,9 @@ def _check_ledger(card: Mapping[str, Any], path: Path) -> list[str]:
     if stated and "shapes" not in ledger.header:
         left.append("whether the shapes of microbatches were public: the ledger does not say")
     elif stated - {ledger.header.get("shapes")}:
-        raise _Refused(f"the card's sentence on shapes is not that of a ledger whose shapes are {ledger.header['shapes']!r}")
+        raise _Refused(
+            f"the card's sentence on shapes is not that of a ledger whose shapes are {ledger.header['shapes']!r}"
+        )
     event = next((c.event for c in map(read_claim, claims(card)) if isinstance(c, Gaussian)), None)
     if event is None or not _covers(flatten(event), flatten(ledger.event())):
         if ledger.closed_in_order:
@@ -394,5 +396,7 @@ def _unchecked(card: Mapping[str, Any], weights: bool, ledger: bool) -> list[str
     if weights and card.get("weights") and "files" not in card:
         found.append("the adapter's config, and whether files were added: the card holds no digest of them")
     if not ledger and card.get("run_id") is not None:
-        found.append("unit, number of units, model, shapes and releases against the run's ledger: give it to compare them")
+        found.append(
+            "unit, number of units, model, shapes and releases against the run's ledger: give it to compare them"
+        )
     return found

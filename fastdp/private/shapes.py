@@ -68,10 +68,11 @@ class ShapedCollator:
     Args:
         collate: the user's own.
         shapes: the lengths, and the pad values that its tokenizer does not tell.
+        rows: the number of rows in a place.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], shapes: PublicShapes):
-        self.collate, self.shapes = collate, shapes
+    def __init__(self, collate: Callable[[list[Any]], Any], shapes: PublicShapes, rows: int = 1):
+        self.collate, self.shapes, self.rows = collate, shapes, rows
         # transformers' Trainer has one that leaves out columns around it.
         collate = getattr(collate, "data_collator", collate)
         tokenizer = getattr(collate, "tokenizer", None) or getattr(collate, "processing_class", None)
@@ -88,16 +89,17 @@ class ShapedCollator:
         return map_leaves(self.collate([*items]), self._padded)
 
     def parts(self, items: Sequence[Any]) -> Iterator[tuple[list[int], Any]]:
-        """A batch for each shape that rows have: the example in each of its places, and the batch.
+        """A batch for each shape that places have: the example in each of its rows, and the batch.
 
-        Rows of another shape are replaced by one of this shape, and every row keeps its place.
+        Places of another shape are filled by one of this shape, and every row keeps its place.
         """
-        singles = [dict(leaves(self([copy.deepcopy(item)]))) for item in items]
-        shapes = [tuple((path, t.shape) for path, t in single.items()) for single in singles]
-        self._require_padding(singles)
+        self._require_padding([dict(leaves(self([copy.deepcopy(item)]))) for item in items])
+        places = [range(start, start + self.rows) for start in range(0, len(items), self.rows)]
+        batches = [self([copy.deepcopy(items[row]) for row in place]) for place in places]
+        shapes = [tuple((path, t.shape) for path, t in leaves(batch)) for batch in batches]
         for shape in sorted({*shapes}, key=str):
-            first = shapes.index(shape)
-            rows = [row if own == shape else first for row, own in enumerate(shapes)]
+            first = places[shapes.index(shape)]
+            rows = [row for place, own in zip(places, shapes) for row in (place if own == shape else first)]
             yield rows, self([copy.deepcopy(items[row]) for row in rows])
 
     def _require_padding(self, singles: Sequence[Mapping[Path, torch.Tensor]]) -> None:
@@ -140,7 +142,7 @@ class PublicPlaces:
 
     Args:
         sampler: what draws the units.
-        most: the largest number of rows in a microbatch.
+        most: the largest number of units in a microbatch.
     """
 
     def __init__(self, sampler: Sampler, most: int):
