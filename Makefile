@@ -39,7 +39,7 @@ mutants: $(VENV)/.fastdp-test
 	$(VENV)/bin/python tests/mutants.py --json $(OUT)/mutants.json
 
 # The extension under the address and undefined-behaviour sanitizers, in a copy of the sources: the tests of ops and CALLS
-# random calls against float64, shared by the instruction sets that this machine has. A report ends the process it is about.
+# random calls against float64, on each instruction set that this machine has. A report ends the process it is about.
 SANITIZED = build/sanitized
 CALLS ?= 5000
 SANITIZER = -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g1
@@ -52,9 +52,10 @@ sanitize: $(VENV)/.fastdp-test
 	$(PIP) install setuptools pybind11
 	cd $(SANITIZED) && rm -f fastdp/_native*.so && CFLAGS="$(SANITIZER)" CXXFLAGS="$(SANITIZER)" $(abspath $(VENV))/bin/python setup.py -q build_ext --inplace
 	cd $(SANITIZED) && set -e; python=$(abspath $(VENV))/bin/python; first=0; for isa in portable avx2 avx512; do \
-	export FASTDP_ISA=$$isa; if $$python -c "import fastdp._native as n; n.isa()" 2>/dev/null; then \
+	export FASTDP_ISA=$$isa; if env $(UNDER) $$python -c "import fastdp._native as n; n.isa()"; then \
 	env $(UNDER) $$python -m pytest -q -p no:cacheprovider tests/ops; \
-	env $(UNDER) $$python -m fastdp.bench.fuzz_ops $(CALLS) --seed $$first --json fuzz-$$isa.json; fi; done
+	env $(UNDER) $$python -m fastdp.bench.fuzz_ops $(CALLS) --seed $$first --json fuzz-$$isa.json; \
+	first=$$((first + $(CALLS))); fi; done; test $$first -gt 0
 
 # Figures of the CPU, in $(OUT)/cpu, and the pictures drawn from them. Nothing else should run beside it.
 bench: $(VENV)/.fastdp-test

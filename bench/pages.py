@@ -1,4 +1,4 @@
-"""The tables of `docs/results.md`, and one of `docs/kernels.md`, computed from the committed figures.
+"""The tables of `docs/results.md`, one of `docs/kernels.md` and one of `docs/clipping.md`, computed from the committed figures.
 
 `python -m bench.pages` writes them again, from the root of a checkout. A test compares the pages with what this module
 computes, and looks up every decimal figure of the sentences of `docs/results.md` in its tables.
@@ -7,6 +7,7 @@ computes, and looks up every decimal figure of the sentences of `docs/results.md
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -338,10 +339,30 @@ def gpu() -> Table:
     return head, lines
 
 
+def shapes() -> Table:
+    """How far one record's length moves the others' sum, the largest of all models; the last row is a card's sentence."""
+    lines = []
+    for texts, equal, layers in (("different", False, 12), ("equal", True, 2), ("equal", True, 12)):
+        found = {
+            dtype: figures("cpu/shapes", equal=equal, layers=layers, dtype=dtype) for dtype in ("float32", "bfloat16")
+        }
+        own = [rounded_up(max(row["own shapes"] for row in rows)) for rows in found.values()]
+        public = max(row["public shapes"] for rows in found.values() for row in rows)
+        lines.append([f"{texts} texts, {layers} layers", *own, f"{public:g}"])
+    return ["GPT-2 and Llama, width 128: one of 65 texts gets longer", "float32", "bfloat16", "public shapes"], lines
+
+
+def rounded_up(value: float) -> str:
+    """Two digits of a number above 0, no less than it."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return f"{math.ceil(value / unit) * unit:.2g}"
+
+
 FUNCTIONS = (runs, lora, rapft, frost, ewft, cells, tokens, rounds, typed)
 TABLES: dict[Path, dict[str, Callable[[], Table]]] = {
     Path("docs/results.md"): {function.__name__: function for function in FUNCTIONS},
     Path("docs/kernels.md"): {"gpu": gpu},
+    Path("docs/clipping.md"): {"shapes": shapes},
 }
 
 

@@ -112,19 +112,21 @@ class RunOptions:
             raise ValueError(f"capture is {self.capture!r}: use 'auto', True or False")
         if self.isolation is not None and (self.unit_map is not None or self.capture not in (None, False, "auto")):
             raise ValueError("isolation='per_example' runs each example alone: leave unit_map and capture out")
-
-        if self.public_shapes is not None and any(
-            v is not None for v in (self.user_ids, self.unit_map, self.isolation)
-        ):
+        if self.public_shapes is not None and self.unit_map is not None:
             raise ValueError(
-                "shapes are of one row for each unit: leave user_ids, unit_map and isolation out (isolation='per_example' runs "
-                "each record alone, so that none decides another's shape)"
+                "Packed rows hold several examples, whose lengths decide each other's places. Leave shapes or unit_map out."
             )
 
     @property
     def public_shapes(self) -> PublicShapes | None:
-        """The shapes of microbatches, where they are public."""
-        return PublicShapes.of(self.shapes)
+        """The shapes of microbatches, where they are public and rows do not run alone."""
+        shapes = PublicShapes.of(self.shapes)
+        return None if self.isolation is not None else shapes
+
+    @property
+    def whose_shapes(self) -> str:
+        """Who decides the shapes of microbatches, as the ledger has it (`fastdp.accounting.completeness.SHAPES`)."""
+        return "own" if self.public_shapes is None and self.isolation is None else "public"
 
     @property
     def returns_loss(self) -> bool:
@@ -203,7 +205,10 @@ class Builder:
         self.batch_size = check_loader(self.data_loader)
         options.check()
         if options.public_shapes is not None and self.ranks.size > 1:
-            raise ValueError("shapes are public in one process only: leave shapes out, or train in one process")
+            raise ValueError(
+                "Processes would run different numbers of passes, one for each length in a batch. Leave shapes out, or train in "
+                "one process."
+            )
         if options.returns_loss:
             refuse_fused_loss(self.model)
         self.graphs = self._open_graphs() if options.capture and options.isolation is None else None
@@ -237,9 +242,10 @@ class Builder:
         self.physical = options.max_physical_batch_size or len(self.data_loader.dataset)  # type: ignore[arg-type]
         if options.isolation is not None:
             self.physical = units.largest
-        if self.physical < units.largest:
+        rows = units.largest + (options.public_shapes is not None and units.members is not None)
+        if self.physical < rows:
             raise ValueError(
-                f"a user has up to {units.largest} examples but max_physical_batch_size is {self.physical}: raise it, or lower "
+                f"a user takes up to {rows} rows but max_physical_batch_size is {self.physical}: raise it, or lower "
                 "max_examples_per_user"
             )
         per_epoch = steps_per_epoch(len(units), self.batch_size)
@@ -290,7 +296,7 @@ class Builder:
             return Ledger.open_or_create(
                 None if folder is None else folder / "ledger.jsonl",
                 plan.header(self.method.describe(), fingerprint(self.trained))
-                | {"noise_rounds": int(options.noise_rounds)},
+                | {"noise_rounds": int(options.noise_rounds), "shapes": options.whose_shapes},
                 event=plan.event(),
                 budget_steps=plan.steps,
                 side={side.kind: (side.event, side.count) for side in plan.side},

@@ -90,6 +90,7 @@ def make_private(
         shapes: "public" gives every microbatch the same number of rows, and pads sequences to powers of two, so that no record
             decides the rounding of another's gradient (docs/clipping.md). Or a list of sequence lengths, or a mapping of
             "lengths" and "pad", the pad values of batch entries. It takes longer, by the rows and tokens of padding.
+            Isolated rows need none; packed rows and several processes are refused.
         unsafe_seed: makes sampling and noise reproducible, which protects nothing; for tests.
         allow_large_delta: take a target_delta of 1/N or more, which allows publishing a whole example.
 

@@ -15,7 +15,7 @@ import stat
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -86,17 +86,24 @@ def read_bytes(path: str | os.PathLike[str], most: int = MAX_FILE) -> bytes:
         ValueError: for a pipe or a device, and a file of more than ``most`` bytes.
         OSError: for a file that cannot be read.
     """
-    # Without O_NONBLOCK a pipe would block before its kind is known.
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            if stat.S_ISDIR(found.st_mode):
-                raise IsADirectoryError(21, os.strerror(21), os.fspath(path))
-            raise ValueError(f"{path} is no regular file: name a file")
+    with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise ValueError(f"{path} holds more than {most} bytes: it is no file of this kind")
     return data
+
+
+def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+    """A regular file, open for reading. Raises ValueError for a pipe or a device, and OSError as `open`."""
+    # Without O_NONBLOCK a pipe would block before its kind is known.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(21, os.strerror(21), os.fspath(path))
+    raise ValueError(f"{path} is no regular file: name a file")
 
 
 def read_text(path: str | os.PathLike[str], most: int = MAX_FILE) -> str:

@@ -317,6 +317,8 @@ def test_files_are_regular_and_bounded(tmp_path):
     with pytest.raises(ValueError, match="no regular file"):
         untrusted.read_bytes(tmp_path / "pipe")
     assert "no regular file" in verify("/dev/zero").reason
+    os.mkfifo(tmp_path / "weights.safetensors")
+    assert "no regular file" in verify(card_of(weights=["0" * 64]), weights=tmp_path).reason
     (tmp_path / "long").write_bytes(bytes(11))
     with pytest.raises(ValueError, match="more than 10 bytes"):
         untrusted.read_bytes(tmp_path / "long", 10)

@@ -15,8 +15,11 @@ from fastdp.accounting.page import ENVELOPE
 
 #: How the sentence on rounding begins, which every card of the second version has whose noised sums were rounded.
 ROUNDED = "noised sums are rounded"
-#: How the sentences on the shapes of microbatches begin: a card of `make_private` whose method clips has one of the two.
-SHAPES = ("one unit changes no bit of another's gradient", "products round by the shape of their microbatch")
+#: How the sentence on the shapes of microbatches begins, by whose they are: a card of `make_private` whose method clips has one.
+SHAPES = {
+    "public": "one unit changes no bit of another's gradient",
+    "own": "products round by the shape of their microbatch",
+}
 _LISTS = ("assumptions", "unprotected", "notes", "remaining", "why_no_guarantee")
 _RUN = ("sampling", "dataset_size", "noise_multiplier", "steps")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -81,7 +84,7 @@ def _check_run(card: Mapping[str, Any]) -> None:
     if (source.get("secure_rounding") is True) != any(str(entry).startswith(ROUNDED) for entry in card["remaining"]):
         raise ValueError("the card does not say what the rounding of noised sums leaves, as every such card does")
     clipped = "fingerprint" in card["model"] and "max_grad_norm" in card["mechanism"]
-    if clipped and sum(str(entry).startswith(SHAPES) for entry in card["remaining"]) != 1:
+    if clipped and sum(str(entry).startswith((*SHAPES.values(),)) for entry in card["remaining"]) != 1:
         raise ValueError("the card does not say, once, what one unit's shape does to the others, as such cards do")
     for heading, needed in (
         ("assumptions", assumptions_of(card["sampling"], card["adjacency"], card["dataset_size"], source)),

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastdp.accounting.card import FORMAT, UNSAFE_KEY, VERSION, digest, large_delta
 from fastdp.accounting.claim import ROOM, DoesNotFollow, Elsewhere, Followed, Gaussian, Pure, read_claim
-from fastdp.accounting.completeness import check_complete, check_figures
+from fastdp.accounting.completeness import SHAPES, check_complete, check_figures
 from fastdp.accounting.events import CONSTANT, Flat, dpsgd_model, flatten
 from fastdp.accounting.exports import read_export
 from fastdp.accounting.journal import LedgerError, read as read_records
@@ -280,6 +280,13 @@ def _check_ledger(card: Mapping[str, Any], path: Path) -> list[str]:
     if generator and card["noise_source"].get("generator") != generator:
         raise _Refused(f"the card does not say that its noise came from {generator}, as the ledger does")
     left = []
+    stated = {name for name, words in SHAPES.items() if _says(card, "remaining", words)}
+    if stated and "shapes" not in ledger.header:
+        left.append("whether the shapes of microbatches were public: the ledger does not say")
+    elif stated - {ledger.header.get("shapes")}:
+        raise _Refused(
+            f"the card's sentence on shapes is not that of a ledger whose shapes are {ledger.header['shapes']!r}"
+        )
     event = next((c.event for c in map(read_claim, claims(card)) if isinstance(c, Gaussian)), None)
     if event is None or not _covers(flatten(event), flatten(ledger.event())):
         if ledger.closed_in_order:
@@ -389,5 +396,7 @@ def _unchecked(card: Mapping[str, Any], weights: bool, ledger: bool) -> list[str
     if weights and card.get("weights") and "files" not in card:
         found.append("the adapter's config, and whether files were added: the card holds no digest of them")
     if not ledger and card.get("run_id") is not None:
-        found.append("unit, number of units, model and releases against the run's ledger: give it to compare them")
+        found.append(
+            "unit, number of units, model, shapes and releases against the run's ledger: give it to compare them"
+        )
     return found

@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from fastdp.untrusted import parse_json_object
+from fastdp.untrusted import open_regular, parse_json_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,7 @@ def model_files(folder: Path) -> dict[str, str]:
         weights = path.suffix == ".safetensors" or fnmatch(path.name, "*_model*.bin")
         if weights or path.name == "adapter_config.json":
             digest = hashlib.sha256()
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 while piece := file.read(_PIECE):
                     digest.update(piece)
             found[path.name] = digest.hexdigest()
@@ -84,7 +84,7 @@ def digests_of(folder: Path) -> dict[str, int]:
 
 
 def _digests_in(path: Path) -> Iterator[tuple[str, int]]:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
         if length > _LARGEST_HEADER:
             raise ValueError("its header is too long")

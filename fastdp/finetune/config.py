@@ -171,8 +171,8 @@ class FinetuneConfig:
             raise ConfigError(f"noise_rounds is {self.noise_rounds}: it must be 20 or 12")
         if self.noise_rounds != 20 and self.method in _PERTURBED:
             raise ConfigError(f"noise_rounds is of the noise of steps, and {self.method} adds none there: leave it out")
-        if self.shapes == "public" and (self.user_column or self.method in _PERTURBED):
-            raise ConfigError("shapes: public needs a method that clips rows: leave user_column out and choose dpsgd")
+        if self.shapes == "public" and self.method in _PERTURBED:
+            raise ConfigError("shapes: public needs a method that clips rows: choose dpsgd, rapft or frost")
         if self.lora_fixed and self.peft != "lora":
             raise ConfigError(f"lora_fixed belongs to peft: lora; this run has peft: {self.peft}")
         self._check_task()

@@ -84,11 +84,15 @@ class PrivateLoader:
         #: The user's own, for another run after this one.
         self.given = loader
         self.dataset: Dataset = loader.dataset
-        self.collate_fn = loader.collate_fn if shapes is None else ShapedCollator(loader.collate_fn, shapes)
+        # Of users each place has the rows of one with the most examples, and at least one that weighs nothing.
+        self._place_rows = 1 if units.members is None else units.largest + 1
+        shaped = shapes and ShapedCollator(loader.collate_fn, shapes, self._place_rows)
+        self.collate_fn = shaped or loader.collate_fn
         self.batch_size = plan.batch_size
         self.kind = kind
         self._sampler = plan.sampler(stream, kind)
-        self._places = None if shapes is None else PublicPlaces(self._sampler, max_physical_batch_size)
+        most = max_physical_batch_size // self._place_rows
+        self._places = None if shapes is None else PublicPlaces(self._sampler, most)
         #: Whether what data set and collator draw follows from the user's seeds: nothing is protected then.
         self.reproducible = stream.reproducible or plan.sigma == 0
         self.units = units
@@ -195,8 +199,9 @@ class PrivateLoader:
                     yield indices, ticket, lengths, batch
                     continue
                 own = torch.tensor(rows) == torch.arange(len(rows))
+                firsts = torch.searchsorted(ticket.row_units, torch.arange(len(ticket.weights)))
                 last = ticket.is_last and number == len(parts) - 1
-                shaped = replace(ticket, weights=ticket.weights * own, is_last=last)
+                shaped = replace(ticket, weights=ticket.weights * own[firsts], is_last=last)
                 yield [indices[row] for row in rows], shaped, lengths, batch
 
     def _collated(self, inner: Iterable[Any]) -> Iterator[Any]:
@@ -250,14 +255,22 @@ class PrivateLoader:
 
     def micro_batches(self, drawn: list[int]) -> Iterator[tuple[list[int], Ticket]]:
         """The example indices and ticket of each micro-batch of one logical batch, whole units together."""
-        microbatches = self._own_pieces(drawn)
+        microbatches, each = self._own_pieces(drawn), 1 if self._places is None else self._place_rows
         for number, places in enumerate(microbatches):
-            taken = torch.tensor([float(unit is not None) for unit in places])
-            # Padding repeats a row, so that it has no shape of its own.
-            filler = self.units.examples(next((unit for unit in places if unit is not None), 0))[:1]
-            members = [filler if unit is None else self.units.examples(unit) for unit in places]
-            ticket = _ticket([len(m) for m in members], 0.0, is_last=number == len(microbatches) - 1)
-            yield [i for m in members for i in m], replace(ticket, weights=taken)
+            # Padding repeats rows, so that it has no shape of its own.
+            filler = self.units.examples(next((unit for unit in places if unit is not None), 0))
+            owns = [filler[:each] if unit is None else self.units.examples(unit) for unit in places]
+            rest = [max(0, each - len(own)) for own in owns]
+            groups = [
+                group
+                for unit, own, padding in zip(places, owns, rest)
+                for group in ((len(own), float(unit is not None)), (padding, 0.0))
+                if group[0]
+            ]
+            sizes, weights = zip(*groups)
+            ticket = _ticket([*sizes], 0.0, is_last=number == len(microbatches) - 1)
+            rows = [row for own, padding in zip(owns, rest) for row in own + own[:1] * padding]
+            yield rows, replace(ticket, weights=torch.tensor(weights))
 
     def _own_pieces(self, drawn: list[int]) -> list[list[int | None]]:
         """The units in each of this process's micro-batches of a logical batch, None for a row of padding."""

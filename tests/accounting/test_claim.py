@@ -14,6 +14,7 @@ from fastdp import accounting
 from fastdp.accounting import Card, Elsewhere, Gaussian, Ledger, Metric, Pure, noise_source, verify
 from fastdp.accounting.card import digest
 from fastdp.accounting.claim import two_decimals
+from fastdp.accounting.completeness import SHAPES
 from fastdp.accounting.exports import FORMATS, export
 from fastdp.accounting.weights import digests, digests_of
 
@@ -293,6 +294,13 @@ def test_a_run_and_its_ledger_agree(run):
     assert result.holds, result.reason
     assert not any("against the run's ledger" in entry for entry in result.unchecked)
     assert any("against the run's ledger" in entry for entry in verify(made).unchecked)
+
+
+def test_a_ledger_that_says_nothing_of_shapes_leaves_their_sentence_open(run):
+    made, path = run
+    result = verify(resealed({**made, "remaining": [SHAPES["public"]]}), ledger=path)
+    assert result.holds
+    assert "whether the shapes of microbatches were public: the ledger does not say" in result.unchecked
 
 
 def test_a_smaller_share_of_right_accusations_than_the_event_allows_is_found(run):

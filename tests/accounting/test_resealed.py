@@ -101,6 +101,15 @@ def test_the_sentence_on_shapes_is_a_known_one_and_the_only_one(run):
         assert holds or "what one unit's shape does" in result.reason
 
 
+def test_a_swapped_sentence_on_shapes_fails_against_the_ledger(run):
+    folder, card = run
+    body = {**card, "remaining": [*card["remaining"][:2], factors_in_words(True)]}
+    swapped, ledger = {**body, "digest": digest(body)}, folder / "ledger.jsonl"
+    assert "shapes" in next(said for said in verify(swapped).unchecked if "the run's ledger" in said)
+    assert "sentence on shapes is not that of a ledger whose shapes are 'own'" in verify(swapped, ledger=ledger).reason
+    assert verify(card, ledger=ledger).guarantee
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

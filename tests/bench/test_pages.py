@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 from fastdp.bench import pages
+from fastdp.bench.shapes import moved
+
+from fastdp.private.shapes import factors_in_words
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = Path("docs/results.md")
@@ -24,6 +27,20 @@ def test_every_figure_of_a_sentence_stands_in_a_table():
     said = set(re.findall(r"(?<![\w.])\d*\.\d+", sentences))
     assert len(said) > 20
     assert said <= computed
+
+
+def test_a_card_states_the_last_row_of_the_table_on_shapes():
+    *_, last = pages.shapes()[1]
+    assert f"by {last[1]} of the bound in float32 and by {last[2]} in bfloat16, at 12 layers" in factors_in_words(False)
+
+
+def test_a_longer_record_moves_the_others_unless_shapes_are_public():
+    assert 0 < moved("gpt2", 1, "float32", equal=True) < 1e-3
+    assert moved("gpt2", 1, "float32", equal=True, shapes="public") == 0
+
+
+def test_figures_are_rounded_up_to_two_digits():
+    assert [*map(pages.rounded_up, (0.0791, 3.61e-5, 0.625, 0.0995))] == ["0.08", "3.7e-05", "0.63", "0.1"]
 
 
 def test_a_table_without_a_place_is_refused():

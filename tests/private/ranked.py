@@ -219,6 +219,7 @@ def refusals(rank: int, size: int, folder: Path) -> dict[str, Any]:
         "method": lambda: small(method=fastdp.DPSGD(max_grad_norm=2.0 if second else 1.0)),
         "seed": lambda: small(unsafe_seed=rank),
         "rounds": lambda: small(noise_rounds=12 if second else 20),
+        "public shapes": lambda: small(shapes="public"),
         "size of the data": lambda: small(data=examples(24 - rank)),
         "data": lambda: small(data=examples(seed=rank)),
         "users": lambda: small(user_ids=[(i + rank) // 2 for i in range(24)], max_examples_per_user=2, batch_size=4),

@@ -101,7 +101,12 @@ def test_refusals_before_the_start_leave_everything_as_it_was(tmp_path: Path) ->
         ({"user_ids": [i // 6 for i in range(24)], "max_examples_per_user": 6}, "batch size 8 exceeds the 4 units"),
         (
             {"user_ids": [i // 3 for i in range(24)], "max_examples_per_user": 3, "max_physical_batch_size": 2},
-            "up to 3 examples but max_physical_batch_size is 2",
+            "up to 3 rows but max_physical_batch_size is 2",
+        ),
+        (
+            {"user_ids": [i // 2 for i in range(24)], "max_examples_per_user": 2, "max_physical_batch_size": 2}
+            | {"shapes": "public"},
+            "up to 3 rows but max_physical_batch_size is 2",
         ),
         (
             {"method": fastdp.NonPrivate(), "target_epsilon": 8.0, "target_delta": 1e-4},

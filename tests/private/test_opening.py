@@ -42,6 +42,15 @@ def test_a_run_is_continued_with_its_own_rounds_alone(tmp_path: Path) -> None:
         resumed.detach()
 
 
+def test_a_run_is_continued_with_its_own_shapes_alone(tmp_path: Path) -> None:
+    """One sentence of the card speaks for all of its steps, which public shapes and isolation make alike."""
+    make(output_dir=tmp_path, isolation="per_example").detach()
+    with pytest.raises(ValueError, match="another shapes; resume with the same arguments"):
+        make(output_dir=tmp_path, resume=True)
+    make(output_dir=tmp_path, resume=True, isolation="per_example").detach()
+    assert Ledger.read(tmp_path / "ledger.jsonl").header["shapes"] == "public"
+
+
 def test_a_ledger_from_before_there_was_a_choice_has_20_rounds(tmp_path: Path) -> None:
     header = {"run": "earlier"}
     event = fastdp.accounting.dpsgd_model(1.0, 0.1, "poisson", 10)

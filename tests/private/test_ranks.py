@@ -339,6 +339,7 @@ def test_an_optimizer_that_leaves_steps_out_is_refused() -> None:
         ("method", "what make_private was given is not the same"),
         ("seed", "what make_private was given is not the same"),
         ("rounds", "what make_private was given is not the same"),
+        ("public shapes", "Processes would run different numbers of passes"),
         ("size of the data", "the size of the data set is not the same"),
         ("data", "an example of the data set is not the same"),
         ("users", "the users of its examples is not the same"),

@@ -78,12 +78,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
 
 
 def sums_of_others(name: str, records: list[Any], *, without: int | None = None, **options: Any) -> dict[str, Any]:
-    """The clipped sums of one step in which everyone is drawn, and the last record weighs nothing or is left out."""
+    """The clipped sums of one step in which everyone is drawn, and the last unit weighs nothing or is left out."""
     make, _, collate = MODELS[name]
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    loader = torch.utils.data.DataLoader(records, batch_size=len(records), collate_fn=collate)
+    users = options.get("user_ids", range(len(records)))
+    loader = torch.utils.data.DataLoader(records, batch_size=len({*users}), collate_fn=collate)  # type: ignore[arg-type, var-annotated]
     private = fastdp.make_private(
         model, optimizer, loader, noise_multiplier=0.0, target_delta=1e-5, epochs=1, unsafe_seed=3,
         method=fastdp.DPSGD(max_grad_norm=0.1), **options,
@@ -92,7 +93,8 @@ def sums_of_others(name: str, records: list[Any], *, without: int | None = None,
     private.observe(seen)
     for batch in private.data_loader:
         ticket = private.data_loader.tickets[-1]
-        last = torch.tensor([index == len(records) - 1 for index in ticket.source.indices])
+        last = torch.tensor([users[index] == users[-1] for index in ticket.source.indices])
+        last = last[torch.searchsorted(ticket.row_units, torch.arange(len(ticket.weights)))]
         private.data_loader.tickets[-1] = dataclasses.replace(ticket, weights=ticket.weights * ~last)
         private.model(**batch)["loss"].backward()
         private.optimizer.step()
@@ -125,6 +127,37 @@ def test_one_record_changes_no_bit_of_the_others(
     assert any(total.abs().max() > 0 for total in first.values())
     assert same(first, sums_of_others(name, [*others, record(length, 200 + seed)], **options))
     assert same(first, sums_of_others(name, [*others, record(15, 100 + seed)], without=OTHERS, **options))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=5, deadline=None)
+@given(
+    counts=st.lists(st.integers(1, 3), min_size=5, max_size=5),
+    lengths=st.lists(st.integers(2, 40), min_size=1, max_size=3),
+    seed=st.integers(0, 99),
+    rows=st.sampled_from((4, 9, 24)),
+)
+def test_one_user_changes_no_bit_of_the_others(
+    name: str, counts: list[int], lengths: list[int], seed: int, rows: int
+) -> None:
+    """A user's records are others, of other lengths and number, or the user is left out."""
+    record = MODELS[name][1]
+    users = [user for user, count in enumerate(counts) for _ in range(count)]
+    others = [record(2 + 3 * user + number % 5, number) for number, user in enumerate(users)]
+
+    def sums(own: list[int], seed: int, without: int | None = None) -> dict[str, Any]:
+        records = [*others, *[record(length, seed + number) for number, length in enumerate(own)]]
+        # Places have the rows of three records, whoever is there.
+        ids, spare = [*users, *[5] * len(own), 6, 6, 6], [record(9, 50 + number) for number in range(3)]
+        options = {"max_physical_batch_size": rows, "shapes": "public", "self_check": False}
+        order = sorted(range(len(ids)), key=lambda row: ids[row] == 5)
+        return sums_of_others(name, [[*records, *spare][row] for row in order], without=without, **options,
+                              user_ids=[ids[row] for row in order], max_examples_per_user=3)  # fmt: skip
+
+    first = sums([15], 100)
+    assert any(total.abs().max() > 0 for total in first.values())
+    assert same(first, sums(lengths, 200 + seed))
+    assert same(first, sums([15], 100, without=6))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -254,26 +287,24 @@ def test_a_row_beyond_the_public_lengths_is_refused() -> None:
 
 def test_a_card_says_what_shapes_leave_where_they_are_not_public() -> None:
     found = []
-    for isolation in (None, "per_example"):
+    for isolation, shapes in ((None, None), ("per_example", None), ("per_example", "public")):
         loader = torch.utils.data.DataLoader([text(3, 0), text(4, 1)], batch_size=1, collate_fn=Collator(0))
         model = llama()
         private = fastdp.make_private(
             model, torch.optim.SGD(model.parameters(), 0.1), loader, noise_multiplier=1.0, target_delta=1e-3, epochs=1,
-            isolation=isolation,
+            isolation=isolation, shapes=shapes,
         )  # fmt: skip
         found += [said for said in private.card()["remaining"] if "the shape" in said]
         private.detach()
     assert "products round by the shape of their microbatch" in found[0]
-    assert found[1].startswith("one unit changes no bit of another's gradient")
+    assert all(said.startswith("one unit changes no bit of another's gradient") for said in found[1:])
 
 
-@pytest.mark.parametrize("option", [{"isolation": "per_example"}, {"unit_map": "x"},
-                                    {"user_ids": [0, 1], "max_examples_per_user": 1}])  # fmt: skip
-def test_shapes_are_of_one_row_for_each_unit(option: dict[str, Any]) -> None:
+def test_packed_rows_have_no_public_shapes() -> None:
     loader = torch.utils.data.DataLoader([text(3, 0), text(4, 1)], batch_size=1, collate_fn=Collator(0))
     model = llama()
-    with pytest.raises(ValueError, match="shapes are of one row for each unit"):
+    with pytest.raises(ValueError, match="whose lengths decide each other's places. Leave shapes or unit_map out"):
         fastdp.make_private(
             model, torch.optim.SGD(model.parameters(), 0.1), loader, noise_multiplier=1.0, target_delta=1e-3, epochs=1,
-            shapes="public", **option,
+            shapes="public", unit_map="x",
         )  # fmt: skip
