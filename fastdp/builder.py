@@ -16,6 +16,10 @@ from torch.utils.data import DataLoader
 
 from fastdp.accounting import Ledger
 from fastdp.accounting.ledger import STEP
+from fastdp.calls.batches import accepted, map_tensors
+from fastdp.calls.modes import kept_modes
+from fastdp.calls.randomness import unchanged
+from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import Ranks, single_process
 from fastdp.engine.engine import Engine
 from fastdp.engine.policy import Policy
@@ -34,14 +38,15 @@ from fastdp.private.checks import (
     refuse_repeats,
     unwrap_model,
 )
+from fastdp.private.criterion import Criterion, mean_of_rows
 from fastdp.private.graphs import Graphs
 from fastdp.private.loader import PrivateLoader, check_loader
 from fastdp.private.method import Method
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Budget, Plan, SideRelease, fingerprint
-from fastdp.private.preparation import Access
+from fastdp.private.preparation import Access, Moment
 from fastdp.private.release import Books, Release
-from fastdp.private.run import Criterion, Private, refuse_driven
+from fastdp.private.run import Private, refuse_driven
 from fastdp.private.sampler import Units, steps_per_epoch
 from fastdp.private.schedules import refuse_seeing
 from fastdp.private.shapes import PublicShapes
@@ -276,6 +281,38 @@ class Builder:
             self.method.policy(self.trained, self.plan.sigma * factor, {})
         if self.method.selects:
             refuse_frozen(self.model, self.optimizer)
+        if self.method.takes_losses and self.options.loss_reduction is not None:
+            raise ValueError(
+                f"{self.method.mechanism} takes losses in passes of its own: give make_private criterion=, which returns one "
+                "loss a row, in the place of loss_reduction"
+            )
+        if self.ranks.size == 1 and not any(map(is_cut, self.model.parameters())):
+            self._try_passes()
+
+    def _try_passes(self) -> None:
+        """Refuse a model that the method's own passes could not go through, on one example and without a trace."""
+        method, criterion = self.method, self.options.criterion
+
+        def one() -> Any:
+            device = next(iter(self.trained.values())).device
+            batch = self.data_loader.collate_fn([self.data_loader.dataset[0]])
+            return map_tensors(batch, lambda tensor: tensor.to(device))
+
+        with kept_modes(self.model), unchanged(self.model):
+            try:
+                method.try_passes(Moment(self.plan, self.model, self.trained, 0, {}), one)
+                if method.takes_losses and criterion is not None:
+                    batch = one()
+                    args, kwargs = accepted(self.model, batch)
+                    with torch.no_grad():
+                        mean_of_rows(criterion(self.model.eval()(*args, **kwargs), batch), None)
+            except ValueError:
+                raise
+            except Exception as error:
+                raise ValueError(
+                    f"{method.mechanism} calls the model itself, and on one example it raised {type(error).__name__}: {error}. "
+                    "Let batches be mappings of forward()'s arguments."
+                ) from error
 
     def _require_alike(self) -> None:
         """Raise ValueError unless all ranks were given the same."""
@@ -365,7 +402,8 @@ class Builder:
             self._open_loader,
             self._open_stream(),
             secure_rounding=self.options.secure_rounding,
-            returns_loss=self.options.returns_loss,
+            reduction=self.options.reduction,
+            criterion=self.options.criterion,
             open_unprotected=self._open_unprotected if self.method.flaws() else None,
             ranks=self.ranks,
         )

@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from fastdp.builder import Builder, RunOptions
-from fastdp.private.run import Criterion, Private
+from fastdp.private.criterion import Criterion
+from fastdp.private.run import Private
 
 
 def make_private(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import zlib
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
@@ -90,6 +91,17 @@ def map_leaves(
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same nesting with every tensor replaced."""
     return map_leaves(tree, lambda _, tensor: function(tensor))
+
+
+def accepted(module: torch.nn.Module, batch: Any) -> Call:
+    """What of a batch a module's forward takes: entries by name, or the first ones by position."""
+    shown = inspect.signature(module.forward).parameters.values()
+    kinds, named = {p.kind for p in shown}, {p.name for p in shown}
+    if hasattr(batch, "items"):
+        every = inspect.Parameter.VAR_KEYWORD in kinds
+        return (), {name: value for name, value in batch.items() if every or name in named}
+    entries = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
+    return entries if inspect.Parameter.VAR_POSITIONAL in kinds else entries[: len(shown)], {}
 
 
 class RowNumbers(torch.Tensor):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -51,6 +52,8 @@ _LAYOUTS = {
     "gpt_neox": _Layout("emb_dropout", ("embed_in", "emb_dropout"), "layers", "final_layer_norm", causal=True),
     "falcon": _Layout("word_embeddings", ("word_embeddings",), "h", "ln_f", causal=True, tuples=True),
 }
+#: ``embeddings`` (0), the number of a block counted from 1, ``output``; or a module of the model, or its dotted name.
+Layer: TypeAlias = int | str | nn.Module
 #: What transformers calls the models whose blocks are known.
 MODEL_TYPES = tuple(_LAYOUTS)
 
@@ -69,6 +72,8 @@ class Blocks:
         causal: whether a block attends to earlier positions only.
         tuples: whether a block returns its hidden state in a tuple.
         shared: a module that all blocks read, or None.
+        known: whether the architecture is a stock one. Of another, ``embeddings`` is the module that the user named, and
+            there are no blocks.
     """
 
     model: nn.Module
@@ -80,22 +85,30 @@ class Blocks:
     causal: bool
     tuples: bool
     shared: nn.Module | None
+    known: bool = True
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden state."""
-        config: Any = self.base.config
-        return int(config.hidden_size)
+        """Width of the hidden state; raises ValueError where the model's config does not say."""
+        width = getattr(getattr(self.base, "config", None), "hidden_size", None)
+        if width is None:
+            raise ValueError(
+                "the width of this model's hidden states is not known: pass autoencoder=StackedAutoencoder(width, sizes), or None"
+            )
+        return int(width)
 
-    def place(self, layer: int | str) -> tuple[int, nn.Module]:
+    def place(self, layer: Layer) -> tuple[int, nn.Module]:
         """Blocks before a layer, and the module whose output is the hidden state there.
 
         Args:
             layer: 0 or ``embeddings`` for the embedding output, k for the output of block k (counted from 1),
-                ``output`` for the final one, after the last norm.
+                ``output`` for the final one, after the last norm; or such a module of the model, or its dotted name.
 
         Raises ValueError for a layer that does not exist.
         """
+        if not self.known:
+            return 0, self.embeddings
+        layer = self.number(layer)
         count = len(self.blocks)
         if layer in ("embeddings", 0) and not isinstance(layer, bool):
             return 0, self.embeddings
@@ -103,11 +116,33 @@ class Blocks:
             return count, self.blocks[-1] if self.final is None else self.final
         if isinstance(layer, int) and not isinstance(layer, bool) and 1 <= layer <= count:
             return layer, self.blocks[layer - 1]
-        raise ValueError(
-            f"layer is {layer!r}: this model has 'embeddings' (or 0), blocks 1 to {count}, and 'output' to choose from"
+        raise ValueError(self._missing(layer))
+
+    def number(self, layer: Layer) -> int | str:
+        """A layer that is given as a module or a dotted name, as ``embeddings``, the number of its block, or ``output``.
+
+        Raises ValueError for a module that is none of them.
+        """
+        if layer in ("embeddings", "output") or isinstance(layer, int):
+            return layer
+        module = layer if isinstance(layer, nn.Module) else dict(self.model.named_modules()).get(layer)
+        places: list[tuple[int | str, nn.Module | None]] = [
+            ("embeddings", self.embeddings),
+            *enumerate(self.blocks, 1),
+            ("output", self.final),
+        ]
+        for number, place in places:
+            if place is not None and place is module:
+                return number
+        raise ValueError(self._missing(layer))
+
+    def _missing(self, layer: Layer) -> str:
+        return (
+            f"layer is {_shown(layer)}: this model has 'embeddings' (or 0), blocks 1 to {len(self.blocks)}, and 'output' to "
+            "choose from, or the module of one of them"
         )
 
-    def before(self, layer: int | str) -> Iterator[nn.Module]:
+    def before(self, layer: Layer) -> Iterator[nn.Module]:
         """The modules that compute the hidden state at a layer."""
         count, module = self.place(layer)
         yield from self.stage
@@ -118,10 +153,13 @@ class Blocks:
             yield self.final
 
 
-def find_blocks(model: nn.Module) -> Blocks:
+def find_blocks(model: nn.Module, layer: Layer | None = None) -> Blocks:
     """The parts of a stock model, with any head or none, PEFT-wrapped or not.
 
-    Raises ValueError for another architecture.
+    Args:
+        layer: of another architecture, the module (or its dotted name) at which alone it is to be perturbed.
+
+    Raises ValueError for another architecture without such a layer.
     """
     wrapper: Any = model
     if hasattr(wrapper, "get_base_model"):
@@ -129,7 +167,12 @@ def find_blocks(model: nn.Module) -> Blocks:
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     layout = _LAYOUTS.get(kind)
     if layout is None:
-        raise ValueError(f"the blocks of a {kind} model are not known: use one of {', '.join(_LAYOUTS)}")
+        if isinstance(layer, nn.Module) or (isinstance(layer, str) and layer not in ("embeddings", "output")):
+            return _at_module(model, layer)
+        raise ValueError(
+            f"the blocks of a {kind} model are not known: pass layer=model.get_submodule(NAME), or a model of "
+            f"{', '.join(_LAYOUTS)}"
+        )
     base: Any = getattr(model, "base_model", model)
     if layout.projection is not None and hasattr(base, layout.projection):
         layout = replace(layout, embeddings=layout.projection, stage=(*layout.stage, layout.projection))
@@ -144,3 +187,44 @@ def find_blocks(model: nn.Module) -> Blocks:
         tuples=layout.tuples,
         shared=None if layout.shared is None else base.get_submodule(layout.shared),
     )
+
+
+def layer_name(model: nn.Module, layer: Layer) -> int | str:
+    """A layer as settings, a ledger and a card keep it: as `Blocks.number` says, or a dotted name in another architecture.
+
+    Raises ValueError for a module that is not the model's.
+    """
+    if isinstance(layer, int):
+        return layer
+    blocks = find_blocks(model, layer)
+    if blocks.known:
+        return blocks.number(layer)
+    return next(name for name, module in blocks.model.named_modules() if module is blocks.embeddings)
+
+
+def _at_module(model: nn.Module, layer: str | nn.Module) -> Blocks:
+    """A model whose architecture is not known, at one module: what it registers before that counts as computed before."""
+    module = _module(model, layer)
+    before = itertools.takewhile(lambda own: own is not module, model.modules())
+    # What holds the layer is computed after it, too.
+    stage = tuple(own for own in before if module not in own.modules())
+    return Blocks(
+        *(model, model, module, (*stage, module), nn.ModuleList(), None),
+        causal=False,
+        tuples=False,
+        shared=None,
+        known=False,
+    )
+
+
+def _module(model: nn.Module, layer: str | nn.Module) -> nn.Module:
+    """A module of the model by its dotted name, or itself; raises ValueError where the model has it not."""
+    named = dict(model.named_modules())
+    found = layer if isinstance(layer, nn.Module) else named.get(layer)
+    if found is None or found is model or all(found is not module for module in named.values()):
+        raise ValueError(f"layer {_shown(layer)} is not a module of this model: print(model) shows their names")
+    return found
+
+
+def _shown(layer: Layer) -> str:
+    return type(layer).__name__ if isinstance(layer, nn.Module) else repr(layer)

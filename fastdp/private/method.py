@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import fastdp.accounting as accounting
 from fastdp.accounting.events import CONSTANT, NoiseFactors
 from fastdp.engine.policy import Policy
 from fastdp.private.plan import Budget, Plan
-from fastdp.private.preparation import Findings, Outcome, Preparation
+from fastdp.private.preparation import Findings, Moment, Outcome, Preparation
 
 
 class Method(ABC):
@@ -57,6 +57,14 @@ class Method(ABC):
     def selects(self) -> bool:
         """Whether `trained` may leave parameters out; the optimizer may then hold no parameter that is frozen."""
         return type(self).trained is not Method.trained
+
+    @property
+    def takes_losses(self) -> bool:
+        """Whether `prepare` differentiates losses, which the model or a criterion must then give."""
+        return False
+
+    def try_passes(self, moment: Moment, one: Callable[[], Any]) -> None:  # noqa: B027 (most methods run no model)
+        """Raise if passes of the method's own would fail; ``one`` collates one example. Nothing of it may be kept."""
 
     def prepares_at(self, step: int) -> bool:
         """Whether `prepare` runs before logical step ``step``, counted from 0."""

@@ -16,15 +16,17 @@ from typing import Any
 import torch
 
 import fastdp.ops as ops
-from fastdp.calls.batches import as_long_as, map_tensors, take_rows
+from fastdp.calls.batches import accepted, as_long_as, map_tensors, take_rows
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.distributed.shards import UnshardedParameters
 from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.boundary import require_loss
 from fastdp.engine.bounds import Norms
 from fastdp.engine.collation import Collation, example_length
 from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
 from fastdp.ops.stream import NoiseStream
+from fastdp.private.criterion import Criterion, mean_of_rows
 from fastdp.private.loader import PrivateLoader
 from fastdp.private.plan import Plan, SideRelease
 from fastdp.verify import Checks
@@ -107,7 +109,7 @@ class Access:
         open_loader: draws one sample for a kind.
         stream: noise for one preparation alone.
         secure_rounding: whether noised sums are rounded to a grid, exactly.
-        returns_loss: whether the model returns its loss.
+        reduction, criterion: how losses are made outside the model; None if it returns its loss.
         open_unprotected: draws at a rate for what gets no noise; None where the run claims to be private.
         ranks: the processes over whose shares of a sample its sums run.
     """
@@ -116,7 +118,8 @@ class Access:
     open_loader: Callable[[str], PrivateLoader]
     stream: NoiseStream
     secure_rounding: bool = True
-    returns_loss: bool = True
+    reduction: str | None = None
+    criterion: Criterion | None = None
     open_unprotected: Callable[[float], PrivateLoader] | None = None
     ranks: Ranks = ONE
 
@@ -219,16 +222,15 @@ class Sample:
 
         ``check`` may be off where an earlier sample was checked with these parameters, or more of them.
 
-        Raises ValueError if the model does not return its loss.
+        Raises ValueError if neither the model nor a criterion gives losses.
         """
-        if not self._access.returns_loss:
-            raise ValueError("this method needs a model that returns its loss: leave loss_reduction out")
         loader = self._draw()
         model = self._preparation.model
         engine = Engine(
             model,
             accumulator.policy,
             loader.tickets,
+            loss_reduction=self._access.reduction,
             accumulator=accumulator,
             verify=partial(Checks, enabled=check),
             keep_logits=True,
@@ -238,8 +240,14 @@ class Sample:
         try:
             for batch in loader:
                 batch = _to_device(batch, self._preparation.parameters)
-                output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
-                (output["loss"] if isinstance(output, Mapping) else output[0]).backward()
+                if self._access.criterion is None:
+                    output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+                    loss = require_loss(output)
+                else:
+                    args, kwargs = accepted(model, batch)
+                    rows = loader.tickets[0].rows
+                    loss = mean_of_rows(self._access.criterion(model(*args, **kwargs), batch), rows)
+                loss.backward()
             accumulator.merge(self._access.ranks)
         finally:
             engine.close()

@@ -46,6 +46,31 @@ def test_a_privatizer_draws_where_its_table_is(mechanism, form):
             torch.testing.assert_close(there.log_probabilities(7), here.log_probabilities(7))
 
 
+@pytest.mark.parametrize("cti", [None, "quotient"])
+def test_a_privatizer_keeps_ids_on_the_device_of_its_table(cti, monkeypatch):
+    settings = {"eta": 4.0, "mechanism": "exponential"}
+    if cti is not None:
+        ids, labels = torch.arange(60).repeat(2, 1), [0, 1]
+        ids[1] = ids[1].flip(0).clamp(max=40)
+        cells = CTI.from_texts(ids, labels, classes=2, vocabulary=60, public=True, form=cti, cells=3, min_support=1)
+        settings = {"epsilon": 2.0, "cti": cells}
+    mask = (IDS % 7 > 0).long()
+    here = TextPrivatizer(table(), **settings, special_ids=(0, 1), unsafe_seed=3)
+    with elsewhere():
+        there = TextPrivatizer(table().to(DEVICE), **settings, special_ids=(0, 1), unsafe_seed=3)
+        given = [tensor.to(DEVICE) for tensor in (IDS, mask)]
+        expected = here(IDS, attention_mask=mask, special_tokens_mask=mask)
+        if cti is None:
+            # One element read on the host is a wait; a row of ids copied there is what this test forbids.
+            monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: pytest.fail("ids left the device"))
+        found = there(given[0], attention_mask=given[1], special_tokens_mask=given[1])
+        monkeypatch.undo()
+        assert isinstance(found, There)
+        assert torch.equal(found.cpu(), expected)
+        assert there(IDS[0].tolist()) == here(IDS[0].tolist())
+        assert (there.tokens_released, there.tokens_kept) == (here.tokens_released, here.tokens_kept)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_mechanism_draws_where_its_table_is(form):
     def made(rows):

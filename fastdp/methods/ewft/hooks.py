@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import fastdp.accounting as accounting
+from fastdp.calls.batches import map_leaves, tensors
 from fastdp.calls.modes import in_mode
+from fastdp.calls.randomness import unchanged
 from fastdp.methods.blocks import Blocks, find_blocks
 from fastdp.methods.ewft.mask import argument, hide_padding
 from fastdp.methods.ewft.settings import NoisePlace
@@ -35,7 +37,7 @@ class PerturbedLayer:
     """Perturbs the hidden state after a layer of a model, in every forward pass, until `remove`.
 
     Args:
-        model: of a stock architecture (`fastdp.methods.blocks`), with any head; PEFT wrappers may be around it.
+        model: with any head; PEFT wrappers may be around it.
         releases: asked for every hidden state.
 
     Attributes:
@@ -49,9 +51,13 @@ class PerturbedLayer:
 
     def __init__(self, model: nn.Module, settings: NoisePlace, releases: LayerReleases):
         self.settings, self._releases = settings, releases
-        self.blocks: Blocks = find_blocks(model)
+        self.blocks: Blocks = find_blocks(model, settings.layer)
         self._check_alone()
         after, module = self.blocks.place(settings.layer)
+        if not self.blocks.known and settings.lengths == "hidden":
+            raise ValueError(
+                "the attention masks of this architecture are not known, so lengths cannot be hidden: pass lengths='public'"
+            )
         window = getattr(self.blocks.base.config, "sliding_window", None)
         if settings.lengths == "hidden" and window is not None and after < len(self.blocks.blocks):
             raise ValueError(
@@ -63,6 +69,8 @@ class PerturbedLayer:
         self._ids: Tensor | None = None
         self._mask: Tensor | None = None
         self._tap: str | None = None
+        #: Whether the layer is known to be on every path from the tokens to the output.
+        self._bottleneck = self.blocks.known
         self._hooks: list[Any] = []
         self._places = (model, module, self.blocks.blocks[after:])
 
@@ -130,12 +138,32 @@ class PerturbedLayer:
     def _take_mask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "example_ids" in kwargs:
             self._ids = self._checked_ids(kwargs.pop("example_ids"))
+        if not self._bottleneck and self._tap is None:
+            self._check_bottleneck(module, args, kwargs)
         mask = argument(module, args, kwargs)
         self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         if self._tap != "hidden":
             self._check_last_token(argument(module, args, kwargs, "input_ids"))
             self._check_positions(argument(module, args, kwargs, "position_ids"))
         return args, kwargs
+
+    def _check_bottleneck(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a layer that something passes by: with its output fixed, other tokens must give the same outputs."""
+        ids, began, outputs = self._ids, self._began_training, []
+        self._bottleneck, self._tap = True, "fixed"
+        try:
+            for change in (lambda path, given: given, _other_tokens):
+                own_args, own_kwargs = map_leaves((args, kwargs), change)
+                with torch.no_grad(), in_mode(module, training=False), unchanged(module):
+                    outputs.append([t for t in tensors(module(*own_args, **own_kwargs)) if t.is_floating_point()])
+        finally:
+            self._tap, self._ids, self._began_training = None, ids, began
+        if not all(torch.equal(one, other) for one, other in zip(*outputs, strict=True)):
+            self._bottleneck = False
+            raise ValueError(
+                "the model's output follows its tokens although the layer's output was fixed: name a module that every path "
+                "goes through"
+            )
 
     def _check_last_token(self, ids: Tensor | None) -> None:
         """Refuse a batch of a classifier that would read another than the last position, since that tells the length."""
@@ -171,6 +199,9 @@ class PerturbedLayer:
         self._check_hidden(hidden)
         if self._tap == "hidden":
             raise _LayerReached(hidden)
+        if self._tap == "fixed":
+            fixed = torch.zeros_like(hidden)
+            return (fixed, *output[1:]) if isinstance(output, tuple) else fixed
         # The outermost model may have said so already, and turned gradients off for its base.
         self.training = self._began_training or self._trains(self.blocks.base)
         ids, self._ids, self._began_training = self._ids, None, False
@@ -201,6 +232,13 @@ class PerturbedLayer:
         if ids.unique().numel() != ids.numel():
             raise ValueError("example_ids holds a record twice in one batch: each is released once")
         return ids
+
+
+def _other_tokens(path: tuple[Any, ...], given: Tensor) -> Tensor:
+    """An input of the same shape that holds other tokens; masks, positions and labels stay."""
+    if any(word in str(path) for word in ("mask", "label", "position")) or given.dtype == torch.bool:
+        return given
+    return -given if given.is_floating_point() else torch.where(given > 0, given - 1, given + 1)
 
 
 class LayerReleases(Releases, ABC):

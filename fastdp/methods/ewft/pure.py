@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 import fastdp.accounting as accounting
+from fastdp.methods.blocks import Layer, layer_name
 from fastdp.methods.ewft.hooks import LayerReleases
 from fastdp.methods.ewft.pooled import Codebook, Encoder, learn, pool_rows
 from fastdp.methods.ewft.records import TOKEN_LABELS, Records
 from fastdp.methods.ewft.settings import NoisePlace
-from fastdp.methods.public import describe_origin
+from fastdp.methods.public import PublicText, describe_origin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class PureSettings(NoisePlace):
     """Settings of `PureEWFT`, all public. Each record is released once, and known by its id.
 
     Args:
-        layer: ``embeddings`` (0), the number of a block counted from 1, or ``output``: what is summarised, and replaced.
+        layer: as in `EWFTSettings`: what is summarised, and replaced.
         mechanism: `ewft.codebook`.
         sequence_length: tokens of every padded sequence; batches of another length are refused.
         dataset_size: records in the training data, N; public.
@@ -47,8 +48,8 @@ class PureEWFT(LayerReleases):
     the layer sees, at every position, the state that stands for the answer.
 
     Args:
-        model: as for `EWFT`; what precedes the layer is frozen.
-        settings: see `PureSettings`.
+        model, layer: as for `EWFT`; what precedes the layer is frozen.
+        mechanism, sequence_length, dataset_size, lengths, public_texts: as in `PureSettings`.
         unsafe_seed: draws that whoever knows the seed can repeat: for tests, and the card says so.
 
     In training mode or with gradients on, ``example_ids`` [B] among the model's inputs say which records they are. A batch
@@ -58,9 +59,27 @@ class PureEWFT(LayerReleases):
     Raises ValueError as `PureSettings`, and for a layer that does not exist or a model that is perturbed already.
     """
 
-    def __init__(self, model: nn.Module, *, unsafe_seed: int | None = None, **settings: Any):
-        self.settings = PureSettings(**settings)
-        self.mechanism = self.settings.mechanism
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        layer: Layer,
+        mechanism: Codebook,
+        sequence_length: int,
+        dataset_size: int,
+        lengths: str = "hidden",
+        public_texts: Sequence[PublicText] = (),
+        unsafe_seed: int | None = None,
+    ):
+        self.settings = PureSettings(
+            layer=layer_name(model, layer),
+            mechanism=mechanism,
+            sequence_length=sequence_length,
+            dataset_size=dataset_size,
+            lengths=lengths,
+            public_texts=public_texts,
+        )
+        self.mechanism = mechanism
         super().__init__(model, self.settings, unsafe_seed)
         self._records = Records(self.settings.dataset_size)
         self._encoder: Encoder | None = None

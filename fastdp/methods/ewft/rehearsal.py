@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fastdp.calls.modes import in_mode
+from fastdp.methods.blocks import Layer
 from fastdp.methods.ewft.autoencoder import StackedAutoencoder
 from fastdp.methods.ewft.noise import NoiseSchedule
 from fastdp.methods.ewft.releases import EWFT
@@ -19,7 +20,7 @@ def rehearse(
     model: nn.Module,
     public_batches: Iterable[Mapping[str, Any]],
     *,
-    layer: int | str,
+    layer: Layer,
     noise: NoiseSchedule,
     sequence_length: int,
     passes: int = 3,

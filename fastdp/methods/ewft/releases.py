@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 import fastdp.accounting as accounting
 import fastdp.ops as ops
 from fastdp.accounting.event_types import DpEvent
+from fastdp.methods.blocks import Layer, layer_name
 from fastdp.methods.ewft.autoencoder import StackedAutoencoder, TrainedPrivately, train_autoencoder
 from fastdp.methods.ewft.hooks import LayerReleases
+from fastdp.methods.ewft.noise import NoiseSchedule
 from fastdp.methods.ewft.records import EVALUATE, TOKEN_LABELS, Records
 from fastdp.methods.ewft.settings import EWFTSettings, kind
-from fastdp.methods.public import describe_origin
+from fastdp.methods.public import PublicText, describe_origin
 from fastdp.ops.grid import DISTANCE
 
 _UNCHECKED = (
@@ -38,9 +40,11 @@ class EWFT(LayerReleases):
     its decoder too, and keep `state_dict` beside the model. A saved model without its EWFT perturbs nothing.
 
     Args:
-        model: of a stock architecture (`fastdp.methods.blocks`), with any head; PEFT wrappers may be around it.
-        settings: of the perturbation; see `EWFTSettings` for each: ``layer``, ``noise``, ``sequence_length`` and
-            ``dataset_size`` are needed.
+        model: of any architecture, with any head; PEFT wrappers may be around it. What precedes the layer is frozen.
+        layer: ``embeddings`` (0), the number of a block counted from 1, or ``output``; or a module of the model, or its dotted
+            name. In an architecture that `fastdp.methods.blocks` does not know, it is a module, and needs ``lengths="public"``.
+        noise, sequence_length, dataset_size, max_norm, autoencoder, bottom, lengths, joint_autoencoder, unchecked_records,
+            secure_rounding, public_texts: as in `EWFTSettings`.
         output_dir: where the ledger is kept; None keeps it in memory.
         resume: go on with the ledger in ``output_dir``, with the same arguments.
         unsafe_seed: noise that whoever knows the seed can repeat: for tests, and the card says so.
@@ -60,19 +64,45 @@ class EWFT(LayerReleases):
         self,
         model: nn.Module,
         *,
+        layer: Layer,
+        noise: NoiseSchedule,
+        sequence_length: int,
+        dataset_size: int,
+        max_norm: float = 1.0,
+        autoencoder: Sequence[int] | StackedAutoencoder | None = (64,),
+        bottom: str = "frozen",
+        lengths: str = "hidden",
+        joint_autoencoder: bool = False,
+        unchecked_records: bool = False,
+        secure_rounding: bool = True,
+        public_texts: Sequence[PublicText] = (),
         output_dir: str | os.PathLike[str] | None = None,
         resume: bool = False,
         unsafe_seed: int | None = None,
-        **settings: Any,
     ):
-        self.settings = EWFTSettings(**settings)
+        self.settings = EWFTSettings(
+            layer=layer_name(model, layer),
+            noise=noise,
+            sequence_length=sequence_length,
+            dataset_size=dataset_size,
+            max_norm=max_norm,
+            autoencoder=autoencoder,
+            bottom=bottom,
+            lengths=lengths,
+            joint_autoencoder=joint_autoencoder,
+            unchecked_records=unchecked_records,
+            secure_rounding=secure_rounding,
+            public_texts=public_texts,
+        )
         super().__init__(model, self.settings, unsafe_seed)
-        self.noise, self.noise_multiplier = self.settings.noise, self.settings.noise.ratios[-1]
+        self.noise, self.noise_multiplier = noise, noise.ratios[-1]
         self.autoencoder = self._autoencoder()
         self.ledger = self.settings.ledger(output_dir, resume)
         self.epoch: int | None = None
         self._records = Records(self.settings.dataset_size, self.settings.unchecked_records)
         self._sealed = False
+        #: Numbers that are released of a sequence.
+        self._numbers = 0
         if self.autoencoder is not None:
             self.autoencoder.encoder.requires_grad_(self.settings.joint_autoencoder)
         self.perturbed.attach(freeze=self.settings.bottom == "frozen")
@@ -81,6 +111,8 @@ class EWFT(LayerReleases):
         given = self.settings.autoencoder
         if given is None:
             return None
+        if isinstance(given, StackedAutoencoder) and not self.blocks.known:
+            return given.to(next(self.blocks.base.parameters()).device)
         width = self.blocks.hidden_size
         made = given if isinstance(given, StackedAutoencoder) else StackedAutoencoder(width, given)
         if made.width != width:
@@ -208,6 +240,7 @@ class EWFT(LayerReleases):
 
     def _noised(self, code: Tensor, ratio: float) -> Tensor:
         std = ratio * self.settings.max_norm
+        self._numbers = code[0].numel() if len(code) else self._numbers
         return ops.clip_noise(
             code, self.settings.max_norm, std, self.stream, secure_rounding=self.settings.secure_rounding
         )
@@ -246,11 +279,6 @@ class EWFT(LayerReleases):
         return accounting.Gaussian(
             "one user's sequence", "replace_one", self.event(), noise.delta, noise.target_epsilon
         )
-
-    @property
-    def _width(self) -> int:
-        """Numbers that are released of each token."""
-        return self.blocks.hidden_size if self.autoencoder is None else self.autoencoder.sizes[-1]
 
     def in_words(self) -> str:
         """The figure with its unit, or why there is none."""
@@ -301,7 +329,7 @@ class EWFT(LayerReleases):
             ),
             model=self.described() | {"bottom": self.settings.bottom},
             flaws=self.flaws(),
-            remaining=[accounting.rounded_to_grid(DISTANCE * self._width * self.settings.sequence_length * spent)]
+            remaining=[accounting.rounded_to_grid(DISTANCE * self._numbers * spent)]
             if self.settings.secure_rounding
             else [],
             assumptions=(*((_UNCHECKED,) if self.settings.unchecked_records else ()), *self.assumptions()),

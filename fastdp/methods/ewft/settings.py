@@ -10,6 +10,7 @@ from typing import Any
 
 import fastdp.accounting as accounting
 from fastdp.accounting.ledger import STEP
+from fastdp.methods.blocks import Layer
 from fastdp.methods.ewft.autoencoder import StackedAutoencoder
 from fastdp.methods.ewft.noise import NoiseSchedule
 from fastdp.methods.public import PublicText
@@ -29,7 +30,7 @@ class NoisePlace:
     Raises ValueError for values out of range.
     """
 
-    layer: int | str
+    layer: Layer
     sequence_length: int
     dataset_size: int
     lengths: str = "hidden"
@@ -48,7 +49,8 @@ class EWFTSettings(NoisePlace):
     """Settings of `EWFT`, all public.
 
     Args:
-        layer: ``embeddings`` (0), the number of a block counted from 1, or ``output``.
+        layer: ``embeddings`` (0), the number of a block counted from 1, or ``output``; or the dotted name of such a module.
+            In an architecture that is not known, the dotted name of a module that every path goes through.
         noise: a `NoiseSchedule`, such as ``ewft.release_once(epsilon, delta)`` or ``ewft.dp_forward(...)``.
         sequence_length: tokens of every padded sequence. Batches of another length are refused: a length that follows the
             text gives it away.

@@ -133,6 +133,10 @@ class DPFrost(Options):
     def _private(self) -> bool:
         return self.choose_by == "magnitudes"
 
+    @property
+    def takes_losses(self) -> bool:
+        return self._private
+
     def budget(self, plan: Plan) -> Budget:
         """ComputeSigma with the run's own number of steps, and K T selection releases.
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastdp.calls.batches import accepted
 from fastdp.engine.axes import RankOne
 from fastdp.engine.boundary import find_loss
 
@@ -55,7 +56,8 @@ def second_moments(model: torch.nn.Module, batches: Iterable[Mapping[str, Any]])
     squares = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in trained.items()}
     count = 0
     for batch in batches:
-        loss = find_loss(model(**batch))
+        args, kwargs = accepted(model, batch)
+        loss = find_loss(model(*args, **kwargs))
         if loss is None:
             raise ValueError("the model returned no loss: sizes of gradients need batches with labels")
         found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)

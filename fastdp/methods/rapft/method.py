@@ -6,7 +6,7 @@ language models" (IEEE TIFS 2025), algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,10 +22,10 @@ from fastdp.methods.rapft.allocation import (
     masked_policy,
     printed_noise_multiplier,
 )
-from fastdp.methods.rapft.axes import axes_of, join_axes, rank_one
+from fastdp.methods.rapft.axes import axes_of, join_axes, rank_one, second_moments
 from fastdp.methods.rapft.initialisation import Initialisation
 from fastdp.methods.rapft.masks import RANKINGS, check_irrelevance_ratio, check_strong, weak_masks
-from fastdp.methods.rapft.relevance import Propagator, require_values
+from fastdp.methods.rapft.relevance import Propagator, first_row, require_values
 from fastdp.methods.rapft.rules import Propagation
 from fastdp.methods.rapft.sources import NoisyMap, PrivateSubset, PublicGradients, PublicMap
 from fastdp.methods.removed import replace_removed
@@ -137,6 +137,15 @@ class RapFT(Options):
         if self.mode == "paper":
             multiplier = effective_noise_multiplier(multiplier, self.irrelevance_ratio)
         return Budget(multiplier, side)
+
+    def try_passes(self, moment: Moment, one: Callable[[], Any]) -> None:
+        """The source's pass on one public row, or on one example."""
+        batch = self.source.batches[0] if isinstance(self.source, (PublicMap, PublicGradients)) else one()
+        row = first_row(batch)
+        if isinstance(self.source, PublicGradients):
+            second_moments(moment.model, [row])
+        else:
+            Propagator(moment.model, moment.parameters, self.propagation, self.initialisation).total(row)
 
     def prepare(self, preparation: Preparation) -> None:
         """Release a map of relevance, if the mask comes from private examples."""

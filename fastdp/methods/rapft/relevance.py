@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 import fastdp.distributed.pieces as pieces
 import fastdp.ops as ops
-from fastdp.calls.batches import as_long_as, take_rows, tensors
+from fastdp.calls.batches import accepted, as_long_as, take_rows, tensors
 from fastdp.calls.modes import in_mode
 from fastdp.distributed.shards import UnshardedParameters
 from fastdp.engine.errors import UnsupportedUse
@@ -165,8 +166,9 @@ class Propagator:
         device = next(iter(self.parameters.values())).device
         inputs = {key: value.to(device) for key, value in batch.items() if isinstance(value, torch.Tensor)}
         labels = inputs.get("labels")
-        if not getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
+        if not self._takes_labels():
             inputs.pop("labels", None)
+        inputs = accepted(self.model, inputs)[1]
         layout = ticket.layout(device)
         context = Context(self.propagation, ticket.rows, audit)
         with (
@@ -187,9 +189,7 @@ class Propagator:
         flowing = {k: begin(v.detach(), context) if v.is_floating_point() else v for k, v in inputs.items()}
         with RelevanceMode(reads, tap, context):
             output = self._forward(**flowing)
-        logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-        if logits is None:
-            raise ValueError("relevance starts at a model's logits, and this model returns none")
+        logits = _logits_of(output)
         if logits.dim() == 2:
             relevance = one_hot(logits.detach(), labels)
         else:
@@ -241,6 +241,14 @@ class Propagator:
         layout.meetings = self._meetings
         return self._reads
 
+    def _takes_labels(self) -> bool:
+        """Whether the model must be given labels: as an encoder's decoder is, or where its forward requires them."""
+        wrapped: Any = self.model
+        module = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
+        argument = inspect.signature(module.forward).parameters.get("labels")
+        required = argument is not None and argument.default is inspect.Parameter.empty
+        return required or bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
+
     def _counted(self, logits: torch.Tensor, labels: Any, mask: Any) -> torch.Tensor:
         """Which positions ``[B, T]`` are explained: those that predict a labelled token, or else a token at all."""
         # Soft prompts put positions of their own in front.
@@ -272,6 +280,23 @@ def require_values(parameters: Mapping[str, torch.nn.Parameter]) -> None:
                 f"{name} is zero throughout, as LoRA's B and an adapter's last matrix are at first, and a zero has no "
                 "relevance: set map_after to some private steps, or call methods.rapft.warm_up with public data first"
             )
+
+
+def first_row(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A batch of the first example of another."""
+    return take_rows(batch, torch.arange(1), as_long_as(batch, _rows(batch)))
+
+
+def _logits_of(output: Any) -> torch.Tensor:
+    """The logits in what a model returned: by that name, itself, or the first tensor ``[B, ..., classes]`` of a tuple."""
+    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(output, (torch.Tensor, tuple, list)) and named is None:
+        named = next((t for t in tensors(output) if t.dim() > 1 and t.is_floating_point()), None)
+    if named is None:
+        raise ValueError(
+            "relevance starts at a model's logits, and this model returns none: let forward() return 'logits'"
+        )
+    return named
 
 
 def _rows(batch: Mapping[str, Any]) -> int:

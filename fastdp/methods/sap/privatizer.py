@@ -173,23 +173,23 @@ class TextPrivatizer(Releases):
         self.tokenizer, self.cti, self.special, self.unknown = tokenizer, cti, special, unknown
         table = table_of(table_or_model)
         self._unknown_id = unknown_id_of(tokenizer) if unknown_id is None else unknown_id
-        self._kept = kept_tokens(table.shape[0], tokenizer, special, special_ids, self._unknown_id)
-        self._decodable = decodable_ids(table.shape[0], tokenizer)
+        self._kept = kept_tokens(table.shape[0], tokenizer, special, special_ids, self._unknown_id).to(table.device)
+        self._decodable = decodable_ids(table.shape[0], tokenizer).to(table.device)
         drawn = ~self._kept & self._decodable
         if tokenizer is not None and special == "keep":
             drawn[[token for token in tokenizer.all_special_ids if token != self._unknown_id]] = False
         self._ids = drawn.nonzero().flatten()
-        self._row_of = torch.full((table.shape[0],), -1, dtype=torch.int64)
-        self._row_of[self._ids] = torch.arange(len(self._ids))
+        self._row_of = torch.full((table.shape[0],), -1, dtype=torch.int64, device=table.device)
+        self._row_of[self._ids] = torch.arange(len(self._ids), device=table.device)
         self._rows = table[self._ids].contiguous()
-        # What counts and maps tokens stays beside the texts; the table, which every draw reads whole, stays where it is.
+        # What maps tokens is where the table is, so that ids which are there too never leave that device.
         self._table = table
         if len(self._rows) < 2:
             raise ValueError("fewer than two tokens are left to draw from: nothing would be hidden")
         check_rows(self._rows, self._ids, "merge" if self.mechanism == "quotient" else own.duplicates)
         if cti is not None and cti.importance.shape[1] != table.shape[0]:
             raise ValueError(f"cti tells of {cti.importance.shape[1]} tokens, the table has {table.shape[0]}")
-        self._quotient = _quotient(cti, drawn, own.epsilon)
+        self._quotient = _quotient(cti, drawn.cpu(), own.epsilon)
         self.stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
         self.tokens_released, self.tokens_kept = 0, 0
         self._nats: float | None = None
@@ -276,15 +276,16 @@ class TextPrivatizer(Releases):
         if labels is not None and len(labels) != len(rows):
             raise ValueError(f"{len(labels)} labels for {len(rows)} texts: give one for each")
         tokens = [token for row in rows for token in row]
-        flat = torch.tensor(tokens) if tokens else torch.empty(0, dtype=torch.int64)
+        device = self._table.device
+        flat = torch.tensor(tokens, device=device) if tokens else torch.empty(0, dtype=torch.int64, device=device)
         spread = None if labels is None else [label for label, n in zip(labels, lengths) for _ in range(n)]
-        marks = None if added is None else torch.tensor([bool(mark) for row in added for mark in row], dtype=torch.bool)
+        marks = None if added is None else torch.tensor([bool(mark) for row in added for mark in row], device=device)
         private = self._privatize(flat, spread, marks).tolist()
         ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()
         return [private[end - n : end] for end, n in zip(ends, lengths)]
 
     def _tensor(self, ids: Tensor, labels: Any, mask: Tensor | None, added: Any) -> Tensor:
-        flat = ids.reshape(-1).cpu()
+        flat = ids.reshape(-1).to(self._table.device)
         spread = None
         if labels is not None:
             given = torch.as_tensor(labels).reshape(-1)
@@ -294,7 +295,7 @@ class TextPrivatizer(Releases):
             spread = given.reshape(shape).expand(ids.shape).reshape(-1).tolist()
         marks = None
         if added is not None:
-            marks = torch.as_tensor(added).cpu().bool()
+            marks = torch.as_tensor(added).to(flat.device).bool()
             if marks.shape != ids.shape:
                 raise ValueError(f"special_tokens_mask has shape {list(marks.shape)}, the ids {list(ids.shape)}")
             marks = marks.reshape(-1)
@@ -302,7 +303,7 @@ class TextPrivatizer(Releases):
             return self._privatize(flat, spread, marks).reshape(ids.shape).to(ids.device)
         if mask.shape != ids.shape:
             raise ValueError(f"attention_mask has shape {list(mask.shape)}, the ids {list(ids.shape)}")
-        real = mask.reshape(-1).cpu() != 0
+        real = mask.reshape(-1).to(flat.device) != 0
         chosen = None if spread is None else [label for label, use in zip(spread, real.tolist()) if use]
         result = flat.clone()
         result[real] = self._privatize(flat[real], chosen, None if marks is None else marks[real])
@@ -327,7 +328,8 @@ class TextPrivatizer(Releases):
         if labels is None or self.cti is None or self._quotient is not None:
             result[moved] = self._replaced(ids[moved], None)
         else:
-            wanted = torch.tensor([-1 if label is None else int(label) for label in labels])[moved]
+            classes = [-1 if label is None else int(label) for label in labels]
+            wanted = torch.tensor(classes, device=ids.device)[moved]
             given = ids[moved]
             drawn = torch.empty_like(given)
             for label in wanted.unique().tolist():
@@ -341,7 +343,8 @@ class TextPrivatizer(Releases):
     def _replaced(self, ids: Tensor, label: int | None) -> Tensor:
         """A draw for each id."""
         if self._quotient is not None:
-            return self._quotient.draw(ids, self.stream)
+            # Its answers are drawn by the processor: a few numbers from a table of its own.
+            return self._quotient.draw(ids.cpu(), self.stream).to(ids.device)
         return self._ids[self._draw(self._rows_for(ids), label)]
 
     def _rows_for(self, ids: Tensor) -> Tensor:
@@ -352,7 +355,7 @@ class TextPrivatizer(Releases):
                 "a token id has a row in the table but is not in the tokenizer's vocabulary: encode with this tokenizer"
             )
         if len(missing):
-            self._row_of[missing] = ops.snap(self._table[missing].nan_to_num(), self._rows).to(self._row_of.device)
+            self._row_of[missing] = ops.snap(self._table[missing].nan_to_num(), self._rows)
         return self._row_of[ids]
 
     @property
@@ -377,7 +380,7 @@ class TextPrivatizer(Releases):
         return _stretched(self._rows, self._per_row(cti.eta_of(label, self._eta))), 0.5, {}
 
     def _per_row(self, value: Tensor) -> Tensor:
-        return value[self._ids]
+        return value.to(self._ids.device)[self._ids]
 
     def displacement(self, tokens: int = 2000) -> Displacement:
         """Share left unchanged and mean displacement, tried on tokens spread evenly over the public vocabulary.
@@ -391,9 +394,8 @@ class TextPrivatizer(Releases):
         kept = self._kept[tried]
         drawn = tried.clone()
         drawn[~kept] = self._replaced(tried[~kept], None)
-        moved = torch.zeros(len(tried), dtype=torch.float64)
-        apart = (self._table[drawn[~kept]].double() - self._table[tried[~kept]].double()).norm(dim=1)
-        moved[~kept] = apart.to(moved.device)
+        moved = torch.zeros(len(tried), dtype=torch.float64, device=tried.device)
+        moved[~kept] = (self._table[drawn[~kept]].double() - self._table[tried[~kept]].double()).norm(dim=1)
         return Displacement(self.eta, float((drawn == tried).double().mean()), float(moved.mean()), len(tried))
 
     def log_probabilities(self, token: int, label: int | None = None) -> Tensor:
@@ -408,7 +410,7 @@ class TextPrivatizer(Releases):
         table, scale, extra = self._law(label)
         law = ops.choice_log_probabilities(int(self._row_of[token]), table, scale, **extra)
         result = torch.full((len(self._row_of),), -torch.inf, dtype=torch.float64)
-        result[self._ids] = law.to(result.device)
+        result[self._ids.cpu()] = law.cpu()
         return result
 
     def digest(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastdp.methods.blocks import Blocks, find_blocks
+from fastdp.methods.blocks import Blocks, Layer, find_blocks
 
 
 class Passed(nn.Module):
@@ -67,7 +67,7 @@ class Bottom(nn.Module):
         return self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs).last_hidden_state
 
 
-def split_model(model: nn.Module, after: int = 0, *, trainable_bottom: bool = False) -> tuple[Bottom, nn.Module]:
+def split_model(model: nn.Module, after: Layer = 0, *, trainable_bottom: bool = False) -> tuple[Bottom, nn.Module]:
     """Bottom and top of a stock model whose blocks are known (`fastdp.methods.blocks`).
 
     The bottom is a copy, and holds the embeddings and the first ``after`` blocks, no weight above them. The top shares
@@ -76,13 +76,16 @@ def split_model(model: nn.Module, after: int = 0, *, trainable_bottom: bool = Fa
     does. A causal classifier then reads the last position: pad on the left.
 
     Args:
-        after: blocks in the bottom; 0 cuts at the embedding output.
+        after: blocks in the bottom; 0 cuts at the embedding output. Or the last module of the bottom, or its dotted name.
         trainable_bottom: leave the bottom's gradients on. Every pass over the data is then a release of its own.
 
     Raises:
-        ValueError: for another architecture, or a number of blocks that the model does not have.
+        ValueError: for another architecture, a number of blocks that the model does not have, or a module between blocks.
     """
     blocks = find_blocks(model)
+    if isinstance(after, (str, nn.Module)):
+        after = blocks.number(after)
+        after = 0 if after == "embeddings" else after
     if isinstance(after, bool) or not isinstance(after, int) or not 0 <= after <= len(blocks.blocks):
         raise ValueError(f"after is {after!r}: the model has 0 to {len(blocks.blocks)} blocks to split after")
     bottom = _bottom(blocks, after)

@@ -3,15 +3,19 @@
 The statistical test fails by chance in fewer than one run in 10^8.
 """
 
+import dataclasses
+import inspect
 import math
 
 import peft
 import pytest
 import torch
+import transformers
 
 import fastdp
 from fastdp import accounting
 from fastdp.methods import ewft
+from fastdp.methods.blocks import find_blocks
 from tests.engine.models import batch, build, task_type
 
 FAMILIES = ["bert", "roberta", "gpt2", "llama"]
@@ -546,3 +550,78 @@ def test_a_classifier_that_reads_the_last_token_needs_padding_on_the_left():
         with pytest.raises(ValueError, match="pad on the left"):
             model(input_ids=inputs["input_ids"], **mask)
     model(**{key: value.flip(1) for key, value in inputs.items()})
+
+
+@pytest.mark.parametrize(("made", "settings"), [(fastdp.EWFT, ewft.EWFTSettings), (ewft.PureEWFT, ewft.PureSettings)])
+def test_its_signature_spells_every_setting_with_type_and_default(made, settings):
+    shown = inspect.signature(made).parameters
+    assert all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in shown.values())
+    for field in dataclasses.fields(settings):
+        missing = field.default is dataclasses.MISSING
+        assert shown[field.name].default == (inspect.Parameter.empty if missing else field.default), field.name
+        assert str(shown[field.name].annotation) == str(field.type), field.name
+
+
+@pytest.mark.parametrize("layer", ["embeddings", 2, "output"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_layer_may_be_named_by_its_module_or_its_dotted_name(name, layer):
+    model = build(name)
+    module = find_blocks(model).place(layer)[1]
+    dotted = next(path for path, own in model.named_modules() if own is module)
+    for given in (module, dotted):
+        private = attach(model, layer=given)
+        assert private.settings.layer == (2 if layer == "output" and name in ("bert", "roberta") else layer)
+        private.remove()
+
+
+@pytest.mark.parametrize("layer", ["encoder.layer.0.attention", "encoder.layer.7", ""])
+def test_a_module_that_paths_pass_by_is_refused(layer):
+    with pytest.raises(ValueError, match="or the module of one of them"):
+        attach(build("bert"), layer=layer)
+
+
+def t5():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 3, "num_heads": 2}
+    return transformers.T5EncoderModel(transformers.T5Config(**sizes, dropout_rate=0.0))
+
+
+@torch.no_grad()
+def test_another_architecture_is_perturbed_at_a_module():
+    model, inputs = t5().eval(), full_batch("bert")
+    plain = model(**inputs).last_hidden_state
+    private = attach(model, layer=model.encoder.block[1], max_norm=1e6, lengths="public")
+    assert private.settings.layer == private.card()["mechanism"]["layer"] == "encoder.block.1"
+    assert torch.allclose(model(**inputs).last_hidden_state, plain, atol=1e-5)
+    frozen = private.frozen_parameters
+    assert "shared.weight" in frozen
+    assert not any(".block.2." in name or "final" in name for name in frozen)
+    private.remove()
+    noisy = ewft.release_once(8.0, DELTA)
+    private = attach(model, layer="encoder.block.1", noise=noisy, lengths="public", unsafe_seed=None)
+    assert not torch.allclose(model(**inputs).last_hidden_state, plain, atol=1e-2)
+    assert private.inference_releases == ROWS
+    private.set_epoch(1)
+    model(**inputs, example_ids=torch.arange(ROWS))
+    assert private.epsilon() == pytest.approx(8.0, abs=0.1)
+
+
+def test_another_architecture_hides_no_lengths_and_says_so():
+    with pytest.raises(ValueError, match="lengths='public'"):
+        attach(t5(), layer="encoder.block.1")
+    with pytest.raises(ValueError, match="get_submodule"):
+        attach(t5(), layer=1, lengths="public")
+
+
+@torch.no_grad()
+def test_in_another_architecture_a_path_past_the_layer_is_found():
+    model = t5()
+    private = attach(model, layer="encoder.block.1.layer.0.SelfAttention", lengths="public")
+    private.set_epoch(1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="although the layer's output was fixed"):
+            model(**full_batch("bert"), example_ids=torch.arange(ROWS))
+    private.remove()
+    private = attach(model.eval(), layer="encoder.block.1.layer.1", lengths="public")  # its residual sum is inside
+    model(**full_batch("bert"))
+    assert private.inference_releases == ROWS

@@ -252,10 +252,40 @@ def test_refuses_a_frozen_partition_given_back_to_the_optimizer() -> None:
         logical_step(private)
 
 
-def test_refuses_a_model_whose_loss_is_computed_outside() -> None:
-    private = start(loss_reduction="mean")
-    with pytest.raises(ValueError, match="leave loss_reduction out"):
-        next(iter(private.data_loader))
+def test_refuses_a_model_whose_loss_is_computed_outside_but_by_a_criterion() -> None:
+    with pytest.raises(ValueError, match="give make_private criterion="):
+        start(loss_reduction="mean")
+
+
+class Outside(Deep):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        logits: torch.Tensor = super().forward(x)["logits"]
+        return logits
+
+
+def _each(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
+
+
+def test_a_criterion_selects_what_the_models_own_loss_does() -> None:
+    within, outside = start(), start(Outside(), criterion=_each)
+    steps = 0
+    for private in (within, outside):
+        for batch in private.data_loader:
+            output = private.model(batch["x"]) if private is outside else private.model(**batch)
+            (private.loss(output, batch) if private is outside else output["loss"]).backward()
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+            steps += private.last_step_done
+    assert steps == within.total_steps  # one epoch of two, in each
+    observed = [private.outcome["observed"] for private in (within, outside)]
+    assert torch.allclose(*observed, equal_nan=True, rtol=1e-5)
+    assert torch.equal(within.outcome["iteration"], outside.outcome["iteration"])
+
+
+def test_a_criterion_that_fails_in_the_selection_is_refused_before_anything_is_released() -> None:
+    with pytest.raises(ValueError, match="on one example it raised KeyError: 'targets'"):
+        start(Outside(), criterion=lambda logits, batch: batch["targets"])
 
 
 def test_a_selection_interrupted_half_way_is_not_made_again_for_free() -> None:

@@ -441,3 +441,56 @@ def test_users_with_several_rows_are_refused():
             user_ids=[i // 2 for i in range(24)],
             max_examples_per_user=2,
         )
+
+
+class Bare(Classifier):
+    """Returns its logits alone."""
+
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        return self.logits(x)
+
+
+class Strict(Classifier):
+    """Cannot be called without labels."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x, labels)
+
+
+class Lossy(Classifier):
+    """Keeps its logits to itself."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        return {"loss": super().forward(x, labels)["loss"]}
+
+
+@pytest.mark.parametrize("source", [public(), NoisyMap(2.0, 0.5)])
+def test_logits_that_are_not_named_and_labels_that_are_required_give_the_same_relevance(source: Any) -> None:
+    batch = collate(examples(6, 9))
+    expected, maps = None, []
+    for model in (Classifier(), Bare(), Strict()):
+        maps.append(Propagator(model, dict(model.named_parameters())).total(batch))
+        criterion = _rows if isinstance(model, Bare) else None
+        private = start(model, method=RapFT(source), criterion=criterion, noise_multiplier=1.0, target_delta=1e-3)
+        next(iter(private.data_loader))
+        expected = private.outcome if expected is None else expected
+        assert all(torch.equal(private.outcome[name], expected[name]) for name in expected)
+    assert all(torch.equal(maps[0][name], other[name]) for other in maps[1:] for name in maps[0])
+
+
+def _rows(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("source", [public(), NoisyMap(2.0, 0.5)])
+def test_a_model_without_logits_is_refused_when_it_is_made_private(source: Any, after: int) -> None:
+    with pytest.raises(ValueError, match=r"let forward\(\) return 'logits'"):
+        start(Lossy(), method=RapFT(source, map_after=after), noise_multiplier=1.0, target_delta=1e-3)
+
+
+def test_public_gradients_without_a_loss_are_refused_when_the_model_is_made_private() -> None:
+    source = PublicGradients(public().batches)
+    method = RapFT(source, allocation="axes", map_after=2)
+    with pytest.raises(ValueError, match="the model returned no loss"):
+        start(Bare(), method=method, criterion=_rows, noise_multiplier=1.0, target_delta=1e-3)
