@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from fastdp.calls.batches import Call, Path, as_long_as, leaves, take_rows, tensors
 from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state, seed_everything
-from fastdp.engine.errors import Differentiates, UnsupportedUse, Untraceable
+from fastdp.engine.errors import Differentiates, FlatBags, UnsupportedUse, Untraceable
 from fastdp.engine.follow import Follow
 from fastdp.engine.intercept import OPERATIONS, operand
 from fastdp.engine.logits import Logits, Source
@@ -240,7 +240,7 @@ class _Recorder(Follow):
         if func in (torch.autograd.grad, torch.Tensor.backward):
             raise Differentiates("the model differentiates inside its own forward pass")
         if func is F.embedding_bag and given[0] not in self.data and any(t in self.data for t in given[2:]):
-            raise Untraceable(
+            raise FlatBags(
                 f"{self.names.get(id(given[1]), 'an embedding bag')}: flat ids beside offsets cannot be cut into rows; pad ids "
                 "to [rows, tokens] and set padding_idx"
             )
