@@ -38,6 +38,17 @@ class _CaptureOrder:
         return record
 
 
+class _Unfrozen:
+    """Let captures of parameters that were frozen later on go by."""
+
+    def __init__(self, sink: Sink):
+        self._sink = sink
+
+    def __getattr__(self, kind: str) -> Callable[..., None]:
+        take = getattr(self._sink, kind)
+        return lambda parameter, *captured: take(parameter, *captured) if parameter.requires_grad else None
+
+
 class Accumulator(Sums):
     """Clipped sums of one logical batch, float32, and what may be said about how they came about.
 
@@ -158,6 +169,8 @@ class Accumulator(Sums):
         """The sink, or one before it that divides by the policy's axes."""
         for name, axes in self.policy.axes.items():
             axes.check(name, self.parameters[name].shape)
+        if not all(parameter.requires_grad for parameter in self.parameters.values()):
+            sink = _Unfrozen(sink)
         return Scaled(sink, self.policy.axes, self.names) if self.policy.axes else sink
 
     def add_unit(self, instances: Mapping[str, torch.Tensor], weight: torch.Tensor) -> None:

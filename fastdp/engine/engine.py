@@ -169,7 +169,7 @@ class Engine(Passes):
             replayed = self.graphs.forward(call, ticket, self._backward)
             if replayed is not None:
                 return replayed[0]
-        with self.checks.watching() if self.route != ORDINARY else nullcontext():
+        with self._watched():
             verify = first or self.backwards == 0
             try:
                 try:
@@ -187,6 +187,9 @@ class Engine(Passes):
                     raise
                 self.fall_back(str(error), ticket)
                 return self.run_forward(call, ticket, verify=True, enter=self._backward)[0]
+
+    def _watched(self) -> AbstractContextManager[None]:
+        return self.checks.watching() if self.route != ORDINARY else nullcontext()
 
     def _looked_forward(self, call: Call, ticket: Ticket, *, verify: bool, apart: bool, explained: bool = False) -> Any:
         output, waiting = self.run_forward(call, ticket, verify=verify, enter=self._backward)
@@ -216,7 +219,7 @@ class Engine(Passes):
         self.drop_zero_gradients()
         self.refuse_foreign_gradients("before the backward pass")
         self.broken = True
-        with put_off():
+        with put_off(), self._watched():
             if waiting.ticket.probe is None:
                 self.differentiate(waiting, upstream)
             else:

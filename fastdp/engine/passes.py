@@ -216,7 +216,10 @@ class Passes:
     def plain_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward pass, with nothing intercepted but the logits of heads, left out."""
         with self.reads.heads.open():
-            return self.forwards.root.plain(*args, **kwargs)
+            return self._with_rows(self.forwards.root.plain(*args, **kwargs))
+
+    def _with_rows(self, output: Any) -> Any:
+        return output if self.returns_loss or self.trace is None else self.trace.with_rows(output)
 
     def take_uses(self) -> None:
         """Go on by the route of uses, as the trace knows them."""
@@ -434,6 +437,7 @@ class Passes:
             self.reads.tap = None
             self.reads.heads.close()
         if not self.returns_loss:
+            output = self._with_rows(output)
             return output, outer(output), terms
         total = require_loss(output)
         tap.shapes |= {("a loss function", (count,)) for count in terms.tokens}

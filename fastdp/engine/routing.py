@@ -12,7 +12,15 @@ import torch
 from fastdp.calls.batches import Call, as_long_as
 from fastdp.calls.modes import refuse_mixing
 from fastdp.distributed.ranks import RankLost, Ranks
-from fastdp.engine.errors import Differentiates, OwnLoss, SelfCheckError, UnsupportedUse, Untraceable, first_line
+from fastdp.engine.errors import (
+    Differentiates,
+    FlatBags,
+    OwnLoss,
+    SelfCheckError,
+    UnsupportedUse,
+    Untraceable,
+    first_line,
+)
 from fastdp.engine.known import TraceCache
 from fastdp.engine.layout import Ticket
 from fastdp.engine.passes import ORDINARY, USES, Pass, Passes
@@ -50,13 +58,15 @@ class Routing:
             return False
         first = passes.route is None
         due = not first and self.due(call, ticket)
-        looked = passes.weights.anyone(first or due or self.known.new(passes.trace, call, ticket.rows))
+        new = not (first or passes.recollates) and self.known.new(passes.trace, call, ticket.rows)
+        looked = passes.weights.anyone(first or due or new)
         if looked:
             with passes.weights.apart():
                 if first:
                     self._open(call, _weighted(ticket))
                 else:
-                    self.known.add(passes.trace, call, ticket.rows)
+                    if new:
+                        self.known.add(passes.trace, call, ticket.rows)
                     if due:
                         self.verify_later(call, _weighted(ticket))
         self.verify_loop(call, ticket)
@@ -175,14 +185,18 @@ class Routing:
         """
         try:
             return self._tracer.trace(self.passes.forwards.root.original, call, ticket.rows)
-        except (Untraceable, torch.OutOfMemoryError):
+        except torch.OutOfMemoryError:
             raise
         except Exception as error:
+            alone = ticket.source is not None and ticket.source.sources(call) is not None
+            known = isinstance(error, Untraceable) and not (alone and isinstance(error, FlatBags))
             # Other ranks would not follow where weights are in pieces.
-            if self.passes.weights.cut:
+            if known or self.passes.weights.cut:
                 raise
             reason = str(error)
-            if not isinstance(error, Differentiates):
+            if isinstance(error, FlatBags):
+                self.passes.recollates = True
+            elif not isinstance(error, Differentiates):
                 try:
                     with torch.no_grad():
                         self.passes.plain_forward(*call[0], **call[1])
@@ -192,7 +206,7 @@ class Routing:
                         self.passes.run_rows(call, ticket)
                     raise error from None
                 reason = f"the model fails on some rows of a batch: {first_line(error)}"
-                self.passes.recollates = ticket.source is not None and ticket.source.sources(call) is not None
+                self.passes.recollates = alone
             carriers = as_long_as(call, ticket.rows)
             return Trace([], carriers, carriers, {}, {}, [], mapped=False, conflict=reason)
 

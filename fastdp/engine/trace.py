@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fastdp.calls.batches import Call, Path, as_long_as, leaves, take_rows, tensors
+from fastdp.calls.batches import Call, Path, as_long_as, leaves, map_leaves, take_rows, tensors
 from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state, seed_everything
-from fastdp.engine.errors import Differentiates, UnsupportedUse, Untraceable
+from fastdp.engine.errors import Differentiates, FlatBags, UnsupportedUse, Untraceable
 from fastdp.engine.follow import Follow
 from fastdp.engine.intercept import OPERATIONS, operand
 from fastdp.engine.logits import Logits, Source
@@ -79,6 +79,16 @@ class Trace:
     draws: bool = False
     #: Lines of code that select by the data's values what a loss sees, and of such losses.
     selections: set[Any] = field(default_factory=set)
+    #: The dimensions of outputs whose first axis holds the rows.
+    outputs: dict[Path, int] = field(default_factory=dict)
+
+    def with_rows(self, output: Any) -> Any:
+        """The output with its axes of rows, of which squeeze() leaves out that of one row."""
+        return map_leaves(output, lambda path, t: t.unsqueeze(0) if t.dim() < self.outputs.get(path, 0) else t)
+
+    def row_outputs(self, output: Any) -> list[torch.Tensor]:
+        """The floating-point outputs whose first axis holds the rows."""
+        return [t for path, t in leaves(output) if path in self.outputs and t.is_floating_point()]
 
     def require_same(self, latest: Trace) -> None:
         """Raise `UnsupportedUse` where a later trace says otherwise, or that the data chose what they had not."""
@@ -181,6 +191,8 @@ class _Recorder(Follow):
         self.selections: set[Any] = set()
         #: Whether the pass drew random numbers.
         self.draws = False
+        #: The shapes of outputs.
+        self.outputs: dict[Path, torch.Size] = {}
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         assert self.vocabulary is not None
@@ -240,7 +252,7 @@ class _Recorder(Follow):
         if func in (torch.autograd.grad, torch.Tensor.backward):
             raise Differentiates("the model differentiates inside its own forward pass")
         if func is F.embedding_bag and given[0] not in self.data and any(t in self.data for t in given[2:]):
-            raise Untraceable(
+            raise FlatBags(
                 f"{self.names.get(id(given[1]), 'an embedding bag')}: flat ids beside offsets cannot be cut into rows; pad ids "
                 "to [rows, tokens] and set padding_idx"
             )
@@ -381,7 +393,8 @@ class Tracer:
                 before = rng_state()
                 # Masks, which are larger for more rows, would move what is drawn behind them.
                 with recorder, DropoutDisabled():
-                    forward(*call[0], **call[1])
+                    output = forward(*call[0], **call[1])
+                recorder.outputs = {path: t.shape for path, t in leaves(output)}
                 recorder.draws = rng_state() != before
         finally:
             for handle in handles:
@@ -425,6 +438,8 @@ def _compare(
     found = Trace(reads, frozenset(), carriers, carries, met, unread, mapped, selects, conflict, uses)
     found.heads = _heads(two, three)
     found.pair = _sight(two) if counts[0] == 2 else ()
+    pairs = ((path, a, three.outputs.get(path, ())) for path, a in two.outputs.items())
+    found.outputs = {path: len(a) for path, a, b in pairs if a and b and (a[0], b[0]) == counts}
     found.draws, found.selections = two.draws, two.selections | three.selections
     return found
 

@@ -114,11 +114,14 @@ class Release:
     ) -> None:
         """Record, add noise and set `.grad`, rounded to the parameter's dtype only after the noise is in.
 
+        Parameters that were frozen later on get no gradient: their sums are let go of.
         ``update`` takes the parameters it can; their `.grad` stays None. ``sums`` is emptied: each other buffer becomes a
         gradient, or a copy of those ``lent`` does, which are to be written to again, without noise.
         """
         self.ledger.record(kind)
-        names = list(self.parameters) if update is None else self._left(sums, policy, update)
+        names = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
+        if update is not None:
+            names = self._left(names, sums, policy, update)
         totals = dict(zip(names, self._totals(names, sums)))
         totals |= {name: totals[name].clone() for name in names if name in lent}
         self._add_noise(totals, policy)
@@ -130,6 +133,7 @@ class Release:
                 axes.along(total, pieces.part(axes.rows, parameter) / self.expected_batch_size)
             total = total.to(parameter.dtype)
             parameter.grad = pieces.from_piece(total, parameter) if name in self._cut else total
+        sums.clear()
         self._count += 1
 
     def _totals(self, names: Sequence[str], sums: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -141,10 +145,10 @@ class Release:
             for name, total in zip(names, map(sums.pop, names, itertools.repeat(None)))
         ]
 
-    def _left(self, sums: dict[str, torch.Tensor], policy: Policy, update: Update) -> list[str]:
+    def _left(self, every: Sequence[str], sums: dict[str, torch.Tensor], policy: Policy, update: Update) -> list[str]:
         """Names of the parameters that an optimizer's own step leaves to us; the sums of others are gone."""
         apart = self._cut | policy.masks.keys()
-        names = [name for name in self.parameters if name not in apart] if apart else [*self.parameters]
+        names = [name for name in every if name not in apart]
         parameters = [self.parameters[name] for name in names]
         totals = self._totals(names, sums)
         stds, groups = policy.stds or (0.0,), map(policy.group_of.get, names, itertools.repeat(0))
@@ -162,7 +166,7 @@ class Release:
             secure_rounding=self.secure_rounding,
         )
         sums.update({names[at]: totals[at] for at in left})
-        return [name for name in self.parameters if name in apart] + [names[at] for at in left]
+        return [name for name in every if name in apart] + [names[at] for at in left]
 
     def _add_noise(self, totals: Mapping[str, torch.Tensor], policy: Policy) -> None:
         """Add each total's noise."""

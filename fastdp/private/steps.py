@@ -22,8 +22,9 @@ from fastdp.private.plan import Plan
 from fastdp.private.schedules import count_update, follow_releases, forget_releases
 from fastdp.private.stages import Stages
 from fastdp.verify import Checks
+from fastdp.verify.state import UNDECLARED
 
-_TRAINS, _GRADIENT = map(operator.attrgetter, ("requires_grad", "grad"))
+_GRADIENT = operator.attrgetter("grad")
 #: Under this name the ledger keeps that steps were released without checks of the model.
 UNCHECKED = "unchecked rows"
 _EVALUATES = (
@@ -191,6 +192,7 @@ class Steps:
             "the clipping": repr((policy.bounds, policy.stds)),
             "a mask": [writes(mask) for mask in policy.masks.values()],
             f"what {self._stages.method.mechanism} chose": self._stages.chosen,
+            "a frozen parameter": [p.requires_grad for p in self._stages.engine.parameters.values()],
         }
 
     def _require_noise(self, policy: Policy) -> None:
@@ -217,7 +219,7 @@ class Steps:
         """Until a release, every gradient the optimizer would apply is None; one that is not has not been clipped."""
         trained, selects = set(map(id, self._stages.engine.parameters.values())), self._stages.method.selects
         every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if trained.issuperset(map(id, every)) and all(map(_TRAINS, every)) and {None}.issuperset(map(_GRADIENT, every)):
+        if trained.issuperset(map(id, every)) and {None}.issuperset(map(_GRADIENT, every)):
             return
         for parameter in every:
             known = id(parameter) in trained
@@ -226,15 +228,12 @@ class Steps:
                     f"{self._name(parameter)} is frozen and stands in the optimizer's groups: take it out; the method puts in "
                     "what it chooses"
                 )
-            if parameter.grad is None and parameter.requires_grad == known:
+            if parameter.grad is None and (known or not parameter.requires_grad):
                 continue
             name = self._name(parameter)
             parameter.grad = None
-            if parameter.requires_grad != known:
-                raise RuntimeError(
-                    f"{name} was frozen, unfrozen or given to the optimizer after make_private: undo that, or call "
-                    f"fastdp.detach(model) and make_private again for a further run. {self._spent()}"
-                )
+            if not known:
+                raise RuntimeError(f"{UNDECLARED.format(name)} {self._spent()}")
             raise RuntimeError(
                 f"{name} holds a gradient at step() that was not clipped: let backward() start from the model's loss alone"
             )

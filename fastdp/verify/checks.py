@@ -27,6 +27,7 @@ ISOLATED = (
     "examples are independent by construction, as each was collated and run alone (isolation='per_example'), apart from state "
     "that the data set, the collator, the loop or attributes of the model keep"
 )
+LOOP_WRITES = "frozen parameters that the loop wrote between batches follow from released weights or public values"
 #: Microbatches after which losses are compared again, and after which everything is checked again; each interval is twice the
 #: one before. A comparison takes some 40% of a step, and all checks at most three steps.
 BRIEF_AFTER, ALL_AFTER = 34, 600
@@ -66,7 +67,8 @@ class Checks(Routing):
         """Verify a batch, if it is due, before its pass."""
         if self.passes.route is None:
             # Between two stages of a method only releases may change the model.
-            self.state.begin()
+            self.state.require_parameters()
+            self.state.settle()
         self._batches += 1
         self._grew = self.enabled and self._grows(call, ticket)
         looked = super().before(call, ticket)
@@ -75,7 +77,7 @@ class Checks(Routing):
         return looked
 
     def watching(self) -> AbstractContextManager[None]:
-        """Raise `SelfCheckError` if a training forward writes a saved buffer meanwhile."""
+        """Raise `SelfCheckError` if a training pass writes a saved buffer or a frozen parameter meanwhile."""
         return self.state.forward()
 
     @contextmanager
@@ -207,7 +209,8 @@ class Checks(Routing):
 
     def sentences(self) -> list[str]:
         """What was assumed, for the card."""
-        return list(self.assumptions | dict.fromkeys([UNDECIDED] if self.loop.undecided else []))
+        found = dict.fromkeys([UNDECIDED] * self.loop.undecided + [LOOP_WRITES] * self.state.frozen_written)
+        return [*(self.assumptions | found)]
 
     def _define(self, call: Call, ticket: Ticket, *, gradients: bool) -> None:
         found = check_definition(self.passes, call, ticket, ticket.chosen_rows(), gradients=gradients)

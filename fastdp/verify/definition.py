@@ -268,11 +268,11 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
     against each other.
     """
     probe, tolerance = Probe(passes, call, ticket), rounding(passes.model)
+    calls = _Calls.of(probe, rows)
     if not passes.returns_loss:
-        args, kwargs = probe.rows(rows[:1])
+        args, kwargs = calls.alone[rows[0]]
         passes.plain_forward(*args, **kwargs)
         return
-    calls = _Calls.of(probe, rows)
     # Rows that cannot be cut from a batch are collated together.
     source = ticket.source if passes.recollates else None
     copies = partial(source.copies, call, rows[0]) if source is not None else lambda _: None

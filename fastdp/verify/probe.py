@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from fastdp.calls.batches import Call, cropped, take_rows, tensors, unpadded
+from fastdp.calls.batches import Call, cropped, take_rows, unpadded
 from fastdp.calls.modes import in_mode
 from fastdp.calls.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state
 from fastdp.engine.boundary import caught, differentiable, hooks_aside, require_loss, seeds_for
@@ -224,8 +224,8 @@ class Probe:
             return self._forward(call, layout, None, changes)
         snapshot.restore()
         if not passes.returns_loss:
-            outputs = (t for t in tensors(output) if t.is_floating_point() and t.dim() and t.shape[0] == layout.rows)
-            return RowValues([t.detach() for t in outputs]), terms, output
+            found = [] if passes.trace is None else passes.trace.row_outputs(output)
+            return RowValues([t.detach() for t in found]), terms, output
         total = require_loss(output)
         if not (passes.trace is not None and passes.trace.mapped and terms.terms):
             raise OwnLoss(terms.unmapped or "the model computes its loss without torch's loss functions")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,17 +15,20 @@ from fastdp.distributed.pieces import is_cut, writes
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.follow import DataFlow
 
-_TRAINED = operator.attrgetter("requires_grad")
+_TRAINED, _VERSION = map(operator.attrgetter, ("requires_grad", "_version"))
 #: Buffers by name, and how often each was written.
 _Buffers = dict[str, tuple[torch.Tensor, int]]
-_VERSION = operator.attrgetter("_version")
+#: Parameters, in order, how often each was written, and whether it is trained.
+_Parameters = tuple[list[Any], list[int], list[bool]]
+UNDECLARED = "{} was not trainable at make_private. Freeze it; a new run can start with it trainable, then freeze it."
 
 
 class StateCheck:
     """Detect model state that changes between releases.
 
-    Parameters may change only where `settle` is called afterwards. Buffers that a state dict saves must not change in
-    training forward passes, unless they follow from parameters alone, as those of spectral normalization do.
+    Trained parameters may change only where `settle` is called afterwards; frozen ones only between passes, as averages of
+    released weights do. Buffers that a state dict saves must not change in training passes, unless they follow from
+    parameters alone, as those of spectral normalization do.
 
     Args:
         model: whose state is checked.
@@ -40,7 +43,9 @@ class StateCheck:
         self.rewritten: frozenset[int] = frozenset()
         self._modules = list(model.named_modules())
         self._structure: list[Any] | None = None
-        self._settled: tuple[list[Any], list[int]] | None = None
+        self._settled: _Parameters | None = None
+        #: Whether a frozen parameter was written between passes.
+        self.frozen_written = False
         self._buffers: _Buffers = {}
 
     def settle(self) -> None:
@@ -48,45 +53,49 @@ class StateCheck:
         self._hold()
         self._settled, self._buffers = self._parameters(), self._saved_buffers()
 
-    def begin(self) -> None:
-        """Settle before a first batch. Raises RuntimeError if parameters were settled before and changed since."""
-        if not self.holds():
-            self.require_settled()
-        self.settle()
-
     def holds(self) -> bool:
-        """Whether parameters are those of the latest `settle`."""
-        self._hold()
-        return self._settled is None or _same(self._settled, self._parameters())
+        """Whether trained parameters are those of the latest `settle`."""
+        with suppress(RuntimeError):
+            self.require_parameters()
+            return True
+        return False
 
     def require_settled(self, trained: Mapping[str, torch.nn.Parameter] | None = None) -> None:
-        """Raise RuntimeError, naming it, if a parameter or saved buffer was written or replaced since `settle`.
+        """Raise RuntimeError, naming it, if a trained parameter or saved buffer was written or replaced since `settle`.
 
         Args:
-            trained: what is trained; another parameter that has come to be trained raises as well.
+            trained: what may be trained; another parameter that has come to be trained raises as well.
         """
+        self.require_parameters(None if trained is None else trained.values())
+        self._require_buffers(_changed)
+
+    def require_parameters(self, declared: Collection[Any] | None = None) -> None:
+        """The same of parameters alone. The first time they are settled."""
+        self._hold()
         if self._settled is None:
             self.settle()
         assert self._settled is not None
-        self._hold()
-        now = self._parameters()
-        more = trained is not None and sum(map(_TRAINED, now[0])) != len(trained)
-        if more or not _same(self._settled, now):
-            known = {id(p): count for p, count in zip(*self._settled)}
-            own = None if trained is None else set(map(id, trained.values()))
-            for name, p in self.model.named_parameters():
-                if p.requires_grad and (id(p) not in known or (own is not None and id(p) not in own)):
-                    raise RuntimeError(
-                        f"{name} was unfrozen, added or replaced after make_private; call detach() and make the run private anew"
-                    )
-                if known.get(id(p), -1) != self._count(p):
-                    raise _changed(name, trained=p.requires_grad)
-        self._require_buffers(self._buffers, self._saved_buffers(), _changed)
+        before, now = self._settled, self._parameters()
+        declared = before[0] if declared is None else declared
+        alike = before[1:] == now[1:] and all(map(operator.is_, before[0], now[0]))
+        if alike and sum(now[2]) == sum(map(_TRAINED, declared)):
+            return
+        known, own = {id(p): (c, t) for p, c, t in zip(*before)}, set(map(id, declared))
+        for name, p in self.model.named_parameters():
+            if p.requires_grad and id(p) not in own:
+                raise RuntimeError(UNDECLARED.format(name))
+            count, was_trained = known.get(id(p), (-1, True))
+            if count != self._count(p):
+                if was_trained or p.requires_grad:
+                    raise _changed(name)
+                self.frozen_written = True
 
-    def _require_buffers(self, before: _Buffers, now: _Buffers, error: Callable[[str], Exception]) -> None:
+    def _require_buffers(self, error: Callable[[str], Exception]) -> None:
+        now = self._saved_buffers()
         for name, seen in now.items():
-            if name not in self.harmless and _written(before.get(name), seen):
+            if name not in self.harmless and _written(self._buffers.get(name), seen):
                 raise error(name)
+        self._buffers = now
 
     def accept_buffers(self) -> None:
         """Take buffers as they are, after a check has written and restored them."""
@@ -98,6 +107,7 @@ class StateCheck:
         for _, module in self._modules:
             now += (module.training, *module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks)
             now += map(id, module._modules.values())
+            now += [p is not None and p.requires_grad for p in module._parameters.values()]
         before, self._structure = self._structure, now
         if before is None or before == now:
             return False
@@ -106,13 +116,14 @@ class StateCheck:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Raise `SelfCheckError`, naming it, if a saved buffer is written or replaced meanwhile."""
-        before = self._saved_buffers()
-        self._require_buffers(self._buffers, before, _changed)
+        """Raise `SelfCheckError`, naming it, if a saved buffer or a frozen parameter is written meanwhile."""
+        self._require_buffers(_changed)
+        held, counts, _ = self._parameters()
         yield
-        after = self._saved_buffers()
-        self._require_buffers(before, after, _buffer_written)
-        self._buffers = after
+        self._require_buffers(_pass_writes)
+        for name, p in self.model.named_parameters() if self._counts(held) != counts else ():
+            if counts[next(i for i, q in enumerate(held) if q is p)] != self._count(p):
+                raise _pass_writes(name)
 
     @contextmanager
     def tracing(self, again: Callable[[int], DataFlow]) -> Iterator[None]:
@@ -137,18 +148,13 @@ class StateCheck:
             followed = again(data)
             # A buffer that is made of data will hold some, though its weight may still be zero.
             for name in (n for n, t in self._state(written).items() if t in followed.data):
-                raise _buffer_written(name)
+                raise _pass_writes(name)
             states.append({n: t.detach().clone() for n, t in self._state(written | parameters.keys()).items()})
         held, now = states
         for name, tensor in now.items():
             same = torch.allclose(held[name].double(), tensor.double(), rtol=1e-4, atol=1e-6)
-            if name in parameters and (not same or parameters[name].requires_grad):
-                raise SelfCheckError(
-                    f"{name} is a parameter that a training forward writes, and no noise covers it. Keep such values in a buffer "
-                    "with persistent=False; this batch was not released."
-                )
-            if not (same or name in self.harmless):
-                raise _buffer_written(name)
+            if not (same or name in self.harmless) or (name in parameters and parameters[name].requires_grad):
+                raise _pass_writes(name)
         self.harmless |= written
         self.rewritten |= {id(p) for p in parameters.values()}
 
@@ -156,13 +162,14 @@ class StateCheck:
         every = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
         return {name: tensor for name, tensor in every if name in names}
 
-    def _parameters(self) -> tuple[list[Any], list[int]]:
-        """Every parameter, in order, and how often each was written."""
+    def _parameters(self) -> _Parameters:
         held = [p for _, module in self._modules for p in module._parameters.values() if p is not None]
+        return held, self._counts(held), list(map(_TRAINED, held))
+
+    def _counts(self, held: list[Any]) -> list[int]:
         # One of each type: pieces are of a type of their own, and a step should not ask every parameter.
-        if self.rewritten or any(map(is_cut, {type(p): p for p in held}.values())):
-            return held, list(map(self._count, held))
-        return held, list(map(_VERSION, held))
+        pieces = self.rewritten or any(map(is_cut, {type(p): p for p in held}.values()))
+        return list(map(self._count if pieces else _VERSION, held))
 
     def _count(self, parameter: torch.Tensor) -> int:
         return 0 if id(parameter) in self.rewritten else writes(parameter)
@@ -178,10 +185,6 @@ class StateCheck:
         }
 
 
-def _same(one: tuple[list[Any], list[int]], other: tuple[list[Any], list[int]]) -> bool:
-    return one[1] == other[1] and len(one[0]) == len(other[0]) and all(map(operator.is_, one[0], other[0]))
-
-
 def _written(before: tuple[torch.Tensor, int] | None, after: tuple[torch.Tensor, int]) -> bool:
     """Whether a buffer was written, or replaced by one of other values: a model may be moved to another device."""
     if before is None or before[0] is after[0]:
@@ -191,16 +194,15 @@ def _written(before: tuple[torch.Tensor, int] | None, after: tuple[torch.Tensor,
     return not (same and torch.equal(old.to(new.device), new))
 
 
-def _buffer_written(name: str) -> SelfCheckError:
+def _pass_writes(name: str) -> SelfCheckError:
     return SelfCheckError(
-        f"{name} is a buffer that training forwards write, and no noise covers it. Set track_running_stats=False, or register "
-        "it with persistent=False; this batch was not released."
+        f"Training passes write {name}, and no noise covers it. Set track_running_stats=False, or use a buffer with "
+        "persistent=False; this batch was not released."
     )
 
 
-def _changed(name: str, *, trained: bool = True) -> RuntimeError:
-    way = "After loading released weights call private.load_state_dict, or detach() and make_private again."
+def _changed(name: str) -> RuntimeError:
     return RuntimeError(
-        f"{name} was changed outside of a release, so no noise covers it. "
-        + (way if trained else "Keep a teacher or averaged weights outside the model.")
+        f"{name} was changed outside of a release, so no noise covers it. After loading released weights call "
+        "private.load_state_dict, or detach() and make_private again."
     )

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, rnn
 from torch.utils.data import TensorDataset
 
 from . import kit
-from .harness import ROWS, Case, program, register_all
+from .harness import ROWS, Case, program, register, register_all
 
 PACKED = "lengths choose the tokens that a packed sequence holds"
 
@@ -37,6 +37,29 @@ def recurrent(kind: Any, forward: Any, bidirectional: bool = False, **parts: nn.
     layer = kind(8, kit.WIDTH, batch_first=True, bidirectional=bidirectional)
     head = nn.Linear(kit.WIDTH * (1 + bidirectional), kit.CLASSES)
     return kit.Wrapped(forward, embed=nn.Embedding(kit.VOCABULARY, 8, padding_idx=0), layer=layer, head=head, **parts)
+
+
+def flat_bags(rows: list[Any]) -> dict[str, torch.Tensor]:
+    """Ids of all rows in one tensor, and where each row's begin, as in torch's tutorial on text classification."""
+    lengths = torch.tensor([0, *(len(x) for x, _ in rows)])
+    ids, labels = zip(*rows)
+    return {"ids": torch.cat(ids), "offsets": lengths[:-1].cumsum(0), "labels": torch.tensor(labels)}
+
+
+def _bags(inside: bool) -> Case:
+    def forward(self: Any, ids: torch.Tensor, offsets: torch.Tensor, labels: Any = None) -> torch.Tensor:
+        found = self.head(self.bag(ids, offsets))
+        return found if labels is None else F.cross_entropy(found, labels)
+
+    model = kit.Wrapped(forward, bag=nn.EmbeddingBag(kit.VOCABULARY, 8), head=nn.Linear(8, kit.CLASSES))
+    if inside:
+        return Case(model, names(), flat_bags, lambda m, b: m(**b))
+    return outside(model, names(), flat_bags, lambda m, b: F.cross_entropy(m(b["ids"], b["offsets"]), b["labels"]))
+
+
+_FLAT = "flat ids beside offsets are no rows: each example is collated alone"
+register("bags_of_flat_ids_inside", lambda: _bags(True), "one-example", _FLAT)
+register("bags_of_flat_ids_outside", lambda: _bags(False), "one-example", _FLAT)
 
 
 @program()

@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from .harness import BATCH, ROWS, Case, Run, plain_loss, program, register, register_all
-from .kit import MEAN, bert, causal, classify, crossentropy, gpt2, id_rows, labelled, mlp, numbers, regression
+from .kit import MEAN, Wrapped, bert, causal, classify, crossentropy, gpt2, id_rows, labelled, mlp, numbers, regression
 
 EPOCHS = 2
 
@@ -369,10 +369,43 @@ def _frozen(begin: bool, end: bool) -> Case:
     return habit(model, optimizer=everything, after_epoch=change, late=True, exact=True)
 
 
-_CHOSEN = "the trained parameters are chosen at make_private"
+_CHOSEN = "what may be trained is stated at make_private"
 register("frozen_in_optimizer", lambda: _frozen(False, False))
-register("unfrozen_later", lambda: _frozen(False, True), "refused: frozen", _CHOSEN)
-register("frozen_later", lambda: _frozen(True, False), "uses or refused: frozen", _CHOSEN)
+register("unfrozen_later", lambda: _frozen(False, True), "refused: trainable", _CHOSEN)
+register("frozen_later", lambda: _frozen(True, False))
+
+
+@program()
+def unfrozen_by_layers() -> Case:
+    """Gradual unfreezing: everything is trainable at make_private, and the body is frozen for the first epoch."""
+
+    def loop(run: Run) -> None:
+        parts = run.start()
+        for frozen in (True, False):
+            parts[0].bert.requires_grad_(not frozen)
+            list(steps(*parts))
+
+    return looped(loop, epochs=EPOCHS)
+
+
+@program()
+def teacher_follows_within_the_model() -> Case:
+    """Mean teacher: a frozen part of the model that follows its weights after each step."""
+
+    def forward(self: Any, **batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(**batch).logits
+        found = self.student(**batch)
+        return found.loss + F.mse_loss(found.logits.softmax(-1), wanted.softmax(-1))
+
+    @torch.no_grad()
+    def follow(model: Any, optimizer: Any, step: int) -> None:
+        for own, new in zip(model.teacher.parameters(), model.student.parameters()):
+            own.lerp_(new, 0.1)
+
+    model = Wrapped(forward, student=bert(), teacher=bert().requires_grad_(False).eval())
+    loss = lambda model, batch: model(**batch)  # noqa: E731
+    return Case(model, labelled(), classify, loss, epochs=EPOCHS, after_step=follow)
 
 
 @program("refused: optimizer", "parameters that no private optimizer steps would be trained without noise")

@@ -327,7 +327,7 @@ register(
 )
 
 
-@program("one-example", "one row's output has no axis of rows")
+@program()
 def squeezed_outputs_outside() -> Case:
     """squeeze() in forward, without an axis."""
     model = kit.Wrapped(lambda self, x: self.net(x[:, None]).squeeze(), net=kit.mlp(12, 1))

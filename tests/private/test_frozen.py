@@ -1,0 +1,179 @@
+"""Parameters that a loop freezes, unfreezes or writes between releases."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastdp
+from fastdp.engine.errors import SelfCheckError
+from fastdp.private.run import Private
+from fastdp.verify.checks import LOOP_WRITES
+from tests.engine.runs import (
+    CLIPPED,
+    Classifier,
+    Odd,
+    clipped_sum,
+    error,
+    join,
+    logical_step,
+    one_by_one,
+    same,
+    start,
+    state,
+)
+
+STEPS = 6
+
+
+def run(private: Private, each: Callable[[int], None] = lambda done: None) -> None:
+    """Two epochs; ``each`` is told the number of releases before a batch and after its step."""
+    for _ in range(2):
+        for batch in private.data_loader:
+            each(private.steps_done)
+            private.model(**batch)["loss"].backward()
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+            each(private.steps_done)
+
+
+def freeze(model: nn.Module, name: str, frozen: bool) -> None:
+    model.get_parameter(name).requires_grad_(not frozen)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "torch": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "fused": lambda model: fastdp.optim.AdamW(model.parameters(), lr=0.1),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("build", [Classifier, Odd])
+@pytest.mark.parametrize("name", ["first.weight", "second.weight", "second.bias"])
+def test_a_parameter_that_is_frozen_later_stays_and_the_others_train(
+    name: str, build: Callable[[], nn.Module], optimizer: str
+) -> None:
+    model = build()
+    private = start(model, optimizer=OPTIMIZERS[optimizer](model), noise_multiplier=1.0, target_delta=1e-3)
+    held: list[dict[str, torch.Tensor]] = []
+
+    def each(done: int) -> None:
+        freeze(model, name, done >= 2)
+        if done == 2 and not held:
+            held.append(state(model))
+
+    run(private, each)
+    assert private.steps_done == STEPS
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, held[0][key]) == (key == name)
+
+
+@pytest.mark.parametrize("frozen", ["first.weight", "second.weight", "first.bias"])
+@pytest.mark.parametrize("build", [Classifier, Odd])
+def test_clipping_ignores_what_is_frozen(frozen: str, build: Callable[[], nn.Module]) -> None:
+    model = build()
+    private = start(
+        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), method=fastdp.DPSGD(max_grad_norm=0.5)
+    )
+    iterator = iter(private.data_loader)
+    for absent in ((), (frozen,), ()):
+        freeze(model, frozen, bool(absent))
+        gradients, batches = logical_step(private, iterator)
+        truth = [{n: g for n, g in own.items() if n not in absent} for own in one_by_one(model, join(batches))]
+        expected = {n: g / private.expected_batch_size for n, g in clipped_sum(truth, 0.5).items()}
+        assert error(gradients, expected) < CLIPPED
+
+
+def test_a_parameter_that_is_declared_and_frozen_at_once_trains_when_it_is_needed() -> None:
+    model = Classifier()
+    private = start(model, optimizer=OPTIMIZERS["torch"](model), noise_multiplier=1.0, target_delta=1e-3)
+    freeze(model, "first.weight", True)
+    before, held = state(model), []
+
+    def each(done: int) -> None:
+        if done == 3 and not held:
+            held.append(state(model))
+            freeze(model, "first.weight", False)
+
+    run(private, each)
+    assert torch.equal(held[0]["first.weight"], before["first.weight"])
+    assert not torch.equal(model.first.weight, before["first.weight"])
+    assert private.steps_done == STEPS
+
+
+def test_a_parameter_that_was_frozen_at_make_private_may_not_be_unfrozen_and_the_run_goes_on() -> None:
+    model = Classifier()
+    freeze(model, "first.weight", True)
+    private = start(model, optimizer=OPTIMIZERS["torch"](model), noise_multiplier=1.0, target_delta=1e-3)
+    before, batches = state(model), iter(private.data_loader)
+    logical_step(private, batches)
+    freeze(model, "first.weight", False)
+    with pytest.raises(
+        RuntimeError, match=r"first.weight was not trainable at make_private.* 1 of 6 releases are spent"
+    ):
+        logical_step(private, batches)
+    freeze(model, "first.weight", True)
+    while private.steps_done < private.total_steps:
+        run(private)
+    assert torch.equal(model.first.weight, before["first.weight"])
+
+
+class Taught(Classifier):
+    """Learns from a frozen copy of itself as well; ``write`` runs within its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.second).requires_grad_(False)
+        self.seen = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.write: Callable[[torch.Tensor], Any] = lambda h: None
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        h = torch.tanh(self.first(x))
+        with torch.no_grad():
+            wanted = self.teacher(h)
+            self.write(h)
+        return {"loss": F.cross_entropy(self.second(h), labels) + F.mse_loss(self.second(h), wanted)}
+
+    @torch.no_grad()
+    def average(self) -> None:
+        for own, new in zip(self.teacher.parameters(), self.second.parameters()):
+            own.lerp_(new, 0.5)
+
+
+def taught() -> tuple[Taught, Private]:
+    model = Taught()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return model, start(model, optimizer=torch.optim.SGD(trained, lr=0.1), noise_multiplier=1.0, target_delta=1e-3)
+
+
+def test_a_teacher_within_the_model_may_follow_released_weights() -> None:
+    model, private = taught()
+    run(private, lambda done: model.average())
+    assert private.steps_done == STEPS
+    assert LOOP_WRITES in private.card()["assumptions"]
+    assert not same(state(model.teacher), state(Taught().teacher))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_frozen_parameter_that_a_later_pass_writes_is_refused(where: str) -> None:
+    model, private = taught()
+
+    def write(h: torch.Tensor) -> None:
+        with torch.no_grad():
+            model.seen.add_(h.mean())
+
+    iterator = iter(private.data_loader)
+    logical_step(private, iterator)
+    if where == "forward":
+        model.write = write
+    else:
+        model.second.register_full_backward_hook(lambda module, given, sent: write(sent[0]))
+    with pytest.raises(SelfCheckError, match="Training passes write seen"):
+        logical_step(private, iterator)
+    assert private.steps_done == 1
