@@ -74,7 +74,7 @@ SHORT = Size(
     texts=800,
     held_out=240,
     rounds=6,
-    epsilons=(1.0, 8.0, 32.0),
+    epsilons=(8.0, 16.0, 32.0),
     laws=("local", "metric", "partition", "paper"),
     kept=True,
 )

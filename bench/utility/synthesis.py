@@ -45,7 +45,7 @@ class Bench:
         """Rows of a private run."""
         name = f"{row['tuning']}-{row['epsilon']:g}-{row['seed']}"
         card = Card.load(self.folder / f"{name}.card.json")
-        return {**self._judged(labelled(self.folder / f"{name}.jsonl")), "true_epsilon": card.epsilon}
+        return {**self._judged(labelled(self.folder / f"{name}.jsonl")), "true_epsilon": card["epsilon"]["upper_bound"]}
 
     def of_public_model(self) -> dict[str, Any]:
         """Rows that the model wrote before it was tuned, by prompts that mean nothing to it."""
@@ -71,14 +71,14 @@ def labelled(path: Path) -> Labelled:
 
 def runs(bench: Bench, seeds: int) -> Iterator[suite.Run]:
     """Every file of the folder, then private rows."""
-    for path in sorted(bench.folder.glob("*-*-*.jsonl")):
+    for path in sorted(bench.folder.glob("[!.]*-*-*.jsonl")):
         tuning, epsilon, seed = path.stem.split("-")
-        row = {"source": "synthetic", "tuning": tuning, "epsilon": float(epsilon), "seed": int(seed)}
+        row: dict[str, Any] = {"source": "synthetic", "tuning": tuning, "epsilon": float(epsilon), "seed": int(seed)}
         yield row, partial(bench.of_run, row)
     if (bench.folder / "public.jsonl").exists():
         yield {"source": "public model"}, bench.of_public_model
-    for seed in range(seeds):
-        row = {"source": "private", "rows": 4000, "seed": seed}
+    for number in range(seeds):
+        row = {"source": "private", "rows": 4000, "seed": number}
         yield row, partial(bench.of_private, row)
 
 
