@@ -49,7 +49,12 @@ DATA = ("wikitext2", "pii_spans")
 
 @dataclass(frozen=True)
 class Size:
-    """How much is run."""
+    """How much is run.
+
+    Args:
+        laws: mechanisms that are compared over the epsilons, and nothing else of the paper's figures.
+        kept: whether replacement by type is compared with private words that are kept and not learned, and with nothing else.
+    """
 
     texts: int = 360
     held_out: int = 120
@@ -57,11 +62,22 @@ class Size:
     epsilons: tuple[float, ...] = (0.1, 1.0, 8.0, 32.0)
     clients: int = 4
     more_clients: tuple[int, ...] = (2, 16)
+    laws: tuple[str, ...] = ()
+    kept: bool = False
     learning_rate: float = 2e-3
 
 
 SMALL = Size(texts=180, held_out=60, rounds=3, clients=2, more_clients=())
 TINY = Size(texts=24, held_out=8, rounds=2, epsilons=(1.0,), clients=2, more_clients=())
+#: For many processes on one GPU and few minutes: the four mechanisms of figure 4, and the fair baseline by number of clients.
+SHORT = Size(
+    texts=800,
+    held_out=240,
+    rounds=6,
+    epsilons=(8.0, 16.0, 32.0),
+    laws=("local", "metric", "partition", "paper"),
+    kept=True,
+)
 FULL = Size(texts=2_000, held_out=600, rounds=20, epsilons=(0.1, 1.0, 4.0, 8.0, 16.0, 32.0, 64.0))
 
 
@@ -90,7 +106,7 @@ class Bench:
             rounds=self.size.rounds,
             learning_rate=self.size.learning_rate,
             perturbation="selective" if row["scheme"] == "typed" else row["scheme"],
-            mechanism="typed" if row["scheme"] == "typed" else "local",
+            mechanism="typed" if row["scheme"] == "typed" else row.get("mechanism", "local"),
             replacement=row.get("replacement", "uniform"),
             learn_replaced=row.get("learned", True),
             epsilon=row["epsilon"] or 1.0,
@@ -147,6 +163,9 @@ class Bench:
 
 def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     """Rows to measure, the paper's figures first."""
+    if size.laws or size.kept:
+        yield from suite.by_seed([*_kept(size), *_laws(size)], seeds)
+        return
     for seed in range(seeds):
         for data in DATA:
             for scheme in SCHEMES:
@@ -160,6 +179,25 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
         for clients in size.more_clients:
             row = {"data": "pii_spans", "scheme": "selective", "epsilon": 8.0, "clients": clients}
             yield {**row, "rounds": size.rounds, "seed": seed}
+
+
+def _kept(size: Size) -> Iterator[dict[str, Any]]:
+    """Private words as they are, kept and not learned, and replaced by type and not learned, by number of clients.
+
+    At epsilon 64 a token practically no word is replaced: that is what keeps them.
+    """
+    for clients in sorted({size.clients, *size.more_clients}) if size.kept else ():
+        base = {"data": "pii_spans", "clients": clients, "rounds": size.rounds, "texts": size.texts}
+        yield {**base, "scheme": "none", "epsilon": None}
+        yield {**base, "scheme": "selective", "epsilon": 64.0, "learned": False}
+        yield {**base, "scheme": "typed", "epsilon": 8.0, **WAYS[1]}
+
+
+def _laws(size: Size) -> Iterator[dict[str, Any]]:
+    """Figure 4: each mechanism, learned as in the paper, at each epsilon."""
+    base = {"data": "pii_spans", "clients": size.clients, "rounds": size.rounds, "texts": size.texts}
+    for epsilon, law in itertools.product(size.epsilons, size.laws):
+        yield {**base, "scheme": "selective", "mechanism": law, "epsilon": epsilon, "learned": True}
 
 
 def detector_quality(pii: Path) -> dict[str, Any]:
@@ -228,7 +266,7 @@ def _halves(texts: list[str]) -> tuple[list[str], list[str]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
-    sizes = {"default": Size(), "small": SMALL, "tiny": TINY, "full": FULL}
+    sizes = {"default": Size(), "small": SMALL, "tiny": TINY, "short": SHORT, "full": FULL}
     parser = suite.parser_of(__doc__, sizes, seeds=1, pii="labelled spans, such as synth_dataset_v2.json")
     parser.epilog = "What the detector finds is written beside --json."
     parser.add_argument("--model", type=Path, help="folder of a causal model, such as gpt2-mini")

@@ -9,6 +9,7 @@ kind of fine-tuning share learning rate, steps and batch size.
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -36,21 +37,36 @@ from . import suite
 DELTA = 1e-5
 TUNINGS = ("adapter", "bitfit", "lora")
 FORMS = ("printed", "optimal")
-#: The best for DP-SGD at epsilon 5 of those tried, each about twice the one before; the other forms take the same.
+#: Forms that are measured at the middle epsilon first.
+FEWER = ("noised", "paper")
+#: The best for DP-SGD at epsilon 5 of those tried at the default size, each about twice the one before; the other forms take
+#: the same.
 LEARNING_RATES = {"adapter": 1.2e-2, "bitfit": 4e-2, "lora": 1e-2, "full": 1e-3}
 #: The noised map of form ``noised``: sigma_R and q_R.
 NOISED = (2.0, 0.02)
-#: What is not swept in a row, and the epsilon of those that are not compared at every one.
-USUAL: dict[str, Any] = {"irrelevance_ratio": 0.7, "initialisation": "top_p", "initialised_by": {"p": 0.9}}
+#: What is not swept in a row, and the epsilon of those that are not compared at every one. Relevance passes a layer behind an
+#: activation by its positive contributions alone, as the paper prints (equation 7).
+USUAL: dict[str, Any] = {
+    "irrelevance_ratio": 0.7,
+    "initialisation": "top_p",
+    "initialised_by": {"p": 0.9},
+    "positive_after_activation": True,
+}
 MIDDLE = 5.0
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is run. Steps and batch size are few, but are drawn from, and accounted over, all training examples."""
+    """How much is run. Steps and batch size are few, but are drawn from, and accounted over, all training examples.
+
+    Args:
+        tried: learning rates over `LEARNING_RATES` that are tried first, by DP-SGD at the middle epsilon.
+        every_form_at: further epsilons, after everything else, of the forms that else have the middle one alone.
+    """
 
     steps: int = 16
     batch_size: int = 64
+    physical_batch_size: int = 32
     length: int = 64
     held_out: int = 96
     public: int = 64
@@ -61,11 +77,18 @@ class Size:
         ("naive", {}),
         ("top_p", {"p": 0.9}),
     )
+    tried: tuple[float, ...] = ()
+    every_form_at: tuple[float, ...] = ()
 
 
-TINY = Size(2, 8, 32, 8, 8, (5.0,), ("lora",), (0.7, 0.9), (("top_p", {"p": 0.9}), ("naive", {})))
+TINY = Size(2, 8, 8, 32, 8, 8, (5.0,), ("lora",), (0.7, 0.9), (("top_p", {"p": 0.9}), ("naive", {})), tried=(0.5, 1.0))
+#: For many processes on one GPU and few minutes.
+SHORT = Size(
+    200, 256, 128, 64, 1000, ratios=(), initialisations=(), tried=(0.125, 0.25, 0.5, 1.0), every_form_at=(3.0, 7.0)
+)
 FULL = Size(
     820,
+    256,
     256,
     128,
     4000,
@@ -104,9 +127,17 @@ class Bench:
         ]
         self.held_out = Examples(chosen[size.public : size.public + size.held_out], 0)
         self.multiplier = cache(self._multiplier)
+        self.rates = dict(LEARNING_RATES)
 
     def _examples(self, tokenizer: Any, path: Path) -> Examples:
         return causal_examples(tokenizer, read_rows(str(path)).column(self.column, "the texts"), self.size.length)
+
+    def learn_rates(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Take the best of the learning rates that these rows tried, where some did."""
+        for tuning in self.size.tunings:
+            tried = list(suite.those(rows, part="rate", tuning=tuning))
+            if tried:
+                self.rates[tuning] = min(tried, key=lambda row: row["perplexity"])["learning_rate"]
 
     @property
     def per_epoch(self) -> int:
@@ -141,6 +172,7 @@ class Bench:
             mode="paper" if form == "paper" else "sound",
             allocation="optimal" if form == "optimal" else "printed",
             irrelevance_ratio=row["irrelevance_ratio"],
+            propagation=rapft.Propagation(positive_after_activation=row["positive_after_activation"]),
             initialisation=rapft.Initialisation(row["initialisation"], **row["initialised_by"]),
             map_after=0 if row["tuning"] == "bitfit" else min(2, self.size.steps - 1),
         )
@@ -157,30 +189,37 @@ class Bench:
         size = self.size
         model = self.model(row["tuning"], row["seed"])
         private = row["form"] != "non-private"
+        rate = row.get("learning_rate", self.rates[row["tuning"]])
         run = suite.private_run(
             model,
             self.train,
             self.collator,
             self.method(row),
-            rate=LEARNING_RATES[row["tuning"]],
+            rate=rate,
             batch_size=size.batch_size,
             steps=size.steps,
             weight_decay=1e-2,
             noise_multiplier=self.multiplier(row["epsilon"], row["form"] == "noised") if private else None,
             target_delta=DELTA,
-            max_physical_batch_size=32,
+            max_physical_batch_size=size.physical_batch_size,
+            # The same batches and noise for all forms of a seed, whose differences are then their own; the data is public.
+            unsafe_seed=row["seed"],
         )
         seconds, _ = suite.timed(lambda: list(suite.train(run)))
-        quality = evaluate(model, self.held_out, self.collator, 32, "causal-lm")
-        true = run.epsilon() if private else math.inf
+        quality = evaluate(model, self.held_out, self.collator, size.physical_batch_size, "causal-lm")
+        spent = float(fastdp.accounting.epsilon(run.ledger.event(), DELTA)) if private else math.inf
         found = {
             "perplexity": quality.perplexity,
-            "true_epsilon": true if math.isfinite(true) else "inf",
+            # A mask from private examples has none, whatever its steps cost.
+            "true_epsilon": spent if math.isfinite(spent) and row["form"] != "paper" else "inf",
             "noise_multiplier": run.noise_multiplier,
+            "used_learning_rate": rate,
+            "steps": size.steps,
+            "batch_size": size.batch_size,
             "seconds_per_step": seconds / size.steps,
         }
         if row["form"] == "paper":
-            found["fixed_mask_epsilon"] = float(fastdp.accounting.epsilon(run.ledger.event(), DELTA))
+            found["fixed_mask_epsilon"] = spent
         run.detach()
         return found
 
@@ -208,15 +247,27 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
         rows.append({**base, "tuning": tuning, "form": "non-private", "epsilon": "inf"})
         for epsilon in size.epsilons:
             rows += [{**base, "tuning": tuning, "form": form, "epsilon": epsilon} for form in ("dpsgd", *FORMS)]
-        rows += [{**base, "tuning": tuning, "form": form, "epsilon": MIDDLE} for form in ("noised", "paper")]
+        rows += [{**base, "tuning": tuning, "form": form, "epsilon": MIDDLE} for form in FEWER]
     swept = {**base, "tuning": "lora", "form": "printed", "epsilon": MIDDLE}
     rows += [{**swept, "irrelevance_ratio": ratio} for ratio in size.ratios]
     rows += [{**swept, "initialisation": kind, "initialised_by": by} for kind, by in size.initialisations]
-    return suite.by_seed(rows, seeds)
+    yield from suite.by_seed(rows, seeds)
+    private = [(tuning, form, epsilon) for tuning in size.tunings for epsilon in size.every_form_at for form in FEWER]
+    late = [{**base, "tuning": tuning, "form": form, "epsilon": epsilon} for tuning, form, epsilon in private]
+    yield from suite.by_seed(late, seeds)
 
 
-def runs(bench: Bench, seeds: int) -> Iterator[suite.Run]:
-    """Everything that is measured, the cheap parts first."""
+def trials(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
+    """DP-SGD at each learning rate that is tried, by a seed that no other row has."""
+    for tuning, factor in itertools.product(size.tunings, size.tried):
+        row = {"part": "rate", "tuning": tuning, "form": "dpsgd", "epsilon": MIDDLE, "seed": seeds}
+        yield {**row, "learning_rate": factor * LEARNING_RATES[tuning]}
+
+
+def runs(bench: Bench, seeds: int, table: suite.Table) -> Iterator[suite.Run]:
+    """Everything that is measured: learning rates, then what takes little time, then the tables with the best rates."""
+    yield from suite.each(trials(bench.size, seeds), bench.run)
+    bench.learn_rates(table.rows)
     for tuning in bench.size.tunings:
         row: dict[str, Any] = {"part": "relevance", "tuning": tuning}
         yield row, partial(bench.relevance, row)
@@ -267,15 +318,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
     parser = suite.parser_of(
         __doc__,
-        {"default": Size(), "tiny": TINY, "full": FULL},
+        {"default": Size(), "tiny": TINY, "short": SHORT, "full": FULL},
         model="folder of a small GPT-2",
         train="CSV with a column ref",
         eval="CSV of the same form, held out",
     )
+    parser.add_argument("--rates", action="store_true", help="only learning rates")
     parser.add_argument("--forms", nargs="+", help="only perplexity of these forms, of LoRA at the middle epsilon")
     options, size, table = suite.begin(parser, arguments)
     bench = Bench(options.model, options.train, options.eval, size)
-    wanted = runs(bench, options.seeds)
+    wanted = runs(bench, options.seeds, table)
+    if options.rates:
+        wanted = suite.each(trials(size, options.seeds), bench.run)
     if options.forms:
         middle = {"tuning": "lora", "epsilon": MIDDLE, **USUAL}
         every = (row for row in settings(size, options.seeds) if row["form"] in options.forms)

@@ -5,11 +5,14 @@ stopped goes on where it was, their options, seeds and figures, and the training
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fastdp
+import fastdp.files as files
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.private.method import Method
 
@@ -48,17 +52,34 @@ class Table:
         record.write(self.path, self.rows)
 
 
-def measure(table: Table, runs: Iterable[Run], minutes: float = math.inf) -> bool:
-    """Measure what is missing, until the time is up; True if nothing is left."""
+def measure(
+    table: Table, runs: Iterable[Run], minutes: float = math.inf, shard: tuple[int, int] = (0, 1), skip: bool = False
+) -> bool:
+    """Measure what is missing, until the time is up; True if nothing is left.
+
+    Args:
+        table: gets the rows.
+        runs: everything that is wanted.
+        minutes: how long to go on.
+        shard: (i, n) for run i, i + n, i + 2n, ... alone; processes with a table each share a suite by it.
+        skip: whether a run that fails is reported and left out, or else ends the suite.
+    """
     end = time.perf_counter() + 60 * minutes
-    for setting, run in runs:
+    first, step = shard
+    for setting, run in itertools.islice(runs, first, None, step):
         if table.of(setting):
             continue
         if time.perf_counter() >= end:
             print(f"stopped after {minutes:g} minutes; the same command goes on from here", flush=True)
             return False
         begin = time.perf_counter()
-        row = {**setting, **run(), "seconds": time.perf_counter() - begin}
+        try:
+            row = {**setting, **run(), "seconds": time.perf_counter() - begin}
+        except Exception:
+            if not skip:
+                raise
+            print(f"failed: {json.dumps(setting)}\n{traceback.format_exc()}", flush=True)
+            continue
         table.add(row)
         print(json.dumps(row), flush=True)
     return True
@@ -83,6 +104,10 @@ def parser_of(doc: str | None, sizes: Mapping[str, Any], seeds: int = 3, **paths
     parser.add_argument("--pictures", type=Path, help="folder to draw into once all is measured")
     parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument("--minutes", type=float, default=60.0, help="how long to go on; the same command resumes")
+    parser.add_argument(
+        "--shard", type=_shard, default=(0, 1), help="I/N: only each N-th row from row I, counted from 0"
+    )
+    parser.add_argument("--skip-failures", action="store_true", help="report a row that fails, and go on")
     parser.add_argument("--size", choices=tuple(sizes), default="default")
     if "full" in sizes:
         parser.add_argument(
@@ -90,6 +115,28 @@ def parser_of(doc: str | None, sizes: Mapping[str, Any], seeds: int = 3, **paths
         )
     parser.set_defaults(sizes=sizes)
     return parser
+
+
+def _shard(text: str) -> tuple[int, int]:
+    first, _, step = text.partition("/")
+    if not (first.isdecimal() and step.isdecimal() and int(first) < int(step)):
+        raise argparse.ArgumentTypeError(f"{text} is not a shard: give I/N with I from 0 to N - 1, such as 0/4")
+    return int(first), int(step)
+
+
+def merge(path: Path, shards: Sequence[Path]) -> None:
+    """Write the rows of several tables as one, with the environment that they were measured in.
+
+    Raises ValueError for tables of different environments.
+    """
+    tables = [json.loads(shard.read_text()) for shard in shards]
+    if any(table["environment"] != tables[0]["environment"] for table in tables):
+        raise ValueError("these tables were measured in different environments: merge those of one machine and commit")
+    rows = [row for table in tables for row in table["figures"]]
+    once = [row for index, row in enumerate(rows) if row not in rows[:index]]
+    files.write(
+        path, json.dumps({"environment": tables[0]["environment"], "figures": once}, indent=1) + "\n", public=True
+    )
 
 
 def begin(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Any, Table]:
@@ -108,7 +155,7 @@ def finish(
     plot: Callable[[Sequence[dict[str, Any]], Path], None],
 ) -> None:
     """Measure what is missing, and draw once all is there."""
-    done = measure(table, wanted, options.minutes)
+    done = measure(table, wanted, options.minutes, options.shard, options.skip_failures)
     if options.pictures and done:
         plot(table.rows, options.pictures)
 
@@ -245,3 +292,7 @@ def train(run: fastdp.Private) -> Iterator[int]:
             run.optimizer.step()
             run.optimizer.zero_grad()
             yield len(batch["labels"])
+
+
+if __name__ == "__main__":
+    merge(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])

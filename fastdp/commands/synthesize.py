@@ -54,6 +54,7 @@ def synthesize_command(
     from fastdp.audit.saved import load_saved, settings_of
     from fastdp.data import read_rows
     from fastdp.finetune.synthesis import Judge, TokenSampling, near_copies, synthesize
+    from fastdp.validate import usable_device
 
     _check(run, output, judge, test, public)
     quiet_libraries()
@@ -66,6 +67,7 @@ def synthesize_command(
     )
     with console.status("loading the model"):
         model, tokenizer, config = load_saved(run)
+        model.to(usable_device("auto"))
     drawn = synthesize(model, tokenizer, config, given, count, sampling)
     wanted = count * (1 if given is None else len({tuple(_fields(row, config)) for row in given.rows}))
     rows = []
