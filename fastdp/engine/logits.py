@@ -23,13 +23,14 @@ from fastdp.calls.batches import everything, map_tensors, tensors
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.named import functions, is_in_place
 from fastdp.engine.uses import as_autocast, is_metadata, uncast
+from fastdp.ops.placed import copy_to_device
 from fastdp.ops.routes import is_allowed
 
 #: A matrix of fewer rows than this is no vocabulary: its outputs are small, and loops read them.
 VOCABULARY = 4096
-#: Numbers of one tile, unless one example alone has more.
-TILE = 2**24
-#: Numbers of the part of a tile that the loss's own gradient is computed for at once.
+#: Numbers of one tile, unless one example alone has more: on a processor, and as many times as many on a GPU.
+TILE, ON_GPU = 2**24, 16
+#: Numbers of the part of a tile that the loss's own gradient is computed for at once, likewise.
 _CHUNK = 2**22
 
 READ = (
@@ -48,6 +49,11 @@ _RESHAPING = functions("view reshape")
 _INDEXING = functions("__getitem__ unsqueeze squeeze")
 
 Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def widen(z: torch.Tensor) -> torch.Tensor:
+    """The step of most models, which `token_losses` takes in any case."""
+    return z.float()
 
 
 @dataclass
@@ -212,7 +218,10 @@ def _defer(func: Any, own: Logits, args: Any, kwargs: Any) -> Logits | None:
         tried = step(torch.empty((0, width), dtype=own.dtype, device=own.device))
         if tried.shape != (0, width) or tried.device != own.device or not tried.is_floating_point():
             return None
-        return Logits(own.source, tried.dtype, own.places, (*own.steps, step), (*own.history, step))
+        steps = own.steps
+        if func not in _CASTS or tried.dtype != own.dtype:
+            steps += (widen if func in _CASTS and tried.dtype == torch.float32 != own.dtype else step,)
+        return Logits(own.source, tried.dtype, own.places, steps, (*own.history, step))
     if func not in _RESHAPING and func not in _INDEXING and func is not torch.Tensor.flatten:
         return None
     rest = args[1:]
@@ -252,7 +261,7 @@ def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     ignored, reduction = given.get("ignore_index", -100), given.get("reduction", "mean")
     own.source.taken += 1
     hidden, weight, bias = inputs(own)
-    steps, spans = own.steps, cuts(hidden.shape[0], weight.shape[0])
+    steps, spans = own.steps, cuts(hidden.shape[0], weight)
 
     def part(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return token_losses(F.linear(hidden, weight, bias), target, ignored, steps)
@@ -279,7 +288,7 @@ def inputs(own: Logits) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None
     source.require_unwritten()
     hidden = as_autocast(source.hidden.reshape(-1, source.hidden.shape[-1]))
     if own.places.numel() != hidden.shape[0]:
-        hidden = hidden.index_select(0, own.places.reshape(-1).to(hidden.device, non_blocking=True))
+        hidden = hidden.index_select(0, copy_to_device(own.places.reshape(-1), hidden.device))
     return hidden, as_autocast(source.weight), as_autocast(source.bias)
 
 
@@ -303,19 +312,27 @@ def token_losses(z: torch.Tensor, target: torch.Tensor, ignored: int, steps: tup
 _cross_entropy = F.cross_entropy
 
 
-def cuts(tokens: int, width: int, numbers: int | None = None) -> list[tuple[int, int]]:
-    """Parts of an axis of tokens, as many at once as have that many logits; they depend on sizes alone."""
-    step = max(1, (numbers or _CHUNK) // width)
+def cuts(tokens: int, weight: torch.Tensor, numbers: int | None = None) -> list[tuple[int, int]]:
+    """Parts of an axis of tokens, as many at once as have that many logits; they depend on sizes and the device alone."""
+    step = most_tokens(weight, numbers or _CHUNK)
     return [(a, min(a + step, tokens)) for a in range(0, tokens, step)]
+
+
+def most_tokens(weight: torch.Tensor, numbers: int) -> int:
+    """How many tokens have so many logits by a head's weight on a processor; on a GPU more, by 64 where they are as many."""
+    if weight.device.type == "cpu":
+        return max(1, numbers // weight.shape[0])
+    most = max(1, ON_GPU * numbers // weight.shape[0])
+    return most if most < 64 else most // 64 * 64
 
 
 def _pays(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether tiles take no longer than logits: each is made once where the weight is frozen or units' gradients are kept.
 
-    On processors, where that was measured; a GPU's many small launches would take longer.
+    On a GPU a kernel reads and writes them less often than torch does, which makes up for a product more.
     """
     if weight.device.type != "cpu":
-        return False
+        return True
     length, dtype = hidden.shape[:-1][-1] if hidden.dim() > 1 else 1, as_autocast(hidden[:0]).dtype
     rows, width = weight.shape
     return not weight.requires_grad or is_allowed("instantiate", rows, width, length, 2, dtype=dtype)
@@ -347,7 +364,9 @@ class Heads:
         take: Callable[..., torch.Tensor] | None = None,
     ) -> Logits:
         """The logits of one call of a head, left out."""
-        small = hidden.shape[:-1].numel() * weight.shape[0] <= self.tile or not (self.always or _pays(hidden, weight))
+        small = hidden.shape[:-1].numel() <= most_tokens(weight, self.tile) or not (
+            self.always or _pays(hidden, weight)
+        )
         source = Source(hidden, weight, bias, product, take, small)
         if take is not None:
             self.made.append(source)
