@@ -83,7 +83,8 @@ def make_private(
             or collator. It takes 2 to 3 times as long; use it for code that nobody reviewed.
         keep_logits: True lets the loop read ``output.logits`` of a large vocabulary beside the loss. False never computes them as
             a whole, which saves three times their memory, and takes up to 2.5 times as long for a trained head whose rows are
-            shorter than twice its width. None: they are left out where that takes no longer, on processors.
+            shorter than twice its width. None: they are left out where that takes no longer: on processors, and on GPUs where
+            the model does no more to them than to cast them.
         capture: on a GPU, record micro-batches whose shapes come again as CUDA graphs and replay them, which frees the host: for
             batches padded to one length. What the model's Python code decides is then decided once; a batch of another shape, or
             one that is checked, goes the ordinary way. Tensors beside the loss hold until the next micro-batch.

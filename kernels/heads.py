@@ -9,7 +9,15 @@ from .launch import assert_ids, next_power_of_2, on_device_of, serves
 _COLUMNS = 4096
 
 
-@triton.jit(do_not_specialize=["ignored"])
+@triton.jit
+def _part(p_row, o_v, words, width):
+    # The mask is of the width, a multiple of 16 for wide loads, which that of the words would forbid.
+    # [b]
+    z = tl.load(p_row + o_v, mask=o_v < width, other=0.0).to(tl.float32)
+    return tl.where(o_v < words, z, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["words", "ignored"])
 def _gradient_kernel(p_logits, p_target, p_weights, p_losses, words, width, ignored, b: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(p_target + row)
@@ -22,8 +30,7 @@ def _gradient_kernel(p_logits, p_target, p_weights, p_losses, words, width, igno
     most = tl.full((b,), float("-inf"), tl.float32)
     total = tl.zeros((b,), tl.float32)
     for first in range(0, words, b):
-        # [b]
-        z = tl.load(p_row + first + o_v, mask=first + o_v < words, other=float("-inf")).to(tl.float32)
+        z = _part(p_row, first + o_v, words, width)
         higher = tl.maximum(most, z)
         # Columns that hold nothing but -inf yet.
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -35,8 +42,7 @@ def _gradient_kernel(p_logits, p_target, p_weights, p_losses, words, width, igno
     share = weight / whole
     kept = labelled & (weight != 0.0)
     for first in range(0, width, b):
-        # [b]
-        z = tl.load(p_row + first + o_v, mask=first + o_v < words, other=float("-inf")).to(tl.float32)
+        z = _part(p_row, first + o_v, words, width)
         gradient = tl.exp(z - top) * share - tl.where(first + o_v == target, weight, 0.0)
         # [b]
         gradient = tl.where(kept & (first + o_v < words), gradient, 0.0)

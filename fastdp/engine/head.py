@@ -21,9 +21,9 @@ from fastdp.engine.bounds import gammas
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Layout
-from fastdp.engine.logits import TILE, Logits, Step, cuts, inputs, most_tokens, quiet, token_losses, widen
+from fastdp.engine.logits import CHUNK, TILE, Logits, Step, inputs, quiet, token_losses, widen
 from fastdp.engine.uses import Tap
-from fastdp.ops.heads import add_product_, even_rows
+from fastdp.ops.heads import add_product_, cuts, even_rows, most_tokens, on_gpu
 from fastdp.ops.placed import cached_constant
 
 #: Squares found by Gram matrices are found again by the direct route where rounding may hide more than this share of them,
@@ -57,7 +57,9 @@ class Tiles:
     bounds: list[int]
 
     def __post_init__(self) -> None:
-        self.even, self._bias = even_rows(self.weight), None if self.bias is None else even_rows(self.bias)
+        self.even, self._bias = self.weight, self.bias
+        if on_gpu(self.weight):
+            self.even, self._bias = even_rows(self.weight), None if self.bias is None else even_rows(self.bias)
 
     def tile(self, start: int, end: int, losses: torch.Tensor | None = None) -> torch.Tensor:
         """``w_t P_t`` of some tokens, in the dtype of their products with the weight; fills in ``losses`` ``[N]``.
@@ -67,13 +69,13 @@ class Tiles:
         width = self.weight.shape[0]
         with quiet(self.hidden):
             tile = torch.nn.functional.linear(self.hidden[start:end], self.even, self._bias)
-            if tile.device.type != "cpu" and {widen}.issuperset(self.steps):
+            if on_gpu(tile) and {widen}.issuperset(self.steps):
                 labels = self.target[start:end], self.counts[start:end]
                 found = ops.cross_entropy_gradient_(tile, *labels, self.ignored, width)
                 if losses is not None:
                     losses[start:end] = found
                 return tile
-            for a, b in cuts(end - start, self.weight):
+            for a, b in cuts(end - start, self.weight, CHUNK):
                 here = slice(start + a, start + b)
                 with torch.enable_grad():
                     z = tile[a:b, :width].detach().requires_grad_()

@@ -23,15 +23,16 @@ from fastdp.calls.batches import everything, map_tensors, tensors
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.named import functions, is_in_place
 from fastdp.engine.uses import as_autocast, is_metadata, uncast
+from fastdp.ops.heads import cuts, most_tokens, on_gpu
 from fastdp.ops.placed import copy_to_device
 from fastdp.ops.routes import is_allowed
 
 #: A matrix of fewer rows than this is no vocabulary: its outputs are small, and loops read them.
 VOCABULARY = 4096
-#: Numbers of one tile, unless one example alone has more: on a processor, and as many times as many on a GPU.
-TILE, ON_GPU = 2**24, 16
-#: Numbers of the part of a tile that the loss's own gradient is computed for at once, likewise.
-_CHUNK = 2**22
+#: Numbers of one tile on a processor, unless one example alone has more.
+TILE = 2**24
+#: Numbers of the part of a tile that the loss's own gradient is computed for at once.
+CHUNK = 2**22
 
 READ = (
     "the logits of a private training step are never computed as a whole, so they cannot be read after it: give make_private "
@@ -66,6 +67,7 @@ class Source:
         product: computes the logits as ever.
         take: in an engine's pass, gives the units' losses of a cross-entropy: see `fastdp.engine.head.take`.
         small: the logits are less than a tile, or tiles would take longer, and they are computed as ever.
+        cast_only: as they are where anything but casts is done to them.
         strict: raise `UnsupportedUse` where any of these was written since.
     """
 
@@ -75,6 +77,7 @@ class Source:
     product: Callable[[], torch.Tensor]
     take: Callable[..., torch.Tensor] | None = None
     small: bool = False
+    cast_only: bool = False
     strict: bool = True
     #: How often a cross-entropy took these logits, and whether anything else computed them.
     taken: int = 0
@@ -150,6 +153,11 @@ class Logits(torch.Tensor):
         index = torch.arange(source.hidden.shape[:-1].numel()).view(source.hidden.shape[:-1])
         dtype = as_autocast(source.hidden[:0]).dtype if source.hidden.dim() else source.hidden.dtype
         return cls(source, dtype, index)
+
+    @property
+    def small(self) -> bool:
+        """Whether a loss computes them as ever."""
+        return self.source.small or (self.source.cast_only and not {widen}.issuperset(self.steps))
 
     def dense(self) -> torch.Tensor:
         """The tensor itself."""
@@ -261,7 +269,7 @@ def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     ignored, reduction = given.get("ignore_index", -100), given.get("reduction", "mean")
     own.source.taken += 1
     hidden, weight, bias = inputs(own)
-    steps, spans = own.steps, cuts(hidden.shape[0], weight)
+    steps, spans = own.steps, cuts(hidden.shape[0], weight, CHUNK)
 
     def part(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return token_losses(F.linear(hidden, weight, bias), target, ignored, steps)
@@ -312,26 +320,12 @@ def token_losses(z: torch.Tensor, target: torch.Tensor, ignored: int, steps: tup
 _cross_entropy = F.cross_entropy
 
 
-def cuts(tokens: int, weight: torch.Tensor, numbers: int | None = None) -> list[tuple[int, int]]:
-    """Parts of an axis of tokens, as many at once as have that many logits; they depend on sizes and the device alone."""
-    step = most_tokens(weight, numbers or _CHUNK)
-    return [(a, min(a + step, tokens)) for a in range(0, tokens, step)]
-
-
-def most_tokens(weight: torch.Tensor, numbers: int) -> int:
-    """How many tokens have so many logits by a head's weight on a processor; on a GPU more, by 64 where they are as many."""
-    if weight.device.type == "cpu":
-        return max(1, numbers // weight.shape[0])
-    most = max(1, ON_GPU * numbers // weight.shape[0])
-    return most if most < 64 else most // 64 * 64
-
-
 def _pays(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether tiles take no longer than logits: each is made once where the weight is frozen or units' gradients are kept.
 
-    On a GPU a kernel reads and writes them less often than torch does, which makes up for a product more.
+    On a GPU a kernel moves fewer bytes than torch, which makes up for one more product, where it knows the loss's operations.
     """
-    if weight.device.type != "cpu":
+    if on_gpu(weight):
         return True
     length, dtype = hidden.shape[:-1][-1] if hidden.dim() > 1 else 1, as_autocast(hidden[:0]).dtype
     rows, width = weight.shape
@@ -364,10 +358,9 @@ class Heads:
         take: Callable[..., torch.Tensor] | None = None,
     ) -> Logits:
         """The logits of one call of a head, left out."""
-        small = hidden.shape[:-1].numel() <= most_tokens(weight, self.tile) or not (
-            self.always or _pays(hidden, weight)
-        )
-        source = Source(hidden, weight, bias, product, take, small)
+        few = hidden.shape[:-1].numel() <= most_tokens(weight, self.tile)
+        small = few or not (self.always or _pays(hidden, weight))
+        source = Source(hidden, weight, bias, product, take, small, on_gpu(weight) and not self.always)
         if take is not None:
             self.made.append(source)
         return Logits.of(source)

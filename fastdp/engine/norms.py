@@ -132,14 +132,12 @@ class NormSink(Captures):
             self._take_alone(parameter, factors)
             return
         narrow = min(left.shape[1], right.shape[1]) <= NARROW
-        if self._launches and not narrow and self._found(name, factors).route.name == "instantiate":
-            # One product of torch's each: nothing is gained by keeping its factors until others join it.
+        # A wide matrix's gradients by unit are one product of torch's: they gain nothing by waiting for others.
+        waits = narrow or (self._launches and self._found(name, factors).route.name != "instantiate")
+        if not waits or (factors.laned and not self._launches):
             self._take_alone(parameter, factors)
             return
         if not self._launches:
-            if not narrow or factors.laned:
-                self._take_alone(parameter, factors)
-                return
             first = self._captured[0][1] if self._captured else factors
             if first.right.shape[0] != right.shape[0] or first.swap != factors.swap:
                 self._take_together()
@@ -348,7 +346,7 @@ class NormSink(Captures):
         """Make the gradients of a small matrix at once."""
         name, use, entry = found.name, found.use, self.entries[found.name]
         offsets, wide = use.offsets(self.layout), min(found.route.rows, found.route.columns) > NARROW
-        own, launched = use.dense(), use.right.device.type != "cpu"
+        own, launched = use.dense(), self._launches
         if launched and (several or not wide or self.layout.units == 1):
             if not self.keep:
                 self.note_products(name, use)

@@ -97,9 +97,31 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def even_rows(weight: Tensor) -> Tensor:
-    """A head's weight [V, d], or bias [V], with zeros behind it up to a multiple of 8 on a GPU.
+    """A head's weight [V, d], or bias [V], with zeros behind it up to a multiple of 16.
 
-    There products are several times slower where rows of 16-bit numbers do not begin at every 16 bytes.
+    A GPU's products are several times slower where rows of 16-bit numbers do not begin at every 16 bytes.
     """
-    odd = 0 if weight.device.type == "cpu" else -weight.shape[0] % 8
+    odd = -weight.shape[0] % 16
     return torch.nn.functional.pad(weight, (0, 0) * (weight.dim() - 1) + (0, odd)) if odd else weight
+
+
+def cuts(tokens: int, weight: Tensor, numbers: int) -> list[tuple[int, int]]:
+    """Parts of an axis of tokens, as many at once as `most_tokens` says; they depend on sizes and the device alone."""
+    step = most_tokens(weight, numbers)
+    return [(a, min(a + step, tokens)) for a in range(0, tokens, step)]
+
+
+def most_tokens(weight: Tensor, numbers: int) -> int:
+    """How many tokens have so many logits by a head's weight [V, d] on a processor.
+
+    On a GPU, where each tile is a few launches, 16 times as many, and 64 at a time.
+    """
+    if not on_gpu(weight):
+        return max(1, numbers // weight.shape[0])
+    most = max(1, 16 * numbers // weight.shape[0])
+    return most if most < 64 else most // 64 * 64
+
+
+def on_gpu(weight: Tensor) -> bool:
+    """Whether a head's tiles are made by the kernels of a GPU."""
+    return weight.device.type != "cpu"
