@@ -321,7 +321,9 @@ def _read_and_written(name: str, args: Any) -> int:
         return sum(_size(out) for out, begun in zip(args[0], args[-1]) if begun)
     if name == "weighted_sum_" and args[1].dim() == 1:
         return 0  # of a table only the rows of the ids: `_table_rows`
-    return sum(map(_size, _written(getattr(torch.ops.fastdp, name).default, args)))
+    # Logits are read once more before their gradient takes their place.
+    again = _size(args[0]) if name == "cross_entropy_gradient_" else 0
+    return again + sum(map(_size, _written(getattr(torch.ops.fastdp, name).default, args)))
 
 
 def _table_rows(name: str, args: Any) -> int:
@@ -341,7 +343,9 @@ def _launches(args: Any) -> int:
 
 def _operations(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     count = flop_registry.get(func._overloadpacket)
-    return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+    # A product's dtype is no concern of its count, which takes it for a shape.
+    sized = [given for given in args if not isinstance(given, torch.dtype)]
+    return float(count(*sized, **kwargs, out_val=result)) if count is not None else 0.0
 
 
 def _products(left: torch.Tensor, right: torch.Tensor, *_: Any) -> tuple[float, torch.Tensor]:
@@ -421,6 +425,7 @@ _WORK: dict[str, Callable[..., tuple[float, torch.Tensor | None]]] = {
     "row_products": _reading,
     "token_counts": _reading,
     "column_sums": _reading,
+    "cross_entropy_gradient_": _reading,
     "affine_sums_group": _reading,
     "instance_norms": _reading,
     "instance_sum": _reading,
@@ -492,7 +497,7 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
     from fastdp.verify import engine_check
     from fastdp.verify.probe import RowValues
 
-    for family in ("norms", "sums", "bounds", "instances", "noise", "adamw"):
+    for family in ("norms", "sums", "bounds", "instances", "heads", "noise", "adamw"):
         importlib.import_module(f"fastdp.kernels.{family}")
     meter = Meter(gpu, granularity)
     constants = {("meta", width): value for (kind, width), value in routes.DEFAULTS.items() if kind == "cuda"}

@@ -22,7 +22,7 @@ class Case:
     """A model and a batch.
 
     Args:
-        kind: gpt2, llama, bert, vit, or one of `bench.layers.KINDS`.
+        kind: gpt2, llama, gemma3, bert, vit, or one of `bench.layers.KINDS`.
         feed_forward, heads, key_heads: four times the width, one for 64 of it, and as many, where they are 0.
         rank: of LoRA on all linear layers of a Llama.
         dropout: of BERT and GPT-2.
@@ -99,7 +99,11 @@ def _made(case: Case) -> torch.nn.Module:
     if case.kind == "bert":
         rates = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), case.dropout)
         return hf.BertForSequenceClassification(hf.BertConfig(num_labels=2, **rates, **shape))
-    shape |= {"num_key_value_heads": case.key_heads or heads, "tie_word_embeddings": case.tied}
+    shape["num_key_value_heads"] = case.key_heads or heads
+    if case.kind == "gemma3":
+        # Its head is the table of the embeddings.
+        return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(head_dim=256, pad_token_id=None, **shape))
+    shape["tie_word_embeddings"] = case.tied
     return hf.LlamaForCausalLM(hf.LlamaConfig(**shape))
 
 
@@ -147,6 +151,8 @@ LARGE = {
     "llama-1b-full": _half("llama", 16, 2048, 8192, 32, 8, 128256, 4, 1024),
     "llama-8b-lora-checkpointed": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16, checkpointed=True),
     "llama-1b-long": _half("llama", 16, 2048, 8192, 32, 8, 128256, 1, 4096),
+    "llama-1b-long-2": _half("llama", 16, 2048, 8192, 32, 8, 128256, 2, 4096),
+    "gemma3-1b-full": _half("gemma3", 26, 1152, 6912, 4, 1, 262144, 8, 512),
     "llama-8b-lora": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16),
     "llama-1b-tied": _half("llama", 16, 2048, 8192, 32, 8, 128256, 4, 1024, tied=True),
     "llama-1b-full-checkpointed": _half("llama", 16, 2048, 8192, 32, 8, 128256, 4, 1024, checkpointed=True),

@@ -4,26 +4,33 @@ from collections.abc import Sequence
 
 import torch
 
+from fastdp.ops.heads import widens
 from fastdp.ops.routes import NARROW
 
 from . import affine, grouped, onehot, weighted
 from .launch import assert_ids, serves, to_device_of
 
-#: Whether torch multiplies 16-bit matrices into float32 (from 2.8 on, on a GPU).
-_WIDENS = "dtype" in torch.ops.aten.mm.overloads()
-
 
 @serves(2)
 def per_unit(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The gradient of each unit, float32 [B, m, n]; that of a single unit is one product."""
-    if offsets.shape[0] > 2 or min(left.shape[1], right.shape[1]) <= NARROW:
+    """The gradient of each unit, float32 [B, m, n]; of a wide matrix a product each, if the host knows where units begin."""
+    units, tokens, sides = offsets.shape[0] - 1, right.shape[0], (left.shape[1], right.shape[1])
+    if min(sides) <= NARROW or (units > 1 and offsets.device.type != "cpu"):
         return grouped.per_unit_group([left], [right], offsets)[0][0]
-    if _WIDENS and left.dtype == right.dtype != torch.float32 and left.device.type != "cpu":
-        return torch.mm(left.T, right, out_dtype=torch.float32).unsqueeze(0)
-    gradient = torch.empty(1, left.shape[1], right.shape[1], dtype=torch.float32, device=right.device)
+    bounds, widened = offsets.tolist() if units > 1 else [0, tokens], widens(left, right)
+    if widened and tokens and bounds == [tokens // units * unit for unit in range(units + 1)]:
+        pair = left.unflatten(0, (units, -1)).mT, right.unflatten(0, (units, -1))
+        return torch.bmm(*pair, out_dtype=torch.float32)
+    gradients = torch.zeros(units, *sides, dtype=torch.float32, device=right.device)
     every = torch.ones(1, 1, dtype=torch.float32, device=right.device)
-    weighted.weighted_sums_([gradient[0]], [left], [right], every, offsets, [False])
-    return gradient
+    for gradient, start, end in zip(gradients, bounds, bounds[1:]):
+        one, two = left[start:end], right[start:end]
+        if widened and end > start:
+            torch.mm(one.T, two, out_dtype=torch.float32, out=gradient)
+        elif end > start:
+            own = offsets if units == 1 else torch.tensor([0, end - start])
+            weighted.weighted_sums_([gradient], [one], [two], every, own, [False])
+    return gradients
 
 
 @serves(2)

@@ -83,9 +83,9 @@ class Factors:
             return replace(self, right=(self.right * left[self.left].unsqueeze(1)).mul_(right))
         return replace(self, left=self.left * left, right=self.right * right)
 
-    def offsets(self, layout: Layout) -> torch.Tensor:
-        """Where units begin on the axis of tokens, int64 ``[units + 1]``."""
-        return layout.offsets(self.right.shape[0], laned=self.laned)
+    def offsets(self, layout: Layout, *, host: bool = False) -> torch.Tensor:
+        """Where units begin on the axis of tokens, int64 ``[units + 1]``; on the ``host``, or beside the factors."""
+        return layout.offsets(self.right.shape[0], laned=self.laned, host=host)
 
     def lengths(self, layout: Layout) -> torch.Tensor:
         """Tokens of each unit, float64 ``[units]``: on a processor those that add anything, so that padding is none."""
@@ -142,10 +142,14 @@ class Factors:
         else:
             total += ops.per_unit(left, right, torch.tensor([0, right.shape[0]]))[0]
 
+    def each(self, layout: Layout) -> torch.Tensor:
+        """Every unit's gradient, ``[units, m, n]`` float32, not of ids: wide ones in products that the host cuts."""
+        return ops.per_unit(*self.dense().oriented, self.offsets(layout, host=True))
+
     def each_to(self, totals: torch.Tensor, layout: Layout) -> None:
         """Add every unit's gradient to its own of ``totals`` ``[units, m, n]``."""
         if not self.one_hot:
-            totals += ops.per_unit(*self.dense().oriented, self.offsets(layout))
+            totals += self.each(layout)
             return
         bounds = self.offsets(layout).tolist()
         for unit, total in enumerate(totals):

@@ -21,8 +21,10 @@ from fastdp.engine.bounds import gammas
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Layout
-from fastdp.engine.logits import TILE, Logits, Step, cuts, inputs, quiet, token_losses
+from fastdp.engine.logits import CHUNK, TILE, Logits, Step, inputs, quiet, token_losses, widen
 from fastdp.engine.uses import Tap
+from fastdp.ops.heads import add_product_, cuts, even_rows, most_tokens, on_gpu
+from fastdp.ops.placed import cached_constant
 
 #: Squares found by Gram matrices are found again by the direct route where rounding may hide more than this share of them,
 #: which is 1.6% of the norm: less is not worth a product as large as the weights' gradients.
@@ -54,32 +56,46 @@ class Tiles:
     counts: torch.Tensor
     bounds: list[int]
 
+    def __post_init__(self) -> None:
+        self.even, self._bias = self.weight, self.bias
+        if on_gpu(self.weight):
+            self.even, self._bias = even_rows(self.weight), None if self.bias is None else even_rows(self.bias)
+
     def tile(self, start: int, end: int, losses: torch.Tensor | None = None) -> torch.Tensor:
-        """``w_t P_t`` of some tokens, in the dtype of their products with the weight; fills in ``losses`` ``[N]``."""
+        """``w_t P_t`` of some tokens, in the dtype of their products with the weight; fills in ``losses`` ``[N]``.
+
+        On a GPU it may end in columns of zeros, of no entry of the vocabulary.
+        """
+        width = self.weight.shape[0]
         with quiet(self.hidden):
-            tile = torch.nn.functional.linear(self.hidden[start:end], self.weight, self.bias)
-            for a, b in cuts(end - start, tile.shape[1]):
+            tile = torch.nn.functional.linear(self.hidden[start:end], self.even, self._bias)
+            if on_gpu(tile) and {widen}.issuperset(self.steps):
+                labels = self.target[start:end], self.counts[start:end]
+                found = ops.cross_entropy_gradient_(tile, *labels, self.ignored, width)
+                if losses is not None:
+                    losses[start:end] = found
+                return tile
+            for a, b in cuts(end - start, self.weight, CHUNK):
                 here = slice(start + a, start + b)
                 with torch.enable_grad():
-                    z = tile[a:b].detach().requires_grad_()
+                    z = tile[a:b, :width].detach().requires_grad_()
                     found = token_losses(z, self.target[here], self.ignored, self.steps)
                     (own,) = torch.autograd.grad(found, z, self.counts[here].to(found.dtype))
                 if losses is not None:
                     losses[here] = found.detach()
-                tile[a:b] = own
+                tile[a:b, :width] = own
         return tile
 
     def _spans(self, parts: bool) -> Iterator[tuple[slice, slice]]:
         """Units and tokens of each tile; of units that fit in one together, or else of one that may be longer."""
-        width, first = self.weight.shape[0], 0
+        first = 0
         for unit in range(1, len(self.bounds)):
             start, end = self.bounds[first], self.bounds[unit]
             if parts:
-                yield from (
-                    (slice(first, unit), slice(start + a, start + b)) for a, b in cuts(end - start, width, TILE)
-                )
+                parts_of = cuts(end - start, self.weight, TILE)
+                yield from ((slice(first, unit), slice(start + a, start + b)) for a, b in parts_of)
                 first = unit
-            elif unit == len(self.bounds) - 1 or self.bounds[unit + 1] - start > max(1, TILE // width):
+            elif unit == len(self.bounds) - 1 or self.bounds[unit + 1] - start > most_tokens(self.weight, TILE):
                 yield slice(first, unit), slice(start, end)
                 first = unit
 
@@ -93,8 +109,8 @@ class Tiles:
         for units, tokens in self._spans(parts):
             if tokens.stop > tokens.start and (only is None or units.start <= only < units.stop):
                 tile = self.tile(tokens.start, tokens.stop, losses)
-                ends = torch.tensor(self.bounds[units.start : units.stop + 1]).clamp(tokens.start, tokens.stop)
-                yield units, tokens, (ends - tokens.start).to(tile.device, non_blocking=True), tile
+                ends = [min(max(end, tokens.start), tokens.stop) for end in self.bounds[units.start : units.stop + 1]]
+                yield units, tokens, _offsets(ends, tile.device), tile
                 # Two tiles would stand beside each other while the next one is made.
                 del tile
 
@@ -131,7 +147,8 @@ class HeadFactors(Factors):
     def dense(self) -> Factors:
         """The same as an ordinary factor pair, all of it in memory."""
         tiles = self.tiles
-        left = torch.cat([tiles.tile(a, b) for a, b in cuts(tiles.hidden.shape[0], self.width, TILE)])
+        left = torch.cat([tiles.tile(a, b) for a, b in cuts(tiles.hidden.shape[0], tiles.weight, TILE)])
+        left = left[:, : self.width]
         return Factors(left * self.left.to(left.dtype), self.right)
 
     def powers(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,20 +168,20 @@ class HeadFactors(Factors):
 
     def inner(self, other: Factors, layout: Layout) -> torch.Tensor:
         """Inner products with the units' gradients of any other use of the same matrix, ``[units]`` float64."""
-        other, offsets = other.dense(), other.offsets(layout)
-        bounds, found = offsets.tolist(), torch.zeros_like(self.shares)
+        other, bounds = other.dense(), other.offsets(layout, host=True).tolist()
+        found = torch.zeros_like(self.shares)
         if other.one_hot and _identity(other.left) in self.columns:
             for unit, block in self.columns[_identity(other.left)].items():
                 hidden = self.right[slice(*self.tiles.bounds[unit : unit + 2])]
                 rows = other.right[slice(*bounds[unit : unit + 2])]
                 ids = torch.arange(block.shape[1], device=block.device)
-                one, two = (torch.tensor([0, size], device=block.device) for size in block.shape)
+                one, two = (_offsets([0, size], block.device) for size in block.shape)
                 found[unit] = ops.cross_inner(block, hidden, ids, rows, one, two)[0].double()
             return found * self.shares
         for units, tokens, own, tile in self.tiles.of_units():
             start, end = bounds[units.start], bounds[units.stop]
-            others = (offsets[units.start : units.stop + 1] - start).to(tile.device, non_blocking=True)
-            pair = tile, self.right[tokens], other.left[start:end], other.right[start:end]
+            others = _offsets(bounds[units.start : units.stop + 1], tile.device)
+            pair = tile[:, : self.width], self.right[tokens], other.left[start:end], other.right[start:end]
             found[units] = ops.cross_inner(*pair, own, others).double()
             del tile, pair
         return found * self.shares
@@ -184,7 +201,7 @@ class HeadFactors(Factors):
     def _add(self, total: torch.Tensor, weights: torch.Tensor, *, only: int | None = None) -> None:
         weights = torch.where(weights == 0, 0, weights.double() * self.shares).to(total.dtype)
         for units, tokens, offsets, tile in self.tiles.of_units(only=only):
-            ops.weighted_sum(tile, self.right[tokens], weights[units], total, offsets=offsets)
+            ops.weighted_sum(tile[:, : self.width], self.right[tokens], weights[units], total, offsets=offsets)
             del tile
 
 
@@ -254,8 +271,8 @@ class HeadUse(torch.autograd.Function):
             found.bias = losses.new_zeros(units, rows)
         long = max((b - a for a, b in zip(made.bounds, made.bounds[1:])), default=0)
         read = [t.reshape(-1) for t in tap.looked_up.get(id(trained[0]), []) if tap.layout.covers(t.numel())]
-        looked_up = [(t, tap.layout.offsets(t.numel()).tolist()) for t in read]
-        whole = ops.routes.is_allowed("instantiate", rows, width, long, units, dtype=weight.dtype)
+        looked_up = [(t, tap.layout.offsets(t.numel(), host=True).tolist()) for t in read]
+        whole = ops.routes.is_allowed("instantiate", rows, width, long, units, dtype=weight.dtype, device=device)
         if trained[0] is not None and whole:
             found.whole = losses.new_zeros(units, rows, width)
         elif trained[0] is not None:
@@ -263,12 +280,12 @@ class HeadUse(torch.autograd.Function):
         for own, here, offsets, tile in made.of_units(losses, parts=found.norms is None):
             found.back(tile, here)
             if found.bias is not None:
-                found.bias[own] += ops.column_sums(tile, offsets)
+                found.bias[own] += ops.column_sums(tile, offsets)[:, :rows]
             if found.norms is not None:
                 found.gather(own, tile, here.start, looked_up)
                 found.norms.measure(own, tile, made.hidden[here], offsets)
             elif found.whole is not None:
-                ops.weighted_sum(tile, made.hidden[here], losses.new_ones(1), found.whole[own.start], offsets=offsets)
+                add_product_(found.whole[own.start], tile[:, :rows], made.hidden[here])
             del tile
         given: torch.Tensor = reduced(losses)
         return given
@@ -277,7 +294,7 @@ class HeadUse(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         shares, found, layout = gradients[0], ctx.found, ctx.tap.layout
         sink, made, (weight, bias) = ctx.tap.open(), found.made, ctx.trained
-        lengths = torch.tensor(made.bounds).diff().to(shares.device, non_blocking=True)
+        lengths = _offsets(made.bounds, shares.device).diff()
         each = shares.repeat_interleave(lengths, output_size=made.hidden.shape[0]).unsqueeze(1)
         if bias is not None:
             sink.instances(bias, _scale_instances(found.bias, shares), layout)
@@ -341,12 +358,17 @@ class _HeadPass:
         """Send a tile back to its hidden states."""
         if self.hidden is not None and self.made is not None:
             with quiet(tile):
-                torch.mm(tile, self.made.weight, out=self.hidden[tokens])
+                torch.mm(tile, self.made.even, out=self.hidden[tokens])
 
     def drop(self) -> None:
         """Let go of all of it."""
         self.made = self.hidden = self.bias = self.whole = self.norms = None
         self.columns = {}
+
+
+def _offsets(bounds: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Where units begin behind the first of these places, on the device: the same tensor in every step."""
+    return cached_constant(tuple([place - bounds[0] for place in bounds]), torch.int64, device)
 
 
 def _identity(ids: torch.Tensor) -> tuple[int, int]:
@@ -359,4 +381,4 @@ def _scale_instances(instances: torch.Tensor, shares: torch.Tensor) -> torch.Ten
     if instances.device.type == "cpu" and bool((shares == 1).all()):
         return instances
     by = shares.to(instances.dtype).view(-1, *[1] * (instances.dim() - 1))
-    return torch.where(by == 0, 0, instances * by)
+    return (instances * by).masked_fill_(by == 0, 0)

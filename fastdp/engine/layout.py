@@ -128,7 +128,7 @@ class Layout:
     token_segments: torch.Tensor | None = None
     #: How an operation (its name, the ids of the parameters on one side, the other's dimensions) meets a tensor, as traced.
     meetings: Mapping[tuple[str, frozenset[int], int], BroadcastLayout] = field(default_factory=dict)
-    _offsets: dict[int, torch.Tensor] = field(default_factory=dict)
+    _offsets: dict[tuple[int, bool, bool], torch.Tensor] = field(default_factory=dict)
     _lengths: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -153,13 +153,13 @@ class Layout:
             return tokens == self.token_segments.numel()
         return tokens % self.rows == 0
 
-    def offsets(self, tokens: int, *, laned: bool = False) -> torch.Tensor:
-        """Boundaries of the units on a flat axis of ``tokens`` tokens, int64 ``[units + 1]``.
+    def offsets(self, tokens: int, *, laned: bool = False, host: bool = False) -> torch.Tensor:
+        """Boundaries of the units on a flat axis of ``tokens`` tokens, int64 ``[units + 1]``; on the ``host``, or the device.
 
         ``laned`` says that the axis has one block of equal length a lane, as an expanded parameter has.
         Raises `UnsupportedUse` where the axis cannot be cut. Counts live on the CPU, so a GPU is never waited for.
         """
-        key = -tokens - 1 if laned else tokens
+        key = tokens, laned, host
         if key not in self._offsets:
             packed = self.token_segments is not None
             if (tokens % self.lanes) if laned else not self.covers(tokens):
@@ -169,7 +169,8 @@ class Layout:
             else:
                 each = 1 if packed else tokens // self.rows
                 counts = [each * count for count in self.counts.tolist()]
-            self._offsets[key] = keep_for_replay(_offsets(tuple(counts), self.weights.device))
+            device = torch.device("cpu") if host else self.weights.device
+            self._offsets[key] = keep_for_replay(_offsets(tuple(counts), device))
         return self._offsets[key]
 
     def lengths(self, tokens: int, *, laned: bool = False) -> torch.Tensor:

@@ -23,14 +23,16 @@ from fastdp.calls.batches import everything, map_tensors, tensors
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.named import functions, is_in_place
 from fastdp.engine.uses import as_autocast, is_metadata, uncast
+from fastdp.ops.heads import cuts, most_tokens, on_gpu
+from fastdp.ops.placed import copy_to_device
 from fastdp.ops.routes import is_allowed
 
 #: A matrix of fewer rows than this is no vocabulary: its outputs are small, and loops read them.
 VOCABULARY = 4096
-#: Numbers of one tile, unless one example alone has more.
+#: Numbers of one tile on a processor, unless one example alone has more.
 TILE = 2**24
 #: Numbers of the part of a tile that the loss's own gradient is computed for at once.
-_CHUNK = 2**22
+CHUNK = 2**22
 
 READ = (
     "the logits of a private training step are never computed as a whole, so they cannot be read after it: give make_private "
@@ -50,6 +52,11 @@ _INDEXING = functions("__getitem__ unsqueeze squeeze")
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
+def widen(z: torch.Tensor) -> torch.Tensor:
+    """The step of most models, which `token_losses` takes in any case."""
+    return z.float()
+
+
 @dataclass
 class Source:
     """What logits are computed from.
@@ -60,6 +67,7 @@ class Source:
         product: computes the logits as ever.
         take: in an engine's pass, gives the units' losses of a cross-entropy: see `fastdp.engine.head.take`.
         small: the logits are less than a tile, or tiles would take longer, and they are computed as ever.
+        cast_only: as they are where anything but casts is done to them.
         strict: raise `UnsupportedUse` where any of these was written since.
     """
 
@@ -69,6 +77,7 @@ class Source:
     product: Callable[[], torch.Tensor]
     take: Callable[..., torch.Tensor] | None = None
     small: bool = False
+    cast_only: bool = False
     strict: bool = True
     #: How often a cross-entropy took these logits, and whether anything else computed them.
     taken: int = 0
@@ -145,6 +154,11 @@ class Logits(torch.Tensor):
         dtype = as_autocast(source.hidden[:0]).dtype if source.hidden.dim() else source.hidden.dtype
         return cls(source, dtype, index)
 
+    @property
+    def small(self) -> bool:
+        """Whether a loss computes them as ever."""
+        return self.source.small or (self.source.cast_only and not {widen}.issuperset(self.steps))
+
     def dense(self) -> torch.Tensor:
         """The tensor itself."""
         if self.source.closed:
@@ -212,7 +226,10 @@ def _defer(func: Any, own: Logits, args: Any, kwargs: Any) -> Logits | None:
         tried = step(torch.empty((0, width), dtype=own.dtype, device=own.device))
         if tried.shape != (0, width) or tried.device != own.device or not tried.is_floating_point():
             return None
-        return Logits(own.source, tried.dtype, own.places, (*own.steps, step), (*own.history, step))
+        steps = own.steps
+        if func not in _CASTS or tried.dtype != own.dtype:
+            steps += (widen if func in _CASTS and tried.dtype == torch.float32 != own.dtype else step,)
+        return Logits(own.source, tried.dtype, own.places, steps, (*own.history, step))
     if func not in _RESHAPING and func not in _INDEXING and func is not torch.Tensor.flatten:
         return None
     rest = args[1:]
@@ -252,7 +269,7 @@ def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     ignored, reduction = given.get("ignore_index", -100), given.get("reduction", "mean")
     own.source.taken += 1
     hidden, weight, bias = inputs(own)
-    steps, spans = own.steps, cuts(hidden.shape[0], weight.shape[0])
+    steps, spans = own.steps, cuts(hidden.shape[0], weight, CHUNK)
 
     def part(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return token_losses(F.linear(hidden, weight, bias), target, ignored, steps)
@@ -279,7 +296,7 @@ def inputs(own: Logits) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None
     source.require_unwritten()
     hidden = as_autocast(source.hidden.reshape(-1, source.hidden.shape[-1]))
     if own.places.numel() != hidden.shape[0]:
-        hidden = hidden.index_select(0, own.places.reshape(-1).to(hidden.device, non_blocking=True))
+        hidden = hidden.index_select(0, copy_to_device(own.places.reshape(-1), hidden.device))
     return hidden, as_autocast(source.weight), as_autocast(source.bias)
 
 
@@ -303,19 +320,13 @@ def token_losses(z: torch.Tensor, target: torch.Tensor, ignored: int, steps: tup
 _cross_entropy = F.cross_entropy
 
 
-def cuts(tokens: int, width: int, numbers: int | None = None) -> list[tuple[int, int]]:
-    """Parts of an axis of tokens, as many at once as have that many logits; they depend on sizes alone."""
-    step = max(1, (numbers or _CHUNK) // width)
-    return [(a, min(a + step, tokens)) for a in range(0, tokens, step)]
-
-
 def _pays(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether tiles take no longer than logits: each is made once where the weight is frozen or units' gradients are kept.
 
-    On processors, where that was measured; a GPU's many small launches would take longer.
+    On a GPU a kernel moves fewer bytes than torch, which makes up for one more product, where it knows the loss's operations.
     """
-    if weight.device.type != "cpu":
-        return False
+    if on_gpu(weight):
+        return True
     length, dtype = hidden.shape[:-1][-1] if hidden.dim() > 1 else 1, as_autocast(hidden[:0]).dtype
     rows, width = weight.shape
     return not weight.requires_grad or is_allowed("instantiate", rows, width, length, 2, dtype=dtype)
@@ -347,8 +358,9 @@ class Heads:
         take: Callable[..., torch.Tensor] | None = None,
     ) -> Logits:
         """The logits of one call of a head, left out."""
-        small = hidden.shape[:-1].numel() * weight.shape[0] <= self.tile or not (self.always or _pays(hidden, weight))
-        source = Source(hidden, weight, bias, product, take, small)
+        few = hidden.shape[:-1].numel() <= most_tokens(weight, self.tile)
+        small = few or not (self.always or _pays(hidden, weight))
+        source = Source(hidden, weight, bias, product, take, small, on_gpu(weight) and not self.always)
         if take is not None:
             self.made.append(source)
         return Logits.of(source)

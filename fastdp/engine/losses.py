@@ -261,7 +261,7 @@ def _class_loss(
     original: Callable[..., Any], terms: LossTerms, given: dict[str, Any], reduction: str
 ) -> torch.Tensor | None:
     input, target, ignored = given["input"], given["target"], given.get("ignore_index", -100)
-    if isinstance(input, Logits) and (input.source.small or not takes(given)):
+    if isinstance(input, Logits) and (input.small or not takes(given)):
         input = input.dense()
     valid = None
     if not target.is_floating_point():

@@ -132,10 +132,12 @@ class NormSink(Captures):
             self._take_alone(parameter, factors)
             return
         narrow = min(left.shape[1], right.shape[1]) <= NARROW
+        # A wide matrix's gradients by unit are one product of torch's: they gain nothing by waiting for others.
+        waits = narrow or (self._launches and self._found(name, factors).route.name != "instantiate")
+        if not waits or (factors.laned and not self._launches):
+            self._take_alone(parameter, factors)
+            return
         if not self._launches:
-            if not narrow or factors.laned:
-                self._take_alone(parameter, factors)
-                return
             first = self._captured[0][1] if self._captured else factors
             if first.right.shape[0] != right.shape[0] or first.swap != factors.swap:
                 self._take_together()
@@ -190,10 +192,8 @@ class NormSink(Captures):
     def _planned(self, names: Sequence[str], members: Sequence[tuple[torch.nn.Parameter, Factors]]) -> _Plan:
         found = [self._found(name, use) for name, (_, use) in zip(names, members)]
         numbers: dict[str, list[int]] = {"gram": [], "direct": [], "instantiate": [], "rest": []}
-        for at, (name, use, route, _) in enumerate(found):
-            chosen = route.name
-            if chosen == "instantiate" and (min(use.left.shape[1], use.right.shape[1]) > NARROW or name in self.tables):
-                chosen = "rest"
+        for at, (name, _, route, _) in enumerate(found):
+            chosen = "rest" if route.name == "instantiate" and name in self.tables else route.name
             # A processor has narrow ones alone here.
             numbers[chosen if self._launches or chosen == "instantiate" else "direct"].append(at)
         gram, direct, small, rest = (tuple(own) for own in numbers.values())
@@ -238,7 +238,7 @@ class NormSink(Captures):
         small &= not (several and factors.right.device.type == "cpu")
         self.routes[name] = Route("masked", *found.route[1:]) if masked and not small else found.route
         if small:
-            self._instantiate(found)
+            self._instantiate(found, several=several)
             return
         entry.factors.append(factors)
         if several:
@@ -342,30 +342,35 @@ class NormSink(Captures):
             relative = rounding.squares(entries)
             self.norms.add(own, power, entries, relative=relative, products=products, **errors)
 
-    def _instantiate(self, found: Found) -> None:
+    def _instantiate(self, found: Found, *, several: bool) -> None:
         """Make the gradients of a small matrix at once."""
         name, use, entry = found.name, found.use, self.entries[found.name]
         offsets, wide = use.offsets(self.layout), min(found.route.rows, found.route.columns) > NARROW
-        if use.right.device.type != "cpu":
-            left, right = use.dense().oriented
+        own, launched = use.dense(), self._launches
+        if launched and (several or not wide or self.layout.units == 1):
             if not self.keep:
                 self.note_products(name, use)
             if wide:
-                entry.add(ops.per_unit(left, right, offsets))
+                entry.add(own.each(self.layout))
                 return
+            left, right = own.oriented
             (gradient,), squared = ops.per_unit_group([left], [right], offsets)
             entry.add(gradient, squared[0])
             return
         # What a unit is measured by is the same whether or not its gradient is kept, which the lengths of others decide.
         self.require_once(name, entry)
-        own = use.dense()
-        (gradient,), squared = ops.per_unit_group([own.left], [own.right], offsets)
-        if wide:
-            self._grams.add([found], squared)
+        if launched:
+            gradient = own.each(self.layout)
+            self._add_direct(found, ops.instance_sqnorm(gradient))
         else:
-            self._add_direct(found, squared[0])
+            (gradient,), squared = ops.per_unit_group([own.left], [own.right], offsets)
+            gradient = gradient.mT.contiguous() if use.swap and self.keep else gradient
+            if wide:
+                self._grams.add([found], squared)
+            else:
+                self._add_direct(found, squared[0])
         if self.keep:
-            entry.add(gradient.mT.contiguous() if use.swap else gradient)
+            entry.add(gradient)
             entry.measured = True
         elif wide:
             self._grams.judge()

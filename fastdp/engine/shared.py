@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import fastdp.ops as ops
 from fastdp.engine.factors import Factors
 from fastdp.engine.named import functions
 from fastdp.engine.rows import Fold
@@ -41,9 +40,7 @@ class Shared:
             for parameter, own in self.pull(factors):
                 sink.matrix(parameter, own, layout)
             return
-        left, right = factors.oriented
-        gradients = ops.per_unit(left, right, layout.offsets(right.shape[0], laned=factors.laned))
-        self._give(gradients.view(-1, *self.value.shape), lambda p, g: sink.instances(p, g, layout))
+        self._give(factors.each(layout).view(-1, *self.value.shape), lambda p, g: sink.instances(p, g, layout))
 
     def give_lanes(self, sink: Sink, gradients: torch.Tensor, tap: Tap) -> None:
         """Hand a sink gradients of the value by lane, ``[lanes, *shape]``."""

@@ -16,6 +16,7 @@ from .bounds import (
 from .choice import choice_log_probabilities as choice_log_probabilities, exponential_choice as exponential_choice
 from .clip import clip_noise as clip_noise
 from .dchi import dchi_vectors as dchi_vectors, private_snap as private_snap
+from .heads import cross_entropy_gradient_ as cross_entropy_gradient_
 from .instances import (
     instance_abs_sum as instance_abs_sum,
     instance_masked_sqnorm as instance_masked_sqnorm,

@@ -80,16 +80,25 @@ def constants_for(device: torch.device | str, dtype: torch.dtype) -> RouteConsta
 
 
 def is_allowed(
-    route: str, m: int, n: int, length: int, units: int, *, one_hot: bool = False, dtype: torch.dtype = torch.float32
+    route: str,
+    m: int,
+    n: int,
+    length: int,
+    units: int,
+    *,
+    one_hot: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> bool:
     """Whether a route may be taken: ``instantiate`` only where gradients take half the memory of the larger factor or less.
 
     The right factor is often shared with other uses, or kept by the model itself, so that letting go of it frees nothing. The
     gradient of a single unit takes the place of the sum, which would be made in any case: it may be nearly as large as both.
+    So may those of any units on a GPU, whose matrix products of 16-bit factors are twice as fast as direct norms and sums.
     """
     if route != "instantiate":
         return True
-    if units == 1:
+    if units == 1 or (torch.device(device).type != "cpu" and dtype.itemsize == 2):
         return not one_hot and 4 * m * n < length * (m + n) * dtype.itemsize
     return not one_hot and 2 * 4 * m * n <= length * max(m, n) * dtype.itemsize
 
@@ -172,15 +181,25 @@ def plan_route(
     device: torch.device | str = "cpu",
 ) -> str:
     """The allowed route with the least predicted time; arguments as in :func:`predicted_seconds`."""
-    return _cheapest(m, n, length, units, one_hot, keeps_factors, dtype, constants or constants_for(device, dtype))
+    kind = torch.device(device).type
+    return _cheapest(m, n, length, units, one_hot, keeps_factors, dtype, constants or constants_for(kind, dtype), kind)
 
 
 @functools.lru_cache(maxsize=4096)
 def _cheapest(
-    m: int, n: int, length: int, units: int, one_hot: bool, keeps: bool, dtype: torch.dtype, constants: RouteConstants
+    m: int,
+    n: int,
+    length: int,
+    units: int,
+    one_hot: bool,
+    keeps: bool,
+    dtype: torch.dtype,
+    constants: RouteConstants,
+    device: str,
 ) -> str:
-    routes = (route for route in ROUTES if is_allowed(route, m, n, length, units, one_hot=one_hot, dtype=dtype))
-    options: Any = {"one_hot": one_hot, "keeps_factors": keeps, "dtype": dtype, "constants": constants}
+    options: Any = {"one_hot": one_hot, "dtype": dtype}
+    routes = [route for route in ROUTES if is_allowed(route, m, n, length, units, device=device, **options)]
+    options |= {"keeps_factors": keeps, "constants": constants}
     return min(routes, key=lambda route: predicted_seconds(route, m, n, length, units, **options))
 
 

@@ -84,6 +84,20 @@ def test_checkpointed_steps_of_large_models_keep_to_their_bounds(name, seconds):
     assert private.peak_bytes <= 1.05 * plain.peak_bytes
 
 
+@pytest.mark.parametrize(
+    ("name", "seconds", "memory"),
+    [
+        ("llama-1b-long-2", 1.18, 0.9),
+        # With all logits in memory it was 1.13.
+        ("gemma3-1b-full", 1.15, 0.7),
+    ],
+)
+def test_long_texts_and_large_vocabularies_keep_to_their_bounds(name, seconds, memory):
+    plain, private = (simulate.tally(CASES[name], GPUS["h100"], private=private) for private in (False, True))
+    assert private.seconds <= seconds * plain.seconds
+    assert private.peak_bytes <= memory * plain.peak_bytes
+
+
 def test_a_host_that_waits_is_found():
     with simulated(GPUS["h100"]) as meter:
         x = torch.ones(3, device="meta")

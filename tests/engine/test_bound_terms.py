@@ -6,11 +6,13 @@ A bound must reach the true norm and, on top, what rounding may add where the su
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import torch
 from torch import nn
 
 from fastdp import ops
+from fastdp.engine import norms
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.bounds import UpperNorms, gammas
 from fastdp.engine.factors import Factors
@@ -123,3 +125,26 @@ def test_what_is_measured_whole_and_added_as_factors() -> None:
     whole = -(use.left.double().T @ use.right.double()).float()[None]
     assert needed(use, whole) > 100 * UNIT
     assert float(upper((8, 8), whole, use, keep=False).norms) >= needed(use, whole)
+
+
+@cases("keep", [True, False])
+def test_a_wide_matrix_has_one_bound_by_both_routes_of_a_gpu(keep: bool) -> None:
+    """Of the neighbours depends only whether gradients are made by unit."""
+    parameter, found = nn.Parameter(torch.zeros(66, 70)), {}
+    accumulator = Accumulator({"w": parameter}, Policy((1.0,), (0.0,), {"w": 0}))
+    layout = Ticket(torch.arange(3), torch.ones(3), True).layout(torch.device("cpu"))
+    use = Factors(torch.randn(900, 66), torch.randn(900, 70))
+    for route in ("direct", "instantiate"):
+        with (
+            mock.patch.object(norms, "launches", return_value=True),
+            mock.patch.object(norms, "may_hold", return_value=1 << 30),
+            mock.patch.object(norms, "plan_route", return_value=route),
+        ):
+            sink = NormSink(accumulator, layout, {"w": 1}, keep=keep)
+            sink.matrix(parameter, use, layout)
+            found[route] = sink.finish()
+        assert (sink.entries.get("w", norms.Entry()).instance is not None) == (keep and route == "instantiate")
+    one, other = (found[route].norms for route in found)
+    assert torch.allclose(one, other, rtol=1e-6, atol=0)
+    # Rounding is a part of it that could be seen.
+    assert bool((one > found["direct"].measured.sqrt() * (1 + 1e-5)).all())

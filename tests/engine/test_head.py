@@ -19,6 +19,7 @@ from fastdp.engine.layout import Ticket
 from fastdp.engine.logits import Logits
 from fastdp.engine.policy import Policy
 from fastdp.engine.routing import Routing
+from fastdp.ops import heads
 from fastdp.verify import Checks
 from tests.cases import cases, pairs
 from tests.engine.models import MODELS, batch, build
@@ -36,7 +37,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logits.Heads, "tile", 0)
     monkeypatch.setattr(logits, "_pays", lambda hidden, weight: True)
     monkeypatch.setattr(head, "TILE", 12 * VOCABULARY)
-    monkeypatch.setattr(logits, "_CHUNK", 5 * VOCABULARY)
+    for module in (logits, head):
+        monkeypatch.setattr(module, "CHUNK", 5 * VOCABULARY)
 
 
 class Speaker(nn.Module):
@@ -163,6 +165,39 @@ def test_a_head_is_exact_however_a_calls_it(way: str, tokens: int) -> None:
         # Long units' gradients are smaller than their tiles, and are kept.
         assert engine.accumulator.routes["head.weight"].name == ("instantiate" if tokens > 2 * WIDTH else "tiles")
     require_exact(engine, engine.accumulator.sums, units)
+
+
+@pytest.fixture
+def tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tiles are made as on a GPU: padded, by the op, as large as those of a processor; notes what the op made."""
+    made: list[int] = []
+    kernel = heads.cross_entropy_gradient_
+
+    def noted(tile: torch.Tensor, *labels: Any) -> torch.Tensor:
+        made.append(tile.shape[1])
+        return kernel(tile, *labels)
+
+    for module in (head, logits, heads):
+        monkeypatch.setattr(module, "on_gpu", lambda weight: True)
+    monkeypatch.setattr(head, "TILE", VOCABULARY)
+    monkeypatch.setattr(head.ops, "cross_entropy_gradient_", noted)
+    return made
+
+
+@pytest.mark.parametrize(("tokens", "way"), [(tokens, way) for tokens in (1 + WIDTH, 4 * WIDTH + 3) for way in WAYS])
+def test_a_head_is_exact_in_the_tiles_of_a_gpu(way: str, tokens: int, tiles_of_a_gpu: list[int]) -> None:
+    model, inputs = Speaker(**WAYS[way]), data(tokens=tokens)
+    if "ignore_index" in WAYS[way].get("loss", {}):
+        inputs["labels"] = inputs["labels"].clamp(min=3)
+    units, casts = truth(model, inputs), WAYS[way].keys().isdisjoint({"between"})
+    require_exact(engine := step(model, inputs), engine.accumulator.sums, units)
+    # Other operations than casts are left to torch, and to logits; long units' gradients are kept whole.
+    assert engine.accumulator.tiles_heads is (casts and tokens <= 2 * WIDTH)
+    assert set(tiles_of_a_gpu) == ({48} if casts else set())
+    if not casts:
+        again = copy.deepcopy(model)
+        require_exact(engine := step(again, inputs, keep_logits=False), engine.accumulator.sums, units)
+        assert not tiles_of_a_gpu
 
 
 @cases(*pairs(("tokens", [1 + WIDTH, 4 * WIDTH + 3]), ("trained", [[], ["head.bias"], ["head.weight"]])))

@@ -33,6 +33,7 @@ from fastdp.kernels import (
     gram,
     grouped,
     groups,
+    heads,
     instances,
     launch,
     mask,
@@ -55,7 +56,7 @@ MATRIX = {90: ("HGMMA",), 100: ("UTCHMMA", "UTCQMMA"), **dict.fromkeys((80, 86, 
 #: Numbers that differ from batch to batch: a kernel compiled for some of their values would be compiled again and again.
 VARYING = {
     *("units", "tokens", "most", "problems", "slots", "splits", "whole", "rows", "size"),
-    *("groups", "tiles_x", "chunks", "lines", "capacity"),
+    *("groups", "tiles_x", "chunks", "lines", "capacity", "words", "ignored"),
 }
 
 
@@ -357,6 +358,15 @@ CASES = {
     "grouped-bf16": replace(grouped_case(tl.bfloat16, 16, 64, 4), narrow=True),
     "grouped-bf16-64": grouped_case(tl.bfloat16, 64, 64, 8, slow=True),
     "grouped-fp32": replace(grouped_case(tl.float32, 16, 32, 8, slow=True), loop=460),
+    "head-bf16": Case(
+        heads._gradient_kernel,
+        {
+            **{"p_logits": "*bf16", "p_target": "*i64", "p_weights": "*fp32", "p_losses": "*fp32"},
+            **numbers("words", "width", "ignored"),
+        },
+        {"b": heads._COLUMNS},
+        8,
+    ),
     "instance-norm": instance_norm_case("fp32", direct.SQUARE),
     "instance-masked-norm": instance_norm_case("fp32", direct.MASKED_SQUARE, slow=True),
     "instance-absolute-bf16": instance_norm_case("bf16", direct.ABSOLUTE, slow=True),

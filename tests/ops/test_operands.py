@@ -59,6 +59,7 @@ def arguments() -> dict[str, tuple]:
         "instance_sum": (x, torch.rand(3), torch.rand(3), MASK),
         "instance_norms_group": ([x, x],),
         "instance_sum_group": ([x, x], torch.rand(2, 3)),
+        "cross_entropy_gradient_": (torch.randn(3, 16), torch.tensor([3, -100, 1]), torch.rand(3), -100, 13),
         "add_noise_": (torch.zeros(3), 0.5, position, False, 0),
         "add_noise_group_": (
             [torch.zeros(3), torch.zeros(2, 2)],

@@ -124,6 +124,19 @@ def test_a_wide_gradient_of_one_unit():
     assert sums.per_unit(left.to("meta"), right.to("meta"), offsets_of((40,))).dtype == torch.float32
 
 
+@pytest.mark.parametrize("lengths", [(20, 20), (7, 0, 32, 1), (0, 0)])
+def test_wide_gradients_of_units_that_the_host_cuts(lengths):
+    """A product each: by the kernel of sums, and by torch's own where it gives float32."""
+    tokens, offsets = sum(lengths), offsets_of(lengths)
+    left, right = factor(tokens, 70, 0, torch.bfloat16), factor(tokens, 130, 1, torch.bfloat16)
+    got = sums.per_unit(left, right, offsets)
+    for gradient, start, end in zip(got, offsets.tolist(), offsets.tolist()[1:]):
+        truth, size = exact(left[start:end], right[start:end], torch.ones(end - start))
+        assert bool(((gradient - truth).abs() <= bound(end - start) * size).all())
+    there = sums.per_unit(left.to("meta"), right.to("meta"), offsets)
+    assert (there.shape, there.dtype) == (got.shape, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_of_a_layer_norm(dtype, monkeypatch):
     offsets = offsets_of((20, 0, 33, 7))
