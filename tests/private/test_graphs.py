@@ -114,6 +114,13 @@ def test_other_lengths_go_the_ordinary_way_until_they_come_again():
     assert runs.count("forward") == (TRIES + 1) + (TRIES + 4)
 
 
+def test_recordings_leave_their_sums_in_the_same_memory():
+    engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(10), [])
+    trained_on(engine, [8, 6, 8, 6, 8, 6, 8, 5, 8, 8])
+    one, other = engine.graphs._graphs.values()
+    assert all(total is other.sums[name] for name, total in one.sums.items())
+
+
 @cases("setting", [{"training": False}, {"scaling": 0.5}])
 def test_a_changed_model_is_not_replayed(setting):
     def change(engine, number):
