@@ -32,7 +32,7 @@ from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
 from fastdp.private.sampler import Sampler, Units
-from fastdp.private.shapes import LengthBuckets, PublicPlaces, PublicShapes, ShapedCollator, on_grid
+from fastdp.private.shapes import LengthBuckets, PublicPlaces, PublicShapes, ShapedCollator, grid_size
 
 _END = object()
 #: What the plan, and the checks of the first batch, go by.
@@ -274,7 +274,7 @@ class PrivateLoader:
         if not self._pads:
             return rows
         most = self.max_physical_batch_size
-        return most if most <= self.batch_size / self.ranks.size else min(most, on_grid(rows))
+        return most if most <= self.batch_size / self.ranks.size else min(most, grid_size(rows))
 
     @cached_property
     def _buckets(self) -> LengthBuckets:

@@ -59,8 +59,8 @@ class Sums(Observer):
 def record_on_a_processor(monkeypatch: pytest.MonkeyPatch, record: Any = again_on_a_processor) -> None:
     """Let runs on a processor record as they do on a GPU, whatever it gains."""
 
-    def opened(passes: Any, watched: Any, *, asked: bool) -> Graphs:
-        return Graphs(passes, watched, lambda: record(passes.accumulator, []), asked=asked)
+    def opened(passes: Any, watched: Any, *, force: bool) -> Graphs:
+        return Graphs(passes, watched, lambda: record(passes.accumulator, []), force=force)
 
     monkeypatch.setattr("fastdp.builder.Graphs", opened)
     monkeypatch.setattr("fastdp.builder.refuse_capture", lambda *args, **options: None)
