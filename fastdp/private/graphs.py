@@ -39,11 +39,11 @@ from fastdp.engine.uses import Tap
 from fastdp.ops.placed import keep_for_graph
 
 #: Graphs of a run at most: they share the memory of a pass, and each holds its outputs.
-_MOST = 16
+MOST = 16
 #: Kinds of passes that are remembered until they come again.
 _MOST_SEEN = 256
 #: The largest share of an ordinary pass's time that a replay may take, unless the user asks for it: it takes memory.
-_MOST_TIME = 0.9
+MOST_TIME = 0.9
 _PLAIN = (type(None), bool, int, float, str)
 _MASK = "attention_mask"
 _NO_MEMORY = "the device has too little memory left"
@@ -143,7 +143,7 @@ class Graphs:
             if len(self._seen) >= _MOST_SEEN:
                 self._seen.clear()
             now = self._batches - ticket.is_last
-            if self._closed or len(self._graphs) >= _MOST or self._seen.setdefault(key, now) == now:
+            if self._closed or len(self._graphs) >= MOST or self._seen.setdefault(key, now) == now:
                 return None
             graph = self._recorded(call, ticket, full_call)
             if graph is None:
@@ -377,7 +377,7 @@ class Graphs:
             raise RuntimeError("a replayed pass gave the same sums for another batch")
         replay_seconds = _seconds(passes.device, graph.forward) + _seconds(passes.device, graph.backward)
         _set_random_state(passes.device, random)
-        if not self._force and replay_seconds > _MOST_TIME * eager_seconds:
+        if not self._force and replay_seconds > MOST_TIME * eager_seconds:
             raise _RecordingRefusal
         return graph
 
