@@ -220,7 +220,7 @@ class Builder:
 
     def _open_graphs(self) -> Callable[..., Graphs] | None:
         """What records microbatches. Raises ValueError where it is asked for and cannot."""
-        options, asked = self.options, self.options.capture != "auto"
+        options, force = self.options, self.options.capture != "auto"
         try:
             refuse_capture(
                 self.model,
@@ -229,10 +229,10 @@ class Builder:
                 keep_logits=options.keep_logits,
             )
         except ValueError:
-            if asked:
+            if force:
                 raise
             return None
-        return partial(Graphs, asked=asked)
+        return partial(Graphs, force=force)
 
     def _settle(self) -> None:
         """Settle the units, the size of microbatches and the plan, noise included."""
