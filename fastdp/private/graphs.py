@@ -111,8 +111,8 @@ class Graphs:
         """Replay the backward pass, and add what it gave to the logical batch: sums clipped to the bounds ``clip``."""
         if graph.latest is not waiting:
             raise RuntimeError(
-                "another forward pass was made since this loss, and with capture=True its activations took the place of this "
-                "one's: call backward() before the next forward pass"
+                "Another forward pass took this loss's place, as capture=True keeps one. Call backward() "
+                "before the next forward pass."
             )
         graph.latest = None
         accumulator = self._passes.accumulator

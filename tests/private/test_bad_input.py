@@ -735,7 +735,7 @@ def test_a_model_that_differentiates_inside_itself_is_run_by_the_row(by_row: boo
         with pytest.warns(UserWarning, match="one-example route.* differentiates inside its own forward pass"):
             logical_step(private)
     else:
-        with pytest.raises(SelfCheckError, match="two copies of a row"):
+        with pytest.raises(SelfCheckError, match="Two copies of a row"):
             logical_step(private)
 
 

@@ -28,7 +28,7 @@ def _table(data: list[dict[str, Any]]) -> Any:
     ],
 )
 def test_an_example_that_would_be_two_units_is_refused(pick: Callable[[Any], Any]) -> None:
-    with pytest.raises(ValueError, match="are the same one, which would count as two units"):
+    with pytest.raises(ValueError, match="are the same one. Leave repeats out"):
         start(data_loader=loader(pick(examples(24)), batch_size=2))
 
 
