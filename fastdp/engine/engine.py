@@ -196,7 +196,7 @@ class Engine(Passes):
     def _backward(self, waiting: Pass, upstream: Any) -> None:
         if waiting.used:
             raise RuntimeError(
-                "a second backward() on one batch: each batch of the private loader may be differentiated once"
+                "A second backward() ran on one batch. Add its losses up, and call backward() once on their sum."
             )
         waiting.used = True
         if not self.tickets or self.tickets[0] is not waiting.ticket:
