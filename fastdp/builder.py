@@ -96,8 +96,8 @@ class RunOptions:
         """Raise ValueError for values that no model or loader makes right."""
         if self.unit_map is not None and not self.returns_loss:
             raise ValueError(
-                "a criterion outside the model cannot be tried on packed rows, which share tensors: let the model return its own "
-                "loss, or leave unit_map out and give every example a row"
+                "a criterion outside the model cannot be tried on packed rows. Let the model return its own "
+                "loss, or leave unit_map out."
             )
         if self.loss_reduction not in (None, "mean", "sum"):
             raise ValueError(

@@ -343,8 +343,8 @@ class _TicketedBatches:
                 taken = observer.drawn(list(drawn), self.loader.kind)
                 if len(set(taken)) < len(taken) or not set(taken) <= set(drawn):
                     raise ValueError(
-                        f"{type(observer).__name__} puts units into a sample that were not drawn, or twice, and the accounting "
-                        "rests on the draw: an observer may leave units out; nothing of this batch was released"
+                        f"{type(observer).__name__} puts units into a sample that were not drawn, or twice: an "
+                        "observer may leave units out. This batch was not released."
                     )
                 drawn = taken
             for indices, ticket in self.loader.micro_batches(drawn):
@@ -461,8 +461,8 @@ def _batch_size_of(batches: Any, sampler: Any, size: int) -> int:
             break
     if len(set(rows)) < len(rows):
         raise ValueError(
-            f"the loader's {name} would be replaced by private sampling, which draws each row at one rate. Remove it, and give "
-            "rows that count more a larger loss."
+            f"the loader's {name} would be replaced by private sampling, which draws each row at one rate. "
+            "Remove it, and weigh rows in the loss."
         )
     largest = max(sizes, default=0)
     left_out = size - len(rows)
