@@ -17,7 +17,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -347,7 +347,7 @@ class Graphs:
                 _require_alike(*compared, apart=_tolerance(passes.model, passes.device))
             eager_seconds = made["seconds"]
             made.clear()
-            with keep_for_graph() as tables, torch.enable_grad(), _unread_positions(call):
+            with keep_for_graph() as tables, torch.enable_grad(), _without_masks_of_its_own(call):
                 self._record = self._record or self._recorder()
                 # No recording may read a device's random state, as checkpoints do, in vain where nothing is drawn.
                 with nullcontext() if drawn else _replaced(checkpoint, "get_device_states", lambda *args: ([], [])):
@@ -494,12 +494,20 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def _unread_positions(call: Call) -> AbstractContextManager[None]:
-    """Keep transformers from a float mask for rows that may be packed: those whose positions the model counts itself are not."""
-    masks, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
-    if not hasattr(masks, name) or any(path[-1] == "position_ids" for path, _ in leaves(call)):
-        return nullcontext()
-    return _replaced(masks, name, lambda position_ids: None)
+def _without_masks_of_its_own(call: Call) -> ExitStack:
+    """Keep transformers from float masks that nobody asked for: for rows that may be packed, and because a stream is recorded.
+
+    Rows whose positions the model counts itself are not packed.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    kept = ExitStack()
+    if hasattr(masks, "find_packed_sequence_indices") and all(path[-1] != "position_ids" for path, _ in leaves(call)):
+        kept.enter_context(_replaced(masks, "find_packed_sequence_indices", lambda position_ids: None))
+    traced = getattr(masks, "is_tracing", None)
+    if traced is not None:
+        # Some releases make a mask of none at all while they trace.
+        kept.enter_context(_replaced(masks, "is_tracing", lambda given=None: given is not None and traced(given)))
+    return kept
 
 
 def _random_state(device: torch.device) -> torch.Tensor:
