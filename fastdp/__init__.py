@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fastdp.methods.sap import TextPrivatizer as TextPrivatizer
     from fastdp.methods.selective import SelectivePerturbation as SelectivePerturbation
     from fastdp.methods.votes import PrivateVotes as PrivateVotes
+    from fastdp.methods.zeroth import DPZO as DPZO
     from fastdp.ops.stream import NoiseStream as NoiseStream
     from fastdp.private.run import Private as Private, detach as detach
     from fastdp.split import SplitCustomer as SplitCustomer, SplitVendor as SplitVendor
@@ -49,6 +50,7 @@ _HOMES = {
     "DPSeq2SeqTrainer": "fastdp.integrations.trainer",
     "DPSGD": "fastdp.methods.dpsgd",
     "DPTrainer": "fastdp.integrations.trainer",
+    "DPZO": "fastdp.methods.zeroth",
     "EWFT": "fastdp.methods.ewft",
     "NoiseStream": "fastdp.ops.stream",
     "NonPrivate": "fastdp.methods.dpsgd",

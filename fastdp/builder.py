@@ -173,6 +173,16 @@ class Builder:
         with self.ranks.together():
             self._unwrap()
             self._check()
+            self.installed = self.method.install(self.model, self.optimizer)
+        try:
+            return self._build()
+        except BaseException:
+            if self.installed is not None:
+                self.installed.remove()
+            raise
+
+    def _build(self) -> Private:
+        with self.ranks.together():
             self._settle()
             self._check_method()
         if self.ranks.size > 1:
@@ -216,7 +226,8 @@ class Builder:
             )
         if options.returns_loss:
             refuse_fused_loss(self.model)
-        self.graphs = self._open_graphs() if options.capture and options.isolation is None else None
+        recorded = options.capture and options.isolation is None and self.installed is None
+        self.graphs = self._open_graphs() if recorded else None
 
     def _open_graphs(self) -> Callable[..., Graphs] | None:
         """What records microbatches. Raises ValueError where it is asked for and cannot."""
@@ -275,13 +286,22 @@ class Builder:
 
     def _check_method(self) -> None:
         """Refuse parameters that the method cannot train, before a ledger exists."""
-        refuse_in_pieces(self.model, keep_logits=self.options.keep_logits)
+        options = self.options
+        refuse_in_pieces(self.model, keep_logits=options.keep_logits)
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        #: What releases move: the model's own parameters, whatever the engine trains.
+        self.moved = self.trained if self.installed is None else self.installed.trained
         for factor in {1.0, *(factor for _, factor in self.plan.factors)}:
             self.method.policy(self.trained, self.plan.sigma * factor, {})
         if self.method.selects:
             refuse_frozen(self.model, self.optimizer)
-        if self.method.takes_losses and self.options.loss_reduction is not None:
+        given = options.returns_loss, options.unit_map is None, options.capture in (None, False, "auto"), self.ranks.size == 1
+        if self.installed is not None and not all(given):
+            raise ValueError(
+                f"{self.method.mechanism} takes the loss of each row from the model, in one process: leave criterion, "
+                "loss_reduction, unit_map and capture out"
+            )
+        if self.method.takes_losses and options.loss_reduction is not None:
             raise ValueError(
                 f"{self.method.mechanism} takes losses in passes of its own: give make_private criterion=, which returns one "
                 "loss a row, in the place of loss_reduction"
@@ -332,7 +352,7 @@ class Builder:
         try:
             return Ledger.open_or_create(
                 None if folder is None else folder / "ledger.jsonl",
-                plan.header(self.method.describe(), fingerprint(self.trained))
+                plan.header(self.method.describe(), fingerprint(self.moved))
                 | {"noise_rounds": int(options.noise_rounds), "shapes": options.whose_shapes},
                 event=plan.event(),
                 budget_steps=plan.steps,
@@ -361,6 +381,7 @@ class Builder:
         private = Private(
             *(self.model, self.optimizer, self.loader, stages, ledger, self.plan, self._open_access),
             *(self._open_replay, self.observers, options.criterion, self.ranks),
+            installed=self.installed,
         )
         private.given_optimizer = self.given_optimizer
         return private
