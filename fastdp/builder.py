@@ -174,6 +174,8 @@ class Builder:
             self._unwrap()
             self._check()
             self.installed = self.method.install(self.model, self.optimizer)
+        if self.installed is not None:
+            self.graphs = None
         try:
             return self._build()
         except BaseException:
@@ -226,8 +228,7 @@ class Builder:
             )
         if options.returns_loss:
             refuse_fused_loss(self.model)
-        recorded = options.capture and options.isolation is None and self.installed is None
-        self.graphs = self._open_graphs() if recorded else None
+        self.graphs = self._open_graphs() if options.capture and options.isolation is None else None
 
     def _open_graphs(self) -> Callable[..., Graphs] | None:
         """What records microbatches. Raises ValueError where it is asked for and cannot."""
