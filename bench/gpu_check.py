@@ -126,7 +126,7 @@ def norms(device: str) -> Iterator[tuple[str, Result]]:
             mask = torch.rand(m, n, device=device) < 0.3
             parts = torch.stack([(squares * mask).sum((1, 2)), (squares * ~mask).sum((1, 2))])
             yield f"masked_sqnorm {label}", (apart(ops.masked_sqnorm(left, right, offsets, mask), parts), NORMS)
-        yield from _unit_sums(left, right, offsets, max(lengths), label)
+        yield from _unit_sums(left, right, offsets, lengths, label)
         ids = torch.randint(0, m, (tokens,), device=device)
         table = in_double(ids, right, offsets, m)
         of_table = table.square().sum((1, 2))
@@ -137,13 +137,18 @@ def norms(device: str) -> Iterator[tuple[str, Result]]:
         yield f"cross_inner {label}", (apart(got, (truth * table).sum((1, 2)), (square * of_table).sqrt()), NORMS)
 
 
-def _unit_sums(left: Tensor, right: Tensor, offsets: Tensor, longest: int, label: str) -> Iterator[tuple[str, Result]]:
-    """Gradients by unit, and sums over a unit's tokens, of which there are ``longest`` at most."""
+def _unit_sums(
+    left: Tensor, right: Tensor, offsets: Tensor, lengths: tuple[int, ...], label: str
+) -> Iterator[tuple[str, Result]]:
+    """Gradients by unit, and sums over a unit's tokens."""
     tokens, device = len(left), left.device
-    bound = (longest + 8) * 2.0**-24
+    bound = (max(lengths) + 8) * 2.0**-24
     every = torch.ones(tokens, 1, device=device)
     truth, terms = in_double(left, right, offsets), in_double(left.abs(), right.abs(), offsets)
     yield f"per_unit {label}", (apart(ops.per_unit(left, right, offsets), truth, terms), bound)
+    if left.dtype == torch.bfloat16:
+        got = ops.per_unit(left, right, offsets_of(lengths))
+        yield f"per_unit by torch's product {label}", (apart(got, truth, terms), bound)
     (got, transposed), rows = ops.per_unit_group([left, right], [right, left], offsets)
     worst = max(apart(got, truth, terms), apart(transposed.mT, truth, terms))
     yield f"per_unit_group {label}", (worst, bound)
@@ -207,6 +212,22 @@ def instances(device: str) -> Iterator[tuple[str, Result]]:
         yield f"instance_sum {label}", (apart(ops.instance_sum(made, weights), sums[0], size), NORMS)
         got = ops.instance_masked_sum(made, weights, others, mask)
         yield f"instance_masked_sum {label}", (apart(got, torch.where(mask, sums[0], sums[1]), size), NORMS)
+
+
+def heads(device: str) -> Iterator[tuple[str, Result]]:
+    """Losses of a head's logits and the gradient in their place, beside columns of padding."""
+    tokens, words = 129, 5003
+    logits, weights = 4 * factor(device, tokens, words + 5, torch.bfloat16), torch.rand(tokens, device=device)
+    target = torch.randint(0, words, (tokens,), device=device)
+    target[::3] = -100
+    z = logits[:, :words].double().requires_grad_()
+    truth = torch.nn.functional.cross_entropy(z, target, reduction="none")
+    (gradient,) = torch.autograd.grad(truth, z, weights.double())
+    losses = ops.cross_entropy_gradient_(logits, target, weights, -100, words)
+    yield "cross_entropy_gradient_ losses", (apart(losses, truth.detach(), truth.detach() + 1), 1e-5)
+    size = gradient.abs() + weights[:, None] * z.detach().softmax(1)
+    yield "cross_entropy_gradient_", (apart(logits[:, :words], gradient, size + 1e-30), 2.0**-8)
+    yield "cross_entropy_gradient_ padding", (float(logits[:, words:].abs().max()), 0.0)
 
 
 def position(tensor: int = 1, rounds: int = 20) -> Tensor:
@@ -465,7 +486,7 @@ def recording(device: str) -> Iterator[tuple[str, Result]]:
 
 Group = Callable[[str], Iterator[tuple[str, Result]]]
 #: The most valuable first: what is found stands even where a later one hangs and is stopped.
-VALUES: tuple[Group, ...] = (engine, sums, norms, instances, noise, snapping)
+VALUES: tuple[Group, ...] = (engine, sums, norms, instances, heads, noise, snapping)
 ON_A_GPU: tuple[Group, ...] = (engine, sums, wide, *VALUES[2:])
 
 
