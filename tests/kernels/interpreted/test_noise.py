@@ -8,14 +8,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+
+from fastdp import ops
 from fastdp.kernels.adamw import adamw_noise_step_
 from fastdp.kernels.chacha import chacha_words, radius_squared, turn, wide_radius_squared
 from fastdp.kernels.choice import uniforms
 from fastdp.kernels.clip import clip_noise, clip_noise_backward
 from fastdp.kernels.grid import exact_normal as device_exact_normal
 from fastdp.kernels.noise import add_noise_
-
-from fastdp import ops
 from fastdp.ops.grid import exact_normal, on_grid
 from fastdp.ops.noise import normal_parts, standard_normals
 from fastdp.ops.stream import CIPHER_ROUNDS, chacha_words as defined_words
@@ -166,7 +166,7 @@ def test_a_piece_gets_the_noise_that_the_whole_would_give_it(first, rounded, rou
 @pytest.mark.parametrize("rounds", CIPHER_ROUNDS)
 def test_other_kernels_round_as_the_definition(rounds):
     param, moments = torch.randn(257, 3), (torch.randn(257, 3), torch.randn(257, 3), torch.rand(257, 3))
-    numbers = (0.7, 8.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 5, None, True)
+    numbers = (0.7, 8.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 5, True)
     got, truth = ([param.clone(), *(m.clone() for m in moments)] for _ in range(2))
     adamw_noise_step_(*got, position(rounds), *numbers)
     OPS["adamw_noise_step_"].reference(*truth, position(rounds), *numbers)
@@ -189,10 +189,10 @@ def test_add_noise_to_every_dtype_and_layout(dtype):
     assert torch.equal(kept, before)
 
 
-@pytest.mark.parametrize(*pairs(("dtype", DTYPES), ("floor", [None, 1e-4])))
-def test_adamw_step(dtype, floor):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adamw_step(dtype):
     param, moments = torch.randn(257, 9).to(dtype), (torch.randn(257, 9), torch.randn(257, 9), torch.rand(257, 9))
-    numbers = (0.7, 8.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 5, floor, False)
+    numbers = (0.7, 8.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 5, False)
     got = [param.clone(), *(m.clone() for m in moments)]
     truth = [param.clone(), *(m.clone() for m in moments)]
     adamw_noise_step_(*got, position(), *numbers)
