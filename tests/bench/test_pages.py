@@ -31,6 +31,7 @@ def test_every_figure_of_a_sentence_stands_in_a_table():
 
 def test_a_card_states_the_last_row_of_the_table_on_shapes():
     *_, last = pages.shapes()[1]
+    assert not any(row["public shapes"] for row in pages.figures("cpu/shapes"))
     assert f"by {last[1]} of the bound in float32 and by {last[2]} in bfloat16, at 12 layers" in factors_in_words(False)
 
 
