@@ -35,8 +35,8 @@ class Worker:
     def __init__(self, checkout: Path, case: str, threads: int):
         environment = os.environ | _MEMORY | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": str(threads)}
         command = [sys.executable, str(Path(__file__).resolve()), "--work", case, str(checkout)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen(command, text=True, cwd=checkout, env=environment, **pipes)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, text=True, cwd=checkout, env=environment, stdin=pipe, stdout=pipe)
         self.take(_WARM_UP)
 
     def take(self, steps: int) -> float:
