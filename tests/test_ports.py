@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from fastdp.quickstart import MODEL
@@ -23,7 +24,7 @@ def texts() -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.pad_token = tokenizer.eos_token
     rows = datasets.Dataset.from_dict({"text": private_records(64, seed=0)})
-    return {"model": GPT2LMHeadModel.from_pretrained(MODEL), "tokenizer": tokenizer, "texts": rows}
+    return {"model": GPT2LMHeadModel.from_pretrained(MODEL, dtype=torch.float32), "tokenizer": tokenizer, "texts": rows}
 
 
 def test_a_loop_a_trainer_and_trl_are_ported() -> None:
