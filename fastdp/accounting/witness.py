@@ -136,7 +136,7 @@ def count_release(
     earlier += [f"in part, {said}" for said, _ in shared]
     if before and not again and os.environ.get("FASTDP_AGAIN") != "1":
         raise ValueError(
-            f"These data were released before, {before[-1]}. Use what was drawn then, or pay for a second release: again=True, "
+            f"these data were released before, {before[-1]}. Use what was drawn then, or pay for a second release: again=True, "
             "--again or FASTDP_AGAIN=1."
         )
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
