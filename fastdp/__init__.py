@@ -9,7 +9,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastdp import accounting as accounting, audit as audit, ops as ops, optim as optim
+    from fastdp import accounting as accounting, audit as audit, nn as nn, ops as ops, optim as optim
     from fastdp.entry import make_private as make_private
     from fastdp.integrations.adapters import BottleneckConfig as BottleneckConfig
     from fastdp.integrations.trainer import (
@@ -65,7 +65,7 @@ _HOMES = {
     "detach": "fastdp.private.run",
     "make_private": "fastdp.entry",
 }
-_MODULES = ("accounting", "audit", "ops", "optim")
+_MODULES = ("accounting", "audit", "nn", "ops", "optim")
 __all__ = [*_HOMES, *_MODULES]
 
 

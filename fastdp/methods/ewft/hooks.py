@@ -58,7 +58,7 @@ class PerturbedLayer:
             raise ValueError(
                 "the attention masks of this architecture are not known, so lengths cannot be hidden: pass lengths='public'"
             )
-        window = getattr(self.blocks.base.config, "sliding_window", None)
+        window = getattr(getattr(self.blocks.base, "config", None), "sliding_window", None)
         if settings.lengths == "hidden" and window is not None and after < len(self.blocks.blocks):
             raise ValueError(
                 "this model attends within a sliding window, whose mask cannot hide lengths: pass lengths='public'"
