@@ -174,8 +174,6 @@ class Builder:
             self._unwrap()
             self._check()
             self.installed = self.method.install(self.model, self.optimizer)
-        if self.installed is not None:
-            self.graphs = None
         try:
             return self._build()
         except BaseException:
@@ -296,7 +294,12 @@ class Builder:
             self.method.policy(self.trained, self.plan.sigma * factor, {})
         if self.method.selects:
             refuse_frozen(self.model, self.optimizer)
-        given = options.returns_loss, options.unit_map is None, options.capture in (None, False, "auto"), self.ranks.size == 1
+        given = (
+            options.returns_loss,
+            options.unit_map is None,
+            options.capture in (None, False, "auto"),
+            self.ranks.size == 1,
+        )
         if self.installed is not None and not all(given):
             raise ValueError(
                 f"{self.method.mechanism} takes the loss of each row from the model, in one process: leave criterion, "
@@ -415,7 +418,7 @@ class Builder:
             keep_logits=options.keep_logits,
             secret=not self.loader.reproducible,
             isolated=options.isolation is not None,
-            graphs=self.graphs,
+            graphs=self.graphs if self.installed is None else None,
         )
 
     def _open_access(self) -> Access:

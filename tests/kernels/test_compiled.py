@@ -14,13 +14,10 @@ import pytest
 
 pytest.importorskip("triton")
 
+import fastdp.kernels
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
-
-import fastdp.kernels
 from fastdp.bench import meter
 from fastdp.kernels import (
     adamw,
@@ -47,6 +44,9 @@ from fastdp.kernels import (
     snap,
     weighted,
 )
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
 from tests.cases import cases, pairs
 
 from .resources import SHARED_LIMIT, binary, compiled

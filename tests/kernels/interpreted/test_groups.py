@@ -4,9 +4,9 @@ import functools
 
 import pytest
 import torch
+from fastdp.kernels import groups
 
 from fastdp import ops
-from fastdp.kernels import groups
 from fastdp.ops.table import OPS
 
 ON_GPU = {name: functools.partial(op.on, "cuda") for name, op in OPS.items()}

@@ -9,11 +9,11 @@ import random
 
 import pytest
 import torch
-from triton.runtime import interpreter
-
 from fastdp.kernels import bounds, direct, gram, grouped, instances, onehot, weighted
 from fastdp.kernels.adamw import adamw_noise_step_
 from fastdp.kernels.noise import add_noise_
+from triton.runtime import interpreter
+
 from fastdp.ops import NoiseStream
 from fastdp.ops.factors import ABSOLUTE, MASKED_SQUARE, SQUARE
 from tests.ops.uses import factor, offsets_of

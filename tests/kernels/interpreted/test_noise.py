@@ -8,14 +8,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-
-from fastdp import ops
 from fastdp.kernels.adamw import adamw_noise_step_
 from fastdp.kernels.chacha import chacha_words, radius_squared, turn, wide_radius_squared
 from fastdp.kernels.choice import uniforms
 from fastdp.kernels.clip import clip_noise, clip_noise_backward
 from fastdp.kernels.grid import exact_normal as device_exact_normal
 from fastdp.kernels.noise import add_noise_
+
+from fastdp import ops
 from fastdp.ops.grid import exact_normal, on_grid
 from fastdp.ops.noise import normal_parts, standard_normals
 from fastdp.ops.stream import CIPHER_ROUNDS, chacha_words as defined_words

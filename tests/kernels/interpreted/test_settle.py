@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 import triton.language as tl
-
-from fastdp import ops
 from fastdp.kernels import adamw, grid, settle
 from fastdp.kernels.clip import clip_noise
 from fastdp.kernels.noise import add_noise_
+
+from fastdp import ops
 from fastdp.ops.grid import on_grid
 from tests.cases import pairs
 
