@@ -26,7 +26,7 @@ from fastdp.engine.losses import LOSSES, LossTerms, combine, intercepted
 NAME = "zeroth_order"
 
 
-class Step(nn.Linear):
+class StepSize(nn.Linear):
     """The trained number, 0 between releases: a weight [1, 1] on slopes [rows, 1]. A model's state dict does not hold it."""
 
     def __init__(self, device: torch.device):
@@ -40,8 +40,8 @@ class Step(nn.Linear):
         """Nothing."""
 
 
-class Direction:
-    """Puts a `Step` into a model, and its forward in place of the model's, until `remove`.
+class RandomDirection:
+    """Puts a `StepSize` into a model, and its forward in place of the model's, until `remove`.
 
     Args:
         model: its parameters with ``requires_grad`` are moved along the direction; meanwhile they are frozen.
@@ -62,7 +62,7 @@ class Direction:
         self._reached: set[int] = set()
         for parameter in self.trained.values():
             parameter.requires_grad_(False)
-        self.step = Step(next(iter(self.trained.values())).device)
+        self.step = StepSize(next(iter(self.trained.values())).device)
         self._forward, self._own = model.forward, "forward" in model.__dict__
         self._readers = [
             (module, names)

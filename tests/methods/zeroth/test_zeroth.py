@@ -212,6 +212,12 @@ def test_a_weight_that_cannot_be_moved_is_named() -> None:
         one_step(private)
 
 
+def test_a_model_that_was_loaded_in_evaluation_mode_trains() -> None:
+    private = run(Classifier().eval())
+    one_step(private)
+    assert private.route == "uses"
+
+
 def test_evaluation_is_the_models_own() -> None:
     model, rows = Classifier(), collate(examples(4))
     plain = copy.deepcopy(model)(**rows)["loss"]
