@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fastdp.calls.batches import as_long_as, map_tensors, take_rows, tensors
 from fastdp.calls.modes import in_mode
@@ -123,7 +124,14 @@ class RandomDirection:
         call = (args, kwargs)
         rows = next(t.shape[0] for t in tensors(call) if t.dim())
         terms = LossTerms(Ticket(torch.arange(rows), torch.ones(rows), is_last=True).layout(self.step.weight.device))
-        with self._moved(sign), intercepted(terms), _values():
+        # Whoever follows the model's operations need not follow these, nor keep what they make.
+        with (
+            self._moved(sign),
+            intercepted(terms),
+            _values(),
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+        ):
             output = self._forward(*args, **kwargs)
         try:
             losses = combine(_total(output), terms, frozenset(), verify=self.number == 0).detach()

@@ -194,6 +194,25 @@ class Own(Classifier):
         return {"loss": -chosen.mean()}
 
 
+class Coupled(Classifier):
+    """Whose logits depend on the others of a batch."""
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return super().logits(x - x.mean(0))
+
+
+def test_a_model_that_couples_examples_is_run_one_by_one() -> None:
+    model = Coupled()
+    private = run(model)
+    z = direction(private)
+    released, seen = one_step(private)
+    assert private.route == "one-example"
+    rows = join(seen)
+    # Alone, a row's own mean leaves it inputs of 0.
+    truth = slopes(Classifier(), {**rows, "x": torch.zeros_like(rows["x"])}, z)
+    assert released == pytest.approx(float(truth.clamp(-0.5, 0.5).sum()) / private.expected_batch_size, abs=2e-3)
+
+
 class Elsewhere(Classifier):
     """Reads a weight where no forward of its module runs."""
 
