@@ -21,8 +21,8 @@ import fastdp
 
 from . import memory
 
-ROWS, TOKENS = 16, 128
-SIZES: dict[str, Any] = {"vocab_size": 8192, "n_embd": 512, "n_layer": 8, "n_head": 8, "n_positions": TOKENS}
+ROWS, TOKENS = 8, 64
+SIZES: dict[str, Any] = {"vocab_size": 8192, "n_embd": 384, "n_layer": 4, "n_head": 6, "n_positions": TOKENS}
 
 
 def peak(form: str) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def peak(form: str) -> dict[str, Any]:
     model = hf.GPT2LMHeadModel(hf.GPT2Config(**SIZES)).train()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     ids = torch.randint(SIZES["vocab_size"], (ROWS, TOKENS))
-    rows: Any = [{"input_ids": row, "labels": row} for row in ids] * 8
+    rows: Any = [{"input_ids": row, "labels": row} for row in ids] * 4
     if form == "inference":
         batch = {"input_ids": ids, "labels": ids}
         with torch.no_grad():

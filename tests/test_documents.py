@@ -32,6 +32,7 @@ WORDS = {
     "docs/split.md": 1200,
     "docs/ewft.md": 1200,
     "docs/frost.md": 1200,
+    "docs/zeroth.md": 900,
 }
 
 

@@ -256,6 +256,9 @@ class Private(Published):
 
     def _restart(self) -> None:
         self._loaded_mode.end(train=True)
+        if self._installed is not None:
+            # In evaluation mode a call is the model's own.
+            self.model.train()
         self._abandon()
         self._provenance.begin()
         self.ledger.begin_pass()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fastdp.calls.batches import as_long_as, map_tensors, take_rows, tensors
 from fastdp.calls.modes import in_mode
@@ -26,7 +27,7 @@ from fastdp.engine.losses import LOSSES, LossTerms, combine, intercepted
 NAME = "zeroth_order"
 
 
-class Step(nn.Linear):
+class StepSize(nn.Linear):
     """The trained number, 0 between releases: a weight [1, 1] on slopes [rows, 1]. A model's state dict does not hold it."""
 
     def __init__(self, device: torch.device):
@@ -40,8 +41,8 @@ class Step(nn.Linear):
         """Nothing."""
 
 
-class Direction:
-    """Puts a `Step` into a model, and its forward in place of the model's, until `remove`.
+class RandomDirection:
+    """Puts a `StepSize` into a model, and its forward in place of the model's, until `remove`.
 
     Args:
         model: its parameters with ``requires_grad`` are moved along the direction; meanwhile they are frozen.
@@ -62,7 +63,7 @@ class Direction:
         self._reached: set[int] = set()
         for parameter in self.trained.values():
             parameter.requires_grad_(False)
-        self.step = Step(next(iter(self.trained.values())).device)
+        self.step = StepSize(next(iter(self.trained.values())).device)
         self._forward, self._own = model.forward, "forward" in model.__dict__
         self._readers = [
             (module, names)
@@ -123,7 +124,14 @@ class Direction:
         call = (args, kwargs)
         rows = next(t.shape[0] for t in tensors(call) if t.dim())
         terms = LossTerms(Ticket(torch.arange(rows), torch.ones(rows), is_last=True).layout(self.step.weight.device))
-        with self._moved(sign), intercepted(terms), _values():
+        # Whoever follows the model's operations need not follow these, nor keep what they make.
+        with (
+            self._moved(sign),
+            intercepted(terms),
+            _values(),
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+        ):
             output = self._forward(*args, **kwargs)
         try:
             losses = combine(_total(output), terms, frozenset(), verify=self.number == 0).detach()

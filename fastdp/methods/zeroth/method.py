@@ -13,7 +13,7 @@ import torch
 
 from fastdp.engine.policy import Policy
 from fastdp.methods.geometry import clip_groups
-from fastdp.methods.zeroth.direction import Direction
+from fastdp.methods.zeroth.direction import RandomDirection
 from fastdp.private.method import Method
 from fastdp.private.preparation import Outcome
 from fastdp.validate import positive
@@ -42,9 +42,9 @@ class DPZO(Method):
     def __post_init__(self) -> None:
         positive(max_slope=self.max_slope, smoothing=self.smoothing)
 
-    def install(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Direction:
+    def install(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> RandomDirection:
         """Make the step along the direction what is trained."""
-        return Direction(model, optimizer, self.smoothing, self.seed)
+        return RandomDirection(model, optimizer, self.smoothing, self.seed)
 
     def policy(
         self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None

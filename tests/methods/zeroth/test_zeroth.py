@@ -194,6 +194,25 @@ class Own(Classifier):
         return {"loss": -chosen.mean()}
 
 
+class Coupled(Classifier):
+    """Whose logits depend on the others of a batch."""
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return super().logits(x - x.mean(0))
+
+
+def test_a_model_that_couples_examples_is_run_one_by_one() -> None:
+    model = Coupled()
+    private = run(model)
+    z = direction(private)
+    released, seen = one_step(private)
+    assert private.route == "one-example"
+    rows = join(seen)
+    # Alone, a row's own mean leaves it inputs of 0.
+    truth = slopes(Classifier(), {**rows, "x": torch.zeros_like(rows["x"])}, z)
+    assert released == pytest.approx(float(truth.clamp(-0.5, 0.5).sum()) / private.expected_batch_size, abs=2e-3)
+
+
 class Elsewhere(Classifier):
     """Reads a weight where no forward of its module runs."""
 
@@ -210,6 +229,12 @@ def test_a_weight_that_cannot_be_moved_is_named() -> None:
     private = run(Elsewhere())
     with pytest.raises(ValueError, match="first.weight is read outside the forward"):
         one_step(private)
+
+
+def test_a_model_that_was_loaded_in_evaluation_mode_trains() -> None:
+    private = run(Classifier().eval())
+    one_step(private)
+    assert private.route == "uses"
 
 
 def test_evaluation_is_the_models_own() -> None:
