@@ -112,12 +112,15 @@ def test_the_judge_learns_from_rows_and_is_tested_on_others(tmp_path, model_fold
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(tmp_path)
     transformers.GPT2Model(transformers.AutoConfig.from_pretrained(model_folder)).save_pretrained(tmp_path)
-    judge = Judge(tmp_path)
     texts = [f"{word} {number}" for number in range(20) for word in ("takes", "never")]
     labels = ["yes", "no"] * 20
-    assert judge.accuracy((texts[:20], labels[:20]), (texts[20:], labels[20:])) > 0.9
+    judge = Judge(tmp_path, (texts[20:], labels[20:]))
+    assert judge.accuracy((texts[:20], labels[:20])) > 0.9
     with pytest.raises(ValueError, match="1 label"):
-        judge.accuracy((texts[::2], labels[::2]), (texts, labels))
+        judge.accuracy((texts[::2], labels[::2]))
+    mixed = ["takes", "never takes a long time to say so", "never 1"]
+    alone = torch.cat([judge.features([text]) for text in mixed])
+    assert torch.allclose(judge.features(mixed, batch_size=2), alone, atol=1e-5)
 
 
 def test_the_command_writes_rows_and_a_card_that_holds(trained, prompts, files, tmp_path):
