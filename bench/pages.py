@@ -1,21 +1,23 @@
-"""The tables of `docs/results.md`, one of `docs/kernels.md` and one of `docs/clipping.md`, computed from the committed figures.
+"""Tables and sentences of pages, computed from the committed figures.
 
-`python -m bench.pages` writes them again, from the root of a checkout. A test compares the pages with what this module
-computes, and looks up every decimal figure of the sentences of `docs/results.md` in its tables.
+`python -m bench.pages` writes the tables again, from the root of a checkout. A test compares the pages with what this module
+computes, and looks up every decimal figure of `docs/results.md` in its tables and computed sentences.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from .record import markdown
 
 RESULTS = Path(__file__).parent / "results"
+RESULTS_PAGE = Path("docs/results.md")
 Row = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 
@@ -74,27 +76,50 @@ def runs() -> Table:
     return ["run", "trained", "epsilon (delta)", "measure", "before", "after"], lines
 
 
-def rapft() -> Table:
-    """Rap-FT against DP-SGD."""
-    forms = {
-        "dpsgd": "DP-SGD",
-        "printed": "printed shape",
-        "optimal": "optimal noise",
-        "ellipsoid": "ellipsoid clip",
-        "noised": "printed shape, noised map",
-        "paper": "as printed, no epsilon",
-    }
+#: Rap-FT's forms that the page shows.
+RAPFT_FORMS = {
+    "dpsgd": "DP-SGD",
+    "printed": "printed shape",
+    "optimal": "optimal noise",
+    "noised": "printed shape, noised map",
+    "paper": "as printed, no epsilon",
+}
+
+
+def rapft_200() -> Table:
+    """Rap-FT against DP-SGD by the paper's own rule, 200 steps, one seed: in brackets the difference to DP-SGD."""
+    return _rapft("utility/rapft-200", (3.0, 5.0, 7.0))
+
+
+def rapft_16() -> Table:
+    """Rap-FT against DP-SGD by the epsilon rule of relevance, 16 steps, three seeds, at the middle epsilon."""
+    return _rapft("utility/rapft", (5.0,))
+
+
+def _rapft(name: str, epsilons: tuple[float, ...]) -> Table:
     lines = []
-    for tuning in ("adapter", "bitfit", "lora"):
-        for form, title in forms.items():
-            cells = []
-            for epsilon in (3.0, 5.0, 7.0):
-                rows = figures("utility/rapft", part="perplexity", tuning=tuning, form=form, epsilon=epsilon)
-                rows = [r for r in rows if r["irrelevance_ratio"] == 0.7 and r["initialisation"] == "top_p"]
-                rows = rows if form == "paper" else at_true_epsilon(rows)
-                cells.append(spread(r["perplexity"] for r in rows) if rows else "")
-            lines.append([f"{tuning.replace('bitfit', 'BitFit').replace('lora', 'LoRA')}, {title}", *cells])
-    return ["trained, method", "epsilon 3", "epsilon 5", "epsilon 7"], lines
+    for tuning, epsilon in itertools.product(("adapter", "bitfit", "lora"), epsilons):
+        found = {form: rapft_rows(name, tuning, form, epsilon) for form in RAPFT_FORMS}
+        title = tuning.replace("bitfit", "BitFit").replace("lora", "LoRA")
+        lines.append([f"{title}, {epsilon:g}", *(_beside(rows, found["dpsgd"]) for rows in found.values())])
+    return ["trained, epsilon", *RAPFT_FORMS.values()], lines
+
+
+def rapft_rows(name: str, tuning: str, form: str, epsilon: float) -> list[Row]:
+    """Rows of perplexity at the usual ratio and start; those of form ``paper`` have no true epsilon."""
+    usual = {"part": "perplexity", "irrelevance_ratio": 0.7, "initialisation": "top_p"}
+    rows = figures(name, tuning=tuning, form=form, epsilon=epsilon, **usual)
+    return rows if form == "paper" else at_true_epsilon(rows)
+
+
+def _beside(rows: list[Row], others: list[Row]) -> str:
+    """Perplexity; of a single seed, its difference to another form's in per cent too."""
+    if not rows:
+        return ""
+    cell = spread(row["perplexity"] for row in rows)
+    if len(rows) > 1 or not others or rows[0]["form"] == others[0]["form"]:
+        return cell
+    return f"{cell} ({rows[0]['perplexity'] / others[0]['perplexity'] - 1:+.1%})"
 
 
 def _lora(
@@ -267,18 +292,18 @@ def tokens() -> Table:
 
 def rounds() -> Table:
     """Federated: held-out perplexity after four rounds of four clients, one seed."""
+    budgets = (0.1, 1.0, 8.0, 32.0)
+
+    def cell(data: str, scheme: str, epsilon: float | None) -> str:
+        rows = figures("federated/rounds", data=data, scheme=scheme, epsilon=epsilon, clients=4)
+        return f"{rows[0]['perplexities'][-1]:,.1f}" if rows else ""
+
     lines = []
-    for title, scheme, budgets in (
-        ("no privacy", "none", (None,)),
-        ("private tokens", "selective", (0.1, 1.0, 8.0, 32.0)),
-        ("every token", "all", (0.1, 1.0, 8.0, 32.0)),
-    ):
-        for epsilon in budgets:
-            wanted = {"scheme": scheme, "epsilon": epsilon, "clients": 4}
-            found = [figures("federated/rounds", data=data, **wanted) for data in ("wikitext2", "pii_spans")]
-            cells = [f"{rows[0]['perplexities'][-1]:,.1f}" if rows else "" for rows in found]
-            lines.append([title if epsilon is None else f"{title}, epsilon {epsilon:g}", *cells])
-    return ["perturbed", "WikiText-2", "texts with names"], lines
+    for data, title in (("wikitext2", "WikiText-2"), ("pii_spans", "names")):
+        for scheme, perturbed in (("selective", "private tokens"), ("all", "every token")):
+            cells = [cell(data, scheme, epsilon) for epsilon in budgets]
+            lines.append([f"{title}, {perturbed}", cell(data, "none", None), *cells])
+    return ["texts, what is perturbed", "no privacy", *(f"epsilon {epsilon:g}" for epsilon in budgets)], lines
 
 
 def typed() -> Table:
@@ -358,11 +383,98 @@ def rounded_up(value: float) -> str:
     return f"{math.ceil(value / unit) * unit:.2g}"
 
 
-FUNCTIONS = (runs, lora, rapft, frost, ewft, cells, tokens, rounds, typed)
+FUNCTIONS = (runs, lora, rapft_200, rapft_16, frost, ewft, cells, tokens, rounds, typed)
 TABLES: dict[Path, dict[str, Callable[[], Table]]] = {
-    Path("docs/results.md"): {function.__name__: function for function in FUNCTIONS},
+    RESULTS_PAGE: {function.__name__: function for function in FUNCTIONS},
     Path("docs/kernels.md"): {"gpu": gpu},
     Path("docs/clipping.md"): {"shapes": shapes},
+}
+
+
+def _results() -> Iterator[str]:
+    long, forms = "utility/rapft-200", ("printed", "optimal", "noised")
+    gaps = {
+        (tuning, form, epsilon): rows[0]["perplexity"] / base[0]["perplexity"] - 1
+        for tuning, form, epsilon in itertools.product(("adapter", "bitfit", "lora"), forms, (3.0, 5.0, 7.0))
+        if (rows := rapft_rows(long, tuning, form, epsilon)) and (base := rapft_rows(long, tuning, "dpsgd", epsilon))
+    }
+    yield f"differ from DP-SGD by at most {100 * max(map(abs, gaps.values())):.1f}%"
+    ahead = min(gap for (tuning, *_), gap in gaps.items() if tuning == "adapter") > 0
+    yield holds(ahead, "With adapters DP-SGD is ahead in each row")
+    optimal = [
+        gaps[key] for key in gaps if key[1] == "optimal" and key[0] != "adapter" and key != ("bitfit", "optimal", 3.0)
+    ]
+    yield holds(max(optimal) < 0, "With LoRA, and with BitFit at epsilon 5 and 7, optimal noise is ahead")
+    tried = {row["learning_rate"]: row["perplexity"] for row in figures(long, part="rate", tuning="bitfit")}
+    yield holds(
+        min(tried, key=tried.__getitem__) == max(tried), "For BitFit the best learning rate was the largest tried"
+    )
+    for name in (long, "utility/rapft"):
+        paper, printed = (
+            rapft_rows(name, "adapter", form, 5.0)[0]["noise_multiplier"] for form in ("paper", "printed")
+        )
+        yield f"{paper / printed:.1f} times the noise that its epsilon needs"
+    short = {
+        (tuning, form, epsilon): statistics.mean(row["perplexity"] for row in rows)
+        for tuning, form, epsilon in itertools.product(("adapter", "lora"), RAPFT_FORMS, (3.0, 5.0, 7.0))
+        if (rows := rapft_rows("utility/rapft", tuning, form, epsilon))
+    }
+    ahead = all(value >= short[tuning, "dpsgd", epsilon] for (tuning, _, epsilon), value in short.items())
+    yield holds(ahead, "With adapters and LoRA, DP-SGD is ahead, [also at epsilon 3 and 7]")
+    costs = {
+        (data, scheme): [100 * (row["perplexities"][-1] / base["perplexities"][-1] - 1) for row in rows]
+        for data in ("wikitext2", "pii_spans")
+        for base in figures("federated/rounds", data=data, scheme="none", clients=4)
+        for scheme in ("selective", "all")
+        if (rows := [r for r in figures("federated/rounds", data=data, scheme=scheme, clients=4) if r["epsilon"] <= 8])
+    }
+    words, names = (
+        [f"{edge(costs[data, 'selective']):.1f}" for edge in (min, max)] for data in ("wikitext2", "pii_spans")
+    )
+    yield f"cost {' to '.join(words)}% on WikiText-2 and {' to '.join(names)}% on texts with names"
+    least = min(min(costs[data, "all"]) for data in ("wikitext2", "pii_spans"))
+    yield f"raises perplexity {math.floor(1 + least / 100)}-fold or more"
+
+
+def _rapft_costs() -> Iterator[str]:
+    steps, axes = figures("utility/rapft", part="step"), figures("utility/lora-cost")
+    yield holds(all(abs(row["printed_ratio"] - 1) < 0.05 for row in steps), "`printed` or `optimal` | level")
+    more = sorted(100 * (row["step_along_axes"] - 1) for row in axes)
+    yield f"a step along axes | {more[0]:.1f} to {more[-1]:.1f}% more"
+    maps, made = [row["map_over_step"] for row in steps], [row["axes_over_step"] for row in axes]
+    yield f"a map of 64 examples | {math.floor(min(maps))} to {math.ceil(max(maps))} steps"
+    yield f"| {math.floor(min(made))} to {math.ceil(max(made))} steps; a third of a step (LoRA)"
+
+
+def _frost_costs() -> Iterator[str]:
+    (row,) = figures("utility/frost", part="time")
+    yield f"a step, over a LoRA step of as many parameters | {row['step_ratio']:.2f} |"
+    yield f"the selection's share of three epochs | {row['selection_share']:.1%} |"
+
+
+def _federated_costs() -> Iterator[str]:
+    files = (RESULTS / "federated" / f"{name}.json" for name in ("overhead", "detector"))
+    run, found = (json.loads(file.read_text())["figures"] for file in files)
+    (row,) = figures("federated/draws", vocabulary=30522, mechanism="local")
+    yield f"a simulated round over its clients' training | {run['round_over_training']:.2f}"
+    yield f"tokens drawn a second by `local`, 30,522 x 384 | {round(row['tokens_per_second'], -3):,.0f}"
+    yield f"On {found['texts']:,} labelled texts the rules miss {found['span_miss_rate']:.0%} of labelled private spans"
+    yield holds(found["by_entity"]["AGE"]["recall"] == 0, "all ages among them")
+
+
+def holds(fact: bool, sentence: str) -> str:
+    """The sentence. Raises ValueError if the figures do not say so."""
+    if not fact:
+        raise ValueError(f"the figures do not say '{sentence}': mend the page")
+    return sentence
+
+
+#: What pages say outside their tables and the figures say too.
+STATEMENTS: dict[Path, Callable[[], Iterator[str]]] = {
+    RESULTS_PAGE: _results,
+    Path("docs/rapft.md"): _rapft_costs,
+    Path("docs/frost.md"): _frost_costs,
+    Path("docs/federated.md"): _federated_costs,
 }
 
 

@@ -136,6 +136,24 @@ def test_the_command_writes_rows_and_a_card_that_holds(trained, prompts, files, 
     assert Card.load(card)["run_id"] == Card.load(trained / "prompted" / "card.json")["run_id"]
 
 
+def test_the_command_draws_on_a_gpu_where_there_is_one(trained, prompts, tmp_path, monkeypatch):
+    """The device ``meta`` stands in for it: weights and prompts are there when a text is drawn."""
+    asked, seen = [], []
+
+    def generate(model, input_ids, attention_mask, **_):
+        seen.append({tensor.device.type for tensor in (input_ids, attention_mask, *model.parameters())})
+        return torch.arange(len(input_ids) * (input_ids.shape[1] + 4)).view(len(input_ids), -1)
+
+    monkeypatch.setattr("fastdp.validate.usable_device", lambda name: asked.append(name) or torch.device("meta"))
+    monkeypatch.setattr(transformers.GenerationMixin, "generate", generate)
+    output = tmp_path / "synthetic.jsonl"
+    arguments = ["synthesize", str(trained / "prompted"), "--output", str(output), "--prompts", str(prompts)]
+    done = CliRunner().invoke(fastdp.cli.app, [*arguments, "--count", "2"])
+    assert done.exit_code == 0, done.output
+    assert asked == ["auto"]
+    assert seen == [{"meta"}] * len(seen) != []
+
+
 def test_a_run_whose_card_does_not_hold_writes_nothing(trained, tmp_path):
     output = tmp_path / "synthetic.jsonl"
     done = CliRunner().invoke(fastdp.cli.app, ["synthesize", str(tmp_path), "--output", str(output)])
