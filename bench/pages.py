@@ -14,6 +14,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from fastdp import accounting
+from fastdp.methods import ewft as ewft_noise
+from fastdp.methods.rapft import effective_noise_multiplier
+
 from .record import markdown
 
 RESULTS = Path(__file__).parent / "results"
@@ -436,7 +440,17 @@ def _results() -> Iterator[str]:
     yield f"raises perplexity {math.floor(1 + least / 100)}-fold or more"
 
 
-def _rapft_costs() -> Iterator[str]:
+def _rapft_page() -> Iterator[str]:
+    sigma, ratios = 0.6, (0.6, 0.7, 0.8, 0.9)
+    true = [effective_noise_multiplier(sigma, ratio) for ratio in ratios]
+    yield f"| true multiplier | {' | '.join(f'{value:.6g}'.removeprefix('0') for value in true)} |"
+
+    def spent(multiplier: float) -> float:
+        return float(accounting.epsilon(accounting.dpsgd(multiplier, 256 / 42000, 821), 1e-5))
+
+    yield f"is stated as epsilon **{spent(sigma):.3f}** and is **{spent(true[1]):.3f}**"
+    own, each = spent(sigma * math.sqrt(0.7 * 0.3)), spent(sigma / math.sqrt(2))
+    yield f"means epsilon {own:.1f} in the same setting; sigma C for each block means {each:.1f}"
     steps, axes = figures("utility/rapft", part="step"), figures("utility/lora-cost")
     yield holds(all(abs(row["printed_ratio"] - 1) < 0.05 for row in steps), "`printed` or `optimal` | level")
     more = sorted(100 * (row["step_along_axes"] - 1) for row in axes)
@@ -446,13 +460,41 @@ def _rapft_costs() -> Iterator[str]:
     yield f"| {math.floor(min(made))} to {math.ceil(max(made))} steps; a third of a step (LoRA)"
 
 
-def _frost_costs() -> Iterator[str]:
+def _ewft_page() -> Iterator[str]:
+    def short(values: Iterable[float], digits: int = 3) -> list[str]:
+        return [f"{value:.{digits + (value > 0.9995) * (value < 1)}f}".removeprefix("0") for value in values]
+
+    budgets = (1.0, 2.0, 4.0, 8.0)
+    *some, last = short(statistics.NormalDist().cdf(1 / ewft_noise.release_once(e, 1e-5).ratios[0]) for e in budgets)
+    yield f"tells one bit with probability {', '.join(some)} or {last} at epsilon 1, 2, 4 or 8"
+    *some, last = short(1 / (1 + math.exp(-e)) for e in budgets)
+    yield f"Randomised response tells it with {', '.join(some)} or {last}, and needs no delta"
+    for scale in ("2C", "C"):
+        schedule = ewft_noise.paper([0.461663, 0.415841, 0.370020], 8.0, 1e-5, scale)
+        yield f"| {', '.join(short(schedule.ratios))} | {schedule.epsilon():.2f} |"
+    (once, *_), (even, *_) = (
+        s.ratios for s in (ewft_noise.release_once(8.0, 1e-5), ewft_noise.dp_forward(3, 8.0, 1e-5))
+    )
+    yield f"| **{once:.3f}** | **8** |"
+    yield f"| {even:.3f} each | 8 |"
+
+
+def _lora_page() -> Iterator[str]:
+    first, second = (
+        row["figures"]["after"]["perplexity"]
+        for name, run in (("finetune", "e2e-8"), ("methods", "dpsgd-as-rapft"))
+        for row in figures(name, run=run)
+    )
+    yield f"such as that from {first:.1f} to {second:.1f} on [E2E]"
+
+
+def _frost_page() -> Iterator[str]:
     (row,) = figures("utility/frost", part="time")
     yield f"a step, over a LoRA step of as many parameters | {row['step_ratio']:.2f} |"
     yield f"the selection's share of three epochs | {row['selection_share']:.1%} |"
 
 
-def _federated_costs() -> Iterator[str]:
+def _federated_page() -> Iterator[str]:
     files = (RESULTS / "federated" / f"{name}.json" for name in ("overhead", "detector"))
     run, found = (json.loads(file.read_text())["figures"] for file in files)
     (row,) = figures("federated/draws", vocabulary=30522, mechanism="local")
@@ -472,9 +514,11 @@ def holds(fact: bool, sentence: str) -> str:
 #: What pages say outside their tables and the figures say too.
 STATEMENTS: dict[Path, Callable[[], Iterator[str]]] = {
     RESULTS_PAGE: _results,
-    Path("docs/rapft.md"): _rapft_costs,
-    Path("docs/frost.md"): _frost_costs,
-    Path("docs/federated.md"): _federated_costs,
+    Path("docs/rapft.md"): _rapft_page,
+    Path("docs/ewft.md"): _ewft_page,
+    Path("docs/lora.md"): _lora_page,
+    Path("docs/frost.md"): _frost_page,
+    Path("docs/federated.md"): _federated_page,
 }
 
 
