@@ -44,9 +44,7 @@ class Bench:
     def of_run(self, row: dict[str, Any]) -> dict[str, Any]:
         """Rows of a private run."""
         name = f"{row['tuning']}-{row['epsilon']:g}-{row['seed']}"
-        card = Card.load(self.folder / f"{name}.card.json")
-        found = self.of_file(self.folder / f"{name}.jsonl")
-        return {**found, "true_epsilon": card["epsilon"]["upper_bound"], "noise_multiplier": card["noise_multiplier"]}
+        return {**self.of_file(self.folder / f"{name}.jsonl"), **settings(Card.load(self.folder / f"{name}.card.json"))}
 
     def of_file(self, path: Path) -> dict[str, Any]:
         """Rows of a file."""
@@ -68,6 +66,13 @@ class Bench:
         chosen = [*itertools.chain.from_iterable(every)]
         accuracy = self.judge.accuracy(([texts[i] for i in chosen], [labels[i] for i in chosen]))
         return {"judged": len(chosen), "accuracy": accuracy}
+
+
+def settings(card: Card) -> dict[str, Any]:
+    """What a card says of a run's settings."""
+    found = {name: card[name] for name in ("noise_multiplier", "sample_rate", "dataset_size")}
+    found |= {"true_epsilon": card["epsilon"]["upper_bound"], "delta": card["epsilon"]["delta"]}
+    return {**found, "steps": card["steps"]["spent"], "trained_parameters": card["model"]["trained_parameters"]}
 
 
 def labelled(path: Path) -> Labelled:
