@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from fastdp.bench import pages
+from fastdp.bench import pages, sentences
 from fastdp.bench.shapes import moved
 
 from fastdp.private.shapes import factors_in_words
@@ -22,23 +22,23 @@ def test_a_page_holds_what_is_computed(page):
 def test_every_figure_of_a_sentence_stands_in_a_table():
     """Or in a computed sentence. Decimal figures alone: whole numbers are settings and counts."""
     text = (ROOT / RESULTS).read_text()
-    known = [*pages.tables(RESULTS).values(), *pages.STATEMENTS[RESULTS]()]
+    known = [*pages.tables(RESULTS).values(), *sentences.sentences(RESULTS)]
     computed = set(re.findall(r"\d*\.\d+", "".join(known)))
-    sentences = re.sub(r"<!-- (\w+): begin -->.*?<!-- \1: end -->|`[^`]*`", "", text, flags=re.DOTALL)
-    said = set(re.findall(r"(?<![\w.])\d*\.\d+", sentences))
+    prose = re.sub(r"<!-- (\w+): begin -->.*?<!-- \1: end -->|`[^`]*`", "", text, flags=re.DOTALL)
+    said = set(re.findall(r"(?<![\w.])\d*\.\d+", prose))
     assert len(said) > 20
     assert said <= computed
 
 
-@pytest.mark.parametrize("page", pages.STATEMENTS, ids=str)
+@pytest.mark.parametrize("page", sentences.SENTENCES, ids=str)
 def test_a_page_says_what_is_computed(page):
     text = " ".join((ROOT / page).read_text().split())
-    assert [sentence for sentence in pages.STATEMENTS[page]() if sentence not in text] == []
+    assert [sentence for sentence in sentences.sentences(page) if sentence not in text] == []
 
 
 def test_a_sentence_that_the_figures_do_not_say_is_refused():
     with pytest.raises(ValueError, match="all ages"):
-        pages.holds(False, "all ages among them")
+        sentences.holds(False, "all ages among them")
 
 
 def test_a_card_states_the_last_row_of_the_table_on_shapes():
