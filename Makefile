@@ -91,10 +91,11 @@ wheel: constraints.txt requirements-build.txt requirements-wheel.txt
 	cd dist && sha256sum *.whl > SHA256SUMS
 ifeq ($(ARCH),$(shell uname -m))
 	$(PYTHON) -m venv $(TRIED)
-	$(TRIED)/bin/python -m pip --disable-pip-version-check -q install $$(grep '^torch==' constraints.txt)
+	$(TRIED)/bin/python -m pip --disable-pip-version-check -q install --report build/wheel/torch.json $$(grep '^torch==' constraints.txt)
 	grep -v '^torch==' constraints.txt > build/wheel/constraints.txt
-	$(TRIED)/bin/python -m pip --disable-pip-version-check -q install -c build/wheel/constraints.txt dist/*manylinux*_$(ARCH).whl
+	$(TRIED)/bin/python -m pip --disable-pip-version-check -q install --report build/wheel/rest.json -c build/wheel/constraints.txt dist/*manylinux*_$(ARCH).whl
 	$(TOOLS)/bin/cyclonedx-py environment --of JSON -o dist/sbom.json $(TRIED)
+	$(TOOLS)/bin/python tests/sbom.py dist/sbom.json build/wheel/torch.json build/wheel/rest.json
 	mkdir $(TRIED)/elsewhere
 	cd $(TRIED)/elsewhere && export PATH=$(CURDIR)/$(TRIED)/bin HF_HUB_OFFLINE=1 && python -I $(CURDIR)/tests/wheel.py && fastdp doctor && fastdp quickstart --records 256 && fastdp prove quickstart
 	grep -q "$$(sha256sum dist/*manylinux*_$(ARCH).whl | cut -c-64)" $(TRIED)/elsewhere/runs/quickstart/epsilon-8/card.json

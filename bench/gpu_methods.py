@@ -105,4 +105,5 @@ def methods(device: str) -> Iterator[tuple[str, tuple[float, float]]]:
         with mock.patch.dict(choice.implementations, cpu=choice.reference):
             truth = run("cpu").detach().double()
         error = (run(device).detach().cpu().double() - truth).norm() / truth.norm()
-        yield f"method {name}", (float(error), 1e-4)
+        # A sum that falls beside a point of the noise's grid moves by one.
+        yield f"method {name}", (float(error), 1e-3)

@@ -51,6 +51,8 @@ SIZES = {
     "cuda": Sizes(1 << 28, (256, 512, 768), 32, 1024, 2048, 512, 128, 16, 50_257, 768, 1024, 100_000, 2000),
     "small": Sizes(1 << 12, (4, 5, 48), 3, 17, 33, 20, 4, 2, 257, 48, 9, 60, 20),
 }
+# Instances of whole matrices, which no cache holds.
+SIZES["matrices"] = replace(SIZES["cpu"], rank=SIZES["cpu"].columns)
 
 
 @dataclass(frozen=True)
@@ -432,7 +434,10 @@ def _instances(device: torch.device, sizes: Sizes) -> Iterator[Case]:
         ),
     ):
         run = functools.partial(function, instances, *arguments)
-        yield _against_definition(device, f"{units} x {m} x {n}", run, _torch(formula, instances), bytes=bytes)
+        ways: dict[str, Function] = _torch(formula, instances)
+        if function is ops.instance_sqnorm:
+            ways["torch's vector norm"] = lambda: torch.linalg.vector_norm(instances, dim=(1, 2)).square()
+        yield _against_definition(device, f"{units} x {m} x {n}", run, ways, bytes=bytes)
 
 
 def _adapters(device: torch.device, sizes: Sizes, offsets: torch.Tensor) -> Iterator[Case]:

@@ -144,24 +144,24 @@ def examples(case: Case, count: int) -> list[dict[str, torch.Tensor]]:
 
 
 _half = functools.partial(Case, dtype=torch.bfloat16)
-#: Steps that take a GPU, or are simulated.
+#: Steps that take a GPU, or are simulated: first those whose figures are the most wanted.
 LARGE = {
-    "bert-base-full": _half("bert", 12, 768, 3072, 12, 12, 30522, 32, 128),
-    "gpt2-124m-full": _half("gpt2", 12, 768, 3072, 12, 12, 50257, 8, 1024),
-    "llama-1b-full": _half("llama", 16, 2048, 8192, 32, 8, 128256, 4, 1024),
-    "llama-8b-lora-checkpointed": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16, checkpointed=True),
-    "llama-1b-long": _half("llama", 16, 2048, 8192, 32, 8, 128256, 1, 4096),
-    "llama-1b-long-2": _half("llama", 16, 2048, 8192, 32, 8, 128256, 2, 4096),
-    "gemma3-1b-full": _half("gemma3", 26, 1152, 6912, 4, 1, 262144, 8, 512),
-    "llama-8b-lora": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16),
-    "llama-1b-tied": _half("llama", 16, 2048, 8192, 32, 8, 128256, 4, 1024, tied=True),
     "llama-1b-full-checkpointed": _half("llama", 16, 2048, 8192, 32, 8, 128256, 4, 1024, checkpointed=True),
-    "llama-1b-full-checkpointed-16x2048": _half("llama", 16, 2048, 8192, 32, 8, 128256, 16, 2048, checkpointed=True),
     "llama-1b-lora-checkpointed-12x512": _half(
         "llama", 16, 2048, 8192, 32, 8, 128256, 12, 512, rank=16, checkpointed=True
     ),
+    "llama-1b-long-2": _half("llama", 16, 2048, 8192, 32, 8, 128256, 2, 4096),
     "bert-base-masked": _half("bert", 12, 768, 3072, 12, 12, 30522, 32, 128, masked=True),
+    "gemma3-1b-full": _half("gemma3", 26, 1152, 6912, 4, 1, 262144, 8, 512),
+    "llama-1b-tied": _half("llama", 16, 2048, 8192, 32, 8, 128256, 4, 1024, tied=True),
+    "bert-base-full": _half("bert", 12, 768, 3072, 12, 12, 30522, 32, 128),
+    "gpt2-124m-full": _half("gpt2", 12, 768, 3072, 12, 12, 50257, 8, 1024),
+    "llama-1b-full": _half("llama", 16, 2048, 8192, 32, 8, 128256, 4, 1024),
     "llama-8b-lora-half": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16, half_adapters=True),
+    "llama-8b-lora-checkpointed": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16, checkpointed=True),
+    "llama-1b-full-checkpointed-16x2048": _half("llama", 16, 2048, 8192, 32, 8, 128256, 16, 2048, checkpointed=True),
+    "llama-1b-long": _half("llama", 16, 2048, 8192, 32, 8, 128256, 1, 4096),
+    "llama-8b-lora": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16),
 }
 
 
@@ -221,7 +221,7 @@ def private_step(
     model: torch.nn.Module,
     *,
     fused: bool,
-    capture: bool = False,
+    capture: bool | str = False,
     self_check: bool = False,
     noise_rounds: int = 20,
     two_pass: bool | None = None,

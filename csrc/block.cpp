@@ -1,6 +1,7 @@
 #include "block.h"
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 
 #include "cpu.h"
@@ -104,6 +105,28 @@ FASTDP_AVX2 float sum_squares_avx2(const float *entries, int64_t count) {
     return sum_of(_mm256_add_ps(_mm256_add_ps(sum[0], sum[1]), _mm256_add_ps(sum[2], sum[3])));
 }
 
+FASTDP_AVX2 void add_rows_avx2(const float *const *rows, const float *weights, int64_t n, int64_t count, bool add,
+                               float *target) {
+    int64_t j = 0;
+    for (; j + 32 <= count; j += 32) {
+        __m256 sum[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) sum[i] = add ? _mm256_loadu_ps(target + j + 8 * i) : _mm256_setzero_ps();
+        for (int64_t k = 0; k < n; ++k) {
+            const __m256 weight = _mm256_broadcast_ss(weights + k);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) sum[i] = _mm256_fmadd_ps(weight, _mm256_loadu_ps(rows[k] + j + 8 * i), sum[i]);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) _mm256_storeu_ps(target + j + 8 * i, sum[i]);
+    }
+    for (; j < count; ++j) {
+        float sum = add ? target[j] : 0;
+        for (int64_t k = 0; k < n; ++k) sum = std::fma(weights[k], rows[k][j], sum);
+        target[j] = sum;
+    }
+}
+
 FASTDP_AVX2 uint64_t mask_word_avx2(const uint8_t *bytes, int64_t count) {
     uint8_t room[kBlockColumns] = {};
     if (count < kBlockColumns) std::copy(bytes, bytes + count, room), bytes = room;
@@ -193,15 +216,45 @@ FASTDP_AVX512 void add_weighted_avx512(const float *entries, uint64_t mask, floa
 
 FASTDP_AVX512 float sum_squares_avx512(const float *entries, int64_t count) {
     __m512 sum[4] = {};
-    for (int64_t j = 0; j < count; j += kBlockColumns) {
-        const uint64_t valid = first_bits(count - j);
+    int64_t j = 0;
+    // Masked loads from beyond the second-level cache took twice as long.
+    for (; j + kBlockColumns <= count; j += kBlockColumns) {
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
-            const __m512 x = _mm512_maskz_loadu_ps(static_cast<__mmask16>(valid >> (16 * i)), entries + j + 16 * i);
+            const __m512 x = _mm512_loadu_ps(entries + j + 16 * i);
             sum[i] = _mm512_fmadd_ps(x, x, sum[i]);
         }
     }
+    for (int i = 0; i < 4 && j + 16 * i < count; ++i) {
+        const auto lanes = static_cast<__mmask16>(first_bits(count - j) >> (16 * i));
+        const __m512 x = _mm512_maskz_loadu_ps(lanes, entries + j + 16 * i);
+        sum[i] = _mm512_fmadd_ps(x, x, sum[i]);
+    }
     return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_add_ps(sum[2], sum[3])));
+}
+
+FASTDP_AVX512 void add_rows_avx512(const float *const *rows, const float *weights, int64_t n, int64_t count, bool add,
+                                   float *target) {
+    int64_t j = 0;
+    for (; j + 64 <= count; j += 64) {
+        __m512 sum[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) sum[i] = add ? _mm512_loadu_ps(target + j + 16 * i) : _mm512_setzero_ps();
+        for (int64_t k = 0; k < n; ++k) {
+            const __m512 weight = _mm512_set1_ps(weights[k]);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) sum[i] = _mm512_fmadd_ps(weight, _mm512_loadu_ps(rows[k] + j + 16 * i), sum[i]);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) _mm512_storeu_ps(target + j + 16 * i, sum[i]);
+    }
+    for (; j < count; j += 16) {
+        const auto lanes = static_cast<__mmask16>(first_bits(count - j));
+        __m512 sum = add ? _mm512_maskz_loadu_ps(lanes, target + j) : _mm512_setzero_ps();
+        for (int64_t k = 0; k < n; ++k)
+            sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[k]), _mm512_maskz_loadu_ps(lanes, rows[k] + j), sum);
+        _mm512_mask_storeu_ps(target + j, lanes, sum);
+    }
 }
 #endif
 
@@ -225,9 +278,9 @@ Rows packed(const Factor &factor, const Tokens &tokens, int64_t first, int64_t l
 const BlockKernels &block_kernels() {
 #if defined(__x86_64__)
     static const BlockKernels avx2{outer_avx2_any, sum_square_avx2, sum_absolute_avx2, add_weighted_avx2,
-                                   sum_squares_avx2, mask_word_avx2};
+                                   sum_squares_avx2, add_rows_avx2, mask_word_avx2};
     static const BlockKernels avx512{outer_avx512_any, sum_square_avx512, sum_absolute_avx512,
-                                     add_weighted_avx512, sum_squares_avx512, mask_word_avx2};
+                                     add_weighted_avx512, sum_squares_avx512, add_rows_avx512, mask_word_avx2};
     if (isa() == Isa::avx512) return avx512;
     if (isa() == Isa::avx2) return avx2;
 #endif

@@ -9,7 +9,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastdp import accounting as accounting, audit as audit, ops as ops, optim as optim
+    from fastdp import accounting as accounting, audit as audit, nn as nn, ops as ops, optim as optim
     from fastdp.entry import make_private as make_private
     from fastdp.integrations.adapters import BottleneckConfig as BottleneckConfig
     from fastdp.integrations.trainer import (
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fastdp.methods.sap import TextPrivatizer as TextPrivatizer
     from fastdp.methods.selective import SelectivePerturbation as SelectivePerturbation
     from fastdp.methods.votes import PrivateVotes as PrivateVotes
+    from fastdp.methods.zeroth import DPZO as DPZO
     from fastdp.ops.stream import NoiseStream as NoiseStream
     from fastdp.private.run import Private as Private, detach as detach
     from fastdp.split import SplitCustomer as SplitCustomer, SplitVendor as SplitVendor
@@ -49,6 +50,7 @@ _HOMES = {
     "DPSeq2SeqTrainer": "fastdp.integrations.trainer",
     "DPSGD": "fastdp.methods.dpsgd",
     "DPTrainer": "fastdp.integrations.trainer",
+    "DPZO": "fastdp.methods.zeroth",
     "EWFT": "fastdp.methods.ewft",
     "NoiseStream": "fastdp.ops.stream",
     "NonPrivate": "fastdp.methods.dpsgd",
@@ -63,7 +65,7 @@ _HOMES = {
     "detach": "fastdp.private.run",
     "make_private": "fastdp.entry",
 }
-_MODULES = ("accounting", "audit", "ops", "optim")
+_MODULES = ("accounting", "audit", "nn", "ops", "optim")
 __all__ = [*_HOMES, *_MODULES]
 
 

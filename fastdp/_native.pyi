@@ -123,6 +123,7 @@ def onehot_masked_add(
 def instance_norms(
     instances: _Memory, units: int, size: int, measure: int, mask: _Memory, out: _Memory, threads: int
 ) -> None: ...
+def instance_sum(instances: _Memory, units: int, size: int, weights: _Memory, out: _Memory, threads: int) -> None: ...
 def instance_masked_sum(
     instances: _Memory,
     units: int,

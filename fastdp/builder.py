@@ -96,8 +96,8 @@ class RunOptions:
         """Raise ValueError for values that no model or loader makes right."""
         if self.unit_map is not None and not self.returns_loss:
             raise ValueError(
-                "a criterion outside the model cannot be tried on packed rows, which share tensors: let the model return its own "
-                "loss, or leave unit_map out and give every example a row"
+                "a criterion outside the model cannot be tried on packed rows. Let the model return its own "
+                "loss, or leave unit_map out."
             )
         if self.loss_reduction not in (None, "mean", "sum"):
             raise ValueError(
@@ -173,6 +173,16 @@ class Builder:
         with self.ranks.together():
             self._unwrap()
             self._check()
+            self.installed = self.method.install(self.model, self.optimizer)
+        try:
+            return self._build()
+        except BaseException:
+            if self.installed is not None:
+                self.installed.remove()
+            raise
+
+    def _build(self) -> Private:
+        with self.ranks.together():
             self._settle()
             self._check_method()
         if self.ranks.size > 1:
@@ -220,7 +230,7 @@ class Builder:
 
     def _open_graphs(self) -> Callable[..., Graphs] | None:
         """What records microbatches. Raises ValueError where it is asked for and cannot."""
-        options, asked = self.options, self.options.capture != "auto"
+        options, force = self.options, self.options.capture != "auto"
         try:
             refuse_capture(
                 self.model,
@@ -229,10 +239,10 @@ class Builder:
                 keep_logits=options.keep_logits,
             )
         except ValueError:
-            if asked:
+            if force:
                 raise
             return None
-        return partial(Graphs, asked=asked)
+        return partial(Graphs, force=force)
 
     def _settle(self) -> None:
         """Settle the units, the size of microbatches and the plan, noise included."""
@@ -275,13 +285,27 @@ class Builder:
 
     def _check_method(self) -> None:
         """Refuse parameters that the method cannot train, before a ledger exists."""
-        refuse_in_pieces(self.model, keep_logits=self.options.keep_logits)
+        options = self.options
+        refuse_in_pieces(self.model, keep_logits=options.keep_logits)
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        #: What releases move: the model's own parameters, whatever the engine trains.
+        self.moved = self.trained if self.installed is None else self.installed.trained
         for factor in {1.0, *(factor for _, factor in self.plan.factors)}:
             self.method.policy(self.trained, self.plan.sigma * factor, {})
         if self.method.selects:
             refuse_frozen(self.model, self.optimizer)
-        if self.method.takes_losses and self.options.loss_reduction is not None:
+        given = (
+            options.returns_loss,
+            options.unit_map is None,
+            options.capture in (None, False, "auto"),
+            self.ranks.size == 1,
+        )
+        if self.installed is not None and not all(given):
+            raise ValueError(
+                f"{self.method.mechanism} takes the loss of each row from the model, in one process: leave criterion, "
+                "loss_reduction, unit_map and capture out"
+            )
+        if self.method.takes_losses and options.loss_reduction is not None:
             raise ValueError(
                 f"{self.method.mechanism} takes losses in passes of its own: give make_private criterion=, which returns one "
                 "loss a row, in the place of loss_reduction"
@@ -332,7 +356,7 @@ class Builder:
         try:
             return Ledger.open_or_create(
                 None if folder is None else folder / "ledger.jsonl",
-                plan.header(self.method.describe(), fingerprint(self.trained))
+                plan.header(self.method.describe(), fingerprint(self.moved))
                 | {"noise_rounds": int(options.noise_rounds), "shapes": options.whose_shapes},
                 event=plan.event(),
                 budget_steps=plan.steps,
@@ -361,6 +385,7 @@ class Builder:
         private = Private(
             *(self.model, self.optimizer, self.loader, stages, ledger, self.plan, self._open_access),
             *(self._open_replay, self.observers, options.criterion, self.ranks),
+            installed=self.installed,
         )
         private.given_optimizer = self.given_optimizer
         return private
@@ -393,7 +418,7 @@ class Builder:
             keep_logits=options.keep_logits,
             secret=not self.loader.reproducible,
             isolated=options.isolation is not None,
-            graphs=self.graphs,
+            graphs=self.graphs if self.installed is None else None,
         )
 
     def _open_access(self) -> Access:

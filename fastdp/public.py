@@ -52,8 +52,8 @@ class PublicGate:
         if len(found) > self._confirmed:
             where = "" if lines is None else f" (the first in line {lines[found[0]]})"
             raise DataError(
-                f"{path} is said to be public, but {len(found)} of its {len(texts)} records are among the private ones{where}: "
-                f"take them out, or confirm with public_overlap {len(found)} that these are public"
+                f"{path}: {len(found)} of its {len(texts)} records are among the private ones{where}. Take them out, or confirm "
+                f"with public_overlap {len(found)} that these are public."
             )
         return PublicText(path.name, digest, len(texts), len(found))
 

@@ -67,17 +67,15 @@ def _addresses(p_table, line, PARAMETER: tl.constexpr, MOMENTS: tl.constexpr, AL
 @triton.jit
 def _update(
     p_param, p_mean, p_square, p_master, p_rows, p_columns, width, n, o_x, inside, noised, is_open, p_position,
-    inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
-    CORRECTED: tl.constexpr, HELD: tl.constexpr, MASTER: tl.constexpr, AXES: tl.constexpr,
+    inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps,
+    HELD: tl.constexpr, MASTER: tl.constexpr, AXES: tl.constexpr,
 ):  # fmt: skip
     # Of elements o_x, in a tile or one of each tensor. Where HELD, those that are open stay as they are.
     g = noised * inverse_divisor
-    variance = noise_variance
     if AXES:
         m_x = o_x < n
         axes = tl.load(p_rows + o_x // width, m_x, 1.0) * tl.load(p_columns + o_x % width, m_x, 1.0)
         g = g * axes
-        variance = noise_variance * axes * axes
     # [b_blocks, 16], or [b]; so are the others
     mean = load_flat(p_mean, o_x, n, inside).to(tl.float32)
     square = load_flat(p_square, o_x, n, inside).to(tl.float32)
@@ -87,10 +85,7 @@ def _update(
         param = load_flat(p_param, o_x, n, inside).to(tl.float32)
     new_mean = tl.fma(lerp1, g - mean, mean)
     new_square = tl.fma(g * g, rest2, square * beta2)
-    if CORRECTED:
-        under = tl.sqrt(tl.maximum(new_square * inverse_correction2 - variance, floor))
-    else:
-        under = tl.sqrt(new_square * inverse_correction2) + eps
+    under = tl.sqrt(new_square * inverse_correction2) + eps
     new_param = param * keep - step_size * new_mean / under
     if HELD:
         # Written as they were, and not left out: stores with a mask are narrow.
@@ -114,8 +109,8 @@ def _update(
 @triton.jit(do_not_specialize=["capacity", "lines"])
 def adamw_kernel(
     p_table, p_positions, p_list, capacity, lines,
-    std, spacing, inverse, inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
-    PARAMETER: tl.constexpr, MOMENTS: tl.constexpr, b_blocks: tl.constexpr, CORRECTED: tl.constexpr, ROUNDED: tl.constexpr,
+    std, spacing, inverse, inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps,
+    PARAMETER: tl.constexpr, MOMENTS: tl.constexpr, b_blocks: tl.constexpr, ROUNDED: tl.constexpr,
     MASTER: tl.constexpr, ALIGNED: tl.constexpr, AXES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -137,15 +132,15 @@ def adamw_kernel(
     else:
         noised, is_open = tl.fma(z, std, grad), False
     _update(p_param, p_mean, p_square, p_master, p_rows, p_columns, width, n, o_x, inside, noised, is_open, p_position,
-            inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
-            CORRECTED, ROUNDED, MASTER, AXES)  # fmt: skip
+            inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps,
+            ROUNDED, MASTER, AXES)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["capacity"])
 def settle_adamw_kernel(
     p_table, p_positions, p_list, capacity,
-    std, spacing, inverse, inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
-    PARAMETER: tl.constexpr, MOMENTS: tl.constexpr, b: tl.constexpr, CORRECTED: tl.constexpr, MASTER: tl.constexpr,
+    std, spacing, inverse, inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps,
+    PARAMETER: tl.constexpr, MOMENTS: tl.constexpr, b: tl.constexpr, MASTER: tl.constexpr,
     AXES: tl.constexpr,
 ):  # fmt: skip
     _, line, block, bits = own_entries(p_list, capacity, b)
@@ -164,13 +159,13 @@ def settle_adamw_kernel(
         # What the list had no room for was not updated, and nobody knows where it is: the step shall not go on.
         noised = tl.where(is_full, float("nan"), noised)
         _update(p_param, p_mean, p_square, p_master, p_rows, p_columns, width, n, o_x, False, noised, False, p_position,
-                inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
-                CORRECTED, False, MASTER, AXES)  # fmt: skip
+                inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps,
+                False, MASTER, AXES)  # fmt: skip
         bits &= bits - 1
 
 
 def _numbers(of: Numbers) -> tuple[float, ...]:
-    """What the kernel takes from ``std`` to ``floor``, computed in float64."""
+    """What the kernel takes from ``std`` to ``eps``, computed in float64."""
     return (
         *(numbers_of_grid(of.std) if of.rounded else (float(of.std), 0.0, 0.0)),
         1.0 / of.divisor,
@@ -181,8 +176,6 @@ def _numbers(of: Numbers) -> tuple[float, ...]:
         1.0 - of.beta2,
         1.0 / (1.0 - of.beta2**of.step),
         float(of.eps),
-        (of.std / of.divisor) ** 2,
-        float(of.variance_floor or 0.0),
     )
 
 
@@ -196,8 +189,7 @@ def adamw_noise_step_(
 ) -> None:
     """One step of AdamW in place on ``g = (grad_sum + std z) / divisor``, z at ``position`` (int32 [12]).
 
-    With ``variance_floor`` the second moment is freed of the noise's variance (DP-AdamBC, arXiv 2312.14334, algorithm
-    1). With ``rows`` and ``columns``, g and the deviation of its noise are multiplied by their outer product.
+    With ``rows`` and ``columns``, g is multiplied by their outer product.
     All tensors have one shape; ``param`` is float32, bfloat16 or float16, the others float32; strided ones are
     copied once.
     """
@@ -248,7 +240,6 @@ def adamw_noise_steps_(
         kind: dict[str, Any] = {
             "PARAMETER": TRITON[dtype],
             "MOMENTS": TRITON[exp_avgs[0].dtype],
-            "CORRECTED": numbers.variance_floor is not None,
             "MASTER": bool(masters),
             "AXES": bool(rows),
             "enable_fp_fusion": True,

@@ -78,6 +78,7 @@ BEFORE = {
     "docs/audit.md": [f"{TRAINED} --epsilon 8 --output runs/e2e"],
     "docs/cards.md": [f"{TRAINED} --epsilon 8 --output run"],
     "docs/finetune.md": [f"{TRAINED} --epsilon 8 --output runs/a", f"{TRAINED} --epsilon inf --output runs/b"],
+    **{f"examples/{name}.yaml": ["python examples/functions.py functions"] for name in ("alpaca", "columns", "people")},
 }
 #: Commands that do not run here: what runs them, a phrase of it, and why.
 CHECKS, DEPLOYED = ".github/workflows/checks.yml", ("tests/federated/test_run.py", "def test_deployed_with_tls")
@@ -90,6 +91,7 @@ ELSEWHERE = {
     "make docs": (CHECKS, "make docs", "needs a registry"),
     "make ": (CHECKS, "make ${{ matrix.target }}", "needs a registry, or hours"),
     "fastdp verify items-card.json": ("tests/test_tutorial.py", "items-card.json", "the page's Python makes the card"),
+    "examples/chat.yaml": ("tests/finetune/test_formats.py", '"chat": (', "needs a model with a chat template"),
     "fastdp federated server": (*DEPLOYED, "needs several machines"),
     "fastdp federated node": (*DEPLOYED, "needs several machines"),
     'federated app)" server': (*DEPLOYED, "needs several machines"),

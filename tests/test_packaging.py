@@ -1,5 +1,6 @@
 """What is installed: the wheel carries its data and works away from the tree."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -153,6 +154,28 @@ def test_a_release_states_where_it_comes_from():
     assert job["permissions"] == {"contents": "read", "id-token": "write", "attestations": "write"}
     used = {step["uses"].partition("@")[0] for step in job["steps"] if "uses" in step}
     assert {"actions/attest-build-provenance", "actions/attest-sbom"} <= used
+
+
+def test_an_sbom_has_the_hash_of_each_archive_that_pip_installed(tmp_path):
+    """From pip's own report of a wheel; of what pip did not install nothing is known."""
+    wheel = tmp_path / "Some_Thing-1.0-py3-none-any.whl"
+    facts = {"METADATA": "Metadata-Version: 2.1\nName: Some_Thing\nVersion: 1.0\n", "RECORD": "",
+             "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"}  # fmt: skip
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in facts.items():
+            archive.writestr(f"Some_Thing-1.0.dist-info/{name}", text)
+    report, sbom = tmp_path / "report.json", tmp_path / "sbom.json"
+    install = ["install", "-q", "--dry-run", "--no-index", "--no-deps", "--ignore-installed", "--report", str(report)]
+    subprocess.run([sys.executable, "-m", "pip", "--isolated", *install, str(wheel)], check=True)
+    components = [{"name": "some-thing", "version": "1.0"}, {"name": "pip", "version": "23"}]
+    sbom.write_text(json.dumps({"components": components}))
+    subprocess.run([sys.executable, ROOT / "tests" / "sbom.py", sbom, report], check=True)
+    known, unknown = json.loads(sbom.read_text())["components"]
+    (reference,) = known["externalReferences"]
+    assert reference["hashes"] == [{"alg": "SHA-256", "content": hashlib.sha256(wheel.read_bytes()).hexdigest()}]
+    assert "externalReferences" not in unknown
+    for place in ("Makefile", ".github/workflows/wheels.yml"):
+        assert "tests/sbom.py dist/sbom.json" in (ROOT / place).read_text()
 
 
 def test_what_builds_a_wheel_is_pinned_by_hash():

@@ -208,8 +208,8 @@ class Ledger:
                 if not knows_ledger_at(path):
                     raise
                 raise EmptyLedgerError(
-                    f"{path} was emptied, and releases were recorded in it: put back a copy, or begin anew in another folder, "
-                    "where what was released here adds to the new run's cost"
+                    f"{path} was emptied, and releases were recorded in it: put back a copy, or begin in "
+                    "another folder, whose cost adds to this run's."
                 ) from error
         try:
             if held and path is not None:

@@ -76,13 +76,12 @@ def check_ledger(run_id: str, path: Path, digests: Collection[str]) -> None:
     first = Path(known["path"])
     if first.exists() and not first.samefile(path) and _run_id(first) == run_id:
         raise LedgerError(
-            f"{path} is a copy of {first}: both would release under one run's card. Continue the first, or remove it if this "
-            "one is to go on"
+            f"{path} is a copy of {first}: both would release under one card. Continue the first, or remove it to continue this."
         )
     if known["head"] not in digests:
         raise LedgerError(
-            f"{path} does not hold the last record that was written to it: it was cut back or replaced by an older copy, and "
-            "what was released since would be forgotten"
+            f"{path} was cut back or replaced by an older copy: it lacks the last record that was written to "
+            "it. Put back the latest copy."
         )
 
 
@@ -137,9 +136,8 @@ def count_release(
     earlier += [f"in part, {said}" for said, _ in shared]
     if before and not again and os.environ.get("FASTDP_AGAIN") != "1":
         raise ValueError(
-            f"these data were released before, {before[-1]}: drawing them anew is a second release, whose cost adds to the "
-            "first's. Use what was drawn then; to release them again all the same, ask for it (again, --again, or "
-            "FASTDP_AGAIN=1), and the card says so"
+            f"these data were released before, {before[-1]}. Use what was drawn then, or pay for a second release: again=True, "
+            "--again or FASTDP_AGAIN=1."
         )
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     own = json.loads(path.read_text()) if path.exists() else []

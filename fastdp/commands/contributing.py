@@ -67,8 +67,8 @@ class Contributing:
             raise ValueError("counts of public texts need no noise: give either --cti-public or --cti-noise")
         if self.cti_public is None and self.cti_noise is None and self.cti != "paper":
             raise ValueError(
-                "counts of the private texts reveal them: name public texts with --cti-public, or noise the counts with "
-                "--cti-noise (--cti paper counts them as they are, and guarantees nothing)"
+                "counts of the private texts reveal them: name public texts with --cti-public, or add noise "
+                "with --cti-noise (--cti paper guarantees nothing)."
             )
         return self
 
@@ -126,8 +126,8 @@ class Contributing:
         cells = (self.cells or CELLS) if self.cti == "quotient" else None
         if (found.form, found.source, found.describe()["cells"]) != (self.cti, source, cells):
             raise ValueError(
-                f"{path} holds counts that were made with another --cti, --cti-noise or --cells: use those, or another folder, "
-                "for which the texts are counted, and paid for, again"
+                f"{path} holds counts that were made with another --cti, --cti-noise or --cells. Use those, or "
+                "another folder, and pay for counting again."
             )
         return replace(found, delta=self.cti_delta)
 

@@ -66,8 +66,8 @@ class Ranks:
         now = Ranks.here()
         if now.size != self.size and not self.apart:
             raise RuntimeError(
-                f"the run was made private in a group of {self.size} and there are {now.size} processes now: open the process "
-                "group first, then call make_private in each of them"
+                f"the run was made private in a group of {self.size} and there are {now.size} processes now: "
+                "open the process group first, then call make_private."
             )
 
     def enter(self) -> None:
@@ -202,8 +202,8 @@ def _require_alike(stated: Sequence[Mapping[str, Any]]) -> None:
         for name, value in stated[0].items():
             if other.get(name) != value:
                 raise ValueError(
-                    f"{name} is not the same on rank 0 and rank {rank}: every process must train the same model on the same data "
-                    "with the same arguments (set one seed before building them, or load the same files)"
+                    f"{name} is not the same on rank 0 and rank {rank}. Start every process on the same data, "
+                    "with the same arguments and seed."
                 )
 
 
@@ -238,8 +238,8 @@ def peers_required(*, surely: bool = True) -> Iterator[None]:
         if isinstance(error, RankLost) or not (surely or _of_an_exchange(error)):
             raise
         raise RankLost(
-            "another process of the group ended or cannot be reached, and its own message says why: nothing of this logical "
-            "batch was released here; start all of them again, with resume=True"
+            "another process of the group ended or cannot be reached. This batch was not released. See its "
+            "message, and start all again with resume=True."
         ) from error
 
 

@@ -335,8 +335,8 @@ def check_pieces(model: torch.nn.Module) -> None:
 
     if not isinstance(model, FSDPModule):
         raise ValueError(
-            f"{next(iter(cut))} is cut into pieces over several processes, and not by fully_shard on the model itself: tensor, "
-            "pipeline, context and expert parallelism are not followed; call fully_shard on its blocks and then on the model"
+            f"{next(iter(cut))} is cut into pieces and not by fully_shard on the model itself: tensor, "
+            "pipeline, context and expert parallelism are not followed. Use fully_shard."
         )
     if not hasattr(model, "reset_iter_state") or not hasattr(FSDPModule, "set_custom_all_gather"):
         raise ValueError(f"weights in pieces need torch 2.13 or later, and this is {torch.__version__}")

@@ -211,6 +211,6 @@ class Accumulator(Sums):
         """Raise RuntimeError if the policy's bounds are not those that this batch was clipped by so far."""
         if self.bounds not in (None, self.policy.bounds):
             raise RuntimeError(
-                f"this logical batch was clipped to {self.bounds} and the policy now says {self.policy.bounds}: change bounds "
-                "between logical batches alone, as noise belongs to the bounds that the sums were clipped to"
+                f"This logical batch was clipped to {self.bounds}, and the policy now says "
+                f"{self.policy.bounds}: change bounds between logical batches alone."
             )

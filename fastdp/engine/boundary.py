@@ -34,8 +34,8 @@ def require_positive(upstream: torch.Tensor) -> None:
     """Raise ValueError for a loss whose sign a loop turned, or which it left out: that may follow the whole batch."""
     if not float(upstream) > 0:
         raise ValueError(
-            f"the loss was scaled by {float(upstream)} before backward(): scales are divided out, so it must be positive; change "
-            "the sign, and leave out or limit what is too large, in each row's own loss"
+            f"The loss was scaled by {float(upstream)} before backward(). The scale must be positive: change "
+            "signs or limit losses within each row's own loss."
         )
 
 
@@ -193,8 +193,8 @@ FORWARD_AFTER_BACKWARD = (
     "wrapper module's forward()."
 )
 _LOSS_TERM = (
-    "a loss term was computed from the model's outputs beside its own loss, which nothing would clip: compute it inside the "
-    "model, or leave the model's loss out and give make_private a criterion= of one loss a row"
+    "a loss term was computed from the model's outputs beside its own loss. Compute it inside the model, or "
+    "return outputs alone and pass criterion=."
 )
 
 

@@ -128,8 +128,8 @@ class Engine(Passes):
             if self.backwards > self.followed:
                 raise RuntimeError(FORWARD_AFTER_BACKWARD)
             raise RuntimeError(
-                "no batch is outstanding: iterate over the data_loader that make_private returned, and use "
-                "model.eval() with torch.no_grad() to evaluate"
+                "no batch is outstanding: take batches from make_private's loader, run all passes of one in one forward(), and "
+                "call model.eval() for other passes."
             )
         if any(t.requires_grad and t.is_leaf for t in tensors((args, kwargs))):
             raise ValueError(
@@ -201,20 +201,20 @@ class Engine(Passes):
     def _backward(self, waiting: Pass, upstream: Any) -> None:
         if waiting.used:
             raise RuntimeError(
-                "a second backward() on one batch: each batch of the private loader may be differentiated once"
+                "A second backward() ran on one batch. Add its losses up, and call backward() once on their sum."
             )
         waiting.used = True
         if not self.tickets or self.tickets[0] is not waiting.ticket:
             raise RuntimeError(TWO_FORWARDS)
         if self.complete:
             raise RuntimeError(
-                "a logical batch is complete and optimizer.step() has not been called: call it after every backward() and, "
-                "instead of accumulating gradients, set the DataLoader's batch_size to the accumulated batch"
+                "a logical batch is complete and optimizer.step() has not been called: call it after every "
+                "backward(); do not accumulate, but raise the DataLoader's batch_size."
             )
         if self.broken:
             raise RuntimeError(
-                "a backward pass of this logical batch failed after it may have added examples, and they would count "
-                "twice: start the loader's iteration anew, which discards the logical batch that was begun"
+                "A backward pass of this logical batch failed, and a repetition could count examples twice. "
+                "Begin the loader's iteration anew."
             )
         self.drop_zero_gradients()
         self.refuse_foreign_gradients("before the backward pass")

@@ -35,9 +35,8 @@ TILE = 2**24
 CHUNK = 2**22
 
 READ = (
-    "the logits of a private training step are never computed as a whole, so they cannot be read after it: give make_private "
-    "(or PrivacyArguments) keep_logits=True, which keeps them at a cost of three times their memory, or read them in a pass "
-    "under model.eval() and torch.no_grad()"
+    "Private training does not keep logits. Pass keep_logits=True to make_private or PrivacyArguments, or "
+    "read them under model.eval() and torch.no_grad()."
 )
 
 

@@ -11,6 +11,7 @@ unit's weighted loss is therefore divided by the number of its labelled tokens, 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -211,12 +212,16 @@ class _RowReductions(TorchFunctionMode):
         self._terms = terms
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        reduction = _REDUCTIONS.get(func)
+        reduction, axes = _REDUCTIONS.get(func), args[1:]
         losses: Any = args[0] if args else None
-        if reduction is not None and _reduces_all(losses, kwargs or {}, *args[1:]) and torch.is_grad_enabled():
+        if func in _DOTS or (func is torch.einsum and _CONTRACTS.fullmatch(str(losses).replace(" ", ""))):
+            reduction, losses, axes = "sum", args[-2] * args[-1], ()
+        if reduction is not None and _reduces_all(losses, kwargs or {}, *axes) and torch.is_grad_enabled():
             rows = type(losses) is torch.Tensor and losses.requires_grad and losses.dim() > 0
             if rows and losses.shape[0] == self._terms.layout.rows and self._terms.layout.token_segments is None:
-                scalar = self._terms.add(losses, None, reduction, losses)
+                valid = ~losses.isnan() if "nan" in func.__name__ else None
+                losses = losses if valid is None else torch.where(valid, losses, 0.0)
+                scalar = self._terms.add(losses, valid, reduction, losses)
                 if scalar is not None:
                     return scalar
         return func(*args, **(kwargs or {}))
@@ -230,7 +235,11 @@ def _reduces_all(losses: Any, options: Mapping[str, Any], *axes: Any) -> bool:
     return axes in ((), (None,)) or (isinstance(axes[0], int) and losses.dim() == 1)
 
 
-_REDUCTIONS = {torch.mean: "mean", torch.Tensor.mean: "mean", torch.sum: "sum", torch.Tensor.sum: "sum"}
+_REDUCTIONS = {
+    getattr(own, n + name): name for own in (torch, torch.Tensor) for n in ("", "nan") for name in ("mean", "sum")
+}
+#: Sums of products over all axes; and the equations of `torch.einsum` that are.
+_DOTS, _CONTRACTS = (torch.dot, torch.Tensor.dot, torch.vdot), re.compile(r"(\w+),\1->")
 
 
 def _report(name: str, original: Callable[..., Any], terms: LossTerms, /, *args: Any, **options: Any) -> Any:

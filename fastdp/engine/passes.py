@@ -548,8 +548,8 @@ def repeatable(model: torch.nn.Module) -> Iterator[None]:
     yield
     if rng_state(model) != before:
         raise SelfCheckError(
-            "the backward pass draws random numbers of its own, so that norms and sums would see two dropout masks: "
-            "checkpoint with preserve_rng_state=True, and draw from torch's generator alone; nothing of this batch was released"
+            "The backward pass draws random numbers of its own. Checkpoint with preserve_rng_state=True, and "
+            "draw from torch alone; this batch was not released."
         )
 
 

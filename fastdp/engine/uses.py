@@ -108,8 +108,8 @@ class Tap:
     def open(self) -> Sink:
         if self.sink is None:
             raise RuntimeError(
-                "a gradient reached the model outside of its loss: call backward on the loss that the model (or your "
-                "criterion) returned, once a batch, and on nothing else"
+                "A gradient reached the model outside of its loss. Call backward() once a batch, on the loss "
+                "of the model or your criterion alone."
             )
         return self.sink
 

@@ -128,8 +128,8 @@ class FederatedConfig:
             )
         if self.central and self.evaluation == "clients":
             raise ValueError(
-                "central DP cannot evaluate at the clients: the perplexities of their texts carry no noise and are in no "
-                "epsilon; evaluate at the server, or set evaluation to none"
+                "central DP cannot evaluate at the clients, whose perplexities carry no noise. Evaluate at "
+                "the server, or set evaluation to none."
             )
         if self.partition == "source" and not self.source_column:
             raise ValueError("partition by source needs source_column, the column that names a row's source")

@@ -74,8 +74,8 @@ def rehearse_step(
             _pass(model, [examples[index] for index in order[-count:]], collator, config)
         except torch.OutOfMemoryError:
             raise ConfigError(
-                f"{count} examples of up to {examples.lengths[order[-1]]} tokens do not fit into the memory of {device}: lower "
-                "physical_batch_size (the result stays the same) or max_length, or set gradient_checkpointing"
+                f"{count} examples of up to {examples.lengths[order[-1]]} tokens do not fit into the memory of "
+                f"{device}. Lower physical_batch_size or max_length, or set gradient_checkpointing."
             ) from None
         begin = time.perf_counter()
         _pass(model, [examples[index] for index in order[middle : middle + count]], collator, config)

@@ -78,8 +78,7 @@ def _sap(config: FinetuneConfig) -> Opening:
     options = dict(config.method_options or {})
     if config.epsilon is not None:
         raise ConfigError(
-            "sap guarantees eta times a distance, not an epsilon: leave epsilon out and set eta in method_options (or, of cti in "
-            "form: quotient, epsilon of a token)"
+            "sap guarantees eta times a distance, not an epsilon: leave epsilon out, and set eta in method_options."
         )
     if "eta" not in options and "epsilon" not in options:
         raise ConfigError("method_options of sap needs eta; `fastdp privatize` shows what one leaves unchanged")
@@ -218,8 +217,8 @@ def _pure(config: FinetuneConfig) -> Opening:
     learning = public or rehearsal
     if learning is None or (public is not None and rehearsal is not None):
         raise ConfigError(
-            "the encoder of ewft's codebook learns from public text: name a file with public in method_options, or with "
-            "rehearsal one that the layers below learn from too"
+            "The encoder of ewft's codebook learns from public text. Name a file as public in method_options, "
+            "or as rehearsal."
         )
     plain = ewft.PureSettings(
         mechanism=ewft.codebook(cells, _epsilon(config)),

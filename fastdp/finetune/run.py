@@ -81,8 +81,8 @@ def finetune(
     config.check()
     if resume and config.method in LOCAL:
         raise ConfigError(
-            f"a run of {config.method} cannot be resumed: nobody knows which records had been released; a new run, in another "
-            "output, releases every record a second time, at the full price again"
+            f"a run of {config.method} cannot be resumed; a new run in another output releases every record a "
+            "second time, at the full price again."
         )
     output = Path(str(config.output))
     check_output(output, config, resume)
@@ -351,8 +351,8 @@ class FinetuneRun:
             self.before = self._evaluate("evaluating before training")
         if self.updates == 0 and self.private.steps_done >= self.private.total_steps:
             raise ConfigError(
-                f"the run in {self.output} had spent its whole budget before its first checkpoint, so there is nothing to "
-                "go on from; a new run, with a smaller checkpoint_every, is a new release of the data"
+                f"The run in {self.output} spent its budget before its first checkpoint. Start a new run with "
+                "a smaller checkpoint_every; it releases the data again."
             )
         keep_metrics(self.output, self.updates)
         self.model.train()

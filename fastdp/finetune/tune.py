@@ -224,8 +224,8 @@ class _State:
 def _check_counts(config: FinetuneConfig, examples: int, judges: int, train: int) -> None:
     if judges < LEAST_JUDGES or train < config.batch_size:
         raise ConfigError(
-            f"of {examples} examples {judges} would judge and {train} be trained on: that is too few to choose by, "
-            "or fewer than batch_size; give more data, or another held_out"
+            f"Of {examples} examples {judges} would judge and {train} would train, too few to choose by. Give "
+            "more data, or change held_out or batch_size."
         )
     if config.delta >= 1 / examples:
         raise ConfigError(f"delta {config.delta:g} is not below 1 / {examples} examples: lower it")

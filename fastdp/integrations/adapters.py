@@ -133,8 +133,7 @@ class BottleneckLayer(nn.Module, BaseTunerLayer):
 
 
 _NO_MERGE = (
-    "a bottleneck adapter cannot be merged into the model's weights: there is a nonlinearity between its two matrices; "
-    "keep the adapter loaded, or train LoRA if you need a merged model"
+    "A bottleneck adapter cannot be merged: it has a nonlinearity between its matrices. Keep it loaded, or train LoRA."
 )
 
 

@@ -36,7 +36,6 @@ class Numbers(NamedTuple):
     eps: float
     weight_decay: float
     step: int
-    variance_floor: float | None
     secure_rounding: bool
 
     @property
@@ -47,7 +46,7 @@ class Numbers(NamedTuple):
 
 def unpack_numbers(rest: Sequence[Any]) -> tuple[Numbers, Any, Any]:
     """The last arguments of either op: its numbers, rows and columns."""
-    return Numbers(*rest[:10]), *(rest[10:] or (None, None))  # type: ignore[return-value]
+    return Numbers(*rest[:9]), *(rest[9:] or (None, None))  # type: ignore[return-value]
 
 
 def _check(
@@ -71,8 +70,6 @@ def _check(
         raise ValueError(f"betas must be below 1, got ({numbers.beta1}, {numbers.beta2})")
     if not isinstance(numbers.step, int) or numbers.step < 1:
         raise ValueError(f"step counts from 1, got {numbers.step!r}")
-    if numbers.variance_floor is not None:
-        positive(variance_floor=numbers.variance_floor)
     check_position(position)
     if numbers.secure_rounding:
         check_grid("param", param, numbers.std)
@@ -103,31 +100,24 @@ def _reference(
     *rest: Any,
 ) -> None:
     numbers, rows, columns = unpack_numbers(rest)
-    std, divisor, lr, beta1, beta2, eps, weight_decay, step, variance_floor, _ = numbers
+    std, divisor, lr, beta1, beta2, eps, weight_decay, step, _ = numbers
     if numbers.rounded:
         g = on_grid(grad_sum, std, position).div_(divisor)
     else:
         z = standard_normals(position, param.numel()).to(param.device, torch.float32)
         g = torch.add(grad_sum, z.reshape(param.shape), alpha=std).div_(divisor)
-    variance: float | torch.Tensor = (std / divisor) ** 2
     if rows is not None and columns is not None:
-        axes = torch.outer(rows, columns).view(param.shape)
-        g, variance = g.mul_(axes), variance * axes.square()
+        g.mul_(torch.outer(rows, columns).view(param.shape))
     exp_avg.lerp_(g, 1.0 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
-    unbiased = exp_avg_sq / (1.0 - beta2**step)
-    if variance_floor is None:
-        under = unbiased.sqrt_().add_(eps)
-    else:
-        under = unbiased.sub_(variance).clamp_min_(variance_floor).sqrt_()
-    update = exp_avg / under
+    update = exp_avg / (exp_avg_sq / (1.0 - beta2**step)).sqrt_().add_(eps)
     param.copy_(param.float().mul_(1.0 - lr * weight_decay).add_(update, alpha=-lr / (1.0 - beta1**step)))
 
 
 _ADAMW = Op(
     "adamw_noise_step_(Tensor(a!) param, Tensor grad_sum, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor position, "
     "float std, float divisor, float lr, float beta1, float beta2, float eps, float weight_decay, int step, "
-    "float? variance_floor, bool secure_rounding, Tensor? rows, Tensor? columns) -> ()",
+    "bool secure_rounding, Tensor? rows, Tensor? columns) -> ()",
     reference=_reference,
     fake=lambda *args: None,
     check=_check,
@@ -149,7 +139,6 @@ def adamw_noise_step_(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     step: int,
-    variance_floor: float | None = None,
     secure_rounding: bool = True,
     rows: torch.Tensor | None = None,
     columns: torch.Tensor | None = None,
@@ -158,10 +147,6 @@ def adamw_noise_step_(
 
     ``param``, ``exp_avg`` and ``exp_avg_sq`` are updated as ``torch.optim.AdamW`` would with ``g`` as gradient, in
     float32; ``grad_sum`` is left as it is. 28 bytes an element in float32.
-
-    With ``variance_floor`` the second moment is freed of what noise adds to it, as in DP-AdamBC (Tang, Shpilevskiy and
-    Lecuyer 2023, arXiv 2312.14334, algorithm 1): the update is divided by
-    ``sqrt(max(v / (1 - beta2^step) - (std / divisor)^2, variance_floor))``, and ``eps`` is not used.
 
     Args:
         param: float32, bfloat16 or float16, any shape and strides.
@@ -176,11 +161,9 @@ def adamw_noise_step_(
         eps: added to the root of the second moment.
         weight_decay: decoupled; the parameter is first multiplied by ``1 - lr weight_decay``.
         step: this step's number, from 1.
-        variance_floor: gamma' of DP-AdamBC, in the units of a squared gradient; None for plain AdamW.
         secure_rounding: as in ``add_noise_``.
         rows, columns: a and b, float32 vectors, of axes a_i b_j of the parameter as a matrix of as many rows and columns.
-            ``grad_sum`` and ``std`` are then of the gradient over these axes, and g is multiplied by them; so is, at each
-            coordinate, the deviation of the noise that ``variance_floor`` has subtracted.
+            ``grad_sum`` and ``std`` are then of the gradient over these axes, and g is multiplied by them.
 
     Raises:
         ValueError: if a number is out of range, or shapes or devices differ.
@@ -197,7 +180,7 @@ def adamw_noise_step_(
     tensor([0.8990, 0.8990])
     """
     numbers = (std, divisor, lr, *betas, eps, weight_decay)
-    _ADAMW(param, grad_sum, exp_avg, exp_avg_sq, stream, *numbers, step, variance_floor, secure_rounding, rows, columns)
+    _ADAMW(param, grad_sum, exp_avg, exp_avg_sq, stream, *numbers, step, secure_rounding, rows, columns)
     for x in (param, exp_avg, exp_avg_sq):
         torch.autograd.graph.increment_version(x)
 
@@ -285,7 +268,7 @@ def float32_moments(
 _STEPS = Op(
     "adamw_noise_steps_(Tensor(a!)[] params, Tensor[] grad_sums, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
     "Tensor(d!)[] masters, Tensor drawn, float std, float divisor, float lr, float beta1, float beta2, float eps, "
-    "float weight_decay, int step, float? variance_floor, bool secure_rounding, Tensor[] rows, Tensor[] columns) -> ()",
+    "float weight_decay, int step, bool secure_rounding, Tensor[] rows, Tensor[] columns) -> ()",
     reference=_reference_steps,
     fake=lambda *args: None,
     check=_check_steps,
@@ -308,7 +291,6 @@ def adamw_noise_steps_(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     step: int,
-    variance_floor: float | None = None,
     secure_rounding: bool = True,
     rows: Sequence[torch.Tensor] = (),
     columns: Sequence[torch.Tensor] = (),
@@ -319,7 +301,7 @@ def adamw_noise_steps_(
         params: k contiguous tensors, float32, bfloat16 or float16.
         grad_sums, exp_avgs, exp_avg_sqs: k contiguous float32 tensors each, of their shapes. Moments may all be bfloat16 instead:
             they are then rounded up or down at random, by bits that the position's tensor and step say.
-        std, divisor, lr, betas, eps, weight_decay, step, variance_floor, secure_rounding: as there, for all of them.
+        std, divisor, lr, betas, eps, weight_decay, step, secure_rounding: as there, for all of them.
         drawn: int32 [k, 12], a position for each, of `NoiseStream.take_at`.
         masters: k float32 copies that are updated in the parameters' place; these become the copies, rounded. Or none.
         rows, columns: k of each, as there; or none.
@@ -341,5 +323,5 @@ def adamw_noise_steps_(
     """
     numbers = (std, divisor, lr, *betas, eps, weight_decay)
     tensors = (list(params), list(grad_sums), list(exp_avgs), list(exp_avg_sqs), list(masters))
-    _STEPS(*tensors, drawn, *numbers, step, variance_floor, secure_rounding, list(rows), list(columns))
+    _STEPS(*tensors, drawn, *numbers, step, secure_rounding, list(rows), list(columns))
     torch.autograd.graph.increment_version((*params, *exp_avgs, *exp_avg_sqs, *masters))

@@ -132,8 +132,8 @@ def _refuse_wrappers(model: torch.nn.Module) -> None:
     grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
     if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1") and not grouped:
         raise ValueError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but no process group was opened: each process would train on the same "
-            "data as if it were alone; call torch.distributed.init_process_group() first, or start one process"
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but no process group was opened. Call "
+            "torch.distributed.init_process_group() first, or start one process."
         )
     for kind in type(model).__mro__:
         if kind.__name__ in _FOREIGN_WRAPPERS:
@@ -177,9 +177,9 @@ def _check_eps(optimizer: torch.optim.Optimizer, trained: Mapping[int, str]) -> 
         for parameter in group["params"] if type(optimizer).__module__.startswith("torch.optim") else ():
             if parameter.is_floating_point() and not torch.tensor(eps, dtype=parameter.dtype):
                 raise ValueError(
-                    f"{trained.get(id(parameter), 'a parameter')} is {parameter.dtype}, which rounds the optimizer's eps of "
-                    f"{eps:g} to zero, and the first step would divide by it: load the model with dtype=torch.float32, and save "
-                    "memory by torch.autocast"
+                    f"{trained.get(id(parameter), 'a parameter')} is {parameter.dtype}, which rounds the "
+                    f"optimizer's eps of {eps:g} to zero. Load the model with dtype=torch.float32, and save "
+                    "memory by torch.autocast."
                 )
 
 
@@ -197,8 +197,8 @@ def refuse_repeats(dataset: Any, units: Units) -> None:
     if len(again):
         one, other = places[order[int(again[0]) :][:2]].tolist()
         raise ValueError(
-            f"examples {one} and {other} of the data set are the same one, which would count as two units and be protected less "
-            "than the card says: leave repeats out of Subset, ConcatDataset and select, or give user_ids that tell whose each is"
+            f"Examples {one} and {other} of the data set are the same one. Leave repeats out of Subset, "
+            "ConcatDataset and select, or give user_ids."
         )
 
 
@@ -274,9 +274,9 @@ def refuse_made_of_examples(model: torch.nn.Module) -> None:
             way = getattr(config, "init_lora_weights", None)
             if way in _FROM_EXAMPLES:
                 raise ValueError(
-                    f"init_lora_weights={way!r} makes the first weights of adapter {adapter!r} of examples, which no noise "
-                    "covers: use another initialisation, or, if those examples were public, say so by "
-                    f"peft_config[{adapter!r}].init_lora_weights = True"
+                    f"init_lora_weights={way!r} makes adapter {adapter!r} of examples. Use another "
+                    f"initialisation or, if they were public, set peft_config[{adapter!r}].init_lora_weights = "
+                    "True."
                 )
 
 
@@ -295,9 +295,8 @@ def refuse_fused_loss(model: torch.nn.Module) -> None:
         for package, remedy in _FUSED.items():
             if home == package or home.startswith(f"{package}."):
                 raise ValueError(
-                    f"{name or type(module).__name__} ends in the fused loss of {home.partition('.')[0]}, which is a mean over "
-                    f"the tokens of a whole batch: {remedy}, since private training leaves the logits out itself, or give "
-                    "make_private a criterion= of one loss a row"
+                    f"{name or type(module).__name__} ends in {home.partition('.')[0]}'s fused loss, a mean "
+                    f"over a batch's tokens: {remedy}, or pass criterion= of one loss a row."
                 )
 
 

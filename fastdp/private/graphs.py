@@ -17,7 +17,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,14 +39,14 @@ from fastdp.engine.uses import Tap
 from fastdp.ops.placed import keep_for_graph
 
 #: Graphs of a run at most: they share the memory of a pass, and each holds its outputs.
-_MOST = 16
+MOST = 16
 #: Kinds of passes that are remembered until they come again.
 _MOST_SEEN = 256
 #: The largest share of an ordinary pass's time that a replay may take, unless the user asks for it: it takes memory.
-_MOST_TIME = 0.9
+MOST_TIME = 0.9
 _PLAIN = (type(None), bool, int, float, str)
 _MASK = "attention_mask"
-_SHORT = "the device has too little memory left"
+_NO_MEMORY = "the device has too little memory left"
 
 RecordPass = Callable[[Callable[[], list[torch.Tensor]]], tuple[list[torch.Tensor], Callable[[], None]]]
 
@@ -67,11 +67,11 @@ class _Graph:
     kept: list[Any]
 
 
-class _Declined(Exception):
+class _RecordingRefusal(Exception):
     """A recording that serves and is not worth its memory; says why, if that is to be told."""
 
 
-class _LateAnswer:
+class _AsyncHostCopy:
     """Whether something on a device is true: `arrived` once the device is there, so that the host never waits."""
 
     def __init__(self, found: torch.Tensor):
@@ -91,7 +91,7 @@ class Graphs:
         passes: of the model.
         watched: refuses a pass that writes buffers, as `Guard.forward` does.
         recorder: gives a function that records another one: its results, and what makes them again.
-        asked: whether the user asked for it. Else a model with hooks is left alone, recordings must be faster, and outputs are
+        force: whether the user asked for it. Else a model with hooks is left alone, recordings must be faster, and outputs are
             copied, as the next replay writes over them.
 
     Attributes:
@@ -104,12 +104,12 @@ class Graphs:
         watched: Callable[[], AbstractContextManager[None]],
         recorder: Callable[[], RecordPass] | None = None,
         *,
-        asked: bool = True,
+        force: bool = True,
     ):
         self._passes = passes
         self._watched = watched
         self._recorder = recorder or _on_a_gpu
-        self._asked = asked
+        self._force = force
         #: Made once, so that all graphs share their memory.
         self._record: RecordPass | None = None
         #: The logical batch in which a kind was seen first. One that comes in a later one is recorded.
@@ -121,7 +121,7 @@ class Graphs:
         self._closed = False
         #: Whether a mask of ones is left out, and whether masks that were left out were of ones on the device too.
         self._drops_masks = True
-        self._odd_masks: deque[_LateAnswer] = deque()
+        self._mask_answers: deque[_AsyncHostCopy] = deque()
         self.replays = 0
 
     @property
@@ -135,7 +135,7 @@ class Graphs:
         # The first pass of a batch that goes through the model again may still be differentiated.
         if not self.open or self._passes.twice():
             return None
-        given, call = call, self._without_ones(call, ticket)
+        full_call, call = call, self._without_ones(call, ticket)
         key = self._key(call, ticket)
         if key is None:
             return None
@@ -143,14 +143,14 @@ class Graphs:
             if len(self._seen) >= _MOST_SEEN:
                 self._seen.clear()
             now = self._batches - ticket.is_last
-            if self._closed or len(self._graphs) >= _MOST or self._seen.setdefault(key, now) == now:
+            if self._closed or len(self._graphs) >= MOST or self._seen.setdefault(key, now) == now:
                 return None
-            graph = self._recorded(call, ticket, given)
+            graph = self._recorded(call, ticket, full_call)
             if graph is None:
                 return None
             self._graphs[key] = graph
-        if call is not given:
-            self._odd_masks.append(_LateAnswer((given[1][_MASK] != 1).any()))
+        if call is not full_call:
+            self._mask_answers.append(_AsyncHostCopy((full_call[1][_MASK] != 1).any()))
         return self._replayed(self._graphs[key], call, ticket, enter)
 
     def give_up(self) -> bool:
@@ -160,13 +160,13 @@ class Graphs:
             self._passes.accumulator.own()
             self._graphs, self._sums, self._record = {}, {}, None
             torch.cuda.empty_cache()
-            _say(_SHORT)
+            _warn(_NO_MEMORY)
         return found
 
     def _without_ones(self, call: Call, ticket: Ticket) -> Call:
         """The call without an attention mask of ones, which the host sees in the batch that the loader made."""
-        while self._odd_masks and self._odd_masks[0].arrived():
-            if bool(self._odd_masks.popleft().value) and self._drops_masks:
+        while self._mask_answers and self._mask_answers[0].arrived():
+            if bool(self._mask_answers.popleft().value) and self._drops_masks:
                 self._drops_masks = False
                 warnings.warn(
                     "The loop changed an attention_mask that the loader had made of ones, and a recorded microbatch ran without "
@@ -197,7 +197,7 @@ class Graphs:
         clip = self._passes.accumulator.policy.bounds
         waiting.replay = lambda: self._add(graph, clip)
         # A term of the loss made from another output has no graph to go back through, and is refused there as ever.
-        output = map_tensors(graph.output, _detached if self._asked else _copied)
+        output = map_tensors(graph.output, _detached if self._force else _copied)
         return boundary.replace_loss(output, waiting.loss(graph.loss), self._passes.twice), waiting
 
     def _add(self, graph: _Graph, clip: tuple[float, ...]) -> None:
@@ -231,7 +231,7 @@ class Graphs:
             or type(policy) is not Policy
             or any(not isinstance(value, _PLAIN) for _, value in others)
             # Hooks do not run in a replay. Those of the model itself do, round it.
-            or not (self._asked or all(map(_has_no_hooks, list(passes.model.modules())[1:])))
+            or not (self._force or all(map(_has_no_hooks, list(passes.model.modules())[1:])))
         ):
             return None
         inputs = tuple((path, t.shape, t.dtype, t.device) for path, t in leaves(call))
@@ -252,7 +252,7 @@ class Graphs:
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         return inputs, others, units, modules, clip, autocast
 
-    def _recorded(self, call: Call, ticket: Ticket, given: Call) -> _Graph | None:
+    def _recorded(self, call: Call, ticket: Ticket, full_call: Call) -> _Graph | None:
         """Record a pass beside an ordinary one of the same batch; None, with a warning, where that fails or they differ."""
         device, sums = self._passes.device, dict(self._sums)
         # Sums of the pass before lie where a recording that is tried writes.
@@ -261,33 +261,33 @@ class Graphs:
         try:
             needed = _peak(device)
             with self._watched():
-                graph = self._compared(call, ticket, given)
+                graph = self._compared(call, ticket, full_call)
             if device.type == "cuda":
                 # What ordinary passes had is not needed any more, and the release would have to ask for it piece by piece.
                 torch.cuda.empty_cache()
                 if torch.cuda.mem_get_info(device)[0] < needed:
-                    raise _Declined(_SHORT)
+                    raise _RecordingRefusal(_NO_MEMORY)
             return graph
         except SelfCheckError:
             raise
-        except _Declined as error:
+        except _RecordingRefusal as error:
             self._sums, self._closed, reason = sums, True, str(error)
         except Exception as error:
             # The generator gets another state, which earlier graphs do not know.
             self._graphs, self._sums, self._record = {}, {}, None
             _recover(device)
             short = isinstance(error, torch.OutOfMemoryError)
-            reason = _SHORT if short else str(error).split("\n", 1)[0]
-            if call is not given and not short:
+            reason = _NO_MEMORY if short else str(error).split("\n", 1)[0]
+            if call is not full_call and not short:
                 # Without its mask, a model may fail or give something else: it is recorded with it when it comes again.
                 self._drops_masks = False
                 return None
             self._closed = True
         if reason:
-            _say(reason)
+            _warn(reason)
         return None
 
-    def _compared(self, call: Call, ticket: Ticket, given: Call) -> _Graph:
+    def _compared(self, call: Call, ticket: Ticket, full_call: Call) -> _Graph:
         passes, accumulator = self._passes, self._passes.accumulator
         held = map_tensors(call, lambda t: t.detach().clone(memory_format=torch.contiguous_format))
         layout = ticket.layout(passes.device)
@@ -310,7 +310,7 @@ class Graphs:
             made["sums"], made["counts"] = dict(accumulator.sums), counts
             return [*accumulator.sums.values(), *(torch.as_tensor(count) for count in counts)]
 
-        def shared() -> list[torch.Tensor]:
+        def backward_to_shared() -> list[torch.Tensor]:
             found = backward()
             for name, total in made["sums"].items():
                 there = self._sums.setdefault(name, total)
@@ -333,21 +333,26 @@ class Graphs:
             # In the ordinary way, with this layout: what is made once for a layout is then there.
             host = rng_state()[passes.device.type == "cpu" :]
             # transformers may warn that a mask is missing, which the user gave.
-            with _replaced(logging.getLogger("transformers.modeling_utils"), "disabled", call is not given):
+            with _replaced(logging.getLogger("transformers.modeling_utils"), "disabled", call is not full_call):
                 expected = [ordinary(batch) for batch in batches]
             drawn = not torch.equal(random, _random_state(passes.device))
             if host != rng_state()[passes.device.type == "cpu" :]:
                 raise RuntimeError("the model draws random numbers on the host, which a replay would not")
-            if call is not given:
-                _require_alike(expected[0], ordinary(batches[0], given), apart=_tolerance(passes.model, passes.device))
-            took = made["seconds"]
+            if call is not full_call:
+                # Clipped sums may be alike where losses are not.
+                compared = [
+                    {**ordinary(batches[0], own), "the loss": boundary.require_loss(made["output"]).detach().cpu()}
+                    for own in (full_call, held)
+                ]
+                _require_alike(*compared, apart=_tolerance(passes.model, passes.device))
+            eager_seconds = made["seconds"]
             made.clear()
-            with keep_for_graph() as tables, torch.enable_grad(), _unread_positions(call):
+            with keep_for_graph() as tables, torch.enable_grad(), _without_masks_of_its_own(call):
                 self._record = self._record or self._recorder()
                 # No recording may read a device's random state, as checkpoints do, in vain where nothing is drawn.
                 with nullcontext() if drawn else _replaced(checkpoint, "get_device_states", lambda *args: ([], [])):
                     found, again = self._record(forward)
-                    _, back = self._record(shared)
+                    _, back = self._record(backward_to_shared)
         finally:
             vars(accumulator).update(kept)
         output = map_tensors(made["output"], _detached)
@@ -370,10 +375,10 @@ class Graphs:
         alike(second, expected[1])
         if _same(first, second) and not _same(*expected):
             raise RuntimeError("a replayed pass gave the same sums for another batch")
-        takes = _seconds(passes.device, graph.forward) + _seconds(passes.device, graph.backward)
+        replay_seconds = _seconds(passes.device, graph.forward) + _seconds(passes.device, graph.backward)
         _set_random_state(passes.device, random)
-        if not self._asked and takes > _MOST_TIME * took:
-            raise _Declined
+        if not self._force and replay_seconds > MOST_TIME * eager_seconds:
+            raise _RecordingRefusal
         return graph
 
     def _tried(self, graph: _Graph, batch: Call, random: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -384,7 +389,7 @@ class Graphs:
         return graph.sums
 
 
-def _say(reason: str) -> None:
+def _warn(reason: str) -> None:
     warnings.warn(f"No more microbatches are recorded, and others run one operation at a time: {reason}", stacklevel=5)
 
 
@@ -489,12 +494,20 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def _unread_positions(call: Call) -> AbstractContextManager[None]:
-    """Keep transformers from a float mask for rows that may be packed: those whose positions the model counts itself are not."""
-    masks, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
-    if not hasattr(masks, name) or any(path[-1] == "position_ids" for path, _ in leaves(call)):
-        return nullcontext()
-    return _replaced(masks, name, lambda position_ids: None)
+def _without_masks_of_its_own(call: Call) -> ExitStack:
+    """Keep transformers from float masks that nobody asked for: for rows that may be packed, and because a stream is recorded.
+
+    Rows whose positions the model counts itself are not packed.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    kept = ExitStack()
+    if hasattr(masks, "find_packed_sequence_indices") and all(path[-1] != "position_ids" for path, _ in leaves(call)):
+        kept.enter_context(_replaced(masks, "find_packed_sequence_indices", lambda position_ids: None))
+    traced = getattr(masks, "is_tracing", None)
+    if traced is not None:
+        # Some releases make a mask of none at all while they trace.
+        kept.enter_context(_replaced(masks, "is_tracing", lambda given=None: given is not None and traced(given)))
+    return kept
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

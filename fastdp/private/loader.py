@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
 from fastdp.private.sampler import Sampler, Units
-from fastdp.private.shapes import LengthBuckets, PublicPlaces, PublicShapes, ShapedCollator, on_grid
+from fastdp.private.shapes import LengthBuckets, PublicPlaces, PublicShapes, ShapedCollator, grid_size
 
 _END = object()
 #: What the plan, and the checks of the first batch, go by.
@@ -102,7 +102,6 @@ class PrivateLoader:
         self.num_workers, self.pin_memory, self.drop_last = loader.num_workers, loader.pin_memory, False
         self.observers = observers
         self.unit_map = unit_map
-        self._buckets = LengthBuckets(loader.collate_fn)
         #: Whether passes are recorded, so that microbatches are padded to few shapes.
         self.recording: Callable[[], bool] = lambda: False
         self.ranks = ranks
@@ -281,14 +280,18 @@ class PrivateLoader:
         shares = [self._pieces(share) for share in self.ranks.shares(drawn)]
         own = shares[self.ranks.rank]
         pieces = [piece or [None] for piece in own] + [[None]] * (max(map(len, shares)) - len(own))
-        most, expected = self.max_physical_batch_size, self.batch_size / self.ranks.size
-        if self._pads:
-            # A logical batch that is cut ends in what is left, of any number of rows.
-            pieces = [
-                [*piece, *[None] * ((most if most <= expected else min(most, on_grid(len(piece)))) - len(piece))]
-                for piece in pieces
-            ]
-        return pieces
+        return [[*piece, *[None] * (self._padded_rows(len(piece)) - len(piece))] for piece in pieces]
+
+    def _padded_rows(self, rows: int) -> int:
+        """Rows of a microbatch that has so many: the last of a logical batch that is cut may have any number."""
+        if not self._pads:
+            return rows
+        most = self.max_physical_batch_size
+        return most if most <= self.batch_size / self.ranks.size else min(most, grid_size(rows))
+
+    @cached_property
+    def _buckets(self) -> LengthBuckets:
+        return LengthBuckets(self.collate_fn)
 
     @property
     def _pads(self) -> bool:
@@ -340,8 +343,8 @@ class _TicketedBatches:
                 taken = observer.drawn(list(drawn), self.loader.kind)
                 if len(set(taken)) < len(taken) or not set(taken) <= set(drawn):
                     raise ValueError(
-                        f"{type(observer).__name__} puts units into a sample that were not drawn, or twice, and the accounting "
-                        "rests on the draw: an observer may leave units out; nothing of this batch was released"
+                        f"{type(observer).__name__} puts units into a sample that were not drawn, or twice: an "
+                        "observer may leave units out. This batch was not released."
                     )
                 drawn = taken
             for indices, ticket in self.loader.micro_batches(drawn):
@@ -458,8 +461,8 @@ def _batch_size_of(batches: Any, sampler: Any, size: int) -> int:
             break
     if len(set(rows)) < len(rows):
         raise ValueError(
-            f"the loader's {name} would be replaced by private sampling, which draws each row at one rate. Remove it, and give "
-            "rows that count more a larger loss."
+            f"the loader's {name} would be replaced by private sampling, which draws each row at one rate. "
+            "Remove it, and weigh rows in the loss."
         )
     largest = max(sizes, default=0)
     left_out = size - len(rows)

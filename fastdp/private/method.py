@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,6 +13,24 @@ from fastdp.accounting.events import CONSTANT, NoiseFactors
 from fastdp.engine.policy import Policy
 from fastdp.private.plan import Budget, Plan
 from fastdp.private.preparation import Findings, Moment, Outcome, Preparation
+
+
+class Installed(Protocol):
+    """What a method puts into a model and its optimizer, where it trains something else than the model's own parameters.
+
+    Attributes:
+        trained: the model's own parameters that releases move, by name.
+        number: the number of the release to come.
+    """
+
+    trained: Mapping[str, torch.nn.Parameter]
+    number: int
+
+    def plain(self, twin: torch.nn.Module) -> None:
+        """Take it out of a copy of the model."""
+
+    def remove(self) -> None:
+        """Give model and optimizer back, with the weights as they are."""
 
 
 class Method(ABC):
@@ -65,6 +83,10 @@ class Method(ABC):
 
     def try_passes(self, moment: Moment, one: Callable[[], Any]) -> None:  # noqa: B027 (most methods run no model)
         """Raise if passes of the method's own would fail; ``one`` collates one example. Nothing of it may be kept."""
+
+    def install(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Installed | None:
+        """Put into model and optimizer what the engine trains in the place of the model's own parameters; None for nothing."""
+        return None
 
     def prepares_at(self, step: int) -> bool:
         """Whether `prepare` runs before logical step ``step``, counted from 0."""

@@ -16,7 +16,7 @@ import torch
 
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.policy import Policy
-from fastdp.private.method import Method
+from fastdp.private.method import Installed, Method
 from fastdp.private.observer import Observer
 from fastdp.private.preparation import Outcome
 
@@ -171,6 +171,9 @@ class PreparedMethod(Method):
     ) -> Policy:
         """As the method's, whatever the outcome of this run."""
         return self.method.policy(parameters, noise_multiplier, self.outcome)
+
+    def install(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Installed | None:
+        return self.method.install(model, optimizer)
 
     def describe(self) -> dict[str, Any]:
         return self.method.describe()

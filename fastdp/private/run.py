@@ -24,6 +24,7 @@ from fastdp.ops.grid import DISTANCE
 from fastdp.private.criterion import Criterion, mean_of_rows
 from fastdp.private.ending import Ending
 from fastdp.private.loader import PrivateLoader
+from fastdp.private.method import Installed
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan, fingerprint
 from fastdp.private.preparation import Access, Moment, Outcome, Preparation
@@ -94,6 +95,7 @@ class Private(Published):
         observers: list[Observer],
         criterion: Criterion | None = None,
         ranks: Ranks = ONE,
+        installed: Installed | None = None,
     ):
         self.model = model
         self.optimizer = optimizer
@@ -113,8 +115,10 @@ class Private(Published):
         self._observers = observers
         self._observed: set[str] = set()
         self._assumed: list[str] = []
-        self._provenance = Provenance(model, stages.parameters, ledger, lambda: self._state)
-        self._fingerprint = fingerprint(stages.parameters)
+        self._installed = installed
+        moved = stages.parameters if installed is None else installed.trained
+        self._provenance = Provenance(model, moved, ledger, lambda: self._state)
+        self._fingerprint = fingerprint(moved)
         self._epsilons: dict[tuple[tuple[int, ...], float], float] = {}
         self._steps = Steps(model, optimizer, stages, ledger, plan, observers, ranks, prepare=self._stepped)
         for owner in (model, optimizer):
@@ -297,6 +301,8 @@ class Private(Published):
     def _follow_schedule(self) -> None:
         """The policy of the step to come, by its number in the ledger, which its event goes by too."""
         step, accumulator = self.steps_done, self._engine.accumulator
+        if self._installed is not None:
+            self._installed.number = step
         if accumulator.policy.bounds:
             accumulator.policy = self._scheduled(accumulator.policy, step)
 
@@ -363,8 +369,9 @@ class Private(Published):
         self._provenance.look_back()
         stream, plan = self._release.stream, self.plan
         seen = ", ".join(sorted(self._observed))
-        trained = sum(p.numel() for p in self._engine.parameters.values())
-        distance = DISTANCE * trained * sum(self.ledger.spent(kind) for kind in self.ledger.kinds)
+        moved = self._engine.parameters if self._installed is None else self._installed.trained
+        noised = sum(p.numel() for p in self._engine.parameters.values())
+        distance = DISTANCE * noised * sum(self.ledger.spent(kind) for kind in self.ledger.kinds)
         return accounting.Card.build(
             mechanism=self.method.describe(),
             unit=plan.unit,
@@ -380,11 +387,11 @@ class Private(Published):
             spent_steps=self.steps_done,
             run_id=self.ledger.run_id,
             ledger_head=self.ledger.head,
-            weights=map(full_tensor, self._engine.parameters.values()),
+            weights=map(full_tensor, moved.values()),
             noise_source=accounting.noise_source(stream.reproducible, self._release.secure_rounding, stream.rounds),
             model={
                 "name": accounting.model_name(self.model),
-                "trained_parameters": trained,
+                "trained_parameters": sum(p.numel() for p in moved.values()),
                 "processes": self.ranks.size,
                 **({"backward_passes": self.backward_passes} if self._engine.checkpointed else {}),
                 "fingerprint": self._fingerprint,
@@ -481,6 +488,8 @@ class Private(Published):
                 "weights in pieces cannot be copied: prove a run of the same model, or of a smaller one, in one process"
             )
         loader, twin = self.data_loader, copy.deepcopy(self.model).train()
+        if self._installed is not None:
+            self._installed.plain(twin)
         method = proving.PreparedMethod(self.method, self.outcome)
         units = [
             [loader.dataset[index] for index in loader.units.examples(unit)]
@@ -505,6 +514,8 @@ class Private(Published):
         self._abandon()
         self._steps.remove()
         self._stages.close()
+        if self._installed is not None:
+            self._installed.remove()
         self.ledger.close()
         for owner in (self.model, self.optimizer):
             _DRIVEN.pop(owner, None)

@@ -38,8 +38,8 @@ class Units:
             user = user.item() if isinstance(user, torch.Tensor) else user
             if not _equals_its_copy(user):
                 raise ValueError(
-                    f"example {index} has no user: its id is {user}, which equals no other, so that each such row would count as "
-                    "a person; give it an id"
+                    f"Example {index} has no user: its id is {user}, which equals no other. Give it an id that "
+                    "it shares with its person's rows."
                 )
             for kind in (str, numbers.Number):
                 if isinstance(user, kind):
@@ -50,8 +50,8 @@ class Units:
         if len(seen) > 1:
             text, number = user_ids[seen[str]], user_ids[seen[numbers.Number]]
             raise ValueError(
-                f"user_ids has text beside numbers, like {text!r} and {number!r}, so that one person may count as two, as 7 and "
-                "'7' do: give ids of one type"
+                f"user_ids has text beside numbers, like {text!r} and {number!r}, so one person may count as "
+                "two. Give ids of one type."
             )
         self.members = list(groups.values())
         self.largest = max(map(len, self.members))

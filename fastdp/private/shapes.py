@@ -63,7 +63,7 @@ class PublicShapes:
         return found
 
 
-def on_grid(size: int) -> int:
+def grid_size(size: int) -> int:
     """The first size at or above this one of a public grid, which has four to an octave."""
     step = 1 << max(0, size.bit_length() - 3)
     return -(-size // step) * step
@@ -160,7 +160,7 @@ class LengthBuckets(ShapedCollator):
             return batch
         length = mask.shape[1]
         self._lengths[length] += 1
-        bucket = min(on_grid(length), max(self._lengths))
+        bucket = min(grid_size(length), max(self._lengths))
         along = [(path, t) for path, t in found.items() if length in t.shape[1:]]
         known = all(t.shape[1] == length and self._pad(path[-1], t) is not None for path, t in along)
         if bucket == length or not known or 4 * self._lengths[length] >= self._lengths.total():

@@ -28,24 +28,24 @@ _GRADIENT = operator.attrgetter("grad")
 #: Under this name the ledger keeps that steps were released without checks of the model.
 UNCHECKED = "unchecked rows"
 _EVALUATES = (
-    "the model is in eval mode since this batch was drawn, and its loss was not clipped: call model.train() or, to train without "
-    "dropout, model.eval() before the loop"
+    "The model is in eval mode since this batch was drawn: call model.train(), or model.eval() before the "
+    "loop to train without dropout."
 )
 _READS = (
-    "this optimizer's step goes by a loss, which the released weights then tell without noise: use one that goes by gradients "
-    "alone, or, where the figure is public, set what it decides in optimizer.param_groups yourself"
+    "This optimizer's step goes by a loss, which has no noise. Use one that goes by gradients, or set "
+    "optimizer.param_groups by public figures."
 )
 _PARTS = (
-    "The loop called parts of the model, whose gradients nothing clipped. Call the model's own forward(), or wrap the parts in "
-    "one module whose forward() calls them."
+    "The loop called parts of the model, which nothing clipped. Call the model's own forward(), or one module "
+    "that calls the parts in its forward()."
 )
 _WARM = (
-    "this optimizer's state is not what a release of a private run left, and may tell of examples without noise: build a new "
-    "optimizer or, to go on with a private run, load its state after make_private, beside private.load_state_dict"
+    "This optimizer's state is not a release's, and may tell of examples: build a new optimizer; to resume, "
+    "load its state after make_private."
 )
 _STATE_CHANGED = (
-    "the optimizer's state changed between two steps, and what was written there would move the weights without noise: leave it "
-    "alone or, to go on from a checkpoint of a private run, call private.load_state_dict as well; nothing was released"
+    "The optimizer's state changed between two steps. Leave it alone or, to resume, call "
+    "private.load_state_dict as well; this batch was not released."
 )
 
 
@@ -202,8 +202,8 @@ class Steps:
         counted = max(sigma, self._stages.method.gradient_multiplier(sigma))
         if policy.bounds and not policy.noise_multiplier >= counted * (1 - 1e-6):
             raise RuntimeError(
-                f"the policy's noise multiplier is {policy.noise_multiplier:.6g}, and the ledger counts on {counted:.6g} for "
-                "this step: the method gave its gradients less noise than its budget says; nothing was released"
+                f"The policy's noise multiplier is {policy.noise_multiplier:.6g}, below the {counted:.6g} that "
+                "the ledger counts on; nothing was released. Give gradients that much noise."
             )
 
     def _adapt(self) -> None:
@@ -350,8 +350,8 @@ class _Evaluated:
     def __call__(self) -> Any:
         if self.asked:
             raise RuntimeError(
-                "this optimizer evaluates its closure several times in a step, and each would need a release of its own; use one "
-                "that takes its gradients once"
+                "This optimizer evaluates its closure several times in a step, each of which needs a release. "
+                "Use one that takes gradients once."
             )
         self.asked = True
         return self.value

@@ -295,8 +295,8 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
             passes.recollates = True
         if _differ(two, one, tolerance) and _differ(two, 2 * one, tolerance):
             raise SelfCheckError(
-                "The loss of two copies of a row is not that of one: the model couples rows. Use a loss of each row by itself; "
-                "this batch was not released."
+                "Two copies of a row have another loss than one: the model couples rows. Give each row its "
+                "own loss; this batch was not released."
             )
         break
     check_mixed_derivative(probe, calls.whole)

@@ -43,6 +43,7 @@ def test_a_sentence_that_the_figures_do_not_say_is_refused():
 
 def test_a_card_states_the_last_row_of_the_table_on_shapes():
     *_, last = pages.shapes()[1]
+    assert not any(row["public shapes"] for row in pages.figures("cpu/shapes"))
     assert f"by {last[1]} of the bound in float32 and by {last[2]} in bfloat16, at 12 layers" in factors_in_words(False)
 
 

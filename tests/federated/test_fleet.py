@@ -179,6 +179,13 @@ def test_only_the_gateway_listens_beyond_this_machine(federation):
     assert len(own) >= 2
 
 
+def test_what_a_server_keeps_is_its_owners_alone(federation):
+    """Its log and its settings, beside the keys: other users of the machine may stand in its folder."""
+    for name in ("config.toml", "superlink.log"):
+        (path,) = federation.certificates.parent.rglob(name)
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
 @pytest.mark.slow
 def test_a_node_runs_no_app_but_its_own(federation, tmp_path):
     """Whoever reaches Control is the server; the texts still do not leave by an app of theirs."""

@@ -52,6 +52,8 @@ def test_lora_run_writes_everything_and_loads_in_plain_peft(config, model_folder
         *("adapter", "card.json", "card.md", "config.yaml", "metrics.jsonl", "result.json", "loss.png", "epsilon.png"),
     }
     assert not (output / "checkpoint.pt").exists()
+    for name in ("config.yaml", "metrics.jsonl", "result.json", "loss.png", "ledger.jsonl"):
+        assert (output / name).stat().st_mode & 0o077 == 0, f"others of this machine may read {name}"
     assert 0 < result.epsilon <= 8
     assert result.steps == 3
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

@@ -408,6 +408,36 @@ def teacher_follows_within_the_model() -> Case:
     return Case(model, labelled(), classify, loss, epochs=EPOCHS, after_step=follow)
 
 
+def _adversarial(together: bool) -> Case:
+    """A GAN whose discriminator is private: its passes on real and on made rows, and one for the generator."""
+
+    def forward(self: Any, real: torch.Tensor, made: torch.Tensor | None = None) -> torch.Tensor:
+        told = self.net(real).squeeze(1), *([] if made is None else [self.net(made).squeeze(1)])
+        return sum(F.binary_cross_entropy_with_logits(z, torch.full_like(z, 1.0 - n)) for n, z in enumerate(told))
+
+    model, generator = Wrapped(forward, net=mlp(outputs=1)), nn.Linear(4, 12)
+    own = torch.optim.Adam(generator.parameters(), lr=1e-3)
+
+    def loop(run: Run) -> None:
+        model, optimizer, loader = run.start()
+        for batch in loader:
+            made = generator(torch.randn(len(batch[0]), 4))
+            optimizer.zero_grad()
+            model(batch[0], *([made.detach()] if together else [])).backward()
+            optimizer.step()
+            model.train(not together)
+            own.zero_grad()
+            model(made).backward()
+            own.step()
+            model.train()
+
+    return Case(model, numbers(), None, loop=loop, late=not together)
+
+
+register("discriminator_in_one_forward", lambda: _adversarial(True))
+register("discriminator_twice", lambda: _adversarial(False), "refused: eval()", "a training pass without a batch")
+
+
 @program("refused: optimizer", "parameters that no private optimizer steps would be trained without noise")
 def two_optimizers() -> Case:
     """One optimizer for the body and one for the head."""

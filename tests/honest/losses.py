@@ -155,6 +155,48 @@ def two_heads() -> Case:
     return Case(model, kit.numbers(), None, kit.unpack)
 
 
+class TwoHeads(nn.Module):
+    """Returns the outputs of two heads, or their two losses."""
+
+    def __init__(self, losses: bool = False):
+        super().__init__()
+        self.losses, self.body = losses, nn.Linear(12, kit.WIDTH)
+        self.classes, self.value = nn.Linear(kit.WIDTH, kit.CLASSES), nn.Linear(kit.WIDTH, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        hidden = torch.relu(self.body(x))
+        found = self.classes(hidden), self.value(hidden).squeeze(-1)
+        return self.both(found, y) if self.losses else found
+
+    @staticmethod
+    def both(found: Any, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return F.cross_entropy(found[0], y), F.mse_loss(found[1], y.float())
+
+
+@program()
+def two_heads_outside() -> Case:
+    """The loop adds up the losses of two heads."""
+    return outside(TwoHeads(), kit.numbers(), loss=lambda m, b: sum(TwoHeads.both(m(*b), b[1])))
+
+
+@program("refused: add its losses up", "one backward pass belongs to each batch")
+def two_backward_passes() -> Case:
+    """A backward pass for the loss of each head."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        first, second = TwoHeads.both(model(*batch), batch[1])
+        first.backward(retain_graph=True)
+        return second
+
+    return outside(TwoHeads(), kit.numbers(), loss=loss)
+
+
+@program("refused: inside the model", "the loop's weights of two losses may follow the batch")
+def two_losses_returned() -> Case:
+    """The model returns two losses, which the loop adds up."""
+    return Case(TwoHeads(losses=True), kit.numbers(), None, lambda m, b: sum(m(*b)))
+
+
 @program("one-example", "parameters multiply means of losses")
 def learned_loss_weights() -> Case:
     """Two losses weighed by learned uncertainties (Kendall)."""
@@ -313,6 +355,11 @@ register_all(
 #: Losses whose rows are reduced, or come, in other ways.
 ORDERS = {
     "mean_over_rows": lambda m, x, y: (m.net(x) - one_hot(y, x)).pow(2).mean(1).mean(0),
+    "nanmean_with_gaps": lambda m, x, y: torch.where(
+        x[:, :3] > -1, (m.net(x) - one_hot(y, x)) ** 2, torch.nan
+    ).nanmean(),
+    "dot_with_weights": lambda m, x, y: F.cross_entropy(m.net(x), y, reduction="none").dot(1 + x[:, 0].abs()),
+    "einsum_of_all_axes": lambda m, x, y: torch.einsum("bc, bc ->", m.net(x).log_softmax(-1), -one_hot(y, x)),
     "mean_of_the_only_axis": lambda m, x, y: F.cross_entropy(m.net(x), y, reduction="none").mean(dim=0),
     "pairs_concatenated": lambda m, x, y: (lambda z: -F.logsigmoid(z[0] - z[1]).mean())(
         m.net(torch.cat([x, x.flip(1)])).sum(1).chunk(2)

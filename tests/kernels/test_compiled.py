@@ -93,7 +93,7 @@ def strides(*names):
 
 
 GRID = ("std", "spacing", "inverse")
-ADAMW = "inverse_divisor keep step_size lerp1 beta2 rest2 inverse_correction2 eps noise_variance floor".split()
+ADAMW = "inverse_divisor keep step_size lerp1 beta2 rest2 inverse_correction2 eps".split()
 OFFSETS = {"p_offsets": "*i64", "p_parts": "*fp32"}
 
 
@@ -217,7 +217,7 @@ def adamw_case(rounded, parameter, moments, slow=False, **constants):
     """``rounded`` None: the launch that settles what is open."""
     types = {"p_table": "*i64", "p_positions": "*i32", "p_list": "*i64", **numbers("capacity", "lines")}
     types |= numbers(*GRID, *ADAMW, kind="fp32")
-    constants = {"CORRECTED": False, "MASTER": False, "AXES": False} | constants
+    constants = {"MASTER": False, "AXES": False} | constants
     constants |= {"PARAMETER": parameter, "MOMENTS": moments}
     if rounded is None:
         return Case(adamw.settle_adamw_kernel, types, constants | {"b": settle.SETTLE_BLOCK}, 1, slow=slow, stack=40)
@@ -244,13 +244,12 @@ CASES = {
         stack=40,
     ),
     "adamw": adamw_case(False, tl.bfloat16, tl.bfloat16),
-    "adamw-corrected": adamw_case(False, tl.bfloat16, tl.float32, slow=True, CORRECTED=True),
     "adamw-masters": adamw_case(False, tl.bfloat16, tl.float32, MASTER=True, slow=True),
     "adamw-rounded": adamw_case(True, tl.bfloat16, tl.bfloat16),
     "adamw-rounded-masters": adamw_case(True, tl.bfloat16, tl.float32, MASTER=True, slow=True),
-    "adamw-rounded-axes": adamw_case(True, tl.float32, tl.float32, CORRECTED=True, AXES=True, slow=True),
+    "adamw-rounded-axes": adamw_case(True, tl.float32, tl.float32, AXES=True, slow=True),
     "adamw-settle": adamw_case(None, tl.bfloat16, tl.bfloat16, slow=True),
-    "adamw-settle-axes": adamw_case(None, tl.float32, tl.float32, CORRECTED=True, AXES=True, slow=True),
+    "adamw-settle-axes": adamw_case(None, tl.float32, tl.float32, AXES=True, slow=True),
     "instance-norms-many": Case(
         groups.norms_kernel,
         {"p_table": "*i64", "p_parts": "*fp32", **numbers("units", "lines", "each")},

@@ -348,7 +348,8 @@ torch.save((snap(given["x"], table), private_snap(ids, table, 9.0, at), exponent
 @pytest.mark.parametrize("isa", _PATHS[: _PATHS.index(_native.isa()) + _native.has_matrix_tiles()])
 def test_lower_instruction_sets_agree(isa, tmp_path):
     table = rows(333, 37)
-    x, ids = rows(150, 37, 1), torch.arange(2000).remainder(333)
+    # So many that one rounding in 150,000 is found, as where a compiler joins a product and a sum.
+    x, ids = rows(150, 37, 1), torch.arange(150_000).remainder(333)
     at = stream(1)
     here = snap(x, table), private_snap(ids, table, 9.0, at), exponential_choice(ids, table, 0.9, at)
     torch.save({"x": x, "table": table, "ids": ids}, tmp_path / "given")
@@ -358,7 +359,4 @@ def test_lower_instruction_sets_agree(isa, tmp_path):
         env={**os.environ, "FASTDP_ISA": isa},
     )
     there = torch.load(tmp_path / "out")
-    assert torch.equal(here[0], there[0])
-    # Noise agrees within rounding, and so, but for a token on an edge, do the tokens.
-    assert (here[1] != there[1]).sum() <= 2
-    assert (here[2] != there[2]).sum() <= 2
+    assert all(torch.equal(own, other) for own, other in zip(here, there))

@@ -1,5 +1,7 @@
 """Norms and weighted sums of instantiated gradients against float64."""
 
+import time
+
 import pytest
 import torch
 
@@ -111,3 +113,23 @@ BAD = [
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(8, 768, 768), (256, 64, 512)])
+def test_norms_and_sums_take_no_longer_than_calls_of_torch(shape):
+    # Beyond the second-level cache, where masked loads made norms take twice as long as torch's.
+    x, weights = instances_of(shape[0], shape[1:], 0), torch.rand(shape[0]) + 0.1
+    pairs = (
+        (lambda: ops.instance_sqnorm(x), lambda: torch.linalg.vector_norm(x, dim=(1, 2)).square()),
+        (lambda: ops.instance_sum(x, weights), lambda: (weights @ x.flatten(1)).view(shape[1:])),
+    )
+    for ours, torchs in pairs:
+        times = {ours: [], torchs: []}
+        for _ in range(100):
+            for call, found in times.items():
+                begun = time.perf_counter()
+                call()
+                found.append(time.perf_counter() - begun)
+        # Other programs take their part of the larger times.
+        assert sorted(times[ours])[25] <= 1.15 * sorted(times[torchs])[25]

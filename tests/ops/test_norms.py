@@ -126,6 +126,7 @@ def test_a_changed_mask_is_packed_again():
     assert float(ops.masked_sqnorm(left, right, offsets, everything)[1]) == 0
 
 
+@pytest.mark.skipif(not HAS_KERNELS, reason="norms are products of torch there, which hang in a forked child")
 def test_a_forked_child_needs_no_threads():
     """OpenMP's threads are missing there: a kernel that waits for them never ends."""
     script = """

@@ -26,7 +26,7 @@ def right() -> torch.Tensor:
 
 
 def numbers(secure: bool) -> tuple:
-    return 0.5, 1.0, 0.1, 0.9, 0.999, 1e-8, 0.0, 1, None, secure
+    return 0.5, 1.0, 0.1, 0.9, 0.999, 1e-8, 0.0, 1, secure
 
 
 def moments() -> list[torch.Tensor]:

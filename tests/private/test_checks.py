@@ -28,14 +28,14 @@ def _table(data: list[dict[str, Any]]) -> Any:
     ],
 )
 def test_an_example_that_would_be_two_units_is_refused(pick: Callable[[Any], Any]) -> None:
-    with pytest.raises(ValueError, match="are the same one, which would count as two units"):
+    with pytest.raises(ValueError, match="are the same one. Leave repeats out"):
         start(data_loader=loader(pick(examples(24)), batch_size=2))
 
 
 def test_repeats_within_a_users_rows_and_beyond_their_limit_are_taken() -> None:
     data = Subset(examples(24), [0, 0, 1, 2, 2])
     users = ["a", "a", "a", "b", "c"]
-    with pytest.raises(ValueError, match="examples 3 and 4 of the data set are the same one"):
+    with pytest.raises(ValueError, match="Examples 3 and 4 of the data set are the same one"):
         start(data_loader=loader(data, batch_size=2), user_ids=users, max_examples_per_user=3)
     users[-1] = "b"
     for most in (3, 1):

@@ -59,12 +59,12 @@ class Sums(Observer):
 def record_on_a_processor(monkeypatch: pytest.MonkeyPatch, record: Any = again_on_a_processor) -> None:
     """Let runs on a processor record as they do on a GPU, whatever it gains."""
 
-    def opened(passes: Any, watched: Any, *, asked: bool) -> Graphs:
-        return Graphs(passes, watched, lambda: record(passes.accumulator, []), asked=asked)
+    def opened(passes: Any, watched: Any, *, force: bool) -> Graphs:
+        return Graphs(passes, watched, lambda: record(passes.accumulator, []), force=force)
 
     monkeypatch.setattr("fastdp.builder.Graphs", opened)
     monkeypatch.setattr("fastdp.builder.refuse_capture", lambda *args, **options: None)
-    monkeypatch.setattr(graphs, "_MOST_TIME", float("inf"))
+    monkeypatch.setattr(graphs, "MOST_TIME", float("inf"))
 
 
 def run(
@@ -154,7 +154,7 @@ def test_lengths_that_vary_come_again_at_little_padding(name: str, is_sorted: bo
         shapes[batch["input_ids"].shape] = shapes.get(batch["input_ids"].shape, 0) + 1
         padded, own = padded + batch["input_ids"].shape[1], own + max(ticket.lengths)
     assert 1.0 < padded / own <= 1.15
-    covered = sorted(shapes.values(), reverse=True)[: graphs._MOST]
+    covered = sorted(shapes.values(), reverse=True)[: graphs.MOST]
     assert sum(covered) >= 0.95 * sum(shapes.values())
     assert max(length for _, length in shapes) <= max(lengths)
 
@@ -300,3 +300,32 @@ def test_padding_ends_where_nothing_comes_to_be_replayed(monkeypatch: pytest.Mon
     assert private.microbatches["recorded"] == 0
     assert {rows % 32 for rows in handed[:8]} == {0}
     assert {rows % 32 for rows in handed[16:]} != {0}
+
+
+class NeedsItsMask(torch.nn.Module):
+    """Takes texts without a mask for something else, or not at all."""
+
+    def __init__(self, refuses: bool):
+        super().__init__()
+        self.body, self.refuses = gpt2(), refuses
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Any:
+        if attention_mask is None and self.refuses:
+            raise ValueError("a mask is needed")
+        halves = 1.0 if attention_mask is None else 0.5
+        return {"loss": halves * self.body(input_ids=input_ids, labels=labels).loss}
+
+
+@cases("refuses", [True, False])
+def test_a_model_that_needs_its_mask_keeps_it(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    record_on_a_processor(monkeypatch)
+    torch.manual_seed(1)
+    models = [NeedsItsMask(refuses), NeedsItsMask(refuses)]
+    models[1].load_state_dict(models[0].state_dict())
+    rows = texts(models[0], [12] * 192)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        private, recorded, _ = run(models[0], rows, Collator(pad_token=0), epochs=3)
+        _, plain, _ = run(models[1], rows, Collator(pad_token=0), epochs=3, capture=False)
+    assert private.microbatches["recorded"] > 0
+    require_equal_sums(recorded, plain)

@@ -58,7 +58,7 @@ class PerturbedLayer:
             raise ValueError(
                 "the attention masks of this architecture are not known, so lengths cannot be hidden: pass lengths='public'"
             )
-        window = getattr(self.blocks.base.config, "sliding_window", None)
+        window = getattr(getattr(self.blocks.base, "config", None), "sliding_window", None)
         if settings.lengths == "hidden" and window is not None and after < len(self.blocks.blocks):
             raise ValueError(
                 "this model attends within a sliding window, whose mask cannot hide lengths: pass lengths='public'"
@@ -175,8 +175,8 @@ class PerturbedLayer:
         padded = ids is not None and config.pad_token_id is not None and bool((ids[:, -1] == config.pad_token_id).any())
         if masked or padded:
             raise ValueError(
-                "this classifier reads the last token that is not padding, whose place would give the length away: pad on "
-                "the left (tokenizer.padding_side = 'left') with a token that ends no text, or pass lengths='public'"
+                "This classifier's last token that is not padding tells the length. To pad on the left set "
+                "tokenizer.padding_side = 'left', or pass lengths='public'."
             )
 
     def _check_positions(self, positions: Tensor | None) -> None:
@@ -187,8 +187,8 @@ class PerturbedLayer:
         whole = torch.arange(positions.shape[-1], device=positions.device)
         if bool((positions != whole).any()):
             raise ValueError(
-                "position_ids other than 0 to sequence_length - 1 in each row would give the length away to the layers after the "
-                "noise: leave position_ids out of the batch, or pass lengths='public'"
+                "position_ids other than 0 to sequence_length - 1 tell the length: leave position_ids out of "
+                "the batch, or pass lengths='public'."
             )
 
     def _hide_lengths(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -214,8 +214,9 @@ class PerturbedLayer:
     def _check_hidden(self, hidden: Tensor) -> None:
         if hidden.dim() != 3 or hidden.shape[1] != self.settings.sequence_length:
             raise ValueError(
-                f"a batch has {hidden.shape[1]} tokens a row, not {self.settings.sequence_length}: pad (and cut) every sequence "
-                "to sequence_length, as in tokenizer(..., padding='max_length', max_length=...), or its length gives it away"
+                f"A batch has {hidden.shape[1]} tokens a row, not {self.settings.sequence_length}, and tells "
+                "lengths. Pad and cut to sequence_length: tokenizer(..., padding='max_length', "
+                "truncation=True, max_length=...)."
             )
         if self._tap == "hidden":
             return

@@ -10,7 +10,7 @@ from torch import Tensor
 TOKEN_LABELS = (
     "labels were given for every token: where they are the text itself, training on them reveals what the noise hides"
 )
-EVALUATE = "to evaluate, call model.eval() and run the model under torch.no_grad(), without example_ids"
+EVALUATE = "evaluate under model.eval() and torch.no_grad(), without example_ids"
 
 
 class Records:
@@ -36,14 +36,13 @@ class Records:
         if ids is not None:
             if bool(self.seen[ids].any()):
                 raise RuntimeError(
-                    "a record comes a second time in this epoch: each is released once, so sample without replacement; "
-                    + EVALUATE
+                    "A record comes a second time in this epoch. Sample without replacement; " + EVALUATE
                 )
             self.seen[ids] = True
         elif not self._unchecked:
             raise ValueError(
-                "training releases each record once an epoch, and must know which those of a batch are: pass example_ids [B]"
-                ", or unchecked_records=True if the loader surely uses each record once; " + EVALUATE
+                "Training releases each record once an epoch. Pass example_ids [B], or unchecked_records=True; "
+                + EVALUATE
             )
         elif self._rows + rows > self._size:
             raise RuntimeError(
@@ -55,10 +54,7 @@ class Records:
     def reused(self, code: Tensor, ids: Tensor | None, draw: Callable[[Tensor], Tensor]) -> Tensor:
         """The release of each record, drawn when it first comes."""
         if ids is None:
-            raise ValueError(
-                "a schedule that releases once needs to know its records: pass example_ids [B] with each batch; "
-                + EVALUATE
-            )
+            raise ValueError("A schedule that releases once needs example_ids [B] with each batch; " + EVALUATE)
         if self.codes is None:
             self.codes = torch.zeros(self._size, *code.shape[1:], dtype=code.dtype)
         new = ~self.seen[ids]

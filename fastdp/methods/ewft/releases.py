@@ -141,8 +141,8 @@ class EWFT(LayerReleases):
     def _record(self, epoch: int) -> None:
         if self.ledger.remaining(kind(epoch)) == 0:
             raise accounting.BudgetExceeded(
-                f"records of epoch {epoch} were released already, or may have been before an interruption: go on with the "
-                f"next epoch, or allow a second release with allow_again({epoch}) and pay for it"
+                f"Records of epoch {epoch} were released already, or may have been. Go on with the next epoch, "
+                f"or call allow_again({epoch}) and pay again."
             )
         self.ledger.record(kind(epoch))
 
@@ -203,8 +203,8 @@ class EWFT(LayerReleases):
         ae = self.autoencoder
         if ae is not None and ae.trained_on is None and not self.settings.joint_autoencoder:
             raise RuntimeError(
-                "the autoencoder has not been trained: call train_autoencoder with public text, or set its trained_on to "
-                "TrainedPrivately(event); training it on the private sequences themselves would bypass the noise"
+                "The autoencoder has not been trained. Call train_autoencoder with public text, or set "
+                "trained_on to TrainedPrivately(event) after a private run."
             )
         with torch.set_grad_enabled(self.settings.exposed and torch.is_grad_enabled()):
             code = hidden if ae is None else ae.encode(hidden)

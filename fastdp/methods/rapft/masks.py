@@ -40,8 +40,8 @@ def normalised(relevance: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     if len(tied) == len(ranges):
         what = "0" if all(ranges[name] == (0.0, 0.0) for name in tied) else "tied within each layer"
         raise ValueError(
-            f"every relevance is {what}, so nothing can be ranked: parameters that start at zero (LoRA's B, an adapter's "
-            "last matrix) have none; set map_after to some private steps, or call methods.rapft.warm_up first"
+            f"every relevance is {what}, as of parameters that start at zero. Set map_after to some private "
+            "steps, or call methods.rapft.warm_up first."
         )
     if tied:
         warnings.warn(

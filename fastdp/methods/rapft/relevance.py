@@ -277,8 +277,8 @@ def require_values(parameters: Mapping[str, torch.nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if parameter.dim() >= 2 and not bool(pieces.full_tensor(parameter).any()):
             raise ValueError(
-                f"{name} is zero throughout, as LoRA's B and an adapter's last matrix are at first, and a zero has no "
-                "relevance: set map_after to some private steps, or call methods.rapft.warm_up with public data first"
+                f"{name} is zero throughout and has no relevance. Set map_after to some private steps, or call "
+                "methods.rapft.warm_up with public data."
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -512,19 +512,24 @@ class TextPrivatizer(Releases):
         """The `statement`."""
         return self.statement()
 
-    def statement(self) -> Card:
-        """The card: what is and is not protected, with the unchanged share and mean displacement at this eta."""
+    def statement(self, releases: int = 1) -> Card:
+        """The card of a text that was privatized ``releases`` times, with the unchanged share and mean displacement at this eta.
+
+        Raises ValueError for a number of releases below 1.
+        """
         cti = self.cti
         counts = None if cti is None else cti.claim()
         return Card.of(
-            self.claim(),
+            replace(self.claim(), releases=releases),
             mechanism={"name": self.mechanism, "cti": None if cti is None else cti.describe()},
             noise_source=noise_source(self.stream.reproducible, rounds=self.stream.rounds),
             also=() if counts is None else (counts,),
             flaws=self.flaws(),
             assumptions=(
                 "the embedding table is public, and does not depend on the texts",
-                "each text is released once: E releases of a text cost E times the bound",
+                "each text is released once: E releases of a text cost E times the bound"
+                if releases == 1
+                else f"no text is released more than {releases} times, for which the bound stands",
             ),
             unprotected=_UNPROTECTED,
             facts={

@@ -1,4 +1,4 @@
-"""Instantiated gradients on processors, for contiguous float32: csrc/instances.cpp, and torch's products for plain sums."""
+"""Instantiated gradients on processors, for contiguous float32: csrc/instances.cpp."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 import fastdp._native as _native
-from fastdp.ops.factors import SQUARE, in_full_precision
+from fastdp.ops.factors import SQUARE
 from fastdp.ops.instances import INSTANCE_NORMS, INSTANCE_SUM
 from fastdp.ops.stream import native_threads
 
 from .norms import HAS_KERNELS
-from .sums import kept_runs
 
 
 def _served(instances: Tensor) -> bool:
@@ -36,7 +35,7 @@ def instance_sum(instances: Tensor, weights: Tensor, weights_unmasked: Tensor | 
     if not (_served(instances) and weights.dtype == torch.float32):
         return NotImplemented
     if mask is None or weights_unmasked is None:
-        return _sums([instances], weights.unsqueeze(0))[0]
+        return _sum(instances, weights)
     if weights_unmasked.dtype != torch.float32:
         return NotImplemented
     total = torch.empty(instances.shape[1:])
@@ -46,21 +45,12 @@ def instance_sum(instances: Tensor, weights: Tensor, weights_unmasked: Tensor | 
     return total
 
 
-@in_full_precision
-def _sums(instances: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
-    """Sums of instances that are served, by float32 weights [k, B]."""
-    sums, everywhere = [], int(torch.count_nonzero(weights)) == weights.numel()
-    for x, row in zip(instances, weights.unbind()):
-        shape = x.shape[1:]
-        columns = x.view(x.shape[0], shape.numel()).t()
-        if everywhere:
-            total = torch.mv(columns, row)
-        else:
-            total = torch.zeros(shape.numel())
-            for start, end in kept_runs(row):
-                total.addmv_(columns[:, start:end], row[start:end])
-        sums.append(total.view(shape))
-    return sums
+def _sum(instances: Tensor, weights: Tensor) -> Tensor:
+    """The sum of instances that are served, by float32 weights."""
+    total = torch.empty(instances.shape[1:])
+    size = total.numel()
+    _native.instance_sum(instances, instances.shape[0], size, weights.contiguous(), total, native_threads())
+    return total
 
 
 def instance_norms_group(instances: Sequence[Tensor]) -> Tensor:
@@ -71,5 +61,5 @@ def instance_norms_group(instances: Sequence[Tensor]) -> Tensor:
 def instance_sum_group(instances: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
     """The sums of several parameters' gradients on a processor, one after another."""
     if all(map(_served, instances)) and weights.dtype == torch.float32:
-        return _sums(instances, weights)
+        return list(map(_sum, instances, weights.unbind()))
     return [INSTANCE_SUM.on("cpu", x, row, None, None) for x, row in zip(instances, weights)]

@@ -96,9 +96,7 @@ def run_all(at_end, dtype):
     param, mean, square = (guarded(torch.ones(1, 19 * 37), at_end) for _ in range(3))
     noisy = guarded(torch.ones(19, 37, dtype=dtype), at_end)
     add_noise_(noisy, 1.0, position(), False)
-    adamw_noise_step_(
-        param, out.view(1, -1), mean, square, position(), 1.0, 8.0, 1e-3, 0.9, 0.99, 1e-8, 0.1, 1, None, False
-    )
+    adamw_noise_step_(param, out.view(1, -1), mean, square, position(), 1.0, 8.0, 1e-3, 0.9, 0.99, 1e-8, 0.1, 1, False)
     return [*results, noisy, param, mean, square]
 
 

@@ -166,7 +166,7 @@ def test_a_piece_gets_the_noise_that_the_whole_would_give_it(first, rounded, rou
 @pytest.mark.parametrize("rounds", CIPHER_ROUNDS)
 def test_other_kernels_round_as_the_definition(rounds):
     param, moments = torch.randn(257, 3), (torch.randn(257, 3), torch.randn(257, 3), torch.rand(257, 3))
-    numbers = (0.7, 8.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 5, None, True)
+    numbers = (0.7, 8.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 5, True)
     got, truth = ([param.clone(), *(m.clone() for m in moments)] for _ in range(2))
     adamw_noise_step_(*got, position(rounds), *numbers)
     OPS["adamw_noise_step_"].reference(*truth, position(rounds), *numbers)
@@ -189,10 +189,10 @@ def test_add_noise_to_every_dtype_and_layout(dtype):
     assert torch.equal(kept, before)
 
 
-@pytest.mark.parametrize(*pairs(("dtype", DTYPES), ("floor", [None, 1e-4])))
-def test_adamw_step(dtype, floor):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adamw_step(dtype):
     param, moments = torch.randn(257, 9).to(dtype), (torch.randn(257, 9), torch.randn(257, 9), torch.rand(257, 9))
-    numbers = (0.7, 8.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 5, floor, False)
+    numbers = (0.7, 8.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 5, False)
     got = [param.clone(), *(m.clone() for m in moments)]
     truth = [param.clone(), *(m.clone() for m in moments)]
     adamw_noise_step_(*got, position(), *numbers)

@@ -81,7 +81,7 @@ def test_training_in_evaluation_mode_draws_once_and_queries_are_said_on_the_card
     assert private.inference_releases == 0
     assert private.card()["released_records"] == ROWS
     model.eval()
-    with pytest.raises(ValueError, match=r"to evaluate, call model.eval\(\)"):
+    with pytest.raises(ValueError, match=r"evaluate under model.eval\(\)"):
         model(**batch("bert", rows=ROWS, tokens=TOKENS))
     assert not any("inference queries" in assumption for assumption in private.card()["assumptions"])
     with torch.no_grad():

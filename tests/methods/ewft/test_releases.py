@@ -259,7 +259,7 @@ def test_training_is_paid_for_in_any_mode(mode):
     with pytest.raises(RuntimeError, match="set_epoch"):
         model(**numbered("bert"))
     private.set_epoch(1)
-    with pytest.raises(ValueError, match=r"to evaluate, call model.eval\(\)"):
+    with pytest.raises(ValueError, match=r"evaluate under model.eval\(\)"):
         model(**full_batch("bert"))
     model(**numbered("bert")).loss.backward()
     with pytest.raises(RuntimeError, match="second time"):

@@ -1,0 +1,58 @@
+"""Write questions about Python's own library, and their answers, as files of every kind that `fastdp finetune` reads.
+
+python examples/functions.py FOLDER
+
+The answers are the first paragraphs of docstrings. A module stands for a person who wrote several rows.
+"""
+
+import csv
+import importlib
+import inspect
+import json
+import sys
+from pathlib import Path
+
+MODULES = """
+argparse ast asyncio base64 bisect calendar cmath codecs collections configparser contextlib copy csv dataclasses datetime decimal
+difflib email enum fractions functools gzip hashlib heapq html inspect io itertools json logging math mimetypes operator os
+pathlib pickle platform pprint random re sched secrets shlex shutil socket sqlite3 statistics string struct subprocess tempfile
+textwrap threading time timeit tokenize traceback types typing unicodedata unittest urllib.parse uuid warnings weakref zipfile
+""".split()
+
+
+def functions():
+    """Yield (module, name, answer) for each public function and class with a docstring."""
+    for module in MODULES:
+        for name, value in sorted(vars(importlib.import_module(module)).items()):
+            text = inspect.getdoc(value) if callable(value) and not name.startswith("_") else None
+            if text and getattr(value, "__module__", module) == module:
+                yield module, name, " ".join(text.split("\n\n")[0].split())
+
+
+def write(folder: Path) -> int:
+    """Write all files; returns the number of rows."""
+    rows = list(functions())
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "messages.jsonl", "w", encoding="utf-8") as file:
+        for module, name, answer in rows:
+            turns = {"user": f"What does {module}.{name} do?", "assistant": answer}
+            messages = [{"role": role, "content": content} for role, content in turns.items()]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    task = "Say what this function does."
+    alpaca = [{"instruction": task, "input": f"{module}.{name}", "output": answer} for module, name, answer in rows]
+    (folder / "alpaca.json").write_text(json.dumps(alpaca, indent=1), encoding="utf-8")
+    with open(folder / "functions.csv", "w", newline="", encoding="latin-1", errors="replace") as file:
+        csv.writer(file, delimiter=";").writerows([("module", "name", "answer"), *rows])
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        print("functions.parquet needs pyarrow: pip install 'fastdp-lm[trainer]'")
+    else:
+        columns = dict(zip(("module", "name", "answer"), map(list, zip(*rows))))
+        parquet.write_table(pyarrow.table(columns), folder / "functions.parquet")
+    return len(rows)
+
+
+if __name__ == "__main__":
+    print(write(Path(sys.argv[1])), "rows")
