@@ -1,8 +1,9 @@
 """Numbers that are refused are named, in one sentence."""
 
 import pytest
+import torch
 
-from fastdp.validate import at_least, fraction, one_of, positive, rate
+from fastdp.validate import at_least, fraction, one_of, positive, rate, usable_device
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "1", None])
@@ -27,3 +28,15 @@ def test_a_choice_is_refused_with_the_others():
     one_of(("mean", "sum"), reduction="sum")
     with pytest.raises(ValueError, match="reduction is 'none': choose 'mean' or 'sum'"):
         one_of(("mean", "sum"), reduction="none")
+
+
+@pytest.mark.parametrize(("gpu", "device"), [(True, "cuda"), (False, "cpu")])
+def test_the_device_is_a_gpu_where_there_is_one(monkeypatch, gpu, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert usable_device("auto") == torch.device(device)
+    assert usable_device("cpu") == torch.device("cpu")
+
+
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="device nowhere cannot be used"):
+        usable_device("nowhere")

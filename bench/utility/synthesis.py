@@ -3,11 +3,13 @@
     python -m bench.utility.synthesis --rows FOLDER --encoder MODEL --train train.tsv --test test.tsv --json synthesis.json
 
 The folder has a file TUNING-EPSILON-SEED.jsonl for each run of ``examples/sst2_rows.yaml``, its card as .card.json beside it,
-and public.jsonl, which the model wrote before it was tuned. Near-copies share 8 words in a row with a private row.
+and public.jsonl, which the model wrote before it was tuned. As many rows of each label of every source are judged. Near-copies
+share 8 words in a row with a private row; they are counted among all rows of a file.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,15 +19,12 @@ import torch
 
 from fastdp.accounting import Card
 from fastdp.data import read_rows
-from fastdp.finetune.synthesis import Judge, near_copies
+from fastdp.finetune.synthesis import Judge, Labelled, near_copies
 
 from .. import record
 from . import suite
 
 LENGTH = 64
-
-#: Texts and their labels.
-Labelled = tuple[list[str], list[str]]
 
 
 class Bench:
@@ -35,32 +34,45 @@ class Bench:
         encoder: folder of a public encoder.
         rows: folder of JSONL files.
         train, test: TSV files with the columns ``sentence`` and ``label``.
+        per_label: rows of each label that are judged.
     """
 
-    def __init__(self, encoder: Path, rows: Path, train: Path, test: Path):
-        self.folder, self.judge = rows, Judge(encoder, LENGTH)
-        self.train, self.test = labelled(train), labelled(test)
+    def __init__(self, encoder: Path, rows: Path, train: Path, test: Path, per_label: int):
+        self.folder, self.per_label = rows, per_label
+        self.train, self.judge = labelled(train), Judge(encoder, labelled(test), LENGTH)
 
     def of_run(self, row: dict[str, Any]) -> dict[str, Any]:
         """Rows of a private run."""
         name = f"{row['tuning']}-{row['epsilon']:g}-{row['seed']}"
-        card = Card.load(self.folder / f"{name}.card.json")
-        return {**self._judged(labelled(self.folder / f"{name}.jsonl")), "true_epsilon": card["epsilon"]["upper_bound"]}
+        return {**self.of_file(self.folder / f"{name}.jsonl"), **settings(Card.load(self.folder / f"{name}.card.json"))}
 
-    def of_public_model(self) -> dict[str, Any]:
-        """Rows that the model wrote before it was tuned, by prompts that mean nothing to it."""
-        return self._judged(labelled(self.folder / "public.jsonl"))
+    def of_file(self, path: Path) -> dict[str, Any]:
+        """Rows of a file."""
+        texts, labels = labelled(path)
+        words = sum(len(text.split()) for text in texts) / len(texts)
+        near = near_copies(texts, self.train[0])
+        found = self.judged((texts, labels), range(len(texts)))
+        return {**found, "rows": len(texts), "words": words, "near_copies": len(near)}
 
     def of_private(self, row: dict[str, Any]) -> dict[str, Any]:
-        """As many private rows, drawn by the seed."""
+        """Private rows, drawn by the seed."""
         generator = torch.Generator().manual_seed(row["seed"])
-        chosen = torch.randperm(len(self.train[0]), generator=generator)[: row["rows"]].tolist()
-        texts, labels = ([column[i] for i in chosen] for column in self.train)
-        return {"accuracy": self.judge.accuracy((texts, labels), self.test)}
+        return self.judged(self.train, torch.randperm(len(self.train[0]), generator=generator).tolist())
 
-    def _judged(self, rows: Labelled) -> dict[str, Any]:
-        near = near_copies(rows[0], self.train[0])
-        return {"accuracy": self.judge.accuracy(rows, self.test), "rows": len(rows[0]), "near_copies": len(near)}
+    def judged(self, rows: Labelled, order: Sequence[int]) -> dict[str, Any]:
+        """Accuracy of the first rows of each label in this order."""
+        texts, labels = rows
+        every = [[i for i in order if labels[i] == label][: self.per_label] for label in sorted(set(labels))]
+        chosen = [*itertools.chain.from_iterable(every)]
+        accuracy = self.judge.accuracy(([texts[i] for i in chosen], [labels[i] for i in chosen]))
+        return {"judged": len(chosen), "accuracy": accuracy}
+
+
+def settings(card: Card) -> dict[str, Any]:
+    """What a card says of a run's settings."""
+    found = {name: card[name] for name in ("noise_multiplier", "sample_rate", "dataset_size")}
+    found |= {"true_epsilon": card["epsilon"]["upper_bound"], "delta": card["epsilon"]["delta"]}
+    return {**found, "steps": card["steps"]["spent"], "trained_parameters": card["model"]["trained_parameters"]}
 
 
 def labelled(path: Path) -> Labelled:
@@ -75,10 +87,10 @@ def runs(bench: Bench, seeds: int) -> Iterator[suite.Run]:
         tuning, epsilon, seed = path.stem.split("-")
         row: dict[str, Any] = {"source": "synthetic", "tuning": tuning, "epsilon": float(epsilon), "seed": int(seed)}
         yield row, partial(bench.of_run, row)
-    if (bench.folder / "public.jsonl").exists():
-        yield {"source": "public model"}, bench.of_public_model
+    if (public := bench.folder / "public.jsonl").exists():
+        yield {"source": "public model"}, partial(bench.of_file, public)
     for number in range(seeds):
-        row = {"source": "private", "rows": 4000, "seed": number}
+        row = {"source": "private", "seed": number}
         yield row, partial(bench.of_private, row)
 
 
@@ -88,8 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in ("rows", "encoder", "train", "test"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--per-label", type=int, default=2000)
     options = parser.parse_args(arguments)
-    bench = Bench(options.encoder, options.rows, options.train, options.test)
+    bench = Bench(options.encoder, options.rows, options.train, options.test, options.per_label)
     suite.measure(suite.Table(options.json), runs(bench, options.seeds))
 
 

@@ -99,9 +99,8 @@ def synthesize_command(
         told = {"synthetic rows": (texts, [_label(row, config) for row in rows])}
         told |= {name: _labelled(table, config, target) for name, table in tables.items() if table is not None}
         with console.status("judging"):
-            classifier = Judge(judge, config.max_length)
-            asked = _labelled(held_out, config, target)
-            figures = [(name, classifier.accuracy(data, asked)) for name, data in told.items()]
+            classifier = Judge(judge, _labelled(held_out, config, target), config.max_length)
+            figures = [(name, classifier.accuracy(data)) for name, data in told.items()]
         for name, accuracy in figures:
             console.print(f"a classifier trained on {name}: {accuracy:.1%} right on {test}", soft_wrap=True)
 

@@ -21,6 +21,8 @@ from fastdp.untrusted import load_pretrained, quote
 
 #: The column of texts that a model writes without a prompt.
 TEXT = "text"
+#: Texts and their labels.
+Labelled = tuple[Sequence[str], Sequence[str]]
 #: How often a prompt is tried for each text that it should give, where texts are empty or come again.
 _TRIES = 4
 
@@ -108,21 +110,26 @@ class Judge:
 
     Args:
         encoder: folder of a public encoder with its tokenizer.
+        test: texts and labels that every classifier is tested on.
         max_length: tokens of a text that are read.
     """
 
-    def __init__(self, encoder: str | Path, max_length: int = 128) -> None:
+    def __init__(self, encoder: str | Path, test: Labelled, max_length: int = 128) -> None:
         self._tokenizer = load_pretrained(AutoTokenizer, str(encoder))
         self._model = load_pretrained(AutoModel, str(encoder)).eval()
         self._max_length = max_length
+        self._test, self._labels = self.features(test[0]), test[1]
 
     @torch.no_grad()
     def features(self, texts: Sequence[str], batch_size: int = 64) -> torch.Tensor:
         """Mean last states, of length 1: float32 ``[len(texts), width]``."""
-        found = []
+        # Texts of like length share a batch, so that few tokens are padding.
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        found = torch.empty(len(texts), self._model.config.hidden_size)
         for begin in range(0, len(texts), batch_size):
+            chosen = order[begin : begin + batch_size]
             batch = self._tokenizer(
-                list(texts[begin : begin + batch_size]),
+                [texts[index] for index in chosen],
                 return_tensors="pt",
                 padding=True,
                 truncation=True,
@@ -130,11 +137,11 @@ class Judge:
             )
             mask = batch["attention_mask"].unsqueeze(2)
             states = self._model(**batch).last_hidden_state
-            found.append((states * mask).sum(1) / mask.sum(1).clamp(min=1))
-        return F.normalize(torch.cat(found).float(), dim=1)
+            found[chosen] = (states * mask).sum(1).float() / mask.sum(1).clamp(min=1)
+        return F.normalize(found, dim=1)
 
-    def accuracy(self, train: tuple[Sequence[str], Sequence[str]], test: tuple[Sequence[str], Sequence[str]]) -> float:
-        """The share of test labels that a classifier trained on (texts, labels) finds.
+    def accuracy(self, train: Labelled) -> float:
+        """The share of test labels that a classifier trained on these rows finds.
 
         Raises ValueError for training rows of fewer than two labels.
         """
@@ -142,8 +149,8 @@ class Judge:
         if len(labels) < 2:
             raise ValueError(f"the rows to train on have {len(labels)} label: a classifier needs two at least")
         weight, bias = _fitted(self.features(train[0]), torch.tensor([labels.index(label) for label in train[1]]))
-        said = F.linear(self.features(test[0]), weight, bias).argmax(1).tolist()
-        return sum(labels[index] == label for index, label in zip(said, test[1])) / len(said)
+        said = F.linear(self._test, weight, bias).argmax(1).tolist()
+        return sum(labels[index] == label for index, label in zip(said, self._labels)) / len(said)
 
 
 def _fitted(features: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,13 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
-from fastdp.bench import pages
+from fastdp.bench import pages, sentences
 from fastdp.bench.shapes import moved
 
 from fastdp.private.shapes import factors_in_words
 
 ROOT = Path(__file__).parent.parent.parent
-RESULTS = Path("docs/results.md")
+RESULTS = pages.RESULTS_PAGE
 
 
 @pytest.mark.parametrize("page", pages.TABLES, ids=str)
@@ -20,13 +20,25 @@ def test_a_page_holds_what_is_computed(page):
 
 
 def test_every_figure_of_a_sentence_stands_in_a_table():
-    """Decimal figures alone: whole numbers are settings and counts."""
+    """Or in a computed sentence. Decimal figures alone: whole numbers are settings and counts."""
     text = (ROOT / RESULTS).read_text()
-    computed = set(re.findall(r"\d*\.\d+", "".join(pages.tables(RESULTS).values())))
-    sentences = re.sub(r"<!-- (\w+): begin -->.*?<!-- \1: end -->|`[^`]*`", "", text, flags=re.DOTALL)
-    said = set(re.findall(r"(?<![\w.])\d*\.\d+", sentences))
+    known = [*pages.tables(RESULTS).values(), *sentences.sentences(RESULTS)]
+    computed = set(re.findall(r"\d*\.\d+", "".join(known)))
+    prose = re.sub(r"<!-- (\w+): begin -->.*?<!-- \1: end -->|`[^`]*`", "", text, flags=re.DOTALL)
+    said = set(re.findall(r"(?<![\w.])\d*\.\d+", prose))
     assert len(said) > 20
     assert said <= computed
+
+
+@pytest.mark.parametrize("page", sentences.SENTENCES, ids=str)
+def test_a_page_says_what_is_computed(page):
+    text = " ".join((ROOT / page).read_text().split())
+    assert [sentence for sentence in sentences.sentences(page) if sentence not in text] == []
+
+
+def test_a_sentence_that_the_figures_do_not_say_is_refused():
+    with pytest.raises(ValueError, match="all ages"):
+        sentences.holds(False, "all ages among them")
 
 
 def test_a_card_states_the_last_row_of_the_table_on_shapes():

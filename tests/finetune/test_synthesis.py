@@ -112,12 +112,15 @@ def test_the_judge_learns_from_rows_and_is_tested_on_others(tmp_path, model_fold
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(tmp_path)
     transformers.GPT2Model(transformers.AutoConfig.from_pretrained(model_folder)).save_pretrained(tmp_path)
-    judge = Judge(tmp_path)
     texts = [f"{word} {number}" for number in range(20) for word in ("takes", "never")]
     labels = ["yes", "no"] * 20
-    assert judge.accuracy((texts[:20], labels[:20]), (texts[20:], labels[20:])) > 0.9
+    judge = Judge(tmp_path, (texts[20:], labels[20:]))
+    assert judge.accuracy((texts[:20], labels[:20])) > 0.9
     with pytest.raises(ValueError, match="1 label"):
-        judge.accuracy((texts[::2], labels[::2]), (texts, labels))
+        judge.accuracy((texts[::2], labels[::2]))
+    mixed = ["takes", "never takes a long time to say so", "never 1"]
+    alone = torch.cat([judge.features([text]) for text in mixed])
+    assert torch.allclose(judge.features(mixed, batch_size=2), alone, atol=1e-5)
 
 
 def test_the_command_writes_rows_and_a_card_that_holds(trained, prompts, files, tmp_path):
@@ -131,6 +134,24 @@ def test_the_command_writes_rows_and_a_card_that_holds(trained, prompts, files, 
     assert verify(card)
     assert Card.load(card)["synthetic"]["rows"] == 6
     assert Card.load(card)["run_id"] == Card.load(trained / "prompted" / "card.json")["run_id"]
+
+
+def test_the_command_draws_on_a_gpu_where_there_is_one(trained, prompts, tmp_path, monkeypatch):
+    """The device ``meta`` stands in for it: weights and prompts are there when a text is drawn."""
+    asked, seen = [], []
+
+    def generate(model, input_ids, attention_mask, **_):
+        seen.append({tensor.device.type for tensor in (input_ids, attention_mask, *model.parameters())})
+        return torch.arange(len(input_ids) * (input_ids.shape[1] + 4)).view(len(input_ids), -1)
+
+    monkeypatch.setattr("fastdp.validate.usable_device", lambda name: asked.append(name) or torch.device("meta"))
+    monkeypatch.setattr(transformers.GenerationMixin, "generate", generate)
+    output = tmp_path / "synthetic.jsonl"
+    arguments = ["synthesize", str(trained / "prompted"), "--output", str(output), "--prompts", str(prompts)]
+    done = CliRunner().invoke(fastdp.cli.app, [*arguments, "--count", "2"])
+    assert done.exit_code == 0, done.output
+    assert asked == ["auto"]
+    assert seen == [{"meta"}] * len(seen) != []
 
 
 def test_a_run_whose_card_does_not_hold_writes_nothing(trained, tmp_path):

@@ -1,0 +1,193 @@
+"""What pages say outside their tables, computed from the committed figures: a page must hold each of these sentences."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from fastdp import accounting
+from fastdp.methods.ewft import dp_forward, paper, release_once
+from fastdp.methods.rapft import effective_noise_multiplier
+
+from .pages import RAPFT_FORMS, RESULTS, RESULTS_PAGE, Table, cells, ewft, figures, frost, rapft_rows
+
+
+def holds(fact: bool, sentence: str) -> str:
+    """The sentence. Raises ValueError if the figures do not say so."""
+    if not fact:
+        raise ValueError(f"the figures do not say '{sentence}': mend the page")
+    return sentence
+
+
+def _rapft_rows() -> Iterator[str]:
+    long, forms = "utility/rapft-200", ("printed", "optimal", "noised")
+    gaps = {
+        (tuning, form, epsilon): rows[0]["perplexity"] / base[0]["perplexity"] - 1
+        for tuning, form, epsilon in itertools.product(("adapter", "bitfit", "lora"), forms, (3.0, 5.0, 7.0))
+        if (rows := rapft_rows(long, tuning, form, epsilon)) and (base := rapft_rows(long, tuning, "dpsgd", epsilon))
+    }
+    yield f"differ from DP-SGD by at most {100 * max(map(abs, gaps.values())):.1f}%"
+    ahead = min(gap for (tuning, *_), gap in gaps.items() if tuning == "adapter") > 0
+    yield holds(ahead, "With adapters DP-SGD is ahead in each row")
+    optimal = [
+        gaps[key] for key in gaps if key[1] == "optimal" and key[0] != "adapter" and key != ("bitfit", "optimal", 3.0)
+    ]
+    yield holds(max(optimal) < 0, "With LoRA, and with BitFit at epsilon 5 and 7, optimal noise is ahead")
+    tried = {row["learning_rate"]: row["perplexity"] for row in figures(long, part="rate", tuning="bitfit")}
+    yield holds(
+        min(tried, key=tried.__getitem__) == max(tried), "For BitFit the best learning rate was the largest tried"
+    )
+    for name in (long, "utility/rapft"):
+        shown, needed = (rapft_rows(name, "adapter", form, 5.0)[0]["noise_multiplier"] for form in ("paper", "printed"))
+        yield f"{shown / needed:.1f} times the noise that its epsilon needs"
+    short = {
+        (tuning, form, epsilon): statistics.mean(row["perplexity"] for row in rows)
+        for tuning, form, epsilon in itertools.product(("adapter", "lora"), RAPFT_FORMS, (3.0, 5.0, 7.0))
+        if (rows := rapft_rows("utility/rapft", tuning, form, epsilon))
+    }
+    ahead = all(value >= short[tuning, "dpsgd", epsilon] for (tuning, _, epsilon), value in short.items())
+    yield holds(ahead, "With adapters and LoRA, DP-SGD is ahead, [also at epsilon 3 and 7]")
+
+
+def _federated_rows() -> Iterator[str]:
+    costs = {
+        (data, scheme): [100 * (row["perplexities"][-1] / base["perplexities"][-1] - 1) for row in rows]
+        for data in ("wikitext2", "pii_spans")
+        for base in figures("federated/rounds", data=data, scheme="none", clients=4)
+        for scheme in ("selective", "all")
+        if (rows := [r for r in figures("federated/rounds", data=data, scheme=scheme, clients=4) if r["epsilon"] <= 8])
+    }
+    words, names = (
+        [f"{edge(costs[data, 'selective']):.1f}" for edge in (min, max)] for data in ("wikitext2", "pii_spans")
+    )
+    yield f"cost {' to '.join(words)}% on WikiText-2 and {' to '.join(names)}% on texts with names"
+    least = min(min(costs[data, "all"]) for data in ("wikitext2", "pii_spans"))
+    yield f"raises perplexity {math.floor(1 + least / 100)}-fold or more"
+
+
+def _numbers(table: Table) -> dict[str, list[list[float]]]:
+    """By the title of a row, the numbers of each further cell."""
+    return {line[0]: [[*map(float, re.findall(r"[-+]?\d+\.?\d*", cell))] for cell in line[1:]] for line in table[1]}
+
+
+def _compared_rows() -> Iterator[str]:
+    """Which row of a table is ahead."""
+    rows = _numbers(frost())
+    ahead = all(full[0] > ours[0] for full, ours in zip(rows["full"], rows["DP-FROST"]))
+    yield holds(ahead, "Full fine-tuning is ahead of DP-FROST at each epsilon")
+    close = [rows["random partitions"][0], rows["largest values"][2]]
+    yield holds(
+        all(0 < -gap < 1.25 * error for *_, gap, error in close),
+        "Its lead over random partitions at epsilon 0.5, and over the largest values at 8, is within about one standard error",
+    )
+    rows = _numbers(ewft())
+    sound = [rows[name] for name in rows if "sound" in name or "once" in name]
+    ahead = all(rows["two codes, delta 0"][i][0] > row[i][0] for row in sound for i in (1, 2, 3) if row[i])
+    yield holds(ahead, "Two codes are ahead of every sound Gaussian row at epsilon 2, 4 and 8")
+    *_, to_22, to_26 = _numbers(cells()).values()
+    first, family, rating, price, area = to_22[2:]
+    ahead = min(gap for gap, _ in (first, family, rating, area)) > 0
+    yield holds(ahead, "On SST-2, family, rating and area, 6 nats tell as much as 22, or more")
+    yield holds(price[0] < 0 and to_26[5][0] < -5, "On price they tell less than 22 nats, and much less than 26")
+
+
+def _settings_rows() -> Iterator[str]:
+    *tried, planned = figures("settings-pii")
+    *first, mended = figures("settings-wikitext2")
+    worse = [
+        100 * (ours["perplexity"] / min(row["perplexity"] for row in grid[:12]) - 1)
+        for grid, ours in ((first, mended), (tried, planned))
+    ]
+    yield f"Against the best of 12 settings they cost {worse[0]:.1f}% of perplexity on WikiText-2"
+    yield f"and {worse[1]:.1f}% on synthetic sentences with names"
+
+
+def _rapft_page() -> Iterator[str]:
+    sigma, ratios = 0.6, (0.6, 0.7, 0.8, 0.9)
+    true = [effective_noise_multiplier(sigma, ratio) for ratio in ratios]
+    yield f"| true multiplier | {' | '.join(f'{value:.6g}'.removeprefix('0') for value in true)} |"
+
+    def spent(multiplier: float) -> float:
+        return float(accounting.epsilon(accounting.dpsgd(multiplier, 256 / 42000, 821), 1e-5))
+
+    yield f"is stated as epsilon **{spent(sigma):.3f}** and is **{spent(true[1]):.3f}**"
+    own, each = spent(sigma * math.sqrt(0.7 * 0.3)), spent(sigma / math.sqrt(2))
+    yield f"means epsilon {own:.1f} in the same setting; sigma C for each block means {each:.1f}"
+    steps, axes = figures("utility/rapft", part="step"), figures("utility/lora-cost")
+    yield holds(all(abs(row["printed_ratio"] - 1) < 0.05 for row in steps), "`printed` or `optimal` | level")
+    more = sorted(100 * (row["step_along_axes"] - 1) for row in axes)
+    yield f"a step along axes | {more[0]:.1f} to {more[-1]:.1f}% more"
+    maps, made = [row["map_over_step"] for row in steps], [row["axes_over_step"] for row in axes]
+    yield f"a map of 64 examples | {math.floor(min(maps))} to {math.ceil(max(maps))} steps"
+    yield f"| {math.floor(min(made))} to {math.ceil(max(made))} steps; a third of a step (LoRA)"
+
+
+def _ewft_page() -> Iterator[str]:
+    def short(values: Iterable[float], digits: int = 3) -> list[str]:
+        return [f"{value:.{digits + (value > 0.9995) * (value < 1)}f}".removeprefix("0") for value in values]
+
+    budgets = (1.0, 2.0, 4.0, 8.0)
+    *some, last = short(statistics.NormalDist().cdf(1 / release_once(e, 1e-5).ratios[0]) for e in budgets)
+    yield f"tells one bit with probability {', '.join(some)} or {last} at epsilon 1, 2, 4 or 8"
+    *some, last = short(1 / (1 + math.exp(-e)) for e in budgets)
+    yield f"Randomised response tells it with {', '.join(some)} or {last}, and needs no delta"
+    for scale in ("2C", "C"):
+        schedule = paper([0.461663, 0.415841, 0.370020], 8.0, 1e-5, scale)
+        yield f"| {', '.join(short(schedule.ratios))} | {schedule.epsilon():.2f} |"
+    (once, *_), (even, *_) = (s.ratios for s in (release_once(8.0, 1e-5), dp_forward(3, 8.0, 1e-5)))
+    yield f"| **{once:.3f}** | **8** |"
+    yield f"| {even:.3f} each | 8 |"
+
+
+def _lora_page() -> Iterator[str]:
+    first, second = (
+        row["figures"]["after"]["perplexity"]
+        for name, run in (("finetune", "e2e-8"), ("methods", "dpsgd-as-rapft"))
+        for row in figures(name, run=run)
+    )
+    yield f"such as that from {first:.1f} to {second:.1f} on [E2E]"
+
+
+def _frost_page() -> Iterator[str]:
+    (row,) = figures("utility/frost", part="time")
+    yield f"a step, over a LoRA step of as many parameters | {row['step_ratio']:.2f} |"
+    yield f"the selection's share of three epochs | {row['selection_share']:.1%} |"
+
+
+def _finetune_page() -> Iterator[str]:
+    found = [100 * row["accuracy"] for row in figures("utility/synthesis", source="synthetic")]
+    yield f"A classifier of synthetic rows is right on {min(found):.0f} to {max(found):.0f}%"
+    near = [row["near_copies"] for row in figures("utility/synthesis") if "near_copies" in row]
+    yield holds(not any(near), "No row is a near-copy")
+
+
+def _federated_page() -> Iterator[str]:
+    files = (RESULTS / "federated" / f"{name}.json" for name in ("overhead", "detector"))
+    run, found = (json.loads(file.read_text())["figures"] for file in files)
+    (row,) = figures("federated/draws", vocabulary=30522, mechanism="local")
+    yield f"a simulated round over its clients' training | {run['round_over_training']:.2f}"
+    yield f"tokens drawn a second by `local`, 30,522 x 384 | {round(row['tokens_per_second'], -3):,.0f}"
+    yield f"On {found['texts']:,} labelled texts the rules miss {found['span_miss_rate']:.0%} of labelled private spans"
+    yield holds(found["by_entity"]["AGE"]["recall"] == 0, "all ages among them")
+
+
+#: By page, what it says outside its tables and the figures, or the accountant, say too.
+SENTENCES: dict[Path, tuple[Callable[[], Iterator[str]], ...]] = {
+    RESULTS_PAGE: (_rapft_rows, _compared_rows, _federated_rows, _settings_rows),
+    Path("docs/rapft.md"): (_rapft_page,),
+    Path("docs/ewft.md"): (_ewft_page,),
+    Path("docs/lora.md"): (_lora_page,),
+    Path("docs/finetune.md"): (_finetune_page,),
+    Path("docs/frost.md"): (_frost_page,),
+    Path("docs/federated.md"): (_federated_page,),
+}
+
+
+def sentences(page: Path) -> list[str]:
+    """Those of a page. Raises ValueError for one that the figures do not say."""
+    return [sentence for part in SENTENCES[page] for sentence in part()]
