@@ -26,13 +26,12 @@ CASES = {
 #: Of `gpu/step.json`, by case: Opacus was not run there.
 GPU_CASES = {
     "llama-8b-lora-half": "Llama 8B, LoRA",
-    "llama-1b-lora-checkpointed-12x512": "Llama 1B, LoRA, checkpointed",
-    "llama-1b-long-2": "Llama 1B, full, 2 x 4,096",
-    "llama-1b-full": "Llama 1B, full",
-    "llama-1b-full-checkpointed": "Llama 1B, full, checkpointed",
-    "gemma3-1b-full": "Gemma-3 1B, full (262k words)",
-    "gpt2-124m-full": "GPT-2 124M, full",
-    "bert-base-full": "BERT base, full",
+    "llama-1b-long-2": "Llama 1B, 2 x 4,096",
+    "llama-1b-full": "Llama 1B, 4 x 1,024",
+    "llama-1b-full-checkpointed": "the same, checkpointed",
+    "gemma3-1b-full": "Gemma-3 1B",
+    "gpt2-124m-full": "GPT-2 124M",
+    "bert-base-full": "BERT base",
 }
 SYSTEMS = {"fastdp": "fastdp", "opacus-hooks": "Opacus, hooks", "opacus-ghost": "Opacus, ghost"}
 
@@ -57,7 +56,7 @@ def table() -> str:
         torchs = gpu.get((case, "non-private-captured"), {})
         return f"{gpu[case, 'fastdp-fused']['seconds'] / torchs['seconds']:.2f}" if "seconds" in torchs else ""
 
-    head = ["time, memory", "fastdp", "time over CUDA graphs", "Opacus, hooks", "Opacus, ghost"]
+    head = ["time, memory", "fastdp", "over graphs", "Opacus, hooks", "Opacus, ghost"]
     lines = [
         [f"H200, {title}", cell(gpu.get((case, "fastdp-fused"))), over_recorded(case), "", ""]
         for case, title in GPU_CASES.items()
