@@ -1,11 +1,11 @@
-"""Micro-batches recorded once and replayed: on a GPU the host need not say what to do, which takes longest for small models.
+"""CUDA graphs of microbatches: one forward and backward pass is recorded, and replayed when its key comes again.
 
-A graph belongs to what the host knew when it was recorded: the shapes of the batch, how its rows belong to units, the policy, and
-the modules with their settings and weights. Anything else goes the ordinary way. Nothing is recorded of a pass that is
-looked at, and each graph must give the sums of an ordinary pass before it is used.
+Steps of small models are launch-bound on a GPU, and a replay needs one launch. The key of a graph is what the host knows of a
+pass: the shapes of the batch, the unit of each row, the policy, and the modules with their settings and weights. Other passes
+run eagerly, as do verified ones. A new graph is used only if its replays give the clipped sums of an eager pass.
 
-transformers reads an attention mask to leave out one of ones, which a recording must not, and makes a float mask of any. So a
-mask that the host saw to be all ones is left out before.
+transformers drops an attention mask of ones after reading it, which a recording cannot do. So a mask that the host saw to be
+all ones is dropped before the model is called.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from fastdp.engine.policy import Policy
 from fastdp.engine.uses import Tap
 from fastdp.ops.placed import keep_for_graph
 
-#: Graphs of a run at most: they share the memory of a pass, and each holds its outputs.
-MOST = 16
-#: Kinds of passes that are remembered until they come again.
-_MOST_SEEN = 256
+#: The largest number of graphs of a run. They share the memory of a pass, and each holds its outputs.
+MAX_GRAPHS = 16
+#: The largest number of keys that are remembered until they come again.
+_MAX_KEYS = 256
 #: The largest share of an ordinary pass's time that a replay may take, unless the user asks for it: it takes memory.
-MOST_TIME = 0.9
-_PLAIN = (type(None), bool, int, float, str)
+MAX_TIME_SHARE = 0.9
+_PLAIN_TYPES = (type(None), bool, int, float, str)
 _MASK = "attention_mask"
 _NO_MEMORY = "the device has too little memory left"
 
@@ -53,7 +53,7 @@ RecordPass = Callable[[Callable[[], list[torch.Tensor]]], tuple[list[torch.Tenso
 
 @dataclass
 class _Graph:
-    """A recorded pass: what it reads, what it gives, and the two halves to be replayed."""
+    """A recorded pass: the tensors that it reads and writes, and the replays of its forward and backward half."""
 
     call: Call
     layout: Layout
@@ -63,16 +63,16 @@ class _Graph:
     counts: tuple[torch.Tensor, ...]
     forward: Callable[[], None]
     backward: Callable[[], None]
-    #: Tables that it reads; and what its key knows by identity, so that nothing else can come to have that.
+    #: Tables that the graph reads, and objects whose ids are in its key, kept alive so that no id is used again.
     kept: list[Any]
 
 
 class _RecordingRefusal(Exception):
-    """A recording that serves and is not worth its memory; says why, if that is to be told."""
+    """A correct recording that is not worth its memory. Its text is the reason to warn of, if any."""
 
 
 class _AsyncHostCopy:
-    """Whether something on a device is true: `arrived` once the device is there, so that the host never waits."""
+    """A boolean tensor copied to the host without a synchronization; read ``value`` once `arrived`."""
 
     def __init__(self, found: torch.Tensor):
         self.value = found.to("cpu", non_blocking=True)
@@ -88,11 +88,11 @@ class Graphs:
     """The recorded passes of a model by uses.
 
     Args:
-        passes: of the model.
+        passes: the eager forward and backward passes of the model.
         watched: refuses a pass that writes buffers, as `Guard.forward` does.
-        recorder: gives a function that records another one: its results, and what makes them again.
-        force: whether the user asked for it. Else a model with hooks is left alone, recordings must be faster, and outputs are
-            copied, as the next replay writes over them.
+        recorder: makes a function that records a call, and returns the call's results and its replay. CUDA graphs by default.
+        force: capture=True: record whatever the gain. Otherwise a model with hooks is left alone, replays must be faster, and
+            outputs are copied, since the next replay overwrites them.
 
     Attributes:
         replays: how many microbatches were replayed.
@@ -108,18 +108,18 @@ class Graphs:
     ):
         self._passes = passes
         self._watched = watched
-        self._recorder = recorder or _on_a_gpu
+        self._recorder = recorder or _cuda_recorder
         self._force = force
         #: Made once, so that all graphs share their memory.
         self._record: RecordPass | None = None
-        #: The logical batch in which a kind was seen first. One that comes in a later one is recorded.
+        #: The number of the logical batch in which a key was seen first. A key that a later batch repeats is recorded.
         self._seen: dict[Any, int] = {}
         self._batches = 0
         self._graphs: dict[Any, _Graph] = {}
         #: Where every graph leaves its sums.
         self._sums: dict[str, torch.Tensor] = {}
         self._closed = False
-        #: Whether a mask of ones is left out, and whether masks that were left out were of ones on the device too.
+        #: Whether masks of ones are dropped, and pending checks that a dropped mask was of ones on the device too.
         self._drops_masks = True
         self._mask_answers: deque[_AsyncHostCopy] = deque()
         self.replays = 0
@@ -130,31 +130,31 @@ class Graphs:
         return bool(self._graphs) or not self._closed
 
     def forward(self, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]) -> tuple[Any, Pass] | None:
-        """The forward pass replayed, and what waits for its backward; None where the pass has to be made in the ordinary way."""
+        """Replay the forward pass: its output and the pending backward pass. None if the pass must run eagerly."""
         self._batches += ticket.is_last
         # The first pass of a batch that goes through the model again may still be differentiated.
         if not self.open or self._passes.twice():
             return None
-        full_call, call = call, self._without_ones(call, ticket)
+        full_call, call = call, self._drop_mask_of_ones(call, ticket)
         key = self._key(call, ticket)
         if key is None:
             return None
         if key not in self._graphs:
-            if len(self._seen) >= _MOST_SEEN:
+            if len(self._seen) >= _MAX_KEYS:
                 self._seen.clear()
             now = self._batches - ticket.is_last
-            if self._closed or len(self._graphs) >= MOST or self._seen.setdefault(key, now) == now:
+            if self._closed or len(self._graphs) >= MAX_GRAPHS or self._seen.setdefault(key, now) == now:
                 return None
-            graph = self._recorded(call, ticket, full_call)
+            graph = self._record_pass(call, ticket, full_call)
             if graph is None:
                 return None
             self._graphs[key] = graph
         if call is not full_call:
             self._mask_answers.append(_AsyncHostCopy((full_call[1][_MASK] != 1).any()))
-        return self._replayed(self._graphs[key], call, ticket, enter)
+        return self._replay(self._graphs[key], call, ticket, enter)
 
     def give_up(self) -> bool:
-        """Let go of all graphs, since the device has no memory left; whether there were any."""
+        """Free all graphs when the device runs out of memory. Returns whether there were any."""
         found, self._closed = bool(self._graphs), True
         if found:
             self._passes.accumulator.own()
@@ -163,7 +163,7 @@ class Graphs:
             _warn(_NO_MEMORY)
         return found
 
-    def _without_ones(self, call: Call, ticket: Ticket) -> Call:
+    def _drop_mask_of_ones(self, call: Call, ticket: Ticket) -> Call:
         """The call without an attention mask of ones, which the host sees in the batch that the loader made."""
         while self._mask_answers and self._mask_answers[0].arrived():
             if bool(self._mask_answers.popleft().value) and self._drops_masks:
@@ -185,7 +185,7 @@ class Graphs:
             return call
         return args, {**kwargs, _MASK: None}
 
-    def _replayed(
+    def _replay(
         self, graph: _Graph, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]
     ) -> tuple[Any, Pass]:
         # Sums of the pass before lie where this one will write.
@@ -197,7 +197,7 @@ class Graphs:
         clip = self._passes.accumulator.policy.bounds
         waiting.replay = lambda: self._add(graph, clip)
         # A term of the loss made from another output has no graph to go back through, and is refused there as ever.
-        output = map_tensors(graph.output, _detached if self._force else _copied)
+        output = map_tensors(graph.output, _detach if self._force else _copy_output)
         return boundary.replace_loss(output, waiting.loss(graph.loss), self._passes.twice), waiting
 
     def _add(self, graph: _Graph, clip: tuple[float, ...]) -> None:
@@ -219,7 +219,7 @@ class Graphs:
         accumulator.units = accumulator.units + units
 
     def _key(self, call: Call, ticket: Ticket) -> Any:
-        """What the host knows of a pass; None if it is of a kind that is not recorded."""
+        """The key of a pass, as the module describes it; None if such a pass is never recorded."""
         passes, policy = self._passes, self._passes.accumulator.policy
         others = tuple((path, value) for path, value in everything(call) if not isinstance(value, torch.Tensor))
         if (
@@ -229,7 +229,7 @@ class Graphs:
             or any(t.device != passes.device for _, t in leaves(call))
             or type(passes.accumulator) is not Accumulator
             or type(policy) is not Policy
-            or any(not isinstance(value, _PLAIN) for _, value in others)
+            or any(not isinstance(value, _PLAIN_TYPES) for _, value in others)
             # Hooks do not run in a replay. Those of the model itself do, round it.
             or not (self._force or all(map(_has_no_hooks, list(passes.model.modules())[1:])))
         ):
@@ -239,7 +239,7 @@ class Graphs:
             (
                 *(id(module), id(module.__dict__.get("forward"))),
                 # Numbers that Python reads, as a rate of dropout. One that counts passes keeps its model from being recorded.
-                *(value for value in module.__dict__.values() if isinstance(value, _PLAIN)),
+                *(value for value in module.__dict__.values() if isinstance(value, _PLAIN_TYPES)),
                 *(len(module._forward_hooks), len(module._forward_pre_hooks)),
                 *((id(p), p.data_ptr(), p.requires_grad) for p in module._parameters.values() if p is not None),
                 *((id(b), b.data_ptr()) for b in module._buffers.values() if b is not None),
@@ -252,16 +252,16 @@ class Graphs:
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         return inputs, others, units, modules, clip, autocast
 
-    def _recorded(self, call: Call, ticket: Ticket, full_call: Call) -> _Graph | None:
-        """Record a pass beside an ordinary one of the same batch; None, with a warning, where that fails or they differ."""
+    def _record_pass(self, call: Call, ticket: Ticket, full_call: Call) -> _Graph | None:
+        """Record a pass and compare it with an eager one. None, with a warning, if that fails or they differ."""
         device, sums = self._passes.device, dict(self._sums)
         # Sums of the pass before lie where a recording that is tried writes.
         self._passes.accumulator.own()
         self._passes.drop_zero_gradients()
         try:
-            needed = _peak(device)
+            needed = _required_memory(device)
             with self._watched():
-                graph = self._compared(call, ticket, full_call)
+                graph = self._record_and_compare(call, ticket, full_call)
             if device.type == "cuda":
                 # What ordinary passes had is not needed any more, and the release would have to ask for it piece by piece.
                 torch.cuda.empty_cache()
@@ -275,7 +275,7 @@ class Graphs:
         except Exception as error:
             # The generator gets another state, which earlier graphs do not know.
             self._graphs, self._sums, self._record = {}, {}, None
-            _recover(device)
+            _reset_generator(device)
             short = isinstance(error, torch.OutOfMemoryError)
             reason = _NO_MEMORY if short else str(error).split("\n", 1)[0]
             if call is not full_call and not short:
@@ -287,7 +287,7 @@ class Graphs:
             _warn(reason)
         return None
 
-    def _compared(self, call: Call, ticket: Ticket, full_call: Call) -> _Graph:
+    def _record_and_compare(self, call: Call, ticket: Ticket, full_call: Call) -> _Graph:
         passes, accumulator = self._passes, self._passes.accumulator
         held = map_tensors(call, lambda t: t.detach().clone(memory_format=torch.contiguous_format))
         layout = ticket.layout(passes.device)
@@ -324,7 +324,7 @@ class Graphs:
             _copy(held, batch)
             _set_random_state(passes.device, random)
             made["seconds"] = _seconds(passes.device, lambda: (forward(call), backward()))
-            return _aside(made.pop("sums"))
+            return _copy_to_host(made.pop("sums"))
 
         # A batch of nothing but the first row: what a replay should have read anew, and did not, gives other sums.
         other = map_tensors(held, lambda t: t[:1].expand_as(t) if t.dim() and t.shape[0] == ticket.rows else t)
@@ -333,7 +333,9 @@ class Graphs:
             # In the ordinary way, with this layout: what is made once for a layout is then there.
             host = rng_state()[passes.device.type == "cpu" :]
             # transformers may warn that a mask is missing, which the user gave.
-            with _replaced(logging.getLogger("transformers.modeling_utils"), "disabled", call is not full_call):
+            with _patched_attribute(
+                logging.getLogger("transformers.modeling_utils"), "disabled", call is not full_call
+            ):
                 expected = [ordinary(batch) for batch in batches]
             drawn = not torch.equal(random, _random_state(passes.device))
             if host != rng_state()[passes.device.type == "cpu" :]:
@@ -347,15 +349,19 @@ class Graphs:
                 _require_alike(*compared, apart=_tolerance(passes.model, passes.device))
             eager_seconds = made["seconds"]
             made.clear()
-            with keep_for_graph() as tables, torch.enable_grad(), _without_masks_of_its_own(call):
+            with keep_for_graph() as tables, torch.enable_grad(), _generated_masks_disabled(call):
                 self._record = self._record or self._recorder()
                 # No recording may read a device's random state, as checkpoints do, in vain where nothing is drawn.
-                with nullcontext() if drawn else _replaced(checkpoint, "get_device_states", lambda *args: ([], [])):
+                with (
+                    nullcontext()
+                    if drawn
+                    else _patched_attribute(checkpoint, "get_device_states", lambda *args: ([], []))
+                ):
                     found, again = self._record(forward)
                     _, back = self._record(backward_to_shared)
         finally:
             vars(accumulator).update(kept)
-        output = map_tensors(made["output"], _detached)
+        output = map_tensors(made["output"], _detach)
         model = passes.model
         forwards = [module.__dict__.get("forward") for module in model.modules()]
         kept_alive = [*tables, accumulator.policy, *model.modules(), *forwards, *model.parameters(), *model.buffers()]
@@ -367,21 +373,21 @@ class Graphs:
             raise RuntimeError("a recorded pass reached other parameters than an ordinary one")
         # Recorded, attention may draw its masks in another order: then the sums are of one size, and no more alike than that.
         alike = _require_one_size if drawn else partial(_require_alike, apart=_tolerance(model, passes.device))
-        alike(self._tried(graph, batches[0], random), expected[0])
-        first = _aside(graph.sums)
-        _overwrite_what_is_free(passes.device)
-        _require_alike(self._tried(graph, batches[0], random), first, apart=_tolerance(model, passes.device))
-        second = self._tried(graph, batches[1], random)
+        alike(self._sums_of_trial(graph, batches[0], random), expected[0])
+        first = _copy_to_host(graph.sums)
+        _poison_free_memory(passes.device)
+        _require_alike(self._sums_of_trial(graph, batches[0], random), first, apart=_tolerance(model, passes.device))
+        second = self._sums_of_trial(graph, batches[1], random)
         alike(second, expected[1])
-        if _same(first, second) and not _same(*expected):
+        if _equal(first, second) and not _equal(*expected):
             raise RuntimeError("a replayed pass gave the same sums for another batch")
         replay_seconds = _seconds(passes.device, graph.forward) + _seconds(passes.device, graph.backward)
         _set_random_state(passes.device, random)
-        if not self._force and replay_seconds > MOST_TIME * eager_seconds:
+        if not self._force and replay_seconds > MAX_TIME_SHARE * eager_seconds:
             raise _RecordingRefusal
         return graph
 
-    def _tried(self, graph: _Graph, batch: Call, random: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _sums_of_trial(self, graph: _Graph, batch: Call, random: torch.Tensor) -> dict[str, torch.Tensor]:
         _copy(graph.call, batch)
         _set_random_state(self._passes.device, random)
         graph.forward()
@@ -407,25 +413,25 @@ def _seconds(device: torch.device, function: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def _peak(device: torch.device) -> int:
-    """Bytes beside those in use now that a device had to have at some time, and must have beside a recording."""
+def _required_memory(device: torch.device) -> int:
+    """Bytes above those in use now that eager passes needed at their peak, and will need beside a recording."""
     if device.type != "cuda":
         return 0
     return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
 
 
 def _tolerance(model: torch.nn.Module, device: torch.device) -> float:
-    """How far a sum may be from that of another pass: kernels of others may add in no fixed order, and in 16 bits that grows."""
+    """The relative distance allowed between sums of two passes: some kernels add in no fixed order, and 16 bits magnify that."""
     halves = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
     return 1 / 8 if halves or torch.is_autocast_enabled(device.type) else 1e-2
 
 
-def _aside(sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _copy_to_host(sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies in the host's memory: a device may have none left for them."""
     return {name: total.to("cpu", copy=True) for name, total in sums.items()}
 
 
-def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(total, other[name].to(total.device)) for name, total in one.items())
 
 
@@ -454,8 +460,8 @@ def _require_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
             )
 
 
-def _overwrite_what_is_free(device: torch.device) -> None:
-    """Fill memory that nobody holds, so that a replay that reads what was let go of gives something else."""
+def _poison_free_memory(device: torch.device) -> None:
+    """Fill free memory with NaN, so that a replay that reads freed tensors gives other sums."""
     if device.type != "cuda":
         return
     free = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -464,11 +470,11 @@ def _overwrite_what_is_free(device: torch.device) -> None:
     del held
 
 
-def _detached(t: torch.Tensor) -> torch.Tensor:
+def _detach(t: torch.Tensor) -> torch.Tensor:
     return t if isinstance(t, Logits) else t.detach().requires_grad_(t.requires_grad)
 
 
-def _copied(t: torch.Tensor) -> torch.Tensor:
+def _copy_output(t: torch.Tensor) -> torch.Tensor:
     return t if isinstance(t, Logits) else t.detach().clone().requires_grad_(t.requires_grad)
 
 
@@ -484,8 +490,8 @@ def _fill(graph: _Graph, call: Call, ticket: Ticket) -> None:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let a module have another attribute meanwhile."""
+def _patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set another value of an attribute within the context."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -494,19 +500,21 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def _without_masks_of_its_own(call: Call) -> ExitStack:
-    """Keep transformers from float masks that nobody asked for: for rows that may be packed, and because a stream is recorded.
+def _generated_masks_disabled(call: Call) -> ExitStack:
+    """Keep transformers from making float masks for rows that may be packed, or because a stream is being recorded.
 
     Rows whose positions the model counts itself are not packed.
     """
     masks = sys.modules.get("transformers.masking_utils")
     kept = ExitStack()
     if hasattr(masks, "find_packed_sequence_indices") and all(path[-1] != "position_ids" for path, _ in leaves(call)):
-        kept.enter_context(_replaced(masks, "find_packed_sequence_indices", lambda position_ids: None))
+        kept.enter_context(_patched_attribute(masks, "find_packed_sequence_indices", lambda position_ids: None))
     traced = getattr(masks, "is_tracing", None)
     if traced is not None:
         # Some releases make a mask of none at all while they trace.
-        kept.enter_context(_replaced(masks, "is_tracing", lambda given=None: given is not None and traced(given)))
+        kept.enter_context(
+            _patched_attribute(masks, "is_tracing", lambda given=None: given is not None and traced(given))
+        )
     return kept
 
 
@@ -521,15 +529,15 @@ def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
 
-def _recover(device: torch.device) -> None:
-    """A recording that fails leaves the generator believing that it goes on: give it a state that knows nothing of it."""
+def _reset_generator(device: torch.device) -> None:
+    """Give the generator a new state: after a recording that failed, the old one takes it to be under way still."""
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index or 0]
         generator.graphsafe_set_state(generator.clone_state())
         torch.cuda.empty_cache()
 
 
-def _on_a_gpu() -> RecordPass:
+def _cuda_recorder() -> RecordPass:
     """CUDA graphs that share their memory: the backward pass finds what the forward pass left there."""
     pool = torch.cuda.graph_pool_handle()
 

@@ -1,4 +1,4 @@
-"""The loader of a private run: hands out what its sampler draws, in micro-batches with tickets."""
+"""The loader of a private run: cuts each logical batch that the sampler draws into microbatches, each with a `Ticket`."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from fastdp.private.sampler import Sampler, Units
 from fastdp.private.shapes import LengthBuckets, PublicPlaces, PublicShapes, ShapedCollator, grid_size
 
 _END = object()
-#: What the plan, and the checks of the first batch, go by.
+#: Attributes that the plan and the first batch's checks rest on: they are set once.
 _PLANNED = frozenset({"dataset", "collate_fn", "batch_size", "kind", "units", "unit_map", "reproducible", "_sampler"})
 
 
 class PrivateLoader:
-    """Iterates one epoch in micro-batches; ``len`` counts logical steps, as learning-rate schedules do.
+    """Iterates one epoch in microbatches; ``len`` counts logical steps, as learning-rate schedules do.
 
-    Each micro-batch's ticket goes to ``tickets`` in the order of delivery, and each backward pass consumes one.
+    Each microbatch's ticket goes to ``tickets`` in the order of delivery, and each backward pass consumes one.
     An empty logical batch is delivered as one padding row of weight 0, since stock models crash on no rows at all.
 
-    A data set with an attribute ``lengths``, one number an example, has each logical batch cut into micro-batches of like
+    A data set with an attribute ``lengths``, one number an example, has each logical batch cut into microbatches of like
     lengths, the longest first: less padding, and a shortage of memory shows at once. The sums are over the same units.
 
     Args:
@@ -55,12 +55,13 @@ class PrivateLoader:
         stream: the randomness of the draws.
         kind: the release that the loader draws for: training steps, or one release besides them.
         remaining: how many logical batches the budget still holds; may raise.
-        max_physical_batch_size: most examples in a micro-batch.
+        max_physical_batch_size: most examples in a microbatch.
         unit_map: name of the batch entry that holds the unit of every token, for collators that pack rows.
+        observers: see each draw, and may leave units out of it.
         ranks: the processes that train together. Each draws the same logical batch and delivers its share of it, in as many
-            micro-batches as the others, padding rows for those it lacks.
-        one_unit: hand out one unit at a time.
-        shapes: public shapes of micro-batches, or None.
+            microbatches as the others, padding rows for those it lacks.
+        one_unit: one unit in each microbatch, as ``isolation="per_example"`` asks.
+        shapes: public shapes of microbatches, or None.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class PrivateLoader:
         #: The user's own, for another run after this one.
         self.given = loader
         self.dataset: Dataset = loader.dataset
-        # Of users each place has the rows of one with the most examples, and at least one that weighs nothing.
+        # Rows of one place under public shapes. A user's place holds the largest user's rows and one row of weight 0.
         self._place_rows = 1 if units.members is None else units.largest + 1
         shaped = shapes and ShapedCollator(loader.collate_fn, shapes, self._place_rows)
         self.collate_fn = shaped or loader.collate_fn
@@ -93,7 +94,7 @@ class PrivateLoader:
         self._sampler = plan.sampler(stream, kind)
         most = max_physical_batch_size // self._place_rows
         self._places = None if shapes is None else PublicPlaces(self._sampler, most)
-        #: Whether what data set and collator draw follows from the user's seeds: nothing is protected then.
+        #: Whether random draws of the data set and collator follow the user's seeds; such a run has no guarantee.
         self.reproducible = stream.reproducible or plan.sigma == 0
         self.units = units
         self.steps_per_epoch = plan.steps_per_epoch if kind == STEP else 1
@@ -117,18 +118,20 @@ class PrivateLoader:
         #: Called before iteration by loops that take batches ahead; and the probe batches that come next.
         self.plan_probes: Callable[[Collation, int], None] = lambda source, rows: None
         self.probes: Callable[[], Iterable[ProbeBatch]] = tuple
-        #: Whether the latest iteration went to its end; and whether it was left with logical batches not handed out.
+        #: Whether the latest iteration was complete; and whether the loop left it before its last logical batch.
         self._whole = self.cut_short = False
         #: Set by a caller that takes each batch before the backward pass of the one before.
         self.takes_ahead = False
-        #: Set by a caller that takes several micro-batches before their backward passes, and checks them itself.
+        #: Set by a caller that takes several microbatches before their backward passes, and checks them itself.
         self.look_ahead = False
         self._options: dict[str, Any] = {
             "num_workers": loader.num_workers,
-            "collate_fn": _Measured(self.collate_fn),
+            "collate_fn": _MeasuringCollator(self.collate_fn),
             "pin_memory": loader.pin_memory,
             "timeout": loader.timeout,
-            "worker_init_fn": loader.worker_init_fn if self.reproducible else partial(_begin, loader.worker_init_fn),
+            "worker_init_fn": loader.worker_init_fn
+            if self.reproducible
+            else partial(_seed_worker, loader.worker_init_fn),
             "prefetch_factor": loader.prefetch_factor,
         }
 
@@ -156,7 +159,7 @@ class PrivateLoader:
     def __iter__(self) -> Iterator[Any]:
         whole, self._whole = self._whole, False
         if whole:
-            # Not broken off: the loop went past the last batch, as it may past no other.
+            # The last batch of the epoch before must have had its backward pass too.
             self.require_consumed()
         self.cut_short = False
         self.tickets.clear()
@@ -166,10 +169,10 @@ class PrivateLoader:
             yield from self.probe_batches()
         steps = min(self.steps_per_epoch, self.remaining())
         waiting: deque[tuple[list[int], Ticket]] = deque()
-        read: Any = _Singly(self.dataset) if _may_mix(self.dataset) else self.dataset
+        read: Any = _PerExampleDataset(self.dataset) if _reads_examples_together(self.dataset) else self.dataset
         inner: DataLoader = DataLoader(read, batch_sampler=_TicketedBatches(self, steps, waiting), **self._options)
         try:
-            for indices, ticket, lengths, batch in self._tickets(self._collated(inner), waiting):
+            for indices, ticket, lengths, batch in self._with_tickets(self._collate_batches(inner), waiting):
                 if not self.look_ahead:
                     self.require_consumed()
                     self.require_step()
@@ -178,10 +181,10 @@ class PrivateLoader:
                 source = Collation.of(self.dataset, self.collate_fn, indices, batch, self.unit_map)
                 ticket = replace(ticket, source=source, lengths=tuple(lengths), in_eval=self.in_eval())
                 if self.unit_map is not None:
-                    batch, ticket = self._packed(batch, ticket)
+                    batch, ticket = self._take_unit_map(batch, ticket)
                 self.tickets.append(ticket)
                 steps -= ticket.is_last
-                yield self._placed(batch)
+                yield self._to_device(batch)
                 yield from self.probe_batches()
         except GeneratorExit:
             # At the interpreter's end `__setattr__` has no globals left.
@@ -189,22 +192,23 @@ class PrivateLoader:
             raise
         self._whole = True
 
-    def _tickets(self, inner: Iterator[Any], waiting: deque[tuple[list[int], Ticket]]) -> Iterator[Any]:
-        """The example indices, ticket, lengths and batch of each forward pass: one for each shape of a micro-batch."""
+    def _with_tickets(self, inner: Iterator[Any], waiting: deque[tuple[list[int], Ticket]]) -> Iterator[Any]:
+        """The example indices, ticket, lengths and batch of each forward pass: one for each public shape in a microbatch."""
         for parts in inner:
             indices, ticket = waiting.popleft()
             for number, (rows, lengths, batch) in enumerate(parts):
                 if rows is None:
                     yield indices, ticket, lengths, batch
                     continue
+                # A row of another shape repeats one of this shape, at weight 0.
                 own = torch.tensor(rows) == torch.arange(len(rows))
                 firsts = torch.searchsorted(ticket.row_units, torch.arange(len(ticket.weights)))
                 last = ticket.is_last and number == len(parts) - 1
                 shaped = replace(ticket, weights=ticket.weights * own[firsts], is_last=last)
                 yield [indices[row] for row in rows], shaped, lengths, batch
 
-    def _collated(self, inner: Iterable[Any]) -> Iterator[Any]:
-        """What data set and collator make, drawing by chance what nobody knows, unless the run's own draws are known."""
+    def _collate_batches(self, inner: Iterable[Any]) -> Iterator[Any]:
+        """The collated batches. The operating system seeds draws of data set and collator, except in a reproducible run."""
         chance = nullcontext if self.reproducible else seed_from_os
         with chance():
             batches = iter(inner)
@@ -223,11 +227,11 @@ class PrivateLoader:
             ticket = _ticket([1] * len(source.indices), 0.0, is_last=False)
             probe = replace(probe, source=source)
             self.tickets.append(replace(ticket, source=source, probe=probe, in_eval=self.in_eval()))
-            batch = self._placed(batch)
+            batch = self._to_device(batch)
             with seeded(probe.seed):
                 yield batch
 
-    def _placed(self, batch: Any) -> Any:
+    def _to_device(self, batch: Any) -> Any:
         if self.device is None:
             return batch
         # To a device it is queued; from one the host has to wait for it.
@@ -241,7 +245,7 @@ class PrivateLoader:
                 "the next, or iterate anew"
             )
 
-    def _packed(self, batch: Any, ticket: Ticket) -> tuple[Any, Ticket]:
+    def _take_unit_map(self, batch: Any, ticket: Ticket) -> tuple[Any, Ticket]:
         if not hasattr(batch, "pop") or self.unit_map not in batch:
             raise ValueError(f"the collator did not put the unit map '{self.unit_map}' into the batch")
         token_units = batch.pop(self.unit_map)
@@ -253,8 +257,8 @@ class PrivateLoader:
         return batch, replace(ticket, token_units=token_units)
 
     def micro_batches(self, drawn: list[int]) -> Iterator[tuple[list[int], Ticket]]:
-        """The example indices and ticket of each micro-batch of one logical batch, whole units together."""
-        microbatches, each = self._own_pieces(drawn), 1 if self._places is None else self._place_rows
+        """The example indices and ticket of each microbatch of one logical batch, whole units together."""
+        microbatches, each = self._own_microbatches(drawn), 1 if self._places is None else self._place_rows
         for number, places in enumerate(microbatches):
             # Padding repeats rows, so that it has no shape of its own.
             filler = self.units.examples(next((unit for unit in places if unit is not None), 0))
@@ -271,19 +275,19 @@ class PrivateLoader:
             rows = [row for own, padding in zip(owns, rest) for row in own + own[:1] * padding]
             yield rows, replace(ticket, weights=torch.tensor(weights))
 
-    def _own_pieces(self, drawn: list[int]) -> list[list[int | None]]:
-        """The units in each of this process's micro-batches of a logical batch, None for a row of padding."""
+    def _own_microbatches(self, drawn: list[int]) -> list[list[int | None]]:
+        """The units in each of this process's microbatches of a logical batch, None for a row of padding."""
         if self._places is not None:
             return self._places.of(drawn, self._sampler.stream.permutation)
         if self.lengths is not None:
             drawn = sorted(drawn, key=self._longest, reverse=True)
-        shares = [self._pieces(share) for share in self.ranks.shares(drawn)]
+        shares = [self._cut(share) for share in self.ranks.shares(drawn)]
         own = shares[self.ranks.rank]
         pieces = [piece or [None] for piece in own] + [[None]] * (max(map(len, shares)) - len(own))
         return [[*piece, *[None] * (self._padded_rows(len(piece)) - len(piece))] for piece in pieces]
 
     def _padded_rows(self, rows: int) -> int:
-        """Rows of a microbatch that has so many: the last of a logical batch that is cut may have any number."""
+        """How many rows a microbatch is padded to: the last one of a draw may have any number, and few shapes should come."""
         if not self._pads:
             return rows
         most = self.max_physical_batch_size
@@ -299,8 +303,8 @@ class PrivateLoader:
         plain = self._places is None and self.unit_map is None and self.units.members is None
         return plain and self.recording()
 
-    def _pieces(self, drawn: list[int]) -> list[list[int | None]]:
-        """Units cut into micro-batches, the first of which may be empty."""
+    def _cut(self, drawn: list[int]) -> list[list[int | None]]:
+        """Cut units into microbatches; the first is empty if there are none."""
         pieces: list[list[int | None]] = [[]]
         filled = 0
         for unit in drawn:
@@ -352,15 +356,15 @@ class _TicketedBatches:
                 yield indices
 
 
-def _begin(own: Callable[[int], Any] | None, worker: int) -> None:
-    """Begin a worker as the user's function does, whose seeds others may know, and let it draw what nobody knows."""
+def _seed_worker(own: Callable[[int], Any] | None, worker: int) -> None:
+    """Run the user's ``worker_init_fn``, then seed the worker from the operating system: others may know the user's seeds."""
     if own is not None:
         own(worker)
     forget_seeds()
 
 
-class _Measured:
-    """A collator that returns its batch, or one for each public shape: the row in each place, its length, and the batch."""
+class _MeasuringCollator:
+    """A collator that also returns lengths: (rows, lengths, batch) for each public shape, or once with rows None."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]):
         self.collate = collate
@@ -372,8 +376,8 @@ class _Measured:
         return [(None, lengths, self.collate(items))]
 
 
-class _Singly:
-    """A data set whose examples are read one at a time, by workers too, so that none is made of those it is drawn with."""
+class _PerExampleDataset:
+    """A data set whose examples are read one at a time, so that none depends on those read with it."""
 
     #: What torch would ask for all of a batch at once.
     __getitems__ = None
@@ -394,10 +398,10 @@ class _Singly:
         return getattr(self.dataset, name)
 
 
-def _may_mix(dataset: Any) -> bool:
-    """Whether the examples of a batch are read together by code that may be anybody's, as a transform of datasets' is."""
+def _reads_examples_together(dataset: Any) -> bool:
+    """Whether user code reads the examples of a batch together, such as a transform of `datasets`."""
     if isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
-        return _may_mix(dataset.dataset)
+        return _reads_examples_together(dataset.dataset)
     if type(dataset).__module__.partition(".")[0] == "datasets" and hasattr(dataset, "format"):
         return dataset.format["type"] == "custom"
     return callable(getattr(dataset, "__getitems__", None))

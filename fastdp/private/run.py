@@ -30,7 +30,7 @@ from fastdp.private.plan import Plan, fingerprint
 from fastdp.private.preparation import Access, Moment, Outcome, Preparation
 from fastdp.private.provenance import Provenance
 from fastdp.private.publish import Published
-from fastdp.private.shapes import factors_in_words
+from fastdp.private.shapes import shape_statement
 from fastdp.private.stages import Stages
 from fastdp.private.steps import UNCHECKED, Steps
 from fastdp.verify import Checks
@@ -416,7 +416,7 @@ class Private(Published):
             remaining=[
                 *([accounting.rounded_to_grid(distance)] if self._release.secure_rounding else []),
                 *([among_units_in_words(math.ceil(self.expected_batch_size))] if self.policy.bounds else []),
-                *([factors_in_words(self.data_loader.has_public_shapes)] if self.policy.bounds else []),
+                *([shape_statement(self.data_loader.has_public_shapes)] if self.policy.bounds else []),
             ],
         )
 

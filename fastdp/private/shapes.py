@@ -75,7 +75,7 @@ class ShapedCollator:
     Args:
         collate: the user's own.
         shapes: the lengths, and the pad values that its tokenizer does not tell.
-        rows: the number of rows in a place.
+        rows: the number of rows in a place, the slot of one unit in a microbatch.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], shapes: PublicShapes, rows: int = 1):
@@ -96,9 +96,9 @@ class ShapedCollator:
         return map_leaves(self.collate([*items]), lambda path, t: self._padded(path, t, self.shapes.above))
 
     def parts(self, items: Sequence[Any]) -> Iterator[tuple[list[int], Any]]:
-        """A batch for each shape that places have: the example in each of its rows, and the batch.
+        """A batch for each public shape among the places: the index of the example in each row, and the batch.
 
-        Places of another shape are filled by one of this shape, and every row keeps its place.
+        Every place keeps its rows. Where its own shape is another, it repeats the first place of this shape.
         """
         self._require_padding([dict(leaves(self([copy.deepcopy(item)]))) for item in items])
         places = [range(start, start + self.rows) for start in range(0, len(items), self.rows)]
@@ -171,8 +171,8 @@ class LengthBuckets(ShapedCollator):
 class PublicPlaces:
     """Places for the units of a logical batch, in microbatches of one size; those that are left over are padding.
 
-    Units are put into places at random, among a number of places that no draw changes. So where the others stand has one
-    distribution, with a unit and without it.
+    The number of places is fixed, and units take them at random. So the places of the others have one distribution, with a
+    unit and without it.
 
     Args:
         sampler: what draws the units.
@@ -193,8 +193,8 @@ class PublicPlaces:
         return [placed[start : start + self.rows] for start in range(0, len(placed), self.rows)]
 
 
-def factors_in_words(public: bool) -> str:
-    """What a card says of how one unit changes the rounding of the others' gradients, of records as docs/clipping.md has them."""
+def shape_statement(public: bool) -> str:
+    """The card's sentence on how one unit's shape changes the rounding of the others' gradients (docs/clipping.md)."""
     if public:
         return (
             "one unit changes no bit of another's gradient: the shapes of microbatches and each unit's place in them are "

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from fastdp.accounting import verify
 from fastdp.accounting.card import digest
 from fastdp.finetune import finetune
-from fastdp.private.shapes import factors_in_words
+from fastdp.private.shapes import shape_statement
 from tests.finetune.conftest import config, files, model_folder  # noqa: F401 - fixtures
 
 #: Words for a reader, which nothing else on a card, in weights or in a ledger says a second time.
@@ -92,7 +92,7 @@ def test_no_field_but_words_can_be_changed(run):
 
 def test_the_sentence_on_shapes_is_a_known_one_and_the_only_one(run):
     _, card = run
-    public, private = map(factors_in_words, (True, False))
+    public, private = map(shape_statement, (True, False))
     others = card["remaining"][:2]
     for sentences, holds in (([public], True), ([private], True), ([], False), ([public, private], False)):
         body = {**card, "remaining": [*others, *sentences]}
@@ -103,7 +103,7 @@ def test_the_sentence_on_shapes_is_a_known_one_and_the_only_one(run):
 
 def test_a_swapped_sentence_on_shapes_fails_against_the_ledger(run):
     folder, card = run
-    body = {**card, "remaining": [*card["remaining"][:2], factors_in_words(True)]}
+    body = {**card, "remaining": [*card["remaining"][:2], shape_statement(True)]}
     swapped, ledger = {**body, "digest": digest(body)}, folder / "ledger.jsonl"
     assert "shapes" in next(said for said in verify(swapped).unchecked if "the run's ledger" in said)
     assert "sentence on shapes is not that of a ledger whose shapes are 'own'" in verify(swapped, ledger=ledger).reason

@@ -7,7 +7,7 @@ import pytest
 from fastdp.bench import pages, sentences
 from fastdp.bench.shapes import moved
 
-from fastdp.private.shapes import factors_in_words
+from fastdp.private.shapes import shape_statement
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = pages.RESULTS_PAGE
@@ -44,7 +44,7 @@ def test_a_sentence_that_the_figures_do_not_say_is_refused():
 def test_a_card_states_the_last_row_of_the_table_on_shapes():
     *_, last = pages.shapes()[1]
     assert not any(row["public shapes"] for row in pages.figures("cpu/shapes"))
-    assert f"by {last[1]} of the bound in float32 and by {last[2]} in bfloat16, at 12 layers" in factors_in_words(False)
+    assert f"by {last[1]} of the bound in float32 and by {last[2]} in bfloat16, at 12 layers" in shape_statement(False)
 
 
 def test_a_longer_record_moves_the_others_unless_shapes_are_public():

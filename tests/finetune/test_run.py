@@ -78,7 +78,7 @@ def test_micro_batches_are_recorded_by_default_where_a_run_may(config, tmp_path,
 
     monkeypatch.setattr(run, "_device", lambda config: torch.device("cpu"))
     monkeypatch.setattr("fastdp.builder.refuse_capture", lambda *args, **options: None)
-    monkeypatch.setattr(graphs, "_on_a_gpu", no_recorder)
+    monkeypatch.setattr(graphs, "_cuda_recorder", no_recorder)
     finetune(replace(config, capture=False, epochs=2, output=str(tmp_path / "eager")))
     assert not recorded
     with pytest.warns(UserWarning, match="run one operation at a time: this is no GPU"):

@@ -154,7 +154,7 @@ def test_another_clip_is_not_replayed():
 
 def test_a_model_that_reads_what_a_replay_would_not_is_not_recorded(monkeypatch):
     """Hooks, a count of passes, and numbers drawn on the host."""
-    monkeypatch.setattr(graphs, "MOST_TIME", float("inf"))
+    monkeypatch.setattr(graphs, "MAX_TIME_SHARE", float("inf"))
 
     def count(module, args):
         module.passes = getattr(module, "passes", 0) + 1
@@ -186,7 +186,7 @@ def test_a_loop_that_leaves_zeros_as_gradients_is_recorded():
 
 @cases("most, recorded", [(float("inf"), True), (0.0, False)])
 def test_a_recording_that_is_not_faster_is_let_go_of(most, recorded, monkeypatch):
-    monkeypatch.setattr(graphs, "MOST_TIME", most)
+    monkeypatch.setattr(graphs, "MAX_TIME_SHARE", most)
     engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(8), [], force=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -220,7 +220,7 @@ def test_a_pass_that_finds_no_memory_lets_go_of_the_graphs_and_runs_again():
 
 
 def test_outputs_beside_the_loss_are_the_users_own_unless_recording_was_asked_for(monkeypatch):
-    monkeypatch.setattr(graphs, "MOST_TIME", float("inf"))
+    monkeypatch.setattr(graphs, "MAX_TIME_SHARE", float("inf"))
     for force in (True, False):
         engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(6), [], force=force)
         held = []

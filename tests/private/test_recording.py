@@ -64,7 +64,7 @@ def record_on_a_processor(monkeypatch: pytest.MonkeyPatch, record: Any = again_o
 
     monkeypatch.setattr("fastdp.builder.Graphs", opened)
     monkeypatch.setattr("fastdp.builder.refuse_capture", lambda *args, **options: None)
-    monkeypatch.setattr(graphs, "MOST_TIME", float("inf"))
+    monkeypatch.setattr(graphs, "MAX_TIME_SHARE", float("inf"))
 
 
 def run(
@@ -154,7 +154,7 @@ def test_lengths_that_vary_come_again_at_little_padding(name: str, is_sorted: bo
         shapes[batch["input_ids"].shape] = shapes.get(batch["input_ids"].shape, 0) + 1
         padded, own = padded + batch["input_ids"].shape[1], own + max(ticket.lengths)
     assert 1.0 < padded / own <= 1.15
-    covered = sorted(shapes.values(), reverse=True)[: graphs.MOST]
+    covered = sorted(shapes.values(), reverse=True)[: graphs.MAX_GRAPHS]
     assert sum(covered) >= 0.95 * sum(shapes.values())
     assert max(length for _, length in shapes) <= max(lengths)
 

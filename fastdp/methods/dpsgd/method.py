@@ -56,6 +56,9 @@ class DPSGD(Options):
 class NonPrivate(Method):
     """No clipping and no noise: the baseline, on the same per-example objective, sampling and batch size.
 
+    Attributes:
+        mechanism: its name on cards.
+
     Raises:
         ValueError: when the run is made, if it asks for a finite epsilon.
 
