@@ -59,7 +59,7 @@ GPUS = {
 PER_NORMAL, PER_UPDATE = 81, 35
 #: Of the former, for each double round of ChaCha below the ten of ChaCha20. Instructions are what a normal waits for: its 152
 #: where it is rounded and 117 where it is not would take 5.1 and 3.9 ps if 128 were issued a clock, and took 5.6 and 4.2, where
-#: those of the pipe for logic would take 3.7 and 3.5. A double round has 99 for 16 normals. No GPU has run noise of 12 rounds.
+#: those of the pipe for logic would take 3.7 and 3.5. A double round has 99 for 16 normals.
 PER_DOUBLE_ROUND = PER_NORMAL * 99 / 16 / 152
 #: And for each pair of moments that are rounded at random: a hash, and both roundings.
 PER_ROUNDING = 12
