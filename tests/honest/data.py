@@ -42,6 +42,16 @@ def masking(rate: float, length: int, **options: Any) -> Case:
 
 
 register_all(MASKING, lambda v: masking(*v), "mlm_")
+
+
+@program()
+def mlm_whole_words() -> Case:
+    """Whole words are masked, by offsets that the tokenizer returns."""
+    rows = [dict(kit.tokenizer()(text, return_offsets_mapping=True)) for text in kit.texts()]
+    collator = hf.DataCollatorForLanguageModeling(kit.tokenizer(), whole_word_mask=True, mask_replace_prob=1.0)
+    return Case(kit.bert("MaskedLM"), rows, collator, exact=False)
+
+
 register("mlm_no_random_replacement", lambda: masking(0.2, 10, mask_replace_prob=1.0, random_replace_prob=0.0))
 
 
