@@ -15,8 +15,8 @@ from .settle import NO_LIST, new_list, settle, store_rounded
 from .tiles import load_flat, store_flat
 
 # Elements that one program of the dot products reads: large enough that its float64 sums hide behind the loads.
-CHUNK = 16384
-CHUNK_STEP = 2048
+CLIP_CHUNK = 16384
+CLIP_STEP = 2048
 
 
 @triton.jit(do_not_specialize=["width", "chunks"])
@@ -141,7 +141,7 @@ def pull_back_kernel(p_grad, p_x, p_out, p_root, p_pull, n, width, b_tile: tl.co
 
 
 def _row_dots(x: torch.Tensor, y: torch.Tensor, rows: int, width: int) -> tuple[torch.Tensor, int]:
-    chunks = max(1, cdiv(width, CHUNK))
+    chunks = max(1, cdiv(width, CLIP_CHUNK))
     partial = torch.empty(rows, chunks, dtype=torch.float64, device=x.device)
     row_dots_kernel[(rows * chunks,)](
         x,
@@ -149,8 +149,8 @@ def _row_dots(x: torch.Tensor, y: torch.Tensor, rows: int, width: int) -> tuple[
         partial,
         width,
         chunks,
-        b_step=CHUNK_STEP,
-        b_chunk=CHUNK,
+        b_step=CLIP_STEP,
+        b_chunk=CLIP_CHUNK,
         ALIGNED=width % 16 == 0,
         enable_fp_fusion=True,
         num_warps=4,
@@ -224,7 +224,7 @@ def clip_noise_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor,
             enable_fp_fusion=True,
             num_warps=1,
         )
-        pull_back_kernel[(cdiv(x.numel(), CHUNK_STEP),)](
+        pull_back_kernel[(cdiv(x.numel(), CLIP_STEP),)](
             grad,
             flat,
             out,
@@ -232,7 +232,7 @@ def clip_noise_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor,
             pull,
             x.numel(),
             width,
-            b_tile=CHUNK_STEP,
+            b_tile=CLIP_STEP,
             ALIGNED=x.numel() % 16 == 0,
             enable_fp_fusion=True,
             num_warps=4,

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from .launch import assert_ids, next_power_of_2, on_device_of, serves
 
-_COLUMNS = 4096
+HEAD_COLUMNS = 4096
 
 
 @triton.jit
@@ -18,7 +18,7 @@ def _part(p_row, o_v, words, width):
 
 
 @triton.jit(do_not_specialize=["words", "ignored"])
-def _gradient_kernel(p_logits, p_target, p_weights, p_losses, words, width, ignored, b: tl.constexpr):
+def gradient_kernel(p_logits, p_target, p_weights, p_losses, words, width, ignored, b: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(p_target + row)
     weight = tl.load(p_weights + row).to(tl.float32)
@@ -60,7 +60,7 @@ def cross_entropy_gradient_(
         return losses.zero_()
     assert_ids(target.masked_fill(target == ignored, 0), words)
     with on_device_of(logits):
-        _gradient_kernel[(tokens,)](
+        gradient_kernel[(tokens,)](
             logits,
             target.contiguous(),
             weights.contiguous(),
@@ -68,7 +68,7 @@ def cross_entropy_gradient_(
             words,
             width,
             ignored,
-            b=min(_COLUMNS, max(16, next_power_of_2(width))),
+            b=min(HEAD_COLUMNS, max(16, next_power_of_2(width))),
             enable_fp_fusion=True,
             num_warps=8,
         )

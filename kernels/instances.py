@@ -15,7 +15,7 @@ from .direct import ABSOLUTE, MASKED_SQUARE, SQUARE
 from .launch import cdiv, on_device_of, serves
 from .reduce import sum_slots
 
-CHUNK = 4096
+INSTANCE_CHUNK = 4096
 COLUMNS = 1024
 
 
@@ -73,7 +73,7 @@ def instance_norms(instances: torch.Tensor, measure: int, mask: torch.Tensor | N
         return torch.zeros(rows, units, dtype=torch.float32, device=instances.device)
     instances = instances.contiguous()
     n = instances.numel() // units
-    chunks = cdiv(n, CHUNK)
+    chunks = cdiv(n, INSTANCE_CHUNK)
     parts = torch.empty(rows, units * chunks, dtype=torch.float32, device=instances.device)
     with on_device_of(instances):
         instance_norm_kernel[(units * chunks,)](
@@ -83,7 +83,7 @@ def instance_norms(instances: torch.Tensor, measure: int, mask: torch.Tensor | N
             units,
             chunks,
             n,
-            b=CHUNK,
+            b=INSTANCE_CHUNK,
             KIND=measure,
             enable_fp_fusion=True,
             num_warps=4,

@@ -44,7 +44,10 @@ class Bench:
     def of_run(self, row: dict[str, Any]) -> dict[str, Any]:
         """Rows of a private run."""
         name = f"{row['tuning']}-{row['epsilon']:g}-{row['seed']}"
-        return {**self.of_file(self.folder / f"{name}.jsonl"), **settings(Card.load(self.folder / f"{name}.card.json"))}
+        return {
+            **self.of_file(self.folder / f"{name}.jsonl"),
+            **stated_settings(Card.load(self.folder / f"{name}.card.json")),
+        }
 
     def of_file(self, path: Path) -> dict[str, Any]:
         """Rows of a file."""
@@ -68,7 +71,7 @@ class Bench:
         return {"judged": len(chosen), "accuracy": accuracy}
 
 
-def settings(card: Card) -> dict[str, Any]:
+def stated_settings(card: Card) -> dict[str, Any]:
     """What a card says of a run's settings."""
     found = {name: card[name] for name in ("noise_multiplier", "sample_rate", "dataset_size")}
     found |= {"true_epsilon": card["epsilon"]["upper_bound"], "delta": card["epsilon"]["delta"]}

@@ -115,7 +115,7 @@ class Private(Published):
         self._observers = observers
         self._observed: set[str] = set()
         self._assumed: list[str] = []
-        self._installed = installed
+        self.installed = installed
         moved = stages.parameters if installed is None else installed.trained
         self._provenance = Provenance(model, moved, ledger, lambda: self._state)
         self._fingerprint = fingerprint(moved)
@@ -256,7 +256,7 @@ class Private(Published):
 
     def _restart(self) -> None:
         self._loaded_mode.end(train=True)
-        if self._installed is not None:
+        if self.installed is not None:
             # In evaluation mode a call is the model's own.
             self.model.train()
         self._abandon()
@@ -304,8 +304,8 @@ class Private(Published):
     def _follow_schedule(self) -> None:
         """The policy of the step to come, by its number in the ledger, which its event goes by too."""
         step, accumulator = self.steps_done, self._engine.accumulator
-        if self._installed is not None:
-            self._installed.number = step
+        if self.installed is not None:
+            self.installed.number = step
         if accumulator.policy.bounds:
             accumulator.policy = self._scheduled(accumulator.policy, step)
 
@@ -372,7 +372,7 @@ class Private(Published):
         self._provenance.look_back()
         stream, plan = self._release.stream, self.plan
         seen = ", ".join(sorted(self._observed))
-        moved = self._engine.parameters if self._installed is None else self._installed.trained
+        moved = self._engine.parameters if self.installed is None else self.installed.trained
         noised = sum(p.numel() for p in self._engine.parameters.values())
         distance = DISTANCE * noised * sum(self.ledger.spent(kind) for kind in self.ledger.kinds)
         return accounting.Card.build(
@@ -491,8 +491,8 @@ class Private(Published):
                 "weights in pieces cannot be copied: prove a run of the same model, or of a smaller one, in one process"
             )
         loader, twin = self.data_loader, copy.deepcopy(self.model).train()
-        if self._installed is not None:
-            self._installed.plain(twin)
+        if self.installed is not None:
+            self.installed.plain(twin)
         method = proving.PreparedMethod(self.method, self.outcome)
         units = [
             [loader.dataset[index] for index in loader.units.examples(unit)]
@@ -517,8 +517,8 @@ class Private(Published):
         self._abandon()
         self._steps.remove()
         self._stages.close()
-        if self._installed is not None:
-            self._installed.remove()
+        if self.installed is not None:
+            self.installed.remove()
         self.ledger.close()
         for owner in (self.model, self.optimizer):
             _DRIVEN.pop(owner, None)

@@ -182,7 +182,7 @@ DCHI = {"p_table": "*fp32", "p_ids": "*i64", "p_eta": "*fp64", "p_position": "*i
 
 def instance_norm_case(dtype, kind, slow=False):
     types = {"p_x": f"*{dtype}", "p_mask": "*u8", "p_parts": "*fp32", **numbers("units", "chunks", "n")}
-    return Case(instances.instance_norm_kernel, types, {"b": instances.CHUNK, "KIND": kind.value}, slow=slow)
+    return Case(instances.instance_norm_kernel, types, {"b": instances.INSTANCE_CHUNK, "KIND": kind.value}, slow=slow)
 
 
 def instance_sum_case(dtype, masked, slow=False):
@@ -358,12 +358,12 @@ CASES = {
     "grouped-bf16-64": grouped_case(tl.bfloat16, 64, 64, 8, slow=True),
     "grouped-fp32": replace(grouped_case(tl.float32, 16, 32, 8, slow=True), loop=460),
     "head-bf16": Case(
-        heads._gradient_kernel,
+        heads.gradient_kernel,
         {
             **{"p_logits": "*bf16", "p_target": "*i64", "p_weights": "*fp32", "p_losses": "*fp32"},
             **numbers("words", "width", "ignored"),
         },
-        {"b": heads._COLUMNS},
+        {"b": heads.HEAD_COLUMNS},
         8,
     ),
     "instance-norm": instance_norm_case("fp32", direct.SQUARE),

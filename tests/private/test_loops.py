@@ -442,7 +442,7 @@ def test_lbfgs_is_refused() -> None:
 def test_whatever_fails_in_make_private_gives_the_model_its_own_forward_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Classifier()
 
-    def fails(*args: Any) -> None:
+    def fails(*args: Any, **options: Any) -> None:
         raise RuntimeError("a fault")
 
     monkeypatch.setattr("fastdp.builder.Private", fails)

@@ -83,7 +83,7 @@ class RandomDirection:
         self._hook.remove()
         for group, own in zip(self.optimizer.param_groups, self._groups):
             group["params"] = own
-        del self.model._modules[NAME]
+        delattr(self.model, NAME)
         if self._own:
             self.model.forward = self._forward  # type: ignore[method-assign]
         else:
@@ -93,7 +93,7 @@ class RandomDirection:
 
     def plain(self, twin: nn.Module) -> None:
         """Take it out of a copy of the model."""
-        del twin._modules[NAME]
+        delattr(twin, NAME)
         for name, parameter in twin.named_parameters():
             parameter.requires_grad_(name in self.trained)
 
@@ -161,7 +161,7 @@ class RandomDirection:
         def move(*_: Any) -> None:
             for name, parameter in held.items():
                 self._reached.add(id(parameter))
-                own[name] = self._draw(parameter).mul_(distance).add_(parameter.detach())
+                own[name] = self.draw(parameter).mul_(distance).add_(parameter.detach())
 
         def put_back(*_: Any) -> None:
             own.update(held)
@@ -171,7 +171,7 @@ class RandomDirection:
             module.register_forward_hook(put_back, always_call=True),
         ]
 
-    def _draw(self, parameter: Tensor) -> Tensor:
+    def draw(self, parameter: Tensor) -> Tensor:
         """The direction at a parameter, drawn anew each time: i.i.d. normal, from the seed, the release and its number."""
         place = f"{self.seed} {self.number} {self._index[id(parameter)]}".encode()
         generator = torch.Generator(parameter.device)
@@ -189,7 +189,7 @@ class RandomDirection:
             # A first group at rate 0 makes no step, and the others none with it.
             far = size.reshape(()) * (rate / (rates[0] or 1.0))
             for parameter in group:
-                parameter.addcmul_(self._draw(parameter), far.to(parameter.dtype))
+                parameter.addcmul_(self.draw(parameter), far.to(parameter.dtype))
         size.zero_()
 
 

@@ -40,13 +40,13 @@ def one_step(private: Any) -> tuple[float, list[Any]]:
         private.optimizer.step()
         if private.last_step_done:
             break
-    released = float(private._installed.step.weight.grad)
+    released = float(private.installed.step.weight.grad)
     private.optimizer.zero_grad()
     return released, seen
 
 
 def direction(private: Any) -> dict[str, torch.Tensor]:
-    return {name: private._installed._draw(p) for name, p in private._installed.trained.items()}
+    return {name: private.installed.draw(p) for name, p in private.installed.trained.items()}
 
 
 def slopes(model: Any, rows: Any, z: dict[str, torch.Tensor], h: float = 1e-3) -> torch.Tensor:
@@ -125,7 +125,7 @@ def test_noise_is_on_one_number_and_of_the_standard_deviation_that_is_paid_for()
         for rows in private.data_loader:
             model(**rows)["loss"].backward()
             private.optimizer.step()
-            draws.append(float(private._installed.step.weight.grad))
+            draws.append(float(private.installed.step.weight.grad))
             private.optimizer.zero_grad()
     noise = torch.tensor(draws) * private.expected_batch_size / (200.0 * 1e-3)
     # Each is N(0, 1) but for a mean of at most the batch over the noise; the sum of squares is chi-square.
@@ -164,7 +164,7 @@ def test_a_resumed_run_goes_on_with_another_direction(tmp_path: Path) -> None:
     first.detach()
     second = run(Classifier(), resume=True, **options)
     second.load_state_dict(kept)
-    assert second._installed.number == 1
+    assert second.installed.number == 1
 
 
 @pytest.mark.parametrize(
