@@ -6,15 +6,17 @@ import itertools
 import logging
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import fastdp.files as files
 from fastdp.calls.modes import in_mode
@@ -153,7 +155,7 @@ class PrivateTraining(_TrainerBase):
 
     Args:
         privacy: budget and method.
-        Everything else: as for the Trainer.
+        Everything else: as for the Trainer; ``label_smoothing_factor`` smooths the mean over each row's own labels.
 
     Raises:
         ValueError: for training arguments that cannot be combined with private training, naming each.
@@ -180,7 +182,6 @@ class PrivateTraining(_TrainerBase):
             1,
             "set per_device_train_batch_size to the logical batch and bound memory by privacy.max_physical_batch_size",
         ),
-        "label_smoothing_factor": (0, "it replaces the model's loss by one over the whole batch"),
         "fp16": (False, "small gradients vanish in float16; use bf16"),
         "auto_find_batch_size": (False, "the accountant needs the batch size before training"),
         "fsdp": ([], "call fully_shard on the model and give it to make_private, in a loop of your own"),
@@ -294,9 +295,30 @@ class PrivateTraining(_TrainerBase):
         options = {name: value for name, value in vars(privacy).items() if name != "user_id_column"}
         options |= self.private_options()
         given = privacy.criterion is not None or privacy.loss_reduction is not None
-        if not given and self._loss_is_outside(loader.dataset, loader.collate_fn, options["unit_map"]):
+        if not given and self._smooths_labels(loader):
+            options["criterion"] = self.smoothed_losses
+        elif not given and self._loss_is_outside(loader.dataset, loader.collate_fn, options["unit_map"]):
             options["loss_reduction"] = "mean"
         return options
+
+    def _smooths_labels(self, loader: DataLoader) -> bool:
+        """Whether ``label_smoothing_factor`` makes the loss: as in Trainer, of labels and where the user computes none."""
+        if self.label_smoother is None or self.computes_loss:
+            return False
+        if self.private_options():
+            raise ValueError("label_smoothing_factor cannot be used with packing=True: set packing=False")
+        return "labels" in loader.collate_fn([loader.dataset[0]])
+
+    def smoothed_losses(self, output: Any, batch: Any) -> torch.Tensor:
+        """Trainer's smoothed cross-entropy of each row ``[rows]``: the mean over the row's own labels, not the batch's."""
+        logits, labels = output["logits"] if isinstance(output, Mapping) else output[0], batch["labels"]
+        model = getattr(self.model, "get_base_model", lambda: self.model)()
+        if type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        flat, smoothing = labels.flatten(), self.args.label_smoothing_factor
+        losses = F.cross_entropy(logits.flatten(0, -2).float(), flat, reduction="none", label_smoothing=smoothing)
+        counts = (flat != -100).view(len(labels), -1).sum(1)
+        return losses.view(len(labels), -1).sum(1) / counts.clamp(min=1)
 
     @property
     def computes_loss(self) -> bool:
@@ -409,10 +431,13 @@ class PrivateTraining(_TrainerBase):
 
     def private_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         """The loss of a training batch: the mean over its examples of their own losses."""
-        if self.privacy.criterion is None:
+        if self.private is None or self.private.criterion is None:
             return self.compute_loss(model, inputs)
-        assert self.private is not None
-        return self.private.loss(model(**inputs), inputs)
+        given = inputs
+        if self.private.criterion == self.smoothed_losses:
+            # As Trainer does, so that the model computes no loss of its own.
+            given = {name: value for name, value in inputs.items() if name != "labels"}
+        return self.private.loss(model(**given), inputs)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """None are counted: their number tells how many tokens were drawn, padding included, and would be saved."""

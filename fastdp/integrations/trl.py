@@ -196,6 +196,7 @@ class DPDPOTrainer(PrivateTraining, DPOTrainer):
 
     refused: ClassVar[dict[str, tuple[Any, str]]] = {
         **_REFUSED,
+        "label_smoothing_factor": (0, "the losses of pairs have no labels to smooth"),
         "sync_ref_model": (False, "the reference must stay as it was, so that its log-probabilities hold"),
         "use_weighting": (False, "only the plain losses of pairs are known to the engine"),
         "ld_alpha": (None, "only the plain losses of pairs are known to the engine"),

@@ -42,6 +42,18 @@ def masking(rate: float, length: int, **options: Any) -> Case:
 
 
 register_all(MASKING, lambda v: masking(*v), "mlm_")
+
+
+@program()
+def mlm_whole_words() -> Case:
+    """Whole words are masked, by offsets that the tokenizer returns, which the collator does not pad."""
+    options = {"return_offsets_mapping": True, "padding": "max_length", "max_length": 14}
+    rows = [dict(kit.tokenizer()(text, **options)) for text in kit.texts()]
+    chances = {"mask_replace_prob": 1.0, "random_replace_prob": 0.0}
+    collator = hf.DataCollatorForLanguageModeling(kit.tokenizer(), whole_word_mask=True, **chances)
+    return Case(kit.bert("MaskedLM"), rows, collator, exact=False)
+
+
 register("mlm_no_random_replacement", lambda: masking(0.2, 10, mask_replace_prob=1.0, random_replace_prob=0.0))
 
 

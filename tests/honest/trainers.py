@@ -63,7 +63,8 @@ EVALUATION = {"eval_strategy": "epoch"}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "two_epochs_schedule": {"num_train_epochs": 2, "lr_scheduler_type": "cosine", "warmup_steps": 1},
-    "label_smoothing_off_weight_decay": {"weight_decay": 0.01, "max_grad_norm": 1.0},
+    "label_smoothing": {"label_smoothing_factor": 0.1},
+    "weight_decay": {"weight_decay": 0.01, "max_grad_norm": 1.0},
     "max_steps": {"max_steps": 4},
     "bfloat16_checkpointing": {"bf16": True, "gradient_checkpointing": True},
     "drop_last": {"dataloader_drop_last": True},
@@ -78,7 +79,6 @@ register_all(ARGUMENTS, trainer, "trainer_")
 #: Arguments that a private Trainer cannot take, and the word that its message must contain.
 _PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss", **EVALUATION}
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "label_smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing", "computed over tokens of the whole batch"),
     "accumulation": ({"gradient_accumulation_steps": 2}, "gradient_acc", "max_physical_batch_size does the same"),
     "tokens_seen": ({"include_num_input_tokens_seen": True}, "tokens_seen", "how many tokens were drawn is private"),
     "plateau": (_PLATEAU, "plateau", "a metric would choose the rate without noise"),
@@ -338,6 +338,9 @@ register(
 #: Programs of one line.
 ONE_LINE: dict[str, Any] = {
     "trainer_criterion": lambda: _criterion(),
+    "trainer_label_smoothing_of_tokens": lambda: trainer(
+        {"label_smoothing_factor": 0.1}, kit.gpt2(), kit.id_rows(), data_collator=kit.causal
+    ),
     "trainer_criterion_without_dropout": lambda: _criterion(
         kit.bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     ),

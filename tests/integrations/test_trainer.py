@@ -21,6 +21,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_pt_utils import LabelSmoother
 
 import fastdp
 from fastdp.engine.accumulator import Accumulator
@@ -224,7 +225,6 @@ def test_the_upstream_scale_of_the_loss_does_not_move_the_threshold(tmp_path: Pa
     ("option", "value"),
     [
         ("gradient_accumulation_steps", 2),
-        ("label_smoothing_factor", 0.1),
         ("auto_find_batch_size", True),
         ("neftune_noise_alpha", 5.0),
         ("include_num_input_tokens_seen", "non_padding"),
@@ -314,6 +314,42 @@ def first_release(made: fastdp.DPTrainer) -> dict[str, torch.Tensor]:
     assert made.private.route == "uses"
     assert made.private.steps_done == made.private.total_steps
     return first.sums
+
+
+class Smoothed(fastdp.DPTrainer):
+    """Computes the mean over rows of what transformers' own smoother gives each of them."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        pairs = zip(outputs.logits.split(1), labels.split(1))
+        loss = torch.stack([LabelSmoother(0.3)({"logits": z}, y, shift_labels=True) for z, y in pairs]).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_labels_are_smoothed_by_the_row(tmp_path: Path) -> None:
+    """It was refused as a loss over the whole batch, which no argument changed."""
+    options = {"num_train_epochs": 1, "per_device_train_batch_size": ROWS}
+    privacy = {"sampling": "shuffled", "max_physical_batch_size": ROWS, "method": fastdp.DPSGD(max_grad_norm=0.5)}
+    sums = []
+    for number, (kind, given) in enumerate(((Smoothed, {}), (fastdp.DPTrainer, {"label_smoothing_factor": 0.3}))):
+        torch.manual_seed(0)
+        made = trainer(tmp_path / str(number), privacy, kind=kind, **given, **options)
+        for module in made.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        sums.append(first_release(made))
+    assert error(sums[1], sums[0]) < 1e-5
+
+
+def test_smoothed_losses_are_means_over_a_rows_own_labels(tmp_path: Path) -> None:
+    made = trainer(tmp_path, label_smoothing_factor=0.3)
+    logits, labels = torch.randn(3, 9, 60), torch.randint(0, 60, (3, 9))
+    labels[0, 4:], labels[1] = -100, -100
+    found = made.smoothed_losses({"logits": logits}, {"labels": labels})
+    own = [made.label_smoother({"logits": logits[i : i + 1]}, labels[i : i + 1], shift_labels=True) for i in (0, 2)]
+    assert torch.allclose(found[[0, 2]], torch.stack(own))
+    assert found[1] == 0
 
 
 @pytest.mark.parametrize("kind", [FromLogits, BesideLabels, Scaled])
