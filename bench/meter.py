@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from fastdp.engine.marks import Marks
+from fastdp.calls.marks import Marks
 
 META = torch.device("meta")
 

@@ -1,1 +1,1 @@
-"""How a model is called: nested batches, training and evaluation modes, and what a pass draws at random."""
+"""How a model is called: nested batches, modes, random draws, torch's functions by name, and marks of single tensors."""

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from fastdp.calls.batches import Call, as_long_as, tensors
+from fastdp.calls.garbage import gc_paused
 from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import ONE, RankLost, Ranks
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.boundary import FORWARD_AFTER_BACKWARD, TWO_FORWARDS
 from fastdp.engine.errors import SelfCheckError, Unseen
-from fastdp.engine.garbage import put_off
 from fastdp.engine.known import wrong_rows
 from fastdp.engine.layout import Ticket
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
@@ -151,7 +151,7 @@ class Engine(Passes):
                 return self.run_forward(call, ticket, verify=True, enter=self._backward)[0]
         if not as_long_as(call, ticket.rows):
             raise ValueError(wrong_rows(call, ticket.rows))
-        with self.chance(), put_off():
+        with self.chance(), gc_paused():
             try:
                 return self._checked_forward(call, ticket)
             except torch.OutOfMemoryError:
@@ -219,7 +219,7 @@ class Engine(Passes):
         self.drop_zero_gradients()
         self.refuse_foreign_gradients("before the backward pass")
         self.broken = True
-        with put_off(), self._watched():
+        with gc_paused(), self._watched():
             if waiting.ticket.probe is None:
                 self.differentiate(waiting, upstream)
             else:

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastdp.calls.batches import Call, Path, RowNumbers, leaves, map_leaves, tensors
-from fastdp.engine.marks import Marks
-from fastdp.engine.named import functions
+from fastdp.calls.marks import Marks
+from fastdp.calls.named import functions
 from fastdp.engine.orders import Orders
 from fastdp.engine.rows import Fold, Places
 from fastdp.engine.selections import Owners, place, selects

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fastdp.calls.batches import everything, map_tensors, tensors
+from fastdp.calls.named import functions, is_in_place
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.named import functions, is_in_place
 from fastdp.engine.uses import as_autocast, is_metadata, uncast
 from fastdp.ops.heads import cuts, most_tokens, on_gpu
 from fastdp.ops.placed import copy_to_device

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.marks import Marks
-from fastdp.engine.named import functions
+from fastdp.calls.marks import Marks
+from fastdp.calls.named import functions
 
 _SORTS = frozenset({torch.sort, torch.Tensor.sort, torch.argsort, torch.Tensor.argsort})
 _GETS = frozenset({torch.Tensor.__getitem__})

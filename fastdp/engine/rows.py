@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from fastdp.calls.marks import Marks
+from fastdp.calls.named import functions
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.marks import Marks
-from fastdp.engine.named import functions
 
 
 class Fold(NamedTuple):

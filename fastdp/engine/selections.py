@@ -12,9 +12,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fastdp.calls.batches import tensors
+from fastdp.calls.marks import Marks
+from fastdp.calls.named import functions
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.marks import Marks
-from fastdp.engine.named import functions
 from fastdp.engine.rows import reduced
 
 _FINDING = functions("nonzero argwhere") | {torch.where}

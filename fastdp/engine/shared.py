@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fastdp.calls.named import functions
 from fastdp.engine.factors import Factors
-from fastdp.engine.named import functions
 from fastdp.engine.rows import Fold
 from fastdp.engine.uses import Sink, Tap
 

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.calls.batches import Call, Path, as_long_as, leaves, map_leaves, take_rows, tensors
+from fastdp.calls.named import operation as meeting_name
 from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state, seed_everything
 from fastdp.engine.errors import Differentiates, FlatBags, UnsupportedUse, Untraceable
 from fastdp.engine.follow import Follow
 from fastdp.engine.intercept import OPERATIONS, operand
 from fastdp.engine.logits import Logits, Source
 from fastdp.engine.losses import LOSSES
-from fastdp.engine.named import operation as meeting_name
 from fastdp.engine.rows import BroadcastLayout, Fold, Place, fold_between
 from fastdp.engine.selections import place
 from fastdp.engine.uses import is_metadata

@@ -12,9 +12,9 @@ import torch
 import fastdp.ops as ops
 from fastdp.accounting.ledger import Ledger
 from fastdp.calls.batches import tensors
+from fastdp.calls.garbage import gc_paused
 from fastdp.distributed.pieces import writes
 from fastdp.distributed.ranks import Ranks
-from fastdp.engine.garbage import put_off
 from fastdp.engine.policy import Policy
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
@@ -142,7 +142,7 @@ class Steps:
                 raise RuntimeError(_PARTS)
             raise RuntimeError("step() without backward(): call backward() on the loss of this batch first")
         self._depth = 1
-        with put_off():
+        with gc_paused():
             self._release(optimizer)
 
     def _release(self, optimizer: torch.optim.Optimizer) -> None:
@@ -254,7 +254,7 @@ class Steps:
         if not self.done:
             return
         engine = self._stages.engine
-        with put_off():
+        with gc_paused():
             self._carried.keep()
             cast(Checks, engine.checks).state.settle()
         self._prepare()

@@ -5,7 +5,7 @@ import weakref
 
 import torch
 
-from fastdp.engine.marks import Marks
+from fastdp.calls.marks import Marks
 
 
 def test_a_mark_is_of_one_tensor_and_keeps_it_from_nothing():

@@ -1,4 +1,4 @@
-"""Python's search for circles of garbage, put off while a step makes and drops thousands of small objects."""
+"""A pause of Python's garbage collection, while a step makes and drops thousands of small objects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def put_off() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Search for circles after this rather than within it, if they are searched for at all.
 
     Python looks through its younger objects each time that some hundreds have been made, and a pass makes thousands, nearly all
