@@ -39,9 +39,7 @@ class _KnownScales(Policy):
     def scales(self, upper: UpperNorms) -> torch.Tensor:
         squared = upper.measured
         self.seen.append(squared)
-        known = torch.zeros(squared.shape[1], device=squared.device)
-        for unit, weight in self.known.items():
-            known[unit] = weight
+        known = torch.tensor([self.known.get(unit, 0.0) for unit in range(squared.shape[1])], device=squared.device)
         known = torch.where(torch.isfinite(squared).all(0), known, 0.0)
         return known.expand(squared.shape[0], -1).clone()
 

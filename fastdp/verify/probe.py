@@ -193,12 +193,9 @@ class Probe:
             )
             del output, total
             for number, unit in enumerate(units):
-                own = [
-                    torch.zeros_like(seed).index_add_(
-                        0, seed.new_tensor([unit], dtype=torch.long), seed[unit : unit + 1]
-                    )
-                    for seed in seeds
-                ]
+                own = [torch.zeros_like(seed) for seed in seeds]
+                for seed, chosen in zip(seeds, own):
+                    chosen[unit] = seed[unit]
                 with passes.weights.gathered(), hooks_aside(parameters), caught(parameters, partial(take, unit)):
                     torch.autograd.backward(tops, own, retain_graph=number + 1 < len(units))
                 reached.append(inputs.taken())
