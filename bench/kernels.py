@@ -344,7 +344,10 @@ def _entry_norms(layer: _Layer, device: torch.device) -> Iterator[Case]:
     absolute = _torch(lambda a, b: instantiated(a, b).abs().sum((1, 2)), left, right)
     yield case(layer.size, of(ops.abs_sum, left, right, offsets), absolute, **layer.direct)
 
-    counted = _torch(lambda a, b: ((a != 0).any(2) & (b != 0).any(2)).sum(1).double(), left, right)
+    def count(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return ((layer.batched(a) != 0).any(2) & (layer.batched(b) != 0).any(2)).sum(1).double()
+
+    counted = _torch(count, left, right)
     once = float(layer.tokens * layer.n * layer.dtype.itemsize)
     yield case(layer.size, of(ops.token_counts, [left], right, offsets), counted, bytes=once)
 

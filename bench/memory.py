@@ -63,10 +63,10 @@ def on_gpu(function: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def of_cases(sizes: str, only: str | None) -> dict[str, dict[str, int | None]]:
+def of_cases(sizes: str, only: str | None) -> dict[str, dict[str, Any]]:
     """Of each case of ``bench.kernels`` on a processor: ``peak_bytes``, and ``first_peak_bytes`` of a process's first call.
 
-    The first call also counts what libraries load, and keep, when they are first used.
+    A case that raises has ``failed`` instead. The first call also counts what libraries load, and keep, when they are first used.
 
     Raises:
         RuntimeError: a process failed.
@@ -113,7 +113,7 @@ def _measure_each(sizes: str, only: str) -> None:
     torch.set_num_threads(1)
     for op in names(only):
         if os.waitpid(forked(partial(_measure, op, sizes), threads), 0)[1]:
-            sys.exit(f"{op} failed")
+            print(json.dumps({"op": op, "failed": "its run for peak memory ended with an error"}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Microbenchmarks of the ops: time, rate, share of the floor, peak memory, beside the alternatives, after a check.
 
-Every case first compares the op with its definition; a case whose check fails reports that and no speed. The op and its
-alternatives then run in turn, and ratios are medians over the turns, so that a machine whose speed drifts is compared
-with itself. The floor is the larger of bytes over the copy bandwidth and operations over the matmul rate, both measured
+Every case first compares the op with its definition; a case that fails this check, or raises, reports that and no speed.
+The op and its alternatives then run in turn, and ratios are medians over the turns, so that a machine whose speed drifts is
+compared with itself. The floor is the larger of bytes over the copy bandwidth and operations over the matmul rate, both measured
 in the same run.
 """
 
@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from fastdp.engine.errors import first_line
 
 from .kernels import SIZES, Case, Function, cases, names
 from .memory import of_cases, on_gpu
@@ -49,10 +51,13 @@ def measure(
     yield {"op": "floor", "device": str(device), "copy_bytes_per_second": bandwidth, "matmul_flops_per_second": matmul}
     for case in cases(device, SIZES[sizes], only):
         alternatives = {k: f for k, f in case.alternatives.items() if compiled or k != "torch.compile"}
-        with torch.no_grad():
-            row = measure_case(case, alternatives, turns, device, bandwidth, matmul)
-        if "failed" not in row:
-            row |= {"peak_bytes": on_gpu(case.run)} if device.type == "cuda" else peaks[case.op]
+        try:
+            with torch.no_grad():
+                row = measure_case(case, alternatives, turns, device, bandwidth, matmul)
+            if "failed" not in row:
+                row |= {"peak_bytes": on_gpu(case.run)} if device.type == "cuda" else peaks[case.op]
+        except Exception as error:
+            row = {"op": case.op, "size": case.size, "failed": f"{type(error).__name__}: {first_line(error)}"}
         yield row
 
 

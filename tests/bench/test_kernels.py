@@ -46,6 +46,49 @@ def test_every_op_passes_its_check(case):
     assert error <= allowed
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_alternative_runs(dtype, monkeypatch):
+    """Counts of tokens took matrices for batches of them, which ended the whole stage; a GPU's cases are of bfloat16."""
+    monkeypatch.setattr(kernels, "_dtype", lambda device: dtype)
+    with torch.no_grad():
+        for case in kernels.cases(CPU, kernels.SIZES["small"]):
+            for name in case.alternatives.keys() - {"torch.compile"}:
+                case.alternatives[name]()
+            if case.op == "token_counts":
+                assert torch.equal(case.run(), case.alternatives["torch"]())
+
+
+def test_an_op_that_raises_is_one_row(monkeypatch):
+    def fail():
+        raise IndexError("Dimension out of range\n(more)")
+
+    def made(device, sizes, only=None):
+        yield kernels.Case("first", "1", lambda: None, lambda: (0.0, 1e-5), {"torch": fail})
+        yield kernels.Case("second", "2", lambda: None, lambda: (0.0, 1e-5), {})
+
+    monkeypatch.setattr(micro, "cases", made)
+    monkeypatch.setattr(micro, "of_cases", lambda sizes, only: {"second": {"peak_bytes": 1}})
+    _, first, second = micro.measure(1, sizes="small")
+    assert first == {"op": "first", "size": "1", "failed": "IndexError: Dimension out of range"}
+    assert second["peak_bytes"] == 1
+
+
+def test_a_case_without_a_peak_leaves_the_others_theirs(monkeypatch, capfd):
+    measured = memory._measure
+
+    def once(op, sizes):
+        if op == "snap":
+            raise IndexError("out of range")
+        measured(op, sizes)
+
+    monkeypatch.setattr(memory, "_measure", once)
+    memory._measure_each("small", "snap")
+    first, second = (json.loads(line) for line in capfd.readouterr().out.splitlines())
+    assert first == {"op": "snap", "failed": "its run for peak memory ended with an error"}
+    assert second["op"] == "private_snap"
+    assert "peak_bytes" in second
+
+
 @pytest.mark.parametrize("error", [1e-3, float("nan"), float("inf")])
 def test_a_wrong_result_gets_no_speed(error):
     case = kernels.Case("made up", "", lambda: None, lambda: (error, 1e-5), {"torch": lambda: None})

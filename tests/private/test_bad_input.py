@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 from transformers import DataCollatorWithFlattening
 
 import fastdp
@@ -373,6 +373,42 @@ def test_two_passes_of_a_batch_and_a_term_of_both() -> None:
     one, two = private.model(**batch), private.model(**batch)
     with refused(RuntimeError, r"Two forward passes .* inside one wrapper module's forward\(\)", private):
         F.mse_loss(one["logits"], two["logits"]).backward()
+
+
+class Rewards(nn.Module):
+    """Scores of chosen and rejected rows, and what the loop would make of them."""
+
+    def __init__(self, body: nn.Module):
+        super().__init__()
+        self.body = body
+
+    def forward(self, chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": -F.logsigmoid(self.body(chosen) - self.body(rejected)).mean()}
+
+
+def test_two_passes_of_a_loop_and_the_way_on() -> None:
+    """The refusal names a wrapper module: with one, the same loss trains by the route of uses, clipped by the pair."""
+    rows = TensorDataset(*torch.randn(2, 24, 5, generator=torch.Generator().manual_seed(0)))
+    body = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+    options: dict[str, Any] = {"epochs": 1, "output_dir": None, **PRIVATE}
+
+    def made(model: nn.Module, **more: Any) -> Any:
+        loader = DataLoader(rows, batch_size=8, shuffle=True)
+        return fastdp.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, **options, **more)
+
+    private = made(body, loss_reduction="mean")
+    chosen, rejected = next(iter(private.data_loader))
+    scores = private.model(chosen), private.model(rejected)
+    with refused(RuntimeError, r"Two forward passes .* inside one wrapper module's forward\(\)", private):
+        (-F.logsigmoid(scores[0] - scores[1]).mean()).backward()
+    private.detach()
+    private = made(Rewards(body))
+    for batch in private.data_loader:
+        private.model(*batch)["loss"].backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+    assert private.route == "uses"
+    assert private.steps_done == private.total_steps == 3
 
 
 def test_parts_of_the_model_called_by_the_loop() -> None:
