@@ -193,8 +193,8 @@ FORWARD_AFTER_BACKWARD = (
     "wrapper module's forward()."
 )
 _LOSS_TERM = (
-    "a loss term was computed from the model's outputs beside its own loss. Compute it inside the model, or "
-    "return outputs alone and pass criterion=."
+    "A loss term was computed from the model's outputs beside its loss. Compute it inside the model, or return "
+    "outputs alone and give make_private criterion=."
 )
 
 

@@ -401,7 +401,7 @@ def test_refusals_name_the_arguments_of_a_trainer(tmp_path: Path) -> None:
             outputs = model(**inputs)
             return outputs.loss + 0.1 * outputs.logits.square().mean()
 
-    with pytest.raises(RuntimeError, match="give PrivacyArguments a criterion="):
+    with pytest.raises(RuntimeError, match="give PrivacyArguments criterion="):
         trainer(tmp_path / "besides", kind=Besides, privacy={"keep_logits": True}).train()
 
 

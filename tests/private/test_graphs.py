@@ -351,7 +351,7 @@ def test_a_loss_made_from_another_output_of_a_replay_is_refused():
         engine.complete = False
     assert runs
     output = engine.model(**batch)
-    with pytest.raises(RuntimeError, match="beside its own loss"):
+    with pytest.raises(RuntimeError, match="beside its loss"):
         (output.loss + output.logits.square().mean()).backward()
     engine.close()
 
