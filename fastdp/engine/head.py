@@ -21,7 +21,7 @@ from fastdp.engine.bounds import gammas
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Layout
-from fastdp.engine.logits import CHUNK, TILE, Logits, Step, inputs, quiet, token_losses, widen
+from fastdp.engine.logits import LOSS_CHUNK, TILE, Logits, Step, inputs, quiet, token_losses, widen
 from fastdp.engine.uses import Tap
 from fastdp.ops.heads import add_product_, cuts, even_rows, most_tokens, on_gpu
 from fastdp.ops.placed import cached_constant
@@ -75,7 +75,7 @@ class Tiles:
                 if losses is not None:
                     losses[start:end] = found
                 return tile
-            for a, b in cuts(end - start, self.weight, CHUNK):
+            for a, b in cuts(end - start, self.weight, LOSS_CHUNK):
                 here = slice(start + a, start + b)
                 with torch.enable_grad():
                     z = tile[a:b, :width].detach().requires_grad_()

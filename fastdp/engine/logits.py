@@ -32,7 +32,7 @@ VOCABULARY = 4096
 #: Numbers of one tile on a processor, unless one example alone has more.
 TILE = 2**24
 #: Numbers of the part of a tile that the loss's own gradient is computed for at once.
-CHUNK = 2**22
+LOSS_CHUNK = 2**22
 
 READ = (
     "Private training does not keep logits. Pass keep_logits=True to make_private or PrivacyArguments, or "
@@ -268,7 +268,7 @@ def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     ignored, reduction = given.get("ignore_index", -100), given.get("reduction", "mean")
     own.source.taken += 1
     hidden, weight, bias = inputs(own)
-    steps, spans = own.steps, cuts(hidden.shape[0], weight, CHUNK)
+    steps, spans = own.steps, cuts(hidden.shape[0], weight, LOSS_CHUNK)
 
     def part(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return token_losses(F.linear(hidden, weight, bias), target, ignored, steps)

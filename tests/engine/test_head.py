@@ -38,7 +38,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logits, "_pays", lambda hidden, weight: True)
     monkeypatch.setattr(head, "TILE", 12 * VOCABULARY)
     for module in (logits, head):
-        monkeypatch.setattr(module, "CHUNK", 5 * VOCABULARY)
+        monkeypatch.setattr(module, "LOSS_CHUNK", 5 * VOCABULARY)
 
 
 class Speaker(nn.Module):
