@@ -96,7 +96,8 @@ def forked(work: Callable[[], None], threads: int = 1) -> int:
     os._exit(0)
 
 
-def _measure(op: str, sizes: str) -> None:
+def measure_growth(op: str, sizes: str) -> None:
+    """Print the peaks of one case."""
     from .kernels import SIZES, cases
 
     case = next(case for case in cases(torch.device("cpu"), SIZES[sizes], op) if case.op == op)
@@ -105,16 +106,16 @@ def _measure(op: str, sizes: str) -> None:
     print(json.dumps({"op": op, "first_peak_bytes": first, "peak_bytes": later}), flush=True)
 
 
-def _measure_each(sizes: str, only: str) -> None:
+def measure_growths(sizes: str, only: str) -> None:
     """Each case in a child: what takes seconds to import is imported once, and no thread runs before the children part."""
     from .kernels import names
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for op in names(only):
-        if os.waitpid(forked(partial(_measure, op, sizes), threads), 0)[1]:
+        if os.waitpid(forked(partial(measure_growth, op, sizes), threads), 0)[1]:
             print(json.dumps({"op": op, "failed": "its run for peak memory ended with an error"}), flush=True)
 
 
 if __name__ == "__main__":
-    _measure_each(*sys.argv[1:])
+    measure_growths(*sys.argv[1:])

@@ -164,7 +164,6 @@ def test_no_module_reads_anothers_private_names():
 #: How often tests read private names of ours, by file or folder, and why no public name serves. The counts may only fall.
 IN_TESTS = {
     "conftest.py": (1, "runs that outlived their test, which no caller holds any more"),
-    "bench": (2, "a measurement whose run is cut short"),
     "kernels": (7, "five kernels, under the names that profiles of a GPU have"),
     "ops": (2, "a lock that is held during a fork, and the file in which a container states its memory"),
     "engine/test_clip.py": (1, "the clipped sum before its noise"),

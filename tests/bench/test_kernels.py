@@ -74,15 +74,15 @@ def test_an_op_that_raises_is_one_row(monkeypatch):
 
 
 def test_a_case_without_a_peak_leaves_the_others_theirs(monkeypatch, capfd):
-    measured = memory._measure
+    measured = memory.measure_growth
 
     def once(op, sizes):
         if op == "snap":
             raise IndexError("out of range")
         measured(op, sizes)
 
-    monkeypatch.setattr(memory, "_measure", once)
-    memory._measure_each("small", "snap")
+    monkeypatch.setattr(memory, "measure_growth", once)
+    memory.measure_growths("small", "snap")
     first, second = (json.loads(line) for line in capfd.readouterr().out.splitlines())
     assert first == {"op": "snap", "failed": "its run for peak memory ended with an error"}
     assert second["op"] == "private_snap"

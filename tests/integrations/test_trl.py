@@ -198,6 +198,24 @@ def test_dpo_clips_each_pair(tmp_path: Path, tokenizer: Any, kind: str) -> None:
     assert error({name.removeprefix("model."): total for name, total in sums.items()}, expected) < 1e-4
 
 
+def test_labels_are_smoothed_unless_rows_are_packed(tmp_path: Path, tokenizer: Any) -> None:
+    def trainer(packing: bool) -> Any:
+        return fastdp.DPSFTTrainer(
+            model=model(),
+            args=SFTConfig(output_dir=str(tmp_path), packing=packing, label_smoothing_factor=0.1, **COMMON),
+            train_dataset=Dataset.from_dict({"text": [letters(4, i) for i in range(24)]}),
+            processing_class=tokenizer,
+            privacy=fastdp.PrivacyArguments(noise_multiplier=1.0, target_delta=1e-3),
+        )
+
+    with pytest.raises(ValueError, match="label_smoothing_factor .* set packing=False"):
+        trainer(packing=True).train()
+    made = trainer(packing=False)
+    made.train()
+    assert made.private.route == "uses"
+    assert made.private.steps_done == 4
+
+
 def test_dpo_takes_no_loss_of_the_user_s(tmp_path: Path, tokenizer: Any) -> None:
     trainer = fastdp.DPDPOTrainer(
         model=model(),
@@ -264,6 +282,7 @@ def test_sft_trains_evaluates_and_resumes(tmp_path: Path, tokenizer: Any) -> Non
         ("dpo", "f_divergence_type", "js_divergence"),
         ("dpo", "use_weighting", True),
         ("dpo", "gradient_accumulation_steps", 2),
+        ("dpo", "label_smoothing_factor", 0.1),
     ],
 )
 def test_settings_whose_losses_would_be_others_are_refused(tmp_path: Path, kind: str, setting: str, value: Any) -> None:
