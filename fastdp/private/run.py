@@ -117,6 +117,7 @@ class Private(Published):
         self._assumed: list[str] = []
         self._installed = installed
         moved = stages.parameters if installed is None else installed.trained
+        self._state.moved = frozenset(map(id, () if installed is None else moved.values()))
         self._provenance = Provenance(model, moved, ledger, lambda: self._state)
         self._fingerprint = fingerprint(moved)
         self._epsilons: dict[tuple[tuple[int, ...], float], float] = {}

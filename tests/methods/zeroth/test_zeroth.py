@@ -186,6 +186,16 @@ def test_refusals_leave_the_model_as_it_was(options: Any, reason: str) -> None:
         fastdp.DPZO(smoothing=0.0)
 
 
+def test_a_loop_that_writes_weights_which_releases_move_is_refused() -> None:
+    private = run(Classifier())
+    one_step(private)
+    with torch.no_grad():
+        private.model.first.weight.add_(private.data_loader.dataset[0]["x"].mean())
+    with pytest.raises(RuntimeError, match="first.weight was changed outside of a release"):
+        one_step(private)
+    assert private.steps_done == 1
+
+
 class Own(Classifier):
     """A loss that no function of torch's makes."""
 
