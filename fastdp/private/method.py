@@ -72,6 +72,11 @@ class Method(ABC):
         return policy
 
     @property
+    def rounding_factor(self) -> float:
+        """How many times the rounding of a loss counts in what is clipped; 1 for gradients."""
+        return 1.0
+
+    @property
     def selects(self) -> bool:
         """Whether `trained` may leave parameters out; the optimizer may then hold no parameter that is frozen."""
         return type(self).trained is not Method.trained

@@ -117,6 +117,7 @@ class Private(Published):
         self._assumed: list[str] = []
         self.installed = installed
         moved = stages.parameters if installed is None else installed.trained
+        self._state.moved = frozenset(map(id, () if installed is None else moved.values()))
         self._provenance = Provenance(model, moved, ledger, lambda: self._state)
         self._fingerprint = fingerprint(moved)
         self._epsilons: dict[tuple[tuple[int, ...], float], float] = {}
@@ -416,7 +417,11 @@ class Private(Published):
             remaining=[
                 *([accounting.rounded_to_grid(distance)] if self._release.secure_rounding else []),
                 *([among_units_in_words(math.ceil(self.expected_batch_size))] if self.policy.bounds else []),
-                *([shape_statement(self.data_loader.has_public_shapes)] if self.policy.bounds else []),
+                *(
+                    [shape_statement(self.data_loader.has_public_shapes, self.method.rounding_factor)]
+                    if self.policy.bounds
+                    else []
+                ),
             ],
         )
 

@@ -41,6 +41,8 @@ class StateCheck:
         self.harmless: frozenset[str] = frozenset()
         #: Frozen parameters that every forward sets to their own values, by identity.
         self.rewritten: frozenset[int] = frozenset()
+        #: Frozen parameters that releases move, and nothing else may, by identity.
+        self.moved: frozenset[int] = frozenset()
         self._modules = list(model.named_modules())
         self._structure: list[Any] | None = None
         self._settled: _Parameters | None = None
@@ -86,7 +88,7 @@ class StateCheck:
                 raise RuntimeError(UNDECLARED.format(name))
             count, was_trained = known.get(id(p), (-1, True))
             if count != self._count(p):
-                if was_trained or p.requires_grad:
+                if was_trained or p.requires_grad or id(p) in self.moved:
                     raise _changed(name)
                 self.frozen_written = True
 
@@ -130,8 +132,7 @@ class StateCheck:
         """Learn from a trace which buffers, and frozen parameters, forwards write whatever the data are.
 
         Args:
-            again: runs some data through the model, or others, and returns what follows from them; called only if the
-                trace wrote something.
+            again: runs some data, or others, and returns what follows from them; called only if the trace wrote something.
 
         Raises `SelfCheckError`, naming it, for another buffer that a forward writes, or a parameter that it changes.
         """
@@ -150,9 +151,8 @@ class StateCheck:
             for name in (n for n, t in self._state(written).items() if t in followed.data):
                 raise _pass_writes(name)
             states.append({n: t.detach().clone() for n, t in self._state(written | parameters.keys()).items()})
-        held, now = states
-        for name, tensor in now.items():
-            same = torch.allclose(held[name].double(), tensor.double(), rtol=1e-4, atol=1e-6)
+        for name, tensor in states[1].items():
+            same = torch.allclose(states[0][name].double(), tensor.double(), rtol=1e-4, atol=1e-6)
             if not (same or name in self.harmless) or (name in parameters and parameters[name].requires_grad):
                 raise _pass_writes(name)
         self.harmless |= written

@@ -46,6 +46,10 @@ class DPZO(Method):
         """Make the step along the direction what is trained."""
         return RandomDirection(model, optimizer, self.smoothing, self.seed)
 
+    @property
+    def rounding_factor(self) -> float:
+        return 0.5 / self.smoothing
+
     def policy(
         self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
     ) -> Policy:

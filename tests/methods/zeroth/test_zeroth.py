@@ -15,10 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import fastdp
 from fastdp import accounting
 from fastdp.accounting import verify
+from fastdp.data import Collator
 from tests.engine.models import batch, build
 from tests.engine.runs import Classifier, collate, examples, join, loader, same, start, state
 
@@ -184,6 +186,52 @@ def test_refusals_leave_the_model_as_it_was(options: Any, reason: str) -> None:
     assert all(p.requires_grad for p in model.parameters())
     with pytest.raises(ValueError, match="smoothing"):
         fastdp.DPZO(smoothing=0.0)
+
+
+def test_a_loop_that_writes_weights_which_releases_move_is_refused() -> None:
+    private = run(Classifier())
+    one_step(private)
+    with torch.no_grad():
+        private.model.first.weight.add_(private.data_loader.dataset[0]["x"].mean())
+    with pytest.raises(RuntimeError, match="first.weight was changed outside of a release"):
+        one_step(private)
+    assert private.steps_done == 1
+
+
+def released_of_texts(longer: int, shapes: Any) -> tuple[float, str]:
+    """The sum of 63 equal texts and of one that is longer, in bounds, under bfloat16 autocast; and what the card says remains."""
+    generator = torch.Generator().manual_seed(2)
+    text, other = (torch.randint(1, 1000, (size,), generator=generator).tolist() for size in (23, 23 + longer))
+    config = GPT2Config(
+        n_layer=12, n_embd=128, n_head=4, vocab_size=1000, n_positions=128, bos_token_id=0, eos_token_id=0
+    )
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).train()
+    for name, p in model.named_parameters():
+        p.requires_grad_("ln_f" in name)
+    rows = [{"input_ids": ids, "labels": ids} for ids in (*[text] * 63, other)]
+    data = torch.utils.data.DataLoader(rows, batch_size=64, collate_fn=Collator(0))  # type: ignore[arg-type]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    method = fastdp.DPZO(max_slope=0.1)
+    private = run(model, data, method, optimizer=torch.optim.SGD(trained, 0.0), epochs=1, shapes=shapes)
+    for batch_of_rows in private.data_loader:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(**batch_of_rows).loss
+        loss.backward()
+        private.optimizer.step()
+    released = float(private._installed.step.weight.grad) * 64 / 0.1
+    said = private.card()["remaining"][-1]
+    private.detach()
+    return released, said
+
+
+@pytest.mark.parametrize("shapes", [None, "public"])
+def test_one_text_moves_the_others_by_their_shapes_unless_these_are_public(shapes: Any) -> None:
+    """The text itself moves the sum by two bounds at most."""
+    (short, said), (long, _) = (released_of_texts(longer, shapes) for longer in (0, 77))
+    assert ("a slope has 500 times the rounding of a loss" in said) == (shapes is None)
+    assert (abs(long - short) > 4) == (shapes is None)
+    assert shapes is None or abs(long - short) <= 2
 
 
 class Own(Classifier):
