@@ -219,7 +219,7 @@ def released_of_texts(longer: int, shapes: Any) -> tuple[float, str]:
             loss = model(**batch_of_rows).loss
         loss.backward()
         private.optimizer.step()
-    released = float(private._installed.step.weight.grad) * 64 / 0.1
+    released = float(private.installed.step.weight.grad) * 64 / 0.1
     said = private.card()["remaining"][-1]
     private.detach()
     return released, said
