@@ -131,15 +131,14 @@ def waves_table() -> str:
 
 
 def simulated_table() -> str:
-    """One line for each simulated case and GPU, from the files of `fastdp bench simulate`."""
-    rows = ["| simulated, private over plain | time | captured | launches | peak memory |", "|---|---|---|---|---|"]
-    for file in sorted(SIMULATED_ROWS.glob("*.json")):
+    """One line for each case that was simulated on an H100, from the files of `fastdp bench simulate`."""
+    rows = ["| simulated H100, private over plain | time | captured | launches | peak memory |", "|---|---|---|---|---|"]
+    for file in sorted(SIMULATED_ROWS.glob("*h100*.json")):
+        passes = ", two passes" if file.stem.endswith("two-passes") else ""
         for row in json.loads(file.read_text())["figures"]["rows"]:
             if row["step"] == "private":
                 ratios = [f"{row[f'ratio_{name}']:.3f}" for name in ("seconds", "captured", "launches", "memory")]
-                # Rows from before there was a choice say nothing of it.
-                rounds = "" if row.get("noise_rounds", 20) == 20 else f", noise of {row['noise_rounds']} rounds"
-                rows.append(f"| {row['case']}, {row['gpu']}{rounds} | " + " | ".join(ratios) + " |")
+                rows.append(f"| {row['case']}{passes} | " + " | ".join(ratios) + " |")
     return "\n".join(rows)
 
 
