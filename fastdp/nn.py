@@ -82,6 +82,8 @@ class NoisyHidden(nn.Module):
 
         ``example_ids`` [B] are needed in training, as `fastdp.EWFT` says.
         """
+        if not self.releases.perturbed.attached:
+            raise RuntimeError("This layer's noise was removed, and hidden states would pass. Make a new NoisyHidden.")
         released: Tensor = self.place(hidden)
         return released
 

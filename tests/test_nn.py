@@ -72,6 +72,13 @@ def test_a_users_model_trains_above_the_layer_and_pays_on_the_ledger(tmp_path: P
     assert 3.9 < layer.releases.epsilon() <= 4.0
 
 
+def test_a_layer_without_its_noise_lets_nothing_pass() -> None:
+    model = Users(noise=ewft.release_once(4.0, 1e-5)).eval()
+    model.noisy.releases.remove()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="noise was removed"):
+        model(ids())
+
+
 def test_what_the_schedule_does_not_pay_for_is_refused() -> None:
     model = Users(noise=ewft.dp_forward(1, 4.0, 1e-5))
     model.noisy.releases.set_epoch(1)
