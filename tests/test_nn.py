@@ -101,6 +101,18 @@ def test_an_embedding_gives_the_rows_of_what_the_privatizer_draws() -> None:
     assert not layer.weight.requires_grad
 
 
+@pytest.mark.parametrize("told", [{"special_ids": (0,)}, {}])
+def test_a_text_that_is_padded_otherwise_is_the_same_text(told: dict[str, Any]) -> None:
+    layer = fastdp.nn.PrivateEmbedding(nn.Embedding(30, WIDTH, padding_idx=0), eta=3.0, mechanism="exponential", **told)
+    text = torch.tensor([[3, 1, 4]])
+    for padding in range(4):
+        layer(nn.functional.pad(text, (0, padding)))
+    layer(nn.functional.pad(text, (2, 0)).int())
+    assert layer.releases == 5
+    layer(torch.zeros(9, 3, dtype=torch.int64))
+    assert layer.releases == 5
+
+
 def test_an_embedding_fits_into_a_stock_model_and_counts_each_text() -> None:
     model, inputs = build("bert"), batch("bert")
     inputs.pop("labels")
