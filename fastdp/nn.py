@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from fastdp.accounting import Card
@@ -82,6 +83,8 @@ class NoisyHidden(nn.Module):
 
         ``example_ids`` [B] are needed in training, as `fastdp.EWFT` says.
         """
+        if not self.releases.perturbed.attached:
+            raise RuntimeError("This layer's noise was removed, and hidden states would pass. Make a new NoisyHidden.")
         released: Tensor = self.place(hidden)
         return released
 
@@ -103,7 +106,8 @@ class PrivateEmbedding(nn.Embedding):
 
     Attributes:
         privatizer: the `fastdp.TextPrivatizer` behind it.
-        lookups: its ledger: how often each row of ids was looked up, by digest. Keep it with the texts.
+        lookups: its ledger: how often each text was looked up, by digest, whatever its padding and special tokens. Give a
+            tokenizer or ``special_ids``, which tell padding. A text that is looked up as a part of longer ones is not found.
 
     >>> import fastdp, torch
     >>> table = torch.nn.Embedding(50, 8)
@@ -149,17 +153,23 @@ class PrivateEmbedding(nn.Embedding):
             unsafe_seed=unsafe_seed,
         )
         self.lookups: Counter[bytes] = Counter()
+        self._uncounted = self.privatizer.kept.cpu().clone()
+        if embedding.padding_idx is not None:
+            self._uncounted[embedding.padding_idx] = True
 
     def forward(self, input: Tensor) -> Tensor:
         """Ids [..., T] -> the rows [..., T, d] of what stands in their place."""
-        rows = input.reshape(-1, input.shape[-1] if input.dim() else 1).cpu().numpy()
-        self.lookups.update(hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows)
-        found: Tensor = self._rows_of[0](self.privatizer(input))
+        drawn = self.privatizer(input)
+        rows = input.reshape(-1, input.shape[-1] if input.dim() else 1).to("cpu", torch.int64)
+        # A text is padded as its batch is, and comes again in another one.
+        texts = (row[~self._uncounted[row]].numpy().tobytes() for row in rows)
+        self.lookups.update(hashlib.blake2b(text, digest_size=16).digest() for text in texts if text)
+        found: Tensor = self._rows_of[0](drawn)
         return found
 
     @property
     def releases(self) -> int:
-        """How often the row of ids was looked up that came most often."""
+        """How often the text was looked up that came most often."""
         return max(self.lookups.values(), default=0)
 
     def card(self) -> Card:

@@ -72,6 +72,13 @@ def test_a_users_model_trains_above_the_layer_and_pays_on_the_ledger(tmp_path: P
     assert 3.9 < layer.releases.epsilon() <= 4.0
 
 
+def test_a_layer_without_its_noise_lets_nothing_pass() -> None:
+    model = Users(noise=ewft.release_once(4.0, 1e-5)).eval()
+    model.noisy.releases.remove()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="noise was removed"):
+        model(ids())
+
+
 def test_what_the_schedule_does_not_pay_for_is_refused() -> None:
     model = Users(noise=ewft.dp_forward(1, 4.0, 1e-5))
     model.noisy.releases.set_epoch(1)
@@ -92,6 +99,18 @@ def test_an_embedding_gives_the_rows_of_what_the_privatizer_draws() -> None:
     assert torch.equal(layer(ids()), table(drawn))
     assert not torch.equal(drawn, ids())
     assert not layer.weight.requires_grad
+
+
+@pytest.mark.parametrize("told", [{"special_ids": (0,)}, {}])
+def test_a_text_that_is_padded_otherwise_is_the_same_text(told: dict[str, Any]) -> None:
+    layer = fastdp.nn.PrivateEmbedding(nn.Embedding(30, WIDTH, padding_idx=0), eta=3.0, mechanism="exponential", **told)
+    text = torch.tensor([[3, 1, 4]])
+    for padding in range(4):
+        layer(nn.functional.pad(text, (0, padding)))
+    layer(nn.functional.pad(text, (2, 0)).int())
+    assert layer.releases == 5
+    layer(torch.zeros(9, 3, dtype=torch.int64))
+    assert layer.releases == 5
 
 
 def test_an_embedding_fits_into_a_stock_model_and_counts_each_text() -> None:

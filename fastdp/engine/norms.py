@@ -347,7 +347,7 @@ class NormSink(Captures):
         name, use, entry = found.name, found.use, self.entries[found.name]
         offsets, wide = use.offsets(self.layout), min(found.route.rows, found.route.columns) > NARROW
         own, launched = use.dense(), self._launches
-        if launched and (several or not wide or self.layout.units == 1):
+        if launched and (several or not wide):
             if not self.keep:
                 self.note_products(name, use)
             if wide:

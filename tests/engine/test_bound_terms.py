@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -148,3 +149,25 @@ def test_a_wide_matrix_has_one_bound_by_both_routes_of_a_gpu(keep: bool) -> None
     assert torch.allclose(one, other, rtol=1e-6, atol=0)
     # Rounding is a part of it that could be seen.
     assert bool((one > found["direct"].measured.sqrt() * (1 + 1e-5)).all())
+
+
+@cases("keep", [True, False])
+def test_a_lone_unit_of_a_gpu_has_the_bound_that_it_has_beside_another(keep: bool) -> None:
+    """Tokens that cancel, and a record of zeros that joins them or does not."""
+    parameter, found = nn.Parameter(torch.zeros(66, 70)), []
+    accumulator = Accumulator({"w": parameter}, Policy((1.0,), (0.0,), {"w": 0}))
+    tokens = torch.tensor([1.0, -1.0]).repeat(450)[:, None]
+    left, right = torch.randn(1, 66) * tokens, 30 * torch.randn(1, 70) + torch.randn(900, 70)
+    for units in (1, 2):
+        layout = Ticket(torch.arange(units), torch.ones(units), True).layout(torch.device("cpu"))
+        rest = (units - 1) * 900
+        use = Factors(nn.functional.pad(left, (0, 0, 0, rest)), nn.functional.pad(right, (0, 0, 0, rest)))
+        with (
+            mock.patch.object(norms, "launches", return_value=True),
+            mock.patch.object(norms, "may_hold", return_value=1 << 30),
+            mock.patch.object(norms, "plan_route", return_value="instantiate"),
+        ):
+            sink = NormSink(accumulator, layout, {"w": 1}, keep=keep)
+            sink.matrix(parameter, use, layout)
+            found.append(float(sink.finish().norms[0, 0]))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)

@@ -88,6 +88,11 @@ class PerturbedLayer:
         if self.settings.lengths == "hidden":
             self._hooks += [block.register_forward_pre_hook(self._hide_lengths, with_kwargs=True) for block in later]
 
+    @property
+    def attached(self) -> bool:
+        """Whether forward passes are perturbed."""
+        return bool(self._hooks)
+
     def remove(self) -> None:
         """Take the hooks out, so that the model computes as before. Frozen parameters stay so."""
         for hook in self._hooks:

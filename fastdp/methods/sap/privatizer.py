@@ -194,6 +194,11 @@ class TextPrivatizer(Releases):
         self.tokens_released, self.tokens_kept = 0, 0
         self._nats: float | None = None
 
+    @property
+    def kept(self) -> Tensor:
+        """Which ids stay wherever they stand, bool ``[V]``."""
+        return self._kept
+
     def __call__(
         self,
         inputs: Any,
