@@ -41,7 +41,9 @@ def peak(form: str) -> dict[str, Any]:
     method = fastdp.DPZO() if form == "dpzo" else fastdp.DPSGD()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     options: Any = {"noise_multiplier": 1.0, "target_delta": 1e-5, "epochs": 1, "sampling": "shuffled"}
-    run: Any = fastdp.make_private(model, optimizer, DataLoader(rows, batch_size=ROWS), method=method, **options)
+    run: Any = fastdp.make_private(
+        model, optimizer, DataLoader(rows, batch_size=ROWS), method=method, shapes="public", **options
+    )
     batches = iter(run.data_loader)
 
     def step() -> None:

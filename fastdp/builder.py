@@ -294,6 +294,12 @@ class Builder:
             self.method.policy(self.trained, self.plan.sigma * factor, {})
         if self.method.selects:
             refuse_frozen(self.model, self.optimizer)
+        own_shapes = options.public_shapes is None and options.isolation is None
+        if self.method.needs_public_shapes and own_shapes:
+            raise ValueError(
+                f"With {self.method.mechanism}, one record's shape may move what others add by many bounds: pass "
+                'shapes="public", or isolation="per_example"'
+            )
         given = (
             options.returns_loss,
             options.unit_map is None,

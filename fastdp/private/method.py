@@ -72,9 +72,9 @@ class Method(ABC):
         return policy
 
     @property
-    def rounding_factor(self) -> float:
-        """How many times the rounding of a loss counts in what is clipped; 1 for gradients."""
-        return 1.0
+    def needs_public_shapes(self) -> bool:
+        """Whether what a neighbour's shape changes of a loss's rounding would count many times over."""
+        return False
 
     @property
     def selects(self) -> bool:

@@ -417,11 +417,7 @@ class Private(Published):
             remaining=[
                 *([accounting.rounded_to_grid(distance)] if self._release.secure_rounding else []),
                 *([among_units_in_words(math.ceil(self.expected_batch_size))] if self.policy.bounds else []),
-                *(
-                    [shape_statement(self.data_loader.has_public_shapes, self.method.rounding_factor)]
-                    if self.policy.bounds
-                    else []
-                ),
+                *([shape_statement(self.data_loader.has_public_shapes)] if self.policy.bounds else []),
             ],
         )
 

@@ -193,20 +193,12 @@ class PublicPlaces:
         return [placed[start : start + self.rows] for start in range(0, len(placed), self.rows)]
 
 
-def shape_statement(public: bool, times: float = 1.0) -> str:
-    """What a card says of how one unit changes the rounding of the others' gradients, of records as docs/clipping.md has them.
-
-    ``times`` is how often a loss's rounding counts in what is clipped, 1 for gradients.
-    """
+def shape_statement(public: bool) -> str:
+    """The card's sentence on how one unit's shape changes the rounding of the others' gradients (docs/clipping.md)."""
     if public:
         return (
             "one unit changes no bit of another's gradient: the shapes of microbatches and each unit's place in them are "
             f"public, except in a share of {TAIL:.0e} of the logical batches"
-        )
-    if times > 1:
-        return (
-            f"products round by the shape of their microbatch, which one unit may change: a slope has {times:.3g} times the "
-            "rounding of a loss, so the others' sum may move by many bounds, most of all in 16 bits; shapes='public' rules it out"
         )
     return (
         "products round by the shape of their microbatch, which one unit may change: that moved the sum of 64 equal records by "

@@ -132,7 +132,10 @@ def waves_table() -> str:
 
 def simulated_table() -> str:
     """One line for each case that was simulated on an H100, from the files of `fastdp bench simulate`."""
-    rows = ["| simulated H100, private over plain | time | captured | launches | peak memory |", "|---|---|---|---|---|"]
+    rows = [
+        "| simulated H100, private over plain | time | captured | launches | peak memory |",
+        "|---|---|---|---|---|",
+    ]
     for file in sorted(SIMULATED_ROWS.glob("*h100*.json")):
         passes = ", two passes" if file.stem.endswith("two-passes") else ""
         for row in json.loads(file.read_text())["figures"]["rows"]:

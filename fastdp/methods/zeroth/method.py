@@ -47,8 +47,9 @@ class DPZO(Method):
         return RandomDirection(model, optimizer, self.smoothing, self.seed)
 
     @property
-    def rounding_factor(self) -> float:
-        return 0.5 / self.smoothing
+    def needs_public_shapes(self) -> bool:
+        """A slope has 1 / (2 h) times the rounding of a loss."""
+        return True
 
     def policy(
         self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
