@@ -417,9 +417,13 @@ class Private(Published):
             remaining=[
                 *([accounting.rounded_to_grid(distance)] if self._release.secure_rounding else []),
                 *([among_units_in_words(math.ceil(self.expected_batch_size))] if self.policy.bounds else []),
-                *([shape_statement(self.data_loader.has_public_shapes)] if self.policy.bounds else []),
+                *([self._shape_statement()] if self.policy.bounds else []),
             ],
         )
+
+    def _shape_statement(self) -> str:
+        on_gpu = any(p.device.type != "cpu" for p in self._engine.parameters.values())
+        return shape_statement(self.data_loader.has_public_shapes, on_gpu=on_gpu)
 
     def state_dict(self) -> dict[str, Any]:
         """Step counts and spent budget, for a checkpoint; never a key, so a resumed run repeats no noise."""

@@ -193,15 +193,16 @@ class PublicPlaces:
         return [placed[start : start + self.rows] for start in range(0, len(placed), self.rows)]
 
 
-def shape_statement(public: bool) -> str:
+def shape_statement(public: bool, *, on_gpu: bool = False) -> str:
     """The card's sentence on how one unit's shape changes the rounding of the others' gradients (docs/clipping.md)."""
     if public:
         return (
             "one unit changes no bit of another's gradient: the shapes of microbatches and each unit's place in them are "
             f"public, except in a share of {TAIL:.0e} of the logical batches"
         )
+    further = "; on a GPU the bounds of norms follow it too, which moves the sum further" if on_gpu else ""
     return (
         "products round by the shape of their microbatch, which one unit may change: that moved the sum of 64 equal records by "
         f"{_MOVED['float32']} of the bound in float32 and by {_MOVED['bfloat16']} in bfloat16, at 12 layers, and more for "
-        "models that are sharp by construction; shapes='public' rules it out"
+        f"models that are sharp by construction{further}; shapes='public' rules it out"
     )

@@ -270,7 +270,7 @@ CASES = {
     "clip-norms": Case(
         clip.row_dots_kernel,
         {"p_x": "*bf16", "p_y": "*bf16", "p_partial": "*fp64", **numbers("width", "chunks")},
-        {"b_step": clip.CHUNK_STEP, "b_chunk": clip.CHUNK, "ALIGNED": True},
+        {"b_step": clip.CLIP_STEP, "b_chunk": clip.CLIP_CHUNK, "ALIGNED": True},
     ),
     "clip-factors": Case(clip.forward_factor_kernel, FACTORS, {"b_chunks": 128}, 1),
     "clip-factors-backward": Case(
@@ -284,7 +284,7 @@ CASES = {
     "clip-backward": Case(
         clip.pull_back_kernel,
         {**PULL, **numbers("n", "width", kind="i64")},
-        {"b_tile": clip.CHUNK_STEP, "ALIGNED": True},
+        {"b_tile": clip.CLIP_STEP, "ALIGNED": True},
     ),
     "gram-bf16": gram_case(tl.bfloat16, 128, 64, 8),
     "gram-bf16-short": replace(gram_case(tl.bfloat16, 32, 64, 4, slow=True), narrow=True, blocks=4),

@@ -17,7 +17,7 @@ from fastdp.data import Collator
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
 from fastdp.private.sampler import PoissonSampler, ShuffledSampler
-from fastdp.private.shapes import TAIL, PublicPlaces, PublicShapes, ShapedCollator
+from fastdp.private.shapes import TAIL, PublicPlaces, PublicShapes, ShapedCollator, shape_statement
 
 #: Records beside the one that changes, which is the last.
 OTHERS = 11
@@ -297,6 +297,8 @@ def test_a_card_says_what_shapes_leave_where_they_are_not_public() -> None:
         found += [said for said in private.card()["remaining"] if "the shape" in said]
         private.detach()
     assert "products round by the shape of their microbatch" in found[0]
+    assert "GPU" not in found[0]
+    assert "on a GPU the bounds of norms follow it too" in shape_statement(False, on_gpu=True)
     assert all(said.startswith("one unit changes no bit of another's gradient") for said in found[1:])
 
 
