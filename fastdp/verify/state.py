@@ -168,7 +168,7 @@ class StateCheck:
 
     def _counts(self, held: list[Any]) -> list[int]:
         # One of each type: pieces are of a type of their own, and a step should not ask every parameter.
-        pieces = self.rewritten or any(map(is_cut, {type(p): p for p in held}.values()))
+        pieces = self.rewritten or any(map(is_cut, dict(zip(map(type, held), held)).values()))
         return list(map(self._count if pieces else _VERSION, held))
 
     def _count(self, parameter: torch.Tensor) -> int:
