@@ -84,6 +84,7 @@ def first_release(trainer: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
         private.optimizer.step()
         if sums.drawn_units[-1]:
             break
+        private.optimizer.zero_grad()
     private.detach()
     return sums.sums[-1], sums.drawn_units[-1]
 
