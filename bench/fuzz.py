@@ -26,10 +26,10 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from fastdp.engine.bounds import UpperNorms
+from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.layout import Ticket
-from fastdp.engine.policy import Policy
+from fastdp.engine.uses.layout import Ticket
 from fastdp.verify import Checks
 
 from .record import write

@@ -28,9 +28,9 @@ from torch import Tensor
 import fastdp
 from fastdp import kernels, ops
 from fastdp.data import Collator
+from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
-from fastdp.engine.layout import Ticket
-from fastdp.engine.policy import Policy
+from fastdp.engine.uses.layout import Ticket
 from fastdp.ops.dchi import dchi_noise
 from fastdp.ops.grid import on_grid
 from fastdp.ops.noise import standard_normals

@@ -56,18 +56,34 @@ def words(path: Path) -> int:
 
 
 def floors(folder: str) -> int:
-    """The longest chain of modules of a package that import each other."""
-    paths = {path.stem: path for path in tracked(folder) if path.suffix == ".py" and path.parent == ROOT / folder}
+    """The longest chain of imports: among the packages and files of a folder, or within one of its packages."""
+    root = ROOT / folder
+    paths = [path.relative_to(root) for path in tracked(folder) if path.suffix == ".py" and path.stem != "__init__"]
     prefix = folder.replace("/", ".") + "."
 
-    @functools.cache
-    def height(name: str) -> int:
-        tree = ast.parse(paths[name].read_text())
-        imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
-        below = {module.removeprefix(prefix) for module in imported if module.startswith(prefix)}
-        return 1 + max([height(other) for other in below if other in paths and other != name], default=0)
+    def longest(inside: tuple[str, ...]) -> int:
+        """The longest chain among what a package holds: its files, and its packages as wholes."""
+        depth = len(inside)
+        below: dict[str, set[str]] = {}
+        for path in paths:
+            parts = path.with_suffix("").parts
+            if parts[:depth] != inside:
+                continue
+            found = below.setdefault(parts[depth], set())
+            for node in ast.walk(ast.parse((root / path).read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(prefix):
+                    other = tuple(str(node.module).removeprefix(prefix).split("."))
+                    if other[:depth] == inside and len(other) > depth and other[depth] != parts[depth]:
+                        found.add(other[depth])
 
-    return max(height(name) for name in paths)
+        @functools.cache
+        def height(name: str) -> int:
+            return 1 + max((height(other) for other in below[name]), default=0)
+
+        return max(map(height, below))
+
+    packages = {path.parent.parts for path in paths if path.parent != Path(".")}
+    return max(map(longest, ((), *packages)))
 
 
 def functions(*folders: str) -> Iterator[tuple[str, int]]:

@@ -491,7 +491,8 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
     from torch.fx.experimental import _config as config
     from triton.runtime.jit import JITFunction
 
-    from fastdp.engine import memory, norms
+    from fastdp.engine.capture import memory
+    from fastdp.engine.clip import norms
     from fastdp.ops import routes
     from fastdp.ops.table import OPS
     from fastdp.verify import engine_check

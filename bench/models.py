@@ -191,9 +191,9 @@ def _tuned(model: torch.nn.Module, tuning: str) -> torch.nn.Module | None:
 
 def row(build: Callable[[], torch.nn.Module], inputs: dict[str, torch.Tensor], tuning: str) -> dict[str, Any] | None:
     """One step's error, route and share of parameters on the fast route; None where nothing is trained."""
+    from fastdp.engine.clip.policy import Policy
     from fastdp.engine.engine import Engine
-    from fastdp.engine.layout import Ticket
-    from fastdp.engine.policy import Policy
+    from fastdp.engine.uses.layout import Ticket
 
     torch.manual_seed(0)
     model = _tuned(build(), tuning)

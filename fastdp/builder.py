@@ -21,8 +21,8 @@ from fastdp.calls.modes import kept_modes
 from fastdp.calls.randomness import unchanged
 from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import Ranks, single_process
+from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
-from fastdp.engine.policy import Policy
 from fastdp.methods.dpsgd import DPSGD
 from fastdp.ops.stream import CIPHER_ROUNDS, NoiseStream
 from fastdp.private.checks import (

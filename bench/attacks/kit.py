@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastdp
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.policy import Policy
 from fastdp.verify.state import StateCheck
 
 FEATURES, CLASSES = 8, 3

@@ -332,7 +332,7 @@ def late_tying(library: Library) -> float:
 
 @attack(
     "A checkpointed table is read twice in later batches, and the norm of the second use is left out.",
-    off={"fastdp.engine.norms.NormSink.require_once": kit.nothing},
+    off={"fastdp.engine.clip.norms.NormSink.require_once": kit.nothing},
 )
 def late_second_use(library: Library) -> float:
     def between(own: Any, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastdp.audit.guessing import SHARES, AuditResult, conclude
-from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.policy import Policy, Unclipped
+from fastdp.engine.clip.accumulator import Accumulator
+from fastdp.engine.clip.policy import Policy, Unclipped
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
 

@@ -11,8 +11,8 @@ from torch.utils.data import ConcatDataset, Dataset
 from fastdp.audit.canaries import Canaries, noise_std
 from fastdp.calls.batches import map_tensors
 from fastdp.calls.modes import in_mode
-from fastdp.engine.boundary import plain_gradients
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.policy import Policy
+from fastdp.engine.loss.boundary import plain_gradients
 from fastdp.ops.stream import NoiseStream
 from fastdp.validate import one_of
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastdp.audit.canaries import Canaries, noise_std
-from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.bounds import Norms, UpperNorms
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.accumulator import Accumulator
+from fastdp.engine.clip.policy import Policy
 from fastdp.validate import one_of
 
 if TYPE_CHECKING:

@@ -13,15 +13,15 @@ from fastdp.calls.batches import Call, as_long_as, tensors
 from fastdp.calls.garbage import gc_paused
 from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import ONE, RankLost, Ranks
-from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.boundary import FORWARD_AFTER_BACKWARD, TWO_FORWARDS
+from fastdp.engine.capture.known import wrong_rows
+from fastdp.engine.clip.accumulator import Accumulator
+from fastdp.engine.clip.policy import Policy
 from fastdp.engine.errors import SelfCheckError, Unseen
-from fastdp.engine.known import wrong_rows
-from fastdp.engine.layout import Ticket
+from fastdp.engine.loss.boundary import FORWARD_AFTER_BACKWARD, TWO_FORWARDS
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
-from fastdp.engine.pending import PendingGradients
-from fastdp.engine.policy import Policy
 from fastdp.engine.routing import Routing
+from fastdp.engine.uses.layout import Ticket
+from fastdp.engine.uses.pending import PendingGradients
 
 
 class Engine(Passes):
@@ -34,7 +34,7 @@ class Engine(Passes):
         loss_reduction: "mean" or "sum" over the rows, for a criterion outside the model; None for a model that returns
             its loss.
         two_pass: run the backward pass twice and keep no factors; None does so where checkpointing is on and the factors of
-            one pass do not fit into memory (`fastdp.engine.memory`).
+            one pass do not fit into memory (`fastdp.engine.capture.memory`).
         verify: makes what verifies batches (`fastdp.verify.Checks`); by default nothing does.
         accumulator: takes the captures instead of an `Accumulator`, for other sums of per-example gradients than clipped ones.
         on_route: told of the route, and why, once it is known.

@@ -18,8 +18,13 @@ from fastdp.calls.randomness import BufferSnapshot, devices, preserve_rng, rng_s
 from fastdp.distributed.pieces import piece
 from fastdp.distributed.ranks import Ranks
 from fastdp.distributed.shards import weights_of
-from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.boundary import (
+from fastdp.engine.capture.forwards import Forwards
+from fastdp.engine.capture.memory import allowed_bytes, kept_bytes, longest
+from fastdp.engine.capture.trace import Trace
+from fastdp.engine.clip.accumulator import Accumulator
+from fastdp.engine.clip.policy import Policy, Unclipped
+from fastdp.engine.errors import SelfCheckError, Unseen, UnsupportedUse
+from fastdp.engine.loss.boundary import (
     LossBoundary,
     OutputBoundary,
     caught,
@@ -30,17 +35,12 @@ from fastdp.engine.boundary import (
     require_loss,
     require_positive,
 )
-from fastdp.engine.errors import SelfCheckError, Unseen, UnsupportedUse
-from fastdp.engine.forwards import Forwards
-from fastdp.engine.layout import Layout, Ticket
-from fastdp.engine.logits import VOCABULARY
-from fastdp.engine.losses import LossTerms, combine, graph_of, intercepted, masked_mean
-from fastdp.engine.memory import allowed_bytes, kept_bytes, longest
-from fastdp.engine.one_example import backward_starts, merged, run_alone, single_rows
-from fastdp.engine.policy import Policy, Unclipped
-from fastdp.engine.reads import Reads
-from fastdp.engine.trace import Trace
-from fastdp.engine.uses import Tap, differentiate
+from fastdp.engine.loss.losses import LossTerms, combine, graph_of, intercepted, masked_mean
+from fastdp.engine.loss.one_example import backward_starts, merged, run_alone, single_rows
+from fastdp.engine.uses.layout import Layout, Ticket
+from fastdp.engine.uses.logits import VOCABULARY
+from fastdp.engine.uses.reads import Reads
+from fastdp.engine.uses.use import Tap, differentiate
 
 #: How per-example gradients are obtained.
 USES, ONE_EXAMPLE, ORDINARY = "uses", "one-example", "ordinary"

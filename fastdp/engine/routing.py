@@ -12,6 +12,8 @@ import torch
 from fastdp.calls.batches import Call, as_long_as
 from fastdp.calls.modes import refuse_mixing
 from fastdp.distributed.ranks import RankLost, Ranks
+from fastdp.engine.capture.known import TraceCache
+from fastdp.engine.capture.trace import Trace, Tracer
 from fastdp.engine.errors import (
     Differentiates,
     FlatBags,
@@ -21,10 +23,8 @@ from fastdp.engine.errors import (
     Untraceable,
     first_line,
 )
-from fastdp.engine.known import TraceCache
-from fastdp.engine.layout import Ticket
 from fastdp.engine.passes import ORDINARY, USES, Pass, Passes
-from fastdp.engine.trace import Trace, Tracer
+from fastdp.engine.uses.layout import Ticket
 
 
 class Routing:

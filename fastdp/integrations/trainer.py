@@ -22,7 +22,7 @@ import fastdp.files as files
 from fastdp.calls.modes import in_mode
 from fastdp.calls.randomness import unchanged
 from fastdp.distributed.ranks import Ranks
-from fastdp.engine.boundary import find_loss
+from fastdp.engine.loss.boundary import find_loss
 from fastdp.entry import make_private
 from fastdp.private.publish import upload
 from fastdp.private.run import Criterion, Private

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.policy import Policy
 from fastdp.ops.bounds import LARGEST_RATIO
 from fastdp.validate import positive
 

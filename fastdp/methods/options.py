@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastdp.accounting.events import NoiseFactors
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.policy import Policy
 from fastdp.private.method import Method
 from fastdp.validate import fraction, positive
 

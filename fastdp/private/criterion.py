@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.boundary import MeanBoundary
+from fastdp.engine.loss.boundary import MeanBoundary
 
 #: (output, batch) -> one loss per row, ``[rows]``.
 Criterion = Callable[[Any, Any], torch.Tensor]

@@ -9,11 +9,11 @@ import torch
 
 from fastdp.calls.batches import tensors
 from fastdp.calls.modes import in_mode
-from fastdp.engine.boundary import find_loss
+from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
-from fastdp.engine.layout import Ticket
+from fastdp.engine.loss.boundary import find_loss
 from fastdp.engine.passes import ONE_EXAMPLE
-from fastdp.engine.policy import Policy
+from fastdp.engine.uses.layout import Ticket
 from fastdp.ops.routes import constants_for, predicted_seconds
 from fastdp.verify import Checks
 

@@ -25,17 +25,17 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as checkpoint
 
-import fastdp.engine.boundary as boundary
+import fastdp.engine.loss.boundary as boundary
 from fastdp.calls.batches import Call, everything, leaves, map_tensors
 from fastdp.calls.randomness import rng_state, version
 from fastdp.distributed.pieces import writes
-from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.clip.accumulator import Accumulator
+from fastdp.engine.clip.policy import Policy
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.layout import Layout, Ticket
-from fastdp.engine.logits import Logits
 from fastdp.engine.passes import Pass, Passes
-from fastdp.engine.policy import Policy
-from fastdp.engine.uses import Tap
+from fastdp.engine.uses.layout import Layout, Ticket
+from fastdp.engine.uses.logits import Logits
+from fastdp.engine.uses.use import Tap
 from fastdp.ops.placed import keep_for_graph
 
 #: The largest number of graphs of a run. They share the memory of a pass, and each holds its outputs.

@@ -10,7 +10,7 @@ import torch
 
 import fastdp.accounting as accounting
 from fastdp.accounting.events import CONSTANT, NoiseFactors
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.policy import Policy
 from fastdp.private.plan import Budget, Plan
 from fastdp.private.preparation import Findings, Moment, Outcome, Preparation
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.clip.accumulator import Accumulator
 
 
 class Observer:

@@ -19,12 +19,12 @@ import fastdp.ops as ops
 from fastdp.calls.batches import accepted, as_long_as, map_tensors, take_rows
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.distributed.shards import UnshardedParameters
-from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.boundary import require_loss
 from fastdp.engine.bounds import Norms
-from fastdp.engine.collation import Collation, example_length
+from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
+from fastdp.engine.loss.boundary import require_loss
+from fastdp.engine.uses.collation import Collation, example_length
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.criterion import Criterion, mean_of_rows
 from fastdp.private.loader import PrivateLoader

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.accumulator import Accumulator
+from fastdp.engine.clip.policy import Policy
 from fastdp.private.method import Installed, Method
 from fastdp.private.observer import Observer
 from fastdp.private.preparation import Outcome

@@ -11,8 +11,8 @@ import torch
 import fastdp.distributed.pieces as pieces
 import fastdp.ops as ops
 from fastdp.distributed.ranks import Ranks
-from fastdp.engine.axes import RankOne
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.axes import RankOne
+from fastdp.engine.clip.policy import Policy
 from fastdp.ops.stream import NoiseStream
 
 

@@ -18,8 +18,8 @@ from fastdp.accounting.ledger import STEP
 from fastdp.calls.modes import LoadedMode
 from fastdp.distributed.pieces import full_tensor, is_cut
 from fastdp.distributed.ranks import ONE, Ranks
+from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
-from fastdp.engine.policy import Policy
 from fastdp.ops.grid import DISTANCE
 from fastdp.private.criterion import Criterion, mean_of_rows
 from fastdp.private.ending import Ending

@@ -16,8 +16,8 @@ from fastdp.accounting.weights import named_digest
 from fastdp.calls.modes import kept_modes
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.distributed.shards import weights_of
+from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
-from fastdp.engine.policy import Policy
 from fastdp.private.method import Method
 from fastdp.private.preparation import Outcome, Preparation
 from fastdp.private.release import Release

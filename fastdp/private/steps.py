@@ -15,7 +15,7 @@ from fastdp.calls.batches import tensors
 from fastdp.calls.garbage import gc_paused
 from fastdp.distributed.pieces import writes
 from fastdp.distributed.ranks import Ranks
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.policy import Policy
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan

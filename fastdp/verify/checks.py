@@ -12,12 +12,12 @@ import torch
 from fastdp.calls.batches import Call, as_long_as, take_rows, tensors
 from fastdp.calls.modes import refuse_mixing
 from fastdp.distributed.ranks import Ranks
-from fastdp.engine.collation import Collation
+from fastdp.engine.capture.follow import DataFlow
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
-from fastdp.engine.follow import DataFlow
-from fastdp.engine.layout import Ticket
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
 from fastdp.engine.routing import Routing
+from fastdp.engine.uses.collation import Collation
+from fastdp.engine.uses.layout import Ticket
 from fastdp.verify.definition import UNDECIDED, check_alone, check_companions, check_definition, check_packed
 from fastdp.verify.engine_check import check_engine
 from fastdp.verify.loop import LoopCheck

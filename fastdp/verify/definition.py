@@ -17,14 +17,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fastdp.calls.batches import Call, cropped, leaves, row_of, tensors
 from fastdp.calls.modes import in_mode
 from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state
-from fastdp.engine.boundary import require_loss, seeds_for
-from fastdp.engine.collation import mixes
+from fastdp.engine.capture.follow import InputGradients
+from fastdp.engine.capture.trace import module_outputs
 from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse, first_line
-from fastdp.engine.follow import InputGradients
-from fastdp.engine.layout import Ticket
-from fastdp.engine.losses import LossTerms, graph_of, intercepted
+from fastdp.engine.loss.boundary import require_loss, seeds_for
+from fastdp.engine.loss.losses import LossTerms, graph_of, intercepted
 from fastdp.engine.passes import Passes
-from fastdp.engine.trace import module_outputs
+from fastdp.engine.uses.collation import mixes
+from fastdp.engine.uses.layout import Ticket
 from fastdp.verify.probe import GRADIENTS, Probe, RowValues, rounding
 
 #: Rows of a microbatch that are checked.

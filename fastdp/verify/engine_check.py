@@ -12,14 +12,14 @@ from fastdp.calls.batches import Call
 from fastdp.calls.modes import LowPrecisionDetector
 from fastdp.calls.randomness import MasksInOrder, preserve_rng
 from fastdp.distributed.shards import norm
-from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.boundary import require_loss
 from fastdp.engine.bounds import UpperNorms
+from fastdp.engine.clip.accumulator import Accumulator
+from fastdp.engine.clip.policy import Policy
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.layout import Ticket
+from fastdp.engine.loss.boundary import require_loss
 from fastdp.engine.passes import Passes, repeatable
-from fastdp.engine.policy import Policy
-from fastdp.engine.uses import uncast
+from fastdp.engine.uses.layout import Ticket
+from fastdp.engine.uses.use import uncast
 from fastdp.verify.definition import coupled
 from fastdp.verify.probe import Probe, starts
 

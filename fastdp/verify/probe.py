@@ -16,12 +16,12 @@ from torch.utils.checkpoint import CheckpointError
 from fastdp.calls.batches import Call, cropped, take_rows, unpadded
 from fastdp.calls.modes import in_mode
 from fastdp.calls.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state
-from fastdp.engine.boundary import caught, differentiable, hooks_aside, require_loss, seeds_for
+from fastdp.engine.capture.follow import InputGradients
 from fastdp.engine.errors import OwnLoss
-from fastdp.engine.follow import InputGradients
-from fastdp.engine.layout import Layout, Ticket
-from fastdp.engine.losses import LossTerms, combine, divided_terms, intercepted, shares
+from fastdp.engine.loss.boundary import caught, differentiable, hooks_aside, require_loss, seeds_for
+from fastdp.engine.loss.losses import LossTerms, combine, divided_terms, intercepted, shares
 from fastdp.engine.passes import Passes
+from fastdp.engine.uses.layout import Layout, Ticket
 
 #: How far gradients may move where losses may move by 1.
 GRADIENTS = 10.0

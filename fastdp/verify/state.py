@@ -12,8 +12,8 @@ import torch
 
 from fastdp.calls.randomness import BufferSnapshot, version
 from fastdp.distributed.pieces import is_cut, writes
+from fastdp.engine.capture.follow import DataFlow
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.follow import DataFlow
 
 _TRAINED, _VERSION = map(operator.attrgetter, ("requires_grad", "_version"))
 #: Buffers by name, and how often each was written.

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import fastdp
 from fastdp import audit, ops
-from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.methods.rapft import PrivateSubset, PublicMap, RapFT
 from fastdp.private.observer import Observer
 from fastdp.private.run import Private

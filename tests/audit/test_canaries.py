@@ -14,10 +14,10 @@ import torch
 
 import fastdp
 from fastdp import audit
-from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.bounds import UpperNorms
-from fastdp.engine.norms import NormSink
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.accumulator import Accumulator
+from fastdp.engine.clip.norms import NormSink
+from fastdp.engine.clip.policy import Policy
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.run import Private
 from tests.audit.runs import CANARIES, ORDINARY, Tied, canary, ordinary, start, train

@@ -98,7 +98,7 @@ def test_a_prepared_run_is_proved_with_what_it_was_prepared_with() -> None:
 
 
 def test_a_bound_that_is_not_kept_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastdp.engine.policy import Policy
+    from fastdp.engine.clip.policy import Policy
 
     clipped = Policy.scales
     monkeypatch.setattr(Policy, "scales", lambda self, *args, **kwargs: 1.5 * clipped(self, *args, **kwargs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fastdp.bench import fuzz
 
-from fastdp.engine.layout import Layout
+from fastdp.engine.uses.layout import Layout
 
 
 @pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 2000), marks=pytest.mark.slow)])

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from fastdp.bench.fuzz import CLASSES, Block, Case, Choice, Outcome
 from torch import nn
 
+from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
-from fastdp.engine.layout import Ticket
-from fastdp.engine.policy import Policy
+from fastdp.engine.uses.layout import Ticket
 from fastdp.verify import Checks
 
 Batch = dict[str, torch.Tensor]

@@ -12,12 +12,12 @@ from unittest import mock
 
 import torch
 
-from fastdp.engine import norms
-from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.axes import RankOne
-from fastdp.engine.factors import Factors
-from fastdp.engine.layout import Layout, Ticket
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip import norms
+from fastdp.engine.clip.accumulator import Accumulator
+from fastdp.engine.clip.axes import RankOne
+from fastdp.engine.clip.policy import Policy
+from fastdp.engine.uses.factors import Factors
+from fastdp.engine.uses.layout import Layout, Ticket
 from fastdp.methods.frost.accumulate import MagnitudeAccumulator
 from fastdp.methods.frost.magnitudes import Magnitude
 from fastdp.methods.frost.partitions import Partition

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from fastdp.engine.bounds import Norms, UpperNorms
+from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
-from fastdp.engine.layout import Ticket
-from fastdp.engine.policy import Policy
+from fastdp.engine.uses.layout import Ticket
 from fastdp.verify import Checks
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastdp.engine.axes import RankOne
-from fastdp.engine.factors import Factors
-from fastdp.engine.policy import Policy
-from fastdp.engine.sums import Sums
+from fastdp.engine.clip.axes import RankOne
+from fastdp.engine.clip.policy import Policy
+from fastdp.engine.clip.sums import Sums
+from fastdp.engine.uses.factors import Factors
 from tests.cases import cases, pairs
 from tests.engine.models import batch, build
 from tests.engine.reference import Recording, engine_for, one_at_a_time, relative, ticket

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from fastdp import ops
-from fastdp.engine import norms
-from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.bounds import UpperNorms, gammas
-from fastdp.engine.factors import Factors
-from fastdp.engine.layout import Ticket
-from fastdp.engine.norms import NormSink
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip import norms
+from fastdp.engine.clip.accumulator import Accumulator
+from fastdp.engine.clip.norms import NormSink
+from fastdp.engine.clip.policy import Policy
+from fastdp.engine.uses.factors import Factors
+from fastdp.engine.uses.layout import Ticket
 from tests.cases import cases, pairs
 from tests.ops.test_rounding import UNIT, losing, lossy_row, pytestmark  # noqa: F401
 

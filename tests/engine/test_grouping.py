@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from fastdp import ops
-from fastdp.engine import norms as norm_sinks
-from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.factors import Factors
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip import norms as norm_sinks
+from fastdp.engine.clip.accumulator import Accumulator
+from fastdp.engine.clip.policy import Policy
 from fastdp.engine.routing import Routing
+from fastdp.engine.uses.factors import Factors
 from tests.engine.models import batch, build
 from tests.engine.reference import Recording, engine_for, ticket
 

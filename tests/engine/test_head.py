@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastdp.engine import head, logits
+from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.layout import Ticket
-from fastdp.engine.logits import Logits
-from fastdp.engine.policy import Policy
 from fastdp.engine.routing import Routing
+from fastdp.engine.rules import head
+from fastdp.engine.uses import logits
+from fastdp.engine.uses.layout import Ticket
+from fastdp.engine.uses.logits import Logits
 from fastdp.ops import heads
 from fastdp.verify import Checks
 from tests.cases import cases, pairs

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from fastdp.engine.logits import Heads
+from fastdp.engine.uses.logits import Heads
 from tests.cases import cases
 from tests.engine.test_head import VOCABULARY, Speaker, data, require_exact, small_tiles, step, truth  # noqa: F401
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastdp.engine.losses import LossTerms, intercepted
+from fastdp.engine.loss.losses import LossTerms, intercepted
 from tests.engine.reference import ticket
 
 ROWS = 3

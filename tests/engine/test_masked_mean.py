@@ -2,7 +2,7 @@
 
 import torch
 
-from fastdp.engine.losses import masked_mean
+from fastdp.engine.loss.losses import masked_mean
 
 
 def test_padding_and_what_is_not_finite_take_no_part():

@@ -10,12 +10,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 
 import fastdp
-from fastdp.engine import logits, memory
+from fastdp.engine.capture import memory
+from fastdp.engine.capture.memory import allowed_bytes, kept_bytes, longest
+from fastdp.engine.clip.norms import NormSink
+from fastdp.engine.clip.sums import SumSink
 from fastdp.engine.engine import Engine
-from fastdp.engine.layout import Ticket
-from fastdp.engine.memory import allowed_bytes, kept_bytes, longest
-from fastdp.engine.norms import NormSink
-from fastdp.engine.sums import SumSink
+from fastdp.engine.uses import logits
+from fastdp.engine.uses.layout import Ticket
 from tests.cases import cases, pairs
 from tests.engine.models import batch, build
 from tests.engine.reference import engine_for, feed, one_at_a_time

@@ -14,12 +14,12 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import fastdp
-from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.bounds import UpperNorms
-from fastdp.engine.factors import Factors
-from fastdp.engine.layout import Ticket
-from fastdp.engine.norms import NormSink
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.accumulator import Accumulator
+from fastdp.engine.clip.norms import NormSink
+from fastdp.engine.clip.policy import Policy
+from fastdp.engine.uses.factors import Factors
+from fastdp.engine.uses.layout import Ticket
 from fastdp.methods.frost.accumulate import AbsoluteSink
 from fastdp.private.observer import Observer
 from tests.cases import cases, pairs

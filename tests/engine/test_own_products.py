@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fastdp.engine import norms, passes
+from fastdp.engine import passes
+from fastdp.engine.clip import norms
 from fastdp.engine.engine import Engine
 from fastdp.engine.routing import Routing
 from tests.cases import pairs

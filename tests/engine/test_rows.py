@@ -8,9 +8,9 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from fastdp.engine.follow import DataFlow
-from fastdp.engine.rows import Places
-from fastdp.engine.trace import Tracer
+from fastdp.engine.capture.follow import DataFlow
+from fastdp.engine.capture.trace import Tracer
+from fastdp.engine.uses.rows import Places
 from tests.cases import cases, pairs
 
 SMALL = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}

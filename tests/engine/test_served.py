@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.bounds import Norms, UpperNorms
-from fastdp.engine.losses import LossTerms, intercepted
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.accumulator import Accumulator
+from fastdp.engine.clip.policy import Policy
+from fastdp.engine.loss.losses import LossTerms, intercepted
 from fastdp.engine.routing import Routing
 from tests.cases import cases
 from tests.engine.nets import EXACT, Net, exact, mixed, mixture, parameter, steps, trained
@@ -223,7 +223,7 @@ def test_a_use_of_another_shape_takes_the_route_that_needs_none() -> None:
 
 
 def test_a_padding_row_whose_gradient_is_nan_adds_nothing() -> None:
-    from fastdp.engine.layout import Ticket
+    from fastdp.engine.uses.layout import Ticket
 
     data = collate(examples(4))
     truth = one_by_one(Net(), {k: v[:3] for k, v in data.items()})

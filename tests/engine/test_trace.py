@@ -8,7 +8,7 @@ from fastdp.bench.workloads import Case, build, private_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fastdp.engine.trace import Tracer
+from fastdp.engine.capture.trace import Tracer
 from tests.cases import cases, pairs
 
 LAYERS, WIDTH = 8, 12

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.trainer_pt_utils import LabelSmoother
 
 import fastdp
-from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.errors import SelfCheckError
 from fastdp.integrations.trainer import STATE_FILE
 from fastdp.private.observer import Observer

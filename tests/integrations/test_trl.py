@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase
 from trl import DPOConfig, SFTConfig
 
 import fastdp
-from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.integrations.trl import PackingCollator
 from fastdp.private.observer import Observer
 from tests.engine.runs import clipped_sum, error

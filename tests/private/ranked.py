@@ -310,7 +310,7 @@ def killed(
 ) -> dict[str, Any]:
     """Rank 1 ends at a given moment of the third release; what the others see, and how fast."""
     from fastdp.distributed.shards import Sharded
-    from fastdp.engine.accumulator import Accumulator
+    from fastdp.engine.clip.accumulator import Accumulator
     from fastdp.private.release import Books
 
     place = folder / (name or moment)

@@ -24,7 +24,7 @@ import fastdp
 from fastdp.accounting import BudgetExceeded
 from fastdp.distributed import pieces
 from fastdp.distributed.ranks import Ranks
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.policy import Policy
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.release import Release
 from tests.engine.models import build

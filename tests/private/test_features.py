@@ -15,12 +15,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
+from fastdp.engine.clip.policy import Policy
+from fastdp.engine.clip.sums import SumSink
 from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.layout import Ticket
-from fastdp.engine.policy import Policy
 from fastdp.engine.routing import Routing
-from fastdp.engine.sums import SumSink
+from fastdp.engine.uses.layout import Ticket
 from fastdp.verify import Checks
 from tests.cases import cases, pairs
 from tests.engine.models import batch as model_batch, build
@@ -316,7 +316,7 @@ def test_gradient_checkpointing(
     name: str, tuning: str, free: int, reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one pass where its factors fit into memory, otherwise in two."""
-    monkeypatch.setattr("fastdp.engine.memory.free_bytes", lambda device: free)
+    monkeypatch.setattr("fastdp.engine.capture.memory.free_bytes", lambda device: free)
     data = model_batch(name)
     single, tickets = engine_for(build(name, tuning), 1.0)
     tickets.append(ticket(4))

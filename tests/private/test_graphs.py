@@ -13,10 +13,10 @@ import torch
 from fastdp.bench import simulate
 from fastdp.bench.workloads import Case, examples
 
+from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.layout import Ticket
-from fastdp.engine.policy import Policy
+from fastdp.engine.uses.layout import Ticket
 from fastdp.private import graphs
 from fastdp.private.graphs import Graphs
 from fastdp.verify import Checks

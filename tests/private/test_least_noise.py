@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fastdp
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.policy import Policy
 from fastdp.private.plan import Plan
 from tests.cases import cases, pairs
 from tests.engine.runs import Classifier, logical_step, start

@@ -12,7 +12,7 @@ from scipy import stats
 from torch import nn
 
 import fastdp
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.policy import Policy
 from fastdp.ops.grid import DISTANCE
 from fastdp.private.release import Release
 from tests.cases import cases, pairs

@@ -11,8 +11,8 @@ import torch
 
 from fastdp import accounting
 from fastdp.accounting import BudgetExceeded, LedgerError
+from fastdp.engine.clip.policy import Policy
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.policy import Policy
 from fastdp.private.method import Method
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Budget, Plan, SideRelease

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings, strategies as st
 from scipy import stats
 
 import fastdp
-from fastdp.engine.layout import Ticket
+from fastdp.engine.uses.layout import Ticket
 from fastdp.private.loader import PrivateLoader
 from fastdp.private.plan import Plan
 from fastdp.private.sampler import PoissonSampler, ShuffledSampler, Units, steps_per_epoch

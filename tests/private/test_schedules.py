@@ -14,8 +14,8 @@ from hypothesis import given, strategies as st
 import fastdp
 import fastdp.accounting as accounting
 from fastdp.accounting.events import flatten
-from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.accumulator import Accumulator
+from fastdp.engine.clip.policy import Policy
 from fastdp.private.observer import Observer
 from tests.cases import cases
 from tests.engine.runs import logical_step, start

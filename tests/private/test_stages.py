@@ -14,7 +14,7 @@ import torch
 import fastdp
 from fastdp import accounting
 from fastdp.accounting import BudgetExceeded, epsilon
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.policy import Policy
 from fastdp.private.method import Method
 from fastdp.private.plan import Budget, Plan, SideRelease
 from fastdp.private.preparation import Findings, Outcome, Preparation

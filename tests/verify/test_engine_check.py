@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.bounds import Norms
+from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.routing import Routing
 from tests.engine.nets import EXACT, Net, trained

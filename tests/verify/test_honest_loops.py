@@ -78,7 +78,7 @@ def test_rows_without_padding_before_a_row_with(lengths: list[int], monkeypatch:
     """T5 leaves its mask out where no row is padded: a few rows of a batch go another way than all of it."""
     draw = random.Random(1)
     data = [[draw.randrange(1, WORDS) for _ in range(length)] for length in lengths]
-    monkeypatch.setattr("fastdp.engine.layout.Ticket.chosen_rows", lambda ticket: [0, len(lengths) // 2])
+    monkeypatch.setattr("fastdp.engine.uses.layout.Ticket.chosen_rows", lambda ticket: [0, len(lengths) // 2])
     model = t5()
     loader = DataLoader(data, batch_size=len(data), shuffle=True, collate_fn=padded)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fastdp.engine.reads import Reads
-from fastdp.engine.uses import EmbeddingUse, Tap
+from fastdp.engine.uses.reads import Reads
+from fastdp.engine.uses.use import EmbeddingUse, Tap
 
 
 def _bag(values: torch.Tensor, offsets: torch.Tensor, include_last_offset: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.factors import Factors
-from fastdp.engine.layout import Layout
-from fastdp.engine.reads import Reads
-from fastdp.engine.uses import Sink, Tap, as_autocast
+from fastdp.engine.uses.factors import Factors
+from fastdp.engine.uses.layout import Layout
+from fastdp.engine.uses.reads import Reads
+from fastdp.engine.uses.use import Sink, Tap, as_autocast
 from fastdp.ops.patches import Convolution, by_image, convolution_gradients, patches
 from fastdp.ops.routes import is_allowed
 

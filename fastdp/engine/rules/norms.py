@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.reads import Reads
-from fastdp.engine.uses import Tap
+from fastdp.engine.uses.reads import Reads
+from fastdp.engine.uses.use import Tap
 
 
 class GroupNormUse(torch.autograd.Function):

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fastdp.engine.head import take
-from fastdp.engine.lanes import PerLane
-from fastdp.engine.logits import Logits
-from fastdp.engine.reads import Reads
-from fastdp.engine.uses import LinearUse, Product, Tap, applied, operation_kind
+from fastdp.engine.rules.head import take
+from fastdp.engine.uses.lanes import PerLane
+from fastdp.engine.uses.logits import Logits
+from fastdp.engine.uses.reads import Reads
+from fastdp.engine.uses.use import LinearUse, Product, Tap, applied, operation_kind
 from fastdp.ops.routes import NARROW
 
 

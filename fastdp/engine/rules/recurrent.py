@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.factors import Factors
-from fastdp.engine.lanes import PerLane
-from fastdp.engine.reads import Reads
-from fastdp.engine.uses import Tap, as_autocast
+from fastdp.engine.uses.factors import Factors
+from fastdp.engine.uses.lanes import PerLane
+from fastdp.engine.uses.reads import Reads
+from fastdp.engine.uses.use import Tap, as_autocast
 from fastdp.ops.cells import RECURRENT_CELLS, CellRun, State, shifted
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.policy import Policy, Unclipped
+from fastdp.engine.clip.policy import Policy, Unclipped
 from fastdp.methods.geometry import Bounds, Groups, check_clipping, clip_groups, describe_clipping
 from fastdp.methods.options import AdaptiveClipping as AdaptiveClipping, Options
 from fastdp.methods.removed import replace_removed

@@ -8,13 +8,13 @@ import torch
 
 import fastdp.ops as ops
 from fastdp.distributed.ranks import Ranks
-from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.bounds import Norms, UpperNorms
-from fastdp.engine.factors import Factors, PerUnit
-from fastdp.engine.layout import Layout
-from fastdp.engine.norms import Entry, NormSink
-from fastdp.engine.policy import Policy
-from fastdp.engine.sums import Route
+from fastdp.engine.clip.accumulator import Accumulator
+from fastdp.engine.clip.norms import Entry, NormSink
+from fastdp.engine.clip.policy import Policy
+from fastdp.engine.clip.sums import Route
+from fastdp.engine.uses.factors import Factors, PerUnit
+from fastdp.engine.uses.layout import Layout
 from fastdp.methods.frost.magnitudes import Magnitude
 from fastdp.methods.frost.partitions import Partition
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fastdp.engine.bounds import UpperNorms
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.policy import Policy
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 
 import fastdp.accounting as accounting
 import fastdp.distributed.pieces as pieces
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.policy import Policy
 from fastdp.methods.frost.accumulate import MagnitudeAccumulator
 from fastdp.methods.frost.magnitudes import Kind, Magnitude
 from fastdp.methods.frost.masked import MaskedPolicy, largest

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from fastdp.engine.axes import RankOne
+from fastdp.engine.clip.axes import RankOne
 from fastdp.methods.frost.estimate import attenuations, estimate_magnitudes
 from fastdp.methods.frost.partitions import Partition
 from fastdp.methods.frost.selection import Selected

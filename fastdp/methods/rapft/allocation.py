@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.policy import Policy
 
 WEAK, STRONG = 0, 1
 ALLOCATIONS = ("printed", "optimal", "axes")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fastdp.calls.batches import accepted
-from fastdp.engine.axes import RankOne
-from fastdp.engine.boundary import find_loss
+from fastdp.engine.clip.axes import RankOne
+from fastdp.engine.loss.boundary import find_loss
 
 #: Least mean of a row or column, over that of its parameter: what seems to be nothing may come to matter.
 _LEAST = 1e-2

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import fastdp.accounting as accounting
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.policy import Policy
 from fastdp.methods.geometry import clip_groups
 from fastdp.methods.options import Options
 from fastdp.methods.rapft.allocation import (

@@ -14,13 +14,13 @@ import fastdp.ops as ops
 from fastdp.calls.batches import accepted, as_long_as, take_rows, tensors
 from fastdp.calls.modes import in_mode
 from fastdp.distributed.shards import UnshardedParameters
+from fastdp.engine.capture.intercept import Reads
+from fastdp.engine.capture.trace import Key, Tracer
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.factors import Factors
-from fastdp.engine.intercept import Reads
-from fastdp.engine.layout import Layout, Ticket
-from fastdp.engine.rows import BroadcastLayout
-from fastdp.engine.trace import Key, Tracer
-from fastdp.engine.uses import Tap
+from fastdp.engine.uses.factors import Factors
+from fastdp.engine.uses.layout import Layout, Ticket
+from fastdp.engine.uses.rows import BroadcastLayout
+from fastdp.engine.uses.use import Tap
 from fastdp.methods.rapft.initialisation import Initialisation, one_hot
 from fastdp.methods.rapft.rules import (
     Audit,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.boundary import find_loss
+from fastdp.engine.loss.boundary import find_loss
 
 
 def warm_up(

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fastdp.calls.batches import as_long_as, map_tensors, take_rows, tensors
 from fastdp.calls.modes import in_mode
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.layout import Ticket
-from fastdp.engine.losses import LOSSES, LossTerms, combine, intercepted
+from fastdp.engine.loss.losses import LOSSES, LossTerms, combine, intercepted
+from fastdp.engine.uses.layout import Ticket
 
 #: The module that holds the trained number, by its name in the model.
 NAME = "zeroth_order"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.policy import Policy
 from fastdp.methods.geometry import clip_groups
 from fastdp.methods.zeroth.direction import RandomDirection
 from fastdp.private.method import Method

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from fastdp.engine.forwards import PatchedForward
-from fastdp.engine.layout import Layout
-from fastdp.engine.reads import Reads
-from fastdp.engine.rows import Fold
-from fastdp.engine.uses import Tap
+from fastdp.engine.capture.forwards import PatchedForward
+from fastdp.engine.uses.layout import Layout
+from fastdp.engine.uses.reads import Reads
+from fastdp.engine.uses.rows import Fold
+from fastdp.engine.uses.use import Tap
 from tests.engine.rules.exact import exact_layer
 
 TOKENS, WIDTH, OUT = 5, 6, 4

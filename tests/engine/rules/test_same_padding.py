@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastdp.engine.layout import Ticket
 from fastdp.engine.routing import Routing
+from fastdp.engine.uses.layout import Ticket
 from tests.cases import cases, pairs
 from tests.engine.reference import engine_for
 from tests.engine.rules.exact import exact_layer

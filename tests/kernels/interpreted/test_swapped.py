@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from fastdp.engine import norms as norm_sinks
+from fastdp.engine.clip import norms as norm_sinks
 from fastdp.engine.routing import Routing
 from tests.cases import pairs
 from tests.engine.reference import Recording, engine_for, norms, ticket

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.engine import Engine
 from fastdp.methods.frost import DPFrost
 from fastdp.methods.frost.masked import MaskedPolicy, largest

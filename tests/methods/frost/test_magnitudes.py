@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from fastdp.engine.engine import Engine
-from fastdp.engine.layout import Ticket
 from fastdp.engine.routing import Routing
+from fastdp.engine.uses.layout import Ticket
 from fastdp.methods.frost import Magnitude, Partition, split
 from fastdp.methods.frost.accumulate import MagnitudeAccumulator
 from tests.engine import models, reference

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from fastdp import accounting
-from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.accumulator import Accumulator
+from fastdp.engine.clip.policy import Policy
 from fastdp.methods import rapft
 from tests.engine.reference import known
 

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
-from fastdp.engine.intercept import Reads
-from fastdp.engine.layout import Ticket
-from fastdp.engine.uses import Tap
+from fastdp.engine.capture.intercept import Reads
+from fastdp.engine.uses.layout import Ticket
+from fastdp.engine.uses.use import Tap
 from fastdp.methods.rapft import Propagation
 from fastdp.methods.rapft.rules import Audit, Context, RelevanceMode, stabilised
 

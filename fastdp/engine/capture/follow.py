@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from fastdp.calls.batches import Call, Path, RowNumbers, leaves, map_leaves, tensors
 from fastdp.calls.marks import Marks
 from fastdp.calls.named import functions
-from fastdp.engine.orders import Orders
-from fastdp.engine.rows import Fold, Places
-from fastdp.engine.selections import Owners, place, selects
-from fastdp.engine.uses import is_detach, is_metadata
+from fastdp.engine.uses.orders import Orders
+from fastdp.engine.uses.rows import Fold, Places
+from fastdp.engine.uses.selections import Owners, place, selects
+from fastdp.engine.uses.use import is_detach, is_metadata
 
 #: The data decide the size of what these return, or which row comes where.
 _SELECTING = functions("nonzero argwhere masked_select unique unique_consecutive bincount histc tolist")

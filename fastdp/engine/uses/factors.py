@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 import fastdp.ops as ops
-from fastdp.engine.layout import Layout
+from fastdp.engine.uses.layout import Layout
 
 #: Numbers that `scale` multiplies at a time: they stay in a processor's cache.
 _BLOCK = 1 << 16
@@ -30,7 +30,7 @@ class Factors:
     swap: bool = False
     scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    #: Whether ``left`` is made tile by tile, as a head's is (`fastdp.engine.head.HeadFactors`), and norms came with it.
+    #: Whether ``left`` is made tile by tile, as a head's is (`fastdp.engine.rules.head.HeadFactors`), and norms came with it.
     tiled: ClassVar[bool] = False
 
     @property

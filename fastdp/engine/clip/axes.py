@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fastdp.engine.factors import Factors, scale
-from fastdp.engine.layout import Layout
-from fastdp.engine.uses import Sink
+from fastdp.engine.uses.factors import Factors, scale
+from fastdp.engine.uses.layout import Layout
+from fastdp.engine.uses.use import Sink
 
 #: Sums are scaled after they are made where axes lie within this of 1, either way: what underflow takes from the gradient is
 #: then below what is added to the norm of the gradient over its axes (docs/clipping.md).

@@ -12,11 +12,11 @@ import torch
 
 import fastdp.ops as ops
 from fastdp.engine.bounds import NONE, Errors, Norms, UpperNorms, gammas
-from fastdp.engine.factors import Factors, PerUnit, join_uses
-from fastdp.engine.grams import Batch, Constants, Found, Grams
-from fastdp.engine.head import REMEASURED
-from fastdp.engine.layout import Layout
-from fastdp.engine.sums import Captures, Route, Sums, as_matrix
+from fastdp.engine.clip.grams import Batch, Constants, Found, Grams
+from fastdp.engine.clip.sums import Captures, Route, Sums, as_matrix
+from fastdp.engine.rules.head import REMEASURED
+from fastdp.engine.uses.factors import Factors, PerUnit, join_uses
+from fastdp.engine.uses.layout import Layout
 from fastdp.ops.matrices import Matrices
 from fastdp.ops.placed import cached_constant
 from fastdp.ops.routes import NARROW, plan_route

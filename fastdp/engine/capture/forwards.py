@@ -10,8 +10,8 @@ import torch
 
 from fastdp.calls.batches import RowLists
 from fastdp.distributed.shards import UnshardedParameters
-from fastdp.engine.intercept import ParameterProxy, PlainHeads, UseMode, use_of_module
-from fastdp.engine.reads import Reads
+from fastdp.engine.capture.intercept import ParameterProxy, PlainHeads, UseMode, use_of_module
+from fastdp.engine.uses.reads import Reads
 
 
 class _Forward:

@@ -10,11 +10,11 @@ import torch
 
 import fastdp.ops as ops
 from fastdp.engine.bounds import Errors, Norms, gammas, stacked
-from fastdp.engine.factors import Factors
-from fastdp.engine.head import REMEASURED
-from fastdp.engine.layout import Layout
-from fastdp.engine.policy import Policy
-from fastdp.engine.sums import Route
+from fastdp.engine.clip.policy import Policy
+from fastdp.engine.clip.sums import Route
+from fastdp.engine.rules.head import REMEASURED
+from fastdp.engine.uses.factors import Factors
+from fastdp.engine.uses.layout import Layout
 from fastdp.ops.matrices import Matrices
 from fastdp.ops.placed import cached_constant
 from fastdp.ops.routes import longest_by_gram

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge
 
 import fastdp.ops as ops
-from fastdp.engine.factors import Factors
-from fastdp.engine.layout import Layout
-from fastdp.engine.rows import Fold
+from fastdp.engine.uses.factors import Factors
+from fastdp.engine.uses.layout import Layout
+from fastdp.engine.uses.rows import Fold
 
 
 class Sink(Protocol):

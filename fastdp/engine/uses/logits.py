@@ -2,7 +2,7 @@
 
 ``hidden @ W^T`` of a whole batch is the largest tensor of many training steps, and nobody reads it but the cross-entropy.
 Inside a private forward pass a head that the trace saw to be used so returns `Logits`: casts, scales, soft caps, shifts and
-changes of shape are noted, and the loss takes them a tile at a time (`fastdp.engine.head`). Any other operation computes
+changes of shape are noted, and the loss takes them a tile at a time (`fastdp.engine.rules.head`). Any other operation computes
 the logits as ever.
 """
 
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from fastdp.calls.batches import everything, map_tensors, tensors
 from fastdp.calls.named import functions, is_in_place
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.uses import as_autocast, is_metadata, uncast
+from fastdp.engine.uses.use import as_autocast, is_metadata, uncast
 from fastdp.ops.heads import cuts, most_tokens, on_gpu
 from fastdp.ops.placed import copy_to_device
 from fastdp.ops.routes import is_allowed
@@ -64,7 +64,7 @@ class Source:
         hidden: ``[..., d]``.
         weight: ``[V, d]``, and ``bias`` ``[V]``.
         product: computes the logits as ever.
-        take: in an engine's pass, gives the units' losses of a cross-entropy: see `fastdp.engine.head.take`.
+        take: in an engine's pass, gives the units' losses of a cross-entropy: see `fastdp.engine.rules.head.take`.
         small: the logits are less than a tile, or tiles would take longer, and they are computed as ever.
         cast_only: as they are where anything but casts is done to them.
         strict: raise `UnsupportedUse` where any of these was written since.

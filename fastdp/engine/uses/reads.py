@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from fastdp.engine.errors import Unseen, UnsupportedUse
-from fastdp.engine.lanes import PerLane
-from fastdp.engine.logits import Heads
-from fastdp.engine.rows import Fold
-from fastdp.engine.uses import Product, Tap
+from fastdp.engine.uses.lanes import PerLane
+from fastdp.engine.uses.logits import Heads
+from fastdp.engine.uses.rows import Fold
+from fastdp.engine.uses.use import Product, Tap
 
 
 class Reads:

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.calls.named import functions
-from fastdp.engine.factors import Factors
-from fastdp.engine.rows import Fold
-from fastdp.engine.uses import Sink, Tap
+from fastdp.engine.uses.factors import Factors
+from fastdp.engine.uses.rows import Fold
+from fastdp.engine.uses.use import Sink, Tap
 
 #: Where the factors of a value's gradient go: to each parameter that the value is an indexing, a sum or a product of.
 Pull = Callable[[Factors], list[tuple[torch.nn.Parameter, Factors]]]

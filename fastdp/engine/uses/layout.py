@@ -13,7 +13,7 @@ import torch
 
 from fastdp.calls.batches import Call, take_tokens
 from fastdp.engine.errors import UnsupportedUse, first_line
-from fastdp.engine.rows import BroadcastLayout
+from fastdp.engine.uses.rows import BroadcastLayout
 from fastdp.ops.placed import copy_to_device, keep_for_replay
 
 

@@ -9,9 +9,9 @@ import torch
 
 from fastdp.calls.batches import Call, Path, RowNumbers, leaves, tensors
 from fastdp.calls.randomness import unchanged
+from fastdp.engine.capture.trace import Trace, Tracer
 from fastdp.engine.errors import Unseen, UnsupportedUse
-from fastdp.engine.trace import Trace, Tracer
-from fastdp.engine.uses import Tap
+from fastdp.engine.uses.use import Tap
 
 #: Each is looked at as the first batch is.
 _MOST_WAYS = 16

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastdp.calls.batches import map_tensors, tensors
-from fastdp.engine.logits import Logits
+from fastdp.engine.uses.logits import Logits
 
 
 class LossBoundary(torch.autograd.Function):

@@ -15,7 +15,7 @@ from fastdp.calls.batches import tensors
 from fastdp.calls.marks import Marks
 from fastdp.calls.named import functions
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.rows import reduced
+from fastdp.engine.uses.rows import reduced
 
 _FINDING = functions("nonzero argwhere") | {torch.where}
 _PICKING = functions("gather take_along_dim index_select")

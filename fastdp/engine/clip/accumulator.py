@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-import fastdp.engine.norms as sinks
+import fastdp.engine.clip.norms as sinks
 import fastdp.ops as ops
 from fastdp.distributed.ranks import Ranks
-from fastdp.engine.axes import Scaled
 from fastdp.engine.bounds import Norms, UpperNorms
-from fastdp.engine.layout import Layout
-from fastdp.engine.norms import Batch, Entry, NormSink
-from fastdp.engine.sums import Sums, SumSink
-from fastdp.engine.uses import Sink
+from fastdp.engine.clip.axes import Scaled
+from fastdp.engine.clip.norms import Batch, Entry, NormSink
+from fastdp.engine.clip.sums import Sums, SumSink
+from fastdp.engine.uses.layout import Layout
+from fastdp.engine.uses.use import Sink
 
 #: In how many launches sums are made at least where they are large: what one of them makes, it holds beside all its factors.
 _LAUNCHES = 8

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fastdp.engine.axes import RankOne
 from fastdp.engine.bounds import UpperNorms
+from fastdp.engine.clip.axes import RankOne
 from fastdp.ops.placed import cached_constant
 
 #: How far around the bound, against it, a norm counts in part as below it.

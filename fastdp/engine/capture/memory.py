@@ -9,7 +9,7 @@ import torch
 
 from fastdp.calls.batches import Call, leaves
 from fastdp.distributed.pieces import piece
-from fastdp.engine.trace import LOOKUPS, Trace
+from fastdp.engine.capture.trace import LOOKUPS, Trace
 from fastdp.ops.memory import free_bytes
 from fastdp.ops.routes import plan_route
 

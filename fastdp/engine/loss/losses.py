@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse
-from fastdp.engine.layout import Layout
-from fastdp.engine.logits import Logits, takes
-from fastdp.engine.selections import SelectionMode
+from fastdp.engine.uses.layout import Layout
+from fastdp.engine.uses.logits import Logits, takes
+from fastdp.engine.uses.selections import SelectionMode
 
 _CLASS_LOSSES = ("cross_entropy", "nll_loss")
 _ELEMENTWISE_LOSSES = (

@@ -10,9 +10,9 @@ import torch
 import fastdp.ops as ops
 from fastdp.distributed.shards import UnshardedParameters
 from fastdp.engine.bounds import UpperNorms
-from fastdp.engine.factors import Factors, PerUnit, scale
-from fastdp.engine.layout import Layout
-from fastdp.engine.policy import Policy
+from fastdp.engine.clip.policy import Policy
+from fastdp.engine.uses.factors import Factors, PerUnit, scale
+from fastdp.engine.uses.layout import Layout
 from fastdp.ops.placed import cached_constant
 
 
@@ -47,7 +47,7 @@ class Sums:
     ):
         self.policy = policy
         self.routes: dict[str, Route] = {}
-        #: How uses that come together are measured, by their names and form: `fastdp.engine.norms` makes them.
+        #: How uses that come together are measured, by their names and form: `fastdp.engine.clip.norms` makes them.
         self.plans: dict[Any, Any] = {}
         #: Parameters that some use reads by row; the engine's trace says which.
         self.tables: frozenset[str] = frozenset()

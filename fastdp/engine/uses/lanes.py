@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from fastdp.calls.batches import map_leaves, map_tensors, tensors
 from fastdp.calls.named import functions, is_in_place, operation
 from fastdp.engine.errors import Unseen, UnsupportedUse
-from fastdp.engine.rows import BroadcastLayout, Fold
-from fastdp.engine.shared import Shared, SharedLanes, SharedProduct, pull_through
-from fastdp.engine.uses import ExpandUse, Tap, expanded, is_detach, is_metadata
+from fastdp.engine.uses.rows import BroadcastLayout, Fold
+from fastdp.engine.uses.shared import Shared, SharedLanes, SharedProduct, pull_through
+from fastdp.engine.uses.use import ExpandUse, Tap, expanded, is_detach, is_metadata
 
 
 class PerLane(torch.Tensor):

@@ -9,10 +9,10 @@ import torch
 
 from fastdp.calls.batches import Call, Path, map_tensors, take_rows, tensors, unpadded
 from fastdp.calls.randomness import BufferSnapshot
-from fastdp.engine.boundary import differentiable, replace_loss, require_loss
-from fastdp.engine.layout import Ticket
-from fastdp.engine.logits import Logits
-from fastdp.engine.losses import LossTerms, intercepted
+from fastdp.engine.loss.boundary import differentiable, replace_loss, require_loss
+from fastdp.engine.loss.losses import LossTerms, intercepted
+from fastdp.engine.uses.layout import Ticket
+from fastdp.engine.uses.logits import Logits
 
 _ONE_ROW = Ticket(torch.zeros(1, dtype=torch.int64), torch.ones(1), is_last=True)
 

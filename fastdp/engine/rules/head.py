@@ -19,10 +19,10 @@ import torch
 import fastdp.ops as ops
 from fastdp.engine.bounds import gammas
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.factors import Factors
-from fastdp.engine.layout import Layout
-from fastdp.engine.logits import LOSS_CHUNK, TILE, Logits, Step, inputs, quiet, token_losses, widen
-from fastdp.engine.uses import Tap
+from fastdp.engine.uses.factors import Factors
+from fastdp.engine.uses.layout import Layout
+from fastdp.engine.uses.logits import LOSS_CHUNK, TILE, Logits, Step, inputs, quiet, token_losses, widen
+from fastdp.engine.uses.use import Tap
 from fastdp.ops.heads import add_product_, cuts, even_rows, most_tokens, on_gpu
 from fastdp.ops.placed import cached_constant
 

@@ -1,0 +1,1 @@
+"""A model's own passes, followed: which layers ran, and on what."""

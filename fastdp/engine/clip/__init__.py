@@ -1,0 +1,1 @@
+"""Norms, scales and sums of the gradients of units."""
