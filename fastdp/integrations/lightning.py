@@ -33,7 +33,7 @@ class Batches:
             for batch in loader:
                 # This one's, and that of the batch which Lightning hands out next.
                 self._require_consumed(but=2)
-                loader.require_step()
+                loader.owner.require_step()
                 yield batch
             self._require_consumed(but=1)
         finally:

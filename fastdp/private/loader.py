@@ -39,6 +39,37 @@ _END = object()
 _PLANNED = frozenset({"dataset", "collate_fn", "batch_size", "kind", "units", "unit_map", "reproducible", "_sampler"})
 
 
+class LoaderOwner:
+    """What a loader asks of the run that it feeds. These are the answers where no steps follow, as for a release besides them."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the model is in evaluation mode."""
+        return False
+
+    @property
+    def records_passes(self) -> bool:
+        """Whether passes are recorded, so that microbatches are padded to few shapes."""
+        return False
+
+    def steps_left(self, epoch: int) -> int:
+        """How many of an epoch's logical batches the budget still holds. Raises BudgetExceeded at none."""
+        return epoch
+
+    def begin_iteration(self) -> None:
+        """The loader is iterated anew."""
+
+    def require_step(self) -> None:
+        """Raise RuntimeError if the batch before was not followed by a step."""
+
+    def plan_probes(self, source: Collation, rows: int) -> None:
+        """Plan probe batches before iteration, for a loop that takes batches ahead."""
+
+    def take_probes(self) -> Iterable[ProbeBatch]:
+        """The probe batches that come next."""
+        return ()
+
+
 class PrivateLoader:
     """Iterates one epoch in microbatches; ``len`` counts logical steps, as learning-rate schedules do.
 
@@ -54,7 +85,6 @@ class PrivateLoader:
         units: the units of the data set, as many as the plan has.
         stream: the randomness of the draws.
         kind: the release that the loader draws for: training steps, or one release besides them.
-        remaining: how many logical batches the budget still holds; may raise.
         max_physical_batch_size: most examples in a microbatch.
         unit_map: name of the batch entry that holds the unit of every token, for collators that pack rows.
         observers: see each draw, and may leave units out of it.
@@ -73,7 +103,6 @@ class PrivateLoader:
         max_physical_batch_size: int,
         *,
         kind: str = STEP,
-        remaining: Callable[[], int] | None = None,
         unit_map: str | None = None,
         observers: Sequence[Observer] = (),
         ranks: Ranks = ONE,
@@ -99,25 +128,17 @@ class PrivateLoader:
         self.units = units
         self.steps_per_epoch = plan.steps_per_epoch if kind == STEP else 1
         self.max_physical_batch_size = max_physical_batch_size
-        self.remaining = remaining or (lambda: self.steps_per_epoch)
+        #: Set by the run that it feeds.
+        self.owner = LoaderOwner()
         self.num_workers, self.pin_memory, self.drop_last = loader.num_workers, loader.pin_memory, False
         self.observers = observers
         self.unit_map = unit_map
-        #: Whether passes are recorded, so that microbatches are padded to few shapes.
-        self.recording: Callable[[], bool] = lambda: False
         self.ranks = ranks
         self.one_unit = one_unit
         #: Where a loader that accelerate has prepared puts its batches; None leaves them where they are.
         self.device: torch.device | None = getattr(loader, "device", None)
         self.lengths = _lengths(self.dataset)
         self.tickets: deque[Ticket] = deque()
-        self.on_restart: Callable[[], None] = lambda: None
-        #: Whether the model is in evaluation mode; and what raises if the batch before was not followed by a step.
-        self.in_eval: Callable[[], bool] = lambda: False
-        self.require_step: Callable[[], None] = lambda: None
-        #: Called before iteration by loops that take batches ahead; and the probe batches that come next.
-        self.plan_probes: Callable[[Collation, int], None] = lambda source, rows: None
-        self.probes: Callable[[], Iterable[ProbeBatch]] = tuple
         #: Whether the latest iteration was complete; and whether the loop left it before its last logical batch.
         self._whole = self.cut_short = False
         #: Set by a caller that takes each batch before the backward pass of the one before.
@@ -163,11 +184,11 @@ class PrivateLoader:
             self.require_consumed()
         self.cut_short = False
         self.tickets.clear()
-        self.on_restart()
+        self.owner.begin_iteration()
         if self.unit_map is None and self.takes_ahead:
-            self.plan_probes(Collation(self.dataset, self.collate_fn, (), {}), self.max_physical_batch_size)
+            self.owner.plan_probes(Collation(self.dataset, self.collate_fn, (), {}), self.max_physical_batch_size)
             yield from self.probe_batches()
-        steps = min(self.steps_per_epoch, self.remaining())
+        steps = self.owner.steps_left(self.steps_per_epoch)
         waiting: deque[tuple[list[int], Ticket]] = deque()
         read: Any = _PerExampleDataset(self.dataset) if _reads_examples_together(self.dataset) else self.dataset
         inner: DataLoader = DataLoader(read, batch_sampler=_TicketedBatches(self, steps, waiting), **self._options)
@@ -175,11 +196,11 @@ class PrivateLoader:
             for indices, ticket, lengths, batch in self._with_tickets(self._collate_batches(inner), waiting):
                 if not self.look_ahead:
                     self.require_consumed()
-                    self.require_step()
+                    self.owner.require_step()
                 if self._pads:
                     batch = self._buckets.pad(batch)
                 source = Collation.of(self.dataset, self.collate_fn, indices, batch, self.unit_map)
-                ticket = replace(ticket, source=source, lengths=tuple(lengths), in_eval=self.in_eval())
+                ticket = replace(ticket, source=source, lengths=tuple(lengths), in_eval=self.owner.evaluates)
                 if self.unit_map is not None:
                     batch, ticket = self._take_unit_map(batch, ticket)
                 self.tickets.append(ticket)
@@ -221,12 +242,12 @@ class PrivateLoader:
 
     def probe_batches(self) -> Iterator[Any]:
         """Batches of weight 0 that verify the training loop before anything is released, each under its seed."""
-        for probe in self.probes():
+        for probe in self.owner.take_probes():
             batch, made = probe.source.collated(probe.items), probe.source
             source = Collation.of(made.dataset, made.collate, made.indices, batch)
             ticket = _ticket([1] * len(source.indices), 0.0, is_last=False)
             probe = replace(probe, source=source)
-            self.tickets.append(replace(ticket, source=source, probe=probe, in_eval=self.in_eval()))
+            self.tickets.append(replace(ticket, source=source, probe=probe, in_eval=self.owner.evaluates))
             batch = self._to_device(batch)
             with seeded(probe.seed):
                 yield batch
@@ -301,7 +322,7 @@ class PrivateLoader:
     def _pads(self) -> bool:
         """Whether microbatches are padded to shapes that come again; those of packed rows, or of several a unit, do not."""
         plain = self._places is None and self.unit_map is None and self.units.members is None
-        return plain and self.recording()
+        return plain and self.owner.records_passes
 
     def _cut(self, drawn: list[int]) -> list[list[int | None]]:
         """Cut units into microbatches; the first is empty if there are none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,10 +20,11 @@ from fastdp.distributed.pieces import full_tensor, is_cut
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
+from fastdp.engine.uses.collation import Collation, ProbeBatch
 from fastdp.ops.grid import DISTANCE
 from fastdp.private.criterion import Criterion, mean_of_rows
 from fastdp.private.ending import Ending
-from fastdp.private.loader import PrivateLoader
+from fastdp.private.loader import LoaderOwner, PrivateLoader
 from fastdp.private.method import Installed
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan, fingerprint
@@ -130,13 +131,7 @@ class Private(Published):
         #: What is said where the run ends early.
         self.ending = Ending(ledger, counts=plan.sigma > 0 and ranks.leads)
         self._collected = weakref.finalize(self, self.ending)
-        data_loader.recording = self._records
-        data_loader.in_eval = lambda: not self.model.training
-        data_loader.require_step = self._require_step
-        data_loader.remaining = lambda: self._require_budget()
-        data_loader.on_restart = self._restart
-        data_loader.plan_probes = lambda source, rows: self._checks.plan_ahead(source, rows)
-        data_loader.probes = lambda: self._checks.loop.take()
+        data_loader.owner = _Owner(self)
         self._follow_schedule()
 
     def __iter__(self) -> Iterator[Any]:
@@ -236,36 +231,6 @@ class Private(Published):
         """How many microbatches were replayed from a recording (`capture`), and how many ran eagerly; since a preparation."""
         recorded = self._engine.graphs.replays if self._engine.graphs is not None else 0
         return {"recorded": recorded, "eager": self._engine.backwards - recorded}
-
-    def _records(self) -> bool:
-        """Whether microbatches are replayed, or may come to be, so that padding them to few shapes pays."""
-        engine, graphs = self._engine, self._engine.graphs
-        return graphs is not None and graphs.open and (graphs.replays > 0 or engine.backwards < _REPLAYED_BY)
-
-    def _require_budget(self) -> int:
-        remaining = self.total_steps - self.steps_done
-        if remaining <= 0:
-            raise accounting.BudgetExceeded(
-                f"all {self.total_steps} budgeted steps are spent; call private.extend(epochs) to train on and pay for it"
-            )
-        return remaining
-
-    def _require_step(self) -> None:
-        """Raise RuntimeError if the backward pass of the batch before was not followed by a step."""
-        if self._engine.backwards > self._engine.followed:
-            raise RuntimeError(_ACCUMULATES)
-
-    def _restart(self) -> None:
-        self._loaded_mode.end(train=True)
-        if self.installed is not None:
-            # In evaluation mode a call is the model's own.
-            self.model.train()
-        self._abandon()
-        self._provenance.begin()
-        self.ledger.begin_pass()
-        for observer in self._observers:
-            observer.begin_pass()
-        self.prepare()
 
     def _abandon(self) -> None:
         if self._engine.abandon() and not self.ledger.untouched and self.ledger.noted(_DISCARDED) is None:
@@ -527,6 +492,55 @@ class Private(Published):
         self.ledger.close()
         for owner in (self.model, self.optimizer):
             _DRIVEN.pop(owner, None)
+
+
+class _Owner(LoaderOwner):
+    """A run, as its loader sees it."""
+
+    def __init__(self, run: Private):
+        self._run = run
+
+    @property
+    def evaluates(self) -> bool:
+        return not self._run.model.training
+
+    @property
+    def records_passes(self) -> bool:
+        """Whether microbatches are replayed, or may come to be: then padding them to few shapes pays."""
+        engine = self._run._engine
+        graphs = engine.graphs
+        return graphs is not None and graphs.open and (graphs.replays > 0 or engine.backwards < _REPLAYED_BY)
+
+    def steps_left(self, epoch: int) -> int:
+        run = self._run
+        if run.steps_done >= run.total_steps:
+            raise accounting.BudgetExceeded(
+                f"all {run.total_steps} budgeted steps are spent; call private.extend(epochs) to train on and pay for it"
+            )
+        return min(epoch, run.total_steps - run.steps_done)
+
+    def begin_iteration(self) -> None:
+        run = self._run
+        run._loaded_mode.end(train=True)
+        if run.installed is not None:
+            # In evaluation mode a call is the model's own.
+            run.model.train()
+        run._abandon()
+        run._provenance.begin()
+        run.ledger.begin_pass()
+        for observer in run._observers:
+            observer.begin_pass()
+        run.prepare()
+
+    def require_step(self) -> None:
+        if self._run._engine.backwards > self._run._engine.followed:
+            raise RuntimeError(_ACCUMULATES)
+
+    def plan_probes(self, source: Collation, rows: int) -> None:
+        self._run._checks.plan_ahead(source, rows)
+
+    def take_probes(self) -> Iterable[ProbeBatch]:
+        return self._run._checks.loop.take()
 
 
 def detach(model: torch.nn.Module) -> None:

@@ -25,7 +25,7 @@ from fastdp.data import Collator
 from fastdp.ops.stream import NoiseStream
 from fastdp.private import graphs
 from fastdp.private.graphs import Graphs
-from fastdp.private.loader import PrivateLoader
+from fastdp.private.loader import LoaderOwner, PrivateLoader
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
 from fastdp.private.run import Private
@@ -44,6 +44,12 @@ class Regression(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": torch.nn.functional.mse_loss(self.layer(x)[:, 0], y)}
+
+
+class Recording(LoaderOwner):
+    """The owner of a loader in a run whose passes are recorded."""
+
+    records_passes = True
 
 
 class Sums(Observer):
@@ -144,7 +150,7 @@ def test_lengths_that_vary_come_again_at_little_padding(name: str, is_sorted: bo
     given = DataLoader(texts, batch_size=256, collate_fn=Collator(pad_token=0))
     stream = partial(NoiseStream.unsafe_reproducible, 5)
     loader = PrivateLoader(given, plan, Units(len(texts)), stream(), 32)
-    loader.recording = lambda: True
+    loader.owner = Recording()
     padded = own = 0
     shapes: dict[Any, int] = {}
     for batch in loader:
