@@ -87,7 +87,7 @@ def test_checkpointed_steps_of_large_models_keep_to_their_bounds(name, seconds):
 @pytest.mark.parametrize(
     ("name", "seconds", "memory"),
     [
-        ("llama-1b-long-2", 1.18, 0.9),
+        pytest.param("llama-1b-long-2", 1.18, 0.9, marks=pytest.mark.slow),
         # With all logits in memory it was 1.13.
         pytest.param("gemma3-1b-full", 1.15, 0.7, marks=pytest.mark.slow),
     ],

@@ -98,7 +98,7 @@ def policy_of(kind: str, masks: dict[str, torch.Tensor]) -> Policy:
 
 
 @pytest.mark.parametrize("kind", ["printed", "optimal"])
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 10**6),
     ratio=st.floats(0.1, 0.95),
