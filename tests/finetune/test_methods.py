@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fastdp.finetune import finetune
+from tests.cases import cases
 from tests.finetune.runs import RAPFT
 
 # Every record is sampled: of 48, a fiftieth would often be none.
@@ -54,7 +55,7 @@ def test_methods_by_their_options(config, files, tmp_path, peft_kind, method, op
     assert result.before.perplexity != result.after.perplexity
 
 
-@pytest.mark.parametrize(
+@cases(
     ("method", "options", "message"),
     [
         ("rapft", {"irelevance_ratio": 0.7}, "no option 'irelevance_ratio'; did you mean irrelevance_ratio"),

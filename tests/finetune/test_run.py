@@ -12,6 +12,7 @@ import transformers
 
 import fastdp
 from fastdp.finetune import ConfigError, finetune, load_config
+from tests.cases import cases
 from tests.finetune.runs import Stopped
 
 
@@ -179,7 +180,7 @@ def test_an_output_that_cannot_be_written_is_refused_in_words(config, tmp_path, 
         finetune(config)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("settings", "message"),
     [
         ({"model": "./absent/model"}, "there is no model folder"),

@@ -28,6 +28,7 @@ from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.errors import SelfCheckError
 from fastdp.integrations.trainer import STATE_FILE
 from fastdp.private.observer import Observer
+from tests.cases import cases
 from tests.engine.models import build
 from tests.engine.runs import error
 from tests.private.test_publish import Hub
@@ -221,7 +222,7 @@ def test_the_upstream_scale_of_the_loss_does_not_move_the_threshold(tmp_path: Pa
     assert torch.allclose(sums[0], sums[1])
 
 
-@pytest.mark.parametrize(
+@cases(
     ("option", "value"),
     [
         ("gradient_accumulation_steps", 2),

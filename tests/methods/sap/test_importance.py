@@ -12,6 +12,7 @@ from fastdp import accounting, ops
 from fastdp.methods import sap
 from fastdp.ops import NoiseStream
 from fastdp.ops.grid import grid
+from tests.cases import cases
 
 #: good, bad, the, zoe
 COUNTS = torch.tensor([[8, 1, 20, 1], [2, 9, 20, 0]])
@@ -44,7 +45,7 @@ def test_importance_is_the_mean_log_ratio(rows):
     assert ((eta > 0) & (eta < 6)).all()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("counts", "smoothing", "match"),
     [
         ([[1, 2]], 1, "two classes"),
@@ -61,7 +62,7 @@ def test_refused_counts(counts, smoothing, match):
         sap.utility_importance(torch.tensor(counts), smoothing)
 
 
-@pytest.mark.parametrize("eta", [0, -1, math.nan, math.inf])
+@cases("eta", [0, -1, math.nan, math.inf])
 def test_refused_eta(eta):
     with pytest.raises(ValueError, match="above 0"):
         sap.adaptive_eta(torch.zeros(2, 3), eta, 0)
