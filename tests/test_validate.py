@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from fastdp.validate import at_least, fraction, one_of, positive, rate, usable_device
+from tests.cases import cases
 
 
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "1", None])
+@cases("value", [-1.0, float("nan"), float("inf"), "1", None])
 def test_what_is_no_number_or_too_small_is_refused_by_name(value):
     with pytest.raises(ValueError, match="share must be a finite number of at least 0"):
         at_least(0.0, delta=1.0, share=value)

@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 from fastdp import accounting
 from fastdp.accounting import pld
 from fastdp.accounting.events import flatten
+from tests.cases import cases
 
 SST2 = accounting.dpsgd(noise_multiplier=0.5, sample_rate=32 / 67349, steps=6315)
 RATE, STEPS = 256 / 42000, 821
@@ -39,7 +40,7 @@ def test_rdp_figure():
     assert not found.certified
 
 
-@pytest.mark.parametrize(
+@cases(
     ("extra", "expected"),
     [
         (None, 1.007),
@@ -57,7 +58,7 @@ def test_rapft_figures(extra, expected):
     assert accounting.epsilon(event, 1e-5) == pytest.approx(expected, abs=5e-4)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("multiplier", "selection", "by_rdp", "by_pld"),
     [(2.10175, 1.76514, 0.5, 0.4200), (1.93970, 1.29578, None, 0.5), (1.00436, 0.90683, 2.0, 1.490)],
 )
@@ -88,7 +89,7 @@ def test_agrees_with_dp_accounting(adjacency, rate, multiplier, count):
     assert ours == pytest.approx(theirs, rel=1e-6)
 
 
-@pytest.mark.parametrize("delta", [1e-5, 1e-8, 1e-10])
+@cases("delta", [1e-5, 1e-8, 1e-10])
 def test_rounding_never_carries_a_composition_below_the_truth(delta):
     """Many compositions of a Gaussian have a closed form; the Fourier transform alone falls below it for small delta."""
     count, multiplier = 6315, 60.0
@@ -123,14 +124,14 @@ def test_replacing_under_sampling_is_for_pld_alone(accountant):
         accounting.epsilon(SST2, 1e-5, accountant, "replace_one")
 
 
-@pytest.mark.parametrize("accountant", ["pld", "prv", "rdp"])
+@cases("accountant", ["pld", "prv", "rdp"])
 def test_limits(accountant):
     assert accounting.epsilon(accounting.dpsgd(0.5, 0.01, 0), 1e-5, accountant) == 0.0
     assert accounting.epsilon(accounting.dpsgd(0.0, 0.01, 5), 1e-5, accountant) == math.inf
     assert accounting.epsilon(dp_event.NonPrivateDpEvent(), 1e-5, accountant) == math.inf
 
 
-@pytest.mark.parametrize("multiplier", [1e-320, 1e-9, 1e-3, 0.06])
+@cases("multiplier", [1e-320, 1e-9, 1e-3, 0.06])
 def test_very_small_multipliers_end_in_a_bound(multiplier):
     """prv_accountant overflows at .05-.08 and would fill memory below; a bound may be loose but not low."""
     event = accounting.dpsgd(multiplier, 0.001, 1000)
@@ -152,7 +153,7 @@ def test_memory_stays_capped_where_losses_are_wide():
     assert max(losses.masses.size for losses in pld.distributions(flat, "add_remove", grid)) <= 1.1 * 4_000_000
 
 
-@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan, 1e-13])
+@cases("delta", [0.0, 1.0, -1e-5, math.nan, 1e-13])
 def test_delta_out_of_range_is_refused(delta):
     with pytest.raises(ValueError, match="delta"):
         accounting.epsilon(SST2, delta)

@@ -8,13 +8,14 @@ from hypothesis import given, settings, strategies as st
 
 from fastdp import accounting
 from fastdp.accounting.calibration import least_safe
+from tests.cases import cases
 
 
 def _sst2(multiplier):
     return accounting.dpsgd(multiplier, 32 / 67349, 6315)
 
 
-@pytest.mark.parametrize("epsilon", [0.5, 3.04736, 8.0])
+@cases("epsilon", [0.5, 3.04736, 8.0])
 def test_sst2_run_is_certified_and_close(epsilon):
     multiplier = accounting.calibrate(_sst2, epsilon, 1e-5)
     assert type(multiplier) is float
@@ -73,13 +74,13 @@ def test_infinite_epsilon_needs_no_noise():
     assert accounting.calibrate(_sst2, math.inf, 1e-5) == 0.0
 
 
-@pytest.mark.parametrize("epsilon", [0.0, -1.0, math.nan])
+@cases("epsilon", [0.0, -1.0, math.nan])
 def test_epsilon_must_be_positive(epsilon):
     with pytest.raises(ValueError, match="epsilon"):
         accounting.calibrate(_sst2, epsilon, 1e-5)
 
 
-@pytest.mark.parametrize("delta", [0.0, 1.0, 2.0, -1e-5])
+@cases("delta", [0.0, 1.0, 2.0, -1e-5])
 def test_delta_must_be_a_probability(delta):
     with pytest.raises(ValueError, match="delta"):
         accounting.calibrate(_sst2, 1.0, delta)

@@ -9,6 +9,7 @@ import pytest
 from fastdp import accounting
 from fastdp.accounting import Card, page, verify
 from fastdp.accounting.card import among_units, digest
+from tests.cases import cases
 
 RATE, STEPS = 0.02, 40
 
@@ -84,7 +85,7 @@ def test_markdown_states_what_matters():
         assert part in text
 
 
-@pytest.mark.parametrize(
+@cases(
     ("changed", "match"),
     [
         ({"noise_multiplier": 0.0, "event": accounting.dpsgd(0.0, RATE, STEPS)}, "without noise"),
@@ -142,7 +143,7 @@ def test_a_methods_assumptions_stand_beside_the_cards_own():
     assert _card(assumptions=("each record came once",))["assumptions"] == [*own, "each record came once"]
 
 
-@pytest.mark.parametrize("factor", [0.0, 0.5, 0.99, 1 - 1e-4])
+@cases("factor", [0.0, 0.5, 0.99, 1 - 1e-4])
 def test_a_lower_claim_is_found(factor):
     card = _card()
     claim = {**card["epsilon"], "upper_bound": factor * card["epsilon"]["upper_bound"]}
@@ -178,7 +179,7 @@ def test_claims_are_read_of_a_card_that_nobody_has_checked():
         assert page.claims(cut) == [cut]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": "fastdp.card", "version": 1}', "[" * 100_000])
+@cases("text", ["{", "[]", "{}", '{"format": "fastdp.card", "version": 1}', "[" * 100_000])
 def test_what_is_no_card_is_refused(text, tmp_path):
     assert not verify(text)
     path = tmp_path / "card.json"

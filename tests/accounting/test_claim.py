@@ -17,6 +17,7 @@ from fastdp.accounting.claim import two_decimals
 from fastdp.accounting.completeness import SHAPES
 from fastdp.accounting.exports import FORMATS, export
 from fastdp.accounting.weights import digests, digests_of
+from tests.cases import cases
 
 SECRET = noise_source(reproducible=False)
 CLAIMS = {
@@ -95,7 +96,7 @@ def test_a_bound_that_does_not_follow_is_found_whoever_renews_the_digest(field, 
         assert "add up to" in changed.reason
 
 
-@pytest.mark.parametrize(
+@cases(
     ("changed", "match"),
     [
         ({"bound": "exp(1 * distance)"}, "its figures give"),
@@ -118,7 +119,7 @@ def test_malformed_claims_are_refused_in_a_sentence(changed, match):
     refused_in_a_sentence({**card(CLAIMS["metric"]), **changed}, match)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("changed", "match"),
     [
         ({"guarantee": "differential privacy", "noise_source": {"key": "unsafe_reproducible"}}, "reproducible key"),
@@ -316,7 +317,7 @@ def test_a_smaller_share_of_right_accusations_than_the_event_allows_is_found(run
         assert f"| {rate} |" in page
 
 
-@pytest.mark.parametrize(
+@cases(
     ("bound", "shown"),
     [
         (8.0, "8.00"),
@@ -477,7 +478,7 @@ def test_what_rounding_leaves_is_not_dropped(run):
         assert words in verify(resealed({**rounded, "remaining": remaining}), ledger=path).reason
 
 
-@pytest.mark.parametrize("form", ["fastdp.statement", "fastdp.selective-card", "fastdp.federated-run-card"])
+@cases("form", ["fastdp.statement", "fastdp.selective-card", "fastdp.federated-run-card"])
 def test_a_card_of_a_form_that_is_no_longer_read_says_what_to_do(form):
     result = verify(resealed({"format": form, "guarantee": "none", "why_no_guarantee": ["as printed"]}))
     assert not result.holds

@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from fastdp import accounting
 from fastdp.accounting.events import Flat, flatten
 from fastdp.accounting.serialisation import canonical
+from tests.cases import cases
 
 _numbers = st.floats(min_value=1e-6, max_value=1e6)
 _leaves = st.one_of(
@@ -34,7 +35,7 @@ def test_poisson_steps_are_composed_one_by_one():
     assert event == dp_event.SelfComposedDpEvent(dp_event.PoissonSampledDpEvent(0.01, dp_event.GaussianDpEvent(0.5)), 7)
 
 
-@pytest.mark.parametrize(("steps", "epochs"), [(1, 1), (9, 1), (10, 1), (11, 2), (20, 2), (21, 3)])
+@cases(("steps", "epochs"), [(1, 1), (9, 1), (10, 1), (11, 2), (20, 2), (21, 3)])
 def test_shuffled_epochs_count_whole_and_are_not_amplified(steps, epochs):
     event = accounting.dpsgd(0.7, 0.1, steps, sampling="shuffled", steps_per_epoch=10)
     assert flatten(event) == Flat((), pytest.approx(epochs / 0.7**2))
@@ -67,7 +68,7 @@ def test_releases_of_one_sample_are_one_release_of_it():
     assert multiplier == pytest.approx((0.9**-2 + 20.0**-2) ** -0.5)
 
 
-@pytest.mark.parametrize(
+@cases(
     "event",
     [
         dp_event.NonPrivateDpEvent(),
@@ -87,7 +88,7 @@ def test_numpy_integers_become_python_integers():
     assert type(flatten(dp_event.SelfComposedDpEvent(accounting.gaussian(1.0), np.int32(3))).mu_squared) is float
 
 
-@pytest.mark.parametrize(
+@cases(
     ("arguments", "match"),
     [
         ({"sample_rate": 0.0}, "sample rate"),
@@ -107,7 +108,7 @@ def test_values_out_of_range_are_refused(arguments, match):
         accounting.dpsgd(**{"noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 5, **arguments})
 
 
-@pytest.mark.parametrize(
+@cases(
     "event",
     [
         dp_event.LaplaceDpEvent(1.0),
@@ -157,7 +158,7 @@ def _nested(depth):
     return node
 
 
-@pytest.mark.parametrize(
+@cases(
     ("document", "match"),
     [
         ("{", "not JSON"),

@@ -24,6 +24,7 @@ from fastdp.commands.privacy import verify_command
 from fastdp.methods import ewft
 from fastdp.methods.rapft import NoisyMap, PublicGradients
 from fastdp.methods.sap import CTI, PrivateBottom
+from tests.cases import cases
 from tests.engine.runs import Classifier, collate, examples, loader, logical_step
 from tests.tokenizers_for_tests import quickstart
 
@@ -176,7 +177,7 @@ def test_it_is_verified_in_every_form_and_no_figure_of_it_can_be_altered(made, f
         assert altered == text or not verify(path).holds
 
 
-@pytest.mark.parametrize("multiplier", [0.4, 1.0, 3.0])
+@cases("multiplier", [0.4, 1.0, 3.0])
 def test_the_drawn_curve_lies_nowhere_below_the_bound_and_within_two_pixels_of_it(multiplier):
     event = fastdp.accounting.dpsgd(multiplier, 0.1, 20)
     claim = fastdp.accounting.Gaussian("example", "add_remove", event, 1e-4)

@@ -14,6 +14,7 @@ from fastdp import accounting
 from fastdp.accounting import BudgetExceeded, Ledger, LedgerError
 from fastdp.accounting.events import flatten
 from fastdp.accounting.journal import Journal
+from tests.cases import cases
 
 STEP = accounting.dpsgd_model(0.5, 0.01)
 
@@ -456,7 +457,7 @@ def test_a_forked_process_may_not_record(path):
     assert ledger.spent_steps == 2
 
 
-@pytest.mark.parametrize(
+@cases(
     ("arguments", "error"),
     [
         ({"budget_steps": -1}, ValueError),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from fastdp.accounting import dpsgd, gaussian, membership_bound
+from tests.cases import cases
 
 NORMAL = NormalDist()
 
@@ -21,7 +22,7 @@ def test_it_lies_above_the_best_test_of_a_gaussian_release_and_near_it(mu, rate)
     assert exact - 1e-9 <= bound <= min(1, 1.1 * exact + 1e-3)
 
 
-@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5])
+@cases("rate", [0.01, 0.1, 0.5])
 def test_it_lies_above_what_likelihood_ratios_reach_on_sampled_steps(rate):
     # 200,000 draws on each side, so that 5 standard deviations of the measured share are .006: a false alarm in 1e6.
     steps, q, sigma, draws = 8, 0.3, 0.8, 200_000

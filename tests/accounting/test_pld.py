@@ -5,6 +5,7 @@ import pytest
 from scipy import special
 
 from fastdp.accounting import pld
+from tests.cases import cases
 
 
 def test_normal_tails_are_those_of_scipy():
@@ -22,7 +23,7 @@ def test_normal_tails_are_those_of_scipy():
     np.testing.assert_array_equal(ours[~finite], theirs[~finite])
 
 
-@pytest.mark.parametrize("times", [1, 2, 7, 64, 6315])
+@cases("times", [1, 2, 7, 64, 6315])
 def test_power_by_squaring(times):
     base = np.exp(2j * np.pi * np.linspace(0, 1, 257)) * np.linspace(0.99, 1, 257)
     before = base.copy()
@@ -43,7 +44,7 @@ def test_little_of_a_composition_lies_beyond_its_window(deviation, times, side):
     assert special.ndtri(1 - 0.5 * 1e-15) < standard < 9
 
 
-@pytest.mark.parametrize("least", [1, 2, 16, 17, 1000, 65_537, 4_000_001])
+@cases("least", [1, 2, 16, 17, 1000, 65_537, 4_000_001])
 def test_lengths_of_transforms(least):
     length = pld.fast_length(least)
     assert least <= length <= max(8, 1.25 * least + 1)

@@ -23,6 +23,7 @@ from fastdp.accounting import (
 from fastdp.accounting.card import digest
 from fastdp.accounting.events import flatten, poisson_gaussian
 from fastdp.accounting.pld import normal_mass_below
+from tests.cases import cases
 
 SHAPES = st.sampled_from([-0.5, 0.0, 0.5, 1.0, 3.0])
 
@@ -86,7 +87,7 @@ def test_numbers_of_trials_follow_their_distribution(shape, trials):
         assert renyi.draw_trials(shape, stop, edge + 1e-9) == count + 1
 
 
-@pytest.mark.parametrize("event", [gaussian(1.3), dpsgd(0.8, 0.05, 200), dpsgd(2.0, 0.5, 3)])
+@cases("event", [gaussian(1.3), dpsgd(0.8, 0.05, 200), dpsgd(2.0, 0.5, 3)])
 def test_renyi_bounds_lie_above_the_certified_ones(event):
     found = renyi.renyi_epsilon(flatten(event), 1e-5, "add_remove")
     certified = epsilon(event, 1e-5)

@@ -11,6 +11,7 @@ from fastdp.accounting import verify
 from fastdp.accounting.card import digest
 from fastdp.finetune import finetune
 from fastdp.private.shapes import shape_statement
+from tests.cases import cases
 from tests.finetune.conftest import config, files, model_folder  # noqa: F401 - fixtures
 
 #: Words for a reader, which nothing else on a card, in weights or in a ledger says a second time.
@@ -110,7 +111,7 @@ def test_a_swapped_sentence_on_shapes_fails_against_the_ledger(run):
     assert verify(card, ledger=ledger).guarantee
 
 
-@pytest.mark.parametrize(
+@cases(
     ("field", "value"),
     [
         *(("epsilon", {"upper_bound": 9.0}), ("epsilon", {"delta": 2e-3}), ("epsilon", {"accountant": "rdp"})),

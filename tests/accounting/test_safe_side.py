@@ -7,6 +7,7 @@ import pytest
 
 from fastdp import accounting
 from fastdp.accounting import EventModel, Ledger, calibration, renyi, schedules
+from tests.cases import cases
 
 DELTA = 1e-5
 
@@ -43,7 +44,7 @@ def test_a_schedule_is_judged_by_the_fine_grid_last_of_all(monkeypatch):
     assert 0.9 * 4.0 < cost <= 4.0
 
 
-@pytest.mark.parametrize("factors", [((0, 1.0), (5, 2.0)), ((0, 2.0), (5, 1.0)), ((0, 3.0), (9, 1.0), (10, 2.0))])
+@cases("factors", [((0, 1.0), (5, 2.0)), ((0, 2.0), (5, 1.0)), ((0, 3.0), (9, 1.0), (10, 2.0))])
 def test_a_shuffled_epoch_counts_at_its_least_noise(factors):
     model = accounting.dpsgd_model(1.0, 0.1, "shuffled", 10, factors)
     assert model.event(10) == accounting.gaussian(1.0)

@@ -6,6 +6,7 @@ import pytest
 
 from fastdp import accounting
 from fastdp.accounting.schedules import schedule_shape
+from tests.cases import cases
 
 SST2 = {"dataset_size": 67349, "batch_size": 32, "epochs": 3, "epsilon": 8.0, "delta": 1e-5}
 PRINTED = [0.461663, 0.415841, 0.370020]
@@ -28,7 +29,7 @@ def test_one_epoch_is_calibrated_to_epsilon_itself():
         assert 1.999 < accounting.epsilon(accounting.dpsgd(found, 32 / size, 10), 1e-5) <= 2.0
 
 
-@pytest.mark.parametrize(("epochs", "step_distance"), [(2, 1), (3, 2), (4, 4), (7, 2)])
+@cases(("epochs", "step_distance"), [(2, 1), (3, 2), (4, 4), (7, 2)])
 def test_shape_follows_the_pseudocode(epochs, step_distance):
     """Lines 15-26 transcribed loop by loop."""
     last, pivot = 0.31, 0.4
@@ -71,7 +72,7 @@ def test_sound_schedules_cost_their_target(epochs):
     assert 3.0 * (1 - 1e-6) <= found <= 3.0
 
 
-@pytest.mark.parametrize(
+@cases(
     ("changed", "match"),
     [
         ({"epsilon": 1.0}, "needs more than 1"),

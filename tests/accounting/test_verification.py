@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from fastdp import accounting
 from fastdp.accounting import EventModel, Gaussian, Ledger, verify
 from tests.accounting.test_claim import CLAIMS, HEADER, card, resealed, run, run_card  # noqa: F401
+from tests.cases import cases
 
 
 def changed(body, path, value):
@@ -58,7 +59,7 @@ RESEALED = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "match"), RESEALED)
+@cases(("path", "value", "match"), RESEALED)
 def test_what_matters_is_found_whoever_renews_the_digest(run, path, value, match):  # noqa: F811
     made, ledger = run
     result = verify(resealed(changed(json_of(made), path, value)), ledger=ledger)

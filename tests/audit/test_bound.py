@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 
 from fastdp import audit
+from tests.cases import cases
 
 #: How often the simulations of this file may fail with nothing wrong.
 FALSE_ALARM = 1e-6
@@ -94,7 +95,7 @@ def test_guesses_are_made_at_both_ends() -> None:
     assert upside_down.as_dict()["trials"][0]["correct"] == 0
 
 
-@pytest.mark.parametrize(
+@cases(
     ("call", "message"),
     [
         (lambda: audit.p_value(10, 11, 3, 1.0), "correct <= guesses <= canaries"),

@@ -21,6 +21,7 @@ from fastdp.engine.clip.policy import Policy
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.run import Private
 from tests.audit.runs import CANARIES, ORDINARY, Tied, canary, ordinary, start, train
+from tests.cases import cases
 from tests.noise import Add, replace_noise
 
 CONFIDENCE = 1 - 1e-5
@@ -49,7 +50,7 @@ def examples(score: str = "gradient", **options: Any) -> audit.AuditResult:
 # --- the correct mechanism --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@cases(
     "options",
     [
         {},
@@ -64,9 +65,7 @@ def test_gradient_canaries_pass_the_correct_mechanism(options: dict[str, Any]) -
     assert not gradients(**options).refuted
 
 
-@pytest.mark.parametrize(
-    ("score", "options"), [("gradient", {}), ("loss", {}), ("gradient", {"batch_size": 124, "tied": False})]
-)
+@cases(("score", "options"), [("gradient", {}), ("loss", {}), ("gradient", {"batch_size": 124, "tied": False})])
 def test_example_canaries_pass_the_correct_mechanism(score: str, options: dict[str, Any]) -> None:
     assert not examples(score, **options).refuted
 

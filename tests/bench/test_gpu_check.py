@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +14,6 @@ from fastdp.bench.workloads import Case
 from fastdp import ops
 from tests.bench import compiling
 from tests.private.test_recording import record_on_a_processor
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +71,10 @@ def test_recordings_are_checked(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_refuses_where_there_is_no_gpu():
-    run = subprocess.run([sys.executable, "-m", "bench.gpu_check"], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 2
-    assert run.stderr.strip() == "this checks the kernels of a GPU, and there is none"
+def test_refuses_where_there_is_no_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu_check"])
+    assert gpu_check.main() == 2
+    assert capsys.readouterr().err.strip() == "this checks the kernels of a GPU, and there is none"
 
 
 def test_the_schedule_on_a_mock_device(monkeypatch):

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from fastdp import ops
 from fastdp.cli import app
+from tests.cases import cases
 
 CPU = torch.device("cpu")
 
@@ -89,7 +90,7 @@ def test_a_case_without_a_peak_leaves_the_others_theirs(monkeypatch, capfd):
     assert "peak_bytes" in second
 
 
-@pytest.mark.parametrize("error", [1e-3, float("nan"), float("inf")])
+@cases("error", [1e-3, float("nan"), float("inf")])
 def test_a_wrong_result_gets_no_speed(error):
     case = kernels.Case("made up", "", lambda: None, lambda: (error, 1e-5), {"torch": lambda: None})
     row = micro.measure_case(case, case.alternatives, 1, CPU, 1e9, 1e9)

@@ -2,15 +2,15 @@
 
 import warnings
 
-import pytest
 import torch
 from fastdp.bench.layers import KINDS
 from torch.utils.data import DataLoader
 
 import fastdp
+from tests.cases import cases
 
 
-@pytest.mark.parametrize("name", KINDS)
+@cases("name", KINDS)
 def test_every_kind_is_trained_by_rules(name: str) -> None:
     kind = KINDS[name]
     torch.manual_seed(0)

@@ -68,34 +68,42 @@ def test_a_checkpointed_step_is_simulated_with_one_backward_pass_and_with_two():
     assert parts.operations < two.operations
 
 
+def keep_to_bounds(case, seconds, memory):
+    plain, private = (simulate.tally(case, GPUS["h100"], private=private) for private in (False, True))
+    assert private.seconds <= seconds * plain.seconds
+    assert private.peak_bytes <= memory * plain.peak_bytes
+    return private
+
+
+def test_checkpointed_steps_of_a_large_model_with_fewer_layers_keep_to_their_bounds():
+    """Whose head has a larger share, which privacy costs no more: the whole models are in the slow tier."""
+    few = dataclasses.replace(CASES["llama-1b-full-checkpointed"], layers=3)
+    assert keep_to_bounds(few, 1.25, 1.05).backward_passes == 1
+
+
 @pytest.mark.parametrize(
     ("name", "seconds"),
     [
-        ("llama-1b-full-checkpointed", 1.25),
+        pytest.param("llama-1b-full-checkpointed", 1.25, marks=pytest.mark.slow),
         pytest.param("llama-1b-full-checkpointed-16x2048", 1.30, marks=pytest.mark.slow),
         pytest.param("llama-1b-lora-checkpointed-12x512", 1.02, marks=pytest.mark.slow),
         pytest.param("llama-8b-lora-checkpointed-16x2048", 1.02, marks=pytest.mark.slow),
     ],
 )
 def test_checkpointed_steps_of_large_models_keep_to_their_bounds(name, seconds):
-    plain, private = (simulate.tally(CASES[name], GPUS["h100"], private=private) for private in (False, True))
-    assert private.backward_passes == 1
-    assert private.seconds <= seconds * plain.seconds
-    assert private.peak_bytes <= 1.05 * plain.peak_bytes
+    assert keep_to_bounds(CASES[name], seconds, 1.05).backward_passes == 1
 
 
 @pytest.mark.parametrize(
     ("name", "seconds", "memory"),
     [
-        ("llama-1b-long-2", 1.18, 0.9),
+        pytest.param("llama-1b-long-2", 1.18, 0.9, marks=pytest.mark.slow),
         # With all logits in memory it was 1.13.
         pytest.param("gemma3-1b-full", 1.15, 0.7, marks=pytest.mark.slow),
     ],
 )
 def test_long_texts_and_large_vocabularies_keep_to_their_bounds(name, seconds, memory):
-    plain, private = (simulate.tally(CASES[name], GPUS["h100"], private=private) for private in (False, True))
-    assert private.seconds <= seconds * plain.seconds
-    assert private.peak_bytes <= memory * plain.peak_bytes
+    keep_to_bounds(CASES[name], seconds, memory)
 
 
 def test_a_host_that_waits_is_found():

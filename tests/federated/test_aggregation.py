@@ -10,6 +10,7 @@ from scipy.stats import kstest
 
 from fastdp import NoiseStream
 from fastdp.federated import AdapterLayout, Aggregator, RefusedUpdate, UpdateBounds
+from tests.cases import cases
 
 START = {"a.down": torch.ones(3, 2), "b.up": torch.full((4,), 2.0)}
 LAYOUT = AdapterLayout.of(START)
@@ -80,7 +81,7 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSALS)
+@cases("case", REFUSALS)
 def test_refused_and_the_rest_goes_on(case):
     """The mean is to the bit what it is without the refused update."""
     state, examples, message = REFUSALS[case]
@@ -96,9 +97,7 @@ def test_refused_and_the_rest_goes_on(case):
         assert torch.equal(tensor, without.mean()[name])
 
 
-@pytest.mark.parametrize(
-    "layout", ["", "[", "{}", "7", "null", '[["a"]]', "[[[],[],[]]]", json.dumps([["x" * 10_000, "f", [1]]])]
-)
+@cases("layout", ["", "[", "{}", "7", "null", '[["a"]]', "[[[],[],[]]]", json.dumps([["x" * 10_000, "f", [1]]])])
 def test_layouts_that_cannot_be_read(layout):
     aggregator = Aggregator(START, BOUNDS)
     with pytest.raises(RefusedUpdate) as refusal:
@@ -125,7 +124,7 @@ def test_a_failure_that_nobody_foresaw_is_a_refusal(monkeypatch, step):
     torch.testing.assert_close(aggregator.mean()["a.down"], torch.full((3, 2), 4.0))
 
 
-@pytest.mark.parametrize("size", [0, 1, 39, 41, 4000])
+@cases("size", [0, 1, 39, 41, 4000])
 def test_buffers_of_another_size(size):
     with pytest.raises(RefusedUpdate, match=f"holds {size} bytes, not 40"):
         Aggregator(START, BOUNDS).add(LAYOUT.to_json(), b"\0" * size, 1)

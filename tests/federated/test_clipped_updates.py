@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from fastdp.federated import Aggregator, RefusedUpdate
+from tests.cases import cases
 from tests.federated.test_aggregation import BOUNDS, START, add
 
 
-@pytest.mark.parametrize("size", [0.5, 1.0, 1.5, 1.999, 2.5, 8.0])
+@cases("size", [0.5, 1.0, 1.5, 1.999, 2.5, 8.0])
 def test_one_update_moves_the_sum_by_its_bound_at_most(size):
     """Norms are given in units of the bound: those a little above it count as much as those far above."""
     clip, entries = 3.0, sum(t.numel() for t in START.values())
@@ -19,7 +20,7 @@ def test_one_update_moves_the_sum_by_its_bound_at_most(size):
     assert float(moved) == pytest.approx(min(size, 1.0) * clip, rel=1e-5)
 
 
-@pytest.mark.parametrize(("size", "refused"), [(0.99, False), (1.01, True), (5.0, True)])
+@cases(("size", "refused"), [(0.99, False), (1.01, True), (5.0, True)])
 def test_an_update_a_little_beyond_the_largest_norm_is_refused(size, refused):
     aggregator = Aggregator(START, BOUNDS)
     entries = sum(t.numel() for t in START.values())

@@ -7,6 +7,7 @@ import pytest
 from fastdp.federated import FederatedConfig
 from fastdp.federated.bundle import app_folder
 from fastdp.federated.config import MAY_CHANGE
+from tests.cases import cases
 
 NEEDED = {"model": "m", "output": "o", "eval": "e"}
 
@@ -17,7 +18,7 @@ def test_reads_flowers_run_config():
     assert config.min_clients == 3
 
 
-@pytest.mark.parametrize(
+@cases(
     ("settings", "message"),
     [
         ({"epsilom": 1.0}, "unknown setting 'epsilom'; did you mean epsilon"),

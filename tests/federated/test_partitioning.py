@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from fastdp.federated import partition
+from tests.cases import cases
 
 
 @settings(max_examples=60)
@@ -40,7 +41,7 @@ def test_dirichlet_concentration():
     assert max(largest_shares(1000.0)) < 0.35
 
 
-@pytest.mark.parametrize(
+@cases(
     ("arguments", "message"),
     [
         ((10, 0), "clients is 0"),

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from fastdp.federated import FederatedConfig
 from fastdp.federated.policy import ACCEPTED_MECHANISMS, NodePolicy, NodeSettingError, client_settings
 from fastdp.methods.encoding import encode_private
+from tests.cases import cases
 
 NEEDED = {"model": "m", "output": "o", "eval": "e"}
 OWN = {
@@ -41,7 +42,7 @@ def test_a_run_may_be_stricter_than_a_node():
     assert (found.perturbation, found.epsilon, found.budget, found.dpsgd_epsilon) == ("all", 0.5, "text", 2.0)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("own", "run", "found"),
     [
         ("local", "paper", "local"),
@@ -55,7 +56,7 @@ def test_the_stricter_mechanism_is_used(own, run, found):
     assert read({"mechanism": run}, mechanism=own, cells=8 if own == "partition" else None).mechanism == found
 
 
-@pytest.mark.parametrize(("own", "run"), [("local", "metric"), ("metric", "local"), ("partition", "metric")])
+@cases(("own", "run"), [("local", "metric"), ("metric", "local"), ("partition", "metric")])
 def test_mechanisms_that_bound_different_things_are_refused(own, run):
     with pytest.raises(ValueError, match=f"{own}.*{run}.*neither"):
         read({"mechanism": run}, mechanism=own, cells=8 if own == "partition" else None)
@@ -135,7 +136,7 @@ def test_private_paths_come_from_the_node_alone():
     assert read({"evaluation": "clients", "eval": "own.csv"}).eval == ""
 
 
-@pytest.mark.parametrize(
+@cases(
     ("node", "message"),
     [
         ({"epsilom": 1.0}, "no setting 'epsilom'; did you mean epsilon"),

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from fastdp.federated import AdapterLayout
+from tests.cases import cases
 
 
 @settings(max_examples=40)
@@ -33,7 +34,7 @@ def test_refused():
         layout.pack({"w": torch.ones(3)})
 
 
-@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, '[["w", "float32", 5]]'])
+@cases("text", ["[" * 200_000, '{"a":' * 200_000, '[["w", "float32", 5]]'])
 def test_layouts_that_cannot_be_read(text):
     """Nesting too deep for Python's parser is one more thing that cannot be read."""
     assert AdapterLayout.of({"w": torch.ones(2)}).difference(text) == "its layout cannot be read"

@@ -10,6 +10,7 @@ from fastdp.data import IGNORED, DataError, read_rows
 from fastdp.finetune import FinetuneConfig, finetune
 from fastdp.finetune.chat import chat_examples
 from fastdp.finetune.tasks import encode_rows, record_texts
+from tests.cases import cases
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{{ eos_token }}{% endfor %}"
@@ -72,7 +73,7 @@ def test_a_long_conversation_keeps_its_last_answer(tokenizer, tmp_path):
     assert examples[0]["labels"][-1] == tokenizer.eos_token_id
 
 
-@pytest.mark.parametrize(
+@cases(
     ("value", "template", "words"),
     [
         ("hello", TEMPLATE, r"it holds no list of \{role, content\}"),

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from fastdp.finetune import ConfigError, load_config
+from tests.cases import cases
 
 
 def test_settings_from_yaml_and_flags(tmp_path):
@@ -35,7 +36,7 @@ def test_words_of_lists_are_those_that_are_written(tmp_path):
     assert load_config(None, {"labels": "[no, yes]"}).labels == ["no", "yes"]
 
 
-@pytest.mark.parametrize("given", ["a,b", "a, b", "[a, b]", '["a","b"]', "['a', 'b']", ["a", "b"]])
+@cases("given", ["a,b", "a, b", "[a, b]", '["a","b"]', "['a', 'b']", ["a", "b"]])
 def test_lists_are_read_as_their_message_suggests(given):
     assert load_config(None, {"labels": given}).labels == ["a", "b"]
     for wrong in ("[a, b", "[[a], b]"):
@@ -43,7 +44,7 @@ def test_lists_are_read_as_their_message_suggests(given):
             load_config(None, {"labels": wrong})
 
 
-@pytest.mark.parametrize(
+@cases(
     ("text", "message"),
     [
         ("lerning_rate: 1", "unknown setting 'lerning_rate'; did you mean learning_rate"),
@@ -66,7 +67,7 @@ def test_bad_yaml(tmp_path, text, message):
         load_config(tmp_path / "absent.yaml")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("settings", "message"),
     [
         ({"model": None}, "model is missing"),

@@ -11,6 +11,7 @@ from fastdp.finetune import curves, finetune, judges
 from fastdp.finetune.config import ConfigError
 from fastdp.finetune.curves import Curves
 from fastdp.finetune.judges import LARGEST_LOSS
+from tests.cases import cases
 
 
 def test_points_are_marked_as_released_and_paid_for(config, tmp_path):
@@ -43,7 +44,7 @@ def test_a_point_costs_what_the_ledger_says_and_none_is_made_twice(config, monke
     assert made.point(ledger, None, [0, 1], None) is None
 
 
-@pytest.mark.parametrize(
+@cases(
     ("settings", "message"),
     [
         ({"private_metrics": 8.0}, "between 0 and epsilon"),

@@ -20,6 +20,7 @@ from fastdp.finetune.config import ConfigError, load_config
 from fastdp.finetune.machine import Machine, measure
 from fastdp.finetune.models import load_tokenizer, load_trained
 from fastdp.finetune.plan import LEAST_STEPS, SCALE, plan
+from tests.cases import cases
 
 #: Every example as long, so that a step's time is known: micro-batches of 8, and none of another length than the first.
 MACHINE = Machine(0.02, 1e-4, 0.1, 0.5, 3.0, 1 << 30, 8, (32,), "measured here, on a test's word")
@@ -61,7 +62,7 @@ def test_less_time_is_kept_to_and_more_noise_asks_for_no_larger_rate(planned):
         planned(passes=0.1, delta=1e-5)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("settings", "arguments", "message"),
     [
         ({"epsilon": None}, {}, "a plan needs a budget"),

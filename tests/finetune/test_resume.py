@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from fastdp import accounting
 from fastdp.accounting import verify
 from fastdp.finetune import ConfigError, Reporter, finetune
-from fastdp.finetune.folder import read_checkpoint
+from fastdp.finetune.folder import keep_metrics, read_checkpoint
 from tests.finetune.runs import StopAfter, classify
 
 
@@ -103,17 +103,30 @@ def test_a_resumed_run_keeps_the_matrices_that_were_drawn_and_not_trained(config
         assert torch.equal(saved[name.replace(".default", "")], value)
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["{}", '{"loss": 1}', "[1]", "null", '{"step": "3", "unprotected": {}}', '{"step": 1, "st', "\x00", '{"step": 1}'],
-)
-def test_a_bad_line_of_metrics_is_left_out(config, tmp_path, line):
+#: Lines that no run writes: other values, other types, parts of a line, and a step that comes later.
+BAD_LINES = [
+    "{}",
+    '{"loss": 1}',
+    "[1]",
+    "null",
+    '{"step": "3", "unprotected": {}}',
+    '{"step": 1, "st',
+    "\x00",
+    '{"step": 1}',
+]
+
+
+def test_bad_lines_of_metrics_are_left_out(config, tmp_path):
     config = replace(config, epochs=2)
     with pytest.raises(SystemExit):
         finetune(config, reporter=StopAfter(5))
     path = tmp_path / "run" / "metrics.jsonl"
     rows = path.read_text().splitlines()
-    path.write_text("\n".join([rows[0], line, *rows[1:]]) + "\n")
+    for line in BAD_LINES:
+        path.write_text("\n".join([rows[0], line, *rows[1:]]) + "\n")
+        keep_metrics(tmp_path / "run", 4)
+        assert path.read_text().splitlines() == rows[:4], line
+    path.write_text("\n".join([rows[0], *BAD_LINES, *rows[1:]]) + "\n")
     result = finetune(config, resume=True)
     kept = [json.loads(row)["step"] for row in path.read_text().splitlines()]
     assert kept == list(range(1, result.steps + 1))
@@ -142,8 +155,7 @@ def test_no_flipped_bit_of_a_checkpoint_is_resumed(config, tmp_path):
     assert all("is damaged: remove it" in said for said in refused)
 
 
-@pytest.mark.parametrize("column", ["text", "label"])
-def test_other_data_of_the_same_length_are_refused(config, files, tmp_path, column):
+def test_other_data_of_the_same_length_are_refused(config, files, tmp_path):
     config = classify(config, files, epochs=2)
     train = tmp_path / "own.tsv"
     kept = (files / "labels.tsv").read_text()
@@ -151,13 +163,14 @@ def test_other_data_of_the_same_length_are_refused(config, files, tmp_path, colu
     config = replace(config, train=str(train))
     with pytest.raises(SystemExit):
         finetune(config, reporter=StopAfter(3))
-    changed = kept.replace("daily", "dayly") if column == "text" else kept.replace("\toften", "\tseldom", 1)
-    assert len(changed.splitlines()) == len(kept.splitlines())
-    train.write_text(changed)
     ledger = (tmp_path / "run" / "ledger.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match="holds other examples than the run began with: put them back"):
-        finetune(config, resume=True)
-    assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == ledger
+    for changed in (kept.replace("daily", "dayly"), kept.replace("\toften", "\tseldom", 1)):
+        assert changed != kept
+        assert len(changed.splitlines()) == len(kept.splitlines())
+        train.write_text(changed)
+        with pytest.raises(ConfigError, match="holds other examples than the run began with: put them back"):
+            finetune(config, resume=True)
+        assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == ledger
     train.write_text(kept)
     assert finetune(config, resume=True).epsilon <= 8
 
@@ -174,7 +187,7 @@ def cut_ledger(run):
 def test_a_ledger_cut_back_without_a_memory_counts_what_may_have_been_released(
     config, tmp_path, monkeypatch, checkpointed
 ):
-    config = replace(config, epochs=6, checkpoint_every=4)
+    config = replace(config, epochs=4, checkpoint_every=4)
     with pytest.raises(SystemExit):
         finetune(config, reporter=StopAfter(7 if checkpointed else 3))
     made = accounting.Ledger.read(tmp_path / "run" / "ledger.jsonl").spent_steps
@@ -189,9 +202,9 @@ def test_a_ledger_cut_back_without_a_memory_counts_what_may_have_been_released(
     monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "elsewhere"))
     result = finetune(config, resume=True)
     card = json.loads((tmp_path / "run" / "card.json").read_text())
-    assert card["steps"]["spent"] == 18
+    assert card["steps"]["spent"] == 12
     # Those after the last checkpoint were lost, and are paid for.
-    assert result.steps <= 18 - 4
+    assert result.steps <= 12 - 4
     assert any("memory of the run is lost" in note and "steps count as spent" in note for note in result.notes)
     assert verify(tmp_path / "run" / "card.json", ledger=tmp_path / "run" / "ledger.jsonl").guarantee
 

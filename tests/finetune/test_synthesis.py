@@ -14,6 +14,7 @@ from fastdp.audit.saved import load_saved
 from fastdp.data import DataError, read_rows
 from fastdp.finetune import ConfigError, FinetuneConfig, finetune
 from fastdp.finetune.synthesis import Judge, TokenSampling, near_copies, synthesize
+from tests.cases import cases
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ def test_a_prompt_file_without_the_column_is_named(trained, files):
         list(synthesize(*load_saved(trained / "prompted"), read_rows(files / "text.jsonl"), 1, TokenSampling()))
 
 
-@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"batch_size": 0}])
+@cases("changes", [{"temperature": 0.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"batch_size": 0}])
 def test_sampling_is_checked(changes):
     with pytest.raises(ValueError, match=next(iter(changes))):
         TokenSampling(**changes)

@@ -17,6 +17,7 @@ from fastdp.finetune.evaluation import Quality, evaluate
 from fastdp.finetune.models import check_model_name, load_trained
 from fastdp.finetune.tasks import TASKS, encode_rows, invented_label, record_texts, task_of
 from fastdp.quickstart.corpus import private_records
+from tests.cases import cases
 
 ROWS = 48
 QUICKSTART = str(resources.files("fastdp.quickstart") / "model")
@@ -237,7 +238,7 @@ def test_quality_of_labels_and_numbers():
     assert (found.accuracy, found.f1, found.count) == (0.8, pytest.approx(2 * 1 / (2 + 1)), 5)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("task", "row", "words"),
     [
         ("regression", {"text": "a", "length": "tall"}, "label 'tall' is not a number"),
@@ -287,7 +288,7 @@ def test_labels_of_a_row_are_read_from_lists_and_from_text(models, table, tokeni
     assert found == [(1.0, 0.0), (1.0, 1.0), (0.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.0, 0.0)]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("model", "task", "others", "words"),
     [
         ("gpt2", "seq2seq", {}, "is no model for seq2seq; it fits causal-lm"),

@@ -19,6 +19,7 @@ from fastdp.data import DataError
 from fastdp.finetune import judges, tune as tuning
 from fastdp.finetune.config import ConfigError
 from fastdp.finetune.tune import best_of, tune
+from tests.cases import cases
 from tests.finetune.runs import Stopped
 
 
@@ -123,7 +124,7 @@ def test_an_interrupted_search_goes_on_and_pays_no_more(config, tmp_path, monkey
     assert not (output / ".trials").exists()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("settings", "arguments", "message"),
     [
         ({"method": "frost"}, {}, "by dpsgd"),

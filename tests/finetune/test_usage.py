@@ -13,8 +13,9 @@ import transformers
 from tokenizers import models, pre_tokenizers, processors
 
 from fastdp.accounting import verify
-from fastdp.data import IGNORED, causal_examples, read_rows
+from fastdp.data import IGNORED, Collator, causal_examples, read_rows
 from fastdp.finetune import finetune
+from fastdp.finetune.evaluation import evaluate
 from fastdp.finetune.tasks import encode_rows
 from fastdp.finetune.usage import encodes_as_trained, tokenizer_to_save
 from tests.finetune.runs import classify
@@ -83,12 +84,14 @@ def snippet(folder, base):
     return code.replace('"."', repr(str(folder))).replace("path/to/the/base/model", str(base))
 
 
-@pytest.mark.parametrize("kind", ["lora", "full", "bottleneck", "prompt"])
+@pytest.mark.parametrize("kind", ["lora", "full", "bitfit", "bottleneck", "prompt", "ia3"])
 def test_the_page_of_a_causal_model_asks_it_as_training_did(config, files, model_folder, tmp_path, kind):
     data = {"train": str(files / "pairs.csv"), "eval": str(files / "pairs.csv"), "text_column": None, "samples": 1}
     run = replace(config, **data, prompt_column=["mr"], target_column="ref", peft=kind, learning_rate=0.01)
-    finetune(run)
-    folder = tmp_path / "run" / ("model" if kind == "full" else "adapter")
+    result = finetune(run)
+    assert 0 < result.epsilon <= 8
+    assert result.before.perplexity != result.after.perplexity
+    folder = tmp_path / "run" / ("model" if kind in ("full", "bitfit") else "adapter")
     assert verify(folder / "README.md").guarantee
     table = read_rows(files / "pairs.csv")
     # The tiny model has room for so many.
@@ -98,7 +101,13 @@ def test_the_page_of_a_causal_model_asks_it_as_training_did(config, files, model
         found = {}
         exec(code, found)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
-    example = encode_rows(table, tokenizer, run)[0]
+    examples = encode_rows(table, tokenizer, run)
+    assert result.after.count == sum(len(each["labels"]) - each["labels"].count(IGNORED) for each in examples), (
+        "the prompt's tokens are not scored"
+    )
+    again = evaluate(found["model"], examples, Collator(0), 5, "causal-lm")
+    assert again.perplexity == pytest.approx(result.after.perplexity, rel=1e-5)
+    example = examples[0]
     given = example["labels"].count(IGNORED)
     assert found["inputs"]["input_ids"][0].tolist() == example["input_ids"][:given]
     kept = json.loads((tmp_path / "run" / "samples.json").read_text())["unprotected"][0]["answer"]
@@ -109,7 +118,10 @@ def test_the_page_of_a_causal_model_asks_it_as_training_did(config, files, model
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_the_page_of_a_classifier_runs(config, files, model_folder, tmp_path, kind):
-    finetune(classify(config, files, peft=kind))
+    after = finetune(classify(config, files, peft=kind)).after
+    assert 0 <= after.accuracy <= 1
+    assert after.perplexity is None
+    assert after.count == 48
     found = {}
     with contextlib.redirect_stdout(io.StringIO()):
         exec(snippet(tmp_path / "run" / ("model" if kind == "full" else "adapter"), model_folder), found)

@@ -106,6 +106,7 @@ def test_bottleneck_computes_the_formula():
     torch.testing.assert_close(adapted(x), expected)
 
 
+@pytest.mark.slow
 def test_bottleneck_loads_in_a_new_process_after_import_fastdp(tmp_path):
     """Although transformers looks for peft, without importing it, to see whether it is installed."""
     model = gpt2()

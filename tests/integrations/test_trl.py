@@ -24,6 +24,7 @@ import fastdp
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.integrations.trl import PackingCollator
 from fastdp.private.observer import Observer
+from tests.cases import cases
 from tests.engine.runs import clipped_sum, error
 from tests.tokenizers_for_tests import word_tokenizer
 
@@ -272,7 +273,7 @@ def test_sft_trains_evaluates_and_resumes(tmp_path: Path, tokenizer: Any) -> Non
         trainer().train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("kind", "setting", "value"),
     [
         ("sft", "loss_type", "dft"),

@@ -7,6 +7,7 @@ import fastdp
 from fastdp.methods.sap import CTI, PrivateBottom, TextPrivatizer, add_dchi_noise, split_model
 from fastdp.methods.selective.mechanism import FORMS, TokenMechanism, balanced_partition, public_radius
 from fastdp.ops import NoiseStream
+from tests.cases import cases
 from tests.elsewhere import DEVICE, There, elsewhere
 from tests.engine.models import batch, build
 from tests.tokenizers_for_tests import quickstart
@@ -23,7 +24,7 @@ def contributing(form):
     return CTI(importance, torch.ones(60, dtype=torch.bool), form=form, source="public")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("mechanism", "form"),
     [
         *(("laplace", form) for form in (None, "paper")),
@@ -71,7 +72,7 @@ def test_a_privatizer_keeps_ids_on_the_device_of_its_table(cti, monkeypatch):
         assert (there.tokens_released, there.tokens_kept) == (here.tokens_released, here.tokens_kept)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@cases("form", FORMS)
 def test_a_mechanism_draws_where_its_table_is(form):
     def made(rows):
         radius = None if form == "metric" else 3.0

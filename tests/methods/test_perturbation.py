@@ -11,6 +11,7 @@ from fastdp.accounting.verification import verify
 from fastdp.methods import ewft
 from fastdp.methods.perturbation import Releases
 from fastdp.methods.sap import SAPPerturbation
+from tests.cases import cases
 from tests.engine.models import batch, build
 from tests.tokenizers_for_tests import quickstart
 
@@ -46,7 +47,7 @@ def opened_selective():
     return settings, releases
 
 
-@pytest.mark.parametrize(("opened", "kind"), [(opened_ewft, Gaussian), (opened_sap, Metric), (opened_selective, Pure)])
+@cases(("opened", "kind"), [(opened_ewft, Gaussian), (opened_sap, Metric), (opened_selective, Pure)])
 def test_settings_are_opened_and_make_releases_with_a_claim(opened, kind):
     settings, releases = opened()
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -6,11 +6,12 @@ import fastdp
 from fastdp.methods import ewft, rapft
 from fastdp.methods.rapft import Initialisation, NoisyMap, PublicGradients, RapFT
 from fastdp.methods.removed import REMOVED_NAMES, SUBSTITUTES
+from tests.cases import cases
 
 AXES = {"source": PublicGradients([{}]), "allocation": "axes"}
 
 
-@pytest.mark.parametrize(
+@cases(
     ("make", "given", "same"),
     [
         (RapFT, {"source": NoisyMap(1.0, 0.1), "bounds": (1.0, 2.0)}, {"source": NoisyMap(1.0, 0.1)}),
@@ -42,7 +43,7 @@ def test_a_form_without_a_substitute_is_refused_by_value_and_by_position():
         RapFT(NoisyMap(1.0, 0.1), another=1)
 
 
-@pytest.mark.parametrize("key", [key for key in REMOVED_NAMES if key[0].islower()])
+@cases("key", [key for key in REMOVED_NAMES if key[0].islower()])
 def test_a_removed_name_of_a_package_says_what_to_use(key):
     package, _, name = key.partition(".")
     with pytest.raises(AttributeError, match=f"{key} was removed: use "):

@@ -15,6 +15,7 @@ from fastdp.methods.response import (
     randomised_response,
 )
 from fastdp.ops import NoiseStream
+from tests.cases import cases
 from tests.ops.test_dchi import FALSE_ALARM, chi_square
 
 
@@ -40,7 +41,7 @@ def test_no_answer_is_more_than_exp_epsilon_times_as_likely(k, epsilon):
     assert float(kept) == pytest.approx(keep_probability(k, epsilon), rel=1e-7, abs=1e-9)
 
 
-@pytest.mark.parametrize(("k", "epsilon"), [(2, 0.3), (3, 2.0), (5, 1.0), (7, 4.0)])
+@cases(("k", "epsilon"), [(2, 0.3), (3, 2.0), (5, 1.0), (7, 4.0)])
 def test_draws_follow_the_law(k, epsilon):
     stream = NoiseStream.unsafe_reproducible(k)
     for symbol in range(k):

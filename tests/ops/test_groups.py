@@ -138,7 +138,7 @@ def test_refusals():
         ops.adamw_noise_steps_(*tensors, 1.0, drawn[0], **numbers)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@cases("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_direct_norms_are_those_of_each(dtype):
     offsets, sizes = torch.tensor([0, 70, 70, 90, 91, 120]), [(7, 40), (40, 7), (1, 1), (33, 64)]
     lefts, rights = ([torch.randn(120, size[side]).to(dtype) for size in sizes] for side in (0, 1))

@@ -417,7 +417,7 @@ def test_a_group_gets_the_noise_of_each(rounded):
         assert all(map(torch.equal, noised, expected))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("xs", "stds", "firsts", "error", "match"),
     [
         ([], [], [], ValueError, "at least one"),

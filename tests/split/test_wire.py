@@ -20,6 +20,7 @@ from fastdp.split.wire import (
     TensorSpec,
     receive,
 )
+from tests.cases import cases
 
 SPECS = {"rows": TensorSpec(FLOAT_TYPES, ((1, 1 << 30), 4)), "lengths": TensorSpec(("I64",), ((1, 9),))}
 
@@ -111,7 +112,7 @@ def test_the_hand_made_message_is_good():
     assert joined(raw(PUT, tensors())).tensors["rows"].shape == (2, 4)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("chunks", "match"),
     [
         (raw(PUT, tensors(), version=1), "version 1"),

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 import fastdp
 from fastdp.engine.errors import SelfCheckError
 from fastdp.private.run import Private
+from tests.cases import cases
 from tests.engine.runs import CLIPPED, Batch, Classifier, clipped_sum, collate, error, examples, one_by_one, start
 
 BOUND = 0.5
@@ -51,7 +52,7 @@ def centred(items: Any) -> Batch:
     return batch | {"x": batch["x"] - batch["x"].mean(0)}
 
 
-@pytest.mark.parametrize("make", [mixup, drawn_mixup, centred])
+@cases("make", [mixup, drawn_mixup, centred])
 def test_collators_that_mix_examples_are_refused(make: Callable[[Any], Batch]) -> None:
     private = begin(examples(24), make)
     with pytest.raises(SelfCheckError, match="this batch was not released"):
@@ -158,7 +159,7 @@ def words() -> list[torch.Tensor]:
     return [torch.randint(3, 61, (4 + at % 3,), generator=generator) for at in range(8)]
 
 
-@pytest.mark.parametrize("fault", [None, "attention", "cut"])
+@cases("fault", [None, "attention", "cut"])
 def test_packed_examples_have_the_loss_that_they_have_alone(fault: str | None) -> None:
     def cut(items: list[Any]) -> int:
         return 12 // len(items) + 2 if fault == "cut" else 64

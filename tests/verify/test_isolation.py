@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fastdp
+from tests.cases import cases
 from tests.engine.models import build
 from tests.engine.runs import CLASSES, FEATURES, Batch, Classifier, collate, error, examples, loader, start
 
@@ -106,7 +107,7 @@ def padded(items: Sequence[torch.Tensor]) -> Batch:
 # Exact sums.
 
 
-@pytest.mark.parametrize("make", [lambda: build("gpt2"), Centred, Running, Classifier])
+@cases("make", [lambda: build("gpt2"), Centred, Running, Classifier])
 def test_sums_are_autograd_s(make: Callable[[], nn.Module]) -> None:
     model = make()
     words = not isinstance(model, Classifier)
@@ -202,7 +203,7 @@ def test_the_card_says_by_construction() -> None:
         private.detach()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("options", "match"),
     [
         ({"isolation": "per_row"}, "isolation is 'per_row': use 'per_example'"),

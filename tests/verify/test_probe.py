@@ -6,12 +6,12 @@ import random
 from typing import Any
 
 import numpy
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from fastdp.verify.probe import DropoutDisabled, cropped, rounding
+from tests.cases import cases
 from tests.engine.models import batch, build
 from tests.engine.nets import Net, trained
 from tests.engine.reference import engine_for, ticket
@@ -47,7 +47,7 @@ def test_a_first_batch_draws_as_often_as_one_forward_pass() -> None:
     assert states[0] == states[1]
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "gpt2"])
+@cases("name", ["bert", "llama", "gpt2"])
 def test_hidden_states_are_those_of_the_plain_model(name: str) -> None:
     plain, model, data = build(name), build(name), {**batch(name), "output_hidden_states": True}
     engine, tickets = engine_for(model, 0.5)

@@ -12,6 +12,7 @@ from torch import nn
 from fastdp.engine.errors import SelfCheckError
 from fastdp.private.run import Private
 from fastdp.verify.state import StateCheck
+from tests.cases import cases
 from tests.engine.nets import Net, steps, trained
 from tests.engine.runs import Batch, collate, examples, start
 
@@ -47,7 +48,7 @@ def _replace_buffer(model: Any) -> None:
     model.seen = model.seen + 1
 
 
-@pytest.mark.parametrize("change", [_write, _replace, _write_buffer, _replace_buffer])
+@cases("change", [_write, _replace, _write_buffer, _replace_buffer])
 def test_state_that_changes_outside_of_a_release_is_refused(change: Callable[[nn.Module], None]) -> None:
     model, state = settled()
     state.require_settled()

@@ -11,6 +11,8 @@ pytest.importorskip("matplotlib")
 
 from fastdp.bench.utility.suite import Table, interior, measure, merge, parser_of
 
+from tests.cases import cases
+
 
 @given(st.integers(-6, 8), st.booleans())
 def test_rates_go_on_until_the_best_is_no_edge(best, largest):
@@ -76,7 +78,7 @@ def test_a_row_that_fails_is_left_out_of_the_others_or_ends_the_suite(tmp_path, 
         measure(Table(None), [({"number": 0}, lambda: {"figure": 1 // 0})])
 
 
-@pytest.mark.parametrize("shard", ["2/2", "/2", "1", "a/b", "1/0"])
+@cases("shard", ["2/2", "/2", "1", "a/b", "1/0"])
 def test_a_shard_that_is_none_is_refused(shard, capsys):
     with pytest.raises(SystemExit):
         parser_of("A suite.", {"default": None}).parse_args(["--shard", shard])

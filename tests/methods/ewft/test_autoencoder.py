@@ -5,9 +5,10 @@ import torch
 
 from fastdp.methods.ewft import StackedAutoencoder, TrainedPrivately, train_autoencoder
 from fastdp.ops import NoiseStream
+from tests.cases import cases
 
 
-@pytest.mark.parametrize("sizes", [(4,), (64,), (25, 8, 4)])
+@cases("sizes", [(4,), (64,), (25, 8, 4)])
 def test_shapes(sizes):
     autoencoder = StackedAutoencoder(32, sizes)
     hidden = torch.randn(3, 7, 32)

@@ -7,6 +7,7 @@ from scipy import optimize, stats
 
 from fastdp import accounting
 from fastdp.methods import ewft
+from tests.cases import cases
 
 PRINTED = [0.461663, 0.415841, 0.370020]
 DELTA = 1e-5
@@ -20,7 +21,7 @@ def test_what_the_printed_epsilon_8_is(scale, cost):
     assert any("half" in flaw for flaw in schedule.flaws) == (scale == "C")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("schedule", "ratios"),
     [
         (ewft.release_once(8.0, DELTA), [2 * 0.60023]),
@@ -43,7 +44,7 @@ def test_algorithm_1_has_no_target_at_epsilon_of_1_or_less(epsilon):
         ewft.paper_epoch_weighted(320, 32, 3, epsilon, DELTA)
 
 
-@pytest.mark.parametrize("epsilon", [0.5, 2.0, 8.0, 20.0])
+@cases("epsilon", [0.5, 2.0, 8.0, 20.0])
 def test_dp_forward_is_the_analytic_gaussian_mechanism(epsilon):
     """Balle and Wang (ICML 2018), theorem 8, at sensitivity 2 C."""
 

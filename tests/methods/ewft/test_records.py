@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from fastdp.methods.ewft.records import Records
+from tests.cases import cases
 
 
-@pytest.mark.parametrize("ids", [[1], [1, 2], [2, 3, 0]])
+@cases("ids", [[1], [1, 2], [2, 3, 0]])
 def test_one_record_of_a_batch_that_was_released_in_this_epoch_is_enough(ids):
     records = Records(4)
     records.count(2, torch.tensor([0, 1]), epoch=1)

@@ -16,6 +16,7 @@ import fastdp
 from fastdp import accounting
 from fastdp.methods import ewft
 from fastdp.methods.blocks import find_blocks
+from tests.cases import cases
 from tests.engine.models import batch, build, task_type
 
 FAMILIES = ["bert", "roberta", "gpt2", "llama"]
@@ -574,7 +575,7 @@ def test_a_layer_may_be_named_by_its_module_or_its_dotted_name(name, layer):
         private.remove()
 
 
-@pytest.mark.parametrize("layer", ["encoder.layer.0.attention", "encoder.layer.7", ""])
+@cases("layer", ["encoder.layer.0.attention", "encoder.layer.7", ""])
 def test_a_module_that_paths_pass_by_is_refused(layer):
     with pytest.raises(ValueError, match="or the module of one of them"):
         attach(build("bert"), layer=layer)

@@ -6,6 +6,7 @@ from scipy import optimize
 
 from fastdp.methods.frost import estimate_magnitudes
 from fastdp.methods.frost.estimate import attenuations, estimation_std
+from tests.cases import cases
 
 RATE = 0.02
 
@@ -36,7 +37,7 @@ def test_recovers_what_is_observed_without_noise() -> None:
     assert attenuations(seen, deltas, RATE, found) == pytest.approx(lam, rel=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@cases("seed", range(3))
 def test_is_the_maximum_of_the_likelihood(seed: int) -> None:
     _, lam, deltas, seen = observations(0.005, seed=seed)
     found = estimate_magnitudes(seen, deltas, RATE)
@@ -76,7 +77,7 @@ def test_magnitudes_of_zero_do_not_divide_by_zero() -> None:
     assert estimate_magnitudes(np.zeros((3, 4)), [1.0, 1.0, 1.0], RATE).tolist() == [0.0] * 4
 
 
-@pytest.mark.parametrize(
+@cases(
     ("observed", "sensitivities", "rate", "message"),
     [
         ([[1.0, 2.0]], [1.0, 1.0], RATE, "do not go with"),

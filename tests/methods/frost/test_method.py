@@ -16,6 +16,7 @@ from fastdp.accounting import BudgetExceeded
 from fastdp.methods.frost import DPFrost, split
 from fastdp.private.plan import Plan
 from fastdp.private.run import Private
+from tests.cases import cases
 from tests.engine import models
 from tests.engine.runs import CLASSES, FEATURES, collate, examples, logical_step
 
@@ -135,7 +136,7 @@ def test_the_paper_mode_states_no_such_epsilon_where_noise_was_given() -> None:
     assert not any("RDP" in note for note in private.card()["notes"])
 
 
-@pytest.mark.parametrize(("every", "epochs", "count"), [(None, 2, 1), (2, 2, 3), (6, 2, 1), (4, 2, 2)])
+@cases(("every", "epochs", "count"), [(None, 2, 1), (2, 2, 3), (6, 2, 1), (4, 2, 2)])
 def test_repeated_selection_is_accounted_for_each_time(every: int | None, epochs: int, count: int) -> None:
     method = DPFrost(**SETTINGS, select_every=every)  # type: ignore[arg-type]
     private = start(method=method)
@@ -184,7 +185,7 @@ def _flat_loss(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch
     return nn.functional.mse_loss(x.sum(1) * 0 + total, torch.ones(len(x)))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("options", "message"),
     [
         ({"unfreezing_ratio": 0.0}, "unfreezing_ratio is 0.0"),
@@ -211,7 +212,7 @@ def test_refuses_settings_out_of_range(options: Mapping[str, Any], message: str)
         DPFrost(**options)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("partitions", "message"),
     [
         ([["layers.0.*"], ["layers.*"]], "layers.0.weight is listed twice"),

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from fastdp.methods.frost import split
+from tests.cases import cases
 from tests.engine import models
 
 
@@ -24,7 +25,7 @@ def test_biases_of_attention_follow_their_own_weight() -> None:
     assert found["out_proj"] == ("out_proj.weight", "out_proj.bias")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "llama", "t5"])
+@cases("name", ["gpt2", "bert", "vit", "llama", "t5"])
 def test_partitions_are_disjoint_and_cover_every_model(name: str) -> None:
     parameters = dict(models.build(name).named_parameters())
     found = split(parameters)
@@ -46,7 +47,7 @@ def test_partitions_of_a_users_own() -> None:
     assert [p.size for p in split(PARAMETERS, [["a.*"], ["b.*"]])] == [6, 3]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("declared", "message"),
     [
         ({"a": ["a.*"], "again": ["a.weight", "b.*"]}, "a.weight is listed twice, in partition 'a' and in 'again'"),

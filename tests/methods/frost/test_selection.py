@@ -8,6 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from fastdp.methods.frost import Partition, select_partitions
 from fastdp.methods.frost.selection import Selected, fill
+from tests.cases import cases
 
 RATE = 0.5
 
@@ -99,7 +100,7 @@ def test_a_ratio_below_the_smallest_partition_names_it() -> None:
         fill(np.zeros(len(matrices)), partitions(matrices), 0.25**4)
 
 
-@pytest.mark.parametrize("ratio", [0.0, 1.5, -0.5])
+@cases("ratio", [0.0, 1.5, -0.5])
 def test_refuses_a_ratio_out_of_range(ratio: float) -> None:
     with pytest.raises(ValueError, match="unfreezing_ratio"):
         fill([1.0, 2.0], partitions([1, 1]), ratio)

@@ -5,6 +5,7 @@ from dp_accounting.dp_event import DpEvent
 
 from fastdp import accounting
 from fastdp.methods.frost import compute_sigma
+from tests.cases import cases
 
 SIZE, BATCH, STEPS = 67349, 1024, 197
 DELTA = 1 / (2 * SIZE)
@@ -24,7 +25,7 @@ def event(sgd: float, selection: float) -> DpEvent:
     )
 
 
-@pytest.mark.parametrize(("epsilon", "sgd", "selection", "true"), PRINTED)
+@cases(("epsilon", "sgd", "selection", "true"), PRINTED)
 def test_printed_noise_meets_the_printed_budget_and_is_worth_less(
     epsilon: float, sgd: float, selection: float, true: float
 ) -> None:
@@ -56,7 +57,7 @@ def test_repeated_selection_costs_its_releases() -> None:
     assert twice[1] > once[1]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("options", "message"),
     [
         ({"budget_ratio": 1.0}, "budget_ratio is 1.0"),

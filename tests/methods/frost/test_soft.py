@@ -13,6 +13,7 @@ from fastdp.methods.frost import DPFrost
 from fastdp.methods.frost.partitions import Partition
 from fastdp.methods.frost.selection import Selected
 from fastdp.methods.frost.soft import even_axes, known_magnitudes, soft_scales
+from tests.cases import cases
 from tests.engine import models
 from tests.engine.models import batch as model_batch
 from tests.engine.runs import clipped_sum, collate, error, examples, join, logical_step, one_by_one
@@ -170,7 +171,7 @@ def test_even_axes_fit_parameters_of_any_shape() -> None:
         assert set(axes[name].whole(parameter.shape).flatten().tolist()) == {{"a": 2.0, "b": 3.0, "c": 4.0}[name]}
 
 
-@pytest.mark.parametrize(
+@cases(
     ("options", "message"),
     [
         ({"unfreezing_ratio": 1.0}, "set axes_power, or use DPSGD"),

@@ -13,6 +13,7 @@ from fastdp import accounting
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy
 from fastdp.methods import rapft
+from tests.cases import cases
 from tests.engine.reference import known
 
 RATE, STEPS, DELTA = 256 / 42000, 821, 1e-5
@@ -23,7 +24,7 @@ def epsilon(multiplier: float) -> float:
     return float(accounting.epsilon(accounting.dpsgd(multiplier, RATE, STEPS), DELTA))
 
 
-@pytest.mark.parametrize(("weak", "expected"), [(0.6, 1.13389), (0.7, 0.986394), (0.8, 0.83205), (0.9, 0.70225)])
+@cases(("weak", "expected"), [(0.6, 1.13389), (0.7, 0.986394), (0.8, 0.83205), (0.9, 0.70225)])
 def test_effective_multiplier(weak, expected):
     assert rapft.effective_noise_multiplier(0.6, weak) == pytest.approx(expected, rel=1e-5)
     assert rapft.printed_noise_multiplier(expected, weak) == pytest.approx(0.6, rel=1e-5)
@@ -38,7 +39,7 @@ def test_stated_and_true_epsilon():
     assert epsilon(rapft.effective_noise_multiplier(0.6, 0.7)) == pytest.approx(1.007, rel=1e-3)
 
 
-@pytest.mark.parametrize(("rate", "sigma", "expected"), [(0.02, 2.0, 1.0078), (0.02, 1.0, 1.0206), (1.0, 10.0, 1.0706)])
+@cases(("rate", "sigma", "expected"), [(0.02, 2.0, 1.0078), (0.02, 1.0, 1.0206), (1.0, 10.0, 1.0706)])
 def test_epsilon_with_a_noised_map(rate, sigma, expected):
     steps = accounting.dpsgd(rapft.effective_noise_multiplier(0.6, 0.7), RATE, STEPS)
     (side,) = rapft.NoisyMap(sigma, rate).side(1)
@@ -98,7 +99,7 @@ def policy_of(kind: str, masks: dict[str, torch.Tensor]) -> Policy:
 
 
 @pytest.mark.parametrize("kind", ["printed", "optimal"])
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 10**6),
     ratio=st.floats(0.1, 0.95),
@@ -159,7 +160,7 @@ def test_parameters_of_one_block_have_no_mask():
     assert list(policy.masks) == ["c"]
 
 
-@pytest.mark.parametrize("weak", [0.0, 1.0, -0.1, 1.2, math.nan])
+@cases("weak", [0.0, 1.0, -0.1, 1.2, math.nan])
 def test_an_empty_block_is_refused(weak):
     with pytest.raises(ValueError, match="both must be above 0"):
         rapft.effective_noise_multiplier(0.6, weak)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from fastdp.methods.rapft import Initialisation, initialisation
+from tests.cases import cases
 
 
 def start(kind: str, logits: torch.Tensor, counted: torch.Tensor | None = None, **options) -> torch.Tensor:
@@ -44,7 +45,7 @@ def test_one_hot_of_the_label_or_the_likeliest_class():
     assert initialisation.one_hot(logits, None).tolist() == [[0, 1, 0], [1, 0, 0]]
 
 
-@pytest.mark.parametrize("options", [{"kind": "greedy"}, {"p": 0.0}, {"p": 1.5}])
+@cases("options", [{"kind": "greedy"}, {"p": 0.0}, {"p": 1.5}])
 def test_bad_settings(options):
     with pytest.raises(ValueError):
         Initialisation(**options)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from fastdp.methods.rapft.masks import normalised, weak_masks
+from tests.cases import cases
 
 
 def relevance(seed: int = 0, **sizes: int) -> dict[str, torch.Tensor]:
@@ -52,7 +53,7 @@ def test_min_max_by_layer():
     assert scaled["b"].tolist() == [[0.0, 1.0]]
 
 
-@pytest.mark.parametrize("ratio", [0.5, 0.3, 0.0, 1.01, math.nan])
+@cases("ratio", [0.5, 0.3, 0.0, 1.01, math.nan])
 def test_ratio_out_of_range(ratio):
     with pytest.raises(ValueError, match="above .5 and at most 1"):
         weak_masks(relevance(a=10), ratio)

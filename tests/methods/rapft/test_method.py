@@ -23,6 +23,7 @@ from fastdp.methods.rapft import (
 )
 from fastdp.optim import AdamW
 from fastdp.private.preparation import add_clipped
+from tests.cases import cases
 from tests.engine.reference import known
 from tests.engine.runs import Classifier, collate, examples, join, loader, logical_step, one_by_one, start
 
@@ -39,7 +40,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("name", MODES)
+@cases("name", MODES)
 def test_every_mode_releases_clipped_blocks_with_the_noise_it_accounts_for(name):
     method = MODES[name]
     private = start(Classifier(), method=method, noise_multiplier=0.8, target_delta=1e-3)
@@ -70,7 +71,7 @@ def test_every_mode_releases_clipped_blocks_with_the_noise_it_accounts_for(name)
     private.detach()
 
 
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 10**6), log_scale=st.floats(-8, 6), max_norm=st.floats(0.1, 10), broken=st.booleans())
 def test_one_example_moves_the_sum_of_maps_by_at_most_its_bound(seed, log_scale, max_norm, broken):
     generator = torch.Generator().manual_seed(seed)
@@ -336,7 +337,7 @@ def test_paper_mode_with_a_public_mask_has_a_guarantee():
     private.detach()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("settings", "message"),
     [
         ({}, "private data as they are"),
@@ -365,7 +366,7 @@ def test_bad_settings(settings, message):
         RapFT(**({"source": public(), **settings} if needs_source else settings))
 
 
-@pytest.mark.parametrize(
+@cases(
     "options",
     [(0.0, 0.1), (-1.0, 0.1), (math.inf, 0.1), (1.0, 0.0), (1.0, 1.5), (1.0, 0.1, 0.0), (1.0, 0.1, math.inf)],
 )
@@ -400,7 +401,7 @@ def test_nothing_is_spent_on_a_zero_matrix():
     private.detach()
 
 
-@pytest.mark.parametrize(("ratio", "ranking"), [(1.0, "layer"), (1.0, "map"), (0.999, "layer")])
+@cases(("ratio", "ranking"), [(1.0, "layer"), (1.0, "map"), (0.999, "layer")])
 def test_a_ratio_that_leaves_nothing_strong_is_refused_before_anything_is_spent(ratio, ranking, tmp_path):
     method = RapFT(NoisyMap(1.0, 0.5), irrelevance_ratio=ratio, ranking=ranking)
     with pytest.raises(ValueError, match="r_s = 0"):

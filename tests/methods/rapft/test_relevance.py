@@ -9,6 +9,7 @@ import torch
 
 from fastdp.methods.rapft import Initialisation, Propagation, Propagator, relevance as relevances, warm_up
 from fastdp.methods.rapft.relevance import require_values
+from tests.cases import cases
 from tests.engine.models import batch, build
 
 MODELS = [
@@ -56,7 +57,7 @@ def test_relevance_is_conserved_and_does_not_depend_on_the_batch(name, tuning, r
     assert sum(bool(m.any()) for m in maps.values()) > 0.8 * len(maps)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@cases("name", ["gpt2", "llama", "bert"])
 def test_maps_of_bfloat16_weights_are_those_of_the_same_weights_in_float32(name):
     """A message is rounded to 8 bits some dozens of times: a quarter is far from that, and from what has lost its rule."""
     model, data = build(name).bfloat16(), batch(name)
@@ -81,7 +82,7 @@ def test_relevance_of_a_parameter_is_its_value_times_its_message():
     assert torch.allclose(found["classifier.bias"].double(), bias * messages.sum(0), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@cases("name", ["gpt2", "llama", "bert"])
 def test_attention_implementations_agree(name):
     model = build(name, "lora").double()
     other = copy.deepcopy(model)

@@ -12,6 +12,7 @@ from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import Tap
 from fastdp.methods.rapft import Propagation
 from fastdp.methods.rapft.rules import Audit, Context, RelevanceMode, stabilised
+from tests.cases import cases
 
 ROWS = 3
 SEEDS = st.integers(0, 10**6)
@@ -117,7 +118,7 @@ def test_a_constant_takes_no_relevance():
     assert torch.allclose(found, r * x / (x + c))
 
 
-@pytest.mark.parametrize("operation", [torch.matmul, lambda a, b: a @ b, torch.bmm])
+@cases("operation", [torch.matmul, lambda a, b: a @ b, torch.bmm])
 def test_products_give_each_factor_one_half(operation):
     x, y, r = draw(3, (ROWS, 2, 4), (ROWS, 4, 5), (ROWS, 2, 5))
     left, right = Messages()(operation, x, y, relevance=r)
@@ -126,7 +127,7 @@ def test_products_give_each_factor_one_half(operation):
     assert torch.allclose(right, share.sum(1) / 2)
 
 
-@pytest.mark.parametrize("function", [F.gelu, F.silu, torch.tanh])
+@cases("function", [F.gelu, F.silu, torch.tanh])
 def test_activations_hand_their_relevance_on(function):
     x, r = draw(4, (ROWS, 6), (ROWS, 6))
     (found,) = Messages()(function, x, relevance=r)
@@ -163,7 +164,7 @@ def test_rms_norm_conserves():
         assert torch.allclose(found, r)
 
 
-@pytest.mark.parametrize("masking", ["none", "causal", "boolean", "additive"])
+@cases("masking", ["none", "causal", "boolean", "additive"])
 def test_attention_is_its_definition_and_conserves(masking):
     q, k, v, r = draw(8, (ROWS, 2, 4, 3), (ROWS, 2, 4, 3), (ROWS, 2, 4, 3), (ROWS, 2, 4, 3))
     keep = torch.ones(4, 4, dtype=torch.bool).tril()
@@ -198,7 +199,7 @@ def test_attention_with_shared_keys():
     assert sum(float(p.sum()) for p in parts) == pytest.approx(float(r.sum()), rel=1e-5)
 
 
-@pytest.mark.parametrize(
+@cases(
     "options",
     [
         {"rule": "gamma"},

@@ -8,10 +8,11 @@ from scipy import stats
 
 from fastdp.methods.sap import PrivateBottom, add_dchi_noise, split_model
 from fastdp.ops import NoiseStream
+from tests.cases import cases
 from tests.engine.models import batch, build
 
 
-@pytest.mark.parametrize("width", [1, 3, 40])
+@cases("width", [1, 3, 40])
 def test_noise_has_one_gamma_radius_a_row_and_a_uniform_direction(width):
     eta = 7.0
     noise = add_dchi_noise(torch.zeros(100, 30, width), eta, NoiseStream.unsafe_reproducible(width))

@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 from fastdp import TextPrivatizer, accounting
 from fastdp.methods.sap import CTI
 from fastdp.ops import NoiseStream
+from tests.cases import cases
 from tests.ops.test_dchi import FALSE_ALARM, chi_square, line_law
 
 
@@ -194,7 +195,7 @@ def test_kept_counts_come_back_as_they_were(tmp_path, options):
     assert [getattr(found, name) for name in settings] == [getattr(made, name) for name in settings]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("changed", "match"),
     [
         ({"form": "other"}, "form is 'other': choose"),

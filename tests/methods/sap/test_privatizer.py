@@ -8,6 +8,7 @@ import torch
 import fastdp
 from fastdp.methods.encoding import encode_private
 from fastdp.methods.sap import CTI
+from tests.cases import cases
 from tests.ops.test_dchi import FALSE_ALARM, chi_square, line_law
 from tests.tokenizers_for_tests import word_tokenizer
 
@@ -260,7 +261,7 @@ def test_a_digest_tells_privatizers_apart(table, tokenizer):
     assert privatizer(table.clone()).digest() == made[0].digest()
 
 
-@pytest.mark.parametrize("eta", [0, -3, math.nan, math.inf, torch.ones(5), "x", None])
+@cases("eta", [0, -3, math.nan, math.inf, torch.ones(5), "x", None])
 def test_refused_eta(table, eta):
     with pytest.raises(ValueError, match="eta is"):
         fastdp.TextPrivatizer(table, eta=eta)

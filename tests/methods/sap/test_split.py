@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fastdp.methods.sap import split_model
+from tests.cases import cases
 from tests.engine.models import batch, build, lora_targets, task_type
 
 FAMILIES = ["bert", "roberta", "gpt2", "llama"]
@@ -32,7 +33,7 @@ def test_the_halves_compute_what_the_whole_does(name, after):
     assert torch.equal(model(**inputs).logits, plain)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@cases("name", FAMILIES)
 def test_names_stay_and_weights_are_apart(name):
     model = build(name)
     state = model.state_dict()

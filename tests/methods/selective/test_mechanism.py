@@ -10,6 +10,7 @@ from scipy.stats import chisquare
 from fastdp import NoiseStream
 from fastdp.methods.selective import TokenMechanism, balanced_partition, paper_probabilities, public_radius
 from fastdp.methods.selective.mechanism import diameter_bound
+from tests.cases import cases
 
 LINE = torch.arange(6.0)
 
@@ -97,7 +98,7 @@ def test_partition_is_epsilon_local_within_cells(rows, epsilon, radius):
         assert float((laws[:, own].max(0).values - laws[:, own].min(0).values).max()) <= epsilon + 1e-9
 
 
-@pytest.mark.parametrize("form", ["local", "metric", "partition", "paper"])
+@cases("form", ["local", "metric", "partition", "paper"])
 def test_draws_follow_the_law(form):
     """Chi-square of 40,000 draws of each of three tokens; false alarms: 3 in 10^8 for each form."""
     table = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.5, 1.0], [2.0, 1.0], [0.0, 1.5], [2.5, 0.0], [1.0, 1.0]])
@@ -166,7 +167,7 @@ def test_radius_and_diameter_come_from_the_table():
     assert public_radius(mostly_equal) == pytest.approx(math.sqrt(2))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("build", "message"),
     [
         (lambda: TokenMechanism("laplace", torch.eye(3), 1.0), "mechanism is 'laplace'"),

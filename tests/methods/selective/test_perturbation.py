@@ -20,6 +20,7 @@ from fastdp.methods.selective import (
     token_mask,
 )
 from fastdp.methods.selective.perturbation import spell_tokens
+from tests.cases import cases
 from tests.tokenizers_for_tests import quickstart, word_tokenizer
 
 TEXTS = ["Please call Richard McCray on 0393 1144137.", "Nothing to see.", "Anna paid with 4111 1111 1111 1111."]
@@ -34,7 +35,7 @@ def encoded(tokenizer, texts=TEXTS):
     return tokenizer(list(texts), add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("mechanism", ["local", "metric", "partition", "paper"])
+@cases("mechanism", ["local", "metric", "partition", "paper"])
 def test_only_private_tokens_change(model, mechanism):
     tokenizer, table = model
     found = SelectivePerturbation(0.01, mechanism)(TEXTS, tokenizer, table)
@@ -190,7 +191,7 @@ class Wrong:
         return {"name": "wrong"}
 
 
-@pytest.mark.parametrize(
+@cases(
     ("settings", "message"),
     [
         ({"epsilon": 0.0}, "epsilon is 0.0"),

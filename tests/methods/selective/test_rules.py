@@ -8,6 +8,7 @@ from hypothesis import example, given, strategies as st
 
 from fastdp.methods.selective import PrivacyDetector, RuleDetector
 from fastdp.methods.selective.rules import iban_valid, luhn_valid
+from tests.cases import cases
 
 
 def found(text, entity, **settings):
@@ -15,7 +16,7 @@ def found(text, entity, **settings):
     return [text[span.start : span.end] for span in spans]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("entity", "text", "expected"),
     [
         ("EMAIL_ADDRESS", "Write to jo.doe+x@mail.example.org, please", "jo.doe+x@mail.example.org"),
@@ -45,7 +46,7 @@ def test_found(entity, text, expected):
     assert expected in found(text, entity)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("entity", "text"),
     [
         ("CREDIT_CARD", "order 4111 1111 1111 1112"),
@@ -68,7 +69,7 @@ def test_own_names_in_any_case():
     assert "uorra" not in repr(RuleDetector(names=frozenset({"Quorra"})))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("text", "expected"),
     [
         ("ask Quorra-Lin today", "Quorra-Lin"),
@@ -134,7 +135,7 @@ def test_is_a_detector_and_refuses_unknown_entities():
         RuleDetector(entities=("MOOD",))
 
 
-@pytest.mark.parametrize(
+@cases(
     "text",
     [
         *("a" * 50_000, "1" * 50_000, "1 " * 25_000, "Aa " * 15_000, ":" * 50_000, "a." * 25_000 + "@"),

@@ -5,6 +5,7 @@ from hypothesis import given, strategies as st
 
 from fastdp.methods.selective import PrivacyPolicy, Span, token_mask
 from fastdp.methods.selective.spans import merge
+from tests.cases import cases
 from tests.tokenizers_for_tests import quickstart
 
 TEXT = "Ms. Anna Lindqvist-Åberg lives here"
@@ -27,9 +28,7 @@ def test_entities_and_thresholds():
     assert PrivacyPolicy(threshold={"PERSON": 0.95}).private(TEXT, spans) == [(25, 30)]
 
 
-@pytest.mark.parametrize(
-    "span", [Span("X", 30, 99), Span("X", -1, 4), Span("X", 5, 5), Span("X", 9, 4), Span("X", 0, 3, 1.5)]
-)
+@cases("span", [Span("X", 30, 99), Span("X", -1, 4), Span("X", 5, 5), Span("X", 9, 4), Span("X", 0, 3, 1.5)])
 def test_impossible_spans_are_refused(span):
     with pytest.raises(ValueError, match="a X span"):
         PrivacyPolicy().private(TEXT, [span])

@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 import fastdp
 from fastdp.accounting import BudgetExceeded, verify
 from fastdp.methods.votes import PrivateVotes, evolve, vote_counts
+from tests.cases import cases
 
 BUDGET = {"target_epsilon": 4.0, "target_delta": 1e-3}
 WORDS = ["aa", "bb", "cc", "dd"]
@@ -80,7 +81,7 @@ def test_a_reproducible_key_voids_the_claim():
     assert votes.card()["guarantee"] == "none"
 
 
-@pytest.mark.parametrize(
+@cases(
     ("changes", "named"),
     [
         ({"texts": []}, "no text"),
