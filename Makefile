@@ -64,8 +64,8 @@ bench: $(VENV)/.fastdp-test
 	OMP_PROC_BIND=true $(VENV)/bin/fastdp bench planner --json $(OUT)/cpu/planner.json
 	$(VENV)/bin/fastdp bench plot --results $(OUT)/cpu
 
-# Figures of a GPU, in $(OUT)/gpu: 150 + 90 + 240 seconds at most, so 8 minutes. The first stage compiles all of its kernels
-# at once, on all processors, and then checks the engine, sums, norms and the rest, the most valuable first. Each stage writes
+# Figures of a GPU, in $(OUT)/gpu: 150 + 90 + 240 seconds at most, so 8 minutes. The first stage checks the engine,
+# sums, norms and the rest in processes of their own, whose kernels compile at the same time. Each stage writes
 # row by row and runs whatever became of the one before; a kernel that is wrong gets no speed. Fails if any stage did.
 gpu: $(VENV)/.fastdp-test
 	$(VENV)/bin/python -c "import torch, sys; sys.exit(None if torch.cuda.is_available() else 'make gpu needs a GPU')"

@@ -10,15 +10,15 @@ on a processor: a bound that a right implementation misses is found without a GP
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
-import os
-import pkgutil
+import multiprocessing
 import sys
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
 from typing import Any
 from unittest import mock
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import fastdp
-from fastdp import kernels, ops
+from fastdp import ops
 from fastdp.data import Collator
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
@@ -40,9 +40,8 @@ from fastdp.private.observer import Observer
 from . import fuzz
 from .gpu_methods import methods
 from .record import environment, parser_of, write
-from .simulate import META, build, step_of
-from .variants import Compiled, Variant, compiling, variants
-from .workloads import LARGE, Case, examples
+from .simulate import build
+from .workloads import Case, examples
 
 NORMS = 1e-5  # what docs/kernels.md promises
 #: Of a float32 normal relative to its radius: its roundings, the polynomials and the device's square root.
@@ -303,8 +302,6 @@ def snapping(device: str) -> Iterator[tuple[str, Result]]:
     got = OPS["dchi_vectors"](eta, 96, position())
     truth = dchi_noise(position(), 129, 96) / eta.cpu()[:, None]
     yield "dchi_vectors", (apart(got.cpu(), truth, truth.norm(dim=1, keepdim=True)), 1e-6)
-    if device == "meta":
-        return  # what follows groups draws by their values, and launches one kernel more
     scale = torch.tensor(1.5, dtype=torch.float64, device=device)
     stream = ops.NoiseStream.unsafe_reproducible(7)
     many = torch.zeros(20000, dtype=torch.int64, device=device)
@@ -485,9 +482,10 @@ def recording(device: str) -> Iterator[tuple[str, Result]]:
 
 
 Group = Callable[[str], Iterator[tuple[str, Result]]]
-#: The most valuable first: what is found stands even where a later one hangs and is stopped.
-VALUES: tuple[Group, ...] = (engine, sums, norms, instances, heads, noise, snapping)
-ON_A_GPU: tuple[Group, ...] = (engine, sums, wide, *VALUES[2:])
+#: Each in a process of its own.
+GROUPS: dict[str, Group] = {
+    group.__name__: group for group in (engine, sums, norms, instances, heads, noise, snapping, wide, methods)
+}
 
 
 def checks(group: Group, device: str) -> Iterator[dict[str, Any]]:
@@ -500,53 +498,26 @@ def checks(group: Group, device: str) -> Iterator[dict[str, Any]]:
         yield {"check": group.__name__, "holds": False, "raised": f"{type(reason).__name__}: {reason}"}
 
 
-def foresee(group: Group) -> None:
-    """The group's checks on the meta device, to see what they launch."""
-    from fastdp.kernels import dchi
-
-    # The host asks whether noise overflowed, of values that nobody has.
-    with mock.patch.object(dchi, "named_bad_row", return_value=None):
-        for row in checks(group, "meta"):
-            if "raised" in row:
-                raise RuntimeError(f"{row['check']} cannot be foreseen: {row['raised']}")
+def checks_of(name: str, device: str) -> list[dict[str, Any]]:
+    """All rows of a group."""
+    return list(checks(GROUPS[name], device))
 
 
-def step_kernels() -> None:
-    """What private steps of `bench.step` launch on a GPU, with two layers of each model in the place of all."""
-    for case in LARGE.values():
-        step_of(dataclasses.replace(case, layers=2), META, private=True)()
+def rows(names: Iterable[str], device: str) -> Iterator[dict[str, Any]]:
+    """The rows of each group as it ends.
 
-
-def rows(processes: int, device: str = "cuda") -> Iterator[dict[str, Any]]:
-    """A row each, as it is known: checks, once their kernels were compiled, and last that those of steps were.
-
-    All processors compile at once, and go on with kernels of later checks meanwhile.
+    Groups run in processes of their own: their kernels compile at the same time, and a crash of one ends no other.
     """
-    known: dict[Any, Variant] = {}
-    modules = [f"{kernels.__name__}.{module.name}" for module in pkgutil.iter_modules(kernels.__path__)]
-    with compiling(processes, modules) as begin:
-        waiting = [(group, begin(variants(partial(foresee, group), known))) for group in ON_A_GPU]
-        for group, compiled in waiting:
-            yield _all_compiled(group.__name__, compiled)
-            yield from checks(group, device)
-        if device == "cuda":
-            yield from checks(methods, device)
-            yield from checks(behaviour, device)
-        yield _all_compiled("steps", begin(variants(step_kernels, known)))
-        if device == "cuda":
-            yield from checks(recording, device)
-
-
-def _all_compiled(what: str, compiled: Iterator[Compiled]) -> dict[str, Any]:
-    begin, done = time.perf_counter(), list(compiled)
-    failed = [f"{name}: {error}" for name, _, error in done if error is not None]
-    return {
-        "check": f"kernels of {what} compiled",
-        "holds": not failed,
-        "variants": len(done),
-        "waited_seconds": time.perf_counter() - begin,
-        "raised": failed,
-    }
+    with contextlib.ExitStack() as stack:
+        context, running = multiprocessing.get_context("spawn"), {}
+        for name in names:
+            process = stack.enter_context(ProcessPoolExecutor(1, mp_context=context))
+            running[process.submit(checks_of, name, device)] = name
+        for done in as_completed(running):
+            try:
+                yield from done.result()
+            except BrokenExecutor as reason:
+                yield {"check": running[done], "holds": False, "raised": f"{type(reason).__name__}: {reason}"}
 
 
 def main() -> int:
@@ -555,7 +526,8 @@ def main() -> int:
         print("this checks the kernels of a GPU, and there is none", file=sys.stderr)
         return 2
     known: list[dict[str, Any]] = []
-    for row in rows(os.cpu_count() or 1):
+    # The last two have the device to themselves: they count kernels and compare times.
+    for row in itertools.chain(rows(GROUPS, "cuda"), checks(behaviour, "cuda"), checks(recording, "cuda")):
         known.append(row)
         write(arguments.json, known)
     failed = [row for row in known if not row["holds"]]

@@ -7,15 +7,10 @@ is started with a C library that gives every block of 64 KiB and more back to th
 from __future__ import annotations
 
 import gc
-import json
 import multiprocessing
 import os
-import subprocess
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -61,61 +56,3 @@ def on_gpu(function: Callable[[], Any]) -> int:
     kept = function()
     del kept
     return torch.cuda.max_memory_allocated() - before
-
-
-def of_cases(sizes: str, only: str | None) -> dict[str, dict[str, Any]]:
-    """Of each case of ``bench.kernels`` on a processor: ``peak_bytes``, and ``first_peak_bytes`` of a process's first call.
-
-    A case that raises has ``failed`` instead. The first call also counts what libraries load, and keep, when they are first used.
-
-    Raises:
-        RuntimeError: a process failed.
-    """
-    done = subprocess.run(
-        [sys.executable, "-m", "fastdp.bench.memory", sizes, only or ""],
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(f"peak memory was not measured: {(done.stderr.strip().splitlines() or ['killed'])[-1]}")
-    return {figures.pop("op"): figures for figures in map(json.loads, done.stdout.splitlines())}
-
-
-def forked(work: Callable[[], None], threads: int = 1) -> int:
-    """A child of this process that does some work, and says by its exit status whether it failed; its id."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        torch.set_num_threads(threads)
-        work()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
-def measure_growth(op: str, sizes: str) -> None:
-    """Print the peaks of one case."""
-    from .kernels import SIZES, cases
-
-    case = next(case for case in cases(torch.device("cpu"), SIZES[sizes], op) if case.op == op)
-    with torch.no_grad():
-        first, later = growth(case.run), growth(case.run)
-    print(json.dumps({"op": op, "first_peak_bytes": first, "peak_bytes": later}), flush=True)
-
-
-def measure_growths(sizes: str, only: str) -> None:
-    """Each case in a child: what takes seconds to import is imported once, and no thread runs before the children part."""
-    from .kernels import names
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    for op in names(only):
-        if os.waitpid(forked(partial(measure_growth, op, sizes), threads), 0)[1]:
-            print(json.dumps({"op": op, "failed": "its run for peak memory ended with an error"}), flush=True)
-
-
-if __name__ == "__main__":
-    measure_growths(*sys.argv[1:])

@@ -18,8 +18,8 @@ import torch
 
 from fastdp.engine.errors import first_line
 
+from . import memory
 from .kernels import SIZES, Case, Function, cases, names
-from .memory import of_cases, on_gpu
 
 #: Calls shorter than this are repeated within a turn.
 _TURN_SECONDS = 2e-3
@@ -45,20 +45,29 @@ def measure(
         raise ValueError(f"there are no sizes '{sizes}'; choose one of {', '.join(SIZES)}")
     if only is not None and not names(only):
         raise ValueError(f"there is no op '{only}'; choose one of {', '.join(names())}")
-    # Before this process has buffers and threads of its own.
-    peaks = {} if device.type == "cuda" else of_cases(sizes, only)
     bandwidth, matmul = floors(device, small=sizes == "small")
     yield {"op": "floor", "device": str(device), "copy_bytes_per_second": bandwidth, "matmul_flops_per_second": matmul}
-    for case in cases(device, SIZES[sizes], only):
-        alternatives = {k: f for k, f in case.alternatives.items() if compiled or k != "torch.compile"}
-        try:
-            with torch.no_grad():
-                row = measure_case(case, alternatives, turns, device, bandwidth, matmul)
-            if "failed" not in row:
-                row |= {"peak_bytes": on_gpu(case.run)} if device.type == "cuda" else peaks[case.op]
-        except Exception as error:
-            row = {"op": case.op, "size": case.size, "failed": f"{type(error).__name__}: {first_line(error)}"}
-        yield row
+    # On a processor peaks are those of a process of its own.
+    with memory.process(memory.ENVIRONMENT) as process:
+        for case in cases(device, SIZES[sizes], only):
+            alternatives = {k: f for k, f in case.alternatives.items() if compiled or k != "torch.compile"}
+            try:
+                with torch.no_grad():
+                    row = measure_case(case, alternatives, turns, device, bandwidth, matmul)
+                if "failed" not in row and device.type == "cuda":
+                    row["peak_bytes"] = memory.on_gpu(case.run)
+                elif "failed" not in row:
+                    row |= process.submit(peaks, case.op, sizes).result()
+            except Exception as error:
+                row = {"op": case.op, "size": case.size, "failed": f"{type(error).__name__}: {first_line(error)}"}
+            yield row
+
+
+def peaks(op: str, sizes: str) -> dict[str, int | None]:
+    """Peak memory of a case on a processor: of its first call, which loads what it needs, and of the next."""
+    case = next(case for case in cases(torch.device("cpu"), SIZES[sizes], op) if case.op == op)
+    with torch.no_grad():
+        return {"first_peak_bytes": memory.growth(case.run), "peak_bytes": memory.growth(case.run)}
 
 
 def measure_case(

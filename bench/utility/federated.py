@@ -1,60 +1,37 @@
-"""Federated selective DP: the paper's figures 3 and 4, and what the detector finds.
+"""Federated selective DP: the paper's figures 3 and 4.
 
-Perplexity by round without privacy, with private tokens perturbed, and with every token perturbed, at several epsilons and
-numbers of clients, on WikiText-2 and on texts with labelled private spans; ``typed`` perturbs private tokens by type. Of the
-second data perplexity is also taken of the tokens outside the labelled spans, since nobody should learn the others. The
-rounds use the clients' and the server's own code (`Site`, `Aggregator`) in one process.
+    fastdp bench utility --suite federated --model MODEL --wikitext FOLDER --pii FILE --json rounds.json
+
+Perplexity by round without privacy, with private tokens perturbed, and with every token perturbed, at several epsilons, on
+WikiText-2 and on texts with labelled private spans. By number of clients, of the second data: private tokens replaced by type
+and not learned (``typed``), and kept and not learned. Of that data perplexity is also taken of the tokens outside the labelled
+spans, since nobody should learn the others. The rounds use the clients' and the server's own code in one process.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from fastdp.data import Examples
 from fastdp.federated import Aggregator, FederatedConfig, UpdateBounds
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.site import Site
 from fastdp.files import write_rows
-from fastdp.methods.selective import (
-    PrivacyPolicy,
-    RuleDetector,
-    measure_detector,
-    read_labelled_spans,
-    token_mask,
-)
+from fastdp.methods.selective import PrivacyPolicy, read_labelled_spans, token_mask
 
-from .. import record
-from ..plots import picture, plain_log
 from . import suite
 
-SCHEMES = ("none", "selective", "all")
-#: Of ``typed``, on the second data set.
-TYPED_EPSILONS = (2.0, 4.0, 8.0)
-#: What is drawn from an answered type, and whether that is learned; the other schemes learn it, as the paper does.
-WAYS: tuple[dict[str, Any], ...] = tuple(
-    {"replacement": replacement, "learned": learned}
-    for replacement, learned in (("uniform", True), ("model", False), ("uniform", False), ("model", True))
-)
 DATA = ("wikitext2", "pii_spans")
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is run.
-
-    Args:
-        laws: mechanisms that are compared over the epsilons, and nothing else of the paper's figures.
-        kept: whether replacement by type is compared with private words that are kept and not learned, and with nothing else.
-    """
+    """How much is run."""
 
     texts: int = 360
     held_out: int = 120
@@ -62,23 +39,14 @@ class Size:
     epsilons: tuple[float, ...] = (0.1, 1.0, 8.0, 32.0)
     clients: int = 4
     more_clients: tuple[int, ...] = (2, 16)
-    laws: tuple[str, ...] = ()
-    kept: bool = False
     learning_rate: float = 2e-3
 
 
-SMALL = Size(texts=180, held_out=60, rounds=3, clients=2, more_clients=())
-TINY = Size(texts=24, held_out=8, rounds=2, epsilons=(1.0,), clients=2, more_clients=())
-#: For many processes on one GPU and few minutes: the four mechanisms of figure 4, and the fair baseline by number of clients.
-SHORT = Size(
-    texts=800,
-    held_out=240,
-    rounds=6,
-    epsilons=(8.0, 16.0, 32.0),
-    laws=("local", "metric", "partition", "paper"),
-    kept=True,
-)
-FULL = Size(texts=2_000, held_out=600, rounds=20, epsilons=(0.1, 1.0, 4.0, 8.0, 16.0, 32.0, 64.0))
+SIZES = {
+    "default": Size(),
+    "tiny": Size(texts=24, held_out=8, rounds=2, epsilons=(1.0,), clients=2, more_clients=()),
+    "full": Size(texts=2_000, held_out=600, rounds=20, epsilons=(0.1, 1.0, 4.0, 8.0, 16.0, 32.0, 64.0)),
+}
 
 
 class Bench:
@@ -96,7 +64,7 @@ class Bench:
             for part, texts in (("train", train[: size.texts]), ("eval", held_out[: size.held_out])):
                 write_rows(folder / f"{data}.{part}.jsonl", ({"text": text} for text in texts))
 
-    def config(self, row: dict[str, Any], output: Path) -> FederatedConfig:
+    def config(self, row: suite.Row, output: Path) -> FederatedConfig:
         """The settings of a row's run."""
         return FederatedConfig(
             model=str(self.model),
@@ -106,14 +74,14 @@ class Bench:
             rounds=self.size.rounds,
             learning_rate=self.size.learning_rate,
             perturbation="selective" if row["scheme"] == "typed" else row["scheme"],
-            mechanism="typed" if row["scheme"] == "typed" else row.get("mechanism", "local"),
-            replacement=row.get("replacement", "uniform"),
+            mechanism="typed" if row["scheme"] == "typed" else "local",
+            replacement="model" if row["scheme"] == "typed" else "uniform",
             learn_replaced=row.get("learned", True),
             epsilon=row["epsilon"] or 1.0,
             seed=row["seed"],
         )
 
-    def run(self, row: dict[str, Any]) -> dict[str, Any]:
+    def run(self, row: suite.Row) -> suite.Row:
         """Perplexity before the first round and after each, and what was perturbed."""
         with tempfile.TemporaryDirectory() as output, warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -161,96 +129,20 @@ class Bench:
         return Examples(items, examples.truncated)
 
 
-def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
+def settings(size: Size, seeds: int) -> Iterator[suite.Row]:
     """Rows to measure, the paper's figures first."""
-    if size.laws or size.kept:
-        yield from suite.by_seed([*_kept(size), *_laws(size)], seeds)
-        return
-    for seed in range(seeds):
-        for data in DATA:
-            for scheme in SCHEMES:
-                for epsilon in size.epsilons if scheme != "none" else (None,):
-                    row = {"data": data, "scheme": scheme, "epsilon": epsilon, "clients": size.clients}
-                    yield {**row, "rounds": size.rounds, "seed": seed}
-        for clients in (size.clients, *size.more_clients):
-            for epsilon, way in itertools.product(TYPED_EPSILONS, WAYS):
-                row = {"data": "pii_spans", "scheme": "typed", "epsilon": epsilon, "clients": clients, **way}
-                yield {**row, "rounds": size.rounds, "seed": seed}
-        for clients in size.more_clients:
-            row = {"data": "pii_spans", "scheme": "selective", "epsilon": 8.0, "clients": clients}
-            yield {**row, "rounds": size.rounds, "seed": seed}
-
-
-def _kept(size: Size) -> Iterator[dict[str, Any]]:
-    """Private words as they are, kept and not learned, and replaced by type and not learned, by number of clients.
-
-    At epsilon 64 a token practically no word is replaced: that is what keeps them.
-    """
-    for clients in sorted({size.clients, *size.more_clients}) if size.kept else ():
-        base = {"data": "pii_spans", "clients": clients, "rounds": size.rounds, "texts": size.texts}
-        yield {**base, "scheme": "none", "epsilon": None}
-        yield {**base, "scheme": "selective", "epsilon": 64.0, "learned": False}
-        yield {**base, "scheme": "typed", "epsilon": 8.0, **WAYS[1]}
-
-
-def _laws(size: Size) -> Iterator[dict[str, Any]]:
-    """Figure 4: each mechanism, learned as in the paper, at each epsilon."""
-    base = {"data": "pii_spans", "clients": size.clients, "rounds": size.rounds, "texts": size.texts}
-    for epsilon, law in itertools.product(size.epsilons, size.laws):
-        yield {**base, "scheme": "selective", "mechanism": law, "epsilon": epsilon, "learned": True}
-
-
-def detector_quality(pii: Path) -> dict[str, Any]:
-    """Precision and recall of the rule detector by entity."""
-    texts, labels = read_labelled_spans(pii)
-    return measure_detector(RuleDetector(), texts, labels, corpus=pii.name).as_dict()
-
-
-def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Figure 3 (schemes) and figure 4 (epsilons) for both data sets, as one picture."""
-    with picture(folder / "federated.png", len(DATA), 2, panel=(5.8, 4.4)) as panels:
-        _plot_schemes(rows, panels)
-
-
-def _plot_schemes(rows: Sequence[dict[str, Any]], panels: Sequence[Any]) -> None:
-    for column, data in enumerate(DATA):
-        own = [row for row in rows if row["data"] == data]
-        base = [row for row in own if row["scheme"] == "none"]
-        most = max((row["clients"] for row in base), default=0)
-        shown = [row for row in own if row["clients"] == most]
-        for row in _mean_over_seeds([r for r in shown if r["epsilon"] in (None, 1.0)]):
-            name = {"none": "no privacy", "selective": "private tokens", "all": "every token"}[row["scheme"]]
-            panels[column].plot(row["perplexities"], label=name)
-        panels[column].set_title(f"{data}: schemes at epsilon 1, {most} clients")
-        for row in _mean_over_seeds([r for r in shown if r["scheme"] == "selective"]):
-            panels[len(DATA) + column].plot(row["perplexities"], label=f"epsilon {row['epsilon']:g}")
-        panels[len(DATA) + column].set_title(f"{data}: private tokens by epsilon")
-    for axes in panels:
-        axes.set(xlabel="round", ylabel="held-out perplexity", yscale="log")
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        plain_log(axes.yaxis)
-
-
-def plot_detector(quality: dict[str, Any], folder: Path) -> None:
-    """Recall and precision by entity."""
-    names = sorted(quality["by_entity"], key=lambda name: quality["by_entity"][name]["recall"] or 0)
-    places = np.arange(len(names))
-    with picture(folder / "federated_detector.png", panel=(7.6, 6.6)) as (axes,):
-        for shift, key, colour in ((-0.2, "recall", "#1b3a57"), (0.2, "precision", "#c4572b")):
-            values = [quality["by_entity"][name][key] or 0.0 for name in names]
-            axes.barh(places + shift, values, height=0.4, label=key, color=colour)
-        axes.set_yticks(places, [f"{name} ({quality['by_entity'][name]['labelled']})" for name in names])
-        axes.set_title(f"Rule detector on {quality['corpus']}")
-        axes.set_xlabel("share (entities of a kind, with their number)")
-        axes.grid(axis="y", visible=False)
-
-
-def _mean_over_seeds(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    groups: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["scheme"], row["epsilon"]), []).append(row)
-    for own in groups.values():
-        yield {**own[0], "perplexities": np.mean([row["perplexities"] for row in own], axis=0).tolist()}
+    rows: list[suite.Row] = []
+    for data in DATA:
+        base = {"data": data, "clients": size.clients, "rounds": size.rounds}
+        rows.append({**base, "scheme": "none", "epsilon": None})
+        rows += [{**base, "scheme": scheme, "epsilon": e} for scheme in ("selective", "all") for e in size.epsilons]
+    for clients in (size.clients, *size.more_clients):
+        base = {"data": "pii_spans", "clients": clients, "rounds": size.rounds}
+        rows.append({**base, "scheme": "none", "epsilon": None})
+        rows.append({**base, "scheme": "typed", "epsilon": 8.0, "replacement": "model", "learned": False})
+        # At epsilon 64 a token practically no word is replaced: that is what keeps them.
+        rows.append({**base, "scheme": "selective", "epsilon": 64.0, "learned": False})
+    return suite.by_seed(rows, seeds)
 
 
 def _paragraphs(path: Path) -> list[str]:
@@ -265,27 +157,19 @@ def _halves(texts: list[str]) -> tuple[list[str], list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what is missing, then draw."""
-    sizes = {"default": Size(), "small": SMALL, "tiny": TINY, "short": SHORT, "full": FULL}
-    parser = suite.parser_of(__doc__, sizes, seeds=1, pii="labelled spans, such as synth_dataset_v2.json")
-    parser.epilog = "What the detector finds is written beside --json."
-    parser.add_argument("--model", type=Path, help="folder of a causal model, such as gpt2-mini")
-    parser.add_argument("--wikitext", type=Path, help="folder with valid.txt and test.txt")
-    parser.add_argument("--detector", action="store_true", help="only what the detector finds")
-    options, size, table = suite.begin(parser, arguments)
-    if options.detector:
-        found = detector_quality(options.pii)
-        print(json.dumps(found), flush=True)
-        if options.json is not None:
-            record.write(options.json.parent / "detector.json", found)
-        if options.pictures:
-            plot_detector(found, options.pictures)
-        return
-    if options.model is None or options.wikitext is None:
-        parser.error("the rounds need --model and --wikitext")
+    """Measure what is missing."""
+    parser = suite.parser_of(
+        __doc__,
+        SIZES,
+        seeds=1,
+        model="folder of a causal model, such as gpt2-mini",
+        wikitext="folder with valid.txt and test.txt",
+        pii="labelled spans, such as synth_dataset_v2.json",
+    )
+    options, size = suite.begin(parser, arguments)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(options.model, options.wikitext, options.pii, size, Path(folder))
-        suite.finish(table, suite.each(settings(size, options.seeds), bench.run), options, plot)
+        suite.finish(options, settings(size, options.seeds), bench.run)
 
 
 if __name__ == "__main__":

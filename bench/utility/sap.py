@@ -1,7 +1,6 @@
 """SAP's figures 2 and 4 at laptop size: MiniLM on a slice of SST-2.
 
-    python -m bench.utility.sap --model MODEL --sst2 FOLDER --json bench/results/utility/sap.json \\
-        --pictures docs/pictures
+    python -m bench.utility.sap --model MODEL --sst2 FOLDER --json sap.json
 
 EP is the paper's empirical privacy: one minus the share of tokens that embedding inversion recovers. UA is the accuracy on
 held-out texts that are privatized as the training texts are. Beside eta stands what it guarantees for the median pair of
@@ -25,13 +24,12 @@ from fastdp import TextPrivatizer, audit
 from fastdp.methods.sap import CTI, count_tokens, split_model
 from fastdp.untrusted import load_pretrained
 
-from ..plots import picture
 from . import suite, tops
 
 #: Forms by mechanism. The exponential mechanism leaves as many tokens unchanged at a fraction of the eta: its odds are over
 #: the vocabulary's tokens, where Laplace noise has the whole space to get lost in.
 LAPLACE = ("SAP", "CTI paper")
-EXPONENTIAL = ("exponential", "CTI prior", "CTI elastic")
+EXPONENTIAL = ("exponential", "CTI prior")
 #: Told at an epsilon of any two tokens, by cells and epsilon.
 QUOTIENT = "CTI quotient"
 #: The same, of cells that are cut for their epsilon.
@@ -59,42 +57,41 @@ class Size:
     attack_steps: int = 120
 
 
-TINY = Size(
-    train=32,
-    held_out=16,
-    length=16,
-    counted=100,
-    etas=(75.0,),
-    exponential_etas=(18.0,),
-    quotients=((3, 2.0),),
-    informed=((3, 2.0),),
-    epochs=1,
-    attacked=1,
-    attacked_length=4,
-    attack_steps=3,
-)
-FULL = Size(
-    train=60614,
-    held_out=872,
-    length=64,
-    counted=60614,
-    etas=(45.0, 50.0, 55.0, 60.0, 65.0, 70.0, 80.0, 90.0, 110.0),
-    exponential_etas=(8.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0, 23.0, 26.0),
-    trained_from=0,
-    attacked=64,
-    attack_steps=400,
-)
+SIZES = {
+    "default": Size(),
+    "tiny": Size(
+        train=32,
+        held_out=16,
+        length=16,
+        counted=100,
+        etas=(75.0,),
+        exponential_etas=(18.0,),
+        quotients=((3, 2.0),),
+        informed=((3, 2.0),),
+        epochs=1,
+        attacked=1,
+        attacked_length=4,
+        attack_steps=3,
+    ),
+    "full": Size(
+        train=60614,
+        held_out=872,
+        length=64,
+        counted=60614,
+        etas=(45.0, 50.0, 55.0, 60.0, 65.0, 70.0, 80.0, 90.0, 110.0),
+        exponential_etas=(8.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0, 23.0, 26.0),
+        trained_from=0,
+        attacked=64,
+        attack_steps=400,
+    ),
+}
 
 
-@dataclass
 class Bench:
     """The model and texts of a seed, kept between rows."""
 
-    model: Path
-    sst2: Path
-    size: Size
-
-    def __post_init__(self) -> None:
+    def __init__(self, model: Path, sst2: Path, size: Size):
+        self.model, self.sst2, self.size = model, sst2, size
         self.texts = lru_cache(1)(self._texts)
 
     def _texts(self, seed: int) -> tuple[Any, ...]:
@@ -108,11 +105,11 @@ class Bench:
         counts = count_tokens(rows, other.labels.tolist(), 2, len(tokenizer))  # type: ignore[arg-type]
         return tokenizer, model, train, held_out, counts
 
-    def run(self, row: dict[str, Any]) -> dict[str, Any]:
-        """One row of a figure or table."""
-        return getattr(self, row["part"].replace(" ", "_"))(row)
+    def run(self, row: suite.Row) -> suite.Row:
+        """One row of a figure."""
+        return self.figure_2(row) if row["part"] == "figure 2" else self.figure_4(row)
 
-    def figure_2(self, row: dict[str, Any]) -> dict[str, Any]:
+    def figure_2(self, row: suite.Row) -> suite.Row:
         """Tokens privatized at the embedding: EP and UA by eta, with and without CTI."""
         tokenizer, model, train, held_out, counts = self.texts(row["seed"])
         if row["form"] == "none":
@@ -133,7 +130,7 @@ class Bench:
             **_bounds(privatizer, counts),
         }
 
-    def figure_4(self, row: dict[str, Any]) -> dict[str, Any]:
+    def figure_4(self, row: suite.Row) -> suite.Row:
         """EP by split position, without privatization."""
         _, model, *_ = self.texts(row["seed"])
         bottom, _ = split_model(model, row["after"])
@@ -164,20 +161,15 @@ class Bench:
         return audit.inversion(guessed, ids).empirical_privacy
 
 
-def _privatizer(row: dict[str, Any], model: Any, tokenizer: Any, counts: Tensor) -> TextPrivatizer:
+def _privatizer(row: suite.Row, model: Any, tokenizer: Any, counts: Tensor) -> TextPrivatizer:
     if row["form"] in (QUOTIENT, INFORMED):
         told_at = row["epsilon"] if row["form"] == INFORMED else None
         told = CTI.from_counts(counts, source="public", form="quotient", cells=row["cells"], told_at=told_at)
         return TextPrivatizer(model, epsilon=row["epsilon"], tokenizer=tokenizer, cti=told)
-    mechanism = "laplace" if row["form"] in LAPLACE else "exponential"
-    cti = _cti(row["form"], counts)
+    mechanism, cti = "laplace" if row["form"] in LAPLACE else "exponential", None
+    if row["form"].startswith("CTI "):
+        cti = CTI.from_counts(counts, source="public", form=row["form"].removeprefix("CTI "))
     return TextPrivatizer(model, eta=row["eta"], tokenizer=tokenizer, mechanism=mechanism, cti=cti)
-
-
-def _cti(form: str, counts: Tensor) -> CTI | None:
-    if not form.startswith("CTI "):
-        return None
-    return CTI.from_counts(counts, source="public", form=form.removeprefix("CTI "))
 
 
 def _likeliest(privatizer: TextPrivatizer, counts: Tensor) -> Tensor:
@@ -215,9 +207,9 @@ def _bounds(privatizer: TextPrivatizer, counts: Tensor, pairs: int = 300) -> dic
     }
 
 
-def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
+def settings(size: Size, seeds: int) -> Iterator[suite.Row]:
     """One row each; the first seed of everything comes first."""
-    rows: list[dict[str, Any]] = [{"part": "figure 2", "form": "none", "eta": None}]
+    rows: list[suite.Row] = [{"part": "figure 2", "form": "none", "eta": None}]
     for forms, etas in ((LAPLACE, size.etas), (EXPONENTIAL, size.exponential_etas)):
         rows += [{"part": "figure 2", "form": form, "eta": eta} for eta in etas for form in forms]
     for form, told in ((QUOTIENT, size.quotients), (INFORMED, size.informed)):
@@ -227,47 +219,17 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     return suite.by_seed(rows, seeds)
 
 
-def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """EP against UA of every form, and EP by split position."""
-    with picture(folder / "sap.png", 2, panel=(5.0, 4.9)) as (trade, split):
-        _plot_trade(rows, trade)
-        positions = sorted({row["after"] for row in rows if row["part"] == "figure 4"})
-        split.plot(positions, [suite.mean_of(rows, "EP", part="figure 4", after=k) for k in positions])
-        split.set(
-            xlabel="blocks in the bottom", ylabel="empirical privacy", title="Recovered without noise", xticks=positions
-        )
-
-
-def _plot_trade(rows: Sequence[dict[str, Any]], axes: Any) -> None:
-    for form in LAPLACE + EXPONENTIAL:
-        etas = sorted({row["eta"] for row in rows if row.get("form") == form})
-        points = [
-            [suite.mean_of(rows, value, part="figure 2", form=form, eta=eta) for value in ("EP", "UA")] for eta in etas
-        ]
-        known = [point for point in points if None not in point]
-        if known:
-            axes.plot(*zip(*known), label=form + (" (no bound)" if form == "CTI paper" else ""))
-    told = sorted({(row["cells"], row["epsilon"]) for row in rows if row.get("form") == QUOTIENT})
-    for cells, epsilon in told:
-        own = {"form": QUOTIENT, "cells": cells, "epsilon": epsilon}
-        point = [suite.mean_of(rows, value, part="figure 2", **own) for value in ("EP", "UA")]
-        axes.plot(*point, "*", label=f"quotient, {cells} cells, epsilon {epsilon:g}")
-    axes.set(xlabel="empirical privacy", ylabel="accuracy", title="SAP at the embedding, by eta")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what is missing, then draw."""
+    """Measure what is missing."""
     parser = suite.parser_of(
         __doc__,
-        {"default": Size(), "tiny": TINY, "full": FULL},
+        SIZES,
         model="folder of all-MiniLM-L6-v2 or another encoder",
         sst2="folder with train.tsv, dev.tsv and test.tsv",
     )
-    parser.add_argument("--only", default="", help="only parts and forms whose names hold this")
-    options, size, table = suite.begin(parser, arguments)
+    options, size = suite.begin(parser, arguments)
     bench = Bench(options.model, options.sst2, size)
-    wanted = (row for row in settings(size, options.seeds) if options.only in f"{row['part']} {row.get('form')}")
-    suite.finish(table, suite.each(wanted, bench.run), options, plot)
+    suite.finish(options, settings(size, options.seeds), bench.run)
 
 
 if __name__ == "__main__":

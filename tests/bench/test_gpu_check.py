@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
+import os
 import sys
 
 import pytest
 import torch
-from fastdp.bench import gpu_check, variants
+from fastdp.bench import gpu_check
 from fastdp.bench.workloads import Case
 
 from fastdp import ops
-from tests.bench import compiling
 from tests.private.test_recording import record_on_a_processor
 
 
 @pytest.fixture(scope="module")
 def rows():
-    return [row for group in gpu_check.VALUES for row in gpu_check.checks(group, "cpu")]
+    return [
+        row for name in gpu_check.GROUPS if name not in ("wide", "methods") for row in gpu_check.checks_of(name, "cpu")
+    ]
 
 
 def test_bounds_hold_for_right_results(rows):
@@ -77,51 +78,15 @@ def test_refuses_where_there_is_no_gpu(monkeypatch, capsys):
     assert capsys.readouterr().err.strip() == "this checks the kernels of a GPU, and there is none"
 
 
-def test_the_schedule_on_a_mock_device(monkeypatch):
-    """What is compiled is few and known beforehand; the engine's checks come first and wait for their own kernels alone."""
-    pytest.importorskip("triton")
-    begun, asked = [], []
+class Exit:
+    """Ends the process that is given it."""
 
-    @contextlib.contextmanager
-    def compiling(processes, modules):
-        def begin(found):
-            begun.extend(found)
-            return (asked.append(variant) or (variant.kernel.fn.__name__, 0.0, None) for variant in found)
-
-        yield begin
-
-    monkeypatch.setattr(gpu_check, "compiling", compiling)
-    rows = gpu_check.rows(4, "meta")
-    assert next(rows) | {"waited_seconds": 0} == {
-        "check": "kernels of engine compiled",
-        "holds": True,
-        "variants": len(asked),
-        "waited_seconds": 0,
-        "raised": [],
-    }
-    assert next(rows)["check"] == "engine"
-    assert 0 < len(asked) < len(begun)
-    assert {v.kernel.fn.__module__.rpartition(".")[2] for v in asked} >= {"weighted", "gram", "groups"}
-    assert {v.kernel.fn.__module__.rpartition(".")[2] for v in begun} >= {
-        "weighted",
-        "gram",
-        "direct",
-        "adamw",
-        "groups",
-    }
-    last = list(rows)[-1]
-    assert last["check"] == "kernels of steps compiled"
-    assert last["variants"] > 0
-    assert len(begun) == len(asked) <= 84
+    def __reduce__(self):
+        return os._exit, (1,)
 
 
-def test_variants_are_compiled_by_processes_that_share_a_cache():
-    """A kernel that does not compile is a row with its reason, and holds up none of the others."""
-    arguments = (torch.empty(3, device="meta"), 7, None)
-    kernels = (compiling.k0, compiling.k1, compiling.k2, compiling.k3, compiling.k4)
-    found = [variants.Variant(kernel, arguments, {}) for kernel in kernels]
-    with variants.compiling(2) as begin:
-        done = {name: error for name, _, error in begin(found)}
-    assert done.keys() == {f"k{i}" for i in range(5)}
-    assert [name for name, error in done.items() if error] == ["k2"]
-    assert "no such instruction" in done["k2"]
+def test_groups_have_processes_of_their_own():
+    """One that dies is a failed check, and ends no other."""
+    *others, last = sorted(gpu_check.rows((Exit(), "heads"), "cpu"), key=lambda row: row["holds"], reverse=True)
+    assert len(others) == 3
+    assert "BrokenProcessPool" in last["raised"]

@@ -65,29 +65,12 @@ def test_an_op_that_raises_is_one_row(monkeypatch):
 
     def made(device, sizes, only=None):
         yield kernels.Case("first", "1", lambda: None, lambda: (0.0, 1e-5), {"torch": fail})
-        yield kernels.Case("second", "2", lambda: None, lambda: (0.0, 1e-5), {})
+        yield kernels.Case("snap", "2", lambda: None, lambda: (0.0, 1e-5), {})
 
     monkeypatch.setattr(micro, "cases", made)
-    monkeypatch.setattr(micro, "of_cases", lambda sizes, only: {"second": {"peak_bytes": 1}})
     _, first, second = micro.measure(1, sizes="small")
     assert first == {"op": "first", "size": "1", "failed": "IndexError: Dimension out of range"}
-    assert second["peak_bytes"] == 1
-
-
-def test_a_case_without_a_peak_leaves_the_others_theirs(monkeypatch, capfd):
-    measured = memory.measure_growth
-
-    def once(op, sizes):
-        if op == "snap":
-            raise IndexError("out of range")
-        measured(op, sizes)
-
-    monkeypatch.setattr(memory, "measure_growth", once)
-    memory.measure_growths("small", "snap")
-    first, second = (json.loads(line) for line in capfd.readouterr().out.splitlines())
-    assert first == {"op": "snap", "failed": "its run for peak memory ended with an error"}
-    assert second["op"] == "private_snap"
-    assert "peak_bytes" in second
+    assert second.keys() >= {"seconds", "first_peak_bytes", "peak_bytes"}
 
 
 @cases("error", [1e-3, float("nan"), float("inf")])

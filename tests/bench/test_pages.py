@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from fastdp.bench import pages, sentences
-from fastdp.bench.shapes import moved
 
 from fastdp.private.shapes import shape_statement
 
@@ -45,11 +44,6 @@ def test_a_card_states_the_last_row_of_the_table_on_shapes():
     *_, last = pages.shapes()[1]
     assert not any(row["public shapes"] for row in pages.figures("cpu/shapes"))
     assert f"by {last[1]} of the bound in float32 and by {last[2]} in bfloat16, at 12 layers" in shape_statement(False)
-
-
-def test_a_longer_record_moves_the_others_unless_shapes_are_public():
-    assert 0 < moved("gpt2", 1, "float32", equal=True) < 1e-3
-    assert moved("gpt2", 1, "float32", equal=True, shapes="public") == 0
 
 
 def test_figures_are_rounded_up_to_two_digits():

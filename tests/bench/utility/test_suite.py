@@ -1,85 +1,48 @@
-"""Rows and learning rates as all suites share them."""
+"""Tables that a stopped suite goes on from."""
 
 import json
-import math
-from functools import partial
 
 import pytest
-from hypothesis import given, strategies as st
-
-pytest.importorskip("matplotlib")
-
-from fastdp.bench.utility.suite import Table, interior, measure, merge, parser_of
-
-from tests.cases import cases
+from fastdp.bench.utility.suite import Table, by_seed, finish, measure, parser_of
 
 
-@given(st.integers(-6, 8), st.booleans())
-def test_rates_go_on_until_the_best_is_no_edge(best, largest):
-    """A figure with one optimum, wherever it lies: the rates tried reach one beyond it on both sides, or their number is up."""
-    table, sign = Table(None), 1 if largest else -1
-
-    def run(rate):
-        return {"rate": rate, "seed": 0}, lambda: {"figure": -sign * abs(math.log2(rate) - best)}
-
-    assert measure(table, interior(table, (1.0, 2.0, 4.0), run, "figure", largest=largest, most=20), 1.0)
-    rates = sorted(row["rate"] for row in table.rows)
-    chosen = (max if largest else min)(table.rows, key=lambda row: row["figure"])["rate"]
-    assert chosen == 2.0**best
-    assert rates[0] < chosen < rates[-1]
+def squares(path, numbers, **options):
+    measure(Table(path), ({"number": n} for n in numbers), lambda row: {"figure": row["number"] ** 2}, **options)
+    return [row["figure"] for row in Table(path).rows]
 
 
-def test_rates_end_at_their_number_and_wait_for_what_is_missing():
-    table = Table(None)
-    assert measure(
-        table,
-        interior(table, (1.0, 2.0), lambda r: ({"rate": r}, lambda: {"figure": r}), "figure", largest=True, most=5),
-        1.0,
-    )
-    assert [row["rate"] for row in table.rows] == [1.0, 2.0, 4.0, 8.0, 16.0]
-    nothing = Table(None)
-    assert len(list(interior(nothing, (1.0, 2.0), lambda r: ({"rate": r}, dict), "figure", largest=True))) == 2
+def test_a_suite_goes_on_where_it_stopped(tmp_path):
+    path = tmp_path / "table.json"
+    assert squares(path, range(2)) == [0, 1]
+
+    def run(row):
+        assert row["number"] > 1, "a row is measured once"
+        return {"figure": row["number"] ** 2}
+
+    measure(Table(path), ({"number": n} for n in range(4)), run)
+    assert [row["figure"] for row in Table(path).rows] == [0, 1, 4, 9]
+    assert "commit" in json.loads(path.read_text())["environment"]
 
 
-def _squares(path, shard, *, broken=None):
-    def run(number):
-        return {"figure": number**2 if number != broken else 1 // 0}
-
-    rows = (({"number": number}, partial(run, number)) for number in range(7))
-    return measure(Table(path), rows, shard=shard, skip=broken is not None)
+def test_a_suite_stops_when_its_time_is_up(tmp_path, capsys):
+    assert squares(tmp_path / "table.json", range(3), minutes=0.0) == []
+    assert "goes on from here" in capsys.readouterr().out
 
 
-def test_shards_share_the_rows_and_are_merged_to_all_of_them(tmp_path):
-    """Three processes' tables, each with what it measured last; a row of two tables comes once."""
-    shards = [tmp_path / f"{index}.json" for index in range(3)]
-    for index, path in enumerate(shards):
-        assert _squares(path, (index, 3))
-    assert [row["number"] for row in Table(shards[1]).rows] == [1, 4]
-    merge(tmp_path / "all.json", [*shards, shards[0]])
-    assert sorted(row["figure"] for row in Table(tmp_path / "all.json").rows) == [number**2 for number in range(7)]
-    everything = json.loads((tmp_path / "all.json").read_text())
-    assert everything["environment"] == json.loads(shards[0].read_text())["environment"]
-
-
-def test_shards_of_different_machines_are_not_merged(tmp_path):
-    _squares(tmp_path / "here.json", (0, 2))
-    there = json.loads((tmp_path / "here.json").read_text())
-    there["environment"]["device"] = "another"
-    (tmp_path / "there.json").write_text(json.dumps(there))
-    with pytest.raises(ValueError, match="different environments"):
-        merge(tmp_path / "all.json", [tmp_path / "here.json", tmp_path / "there.json"])
-
-
-def test_a_row_that_fails_is_left_out_of_the_others_or_ends_the_suite(tmp_path, capsys):
-    _squares(tmp_path / "some.json", (0, 1), broken=2)
-    assert [row["number"] for row in Table(tmp_path / "some.json").rows] == [0, 1, 3, 4, 5, 6]
-    assert "ZeroDivisionError" in capsys.readouterr().out
+def test_rows_that_were_measured_stay_where_one_fails(tmp_path):
     with pytest.raises(ZeroDivisionError):
-        measure(Table(None), [({"number": 0}, lambda: {"figure": 1 // 0})])
+        measure(Table(tmp_path / "t.json"), [{"n": 1}, {"n": 0}], lambda row: {"figure": 1 / row["n"]})
+    assert [row["figure"] for row in Table(tmp_path / "t.json").rows] == [1.0]
 
 
-@cases("shard", ["2/2", "/2", "1", "a/b", "1/0"])
-def test_a_shard_that_is_none_is_refused(shard, capsys):
-    with pytest.raises(SystemExit):
-        parser_of("A suite.", {"default": None}).parse_args(["--shard", shard])
-    assert "give I/N" in capsys.readouterr().err
+def test_only_rows_that_are_asked_for_are_measured(tmp_path):
+    options = parser_of("A suite.", {"default": None}).parse_args(
+        ["--only", "full", "--json", str(tmp_path / "t.json")]
+    )
+    finish(options, [{"form": "full"}, {"form": "lora"}], lambda row: {"figure": 1})
+    assert [row["form"] for row in Table(options.json).rows] == ["full"]
+
+
+def test_the_first_seed_of_everything_comes_first():
+    found = by_seed([{"form": "a"}, {"form": "b"}, {"form": "a"}], 2)
+    assert [(row["form"], row["seed"]) for row in found] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
