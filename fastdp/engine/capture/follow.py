@@ -19,7 +19,7 @@ from fastdp.calls.marks import Marks
 from fastdp.calls.named import functions
 from fastdp.engine.uses.orders import Orders
 from fastdp.engine.uses.rows import Fold, Places
-from fastdp.engine.uses.selections import Owners, place, selects
+from fastdp.engine.uses.selections import GROUPED, Owners, place, selects
 from fastdp.engine.uses.use import is_detach, is_metadata
 
 #: The data decide the size of what these return, or which row comes where.
@@ -81,8 +81,9 @@ class Follow(DataFlow):
         self.rows, self.places = rows, Places(inputs, rows)
         #: Whether the data have chosen anything so far.
         self.selects = False
-        #: What was selected by the data's values, the rows of its entries being known, and the lines of code that do it.
-        self.owners, self.places_of_owned = Owners(rows), set[Any]()
+        #: What was selected by the data's values, the rows of its entries being known, and the calls that do it, by module.
+        self.owners, self.places_of_owned = Owners(rows), set[tuple[Any, str]]()
+        self.stack = [""]
 
     def sources(self, given: list[torch.Tensor]) -> frozenset[int]:
         """The parameters, by identity, that some of these tensors are computed from without data."""
@@ -139,16 +140,16 @@ class Follow(DataFlow):
         """Whether the rows of an operation's results are unknown, as the data have chosen them."""
         if self.orders.restores(func, args):
             return False
-        if any(t in self.chosen for t in given):
+        source, given = given[0], given[:1] if func in GROUPED else given
+        # Whose entries are that are taken by their places, those say, whoever chose them.
+        known = chosen and selects(func, args) and source not in self.chosen
+        known = known and (self.is_owned(source) or self.in_order(source))
+        if known and self.owners.select(func, args, kwargs, results):
+            self.places_of_owned.add((place(), self.stack[-1]))
+            return False
+        if chosen or any(t in self.chosen for t in given):
             return True
-        if not chosen:
-            return not self.owners.follow(func, args, kwargs, given, results)
-        source = given[0]
-        known = selects(func, args) and (self.is_owned(source) or self.in_order(source))
-        known = known and self.owners.select(func, args, kwargs, results)
-        if known:
-            self.places_of_owned.add(place())
-        return not known
+        return not self.owners.follow(func, args, kwargs, given, results)
 
     def _chooses(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the data decide the first axis of what an operation on data returns."""

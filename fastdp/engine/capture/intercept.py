@@ -14,10 +14,11 @@ from torch.overrides import TorchFunctionMode
 from fastdp.calls.batches import map_tensors, tensors
 from fastdp.calls.composite import opened
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.rules import bags, convolution, norms, products, recurrent
+from fastdp.engine.rules import bags, convolution, experts, norms, products, recurrent
 from fastdp.engine.uses.lanes import Meeting, PerLane, affine, lay_along_rows
 from fastdp.engine.uses.reads import Reads
 from fastdp.engine.uses.rows import Fold
+from fastdp.engine.uses.selections import Selection
 from fastdp.engine.uses.use import EmbeddingUse, Tap, is_detach, is_metadata, normed
 
 
@@ -180,7 +181,10 @@ def _embedding(
         return PerLane(out, tap, sources=(weight, *input.sources))
     fold = reads.fold("embedding", weight, input, tap)
     if fold is not None:
-        found = EmbeddingUse.apply(fold.front(input, tap.layout.rows), weight, padding_idx, tap, False)
+        ids = fold.front(input, tap.layout.rows)
+        found = EmbeddingUse.apply(ids, weight, padding_idx, tap, False, fold.bounds(ids.numel()))
+        if isinstance(fold, Selection):
+            return fold.follow(fold.back(found))
         return found if fold.natural else fold.back(found).contiguous()
     ids = input.expand(tap.layout.lanes, *input.shape)
     return PerLane(EmbeddingUse.apply(ids, weight, padding_idx, tap, True), tap, sources=(weight,))
@@ -212,6 +216,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.rms_norm: _rms_norm,
     **bags.HANDLERS,
     **convolution.HANDLERS,
+    **experts.HANDLERS,
     **norms.HANDLERS,
     **recurrent.HANDLERS,
     **products.HANDLERS,

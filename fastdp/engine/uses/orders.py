@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from fastdp.calls.marks import Marks
-from fastdp.calls.named import functions
+from fastdp.engine.uses.selections import GROUPED
 
 _SORTS = frozenset({torch.sort, torch.Tensor.sort, torch.argsort, torch.Tensor.argsort})
 _GETS = frozenset({torch.Tensor.__getitem__})
-#: Of these only the first argument has an axis of tokens; the others say where groups end.
-_GROUPED = functions("grouped_mm _grouped_mm")
 
 
 class Orders:
@@ -65,7 +63,7 @@ class Orders:
         elif func in _GETS and isinstance(args[1], torch.Tensor) and not chosen(first):
             found = self._of.get(args[1])
         else:
-            ordered = given[:1] if func in _GROUPED else [t for t in given if chosen(t)]
+            ordered = given[:1] if func in GROUPED else [t for t in given if chosen(t)]
             kinds = {self._of.get(t) for t in ordered}
             found = kinds.pop() if len(kinds) == 1 else None
         for result in results:
