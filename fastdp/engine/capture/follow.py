@@ -91,6 +91,9 @@ class Follow(DataFlow):
 
     def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> bool:
         """Look at what one operation returned. True if it was given data."""
+        if func is torch.Tensor.__getitem__ and args[0] in self.weights:
+            # One of a stack of matrices is the same for all rows, whatever decides which.
+            given = [t for t in given if t.dim()]
         found, results = super().follow(func, args, kwargs, given, out), tensors(out)
         if not found:
             sources = frozenset() if is_detach(func) else self.sources(given)
