@@ -299,7 +299,7 @@ class HeadUse(torch.autograd.Function):
             sink.instances(weight, _scale_instances(found.whole, shares), layout)
         elif weight is not None:
             known = shares.double(), found.norms, found.columns
-            factors = HeadFactors(each, made.hidden, False, False, None, made, *known)
+            factors = HeadFactors(each, made.hidden, False, False, None, None, made, *known)
             sink.matrix(weight, factors, layout)
         back = None
         if found.hidden is not None:
