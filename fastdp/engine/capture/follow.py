@@ -16,11 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from fastdp.calls.batches import Call, Path, RowNumbers, leaves, map_leaves, tensors
 from fastdp.calls.marks import Marks
-from fastdp.calls.named import functions
-from fastdp.engine.uses.orders import Orders
+from fastdp.calls.named import functions, is_detach, is_metadata
 from fastdp.engine.uses.rows import Fold, Places
 from fastdp.engine.uses.selections import GROUPED, Owners, place, selects
-from fastdp.engine.uses.use import is_detach, is_metadata
 
 #: The data decide the size of what these return, or which row comes where.
 _SELECTING = functions("nonzero argwhere masked_select unique unique_consecutive bincount histc tolist")
@@ -77,7 +75,6 @@ class Follow(DataFlow):
         #: With the ids of the parameters that each is computed from.
         self.weights = Marks((t, frozenset({id(t)})) for t in weights)
         self.chosen: Marks[None] = Marks()
-        self.orders = Orders()
         self.rows, self.places = rows, Places(inputs, rows)
         #: Whether the data have chosen anything so far.
         self.selects = False
@@ -117,7 +114,8 @@ class Follow(DataFlow):
             chosen = self.is_chosen(first)
         else:
             chosen = self._loses(func, args, kwargs, given, results, chosen)
-        self.orders.follow(func, args, given, results, self.is_chosen)
+        if func is torch.Tensor.__setitem__:
+            self.owners.write(*args)
         for result in results:
             # What is written into keeps its own axis.
             if (result in self.chosen if result is first else chosen) and result.dim() > 0:
@@ -141,7 +139,7 @@ class Follow(DataFlow):
         self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], results: list[torch.Tensor], chosen: bool
     ) -> bool:
         """Whether the rows of an operation's results are unknown, as the data have chosen them."""
-        if self.orders.restores(func, args):
+        if self.owners.restores(func, args):
             return False
         source, given = given[0], given[:1] if func in GROUPED else given
         # Whose entries are that are taken by their places, those say, whoever chose them.

@@ -13,13 +13,14 @@ from torch.overrides import TorchFunctionMode
 
 from fastdp.calls.batches import map_tensors, tensors
 from fastdp.calls.composite import opened
+from fastdp.calls.named import is_detach, is_metadata
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.rules import bags, convolution, experts, norms, products, recurrent
 from fastdp.engine.uses.lanes import Meeting, PerLane, affine, lay_along_rows
 from fastdp.engine.uses.reads import Reads
 from fastdp.engine.uses.rows import Fold
 from fastdp.engine.uses.selections import Selection
-from fastdp.engine.uses.use import EmbeddingUse, Tap, is_detach, is_metadata, normed
+from fastdp.engine.uses.use import EmbeddingUse, Tap, normed
 
 
 class UseMode(TorchFunctionMode):

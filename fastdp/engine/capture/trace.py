@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.calls.batches import Call, Path, as_long_as, leaves, map_leaves, take_rows, tensors
-from fastdp.calls.named import operation as meeting_name
+from fastdp.calls.named import is_metadata, operation as meeting_name
 from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state, seed_everything
 from fastdp.engine.capture.follow import Follow
 from fastdp.engine.capture.intercept import OPERATIONS, operand
@@ -23,7 +23,6 @@ from fastdp.engine.loss.losses import LOSSES
 from fastdp.engine.uses.logits import Logits, Source
 from fastdp.engine.uses.rows import BroadcastLayout, Fold, Place, fold_between
 from fastdp.engine.uses.selections import GROUPED, place
-from fastdp.engine.uses.use import is_metadata
 
 #: Which operations met which tensors: their name, the ids of the parameters on the one side, and the other's dimensions.
 Key = tuple[str, frozenset[int], int]

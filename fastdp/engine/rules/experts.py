@@ -41,7 +41,7 @@ class GroupedUse(torch.autograd.Function):
         func, tap, parameter, whose, swap = ctx.of
         count, units = len(stack), tap.layout.units
         group = torch.searchsorted(offs, torch.arange(len(x), device=x.device, dtype=offs.dtype), right=True)
-        runs = group * units + tap.layout.lane_units[whose.whose]
+        runs = group * units + whose.units
         tap.open().matrix(parameter, ExpertFactors.of_tokens(gradient, x, runs, count, units, swap=swap), tap.layout)
         back = func(gradient, stack.mT, offs=offs) if ctx.needs_input_grad[0] else None
         return back, None, None, None, None, None, None

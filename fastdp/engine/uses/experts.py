@@ -7,7 +7,7 @@ then by unit, so that one matrix and one unit have a run of them, and what an op
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -26,8 +26,7 @@ class ExpertFactors(Factors):
     """Factors of a stack of ``count`` matrices; ``bounds`` ``[count * units + 1]`` are the offsets of the runs."""
 
     count: int = 1
-    #: Of which units the norms needed the direct route, bool ``[units]``, once they are found.
-    remeasured: torch.Tensor | None = None
+    poor: torch.Tensor = None  # type: ignore[assignment]
 
     stacked: ClassVar[bool] = True
 
@@ -49,11 +48,6 @@ class ExpertFactors(Factors):
         bounds = factors.bounds[places.clamp(0, units)]
         return cls(factors.left, factors.right, swap=factors.swap, bounds=bounds, count=count)
 
-    def runs(self) -> torch.Tensor:
-        """The run of each token."""
-        assert self.bounds is not None
-        return torch.arange(len(self.bounds) - 1, device=self.bounds.device).repeat_interleave(self.bounds.diff())
-
     def moved(self, first: torch.Tensor, second: torch.Tensor, *, turned: bool = False) -> Factors:
         """No other matrix's factors are made of these."""
         raise UnsupportedUse("experts' weights are computed from other parameters")
@@ -70,18 +64,13 @@ class ExpertFactors(Factors):
         """Tokens of each unit in the matrix that has most of them: the roundings of every other are fewer."""
         return self.by_unit(super(ExpertFactors, self).lengths(layout)).amax(0)
 
-    def row_products(self, layout: Layout, order: int = 2) -> torch.Tensor:
-        """The norm of the scales of the matrices' errors, as that of all of them is."""
-        own = ops.row_products(self.left, self.right, self.offsets(layout), order)
-        return self.by_unit(own).square().sum(0).sqrt()
-
     def powers(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         """Squared norms by Gram matrices of the runs, and directly where these are not good enough."""
         assert self.bounds is not None
         left, right, bounds, sizes = [self.left], [self.right], self.bounds, (self.width, self.right.shape[1])
         tokens, products = super(ExpertFactors, self).lengths(layout), ops.row_products(self.left, self.right, bounds)
         if min(sizes) <= NARROW:
-            self.remeasured = torch.ones(layout.units, dtype=torch.bool, device=bounds.device)
+            self.poor = torch.ones(layout.units, dtype=torch.bool, device=bounds.device)
             squares = ops.sqnorm(self.left, self.right, bounds, "direct")
         else:
             # On a processor runs that are long are left to the direct route.
@@ -89,35 +78,25 @@ class ExpertFactors(Factors):
             squares, short = (found[0] for found in ops.gram_norms(left, right, [1], bounds, (), most))
             hidden = gammas([self.rounding().gram(*sizes)], tokens)[0] * short.square()
             of_units, known = (self.by_unit(each).sum(0) for each in (hidden, squares))
-            self.remeasured = of_units > REMEASURED * known
-            again = ((self.by_unit(short > 0) & self.remeasured).flatten() | (tokens > most)).unsqueeze(0)
+            self.poor = of_units > REMEASURED * known
+            again = ((self.by_unit(short > 0) & self.poor).flatten() | (tokens > most)).unsqueeze(0)
             if again.device.type != "cpu" or bool(again.any()):
                 squares = torch.where(again, ops.chosen_sqnorm(left, right, bounds, again), squares)[0]
+        # Errors of the matrices are those of parts of one vector.
         return self.by_unit(squares).double().sum(0), self.by_unit(products).square().sum(0).sqrt()
-
-    @property
-    def poor(self) -> torch.Tensor:
-        """As `powers` found it."""
-        assert self.remeasured is not None
-        return self.remeasured
-
-    def _each(self, units: int, bounds: Sequence[int]) -> Any:
-        """Of each matrix that has tokens its number, its runs, and its factors in the parameter's order."""
-        for at in range(self.count):
-            tokens = slice(bounds[at * units], bounds[(at + 1) * units])
-            if tokens.stop > tokens.start:
-                own = replace(self, left=self.left[tokens], right=self.right[tokens])
-                yield at, slice(at * units, (at + 1) * units + 1), own.oriented
 
     def add_to(self, total: torch.Tensor | None, weights: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Add the units' gradients by ``weights`` ``[units]`` to ``total`` ``[count, m n]``."""
         assert total is not None
         assert self.bounds is not None
         first, second = self.oriented
-        every = total.view(self.count, first.shape[1], second.shape[1])
-        for at, runs, pair in self._each(layout.units, self.bounds.tolist()):
-            offsets = self.bounds[runs] - self.bounds[runs.start]
-            ops.weighted_sum(pair[0], pair[1], weights, every[at], offsets=offsets)
+        ends = self.bounds[:: layout.units].tolist()
+        for at, every in enumerate(total.view(self.count, first.shape[1], second.shape[1])):
+            tokens, runs = slice(*ends[at : at + 2]), slice(at * layout.units, (at + 1) * layout.units + 1)
+            if tokens.stop > tokens.start:
+                ops.weighted_sum(
+                    first[tokens], second[tokens], weights, every, offsets=self.bounds[runs] - tokens.start
+                )
         return total
 
     def unit_to(self, total: torch.Tensor, unit: int, bounds: Sequence[int]) -> None:
@@ -133,9 +112,13 @@ class ExpertFactors(Factors):
 def join_experts(uses: list[Factors], units: int) -> list[Factors]:
     """Join uses of one stack, as a loop over its matrices makes them, into one."""
     first = uses[0]
-    if len(uses) < 2 or not all(isinstance(use, ExpertFactors) and use.swap == first.swap for use in uses):
+    if (
+        len(uses) < 2
+        or not isinstance(first, ExpertFactors)
+        or {(use.stacked, use.swap) for use in uses} != {(True, first.swap)}
+    ):
         return uses
-    assert isinstance(first, ExpertFactors)
-    runs = torch.cat([use.runs() for use in uses if isinstance(use, ExpertFactors)])
+    every = torch.arange(first.count * units, device=first.right.device)
+    runs = torch.cat([every.repeat_interleave(use.bounds.diff()) for use in uses if use.bounds is not None])
     left, right = torch.cat([use.left for use in uses]), torch.cat([use.right for use in uses])
     return [ExpertFactors.of_tokens(left, right, runs, first.count, units, swap=first.swap)]

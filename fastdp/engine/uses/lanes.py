@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.calls.batches import map_leaves, map_tensors, tensors
-from fastdp.calls.named import functions, is_in_place, operation
+from fastdp.calls.named import functions, is_detach, is_in_place, is_metadata, operation
 from fastdp.engine.errors import Unseen, UnsupportedUse
 from fastdp.engine.uses.rows import BroadcastLayout, Fold
 from fastdp.engine.uses.selections import Selection
 from fastdp.engine.uses.shared import Shared, SharedLanes, SharedProduct, pull_through
-from fastdp.engine.uses.use import EmbeddingUse, ExpandUse, Tap, expanded, is_detach, is_metadata
+from fastdp.engine.uses.use import EmbeddingUse, ExpandUse, Tap, expanded
 
 
 class PerLane(torch.Tensor):

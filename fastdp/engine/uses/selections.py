@@ -1,10 +1,14 @@
-"""Whose the tokens are that a forward pass selects by the data's values: followed from the selection to its loss."""
+"""Whose the tokens are that a forward pass selects, or sorts, by the data's values: followed to what reads them.
+
+Tokens that a mixture of experts sorts by expert stand, after the inverse of the same permutation, where they stood.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Set
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +56,13 @@ class Selection:
     axis, natural = 0, False
 
     def __init__(self, owners: Owners, whose: torch.Tensor, lane_units: torch.Tensor, units: int):
-        self.owners, self.whose = owners, whose
-        ordered, self._order = whose.sort(stable=True)
-        self.units = lane_units[ordered]
-        self._bounds = torch.searchsorted(self.units, torch.arange(units + 1, device=whose.device))
+        self.owners, self.whose, self.count = owners, whose, units
+        #: The unit of each entry.
+        self.units = lane_units[whose]
+
+    @cached_property
+    def _order(self) -> torch.Tensor:
+        return self.whose.argsort(stable=True)
 
     def front(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         """The same entries in the order of their rows."""
@@ -67,7 +74,8 @@ class Selection:
 
     def bounds(self, tokens: int) -> torch.Tensor:
         """Where units begin among so many tokens, as many of each entry, in the rows' order: int64 ``[units + 1]``."""
-        return self._bounds * (tokens // max(1, self.whose.shape[0]))
+        bounds = torch.searchsorted(self.units[self._order], torch.arange(self.count + 1, device=self.whose.device))
+        return bounds * (tokens // max(1, self.whose.shape[0]))
 
     def spread(self, lanes: torch.Tensor, size: int, rows: int) -> torch.Tensor:
         """One entry a row laid along the axis."""
@@ -88,6 +96,9 @@ class Owners:
     def __init__(self, rows: int, *, compares: bool = True):
         self.rows, self._compares = rows, compares
         self._of: Marks[torch.Tensor] = Marks()
+        #: Permutations that sorts found, and their inverses, each with the rows of what is put into that order.
+        self._permutations: Marks[torch.Tensor] = Marks()
+        self._inverses: Marks[torch.Tensor] = Marks()
 
     def of(self, t: object) -> torch.Tensor | None:
         return self._of.get(t)
@@ -104,10 +115,29 @@ class Owners:
         whose, at = self.of(first), _positions(func, args, kwargs, results)
         if at is None or (whose is None and first.shape[0] % self.rows):
             return False
-        found = at // (first.shape[0] // self.rows) if whose is None else whose[at]
+        found, own = at // (first.shape[0] // self.rows) if whose is None else whose[at], self.of(at)
+        if own is not None and self._equal(own, found):
+            # What one permutation orders is known again by one tensor of rows.
+            found = own
+        if func in _SORTING and first in self._permutations:
+            self._inverses[at] = self._permutations[first]
+        elif func in _SORTING and whose is None:
+            self._permutations[at] = found
         for result in results:
             self._of[result] = found
         return True
+
+    def write(self, target: torch.Tensor, where: Any, value: Any) -> None:
+        """Note a permutation's inverse, written by its definition into a tensor of as many entries."""
+        self._inverses.pop(target)
+        alike = isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == target.shape
+        if where in self._permutations and alike and torch.equal(value, torch.arange(len(value), device=value.device)):
+            self._inverses[target] = self._permutations[where]
+
+    def restores(self, func: Any, args: Any) -> bool:
+        """Whether an operation puts tokens back to where a sort had taken them from, whatever the data are."""
+        whose = self._inverses.get(args[1]) if func is _GETS else None
+        return whose is not None and whose is self.of(args[0])
 
     def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
         """Note the rows of what an operation makes of selected entries; False if rows are lost."""
