@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
-from fastdp.calls.batches import Call, Path, RowNumbers, leaves, map_leaves, tensors
+from fastdp.calls.batches import Call, Path, leaves, map_leaves, tensors
+from fastdp.calls.flow import DataFlow
 from fastdp.calls.marks import Marks
-from fastdp.calls.named import functions, is_detach, is_metadata
+from fastdp.calls.named import functions, is_detach
 from fastdp.engine.uses.rows import Fold, Places
 from fastdp.engine.uses.selections import GROUPED, Owners, place, selects
 
@@ -30,36 +30,6 @@ _SCATTERING = functions(
 )
 #: All that may choose.
 _CHOOSING = _SELECTING | _ORDERING | _GATHERING | functions("where repeat_interleave __getitem__")
-
-
-class DataFlow(TorchFunctionMode):
-    """Follows what is computed from the data through one forward pass.
-
-    Args:
-        inputs: the tensors that carry rows.
-    """
-
-    def __init__(self, inputs: Iterable[torch.Tensor]):
-        super().__init__()
-        inputs = list(inputs)
-        self.data: Marks[None] = Marks((t, None) for t in inputs)
-        #: Whether some inputs are lists: what is made of no tensor may be made of them.
-        self.listed = any(isinstance(t, RowNumbers) for t in inputs)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if not is_metadata(func):
-            self.follow(func, args, kwargs, tensors((args, kwargs)), out)
-        return out
-
-    def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> bool:
-        """Look at what one operation returned. True if it was given data."""
-        found = any(map(self.data.__contains__, given)) or (self.listed and not given)
-        # What is written into becomes data too.
-        for result in (given[:1] if func is torch.Tensor.__setitem__ else tensors(out)) if found else ():
-            self.data[result] = None
-        return found
 
 
 class Follow(DataFlow):

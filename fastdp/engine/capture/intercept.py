@@ -224,15 +224,18 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 }
 
 #: The name under which each handled operation is recorded, keyed by torch's function.
-OPERATIONS = {function: handler.__name__.lstrip("_") for function, handler in _HANDLERS.items()}
+OPERATIONS = {
+    function: getattr(handler, "__name__", function.__name__).lstrip("_") for function, handler in _HANDLERS.items()
+}
 
 
 def operand(function: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """The input of a handled operation, whose axes say what the parameter is applied to."""
-    own: Callable[..., torch.Tensor] | None = getattr(_HANDLERS[function], "operand", None)
+    handler = _HANDLERS[function]
+    own: Callable[..., torch.Tensor] | None = getattr(getattr(handler, "func", handler), "operand", None)
     if own is not None:
         return own(*args, **kwargs)
-    bound = inspect.signature(_HANDLERS[function]).bind(None, None, *args, **kwargs)
+    bound = inspect.signature(handler).bind(None, None, *args, **kwargs)
     given: torch.Tensor = bound.arguments["mat1" if OPERATIONS[function] == "addmm" else "input"]
     return given
 

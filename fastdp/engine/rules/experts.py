@@ -65,10 +65,4 @@ def _grouped(
     return whose.follow(GroupedUse.apply(input, stack, offs, func, tap, parameter, whose))
 
 
-def _bind(func: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    handler = functools.partial(_grouped, func)
-    handler.__name__ = "grouped_mm"  # type: ignore[attr-defined]
-    return handler
-
-
-HANDLERS: dict[Any, Callable[..., Any]] = {func: _bind(func) for func in GROUPED}
+HANDLERS: dict[Any, Callable[..., Any]] = {func: functools.partial(_grouped, func) for func in GROUPED}
