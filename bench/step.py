@@ -47,6 +47,8 @@ CASES = {
     "llama-6x512-lora-checkpointed": Case("llama", 6, 512, 1376, tuning="lora", checkpointed=True),
     "llama-6x512-full": Case("llama", 6, 512, 1376),
     "llama-4x256-full-checkpointed": Case("llama", 4, 256, vocabulary=1024, rows=4, checkpointed=True),
+    "mixtral-2x256-full": Case("mixtral", 2, 256, 512),
+    "qwen3-moe-2x256-full": Case("qwen3-moe", 2, 256, 256),
     "bert-6x384-full": Case("bert", 6, 384),
     "bert-6x384-bitfit": Case("bert", 6, 384, tuning="bitfit"),
     "vit-6x384-full": Case("vit", 6, 384, tokens=197),

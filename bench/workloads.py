@@ -22,7 +22,7 @@ class Case:
     """A model and a batch.
 
     Args:
-        kind: gpt2, llama, gemma3, bert, vit, or one of `bench.layers.KINDS`.
+        kind: gpt2, llama, mixtral, qwen3-moe, gemma3, bert, vit, or one of `bench.layers.KINDS`.
         feed_forward, heads, key_heads: four times the width, one for 64 of it, and as many, where they are 0.
         rank: of LoRA on all linear layers of a Llama.
         dropout: of BERT and GPT-2.
@@ -104,6 +104,11 @@ def _made(case: Case) -> torch.nn.Module:
         # Its head is the table of the embeddings.
         return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(head_dim=256, pad_token_id=None, **shape))
     shape["tie_word_embeddings"] = case.tied
+    if case.kind == "mixtral":
+        return hf.MixtralForCausalLM(hf.MixtralConfig(num_local_experts=8, num_experts_per_tok=2, **shape))
+    if case.kind == "qwen3-moe":
+        own = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": wide, "head_dim": 64}
+        return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**own, **shape))
     return hf.LlamaForCausalLM(hf.LlamaConfig(**shape))
 
 

@@ -1,1 +1,1 @@
-"""How a model is called: nested batches, modes, random draws, torch's functions by name, and marks of single tensors."""
+"""How a model is called: nested batches, collation, modes, random draws, torch's functions by name, marks of tensors."""

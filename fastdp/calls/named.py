@@ -23,3 +23,26 @@ def is_in_place(func: Any) -> bool:
     """Whether an operation writes into its first argument."""
     name = operation(func)
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+_METADATA = frozenset(
+    "shape dtype device ndim layout is_cuda is_leaf requires_grad names is_sparse is_quantized is_meta size dim numel "
+    "nelement stride is_floating_point is_complex is_contiguous element_size get_device storage_offset __len__ "
+    "__repr__ __hash__ data_ptr ndimension retain_grad grad_fn grad _version untyped_storage is_inference "
+    "is_cpu is_mps is_xpu output_nr itemsize nbytes".split()
+)
+
+
+def is_metadata(function: Any) -> bool:
+    """Whether a torch function asks about a tensor without computing from its values."""
+    name = getattr(function, "__name__", "")
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(function, "__self__", None), "__name__", "")
+    return name in _METADATA
+
+
+def is_detach(function: Any) -> bool:
+    """Whether a torch function cuts its result from the graph."""
+    if function in (torch.Tensor.detach, torch.detach, torch.Tensor.detach_, torch.Tensor.numpy, torch.Tensor.item):
+        return True
+    return getattr(function, "__name__", "") == "__get__" and getattr(function.__self__, "__name__", "") == "data"

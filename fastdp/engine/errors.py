@@ -1,5 +1,7 @@
 """The ways in which the engine says no: to a route, and to a run."""
 
+from fastdp.calls.errors import SelfCheckError as SelfCheckError
+
 
 class UnsupportedUse(Exception):
     """An operation for which no per-example rule is known, or none that fits; the one-example route then takes over."""
@@ -23,10 +25,6 @@ class Differentiates(UnsupportedUse):
 
 class OwnLoss(UnsupportedUse):
     """A loss that torch's loss functions alone do not explain; means and sums over rows may."""
-
-
-class SelfCheckError(RuntimeError):
-    """One example's gradient depends on others, or on something that nothing accounts for; nothing was released."""
 
 
 def first_line(error: Exception) -> str:

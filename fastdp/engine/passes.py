@@ -224,12 +224,14 @@ class Passes:
     def take_uses(self) -> None:
         """Go on by the route of uses, as the trace knows them."""
         assert self.trace is not None
-        self.reads.learn(self.trace.carries_rows)
+        selecting = frozenset(module for _, module in self.trace.selections) - {""}
+        self.reads.learn(self.trace.carries_rows, selecting)
         self._expected, self.accumulator.tables = self.trace.uses, self.trace.tables
         self.route = USES
         unread = self.parameters.keys() - {read.parameter for read in self.trace.reads}
         # A later batch may read these, as where tasks have heads of their own.
-        self.forwards.patch(dict.fromkeys([*self.trace.modules, *(name.rpartition(".")[0] for name in unread)]))
+        unread_modules = [name.rpartition(".")[0] for name in unread]
+        self.forwards.patch(dict.fromkeys([*self.trace.modules, *selecting, *unread_modules]))
 
     def fall_back(self, reason: str, ticket: Ticket) -> None:
         """Go on by the one-example route: exact for any model, and slow. Raises ValueError where it does not serve."""
@@ -251,7 +253,7 @@ class Passes:
 
     def terms(self, layout: Layout) -> LossTerms:
         """What takes the losses within a forward pass."""
-        selections = frozenset() if self.trace is None else self.trace.selections
+        selections = set() if self.trace is None else self.trace.selections
         return LossTerms(layout, reductions=self.reductions, selections=selections)
 
     def run_forward(
@@ -429,6 +431,7 @@ class Passes:
         self, call: Call, layout: Layout, tap: Tap, *, verify: bool
     ) -> tuple[Any, list[torch.Tensor], LossTerms]:
         terms = self.terms(layout)
+        tap.selected = terms.selected
         self.reads.tap = tap if self.route == USES else None
         try:
             with intercepted(terms):

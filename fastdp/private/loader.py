@@ -24,9 +24,9 @@ from torch.utils.data import (
 
 from fastdp.accounting.ledger import STEP
 from fastdp.calls.batches import map_tensors
+from fastdp.calls.collation import Collation, ProbeBatch, example_length
 from fastdp.calls.randomness import forget_seeds, seed_from_os, seeded
 from fastdp.distributed.ranks import ONE, Ranks
-from fastdp.engine.uses.collation import Collation, ProbeBatch, example_length
 from fastdp.engine.uses.layout import Ticket
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer

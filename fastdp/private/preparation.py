@@ -17,6 +17,7 @@ import torch
 
 import fastdp.ops as ops
 from fastdp.calls.batches import accepted, as_long_as, map_tensors, take_rows
+from fastdp.calls.collation import Collation, example_length
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.distributed.shards import UnshardedParameters
 from fastdp.engine.bounds import Norms
@@ -24,7 +25,6 @@ from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.loss.boundary import require_loss
-from fastdp.engine.uses.collation import Collation, example_length
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.criterion import Criterion, mean_of_rows
 from fastdp.private.loader import PrivateLoader

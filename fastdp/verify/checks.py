@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from fastdp.calls.batches import Call, as_long_as, take_rows, tensors
+from fastdp.calls.collation import Collation
+from fastdp.calls.flow import DataFlow
 from fastdp.calls.modes import refuse_mixing
 from fastdp.distributed.ranks import Ranks
-from fastdp.engine.capture.follow import DataFlow
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
 from fastdp.engine.routing import Routing
-from fastdp.engine.uses.collation import Collation
 from fastdp.engine.uses.layout import Ticket
 from fastdp.verify.definition import UNDECIDED, check_alone, check_companions, check_definition, check_packed
 from fastdp.verify.engine_check import check_engine

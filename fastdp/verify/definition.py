@@ -15,6 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastdp.calls.batches import Call, cropped, leaves, row_of, tensors
+from fastdp.calls.collation import mixes
 from fastdp.calls.modes import in_mode
 from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state
 from fastdp.engine.capture.follow import InputGradients
@@ -23,7 +24,6 @@ from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse, first_
 from fastdp.engine.loss.boundary import require_loss, seeds_for
 from fastdp.engine.loss.losses import LossTerms, graph_of, intercepted
 from fastdp.engine.passes import Passes
-from fastdp.engine.uses.collation import mixes
 from fastdp.engine.uses.layout import Ticket
 from fastdp.verify.probe import GRADIENTS, Probe, RowValues, rounding
 

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 
 from fastdp.calls.batches import Call, row_of
+from fastdp.calls.collation import Collation, ProbeBatch
 from fastdp.calls.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state, seed_everything, seeded
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.loss.boundary import differentiable, plain_gradients, replace_loss
 from fastdp.engine.loss.losses import batch_divisors, intercepted
 from fastdp.engine.loss.one_example import merged
 from fastdp.engine.passes import ONE_EXAMPLE, Pass, Passes
-from fastdp.engine.uses.collation import Collation, ProbeBatch
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import Tap
 from fastdp.verify.probe import GRADIENTS, rounding

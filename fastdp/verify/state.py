@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from fastdp.calls.flow import DataFlow
 from fastdp.calls.randomness import BufferSnapshot, version
 from fastdp.distributed.pieces import is_cut, writes
-from fastdp.engine.capture.follow import DataFlow
 from fastdp.engine.errors import SelfCheckError
 
 _TRAINED, _VERSION = map(operator.attrgetter, ("requires_grad", "_version"))

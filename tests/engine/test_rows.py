@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from fastdp.engine.capture.follow import DataFlow
+from fastdp.calls.flow import DataFlow
 from fastdp.engine.capture.trace import Tracer
 from fastdp.engine.uses.rows import Places
 from tests.cases import cases, pairs

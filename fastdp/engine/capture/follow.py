@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
-from fastdp.calls.batches import Call, Path, RowNumbers, leaves, map_leaves, tensors
+from fastdp.calls.batches import Call, Path, leaves, map_leaves, tensors
+from fastdp.calls.flow import DataFlow
 from fastdp.calls.marks import Marks
-from fastdp.calls.named import functions
-from fastdp.engine.uses.orders import Orders
+from fastdp.calls.named import functions, is_detach
 from fastdp.engine.uses.rows import Fold, Places
-from fastdp.engine.uses.selections import Owners, place, selects
-from fastdp.engine.uses.use import is_detach, is_metadata
+from fastdp.engine.uses.selections import GROUPED, Owners, place, selects
 
 #: The data decide the size of what these return, or which row comes where.
 _SELECTING = functions("nonzero argwhere masked_select unique unique_consecutive bincount histc tolist")
@@ -32,36 +30,6 @@ _SCATTERING = functions(
 )
 #: All that may choose.
 _CHOOSING = _SELECTING | _ORDERING | _GATHERING | functions("where repeat_interleave __getitem__")
-
-
-class DataFlow(TorchFunctionMode):
-    """Follows what is computed from the data through one forward pass.
-
-    Args:
-        inputs: the tensors that carry rows.
-    """
-
-    def __init__(self, inputs: Iterable[torch.Tensor]):
-        super().__init__()
-        inputs = list(inputs)
-        self.data: Marks[None] = Marks((t, None) for t in inputs)
-        #: Whether some inputs are lists: what is made of no tensor may be made of them.
-        self.listed = any(isinstance(t, RowNumbers) for t in inputs)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if not is_metadata(func):
-            self.follow(func, args, kwargs, tensors((args, kwargs)), out)
-        return out
-
-    def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> bool:
-        """Look at what one operation returned. True if it was given data."""
-        found = any(map(self.data.__contains__, given)) or (self.listed and not given)
-        # What is written into becomes data too.
-        for result in (given[:1] if func is torch.Tensor.__setitem__ else tensors(out)) if found else ():
-            self.data[result] = None
-        return found
 
 
 class Follow(DataFlow):
@@ -77,12 +45,12 @@ class Follow(DataFlow):
         #: With the ids of the parameters that each is computed from.
         self.weights = Marks((t, frozenset({id(t)})) for t in weights)
         self.chosen: Marks[None] = Marks()
-        self.orders = Orders()
         self.rows, self.places = rows, Places(inputs, rows)
         #: Whether the data have chosen anything so far.
         self.selects = False
-        #: What was selected by the data's values, the rows of its entries being known, and the lines of code that do it.
-        self.owners, self.places_of_owned = Owners(rows), set[Any]()
+        #: What was selected by the data's values, the rows of its entries being known, and the calls that do it, by module.
+        self.owners, self.places_of_owned = Owners(rows), set[tuple[Any, str]]()
+        self.stack = [""]
 
     def sources(self, given: list[torch.Tensor]) -> frozenset[int]:
         """The parameters, by identity, that some of these tensors are computed from without data."""
@@ -90,6 +58,9 @@ class Follow(DataFlow):
 
     def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> bool:
         """Look at what one operation returned. True if it was given data."""
+        if func is torch.Tensor.__getitem__ and args[0] in self.weights:
+            # One of a stack of matrices is the same for all rows, whatever decides which.
+            given = [t for t in given if t.dim()]
         found, results = super().follow(func, args, kwargs, given, out), tensors(out)
         if not found:
             sources = frozenset() if is_detach(func) else self.sources(given)
@@ -113,7 +84,8 @@ class Follow(DataFlow):
             chosen = self.is_chosen(first)
         else:
             chosen = self._loses(func, args, kwargs, given, results, chosen)
-        self.orders.follow(func, args, given, results, self.is_chosen)
+        if func is torch.Tensor.__setitem__:
+            self.owners.write(*args)
         for result in results:
             # What is written into keeps its own axis.
             if (result in self.chosen if result is first else chosen) and result.dim() > 0:
@@ -137,18 +109,18 @@ class Follow(DataFlow):
         self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], results: list[torch.Tensor], chosen: bool
     ) -> bool:
         """Whether the rows of an operation's results are unknown, as the data have chosen them."""
-        if self.orders.restores(func, args):
+        if self.owners.restores(func, args):
             return False
-        if any(t in self.chosen for t in given):
+        source, given = given[0], given[:1] if func in GROUPED else given
+        # Whose entries are that are taken by their places, those say, whoever chose them.
+        known = chosen and selects(func, args) and source not in self.chosen
+        known = known and (self.is_owned(source) or self.in_order(source))
+        if known and self.owners.select(func, args, kwargs, results):
+            self.places_of_owned.add((place(), self.stack[-1]))
+            return False
+        if chosen or any(t in self.chosen for t in given):
             return True
-        if not chosen:
-            return not self.owners.follow(func, args, kwargs, given, results)
-        source = given[0]
-        known = selects(func, args) and (self.is_owned(source) or self.in_order(source))
-        known = known and self.owners.select(func, args, kwargs, results)
-        if known:
-            self.places_of_owned.add(place())
-        return not known
+        return not self.owners.follow(func, args, kwargs, given, results)
 
     def _chooses(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the data decide the first axis of what an operation on data returns."""

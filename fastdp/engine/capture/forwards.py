@@ -51,9 +51,9 @@ class _Forward:
 class PatchedForward(_Forward):
     """The forward of a module that reads trained parameters: opens a `UseMode` while the engine records."""
 
-    def __init__(self, module: torch.nn.Module, reads: Reads):
+    def __init__(self, module: torch.nn.Module, reads: Reads, name: str = ""):
         super().__init__(module)
-        self.reads = reads
+        self.reads, self.name = reads, name
         #: Its parameters as it holds them in a pass, once a mode has seen that nothing else of it reads any; by name.
         self.proxies: dict[str, ParameterProxy] = {}
 
@@ -61,6 +61,10 @@ class PatchedForward(_Forward):
         tap = self.reads.tap
         if tap is not None and not torch.is_grad_enabled():
             tap.whole = True
+        selected = tap.selected if tap is not None and self.name in self.reads.selecting else None
+        if selected is not None and not selected.is_open:
+            with selected:
+                return self(*args, **kwargs)
         if self.reads.mode_open or (tap is None and not self.reads.heads.plainly):
             return self.original(*args, **kwargs)
         if tap is not None and not self.had_own and not torch.compiler.is_compiling():
@@ -196,7 +200,7 @@ class Forwards:
             if not name:
                 self.root.wrap(PatchedForward(self._model, self._reads))
             elif name not in self._patches:
-                self._patches[name] = PatchedForward(named[name], self._reads)
+                self._patches[name] = PatchedForward(named[name], self._reads, name)
 
     def leave_out(self, heads: Mapping[str, torch.nn.Parameter]) -> None:
         """Have the logits of these modules' matrices left out."""

@@ -13,12 +13,14 @@ from torch.overrides import TorchFunctionMode
 
 from fastdp.calls.batches import map_tensors, tensors
 from fastdp.calls.composite import opened
+from fastdp.calls.named import is_detach, is_metadata
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.rules import bags, convolution, norms, products, recurrent
+from fastdp.engine.rules import bags, convolution, experts, norms, products, recurrent
 from fastdp.engine.uses.lanes import Meeting, PerLane, affine, lay_along_rows
 from fastdp.engine.uses.reads import Reads
 from fastdp.engine.uses.rows import Fold
-from fastdp.engine.uses.use import EmbeddingUse, Tap, is_detach, is_metadata, normed
+from fastdp.engine.uses.selections import Selection
+from fastdp.engine.uses.use import EmbeddingUse, Tap, normed
 
 
 class UseMode(TorchFunctionMode):
@@ -180,7 +182,10 @@ def _embedding(
         return PerLane(out, tap, sources=(weight, *input.sources))
     fold = reads.fold("embedding", weight, input, tap)
     if fold is not None:
-        found = EmbeddingUse.apply(fold.front(input, tap.layout.rows), weight, padding_idx, tap, False)
+        ids = fold.front(input, tap.layout.rows)
+        found = EmbeddingUse.apply(ids, weight, padding_idx, tap, False, fold.bounds(ids.numel()))
+        if isinstance(fold, Selection):
+            return fold.follow(fold.back(found))
         return found if fold.natural else fold.back(found).contiguous()
     ids = input.expand(tap.layout.lanes, *input.shape)
     return PerLane(EmbeddingUse.apply(ids, weight, padding_idx, tap, True), tap, sources=(weight,))
@@ -212,21 +217,25 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.rms_norm: _rms_norm,
     **bags.HANDLERS,
     **convolution.HANDLERS,
+    **experts.HANDLERS,
     **norms.HANDLERS,
     **recurrent.HANDLERS,
     **products.HANDLERS,
 }
 
 #: The name under which each handled operation is recorded, keyed by torch's function.
-OPERATIONS = {function: handler.__name__.lstrip("_") for function, handler in _HANDLERS.items()}
+OPERATIONS = {
+    function: getattr(handler, "__name__", function.__name__).lstrip("_") for function, handler in _HANDLERS.items()
+}
 
 
 def operand(function: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """The input of a handled operation, whose axes say what the parameter is applied to."""
-    own: Callable[..., torch.Tensor] | None = getattr(_HANDLERS[function], "operand", None)
+    handler = _HANDLERS[function]
+    own: Callable[..., torch.Tensor] | None = getattr(getattr(handler, "func", handler), "operand", None)
     if own is not None:
         return own(*args, **kwargs)
-    bound = inspect.signature(_HANDLERS[function]).bind(None, None, *args, **kwargs)
+    bound = inspect.signature(handler).bind(None, None, *args, **kwargs)
     given: torch.Tensor = bound.arguments["mat1" if OPERATIONS[function] == "addmm" else "input"]
     return given
 

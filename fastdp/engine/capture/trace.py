@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.calls.batches import Call, Path, as_long_as, leaves, map_leaves, take_rows, tensors
-from fastdp.calls.named import operation as meeting_name
+from fastdp.calls.named import is_metadata, operation as meeting_name
 from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state, seed_everything
 from fastdp.engine.capture.follow import Follow
 from fastdp.engine.capture.intercept import OPERATIONS, operand
@@ -22,8 +22,7 @@ from fastdp.engine.errors import Differentiates, FlatBags, UnsupportedUse, Untra
 from fastdp.engine.loss.losses import LOSSES
 from fastdp.engine.uses.logits import Logits, Source
 from fastdp.engine.uses.rows import BroadcastLayout, Fold, Place, fold_between
-from fastdp.engine.uses.selections import place
-from fastdp.engine.uses.use import is_metadata
+from fastdp.engine.uses.selections import GROUPED, place
 
 #: Which operations met which tensors: their name, the ids of the parameters on the one side, and the other's dimensions.
 Key = tuple[str, frozenset[int], int]
@@ -77,8 +76,9 @@ class Trace:
     pair: tuple[Any, ...] = ()
     #: Whether the forward pass draws random numbers, dropout aside.
     draws: bool = False
-    #: Lines of code that select by the data's values what a loss sees, and of such losses.
-    selections: set[Any] = field(default_factory=set)
+    #: Calls that select by the data's values what a parameter or a loss sees, and of such losses, each with the module that
+    #: makes it; "" where selections are followed through the whole model.
+    selections: set[tuple[Any, str]] = field(default_factory=set)
     #: The dimensions of outputs whose first axis holds the rows.
     outputs: dict[Path, int] = field(default_factory=dict)
 
@@ -147,11 +147,15 @@ _REFUSED = frozenset({torch.autograd.grad, torch.Tensor.backward, F.embedding_ba
 
 @dataclass(frozen=True)
 class _TensorView:
-    """A tensor that an operation saw: its shape, where its rows lie, and whether the data chose its first axis."""
+    """A tensor that an operation saw: its shape, where its rows lie, and whether the data chose its first axis.
+
+    ``owned`` says that they did, and that the row of each entry is known.
+    """
 
     shape: tuple[int, ...]
     place: Place | None
     chosen: bool
+    owned: bool
 
 
 @dataclass(frozen=True)
@@ -187,8 +191,8 @@ class _Recorder(Follow):
         self.left_out: list[tuple[Source, str] | None] = []
         self.computed: set[int] = set()
         self.vocabulary = vocabulary
-        #: The lines of code that select what a loss sees.
-        self.selections: set[Any] = set()
+        #: The calls that select what a parameter or a loss sees.
+        self.selections: set[tuple[Any, str]] = set()
         #: Whether the pass drew random numbers.
         self.draws = False
         #: The shapes of outputs.
@@ -227,22 +231,23 @@ class _Recorder(Follow):
         return out
 
     def seen(self, t: torch.Tensor) -> _TensorView:
-        return _TensorView(tuple(t.shape), self.places.of(t), self.is_chosen(t))
+        return _TensorView(tuple(t.shape), self.places.of(t), t in self.chosen, self.is_owned(t))
 
     def note(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
         """Look at one operation before it runs."""
         found = [self.names[id(t)] for t in given if id(t) in self.names]
         operation = OPERATIONS.get(func, getattr(func, "__name__", str(func)))
+        owned = any(map(self.is_owned, given))
+        if owned and (func in LOSSES or self.sources(given)):
+            self.selections = self.places_of_owned
         if func in LOSSES and kwargs.get("reduction", "mean") != "none" and given[0] in self.data:
-            owned = any(map(self.is_owned, given))
             if owned:
-                self.selections = self.places_of_owned
-                self.selections.add(place())
+                self.selections.add((place(), ""))
             others = [t for t in given if t not in self.weights]
             self._note_read("", operation, [] if owned else given[:1], any(t in self.chosen for t in others))
         elif found:
-            others = [t for t in given if t not in self.weights]
-            chosen = any(map(self.is_chosen, others))
+            others = [t for t in (given[:1] if func in GROUPED else given) if t not in self.weights]
+            chosen = any(t in self.chosen for t in others)
             inputs = [operand(func, args, kwargs)] if func in OPERATIONS else others
             for name in found:
                 self._note_read(name, operation, inputs[:1], chosen)
@@ -459,13 +464,15 @@ def _heads(*recorders: _Recorder) -> dict[str, torch.nn.Parameter]:
 
 def _sight(two: _Recorder) -> tuple[Any, ...]:
     """Which operations read what, where the rows of their inputs lay, and whether the data chose something."""
-    places = (None if x is None or x.place is None else (x.place.axis, x.place.fold(2)) for x in two.inputs)
+    places = (x and (x.owned or (x.place and (x.place.axis, x.place.fold(2)))) for x in two.inputs)
     reads = ((r.parameter, r.operation, len(r.input_shape), r.chosen, place) for r, place in zip(two.reads, places))
     return two.selects, *reads
 
 
 def _fold_of(two: _TensorView, three: _TensorView, counts: tuple[int, int]) -> Fold | None | str:
     """Where the rows of a tensor lie that was seen on ``counts`` rows; None if it has none, a text where nobody can say."""
+    if two.owned and three.owned:
+        return Fold(chosen=True)
     if all(m == n for m, n in zip(two.shape, three.shape)):
         return None
     fold = fold_between(two.shape, three.shape, (two.place, three.place), counts)

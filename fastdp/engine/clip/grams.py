@@ -9,10 +9,9 @@ from typing import NamedTuple
 import torch
 
 import fastdp.ops as ops
-from fastdp.engine.bounds import Errors, Norms, gammas, stacked
+from fastdp.engine.bounds import REMEASURED, Errors, Norms, gammas, stacked
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.clip.sums import Route
-from fastdp.engine.rules.head import REMEASURED
 from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Layout
 from fastdp.ops.matrices import Matrices

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 import fastdp.ops as ops
-from fastdp.engine.bounds import NONE, Errors, Norms, UpperNorms, gammas
+from fastdp.engine.bounds import NONE, REMEASURED, Errors, Norms, UpperNorms, gammas
 from fastdp.engine.clip.grams import Batch, Constants, Found, Grams
 from fastdp.engine.clip.sums import Captures, Route, Sums, as_matrix
-from fastdp.engine.rules.head import REMEASURED
+from fastdp.engine.uses.experts import join_experts
 from fastdp.engine.uses.factors import Factors, PerUnit, join_uses
 from fastdp.engine.uses.layout import Layout
 from fastdp.ops.matrices import Matrices
@@ -128,7 +128,7 @@ class NormSink(Captures):
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
         name, left, right = self.names[id(parameter)], factors.left, factors.right
         alone = not self.may_hold_bytes or left.dim() < 2 or factors.tiled or factors.scales is not None
-        if alone or self.expected.get(name, 1) > 1 or name in self.policy.masks:
+        if alone or factors.bounds is not None or self.expected.get(name, 1) > 1 or name in self.policy.masks:
             self._take_alone(parameter, factors)
             return
         narrow = min(left.shape[1], right.shape[1]) <= NARROW
@@ -245,11 +245,11 @@ class NormSink(Captures):
             return
         if entry.uses > 1:
             self.require_once(name, entry)
-        wide = min(found.route.rows, found.route.columns) > NARROW and not (factors.tiled or factors.one_hot)
+        wide = min(found.route.rows, found.route.columns) > NARROW and not (factors.finds_norms or factors.one_hot)
         if wide if factors.right.device.type == "cpu" else route == "gram":
             self._defer(found)
         else:
-            add = self._add_tiled if factors.tiled else self._add_direct
+            add = self._add_found if factors.finds_norms else self._add_direct
             add(found)
             self.drop(entry)
 
@@ -267,8 +267,8 @@ class NormSink(Captures):
 
     def _route(self, use: Factors, rows: int) -> str:
         """How the norms of one use are found."""
-        if use.tiled:
-            return "tiles"
+        if use.finds_norms:
+            return "tiles" if use.tiled else "experts"
         if use.one_hot:
             return "row sums"
         if use.right.shape[1] == 1:
@@ -298,8 +298,8 @@ class NormSink(Captures):
         if entry.uses > 1:
             raise RuntimeError(f"{name} was used more often than when the model was traced; its norm cannot be trusted")
 
-    def _add_tiled(self, found: Found) -> None:
-        """A vocabulary's head, whose tiles gave its norms in the forward pass."""
+    def _add_found(self, found: Found) -> None:
+        """A vocabulary's head, whose tiles gave its norms in the forward pass, or a stack of experts."""
         self._take_earlier()
         (squares, products), poor = found.use.powers(self.layout), found.use.poor
         tokens = found.use.lengths(self.layout)
@@ -413,7 +413,7 @@ class NormSink(Captures):
             gram = Errors(entries, relative, rounding.gram(use.width, columns), added)
             return Constants(gram, Errors(entries, relative, added=direct))
 
-        left, scaled = None if use.tiled else use.left.dtype, use.scales is not None
+        left, scaled = "tiles" if use.tiled else use.left.dtype, use.scales is not None
         return _cached((left, right.dtype, right.device.type, use.width, columns, units, entries, scaled), find)
 
     def drop(self, entry: Entry) -> None:
@@ -488,9 +488,11 @@ class NormSink(Captures):
         if entry.instance is not None:
             self._put_together(name, entry)
             return
-        uses = join_uses([use.straight for use in entry.factors], self.layout)
+        uses = join_uses(join_experts([use.straight for use in entry.factors], self.layout.units), self.layout)
         if len(uses) > 1:
             self._crossed(name, uses)
+        elif uses[0].finds_norms:
+            self._add_found(self._found(name, uses[0]))
         elif uses[0].one_hot or min(uses[0].width, uses[0].right.shape[1]) <= NARROW:
             self._add_direct(self._found(name, uses[0]))
         else:

@@ -195,7 +195,7 @@ class Sums:
                 held = None
             total = None if held is None else held.total
         self.tiles_heads |= use.tiled
-        if total is None and (use.one_hot or use.tiled):
+        if total is None and (use.one_hot or use.finds_norms):
             total = torch.zeros(shape, device=use.right.device)
         flat = None if total is None else total.view(shape[0], -1)
         if outside is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -70,7 +70,8 @@ class LossTerms:
         layout: cuts token losses into units.
         alone: the pass sees one row by itself, so the scalar stays joined to the model's graph.
         reductions: means and sums of whole tensors that hold a row for each of the batch's are losses too.
-        selections: lines of the model's code that select by the data's values what a loss sees, as traced.
+        selections: calls in the model's code that select by the data's values what a parameter or a loss sees, as traced, with
+            the module that makes each.
     """
 
     def __init__(
@@ -79,11 +80,15 @@ class LossTerms:
         *,
         alone: bool = False,
         reductions: bool = False,
-        selections: Set[Any] = frozenset(),
+        selections: Set[tuple[Any, str]] = frozenset(),
     ):
         self.layout = layout
         known = selections and not alone and layout.token_segments is None
-        self.selected = SelectionMode(layout.rows, selections) if known else None
+        compares = layout.weights.device.type == "cpu"
+        self.selected = (
+            SelectionMode(layout.rows, {call for call, _ in selections}, compares=compares) if known else None
+        )
+        self._throughout = any(not module for _, module in selections)
         self.alone = alone
         self.reductions = reductions
         self.terms: list[Term] = []
@@ -101,6 +106,10 @@ class LossTerms:
         by_unit = self.reduce(losses, valid, reduction, whose)
         # How many tokens the data select follows from no shape.
         return self.note(by_unit, losses.numel() if whose is None else 0, reduction)
+
+    def follow(self) -> AbstractContextManager[Any]:
+        """Follow what is selected through the whole model, where a loss sees it."""
+        return self.selected if self.selected is not None and self._throughout else nullcontext()
 
     def maps(self, tokens: int) -> bool:
         """Whether the axis of a loss's tokens can be cut into units."""
@@ -173,7 +182,7 @@ def intercepted(terms: LossTerms) -> Iterator[None]:
     try:
         for name, original in originals.items():
             setattr(F, name, partial(_report, name, original, terms))
-        with terms.selected or nullcontext(), _RowReductions(terms) if terms.reductions else nullcontext():
+        with terms.follow(), _RowReductions(terms) if terms.reductions else nullcontext():
             yield
     finally:
         for name, original in originals.items():

@@ -160,16 +160,10 @@ def _transposed(
     )
 
 
-def _bind_name(function: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
-    handler = functools.partial(rule, function.__name__)
-    handler.__name__ = function.__name__  # type: ignore[attr-defined]
-    return handler
-
-
+_RULES: dict[Callable[..., Any], tuple[Any, ...]] = {
+    _forwards: (F.conv1d, F.conv2d, F.conv3d),
+    _transposed: (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+}
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    **{function: _bind_name(function, _forwards) for function in (F.conv1d, F.conv2d, F.conv3d)},
-    **{
-        function: _bind_name(function, _transposed)
-        for function in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-    },
+    function: functools.partial(rule, function.__name__) for rule, own in _RULES.items() for function in own
 }

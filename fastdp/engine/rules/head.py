@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 import fastdp.ops as ops
-from fastdp.engine.bounds import gammas
+from fastdp.engine.bounds import REMEASURED, gammas
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Layout
@@ -26,9 +26,6 @@ from fastdp.engine.uses.use import Tap
 from fastdp.ops.heads import add_product_, cuts, even_rows, most_tokens, on_gpu
 from fastdp.ops.placed import cached_constant
 
-#: Squares found by Gram matrices are found again by the direct route where rounding may hide more than this share of them,
-#: which is 1.6% of the norm: less is not worth a product as large as the weights' gradients.
-REMEASURED = 1 / 32
 #: A product of a norm and a coefficient, and a weight of both, are rounded a few times to float32.
 _ROUNDED = 1 + 2.0**-20
 #: Of ids (by where they lie, and how many) and of each unit, the columns of its tile: ``[tokens, ids]``.
@@ -302,7 +299,7 @@ class HeadUse(torch.autograd.Function):
             sink.instances(weight, _scale_instances(found.whole, shares), layout)
         elif weight is not None:
             known = shares.double(), found.norms, found.columns
-            factors = HeadFactors(each, made.hidden, False, False, None, made, *known)
+            factors = HeadFactors(each, made.hidden, False, False, None, None, made, *known)
             sink.matrix(weight, factors, layout)
         back = None
         if found.hidden is not None:

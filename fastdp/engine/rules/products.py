@@ -13,6 +13,7 @@ from fastdp.engine.rules.head import take
 from fastdp.engine.uses.lanes import PerLane
 from fastdp.engine.uses.logits import Logits
 from fastdp.engine.uses.reads import Reads
+from fastdp.engine.uses.selections import Selection
 from fastdp.engine.uses.use import LinearUse, Product, Tap, applied, operation_kind
 from fastdp.ops.routes import NARROW
 
@@ -92,6 +93,8 @@ def _product(reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: 
         whole &= x.device.type != "cpu" or (narrow and not swap)
         held = x.numel() // x.shape[-1] * sum(weight.shape) * x.element_size() if narrow and x.numel() else 0
         held = held if whole else 1 << 62
+        if isinstance(fold, Selection):
+            return fold.follow(applied(x, weight, bias, tap, use, held))
         if trained[0]:
             rows = tap.layout.rows
             noted = operation_kind(operation, x.shape, rows, fold)

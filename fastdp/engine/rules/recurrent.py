@@ -146,18 +146,9 @@ def _rows_first(input: torch.Tensor, *rest: Any) -> torch.Tensor:
     return input if rest[-1] or input.dim() != 3 else input.transpose(0, 1)
 
 
-def _bind_name(kind: str, function: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
-    handler = functools.partial(rule, kind)
-    handler.__name__ = function.__name__  # type: ignore[attr-defined]
-    if rule is _layer:
-        handler.operand = _rows_first  # type: ignore[attr-defined]
-    return handler
-
-
+_layer.operand = _rows_first  # type: ignore[attr-defined]
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    **{getattr(torch, kind): _bind_name(kind, getattr(torch, kind), _layer) for kind in RECURRENT_CELLS},
-    **{
-        getattr(torch, f"{kind}_cell"): _bind_name(kind, getattr(torch, f"{kind}_cell"), _cell)
-        for kind in RECURRENT_CELLS
-    },
+    getattr(torch, kind + end): functools.partial(rule, kind)
+    for kind in RECURRENT_CELLS
+    for end, rule in (("", _layer), ("_cell", _cell))
 }

@@ -21,7 +21,8 @@ class Factors:
 
     ``laned`` says that tokens come in equal blocks a lane rather than a row (they differ when rows are packed), and
     ``swap`` that the parameter is stored as [n, m], as HF's Conv1D does. ``scales`` [m] and [n], float32, are what the columns
-    of both are yet to be multiplied by: norms do so as they read the factors, sums once for all tokens.
+    of both are yet to be multiplied by: norms do so as they read the factors, sums once for all tokens. ``bounds`` are the
+    offsets of tokens that the data selected, units in order, which no layout knows.
     """
 
     left: torch.Tensor
@@ -29,9 +30,17 @@ class Factors:
     laned: bool = False
     swap: bool = False
     scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    bounds: torch.Tensor | None = None
 
     #: Whether ``left`` is made tile by tile, as a head's is (`fastdp.engine.rules.head.HeadFactors`), and norms came with it.
     tiled: ClassVar[bool] = False
+    #: Whether the parameter is a stack of matrices, each with tokens of its own (`fastdp.engine.uses.experts.ExpertFactors`).
+    stacked: ClassVar[bool] = False
+
+    @property
+    def finds_norms(self) -> bool:
+        """Whether its norms are `powers`, and no other kernel's."""
+        return self.tiled or self.stacked
 
     @property
     def one_hot(self) -> bool:
@@ -57,16 +66,19 @@ class Factors:
 
         ``left`` stays the factor that is backpropagated.
         """
-        if self.swap != turned:
-            return Factors(second, first, self.laned, swap=True)
-        return Factors(first, second, self.laned)
+        swap = self.swap != turned
+        left, right = (second, first) if swap else (first, second)
+        return replace(self, left=left, right=right, swap=swap, scales=None)
 
     @property
     def straight(self) -> Factors:
         """The same gradient in the order of the parameter."""
         if not self.swap:
             return self
-        return Factors(*self.oriented, self.laned, scales=self.scales and (self.scales[1], self.scales[0]))
+        left, right = self.oriented
+        return replace(
+            self, left=left, right=right, swap=False, scales=self.scales and (self.scales[1], self.scales[0])
+        )
 
     def dense(self) -> Factors:
         """The same with both factors in memory."""
@@ -85,12 +97,16 @@ class Factors:
 
     def offsets(self, layout: Layout, *, host: bool = False) -> torch.Tensor:
         """Where units begin on the axis of tokens, int64 ``[units + 1]``; on the ``host``, or beside the factors."""
+        if self.bounds is not None:
+            return self.bounds.cpu() if host else self.bounds
         return layout.offsets(self.right.shape[0], laned=self.laned, host=host)
 
     def lengths(self, layout: Layout) -> torch.Tensor:
         """Tokens of each unit, float64 ``[units]``: on a processor those that add anything, so that padding is none."""
         if self.right.device.type == "cpu":
             return ops.token_counts([self.left], self.right, self.offsets(layout))
+        if self.bounds is not None:
+            return self.bounds.diff().double()
         return layout.lengths(self.right.shape[0], laned=self.laned)
 
     def rounding(self) -> ops.Rounding:
@@ -160,7 +176,7 @@ def join_uses(uses: list[Factors], layout: Layout) -> list[Factors]:
     """Join uses of one kind and length along each unit's tokens, so that k uses need one Gram and not k^2 cross terms."""
     first = uses[0]
     kinds = {(use.tiled, use.one_hot, use.swap, use.laned, use.right.shape) for use in uses}
-    if len(uses) < 2 or first.tiled or len(kinds) > 1 or layout.token_segments is not None:
+    if len(uses) < 2 or first.tiled or len(kinds) > 1 or layout.token_segments is not None or first.bounds is not None:
         return uses
 
     def join(parts: list[torch.Tensor]) -> torch.Tensor:

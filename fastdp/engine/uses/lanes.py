@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.calls.batches import map_leaves, map_tensors, tensors
-from fastdp.calls.named import functions, is_in_place, operation
+from fastdp.calls.named import functions, is_detach, is_in_place, is_metadata, operation
 from fastdp.engine.errors import Unseen, UnsupportedUse
 from fastdp.engine.uses.rows import BroadcastLayout, Fold
+from fastdp.engine.uses.selections import Selection
 from fastdp.engine.uses.shared import Shared, SharedLanes, SharedProduct, pull_through
-from fastdp.engine.uses.use import ExpandUse, Tap, expanded, is_detach, is_metadata
+from fastdp.engine.uses.use import EmbeddingUse, ExpandUse, Tap, expanded
 
 
 class PerLane(torch.Tensor):
@@ -234,7 +235,7 @@ class Meeting:
 
     tap: Tap
     activation: torch.Tensor
-    fold: Fold
+    fold: Fold | Selection
     met: BroadcastLayout = BroadcastLayout()
     key: tuple[str, frozenset[int]] = ("", frozenset())
 
@@ -247,7 +248,7 @@ class Meeting:
         for tensor in sorted(plain, key=torch.Tensor.dim, reverse=True):
             met = cls.of(*key, tensor, tap)
             if met is not None and met.fold is not None:
-                return cls(tap, tensor, met.fold, met, key)
+                return cls(tap, tensor, tap.selection(tensor) if met.fold.chosen else met.fold, met, key)
         return None
 
     @staticmethod
@@ -263,7 +264,8 @@ class Meeting:
             raise Unseen(f"{name} of a parameter and a tensor of {tensor.dim()} dimensions, unseen when traced")
         if met.problem is not None:
             raise UnsupportedUse(met.problem)
-        if met.fold is None or (layout.rows > 1 and tensor.shape[met.fold.axis] == 1):
+        broadcast = met.fold is not None and not met.fold.chosen and layout.rows > 1
+        if met.fold is None or (broadcast and tensor.shape[met.fold.axis] == 1):
             # One row is broadcast, whatever it is; only longer ones can be mistaken.
             return None
         tap.note(name, tensor, met.fold)
@@ -286,8 +288,8 @@ def _meet(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
 def _by_lane(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
     """Any other operation, with each row's part of the activations beside a copy of the parameters of its own."""
     layout = meeting.tap.layout
-    if layout.token_segments is not None:
-        raise UnsupportedUse(f"{operation(func)} of a parameter and packed rows")
+    if layout.token_segments is not None or isinstance(meeting.fold, Selection):
+        raise UnsupportedUse(f"{operation(func)} of a parameter and packed rows, or tokens that the data choose")
     axes: dict[int, int] = {}
     copies = iter(meeting.met.copies)
 
@@ -339,7 +341,7 @@ def lay_along_rows(value: PerLane, meeting: Meeting) -> torch.Tensor:
     axis = fold.axis - missing
     if shape[axis] == 1:
         return fold.spread(lanes.squeeze(1 + axis), size, layout.rows).movedim(0, axis)
-    if shape[axis] == size:
+    if shape[axis] == size and not isinstance(fold, Selection):
         # The formula itself repeated the parameter for every row: each entry reads the copy of its own row's lane.
         own = Fold(axis, fold.inner)
         return own.join(_own_copy(lanes, own, layout.rows).movedim(0, own.lane_axis))
@@ -349,7 +351,7 @@ def lay_along_rows(value: PerLane, meeting: Meeting) -> torch.Tensor:
 def _matmul(meeting: Meeting, input: Any, other: Any) -> Any:
     if isinstance(other, PerLane):
         return _product(meeting, torch.matmul, input, other, None, swap=True)
-    if input.dim() != 2 or other.dim() < 2:
+    if input.dim() != 2 or other.dim() < 2 or isinstance(meeting.fold, Selection):
         return NotImplemented
     # W x is (x^T W^T)^T.
     rank = other.dim()
@@ -376,6 +378,8 @@ def _product(meeting: Meeting, func: Any, x: Any, weight: Any, bias: Any, *, swa
             return NotImplemented
         shared = weight.shared
         out = SharedProduct.apply(x, shared, tap, swap, fold, *shared.sources)
+        if isinstance(fold, Selection):
+            fold.follow(out)
     else:
         out = func(x, weight)
     if bias is None:
@@ -385,9 +389,23 @@ def _product(meeting: Meeting, func: Any, x: Any, weight: Any, bias: Any, *, swa
     return out + bias
 
 
+def _getitem(meeting: Meeting, table: Any, index: Any) -> Any:
+    """A lookup by what the data selected, as experts' biases are."""
+    fold, shared = meeting.fold, table.shared if isinstance(table, PerLane) else None
+    if not isinstance(fold, Selection) or shared is None or not isinstance(shared.value, torch.nn.Parameter):
+        return NotImplemented
+    if index is not meeting.activation or index.dim() != 1 or index.dtype != torch.long or shared.value.dim() != 2:
+        return NotImplemented
+    ids = fold.front(index, meeting.tap.layout.rows)
+    found = EmbeddingUse.apply(ids, shared.value, None, meeting.tap, False, fold.bounds(len(ids)))
+    return fold.follow(fold.back(found))
+
+
 def _setitem(meeting: Meeting, target: Any, index: Any, value: Any) -> Any:
     """Entries of an activation replaced by a value of parameters, as masked tokens are: each by the copy of its own row."""
-    if not isinstance(value, PerLane) or target is not meeting.activation or meeting.fold.axis >= target.dim():
+    if not isinstance(value, PerLane) or target is not meeting.activation or isinstance(meeting.fold, Selection):
+        return NotImplemented
+    if meeting.fold.axis >= target.dim():
         return NotImplemented
     while value.dim() and value.shape[0] == 1:
         value = value[0]
@@ -405,4 +423,5 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__), _matmul),
     **dict.fromkeys((torch.addmm, torch.Tensor.addmm), _addmm),
     torch.Tensor.__setitem__: _setitem,
+    torch.Tensor.__getitem__: _getitem,
 }

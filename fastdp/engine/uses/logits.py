@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fastdp.calls.batches import everything, map_tensors, tensors
-from fastdp.calls.named import functions, is_in_place
+from fastdp.calls.named import functions, is_in_place, is_metadata
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.uses.use import as_autocast, is_metadata, uncast
+from fastdp.engine.uses.use import as_autocast, uncast
 from fastdp.ops.heads import cuts, most_tokens, on_gpu
 from fastdp.ops.placed import copy_to_device
 from fastdp.ops.routes import is_allowed

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from fastdp.calls.batches import map_tensors, tensors
+from fastdp.calls.named import is_detach, is_metadata
 from fastdp.distributed.pieces import is_cut
-from fastdp.engine.uses.use import is_detach, is_metadata
 
 #: Models whose loops were told.
 _WARNED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()

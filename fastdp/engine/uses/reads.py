@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from fastdp.engine.errors import Unseen, UnsupportedUse
 from fastdp.engine.uses.lanes import PerLane
 from fastdp.engine.uses.logits import Heads
 from fastdp.engine.uses.rows import Fold
+from fastdp.engine.uses.selections import Selection
 from fastdp.engine.uses.use import Product, Tap
 
 
@@ -29,9 +30,13 @@ class Reads:
         self.mode_open = False
         self.heads = Heads()
 
-    def learn(self, carries_rows: Mapping[tuple[str, str, int], Fold | None]) -> None:
+    def learn(
+        self, carries_rows: Mapping[tuple[str, str, int], Fold | None], selecting: Set[str] = frozenset()
+    ) -> None:
         """Take what a trace found: where the rows of inputs lie, by operation, parameter and dimensions."""
         self._carries_rows = carries_rows
+        #: Names of modules that select, by the data's values, what a parameter or a loss sees.
+        self.selecting = selecting
         #: Of each matrix its latest use in a product: the operation, the bias's identity, the input's shape and rows, what both
         #: come to, and the bytes of a gradient that would wait for others. Trained parameters live on, so that no other bias has
         #: the identity of one that is.
@@ -62,7 +67,7 @@ class Reads:
                 f"{self.names[id(parameter)]}: the rows of the input of {operation} are not in order, first"
             )
 
-    def fold(self, operation: str, parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap) -> Fold | None:
+    def fold(self, operation: str, parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap) -> Fold | Selection | None:
         """Where the rows of an operation's input lie; None if it has none. Raises `UnsupportedUse` for an unseen use."""
         key = (operation, self.names[id(parameter)], x.dim())
         if key not in self._carries_rows:
@@ -71,4 +76,4 @@ class Reads:
         tap.note(operation, x, fold)
         if tap.layout.token_segments is not None and fold is not None and not fold.natural:
             raise UnsupportedUse(f"{key[1]}: packed rows are not first in the input of {operation}")
-        return fold
+        return tap.selection(x) if fold is not None and fold.chosen else fold

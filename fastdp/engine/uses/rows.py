@@ -23,24 +23,29 @@ class Fold(NamedTuple):
 
     Entries of one row are neighbours there, unless ``inner``: then a row's entries are as far apart as there are rows.
     None where a row has one entry, so that both are the same and an axis with more of them is not known.
+    ``chosen`` says that the data selected the entries of the first axis: a `Selection` has the row of each.
     """
 
     axis: int = 0
     inner: bool | None = False
+    chosen: bool = False
 
     @property
     def natural(self) -> bool:
-        return self.axis == 0 and not self.inner
+        return self.axis == 0 and not self.inner and not self.chosen
 
     def fits(self, shape: tuple[int, ...], rows: int) -> bool:
         """Whether a tensor of this shape can be cut into the rows."""
+        if self.chosen:
+            return bool(shape)
         if len(shape) <= self.axis or shape[self.axis] % rows:
             return False
         return self.inner is not None or shape[self.axis] == rows
 
     def with_(self, other: Fold) -> Fold | None:
         """One fold for both: of two that differ in what is known; None if they contradict each other."""
-        if self.axis != other.axis or (self.inner != other.inner and None not in (self.inner, other.inner)):
+        same = (self.axis, self.chosen) == (other.axis, other.chosen)
+        if not same or (self.inner != other.inner and None not in (self.inner, other.inner)):
             return None
         return other if self.inner is None else self
 
@@ -64,6 +69,9 @@ class Fold(NamedTuple):
         if not self.inner:
             return x.movedim(0, self.axis)
         return x.movedim(0, self.axis + 1).flatten(self.axis, self.axis + 1)
+
+    def bounds(self, tokens: int) -> None:
+        """Where units begin among the tokens in the rows' order: as the layout says."""
 
     def split(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         """A view in which rows have an axis of their own, which is `lane_axis`."""

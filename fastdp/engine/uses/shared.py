@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.calls.named import functions
+from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.uses.experts import ExpertFactors
 from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.rows import Fold
+from fastdp.engine.uses.selections import Selection
 from fastdp.engine.uses.use import Sink, Tap
 
 #: Where the factors of a value's gradient go: to each parameter that the value is an indexing, a sum or a product of.
@@ -36,10 +39,16 @@ class Shared:
     def give_factors(self, sink: Sink, factors: Factors, tap: Tap) -> None:
         """Hand a sink the factors of a gradient of the value."""
         layout = tap.layout
-        if self.pull is not None:
-            for parameter, own in self.pull(factors):
-                sink.matrix(parameter, own, layout)
+        try:
+            found = None if self.pull is None else self.pull(factors)
+        except UnsupportedUse:
+            found = None
+        for parameter, own in found or ():
+            sink.matrix(parameter, own, layout)
+        if found is not None:
             return
+        if factors.bounds is not None:
+            raise UnsupportedUse("a matrix computed from parameters is used on tokens that the data choose")
         self._give(factors.each(layout).view(-1, *self.value.shape), lambda p, g: sink.instances(p, g, layout))
 
     def give_lanes(self, sink: Sink, gradients: torch.Tensor, tap: Tap) -> None:
@@ -73,7 +82,7 @@ class SharedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, shared: Shared, tap: Tap, swap: bool, fold: Fold, *sources: torch.Tensor
+        ctx: Any, x: torch.Tensor, shared: Shared, tap: Tap, swap: bool, fold: Fold | Selection, *sources: torch.Tensor
     ) -> torch.Tensor:
         ctx.tap, ctx.shared, ctx.swap, ctx.fold = tap, shared, swap, fold
         weight = shared.value.detach()
@@ -86,7 +95,8 @@ class SharedProduct(torch.autograd.Function):
         (x,), gradient = ctx.saved_tensors, gradients[0]
         ordered = (ctx.fold.front(t, ctx.tap.layout.rows) for t in (gradient, x))
         left, right = (t.reshape(-1, t.shape[-1]) for t in ordered)
-        ctx.shared.give_factors(ctx.tap.open(), Factors(left, right, False, ctx.swap), ctx.tap)
+        factors = Factors(left, right, False, ctx.swap, bounds=ctx.fold.bounds(left.shape[0]))
+        ctx.shared.give_factors(ctx.tap.open(), factors, ctx.tap)
         back = None
         if ctx.needs_input_grad[0]:
             weight = ctx.shared.value.detach()
@@ -127,6 +137,8 @@ def pull_through(func: Any, args: Any, kwargs: Any, result: torch.Tensor, part: 
     first = args[0]
     pulls = [a.pull if isinstance(a, Shared) else None for a in args[:2]]
     own = pulls[0]
+    if func is torch.Tensor.__getitem__ and own is not None and _value(first).dim() == 3 and _scalar(args[1]):
+        return _of_matrix(own, args[1], _value(first).shape[0])
     if func in _INDEXING and own is not None:
         return _through_index(own, func, _value(first), args, kwargs, part)
     if func in _CASTING and own is not None:
@@ -154,6 +166,17 @@ def pull_through(func: Any, args: Any, kwargs: Any, result: torch.Tensor, part: 
 
 def _scalar(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
+def _of_matrix(own: Pull, index: Any, count: int) -> Pull:
+    """Through the choice of one of a stack of matrices."""
+
+    def pull(factors: Factors) -> list[tuple[torch.nn.Parameter, Factors]]:
+        if factors.bounds is None:
+            raise UnsupportedUse("one of several matrices is used on tokens in the rows' order")
+        return own(ExpertFactors.of_matrix(factors, int(index), count))
+
+    return pull
 
 
 def _value(argument: Any) -> torch.Tensor:

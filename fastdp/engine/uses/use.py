@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge
 
 import fastdp.ops as ops
+from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Layout
 from fastdp.engine.uses.rows import Fold
+from fastdp.engine.uses.selections import Selection, SelectionMode
 
 
 class Sink(Protocol):
@@ -51,7 +53,8 @@ def operation_kind(operation: str, shape: torch.Size, rows: int, fold: Fold | No
     own = list(shape)
     if fold is not None:
         fold.require(shape, rows, operation)
-        own[fold.axis] //= rows
+        # How many entries the data select follows from no shape.
+        own[fold.axis] = 0 if fold.chosen else own[fold.axis] // rows
     return operation, tuple(own)
 
 
@@ -71,6 +74,8 @@ class Tap:
         self.shapes: set[tuple[str, tuple[int, ...]]] = set()
         #: What uses found in the forward pass, and let go of when the backward pass is over.
         self.held: list[SavedState] = []
+        #: What follows the entries that the data select, in modules that do; None where nothing does.
+        self.selected: SelectionMode | None = None
         #: The ids that were looked up in a table, by its identity, rows first.
         self.looked_up: dict[int, list[torch.Tensor]] = {}
         #: Bytes of gradients that uses of autograd's own may leave to the end of the backward pass; none of them below 0.
@@ -86,6 +91,13 @@ class Tap:
     def note(self, operation: str, x: torch.Tensor, fold: Fold | None) -> None:
         """Note the shape of a use's input; raises `UnsupportedUse` if it cannot be cut into the rows."""
         self.shapes.add(operation_kind(operation, x.shape, self.layout.rows, fold))
+
+    def selection(self, x: torch.Tensor) -> Selection:
+        """The rows of entries that the data selected. Raises `UnsupportedUse` if nobody knows them."""
+        whose = None if self.selected is None else self.selected.owners.of(x)
+        if self.selected is None or whose is None:
+            raise UnsupportedUse("the data choose tokens in another way than when traced")
+        return Selection(self.selected.owners, whose, self.layout.lane_units, self.layout.units)
 
     def close(self) -> None:
         """The backward pass is over."""
@@ -161,7 +173,7 @@ class Product(NamedTuple):
     lanes: int | None
     laned: bool
     trained: tuple[bool, bool]
-    fold: Fold | None
+    fold: Fold | Selection | None
 
 
 class OwnProduct(NamedTuple):
@@ -388,7 +400,10 @@ class LinearUse(Use):
         flat = gradient if fold is None else fold.front(gradient, layout.rows)
         if flat.dim() != 2:
             flat = flat.reshape(-1, flat.shape[-1])
-        if bias is not None:
+        bounds = None if fold is None else fold.bounds(flat.shape[0])
+        if bias is not None and bounds is not None:
+            sink.instances(bias, ops.column_sums(flat, bounds), layout)
+        elif bias is not None:
             sink.tokens(bias, flat, layout, laned)
         if matrix is not None:
             if lanes is not None:
@@ -396,7 +411,7 @@ class LinearUse(Use):
             elif fold is not None:
                 x = fold.front(x, layout.rows)
             right = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-            sink.matrix(matrix, Factors(flat, right, laned, swap), layout)
+            sink.matrix(matrix, Factors(flat, right, laned, swap, bounds=bounds), layout)
         back = None
         if weight is not None:
             weight = weight if weight.dim() == 2 else weight.flatten(1)
@@ -412,15 +427,24 @@ class LinearUse(Use):
 
 
 class EmbeddingUse(Use):
-    """Rows of a table: ids [...] -> [..., n], ids with their units first. Padding rows get no gradient."""
+    """Rows of a table: ids [...] -> [..., n], ids with their units first. Padding rows get no gradient.
+
+    ``bounds`` say where units begin, if the layout does not.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, ids: torch.Tensor, table: torch.Tensor, padding_idx: int | None, tap: Tap, laned: bool
+        ctx: Any,
+        ids: torch.Tensor,
+        table: torch.Tensor,
+        padding_idx: int | None,
+        tap: Tap,
+        laned: bool,
+        bounds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        ctx.tap, ctx.table, ctx.padding_idx, ctx.laned = tap, table, padding_idx, laned
+        ctx.tap, ctx.table, ctx.padding_idx, ctx.laned, ctx.bounds = tap, table, padding_idx, laned, bounds
         ctx.save_for_backward(ids)
-        if not laned:
+        if not laned and bounds is None:
             tap.looked_up.setdefault(id(table), []).append(ids)
         return F.embedding(ids, table)
 
@@ -430,8 +454,8 @@ class EmbeddingUse(Use):
         ids, right = ids.reshape(-1), _flat(gradients[0])
         if ctx.padding_idx is not None:
             right = right.masked_fill((ids == ctx.padding_idx).unsqueeze(1), 0)
-        ctx.tap.open().matrix(ctx.table, Factors(ids, right, ctx.laned), ctx.tap.layout)
-        return None, None, None, None, None
+        ctx.tap.open().matrix(ctx.table, Factors(ids, right, ctx.laned, bounds=ctx.bounds), ctx.tap.layout)
+        return None, None, None, None, None, None
 
 
 class LayerNormUse(Use):
@@ -498,26 +522,3 @@ class ExpandUse(Use):
             gradient = gradient.reshape(-1, *parameter.shape)
         ctx.tap.open().vector(parameter, gradient, ctx.tap.layout)
         return None, None, None
-
-
-_METADATA = frozenset(
-    "shape dtype device ndim layout is_cuda is_leaf requires_grad names is_sparse is_quantized is_meta size dim numel "
-    "nelement stride is_floating_point is_complex is_contiguous element_size get_device storage_offset __len__ "
-    "__repr__ __hash__ data_ptr ndimension retain_grad grad_fn grad _version untyped_storage is_inference "
-    "is_cpu is_mps is_xpu output_nr itemsize nbytes".split()
-)
-
-
-def is_metadata(function: Any) -> bool:
-    """Whether a torch function asks about a tensor without computing from its values."""
-    name = getattr(function, "__name__", "")
-    if name in ("__get__", "__set__"):
-        name = getattr(getattr(function, "__self__", None), "__name__", "")
-    return name in _METADATA
-
-
-def is_detach(function: Any) -> bool:
-    """Whether a torch function cuts its result from the graph."""
-    if function in (torch.Tensor.detach, torch.detach, torch.Tensor.detach_, torch.Tensor.numpy, torch.Tensor.item):
-        return True
-    return getattr(function, "__name__", "") == "__get__" and getattr(function.__self__, "__name__", "") == "data"

@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from transformers.activations import ACT2CLS
 
+from fastdp.calls.named import is_metadata
 from fastdp.engine.capture.intercept import Reads, UseMode
 from fastdp.engine.uses.lanes import PerLane
-from fastdp.engine.uses.use import Tap, is_metadata
+from fastdp.engine.uses.use import Tap
 from fastdp.validate import at_least, one_of
 
 #: Keeps quotients of functions that vanish at 0 finite there; too small to absorb relevance.

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fastdp.calls.batches import Call, Path, everything, leaves, map_leaves
+from fastdp.calls.errors import SelfCheckError
 from fastdp.calls.randomness import rng_state, seeded, version
-from fastdp.engine.errors import SelfCheckError
 
 #: Examples that are read between two reads of one.
 _READ_BETWEEN = 3

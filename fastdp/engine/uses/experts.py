@@ -1,0 +1,124 @@
+"""Uses of a stack of matrices, each by tokens that the data choose, as a mixture of experts has them.
+
+The gradient of a unit is a stack again: of each matrix the sum over its own tokens of L_t R_t^T. Tokens lie by matrix and
+then by unit, so that one matrix and one unit have a run of them, and what an op makes of runs adds up to that of units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+import fastdp.ops as ops
+from fastdp.engine.bounds import REMEASURED, gammas
+from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.uses.factors import Factors
+from fastdp.engine.uses.layout import Layout
+from fastdp.ops.factors import INT64_MAX
+from fastdp.ops.routes import NARROW, longest_by_gram
+
+
+@dataclass(slots=True)
+class ExpertFactors(Factors):
+    """Factors of a stack of ``count`` matrices; ``bounds`` ``[count * units + 1]`` are the offsets of the runs."""
+
+    count: int = 1
+    poor: torch.Tensor = None  # type: ignore[assignment]
+
+    stacked: ClassVar[bool] = True
+
+    @classmethod
+    def of_tokens(
+        cls, left: torch.Tensor, right: torch.Tensor, runs: torch.Tensor, count: int, units: int, **kind: Any
+    ) -> Any:
+        """Those of tokens in any order, of which ``runs`` has the matrix times the number of units, plus the unit."""
+        own, order = runs.sort(stable=True)
+        bounds = torch.searchsorted(own, torch.arange(count * units + 1, device=own.device))
+        return cls(left[order], right[order], bounds=bounds, count=count, **kind)
+
+    @classmethod
+    def of_matrix(cls, factors: Factors, at: int, count: int) -> ExpertFactors:
+        """Factors of one matrix, with the units' offsets, as those of a stack."""
+        assert factors.bounds is not None
+        units = len(factors.bounds) - 1
+        places = torch.arange(count * units + 1, device=factors.bounds.device) - at % count * units
+        bounds = factors.bounds[places.clamp(0, units)]
+        return cls(factors.left, factors.right, swap=factors.swap, bounds=bounds, count=count)
+
+    def moved(self, first: torch.Tensor, second: torch.Tensor, *, turned: bool = False) -> Factors:
+        """No other matrix's factors are made of these."""
+        raise UnsupportedUse("experts' weights are computed from other parameters")
+
+    def dense(self) -> Factors:
+        """They have no form with one pair for all matrices."""
+        raise UnsupportedUse("experts' weights have a mask, or axes, or several uses")
+
+    def by_unit(self, of_runs: torch.Tensor) -> torch.Tensor:
+        """Numbers of runs ``[count * units]`` as ``[count, units]``."""
+        return of_runs.view(self.count, -1)
+
+    def lengths(self, layout: Layout) -> torch.Tensor:
+        """Tokens of each unit in the matrix that has most of them: the roundings of every other are fewer."""
+        return self.by_unit(super(ExpertFactors, self).lengths(layout)).amax(0)
+
+    def powers(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+        """Squared norms by Gram matrices of the runs, and directly where these are not good enough."""
+        assert self.bounds is not None
+        left, right, bounds, sizes = [self.left], [self.right], self.bounds, (self.width, self.right.shape[1])
+        tokens, products = super(ExpertFactors, self).lengths(layout), ops.row_products(self.left, self.right, bounds)
+        if min(sizes) <= NARROW:
+            self.poor = torch.ones(layout.units, dtype=torch.bool, device=bounds.device)
+            squares = ops.sqnorm(self.left, self.right, bounds, "direct")
+        else:
+            # On a processor runs that are long are left to the direct route.
+            most = longest_by_gram(*sizes) if bounds.device.type == "cpu" else INT64_MAX
+            squares, short = (found[0] for found in ops.gram_norms(left, right, [1], bounds, (), most))
+            hidden = gammas([self.rounding().gram(*sizes)], tokens)[0] * short.square()
+            of_units, known = (self.by_unit(each).sum(0) for each in (hidden, squares))
+            self.poor = of_units > REMEASURED * known
+            again = ((self.by_unit(short > 0) & self.poor).flatten() | (tokens > most)).unsqueeze(0)
+            if again.device.type != "cpu" or bool(again.any()):
+                squares = torch.where(again, ops.chosen_sqnorm(left, right, bounds, again), squares)[0]
+        # Errors of the matrices are those of parts of one vector.
+        return self.by_unit(squares).double().sum(0), self.by_unit(products).square().sum(0).sqrt()
+
+    def add_to(self, total: torch.Tensor | None, weights: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Add the units' gradients by ``weights`` ``[units]`` to ``total`` ``[count, m n]``."""
+        assert total is not None
+        assert self.bounds is not None
+        first, second = self.oriented
+        ends = self.bounds[:: layout.units].tolist()
+        for at, every in enumerate(total.view(self.count, first.shape[1], second.shape[1])):
+            tokens, runs = slice(*ends[at : at + 2]), slice(at * layout.units, (at + 1) * layout.units + 1)
+            if tokens.stop > tokens.start:
+                ops.weighted_sum(
+                    first[tokens], second[tokens], weights, every, offsets=self.bounds[runs] - tokens.start
+                )
+        return total
+
+    def unit_to(self, total: torch.Tensor, unit: int, bounds: Sequence[int]) -> None:
+        """Add one unit's gradient to ``total``."""
+        first, second = self.oriented
+        units = (len(bounds) - 1) // self.count
+        for at, every in enumerate(total.view(self.count, first.shape[1], second.shape[1])):
+            tokens = slice(*bounds[at * units + unit : at * units + unit + 2])
+            if tokens.stop > tokens.start:
+                every += ops.per_unit(first[tokens], second[tokens], torch.tensor([0, tokens.stop - tokens.start]))[0]
+
+
+def join_experts(uses: list[Factors], units: int) -> list[Factors]:
+    """Join uses of one stack, as a loop over its matrices makes them, into one."""
+    first = uses[0]
+    if (
+        len(uses) < 2
+        or not isinstance(first, ExpertFactors)
+        or {(use.stacked, use.swap) for use in uses} != {(True, first.swap)}
+    ):
+        return uses
+    every = torch.arange(first.count * units, device=first.right.device)
+    runs = torch.cat([every.repeat_interleave(use.bounds.diff()) for use in uses if use.bounds is not None])
+    left, right = torch.cat([use.left for use in uses]), torch.cat([use.right for use in uses])
+    return [ExpertFactors.of_tokens(left, right, runs, first.count, units, swap=first.swap)]

@@ -1,0 +1,263 @@
+"""Mixtures of experts: each token's part in the experts that it was sent to is its own row's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastdp.engine.uses.layout import Ticket
+from tests.cases import cases
+from tests.engine.nets import Net, exact
+from tests.engine.reference import Recording, engine_for, feed, norms, one_at_a_time, relative, stepped, ticket
+from tests.engine.runs import collate, examples
+
+ROWS, TOKENS, WORDS, WIDTH, HIDDEN, EXPERTS = 5, 11, 61, 24, 40, 5
+SHAPE = {
+    "vocab_size": WORDS,
+    "hidden_size": WIDTH,
+    "intermediate_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+}
+EXACT = 1e-5
+
+
+def stock(name: str, implementation: str = "grouped_mm") -> nn.Module:
+    import transformers as hf
+
+    torch.manual_seed(3)
+    model: Any
+    if name == "mixtral":
+        model = hf.MixtralForCausalLM(hf.MixtralConfig(**SHAPE, num_local_experts=EXPERTS))
+    elif name == "qwen3-moe":
+        own = {"num_experts": EXPERTS, "moe_intermediate_size": 20, "head_dim": 12}
+        model = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**SHAPE, **own))
+    else:
+        model = hf.GptOssForCausalLM(hf.GptOssConfig(**SHAPE, num_local_experts=EXPERTS, head_dim=12))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.set_experts_implementation(implementation)
+    return model.train()  # type: ignore[no-any-return]
+
+
+def texts(rows: int = ROWS, seed: int = 5) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, WORDS, (rows, TOKENS), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[1, 6:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def require_exact(engine: Any, units: list[dict[str, torch.Tensor]], tolerance: float = EXACT) -> None:
+    assert engine.route == "uses", engine.reason
+    assert relative(Recording.seen[-1][0], norms(units)) < tolerance
+    scales = Recording.given[-1][0].double()
+    for name in units[0]:
+        wanted = sum(scale * unit[name] for scale, unit in zip(scales, units))
+        assert relative(engine.accumulator.sums[name], wanted) < tolerance, name
+
+
+def together(units: list[dict[str, torch.Tensor]], owners: list[int]) -> list[dict[str, torch.Tensor]]:
+    """The gradients of units of several rows."""
+    return [
+        {name: sum(unit[name] for unit, own in zip(units, owners) if own == owner) for name in units[0]}
+        for owner in sorted(set(owners))
+    ]
+
+
+@cases("name", ["mixtral", "qwen3-moe", "gpt-oss"])
+@cases("implementation", ["grouped_mm", "eager", "batched_mm"])
+def test_stock_mixtures(name: str, implementation: str) -> None:
+    units = one_at_a_time(stock(name, "eager"), texts(), shift=True)
+    require_exact(stepped(stock(name, implementation), texts(), float(norms(units).median())), units)
+
+
+@cases("checkpointing", [None, False, True])
+@cases("two_pass", [False, True])
+def test_units_of_several_rows(checkpointing: bool | None, two_pass: bool) -> None:
+    """With and without checkpoints, reentrant ones and others, in one backward pass and in two."""
+    owners = [0, 0, 1, 2, 2]
+    units = together(one_at_a_time(stock("gpt-oss", "eager"), texts(), shift=True), owners)
+    model = stock("gpt-oss")
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})  # type: ignore[operator]
+    given = Ticket(torch.tensor(owners), torch.ones(3), True)
+    require_exact(stepped(model, texts(), float(norms(units).median()), given, two_pass=two_pass), units)
+
+
+def test_micro_batches_add_up() -> None:
+    parts = [texts(4, 7), texts(3, 8)]
+    engine, tickets = engine_for(stock("mixtral"), 0.5)
+    for number, part in enumerate(parts):
+        tickets.append(ticket(len(part["labels"]), last=number == 1))
+        engine.model(**part)["loss"].backward()
+    assert engine.route == "uses", engine.reason
+    units = [unit for part in parts for unit in one_at_a_time(stock("mixtral", "eager"), part, shift=True)]
+    scales = torch.cat([given[0] for given in Recording.given[-2:]]).double()
+    for name in units[0]:
+        wanted = sum(scale * unit[name] for scale, unit in zip(scales, units))
+        assert relative(engine.accumulator.sums[name], wanted) < EXACT, name
+
+
+def test_adapters_beside_frozen_experts_follow_no_selection() -> None:
+    import peft
+
+    base = stock("qwen3-moe")
+    model = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))  # type: ignore[arg-type]
+    engine = stepped(model.train(), texts(), 0.5)
+    assert engine.route == "uses", engine.reason
+    assert engine.trace is not None
+    assert engine.trace.selections == set()
+
+
+class Routed(nn.Module):
+    """Tokens go to two experts each, by their ids, so that no rounding decides which."""
+
+    def __init__(self, shape: tuple[int, int] = (12, 8), stored: str = "out first"):
+        super().__init__()
+        torch.manual_seed(1)
+        out, width = shape
+        self.stored = stored
+        self.table, self.head = nn.Embedding(WORDS, width), nn.Linear(out, WORDS)
+        self.stack = nn.Parameter(torch.randn(EXPERTS, *(shape if stored == "out first" else shape[::-1])))
+        self.bias = nn.Parameter(torch.randn(EXPERTS, out))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        tokens = self.table(ids).flatten(0, 1)
+        # The last of the experts gets no token.
+        kinds = (ids.flatten().unsqueeze(1) * torch.tensor([1, 2]) % (EXPERTS - 1)).flatten()
+        found, order = torch.sort(kinds)
+        ends = torch.histc(found.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
+        stack = self.stack.mT if self.stored == "out first" else self.stack
+        given = tokens[order // 2]
+        if given.dtype == torch.float64:
+            product = torch.cat([x @ w for x, w in zip(given.tensor_split(ends[:-1].long()), stack)])
+        else:
+            product = torch._grouped_mm(given, stack, offs=ends)
+        product = torch.tanh(product + self.bias[found])
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        mixed = product[back].view(*ids.shape, 2, -1).sum(2)
+        return {"loss": F.cross_entropy(self.head(mixed).flatten(0, 1), labels.flatten())}
+
+
+def alone(model: nn.Module, data: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The gradient of each row's loss in float64."""
+    plain = copy.deepcopy(model).double()
+    trained = dict(plain.named_parameters())
+    losses = [plain(**{k: v[row : row + 1] for k, v in data.items()})["loss"] for row in range(len(data["ids"]))]
+    return [dict(zip(trained, torch.autograd.grad(loss, list(trained.values())))) for loss in losses]
+
+
+def routed(rows: int = ROWS, tokens: int = TOKENS) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, WORDS, (rows, tokens), generator=torch.Generator().manual_seed(2))
+    return {"ids": ids, "labels": ids.flip(1)}
+
+
+@cases("shape", [(12, 8), (4, 20), (132, 68), (64, 64)])
+@cases("stored", ["out first", "in first"])
+def test_stacks_of_any_shape(shape: tuple[int, int], stored: str) -> None:
+    """Narrow ones, which are measured directly, wide and square ones; one expert gets no token."""
+    model = Routed(shape, stored)
+    units = alone(model, routed())
+    engine = stepped(model, routed(), float(norms(units).median()))
+    require_exact(engine, units)
+    assert not engine.accumulator.sums["stack"][-1].any()
+
+
+@cases("shape", [(16, 8), (72, 80)])
+def test_factors_of_16_bits(shape: tuple[int, int]) -> None:
+    """Norms and sums of what 16 bits gave the backward pass: as far from the truth as that pass of autograd's own."""
+    model = Routed(shape).bfloat16()
+    units, plain = alone(model, routed()), copy.deepcopy(model)
+    bound = float(norms(units).median())
+    engine = stepped(model, routed(), bound)
+    assert engine.route == "uses", engine.reason
+    rows = [{k: v[row : row + 1] for k, v in routed().items()} for row in range(ROWS)]
+    own = [torch.autograd.grad(plain(**row)["loss"], list(plain.parameters())) for row in rows]
+    sizes = torch.stack([torch.stack([g.double().square().sum() for g in found]).sum().sqrt() for found in own])
+    assert relative(Recording.seen[-1][0], norms(units)) < 2 * relative(sizes, norms(units)) + 1e-3
+
+
+def test_long_rows_and_cancelling_tokens() -> None:
+    """Runs too long for Gram matrices, and units whose norms are found again as they cancel."""
+    model = Routed((72, 80))
+    data = routed(3, 400)
+    units = alone(model, data)
+    require_exact(stepped(model, data, float(norms(units).median())), units)
+
+
+def test_later_batches_of_other_lengths_stay_exact() -> None:
+    model = Routed()
+    engine, tickets = engine_for(model, 0.7)
+    for rows, tokens in ((4, 6), (3, 9), (1, 5), (6, 1)):
+        data = routed(rows, tokens)
+        feed(engine, tickets, data)
+        require_exact(engine, alone(model, data))
+
+
+def chosen(net: Any, h: torch.Tensor) -> torch.Tensor:
+    """Each row goes to one of two experts."""
+    chances = net.router(h).softmax(-1)
+    out = torch.zeros_like(h)
+    for i, expert in enumerate((net.one, net.two)):
+        where = (chances.argmax(-1) == i).nonzero().flatten()
+        out = out.index_add(0, where, expert(h[where]) * chances[where, i : i + 1])
+    return out
+
+
+def masked(net: Any, h: torch.Tensor) -> torch.Tensor:
+    """Steps of rows above a threshold go through a scaled layer."""
+    h = h.unsqueeze(1) * torch.arange(1, 4).unsqueeze(1)
+    out = torch.zeros_like(h)
+    above = h.sum(-1) > 0
+    out[above] = net.scale * net.one(h[above])
+    return out.sum(1)
+
+
+def left_in_another_order(net: Any, h: torch.Tensor) -> torch.Tensor:
+    return net.one(h[h.sum(1).argsort()])[h.sum(1).argsort().argsort()]  # type: ignore[no-any-return]
+
+
+PARTS: dict[str, Callable[[], nn.Module]] = {
+    "layers": lambda: Net(chosen, router=nn.Linear(6, 2), one=nn.Linear(6, 6), two=nn.Linear(6, 6)),
+    "a mask": lambda: Net(masked, one=nn.Linear(6, 6), scale=nn.Parameter(torch.rand(6))),
+    "an order": lambda: Net(left_in_another_order, one=nn.Linear(6, 6)),
+}
+
+
+@cases("name", PARTS)
+def test_layers_on_what_the_data_select(name: str) -> None:
+    engine = exact(PARTS[name](), collate(examples(6)))
+    assert engine.route == "uses", engine.reason
+
+
+def test_stacks_that_are_computed_from_parameters_are_run_one_at_a_time() -> None:
+    class Scaled(Routed):
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            own = self._parameters.pop("stack")
+            try:
+                self.stack = 2 * own  # type: ignore[assignment, operator]
+                return super().forward(ids, labels)
+            finally:
+                del self.stack
+                self.stack = own  # type: ignore[assignment]
+
+    model = Scaled()
+    with pytest.warns(UserWarning, match="one-example route"):
+        engine, tickets = engine_for(model, 0.5)
+        tickets.append(ticket(ROWS))
+        engine.model(**routed())["loss"].backward()
+    units = alone(Scaled(), routed())
+    scales = (0.5 / norms(units)).clamp(max=1)
+    wanted = sum(scale * unit["stack"] for scale, unit in zip(scales, units))
+    assert relative(engine.accumulator.sums["stack"], wanted) < 1e-4
