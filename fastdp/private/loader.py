@@ -105,6 +105,8 @@ class PrivateLoader:
         self.unit_map = unit_map
         #: Whether passes are recorded, so that microbatches are padded to few shapes.
         self.recording: Callable[[], bool] = lambda: False
+        #: How many tokens the model takes, where its configuration says so.
+        self.most_tokens: int | None = None
         self.ranks = ranks
         self.one_unit = one_unit
         #: Where a loader that accelerate has prepared puts its batches; None leaves them where they are.
@@ -295,7 +297,8 @@ class PrivateLoader:
 
     @cached_property
     def _buckets(self) -> LengthBuckets:
-        return LengthBuckets(self.collate_fn)
+        # A model that does not say how many tokens it takes gets no longer batch than it was given.
+        return LengthBuckets(self.collate_fn, self.most_tokens or 0)
 
     @property
     def _pads(self) -> bool:

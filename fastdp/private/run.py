@@ -131,6 +131,7 @@ class Private(Published):
         self.ending = Ending(ledger, counts=plan.sigma > 0 and ranks.leads)
         self._collected = weakref.finalize(self, self.ending)
         data_loader.recording = self._records
+        data_loader.most_tokens = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         data_loader.in_eval = lambda: not self.model.training
         data_loader.require_step = self._require_step
         data_loader.remaining = lambda: self._require_budget()
