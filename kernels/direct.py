@@ -36,7 +36,7 @@ SQUARE = tl.constexpr(0)
 ABSOLUTE = tl.constexpr(1)
 MASKED_SQUARE = tl.constexpr(2)
 #: Of a line of the table of many matrices: addresses of left and right, sizes, strides.
-_FIELDS = tl.constexpr(8)
+FIELDS = tl.constexpr(8)
 
 
 @triton.jit(do_not_specialize=["units", "tiles_n", "tiles"])
@@ -79,7 +79,7 @@ def chosen_kernel(
     # Every part of a unit's tiles, of one of many matrices; hardly any unit is chosen.
     pid = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    p_line = p_lines + pid // units * _FIELDS
+    p_line = p_lines + pid // units * FIELDS
     unit = pid % units
     m = tl.load(p_line + 2).to(tl.int32)
     n = tl.load(p_line + 3).to(tl.int32)
@@ -176,10 +176,10 @@ def direct_norms(
 
 
 @functools.lru_cache(maxsize=128)
-def _chosen(
+def tables_of(
     lefts: MatrixForm, rights: MatrixForm, wide_lefts: bytes, wide_rights: bytes, sides: tuple[int, int]
 ) -> list[Launch]:
-    # `sides` of tiles at most: of factors of 16 bits, and of 32.
+    """Pairs by the launches that serve them; ``sides`` of tiles at most: of factors of 16 bits, and of 32."""
     kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
     for i, width in enumerate(zip(lefts.columns, rights.columns)):
         if all(width):
@@ -194,7 +194,7 @@ def _chosen(
         b_m, b_n = (min(largest, side_tile(max(widest), wide)) for widest in zip(*widths))
         tiles = max(-(-m // b_m) * -(-n // b_n) for m, n in widths)
         lines = [(0, 0, *width, *lefts.strides[i], *rights.strides[i]) for i, width in zip(members, widths)]
-        every, fields = len(members) * _FIELDS.value, _FIELDS.value
+        every, fields = len(members) * FIELDS.value, FIELDS.value
         table = Table(lines, (range(0, every, fields), members), (range(1, every, fields), members))
         found.append(Launch(*kind, members, b_m, b_n, tiles, table))
     return found
@@ -213,7 +213,7 @@ def chosen_norms(
         return norms
     lefts, rights, offsets = readable(lefts), readable(rights), to_device_of(offsets, norms)
     sides = largest_side(False, device), largest_side(True, device)
-    for launch in _chosen(lefts.form, rights.form, lefts.wide, rights.wide, sides):
+    for launch in tables_of(lefts.form, rights.form, lefts.wide, rights.wide, sides):
         wide, members = torch.float32 in (launch.of_left, launch.of_right), launch.members
         splits = splits_to_fill(norms, len(members) * units, launch.tiles)
         every = len(members) == len(lefts)

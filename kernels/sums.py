@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
+from fastdp.ops.bounds import MOST_UNITS
 from fastdp.ops.heads import widens
 from fastdp.ops.routes import NARROW
 
 from . import affine, grouped, onehot, weighted
-from .launch import assert_ids, serves, to_device_of
+from .launch import assert_ids, kept_with, serves, to_device_of
 
 
 @serves(2)
@@ -69,8 +70,10 @@ def weighted_sum_(
             weights = weights.index_select(0, units)
             weights_unmasked = None if weights_unmasked is None else weights_unmasked.index_select(0, units)
         onehot.onehot_weighted_sum_(out, left, right, weights, weights_unmasked, mask)
-    else:
+    elif weights_unmasked is not None or offsets is None:
         weighted.weighted_sum_(out, left, right, weights, weights_unmasked, mask, offsets)
+    else:
+        weighted_sum_group_([out], [left], [right], weights.unsqueeze(0), offsets, [True])
 
 
 @serves(3)
@@ -82,5 +85,16 @@ def weighted_sum_group_(
     offsets: torch.Tensor,
     begun: Sequence[bool],
 ) -> None:
-    """The weighted sums of k matrices, one launch for all of the same dtypes and alignment; see `weighted.weighted_sums_`."""
-    weighted.weighted_sums_(outs, lefts, rights, weights, offsets, begun)
+    """The weighted sums of k matrices, one launch for all of the same dtypes and alignment; see `weighted.weighted_sums_`.
+
+    Of many units several, so that how often a unit's sum is rounded does not depend on their number.
+    """
+    units, offsets = weights.shape[1], to_device_of(offsets, weights)
+    if units <= MOST_UNITS:
+        weighted.weighted_sums_(outs, lefts, rights, weights, offsets, begun)
+        return
+    for first in range(0, units, MOST_UNITS):
+        last = min(units, first + MOST_UNITS)
+        own = kept_with(offsets, ("units", first), offsets[first : last + 1].clone)
+        weighted.weighted_sums_(outs, lefts, rights, weights[:, first:last], own, begun)
+        begun = [True] * len(outs)

@@ -8,10 +8,12 @@ from .adamw import adamw_noise_step_ as adamw_noise_step_, adamw_noise_steps_ as
 from .bounds import (
     Rounding as Rounding,
     chosen_sqnorm as chosen_sqnorm,
+    counted_products as counted_products,
     direct_norms as direct_norms,
     gram_norms as gram_norms,
     row_products as row_products,
     token_counts as token_counts,
+    token_counts_group as token_counts_group,
 )
 from .choice import choice_log_probabilities as choice_log_probabilities, exponential_choice as exponential_choice
 from .clip import clip_noise as clip_noise

@@ -45,8 +45,8 @@ CHAIN = 128
 _CHAINED = 11
 #: Tokens that the direct route adds up before their sum is added to those before (csrc/block.cpp).
 EARLY = 256
-#: Units of a micro-batch that a GPU's sums are taken to have at least.
-_UNITS = 256
+#: Units whose weights a GPU's sum goes through at most: of more, several sums are added up.
+MOST_UNITS = 256
 #: A unit is left out where its norm is more than this many times its bound: its weight would not survive float32.
 LARGEST_RATIO = 2.0**40
 #: Products are sums of square roots of sums, all of positive terms: whatever their order, this covers their own rounding.
@@ -63,15 +63,15 @@ def _row_norms(factor: Tensor, order: int) -> Tensor:
     return (wide.square().sum(1) + width * PADDING**2).sqrt()
 
 
-def _row_products_reference(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> Tensor:
+def _row_products_reference(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> tuple[Tensor, Tensor]:
     products = _row_norms(left, order) * _row_norms(right, order)
     bounds = unit_bounds(offsets)
     sums = [products[a:b].sum() for a, b in zip(bounds, bounds[1:])]
-    return torch.stack(sums) if sums else products.new_zeros(0)
+    return torch.stack(sums) if sums else products.new_zeros(0), _token_counts_reference([left], right, offsets)
 
 
-def _row_products_fake(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> Tensor:
-    return right.new_empty(offsets.shape[0] - 1, dtype=torch.float64)
+def _row_products_fake(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> tuple[Tensor, Tensor]:
+    return tuple(right.new_empty(offsets.shape[0] - 1, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
 
 
 def _check_row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> None:
@@ -82,7 +82,7 @@ def _check_row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int
 
 
 ROW_PRODUCTS = Op(
-    "row_products(Tensor left, Tensor right, Tensor offsets, int order) -> Tensor",
+    "row_products(Tensor left, Tensor right, Tensor offsets, int order) -> (Tensor, Tensor)",
     reference=_row_products_reference,
     fake=_row_products_fake,
     check=_check_row_products,
@@ -114,7 +114,20 @@ def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int = 2) -
     >>> (row_products(left, right, offsets) >= torch.tensor([2.8284, 5.6568])).all()  # rows of norms 2 and root 2
     tensor(True)
     """
-    return ROW_PRODUCTS(left, right, offsets, order) * _OWN_ROUNDING
+    return counted_products(left, right, offsets, order)[0]
+
+
+def counted_products(left: Tensor, right: Tensor, offsets: Tensor, order: int = 2) -> tuple[Tensor, Tensor]:
+    """:func:`row_products`, and the :func:`token_counts` of the same use, which come for nothing.
+
+    >>> import torch
+    >>> from fastdp.ops import counted_products
+    >>> left = torch.tensor([[1.0], [2.0], [0.0]])  # three tokens, the last of them padding
+    >>> counted_products(left, torch.ones(3, 4), torch.tensor([0, 1, 3]))[1]
+    tensor([1., 1.], dtype=torch.float64)
+    """
+    products, counts = ROW_PRODUCTS(left, right, offsets, order)
+    return products * _OWN_ROUNDING, counts
 
 
 def _adds(lefts: Sequence[Tensor], right: Tensor) -> Tensor:
@@ -177,14 +190,55 @@ def token_counts(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Ten
     return TOKEN_COUNTS(list(lefts), right, offsets)
 
 
+def _token_counts_group_reference(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> Tensor:
+    device = rights[0].device.type
+    return torch.stack([TOKEN_COUNTS.on(device, [left], right, offsets) for left, right in zip(lefts, rights)])
+
+
+def _check_token_counts_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> None:
+    check_group(Matrices.of(lefts), Matrices.of(rights), offsets)
+
+
+TOKEN_COUNTS_GROUP = Op(
+    "token_counts_group(Tensor[] lefts, Tensor[] rights, Tensor offsets) -> Tensor",
+    reference=_token_counts_group_reference,
+    fake=lambda lefts, rights, offsets: rights[0].new_empty(len(lefts), offsets.shape[0] - 1, dtype=torch.float64),
+    check=_check_token_counts_group,
+)
+TOKEN_COUNTS_GROUP.implement("cpu", TOKEN_COUNTS_GROUP.reference)
+TOKEN_COUNTS_GROUP.implement("cuda", "fastdp.kernels.bounds")
+
+
+def token_counts_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> Tensor:
+    """:func:`token_counts` of k uses over the same tokens; on a GPU in one launch.
+
+    Args:
+        lefts: k matrices [N, m_i] and rights: [N, n_i], float, any strides; offsets: int64 [B + 1], as in
+            :func:`token_counts`.
+
+    Returns:
+        [k, B], float64.
+
+    Raises:
+        TypeError, ValueError: no matrices, ids, or a dtype, shape, device or offset outside the above.
+
+    >>> import torch
+    >>> from fastdp.ops import token_counts_group
+    >>> left, right = torch.tensor([[1.0], [2.0], [0.0]]), torch.ones(3, 4)
+    >>> token_counts_group([left, right], [right, right], torch.tensor([0, 1, 3]))
+    tensor([[1., 1.],
+            [1., 2.]], dtype=torch.float64)
+    """
+    return TOKEN_COUNTS_GROUP(Matrices.of(lefts), Matrices.of(rights), offsets)
+
+
 def _direct_norms_reference(
     lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     pairs, device = list(zip(lefts, rights)), rights[0].device.type
     squares = torch.stack([NORMS.on(device, *pair, offsets, "direct", SQUARE, None)[0].double() for pair in pairs])
     squares[list(known)] = 0
-    products = [ROW_PRODUCTS.on(device, *pair, offsets, 2) for pair in pairs]
-    counts = [TOKEN_COUNTS.on(device, [left], right, offsets) for left, right in pairs]
+    products, counts = zip(*(ROW_PRODUCTS.on(device, *pair, offsets, 2) for pair in pairs))
     return squares.to(accumulator(*lefts, *rights)), torch.stack(products), torch.stack(counts)
 
 
@@ -255,7 +309,7 @@ def _gram_norms_reference(
         rights = [right * scale for right, scale in zip(rights, scales[len(lefts) :])]
     pairs = list(zip(lefts, [right for right, count in zip(rights, counts) for _ in range(count)]))
     squares = [NORMS.reference(left, right, offsets, "gram", SQUARE, None)[0] for left, right in pairs]
-    products = [_row_products_reference(left, right, offsets, 2) for left, right in pairs]
+    products = [_row_products_reference(left, right, offsets, 2)[0] for left, right in pairs]
     found, sizes = torch.stack(squares).to(accumulator(*rights, *lefts)), torch.stack(products)
     if most < INT64_MAX:
         first = 0
@@ -488,16 +542,15 @@ class Rounding:
             return Roundings(2, 1 / EARLY, 1, self.unit)
         return Roundings(_CHAINED + 1 if self.arithmetic == "triton" else 1, 1, 0, self.unit)
 
-    def added(self, units: int) -> Roundings:
-        """Of what a unit adds to a weighted sum of so many units, against its weight times the products."""
+    def added(self) -> Roundings:
+        """Of what a unit adds to a weighted sum, against its weight times the products."""
         # The order of a BLAS is not known: any order of the unit's terms has at most this many additions in a row.
         # Two more of the weight times a row and of its product. On a GPU what is held is multiplied by a quotient of two
         # weights where units change; under a mask a product ends after 512 tokens and its pieces, fewer than T / 64 + 4, are
         # weighted and added: docs/clipping.md. Of what is scaled, two roundings of both factors for the norm, and of the sum
         # two, and one of adding it to those before.
         apart = 5 if self.scaled else 0
-        # Up to so many units the number is the same for all batches.
-        return Roundings(apart + (24 + 2 * max(units, _UNITS) if self.arithmetic == "triton" else 3), 1, 0, self.unit)
+        return Roundings(apart + (24 + 2 * MOST_UNITS if self.arithmetic == "triton" else 3), 1, 0, self.unit)
 
     def squares(self, entries: int) -> float:
         """Of a sum of this many squares or sizes, against itself, and of adding an instance times its weight."""

@@ -133,6 +133,8 @@ class PrivateLoader:
         self.num_workers, self.pin_memory, self.drop_last = loader.num_workers, loader.pin_memory, False
         self.observers = observers
         self.unit_map = unit_map
+        #: How many tokens the model takes, where its configuration says so.
+        self.most_tokens: int | None = None
         self.ranks = ranks
         self.one_unit = one_unit
         #: Where a loader that accelerate has prepared puts its batches; None leaves them where they are.
@@ -316,7 +318,8 @@ class PrivateLoader:
 
     @cached_property
     def _buckets(self) -> LengthBuckets:
-        return LengthBuckets(self.collate_fn)
+        # A model that does not say how many tokens it takes gets no longer batch than it was given.
+        return LengthBuckets(self.collate_fn, self.most_tokens or 0)
 
     @property
     def _pads(self) -> bool:

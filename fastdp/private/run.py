@@ -132,6 +132,7 @@ class Private(Published):
         self.ending = Ending(ledger, counts=plan.sigma > 0 and ranks.leads)
         self._collected = weakref.finalize(self, self.ending)
         data_loader.owner = _Owner(self)
+        data_loader.most_tokens = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         self._follow_schedule()
 
     def __iter__(self) -> Iterator[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,15 +141,18 @@ class ShapedCollator:
 
 
 class LengthBuckets(ShapedCollator):
-    """Pads batches whose lengths vary to lengths of a grid, so that their shapes come again.
+    """Pads batches to lengths of a public grid, so that their shapes come again; no batch knows the lengths of another.
 
-    Batches without a mask, or with sequences whose padding is not known, stay as they are. So do those of a length that a
-    quarter of all batches have, and none gets longer than the longest before: a model may take no more.
+    Batches without a mask, or with sequences whose padding is not known, stay as they are.
+
+    Args:
+        collate: the user's own.
+        most: the most tokens that the model takes.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any]):
+    def __init__(self, collate: Callable[[list[Any]], Any], most: int):
         super().__init__(collate, PublicShapes())
-        self._lengths: Counter[int] = Counter()
+        self.most = most
 
     def pad(self, batch: Any) -> Any:
         """The batch, its sequences padded."""
@@ -159,11 +161,10 @@ class LengthBuckets(ShapedCollator):
         if mask is None or mask.dim() != 2:
             return batch
         length = mask.shape[1]
-        self._lengths[length] += 1
-        bucket = min(grid_size(length), max(self._lengths))
+        bucket = min(grid_size(length), max(length, self.most))
         along = [(path, t) for path, t in found.items() if length in t.shape[1:]]
         known = all(t.shape[1] == length and self._pad(path[-1], t) is not None for path, t in along)
-        if bucket == length or not known or 4 * self._lengths[length] >= self._lengths.total():
+        if bucket == length or not known:
             return batch
         return map_leaves(batch, lambda path, t: self._padded(path, t, lambda size: bucket if size == length else size))
 
@@ -200,7 +201,7 @@ def shape_statement(public: bool, *, on_gpu: bool = False) -> str:
             "one unit changes no bit of another's gradient: the shapes of microbatches and each unit's place in them are "
             f"public, except in a share of {TAIL:.0e} of the logical batches"
         )
-    further = "; on a GPU the bounds of norms follow it too, which moves the sum further" if on_gpu else ""
+    further = "; on a GPU the route to norms follows it too, which may move the sum further" if on_gpu else ""
     return (
         "products round by the shape of their microbatch, which one unit may change: that moved the sum of 64 equal records by "
         f"{_MOVED['float32']} of the bound in float32 and by {_MOVED['bfloat16']} in bfloat16, at 12 layers, and more for "

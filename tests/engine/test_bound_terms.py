@@ -67,7 +67,7 @@ def needed(*uses: Factors | torch.Tensor) -> float:
         tokens = torch.tensor([float(sum(len(u.right) for u in uses if isinstance(u, Factors)))]).double()
         total = total + wide.T @ right.double()
         products = wide.norm(dim=1) @ right.double().norm(dim=1)
-        apart += float(gammas([ops.Rounding(left, right).added(1)], tokens)) * float(products)
+        apart += float(gammas([ops.Rounding(left, right).added()], tokens)) * float(products)
     return float(torch.as_tensor(total).norm()) + apart
 
 

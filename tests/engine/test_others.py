@@ -7,20 +7,26 @@ them at once. Records are searched for by size, length, place and number of rows
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import fastdp
+from fastdp import ops
 from fastdp.engine.bounds import UpperNorms
+from fastdp.engine.clip import norms, sums
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.norms import NormSink
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Ticket
 from fastdp.methods.frost.accumulate import AbsoluteSink
+from fastdp.ops.routes import ROUTES
 from fastdp.private.observer import Observer
 from tests.cases import cases, pairs
 
@@ -146,6 +152,97 @@ def test_a_record_of_zeros_moves_no_other(
     assert torch.equal(upper_x.measured[:, rest], upper.measured)
     assert torch.equal(weights_x[:, rest], weights)
     assert float((total_x - total).norm()) <= (MOVES - 1) * BOUND
+
+
+@contextmanager
+def gpu(route: Callable[..., str]) -> Iterator[None]:
+    """Measure as on a GPU, where ``route`` says how: many uses in one launch, and the error terms of its kernels."""
+
+    class Rounding(ops.Rounding):
+        def __init__(self, *factors: torch.Tensor, scaled: bool = False):
+            super().__init__(*factors, scaled=scaled)
+            self.arithmetic = "triton"
+
+    with ExitStack() as patches:
+        for module, name, value in (
+            (norms, "launches", lambda device: True),
+            (sums, "launches", lambda device: True),
+            (norms, "may_hold", lambda device: 1 << 30),
+            (norms, "plan_route", route),
+            (norms, "_CONSTANTS", {}),
+            (ops, "Rounding", Rounding),
+        ):
+            patches.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+#: Of matrices with 64 columns or fewer a GPU's route goes by the lengths of all, and with it the bound (docs/clipping.md).
+WIDE = [size for size in SIZES if min(size) > 64]
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    kind=st.sampled_from(("matrix", "masked", "table", "tied", "joined", "absolute")),
+    size=st.sampled_from(WIDE),
+    seed=st.integers(0, 10**6),
+    count=st.sampled_from((3, 21, 40)),
+    tokens=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    ratio=st.sampled_from((1.0, 30.0, 1e3, 1e5)),
+    length=st.sampled_from((1, 5, 64, 450)),
+    routes=st.tuples(*[st.sampled_from(ROUTES)] * 2),
+    keep=st.booleans(),
+    left_sided=st.booleans(),
+)
+def test_a_record_of_zeros_moves_no_bound_of_a_gpu(
+    kind: str,
+    size: tuple[int, int],
+    seed: int,
+    count: int,
+    tokens: list[int],
+    ratio: float,
+    length: int,
+    routes: tuple[str, str],
+    keep: bool,
+    left_sided: bool,
+) -> None:
+    """Whatever becomes of the lengths, of padding, of the route and of the number of units."""
+    generator, (m, n) = torch.Generator().manual_seed(seed), size
+    own = [[record(generator, t, m, n, ratio)] for t in tokens]
+    others = [own[i % len(own)] for i in range(count)]
+    x = [(torch.zeros(length, m), torch.zeros(length, n))]
+    found = []
+    for units, route in zip((others, [*others, x]), routes):
+        with gpu(lambda *sizes, chosen=route, **options: chosen):
+            found.append(clipped(kind, units, size, keep=keep, left_sided=left_sided)[0].norms[:, :count])
+    # What is left is the rounding of the squares themselves, of which each route has its own.
+    rtol = 1e-12 if routes[0] == routes[1] else 1e-5
+    torch.testing.assert_close(found[1], found[0], rtol=rtol, atol=0)
+
+
+@cases(*pairs(("size", [(4, 90), (90, 4)]), ("ratio", [1.0, 1e4])))
+def test_a_narrow_matrix_of_a_gpu_has_one_bound_in_one_pass_and_in_two(size: tuple[int, int], ratio: float) -> None:
+    """Memory decides between the two, and so the lengths of others; the second pass adds what the first one measured."""
+    m, n = size
+    generator = torch.Generator().manual_seed(3)
+    left, right = batch_of([[record(generator, 9, m, n, ratio)] for _ in range(3)], False)
+    parameter = nn.Parameter(torch.zeros(m, n))
+    layout = Ticket(torch.arange(3), torch.ones(3), True).layout(torch.device("cpu"))
+    found, made = [], []
+    for two_pass in (False, True):
+        accumulator = Accumulator({"w": parameter}, Policy((BOUND,), (0.0,), {"w": 0}))
+        sinks: list[Any] = []
+
+        def backward(retain: bool, sinks: list[Any] = sinks) -> None:
+            sinks[-1].matrix(parameter, Factors(left, right), layout)
+
+        with gpu(lambda *sizes, **options: "instantiate"):
+            sink = NormSink(accumulator, layout, {"w": 1}, keep=not two_pass)
+            sink.matrix(parameter, Factors(left, right), layout)
+            found.append(sink.finish().norms)
+            accumulator.run(backward, sinks.append, layout, {"w": 1}, two_pass=two_pass)  # type: ignore[arg-type]
+        made.append(accumulator.sums["w"])
+    assert torch.equal(*found)
+    assert torch.equal(*made)
 
 
 class Bag(nn.Module):

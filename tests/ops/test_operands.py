@@ -46,6 +46,7 @@ def arguments() -> dict[str, tuple]:
         "row_products": (left(), right(), OFFSETS, 2),
         "gram_norms": (*two, [1, 1], OFFSETS, [torch.ones(ROWS)] * 2 + [torch.ones(COLUMNS)] * 2, 1 << 20),
         "token_counts": (two[0], right(), OFFSETS),
+        "token_counts_group": (*two, OFFSETS),
         "direct_norms": (*two, OFFSETS, [1]),
         "chosen_sqnorm": (*two, OFFSETS, torch.ones(2, UNITS, dtype=torch.bool)),
         "per_unit": (left(), right(), OFFSETS),

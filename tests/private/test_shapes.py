@@ -298,7 +298,7 @@ def test_a_card_says_what_shapes_leave_where_they_are_not_public() -> None:
         private.detach()
     assert "products round by the shape of their microbatch" in found[0]
     assert "GPU" not in found[0]
-    assert "on a GPU the bounds of norms follow it too" in shape_statement(False, on_gpu=True)
+    assert "on a GPU the route to norms follows it too" in shape_statement(False, on_gpu=True)
     assert all(said.startswith("one unit changes no bit of another's gradient") for said in found[1:])
 
 

@@ -16,7 +16,7 @@ from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Layout
 from fastdp.ops.matrices import Matrices
 from fastdp.ops.placed import cached_constant
-from fastdp.ops.routes import longest_by_gram
+from fastdp.ops.routes import NARROW, longest_by_gram
 
 
 class Constants(NamedTuple):
@@ -34,6 +34,11 @@ class Found(NamedTuple):
     route: Route
     errors: Constants
 
+    @property
+    def wide(self) -> bool:
+        """Whether its gradients are too large to be made of many uses in one launch."""
+        return min(self.route.rows, self.route.columns) > NARROW and not (self.use.finds_norms or self.use.one_hot)
+
 
 class Batch(NamedTuple):
     """Factors of matrices without a mask over the same tokens, each the only use of its parameter, which `swap`s them."""
@@ -43,8 +48,6 @@ class Batch(NamedTuple):
     rights: Matrices
     swap: bool
     offsets: torch.Tensor
-    #: Of each unit, padding and all.
-    tokens: torch.Tensor
     errors: Sequence[Constants]
 
     def taken(self, order: tuple[int, ...]) -> Batch:
@@ -69,7 +72,7 @@ class _GramNorms(NamedTuple):
     errors: Sequence[Constants]
     squares: torch.Tensor
     products: torch.Tensor
-    #: Of each unit, those that its roundings go by, ``[units]``.
+    #: Of each unit, those that its roundings go by, ``[units]`` or ``[uses, units]``.
     tokens: torch.Tensor
     #: Which units have too many tokens for Gram matrices, and squares of 0 so far: bool ``[units]``, or None for none.
     long: torch.Tensor | None = None
@@ -82,8 +85,8 @@ class _GramNorms(NamedTuple):
 class Grams:
     """What one backward pass finds by Gram matrices, on its way into the ``norms`` of all groups."""
 
-    def __init__(self, norms: Norms, policy: Policy, layout: Layout):
-        self.norms, self.policy, self.layout = norms, policy, layout
+    def __init__(self, norms: Norms, policy: Policy, layout: Layout, launches: bool):
+        self.norms, self.policy, self.layout, self._launches = norms, policy, layout, launches
         self._known: list[_GramNorms] = []
 
     def add(self, found: Sequence[Found], direct: torch.Tensor | None = None) -> None:
@@ -96,8 +99,8 @@ class Grams:
         lefts, right = [use.left for use in uses], uses[0].right
         offsets, scales = uses[0].offsets(self.layout), [use.scales for use in uses if use.scales]
         each, long = list(itertools.chain(*scales)), None
-        if right.device.type != "cpu":
-            tokens = uses[0].lengths(self.layout)
+        if self._launches:
+            tokens = ops.token_counts_group(lefts, [right] * len(lefts), offsets)
             squares, products = ops.gram_norms(lefts, [right], [len(lefts)], offsets, each)
         else:
             most = longest_by_gram(sum([use.width for use in uses]), right.shape[1])
@@ -118,9 +121,15 @@ class Grams:
         counts = batch.rights.counts
         firsts = (0, *itertools.accumulate(counts[:-1]))
         norms = ops.gram_norms(batch.lefts, batch.rights.taken(firsts), counts, batch.offsets)
+        tokens = ops.token_counts_group(batch.lefts, batch.rights, batch.offsets)
         self._known.append(
-            _GramNorms(batch.names, batch.lefts, batch.rights, batch.offsets, batch.errors, *norms, batch.tokens)
+            _GramNorms(batch.names, batch.lefts, batch.rights, batch.offsets, batch.errors, *norms, tokens)
         )
+
+    def add_direct(self, found: Found, squares: torch.Tensor, products: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Take norms by the direct route ``[units]`` as if Gram matrices had given them: their bound is the same."""
+        rows = found.use.offsets(self.layout), [found.errors], squares[None], products[None], tokens
+        self._known.append(_GramNorms([found.name], [], [], *rows, direct=squares[None]))
 
     def judge(self) -> None:
         """Take the norms found by Gram matrices, and find those of the units anew for which they are not good enough.
@@ -146,24 +155,33 @@ class Grams:
         hidden *= gammas([error.gram for error in errors], tokens)
         known = self.norms.measured().index_add_(0, groups, squares)
         poor = (torch.zeros_like(known).index_add_(0, groups, hidden) > REMEASURED * known)[groups] & (products > 0)
-        anew = poor.device.type != "cpu" or bool(poor.any())
+        anew = self._launches or bool(poor.any())
         rests = products
         if anew:
+            self._measure(poor, rests.masked_fill(~poor, 0), tokens)
             squares, products = squares.masked_fill(poor, 0), products.masked_fill(poor, 0)
-            rests = rests.masked_fill(~poor, 0)
-            self._measure(poor, rests, tokens)
         self.norms.add_rows(own, squares, errors, products, tokens)
         self._known.clear()
 
     def _measure(self, chosen: torch.Tensor, products: torch.Tensor, tokens: torch.Tensor) -> None:
         """Take norms by the direct route of chosen units, bool ``[uses, units]``, and 0 of the others."""
         every = [len(grams.names) for grams in self._known]
+        given = [grams for grams in self._known if grams.direct is not None]
+        if given:
+            # All of them at once: on a GPU there may be one a matrix.
+            known = [grams.direct is not None for grams in self._known for _ in grams.names]
+            places = tuple([at for at, own in enumerate(known) if own])
+            index = cached_constant(places, torch.int64, chosen.device)
+            theirs, *rows = (each.index_select(0, index) for each in (chosen, products, tokens))
+            again = torch.where(theirs, stacked([grams.direct for grams in given if grams.direct is not None]), 0)
+            errors = [error.direct for grams in given for error in grams.errors]
+            self.norms.add_rows(
+                self.policy.groups([name for grams in given for name in grams.names]), again, errors, *rows
+            )
         for grams, theirs, *rows in zip(self._known, *(each.split(every) for each in (chosen, products, tokens))):
-            errors = [error.direct for error in grams.errors]
             if grams.direct is not None:
-                again = torch.where(theirs, grams.direct, 0)
-                self.norms.add_rows(self.policy.groups(grams.names), again, errors, *rows)
                 continue
+            errors = [error.direct for error in grams.errors]
             lefts, rights = grams.lefts, grams.rights
             # Scales are for processors, which look at the chosen alone.
             if grams.scales and bool(theirs.any()):

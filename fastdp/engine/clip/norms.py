@@ -13,7 +13,7 @@ import torch
 import fastdp.ops as ops
 from fastdp.engine.bounds import NONE, REMEASURED, Errors, Norms, UpperNorms, gammas
 from fastdp.engine.clip.grams import Batch, Constants, Found, Grams
-from fastdp.engine.clip.sums import Captures, Route, Sums, as_matrix
+from fastdp.engine.clip.sums import Captures, Route, Sums, as_matrix, launches
 from fastdp.engine.uses.experts import join_experts
 from fastdp.engine.uses.factors import Factors, PerUnit, join_uses
 from fastdp.engine.uses.layout import Layout
@@ -97,7 +97,8 @@ class NormSink(Captures):
         self.tables, self.plans = sums.tables, sums.plans
         self.entries: dict[str, Entry] = {}
         self.norms = Norms(len(self.policy.bounds), layout.units, layout.weights.device)
-        self._grams = Grams(self.norms, self.policy, layout)
+        self._launches = launches(layout.weights.device)
+        self._grams = Grams(self.norms, self.policy, layout, self._launches)
         #: What many were measured together: factors, and whole gradients by name.
         self.batches: list[Batch] = []
         self.wholes: dict[str, torch.Tensor] = {}
@@ -110,7 +111,6 @@ class NormSink(Captures):
         #: Routes of uses, and their errors, by their sizes: a model has many of few.
         self._kinds: dict[tuple[object, ...], tuple[Route, Constants]] = {}
         self.may_hold_bytes = may_hold(layout.weights.device) if keep else 0
-        self._launches = launches(layout.weights.device)
 
     def entry(self, parameter: torch.nn.Parameter) -> tuple[str, Entry]:
         """A parameter's name, and what it has collected."""
@@ -176,8 +176,7 @@ class NormSink(Captures):
             for at in plan.rest:
                 self._take_alone(*members[at])
             self.routes.update(plan.routes)
-            cut = self.layout.offsets(tokens, laned=laned), self.layout.lengths(tokens, laned=laned)
-            every = Batch(names, lefts, rights, swap, *cut, plan.errors)
+            every = Batch(names, lefts, rights, swap, self.layout.offsets(tokens, laned=laned), plan.errors)
             if not self._launches:
                 self._take_in_order(every, plan.small)
             elif plan.small:
@@ -234,8 +233,8 @@ class NormSink(Captures):
         # The gradient of a table has no small form, and its cross term with this use needs both as factors.
         several = masked or self.expected.get(name, 1) > 1
         small = route == "instantiate" and name not in self.tables
-        # On a processor, how several uses are measured must not depend on their length; that of one does not.
-        small &= not (several and factors.right.device.type == "cpu")
+        # How several uses are measured must not depend on their length; that of one does not.
+        small &= not several or (self._launches and min(found.route.rows, found.route.columns) <= NARROW)
         self.routes[name] = Route("masked", *found.route[1:]) if masked and not small else found.route
         if small:
             self._instantiate(found, several=several)
@@ -245,8 +244,7 @@ class NormSink(Captures):
             return
         if entry.uses > 1:
             self.require_once(name, entry)
-        wide = min(found.route.rows, found.route.columns) > NARROW and not (factors.finds_norms or factors.one_hot)
-        if wide if factors.right.device.type == "cpu" else route == "gram":
+        if route == "gram" if self._launches else found.wide:
             self._defer(found)
         else:
             add = self._add_found if factors.finds_norms else self._add_direct
@@ -275,7 +273,9 @@ class NormSink(Captures):
             return "instantiate"
         right, units = use.right, self.layout.units
         length = right.shape[0] // max(1, units)
-        options: dict[str, Any] = {"keeps_factors": self.keep, "dtype": right.dtype, "device": right.device}
+        # What is made of a narrow one by unit is added as well: see `SumSink`.
+        keeps = self.keep or (self._launches and min(rows, right.shape[1]) <= NARROW)
+        options: dict[str, Any] = {"keeps_factors": keeps, "dtype": right.dtype, "device": right.device}
         return plan_route(rows, right.shape[1], length, units, **options)
 
     def apart(self) -> None:
@@ -316,7 +316,14 @@ class NormSink(Captures):
         use, offsets = found.use.dense(), found.use.offsets(self.layout)
         if squares is None:
             squares = ops.sqnorm(use.left, use.right, offsets, "direct")
-        self._take(found, found.errors.direct, squares, use.row_products(self.layout), use.lengths(self.layout))
+        products, tokens = use.scales_of_errors(self.layout)
+        if not self._launches or use.one_hot or found.use.tiled:
+            self._take(found, found.errors.direct, squares, products, tokens)
+            return
+        # Which route a matrix goes on a GPU depends on its neighbours: the bound does not.
+        self._grams.add_direct(found, squares, products, tokens)
+        if not self.keep:
+            self._grams.judge()
 
     def _take(
         self, found: Found, errors: Errors, squares: torch.Tensor, products: torch.Tensor, tokens: torch.Tensor
@@ -345,14 +352,10 @@ class NormSink(Captures):
     def _instantiate(self, found: Found, *, several: bool) -> None:
         """Make the gradients of a small matrix at once."""
         name, use, entry = found.name, found.use, self.entries[found.name]
-        offsets, wide = use.offsets(self.layout), min(found.route.rows, found.route.columns) > NARROW
-        own, launched = use.dense(), self._launches
-        if launched and (several or not wide):
-            if not self.keep:
+        offsets, own, launched = use.offsets(self.layout), use.dense(), self._launches
+        if launched and not found.wide:
+            if several and not self.keep:
                 self.note_products(name, use)
-            if wide:
-                entry.add(own.each(self.layout))
-                return
             left, right = own.oriented
             (gradient,), squared = ops.per_unit_group([left], [right], offsets)
             entry.add(gradient, squared[0])
@@ -365,14 +368,14 @@ class NormSink(Captures):
         else:
             (gradient,), squared = ops.per_unit_group([own.left], [own.right], offsets)
             gradient = gradient.mT.contiguous() if use.swap and self.keep else gradient
-            if wide:
+            if found.wide:
                 self._grams.add([found], squared)
             else:
                 self._add_direct(found, squared[0])
         if self.keep:
             entry.add(gradient)
             entry.measured = True
-        elif wide:
+        elif found.wide:
             self._grams.judge()
 
     def _defer(self, found: Found) -> None:
@@ -403,18 +406,17 @@ class NormSink(Captures):
 
     def _constants(self, use: Factors, entries: int) -> Constants:
         """The errors of one use, computed once for all of its size and arithmetic."""
-        right, units, columns = use.right, self.layout.units, use.right.shape[1]
+        right, columns = use.right, use.right.shape[1]
 
         def find() -> Constants:
             rounding = use.rounding()
-            relative, direct = rounding.squares(entries), rounding.added(units).plus(rounding.entry())
-            # On a processor as much as for the direct route: which of both it is goes by lengths.
-            added = direct if rounding.arithmetic == "cpu" else rounding.added(units)
-            gram = Errors(entries, relative, rounding.gram(use.width, columns), added)
+            relative, direct = rounding.squares(entries), rounding.added().plus(rounding.entry())
+            # By Gram matrices as much as by the direct route: which of both it is goes by lengths.
+            gram = Errors(entries, relative, rounding.gram(use.width, columns), direct)
             return Constants(gram, Errors(entries, relative, added=direct))
 
         left, scaled = "tiles" if use.tiled else use.left.dtype, use.scales is not None
-        return _cached((left, right.dtype, right.device.type, use.width, columns, units, entries, scaled), find)
+        return _cached((left, right.dtype, right.device.type, use.width, columns, entries, scaled), find)
 
     def drop(self, entry: Entry) -> None:
         """Let go of factors that are measured, unless the weighted sums will need them."""
@@ -423,11 +425,11 @@ class NormSink(Captures):
 
     def note_products(self, name: str, use: Factors, order: int = 2) -> None:
         """Of a use that is measured as an instance but added as factors: how far the two may be apart."""
-        products, added = use.row_products(self.layout, order), use.rounding().added(self.layout.units)
+        (products, tokens), added = use.scales_of_errors(self.layout, order), use.rounding().added()
         entry = self.entries[name]
         entry.products = products if entry.products is None else entry.products + products
         # An instance may be made by a BLAS as well, in an order that is not known.
-        twice = 2 * gammas([added], use.lengths(self.layout))[0]
+        twice = 2 * gammas([added], tokens)[0]
         entry.added = twice if entry.added is None else entry.added + twice
 
     def _add_instances(self, entries: dict[str, Entry]) -> None:
@@ -538,7 +540,7 @@ class NormSink(Captures):
                 square += 2 * use.inner(other, self.layout)
         every, scaled = [f for use in uses for f in (use.left, use.right)], any(use.scales for use in uses)
         rounding = ops.Rounding(*every, scaled=scaled)
-        added = rounding.added(self.layout.units)
+        added = rounding.added()
         poor = gammas([gram], tokens)[0] * products.square() > REMEASURED * (self.norms.measured()[group] + square)
         if poor.device.type == "cpu" and bool(poor.any()):
             # Such a unit's gradient is put together, one at a time; elsewhere its weight is what the bound allows.
@@ -557,9 +559,9 @@ class NormSink(Captures):
         if len(entry.factors) == 1 and entry.instance is None:
             use = entry.factors[0]
             squared = ops.masked_sqnorm(*use.oriented, use.offsets(self.layout), as_matrix(mask))
-            rounding, products = use.rounding(), use.row_products(self.layout)
-            added = rounding.entry().plus(rounding.added(self.layout.units))
-            errors: dict[str, Any] = {"products": products, "tokens": use.lengths(self.layout), "added": added}
+            rounding, (products, tokens) = use.rounding(), use.scales_of_errors(self.layout)
+            added = rounding.entry().plus(rounding.added())
+            errors: dict[str, Any] = {"products": products, "tokens": tokens, "added": added}
             self.drop(entry)
         else:
             if entry.factors:
@@ -571,11 +573,6 @@ class NormSink(Captures):
             if not self.keep:
                 entry.instance = None
         self.add_powers(name, squared, rounding, **errors)
-
-
-def launches(device: torch.device) -> bool:
-    """Whether many products in one launch take less time than one after another."""
-    return device.type != "cpu"
 
 
 def may_hold(device: torch.device) -> int:

@@ -159,8 +159,6 @@ class HeadFactors(Factors):
 
     def lengths(self, layout: Layout) -> torch.Tensor:
         """As `Factors.lengths`, by how each token's loss counts."""
-        if self.right.device.type != "cpu":
-            return layout.lengths(self.right.shape[0], laned=self.laned)
         return ops.token_counts([self.tiles.counts.unsqueeze(1)], self.right, self.offsets(layout))
 
     def inner(self, other: Factors, layout: Layout) -> torch.Tensor:

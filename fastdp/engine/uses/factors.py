@@ -102,12 +102,13 @@ class Factors:
         return layout.offsets(self.right.shape[0], laned=self.laned, host=host)
 
     def lengths(self, layout: Layout) -> torch.Tensor:
-        """Tokens of each unit, float64 ``[units]``: on a processor those that add anything, so that padding is none."""
-        if self.right.device.type == "cpu":
-            return ops.token_counts([self.left], self.right, self.offsets(layout))
-        if self.bounds is not None:
-            return self.bounds.diff().double()
-        return layout.lengths(self.right.shape[0], laned=self.laned)
+        """Tokens of each unit that add anything, so that padding is none: float64 ``[units]``."""
+        return ops.token_counts([self.left], self.right, self.offsets(layout))
+
+    def scales_of_errors(self, layout: Layout, order: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+        """`row_products` and `lengths`, at once."""
+        own = self.dense()
+        return ops.counted_products(own.left, own.right, self.offsets(layout), order)
 
     def rounding(self) -> ops.Rounding:
         """The arithmetic of its products."""
@@ -115,8 +116,7 @@ class Factors:
 
     def row_products(self, layout: Layout, order: int = 2) -> torch.Tensor:
         """The scale of a unit's rounding errors, ``[units]`` float64: see `fastdp.ops.row_products`."""
-        own = self.dense()
-        return ops.row_products(own.left, own.right, self.offsets(layout), order)
+        return self.scales_of_errors(layout, order)[0]
 
     def powers(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         """Computed squared norms (by Gram matrices, or from a table's rows), and the `row_products`: ``[units]`` each."""

@@ -129,7 +129,6 @@ class Layout:
     #: How an operation (its name, the ids of the parameters on one side, the other's dimensions) meets a tensor, as traced.
     meetings: Mapping[tuple[str, frozenset[int], int], BroadcastLayout] = field(default_factory=dict)
     _offsets: dict[tuple[int, bool, bool], torch.Tensor] = field(default_factory=dict)
-    _lengths: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict)
 
     @property
     def units(self) -> int:
@@ -172,13 +171,6 @@ class Layout:
             device = torch.device("cpu") if host else self.weights.device
             self._offsets[key] = keep_for_replay(_offsets(tuple(counts), device))
         return self._offsets[key]
-
-    def lengths(self, tokens: int, *, laned: bool = False) -> torch.Tensor:
-        """Tokens of each unit on a flat axis of ``tokens``, padding and all, float64 ``[units]``."""
-        key = tokens, laned
-        if key not in self._lengths:
-            self._lengths[key] = self.offsets(tokens, laned=laned).diff().double()
-        return self._lengths[key]
 
     def per_token(self, per_unit: torch.Tensor, tokens: int, *, laned: bool = False) -> torch.Tensor:
         """``per_unit`` [units] repeated for every token of a flat axis: ``[tokens]``."""

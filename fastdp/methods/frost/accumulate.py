@@ -40,14 +40,14 @@ class AbsoluteSink(NormSink):
         if self.expected.get(name, 1) > 1:
             return
         self.require_once(name, entry)
-        rounding = factors.rounding()
+        rounding, (products, counts) = factors.rounding(), factors.scales_of_errors(layout, 1)
         self.add_powers(
             name,
             ops.abs_sum(factors.left, factors.right, factors.offsets(layout)),
             rounding,
-            products=factors.row_products(layout, 1),
-            tokens=factors.lengths(layout),
-            added=rounding.entry().plus(rounding.added(layout.units)),
+            products=products,
+            tokens=counts,
+            added=rounding.entry().plus(rounding.added()),
         )
         self.drop(entry)
 

@@ -14,15 +14,15 @@ from ..stream import native_threads
 from .norms import NARROW, NO_FACTOR, direct_norms as norms_of, gram_norms_of, has_kernel
 
 
-def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> Tensor:
+def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> tuple[Tensor, Tensor]:
     """:func:`fastdp.ops.row_products` on a processor."""
     if not has_kernel(left, right):
         return NotImplemented
     products = torch.empty(offsets.shape[0] - 1, dtype=torch.float64)
-    one_hot = is_one_hot(left)
+    one_hot, counts = is_one_hot(left), token_counts([left], right, offsets)
     own, bounds = NO_FACTOR if one_hot else native_factor(left), unit_bounds(offsets)
     _native.row_products(own, native_factor(right), bounds, one_hot, order == 2, products, native_threads())
-    return products
+    return products, counts
 
 
 def token_counts(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from fastdp.kernels import bounds, gram, weighted
 
+from fastdp import ops
 from fastdp.ops.bounds import PADDING
 from tests.cases import pairs
 from tests.ops.uses import DTYPES, factor, gradients, offsets_of, relative_error
@@ -24,18 +25,47 @@ def test_row_products(dtype, order):
     offsets = offsets_of(RAGGED)
     left, right = factor(60, 33, 0, dtype, "strided"), factor(60, 300, 1, dtype)
     truth = products_of(left, right, offsets, order)
-    assert relative_error(bounds.row_products(left, right, offsets, order), truth) <= 1e-5
+    assert relative_error(bounds.row_products(left, right, offsets, order)[0], truth) <= 1e-5
     ids = torch.randint(0, 5, (60,))
     assert (
-        relative_error(bounds.row_products(ids, right, offsets, order), products_of(ids, right, offsets, order)) <= 1e-5
+        relative_error(bounds.row_products(ids, right, offsets, order)[0], products_of(ids, right, offsets, order))
+        <= 1e-5
     )
+
+
+@pytest.mark.parametrize(*pairs(("strided", [False, True]), ("dtype", DTYPES)))
+def test_token_counts_are_of_the_tokens_that_add_anything(dtype, strided):
+    """Rows that begin with zeros are not zero, and padding counts on neither side."""
+    offsets = offsets_of(RAGGED)
+    lefts = [factor(60, m, m, dtype, "strided" if strided else "plain").clone() for m in (33, 300)]
+    rights = [factor(60, 140, 1), factor(60, 17, 2, dtype)]
+    for zeros in (
+        lefts[0][5:9],
+        lefts[1][:20],
+        lefts[0][30:, :32],
+        lefts[1][40:, :299],
+        rights[0][50:],
+        rights[1][45:47],
+    ):
+        zeros.zero_()
+    if strided:
+        lefts, rights = ([x.T.contiguous().T for x in side] for side in (lefts, rights))
+    truth = torch.stack([ops.token_counts([left], right, offsets) for left, right in zip(lefts, rights)])
+    assert torch.equal(bounds.token_counts_group(lefts, rights, offsets), truth)
+    assert torch.equal(bounds.token_counts([lefts[1]], rights[1], offsets), truth[1])
+    for at, (left, right) in enumerate(zip(lefts, rights)):
+        assert torch.equal(bounds.row_products(left, right, offsets, 2)[1], truth[at])
+    ids = torch.randint(0, 5, (60,))
+    assert torch.equal(bounds.row_products(ids, rights[1], offsets, 1)[1], ops.token_counts([ids], rights[1], offsets))
+    assert torch.equal(bounds.token_counts([ids], rights[1], offsets), ops.token_counts([ids], rights[1], offsets))
+    assert not bounds.token_counts_group([lefts[0][:0]], [rights[0][:0]], 0 * offsets).any()
 
 
 def test_rows_too_short_for_float32_count_as_if_they_were_longer():
     tiny, other, offsets = torch.full((1, 3), 2.0**-80), torch.ones(1, 1), offsets_of((1,))
     least = 3**0.5 * PADDING
-    assert least <= float(bounds.row_products(tiny, other, offsets, 2)) < 1.01 * least
-    assert float(bounds.row_products(tiny, other, offsets, 1)) >= 3 * PADDING
+    assert least <= float(bounds.row_products(tiny, other, offsets, 2)[0]) < 1.01 * least
+    assert float(bounds.row_products(tiny, other, offsets, 1)[0]) >= 3 * PADDING
 
 
 def test_gram_norms_come_with_their_products():

@@ -11,7 +11,7 @@ from fastdp.kernels.weighted import weighted_sum_, weighted_sums_
 from fastdp import ops
 from fastdp.ops.table import OPS
 from tests.cases import pairs
-from tests.ops.uses import DTYPES, factor, offsets_of
+from tests.ops.uses import DTYPES, factor, gradients, offsets_of
 
 NAN = float("nan")
 
@@ -293,3 +293,21 @@ def test_ops_reach_the_kernels(as_on_a_gpu):
     ops.weighted_sum(left, right, weights, out)
     torch.testing.assert_close(out.float(), truth)
     assert not ops.weighted_sum(left[:0], right[:0], weights[:0]).any()
+
+
+def test_sums_of_many_units_are_made_of_parts(as_on_a_gpu, monkeypatch):
+    """How often the sum of a unit is rounded does not depend on how many units there are."""
+    offsets = offsets_of((7, 0, 33, 20, 1, 12, 40))
+    left, right, weights = factor(113, 18, 0), factor(113, 24, 1), torch.rand(7)
+    monkeypatch.setattr(sums, "MOST_UNITS", 3)
+    launched = []
+    made = weighted.weighted_sums_
+    monkeypatch.setattr(weighted, "weighted_sums_", lambda *own: (launched.append(own[3].shape[1]), made(*own)))
+    truth = torch.tensordot(weights.double(), gradients(left, right, offsets), 1)
+    before = torch.randn(18, 24)
+    outs = [None, before.clone()]
+    made_here = ops.weighted_sum_group([left] * 2, [right] * 2, torch.stack([weights] * 2), offsets, outs)
+    made_here.append(ops.weighted_sum(left, right, weights, before.clone(), offsets=offsets))
+    for found, begun in zip(made_here, (0, before.double(), before.double())):
+        assert float((found.double() - begun - truth).norm()) <= 1e-6 * float(truth.norm())
+    assert launched == [3, 3, 1] * 2

@@ -77,11 +77,11 @@ def test_gradients_and_sums_of_long_units(tensor_cores, rounding):
         out = torch.zeros(3, 5)
         weighted.weighted_sum_(out, left, right, weight, *masked, offsets=offsets, dealt=(1, 1))
         errors.append((out.double() / weight.double() - truth).norm().item())
-    assert errors[0] <= rounding.added(1).gamma(tokens) * scale
+    assert errors[0] <= rounding.added().gamma(tokens) * scale
     assert (
         errors[1]
         <= Roundings(512 + 11 + 2 + tokens / 64 + 4).gamma(0) * scale
-        <= rounding.added(1).gamma(tokens) * scale
+        <= rounding.added().gamma(tokens) * scale
     )
     assert errors[1] < 0.25 * lost
 
@@ -103,4 +103,4 @@ def test_a_unit_beside_others(tensor_cores, rounding):
         gap = (sums[0].double() - sums[1].double() - weights[unit].double() * truth[unit]).norm()
         shares = weights.double() * scales
         others = 2 * Roundings(tokens + 24 + 10).gamma(0) * (shares.sum() - shares[unit])
-        assert gap <= rounding.added(len(lengths)).gamma(max(lengths)) * shares[unit] + others
+        assert gap <= rounding.added().gamma(max(lengths)) * shares[unit] + others
