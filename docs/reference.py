@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -68,9 +69,13 @@ def members(package: str) -> list[tuple[str, str]]:
 def _definitions(path: Path) -> list[ast.ClassDef | ast.FunctionDef]:
     return [
         node
-        for node in ast.parse(path.read_text()).body
+        for node in _parsed(path.read_text()).body
         if isinstance(node, (ast.ClassDef, ast.FunctionDef))
     ]
+
+
+#: Most modules are asked for many names.
+_parsed = functools.cache(ast.parse)
 
 
 def _complete(

@@ -67,6 +67,17 @@ def test_what_matters_is_found_whoever_renews_the_digest(run, path, value, match
     assert any(word in result.reason for word in match.split("|")), result.reason
 
 
+def test_a_number_of_units_that_its_sentence_repeats_is_compared_with_the_ledger(run):  # noqa: F811
+    made, ledger = run
+    body = json_of(made)
+    own = f"number of units, {body['dataset_size']},"
+    assert any(own in said for said in body["assumptions"])
+    told = [said.replace(own, "number of units, 50000,") for said in body["assumptions"]]
+    result = verify(resealed({**body, "dataset_size": 50_000, "assumptions": told}), ledger=ledger)
+    assert not result
+    assert "dataset_size" in result.reason
+
+
 def begun(path, kind, event):
     """A run's ledger of eight steps, and of one release of another kind."""
     ledger = Ledger.create(path, HEADER, event=accounting.dpsgd_model(1.0, 0.02), budget_steps=20, block=3)

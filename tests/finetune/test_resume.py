@@ -215,9 +215,9 @@ def load_base(config):
 
 def test_a_stopped_run_resumes_with_the_partitions_it_had_chosen(config, tmp_path):
     options = {"unfreezing_ratio": 0.5, "selection_steps": 2, "selection_rate": 0.2}
-    settings = replace(config, peft="full", method="frost", method_options=options, epochs=4)
+    settings = replace(config, peft="full", method="frost", method_options=options, epochs=2)
     with pytest.raises(SystemExit):
-        finetune(settings, reporter=StopAfter(5))
+        finetune(settings, reporter=StopAfter(3))
     [kept] = (tmp_path / "run").glob("preparation-*")
     before = kept.read_bytes()
     result = finetune(settings, resume=True)

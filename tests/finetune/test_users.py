@@ -36,7 +36,7 @@ def test_the_person_is_what_the_card_and_the_account_protect(notes, tmp_path):
 
 
 def test_a_stopped_run_of_people_resumes(notes):
-    notes = replace(notes, epochs=3)
+    notes = replace(notes, epochs=2)
     with pytest.raises(SystemExit):
         finetune(notes, reporter=StopAfter(3))
     with pytest.raises(ConfigError, match="these differ: max_examples_per_user"):

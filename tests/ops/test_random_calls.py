@@ -10,7 +10,7 @@ from fastdp.ops.table import definitions
 from tests.cases import cases, pairs
 
 #: Of each entry of the families; one with several kinds of calls has several entries.
-CALLS = 8
+CALLS = 6
 
 
 @pytest.fixture

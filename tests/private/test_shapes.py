@@ -108,7 +108,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     lengths=st.lists(st.integers(2, 15), min_size=OTHERS, max_size=OTHERS),
     length=st.integers(2, 40),
@@ -129,8 +129,8 @@ def test_one_record_changes_no_bit_of_the_others(
     assert same(first, sums_of_others(name, [*others, record(15, 100 + seed)], without=OTHERS, **options))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=5, deadline=None)
+@pytest.mark.parametrize("name", ["linear", "gpt2"])
+@settings(max_examples=3, deadline=None)
 @given(
     counts=st.lists(st.integers(1, 3), min_size=5, max_size=5),
     lengths=st.lists(st.integers(2, 40), min_size=1, max_size=3),
