@@ -136,8 +136,8 @@ def attacks_command(
     document: Annotated[Path | None, typer.Option(help="page whose table is replaced, such as docs/attacks.md")] = None,
 ) -> None:
     """Try to move a release by more than its bound."""
-    from fastdp.bench import plots
     from fastdp.bench.attacks import run
+    from fastdp.bench.record import insert
 
     rows: list[dict[str, Any]] = []
     for row in _each("attacks ...", run.measure(only)):
@@ -146,7 +146,7 @@ def attacks_command(
     every = run.merged(json if only else None, rows)
     _write(json, {"attacks": every})
     if document is not None:
-        plots.insert(document, run.table(every))
+        insert(document, run.table(every))
     through = [row["attack"] for row in rows if not run.is_held(row)]
     if through:
         raise ValueError(f"{len(through)} of {len(rows)} attacks succeeded: {', '.join(through)}")
@@ -163,8 +163,9 @@ def plot_command(
 ) -> None:
     """Draw the roofline and the planner's predictions from result files, and write the table of ops."""
     from fastdp.bench import plots
+    from fastdp.bench.record import insert
 
-    plots.insert(document, plots.table(results / "kernels.json"))
+    insert(document, plots.table(results / "kernels.json"))
     console.print(f"wrote the table of {document}")
 
     for name, draw in (("kernels", plots.roofline), ("planner", plots.planner)):
