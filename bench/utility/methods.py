@@ -67,7 +67,7 @@ _rapft = partial(_method, "rapft", irrelevance_ratio=0.7, map_after=2, initialis
 _MAP = {"kind": "public", "data": PUBLIC, "examples": 64}
 _NOISY = {"kind": "noisy", "noise_multiplier": 2.0, "sample_rate": 0.02}
 _frost = partial(_method, "frost", 2e-2, selection_rate=0.01)
-_LAYER: Settings = {"layer": 6, "autoencoder": None, "rehearsal": {"public": PUBLIC, "examples": 2048}}
+_LAYER: Settings = {"layer": 6, "autoencoder": None, "rehearsal": {"public": PUBLIC}}
 SUITES = {
     "rapft": Suite(
         ("ref",),
@@ -145,11 +145,12 @@ class Size:
     """How many rows are read, all if there is no number, and the batch size."""
 
     train: int | None = 8192
-    held_out: int | None = 1024
+    eval: int | None = 1024
+    public: int | None = 2048
     batch_size: int = 256
 
 
-SIZES = {"default": Size(), "tiny": Size(256, 32, 64), "full": Size(None, None)}
+SIZES = {"default": Size(), "tiny": Size(256, 32, 64, 64), "full": Size(None, None)}
 
 
 def settings(chosen: Suite, seeds: int) -> Iterator[suite.Row]:
@@ -201,14 +202,13 @@ def main(name: str, arguments: Sequence[str] | None = None) -> None:
     )
     options, size = suite.begin(parser, arguments)
     chosen = SUITES[name]
+    # Benchmarks are public as a whole, and their files share phrases.
+    shared: Settings = {"model": str(options.model), "batch_size": size.batch_size, "public_overlap": 10**9}
     with tempfile.TemporaryDirectory() as folder:
-        files = {"train": (options.train, size.train), "eval": (options.eval, size.held_out)}
-        shared: Settings = {"model": str(options.model), "batch_size": size.batch_size, "schedule": "linear"}
-        for part, (path, count) in files.items():
-            table = read_rows(path)
-            columns = {column: table.column(column, column)[:count] for column in chosen.columns}
-            write_rows(Path(folder) / f"{part}.jsonl", [dict(zip(columns, row)) for row in zip(*columns.values())])
-            shared[part] = str(Path(folder) / f"{part}.jsonl")
-        # Benchmarks are public as a whole, and their files share phrases.
-        shared["public_overlap"] = 10**9
-        suite.finish(options, settings(chosen, options.seeds), partial(run, chosen, shared, options.public))
+        files = {part: Path(folder) / f"{part}.jsonl" for part in ("train", "eval", "public")}
+        for part, path in files.items():
+            table, count = read_rows(getattr(options, part)), getattr(size, part)
+            columns = [table.column(column, column)[:count] for column in chosen.columns]
+            write_rows(path, [dict(zip(chosen.columns, row)) for row in zip(*columns)])
+        shared |= {"train": str(files["train"]), "eval": str(files["eval"]), "schedule": "linear"}
+        suite.finish(options, settings(chosen, options.seeds), partial(run, chosen, shared, files["public"]))
