@@ -149,9 +149,10 @@ def _noise(device: torch.device, sizes: Sizes) -> Iterator[Case]:
     base = [torch.randn(1003, device=device) for _ in range(3)] + [torch.rand(1003, device=device)]
 
     def stepped() -> torch.Tensor:
-        weight, *others = [t.clone() for t in base]
-        options: dict[str, Any] = {"divisor": 8.0, "lr": 1e-2, "step": 4, "weight_decay": 0.01}
-        ops.adamw_noise_step_(weight, *others, 0.5, _same_noise(), **options)
+        weight, grad_sum, first, second = [t.clone() for t in base]
+        ops.adamw_noise_step_(
+            weight, grad_sum, first, second, 0.5, _same_noise(), divisor=8.0, lr=1e-2, step=4, weight_decay=0.01
+        )
         return weight
 
     yield Case(
