@@ -99,11 +99,15 @@ def _relative(got: torch.Tensor, truth: torch.Tensor) -> float:
     return gap / max(float(truth.double().norm()), 1e-300) if math.isfinite(gap) else math.inf
 
 
-def _defined(function: Callable[[], torch.Tensor]) -> float:
-    """Relative error of what a function of ops gives, against what it gives by their definitions."""
-    found = function()
-    with definitions():
-        return _relative(found, function())
+def _defined(function: Callable[[], torch.Tensor], allowed: float) -> Callable[[], tuple[float, float]]:
+    """A check of what a function of ops gives, against what it gives by their definitions."""
+
+    def check() -> tuple[float, float]:
+        found = function()
+        with definitions():
+            return _relative(found, function()), allowed
+
+    return check
 
 
 def _same_noise() -> ops.NoiseStream:
@@ -116,14 +120,11 @@ def _noise(device: torch.device, sizes: Sizes) -> Iterator[Case]:
     x = torch.zeros(n, device=device)
     scratch = torch.empty_like(x)
 
-    def check_noise() -> tuple[float, float]:
-        return _defined(lambda: ops.add_noise_(torch.zeros(4099, device=device), 1.0, _same_noise())), 1e-5
-
     yield Case(
         "add_noise_",
         f"{n} float32",
         lambda: ops.add_noise_(x, 1.0, stream),
-        check_noise,
+        _defined(lambda: ops.add_noise_(torch.zeros(4099, device=device), 1.0, _same_noise()), 1e-5),
         {
             "torch normal_": lambda: scratch.normal_(),
             "torch.normal": lambda: torch.normal(0.0, 1.0, x.shape, device=device, out=scratch),
@@ -145,23 +146,20 @@ def _noise(device: torch.device, sizes: Sizes) -> Iterator[Case]:
         ops.add_noise_(state[1], 1.0, stream)
         fused.step()
 
-    def check_step() -> tuple[float, float]:
-        base = [torch.randn(1003, device=device) for _ in range(3)] + [torch.rand(1003, device=device)]
+    base = [torch.randn(1003, device=device) for _ in range(3)] + [torch.rand(1003, device=device)]
 
-        def stepped() -> torch.Tensor:
-            weight, grad_sum, first, second = [t.clone() for t in base]
-            ops.adamw_noise_step_(
-                weight, grad_sum, first, second, 0.5, _same_noise(), divisor=8.0, lr=1e-2, step=4, weight_decay=0.01
-            )
-            return weight
-
-        return _defined(stepped), 1e-5
+    def stepped() -> torch.Tensor:
+        weight, grad_sum, first, second = [t.clone() for t in base]
+        ops.adamw_noise_step_(
+            weight, grad_sum, first, second, 0.5, _same_noise(), divisor=8.0, lr=1e-2, step=4, weight_decay=0.01
+        )
+        return weight
 
     yield Case(
         "adamw_noise_step_",
         f"{n} float32",
         own,
-        check_step,
+        _defined(stepped, 1e-5),
         {"add_noise_ and torch's fused AdamW": two},
         bytes=28.0 * n,
     )
@@ -182,17 +180,11 @@ def _clip_noise(device: torch.device, sizes: Sizes, stream: ops.NoiseStream) -> 
             leaf = hidden[:rows].detach().requires_grad_()
             return torch.autograd.grad(function(leaf), leaf, upstream[:rows])[0]
 
-    def check_clip() -> tuple[float, float]:
-        return _defined(lambda: ops.clip_noise(hidden[:3], 1.0, 0.0, _same_noise())), 1e-6
-
-    def check_gradient() -> tuple[float, float]:
-        return _defined(lambda: with_gradient(lambda v: ops.clip_noise(v, 1.0, 0.1, _same_noise()), 3)), 1e-5
-
     yield Case(
         "clip_noise",
         f"{size} float32",
         lambda: ops.clip_noise(hidden, 1.0, 0.1, stream),
-        check_clip,
+        _defined(lambda: ops.clip_noise(hidden[:3], 1.0, 0.0, _same_noise()), 1e-6),
         _torch(composed, hidden),
         bytes=12.0 * hidden.numel(),
     )
@@ -200,7 +192,7 @@ def _clip_noise(device: torch.device, sizes: Sizes, stream: ops.NoiseStream) -> 
         "clip_noise and its gradient",
         f"{size} float32",
         lambda: with_gradient(lambda v: ops.clip_noise(v, 1.0, 0.1, stream)),
-        check_gradient,
+        _defined(lambda: with_gradient(lambda v: ops.clip_noise(v, 1.0, 0.1, _same_noise()), 3), 1e-5),
         {"torch": lambda: with_gradient(composed)},
         # Backward reads the upstream gradient and the input twice, for their inner product first.
         bytes=(12.0 + 20.0) * hidden.numel(),

@@ -27,33 +27,19 @@ TUNINGS = ("full", "lora", "bitfit")
 #: What an error must be below for a step to count as exact: float32 arithmetic on both sides of a clipped sum.
 EXACT = 1e-4
 _ROWS, _TOKENS, _WORDS = 4, 11, 61
+_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SMALL: dict[str, Any] = {
-    "vocab_size": _WORDS,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **{"vocab_size": _WORDS, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **_IDS,
 }
+_SIDE = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+#: Of models with an encoder and a decoder.
 _PAIR: dict[str, Any] = {
-    "vocab_size": _WORDS,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-    "forced_eos_token_id": 2,
+    **{"vocab_size": _WORDS, "d_model": 32, "max_position_embeddings": 64},
+    **{f"{part}_{name}": count for part in ("encoder", "decoder") for name, count in _SIDE.items()},
+    **_IDS,
+    **{"decoder_start_token_id": 2, "forced_eos_token_id": 2},
 }
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 _HEADS = {"head_dim": 8}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import plots
-from .record import markdown
+from .record import insert, markdown
 
 RESULTS = Path(__file__).parent / "results"
 CASES = {
@@ -105,5 +105,5 @@ def draw(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    plots.insert(Path(sys.argv[1]), table())
+    insert(Path(sys.argv[1]), table())
     draw(Path(sys.argv[2]))

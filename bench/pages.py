@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from .record import markdown
+from .record import markdown, with_table
 
 RESULTS = Path(__file__).parent / "results"
 RESULTS_PAGE = Path("docs/results.md")
@@ -411,13 +411,7 @@ def tables(page: Path) -> dict[str, str]:
 def written(page: Path, text: str) -> str:
     """The page's text with its tables computed again. Raises ValueError if a table has no place in it."""
     for name, table in tables(page).items():
-        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-        if text.count(begin) != 1 or text.count(end) != 1:
-            raise ValueError(
-                f"{page} needs the lines '{begin}' and '{end}' once each. Put them where the table belongs."
-            )
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
+        text = with_table(text, table, name)
     return text
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import matplotlib
 from cycler import cycler
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 from matplotlib.transforms import ScaledTranslation
+
+from .record import markdown
 
 #: One look for every picture. Lines differ in mark and stroke as well as in colour, so that those which coincide are seen, and
 #: by whoever sees no colours; the ground is white on dark pages too.
@@ -52,13 +53,6 @@ def picture(
                 axes.legend(handles, labels, ncols=legends, columnspacing=1.2, **where)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
-
-
-def plain_log(axis: Any) -> None:
-    """Write a logarithmic axis as numbers, at 1, 2 and 5 of each power of ten."""
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(lambda value, _: f"{value:,.0f}".replace(",", " ") if value >= 100 else f"{value:.3g}")
-    axis.set_minor_formatter(lambda *_: "")
 
 
 def roofline(results: Path, picture_path: Path) -> None:
@@ -112,41 +106,20 @@ def planner(results: Path, picture_path: Path) -> None:
         axes.set_title(f"{found['environment']['device']}, {found['environment']['threads']} threads")
 
 
-_TABLE = ("<!-- table: begin -->", "<!-- table: end -->")
-
-
 def table(results: Path) -> str:
     """The microbenchmarks in ``results`` as Markdown, a line an op."""
     found: dict[str, Any] = json.loads(results.read_text())
     environment = found["environment"]
-    lines = [
-        f"{environment['device']}, {environment['threads']} threads, {environment['instruction_set']}, "
-        f"torch {environment['versions']['torch']}.",
-        "",
-        "| op | size | seconds | share of the floor | speed over |",
-        "|---|---|---|---|---|",
-    ]
+    machine = f"{environment['device']}, {environment['threads']} threads, {environment['instruction_set']}"
+    rows = []
     for row in found["figures"][1:]:
         if "failed" in row:
-            lines.append(f"| `{row['op']}` | {row['size']} | {row['failed']} | | |")
+            rows.append([f"`{row['op']}`", row["size"], row["failed"], "", ""])
             continue
         # Torch's plain formula where there is one: the file has the other alternatives.
         speeds = {key.removeprefix("speedup over "): value for key, value in row.items() if "speedup" in key}
         name = "torch" if "torch" in speeds else next(iter(speeds))
-        cells = (f"`{row['op']}`", row["size"], f"{row['seconds']:.4g}", f"{row['share_of_floor']:.2f}")
-        lines.append(f"| {' | '.join(cells)} | {name} {speeds[name]:.2f}x |")
-    return "\n".join(lines)
-
-
-def insert(document: Path, text: str) -> None:
-    """Put ``text`` between the document's two marks of a table.
-
-    Raises:
-        ValueError: the document has no such marks.
-    """
-    begin, end = _TABLE
-    before, found, rest = document.read_text().partition(begin)
-    _, closed, after = rest.partition(end)
-    if not found or not closed:
-        raise ValueError(f"{document} has no lines '{begin}' and '{end}': put them where the table belongs")
-    document.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+        cells = [f"{row['seconds']:.4g}", f"{row['share_of_floor']:.2f}", f"{name} {speeds[name]:.2f}x"]
+        rows.append([f"`{row['op']}`", row["size"], *cells])
+    head = ["op", "size", "seconds", "share of the floor", "speed over"]
+    return "\n".join([f"{machine}, torch {environment['versions']['torch']}.", "", *markdown(head, rows)])

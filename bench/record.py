@@ -56,6 +56,20 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
     return [top, "|---" * len(head) + "|", *lines]
 
 
+def with_table(text: str, table: str, name: str = "table") -> str:
+    """A page's text with the table between its two marks replaced. Raises ValueError if the page has no such marks."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"the page needs the lines '{begin}' and '{end}' once each: put them where the table belongs")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
+
+
+def insert(page: Path, table: str) -> None:
+    """Write a page with this table. Raises ValueError as `with_table` does."""
+    page.write_text(with_table(page.read_text(), table))
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

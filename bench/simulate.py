@@ -34,19 +34,13 @@ def build(case: Case, device: torch.device = META) -> torch.nn.Module:
     return model
 
 
-def step_of(
-    case: Case,
-    device: torch.device,
-    *,
-    private: bool,
-    self_check: bool = False,
-    noise_rounds: int = 20,
-    two_pass: bool | None = None,
-) -> Callable[[], None]:
-    """A function that takes one training step, in the fused forms of AdamW: torch's, or ours with its noise."""
+def step_of(case: Case, device: torch.device, *, private: bool, **options: Any) -> Callable[[], None]:
+    """A function that takes one training step, in the fused forms of AdamW: torch's, or ours with its noise.
+
+    Options are those of `workloads.private_step`, for a private step.
+    """
     model = build(case, device)
     if private:
-        options: dict[str, Any] = {"self_check": self_check, "noise_rounds": noise_rounds, "two_pass": two_pass}
         return workloads.private_step(case, model, fused=True, **options)
     return workloads.plain_step(case, model, fused=True)
 
@@ -66,36 +60,29 @@ def measure(name: str, gpu: str, noise_rounds: int = 20, two_pass: bool | None =
         raise ValueError(f"there is no case '{name}'; choose one of {', '.join(CASES)}")
     if gpu not in GPUS:
         raise ValueError(f"there is no price list for '{gpu}'; choose one of {', '.join(GPUS)}")
-    firsts = {kind: first_peak(CASES[name], GPUS[gpu], private=kind == "private") for kind in ("plain", "private")}
-    tallies = {
-        kind: tally(CASES[name], GPUS[gpu], private=kind == "private", noise_rounds=noise_rounds, two_pass=two_pass)
-        for kind in ("plain", "private")
-    }
-    rows = []
-    for kind, found in tallies.items():
-        base = tallies["plain"]
-        rows.append(
-            {
-                "case": name,
-                "gpu": GPUS[gpu].name,
-                "simulated": True,
-                "step": kind,
-                **({"noise_rounds": noise_rounds} if kind == "private" else {}),
-                "backward_passes": found.backward_passes,
-                "seconds": found.seconds,
-                "captured_seconds": found.captured_seconds,
-                "launches": found.launches,
-                "peak_bytes": found.peak_bytes,
-                "first_peak_bytes": firsts[kind],
-                "bytes": found.bytes,
-                "operations": found.operations,
-                "ratio_seconds": found.seconds / base.seconds,
-                "ratio_captured": found.captured_seconds / base.captured_seconds,
-                "ratio_launches": found.launches / base.launches,
-                "ratio_memory": found.peak_bytes / base.peak_bytes,
-                "dearest": {key: value / 1e9 for key, value in found.spent.most_common(6)},
-            }
-        )
+    case, priced, rows = CASES[name], GPUS[gpu], []
+    base = tally(case, priced, private=False)
+    for private in (False, True):
+        found = tally(case, priced, private=True, noise_rounds=noise_rounds, two_pass=two_pass) if private else base
+        row = {"case": name, "gpu": priced.name, "simulated": True, "step": "private" if private else "plain"}
+        if private:
+            row["noise_rounds"] = noise_rounds
+        row |= {
+            "backward_passes": found.backward_passes,
+            "seconds": found.seconds,
+            "captured_seconds": found.captured_seconds,
+            "launches": found.launches,
+            "peak_bytes": found.peak_bytes,
+            "first_peak_bytes": first_peak(case, priced, private=private),
+            "bytes": found.bytes,
+            "operations": found.operations,
+            "ratio_seconds": found.seconds / base.seconds,
+            "ratio_captured": found.captured_seconds / base.captured_seconds,
+            "ratio_launches": found.launches / base.launches,
+            "ratio_memory": found.peak_bytes / base.peak_bytes,
+            "dearest": {key: value / 1e9 for key, value in found.spent.most_common(6)},
+        }
+        rows.append(row)
     return rows
 
 
@@ -108,18 +95,13 @@ def prices() -> dict[str, Any]:
     }
 
 
-def tally(
-    case: Case,
-    gpu: Gpu,
-    *,
-    private: bool,
-    granularity: int = 512,
-    noise_rounds: int = 20,
-    two_pass: bool | None = None,
-) -> Tally:
-    """What the third step comes to: the first prepares, and by the third the optimizer's state is there."""
+def tally(case: Case, gpu: Gpu, *, private: bool, granularity: int = 512, **options: Any) -> Tally:
+    """What the third step comes to, with options as of `step_of`.
+
+    The first step prepares, and by the third the optimizer's state is there.
+    """
     with simulated(gpu, granularity) as meter:
-        step: Any = step_of(case, META, private=private, noise_rounds=noise_rounds, two_pass=two_pass)
+        step: Any = step_of(case, META, private=private, **options)
         step()
         step()
         with meter.measuring() as found:

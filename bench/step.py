@@ -95,30 +95,7 @@ def measure(
     measured = _one_by_one if on_gpu else _in_turns
     found = measured(case, implementations, steps, warmup)
     base = found[implementations[0]]
-    rows = []
-    for name, one in found.items():
-        row: dict[str, Any] = {"case": case, "implementation": name}
-        if one.error is not None:
-            row["error"] = one.error
-        else:
-            row["seconds"] = statistics.median(one.times)
-            row["peak_bytes"] = one.peak
-            if base.error is None:
-                row["ratio_time"] = statistics.median(a / b for a, b in zip(one.times, base.times))
-                row["ratio_memory"] = one.peak / base.peak
-            if on_gpu:
-                row["waited_seconds"], row["held_bytes"] = statistics.median(one.waited), one.held
-                if base.error is None:
-                    row["ratio_waited"] = statistics.median(one.waited) / statistics.median(base.waited)
-                    row["ratio_held"] = one.held / base.held
-            else:
-                row["processor_seconds"] = statistics.median(one.processor)
-                if base.error is None:
-                    row["ratio_processor"] = row["processor_seconds"] / statistics.median(base.processor)
-                row["heap_bytes"] = one.heap
-                row["ratio_heap"] = one.heap / base.heap if base.error is None else None
-        rows.append(row)
-    return rows
+    return [{"case": case, "implementation": name, **_figures(one, base)} for name, one in found.items()]
 
 
 @dataclass
@@ -132,6 +109,25 @@ class _Found:
     held: int = 0
     heap: int = 0
     error: str | None = None
+
+
+def _figures(one: _Found, base: _Found) -> dict[str, Any]:
+    """What a row says of one implementation, and of it over the first."""
+    if one.error is not None:
+        return {"error": one.error}
+    median = statistics.median
+    row: dict[str, Any] = {"seconds": median(one.times), "peak_bytes": one.peak}
+    if one.waited:
+        row |= {"waited_seconds": median(one.waited), "held_bytes": one.held}
+    else:
+        row |= {"processor_seconds": median(one.processor), "heap_bytes": one.heap}
+    if base.error is not None:
+        return row
+    row["ratio_time"] = median(a / b for a, b in zip(one.times, base.times))
+    row["ratio_memory"] = one.peak / base.peak
+    if one.waited:
+        return row | {"ratio_waited": median(one.waited) / median(base.waited), "ratio_held": one.held / base.held}
+    return row | {"ratio_processor": median(one.processor) / median(base.processor), "ratio_heap": one.heap / base.heap}
 
 
 def _one_by_one(case: str, implementations: tuple[str, ...], steps: int, warmup: int) -> dict[str, _Found]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -110,13 +110,20 @@ def utility_command(
     context: typer.Context,
     suite: Annotated[str, typer.Option(help=f"one of {', '.join(SUITES)}; its own options follow (see -- --help)")],
 ) -> None:
-    """A paper's comparison at equal true epsilon; rows are written as they come, and the same command goes on from there.
+    """A method's forms at equal true epsilon; rows are written as they come, and the same command goes on from there.
 
     Suites take --json, --only, --seeds, --minutes, --size default|tiny|full (or --full), and the paths of models and data.
     """
-    if suite not in SUITES:
-        raise ValueError(f"there is no suite '{suite}'; choose one of {', '.join(SUITES)}")
-    importlib.import_module(f"fastdp.bench.utility.{suite}").main(context.args)
+    suite_of(suite)(context.args)
+
+
+def suite_of(name: str) -> Callable[[Sequence[str]], None]:
+    """The program of a utility suite, which takes its arguments."""
+    if name not in SUITES:
+        raise ValueError(f"there is no suite '{name}'; choose one of {', '.join(SUITES)}")
+    from fastdp.bench.utility import federated, methods
+
+    return federated.main if name == "federated" else functools.partial(methods.main, name)
 
 
 @bench_app.command("attacks")
@@ -129,8 +136,8 @@ def attacks_command(
     document: Annotated[Path | None, typer.Option(help="page whose table is replaced, such as docs/attacks.md")] = None,
 ) -> None:
     """Try to move a release by more than its bound."""
-    from fastdp.bench import plots
     from fastdp.bench.attacks import run
+    from fastdp.bench.record import insert
 
     rows: list[dict[str, Any]] = []
     for row in _each("attacks ...", run.measure(only)):
@@ -139,7 +146,7 @@ def attacks_command(
     every = run.merged(json if only else None, rows)
     _write(json, {"attacks": every})
     if document is not None:
-        plots.insert(document, run.table(every))
+        insert(document, run.table(every))
     through = [row["attack"] for row in rows if not run.is_held(row)]
     if through:
         raise ValueError(f"{len(through)} of {len(rows)} attacks succeeded: {', '.join(through)}")
@@ -156,8 +163,9 @@ def plot_command(
 ) -> None:
     """Draw the roofline and the planner's predictions from result files, and write the table of ops."""
     from fastdp.bench import plots
+    from fastdp.bench.record import insert
 
-    plots.insert(document, plots.table(results / "kernels.json"))
+    insert(document, plots.table(results / "kernels.json"))
     console.print(f"wrote the table of {document}")
 
     for name, draw in (("kernels", plots.roofline), ("planner", plots.planner)):

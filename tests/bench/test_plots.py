@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fastdp.bench import plots
+from fastdp.bench import plots, record
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"device": "a processor", "threads": 2, "instruction_set": "avx2", "versions": {"torch": "2"}}
@@ -33,7 +33,7 @@ def test_a_line_an_op(tmp_path):
     assert text.splitlines()[4:] == [
         "| `snap` | 3 of 4 | 0.01234 | 0.50 | torch 2.00x |",
         "| `y` | 3 of 4 | 0.01234 | 0.50 | torch 2.00x |",
-        "| `x` |  | bad | | |",
+        "| `x` | | bad | | |",
         "| `snap` | 3 of 4 | 0.01234 | 0.50 | cdist 3.00x |",
     ]
 
@@ -42,9 +42,9 @@ def test_insertion_replaces_the_table_and_nothing_else(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- table: begin -->\nold\n<!-- table: end -->\nafter\n")
     for text in ("new", "newer"):
-        plots.insert(page, text)
+        record.insert(page, text)
         assert page.read_text() == f"before\n<!-- table: begin -->\n{text}\n<!-- table: end -->\nafter\n"
     page.write_text("no marks\n")
-    with pytest.raises(ValueError, match="has no lines"):
-        plots.insert(page, "new")
+    with pytest.raises(ValueError, match="needs the lines"):
+        record.insert(page, "new")
     assert page.read_text() == "no marks\n"

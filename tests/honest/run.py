@@ -17,8 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from fastdp.bench.plots import insert
-from fastdp.bench.record import parser_of, write
+from fastdp.bench.record import insert, parser_of, write
 
 from .harness import PROGRAMS, Program, Result, load, run_plainly, run_privately, summary, table
 
