@@ -15,12 +15,12 @@ import fastdp.accounting as accounting
 import fastdp.private.prove as proving
 from fastdp.accounting.card import among_units_in_words
 from fastdp.accounting.ledger import STEP
+from fastdp.calls.collation import Collation, ProbeBatch
 from fastdp.calls.modes import LoadedMode
 from fastdp.distributed.pieces import full_tensor, is_cut
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
-from fastdp.engine.uses.collation import Collation, ProbeBatch
 from fastdp.ops.grid import DISTANCE
 from fastdp.private.criterion import Criterion, mean_of_rows
 from fastdp.private.ending import Ending
