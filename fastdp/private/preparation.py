@@ -248,6 +248,9 @@ class Sample:
                     rows = loader.tickets[0].rows
                     loss = mean_of_rows(self._access.criterion(model(*args, **kwargs), batch), rows)
                 loss.backward()
+            with self._access.ranks.together() as wanted:
+                wanted |= engine.wanted()
+            engine.answer(wanted)
             accumulator.merge(self._access.ranks)
         finally:
             engine.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,8 @@ from torch.utils.data import DataLoader
 
 import fastdp
 from fastdp.accounting import BudgetExceeded
-from fastdp.distributed import pieces
+from fastdp.distributed import pieces, shards
+from fastdp.distributed.blocks import BlockReducer
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.clip.policy import Policy
 from fastdp.ops.stream import NoiseStream
@@ -239,8 +239,9 @@ def stretched(rank: int, size: int, folder: Path) -> dict[str, Any]:
 
 
 def measured(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """What micro-batches gather and add up, in bytes, and how much of sums and gradients is whole, and when."""
+    """What microbatches gather and add up, in bytes, and how much of sums is whole at once where memory is short."""
     found: dict[str, Any] = {}
+    shards.WHOLE_SUMS = 0.0
     for name, tuning, way, two_pass in (
         ("llama", "full", shard, None),
         ("gpt2", "full", checkpointed, None),
@@ -269,13 +270,81 @@ def measured(rank: int, size: int, folder: Path) -> dict[str, Any]:
         held = [p.to_local().numel() for p in private.parameters.values()]
         found[f"{name} {tuning}{' in two passes' if two_pass else ''}"] = {
             **{key: counts[key] / counts["micro-batches"] for key in ("gathered", "added")},
-            "whole sums at once": max(most, default=0),
+            "whole at once": max(most, default=0),
             "shapes": shapes,
             "trained": list(private.parameters),
             "gradients": [p.grad.to_local().numel() for p in private.parameters.values()],
             "moments": [private.optimizer.state[p]["exp_avg"].to_local().numel() for p in private.parameters.values()],
             "pieces": held,
         }
+        private.detach()
+    return found
+
+
+#: Functions of torch that add up sums, and those whose result the host reads.
+_SUMS, _OBJECTS = ("all_reduce", "reduce_scatter_single"), ("all_gather_object", "broadcast_object_list")
+
+
+@contextmanager
+def _collectives() -> Iterator[dict[str, int]]:
+    """Count reductions, and how often the host reads what others sent; not what torch's object functions do within."""
+    found = {"sums": 0, "host reads": 0}
+    places: list[tuple[Any, str, str]] = [(dist, name, "sums") for name in _SUMS]
+    places += [(dist, name, "host reads") for name in _OBJECTS] + [(Ranks, "numbers", "host reads")]
+    usual = [getattr(owner, name) for owner, name, _ in places]
+    inside = False
+
+    def counting(call: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            outer, inside = inside, True
+            found[kind] += not outer
+            try:
+                return call(*args, **kwargs)
+            finally:
+                inside = outer
+
+        return run
+
+    for (owner, name, kind), call in zip(places, usual):
+        setattr(owner, name, counting(call, kind))
+    try:
+        yield found
+    finally:
+        for (owner, name, _), call in zip(places, usual):
+            setattr(owner, name, call)
+
+
+def counted(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """Reductions of each microbatch and each step after the first, and how often a step reads what others sent."""
+    found: dict[str, Any] = {}
+    data = [{"input_ids": item["input_ids"][:6]} for item in texts()]
+    for name, way, two_pass, share in (
+        ("full", shard, None, 0.0),
+        ("checkpointed", checkpointed, None, 0.0),
+        ("two passes", checkpointed, True, 0.0),
+        ("whole sums", shard, None, 1.0),
+    ):
+        shards.WHOLE_SUMS = share
+        model: Any = build("gpt2")
+        model.config.use_cache = False
+        way(model)
+        private = _started(model, data=data, two_pass=two_pass, max_physical_batch_size=1, unsafe_seed=3)
+        steps: list[dict[str, Any]] = []
+        microbatches: list[int] = []
+        with _collectives() as counts:
+            for batch in private.data_loader:
+                before = counts["sums"]
+                private.model(**batch)["loss"].backward()
+                microbatches.append(counts["sums"] - before)
+                private.optimizer.step()
+                private.optimizer.zero_grad()
+                if private.last_step_done:
+                    steps.append({**counts, "microbatches": microbatches})
+                    microbatches = []
+                    counts.update(dict.fromkeys(counts, 0))
+        blocks = sum(isinstance(module, FSDPModule) for module in model.modules())
+        found[name] = {"blocks": blocks, "parameters": len(private.parameters), "steps": steps[1:]}
         private.detach()
     return found
 
@@ -290,31 +359,23 @@ def _counted(model: Any, counts: dict[str, int]) -> Iterator[list[int]]:
             usual[group] = group._all_gather_comm
             group._all_gather_comm = _Counting(usual[group], counts)
 
-    def add(own: torch.Tensor, parts: torch.Tensor, **options: Any) -> None:
+    def reduced(own: torch.Tensor, parts: torch.Tensor, **options: Any) -> Any:
         counts["added"] += parts.nbytes
-        if parts.shape == (62, 32):
-            # The vocabulary's, which is filled up from 61 rows: no piece of anything has that shape.
-            shapes = [(61, 32), (62, 32)]
-            tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter) and t.shape in shapes]
-            weights = {_place(t) for t in tensors if isinstance(t, nn.Parameter)}
-            most.append(len({_place(t) for t in tensors} - weights - {0}))
-        reduce(own, parts, **options)
+        return reduce(own, parts, **options)
 
-    reduce, dist.reduce_scatter_single = dist.reduce_scatter_single, add
+    def added(self: BlockReducer, name: str, total: torch.Tensor | None) -> None:
+        add(self, name, total)
+        blocks = [*self._open.values(), *([self._under_way] if self._under_way else [])]
+        most.append(sum(block._whole.nbytes for block in blocks) + (0 if total is None else total.nbytes))
+
+    reduce, dist.reduce_scatter_single = dist.reduce_scatter_single, reduced
+    add, BlockReducer.add = BlockReducer.add, added  # type: ignore[method-assign]
     try:
         yield most
     finally:
-        dist.reduce_scatter_single = reduce
+        dist.reduce_scatter_single, BlockReducer.add = reduce, add  # type: ignore[method-assign]
         for group, comm in usual.items():
             group._all_gather_comm = comm
-
-
-def _place(tensor: torch.Tensor) -> int:
-    """Where its numbers lie; 0 if it has none."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except RuntimeError:
-        return 0
 
 
 class _Counting:
@@ -426,6 +487,7 @@ SCENARIOS: dict[str, Callable[[int, int, Path], dict[str, Any]]] = {
     "noise": noise,
     **{f"{moment}, of pieces": partial(killed_with_pieces, moment) for moment in MOMENTS},
     "measured": measured,
+    "counted": counted,
     "lost": lost,
     "stretched": stretched,
     "pieces refused": refused,
