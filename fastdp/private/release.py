@@ -153,7 +153,7 @@ class Release:
 
     def _left(self, every: Sequence[str], sums: dict[str, torch.Tensor], policy: Policy, update: Update) -> list[str]:
         """Names of the parameters that an optimizer's own step leaves to us; the sums of others are gone."""
-        apart = self._cut | policy.masks.keys()
+        apart = policy.masks.keys()
         names = [name for name in every if name not in apart]
         parameters = [self.parameters[name] for name in names]
         totals = self._totals(names, sums)

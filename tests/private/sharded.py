@@ -27,9 +27,22 @@ from fastdp.distributed.ranks import Ranks
 from fastdp.engine.clip.policy import Policy
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.release import Release
-from tests.engine.models import build
+from tests.engine.models import build, pack
 from tests.engine.runs import Classifier
-from tests.private.ranked import MOMENTS, checkpointed, go_on, killed, padded, said, shard, small, texts, trained, whole
+from tests.private.ranked import (
+    CASES,
+    MOMENTS,
+    checkpointed,
+    go_on,
+    killed,
+    padded,
+    said,
+    shard,
+    small,
+    texts,
+    trained,
+    whole,
+)
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -118,7 +131,7 @@ def _started(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *
     return fastdp.make_private(model, optimizer or _adam(model), loader, **given)
 
 
-def _go_on(private: Any, steps: int) -> None:
+def _go_on(private: Any, steps: int, after: Callable[[], None] = lambda: None) -> None:
     done = 0
     while done < steps:
         for batch in private.data_loader:
@@ -128,6 +141,7 @@ def _go_on(private: Any, steps: int) -> None:
                 private.model.eval()(**batch)
             private.model.train()
             private.optimizer.step()
+            after()
             private.optimizer.zero_grad()
             done += private.last_step_done
             if done == steps:
@@ -349,6 +363,53 @@ def counted(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+def fused(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """Weights after four steps of the optimizer that draws noise within its update; of two processes, in pieces."""
+    found: dict[str, Any] = {}
+    for case in ("tied gpt2", "axes"):
+        name, tuning, options = CASES[case]
+        model: Any = build(name, tuning)
+        model.config.use_cache = False
+        if size > 1:
+            shard(model)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = fastdp.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
+        private = _started(model, optimizer, unsafe_seed=5, secure_rounding=False, **options)
+        unfused: list[int] = []
+
+        def count(parameters: Any = parameters, unfused: list[int] = unfused) -> None:
+            unfused.append(sum(p.grad is not None for p in parameters))
+
+        _go_on(private, 4, count)
+        moments = {n: pieces.full_tensor(optimizer.state[p]["exp_avg"]) for n, p in private.parameters.items()}
+        found[case] = {"weights": whole(model), "moments": moments, "unfused": unfused}
+        private.detach()
+    return found
+
+
+def quantised(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """LoRA over a base of four bits, without noise and with: the adapters, and whether the base is what it was."""
+    found: dict[str, Any] = {}
+    for way in (shard, checkpointed):
+        for noise, share in ((0.0, 0.0), (1.0, 0.0), (1.0, 1.0)):
+            shards.WHOLE_SUMS = share
+            kept: list[Any] = []
+
+            def prepare(model: Any, way: Any = way, kept: list[Any] = kept) -> None:
+                pack(model)
+                base = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+                kept += [model, base]
+                if size > 1:
+                    way(model)
+
+            weights = trained("lora", noise, prepare)["weights"]
+            model, base = kept
+            same = all(torch.equal(weights[name].view(torch.uint8), t.view(torch.uint8)) for name, t in base.items())
+            adapters = {name: weight for name, weight in weights.items() if name not in base}
+            found[f"{way.__name__} {noise} {share}"] = {"adapters": adapters, "base kept": same}
+    return found
+
+
 @contextmanager
 def _counted(model: Any, counts: dict[str, int]) -> Iterator[list[int]]:
     """Count bytes that are gathered and added up outside of checks."""
@@ -488,6 +549,8 @@ SCENARIOS: dict[str, Callable[[int, int, Path], dict[str, Any]]] = {
     **{f"{moment}, of pieces": partial(killed_with_pieces, moment) for moment in MOMENTS},
     "measured": measured,
     "counted": counted,
+    "fused": fused,
+    "quantised": quantised,
     "lost": lost,
     "stretched": stretched,
     "pieces refused": refused,

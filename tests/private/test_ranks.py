@@ -86,6 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 making,
                 *("matrix:1", "matrix:2", "sharded:2", "refusals:2", "shapes:1", "shapes:2"),
                 *("pieces refused:2", "measured:2", "counted:2", "lost:2", "noise:2"),
+                *("fused:1", "fused:2", "quantised:1", "quantised:2"),
                 *(f"{moment}:{size}" for moment in (*MOMENTS, IN_PIECES[-1]) for size in (2, 1)),
                 CASES="tied gpt2,users,soft",
                 SHARDED="tied gpt2,soft",
@@ -238,6 +239,27 @@ def test_sums_are_reduced_a_block_at_a_time_and_the_host_reads_once_a_step(folde
             # What is counted of units goes with the release, in one message more.
             assert step["sums"] == reductions * found["blocks"] + 1
             assert step["host reads"] <= 1
+
+
+@in_pieces
+def test_the_fused_update_of_pieces_is_that_of_one_process(folder: Path) -> None:
+    """No gradient is made of a parameter whose piece begins at a block of noise; with axes too."""
+    (alone,) = ranks(folder, "fused", 1)
+    for rank, found in enumerate(ranks(folder, "fused", 2)):
+        for case, own in found.items():
+            assert apart(own["weights"], alone[case]["weights"]) < ROUNDING, (rank, case)
+            assert apart(own["moments"], alone[case]["moments"]) < ROUNDING, (rank, case)
+            assert set(own["unfused"]) == {0}
+
+
+@in_pieces
+def test_a_packed_base_under_adapters_is_gathered_and_left_as_it_is(folder: Path) -> None:
+    """QLoRA: sums of adapters are one process's, without noise and with, reduced in each microbatch and whole."""
+    (alone,) = ranks(folder, "quantised", 1)
+    for found in ranks(folder, "quantised", 2):
+        for name, own in found.items():
+            assert own["base kept"]
+            assert apart(own["adapters"], alone[name]["adapters"]) < ROUNDING, name
 
 
 @in_pieces
