@@ -48,6 +48,11 @@ class _Block:
             flat = torch.nn.functional.pad(flat, (0, column.numel() - flat.numel()))
         column.add_(flat.view(column.shape))
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the buffer."""
+        return self._whole.nbytes
+
     def start(self) -> None:
         """Begin to add up over all processes; the host does not wait."""
         if self._group is None:
@@ -85,6 +90,12 @@ class BlockReducer:
         self._open: dict[int, _Block] = {}
         self._next = 0
         self._under_way: _Block | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of whole sums that are here now."""
+        blocks = [*self._open.values()] if self._under_way is None else [*self._open.values(), self._under_way]
+        return sum(block.held_bytes for block in blocks)
 
     def add(self, name: str, total: torch.Tensor | None) -> None:
         """Take a parameter's complete sum, None for zeros, and begin to reduce blocks that are complete by now."""

@@ -364,6 +364,15 @@ def weights_of(model: torch.nn.Module, ranks: Ranks) -> UnshardedParameters:
     return Sharded(model, ranks) if any(map(pieces.is_cut, model.parameters())) else UnshardedParameters()
 
 
+def read_dtypes(model: torch.nn.Module) -> set[torch.dtype]:
+    """The floating-point dtypes of a model's parameters, and those in which passes read them."""
+    found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    for module in model.modules() if any(map(pieces.is_cut, model.parameters())) else ():
+        if hasattr(module, "_get_fsdp_state"):
+            found |= {group.mp_policy.param_dtype for group in _groups(module)} - {None}
+    return found
+
+
 def check_pieces(model: torch.nn.Module) -> None:
     """Raise ValueError for weights that are cut in another way than `fully_shard` does over all processes of the group."""
     cut = {name: parameter for name, parameter in model.named_parameters() if pieces.is_cut(parameter)}

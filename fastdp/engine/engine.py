@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,9 +22,6 @@ from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
 from fastdp.engine.routing import Routing
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.pending import PendingGradients
-
-#: What ranks tell each other when they meet: that a microbatch is yet to be looked at, and that one needs two backward passes.
-_LOOKS, _TWICE = "looks", "two backward passes"
 
 
 class Engine(Passes):
@@ -105,17 +102,6 @@ class Engine(Passes):
         """Also in evaluation mode, for a batch that was handed out while the model was in it: a loop's own choice."""
         in_eval = bool(self.tickets) and self.tickets[0].in_eval
         return (self.model.training or in_eval) and torch.is_grad_enabled()
-
-    def wanted(self) -> set[str]:
-        """What this rank wants all to do before the logical batch is released, or from the next one on."""
-        return {name for name, own in ((_LOOKS, self.checks.looks), (_TWICE, self.weights.wanted)) if own}
-
-    def answer(self, wanted: Collection[str]) -> None:
-        """Do what any rank wanted. Raises what a look at this logical batch finds."""
-        self.weights.answer(_TWICE in wanted)
-        if _LOOKS in wanted:
-            with torch.enable_grad(), self.chance(), self.weights.apart():
-                self.checks.look_back()
 
     def abandon(self) -> bool:
         """Forget a logical batch that was begun and not released: the loader starts anew. Whether there was one."""

@@ -28,6 +28,7 @@ from fastdp.engine.uses.collation import Collation, example_length
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.criterion import Criterion, mean_of_rows
 from fastdp.private.loader import PrivateLoader
+from fastdp.private.meeting import meeting
 from fastdp.private.plan import Plan, SideRelease
 from fastdp.verify import Checks
 
@@ -248,9 +249,8 @@ class Sample:
                     rows = loader.tickets[0].rows
                     loss = mean_of_rows(self._access.criterion(model(*args, **kwargs), batch), rows)
                 loss.backward()
-            with self._access.ranks.together() as wanted:
-                wanted |= engine.wanted()
-            engine.answer(wanted)
+            with meeting(engine, self._access.ranks):
+                pass
             accumulator.merge(self._access.ranks)
         finally:
             engine.close()

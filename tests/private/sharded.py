@@ -25,8 +25,10 @@ from fastdp.distributed import pieces, shards
 from fastdp.distributed.blocks import BlockReducer
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.clip.policy import Policy
+from fastdp.engine.passes import Passes
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.release import Release
+from fastdp.verify import checks
 from tests.engine.models import build, pack
 from tests.engine.runs import Classifier
 from tests.private.ranked import (
@@ -426,8 +428,7 @@ def _counted(model: Any, counts: dict[str, int]) -> Iterator[list[int]]:
 
     def added(self: BlockReducer, name: str, total: torch.Tensor | None) -> None:
         add(self, name, total)
-        blocks = [*self._open.values(), *([self._under_way] if self._under_way else [])]
-        most.append(sum(block._whole.nbytes for block in blocks) + (0 if total is None else total.nbytes))
+        most.append(self.held_bytes + (0 if total is None else total.nbytes))
 
     reduce, dist.reduce_scatter_single = dist.reduce_scatter_single, reduced
     add, BlockReducer.add = BlockReducer.add, added  # type: ignore[method-assign]
@@ -532,6 +533,45 @@ def refused(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+class Coupling(Classifier):
+    """Comes to make an example's logits depend on the others."""
+
+    late = False
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return super().logits(x - x.mean(0) if self.late else x)
+
+
+def looked(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """What is found of microbatches that are looked at when ranks meet, and what all do where one is short of memory."""
+    found: dict[str, Any] = {}
+    # From the third microbatch on.
+    checks.BRIEF_AFTER = 2
+    coupling: Any = Coupling()
+    fully_shard(coupling)
+    private = small(model=coupling, max_physical_batch_size=2)
+
+    def couple(moment: str, step: int) -> None:
+        coupling.late = step == 1 and rank == 1
+
+    found["coupled"] = said(lambda: go_on(private, 2, couple))
+    found["spent"] = private.steps_done
+    model: Any = build("gpt2")
+    model.config.use_cache = False
+    checkpointed(model)
+    private = _started(model, unsafe_seed=5, secure_rounding=False)
+    found["passes"] = passes = []
+    fits = Passes._fits
+    Passes._fits = lambda *_: rank == 0 or len(passes) != 1  # type: ignore[method-assign, assignment]
+    try:
+        _go_on(private, 3, lambda: passes.append(private.backward_passes) if private.last_step_done else None)
+    finally:
+        Passes._fits = fits  # type: ignore[method-assign]
+    found["weights"] = whole(model)
+    private.detach()
+    return found
+
+
 class Late(Classifier):
     """Comes to read a weight in another way, whose gradient torch puts aside where a `reduce_dtype` is set."""
 
@@ -551,6 +591,7 @@ SCENARIOS: dict[str, Callable[[int, int, Path], dict[str, Any]]] = {
     "counted": counted,
     "fused": fused,
     "quantised": quantised,
+    "looked": looked,
     "lost": lost,
     "stretched": stretched,
     "pieces refused": refused,

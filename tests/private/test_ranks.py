@@ -86,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 making,
                 *("matrix:1", "matrix:2", "sharded:2", "refusals:2", "shapes:1", "shapes:2"),
                 *("pieces refused:2", "measured:2", "counted:2", "lost:2", "noise:2"),
-                *("fused:1", "fused:2", "quantised:1", "quantised:2"),
+                *("fused:1", "fused:2", "quantised:1", "quantised:2", "looked:2"),
                 *(f"{moment}:{size}" for moment in (*MOMENTS, IN_PIECES[-1]) for size in (2, 1)),
                 CASES="tied gpt2,users,soft",
                 SHARDED="tied gpt2,soft",
@@ -239,6 +239,16 @@ def test_sums_are_reduced_a_block_at_a_time_and_the_host_reads_once_a_step(folde
             # What is counted of units goes with the release, in one message more.
             assert step["sums"] == reductions * found["blocks"] + 1
             assert step["host reads"] <= 1
+
+
+@in_pieces
+def test_a_later_microbatch_is_looked_at_before_its_release_and_no_microbatch_waits_for_others(folder: Path) -> None:
+    """One rank's microbatch that couples examples is refused on both; one too large has all run two passes from the next step."""
+    for rank in ranks(folder, "looked", 2):
+        assert rank["coupled"].startswith("SelfCheckError: The loss of row"), rank["coupled"]
+        assert rank["spent"] == 1
+        assert rank["passes"] == [1, 1, 2]
+    assert equal([rank["weights"] for rank in ranks(folder, "looked", 2)])
 
 
 @in_pieces
