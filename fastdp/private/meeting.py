@@ -12,7 +12,7 @@ from fastdp.distributed.ranks import Ranks
 from fastdp.engine.engine import Engine
 
 #: What a rank may want of all: to look at a microbatch, and to run two backward passes from the next logical batch on.
-_LOOKS, _TWICE = "looks", "two backward passes"
+_LOOKS, _TWO_PASSES = "looks", "two backward passes"
 
 
 @contextmanager
@@ -22,9 +22,9 @@ def meeting(engine: Engine, ranks: Ranks, stated: Mapping[str, Any] | None = Non
     Raises what a look at a microbatch of this logical batch finds.
     """
     with ranks.together(stated) as wanted:
-        wanted |= {name for name, own in ((_LOOKS, engine.checks.looks), (_TWICE, engine.weights.wanted)) if own}
+        wanted |= {name for name, own in ((_LOOKS, engine.checks.looks), (_TWO_PASSES, engine.weights.wanted)) if own}
         yield
-    engine.weights.answer(_TWICE in wanted)
+    engine.weights.answer(_TWO_PASSES in wanted)
     if _LOOKS in wanted:
         with torch.enable_grad(), engine.chance(), engine.weights.apart():
             engine.checks.look_back()
