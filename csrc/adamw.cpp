@@ -19,9 +19,10 @@ void outer(const float *a, const float *b, int64_t width, int64_t first, int64_t
     }
 }
 
-// Noise and AdamW in one pass, on n numbers; a and b are axes of the matrix that they are, or null.
-void adamw_noise_step(char *p, Dtype type, const float *g, float *m, float *v, int64_t n, const Position &at,
-                      bool rounded, double std, double divisor, double lr, double beta1, double beta2, double eps,
+// Noise and AdamW in one pass, on n numbers; a and b are axes of the matrix that they are, or null. They begin at element
+// `start`, a multiple of a block's, of the tensor that the position is of.
+void adamw_noise_step(char *p, Dtype type, const float *g, float *m, float *v, int64_t n, uint64_t start,
+                      const Position &at, bool rounded, double std, double divisor, double lr, double beta1, double beta2, double eps,
                       double weight_decay, int64_t step, bool corrected, double floor, const float *a, const float *b,
                       int64_t row_width, int threads) {
     const NoiseLanes &lanes = noise_lanes();
@@ -50,12 +51,12 @@ void adamw_noise_step(char *p, Dtype type, const float *g, float *m, float *v, i
                 const auto bytes = [i](const float *x) { return reinterpret_cast<const char *>(x + i); };
                 const char *const ahead[4] = {p + i * width(type), bytes(g), bytes(m), bytes(v)};
                 const int64_t groups = (count + kGroup * kBlockWords - 1) / (kGroup * kBlockWords);
-                lanes.normals_ahead(at, static_cast<uint32_t>(i / kBlockWords), groups * kGroup, room, rounded,
-                                    ahead);
+                lanes.normals_ahead(at, static_cast<uint32_t>((start + i) / kBlockWords), groups * kGroup, room,
+                                    rounded, ahead);
             }
             const float *sum = g + i;
             if (noisy && rounded) {
-                round_to_grid(lanes, at, grid, i, sum, Dtype::float32, 1.f, room, count);
+                round_to_grid(lanes, at, grid, start + i, sum, Dtype::float32, 1.f, room, count);
                 sum = room;
             }
             if (a) outer(a, b, row_width, i, count, axes);
@@ -67,7 +68,7 @@ void adamw_noise_step(char *p, Dtype type, const float *g, float *m, float *v, i
 }  // namespace
 
 void bind_adamw(pybind11::module_ &m) {
-    bind(m, "adamw_noise_step", &adamw_noise_step, "param", "dtype", "grad", "mean", "square", "n", "position", "rounded",
+    bind(m, "adamw_noise_step", &adamw_noise_step, "param", "dtype", "grad", "mean", "square", "n", "start", "position", "rounded",
          "std", "divisor", "lr", "beta1", "beta2", "eps", "weight_decay", "step", "corrected", "floor", "rows", "columns",
          "width", "threads");
 }

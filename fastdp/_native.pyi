@@ -177,6 +177,7 @@ def adamw_noise_step(
     mean: _Memory,
     square: _Memory,
     n: int,
+    start: int,
     position: _Memory,
     rounded: bool,
     std: float,

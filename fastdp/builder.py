@@ -211,7 +211,9 @@ class Builder:
         """Refuse a model, an optimizer or a loader that cannot be trained privately."""
         options = self.options
         refuse_driven(self.model, self.optimizer)
-        refuse_warm(self.optimizer)
+        if not options.resume:
+            # A resumed run takes the state of its checkpoint, before or after: pieces are loaded before.
+            refuse_warm(self.optimizer)
         refuse_seeing(self.optimizer)
         check_model(self.model, self.optimizer)
         refuse_made_of_examples(self.model)

@@ -140,14 +140,19 @@ class FusedAdamW(torch.optim.AdamW):
     ) -> Sequence[int]:
         """As `Update`, by `fastdp.ops.adamw_noise_steps_`: parameters that share their numbers are one call.
 
-        Left are those with weight decay of Adam's kind or another option that the op lacks, and strided ones.
+        Left are those with weight decay of Adam's kind or another option that the op lacks, strided ones, and pieces that
+        begin within a block of noise.
         """
         parameters, totals, stds, tensors, every_axes = summed
         groups = [*map(group_of.get, map(id, parameters))]
         served = {id(group): _serves(group) for group in self.param_groups}
+        # One of each type: a step should not ask every parameter.
+        cut = any(map(pieces.is_cut, {type(p): p for p in parameters}.values()))
+        firsts = [*map(pieces.first, parameters)] if cut else [0] * len(parameters)
+        own_of: Callable[[torch.Tensor], torch.Tensor] = pieces.piece if cut else lambda tensor: tensor
         fused = [
-            group is not None and served[id(group)] and parameter.dtype in NOISE_DTYPES and parameter.is_contiguous()
-            for group, parameter in zip(groups, parameters)
+            group is not None and served[id(group)] and p.dtype in NOISE_DTYPES and p.is_contiguous() and not first % 16
+            for group, p, first in zip(groups, parameters, firsts)
         ]
         members = [*itertools.compress(range(len(parameters)), fused)]
         states = dict(zip(members, self._states_of([parameters[at] for at in members])))
@@ -157,16 +162,16 @@ class FusedAdamW(torch.optim.AdamW):
         for alike in _alike(members, kinds):
             for step, own in _counted(alike, [states[at]["step"] for at in alike]):
                 group, their = groups[own[0]], [states[at] for at in own]
-                axes = [found for at in own if (found := every_axes[at]) is not None]
+                axes = [(at, found) for at in own if (found := every_axes[at]) is not None]
                 assert group is not None
                 ops.adamw_noise_steps_(
-                    [parameters[at] for at in own],
+                    [own_of(parameters[at]) for at in own],
                     [totals[at] for at in own],
-                    [state["exp_avg"] for state in their],
-                    [state["exp_avg_sq"] for state in their],
+                    [own_of(state["exp_avg"]) for state in their],
+                    [own_of(state["exp_avg_sq"]) for state in their],
                     stds[own[0]],
                     take([tensors[at] for at in own]),
-                    masters=[state["master"] for state in their if "master" in state],
+                    masters=[own_of(state["master"]) for state in their if "master" in state],
                     divisor=divisor,
                     lr=float(group["lr"]),
                     betas=(float(group["betas"][0]), float(group["betas"][1])),
@@ -174,8 +179,9 @@ class FusedAdamW(torch.optim.AdamW):
                     weight_decay=group["weight_decay"],
                     step=step,
                     secure_rounding=secure_rounding,
-                    rows=[found.rows.float() for found in axes],
-                    columns=[found.columns.float() for found in axes],
+                    rows=[pieces.part(found.rows.float(), parameters[at]) for at, found in axes],
+                    columns=[found.columns.float() for _, found in axes],
+                    firsts=[firsts[at] for at in own],
                 )
         return [at for at, taken in enumerate(fused) if not taken]
 

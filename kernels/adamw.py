@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastdp.ops.adamw import Numbers, unpack_numbers
+from fastdp.ops.adamw import Numbers, firsts_of, unpack_numbers
 from fastdp.ops.halves import ELEMENT_FACTOR, MIX_FACTOR, STEP_FACTOR, TENSOR_FACTOR
 
 from .chacha import BLOCKS, POSITION, normals
@@ -47,7 +47,7 @@ def _random_bits(p_position, o_x):
 @triton.jit
 def _addresses(p_table, line, PARAMETER: tl.constexpr, MOMENTS: tl.constexpr, ALIGNED: tl.constexpr):
     # Of one line, or of a tile of lines.
-    p_line = p_table + line * 10
+    p_line = p_table + line * 11
     p_param = tl.load(p_line).to(tl.pointer_type(PARAMETER))
     p_grad = tl.load(p_line + 1).to(tl.pointer_type(tl.float32))
     p_mean = tl.load(p_line + 2).to(tl.pointer_type(MOMENTS))
@@ -61,16 +61,18 @@ def _addresses(p_table, line, PARAMETER: tl.constexpr, MOMENTS: tl.constexpr, AL
         p_master = tl.multiple_of(p_master, 16)
     p_rows = tl.load(p_line + 5).to(tl.pointer_type(tl.float32))
     p_columns = tl.load(p_line + 6).to(tl.pointer_type(tl.float32))
-    return p_param, p_grad, p_mean, p_square, p_master, p_rows, p_columns, tl.load(p_line + 7), tl.load(p_line + 8)
+    width, n, begin = tl.load(p_line + 7), tl.load(p_line + 8), tl.load(p_line + 9)
+    return p_param, p_grad, p_mean, p_square, p_master, p_rows, p_columns, width, n, begin
 
 
 @triton.jit
 def _update(
-    p_param, p_mean, p_square, p_master, p_rows, p_columns, width, n, o_x, inside, noised, is_open, p_position,
+    p_param, p_mean, p_square, p_master, p_rows, p_columns, width, n, begin, o_x, inside, noised, is_open, p_position,
     inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps,
     HELD: tl.constexpr, MASTER: tl.constexpr, AXES: tl.constexpr,
 ):  # fmt: skip
-    # Of elements o_x, in a tile or one of each tensor. Where HELD, those that are open stay as they are.
+    # Of elements o_x, in a tile or one of each tensor, which begins at block `begin`. Where HELD, those that are open stay as
+    # they are.
     g = noised * inverse_divisor
     if AXES:
         m_x = o_x < n
@@ -98,7 +100,7 @@ def _update(
         store_flat(p_square, o_x, n, inside, new_square)
     else:
         # What lies in bfloat16 already has no digits that these bits could carry on.
-        bits = _random_bits(p_position, o_x)
+        bits = _random_bits(p_position, begin * 16 + o_x)
         store_flat(p_mean, o_x, n, inside, _kept_in_half(new_mean, bits >> 16))
         store_flat(p_square, o_x, n, inside, _kept_in_half(new_square, bits & 0xFFFF))
     if MASTER:
@@ -114,14 +116,14 @@ def adamw_kernel(
     MASTER: tl.constexpr, ALIGNED: tl.constexpr, AXES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    line = owner(p_table, 10, lines, program).to(tl.int64)
-    p_param, p_grad, p_mean, p_square, p_master, p_rows, p_columns, width, n = _addresses(
+    line = owner(p_table, 11, lines, program).to(tl.int64)
+    p_param, p_grad, p_mean, p_square, p_master, p_rows, p_columns, width, n, begin = _addresses(
         p_table, line, PARAMETER, MOMENTS, ALIGNED
     )
-    first = (program - tl.load(p_table + line * 10 + 9)) * b_blocks
+    first = (program - tl.load(p_table + line * 11 + 10)) * b_blocks
     block = first + tl.arange(0, b_blocks)
     p_position = p_positions + line * POSITION
-    z = normals(p_position, block.to(tl.uint32), ROUNDED)
+    z = normals(p_position, (begin + block).to(tl.uint32), ROUNDED)
     o_x = block[:, None] * 16 + tl.arange(0, 16)[None, :]
     inside = (first + b_blocks) * 16 <= n
     # [b_blocks, 16]
@@ -131,7 +133,7 @@ def adamw_kernel(
         put_on_list(p_list, capacity, line, block, n, is_open)
     else:
         noised, is_open = tl.fma(z, std, grad), False
-    _update(p_param, p_mean, p_square, p_master, p_rows, p_columns, width, n, o_x, inside, noised, is_open, p_position,
+    _update(p_param, p_mean, p_square, p_master, p_rows, p_columns, width, n, begin, o_x, inside, noised, is_open, p_position,
             inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps,
             ROUNDED, MASTER, AXES)  # fmt: skip
 
@@ -146,7 +148,7 @@ def settle_adamw_kernel(
     _, line, block, bits = own_entries(p_list, capacity, b)
     is_full = tl.load(p_list) > capacity
     p_position = p_positions + line * POSITION
-    p_param, p_grad, p_mean, p_square, p_master, p_rows, p_columns, width, n = _addresses(
+    p_param, p_grad, p_mean, p_square, p_master, p_rows, p_columns, width, n, begin = _addresses(
         p_table, line, PARAMETER, MOMENTS, False
     )
     # Hardly any block has two.
@@ -155,10 +157,10 @@ def settle_adamw_kernel(
         o_x = tl.where(bits != 0, block.to(tl.int64) * 16 + element, n)
         # [b]
         grad = load_flat(p_grad, o_x, n, False)
-        noised = settle_element(grad, p_position, block, element, std, spacing, inverse)
+        noised = settle_element(grad, p_position, (begin + block).to(tl.uint32), element, std, spacing, inverse)
         # What the list had no room for was not updated, and nobody knows where it is: the step shall not go on.
         noised = tl.where(is_full, float("nan"), noised)
-        _update(p_param, p_mean, p_square, p_master, p_rows, p_columns, width, n, o_x, False, noised, False, p_position,
+        _update(p_param, p_mean, p_square, p_master, p_rows, p_columns, width, n, begin, o_x, False, noised, False, p_position,
                 inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps,
                 False, MASTER, AXES)  # fmt: skip
         bits &= bits - 1
@@ -219,24 +221,25 @@ def adamw_noise_steps_(
     """
     numbers, rows, columns = unpack_numbers(rest)
     computed = _numbers(numbers)
+    starts = firsts_of(rest, len(params))
     lists = (params, grad_sums, exp_avgs, exp_avg_sqs, masters or grad_sums, *((rows, columns) if rows else ()))
     kinds: dict[torch.dtype, list[int]] = {}
     for i, param in enumerate(params):
-        kinds.setdefault(param.dtype, []).append(i)
+        # A piece may be empty.
+        if param.numel():
+            kinds.setdefault(param.dtype, []).append(i)
     for dtype, members in kinds.items():
-        own = lists if len(kinds) == 1 else [[tensors[i] for i in members] for tensors in lists]
+        own = lists if len(members) == len(params) else [[tensors[i] for i in members] for tensors in lists]
         lengths = list(map(torch.Tensor.numel, own[0]))
         firsts, programs = first_programs(lengths, 16 * BLOCKS)
-        if not programs:
-            continue
         # A table of hundreds of lines in every step: made by columns, which takes the host a third of the time.
-        table = np.empty((len(members), 10), np.int64)
+        table = np.empty((len(members), 11), np.int64)
         for column, tensors in enumerate(own):
             table[:, column] = list(map(torch.Tensor.data_ptr, tensors))
         if not rows:
             table[:, 5:7] = 0
         table[:, 7] = list(map(torch.Tensor.numel, own[6])) if rows else 1
-        table[:, 8], table[:, 9] = lengths, firsts
+        table[:, 8], table[:, 9], table[:, 10] = lengths, [starts[i] // 16 for i in members], firsts
         kind: dict[str, Any] = {
             "PARAMETER": TRITON[dtype],
             "MOMENTS": TRITON[exp_avgs[0].dtype],
@@ -246,7 +249,7 @@ def adamw_noise_steps_(
         }
         with on_device_of(params[0]):
             lines = to_device_of(torch.from_numpy(table), params[0])
-            positions = to_device_of(drawn if len(kinds) == 1 else drawn[members], params[0])
+            positions = to_device_of(drawn if len(members) == len(params) else drawn[members], params[0])
             opened = new_list(sum(lengths), params[0].device, with_sums=False) if numbers.rounded else NO_LIST
             adamw_kernel[(programs,)](
                 lines,

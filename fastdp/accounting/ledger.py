@@ -336,6 +336,16 @@ class Ledger:
             self._append("reserve", {"of": kind, "total": total})
             self._accounts[kind] = replace(account, reserved=total)
 
+    def holds_next(self, kind: str = STEP) -> bool:
+        """Whether the next release is reserved already, so that `record` writes nothing to disk."""
+        account = self._find(kind)
+        return account.used < account.reserved
+
+    def reserve_next(self, kind: str = STEP) -> None:
+        """Reserve a block, unless the next release is reserved already or the budget holds no other."""
+        if not self.holds_next(kind):
+            self.reserve(kind=kind)
+
     def record(self, kind: str = STEP) -> None:
         """Note one release, before it is made. Writes to disk only where a new block begins.
 

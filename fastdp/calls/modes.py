@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +27,14 @@ def in_mode(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
     with kept_modes(model):
         model.train(training)
         yield
+
+
+def autocast_now(device: torch.device) -> AbstractContextManager[Any]:
+    """What sets autocast to what it is now."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
 
 #: Layers that are the same in both modes.

@@ -9,7 +9,6 @@ import math
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
 
 def is_cut(tensor: torch.Tensor) -> bool:
@@ -55,6 +54,11 @@ def part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return whole[start:end]
 
 
+def padded_numel(tensor: torch.Tensor) -> int:
+    """The numbers of a piece before the last ones, to which all are filled up where they are exchanged."""
+    return _rows(tensor)[2] * math.prod(tensor.shape[1:])
+
+
 def counts(tensor: torch.Tensor) -> bool:
     """Whether it is for this process to count the numbers of its piece, of which others may have replicas."""
     held: Any = tensor
@@ -80,22 +84,3 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, from all its pieces. Collective."""
     plain: Any = tensor.detach()
     return plain.full_tensor() if is_cut(tensor) else plain  # type: ignore[no-any-return]
-
-
-def reduced_piece(total: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The piece, as ``like`` is cut, of the sum over all processes of float32 tensors of its shape. Collective."""
-    held: Any = like
-    found = total
-    for axis, placement in enumerate(held.placements):
-        group = held.device_mesh.get_group(axis)
-        if not placement.is_shard():
-            dist.all_reduce(found, group=group)
-            continue
-        start, end, most = _rows(like)
-        rows = most * held.device_mesh.size(axis)
-        if rows > found.shape[0]:
-            found = torch.cat([found, found.new_zeros((rows - found.shape[0], *found.shape[1:]))])
-        own = found.new_empty((most, *found.shape[1:]))
-        dist.reduce_scatter_single(own, found.contiguous(), group=group)
-        found = own[: end - start]
-    return found

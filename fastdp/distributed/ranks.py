@@ -135,25 +135,28 @@ class Ranks:
         return self.first(lambda: os.urandom(32))
 
     @contextmanager
-    def together(self, stated: Mapping[str, Any] | None = None) -> Iterator[None]:
+    def together(self, stated: Mapping[str, Any] | None = None) -> Iterator[set[str]]:
         """What is done meanwhile is done by all ranks or by none: the first failure is raised on each of them.
 
         Nothing that waits for other ranks belongs inside. ``stated`` must be the same everywhere, as in `require_alike`.
+        Yields a set for what this rank wants, which afterwards holds what any rank wants.
         """
         failure: _Failure | None = None
+        wanted: set[str] = set()
         try:
-            yield
+            yield wanted
         except Exception as error:
             if self.size == 1:
                 raise
             failure = _Failure(self.rank, _portable(error))
         if self.size == 1:
             return
-        said = self.gather((failure, dict(stated or {})))
-        failures = [each for each, _ in said if each is not None]
+        said = self.gather((failure, dict(stated or {}), wanted))
+        failures = [each for each, _, _ in said if each is not None]
         if failures:
             raise (failure or failures[0]).error
-        _require_alike([other for _, other in said])
+        _require_alike([other for _, other, _ in said])
+        wanted.update(*(others for _, _, others in said))
 
     def require_alike(self, stated: Mapping[str, Any]) -> None:
         """Raise ValueError, naming the first, if ranks state different things."""

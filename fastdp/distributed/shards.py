@@ -7,7 +7,7 @@ happens within `Sharded.apart`: there each gathering is a round in which the oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,11 +16,15 @@ import torch
 import torch.distributed as dist
 
 from fastdp.distributed import pieces
+from fastdp.distributed.blocks import BlockReducer, Keep, LocalPieces
 from fastdp.distributed.ranks import RankLost, Ranks, peers_required
+from fastdp.ops.memory import free_bytes
 
 T = TypeVar("T")
 #: What a process asks for that wants nothing more.
 _DONE = -1
+#: The share of a device's free memory up to which sums stay whole over a logical batch, and are reduced once.
+WHOLE_SUMS = 0.125
 #: Numbers of a tensor that are copied in float64 at once.
 _PART = 2**22
 
@@ -41,8 +45,10 @@ def norm(values: torch.Tensor) -> float:
 class UnshardedParameters:
     """Weights that this process has as a whole: what is asked of `Sharded`, and nothing to do."""
 
-    #: Whether weights are in pieces.
-    cut = False
+    #: Whether weights are in pieces; and whether sums are, before a logical batch is complete.
+    cut = cuts_sums = False
+    #: What `agreed` was asked for.
+    wanted = False
 
     def read(self, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
         """Parameters as the model's modules read them."""
@@ -52,13 +58,12 @@ class UnshardedParameters:
         """Whether a parameter is in pieces."""
         return False
 
-    def anyone(self, wanted: bool) -> bool:
-        """Whether this is wanted on any rank."""
+    def agreed(self, wanted: bool) -> bool:
+        """Whether all ranks do what this one wants."""
         return wanted
 
-    def alike(self, number: int) -> bool:
-        """Whether all ranks are here with the same number."""
-        return True
+    def answer(self, wanted: bool) -> None:
+        """Do from here on what any rank wanted."""
 
     def apart(self) -> AbstractContextManager[None]:
         """Meanwhile each rank may run passes of its own; what fails on one fails on all."""
@@ -79,9 +84,13 @@ class UnshardedParameters:
         """A forward pass that may fail and be run again."""
         return forward
 
-    def kept(self, name: str, total: torch.Tensor | None) -> torch.Tensor | None:
-        """Of a sum over this rank's units, what this rank keeps of it: of a sum over all units, where that is due now."""
-        return total
+    def reducer(self, names: Iterable[str], keep: Keep) -> BlockReducer | LocalPieces:
+        """What takes whole sums over this rank's units, and keeps this rank's pieces of those over all units."""
+        return LocalPieces({}, keep)
+
+    def in_order(self, names: Iterable[str]) -> list[str]:
+        """These parameters, one block after another."""
+        return list(names)
 
     def joined(self, name: str, kept: torch.Tensor) -> torch.Tensor:
         """A parameter's whole sum, where ``kept`` is what this rank keeps of it."""
@@ -124,8 +133,14 @@ class Sharded(UnshardedParameters):
         #: Whether there was a pass since torch's notes of passes were last cleared.
         self._passed = False
         self._apart = False
+        #: What `agreed` was asked for here, and what all ranks do.
+        self.wanted = False
+        self._agreed: bool | None = None
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._read: dict[str, torch.nn.Parameter] = {}
+        #: Trained parameters of each group of torch's, in the order in which sums are reduced.
+        self._blocks: list[dict[str, torch.nn.Parameter]] = []
+        self._keeps_whole_sums = False
         # Gradients are added up by the engine, after they are clipped.
         self._reduced = [group.reduce_grads for group in self._groups]
         self.model.set_requires_gradient_sync(False)
@@ -134,6 +149,12 @@ class Sharded(UnshardedParameters):
         """Parameters as modules read them in a pass: the same objects in every pass, with values only while it lasts."""
         self.settle()
         self._parameters = dict(parameters)
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        # The backward pass comes to the last block first, and to the root's embedding at the end.
+        every = [[names.get(id(held.sharded_param)) for held in group.fsdp_params] for group in reversed(self._groups)]
+        self._blocks = [{name: parameters[name] for name in block if name is not None} for block in every]
+        whole = 4 * sum(p.numel() for block in self._blocks for p in block.values())
+        self._keeps_whole_sums = not self._anyone(whole > WHOLE_SUMS * free_bytes(self._device))
         left = {name for name, parameter in parameters.items() if pieces.is_cut(parameter)}
         found = dict(parameters)
         for module in self._modules:
@@ -152,13 +173,24 @@ class Sharded(UnshardedParameters):
         """Whether a parameter is in pieces."""
         return pieces.is_cut(self._parameters[name])
 
-    def anyone(self, wanted: bool) -> bool:
-        """Whether this is wanted on any rank; within `apart`, on this one."""
-        return wanted if self._apart else any(self._numbers(int(wanted)))
+    def agreed(self, wanted: bool) -> bool:
+        """Whether a rank wanted this the first time, or before ranks met for a release; within `apart`, whether this one does.
 
-    def alike(self, number: int) -> bool:
-        """Whether all ranks are here with the same number; within `apart`, each rank is by itself."""
-        return self._apart or len(set(self._numbers(number))) == 1
+        Later wishes are kept in `wanted` and answered by `answer`, so that no microbatch waits.
+        """
+        if self._apart:
+            return wanted
+        self.wanted |= wanted
+        if self._agreed is None:
+            self._agreed = self._anyone(wanted)
+        return self._agreed
+
+    def answer(self, wanted: bool) -> None:
+        """Do from here on what any rank wanted."""
+        self._agreed = wanted or self._agreed
+
+    def _anyone(self, wanted: bool) -> bool:
+        return any(self._numbers(int(wanted)))
 
     def _numbers(self, number: int) -> list[int]:
         return self.ranks.numbers(number, self._device)
@@ -262,17 +294,23 @@ class Sharded(UnshardedParameters):
 
         return run
 
-    def kept(self, name: str, total: torch.Tensor | None) -> torch.Tensor | None:
-        """This rank's piece of a parameter's sum over the units of all ranks; within `apart`, over its own."""
-        parameter = self._parameters[name]
-        if not pieces.is_cut(parameter):
-            return total
+    @property
+    def cuts_sums(self) -> bool:  # type: ignore[override]
+        """Whether each microbatch's sums are reduced to pieces, as whole ones would take much of the memory."""
+        return self._apart or not self._keeps_whole_sums
+
+    def reducer(self, names: Iterable[str], keep: Keep) -> BlockReducer | LocalPieces:
+        """What takes whole sums of these parameters, and keeps this rank's pieces; within `apart`, of its own sums."""
+        wanted = set(names)
         if self._apart:
-            return None if total is None else pieces.part(total, parameter).clone()
-        if total is None:
-            total = torch.zeros(parameter.shape, device=self._read[name].device)
-        with peers_required():
-            return pieces.reduced_piece(total, parameter)
+            return LocalPieces({name: self._parameters[name] for name in wanted}, keep)
+        blocks = [{name: p for name, p in block.items() if name in wanted} for block in self._blocks]
+        return BlockReducer([block for block in blocks if block], self._device, keep)
+
+    def in_order(self, names: Iterable[str]) -> list[str]:
+        """These parameters, one block after another, and then those that are not in pieces."""
+        wanted = dict.fromkeys(names)
+        return list(dict.fromkeys([name for block in self._blocks for name in block if name in wanted]) | wanted)
 
     def joined(self, name: str, kept: torch.Tensor) -> torch.Tensor:
         """A parameter's whole sum, from the pieces of all ranks. Collective."""
@@ -324,6 +362,15 @@ class _Asking:
 def weights_of(model: torch.nn.Module, ranks: Ranks) -> UnshardedParameters:
     """A model's weights, in pieces or whole."""
     return Sharded(model, ranks) if any(map(pieces.is_cut, model.parameters())) else UnshardedParameters()
+
+
+def read_dtypes(model: torch.nn.Module) -> set[torch.dtype]:
+    """The floating-point dtypes of a model's parameters, and those in which passes read them."""
+    found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    for module in model.modules() if any(map(pieces.is_cut, model.parameters())) else ():
+        if hasattr(module, "_get_fsdp_state"):
+            found |= {group.mp_policy.param_dtype for group in _groups(module)} - {None}
+    return found
 
 
 def check_pieces(model: torch.nn.Module) -> None:

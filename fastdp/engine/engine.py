@@ -109,6 +109,7 @@ class Engine(Passes):
         self.pending.clear()
         self.accumulator.reset()
         self.checks.abandon()
+        self.checks.looks.clear()
         self.complete = self.broken = self._ended = False
         self.followed = self.backwards
         return begun

@@ -467,6 +467,7 @@ class Passes:
                 names = list(self.read)
                 with caught(self.read.values(), lambda i, g: self.accumulator.add_gradient(names[i], g)):
                     waiting.backward(upstream, False)
+                self.accumulator.finish()
                 self.accumulator.units = self.accumulator.units + (waiting.layout.weights > 0).sum()
             elif self.route == ONE_EXAMPLE:
                 waiting.backward(upstream, False)
@@ -505,7 +506,7 @@ class Passes:
             return False
         assert self.trace is not None
         longer = longest(self.trace, call, layout.rows)
-        return self.weights.anyone(not self._fits(layout.rows, layout.units, longer))
+        return self.weights.agreed(not self._fits(layout.rows, layout.units, longer))
 
     def _fits(self, rows: int, units: int, longer: float) -> bool:
         """Whether one backward pass over so many rows keeps no more than memory allows."""

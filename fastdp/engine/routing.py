@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from fastdp.calls.batches import Call, as_long_as
-from fastdp.calls.modes import refuse_mixing
+from fastdp.calls.modes import autocast_now, refuse_mixing
 from fastdp.distributed.ranks import RankLost, Ranks
 from fastdp.engine.capture.known import TraceCache
 from fastdp.engine.capture.trace import Trace, Tracer
@@ -25,6 +26,7 @@ from fastdp.engine.errors import (
 )
 from fastdp.engine.passes import ORDINARY, USES, Pass, Passes
 from fastdp.engine.uses.layout import Ticket
+from fastdp.engine.uses.use import Tap
 
 
 class Routing:
@@ -50,6 +52,9 @@ class Routing:
         self._tracer = Tracer(passes.model, passes.read, passes.vocabulary)
         self.known = TraceCache(self._tracer, passes.forwards.root.plain)
         passes.explain = self._learn
+        #: Microbatches of this logical batch that are looked at when ranks meet, and the one at hand if it is to be.
+        self.looks: list[Callable[[], None]] = []
+        self._later: Callable[[Tap], None] | None = None
 
     def before(self, call: Call, ticket: Ticket) -> bool:
         """Prepare for a batch before its pass. True if any rank ran the model for that."""
@@ -57,23 +62,49 @@ class Routing:
         if passes.route == ORDINARY or passes.isolated:
             return False
         first = passes.route is None
-        due = not first and self.due(call, ticket)
+        due = "" if first else self.due(call, ticket)
         new = not (first or passes.recollates) and self.known.new(passes.trace, call, ticket.rows)
-        looked = passes.weights.anyone(first or due or new)
-        if looked:
+        self._later = None
+        looked = first or bool(due) or new
+        if looked and not first and passes.weights.cut:
+            # Other ranks would not follow in the middle of a logical batch.
+            self._later, looked = partial(self._look_later, call, ticket, due, autocast_now(passes.device)), False
+        elif looked:
             with passes.weights.apart():
                 if first:
                     self._open(call, _weighted(ticket))
                 else:
-                    if new:
-                        self.known.add(passes.trace, call, ticket.rows)
-                    if due:
-                        self.verify_later(call, _weighted(ticket))
+                    self._look(call, ticket, due, new=new)
         self.verify_loop(call, ticket)
         return looked
 
+    def _look(self, call: Call, ticket: Ticket, due: str, *, new: bool) -> None:
+        if new:
+            self.known.add(self.passes.trace, call, ticket.rows)
+        if due:
+            self.verify_later(call, _weighted(ticket), due)
+
+    def _look_later(
+        self, call: Call, ticket: Ticket, due: str, precision: AbstractContextManager[Any], tap: Tap
+    ) -> None:
+        with precision:
+            self._look(call, ticket, due, new=True)
+            try:
+                self.known.require(self.passes.trace, call, ticket.rows, tap, looked_at=False)
+            except UnsupportedUse as error:
+                self.passes.fall_back(str(error), ticket)
+
+    def look_back(self) -> None:
+        """Look at microbatches of this logical batch that could not be looked at before their passes."""
+        looks, self.looks = self.looks, []
+        for look in looks:
+            look()
+
     def after(self, waiting: Pass, *, explained: bool) -> None:
         """Compare the uses of a batch's own pass with the trace. Raises `Unseen` if the batch must be explained first."""
+        if self._later is not None:
+            self.looks.append(partial(self._later, waiting.tap))
+            return
         self.known.require(self.passes.trace, waiting.call, waiting.ticket.rows, waiting.tap, looked_at=explained)
         self.verify_pass(waiting)
 
@@ -109,9 +140,9 @@ class Routing:
         """Watch the model's state during a training forward pass."""
         return nullcontext()
 
-    def due(self, call: Call, ticket: Ticket) -> bool:
-        """Whether a batch after the first is to be verified."""
-        return False
+    def due(self, call: Call, ticket: Ticket) -> str:
+        """What a batch after the first is to be verified for; "" for nothing."""
+        return ""
 
     def verify_rows(self, call: Call, ticket: Ticket) -> None:
         """Verify that rows are independent. Raises `UnsupportedUse` if they must be run alone, `SelfCheckError` to refuse."""
@@ -123,8 +154,8 @@ class Routing:
     def verify_alone(self, call: Call, ticket: Ticket) -> None:
         """Verify the one-example route."""
 
-    def verify_later(self, call: Call, ticket: Ticket) -> None:
-        """Verify a batch after the first."""
+    def verify_later(self, call: Call, ticket: Ticket, due: str) -> None:
+        """Verify a batch after the first, as `due` has it."""
 
     def verify_loop(self, call: Call, ticket: Ticket) -> None:
         """Verify what the training loop makes of a batch."""

@@ -46,7 +46,12 @@ class Numbers(NamedTuple):
 
 def unpack_numbers(rest: Sequence[Any]) -> tuple[Numbers, Any, Any]:
     """The last arguments of either op: its numbers, rows and columns."""
-    return Numbers(*rest[:9]), *(rest[9:] or (None, None))  # type: ignore[return-value]
+    return Numbers(*rest[:9]), *(rest[9:11] or (None, None))  # type: ignore[return-value]
+
+
+def firsts_of(rest: Sequence[Any], count: int) -> Sequence[int]:
+    """The last argument of `adamw_noise_steps_`, or as many zeros as there are tensors."""
+    return (rest[11] if len(rest) > 11 else ()) or [0] * count  # type: ignore[no-any-return]
 
 
 def _check(
@@ -98,13 +103,14 @@ def _reference(
     exp_avg_sq: torch.Tensor,
     position: torch.Tensor,
     *rest: Any,
+    first: int = 0,
 ) -> None:
     numbers, rows, columns = unpack_numbers(rest)
     std, divisor, lr, beta1, beta2, eps, weight_decay, step, _ = numbers
     if numbers.rounded:
-        g = on_grid(grad_sum, std, position).div_(divisor)
+        g = on_grid(grad_sum, std, position, first).div_(divisor)
     else:
-        z = standard_normals(position, param.numel()).to(param.device, torch.float32)
+        z = standard_normals(position, param.numel(), first).to(param.device, torch.float32)
         g = torch.add(grad_sum, z.reshape(param.shape), alpha=std).div_(divisor)
     if rows is not None and columns is not None:
         g.mul_(torch.outer(rows, columns).view(param.shape))
@@ -206,6 +212,14 @@ def _check_steps(
         raise ValueError(f"drawn is {drawn.dtype} {list(drawn.shape)}: positions are int32 [{count}, {POSITION_WORDS}]")
     check_rounds(drawn)
     _check(params[0], grad_sums[0], grad_sums[0], grad_sums[0], drawn[0], *numbers)
+    firsts = firsts_of(rest, count)
+    if len(firsts) != count or any(first < 0 or first % 16 for first in firsts):
+        raise ValueError(f"firsts must be multiples of 16, none or one for each of {count} params, got {list(firsts)}")
+    if any(firsts):
+        at = max(range(count), key=lambda at: firsts[at] + params[at].numel())
+        check_tensor("param", params[at], first=firsts[at])
+        if numbers.secure_rounding:
+            check_grid("param", params[at], numbers.std, firsts[at])
     of_moments = torch.bfloat16 if exp_avgs[0].dtype == torch.bfloat16 else torch.float32
     kinds = {*map(_LAID, params)}
     if not kinds <= _KINDS or max(map(torch.Tensor.numel, params)) > MAX_ELEMENTS:
@@ -243,32 +257,32 @@ def _reference_steps(
     *rest: Any,
 ) -> None:
     numbers, rows, columns = unpack_numbers(rest)
-    for i, param in enumerate(params):
+    for i, (param, first) in enumerate(zip(params, firsts_of(rest, len(params)))):
         target, axes = masters[i] if masters else param, (rows[i], columns[i]) if rows else ()
-        with float32_moments(exp_avgs[i], exp_avg_sqs[i], drawn[i]) as moments:
-            _reference(target, grad_sums[i], *moments, drawn[i], *numbers, *axes)
+        with float32_moments(exp_avgs[i], exp_avg_sqs[i], drawn[i], first) as moments:
+            _reference(target, grad_sums[i], *moments, drawn[i], *numbers, *axes, first=first)
         if masters:
             param.copy_(target)
 
 
 @contextlib.contextmanager
 def float32_moments(
-    exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, position: torch.Tensor
+    exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, position: torch.Tensor, first: int = 0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both moments in float32 for an update at a position; afterwards those in bfloat16 hold it (`fastdp.ops.halves`)."""
+    """Both moments in float32 for an update from element ``first`` on; afterwards those in bfloat16 hold it."""
     if exp_avg.dtype == torch.float32:
         yield exp_avg, exp_avg_sq
         return
     wide = exp_avg.float(), exp_avg_sq.float()
     yield wide
     tensor, step = (int(word) & 0xFFFFFFFF for word in position[8:10])
-    keep_moments((exp_avg, exp_avg_sq), wide, tensor, step)
+    keep_moments((exp_avg, exp_avg_sq), wide, tensor, step, first)
 
 
 _STEPS = Op(
     "adamw_noise_steps_(Tensor(a!)[] params, Tensor[] grad_sums, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
     "Tensor(d!)[] masters, Tensor drawn, float std, float divisor, float lr, float beta1, float beta2, float eps, "
-    "float weight_decay, int step, bool secure_rounding, Tensor[] rows, Tensor[] columns) -> ()",
+    "float weight_decay, int step, bool secure_rounding, Tensor[] rows, Tensor[] columns, int[] firsts=[]) -> ()",
     reference=_reference_steps,
     fake=lambda *args: None,
     check=_check_steps,
@@ -294,6 +308,7 @@ def adamw_noise_steps_(
     secure_rounding: bool = True,
     rows: Sequence[torch.Tensor] = (),
     columns: Sequence[torch.Tensor] = (),
+    firsts: Sequence[int] = (),
 ) -> None:
     """`adamw_noise_step_` of many parameters that share its numbers: on a GPU one launch for each dtype of theirs.
 
@@ -305,6 +320,8 @@ def adamw_noise_steps_(
         drawn: int32 [k, 12], a position for each, of `NoiseStream.take_at`.
         masters: k float32 copies that are updated in the parameters' place; these become the copies, rounded. Or none.
         rows, columns: k of each, as there; or none.
+        firsts: where each of the tensors begins in the one that its position is of, multiples of 16; or none. Processes that hold
+            a piece each add the noise that the whole would get.
 
     Raises:
         ValueError: if a number is out of range, or numbers of tensors, shapes, dtypes or devices differ.
@@ -323,5 +340,5 @@ def adamw_noise_steps_(
     """
     numbers = (std, divisor, lr, *betas, eps, weight_decay)
     tensors = (list(params), list(grad_sums), list(exp_avgs), list(exp_avg_sqs), list(masters))
-    _STEPS(*tensors, drawn, *numbers, step, secure_rounding, list(rows), list(columns))
+    _STEPS(*tensors, drawn, *numbers, step, secure_rounding, list(rows), list(columns), list(firsts))
     torch.autograd.graph.increment_version((*params, *exp_avgs, *exp_avg_sqs, *masters))

@@ -14,9 +14,11 @@ _WORD = (1 << 32) - 1
 ELEMENT_FACTOR, TENSOR_FACTOR, STEP_FACTOR, MIX_FACTOR = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x7FEB352D
 
 
-def random_bits(count: int, tensor: int, step: int, device: torch.device) -> torch.Tensor:
-    """32 bits for each of so many elements, int64: the upper sixteen for one number of the element, the lower for another."""
-    x = torch.arange(count, device=device) * ELEMENT_FACTOR + (tensor * TENSOR_FACTOR + step * STEP_FACTOR) % (1 << 32)
+def random_bits(count: int, tensor: int, step: int, device: torch.device, first: int = 0) -> torch.Tensor:
+    """32 bits for each element from ``first`` on, int64: the upper sixteen for one number of it, the lower for another."""
+    x = torch.arange(first, first + count, device=device) * ELEMENT_FACTOR + (
+        tensor * TENSOR_FACTOR + step * STEP_FACTOR
+    ) % (1 << 32)
     x = x & _WORD
     x = ((x ^ (x >> 15)) * MIX_FACTOR) & _WORD
     return x ^ (x >> 16)
@@ -34,9 +36,13 @@ def kept_in_half(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 
 
 def keep_moments(
-    into: tuple[torch.Tensor, torch.Tensor], moments: tuple[torch.Tensor, torch.Tensor], tensor: int, step: int
+    into: tuple[torch.Tensor, torch.Tensor],
+    moments: tuple[torch.Tensor, torch.Tensor],
+    tensor: int,
+    step: int,
+    first: int = 0,
 ) -> None:
-    """Write both float32 moments of a parameter into bfloat16 ones, of tensor ``tensor`` at ``step``."""
-    bits = random_bits(moments[0].numel(), tensor, step, moments[0].device)
+    """Write both float32 moments of tensor ``tensor``, from element ``first`` on, into bfloat16 ones at ``step``."""
+    bits = random_bits(moments[0].numel(), tensor, step, moments[0].device, first)
     into[0].copy_(kept_in_half(moments[0], bits >> 16))
     into[1].copy_(kept_in_half(moments[1], bits & 0xFFFF))

@@ -10,6 +10,7 @@ import torch
 
 import fastdp.distributed.pieces as pieces
 import fastdp.ops as ops
+from fastdp.accounting.ledger import Ledger
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.clip.axes import RankOne
 from fastdp.engine.clip.policy import Policy
@@ -62,12 +63,17 @@ class Books:
         ranks: all of them.
     """
 
-    def __init__(self, ledger: Recorder, ranks: Ranks):
+    def __init__(self, ledger: Ledger, ranks: Ranks):
         self.ledger, self.ranks = ledger, ranks
 
     def record(self, kind: str = "step") -> None:
-        """Note one release on disk before any rank makes it; what fails on the first rank fails on all."""
-        if self.ranks.leads:
+        """Note one release on disk before any rank makes it; what fails on the first rank fails on all.
+
+        A release that was reserved before ranks last met is on disk, and nothing is exchanged.
+        """
+        if self.ledger.holds_next(kind):
+            self.ledger.record(kind)
+        elif self.ranks.leads:
             self.ranks.first(lambda: self.ledger.record(kind))
         else:
             self.ranks.first(lambda: None)
@@ -147,7 +153,7 @@ class Release:
 
     def _left(self, every: Sequence[str], sums: dict[str, torch.Tensor], policy: Policy, update: Update) -> list[str]:
         """Names of the parameters that an optimizer's own step leaves to us; the sums of others are gone."""
-        apart = self._cut | policy.masks.keys()
+        apart = policy.masks.keys()
         names = [name for name in every if name not in apart]
         parameters = [self.parameters[name] for name in names]
         totals = self._totals(names, sums)

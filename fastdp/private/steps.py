@@ -17,6 +17,7 @@ from fastdp.distributed.pieces import writes
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.clip.policy import Policy
 from fastdp.ops.stream import NoiseStream
+from fastdp.private.meeting import meeting
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
 from fastdp.private.schedules import count_update, follow_releases, forget_releases
@@ -158,12 +159,15 @@ class Steps:
         if not engine.complete:
             return
         accumulator = engine.accumulator
-        with self._ranks.together(self._stated(accumulator.policy)):
+        with meeting(engine, self._ranks, self._stated(accumulator.policy)):
             self._carried.require_untouched()
             self._require_noise(accumulator.policy)
             if not engine.checks.enabled and self._ledger.noted(UNCHECKED) is None:
                 # Kept with the spending, so that the card says so of a run that goes on with checks as well.
                 self._ledger.note(UNCHECKED, "self_check=False")
+            if self._ranks.size > 1:
+                # Ranks meet once: what the first could not write, all are told here.
+                self._ledger.reserve_next()
         self._carried.forget()
         accumulator.merge(self._ranks)
         self.nonfinite = self.nonfinite + accumulator.nonfinite
@@ -189,6 +193,7 @@ class Steps:
         numbers = [{k: v for k, v in g.items() if isinstance(v, (bool, int, float, tuple))} for g in groups]
         return {
             "a setting of the optimizer": repr(numbers),
+            "the number of releases": self._ledger.spent_steps,
             "the clipping": repr((policy.bounds, policy.stds)),
             "a mask": [writes(mask) for mask in policy.masks.values()],
             f"what {self._stages.method.mechanism} chose": self._stages.chosen,

@@ -57,7 +57,7 @@ class Checks(Routing):
         self._batches, self._brief, self._all = 0, BRIEF_AFTER, ALL_AFTER
         #: The longest example, the largest difference of two in a batch, the most rows, the widest row and the largest input.
         self._reach: tuple[float, ...] = (0.0,) * 5
-        self._grew = self._full = False
+        self._grew = False
 
     @property
     def waiting_probes(self) -> int:  # type: ignore[override]
@@ -96,15 +96,15 @@ class Checks(Routing):
         self.passes.derived_buffers = self.state.harmless
         self.state.settle()
 
-    def due(self, call: Call, ticket: Ticket) -> bool:
-        """Whether a later batch is verified: for a longer example, more padding, NaN, changed modules, or by the schedule."""
+    def due(self, call: Call, ticket: Ticket) -> str:
+        """What a later batch is verified for: a longer example, more padding, NaN, changed modules, or by the schedule."""
         if not self.enabled:
-            return False
-        self._full = (ticket.is_last and self.state.structure_changed()) or self._batches > self._all
+            return ""
+        full = (ticket.is_last and self.state.structure_changed()) or self._batches > self._all
         brief = self._batches > self._brief
         self._all *= 1 + (self._batches > self._all)
         self._brief *= 1 + brief
-        return self._grew or self._full or brief
+        return "everything" if full else "gradients" if self._grew else "losses" if brief else ""
 
     def _grows(self, call: Call, ticket: Ticket) -> bool:
         """Whether a batch has a longer example or row, other padding, more rows or an input twice as large as all before, or NaN.
@@ -144,7 +144,7 @@ class Checks(Routing):
         """The one-example route's own check."""
         check_alone(self.passes, call, ticket, ticket.chosen_rows())
 
-    def verify_later(self, call: Call, ticket: Ticket) -> None:
+    def verify_later(self, call: Call, ticket: Ticket, due: str) -> None:
         """The same checks of a later batch; of one that is only longer, the definition check; by the schedule, its losses."""
         passes = self.passes
         try:
@@ -153,12 +153,12 @@ class Checks(Routing):
                     check_packed(passes, call, ticket)
                 elif passes.route == ONE_EXAMPLE:
                     check_alone(passes, call, ticket, ticket.chosen_rows())
-                elif self._full:
+                elif due == "everything":
                     refuse_mixing(passes.model)
                     self.verify_rows(call, ticket)
                     self.verify_engine(call, ticket)
                 elif passes.returns_loss:
-                    self._define(call, ticket, gradients=self._grew)
+                    self._define(call, ticket, gradients=due == "gradients")
         except (SelfCheckError, UnsupportedUse) as error:
             if passes.route == USES and isinstance(error, SelfCheckError):
                 # Losses of a batch that goes another way than the first are not told apart by the first's trace.
@@ -202,6 +202,11 @@ class Checks(Routing):
         output = self.loop.run_forward(call, ticket, enter)
         self.state.accept_buffers()
         return output
+
+    def look_back(self) -> None:
+        """Verify microbatches of weights in pieces before their release."""
+        super().look_back()
+        self.state.accept_buffers()
 
     def abandon(self) -> None:
         """Forget probe batches of a logical batch that was discarded."""

@@ -11,7 +11,7 @@ import torch
 from fastdp.calls.batches import Call
 from fastdp.calls.modes import LowPrecisionDetector
 from fastdp.calls.randomness import MasksInOrder, preserve_rng
-from fastdp.distributed.shards import norm
+from fastdp.distributed.shards import norm, read_dtypes
 from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy
@@ -90,7 +90,7 @@ def check_engine(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]
         alike = [g for g in gradients if g.shape[: own.dim()] == own.shape]
         if any(bool((g[own != unit].nan_to_num() != 0).any()) for g in alike):
             raise coupled(probe, call, 0 if probe.packed else rows[unit])
-    low = dtypes.found or any(p.is_floating_point() and p.dtype.itemsize < 4 for p in passes.model.parameters())
+    low = dtypes.found or any(dtype.itemsize < 4 for dtype in read_dtypes(passes.model))
     measured = {unit: float(scales.seen[0][:, unit].double().sum()) ** 0.5 for unit in units}
     judge(measured, sizes, weights, residual, _LOW_PRECISION if low else _TOLERANCE)
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointError
 from fastdp.calls.batches import Call, cropped, take_rows, unpadded
 from fastdp.calls.modes import in_mode
 from fastdp.calls.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state
+from fastdp.distributed.shards import read_dtypes
 from fastdp.engine.capture.follow import InputGradients
 from fastdp.engine.errors import OwnLoss
 from fastdp.engine.loss.boundary import caught, differentiable, hooks_aside, require_loss, seeds_for
@@ -37,8 +38,7 @@ def rounding(model: torch.nn.Module, loss: float = 0.0) -> float:
     device = next(model.parameters()).device.type
     if torch.is_autocast_enabled(device):
         return _LOW_PRECISION
-    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    most = max((_ROUNDING.get(kind, _LOW_PRECISION) for kind in kinds), default=_LOW_PRECISION)
+    most = max((_ROUNDING.get(kind, _LOW_PRECISION) for kind in read_dtypes(model)), default=_LOW_PRECISION)
     exact = device == "cpu" and torch.get_float32_matmul_precision() == "highest" and most < _LOW_PRECISION
     return most * min(1.0, max(_ORDINARY, _VANISHING / max(loss, 1e-30))) if exact else most
 

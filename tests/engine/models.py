@@ -197,3 +197,33 @@ def batch(name: str, rows: int = 4, tokens: int = 11, seed: int = 1) -> dict[str
         labels = ids.masked_fill(mask == 0, -100)
         labels[-1, : tokens // 2] = -100
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+class PackedLinear(torch.nn.Linear):
+    """A stand-in for a frozen linear layer of four bits: two codes a byte, stored as float32 as `fully_shard` needs it.
+
+    bitsandbytes keeps weights so with ``bnb_4bit_quant_storage``: of a shape of their own, whose numbers mean nothing.
+    """
+
+    scale: torch.Tensor
+
+    def __init__(self, plain: torch.nn.Linear):
+        super().__init__(plain.in_features, plain.out_features, bias=False)
+        weight = plain.weight.detach()
+        self.register_buffer("scale", weight.abs().amax(1, keepdim=True) / 7)
+        codes = (weight / self.scale).round().add_(8).to(torch.uint8).view(-1, 2)
+        packed = (codes[:, 0] + 16 * codes[:, 1]).view(torch.float32)
+        self.weight = torch.nn.Parameter(packed.view(-1, 1), requires_grad=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        packed = self.weight.detach().view(torch.uint8).view(-1)
+        codes = torch.stack([packed % 16, packed // 16], 1).view(self.out_features, self.in_features)
+        return torch.nn.functional.linear(input, (codes.to(input.dtype) - 8) * self.scale)
+
+
+def pack(model: torch.nn.Module) -> torch.nn.Module:
+    """Replace the layers under LoRA's adapters by those of four bits."""
+    adapted: list[Any] = [module for module in model.modules() if hasattr(module, "base_layer")]
+    for module in adapted:
+        module.base_layer = PackedLinear(module.base_layer)
+    return model

@@ -12,7 +12,7 @@ import torch
 from fastdp.engine.engine import Engine
 from fastdp.verify import Checks
 from tests.cases import cases
-from tests.engine.models import batch, build
+from tests.engine.models import batch, build, pack
 from tests.engine.reference import Recording, engine_for, norms, relative, stepped, ticket
 
 
@@ -65,6 +65,14 @@ def test_a_base_of_four_bits(tmp_path: Path) -> None:
                 parameter.add_(0.05 * torch.randn_like(parameter))
     model.train()
     inputs = batch("llama")
+    units = alone(model, inputs)
+    engine = stepped(model, inputs, float(norms(units).median()))
+    require_exact(engine, units)
+
+
+def test_a_base_whose_weights_are_packed() -> None:
+    """What `test_a_base_of_four_bits` looks at, without its library."""
+    model, inputs = pack(build("llama", "lora")), batch("llama")
     units = alone(model, inputs)
     engine = stepped(model, inputs, float(norms(units).median()))
     require_exact(engine, units)

@@ -75,6 +75,32 @@ def test_steps(dtype, secure, masters):
     assert all(torch.equal(p, w.to(dtype)) for p, w in zip(params, wide)) or not masters
 
 
+@cases(*pairs(("moments", [torch.float32, torch.bfloat16]), ("secure", [False, True]), ("defined", [False, True])))
+def test_steps_on_pieces_are_the_step_on_the_whole(defined, secure, moments):
+    """To the last bit: noise, and the random rounding of moments, are those of the elements in the whole; so are axes."""
+    whole = [torch.randn(9, 48), torch.rand(9, 48), *(torch.rand(9, 48).to(moments) for _ in range(2))]
+    rows, columns = torch.rand(9) + 0.5, torch.rand(48) + 0.5
+    cuts = [slice(0, 4), slice(4, 8), slice(8, 9), slice(9, 9)]
+    pieces = [[x[cut].clone() for cut in cuts] for x in whole]
+    numbers = {"divisor": 8.0, "lr": 0.1, "step": 3, "secure_rounding": secure}
+    with definitions() if defined else nullcontext():
+        drawn = stream(4).take_at(2, [7])
+        ops.adamw_noise_steps_(*[[x] for x in whole], 0.5, drawn, rows=[rows], columns=[columns], **numbers)
+        for at, cut in enumerate(cuts):
+            own = [[own[at]] for own in pieces]
+            axes = {"rows": [rows[cut].clone()], "columns": [columns]}
+            ops.adamw_noise_steps_(*own, 0.5, drawn, firsts=[48 * cut.start], **axes, **numbers)
+    for got, expected in zip(pieces, whole):
+        assert torch.equal(torch.cat(got), expected)
+
+
+def test_pieces_begin_at_blocks_of_noise():
+    own = [[torch.ones(4)] for _ in range(4)]
+    for firsts in ([8], [-16], [0, 16]):
+        with pytest.raises(ValueError, match="firsts must be multiples of 16"):
+            ops.adamw_noise_steps_(*own, 0.5, stream(4).take_at(0, [0]), divisor=1.0, lr=0.1, step=1, firsts=firsts)
+
+
 def test_positions_are_those_of_single_draws_and_claimed_with_them():
     one, other = stream(4), stream(4)
     assert torch.equal(one.take_at(5, [3, 9]), torch.stack([other.at(5, 3).take(), other.at(5, 9).take()]))

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fastdp
-from fastdp.distributed import pieces
+from fastdp.distributed import pieces, shards
 from fastdp.methods.rapft import NoisyMap, PublicMap
 from fastdp.private.preparation import Findings, Outcome
 from tests.engine.models import build
@@ -171,6 +171,8 @@ def sharded(rank: int, size: int, folder: Path) -> dict[str, Any]:
     for case in wanted:
         for noise in (1.0, 0.0) if "FULL" in os.environ else (1.0,):
             for way in (shard, checkpointed) if "FULL" in os.environ or case not in SELECTING else (shard,):
+                # Sums are reduced in each microbatch, or stay whole over a logical batch.
+                shards.WHOLE_SUMS = 0.0 if way is shard else 1.0
                 found[case, noise, way.__name__] = trained(case, noise, way)
     return found
 
@@ -309,7 +311,7 @@ def killed(
     moment: str, rank: int, size: int, folder: Path, *, model: nn.Module | None = None, name: str | None = None
 ) -> dict[str, Any]:
     """Rank 1 ends at a given moment of the third release; what the others see, and how fast."""
-    from fastdp.distributed.shards import Sharded
+    from fastdp.distributed.blocks import BlockReducer
     from fastdp.engine.clip.accumulator import Accumulator
     from fastdp.private.release import Books
 
@@ -334,7 +336,7 @@ def killed(
     elif moment == "after the record":
         ending(Books, "record", after=True)
     elif moment == "in the reduction":
-        ending(*((Accumulator, "merge") if model is None else (Sharded, "kept")), after=False)
+        ending(*((Accumulator, "merge") if model is None else (BlockReducer, "finish")), after=False)
 
     def clock(_moment: str, step: int) -> None:
         nonlocal began, released

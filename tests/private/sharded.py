@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,14 +21,30 @@ from torch.utils.data import DataLoader
 
 import fastdp
 from fastdp.accounting import BudgetExceeded
-from fastdp.distributed import pieces
+from fastdp.distributed import pieces, shards
+from fastdp.distributed.blocks import BlockReducer
 from fastdp.distributed.ranks import Ranks
+from fastdp.engine import passes
 from fastdp.engine.clip.policy import Policy
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.release import Release
-from tests.engine.models import build
+from fastdp.verify import checks
+from tests.engine.models import build, pack
 from tests.engine.runs import Classifier
-from tests.private.ranked import MOMENTS, checkpointed, go_on, killed, padded, said, shard, small, texts, trained, whole
+from tests.private.ranked import (
+    CASES,
+    MOMENTS,
+    checkpointed,
+    go_on,
+    killed,
+    padded,
+    said,
+    shard,
+    small,
+    texts,
+    trained,
+    whole,
+)
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -71,7 +86,8 @@ WAYS: dict[str, tuple[str, Callable[[nn.Module], None]]] = {
 
 
 def ways(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """What each way gives."""
+    """What each way gives, with sums reduced in each microbatch."""
+    shards.WHOLE_SUMS = 0.0
     return {name: trained(case, 1.0, way) for name, (case, way) in WAYS.items()}
 
 
@@ -118,7 +134,7 @@ def _started(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *
     return fastdp.make_private(model, optimizer or _adam(model), loader, **given)
 
 
-def _go_on(private: Any, steps: int) -> None:
+def _go_on(private: Any, steps: int, after: Callable[[], None] = lambda: None) -> None:
     done = 0
     while done < steps:
         for batch in private.data_loader:
@@ -128,6 +144,7 @@ def _go_on(private: Any, steps: int) -> None:
                 private.model.eval()(**batch)
             private.model.train()
             private.optimizer.step()
+            after()
             private.optimizer.zero_grad()
             done += private.last_step_done
             if done == steps:
@@ -239,8 +256,9 @@ def stretched(rank: int, size: int, folder: Path) -> dict[str, Any]:
 
 
 def measured(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """What micro-batches gather and add up, in bytes, and how much of sums and gradients is whole, and when."""
+    """What microbatches gather and add up, in bytes, and how much of sums is whole at once where memory is short."""
     found: dict[str, Any] = {}
+    shards.WHOLE_SUMS = 0.0
     for name, tuning, way, two_pass in (
         ("llama", "full", shard, None),
         ("gpt2", "full", checkpointed, None),
@@ -269,7 +287,7 @@ def measured(rank: int, size: int, folder: Path) -> dict[str, Any]:
         held = [p.to_local().numel() for p in private.parameters.values()]
         found[f"{name} {tuning}{' in two passes' if two_pass else ''}"] = {
             **{key: counts[key] / counts["micro-batches"] for key in ("gathered", "added")},
-            "whole sums at once": max(most, default=0),
+            "whole at once": max(most, default=0),
             "shapes": shapes,
             "trained": list(private.parameters),
             "gradients": [p.grad.to_local().numel() for p in private.parameters.values()],
@@ -277,6 +295,121 @@ def measured(rank: int, size: int, folder: Path) -> dict[str, Any]:
             "pieces": held,
         }
         private.detach()
+    return found
+
+
+#: Functions of torch that add up sums, and those whose result the host reads.
+_SUMS, _OBJECTS = ("all_reduce", "reduce_scatter_single"), ("all_gather_object", "broadcast_object_list")
+
+
+@contextmanager
+def _collectives() -> Iterator[dict[str, int]]:
+    """Count reductions, and how often the host reads what others sent; not what torch's object functions do within."""
+    found = {"sums": 0, "host reads": 0}
+    places: list[tuple[Any, str, str]] = [(dist, name, "sums") for name in _SUMS]
+    places += [(dist, name, "host reads") for name in _OBJECTS] + [(Ranks, "numbers", "host reads")]
+    usual = [getattr(owner, name) for owner, name, _ in places]
+    inside = False
+
+    def counting(call: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            outer, inside = inside, True
+            found[kind] += not outer
+            try:
+                return call(*args, **kwargs)
+            finally:
+                inside = outer
+
+        return run
+
+    for (owner, name, kind), call in zip(places, usual):
+        setattr(owner, name, counting(call, kind))
+    try:
+        yield found
+    finally:
+        for (owner, name, _), call in zip(places, usual):
+            setattr(owner, name, call)
+
+
+def counted(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """Reductions of each microbatch and each step after the first, and how often a step reads what others sent."""
+    found: dict[str, Any] = {}
+    data = [{"input_ids": item["input_ids"][:6]} for item in texts()]
+    for name, way, two_pass, share in (
+        ("full", shard, None, 0.0),
+        ("checkpointed", checkpointed, None, 0.0),
+        ("two passes", checkpointed, True, 0.0),
+        ("whole sums", shard, None, 1.0),
+    ):
+        shards.WHOLE_SUMS = share
+        model: Any = build("gpt2")
+        model.config.use_cache = False
+        way(model)
+        private = _started(model, data=data, two_pass=two_pass, max_physical_batch_size=1, unsafe_seed=3)
+        steps: list[dict[str, Any]] = []
+        microbatches: list[int] = []
+        with _collectives() as counts:
+            for batch in private.data_loader:
+                before = counts["sums"]
+                private.model(**batch)["loss"].backward()
+                microbatches.append(counts["sums"] - before)
+                private.optimizer.step()
+                private.optimizer.zero_grad()
+                if private.last_step_done:
+                    steps.append({**counts, "microbatches": microbatches})
+                    microbatches = []
+                    counts.update(dict.fromkeys(counts, 0))
+        blocks = sum(isinstance(module, FSDPModule) for module in model.modules())
+        found[name] = {"blocks": blocks, "parameters": len(private.parameters), "steps": steps[1:]}
+        private.detach()
+    return found
+
+
+def fused(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """Weights after four steps of the optimizer that draws noise within its update; of two processes, in pieces."""
+    found: dict[str, Any] = {}
+    for case in ("tied gpt2", "axes"):
+        name, tuning, options = CASES[case]
+        model: Any = build(name, tuning)
+        model.config.use_cache = False
+        if size > 1:
+            shard(model)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = fastdp.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
+        private = _started(model, optimizer, unsafe_seed=5, secure_rounding=False, **options)
+        unfused: list[int] = []
+
+        def count(parameters: Any = parameters, unfused: list[int] = unfused) -> None:
+            unfused.append(sum(p.grad is not None for p in parameters))
+
+        _go_on(private, 4, count)
+        moments = {n: pieces.full_tensor(optimizer.state[p]["exp_avg"]) for n, p in private.parameters.items()}
+        found[case] = {"weights": whole(model), "moments": moments, "unfused": unfused}
+        private.detach()
+    return found
+
+
+def quantised(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """LoRA over a base of four bits, without noise and with: the adapters, and whether the base is what it was."""
+    found: dict[str, Any] = {}
+    for way in (shard, checkpointed):
+        for noise, share in ((0.0, 0.0), (1.0, 0.0), (1.0, 1.0)):
+            shards.WHOLE_SUMS = share
+            kept: list[Any] = []
+
+            def prepare(model: Any, way: Any = way, kept: list[Any] = kept) -> None:
+                pack(model)
+                base = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+                kept += [model, base]
+                if size > 1:
+                    way(model)
+
+            weights = trained("lora", noise, prepare)["weights"]
+            model, base = kept
+            same = all(torch.equal(weights[name].view(torch.uint8), t.view(torch.uint8)) for name, t in base.items())
+            adapters = {name: weight for name, weight in weights.items() if name not in base}
+            found[f"{way.__name__} {noise} {share}"] = {"adapters": adapters, "base kept": same}
     return found
 
 
@@ -290,31 +423,22 @@ def _counted(model: Any, counts: dict[str, int]) -> Iterator[list[int]]:
             usual[group] = group._all_gather_comm
             group._all_gather_comm = _Counting(usual[group], counts)
 
-    def add(own: torch.Tensor, parts: torch.Tensor, **options: Any) -> None:
+    def reduced(own: torch.Tensor, parts: torch.Tensor, **options: Any) -> Any:
         counts["added"] += parts.nbytes
-        if parts.shape == (62, 32):
-            # The vocabulary's, which is filled up from 61 rows: no piece of anything has that shape.
-            shapes = [(61, 32), (62, 32)]
-            tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter) and t.shape in shapes]
-            weights = {_place(t) for t in tensors if isinstance(t, nn.Parameter)}
-            most.append(len({_place(t) for t in tensors} - weights - {0}))
-        reduce(own, parts, **options)
+        return reduce(own, parts, **options)
 
-    reduce, dist.reduce_scatter_single = dist.reduce_scatter_single, add
+    def added(self: BlockReducer, name: str, total: torch.Tensor | None) -> None:
+        add(self, name, total)
+        most.append(self.held_bytes + (0 if total is None else total.nbytes))
+
+    reduce, dist.reduce_scatter_single = dist.reduce_scatter_single, reduced
+    add, BlockReducer.add = BlockReducer.add, added  # type: ignore[method-assign]
     try:
         yield most
     finally:
-        dist.reduce_scatter_single = reduce
+        dist.reduce_scatter_single, BlockReducer.add = reduce, add  # type: ignore[method-assign]
         for group, comm in usual.items():
             group._all_gather_comm = comm
-
-
-def _place(tensor: torch.Tensor) -> int:
-    """Where its numbers lie; 0 if it has none."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except RuntimeError:
-        return 0
 
 
 class _Counting:
@@ -410,6 +534,46 @@ def refused(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+class Coupling(Classifier):
+    """Comes to make an example's logits depend on the others."""
+
+    late = False
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return super().logits(x - x.mean(0) if self.late else x)
+
+
+def looked(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """What is found of microbatches that are looked at when ranks meet, and what all do where one is short of memory."""
+    found: dict[str, Any] = {}
+    # From the third microbatch on.
+    checks.BRIEF_AFTER = 2
+    coupling: Any = Coupling()
+    fully_shard(coupling)
+    private = small(model=coupling, max_physical_batch_size=2, unsafe_seed=3)
+
+    def couple(moment: str, step: int) -> None:
+        coupling.late = step > 0 and rank == 1
+
+    found["coupled"] = said(lambda: go_on(private, 6, couple))
+    found["spent"] = private.steps_done
+    model: Any = build("gpt2")
+    model.config.use_cache = False
+    checkpointed(model)
+    private = _started(model, unsafe_seed=5, secure_rounding=False)
+    found["passes"] = taken = []
+    longest = passes.longest
+    # Longer than any memory holds, on one rank in one step.
+    passes.longest = lambda *given: 1e15 if rank == 1 and len(taken) == 1 else longest(*given)
+    try:
+        _go_on(private, 3, lambda: taken.append(private.backward_passes) if private.last_step_done else None)
+    finally:
+        passes.longest = longest
+    found["weights"] = whole(model)
+    private.detach()
+    return found
+
+
 class Late(Classifier):
     """Comes to read a weight in another way, whose gradient torch puts aside where a `reduce_dtype` is set."""
 
@@ -426,6 +590,10 @@ SCENARIOS: dict[str, Callable[[int, int, Path], dict[str, Any]]] = {
     "noise": noise,
     **{f"{moment}, of pieces": partial(killed_with_pieces, moment) for moment in MOMENTS},
     "measured": measured,
+    "counted": counted,
+    "fused": fused,
+    "quantised": quantised,
+    "looked": looked,
     "lost": lost,
     "stretched": stretched,
     "pieces refused": refused,

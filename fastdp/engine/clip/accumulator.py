@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 
 import torch
@@ -19,23 +18,8 @@ from fastdp.engine.uses.use import Sink
 
 #: In how many launches sums are made at least where they are large: what one of them makes, it holds beside all its factors.
 _LAUNCHES = 8
-
-
-class _CaptureOrder:
-    """Record the parameters of captures, in order, on their way to a sink."""
-
-    def __init__(self, sink: Sink, names: Mapping[int, str]):
-        self._sink, self._names = sink, names
-        self.sequence: list[str] = []
-
-    def __getattr__(self, kind: str) -> Callable[..., None]:
-        take = getattr(self._sink, kind)
-
-        def record(parameter: torch.nn.Parameter, *captured: object) -> None:
-            self.sequence.append(self._names[id(parameter)])
-            take(parameter, *captured)
-
-        return record
+#: The place of counts among sums by parameter.
+_COUNTS = "(counts)"
 
 
 class _Unfrozen:
@@ -81,13 +65,17 @@ class Accumulator(Sums):
         """Make the sums, and what is said about them, those of the whole logical batch: of all ranks' micro-batches."""
         if ranks.size == 1:
             return
+        if self.weights.cut and not self.weights.cuts_sums:
+            self.cut()
         whole = {name: p for name, p in self.parameters.items() if not self.weights.cuts(name)}
         sums = {name: self.sums[name] for name in whole if name in self.sums}
-        ranks.add(sums, whole)
+        device = next(iter(self.parameters.values())).device
+        # With the sums, so that the host reads nothing.
+        counts = (torch.as_tensor(count, device=device) for count in (self.units, self.unclipped, self.nonfinite))
+        sums[_COUNTS] = torch.stack([count.float() for count in counts])
+        ranks.add(sums, {**whole, _COUNTS: sums[_COUNTS]})
+        self.units, self.unclipped, self.nonfinite = sums.pop(_COUNTS).unbind()
         self.sums.update(sums)
-        counts = [float(count) for count in (self.units, self.unclipped, self.nonfinite)]
-        units, self.unclipped, nonfinite = map(sum, zip(*ranks.gather(counts)))
-        self.units, self.nonfinite = int(units), int(nonfinite)
 
     def run(
         self,
@@ -107,23 +95,18 @@ class Accumulator(Sums):
             two_pass: run the backward pass twice and keep no factor: for gradient checkpointing, where memory is short.
         """
         norms = NormSink(self, layout, expected, keep=not two_pass)
-        sink = self._scaling_sink(norms)
-        order = _CaptureOrder(sink, self.names) if two_pass and self.weights.cut else None
-        open_sink(order or sink)
+        open_sink(self._scaling_sink(norms))
         backward(two_pass)
         upper = norms.finish()
         factors = self.factors(upper, layout.weights)
         self.take_apart(upper, factors)
         if two_pass:
-            # Ranks whose captures come in another order could not add them up as they come.
-            at_once = order is not None and self.weights.alike(zlib.crc32(repr(order.sequence).encode()))
-            open_sink(self._scaling_sink(SumSink(self, factors, at_once=at_once)))
+            open_sink(self._scaling_sink(SumSink(self, factors)))
             backward(False)
-            for name in () if at_once else self.parameters:
-                self.keep(name)
+            self.finish()
             return
         most = self._launch_bytes(norms)
-        if self.weights.cut:
+        if self.weights.cuts_sums:
             norms.apart()
         for batch in reversed(norms.batches):
             self._add_batch(batch, factors, most)
@@ -134,12 +117,12 @@ class Accumulator(Sums):
                 whole[name], entry.instance = entry.instance, None
                 held += 4 * self.parameters[name].numel()
             self.add_uses(name, entry.factors, factors, layout)
-            if held > most or self.weights.cut:
+            if held > most or self.weights.cuts_sums:
                 self.add_instances(whole, factors)
                 whole, held = {}, 0
-            if self.weights.cut:
-                self.keep(name)
+            self.keep(name)
         self.add_instances(whole, factors)
+        self.finish()
 
     def _add_batch(self, batch: Batch, factors: torch.Tensor, most: int) -> None:
         """Add the sums of matrices that were measured together, the last captured first, in launches of about ``most`` bytes."""

@@ -65,6 +65,7 @@ class Sums:
         self._sums: dict[str, torch.Tensor] = {}
         self._unscaled: dict[str, _Unscaled] = {}
         self._uncut: dict[str, torch.Tensor] = {}
+        self._reducer = self.weights.reducer(self.parameters, self._keep_piece)
         #: Units of the micro-batch at hand whose sums are made on their own: `take_apart`.
         self.apart: list[int] = []
         #: Whether the logits of a head were computed tile by tile.
@@ -86,14 +87,14 @@ class Sums:
     @property
     def _whole(self) -> dict[str, torch.Tensor]:
         """Where sums are added up: of one parameter at a time, if only pieces of them are kept."""
-        return self._uncut if self.weights.cut else self._sums
+        return self._uncut if self.weights.cuts_sums else self._sums
 
     def in_order(self, captured: dict[str, Any]) -> list[str]:
-        """Whose sums are to be made, the last captured first; of pieces every parameter's, in one order on all ranks.
+        """Whose sums are to be made, the last captured first; of pieces every parameter's, a block at a time.
 
         Where this rank has captured nothing another may have, and waits for it.
         """
-        return list(self.parameters if self.weights.cut else reversed(captured))
+        return self.weights.in_order(self.parameters) if self.weights.cuts_sums else list(reversed(captured))
 
     def whole(self, name: str) -> torch.Tensor:
         """A parameter's sum as a whole, which is zero where nothing was captured. Collective, of weights in pieces."""
@@ -146,13 +147,27 @@ class Sums:
         self.keep(name)
 
     def keep(self, name: str) -> None:
-        """Of what a parameter's sum has grown by, keep what this process is to have."""
-        if not self.weights.cut:
-            return
-        self._scale(name)
-        kept = self.weights.kept(name, self._whole.pop(name, None))
-        if kept is not None:
-            self._sums[name] = self._sums[name].add_(kept) if name in self._sums else kept
+        """Of what a parameter's sum has grown by in this microbatch, keep what this process is to have."""
+        if self.weights.cuts_sums:
+            self._scale(name)
+            self._reducer.add(name, self._uncut.pop(name, None))
+
+    def finish(self) -> None:
+        """Keep what is left of this microbatch. Collective, of weights in pieces."""
+        for name in list(self._uncut):
+            self.keep(name)
+        if self.weights.cuts_sums:
+            self._reducer.finish()
+
+    def cut(self) -> None:
+        """Reduce sums that stayed whole over a logical batch to pieces. Collective."""
+        whole, self._sums = self.sums, {}
+        for name in self.weights.in_order(self.parameters):
+            self._reducer.add(name, whole.pop(name, None))
+        self._reducer.finish()
+
+    def _keep_piece(self, name: str, piece: torch.Tensor) -> None:
+        self._sums[name] = self._sums[name].add_(piece) if name in self._sums else piece
 
     def _sum(self, name: str, total: torch.Tensor) -> None:
         if name in self._whole:
@@ -274,22 +289,17 @@ class Captures:
 
 
 class SumSink(Captures):
-    """The second of two passes: adds each capture to the sums at once, so that no factor outlives its own backward.
+    """The second of two passes: adds each capture to the sums at once, so that no factor outlives its own backward."""
 
-    Args:
-        at_once: keep of each capture's sum what is to be kept as soon as it is made.
-    """
-
-    def __init__(self, sums: Sums, factors: torch.Tensor, *, at_once: bool):
+    def __init__(self, sums: Sums, factors: torch.Tensor):
         super().__init__(sums)
         self.sums = sums
         self.factors = factors
-        self.at_once = at_once
 
     def whole(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
         name = self.names[id(parameter)]
         self.sums.add_instance(name, gradients, self.factors)
-        self._keep(name)
+        self.sums.keep(name)
 
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
         name = self.names[id(parameter)]
@@ -301,8 +311,4 @@ class SumSink(Captures):
             self.sums.add_instance(name, gradient, self.factors)
         else:
             self.sums.add_uses(name, [factors], self.factors, layout)
-        self._keep(name)
-
-    def _keep(self, name: str) -> None:
-        if self.at_once:
-            self.sums.keep(name)
+        self.sums.keep(name)

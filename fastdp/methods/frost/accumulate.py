@@ -136,6 +136,8 @@ class MagnitudeAccumulator(Accumulator):
                 self.add_instance(name, entry.instance, factors)
             self.add_uses(name, entry.factors, factors, layout)
             self.keep(name)
+        if self.vectors:
+            self.finish()
 
     def may_hold(self, layout: Layout) -> int:
         """None, as most magnitudes need no factor once it is measured."""

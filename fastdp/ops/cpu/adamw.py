@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import fastdp._native as _native
-from fastdp.ops.adamw import float32_moments, unpack_numbers
+from fastdp.ops.adamw import firsts_of, float32_moments, unpack_numbers
 from fastdp.ops.noise import NOISE_DTYPES
 from fastdp.ops.stream import native_threads
 
@@ -22,6 +22,18 @@ def adamw_noise_step_(
     *rest: Any,
 ) -> None:
     """:func:`fastdp.ops.adamw_noise_step_` on a processor."""
+    _step(param, grad_sum, exp_avg, exp_avg_sq, position, 0, *rest)
+
+
+def _step(
+    param: torch.Tensor,
+    grad_sum: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    position: torch.Tensor,
+    first: int,
+    *rest: Any,
+) -> None:
     numbers, rows, columns = unpack_numbers(rest)
     written = (param, exp_avg, exp_avg_sq)
     flat = weights, mean, square = [x.contiguous() for x in written]
@@ -32,6 +44,7 @@ def adamw_noise_step_(
         mean,
         square,
         param.numel(),
+        first,
         position,
         numbers.secure_rounding,
         *numbers[:8],
@@ -58,9 +71,9 @@ def adamw_noise_steps_(
 ) -> None:
     """:func:`fastdp.ops.adamw_noise_steps_` on a processor, one tensor after another."""
     numbers, rows, columns = unpack_numbers(rest)
-    for i, target in enumerate(masters or params):
+    for i, (target, first) in enumerate(zip(masters or params, firsts_of(rest, len(params)))):
         axes = (rows[i], columns[i]) if rows else ()
-        with float32_moments(exp_avgs[i], exp_avg_sqs[i], drawn[i]) as (mean, square):
-            adamw_noise_step_(target, grad_sums[i], mean, square, drawn[i], *numbers, *axes)
+        with float32_moments(exp_avgs[i], exp_avg_sqs[i], drawn[i], first) as (mean, square):
+            _step(target, grad_sums[i], mean, square, drawn[i], first, *numbers, *axes)
         if masters:
             params[i].copy_(target)
