@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastdp.calls.batches import Call, as_long_as
+from fastdp.calls.batches import Call, Path, as_long_as
 from fastdp.calls.modes import refuse_mixing
 from fastdp.distributed.ranks import RankLost, Ranks
 from fastdp.engine.capture.known import TraceCache
@@ -49,17 +49,22 @@ class Routing:
         self.passes, self.ranks, self._on_route = passes, ranks, on_route
         self._tracer = Tracer(passes.model, passes.read, passes.vocabulary)
         self.known = TraceCache(self._tracer, passes.forwards.root.plain)
+        #: The rows and the shapes of the batch at hand.
+        self._shapes: Any = None
         passes.explain = self._learn
 
-    def before(self, call: Call, ticket: Ticket) -> bool:
-        """Prepare for a batch before its pass. True if any rank ran the model for that."""
+    def before(self, call: Call, ticket: Ticket, inputs: list[tuple[Path, torch.Tensor]]) -> bool:
+        """Prepare for a batch, whose tensors are ``inputs``, before its pass. True if any rank ran the model for that."""
         passes = self.passes
         if passes.route == ORDINARY or passes.isolated:
             return False
         first = passes.route is None
         due = not first and self.due(call, ticket)
-        new = not (first or passes.recollates) and self.known.new(passes.trace, call, ticket.rows)
-        looked = passes.weights.anyone(first or due or new)
+        self._shapes = ticket.rows, tuple([(path, t.shape) for path, t in inputs])
+        new = not (first or passes.recollates or self._shapes in self.known.explained)
+        new = new and self.known.new(passes.trace, inputs, ticket.rows)
+        looked = first or due or new
+        looked = passes.weights.anyone(looked) if passes.weights.cut else looked
         if looked:
             with passes.weights.apart():
                 if first:
@@ -69,12 +74,16 @@ class Routing:
                         self.known.add(passes.trace, call, ticket.rows)
                     if due:
                         self.verify_later(call, _weighted(ticket))
-        self.verify_loop(call, ticket)
+        self.verify_loop(call, ticket, inputs)
         return looked
 
     def after(self, waiting: Pass, *, explained: bool) -> None:
         """Compare the uses of a batch's own pass with the trace. Raises `Unseen` if the batch must be explained first."""
-        self.known.require(self.passes.trace, waiting.call, waiting.ticket.rows, waiting.tap, looked_at=explained)
+        shapes, tap = self._shapes, waiting.tap
+        if self.known.explained.get(shapes) != tap.shapes:
+            told = self.known.require(self.passes.trace, waiting.call, waiting.ticket.rows, tap, looked_at=explained)
+            if told:
+                self.known.explained[shapes] = frozenset(tap.shapes)
         self.verify_pass(waiting)
 
     def explain(self, call: Call, ticket: Ticket) -> None:
@@ -126,7 +135,7 @@ class Routing:
     def verify_later(self, call: Call, ticket: Ticket) -> None:
         """Verify a batch after the first."""
 
-    def verify_loop(self, call: Call, ticket: Ticket) -> None:
+    def verify_loop(self, call: Call, ticket: Ticket, inputs: list[tuple[Path, torch.Tensor]]) -> None:
         """Verify what the training loop makes of a batch."""
 
     def verify_pass(self, waiting: Pass) -> None:

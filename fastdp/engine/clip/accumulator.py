@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Callable, Mapping
 
@@ -19,6 +20,7 @@ from fastdp.engine.uses.use import Sink
 
 #: In how many launches sums are made at least where they are large: what one of them makes, it holds beside all its factors.
 _LAUNCHES = 8
+_TRAINED = operator.attrgetter("requires_grad")
 
 
 class _CaptureOrder:
@@ -169,7 +171,7 @@ class Accumulator(Sums):
         """The sink, or one before it that divides by the policy's axes."""
         for name, axes in self.policy.axes.items():
             axes.check(name, self.parameters[name].shape)
-        if not all(parameter.requires_grad for parameter in self.parameters.values()):
+        if not all(map(_TRAINED, self.parameters.values())):
             sink = _Unfrozen(sink)
         return Scaled(sink, self.policy.axes, self.names) if self.policy.axes else sink
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -571,11 +572,13 @@ class NormSink(Captures):
         self.add_powers(name, squared, rounding, **errors)
 
 
+@functools.cache
 def launches(device: torch.device) -> bool:
     """Whether many products in one launch take less time than one after another."""
     return device.type != "cpu"
 
 
+@functools.cache
 def may_hold(device: torch.device) -> int:
     """Bytes of factors that narrow matrices may hold back until they are measured together.
 

@@ -42,8 +42,9 @@ class Ticket:
     lengths: tuple[int, ...] = ()
     in_eval: bool = False
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
+        """Of the micro-batch."""
         if self.token_units is not None:
             return self.token_units.shape[0]
         return self.row_units.shape[0]
@@ -131,11 +132,11 @@ class Layout:
     _offsets: dict[tuple[int, bool, bool], torch.Tensor] = field(default_factory=dict)
     _lengths: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def units(self) -> int:
         return self.weights.shape[0]
 
-    @property
+    @functools.cached_property
     def lanes(self) -> int:
         return self.lane_units.shape[0]
 
