@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fastdp.calls.batches import Call, Path, leaves
-from fastdp.calls.garbage import gc_paused
 from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import ONE, RankLost, Ranks
 from fastdp.engine.capture.known import wrong_rows
@@ -23,6 +23,22 @@ from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
 from fastdp.engine.routing import Routing
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.pending import PendingGradients
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Pause Python's garbage collection.
+
+    It looks through younger objects each time that some hundreds were made. A pass makes thousands, nearly all of them gone by
+    its end.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Engine(Passes):

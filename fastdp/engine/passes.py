@@ -432,7 +432,8 @@ class Passes:
                 output = self.forwards.root.original(*call[0], **call[1])
         finally:
             self.reads.tap = None
-            self.reads.heads.close()
+            if self.reads.heads.made:
+                self.reads.heads.close()
         if not self.returns_loss:
             output = self._with_rows(output)
             return output, outer(output), terms

@@ -13,10 +13,10 @@ import torch
 import fastdp.ops as ops
 from fastdp.accounting.ledger import Ledger
 from fastdp.calls.batches import tensors
-from fastdp.calls.garbage import gc_paused
 from fastdp.distributed.pieces import writes
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.clip.policy import Policy
+from fastdp.engine.engine import gc_paused
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan

@@ -16,7 +16,7 @@ from fastdp.engine.rules.head import REMEASURED
 from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Layout
 from fastdp.ops.matrices import Matrices
-from fastdp.ops.placed import cached_constant
+from fastdp.ops.placed import CONSTANTS
 from fastdp.ops.routes import longest_by_gram
 
 
@@ -132,7 +132,7 @@ class Grams:
         if not self._known:
             return
         own = [group for grams in self._known for group in self.policy.groups(grams.names)]
-        groups = cached_constant(tuple(own), torch.int64, self.layout.weights.device)
+        groups = CONSTANTS[tuple(own), torch.int64, self.layout.weights.device]
         squares = stacked([found.squares for found in self._known])
         products = stacked([found.products for found in self._known])
         errors = [error.gram for grams in self._known for error in grams.errors]

@@ -19,7 +19,7 @@ from fastdp.engine.rules.head import REMEASURED
 from fastdp.engine.uses.factors import Factors, PerUnit, join_uses
 from fastdp.engine.uses.layout import Layout
 from fastdp.ops.matrices import Matrices
-from fastdp.ops.placed import cached_constant
+from fastdp.ops.placed import CONSTANTS
 from fastdp.ops.routes import NARROW, plan_route
 
 _T = TypeVar("_T")
@@ -155,7 +155,7 @@ class NormSink(Captures):
             super().tokens(parameter, gradient, layout, laned)
             return
         # A matrix with one column, whose inputs are ones: a GPU adds up the tokens of many biases in one launch.
-        ones = cached_constant((1.0,), gradient.dtype, gradient.device).expand(gradient.shape[0], 1)
+        ones = CONSTANTS[(1.0,), gradient.dtype, gradient.device].expand(gradient.shape[0], 1)
         self.matrix(parameter, Factors(gradient, ones, laned), layout)
 
     def _take_together(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from fastdp.calls.batches import Call, take_tokens
 from fastdp.engine.errors import UnsupportedUse, first_line
 from fastdp.engine.uses.rows import BroadcastLayout
-from fastdp.ops.placed import copy_to_device, keep_for_replay
+from fastdp.ops.placed import ReplayCache, copy_to_device
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,12 @@ class Ticket:
         )
 
 
-@functools.lru_cache(maxsize=8)
 def _offsets(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """The same tensor for the same units, so that tables that kernels make of it are made once; few, as these are long."""
     return copy_to_device(torch.tensor((0, *itertools.accumulate(counts)), dtype=torch.int64), device)
+
+
+_OFFSETS = ReplayCache(_offsets, 8)
 
 
 @dataclass
@@ -171,7 +173,7 @@ class Layout:
                 each = 1 if packed else tokens // self.rows
                 counts = [each * count for count in self.counts.tolist()]
             device = torch.device("cpu") if host else self.weights.device
-            self._offsets[key] = keep_for_replay(_offsets(tuple(counts), device))
+            self._offsets[key] = _OFFSETS[tuple(counts), device]
         return self._offsets[key]
 
     def lengths(self, tokens: int, *, laned: bool = False) -> torch.Tensor:
