@@ -66,6 +66,19 @@ class _Windows(nn.Module):
         return torch.cat([F.relu(window(words)).amax(2) for window in self.windows], 1)
 
 
+class _Words(nn.Module):
+    """Linear layers over the mean of the words."""
+
+    def __init__(self, vocabulary: int, width: int, layers: int):
+        super().__init__()
+        self.table = nn.Embedding(vocabulary, width)
+        self.inner = nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        states: torch.Tensor = self.inner(self.table(ids).mean(1))
+        return states
+
+
 class _Sequence(nn.Module):
     """The last output of a recurrent net."""
 
@@ -134,6 +147,7 @@ KINDS = {
     "depthwise": Kind(partial(_images, depthwise=True), 2),
     "conv3d": Kind(partial(_images, of=_VOLUMES), 3),
     "text-cnn": Kind(lambda v, w, n: Classifier(_Windows(v, w), 3 * w)),
+    "words": Kind(lambda v, w, n: Classifier(_Words(v, w, n), w)),
     "bags": Kind(lambda v, w, n: Classifier(nn.EmbeddingBag(v, w), w)),
     "lstm": _recurrent(nn.LSTM),
     "gru": _recurrent(nn.GRU),

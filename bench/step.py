@@ -64,6 +64,11 @@ CASES = {
     "attention": Case("attention", 1, 256, rows=16, vocabulary=5000),
     "lstm": Case("lstm", 1, 128, rows=32, vocabulary=5000),
     "encoder-layer": Case("encoder-layer", 2, 256, rows=16, vocabulary=5000),
+    "small-cnn": Case("cnn", 2, 16, rows=16, tokens=16),
+    "small-text": Case("words", 2, 64, rows=16, vocabulary=1000, tokens=32),
+    "small-text-cnn": Case("text-cnn", 1, 32, rows=16, vocabulary=1000, tokens=32),
+    "small-gpt2-lora": Case("gpt2", 2, 64, rows=8, vocabulary=1000, tokens=32, tuning="lora"),
+    "small-llama-lora": Case("llama", 2, 64, 128, rows=8, vocabulary=1000, tokens=32, tuning="lora"),
     **workloads.LARGE,
 }
 

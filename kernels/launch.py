@@ -16,7 +16,7 @@ import triton.language as tl
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastdp.ops.matrices import Matrices
-from fastdp.ops.placed import cached_constant, copy_to_device
+from fastdp.ops.placed import CONSTANTS, copy_to_device
 
 #: What a kernel that finds addresses in memory is told of the dtypes behind them.
 TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -65,7 +65,7 @@ def to_device_of(small: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def places_beside(numbers: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
     """Which of several tensors are meant, int64 on the device of ``tensor``: the same in every step, and sent once."""
-    return cached_constant(tuple(numbers), torch.int64, tensor.device)
+    return CONSTANTS[tuple(numbers), torch.int64, tensor.device]
 
 
 def table_beside(lines: Iterable[Iterable[int]], tensor: torch.Tensor) -> torch.Tensor:

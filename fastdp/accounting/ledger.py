@@ -272,12 +272,12 @@ class Ledger:
     @property
     def spent_steps(self) -> int:
         """Training steps spent, never below the truth."""
-        return self.spent(STEP)
+        return self._accounts[STEP].used
 
     @property
     def budget_steps(self) -> int:
         """Training steps the budget holds."""
-        return self.budget(STEP)
+        return self._accounts[STEP].budget
 
     def spent(self, kind: str) -> int:
         """Releases of a kind spent, never below the truth."""

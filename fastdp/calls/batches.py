@@ -108,6 +108,10 @@ class RowNumbers(torch.Tensor):
     """Stands in a call for a list of one entry a row, such as texts, so that its rows can be taken."""
 
 
+#: Arguments in which no list can be.
+_FLAT = frozenset((torch.Tensor, type(None), bool, int, float, str))
+
+
 class RowLists:
     """Lists of one entry a row (texts, images, tensors of different shapes), which no tensor operation can cut.
 
@@ -125,6 +129,9 @@ class RowLists:
     def encode(self, call: Call, rows: int) -> Call:
         """The call of so many rows without such lists."""
         self._entries, self._kinds = {}, {}
+        args, kwargs = call
+        if _FLAT.issuperset(map(type, (*args, *kwargs.values()))):
+            return call
 
         def numbers(path: Path, tree: Any) -> torch.Tensor | None:
             held = list(tensors(tree))

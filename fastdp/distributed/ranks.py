@@ -71,15 +71,14 @@ class Ranks:
             )
 
     def enter(self) -> None:
-        """A training forward pass begins: a wrapper of data parallelism round it will exchange nothing.
+        """A training forward pass begins in a group: a wrapper of data parallelism round it will exchange nothing.
 
         Raises as `require_current`.
         """
-        if dist.is_available() and dist.is_initialized():
-            self.require_current()
-            wrapper = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
-            if wrapper is not None:
-                pass_through(wrapper)
+        self.require_current()
+        wrapper = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+        if wrapper is not None:
+            pass_through(wrapper)
 
     def shares(self, drawn: Sequence[int]) -> list[list[int]]:
         """The units of a logical batch that each rank takes: every ``size``-th."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from fastdp.ops.bounds import EARLY, FLOOR, LARGEST_RATIO, Roundings
-from fastdp.ops.placed import cached_constant, copy_to_device, keep_for_replay
+from fastdp.ops.placed import CONSTANTS, ReplayCache, copy_to_device
 
 #: Squares found by Gram matrices are found again by the direct route where rounding may hide more than this share of them,
 #: which is 1.6% of the norm: less is not worth a product as large as the weights' gradients.
@@ -34,7 +33,7 @@ class UpperNorms:
 
     def weights(self, bounds: Sequence[float]) -> torch.Tensor:
         """``min(1, bound / norm)`` of each group and unit, rounded down to float32; see `round_down`."""
-        limits = cached_constant(tuple(bounds), torch.float64, self.norms.device).unsqueeze(1)
+        limits = CONSTANTS[tuple(bounds), torch.float64, self.norms.device].unsqueeze(1)
         return round_down(limits / self.norms)
 
 
@@ -76,15 +75,17 @@ class _Rows(NamedTuple):
 
 def gammas(roundings: Sequence[Roundings], tokens: torch.Tensor) -> torch.Tensor:
     """`Roundings.gamma` of k parts by the tokens of each unit ``[k, units]``, float64."""
-    fixed, token, early = keep_for_replay(_slopes(tuple(roundings), tokens.device))
+    fixed, token, early = _SLOPES[tuple(roundings), tokens.device]
     errors = fixed + token * tokens + early * tokens.clamp(max=EARLY)
     return torch.where(errors < 0.25, errors / (1 - errors), torch.inf)
 
 
-@functools.lru_cache(maxsize=256)
 def _slopes(roundings: tuple[Roundings, ...], device: torch.device) -> torch.Tensor:
     numbers = [[own.unit * part for part in own[:3]] for own in roundings]
     return copy_to_device(torch.tensor(numbers, dtype=torch.float64).t().contiguous(), device).unsqueeze(2)
+
+
+_SLOPES = ReplayCache(_slopes, 256)
 
 
 class Norms:
@@ -166,7 +167,7 @@ class Norms:
         highest = measured.clone()
         if self._rows:
             powers, groups = stacked([rows.powers for rows in self._rows]), self._groups(self._rows)
-            none = cached_constant((0.0,) * self._shape[1], torch.float64, self._device)
+            none = CONSTANTS[(0.0,) * self._shape[1], torch.float64, self._device]
             products, tokens = (
                 stacked(
                     [none.expand(len(r.groups), -1) if each is None else each for r, each in zip(self._rows, column)]
@@ -175,7 +176,7 @@ class Norms:
             )
             reach = products**self.order
             every = tuple(itertools.chain.from_iterable([rows.errors for rows in self._rows]))
-            relative, least, times = keep_for_replay(_constants(every, self.order, self._device))
+            relative, least, times = _ERRORS[every, self.order, self._device]
             errors = powers.abs() * relative
             errors += least
             errors += reach * gammas([error.gram for error in every], tokens)
@@ -189,12 +190,11 @@ class Norms:
         return UpperNorms(norms, measured, cancelling)
 
     def _groups(self, every: Sequence[_Rows]) -> torch.Tensor:
-        return cached_constant(
+        return CONSTANTS[
             tuple(itertools.chain.from_iterable([rows.groups for rows in every])), torch.int64, self._device
-        )
+        ]
 
 
-@functools.lru_cache(maxsize=64)
 def _constants(every: tuple[Errors, ...], order: int, device: torch.device) -> torch.Tensor:
     """Of each part what its powers are off by relative to themselves, and at least, and what is added against its products,
     besides what depends on tokens: ``[3, parts, 1]``.
@@ -202,6 +202,9 @@ def _constants(every: tuple[Errors, ...], order: int, device: torch.device) -> t
     floor = FLOOR**order
     numbers = [(error.relative, error.entries * floor, error.times) for error in every]
     return copy_to_device(torch.tensor(numbers, dtype=torch.float64).t().contiguous(), device).unsqueeze(2)
+
+
+_ERRORS = ReplayCache(_constants, 64)
 
 
 def stacked(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -215,4 +218,4 @@ def stacked(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
     begins = [0, *itertools.accumulate(block.shape[0] for block in blocks)]
     order = [row for members in kinds.values() for at in members for row in range(begins[at], begins[at + 1])]
     places = sorted(range(len(order)), key=order.__getitem__)
-    return torch.cat(alike).index_select(0, cached_constant(tuple(places), torch.int64, blocks[0].device))
+    return torch.cat(alike).index_select(0, CONSTANTS[tuple(places), torch.int64, blocks[0].device])

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from fastdp.calls.batches import Call, as_long_as, tensors
-from fastdp.calls.garbage import gc_paused
+from fastdp.calls.batches import Call, Path, leaves
 from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import ONE, RankLost, Ranks
 from fastdp.engine.capture.known import wrong_rows
@@ -22,6 +23,22 @@ from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
 from fastdp.engine.routing import Routing
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.pending import PendingGradients
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Pause Python's garbage collection.
+
+    It looks through younger objects each time that some hundreds were made. A pass makes thousands, nearly all of them gone by
+    its end.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Engine(Passes):
@@ -116,8 +133,10 @@ class Engine(Passes):
 
     def forward(self, args: Any, kwargs: Any) -> Any:
         """A training forward pass on the micro-batch at the head of the queue."""
-        self.pending.clear()
-        self.ranks.enter()
+        if self.pending.placed:
+            self.pending.clear()
+        if dist.is_available() and dist.is_initialized():
+            self.ranks.enter()
         if not self.weights.cut and (
             hasattr(self.model, "reshard") or (self.route is None and any(map(is_cut, self.model.parameters())))
         ):
@@ -132,15 +151,20 @@ class Engine(Passes):
                 "no batch is outstanding: take batches from make_private's loader, run all passes of one in one forward(), and "
                 "call model.eval() for other passes."
             )
-        if any(t.requires_grad and t.is_leaf for t in tensors((args, kwargs))):
-            raise ValueError(
-                "An input requires gradients, which private passes do not return. Make adversarial inputs under model.eval(), or "
-                "inside the model's forward()."
-            )
+        given = call = args, kwargs
+        inputs = leaves(given)
+        for _, t in inputs:
+            if t.requires_grad and t.is_leaf:
+                raise ValueError(
+                    "An input requires gradients, which private passes do not return. Make adversarial inputs under "
+                    "model.eval(), or inside the model's forward()."
+                )
         ticket = self.tickets[0]
         self._forwards = self._forwards + 1 if ticket is self._latest else 1
         self._latest = ticket
-        call = (args, kwargs) if self.weights.cut else self.forwards.lists.encode((args, kwargs), ticket.rows)
+        if not self.weights.cut:
+            call = self.forwards.lists.encode(given, ticket.rows)
+            inputs = inputs if call is given else leaves(call)
         if ticket.probe is not None:
             return self.checks.run_probe(call, ticket, self._backward)
         if self.isolated:
@@ -150,22 +174,23 @@ class Engine(Passes):
                 self._on_route(ONE_EXAMPLE, "isolation='per_example'")
             with self.chance():
                 return self.run_forward(call, ticket, verify=True, enter=self._backward)[0]
-        if not as_long_as(call, ticket.rows):
+        if ticket.rows not in [t.shape[0] for _, t in inputs if t.dim()]:
             raise ValueError(wrong_rows(call, ticket.rows))
         with self.chance(), gc_paused():
             try:
-                return self._checked_forward(call, ticket)
+                return self._checked_forward(call, ticket, inputs)
             except torch.OutOfMemoryError:
                 if self.graphs is None or not self.graphs.give_up():
                     raise
-            return self._checked_forward(call, ticket)
+            return self._checked_forward(call, ticket, inputs)
 
-    def _checked_forward(self, call: Call, ticket: Ticket) -> Any:
+    def _checked_forward(self, call: Call, ticket: Ticket, inputs: list[tuple[Path, torch.Tensor]]) -> Any:
         """The pass itself, after what has to be looked at before it; what it draws, a look ahead has drawn too."""
-        self.weights.settle()
+        if self.weights.cut:
+            self.weights.settle()
         self.begun = True
         first = self.route is None
-        looked = self.checks.before(call, ticket)
+        looked = self.checks.before(call, ticket, inputs)
         if self.graphs is not None and self.route == USES and not (first or looked or self.forwards.lists):
             replayed = self.graphs.forward(call, ticket, self._backward)
             if replayed is not None:

@@ -146,6 +146,8 @@ class Passes:
         self.accumulator.read(self.read, self.weights)
         self.device = next(iter(self.read.values())).device
         self.loss_reduction = loss_reduction
+        #: Whether the model's output holds the loss to differentiate.
+        self.returns_loss = loss_reduction is None
         self.two_pass = two_pass
         if keep_logits or not self.returns_loss or self.weights.cut:
             self.vocabulary = None
@@ -180,14 +182,9 @@ class Passes:
         return self.model.training and torch.is_grad_enabled()
 
     @property
-    def returns_loss(self) -> bool:
-        """Whether the model's output holds the loss to differentiate."""
-        return self.loss_reduction is None
-
-    @property
     def checkpointed(self) -> bool:
         """Whether some of the model's activations are computed again in the backward pass."""
-        return any(module.gradient_checkpointing for module in self._switches)
+        return True in [module.gradient_checkpointing for module in self._switches]
 
     @cached_property
     def _switches(self) -> list[Any]:
@@ -296,8 +293,8 @@ class Passes:
                 pairs = [(tops[0], (layout.weights > 0).to(tops[0].dtype))]
             else:
                 pairs = [(t, g * self.scale(ticket)) for t, g in zip(tops, upstream) if g is not None]
-            with self.weights.gathered():
-                found, seeds = [t for t, _ in pairs], [g for _, g in pairs]
+            found, seeds = [t for t, _ in pairs], [g for _, g in pairs]
+            with self.weights.gathered() if self.weights.cut else nullcontext():
                 differentiate(found, seeds, own, tap, self._parameters, retain=retain)
 
         waiting = Pass(call, ticket, layout, tap, verify, enter, tops, backward, twice)
@@ -438,7 +435,8 @@ class Passes:
                 output = self.forwards.root.original(*call[0], **call[1])
         finally:
             self.reads.tap = None
-            self.reads.heads.close()
+            if self.reads.heads.made:
+                self.reads.heads.close()
         if not self.returns_loss:
             output = self._with_rows(output)
             return output, outer(output), terms
@@ -529,7 +527,7 @@ class Passes:
 
     def refuse_foreign_gradients(self, when: str) -> None:
         """Every covered use returns no gradient to autograd, so a `.grad` that appears is one nothing has clipped."""
-        stray = self.weights.stray()
+        stray = self.weights.stray() if self.weights.cut else None
         if stray is None and {None}.issuperset(map(_GRADIENT, self._parameters)):
             return
         for name, parameter in self._every:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastdp.calls.batches import Call, as_long_as
+from fastdp.calls.batches import Call, Path, as_long_as
 from fastdp.calls.modes import autocast_now, refuse_mixing
 from fastdp.distributed.ranks import RankLost, Ranks
 from fastdp.engine.capture.known import TraceCache
@@ -51,19 +51,23 @@ class Routing:
         self.passes, self.ranks, self._on_route = passes, ranks, on_route
         self._tracer = Tracer(passes.model, passes.read, passes.vocabulary)
         self.known = TraceCache(self._tracer, passes.forwards.root.plain)
+        #: The rows and the shapes of the batch at hand.
+        self._shapes: Any = None
         passes.explain = self._learn
         #: Microbatches of this logical batch that are looked at when ranks meet, and the one at hand if it is to be.
         self.looks: list[Callable[[], None]] = []
         self._later: Callable[[Tap], None] | None = None
 
-    def before(self, call: Call, ticket: Ticket) -> bool:
-        """Prepare for a batch before its pass. True if any rank ran the model for that."""
+    def before(self, call: Call, ticket: Ticket, inputs: list[tuple[Path, torch.Tensor]]) -> bool:
+        """Prepare for a batch, whose tensors are ``inputs``, before its pass. True if any rank ran the model for that."""
         passes = self.passes
         if passes.route == ORDINARY or passes.isolated:
             return False
         first = passes.route is None
         due = "" if first else self.due(call, ticket)
-        new = not (first or passes.recollates) and self.known.new(passes.trace, call, ticket.rows)
+        self._shapes = ticket.rows, tuple([(path, t.shape) for path, t in inputs])
+        new = not (first or passes.recollates or self._shapes in self.known.explained)
+        new = new and self.known.new(passes.trace, inputs, ticket.rows)
         self._later = None
         looked = first or bool(due) or new
         if looked and not first and passes.weights.cut:
@@ -75,7 +79,7 @@ class Routing:
                     self._open(call, _weighted(ticket))
                 else:
                     self._look(call, ticket, due, new=new)
-        self.verify_loop(call, ticket)
+        self.verify_loop(call, ticket, inputs)
         return looked
 
     def _look(self, call: Call, ticket: Ticket, due: str, *, new: bool) -> None:
@@ -105,7 +109,11 @@ class Routing:
         if self._later is not None:
             self.looks.append(partial(self._later, waiting.tap))
             return
-        self.known.require(self.passes.trace, waiting.call, waiting.ticket.rows, waiting.tap, looked_at=explained)
+        shapes, tap = self._shapes, waiting.tap
+        if self.known.explained.get(shapes) != tap.shapes:
+            told = self.known.require(self.passes.trace, waiting.call, waiting.ticket.rows, tap, looked_at=explained)
+            if told:
+                self.known.explained[shapes] = frozenset(tap.shapes)
         self.verify_pass(waiting)
 
     def explain(self, call: Call, ticket: Ticket) -> None:
@@ -157,7 +165,7 @@ class Routing:
     def verify_later(self, call: Call, ticket: Ticket, due: str) -> None:
         """Verify a batch after the first, as `due` has it."""
 
-    def verify_loop(self, call: Call, ticket: Ticket) -> None:
+    def verify_loop(self, call: Call, ticket: Ticket, inputs: list[tuple[Path, torch.Tensor]]) -> None:
         """Verify what the training loop makes of a batch."""
 
     def verify_pass(self, waiting: Pass) -> None:

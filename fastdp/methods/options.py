@@ -109,9 +109,14 @@ class Options(Method):
         """As `noise_schedule` says."""
         return _factors("noise_schedule", self.noise_schedule)
 
+    @property
+    def follows_schedule(self) -> bool:
+        """Whether noise or thresholds follow a schedule."""
+        return self.noise_schedule is not None or self.clipping_schedule is not None
+
     def scheduled(self, policy: Policy, begun: Policy, noise_multiplier: float, step: int) -> Policy:
         """The policy of a step: thresholds as scheduled, or as they adapted, and noise for the step's multiplier."""
-        if self.noise_schedule is None and self.clipping_schedule is None:
+        if not self.follows_schedule:
             return policy
         clipping = _factors("clipping_schedule", self.clipping_schedule)
         scale = next(factor for start, factor in reversed(clipping) if start <= step)

@@ -1,7 +1,7 @@
 """The kernels as functions of tensors of any device.
 
-An op lives under the name of its family in four folders: here its schema, checks and definition; in ``cpu/`` and in
-``fastdp.kernels`` the function of the op's name that runs on processors and on GPUs; its C++ in ``csrc/``.
+An op lives under the name of its family in three folders: here its schema, checks, definition and what runs on processors
+(of AdamW in ``cpu/``); in ``fastdp.kernels`` the function of the op's name that runs on GPUs; its C++ in ``csrc/``.
 """
 
 from .adamw import adamw_noise_step_ as adamw_noise_step_, adamw_noise_steps_ as adamw_noise_steps_

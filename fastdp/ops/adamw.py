@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastdp.ops.grid import check_grid, on_grid
+from fastdp.ops.grid import on_grid
 from fastdp.ops.halves import keep_moments
-from fastdp.ops.noise import NOISE_DTYPES, check_position, check_tensor, standard_normals
+from fastdp.ops.noise import NOISE_DTYPES, check_grid, check_position, check_tensor, standard_normals
 from fastdp.ops.stream import MAX_ELEMENTS, POSITION_WORDS, Draw, NoiseStream, check_rounds
 from fastdp.ops.table import Op
 from fastdp.validate import at_least, positive
@@ -128,6 +128,7 @@ _ADAMW = Op(
     fake=lambda *args: None,
     check=_check,
 )
+_ADAMW.implement("cpu", "fastdp.ops.cpu.adamw")
 _ADAMW.in_family("adamw")
 
 
@@ -287,6 +288,7 @@ _STEPS = Op(
     fake=lambda *args: None,
     check=_check_steps,
 )
+_STEPS.implement("cpu", "fastdp.ops.cpu.adamw")
 _STEPS.in_family("adamw")
 
 

@@ -19,17 +19,24 @@ import fastdp._native as _native
 
 from .factors import (
     ELEMENT,
+    FEW_COLUMNS,
+    HAS_KERNELS,
     INT64_MAX,
+    NO_FACTOR,
     SQUARE,
     accumulator,
     check_group,
     check_offsets,
     check_pair,
+    has_kernel,
     is_one_hot,
+    native_factor,
+    native_factors,
     unit_bounds,
 )
 from .matrices import Matrices
-from .norms import NORMS
+from .norms import NORMS, direct_norms_of, gram_norms_of
+from .stream import native_threads
 from .table import Op
 
 #: What is added to every entry of a row before its norm is taken, as if it were this long: covers what is too small for
@@ -51,7 +58,6 @@ MOST_UNITS = 256
 LARGEST_RATIO = 2.0**40
 #: Products are sums of square roots of sums, all of positive terms: whatever their order, this covers their own rounding.
 _OWN_ROUNDING = 1 + 2.0**-10
-_HAS_KERNELS = _native.isa() != "portable"
 
 
 def _row_norms(factor: Tensor, order: int) -> Tensor:
@@ -263,7 +269,6 @@ DIRECT_NORMS = Op(
     fake=_direct_norms_fake,
     check=_check_direct_norms,
 )
-DIRECT_NORMS.implement("cpu", "fastdp.ops.cpu.bounds")
 DIRECT_NORMS.implement("cuda", DIRECT_NORMS.reference)
 
 
@@ -511,7 +516,7 @@ class Rounding:
         self.scaled = scaled
         self.unit = 2.0**-53 if accumulator(*factors) == torch.float64 else 2.0**-24
         device = factors[0].device.type
-        if device == "cpu" and _HAS_KERNELS and all(f.dtype in ELEMENT or is_one_hot(f) for f in factors):
+        if device == "cpu" and HAS_KERNELS and all(f.dtype in ELEMENT or is_one_hot(f) for f in factors):
             self.arithmetic = "cpu"
         elif device == "cuda" and self.unit != 2.0**-53 and importlib.util.find_spec("triton") is not None:
             self.arithmetic = "triton"
@@ -555,3 +560,86 @@ class Rounding:
     def squares(self, entries: int) -> float:
         """Of a sum of this many squares or sizes, against itself, and of adding an instance times its weight."""
         return Roundings(160 + entries / (2**11 if self.arithmetic == "triton" else 2**19), unit=self.unit).gamma(0)
+
+
+# On processors: csrc/bounds.cpp, or as a by-product of the Gram matrices.
+
+
+@ROW_PRODUCTS.on_cpu
+def _row_products_on_cpu(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> tuple[Tensor, Tensor]:
+    """:func:`fastdp.ops.row_products` on a processor."""
+    if not has_kernel(left, right):
+        return NotImplemented
+    products = torch.empty(offsets.shape[0] - 1, dtype=torch.float64)
+    one_hot, counts = is_one_hot(left), _token_counts_on_cpu([left], right, offsets)
+    own, bounds = NO_FACTOR if one_hot else native_factor(left), unit_bounds(offsets)
+    _native.row_products(own, native_factor(right), bounds, one_hot, order == 2, products, native_threads())
+    return products, counts
+
+
+@TOKEN_COUNTS.on_cpu
+def _token_counts_on_cpu(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
+    """:func:`fastdp.ops.token_counts` on a processor."""
+    if not has_kernel(right, *lefts):
+        return NotImplemented
+    counts = torch.empty(offsets.shape[0] - 1, dtype=torch.float64)
+    own = [native_factor(left) for left in lefts if not is_one_hot(left)]
+    _native.token_counts(own, native_factor(right), unit_bounds(offsets), counts)
+    return counts
+
+
+@GRAM_NORMS.on_cpu
+def _gram_norms_on_cpu(
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    counts: Sequence[int],
+    offsets: Tensor,
+    scales: Sequence[Tensor],
+    most: int,
+) -> tuple[Tensor, Tensor]:
+    """:func:`fastdp.ops.gram_norms` on a processor: a group after another."""
+    if not has_kernel(*rights, *lefts):
+        return NotImplemented
+    bounds = unit_bounds(offsets)
+    products = torch.empty(len(lefts), len(bounds) - 1, dtype=torch.float64)
+    squares, first = [], 0
+    scales = [scale.contiguous() for scale in scales]
+    for group, (right, count) in enumerate(zip(rights, counts)):
+        own = slice(first, first + count)
+        by = (*scales[own], scales[len(lefts) + group]) if scales else ()
+        squares.append(gram_norms_of(lefts[own], right, bounds, products[own], by, most))
+        first += count
+    return squares[0] if len(squares) == 1 else torch.cat(squares), products
+
+
+@DIRECT_NORMS.on_cpu
+def _direct_norms_on_cpu(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`fastdp.ops.direct_norms` on a processor: one matrix after another."""
+    if not has_kernel(*lefts, *rights):
+        return NotImplemented
+    bounds, threads = unit_bounds(offsets), native_threads()
+    shape = len(lefts), len(bounds) - 1
+    # Each has memory of its own, as a registered op's results must.
+    squares, products, counts = torch.zeros(shape), *(torch.empty(shape, dtype=torch.float64) for _ in range(2))
+    for at, (left, right) in enumerate(zip(native_factors(lefts), native_factors(rights))):
+        if at not in known:
+            pair = (right, left) if right[2] <= FEW_COLUMNS < left[2] else (left, right)
+            _native.direct_norms(*pair, bounds, SQUARE, None, squares[at : at + 1], None, threads)
+        _native.row_products(left, right, bounds, False, True, products[at], threads)
+        _native.token_counts([left], right, bounds, counts[at])
+    return squares, products, counts
+
+
+@CHOSEN_SQNORM.on_cpu
+def _chosen_sqnorm_on_cpu(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor) -> Tensor:
+    """:func:`fastdp.ops.chosen_sqnorm` on a processor."""
+    if not has_kernel(*rights, *lefts):
+        return NotImplemented
+    squares = torch.zeros(chosen.shape)
+    bounds = unit_bounds(offsets)
+    for matrix, unit in chosen.nonzero().tolist():
+        own = bounds[unit : unit + 2]
+        squares[matrix, unit] = direct_norms_of(lefts[matrix], rights[matrix], own, SQUARE)[0, 0]
+    return squares

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from fastdp.ops.grid import check_grid, on_grid
-from fastdp.ops.noise import check_position, check_tensor, standard_normals
-from fastdp.ops.stream import Draw, NoiseStream
+import fastdp._native as _native
+from fastdp.ops.grid import on_grid
+from fastdp.ops.noise import NOISE_DTYPES, check_grid, check_position, check_tensor, standard_normals
+from fastdp.ops.stream import Draw, NoiseStream, native_threads
 from fastdp.ops.table import Op
 from fastdp.validate import at_least
 
@@ -145,3 +146,34 @@ def clip_noise(
             [0.3000, 0.4000]])
     """
     return _CLIP_NOISE(x, max_norm, std, stream, secure_rounding)[0]
+
+
+# On processors: csrc/clip.cpp.
+
+
+@_CLIP_NOISE.on_cpu
+def _clip_noise_on_cpu(
+    x: torch.Tensor, max_norm: float, std: float, position: torch.Tensor, secure_rounding: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`fastdp.ops.clip_noise` on a processor, and the norms."""
+    flat = x.contiguous()
+    out = torch.empty_like(flat, memory_format=torch.contiguous_format)
+    rows = x.shape[0]
+    norm = torch.empty(rows, dtype=torch.float64)
+    length, threads = x.numel() // max(rows, 1), native_threads()
+    _native.clip_noise(
+        flat, out, norm, NOISE_DTYPES[x.dtype], rows, length, max_norm, std, position, secure_rounding, threads
+    )
+    return out, norm
+
+
+@_CLIP_BACKWARD.on_cpu
+def _clip_noise_backward_on_cpu(
+    grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, max_norm: float
+) -> torch.Tensor:
+    """The gradient of :func:`fastdp.ops.clip_noise` on a processor."""
+    g, flat, norm = grad.contiguous(), x.contiguous(), norm.contiguous()
+    out = torch.empty_like(flat, memory_format=torch.contiguous_format)
+    rows, length = x.shape[0], x.numel() // max(x.shape[0], 1)
+    _native.clip_backward(g, flat, norm, out, NOISE_DTYPES[x.dtype], rows, length, max_norm, native_threads())
+    return out

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import fastdp._native as _native
 from fastdp.ops.noise import check_position, standard_normals
-from fastdp.ops.operands import check_tensors
-from fastdp.ops.snap import SNAP, check_table, refuse_non_finite
-from fastdp.ops.stream import Draw, NoiseStream, chacha_words
-from fastdp.ops.table import Op
+from fastdp.ops.snap import SNAP, check_table, refuse_non_finite, search, survey
+from fastdp.ops.stream import Draw, NoiseStream, chacha_words, native_threads
+from fastdp.ops.table import Op, check_tensors
 
 _ATTEMPTS = 16
 _COUNTERS = 1 << 32
@@ -214,3 +214,38 @@ def private_snap(ids: Tensor, table: Tensor, eta: float | Tensor, stream: NoiseS
     check_tensors(ids=ids, table=table)
     there = ids.to(table.device)
     return PRIVATE_SNAP(there, table, as_float64(eta, there), stream).to(ids.device)
+
+
+# On processors: noisy rows from csrc/dchi.cpp, as `snap` asks for them.
+
+
+@PRIVATE_SNAP.on_cpu
+def _private_snap_on_cpu(ids: Tensor, table: Tensor, eta: Tensor, position: Tensor) -> Tensor:
+    """:func:`fastdp.ops.private_snap` on a processor."""
+    table = table.detach().float().contiguous()
+    bits = survey("table", table)
+    flat, eta = ids.reshape(-1).contiguous(), eta.reshape(-1).contiguous()
+    stride = int(eta.numel() > 1)
+    d = table.shape[1]
+
+    def noisy(begin: int, end: int) -> Tensor:
+        rows = _rows(table, flat[begin:end], eta[stride * begin :], stride, begin, position)
+        refuse_overflow(_native.survey(rows, end - begin, d, native_threads())[0] < 0)
+        return rows
+
+    return search(noisy, flat.numel(), table, bits).view(ids.shape)
+
+
+@DCHI_VECTORS.on_cpu
+def _dchi_vectors_on_cpu(eta: Tensor, width: int, position: Tensor) -> Tensor:
+    """:func:`fastdp.ops.dchi_vectors` on a processor: a row of zeros with noise."""
+    eta = eta.contiguous()
+    return _rows(torch.zeros(1, width), torch.zeros(eta.numel(), dtype=torch.int64), eta, 1, 0, position)
+
+
+def _rows(table: Tensor, ids: Tensor, eta: Tensor, stride: int, first: int, position: Tensor) -> Tensor:
+    """Rows ``ids`` of the table with the noise of tokens ``first`` and on, float32 [n, d]."""
+    n, d = ids.numel(), table.shape[1]
+    rows = torch.empty(n, d)
+    _native.dchi_rows(table, ids, eta, stride, first, n, d, position, rows, native_threads())
+    return rows

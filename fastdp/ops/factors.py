@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import fastdp._native as _native
+
 from .matrices import Matrices, MatrixForm
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -31,6 +33,12 @@ _MATMULS: list[Any] = [
     for backend in (torch.backends.mkldnn, torch.backends.cuda)
     if hasattr(getattr(backend, "matmul", None), "fp32_precision")
 ]
+#: Whether there are kernels for this processor.
+HAS_KERNELS = _native.isa() != "portable"
+#: What kernels read of ids, which are no matrix.
+NO_FACTOR = (0, 0, 0, 0, 0, 0)
+#: Products of at most this many columns are taken transposed, which is faster: a step has LoRA's by the hundred.
+FEW_COLUMNS = 32
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -45,6 +53,14 @@ def accumulator(*factors: Tensor) -> torch.dtype:
         if factor.dtype == torch.float64:
             return torch.float64
     return torch.float32
+
+
+def has_kernel(*factors: Tensor) -> bool:
+    """Whether the kernels for processors read these factors."""
+    for factor in factors:
+        if factor.dtype not in ELEMENT and factor.dim() != 1:
+            return False
+    return HAS_KERNELS
 
 
 def native_factor(matrix: Tensor, scale: Tensor | None = None) -> tuple[int, int, int, int, int, int]:

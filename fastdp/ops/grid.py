@@ -21,13 +21,10 @@ from decimal import Decimal
 import numpy as np
 import torch
 
-from fastdp.ops.stream import MAX_ELEMENTS, chacha_words
+from fastdp.ops.stream import chacha_words
 
 #: Statistical distance of an element from its real counterpart, at most.
 DISTANCE = 2.0**-85
-#: The second half of a position's blocks continues the uniforms of the first.
-_LARGEST = MAX_ELEMENTS // 2
-_RANGE = 2.0**100
 _DIGITS = 60
 _PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
 
@@ -48,16 +45,6 @@ def exact_spacing(count: int, largest: float) -> float:
     """
     _, exponent = math.frexp(max(count, 1) * largest)
     return math.ldexp(1.0, exponent - 24)
-
-
-def check_grid(name: str, x: torch.Tensor, std: float, first: int = 0) -> None:
-    """Refuse what secure rounding is not defined on: more than 2^35 elements, and noise near the ends of float32."""
-    if first + x.numel() > _LARGEST:
-        raise ValueError(
-            f"{name} has {first + x.numel()} elements, more than the 2^35 that secure rounding has noise for"
-        )
-    if std > 0.0 and not 1 / _RANGE <= std <= _RANGE:
-        raise ValueError(f"std is {std:g}: secure rounding needs it between 2^-100 and 2^100")
 
 
 def on_grid(x: torch.Tensor, std: float, position: torch.Tensor, first: int = 0) -> torch.Tensor:

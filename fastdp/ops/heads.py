@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .factors import FLOATS, accumulator
-from .placed import cached_constant
+from .placed import CONSTANTS
 from .sums import weighted_sum
 from .table import Op
 
@@ -92,7 +92,7 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     if widens(left, right):
         torch.addmm(total, left.T, right, out_dtype=torch.float32, out=total)
     else:
-        offsets = cached_constant((0, left.shape[0]), torch.int64, left.device)
+        offsets = CONSTANTS[(0, left.shape[0]), torch.int64, left.device]
         weighted_sum(left, right, total.new_ones(1), total, offsets=offsets)
 
 

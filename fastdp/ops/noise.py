@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from fastdp.ops.grid import check_grid, on_grid
-from fastdp.ops.stream import MAX_ELEMENTS, POSITION_WORDS, Draw, NoiseStream, chacha_words, check_rounds
+import fastdp._native as _native
+from fastdp.ops.grid import on_grid
+from fastdp.ops.stream import (
+    MAX_ELEMENTS,
+    POSITION_WORDS,
+    Draw,
+    NoiseStream,
+    chacha_words,
+    check_rounds,
+    native_threads,
+)
 from fastdp.ops.table import Op
 from fastdp.validate import at_least
 
 #: The dtypes noise may be added to, with their numbers in ``csrc/noise.h``. Noise itself is always float32.
 NOISE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+#: Elements that secure rounding has noise for: the second half of a position's blocks continues the uniforms of the first.
+_LARGEST_ROUNDED = MAX_ELEMENTS // 2
 
 
 def standard_normals(position: torch.Tensor, n: int, first: int = 0) -> torch.Tensor:
@@ -48,6 +60,16 @@ def check_tensor(name: str, x: torch.Tensor, dtypes: Any = NOISE_DTYPES, first: 
         raise ValueError(f"{name} has {first + x.numel()} elements, more than the 2^36 that one position has noise for")
 
 
+def check_grid(name: str, x: torch.Tensor, std: float, first: int = 0) -> None:
+    """Refuse what secure rounding is not defined on: more than 2^35 elements, and noise near the ends of float32."""
+    if first + x.numel() > _LARGEST_ROUNDED:
+        raise ValueError(
+            f"{name} has {first + x.numel()} elements, more than the 2^35 that secure rounding has noise for"
+        )
+    if std > 0.0 and not 2.0**-100 <= std <= 2.0**100:
+        raise ValueError(f"std is {std:g}: secure rounding needs it between 2^-100 and 2^100")
+
+
 def check_position(position: torch.Tensor | NoiseStream | Draw) -> None:
     """Refuse what is neither a stream nor a position: int32 [12] on the CPU, as ``NoiseStream.take`` returns."""
     if isinstance(position, (NoiseStream, Draw)):
@@ -70,7 +92,8 @@ def _check_add_noise(
     if not isinstance(first, int) or first < 0:
         raise ValueError(f"first is {first!r}: the elements of a position are counted from 0")
     check_tensor("x", x, first=first)
-    at_least(0.0, std=std)
+    if type(std) is not float or not 0.0 <= std < math.inf:
+        at_least(0.0, std=std)
     check_position(position)
     if secure_rounding:
         check_grid("x", x, std, first)
@@ -161,7 +184,6 @@ _ADD_NOISE_GROUP = Op(
     fake=lambda xs, stds, drawn, secure_rounding, firsts: None,
     check=_check_add_noise_group,
 )
-_ADD_NOISE_GROUP.implement("cpu", "fastdp.ops.cpu.noise")
 _ADD_NOISE_GROUP.implement("cuda", _ADD_NOISE_GROUP.reference)
 
 
@@ -194,3 +216,29 @@ def add_noise_group_(
     """
     _ADD_NOISE_GROUP(list(xs), list(stds), drawn, secure_rounding, [0] * len(xs) if firsts is None else list(firsts))
     torch.autograd.graph.increment_version(xs)
+
+
+# On processors: csrc/noise.cpp.
+
+
+@_ADD_NOISE.on_cpu
+def _add_noise_on_cpu(
+    x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool, first: int = 0
+) -> None:
+    """:func:`fastdp.ops.add_noise_` on a processor."""
+    _add_noise_group_on_cpu([x], [std], position.unsqueeze(0), secure_rounding, [first])
+
+
+@_ADD_NOISE_GROUP.on_cpu
+def _add_noise_group_on_cpu(
+    xs: Sequence[torch.Tensor], stds: Sequence[float], drawn: torch.Tensor, secure_rounding: bool, firsts: Sequence[int]
+) -> None:
+    """:func:`fastdp.ops.add_noise_group_` on a processor, one tensor after another."""
+    threads = native_threads()
+    for x, std, position, first in zip(xs, stds, drawn.unbind(), firsts):
+        if std == 0.0:
+            continue
+        flat = x.contiguous()
+        _native.add_noise(flat, NOISE_DTYPES[x.dtype], first, x.numel(), std, position, secure_rounding, threads)
+        if flat is not x:
+            x.copy_(flat)

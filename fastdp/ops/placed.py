@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -27,34 +28,52 @@ def copy_to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     return there
 
 
-def keep_for_replay(there: torch.Tensor) -> torch.Tensor:
-    """A tensor that was on a device before, kept as well by a step that is recorded meanwhile: a cache may let go of it."""
-    if _replay_tensors is not None:
-        _replay_tensors.append(there)
-    return there
+class ReplayCache(dict[Any, torch.Tensor]):
+    """Tensors on devices by what they are made of, never to be written; a recorded step keeps those that it may read.
 
+    One that is there is found without a call, as a step asks for dozens.
 
-def cached_constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A vector of these numbers, the same tensor for the same numbers: never to be written.
-
-    The copy is queued. One that blocks, as ``torch.tensor(..., device=...)`` makes, waits for all that the device has to do.
+    Args:
+        make: makes a tensor of the parts of its key.
+        most: how many there are at most.
     """
-    return keep_for_replay(_cached_constant(numbers, dtype, device))
+
+    def __init__(self, make: Callable[..., torch.Tensor], most: int):
+        super().__init__()
+        self._make, self._most = make, most
+        _caches.append(self)
+
+    def __missing__(self, key: tuple[Any, ...]) -> torch.Tensor:
+        if len(self) >= self._most:
+            if _replay_tensors is not None:
+                _replay_tensors.extend(self.values())
+            self.clear()
+        made = self[key] = self._make(*key)
+        return made
 
 
-@functools.lru_cache(maxsize=512)
-def _cached_constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+_caches: list[ReplayCache] = []
+
+
+def _constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return copy_to_device(torch.tensor(numbers, dtype=dtype), device)
+
+
+#: Vectors by their numbers, dtype and device. Copies are queued: one that blocks, as ``torch.tensor(..., device=...)`` makes,
+#: waits for all that the device has to do.
+CONSTANTS = ReplayCache(_constant, 512)
 
 
 @contextmanager
 def keep_for_graph() -> Iterator[list[torch.Tensor]]:
-    """What `copy_to_device` places meanwhile, to be held for as long as it may be read."""
+    """What is placed on a device, or found there, meanwhile: to be held for as long as it may be read."""
     global _replay_tensors
     before, _replay_tensors = _replay_tensors, []
     try:
         yield _replay_tensors
     finally:
+        for cache in _caches:
+            _replay_tensors.extend(cache.values())
         _replay_tensors = before
 
 

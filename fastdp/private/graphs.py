@@ -288,108 +288,163 @@ class Graphs:
         return None
 
     def _record_and_compare(self, call: Call, ticket: Ticket, full_call: Call) -> _Graph:
-        passes, accumulator = self._passes, self._passes.accumulator
-        held = map_tensors(call, lambda t: t.detach().clone(memory_format=torch.contiguous_format))
-        layout = ticket.layout(passes.device)
-        layout.meetings = passes.trace.meetings if passes.trace is not None else {}
-        kept = dict(vars(accumulator))
-        random = _random_state(passes.device)
-        made: dict[str, Any] = {}
-
-        def forward(call: Call = held) -> list[torch.Tensor]:
-            made["output"], made["waiting"] = passes.run_forward(call, ticket, verify=False, layout=layout)
-            found = boundary.require_loss(made["output"])
-            return [found, *(t for _, t in leaves(made["output"]) if t is not found and not isinstance(t, Logits))]
-
-        def backward() -> list[torch.Tensor]:
-            accumulator.reset()
-            passes.differentiate(made["waiting"], None)
-            if accumulator.tiles_heads and passes.device.type == "cpu":
-                raise RuntimeError("its head is computed tile by tile: give keep_logits=True")
-            counts = (accumulator.nonfinite, accumulator.unclipped, accumulator.units)
-            made["sums"], made["counts"] = dict(accumulator.sums), counts
-            return [*accumulator.sums.values(), *(torch.as_tensor(count) for count in counts)]
-
-        def backward_to_shared() -> list[torch.Tensor]:
-            found = backward()
-            for name, total in made["sums"].items():
-                there = self._sums.setdefault(name, total)
-                if there is not total:
-                    there.copy_(total)
-                made["sums"][name] = there
-            return [*made["sums"].values(), *found[len(made["sums"]) :]]
-
-        def ordinary(batch: Call, call: Call = held) -> dict[str, torch.Tensor]:
-            made.clear()
-            _copy(held, batch)
-            _set_random_state(passes.device, random)
-            made["seconds"] = _seconds(passes.device, lambda: (forward(call), backward()))
-            return _copy_to_host(made.pop("sums"))
-
-        # A batch of nothing but the first row: what a replay should have read anew, and did not, gives other sums.
-        other = map_tensors(held, lambda t: t[:1].expand_as(t) if t.dim() and t.shape[0] == ticket.rows else t)
-        batches = [map_tensors(batch, torch.clone) for batch in (held, other)]
+        """Record a pass. Raises if its replay does not give what ordinary passes give."""
+        passes, trial = self._passes, _Trial(self._passes, call, ticket, self._sums)
+        kept = dict(vars(passes.accumulator))
         try:
-            # In the ordinary way, with this layout: what is made once for a layout is then there.
-            host = rng_state()[passes.device.type == "cpu" :]
-            # transformers may warn that a mask is missing, which the user gave.
-            with _patched_attribute(
-                logging.getLogger("transformers.modeling_utils"), "disabled", call is not full_call
-            ):
-                expected = [ordinary(batch) for batch in batches]
-            drawn = not torch.equal(random, _random_state(passes.device))
-            if host != rng_state()[passes.device.type == "cpu" :]:
-                raise RuntimeError("the model draws random numbers on the host, which a replay would not")
-            if call is not full_call:
-                # Clipped sums may be alike where losses are not.
-                compared = [
-                    {**ordinary(batches[0], own), "the loss": boundary.require_loss(made["output"]).detach().cpu()}
-                    for own in (full_call, held)
-                ]
-                _require_alike(*compared, apart=_tolerance(passes.model, passes.device))
-            eager_seconds = made["seconds"]
-            made.clear()
-            with keep_for_graph() as tables, torch.enable_grad(), _generated_masks_disabled(call):
-                self._record = self._record or self._recorder()
-                # No recording may read a device's random state, as checkpoints do, in vain where nothing is drawn.
-                with (
-                    nullcontext()
-                    if drawn
-                    else _patched_attribute(checkpoint, "get_device_states", lambda *args: ([], []))
-                ):
-                    found, again = self._record(forward)
-                    _, back = self._record(backward_to_shared)
+            expected = self._ordinary_sums(trial, full_call)
+            eager_seconds = trial.seconds
+            graph = self._recorded(trial)
         finally:
-            vars(accumulator).update(kept)
-        output = map_tensors(made["output"], _detach)
-        model = passes.model
-        forwards = [module.__dict__.get("forward") for module in model.modules()]
-        kept_alive = [*tables, accumulator.policy, *model.modules(), *forwards, *model.parameters(), *model.buffers()]
-        graph = _Graph(held, layout, output, found[0].detach(), made["sums"], made["counts"], again, back, kept_alive)
+            vars(passes.accumulator).update(kept)
         # What the recording was made with knows its pass, and through autograd's own nodes, which Python's collector does not
         # see, that would hold the model for ever.
-        made.clear()
-        if set(graph.sums) != set(expected[0]):
-            raise RuntimeError("a recorded pass reached other parameters than an ordinary one")
-        # Recorded, attention may draw its masks in another order: then the sums are of one size, and no more alike than that.
-        alike = _require_one_size if drawn else partial(_require_alike, apart=_tolerance(model, passes.device))
-        alike(self._sums_of_trial(graph, batches[0], random), expected[0])
-        first = _copy_to_host(graph.sums)
-        _poison_free_memory(passes.device)
-        _require_alike(self._sums_of_trial(graph, batches[0], random), first, apart=_tolerance(model, passes.device))
-        second = self._sums_of_trial(graph, batches[1], random)
-        alike(second, expected[1])
-        if _equal(first, second) and not _equal(*expected):
-            raise RuntimeError("a replayed pass gave the same sums for another batch")
+        trial.made.clear()
+        self._compare(graph, trial, expected)
         replay_seconds = _seconds(passes.device, graph.forward) + _seconds(passes.device, graph.backward)
-        _set_random_state(passes.device, random)
+        _set_random_state(passes.device, trial.random)
         if not self._force and replay_seconds > MAX_TIME_SHARE * eager_seconds:
             raise _RecordingRefusal
         return graph
 
-    def _sums_of_trial(self, graph: _Graph, batch: Call, random: torch.Tensor) -> dict[str, torch.Tensor]:
-        _copy(graph.call, batch)
-        _set_random_state(self._passes.device, random)
+    def _ordinary_sums(self, trial: _Trial, full_call: Call) -> list[dict[str, torch.Tensor]]:
+        """The sums of both batches of a trial in the ordinary way. Raises RuntimeError for a pass that no replay repeats."""
+        device, masked = self._passes.device, trial.given is full_call
+        # With this layout: what is made once for a layout is then there.
+        host = rng_state()[device.type == "cpu" :]
+        # transformers may warn that a mask is missing, which the user gave.
+        with _patched_attribute(logging.getLogger("transformers.modeling_utils"), "disabled", not masked):
+            expected = [trial.ordinary(batch) for batch in trial.batches]
+        trial.drawn = not torch.equal(trial.random, _random_state(device))
+        if host != rng_state()[device.type == "cpu" :]:
+            raise RuntimeError("the model draws random numbers on the host, which a replay would not")
+        if not masked:
+            # Clipped sums may be alike where losses are not.
+            compared = [
+                {
+                    **trial.ordinary(trial.batches[0], own),
+                    "the loss": boundary.require_loss(trial.output).detach().cpu(),
+                }
+                for own in (full_call, trial.held)
+            ]
+            _require_alike(*compared, apart=_tolerance(self._passes.model, device))
+        return expected
+
+    def _recorded(self, trial: _Trial) -> _Graph:
+        """The recording of a trial's forward and backward pass."""
+        model, accumulator = self._passes.model, self._passes.accumulator
+        trial.made.clear()
+        with keep_for_graph() as tables, torch.enable_grad(), _generated_masks_disabled(trial.held):
+            self._record = self._record or self._recorder()
+            # No recording may read a device's random state, as checkpoints do, in vain where nothing is drawn.
+            unread = _patched_attribute(checkpoint, "get_device_states", lambda *args: ([], []))
+            with nullcontext() if trial.drawn else unread:
+                found, forward = self._record(trial.forward)
+                _, backward = self._record(trial.backward_to_shared)
+        forwards = [module.__dict__.get("forward") for module in model.modules()]
+        kept = [*tables, accumulator.policy, *model.modules(), *forwards, *model.parameters(), *model.buffers()]
+        output, made = map_tensors(trial.output, _detach), trial.made
+        return _Graph(
+            *(
+                trial.held,
+                trial.layout,
+                output,
+                found[0].detach(),
+                made["sums"],
+                made["counts"],
+                forward,
+                backward,
+                kept,
+            )
+        )
+
+    def _compare(self, graph: _Graph, trial: _Trial, expected: list[dict[str, torch.Tensor]]) -> None:
+        """Raise RuntimeError if replays do not give the sums of ordinary passes, or not of the batch at hand."""
+        model, device = self._passes.model, self._passes.device
+        if set(graph.sums) != set(expected[0]):
+            raise RuntimeError("a recorded pass reached other parameters than an ordinary one")
+        same = partial(_require_alike, apart=_tolerance(model, device))
+        # Recorded, attention may draw its masks in another order: then the sums are of one size, and no more alike than that.
+        alike = _require_one_size if trial.drawn else same
+        alike(trial.replayed(graph, 0), expected[0])
+        first = _copy_to_host(graph.sums)
+        _poison_free_memory(device)
+        same(trial.replayed(graph, 0), first)
+        second = trial.replayed(graph, 1)
+        alike(second, expected[1])
+        if _equal(first, second) and not _equal(*expected):
+            raise RuntimeError("a replayed pass gave the same sums for another batch")
+
+
+class _Trial:
+    """Passes of one microbatch, in the ordinary way and as they are recorded, and what the latest one made.
+
+    Args:
+        passes: the eager passes.
+        call, ticket: of the microbatch.
+        shared: where every graph leaves its sums.
+    """
+
+    def __init__(self, passes: Passes, call: Call, ticket: Ticket, shared: dict[str, torch.Tensor]):
+        self._passes, self._ticket, self._shared, self.given = passes, ticket, shared, call
+        self.held: Call = map_tensors(call, lambda t: t.detach().clone(memory_format=torch.contiguous_format))
+        self.layout = ticket.layout(passes.device)
+        self.layout.meetings = passes.trace.meetings if passes.trace is not None else {}
+        self.random = _random_state(passes.device)
+        #: Whether passes draw random numbers.
+        self.drawn = False
+        self.seconds = 0.0
+        self.made: dict[str, Any] = {}
+        rows = ticket.rows
+        # A batch of nothing but the first row: what a replay should have read anew, and did not, gives other sums.
+        other = map_tensors(self.held, lambda t: t[:1].expand_as(t) if t.dim() and t.shape[0] == rows else t)
+        self.batches: list[Call] = [map_tensors(batch, torch.clone) for batch in (self.held, other)]
+
+    @property
+    def output(self) -> Any:
+        """What the model returned."""
+        return self.made["output"]
+
+    def forward(self, call: Call | None = None) -> list[torch.Tensor]:
+        """The forward pass: its loss, and the other tensors that the model returned."""
+        own = self.held if call is None else call
+        output, self.made["waiting"] = self._passes.run_forward(own, self._ticket, verify=False, layout=self.layout)
+        self.made["output"], found = output, boundary.require_loss(output)
+        return [found, *(t for _, t in leaves(output) if t is not found and not isinstance(t, Logits))]
+
+    def backward(self) -> list[torch.Tensor]:
+        """The backward pass into empty sums: these, and the counts of units."""
+        accumulator = self._passes.accumulator
+        accumulator.reset()
+        self._passes.differentiate(self.made["waiting"], None)
+        if accumulator.tiles_heads and self._passes.device.type == "cpu":
+            raise RuntimeError("its head is computed tile by tile: give keep_logits=True")
+        counts = (accumulator.nonfinite, accumulator.unclipped, accumulator.units)
+        self.made["sums"], self.made["counts"] = dict(accumulator.sums), counts
+        return [*accumulator.sums.values(), *(torch.as_tensor(count) for count in counts)]
+
+    def backward_to_shared(self) -> list[torch.Tensor]:
+        """The same into the memory that all graphs share."""
+        found, sums = self.backward(), self.made["sums"]
+        for name, total in sums.items():
+            there = self._shared.setdefault(name, total)
+            if there is not total:
+                there.copy_(total)
+            sums[name] = there
+        return [*sums.values(), *found[len(sums) :]]
+
+    def ordinary(self, batch: Call, call: Call | None = None) -> dict[str, torch.Tensor]:
+        """The sums of an ordinary pass of a batch, on the host; ``seconds`` says how long it took."""
+        self.made.clear()
+        _copy(self.held, batch)
+        _set_random_state(self._passes.device, self.random)
+        self.seconds = _seconds(self._passes.device, lambda: (self.forward(call), self.backward()))
+        return _copy_to_host(self.made.pop("sums"))
+
+    def replayed(self, graph: _Graph, batch: int) -> dict[str, torch.Tensor]:
+        """The sums of a replay of one of the batches."""
+        _copy(graph.call, self.batches[batch])
+        _set_random_state(self._passes.device, self.random)
         graph.forward()
         graph.backward()
         return graph.sums

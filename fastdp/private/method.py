@@ -64,6 +64,11 @@ class Method(ABC):
         """What a step's noise multiplier leaves for the gradient, where something else is released with it."""
         return noise_multiplier
 
+    @property
+    def follows_schedule(self) -> bool:
+        """Whether `scheduled` may change a policy."""
+        return type(self).scheduled is not Method.scheduled
+
     def scheduled(self, policy: Policy, begun: Policy, noise_multiplier: float, step: int) -> Policy:
         """The policy of training step ``step``, whose multiplier is ``noise_multiplier``.
 

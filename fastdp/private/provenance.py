@@ -80,7 +80,7 @@ class Provenance:
         self._found: tuple[int, ...] | None = None
         self._known: set[tuple[int, ...]] = set()
         #: Whether no release comes any more, so that states are known by all their bits; and whether the ledger is closed.
-        self._ended = self._closed = False
+        self.ended = self._closed = False
         self._changed = False
 
     def look_back(self) -> None:
@@ -103,7 +103,7 @@ class Provenance:
 
     def released(self, *, last: bool) -> None:
         """A release changed the weights."""
-        self._ended = last
+        self.ended = last
         if last:
             self.keep()
 
@@ -119,7 +119,7 @@ class Provenance:
 
     def require(self) -> None:
         """See whether the weights are what releases left: where they are not, the card says so from here on."""
-        if self._ledger.untouched or (not self._ended and self._state().holds()) or self._bits() in self._known:
+        if self._ledger.untouched or (not self.ended and self._state().holds()) or self._bits() in self._known:
             return
         self._note_changed()
 

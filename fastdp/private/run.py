@@ -121,6 +121,8 @@ class Private(Published):
         self._state.moved = frozenset(map(id, () if installed is None else moved.values()))
         self._provenance = Provenance(model, moved, ledger, lambda: self._state)
         self._fingerprint = fingerprint(moved)
+        #: Whether anything may differ from one step to the next: otherwise a step asks for nothing.
+        self._changes = stages.prepares or stages.method.follows_schedule or installed is not None
         self._epsilons: dict[tuple[tuple[int, ...], float], float] = {}
         self._steps = Steps(model, optimizer, stages, ledger, plan, observers, ranks, prepare=self._stepped)
         for owner in (model, optimizer):
@@ -255,15 +257,18 @@ class Private(Published):
         return self._stages.outcome
 
     def _stepped(self) -> None:
-        self._provenance.released(last=self.steps_done >= self.total_steps)
-        self.prepare()
+        last = self.ledger.spent_steps >= self.ledger.budget_steps
+        if last or self._provenance.ended:
+            self._provenance.released(last=last)
+        if self._changes:
+            self.prepare()
 
     def prepare(self) -> None:
         """Make the release that the method needs before the next step, if one is due.
 
         Happens by itself when iteration over the loader begins, and after a step.
         """
-        if self.steps_done < self.total_steps and self._stages.due(self.steps_done):
+        if self._stages.prepares and self.steps_done < self.total_steps and self._stages.due(self.steps_done):
             moment = Moment(self.plan, self.model, self._stages.parameters, self.steps_done, self.outcome)
             self._stages.prepare(Preparation(moment, self._open_access()))
         self._follow_schedule()

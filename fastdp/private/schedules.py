@@ -12,8 +12,15 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-#: How many releases each optimizer has applied while it was private, and which are private now.
-_RELEASES: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+class Releases:
+    """How many releases an optimizer has applied, or is about to, while it was private."""
+
+    count = 0
+
+
+#: Those of each optimizer, and which optimizers are private now.
+_RELEASES: weakref.WeakKeyDictionary[torch.optim.Optimizer, Releases] = weakref.WeakKeyDictionary()
 _FOLLOWED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 #: At which of them each schedule last advanced.
 _ADVANCED: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
@@ -22,8 +29,8 @@ _ADVANCED: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictiona
 _STEPPING: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
 
 
-def follow_releases(optimizer: torch.optim.Optimizer) -> None:
-    """Let the schedules of an optimizer count its releases from here on.
+def follow_releases(optimizer: torch.optim.Optimizer) -> Releases:
+    """Let the schedules of an optimizer go by its releases from here on; returns what counts them.
 
     A loop over micro-batches steps its schedule after each of them, as it steps the optimizer. The optimizer then does nothing
     but for the last micro-batch of a logical batch; a schedule that advanced each time would be at its end, and the learning
@@ -36,11 +43,7 @@ def follow_releases(optimizer: torch.optim.Optimizer) -> None:
             if own is not None and not hasattr(own, "counts_releases"):
                 setattr(schedule, name, wrap(own))
     _FOLLOWED.add(optimizer)
-
-
-def count_update(optimizer: torch.optim.Optimizer) -> None:
-    """Note that the optimizer is about to apply another release."""
-    _RELEASES[optimizer] = _RELEASES.get(optimizer, 0) + 1
+    return _RELEASES.setdefault(optimizer, Releases())
 
 
 def forget_releases(optimizer: torch.optim.Optimizer) -> None:
@@ -63,7 +66,7 @@ def _from_now_on(begin: Callable[..., None]) -> Any:
             if optimizer in _FOLLOWED:
                 require_unseeing(self)
             # Releases from before it was made are none of its.
-            _ADVANCED[self] = _RELEASES.get(optimizer, 0)
+            _ADVANCED[self] = _RELEASES[optimizer].count if optimizer in _RELEASES else 0
 
     wrapper.counts_releases = True  # type: ignore[attr-defined]
     return wrapper
@@ -110,7 +113,7 @@ def _once_a_release(step: Callable[..., None]) -> Any:
         if optimizer not in _FOLLOWED or getattr(self, "_step_count", 1) == 0 or self in _STEPPING:
             step(self, *args, **kwargs)
             return
-        releases = _RELEASES.get(optimizer, 0)
+        releases = _RELEASES[optimizer].count
         if releases <= _ADVANCED.get(self, 0):
             return
         _ADVANCED[self] = releases

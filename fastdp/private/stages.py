@@ -70,6 +70,8 @@ class Stages:
         self.prepared_step = -1
         #: A latest preparation, and a step up to which none has been due since.
         self._idle = -1, -1
+        #: Whether the method ever prepares.
+        self.prepares = type(method).prepares_at is not Method.prepares_at
         self._ledger = ledger
         self._open_engine = open_engine
         self._folder = folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -12,15 +13,15 @@ import torch
 import fastdp.ops as ops
 from fastdp.accounting.ledger import Ledger
 from fastdp.calls.batches import tensors
-from fastdp.calls.garbage import gc_paused
 from fastdp.distributed.pieces import writes
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.clip.policy import Policy
+from fastdp.engine.engine import gc_paused
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.meeting import meeting
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
-from fastdp.private.schedules import count_update, follow_releases, forget_releases
+from fastdp.private.schedules import follow_releases, forget_releases
 from fastdp.private.stages import Stages
 from fastdp.verify import Checks
 from fastdp.verify.state import UNDECLARED
@@ -85,11 +86,15 @@ class Steps:
         self.nonfinite: torch.Tensor | int = 0
         self._depth = 0
         self._handed: _Unread | None = None
+        method = stages.method
+        self._selects, self._adapts = method.selects, method.count_noise_std is not None
+        #: A policy whose noise was found enough for all steps.
+        self._noised: Policy | None = None
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
-        follow_releases(optimizer)
+        self._releases = follow_releases(optimizer)
         self._scales = getattr(optimizer, _FUSED, False)
         setattr(optimizer, _FUSED, False)
 
@@ -107,6 +112,9 @@ class Steps:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Torch's hook; returns the arguments of `step`, with a closure that has been run in the place of one that has not."""
         # torch hands the optimizer itself as the first argument.
+        if len(args) == 1 and not kwargs:
+            self._release_if_complete(optimizer)
+            return None
         if any(isinstance(given, (torch.Tensor, float)) for given in (*args[1:], *kwargs.values())):
             raise ValueError(_READS)
         closure = next((given for given in (*args[1:], kwargs.get("closure")) if given is not None), None)
@@ -159,7 +167,8 @@ class Steps:
         if not engine.complete:
             return
         accumulator = engine.accumulator
-        with meeting(engine, self._ranks, self._stated(accumulator.policy)):
+        alone = self._ranks.size == 1 and not engine.weights.cut
+        with nullcontext() if alone else meeting(engine, self._ranks, self._stated(accumulator.policy)):
             self._carried.require_untouched()
             self._require_noise(accumulator.policy)
             if not engine.checks.enabled and self._ledger.noted(UNCHECKED) is None:
@@ -169,7 +178,8 @@ class Steps:
                 # Ranks meet once: what the first could not write, all are told here.
                 self._ledger.reserve_next()
         self._carried.forget()
-        accumulator.merge(self._ranks)
+        if not alone:
+            accumulator.merge(self._ranks)
         self.nonfinite = self.nonfinite + accumulator.nonfinite
         for observer in self._observers:
             observer.before_release(accumulator)
@@ -177,13 +187,14 @@ class Steps:
         accumulator.require_one_clip()
         self._require_noise(accumulator.policy)
         # Whoever else looks on before the step, a hook or an observer, wants to see gradients.
-        alone = len(optimizer._optimizer_step_pre_hooks) == 1 and not self._observers
-        update = optimizer.noisy_update() if alone and hasattr(optimizer, "noisy_update") else None
+        unseen = len(optimizer._optimizer_step_pre_hooks) == 1 and not self._observers
+        update = optimizer.noisy_update() if unseen and hasattr(optimizer, "noisy_update") else None
         release(accumulator.sums, accumulator.policy, update=update, lent=accumulator.lent)
-        count_update(optimizer)
+        self._releases.count += 1
         for observer in self._observers:
             observer.after_release(accumulator)
-        self._adapt()
+        if self._adapts:
+            self._adapt()
         accumulator.reset()
         engine.complete = engine.begun = False
 
@@ -202,6 +213,8 @@ class Steps:
 
     def _require_noise(self, policy: Policy) -> None:
         """Raise RuntimeError before a release with less noise than its event in the ledger has."""
+        if policy is self._noised:
+            return
         sigma = self._plan.sigma_at(self._ledger.spent_steps)
         # What else is released with the gradient leaves it less, so that its own noise is never the smaller.
         counted = max(sigma, self._stages.method.gradient_multiplier(sigma))
@@ -210,6 +223,8 @@ class Steps:
                 f"The policy's noise multiplier is {policy.noise_multiplier:.6g}, below the {counted:.6g} that "
                 "the ledger counts on; nothing was released. Give gradients that much noise."
             )
+        # Where the plan's multiplier stays the same, so does what is enough.
+        self._noised = policy if len(self._plan.factors) == 1 else None
 
     def _adapt(self) -> None:
         accumulator, method = self._stages.engine.accumulator, self._stages.method
@@ -222,13 +237,15 @@ class Steps:
 
     def _refuse_unclipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Until a release, every gradient the optimizer would apply is None; one that is not has not been clipped."""
-        trained, selects = set(map(id, self._stages.engine.parameters.values())), self._stages.method.selects
-        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        trained = set(map(id, self._stages.engine.parameters.values()))
+        every: list[torch.Tensor] = []
+        for group in optimizer.param_groups:
+            every += group["params"]
         if trained.issuperset(map(id, every)) and {None}.issuperset(map(_GRADIENT, every)):
             return
         for parameter in every:
             known = id(parameter) in trained
-            if not known and selects:
+            if not known and self._selects:
                 raise ValueError(
                     f"{self._name(parameter)} is frozen and stands in the optimizer's groups: take it out; the method puts in "
                     "what it chooses"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from fastdp.calls.batches import Call, as_long_as, take_rows, tensors
+from fastdp.calls.batches import Call, Path, as_long_as, take_rows, tensors
 from fastdp.calls.collation import Collation
 from fastdp.calls.flow import DataFlow
 from fastdp.calls.modes import refuse_mixing
+from fastdp.calls.randomness import version
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
@@ -31,6 +33,8 @@ LOOP_WRITES = "frozen parameters that the loop wrote between batches follow from
 #: Microbatches after which losses are compared again, and after which everything is checked again; each interval is twice the
 #: one before. A comparison takes some 40% of a step, and all checks at most three steps.
 BRIEF_AFTER, ALL_AFTER = 34, 600
+#: Types of arguments that a loop has not computed, if the tensors among them are the loader's.
+_OWN = frozenset((torch.Tensor, type(None), bool, str))
 
 
 class Checks(Routing):
@@ -47,7 +51,7 @@ class Checks(Routing):
     ):
         super().__init__(passes, ranks, on_route)
         self.enabled = enabled
-        self.state = StateCheck(passes.model, passes.weights.settle)
+        self.state = StateCheck(passes.model, passes.weights.settle if passes.weights.cut else None)
         self.loop = LoopCheck(passes)
         self.assumptions: dict[str, None] = {}
         if passes.isolated:
@@ -63,15 +67,15 @@ class Checks(Routing):
     def waiting_probes(self) -> int:  # type: ignore[override]
         return self.loop.waiting
 
-    def before(self, call: Call, ticket: Ticket) -> bool:
+    def before(self, call: Call, ticket: Ticket, inputs: list[tuple[Path, torch.Tensor]]) -> bool:
         """Verify a batch, if it is due, before its pass."""
         if self.passes.route is None:
             # Between two stages of a method only releases may change the model.
             self.state.require_parameters()
             self.state.settle()
         self._batches += 1
-        self._grew = self.enabled and self._grows(call, ticket)
-        looked = super().before(call, ticket)
+        self._grew = self.enabled and self._grows(ticket, inputs)
+        looked = super().before(call, ticket, inputs)
         if looked:
             self.state.accept_buffers()
         return looked
@@ -106,19 +110,22 @@ class Checks(Routing):
         self._brief *= 1 + brief
         return "everything" if full else "gradients" if self._grew else "losses" if brief else ""
 
-    def _grows(self, call: Call, ticket: Ticket) -> bool:
+    def _grows(self, ticket: Ticket, inputs: list[tuple[Path, torch.Tensor]]) -> bool:
         """Whether a batch has a longer example or row, other padding, more rows or an input twice as large as all before, or NaN.
 
         A GPU is not asked for the size of inputs, as the host would have to wait.
         """
         lengths, largest = ticket.lengths or (0,), 0.0
         if self.passes.device.type == "cpu":
-            held = tensors(call) if ticket.source is None else ticket.source.batch.values()
+            held = [t for _, t in inputs] if ticket.source is None else ticket.source.batch.values()
             sizes = [float(t.detach().abs().max()) for t in held if t.is_floating_point() and t.numel()]
             largest = max(sizes, default=0.0) if all(map(math.isfinite, sizes)) else math.nan
-        widest = max((t.numel() // max(t.shape[0], 1) for t in tensors(call) if t.dim()), default=0)
-        now = *map(float, (max(lengths), max(lengths) - min(lengths), ticket.rows, widest)), largest
-        before, self._reach = self._reach, tuple(b if n != n else max(b, n) for b, n in zip(self._reach, now))
+        widest = max([t.numel() // max(t.shape[0], 1) for _, t in inputs if t.dim()], default=0)
+        longest, before = max(lengths), self._reach
+        now = longest, longest - min(lengths), ticket.rows, widest, largest
+        if False not in map(operator.le, now, before):
+            return False
+        self._reach = tuple(b if n != n else max(b, n) for b, n in zip(before, now))
         larger = not now[-1] <= 2 * before[-1]
         return ticket.rows > 1 and (larger or now[:-1] != tuple(map(min, now[:-1], before[:-1])))
 
@@ -174,21 +181,27 @@ class Checks(Routing):
         rows = ticket.rows > 1 and ticket.token_units is None and passes.returns_loss and not passes.weights.cut
         if not (self.enabled and rows and passes.device.type == "cpu" and waiting.tops[0].shape[0] == ticket.rows):
             return
-        lost = (~torch.isfinite(waiting.tops[0])).nonzero()[:, 0].tolist()
-        if lost:
+        finite = torch.isfinite(waiting.tops[0])
+        if not bool(finite.all()):
+            lost = (~finite).nonzero()[:, 0].tolist()
             with passes.trial():
                 check_definition(passes, waiting.call, ticket, sorted({lost[0], lost[-1]}), gradients=False)
             self.state.accept_buffers()
 
-    def verify_loop(self, call: Call, ticket: Ticket) -> None:
+    def verify_loop(self, call: Call, ticket: Ticket, inputs: list[tuple[Path, torch.Tensor]]) -> None:
         """Plan probe batches if the loop makes something of a batch, or computes the loss itself: on all ranks or on none."""
         source, loop = ticket.source, self.loop
         if not self.enabled or source is None or ticket.token_units is not None or loop.waiting:
             return
         if self._batches > 1 and (self.ranks.size > 1 or self.passes.device.type != "cpu"):
             return
-        needs = (self._grew or not loop.begun) and (not self.passes.returns_loss or source.makes(call))
-        if any(self.ranks.gather(needs)):
+        needs = self._grew or not loop.begun
+        if needs and self.passes.returns_loss:
+            versions, values = dict(zip(map(id, source.batch.values()), source.versions)), (*call[0], *call[1].values())
+            own = _OWN.issuperset(map(type, values)) and all(versions.get(id(t)) == version(t) for _, t in inputs)
+            # Tensors that the loader handed out and nobody wrote to are told at once; others are compared.
+            needs = not own and source.makes(call)
+        if needs if self.ranks.size == 1 else any(self.ranks.gather(needs)):
             loop.begin(source, ticket.rows)
 
     def plan_ahead(self, source: Collation, rows: int) -> None:

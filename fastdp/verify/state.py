@@ -32,19 +32,20 @@ class StateCheck:
 
     Args:
         model: whose state is checked.
-        hold: puts a model's own parameters back into its modules, where passes replaced them.
+        hold: puts a model's own parameters back into its modules; None where passes replace none.
     """
 
-    def __init__(self, model: torch.nn.Module, hold: Callable[[], None] = lambda: None):
+    def __init__(self, model: torch.nn.Module, hold: Callable[[], None] | None = None):
         self.model, self._hold = model, hold
+        self._in_pieces = any(map(is_cut, model.parameters()))
         #: Buffers that training forwards write from parameters alone.
         self.harmless: frozenset[str] = frozenset()
         #: Frozen parameters that every forward sets to their own values, by identity.
         self.rewritten: frozenset[int] = frozenset()
         #: Frozen parameters that releases move, and nothing else may, by identity.
         self.moved: frozenset[int] = frozenset()
-        self._modules = list(model.named_modules())
         self._structure: list[Any] | None = None
+        self._see_modules()
         self._settled: _Parameters | None = None
         #: Whether a frozen parameter was written between passes.
         self.frozen_written = False
@@ -52,7 +53,8 @@ class StateCheck:
 
     def settle(self) -> None:
         """Take parameters and buffers as they are now for released, or for not yet trained."""
-        self._hold()
+        if self._hold is not None:
+            self._hold()
         self._settled, self._buffers = self._parameters(), self._saved_buffers()
 
     def holds(self) -> bool:
@@ -73,7 +75,8 @@ class StateCheck:
 
     def require_parameters(self, declared: Collection[Any] | None = None) -> None:
         """The same of parameters alone. The first time they are settled."""
-        self._hold()
+        if self._hold is not None:
+            self._hold()
         if self._settled is None:
             self.settle()
         assert self._settled is not None
@@ -109,12 +112,19 @@ class StateCheck:
         for _, module in self._modules:
             now += (module.training, *module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks)
             now += map(id, module._modules.values())
-            now += [p is not None and p.requires_grad for p in module._parameters.values()]
+            for p in module._parameters.values():
+                now.append(p is not None and p.requires_grad)
         before, self._structure = self._structure, now
         if before is None or before == now:
             return False
-        self._modules = list(self.model.named_modules())
+        self._see_modules()
         return True
+
+    def _see_modules(self) -> None:
+        self._modules = list(self.model.named_modules())
+        # A look at each module's attributes takes a small step longer than all the rest.
+        self._owned = [module._parameters for _, module in self._modules]
+        self._buffered = [(prefix, module._buffers, module) for prefix, module in self._modules]
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -163,13 +173,11 @@ class StateCheck:
         return {name: tensor for name, tensor in every if name in names}
 
     def _parameters(self) -> _Parameters:
-        held = [p for _, module in self._modules for p in module._parameters.values() if p is not None]
+        held = [p for own in self._owned if own for p in own.values() if p is not None]
         return held, self._counts(held), list(map(_TRAINED, held))
 
     def _counts(self, held: list[Any]) -> list[int]:
-        # One of each type: pieces are of a type of their own, and a step should not ask every parameter.
-        pieces = self.rewritten or any(map(is_cut, dict(zip(map(type, held), held)).values()))
-        return list(map(self._count if pieces else _VERSION, held))
+        return list(map(self._count if self.rewritten or self._in_pieces else _VERSION, held))
 
     def _count(self, parameter: torch.Tensor) -> int:
         return 0 if id(parameter) in self.rewritten else writes(parameter)
@@ -178,9 +186,9 @@ class StateCheck:
         """The buffers that a state dict saves, and how often each was written."""
         return {
             f"{prefix}.{name}" if prefix else name: (buffer, version(buffer))
-            for prefix, module in self._modules
-            if module._buffers
-            for name, buffer in module._buffers.items()
+            for prefix, own, module in self._buffered
+            if own
+            for name, buffer in own.items()
             if buffer is not None and name not in getattr(module, "_non_persistent_buffers_set", ())
         }
 

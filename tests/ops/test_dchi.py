@@ -16,7 +16,7 @@ from fastdp.ops.dchi import PRIVATE_SNAP, dchi_noise, gamma_variates
 from tests.cases import cases
 from tests.ops.uses import by_threads, stream
 
-search = importlib.import_module("fastdp.ops.cpu.snap")
+search = importlib.import_module("fastdp.ops.snap")
 FALSE_ALARM = 1e-9
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from fastdp import ops
-from fastdp.ops.cpu.norms import HAS_KERNELS
-from fastdp.ops.factors import ABSOLUTE, MASKED_SQUARE, SQUARE
+from fastdp.ops.factors import ABSOLUTE, HAS_KERNELS, MASKED_SQUARE, SQUARE
 from fastdp.ops.table import OPS
 from tests.cases import cases, pairs
 from tests.ops.uses import by_threads

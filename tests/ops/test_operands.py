@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fastdp import ops
-from fastdp.ops.operands import ON_HOST
-from fastdp.ops.table import OPS
+from fastdp.ops.table import ON_HOST, OPS
 from tests.cases import cases
 from tests.ops.uses import offsets_of, stream
 

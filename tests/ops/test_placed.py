@@ -2,12 +2,12 @@
 
 import torch
 
-from fastdp.ops.placed import cached_constant, keep_for_graph
+from fastdp.ops.placed import CONSTANTS, keep_for_graph
 
 
 def test_numbers_sent_before_are_held_by_what_is_recorded() -> None:
-    before = cached_constant((3.0, 7.0), torch.float64, torch.device("cpu"))
+    before = CONSTANTS[(3.0, 7.0), torch.float64, torch.device("cpu")]
     with keep_for_graph() as tables:
-        again = cached_constant((3.0, 7.0), torch.float64, torch.device("cpu"))
+        again = CONSTANTS[(3.0, 7.0), torch.float64, torch.device("cpu")]
     assert again is before
     assert any(table is before for table in tables)

@@ -14,7 +14,7 @@ from fastdp.ops.snap import SNAP
 from tests.cases import cases, pairs
 from tests.ops.uses import by_threads
 
-module = importlib.import_module("fastdp.ops.cpu.snap")
+module = importlib.import_module("fastdp.ops.snap")
 SIZES = (1, 7, 129, 257)
 
 

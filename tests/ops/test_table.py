@@ -172,14 +172,17 @@ FOR_GPUS = {"cross_entropy_gradient_"}
 COMPOSED = {"add_noise_group_", "direct_norms"}
 
 
-@cases(*pairs(("folder", ["fastdp.ops.cpu", "fastdp.kernels"]), ("name", list(OPS))))
-def test_an_op_has_its_name_and_its_arguments_in_every_folder(name, folder):
-    if folder == "fastdp.kernels":
+@cases(*pairs(("device", ["cpu", "cuda"]), ("name", list(OPS))))
+def test_an_op_has_its_arguments_on_every_device(name, device):
+    if device == "cuda":
         pytest.importorskip("triton")
-    if name in (COMPOSED if folder == "fastdp.kernels" else FOR_GPUS):
+    if name in (COMPOSED if device == "cuda" else FOR_GPUS):
         return
     family = OPS[name].check.__module__.removeprefix("fastdp.ops.")
-    function = getattr(importlib.import_module(f"{folder}.{family}"), name)
+    function = OPS[name].implementations["cpu"] if device == "cpu" else None
+    if device == "cuda" or family == "adamw":
+        folder = "fastdp.kernels" if device == "cuda" else "fastdp.ops.cpu"
+        function = getattr(importlib.import_module(f"{folder}.{family}"), name)
     wanted = [argument.name for argument in getattr(torch.ops.fastdp, name).default._schema.arguments]
     named = list(inspect.signature(function).parameters)
     # Adam's numbers come as one, in the order of the schema.

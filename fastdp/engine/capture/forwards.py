@@ -11,6 +11,7 @@ import torch
 from fastdp.calls.batches import RowLists
 from fastdp.distributed.shards import UnshardedParameters
 from fastdp.engine.capture.intercept import ParameterProxy, PlainHeads, UseMode, use_of_module
+from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.uses.reads import Reads
 
 
@@ -54,6 +55,9 @@ class PatchedForward(_Forward):
     def __init__(self, module: torch.nn.Module, reads: Reads, name: str = ""):
         super().__init__(module)
         self.reads, self.name = reads, name
+        #: What finds the use that a call is, where the module is torch's own.
+        self._use = None if self.had_own else use_of_module(module)
+        self._class_forward = type(module).forward
         #: Its parameters as it holds them in a pass, once a mode has seen that nothing else of it reads any; by name.
         self.proxies: dict[str, ParameterProxy] = {}
 
@@ -68,9 +72,14 @@ class PatchedForward(_Forward):
         if self.reads.mode_open or (tap is None and not self.reads.heads.plainly):
             return self.original(*args, **kwargs)
         if tap is not None and not self.had_own and not torch.compiler.is_compiling():
-            result = use_of_module(self.module, self.reads, tap, args, kwargs)
-            if result is not NotImplemented:
-                return result
+            plain = len(args) == 1 and type(args[0]) is torch.Tensor and not kwargs and torch.is_grad_enabled()
+            if self._use is not None and plain and type(self.module).forward is self._class_forward:
+                try:
+                    result = self._use(self.module, self.reads, tap, args[0])
+                except UnsupportedUse:
+                    result = NotImplemented
+                if result is not NotImplemented:
+                    return result
             if self.proxies:
                 return self._call_with_proxies(args, kwargs)
         self.reads.mode_open = True
@@ -88,7 +97,7 @@ class PatchedForward(_Forward):
     def _call_with_proxies(self, args: Any, kwargs: Any) -> Any:
         """The module's own forward, with its parameters held so that what reads them is known."""
         own: dict[str, Any] = self.module._parameters
-        before = {name: own[name] for name in self.proxies}
+        before = dict(own)
         own.update(self.proxies)
         try:
             return self.original(*args, **kwargs)

@@ -20,7 +20,7 @@ from fastdp.engine.uses.lanes import Meeting, PerLane, affine, lay_along_rows
 from fastdp.engine.uses.reads import Reads
 from fastdp.engine.uses.rows import Fold
 from fastdp.engine.uses.selections import Selection
-from fastdp.engine.uses.use import EmbeddingUse, Tap, normed
+from fastdp.engine.uses.use import EmbeddingUse, Tap, expanded, normed, operation_kind
 
 
 class UseMode(TorchFunctionMode):
@@ -49,7 +49,7 @@ class UseMode(TorchFunctionMode):
         if func not in _HANDLERS and not (read or any(map(_may_hold, given))):
             return func(*args, **kwargs)
         self.met |= read
-        result = affine(func, args, kwargs, names, self.tap)
+        result = affine(func, args, kwargs, names, self.tap, self.reads.known)
         if result is not NotImplemented:
             return result
         result = _apply_rule(self.reads, self.tap, func, args, kwargs)
@@ -82,6 +82,18 @@ class ParameterProxy(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if len(args) == 2 and not kwargs:
+            # What scales and shifts in stock models, once it is known.
+            own = int(type(args[1]) is cls)
+            held, x = args[own], args[1 - own]
+            if type(held) is cls and type(x) is torch.Tensor:
+                reads, vector = held.__dict__["reads"], held.__dict__["parameter"]
+                tap = reads.tap
+                found = tap and reads.known.get((func, id(vector), x.shape, tap.layout.rows))
+                if found and torch.is_grad_enabled() and tap.layout.token_segments is None:
+                    tap.shapes.add(found)
+                    lanes = expanded(vector, x, tap, x.dim() - 2)
+                    return func(x, lanes) if own else func(lanes, x)
         given = [*args, *kwargs.values()] if kwargs else args
         held = next((value for value in given if type(value) is cls), None)
         if held is None:
@@ -92,7 +104,7 @@ class ParameterProxy(torch.Tensor):
         if tap is None or not (_classify(func)[0] and torch.is_grad_enabled()):
             return func(*args, **kwargs)
         # What a mode has seen of the module is what its parameters go through again, as a rule.
-        result = affine(func, args, kwargs, reads.names, tap)
+        result = affine(func, args, kwargs, reads.names, tap, reads.known)
         if result is NotImplemented and func in _HANDLERS:
             result = _apply_rule(reads, tap, func, args, kwargs)
         return UseMode(reads, tap).__torch_function__(func, types, args, kwargs) if result is NotImplemented else result
@@ -140,25 +152,28 @@ def _layer_norm_of(module: torch.nn.LayerNorm, reads: Reads, tap: Tap, x: torch.
     return _layer_norm(reads, tap, x, module.normalized_shape, module.weight, module.bias, module.eps)
 
 
+def _embedding_of(module: torch.nn.Embedding, reads: Reads, tap: Tap, ids: torch.Tensor) -> Any:
+    weight, layout = module.weight, tap.layout
+    found = reads.known.get((F.embedding, id(weight), ids.shape, layout.rows))
+    if found is None or layout.token_segments is not None or module.max_norm is not None or module.scale_grad_by_freq:
+        rest = module.padding_idx, module.max_norm, module.norm_type, module.scale_grad_by_freq, module.sparse
+        return _embedding(reads, tap, ids, weight, *rest)
+    tap.shapes.add(found)
+    return EmbeddingUse.apply(ids, weight, module.padding_idx, tap, False)
+
+
 #: Forwards of torch's own modules, and the uses that these are on one tensor, as their code says.
 _CALLS: dict[type[torch.nn.Module], tuple[Any, Callable[[Any, Reads, Tap, torch.Tensor], Any]]] = {
     torch.nn.Linear: (_torch_forward(torch.nn.Linear), products.linear_of),
     torch.nn.LayerNorm: (_torch_forward(torch.nn.LayerNorm), _layer_norm_of),
+    torch.nn.Embedding: (_torch_forward(torch.nn.Embedding), _embedding_of),
 }
 
 
-def use_of_module(module: torch.nn.Module, reads: Reads, tap: Tap, args: Any, kwargs: Any) -> Any:
-    """The use that the call of one of torch's own modules is, found without following its code; NotImplemented for others."""
-    kind = type(module)
-    if kind not in _CALLS or kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor:
-        return NotImplemented
-    forward, use_of = _CALLS[kind]
-    if kind.forward is not forward or not torch.is_grad_enabled():
-        return NotImplemented
-    try:
-        return use_of(module, reads, tap, args[0])
-    except UnsupportedUse:
-        return NotImplemented
+def use_of_module(module: torch.nn.Module) -> Callable[[Any, Reads, Tap, torch.Tensor], Any] | None:
+    """What finds the use that a call of one of torch's own modules is, without following its code; None for others."""
+    forward, use_of = _CALLS.get(type(module), (None, None))
+    return use_of if type(module).forward is forward else None
 
 
 def _embedding(
@@ -183,6 +198,9 @@ def _embedding(
     fold = reads.fold("embedding", weight, input, tap)
     if fold is not None:
         ids = fold.front(input, tap.layout.rows)
+        if fold.natural:
+            kind = operation_kind("embedding", input.shape, tap.layout.rows, fold)
+            reads.known[F.embedding, id(weight), input.shape, tap.layout.rows] = kind
         found = EmbeddingUse.apply(ids, weight, padding_idx, tap, False, fold.bounds(ids.numel()))
         if isinstance(fold, Selection):
             return fold.follow(fold.back(found))

@@ -30,13 +30,15 @@ class TraceCache:
         self._shapes: dict[Any, frozenset[Any]] = {}
         #: The ways through the model that were looked at: a pass's kinds of uses, whatever the lengths of inputs.
         self._ways: set[frozenset[Any]] = set()
+        #: The uses of passes that were explained, by the rows and the shapes of their inputs: asked first.
+        self.explained: dict[Any, frozenset[Any]] = {}
         #: Whether the trace has learned something since that no pass of a whole batch was looked at for.
         self.learned = False
 
-    def new(self, first: Trace | None, call: Call, rows: int) -> bool:
+    def new(self, first: Trace | None, inputs: list[tuple[Path, torch.Tensor]], rows: int) -> bool:
         """Whether a call has tensors, or sizes, that need a look of their own."""
         assert first is not None
-        found = dict(leaves(call))
+        found = dict(inputs)
         return not _plain(first, found, rows) or (bool(self._shapes) and _inputs(first, found) not in self._shapes)
 
     def add(self, first: Trace | None, call: Call, rows: int) -> None:
@@ -50,6 +52,7 @@ class TraceCache:
             raise ValueError(wrong_rows(call, rows))
         if _plain(first, found, rows):
             return
+        self.explained.clear()
         with unchanged(self._tracer.model):
             latest = self._tracer.trace(self._plain, call, rows)
         first.carriers = latest.carriers | (first.carriers - found.keys())
@@ -65,6 +68,7 @@ class TraceCache:
         if len(self._ways) > _MOST_WAYS:
             raise UnsupportedUse(f"batches go more than {_MOST_WAYS} ways through the model")
         self.learned = True
+        self.explained.clear()
         with unchanged(self._tracer.model):
             first.add(self._tracer.trace(self._plain, call, rows, (max(2, rows), max(2, rows) + 1)))
 
@@ -78,10 +82,12 @@ class TraceCache:
             return error
         return None
 
-    def require(self, first: Trace | None, call: Call, rows: int, tap: Tap, *, looked_at: bool) -> None:
+    def require(self, first: Trace | None, call: Call, rows: int, tap: Tap, *, looked_at: bool) -> bool:
         """Raise `UnsupportedUse` unless a trace explains inputs of these shapes, and the uses' shapes follow from them.
 
         Or from the way that the pass went, if one that went so was ``looked_at``, as the first is; `Unseen` if none was.
+
+        Returns whether the shapes of the inputs tell those of the uses.
         """
         assert first is not None
         found = dict(leaves(call))
@@ -91,7 +97,8 @@ class TraceCache:
             self.learned = False
         if self.learned:
             raise Unseen("a look at a few rows met what the batch as a whole was not looked at for")
-        if RowNumbers in map(type, found.values()):
+        told = RowNumbers not in map(type, found.values())
+        if not told:
             # The shape of a list does not tell how long its entries are.
             inputs |= tap.shapes
         # The first pass is the one that was traced.
@@ -107,6 +114,7 @@ class TraceCache:
             if _way(sizes, tap) not in self._ways:
                 raise Unseen(reason)
         self._shapes[inputs] = seen | tap.shapes
+        return told
 
 
 def _way(inputs: frozenset[Any], tap: Tap) -> frozenset[Any]:

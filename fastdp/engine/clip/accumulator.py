@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 
 import torch
@@ -20,6 +21,7 @@ from fastdp.engine.uses.use import Sink
 _LAUNCHES = 8
 #: The place of counts among sums by parameter.
 _COUNTS = "(counts)"
+_TRAINED = operator.attrgetter("requires_grad")
 
 
 class _Unfrozen:
@@ -152,7 +154,7 @@ class Accumulator(Sums):
         """The sink, or one before it that divides by the policy's axes."""
         for name, axes in self.policy.axes.items():
             axes.check(name, self.parameters[name].shape)
-        if not all(parameter.requires_grad for parameter in self.parameters.values()):
+        if not all(map(_TRAINED, self.parameters.values())):
             sink = _Unfrozen(sink)
         return Scaled(sink, self.policy.axes, self.names) if self.policy.axes else sink
 

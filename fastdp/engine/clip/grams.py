@@ -15,7 +15,7 @@ from fastdp.engine.clip.sums import Route
 from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Layout
 from fastdp.ops.matrices import Matrices
-from fastdp.ops.placed import cached_constant
+from fastdp.ops.placed import CONSTANTS
 from fastdp.ops.routes import NARROW, longest_by_gram
 
 
@@ -140,7 +140,7 @@ class Grams:
         if not self._known:
             return
         own = [group for grams in self._known for group in self.policy.groups(grams.names)]
-        groups = cached_constant(tuple(own), torch.int64, self.layout.weights.device)
+        groups = CONSTANTS[tuple(own), torch.int64, self.layout.weights.device]
         squares = stacked([found.squares for found in self._known])
         products = stacked([found.products for found in self._known])
         errors = [error.gram for grams in self._known for error in grams.errors]
@@ -171,7 +171,7 @@ class Grams:
             # All of them at once: on a GPU there may be one a matrix.
             known = [grams.direct is not None for grams in self._known for _ in grams.names]
             places = tuple([at for at, own in enumerate(known) if own])
-            index = cached_constant(places, torch.int64, chosen.device)
+            index = CONSTANTS[places, torch.int64, chosen.device]
             theirs, *rows = (each.index_select(0, index) for each in (chosen, products, tokens))
             again = torch.where(theirs, stacked([grams.direct for grams in given if grams.direct is not None]), 0)
             errors = [error.direct for grams in given for error in grams.errors]

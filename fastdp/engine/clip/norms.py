@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from fastdp.engine.uses.experts import join_experts
 from fastdp.engine.uses.factors import Factors, PerUnit, join_uses
 from fastdp.engine.uses.layout import Layout
 from fastdp.ops.matrices import Matrices
-from fastdp.ops.placed import cached_constant
+from fastdp.ops.placed import CONSTANTS
 from fastdp.ops.routes import NARROW, plan_route
 
 _T = TypeVar("_T")
@@ -154,7 +155,7 @@ class NormSink(Captures):
             super().tokens(parameter, gradient, layout, laned)
             return
         # A matrix with one column, whose inputs are ones: a GPU adds up the tokens of many biases in one launch.
-        ones = cached_constant((1.0,), gradient.dtype, gradient.device).expand(gradient.shape[0], 1)
+        ones = CONSTANTS[(1.0,), gradient.dtype, gradient.device].expand(gradient.shape[0], 1)
         self.matrix(parameter, Factors(gradient, ones, laned), layout)
 
     def _take_together(self) -> None:
@@ -575,6 +576,7 @@ class NormSink(Captures):
         self.add_powers(name, squared, rounding, **errors)
 
 
+@functools.cache
 def may_hold(device: torch.device) -> int:
     """Bytes of factors that narrow matrices may hold back until they are measured together.
 

@@ -10,7 +10,7 @@ import torch
 
 from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.clip.axes import RankOne
-from fastdp.ops.placed import cached_constant
+from fastdp.ops.placed import CONSTANTS
 
 #: How far around the bound, against it, a norm counts in part as below it.
 _RAMP = 2.0**-4
@@ -83,7 +83,7 @@ class Policy:
         """The computed norms over their bounds, float64 ``[units]``: the largest of all groups."""
         if not self.bounds:
             return torch.zeros(upper.measured.shape[1], dtype=torch.float64, device=upper.measured.device)
-        limits = cached_constant(self.bounds, torch.float64, upper.measured.device).unsqueeze(1)
+        limits = CONSTANTS[self.bounds, torch.float64, upper.measured.device].unsqueeze(1)
         return (upper.measured.clamp(min=0).sqrt() / limits).amax(0)
 
     def scales(self, upper: UpperNorms) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.uses.factors import Factors, PerUnit, scale
 from fastdp.engine.uses.layout import Layout
-from fastdp.ops.placed import cached_constant
+from fastdp.ops.placed import CONSTANTS
 from fastdp.ops.routes import NARROW
 
 
@@ -111,7 +112,7 @@ class Sums:
     def _plain_weights(self, names: Sequence[str], factors: torch.Tensor) -> torch.Tensor:
         """Weights ``[names, units]`` of parameters without a mask."""
         own = [group for name in names if isinstance(group := self.policy.group_of[name], int)]
-        return factors.index_select(0, cached_constant(tuple(own), torch.int64, factors.device))
+        return factors.index_select(0, CONSTANTS[tuple(own), torch.int64, factors.device])
 
     def add_instances(self, instances: Mapping[str, torch.Tensor], factors: torch.Tensor) -> None:
         """Add instantiated gradients ``[units, ...]`` of several parameters: in one launch all that have no mask."""
@@ -251,6 +252,7 @@ class Sums:
             whole[name] = total if parameter.dim() == 2 else total.view(parameter.shape)
 
 
+@functools.cache
 def launches(device: torch.device) -> bool:
     """Whether many products in one launch take less time than one after another."""
     return device.type != "cpu"

@@ -24,7 +24,7 @@ from fastdp.engine.uses.layout import Layout
 from fastdp.engine.uses.logits import LOSS_CHUNK, TILE, Logits, Step, inputs, quiet, token_losses, widen
 from fastdp.engine.uses.use import Tap
 from fastdp.ops.heads import add_product_, cuts, even_rows, most_tokens, on_gpu
-from fastdp.ops.placed import cached_constant
+from fastdp.ops.placed import CONSTANTS
 
 #: A product of a norm and a coefficient, and a weight of both, are rounded a few times to float32.
 _ROUNDED = 1 + 2.0**-20
@@ -363,7 +363,7 @@ class _HeadPass:
 
 def _offsets(bounds: Sequence[int], device: torch.device) -> torch.Tensor:
     """Where units begin behind the first of these places, on the device: the same tensor in every step."""
-    return cached_constant(tuple([place - bounds[0] for place in bounds]), torch.int64, device)
+    return CONSTANTS[tuple([place - bounds[0] for place in bounds]), torch.int64, device]
 
 
 def _identity(ids: torch.Tensor) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from fastdp.engine.errors import Unseen, UnsupportedUse
 from fastdp.engine.uses.rows import BroadcastLayout, Fold
 from fastdp.engine.uses.selections import Selection
 from fastdp.engine.uses.shared import Shared, SharedLanes, SharedProduct, pull_through
-from fastdp.engine.uses.use import EmbeddingUse, ExpandUse, Tap, expanded
+from fastdp.engine.uses.use import EmbeddingUse, ExpandUse, Tap, expanded, operation_kind
 
 
 class PerLane(torch.Tensor):
@@ -117,10 +117,10 @@ _AFFINE = functions("add mul __add__ __radd__ __mul__ __rmul__ multiply")
 _JOINS = frozenset({torch.cat, torch.concat, torch.concatenate, F.scaled_dot_product_attention})
 
 
-def affine(func: Any, args: Any, kwargs: Any, trained: Mapping[int, str], tap: Tap) -> Any:
+def affine(func: Any, args: Any, kwargs: Any, trained: Mapping[int, str], tap: Tap, known: dict[Any, Any]) -> Any:
     """A trained vector times an activation whose first axis is the rows, or added to it: as `PerLane` takes it, at once.
 
-    NotImplemented for anything else.
+    NotImplemented for anything else. ``known`` keeps what it came to, for inputs of the same shape (`Reads.known`).
     """
     if func not in _AFFINE or kwargs or len(args) != 2:
         return NotImplemented
@@ -130,9 +130,12 @@ def affine(func: Any, args: Any, kwargs: Any, trained: Mapping[int, str], tap: T
         return NotImplemented
     if vector.dim() != 1 or x.dim() < 2 or x.shape[0] != tap.layout.rows or not vector.requires_grad:
         return NotImplemented
-    met = Meeting.of(operation(func), frozenset((id(vector),)), x, tap)
+    name = operation(func)
+    met = Meeting.of(name, frozenset((id(vector),)), x, tap)
     if met is None or met.fold is None or not met.fold.natural:
         return NotImplemented
+    rows = tap.layout.rows
+    known[func, id(vector), x.shape, rows] = operation_kind(name, x.shape, rows, met.fold)
     lanes = expanded(vector, x, tap, x.dim() - 2)
     return func(x, lanes) if own else func(lanes, x)
 

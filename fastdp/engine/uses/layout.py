@@ -14,7 +14,7 @@ import torch
 from fastdp.calls.batches import Call, take_tokens
 from fastdp.engine.errors import UnsupportedUse, first_line
 from fastdp.engine.uses.rows import BroadcastLayout
-from fastdp.ops.placed import copy_to_device, keep_for_replay
+from fastdp.ops.placed import ReplayCache, copy_to_device
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ class Ticket:
     lengths: tuple[int, ...] = ()
     in_eval: bool = False
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
+        """Of the micro-batch."""
         if self.token_units is not None:
             return self.token_units.shape[0]
         return self.row_units.shape[0]
@@ -106,10 +107,12 @@ class Ticket:
         )
 
 
-@functools.lru_cache(maxsize=8)
 def _offsets(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """The same tensor for the same units, so that tables that kernels make of it are made once; few, as these are long."""
     return copy_to_device(torch.tensor((0, *itertools.accumulate(counts)), dtype=torch.int64), device)
+
+
+_OFFSETS = ReplayCache(_offsets, 8)
 
 
 @dataclass
@@ -130,11 +133,11 @@ class Layout:
     meetings: Mapping[tuple[str, frozenset[int], int], BroadcastLayout] = field(default_factory=dict)
     _offsets: dict[tuple[int, bool, bool], torch.Tensor] = field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def units(self) -> int:
         return self.weights.shape[0]
 
-    @property
+    @functools.cached_property
     def lanes(self) -> int:
         return self.lane_units.shape[0]
 
@@ -169,7 +172,7 @@ class Layout:
                 each = 1 if packed else tokens // self.rows
                 counts = [each * count for count in self.counts.tolist()]
             device = torch.device("cpu") if host else self.weights.device
-            self._offsets[key] = keep_for_replay(_offsets(tuple(counts), device))
+            self._offsets[key] = _OFFSETS[tuple(counts), device]
         return self._offsets[key]
 
     def per_token(self, per_unit: torch.Tensor, tokens: int, *, laned: bool = False) -> torch.Tensor:

@@ -70,10 +70,13 @@ class PendingGradients:
         self._model, self._scaled = weakref.ref(model), scaled
         self._parameters = list(parameters)
         self._held: list[PendingGradient] = []
+        #: Whether some parameter may hold one: at first one of an earlier run.
+        self.placed = True
         self._kinds: list[Any] = []
 
     def place(self) -> None:
         """Let every parameter without a gradient have a pending one."""
+        self.placed = True
         kinds = [(p.shape, p.dtype, p.device) for p in self._parameters]
         if kinds != self._kinds:
             self._kinds = kinds
@@ -84,6 +87,7 @@ class PendingGradients:
 
     def clear(self) -> None:
         """Take them away, those of an earlier run too."""
+        self.placed = False
         for parameter in self._parameters:
             if isinstance(parameter.grad, PendingGradient):
                 parameter.grad = None

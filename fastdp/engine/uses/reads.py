@@ -41,6 +41,9 @@ class Reads:
         #: come to, and the bytes of a gradient that would wait for others. Trained parameters live on, so that no other bias has
         #: the identity of one that is.
         self.products: dict[int, tuple[str, int, torch.Size, int, tuple[str, tuple[int, ...]], Product, int]] = {}
+        #: What uses of tables, and of vectors entry by entry, came to, by the function, the parameter, and the input's shape
+        #: and rows.
+        self.known: dict[tuple[Any, int, torch.Size, int], tuple[str, tuple[int, ...]]] = {}
 
     def is_trained(self, value: Any) -> bool:
         return id(value) in self.names
