@@ -130,7 +130,7 @@ class Engine(Passes):
             if self.backwards > self.followed:
                 raise RuntimeError(FORWARD_AFTER_BACKWARD)
             raise RuntimeError(
-                "no batch is outstanding: take batches from make_private's loader, run all passes of one in one forward(), and "
+                "no batch is outstanding: take batches from make_private's loader, run all passes of one before backward(), and "
                 "call model.eval() for other passes."
             )
         if any(t.requires_grad and t.is_leaf for t in tensors((args, kwargs))):

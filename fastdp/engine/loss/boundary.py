@@ -233,8 +233,8 @@ UNEQUAL_LOSSES = (
 )
 #: Where a loop calls the model again after the backward pass.
 FORWARD_AFTER_BACKWARD = (
-    "A second forward pass ran for one batch. Call the model once per batch before step(), or make both passes inside one "
-    "wrapper module's forward()."
+    "A forward pass ran after its batch's backward(). Run all passes of a batch before, and call backward() once on the sum of "
+    "their losses."
 )
 _LOSS_TERM = (
     "A loss term was computed from the model's outputs beside its loss. Compute it inside the model, or return "
