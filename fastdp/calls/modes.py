@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from fastdp.distributed.shards import read_dtypes
+
 
 @contextmanager
 def kept_modes(model: torch.nn.Module) -> Iterator[None]:
@@ -91,3 +93,20 @@ class LowPrecisionDetector(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         self.found |= isinstance(out, torch.Tensor) and out.is_floating_point() and out.dtype.itemsize < 4
         return out
+
+
+#: How far a loss may move, relative to its size, when only the shapes around an example change.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4}
+_LOW_PRECISION = 5e-2
+#: The share of it for losses of ordinary size on a processor: only one that nearly vanishes moves as far by rounding.
+_ORDINARY, _VANISHING = 0.1, 1e-2
+
+
+def rounding(model: torch.nn.Module, loss: float = 0.0) -> float:
+    """The relative change of a loss of this size that counts as rounding."""
+    device = next(model.parameters()).device.type
+    if torch.is_autocast_enabled(device):
+        return _LOW_PRECISION
+    most = max((_ROUNDING.get(kind, _LOW_PRECISION) for kind in read_dtypes(model)), default=_LOW_PRECISION)
+    exact = device == "cpu" and torch.get_float32_matmul_precision() == "highest" and most < _LOW_PRECISION
+    return most * min(1.0, max(_ORDINARY, _VANISHING / max(loss, 1e-30))) if exact else most

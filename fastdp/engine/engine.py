@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,8 +19,8 @@ from fastdp.engine.capture.known import wrong_rows
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.errors import SelfCheckError, Unseen
-from fastdp.engine.loss.boundary import FORWARD_AFTER_BACKWARD, TWO_FORWARDS
-from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
+from fastdp.engine.loss.boundary import FORWARD_AFTER_BACKWARD, TWO_FORWARDS, UNEQUAL_LOSSES, Junction
+from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Arrived, Passes
 from fastdp.engine.routing import Routing
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.pending import PendingGradients
@@ -107,9 +108,10 @@ class Engine(Passes):
         #: Whether a backward pass of this logical batch failed, perhaps after it had added something.
         self.broken = False
         self._ended = False
-        #: The batch that went through the model latest, and how often in a row it has.
+        #: The batch that went through the model latest, how often in a row it has, and where these passes meet.
         self._latest: Ticket | None = None
         self._forwards = 0
+        self._junction: Callable[[], Junction | None] = lambda: None
         self.twice = lambda: self._forwards > 1
         #: Backward passes so far, and how many of them a step of the optimizer has followed.
         self.backwards = self.followed = 0
@@ -148,7 +150,7 @@ class Engine(Passes):
             if self.backwards > self.followed:
                 raise RuntimeError(FORWARD_AFTER_BACKWARD)
             raise RuntimeError(
-                "no batch is outstanding: take batches from make_private's loader, run all passes of one in one forward(), and "
+                "no batch is outstanding: take batches from make_private's loader, run all passes of one before backward(), and "
                 "call model.eval() for other passes."
             )
         given = call = args, kwargs
@@ -160,31 +162,40 @@ class Engine(Passes):
                     "model.eval(), or inside the model's forward()."
                 )
         ticket = self.tickets[0]
-        self._forwards = self._forwards + 1 if ticket is self._latest else 1
+        again = ticket is self._latest
+        self._forwards = self._forwards + 1 if again else 1
         self._latest = ticket
         if not self.weights.cut:
             call = self.forwards.lists.encode(given, ticket.rows)
             inputs = inputs if call is given else leaves(call)
+        if ticket.rows not in [t.shape[0] for _, t in inputs if t.dim()]:
+            if again:
+                raise RuntimeError(TWO_FORWARDS)
+            if ticket.probe is None and not self.isolated:
+                raise ValueError(wrong_rows(call, ticket.rows))
+        junction = (self._junction() if again else None) or Junction(self._backward)
+        # The graph of the outputs keeps it.
+        self._junction = weakref.ref(junction)
         if ticket.probe is not None:
-            return self.checks.run_probe(call, ticket, self._backward)
+            return self.checks.run_probe(call, ticket, junction)
         if self.isolated:
             self.begun = True
             if self.route is None:
                 self.route = ONE_EXAMPLE
                 self._on_route(ONE_EXAMPLE, "isolation='per_example'")
             with self.chance():
-                return self.run_forward(call, ticket, verify=True, enter=self._backward)[0]
-        if ticket.rows not in [t.shape[0] for _, t in inputs if t.dim()]:
-            raise ValueError(wrong_rows(call, ticket.rows))
+                return self.run_forward(call, ticket, verify=True, junction=junction)[0]
         with self.chance(), gc_paused():
             try:
-                return self._checked_forward(call, ticket, inputs)
+                return self._checked_forward(call, ticket, inputs, junction)
             except torch.OutOfMemoryError:
                 if self.graphs is None or not self.graphs.give_up():
                     raise
-            return self._checked_forward(call, ticket, inputs)
+            return self._checked_forward(call, ticket, inputs, junction)
 
-    def _checked_forward(self, call: Call, ticket: Ticket, inputs: list[tuple[Path, torch.Tensor]]) -> Any:
+    def _checked_forward(
+        self, call: Call, ticket: Ticket, inputs: list[tuple[Path, torch.Tensor]], junction: Junction
+    ) -> Any:
         """The pass itself, after what has to be looked at before it; what it draws, a look ahead has drawn too."""
         if self.weights.cut:
             self.weights.settle()
@@ -192,46 +203,58 @@ class Engine(Passes):
         first = self.route is None
         looked = self.checks.before(call, ticket, inputs)
         if self.graphs is not None and self.route == USES and not (first or looked or self.forwards.lists):
-            replayed = self.graphs.forward(call, ticket, self._backward)
+            replayed = self.graphs.forward(call, ticket, junction)
             if replayed is not None:
                 return replayed[0]
         with self._watched():
             verify = first or self.backwards == 0
             try:
                 try:
-                    return self._looked_forward(call, ticket, verify=verify, apart=looked)
+                    return self._looked_forward(call, ticket, junction, verify=verify, apart=looked)
                 except Unseen:
                     # Other ranks would not follow where weights are in pieces.
                     if self.weights.cut:
                         raise
                 self.checks.explain(call, ticket)
-                return self._looked_forward(call, ticket, verify=verify, apart=looked, explained=True)
+                return self._looked_forward(call, ticket, junction, verify=verify, apart=looked, explained=True)
             except (SelfCheckError, RankLost, torch.OutOfMemoryError):
                 raise
             except Exception as error:
                 if self.route != USES:
                     raise
                 self.fall_back(str(error), ticket)
-                return self.run_forward(call, ticket, verify=True, enter=self._backward)[0]
+                return self.run_forward(call, ticket, verify=True, junction=junction)[0]
 
     def _watched(self) -> AbstractContextManager[None]:
         return self.checks.watching() if self.route != ORDINARY else nullcontext()
 
-    def _looked_forward(self, call: Call, ticket: Ticket, *, verify: bool, apart: bool, explained: bool = False) -> Any:
-        output, waiting = self.run_forward(call, ticket, verify=verify, enter=self._backward)
+    def _looked_forward(
+        self, call: Call, ticket: Ticket, junction: Junction, *, verify: bool, apart: bool, explained: bool = False
+    ) -> Any:
+        output, waiting = self.run_forward(call, ticket, verify=verify, junction=junction)
         if self.route == USES:
             with self.weights.apart() if apart else nullcontext():
                 self.checks.after(waiting, explained=explained)
         return output
 
-    def _backward(self, waiting: Pass, upstream: Any) -> None:
-        if waiting.used:
+    def _backward(self, parts: Arrived) -> None:
+        ticket, every = parts[0][0].ticket, [own for own, _ in parts]
+        if any(own.used for own in every):
             raise RuntimeError(
                 "A second backward() ran on one batch. Add its losses up, and call backward() once on their sum."
             )
-        waiting.used = True
-        if not self.tickets or self.tickets[0] is not waiting.ticket:
+        for own in every:
+            own.used = True
+        apart = self.weights.cut or (self.trace and self.trace.heads) or any(own.replay for own in every)
+        if len(parts) > 1:
+            # One recorded pass is clipped by itself.
+            self.graphs = None
+        # Among several batches that wait nothing says whose rows a second pass had.
+        foreign = not self.tickets or self.tickets[0] is not ticket
+        if foreign or (len(parts) > 1 and (apart or len(self.tickets) > 1)):
             raise RuntimeError(TWO_FORWARDS)
+        if self.returns_loss and any(upstream != parts[0][1] for _, upstream in parts[1:]):
+            raise RuntimeError(UNEQUAL_LOSSES)
         if self.complete:
             raise RuntimeError(
                 "a logical batch is complete and optimizer.step() has not been called: call it after every "
@@ -246,14 +269,14 @@ class Engine(Passes):
         self.refuse_foreign_gradients("before the backward pass")
         self.broken = True
         with gc_paused(), self._watched():
-            if waiting.ticket.probe is None:
-                self.differentiate(waiting, upstream)
+            if ticket.probe is None:
+                self.differentiate(parts)
             else:
-                waiting.backward(upstream, False)
+                parts[0][0].backward(parts, False)
         self.broken = False
         self.backwards += 1
         self.tickets.popleft()
-        self._ended |= waiting.ticket.is_last
+        self._ended |= ticket.is_last
         self.complete = self._ended and not self.checks.waiting_probes
         self._ended &= not self.complete
         self.pending.place()

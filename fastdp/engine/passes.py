@@ -25,6 +25,7 @@ from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy, Unclipped
 from fastdp.engine.errors import SelfCheckError, Unseen, UnsupportedUse
 from fastdp.engine.loss.boundary import (
+    Junction,
     LossBoundary,
     OutputBoundary,
     caught,
@@ -54,7 +55,8 @@ class Pass:
     """One forward pass that waits for its backward: what to differentiate, and for whom.
 
     Args:
-        enter: called with this pass and the gradient that the user's backward pass brings, or those of the outputs.
+        junction: where this pass arrives with the gradient that the user's backward pass brings, or those of the outputs.
+        targets: by the one-example route, what each row's backward pass starts from.
     """
 
     call: Call
@@ -62,9 +64,12 @@ class Pass:
     layout: Layout
     tap: Tap
     verify: bool
-    enter: Callable[[Pass, Any], None]
+    junction: Junction
     tops: list[torch.Tensor]
-    backward: Callable[[Any, bool], None]
+    backward: Callable[[Any, bool], None] = lambda upstream, retain: None
+    targets: Any = None
+    #: Puts the model's buffers back after the backward pass.
+    restore: Callable[[], None] = lambda: None
     #: Whether the backward pass runs twice, and keeps no factors.
     twice: bool = False
     used: bool = False
@@ -77,13 +82,14 @@ class Pass:
         def enter(upstream: torch.Tensor) -> None:
             if self.verify or upstream.device.type == "cpu":
                 require_positive(upstream)
-            self.enter(self, upstream)
+            self.junction.arrived.append((self, upstream))
 
-        return LossBoundary.apply(_anchor(value), value, enter)
+        return LossBoundary.apply(self.junction.anchor(value), value, enter)
 
     def outputs(self, found: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Outputs whose backward pass is this one's."""
-        return OutputBoundary.apply(_anchor(found[0]), lambda upstream: self.enter(self, upstream), found)
+        enter = lambda upstream: self.junction.arrived.append((self, upstream))  # noqa: E731
+        return OutputBoundary.apply(self.junction.anchor(found[0]), enter, found)
 
     def replace_outputs(self, output: Any) -> Any:
         """What the model returned, its differentiable tensors replaced by outputs of this pass.
@@ -93,6 +99,10 @@ class Pass:
         found = outer(output)
         replaced = {id(t): o for t, o in zip(found, self.outputs(found))}
         return map_tensors(output, lambda t: replaced.get(id(t), t))
+
+
+#: Passes that a loss has reached, each with the gradient that it brought.
+Arrived = list[tuple[Pass, Any]]
 
 
 class Passes:
@@ -259,22 +269,22 @@ class Passes:
         ticket: Ticket,
         *,
         verify: bool,
-        enter: Callable[[Pass, Any], None] | None = None,
+        junction: Junction | None = None,
         layout: Layout | None = None,
     ) -> tuple[Any, Pass]:
         """The forward pass by the chosen route, its loss or outputs replaced by a boundary, and what waits behind that.
 
-        ``enter`` is what a backward pass does (default: `differentiate`); ``verify`` looks at more on the way.
+        ``junction`` says what a backward pass does (default: `differentiate`); ``verify`` looks at more on the way.
         """
-        layout, enter = layout or self._layout(ticket), enter or self.differentiate
-        if self.isolated:
-            return self._in_isolation(call, ticket, layout, enter)
-        if self.route == ONE_EXAMPLE:
-            return self._one_at_a_time(call, ticket, layout, enter)
+        layout, junction = layout or self._layout(ticket), junction or Junction(self.differentiate)
+        if self.isolated and ticket.rows == 1:
+            return self._in_isolation(call, ticket, layout, junction)
+        if self.isolated or self.route == ONE_EXAMPLE:
+            return self._one_at_a_time(call, ticket, layout, junction)
         tap, twice = Tap(layout), self._runs_twice(call, layout)
         tap.whole = self.reentrant
         if twice and not verify:
-            parts = self._in_parts(call, ticket, layout, enter)
+            parts = self._in_parts(call, ticket, layout, junction)
             if parts is not None:
                 return parts
         if not (verify or self.weights.cut or twice):
@@ -290,22 +300,20 @@ class Passes:
         def backward(upstream: Any, retain: bool) -> None:
             if self.returns_loss:
                 # A unit that takes no part sends back exact zeros; its weight of 0 then selects it out of every sum.
-                pairs = [(tops[0], (layout.weights > 0).to(tops[0].dtype))]
+                pairs = [(tops[0], (layout.weights > 0).to(tops[0].dtype) * upstream)]
             else:
                 pairs = [(t, g * self.scale(ticket)) for t, g in zip(tops, upstream) if g is not None]
             found, seeds = [t for t, _ in pairs], [g for _, g in pairs]
             with self.weights.gathered() if self.weights.cut else nullcontext():
                 differentiate(found, seeds, own, tap, self._parameters, retain=retain)
 
-        waiting = Pass(call, ticket, layout, tap, verify, enter, tops, backward, twice)
+        waiting = Pass(call, ticket, layout, tap, verify, junction, tops, backward, twice=twice)
         if self.returns_loss:
             mean = masked_mean(tops[0].detach(), layout.weights)
-            return replace_loss(output, waiting.loss(mean), self.twice), waiting
+            return replace_loss(output, waiting.loss(mean)), waiting
         return waiting.replace_outputs(output), waiting
 
-    def _in_parts(
-        self, call: Call, ticket: Ticket, layout: Layout, enter: Callable[[Pass, Any], None]
-    ) -> tuple[Any, Pass] | None:
+    def _in_parts(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass] | None:
         """Run several passes of fewer units, each of which fits into memory; None where two backward passes must do."""
         whole = self.two_pass is not None or self.trying or self.weights.cut or ticket.token_units is not None
         if whole or not self.returns_loss or self.trace is None:
@@ -329,56 +337,36 @@ class Passes:
         outputs, parts = zip(*found)
         tap, losses = Tap(layout), torch.cat([part.tops[0].detach() for part in parts])
         tap.shapes = set().union(*(part.tap.shapes for part in parts))
-        waiting = Pass(call, ticket, layout, tap, False, enter, [losses], lambda upstream, retain: None)
+        waiting = Pass(call, ticket, layout, tap, False, junction, [losses])
 
         def differentiate() -> None:
             for part in parts:
-                self.differentiate(part, None)
+                self.differentiate([(part, None)])
 
         waiting.replay = differentiate
         mean = masked_mean(losses, layout.weights)
-        return replace_loss(merged(list(outputs)), waiting.loss(mean), self.twice), waiting
+        return replace_loss(merged(list(outputs)), waiting.loss(mean)), waiting
 
-    def _one_at_a_time(
-        self, call: Call, ticket: Ticket, layout: Layout, enter: Callable[[Pass, Any], None]
-    ) -> tuple[Any, Pass]:
+    def _one_at_a_time(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass]:
         """The universal route: each row is a batch of its own, so any model is differentiated exactly."""
-        outputs, targets, backward = self._alone(call, ticket, layout)
-        waiting = Pass(call, ticket, layout, Tap(layout), True, enter, [], backward)
+        outputs, targets = self.run_rows(call, ticket)
+        waiting = Pass(call, ticket, layout, Tap(layout), True, junction, [], targets=targets)
         output = merged(outputs)
         if self.returns_loss:
             rows = torch.stack([loss.detach().float() for (loss,) in targets])
             mean = masked_mean(layout.sum_lanes(rows), layout.weights)
-            return replace_loss(output, waiting.loss(mean), self.twice), waiting
+            return replace_loss(output, waiting.loss(mean)), waiting
         queue = deque(waiting.outputs([torch.cat([row[i] for row in targets]) for i in range(len(targets[0]))]))
         return map_tensors(output, lambda t: queue.popleft() if t.requires_grad and t.dim() > 0 else t), waiting
 
-    def _in_isolation(
-        self, call: Call, ticket: Ticket, layout: Layout, enter: Callable[[Pass, Any], None]
-    ) -> tuple[Any, Pass]:
-        """Run a batch that holds one unit as it is; its buffers are restored after the backward pass.
-
-        The losses of a unit with several rows are added up, as on the other routes.
-        """
-        if ticket.rows > 1:
-            return self._one_at_a_time(call, ticket, layout, enter)
+    def _in_isolation(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass]:
+        """Run a batch of one row as it is; its buffers are restored after the backward pass."""
         snapshot = BufferSnapshot(self.model)
         output = self.forwards.root.plain(*call[0], **call[1])
         tops = [require_loss(output)] if self.returns_loss else outer(output)
-
-        def backward(upstream: Any, retain: bool) -> None:
-            pairs = [(tops[0], torch.ones_like(tops[0]))]
-            if not self.returns_loss:
-                pairs = [(t, g * self.scale(ticket)) for t, g in zip(tops, upstream) if g is not None]
-            gradients = plain_gradients([t for t, _ in pairs], [g for _, g in pairs], self.read.values())
-            snapshot.restore()
-            if float(layout.weights) > 0:
-                found = {n: g.float().unsqueeze(0) for n, g in zip(self.read, gradients) if g is not None}
-                self.accumulator.add_unit(found, layout.weights)
-
-        waiting = Pass(call, ticket, layout, Tap(layout), True, enter, [], backward)
+        waiting = Pass(call, ticket, layout, Tap(layout), True, junction, [], targets=[tops], restore=snapshot.restore)
         if self.returns_loss:
-            return replace_loss(output, waiting.loss(tops[0].detach()), self.twice), waiting
+            return replace_loss(output, waiting.loss(tops[0].detach())), waiting
         return waiting.replace_outputs(output), waiting
 
     def run_rows(self, call: Call, ticket: Ticket) -> tuple[list[Any], list[list[torch.Tensor]]]:
@@ -390,23 +378,17 @@ class Passes:
             singles = single_rows(call, carriers, ticket.rows, self.returns_loss)
         return run_alone(self.model, self.plain_forward, singles, ticket, self.device, returns_loss=self.returns_loss)
 
-    def _alone(
-        self, call: Call, ticket: Ticket, layout: Layout
-    ) -> tuple[list[Any], list[list[torch.Tensor]], Callable[[Any, bool], None]]:
-        """Each row a batch of its own: its output, what a backward pass starts from, and that backward pass."""
-        outputs, targets = self.run_rows(call, ticket)
-
-        def backward(upstream: Any, retain: bool) -> None:
-            arrived = None if self.returns_loss else upstream
-            for unit in (layout.weights != 0).nonzero()[:, 0].tolist():
-                own = (ticket.row_units == unit).nonzero()[:, 0].tolist()
-                gradients = plain_gradients(
-                    *backward_starts(own, targets, arrived, self.scale(ticket)), self.read.values()
-                )
-                found = {n: g.float().unsqueeze(0) for n, g in zip(self.read, gradients) if g is not None}
-                self.accumulator.add_unit(found, layout.weights[unit : unit + 1])
-
-        return outputs, targets, backward
+    def _differentiate_rows(self, parts: Arrived) -> None:
+        """Each unit's rows in a backward pass of their own, from all passes at once."""
+        ticket, weights = parts[0][0].ticket, parts[0][0].layout.weights
+        scale = 1 / len(parts) if self.returns_loss else self.scale(ticket)
+        for unit in (weights != 0).nonzero()[:, 0].tolist():
+            rows = (ticket.row_units == unit).nonzero()[:, 0].tolist()
+            gradients = plain_gradients(*backward_starts(rows, parts, scale, self.returns_loss), self.read.values())
+            found = {n: g.float().unsqueeze(0) for n, g in zip(self.read, gradients) if g is not None}
+            self.accumulator.add_unit(found, weights[unit : unit + 1])
+        for own, _ in reversed(parts):
+            own.restore()
 
     def _tops(self, call: Call, layout: Layout, tap: Tap, *, verify: bool) -> tuple[Any, list[torch.Tensor], LossTerms]:
         """A forward pass by the route of uses, what its backward pass starts from (units' losses ``[units]``, or outputs), and
@@ -450,47 +432,55 @@ class Passes:
             # Nothing is clipped: the mean over the rows stands for each of them.
             return output, [total.expand(layout.units)], terms
 
-    def differentiate(self, waiting: Pass, upstream: Any) -> None:
-        """Run the backward pass of one micro-batch into the accumulator."""
-        if waiting.replay is not None:
-            waiting.replay()
+    def differentiate(self, parts: Arrived) -> None:
+        """Run the backward passes of one micro-batch's forward passes into the accumulator, as one that uses more."""
+        if parts[0][0].replay is not None:
+            parts[0][0].replay()
             return
         with nullcontext() if self.route == ORDINARY else hooks_aside(self._parameters):
-            self._differentiate(waiting, upstream)
+            self._differentiate(parts)
 
-    def _differentiate(self, waiting: Pass, upstream: Any) -> None:
-        self.reads.tap = waiting.tap if self.route == USES else None
+    def _differentiate(self, parts: Arrived) -> None:
+        layout, every = parts[0][0].layout, [own for own, _ in parts]
+        two_pass = all(own.twice for own in every)
+
+        def backward(retain: bool) -> None:
+            for own, upstream in parts:
+                self.reads.tap = own.tap if self.route == USES else None
+                own.backward(1 / len(parts) if self.returns_loss else upstream, retain)
+
+        def open_sink(sink: Any) -> None:
+            for own in every:
+                own.tap.sink = sink
+
         try:
             if self.route == ORDINARY:
                 names = list(self.read)
                 with caught(self.read.values(), lambda i, g: self.accumulator.add_gradient(names[i], g)):
-                    waiting.backward(upstream, False)
+                    backward(False)
                 self.accumulator.finish()
-                self.accumulator.units = self.accumulator.units + (waiting.layout.weights > 0).sum()
+                self.accumulator.units = self.accumulator.units + (layout.weights > 0).sum()
             elif self.route == ONE_EXAMPLE:
-                waiting.backward(upstream, False)
+                self._differentiate_rows(parts)
             else:
-                with repeatable(self.model) if waiting.twice else nullcontext():
-                    self.accumulator.run(
-                        lambda retain: waiting.backward(upstream, retain),
-                        lambda sink: setattr(waiting.tap, "sink", sink),
-                        waiting.layout,
-                        self._expected,
-                        two_pass=waiting.twice,
-                    )
-                self.backward_passes = max(self.backward_passes, 1 + waiting.twice)
+                uses = {name: count * len(parts) for name, count in self._expected.items()}
+                with repeatable(self.model) if two_pass else nullcontext():
+                    self.accumulator.run(backward, open_sink, layout, uses, two_pass=two_pass)
+                self.backward_passes = max(self.backward_passes, 1 + two_pass)
                 self.refuse_foreign_gradients("in the backward pass")
         except UnsupportedUse as error:
             # Nothing has been added yet: captures are refused before the first norm is used.
             if self.trying or not self.returns_loss:
                 raise
-            self.fall_back(str(error), waiting.ticket)
+            self.fall_back(str(error), parts[0][0].ticket)
             with torch.enable_grad(), self.chance():
-                _, _, backward = self._alone(waiting.call, waiting.ticket, waiting.layout)
-            backward(upstream, False)
+                for own in every:
+                    own.targets = self.run_rows(own.call, own.ticket)[1]
+            self._differentiate_rows(parts)
         finally:
             self.reads.tap = None
-            waiting.tap.close()
+            for own in every:
+                own.tap.close()
 
     @cached_property
     def _allowed(self) -> int:
@@ -561,7 +551,3 @@ def outer(output: Any) -> list[torch.Tensor]:
     if not found:
         raise ValueError("the model returned no tensor that a loss could be computed from")
     return found
-
-
-def _anchor(like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros((), device=like.device, requires_grad=True)

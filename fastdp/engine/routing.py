@@ -24,6 +24,7 @@ from fastdp.engine.errors import (
     Untraceable,
     first_line,
 )
+from fastdp.engine.loss.boundary import Junction
 from fastdp.engine.passes import ORDINARY, USES, Pass, Passes
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import Tap
@@ -171,7 +172,7 @@ class Routing:
     def verify_pass(self, waiting: Pass) -> None:
         """Verify what a batch's own forward pass gave."""
 
-    def run_probe(self, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]) -> Any:
+    def run_probe(self, call: Call, ticket: Ticket, junction: Junction) -> Any:
         """Run a batch that only verifies the training loop."""
         # Nothing is missing: a router that verifies nothing plans no probe batches, so none of them can arrive here.
         raise NotImplementedError("only fastdp.verify.Checks hands out such batches")

@@ -129,7 +129,7 @@ class Graphs:
         """Whether microbatches are recorded or replayed, so that it pays to pad them to shapes that come again."""
         return bool(self._graphs) or not self._closed
 
-    def forward(self, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]) -> tuple[Any, Pass] | None:
+    def forward(self, call: Call, ticket: Ticket, junction: boundary.Junction) -> tuple[Any, Pass] | None:
         """Replay the forward pass: its output and the pending backward pass. None if the pass must run eagerly."""
         self._batches += ticket.is_last
         # The first pass of a batch that goes through the model again may still be differentiated.
@@ -151,7 +151,7 @@ class Graphs:
             self._graphs[key] = graph
         if call is not full_call:
             self._mask_answers.append(_AsyncHostCopy((full_call[1][_MASK] != 1).any()))
-        return self._replay(self._graphs[key], call, ticket, enter)
+        return self._replay(self._graphs[key], call, ticket, junction)
 
     def give_up(self) -> bool:
         """Free all graphs when the device runs out of memory. Returns whether there were any."""
@@ -185,20 +185,18 @@ class Graphs:
             return call
         return args, {**kwargs, _MASK: None}
 
-    def _replay(
-        self, graph: _Graph, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]
-    ) -> tuple[Any, Pass]:
+    def _replay(self, graph: _Graph, call: Call, ticket: Ticket, junction: boundary.Junction) -> tuple[Any, Pass]:
         # Sums of the pass before lie where this one will write.
         self._passes.accumulator.own()
         _fill(graph, call, ticket)
         graph.forward()
         tap = Tap(graph.layout)
-        waiting = Pass(call, ticket, graph.layout, tap, False, enter, [], lambda upstream, retain: None)
+        waiting = Pass(call, ticket, graph.layout, tap, False, junction, [])
         clip = self._passes.accumulator.policy.bounds
         waiting.replay = lambda: self._add(graph, clip)
         # A term of the loss made from another output has no graph to go back through, and is refused there as ever.
         output = map_tensors(graph.output, _detach if self._force else _copy_output)
-        return boundary.replace_loss(output, waiting.loss(graph.loss), self._passes.twice), waiting
+        return boundary.replace_loss(output, waiting.loss(graph.loss)), waiting
 
     def _add(self, graph: _Graph, clip: tuple[float, ...]) -> None:
         """Replay the backward pass, and add what it gave to the logical batch: sums clipped to the bounds ``clip``."""
@@ -416,7 +414,7 @@ class _Trial:
         """The backward pass into empty sums: these, and the counts of units."""
         accumulator = self._passes.accumulator
         accumulator.reset()
-        self._passes.differentiate(self.made["waiting"], None)
+        self._passes.differentiate([(self.made["waiting"], None)])
         if accumulator.tiles_heads and self._passes.device.type == "cpu":
             raise RuntimeError("its head is computed tile by tile: give keep_logits=True")
         counts = (accumulator.nonfinite, accumulator.unclipped, accumulator.units)

@@ -17,6 +17,7 @@ from fastdp.calls.modes import refuse_mixing
 from fastdp.calls.randomness import version
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
+from fastdp.engine.loss.boundary import Junction
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
 from fastdp.engine.routing import Routing
 from fastdp.engine.uses.layout import Ticket
@@ -193,9 +194,12 @@ class Checks(Routing):
         source, loop = ticket.source, self.loop
         if not self.enabled or source is None or ticket.token_units is not None or loop.waiting:
             return
-        if self._batches > 1 and (self.ranks.size > 1 or self.passes.device.type != "cpu"):
+        # A loop that begins to call the model twice is verified again.
+        again = self.passes.twice() and not loop.twice
+        loop.twice |= again
+        if self._batches > 1 and not again and (self.ranks.size > 1 or self.passes.device.type != "cpu"):
             return
-        needs = self._grew or not loop.begun
+        needs = self._grew or again or not loop.begun
         if needs and self.passes.returns_loss:
             versions, values = dict(zip(map(id, source.batch.values()), source.versions)), (*call[0], *call[1].values())
             own = _OWN.issuperset(map(type, values)) and all(versions.get(id(t)) == version(t) for _, t in inputs)
@@ -210,9 +214,9 @@ class Checks(Routing):
         if self.enabled and not (self.loop.begun or passes.isolated or passes.route == ORDINARY):
             self.loop.begin(source, rows, ahead=True)
 
-    def run_probe(self, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]) -> Any:
+    def run_probe(self, call: Call, ticket: Ticket, junction: Junction) -> Any:
         """Run a batch that only verifies the loop."""
-        output = self.loop.run_forward(call, ticket, enter)
+        output = self.loop.run_forward(call, ticket, junction)
         self.state.accept_buffers()
         return output
 

@@ -14,9 +14,9 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastdp.calls.batches import Call, cropped, leaves, row_of, tensors
+from fastdp.calls.batches import Call, cropped, leaves, row_of, tensors, unpadded
 from fastdp.calls.collation import mixes
-from fastdp.calls.modes import in_mode
+from fastdp.calls.modes import in_mode, rounding
 from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state
 from fastdp.engine.capture.follow import InputGradients
 from fastdp.engine.capture.trace import module_outputs
@@ -25,7 +25,7 @@ from fastdp.engine.loss.boundary import require_loss, seeds_for
 from fastdp.engine.loss.losses import LossTerms, graph_of, intercepted
 from fastdp.engine.passes import Passes
 from fastdp.engine.uses.layout import Ticket
-from fastdp.verify.probe import GRADIENTS, Probe, RowValues, rounding
+from fastdp.verify.probe import GRADIENTS, Probe, RowValues
 
 #: Rows of a microbatch that are checked.
 _ROWS = 3
@@ -60,7 +60,7 @@ class _Calls:
         reads, collates = map(any, zip(*map(source.draws, rows)))
         if collates:
             source.check_mixing(rows)
-            return cls(call, {row: probe.trimmed(probe.rows([row])) for row in rows}, draws=True)
+            return cls(call, {row: unpadded(probe.rows([row]), probe.carriers) for row in rows}, draws=True)
         read = range(len(source.indices)) if reads else rows
         items = dict(zip(read, source.items(read)))
         whole = source.call(call, sources, source.collated(list(items.values()))) if reads else call
@@ -197,7 +197,7 @@ class _Comparison:
         for (path, one), (_, other) in zip(leaves(cut), leaves(self.calls.alone[row])):
             if one.dim() == other.dim() and not torch.equal(*(t.nan_to_num() for t in cropped(one, other))):
                 raise mixes(path[-1])
-        if passes.returns_loss and self._alike(self._run(probe.trimmed(cut)), 0, alone):
+        if passes.returns_loss and self._alike(self._run(unpadded(cut, probe.carriers)), 0, alone):
             raise UnsupportedUse(PADDING_ERROR)
         values = self._run(cut).values
         if self.calls.collated and all(a[0].shape == b[0].shape for a, b in zip(values, alone.values)):
@@ -280,7 +280,9 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
         with mode, preserve_rng(passes.model):
             before = rng_state(passes.model)
             alone = [_loss(probe, calls.alone[row]) for row in rows]
-            cut = () if passes.recollates else (probe.trimmed(probe.rows([row], calls.whole)) for row in rows)
+            cut = (
+                () if passes.recollates else (unpadded(probe.rows([row], calls.whole), probe.carriers) for row in rows)
+            )
             own = [_loss(probe, routed) for routed in cut]
             one, two = (_loss(probe, copies(n) or probe.rows([rows[0]] * n, calls.whole), stock=True) for n in (1, 2))
             again = _loss(probe, calls.alone[rows[0]])

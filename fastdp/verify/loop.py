@@ -7,24 +7,25 @@ companions, and that one alone. All three pass through the loop, the model and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from fastdp.calls.batches import Call, row_of
+from fastdp.calls.batches import Call, map_tensors, row_of
 from fastdp.calls.collation import Collation, ProbeBatch
+from fastdp.calls.modes import rounding
 from fastdp.calls.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state, seed_everything, seeded
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.loss.boundary import differentiable, plain_gradients, replace_loss
+from fastdp.engine.loss.boundary import Junction, differentiable, plain_gradients, replace_loss
 from fastdp.engine.loss.losses import batch_divisors, intercepted
-from fastdp.engine.loss.one_example import merged
-from fastdp.engine.passes import ONE_EXAMPLE, Pass, Passes
+from fastdp.engine.loss.one_example import backward_starts, merged
+from fastdp.engine.passes import ONE_EXAMPLE, Arrived, Pass, Passes
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import Tap
-from fastdp.verify.probe import GRADIENTS, rounding
+from fastdp.verify.probe import GRADIENTS
 
 #: How often an example is given alone to tell that a loop does not change it by itself or by chance; to one that takes batches
 #: ahead, always.
@@ -56,12 +57,13 @@ class LoopCheck:
         waiting: probe batches that have not gone through the loop yet.
         begun: whether the loop was ever verified.
         undecided: whether something could not be compared.
+        twice: whether the loop was seen to call the model more than once for a batch.
     """
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
         self.waiting = 0
-        self.begun = self.undecided = False
+        self.begun = self.undecided = self.twice = False
         self._due: list[ProbeBatch] = []
         #: The batches that may be handed out again, by role; none for loops that take batches ahead.
         self._repeats: dict[str, ProbeBatch] = {}
@@ -73,6 +75,10 @@ class LoopCheck:
         #: What the model was called with for the example that is compared, alone.
         self._subject: Call | None = None
         self._divisors: list[str] = []
+        #: Of the batch at hand: the row that is compared, and the random states before and after its first pass.
+        self._row, self._draws = 0, False
+        self._start, self._left = rng_state(), rng_state()
+        self._state = ExitStack()
 
     def begin(self, source: Collation, rows: int, *, ahead: bool = False) -> None:
         """Plan probe batches of at most ``rows`` examples; ``ahead`` is for loops that take them before they use earlier ones."""
@@ -94,15 +100,16 @@ class LoopCheck:
         self.begun = self.begun and not self.waiting
         self.waiting, self._due = 0, []
 
-    def run_forward(self, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]) -> Any:
+    def run_forward(self, call: Call, ticket: Ticket, junction: Junction) -> Any:
         """A probe batch's forward pass, without dropout and under one seed; nothing is summed."""
-        passes, probe = self._passes, ticket.probe
-        start, snapshot = rng_state(passes.model), BufferSnapshot(passes.model)
-        if probe.role == "alone":
-            self._subject = call
-        row = row_of(call, ticket.rows, self._subject)
-        layout = ticket.layout(passes.device)
-        terms = passes.terms(layout)
+        passes, probe, again = self._passes, ticket.probe, self._passes.twice()
+        self.twice |= again
+        snapshot = BufferSnapshot(passes.model)
+        if not again:
+            self._start, self._draws = rng_state(passes.model), False
+            self._subject = call if probe.role == "alone" else self._subject
+            self._row = row_of(call, ticket.rows, self._subject)
+        row, terms = self._row, passes.terms(layout := ticket.layout(passes.device))
         with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL):
             before = rng_state(passes.model)
             if passes.route == ONE_EXAMPLE:
@@ -114,39 +121,44 @@ class LoopCheck:
                 tops = [] if passes.returns_loss else [t[row : row + 1] for t in differentiable(output)]
                 if passes.returns_loss and (terms.unmapped or not terms.terms):
                     tops = passes.run_rows(call, ticket)[1][row]
-            draws = rng_state(passes.model) != before
+            self._draws |= rng_state(passes.model) != before
         snapshot.restore()
         if passes.returns_loss:
             own = [term.per_unit[row] for term in terms.terms] if not tops else [top.reshape(()) for top in tops]
-            values = torch.stack([value.detach() for value in own])
-            if probe.role == "together" and not probe.source.makes(call):
-                # Nothing reaches the model but the loader's own tensors: the rest of a probe made ahead is not needed.
-                self.waiting -= len(self._due)
-                self._due = []
-        state = ExitStack()
-        state.enter_context(preserve_rng(passes.model))
-        divisors = state.enter_context(batch_divisors())
-        self._divisors = divisors if probe.role == "together" else self._divisors
-        seed_everything(_CRITERION)
-        left = rng_state(passes.model)
-
-        def backward(upstream: Any, _retain: bool) -> None:
-            drew = draws or rng_state(passes.model) != left
-            state.close()
-            found = values if passes.returns_loss else self._gradients(tops, upstream, row, passes.scale(ticket))
-            self.waiting -= 1
-            self._compare(probe, _Outcome(found, start, drew))
-
-        waiting = Pass(call, ticket, layout, Tap(layout), True, enter, [], backward)
+            tops = [torch.stack([value.detach() for value in own])]
+        elif again:
+            # Without dropout both passes may give the same, which would hide a term of their difference.
+            output = map_tensors(output, _shrunk)
+            tops = [_shrunk(top) for top in tops]
+        if not again:
+            self._state.enter_context(preserve_rng(passes.model))
+            divisors = self._state.enter_context(batch_divisors())
+            self._divisors = divisors if probe.role == "together" else self._divisors
+            seed_everything(_CRITERION)
+            self._left = rng_state(passes.model)
+        waiting = Pass(call, ticket, layout, Tap(layout), True, junction, tops, self._finish, {row: tops})
         if passes.returns_loss:
-            return replace_loss(output, waiting.loss(values.float().mean()))
+            return replace_loss(output, waiting.loss(tops[0].float().mean()))
         return waiting.replace_outputs(output)
 
-    def _gradients(self, tops: Sequence[torch.Tensor], upstream: Sequence[Any], row: int, scale: float) -> torch.Tensor:
+    def _finish(self, parts: Arrived, _retain: bool) -> None:
+        """Compare what the loop sent back through the passes of a probe batch."""
+        passes, probe = self._passes, parts[0][0].ticket.probe
+        drew = self._draws or rng_state(passes.model) != self._left
+        self._state.close()
+        found = torch.cat([own.tops[0] for own, _ in parts]) if passes.returns_loss else self._gradients(parts)
+        makes = not passes.returns_loss or any(probe.source.makes(own.call) for own, _ in parts)
+        if probe.role == "together" and not makes:
+            # Nothing reaches the model but the loader's own tensors: the rest of a probe made ahead is not needed.
+            self.waiting -= len(self._due)
+            self._due = []
+        self.waiting -= 1
+        self._compare(probe, _Outcome(found, self._start, drew))
+
+    def _gradients(self, parts: Arrived) -> torch.Tensor:
         """Two numbers of each parameter's gradient that a row's outputs send back ``[k]``, float64."""
-        pairs = [(top, g[row : row + 1] * scale) for top, g in zip(tops, upstream) if g is not None]
-        parameters = self._passes.read.values()
-        found = plain_gradients([t for t, _ in pairs], [g for _, g in pairs], parameters, keep=_sketch)
+        starts = backward_starts([self._row], parts, self._passes.scale(parts[0][0].ticket), False)
+        found = plain_gradients(*starts, self._passes.read.values(), keep=_sketch)
         return torch.cat([own if own is not None else torch.zeros(2, dtype=torch.float64) for own in found])
 
     def _compare(self, probe: ProbeBatch, outcome: _Outcome) -> None:
@@ -198,6 +210,12 @@ class LoopCheck:
     def _differ(self, one: _Outcome, two: _Outcome) -> bool:
         tolerance = rounding(self._passes.model) * (1.0 if self._passes.returns_loss else GRADIENTS)
         return _distance(one.values, two.values) > tolerance
+
+
+def _shrunk(t: torch.Tensor) -> torch.Tensor:
+    """An output whose entries are up to a quarter smaller, each in its own measure."""
+    factors = torch.linspace(0.75, 1, t.shape[-1] if t.dim() > 1 else 1, device=t.device)
+    return t * factors.to(t.dtype) if t.is_floating_point() and t.dim() else t
 
 
 def _sketch(_index: int, gradient: torch.Tensor) -> torch.Tensor:

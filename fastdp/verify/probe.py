@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from fastdp.calls.batches import Call, cropped, take_rows, unpadded
+from fastdp.calls.batches import Call, cropped, take_rows
 from fastdp.calls.modes import in_mode
 from fastdp.calls.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state
-from fastdp.distributed.shards import read_dtypes
 from fastdp.engine.capture.follow import InputGradients
 from fastdp.engine.errors import OwnLoss
 from fastdp.engine.loss.boundary import caught, differentiable, hooks_aside, require_loss, seeds_for
@@ -26,21 +25,6 @@ from fastdp.engine.uses.layout import Layout, Ticket
 
 #: How far gradients may move where losses may move by 1.
 GRADIENTS = 10.0
-#: How far a loss may move, relative to its size, when only the shapes around an example change.
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4}
-_LOW_PRECISION = 5e-2
-#: The share of it for losses of ordinary size on a processor: only one that nearly vanishes moves as far by rounding.
-_ORDINARY, _VANISHING = 0.1, 1e-2
-
-
-def rounding(model: torch.nn.Module, loss: float = 0.0) -> float:
-    """The relative change of a loss of this size that counts as rounding."""
-    device = next(model.parameters()).device.type
-    if torch.is_autocast_enabled(device):
-        return _LOW_PRECISION
-    most = max((_ROUNDING.get(kind, _LOW_PRECISION) for kind in read_dtypes(model)), default=_LOW_PRECISION)
-    exact = device == "cpu" and torch.get_float32_matmul_precision() == "highest" and most < _LOW_PRECISION
-    return most * min(1.0, max(_ORDINARY, _VANISHING / max(loss, 1e-30))) if exact else most
 
 
 @dataclass
@@ -126,10 +110,6 @@ class Probe:
     def rows(self, rows: Sequence[int], call: Call | None = None) -> Call:
         """The call (by default the probe's own) on these rows, in this order; a row may come several times."""
         return take_rows(self.call if call is None else call, torch.tensor(rows), self.carriers)
-
-    def trimmed(self, call: Call) -> Call:
-        """A call on one row without the padding that its attention mask shows."""
-        return unpadded(call, self.carriers)
 
     def layout(self, rows: int, *, packed: bool = False) -> Layout:
         """Each row a unit of its own, or the call's packed units."""

@@ -434,6 +434,19 @@ def _adversarial(together: bool) -> Case:
     return Case(model, numbers(), None, loop=loop, late=not together)
 
 
+@program()
+def discriminator_twice_before_backward() -> Case:
+    """The same with the losses of both passes added up in the loop, as Opacus's example may be written."""
+    generator = nn.Linear(4, 12)
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        made = generator(batch[0][:, :4].float()).detach().to(batch[0])
+        told = model(batch[0]), model(made)
+        return sum(F.binary_cross_entropy_with_logits(z, torch.full_like(z, 1.0 - n)) for n, z in enumerate(told))
+
+    return Case(mlp(outputs=1), numbers(), None, loss, options=MEAN)
+
+
 register("discriminator_in_one_forward", lambda: _adversarial(True))
 register("discriminator_twice", lambda: _adversarial(False), "refused: eval()", "a training pass without a batch")
 

@@ -248,15 +248,34 @@ def rdrop_inside() -> Case:
     return Case(kit.Wrapped(forward, body=kit.bert()), kit.labelled(), kit.classify, kit.keywords)
 
 
-@program("uses or refused: two forward", "two forward passes of one batch")
-def rdrop_in_loop() -> Case:
-    """R-Drop: the loop calls the model twice."""
+@program("refused: inside the model", "the divergence is a mean over the batch beside losses of rows")
+def rdrop_of_model_losses_in_loop() -> Case:
+    """R-Drop: the loop calls a model that returns its loss twice, and adds a term of its logits."""
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
         first, second = model(**batch), model(**batch)
         return 0.5 * (first.loss + second.loss) + 0.5 * divergence(first.logits, second.logits)
 
     return Case(kit.bert(), kit.labelled(), kit.classify, loss)
+
+
+@program()
+def rdrop_in_loop() -> Case:
+    """R-Drop: the loop calls the model twice, and computes all of its loss."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        first, second = (model(batch["input_ids"], batch["attention_mask"]).logits for _ in range(2))
+        wanted = sum(F.cross_entropy(logits, batch["labels"]) for logits in (first, second))
+        return 0.5 * wanted + 0.5 * divergence(first, second)
+
+    return Case(kit.bert(), kit.labelled(), kit.classify, loss, options=kit.MEAN)
+
+
+@program()
+def two_views_in_loop() -> Case:
+    """The model's own losses of a row's two views, added up."""
+    model = kit.Wrapped(lambda self, x, y: F.cross_entropy(self.net(x), y), net=kit.mlp())
+    return Case(model, kit.numbers(), None, lambda m, b: 0.5 * (m(b[0], b[1]) + m(b[0].flip(1), b[1])))
 
 
 def teach(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -293,7 +312,7 @@ def embedder(forward: Any) -> Case:
     return Case(model, TensorDataset(*ids), None, kit.unpack)
 
 
-@program("uses or refused: two forward", "two forward passes before one backward pass")
+@program()
 def reward_pairs_in_loop() -> Case:
     """Reward modelling: the loop calls the model for chosen and rejected texts."""
     case = embedder(lambda self, ids: encode(self, ids).sum(1))

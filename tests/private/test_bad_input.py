@@ -367,46 +367,26 @@ def test_a_second_backward_on_one_batch() -> None:
 
 
 def test_two_passes_of_a_batch_and_a_term_of_both() -> None:
-    """R-Drop's divergence was refused as a term beside the model's loss."""
+    """Where the model returns its loss, nothing says what a term of its outputs was divided by."""
     private = start(**PRIVATE)
     batch = next(iter(private.data_loader))
     one, two = private.model(**batch), private.model(**batch)
-    with refused(RuntimeError, r"Two forward passes .* inside one wrapper module's forward\(\)", private):
+    with refused(RuntimeError, "computed from the model's outputs beside its loss", private):
         F.mse_loss(one["logits"], two["logits"]).backward()
 
 
-class Rewards(nn.Module):
-    """Scores of chosen and rejected rows, and what the loop would make of them."""
-
-    def __init__(self, body: nn.Module):
-        super().__init__()
-        self.body = body
-
-    def forward(self, chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": -F.logsigmoid(self.body(chosen) - self.body(rejected)).mean()}
-
-
-def test_two_passes_of_a_loop_and_the_way_on() -> None:
-    """The refusal names a wrapper module: with one, the same loss trains by the route of uses, clipped by the pair."""
+def test_pairs_in_a_loop() -> None:
+    """Two passes of one batch were refused, with a wrapper module as the way on; of two batches, they still are."""
     rows = TensorDataset(*torch.randn(2, 24, 5, generator=torch.Generator().manual_seed(0)))
     body = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
-    options: dict[str, Any] = {"epochs": 1, "output_dir": None, **PRIVATE}
-
-    def made(model: nn.Module, **more: Any) -> Any:
-        loader = DataLoader(rows, batch_size=8, shuffle=True)
-        return fastdp.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, **options, **more)
-
-    private = made(body, loss_reduction="mean")
-    chosen, rejected = next(iter(private.data_loader))
-    scores = private.model(chosen), private.model(rejected)
-    with refused(RuntimeError, r"Two forward passes .* inside one wrapper module's forward\(\)", private):
-        (-F.logsigmoid(scores[0] - scores[1]).mean()).backward()
-    private.detach()
-    private = made(Rewards(body))
-    for batch in private.data_loader:
-        private.model(*batch)["loss"].backward()
-        private.optimizer.step()
-        private.optimizer.zero_grad()
+    optimizer, loader = torch.optim.SGD(body.parameters(), lr=0.1), DataLoader(rows, batch_size=8, shuffle=True)
+    private = fastdp.make_private(
+        body, optimizer, loader, loss_reduction="mean", epochs=1, output_dir=None, max_physical_batch_size=4, **PRIVATE
+    )
+    for chosen, rejected in private.data_loader:
+        (-F.logsigmoid(body(chosen) - body(rejected)).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     assert private.route == "uses"
     assert private.steps_done == private.total_steps == 3
 
@@ -426,8 +406,16 @@ def test_a_second_forward_pass_after_backward() -> None:
     private = start(**PRIVATE)
     batch = next(iter(private.data_loader))
     private.model(**batch)["loss"].backward()
-    with refused(RuntimeError, "A second forward pass ran for one batch", private):
+    with refused(RuntimeError, r"A forward pass ran after its batch's backward\(\)", private):
         private.model(**batch)
+    # The way on; a call by position counts as the one by name.
+    private.optimizer.step()
+    private.optimizer.zero_grad()
+    for batch in private.data_loader:
+        sum(private.model(batch["x"] * factor, batch["labels"])["loss"] for factor in (1.0, -1.0)).backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+    assert private.steps_done > 2
 
 
 def test_inputs_that_require_gradients() -> None:

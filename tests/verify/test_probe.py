@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastdp.verify.probe import DropoutDisabled, cropped, rounding
+from fastdp.calls.modes import rounding
+from fastdp.verify.probe import DropoutDisabled, cropped
 from tests.cases import cases
 from tests.engine.models import batch, build
 from tests.engine.nets import Net, trained

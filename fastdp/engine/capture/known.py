@@ -48,7 +48,8 @@ class TraceCache:
         """
         assert first is not None
         found = dict(leaves(call))
-        if not any(len(found[path]) == rows for path in first.carriers & found.keys() if found[path].dim()):
+        lengths = [len(found[path]) for path in first.carriers & found.keys() if found[path].dim()]
+        if lengths and rows not in lengths:
             raise ValueError(wrong_rows(call, rows))
         if _plain(first, found, rows):
             return

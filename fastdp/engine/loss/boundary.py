@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -11,6 +12,44 @@ import torch
 
 from fastdp.calls.batches import map_tensors, tensors
 from fastdp.engine.uses.logits import Logits
+
+
+class Junction:
+    """Where the backward passes of one batch's forward passes meet: autograd comes here after all that a loss is made of.
+
+    Args:
+        enter: takes each pass that the loss has reached, with the gradient that it brought.
+    """
+
+    def __init__(self, enter: Callable[[list[tuple[Any, Any]]], None]):
+        self.enter = enter
+        #: The passes that were reached so far.
+        self.arrived: list[tuple[Any, Any]] = []
+        self._anchor: torch.Tensor | None = None
+
+    def anchor(self, like: torch.Tensor) -> torch.Tensor:
+        """What a boundary takes, so that autograd goes on from it to here."""
+        if self._anchor is None:
+            leaf = torch.zeros((), device=like.device, requires_grad=True)
+            # Nobody collects a circle through a node.
+            self._anchor = _Join.apply(leaf, weakref.ref(self))
+        return self._anchor
+
+
+class _Join(torch.autograd.Function):
+    """Runs once every boundary before it has, in one backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, junction: Callable[[], Junction]) -> Any:
+        ctx.junction = junction
+        return leaf.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        junction = ctx.junction()
+        found, junction.arrived = junction.arrived, []
+        junction.enter(found)
+        return None, None
 
 
 class LossBoundary(torch.autograd.Function):
@@ -182,15 +221,20 @@ def differentiable(output: Any) -> list[torch.Tensor]:
     return [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
 
 
-#: Where a loop calls the model twice for one batch, and differentiates both outputs.
+#: Where a loop differentiates passes that cannot be one: of several batches, say.
 TWO_FORWARDS = (
     "Two forward passes ran before one backward. Run one forward per batch, then backward(). Or call the model twice inside one "
     "wrapper module's forward()."
 )
+#: Where the losses of a batch's passes count by what the loop says, which may follow the whole batch.
+UNEQUAL_LOSSES = (
+    "The loop gives the losses of two forward passes different weights. Weigh them inside one wrapper module's forward(), or add "
+    "them up as they are."
+)
 #: Where a loop calls the model again after the backward pass.
 FORWARD_AFTER_BACKWARD = (
-    "A second forward pass ran for one batch. Call the model once per batch before step(), or make both passes inside one "
-    "wrapper module's forward()."
+    "A forward pass ran after its batch's backward(). Run all passes of a batch before, and call backward() once on the sum of "
+    "their losses."
 )
 _LOSS_TERM = (
     "A loss term was computed from the model's outputs beside its loss. Compute it inside the model, or return "
@@ -202,30 +246,23 @@ class ForbidBackward(torch.autograd.Function):
     """A model's output beside its own loss: to be looked at, and not to be differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, twice: Callable[[], bool]) -> torch.Tensor:
-        ctx.twice = twice
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(TWO_FORWARDS if ctx.twice() else _LOSS_TERM)
+        raise RuntimeError(_LOSS_TERM)
 
 
-def replace_loss(output: Any, loss: torch.Tensor, twice: Callable[[], bool] = lambda: False) -> Any:
-    """The same output around another loss; a term that is made of its other tensors raises RuntimeError in backward().
-
-    ``twice`` says whether another forward pass of the same batch ran, which is then the reason.
-    """
+def replace_loss(output: Any, loss: torch.Tensor) -> Any:
+    """The same output around another loss; a term that is made of its other tensors raises RuntimeError in backward()."""
     own = find_loss(output)
 
     def passed(t: torch.Tensor) -> Any:
         if t is own:
             return loss
-        return (
-            t
-            if isinstance(t, Logits) or not (t.requires_grad and t.is_floating_point())
-            else ForbidBackward.apply(t, twice)
-        )
+        looked_at = isinstance(t, Logits) or not (t.requires_grad and t.is_floating_point())
+        return t if looked_at else ForbidBackward.apply(t)
 
     if isinstance(output, dict):
         for key, value in output.items():

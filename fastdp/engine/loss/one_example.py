@@ -61,16 +61,17 @@ def _with_row(t: torch.Tensor) -> torch.Tensor:
 
 
 def backward_starts(
-    rows: Sequence[int], targets: list[list[torch.Tensor]], upstream: Sequence[torch.Tensor | None] | None, scale: float
+    rows: Sequence[int], parts: list[tuple[Any, Any]], scale: float, losses: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Where the backward pass of a unit starts, and with what: ones for losses, or its rows of ``scale`` times what arrived."""
+    """Where the backward pass of these rows starts in each pass, and with what: ``scale``, for outputs times what they got."""
     tops, seeds = [], []
-    for row in rows:
-        for position, tensor in enumerate(targets[row]):
-            arrived = None if upstream is None else upstream[position]
-            if upstream is None or arrived is not None:
-                tops.append(tensor)
-                seeds.append(torch.ones_like(tensor) if arrived is None else arrived[row : row + 1] * scale)
+    for own, upstream in parts:
+        for row in rows:
+            for position, top in enumerate(own.targets[row]):
+                arrived = None if losses else upstream[position]
+                if losses or arrived is not None:
+                    tops.append(top)
+                    seeds.append((torch.ones_like(top) if arrived is None else arrived[row : row + 1]) * scale)
     return tops, seeds
 
 

@@ -1,0 +1,257 @@
+"""Several forward passes of one batch before one backward pass, as R-Drop and pairs have: clipped by the row, as one pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+import fastdp
+from fastdp.engine.errors import SelfCheckError
+from tests.cases import cases
+from tests.engine.runs import CLASSES, CLIPPED, FEATURES, Batch, collate, examples, opaque
+
+SEED, EXPECTED = 5, 8
+#: Between the norms of rows' gradients.
+CLIPS = {"rdrop": 2.2, "simsiam": 0.5, "three_inputs": 4.5, "own": 1.55}
+PRIVATE: dict[str, Any] = {"noise_multiplier": 0.0, "epochs": 1, "unsafe_seed": 3, "output_dir": None}
+Model = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Dropped(nn.Module):
+    """A classifier with dropout and a norm, one of whose matrices no rule reads if it is ``odd``."""
+
+    def __init__(self, odd: bool = False, rate: float = 0.3):
+        super().__init__()
+        torch.manual_seed(0)
+        self.odd, self.rate = odd, rate
+        self.first, self.norm = nn.Linear(FEATURES, 7), nn.LayerNorm(7)
+        self.second = nn.Linear(7, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = opaque(torch.clone, self.first.weight) if self.odd else self.first.weight
+        hidden = torch.tanh(self.norm(F.linear(x, weight, self.first.bias)))
+        return self.second(F.dropout(hidden, self.rate, self.training))
+
+
+class Own(Dropped):
+    """The same, which returns its loss."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        logits = super().forward(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def divergence(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Kullback-Leibler divergence by row."""
+    return F.kl_div(one.log_softmax(-1), other.log_softmax(-1), reduction="none", log_target=True).sum(1)
+
+
+def rdrop(model: Model, batch: Batch) -> torch.Tensor:
+    one, two = model(batch["x"]), model(batch["x"])
+    losses = sum(F.cross_entropy(z, batch["labels"], reduction="none") for z in (one, two))
+    return 0.5 * losses + divergence(one, two) + divergence(two, one)
+
+
+def simsiam(model: Model, batch: Batch) -> torch.Tensor:
+    """Two views of a row, each the other's target."""
+    one, two = model(batch["x"]), model(batch["x"].flip(1))
+    return -F.cosine_similarity(one, two.detach()) - F.cosine_similarity(two, one.detach())
+
+
+def three_inputs(model: Model, batch: Batch) -> torch.Tensor:
+    """Passes of different inputs, of different weight."""
+    found = [model(batch["x"] * factor) for factor in (1.0, 0.5, -2.0)]
+    return F.cross_entropy(found[0], batch["labels"], reduction="none") + (found[1] * found[2]).sum(1)
+
+
+LOSSES = {"rdrop": rdrop, "simsiam": simsiam, "three_inputs": three_inputs}
+
+
+def reference(
+    model: nn.Module, batches: list[Batch], by_row: Callable[[nn.Module, Batch], torch.Tensor], clip: float
+) -> dict[str, torch.Tensor]:
+    """The clipped sum of rows' gradients, float64, some clipped and some not; batches draw from seeds of their own."""
+    total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    norms = []
+    for number, batch in enumerate(batches):
+        torch.manual_seed(SEED + number)
+        losses = by_row(model, batch)
+        for row in range(len(losses)):
+            found = torch.autograd.grad(losses[row], list(model.parameters()), retain_graph=True)
+            norms.append(float(torch.sqrt(sum((g**2).sum() for g in found))))  # type: ignore[call-overload]
+            for name, gradient in zip(total, found):
+                total[name] += gradient * min(1.0, clip / norms[-1])
+    assert min(norms) < clip < max(norms), norms
+    return {name: own / EXPECTED for name, own in total.items()}
+
+
+def trained(
+    model: nn.Module, loss: Callable[[nn.Module, Batch], torch.Tensor], clip: float = 1.0, **options: Any
+) -> Any:
+    """The gradients of one logical batch, its microbatches and the run."""
+    data = [{**item, "x": item["x"].double()} for item in examples()]
+    loader = DataLoader(data, batch_size=EXPECTED, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    method = fastdp.DPSGD(max_grad_norm=clip)
+    private = fastdp.make_private(model, optimizer, loader, method=method, **{**PRIVATE, **options})
+    batches: list[Batch] = []
+    for batch in private.data_loader:
+        real = private.data_loader.tickets[0].probe is None
+        if real:
+            torch.manual_seed(SEED + len(batches))
+            batches.append(batch)
+        loss(model, batch).backward()
+        optimizer.step()
+        if private.last_step_done:
+            break
+        optimizer.zero_grad()
+    return {name: p.grad for name, p in model.named_parameters()}, batches, private
+
+
+def agree(model: nn.Module, found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
+    """Assert that sums are equal, but for the rounding of float32 and the certified bound of norms."""
+    for name, own in truth.items():
+        torch.testing.assert_close(found[name].double(), own, rtol=0, atol=CLIPPED * float(own.abs().max()), msg=name)
+
+
+@cases(
+    "name, odd, options, route",
+    [
+        ("rdrop", False, {}, "uses"),
+        ("rdrop", False, {"max_physical_batch_size": 3}, "uses"),
+        ("rdrop", True, {}, "one-example"),
+        ("simsiam", False, {}, "uses"),
+        ("simsiam", True, {"max_physical_batch_size": 3}, "one-example"),
+        ("three_inputs", False, {}, "uses"),
+        ("three_inputs", False, {"isolation": "per_example"}, "one-example"),
+    ],
+)
+def test_clipped_sums_are_those_of_single_rows(name: str, odd: bool, options: dict[str, Any], route: str) -> None:
+    """Rows that are run alone draw other masks than in their batch: there without dropout."""
+    model, by_row = Dropped(odd, 0.3 if route == "uses" else 0.0).double(), LOSSES[name]
+    plain = copy.deepcopy(model)
+    mean = lambda m, b: by_row(m, b).mean()  # noqa: E731
+    found, batches, private = trained(model, mean, CLIPS[name], loss_reduction="mean", **options)
+    assert private.route == route
+    agree(model, found, reference(plain, batches, by_row, CLIPS[name]))
+
+
+def test_losses_of_the_model_count_by_their_mean() -> None:
+    """Two passes of a model that returns its loss: every row by the mean of its losses, whatever the loop's factor."""
+    by_row = lambda m, b: sum(  # noqa: E731
+        F.cross_entropy(Dropped.forward(m, b["x"] * factor), b["labels"], reduction="none") for factor in (1.0, -2.0)
+    )
+    model = Own().double()
+    plain = copy.deepcopy(model)
+
+    def loss(m: nn.Module, b: Batch) -> Any:
+        return 0.1 * sum(m(b["x"] * factor, b["labels"])["loss"] for factor in (1.0, -2.0))
+
+    found, batches, private = trained(model, loss, CLIPS["own"])
+    assert private.route == "uses"
+    agree(model, found, reference(plain, batches, lambda m, b: 0.5 * by_row(m, b), CLIPS["own"]))
+
+
+@cases(
+    "weights, match",
+    [((1.0, 0.5), "different weights"), ((1.0, -1.0), "The scale must be positive")],
+)
+def test_losses_of_unequal_weight(weights: tuple[float, float], match: str) -> None:
+    """The weights of whole losses may follow the batch."""
+
+    def loss(m: nn.Module, b: Batch) -> Any:
+        return sum(w * m(b["x"] * w, b["labels"])["loss"] for w in weights)
+
+    with pytest.raises((RuntimeError, ValueError), match=match):
+        trained(Own().double(), loss)
+
+
+def previous(model: Model, batch: Batch, kept: list[torch.Tensor]) -> torch.Tensor:
+    """A second pass of as many rows of the batch before, where it had as many."""
+    old = kept.pop() if kept else batch["x"]
+    kept.append(batch["x"])
+    rows = len(batch["x"])
+    old = torch.cat([old] * rows)[:rows]
+    return (F.cross_entropy(model(batch["x"]), batch["labels"], reduction="none") + model(old).sum(1)).mean()
+
+
+def in_batch(model: Model, batch: Batch) -> torch.Tensor:
+    """SimCSE: the other rows' second passes are negatives."""
+    one, two = (F.normalize(model(batch["x"]), dim=1) for _ in range(2))
+    return F.cross_entropy(one @ two.T, torch.arange(len(one)))
+
+
+def difference(model: Model, batch: Batch) -> torch.Tensor:
+    """The mean difference of two passes with dropout scales that of each row."""
+    one, two = model(batch["x"]), model(batch["x"])
+    apart = (one - two).pow(2)
+    return F.cross_entropy(one, batch["labels"]) + (apart * apart.mean().detach()).mean()
+
+
+@cases("coupled", [in_batch, difference])
+def test_a_loss_that_couples_rows_is_refused(coupled: Callable[[Model, Batch], torch.Tensor]) -> None:
+    with pytest.raises(SelfCheckError, match="An example has another gradient"):
+        trained(Dropped().double(), coupled, loss_reduction="mean")
+
+
+@cases("options", [{"loss_reduction": "mean"}, {"loss_reduction": "mean", "max_physical_batch_size": 3}])
+def test_rows_of_an_earlier_batch_are_refused(options: dict[str, Any]) -> None:
+    kept: list[torch.Tensor] = []
+    with pytest.raises(SelfCheckError, match="An example has another gradient"):
+        trained(Dropped().double(), lambda m, b: previous(m, b, kept), **options)
+
+
+def test_losses_of_rows_of_an_earlier_batch_are_refused() -> None:
+    kept: list[Batch] = []
+
+    def loss(m: nn.Module, b: Batch) -> Any:
+        old = kept.pop() if kept else b
+        kept.append(b)
+        rows = len(b["x"])
+        old = {key: torch.cat([value] * rows)[:rows] for key, value in old.items()}
+        return m(**b)["loss"] + m(**old)["loss"]
+
+    with pytest.raises(SelfCheckError, match="something else for an example"):
+        trained(Own().double(), loss)
+
+
+def test_passes_of_two_batches_are_no_pair() -> None:
+    """A loop that takes two batches, and differentiates both at once: their rows are not each other's."""
+    model = Dropped().double()
+    data = [{**item, "x": item["x"].double()} for item in examples()]
+    loader = DataLoader(data, batch_size=EXPECTED, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    options = {**PRIVATE, "max_physical_batch_size": 2, "loss_reduction": "mean"}
+    private = fastdp.make_private(model, optimizer, loader, **options)
+    iterator = iter(private.data_loader)
+    with pytest.raises(RuntimeError, match="Two forward passes ran before one backward|before the backward pass"):
+        sum(model(next(iterator)["x"]).sum() for _ in range(2)).backward()  # type: ignore[union-attr]
+    assert private.steps_done == 0
+
+
+def test_a_loop_that_begins_to_call_the_model_twice_is_verified_then() -> None:
+    """The third batch couples rows by its second pass, which no batch had before."""
+    model = Dropped().double()
+    data = [{**item, "x": item["x"].double()} for item in examples()]
+    loader = DataLoader(data, batch_size=EXPECTED, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    private = fastdp.make_private(model, optimizer, loader, loss_reduction="mean", **{**PRIVATE, "epochs": 3})
+
+    def train() -> None:
+        for batch in private.data_loader:
+            late = private.steps_done >= 2
+            loss = in_batch(model, batch) if late else F.cross_entropy(model(batch["x"]), batch["labels"])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(SelfCheckError, match="An example has another gradient"):
+        train()
+    assert private.steps_done == 2
