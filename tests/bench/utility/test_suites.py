@@ -1,5 +1,6 @@
 """Every form of every suite is one that `fastdp finetune` takes."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def test_every_form_is_taken_by_the_checks_of_a_run(name):
     suite = SUITES[name]
     files = {"model": "model", "train": "train.csv", "eval": "eval.csv", "output": "run"}
     for row in settings(suite, 1):
-        epsilon = None if row["epsilon"] is None else float(row["epsilon"])
+        epsilon = None if row["epsilon"] == "nan" else float(row["epsilon"])
         own = with_public(suite.forms[row["form"]], Path("public.csv"))
         config = load_config(None, {**suite.shared, **files, **own, "epsilon": epsilon})
         config.check()
@@ -33,6 +34,6 @@ def test_every_form_is_taken_by_the_checks_of_a_run(name):
 
 def test_epsilons_are_those_of_the_suite_or_the_form():
     rows = list(settings(SUITES["frost"], 1))
-    assert {row["epsilon"] for row in rows if row["form"] == "DP-FROST"} == {0.5, 2.0, 8.0}
-    assert [row["epsilon"] for row in rows if row["form"] == "non-private"] == ["inf"]
+    assert {row["epsilon"] for row in rows if row["form"] == "DP-FROST"} == {"0.5", "2.0", "8.0"}
+    assert [row["epsilon"] for row in rows if row["form"] == "non-private"] == [str(math.inf)]
     assert SIZES["tiny"].train == 256
