@@ -38,6 +38,7 @@ from fastdp.ops.table import OPS
 from fastdp.private.observer import Observer
 
 from . import fuzz
+from .fuzz_ops import gradients
 from .gpu_methods import methods
 from .record import environment, parser_of, write
 from .simulate import build
@@ -74,14 +75,6 @@ def factor(device: str, tokens: int, columns: int, dtype: torch.dtype, transpose
     return values.T if transposed else values
 
 
-def in_double(left: Tensor, right: Tensor, offsets: Tensor, rows: int = 0) -> Tensor:
-    """The gradients of all units, float64 [B, m, n]."""
-    bounds = offsets.tolist()
-    if left.dim() == 1:
-        left = torch.nn.functional.one_hot(left, rows)
-    return torch.stack([left[a:b].double().T @ right[a:b].double() for a, b in zip(bounds, bounds[1:])])
-
-
 def apart(got: Tensor, truth: Tensor, size: Tensor | None = None) -> float:
     """Largest error relative to ``size``, or to the truth itself; infinite if something is not finite."""
     if not bool(torch.isfinite(got).all()):
@@ -97,7 +90,7 @@ def norms(device: str) -> Iterator[tuple[str, Result]]:
         offsets = offsets_of(lengths).to(device)
         tokens = sum(lengths)
         left, right = factor(device, tokens, m, dtype, strided), factor(device, tokens, n, dtype)
-        truth = in_double(left, right, offsets)
+        truth, _ = gradients(left, right, offsets, m)
         squares = truth.square()
         label = f"{str(dtype)[6:]} {name} {m}x{n}"
         square = squares.sum((1, 2))
@@ -106,11 +99,8 @@ def norms(device: str) -> Iterator[tuple[str, Result]]:
         both = torch.stack([square] * 2)
         squared, products = ops.gram_norms([left, left], [right], [2], offsets)
         yield f"gram_norms {label}", (apart(squared, both), NORMS)
-        rows = in_double(
-            left.norm(dim=1, dtype=torch.float64)[:, None],
-            right.norm(dim=1, dtype=torch.float64)[:, None],
-            offsets,
-        )
+        left_norms, right_norms = (x.norm(dim=1, dtype=torch.float64)[:, None] for x in (left, right))
+        rows, _ = gradients(left_norms, right_norms, offsets, 1)
         for got in (*products, ops.row_products(left, right, offsets)):
             # An upper bound, raised by what covers its own rounding and by 2^-42 an entry.
             yield f"row_products {label}", (apart(got, rows[:, 0, 0]), 2.0**-9)
@@ -127,7 +117,7 @@ def norms(device: str) -> Iterator[tuple[str, Result]]:
             yield f"masked_sqnorm {label}", (apart(ops.masked_sqnorm(left, right, offsets, mask), parts), NORMS)
         yield from _unit_sums(left, right, offsets, lengths, label)
         ids = torch.randint(0, m, (tokens,), device=device)
-        table = in_double(ids, right, offsets, m)
+        table, _ = gradients(ids, right, offsets, m)
         of_table = table.square().sum((1, 2))
         yield f"sqnorm ids {label}", (apart(ops.sqnorm(ids, right, offsets), of_table), NORMS)
         # A vocabulary is seldom a multiple of 16, and a tied head's rows are as long as that.
@@ -143,7 +133,7 @@ def _unit_sums(
     tokens, device = len(left), left.device
     bound = (max(lengths) + 8) * 2.0**-24
     every = torch.ones(tokens, 1, device=device)
-    truth, terms = in_double(left, right, offsets), in_double(left.abs(), right.abs(), offsets)
+    truth, terms = gradients(left, right, offsets, 0)
     yield f"per_unit {label}", (apart(ops.per_unit(left, right, offsets), truth, terms), bound)
     if left.dtype == torch.bfloat16:
         got = ops.per_unit(left, right, offsets_of(lengths))
@@ -153,14 +143,13 @@ def _unit_sums(
     yield f"per_unit_group {label}", (worst, bound)
     both = torch.stack([truth.square().sum((1, 2))] * 2)
     yield f"per_unit_group norms {label}", (apart(rows, both), NORMS)
-    sums, terms = (in_double(x, every, offsets)[:, :, 0] for x in (left, left.abs()))
+    sums, terms = (found[:, :, 0] for found in gradients(left, every, offsets, 0))
     yield f"column_sums {label}", (apart(ops.column_sums(left, offsets), sums, terms), bound)
     mean, rstd = torch.rand(tokens, device=device), torch.rand(tokens, device=device)
     size = right.double().abs()
     normed = (right.double() - mean[:, None]) * rstd[:, None] * right.double()
-    sums, terms = (
-        in_double(x, every, offsets)[:, :, 0] for x in (normed, (size + mean[:, None]) * rstd[:, None] * size)
-    )
+    sizes = (size + mean[:, None]) * rstd[:, None] * size
+    sums, terms = (gradients(x, every, offsets, 0)[0][:, :, 0] for x in (normed, sizes))
     yield f"affine_sums {label}", (apart(ops.affine_sums(right, right, mean, rstd, offsets)[0], sums, terms), bound)
 
 

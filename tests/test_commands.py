@@ -33,7 +33,6 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, GPT2Config,
 from typer.main import get_command
 
 from fastdp.cli import app
-from fastdp.commands.bench import suite_of
 from fastdp.federated.bundle import app_folder
 from fastdp.finetune.config import load_config
 from fastdp.finetune.reporter import Forecast
@@ -152,9 +151,9 @@ def read_fastdp(words: list[str]) -> None:
         rest = command.make_context("fastdp", list(words)).args
         if rest:
             # Handed on to a suite, whose own parser tells them.
-            suite = suite_of(words[words.index("--suite") + 1])
+            suite = importlib.import_module(f"fastdp.bench.utility.{words[words.index('--suite') + 1]}")
             with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.suppress(SystemExit):
-                suite(["--help"])
+                suite.main(["--help"])
             assert {word for word in rest if word.startswith("--")} <= set(re.findall(r"--[\w-]+", told.getvalue()))
 
 

@@ -1,4 +1,4 @@
-"""What the utility suites share: their options, and the table that a stopped run goes on from."""
+"""What the utility suites share: their options, the table that a stopped run goes on from, and the training loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader
+
+import fastdp
 from fastdp.commands.quiet import quiet_libraries
+from fastdp.private.method import Method
 
 from .. import record
 
@@ -68,7 +73,7 @@ def parser_of(doc: str | None, sizes: Mapping[str, Any], seeds: int = 3, **paths
     parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument("--minutes", type=float, default=60.0, help="time limit; the same command resumes")
     parser.add_argument("--size", choices=tuple(sizes), default="default")
-    parser.add_argument("--full", dest="size", action="store_const", const="full", help="all rows, for a GPU")
+    parser.add_argument("--full", dest="size", action="store_const", const="full", help="the paper's size, for a GPU")
     parser.set_defaults(sizes=sizes)
     return parser
 
@@ -93,3 +98,65 @@ def by_seed(rows: Sequence[Row], seeds: int) -> Iterator[Row]:
     """Each setting once a seed; the first seed of everything comes first."""
     once = [row for index, row in enumerate(rows) if row not in rows[:index]]
     return ({**row, "seed": seed} for seed in range(seeds) for row in once)
+
+
+def device() -> torch.device:
+    """Where everything is measured: a GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def placed(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The batch on that device."""
+    return {key: value.to(device()) for key, value in batch.items()}
+
+
+def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
+    """The model on that device, in training mode, with every dropout off: it would differ between the methods."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model.to(device()).train()
+
+
+def private_run(
+    model: torch.nn.Module,
+    data: Any,
+    collate: Callable[..., Any],
+    method: Method,
+    *,
+    rate: float,
+    batch_size: int,
+    steps: float,
+    weight_decay: float = 0.0,
+    **options: Any,
+) -> fastdp.Private:
+    """A run of so many steps by AdamW, not begun."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return fastdp.make_private(
+        model,
+        torch.optim.AdamW(trained, lr=rate, weight_decay=weight_decay),
+        DataLoader(data, batch_size=batch_size, collate_fn=collate),
+        method=method,
+        # Half a step less is rounded up to a whole one, whatever the rounding of the quotient.
+        epochs=(steps - 0.5) / math.ceil(len(data) / batch_size),
+        **options,
+    )
+
+
+def train(run: fastdp.Private) -> float:
+    """Train until the budget is spent; returns the seconds that it took."""
+    begin = time.perf_counter()
+    while run.steps_done < run.total_steps:
+        for batch in run.data_loader:
+            run.model(**placed(batch)).loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    return time.perf_counter() - begin
+
+
+def spent_epsilon(run: fastdp.Private, delta: float) -> float | str:
+    """The true epsilon of a run, "inf" without privacy."""
+    if isinstance(run.method, fastdp.NonPrivate):
+        return "inf"
+    epsilon = float(fastdp.accounting.epsilon(run.ledger.event(), delta))
+    return epsilon if math.isfinite(epsilon) else "inf"

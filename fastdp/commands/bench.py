@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -110,20 +110,13 @@ def utility_command(
     context: typer.Context,
     suite: Annotated[str, typer.Option(help=f"one of {', '.join(SUITES)}; its own options follow (see -- --help)")],
 ) -> None:
-    """A method's forms at equal true epsilon; rows are written as they come, and the same command goes on from there.
+    """A paper's comparison at equal true epsilon; rows are written as they come, and the same command goes on from there.
 
     Suites take --json, --only, --seeds, --minutes, --size default|tiny|full (or --full), and the paths of models and data.
     """
-    suite_of(suite)(context.args)
-
-
-def suite_of(name: str) -> Callable[[Sequence[str]], None]:
-    """The program of a utility suite, which takes its arguments."""
-    if name not in SUITES:
-        raise ValueError(f"there is no suite '{name}'; choose one of {', '.join(SUITES)}")
-    from fastdp.bench.utility import federated, methods
-
-    return federated.main if name == "federated" else functools.partial(methods.main, name)
+    if suite not in SUITES:
+        raise ValueError(f"there is no suite '{suite}'; choose one of {', '.join(SUITES)}")
+    importlib.import_module(f"fastdp.bench.utility.{suite}").main(context.args)
 
 
 @bench_app.command("attacks")

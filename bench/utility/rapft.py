@@ -1,0 +1,208 @@
+"""Rap-FT's tables I, II and IV at laptop size: a small GPT-2 on E2E references, at equal true epsilon.
+
+    fastdp bench utility --suite rapft --model MODEL --train train.csv --eval test.csv --json rapft.json
+
+Every private row spends its ``epsilon`` truly, but for those of form ``paper``: they meet it as printed, with a mask from
+private examples, so that no epsilon is true of them; ``fixed_mask_epsilon`` says what their steps alone cost. All rows of one
+kind of fine-tuning share learning rate, steps and batch size.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers as hf
+
+import fastdp
+from fastdp.data import Collator, Examples, causal_examples, read_rows
+from fastdp.finetune.evaluation import evaluate
+from fastdp.integrations.adapters import train_biases_only
+from fastdp.methods import rapft
+from fastdp.private.method import Method
+from fastdp.private.plan import Plan
+from fastdp.untrusted import load_pretrained
+
+from . import suite
+
+DELTA = 1e-5
+TUNINGS = ("adapter", "bitfit", "lora")
+FORMS = ("dpsgd", "printed", "optimal")
+#: Forms that are measured at the middle epsilon alone.
+FEWER = ("noised", "paper")
+#: The best for DP-SGD at epsilon 5 of those tried at the default size; the other forms take the same.
+LEARNING_RATES = {"adapter": 1.2e-2, "bitfit": 4e-2, "lora": 1e-2}
+#: The noised map of form ``noised``: sigma_R and q_R.
+NOISED = (2.0, 0.02)
+MIDDLE = 5.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run. Steps and batch size are few, but are drawn from, and accounted over, all training examples."""
+
+    steps: int = 16
+    batch_size: int = 64
+    physical_batch_size: int = 32
+    length: int = 64
+    held_out: int = 96
+    public: int = 64
+    epsilons: tuple[float, ...] = (3.0, 5.0, 7.0)
+    tunings: tuple[str, ...] = TUNINGS
+    ratios: tuple[float, ...] = (0.55, 0.6, 0.7, 0.8, 0.9)
+
+
+SIZES = {
+    "default": Size(),
+    "tiny": Size(2, 8, 8, 32, 8, 8, (5.0,), ("lora",), (0.7,)),
+    "full": Size(820, 256, 256, 128, 4000, 64),
+}
+
+
+class Bench:
+    """The data, and one run of any row.
+
+    Args:
+        model: folder of a causal language model with its tokenizer.
+        train, held_out: CSV files with a column ``ref``; some rows of the second, never evaluated on, are the public ones.
+    """
+
+    def __init__(self, model: Path, train: Path, held_out: Path, size: Size):
+        self.folder, self.size = model, size
+        tokenizer = load_pretrained(hf.AutoTokenizer, model)
+        self.collator = Collator(
+            tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        )
+        self.train, rest = (
+            causal_examples(tokenizer, read_rows(str(path)).column("ref", "the texts"), size.length)
+            for path in (train, held_out)
+        )
+        needed = size.public + size.held_out
+        if len(rest) < needed or len(self.train) < size.batch_size:
+            raise ValueError(f"{held_out} needs {needed} rows and {train} {size.batch_size} for this size")
+        chosen = rest.items[:: max(1, len(rest) // needed)]
+        public = chosen[: size.public]
+        self.public = [suite.placed(self.collator(public[i : i + 32])) for i in range(0, size.public, 32)]
+        self.held_out = Examples(chosen[size.public : needed], 0)
+        self.multiplier = cache(self._multiplier)
+
+    def model(self, tuning: str, seed: int) -> torch.nn.Module:
+        """A fresh model with its trained parameters, in training mode without dropout."""
+        torch.manual_seed(seed)
+        model: Any = load_pretrained(hf.AutoModelForCausalLM, self.folder)
+        if tuning == "bitfit":
+            train_biases_only(model)
+        else:
+            task: Any = {"task_type": "CAUSAL_LM"}
+            lora = peft.LoraConfig(r=4, lora_alpha=32, **task)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
+                model = peft.get_peft_model(model, lora if tuning == "lora" else fastdp.BottleneckConfig(**task))
+        return suite.without_dropout(model)
+
+    def method(self, row: suite.Row) -> Method:
+        """The method of a row; parameters that start at zero are ranked after two private steps."""
+        form = row["form"]
+        if form in ("non-private", "dpsgd"):
+            return fastdp.NonPrivate() if form == "non-private" else fastdp.DPSGD()
+        source: Any = rapft.PublicMap(self.public)
+        if form == "noised":
+            source = rapft.NoisyMap(*NOISED)
+        if form == "paper":
+            source = rapft.PrivateSubset(self.size.public / len(self.train))
+        return fastdp.RapFT(
+            source,
+            mode="paper" if form == "paper" else "sound",
+            allocation="optimal" if form == "optimal" else "printed",
+            irrelevance_ratio=row["irrelevance_ratio"],
+            # Equation 7: relevance passes a layer behind an activation by its positive contributions alone.
+            propagation=rapft.Propagation(positive_after_activation=True),
+            initialisation=rapft.Initialisation("top_p", p=0.9),
+            map_after=0 if row["tuning"] == "bitfit" else min(2, self.size.steps - 1),
+        )
+
+    def _multiplier(self, epsilon: float, noised: bool) -> float:
+        """The noise of all rows of an epsilon; the same for all seeds, so found once."""
+        size, units = self.size, len(self.train)
+        per_epoch = math.ceil(units / size.batch_size)
+        plan = Plan(units, size.batch_size, size.steps, per_epoch, "poisson", "add_remove", epsilon, DELTA, None)
+        return plan.multiplier(rapft.NoisyMap(*NOISED).side(1) if noised else ())
+
+    def run(self, row: suite.Row) -> suite.Row:
+        """Train once and evaluate: perplexity, true epsilon, noise multiplier, seconds a step."""
+        size = self.size
+        model = self.model(row["tuning"], row["seed"])
+        private = row["form"] != "non-private"
+        rate = row["rate"] * LEARNING_RATES[row["tuning"]]
+        run = suite.private_run(
+            model,
+            self.train,
+            self.collator,
+            self.method(row),
+            rate=rate,
+            batch_size=size.batch_size,
+            steps=size.steps,
+            weight_decay=1e-2,
+            noise_multiplier=self.multiplier(row["epsilon"], row["form"] == "noised") if private else None,
+            target_delta=DELTA,
+            max_physical_batch_size=size.physical_batch_size,
+            # The same batches and noise for all forms of a seed, whose differences are then their own; the data is public.
+            unsafe_seed=row["seed"],
+        )
+        seconds = suite.train(run)
+        quality = evaluate(model, self.held_out, self.collator, size.physical_batch_size, "causal-lm")
+        spent = suite.spent_epsilon(run, DELTA)
+        found = {
+            "perplexity": quality.perplexity,
+            "true_epsilon": spent,
+            "noise_multiplier": run.noise_multiplier,
+            "used_learning_rate": rate,
+            "steps": size.steps,
+            "batch_size": size.batch_size,
+            "seconds_per_step": seconds / size.steps,
+        }
+        if row["form"] == "paper":
+            # A mask from private examples has no epsilon, whatever its steps cost.
+            found |= {"true_epsilon": "inf", "fixed_mask_epsilon": spent}
+        run.detach()
+        return found
+
+
+def settings(size: Size, seeds: int, rate: float = 1.0) -> Iterator[suite.Row]:
+    """The rows of perplexity, no setting twice; the first seed of everything comes first."""
+    base = {"part": "perplexity", "irrelevance_ratio": 0.7, "initialisation": "top_p", "rate": rate}
+    rows: list[suite.Row] = []
+    for tuning in size.tunings:
+        own = {**base, "tuning": tuning}
+        rows.append({**own, "form": "non-private", "epsilon": "inf"})
+        rows += [{**own, "form": form, "epsilon": epsilon} for epsilon in size.epsilons for form in FORMS]
+        rows += [{**own, "form": form, "epsilon": MIDDLE} for form in FEWER]
+    swept = {**base, "tuning": "lora", "form": "printed", "epsilon": MIDDLE}
+    rows += [{**swept, "irrelevance_ratio": ratio} for ratio in size.ratios]
+    return suite.by_seed(rows, seeds)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is missing."""
+    parser = suite.parser_of(
+        __doc__,
+        SIZES,
+        model="folder of a small GPT-2",
+        train="CSV with a column ref",
+        eval="CSV of the same form, held out",
+    )
+    parser.add_argument("--rate", type=float, default=1.0, help="learning rates over the suite's own")
+    options, size = suite.begin(parser, arguments)
+    bench = Bench(options.model, options.train, options.eval, size)
+    suite.finish(options, settings(size, options.seeds, options.rate), bench.run)
+
+
+if __name__ == "__main__":
+    main()
