@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from fastdp.accounting import verify
 from fastdp.cli import app
-from fastdp.finetune import ConfigError, finetune, run
+from fastdp.finetune import finetune, run
 from tests.finetune.runs import StopAfter, classify
 
 
@@ -42,7 +42,7 @@ def test_it_trains_what_peft_says_and_its_card_holds(zeroth, peft, tmp_path, mon
     assert all(p.numel() == 1 for own in steps for p in own)
     card = json.loads((output / "card.json").read_text())
     assert card["mechanism"] == {"name": "DP-ZO", "max_slope": 0.5, "smoothing": 1e-3, "seed": 0}
-    assert card["model"]["trained_parameters"] == result.trained_parameters > 100
+    assert card["model"]["trained_parameters"] == result.trained_parameters > 90
     assert 0 < result.epsilon <= 8
     assert result.before.perplexity != result.after.perplexity
     assert CliRunner().invoke(app, ["verify", str(output)]).exit_code == 0
@@ -72,7 +72,9 @@ def test_what_does_not_go_with_it_is_refused_and_nothing_is_spent(zeroth, settin
 
 
 def test_it_classifies_and_people_may_be_protected(zeroth, files, tmp_path):
-    result = finetune(classify(zeroth, files, user_column="label", max_examples_per_user=2, batch_size=1, large_delta=True))
+    result = finetune(
+        classify(zeroth, files, user_column="label", max_examples_per_user=2, batch_size=1, large_delta=True)
+    )
     assert result.before.accuracy is not None
     assert verify(tmp_path / "run" / "card.json").holds
 
