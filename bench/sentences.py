@@ -186,6 +186,8 @@ def _zeroth_page() -> Iterator[str]:
     texts, numbers, seeds = ({row[key] for row in rows} for key in ("texts", "trained_parameters", "seed"))
     yield f"MiniLM's last layer, {max(numbers)} numbers, on {max(texts):,} texts"
     yield f"{len(seeds)} seeds"
+    sgd, zo = ([100 * row["accuracy"] for row in rows if row["form"] == form] for form in ("dpsgd", "dpzo"))
+    yield f"DP-ZO is right on {min(zo):.0f} to {max(zo):.0f}%, DP-SGD on {min(sgd):.0f} to {max(sgd):.0f}%"
 
 
 #: By page, what it says outside its tables and the figures, or the accountant, say too.
