@@ -376,6 +376,24 @@ def synthesis() -> Table:
     return ["rows to learn from", "epsilon", "accuracy", "words a row", "near-copies of 4,000"], lines
 
 
+def zeroth() -> Table:
+    """DP-ZO beside DP-SGD: the last layer of MiniLM on SST-2; the last line is of pairs of one seed."""
+    rows = at_true_epsilon(figures("utility/zeroth", part="accuracy"))
+    epsilons = sorted({row["epsilon"] for row in rows})
+    found = {
+        form: [[row for row in rows if row["form"] == form and row["epsilon"] == epsilon] for epsilon in epsilons]
+        for form in ("dpsgd", "dpzo")
+    }
+    lines = []
+    for form, title in (("dpsgd", "DP-SGD"), ("dpzo", "DP-ZO")):
+        first = found[form][0][0]
+        accuracies = [spread(100 * row["accuracy"] for row in own) for own in found[form]]
+        lines.append([title, str(first["steps"]), str(first["batch_size"]), *accuracies])
+    gaps = [paired(ours, base, "accuracy", 100) for ours, base in zip(found["dpzo"], found["dpsgd"])]
+    lines.append(["difference", "", "", *gaps])
+    return ["accuracy, %", "steps", "batch", *(f"epsilon {epsilon:g}" for epsilon in epsilons)], lines
+
+
 def shapes() -> Table:
     """How far one record's length moves the others' sum, the largest of all models; the last row is a card's sentence."""
     lines = []
@@ -400,6 +418,7 @@ TABLES: dict[Path, dict[str, Callable[[], Table]]] = {
     Path("docs/kernels.md"): {"gpu": gpu},
     Path("docs/clipping.md"): {"shapes": shapes},
     Path("docs/finetune.md"): {"synthesis": synthesis},
+    Path("docs/zeroth.md"): {"zeroth": zeroth},
 }
 
 

@@ -176,6 +176,20 @@ def _federated_page() -> Iterator[str]:
     yield holds(found["by_entity"]["AGE"]["recall"] == 0, "all ages among them")
 
 
+def _zeroth_page() -> Iterator[str]:
+    measured = json.loads((RESULTS / "zeroth.json").read_text())
+    zo, sgd = (measured["ratios"][f"{form}_over_inference"] for form in ("dpzo", "dpsgd"))
+    yield f"Peak memory, weights included, is {zo:.2f} of a forward pass with a loss; DP-SGD's is {sgd:.2f}"
+    first = {row["form"]: row["weights"] + row["first"] for row in measured["rows"]}
+    yield f"takes {first['dpzo'] / first['inference']:.2f} of the first forward pass"
+    rows = figures("utility/zeroth", part="accuracy")
+    texts, numbers, seeds = ({row[key] for row in rows} for key in ("texts", "trained_parameters", "seed"))
+    yield f"MiniLM's last layer, {max(numbers)} numbers, on {max(texts):,} texts"
+    yield f"{len(seeds)} seeds"
+    sgd, zo = ([100 * row["accuracy"] for row in rows if row["form"] == form] for form in ("dpsgd", "dpzo"))
+    yield f"DP-ZO is right on {min(zo):.0f} to {max(zo):.0f}%, DP-SGD on {min(sgd):.0f} to {max(sgd):.0f}%"
+
+
 #: By page, what it says outside its tables and the figures, or the accountant, say too.
 SENTENCES: dict[Path, tuple[Callable[[], Iterator[str]], ...]] = {
     RESULTS_PAGE: (_rapft_rows, _compared_rows, _federated_rows, _settings_rows),
@@ -185,6 +199,7 @@ SENTENCES: dict[Path, tuple[Callable[[], Iterator[str]], ...]] = {
     Path("docs/finetune.md"): (_finetune_page,),
     Path("docs/frost.md"): (_frost_page,),
     Path("docs/federated.md"): (_federated_page,),
+    Path("docs/zeroth.md"): (_zeroth_page,),
 }
 
 

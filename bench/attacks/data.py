@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fastdp
+
 from .kit import (
     Model,
     Net,
@@ -244,3 +246,47 @@ def user_rows(library: Library) -> float:
 
     less, more = released([0, 1, 2], records(3)), released([0, 1, 2] + [9] * 6, [*records(3), *[row] * 6])
     return distance(more, less) / 0.05
+
+
+def _along(library: Library, extra: Record) -> float:
+    """Of DP-ZO, on a model whose loss grows as a record does."""
+
+    def forward(own: Any, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        return {"loss": F.mse_loss(own.second(own.first(x))[:, 0], labels.float())}
+
+    options = {"method": fastdp.DPZO(max_slope=0.05), "shapes": "public"}
+    return library.moved(Task(net(forward=forward), options=options), records(), extra, 0.05)
+
+
+@attack("Along DP-ZO's direction the loss of a huge record changes without bound, and its slope is not clipped.")
+def huge_slope(library: Library) -> float:
+    return weakest(lambda size: _along(library, outlier(size)), (10.0, 1e3, 1e9, 1e15))
+
+
+@attack("A record whose losses are not finite at DP-ZO's two places makes the sum of slopes not finite.")
+def nan_slope(library: Library) -> float:
+    return weakest(lambda value: _along(library, constant(value)), (math.nan, math.inf, 1e30))
+
+
+def _vote_for_all_nearest(records: torch.Tensor, _: Any, candidates: torch.Tensor, __: Any) -> torch.Tensor:
+    gaps = torch.cdist(records, candidates)
+    return (gaps == gaps.amin(1, keepdim=True)).sum(0)
+
+
+@attack(
+    "Candidates stand twice, or lie equally near, and a private record votes for each of them.",
+    off={"fastdp.methods.votes.mechanism.vote_counts": _vote_for_all_nearest},
+)
+def equal_candidates(library: Library) -> float:
+    def embed(texts: list[str]) -> torch.Tensor:
+        return torch.tensor([[float(text.count(letter)) for letter in "ab"] for text in texts])
+
+    def counts(texts: list[str]) -> torch.Tensor:
+        # The same noise in both runs, whose difference is then the record's.
+        budget: Any = {"target_epsilon": 1.0, "target_delta": 1e-3, "unsafe_seed": 1}
+        return fastdp.PrivateVotes(texts, embed, rounds=1, **budget).count({"": ["a", "a", "b", "b"]})[""]
+
+    return weakest(
+        lambda extra: distance({"votes": counts(["a", "bb", extra])}, {"votes": counts(["a", "bb"])}),
+        ("a", "ab", "", "c"),
+    )

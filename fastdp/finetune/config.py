@@ -31,6 +31,13 @@ _BELONGS = {
 }
 #: Methods that perturb the text itself, and the tasks whose text they know how to perturb whole.
 _PERTURBED = {"ewft": ("causal-lm", *PAIRED), "sap": ("causal-lm", *PAIRED), "selective": ("causal-lm",)}
+#: What does not go with DP-ZO, and why.
+_WITH_GRADIENTS = {
+    "max_grad_norm": "bounds gradients, and dpzo clips slopes: set max_slope in method_options",
+    "weight_decay": "has no effect with dpzo, which moves weights along one direction: leave it out",
+    "gradient_checkpointing": "saves memory of a backward pass, which dpzo does not make: leave it out",
+    "capture": "records backward passes, which dpzo does not make: leave it out",
+}
 #: Methods whose bound is no epsilon of a whole record.
 _WITHOUT_EPSILON = ("sap", "selective")
 
@@ -101,7 +108,7 @@ class FinetuneConfig:
         "probability that the guarantee may fail; keep it well below 1 / examples", 1e-5, above=0, below=1
     )
     large_delta: bool = setting("allow a delta of 1 / examples or more, which may publish a whole record", False)
-    method: str = setting("", "dpsgd", among=("dpsgd", "rapft", "frost", "ewft", "sap", "selective"))
+    method: str = setting("", "dpsgd", among=("dpsgd", "dpzo", "rapft", "frost", "ewft", "sap", "selective"))
     method_options: dict[str, Any] | None = setting("arguments of the method, as in {irrelevance_ratio: 0.7}")
     public_overlap: int = setting(
         "records that a public file of method_options may share with train: confirmed public", 0, least=0
@@ -120,7 +127,7 @@ class FinetuneConfig:
     epochs: float = setting("expected passes over the data", 3, above=0)
     batch_size: int = setting("expected examples in a step", 256, above=0)
     physical_batch_size: int = setting("most examples in memory at once", 16, above=0)
-    learning_rate: float = setting("step size of AdamW", 1e-3, above=0)
+    learning_rate: float = setting("step size of AdamW, or with dpzo of SGD", 1e-3, above=0)
     schedule: str = setting("constant, linear or cosine", "constant", among=("constant", "linear", "cosine"))
     warmup: float = setting("share of the steps over which the learning rate rises", 0.0, least=0, below=1)
     weight_decay: float = setting("weight decay of AdamW", 0.0, least=0)
@@ -142,6 +149,11 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         if isinstance(self.prompt_column, str):
             self.prompt_column = listed(self.prompt_column)
+
+    @property
+    def is_zeroth_order(self) -> bool:
+        """Whether steps make no backward pass; without privacy a run trains by AdamW, whatever its method."""
+        return self.method == "dpzo" and math.isfinite(self.epsilon or 0)
 
     def check(self) -> None:
         """Check each setting on its own and against the others.
@@ -172,10 +184,21 @@ class FinetuneConfig:
         if self.noise_rounds != 20 and self.method in _PERTURBED:
             raise ConfigError(f"noise_rounds is of the noise of steps, and {self.method} adds none there: leave it out")
         if self.shapes == "public" and self.method in _PERTURBED:
-            raise ConfigError("shapes: public needs a method that clips rows: choose dpsgd, rapft or frost")
+            raise ConfigError("shapes: public needs a method that clips rows: choose dpsgd, dpzo, rapft or frost")
+        if self.method == "dpzo":
+            self._check_zeroth_order()
         if self.lora_fixed and self.peft != "lora":
             raise ConfigError(f"lora_fixed belongs to peft: lora; this run has peft: {self.peft}")
         self._check_task()
+
+    def _check_zeroth_order(self) -> None:
+        if self.shapes != "public":
+            raise ConfigError(
+                "with dpzo, one record's shape may move what others add by many bounds: set shapes: public"
+            )
+        for name, reason in _WITH_GRADIENTS.items():
+            if getattr(self, name) not in (None, FinetuneConfig.__dataclass_fields__[name].default):
+                raise ConfigError(f"{name} {reason}")
 
     def _check_users(self) -> None:
         if (self.user_column is None) != (self.max_examples_per_user is None):

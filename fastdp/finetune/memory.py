@@ -82,13 +82,14 @@ def rehearse_step(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - begin
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = 0 if config.is_zeroth_order else sum(p.numel() for p in model.parameters() if p.requires_grad)
     return seconds * max(1.0, config.batch_size / count), peak.so_far() + _OPTIMIZER_BYTES * trained
 
 
 def _pass(model: nn.Module, items: Sequence[dict], collator: Collator, config: FinetuneConfig) -> None:
     device = next(model.parameters()).device
-    with in_mode(model, training=True):
+    # DP-ZO is for models whose backward pass does not fit: its step is two passes forward.
+    with in_mode(model, training=True), torch.set_grad_enabled(not config.is_zeroth_order):
         try:
             batch = {key: value.to(device) for key, value in collator(items).items()}
             with autocast(device, config.precision):
@@ -98,6 +99,9 @@ def _pass(model: nn.Module, items: Sequence[dict], collator: Collator, config: F
                     f"{config.model} has a loss of {value} before any training: its weights are damaged, or overflow in "
                     f"{config.precision}; load another copy, or set precision: float32"
                 )
-            loss.backward()
+            if config.is_zeroth_order:
+                model(**batch)
+            else:
+                loss.backward()
         finally:
             model.zero_grad(set_to_none=True)

@@ -48,18 +48,20 @@ _PUBLIC_EXAMPLES = 64
 def choose_method(config: FinetuneConfig, read_public: ReadPublic) -> Method:
     """The method that a config names; without privacy (epsilon inf) there is none, whatever it names.
 
-    ``method_options`` are the arguments of `fastdp.DPSGD`, `fastdp.RapFT` or `fastdp.DPFrost`. Rap-FT's ``source`` is a
-    mapping: ``{kind: noisy, noise_multiplier: 2, sample_rate: .02}``, ``{kind: public, data: PATH, examples: 64}``, the same of
-    ``kind: gradients`` for axes that follow the gradients of single examples, ``at_once`` so many of them, or in ``paper`` mode
-    ``{kind: private}``.
+    ``method_options`` are the arguments of `fastdp.DPSGD`, `fastdp.DPZO`, `fastdp.RapFT` or `fastdp.DPFrost`.
+    Rap-FT's ``source`` is a mapping: ``{kind: noisy, noise_multiplier: 2, sample_rate: .02}``,
+    ``{kind: public, data: PATH, examples: 64}``, the same of ``kind: gradients`` for axes that follow the gradients of single
+    examples, ``at_once`` so many of them, or in ``paper`` mode ``{kind: private}``.
 
     Raises:
         ConfigError: for an option that the method does not have, or a value that it refuses.
     """
     if config.method in LOCAL or math.isinf(float(config.epsilon or 0)):
         return fastdp.NonPrivate()
-    kind = {"dpsgd": fastdp.DPSGD, "rapft": fastdp.RapFT, "frost": fastdp.DPFrost}[config.method]
     options = dict(config.method_options or {})
+    if config.method == "dpzo":
+        return _make_options(fastdp.DPZO, options, "method_options")
+    kind = {"dpsgd": fastdp.DPSGD, "rapft": fastdp.RapFT, "frost": fastdp.DPFrost}[config.method]
     if config.method == "rapft":
         for name, nested in _NESTED.items():
             if name in options:

@@ -271,7 +271,12 @@ class FinetuneRun:
         self.names = kept_names(self.model)
         method = choose_method(config, self._read_public)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+        optimizer: torch.optim.Optimizer
+        if config.is_zeroth_order:
+            # Momentum would apply the slope of one direction to the next.
+            optimizer = torch.optim.SGD(parameters, lr=config.learning_rate)
+        else:
+            optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
         loader = DataLoader(self.train, batch_size=config.batch_size, shuffle=True, collate_fn=self.collator)
         self.private = fastdp.make_private(
             self.model,
@@ -470,13 +475,15 @@ class FinetuneRun:
             plots.released_over_steps(rows, self.output / "released.png")
         if self.config.epsilon is not None:
             plots.epsilon_over_steps(rows, self.output / "epsilon.png", self.config.epsilon, self.config.delta)
+        installed = self.private.installed
+        moved = self.model.parameters() if installed is None else installed.trained.values()
         result = Result(
             output=str(self.output),
             epsilon=self._epsilon(),
             delta=self.config.delta,
             noise_multiplier=self.releases.noise_multiplier,
             steps=self.updates,
-            trained_parameters=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
+            trained_parameters=sum(p.numel() for p in moved if p.requires_grad or installed is not None),
             seconds_per_step=sum(seconds) / len(seconds) if seconds else math.nan,
             peak_bytes=peak,
             before=self.before,

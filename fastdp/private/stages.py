@@ -66,6 +66,8 @@ class Stages:
         self.parameters: Mapping[str, torch.nn.Parameter] = dict(release.parameters)
         self.outcome: Outcome = {}
         self._chosen: tuple[Outcome, str] = self.outcome, ""
+        #: What the loop froze, by identity: it stays frozen in the stages to come.
+        self._frozen: frozenset[int] = frozenset()
         #: The step before which the latest preparation ran; -1 before the first.
         self.prepared_step = -1
         #: A latest preparation, and a step up to which none has been due since.
@@ -98,7 +100,7 @@ class Stages:
         """
         if self._resume and self._adopt_stored(preparation.step):
             return
-        self.engine.close()
+        self._close_stage()
         self._train(self.parameters)
         # After a step its gradients are still there, and would be taken for ones that nothing has clipped.
         self.model.zero_grad(set_to_none=True)
@@ -146,7 +148,7 @@ class Stages:
             raise LedgerError(
                 f"{name} is not what this run's ledger says was released: it was edited, or is another run's"
             )
-        self.engine.close()
+        self._close_stage()
         self.outcome, self.prepared_step = dict(outcome), step
         self.engine = self._open()
         cast(Checks, self.engine.checks).state.settle()
@@ -155,6 +157,12 @@ class Stages:
         """Give model and optimizer back as they were."""
         self.engine.close()
         self._train(self.parameters)
+
+    def _close_stage(self) -> None:
+        self.engine.close()
+        stage = self.release.parameters.values()
+        frozen = {id(p) for p in stage if not p.requires_grad}
+        self._frozen = self._frozen.difference(map(id, stage)) | frozen
 
     def _adopt_stored(self, step: int) -> bool:
         found = self._ranks.first(lambda: self._stored(step))
@@ -180,6 +188,8 @@ class Stages:
         self.begun = self.method.policy(trained, self.noise_multiplier, self.outcome)
         engine = self._open_engine(self.begun)
         engine.holder = self
+        for parameter in trained.values():
+            parameter.requires_grad_(id(parameter) not in self._frozen)
         return engine
 
     def _train(self, trained: Mapping[str, torch.nn.Parameter]) -> None:

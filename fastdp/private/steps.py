@@ -158,6 +158,7 @@ class Steps:
         """Release the logical batch, if it is whole, after what must be looked at before."""
         engine, release = self._stages.engine, self._stages.release
         self._refuse_unclipped(optimizer)
+        self._refuse_left_out()
         try:
             cast(Checks, engine.checks).state.require_settled(engine.parameters)
         except RuntimeError as error:
@@ -260,8 +261,21 @@ class Steps:
                 f"{name} holds a gradient at step() that was not clipped: let backward() start from the model's loss alone"
             )
 
+    def _refuse_left_out(self) -> None:
+        stages = self._stages
+        if not stages.method.selects:
+            return
+        chosen = stages.engine.parameters
+        for name, parameter in stages.parameters.items():
+            if parameter.requires_grad and name not in chosen:
+                raise RuntimeError(
+                    f"{name} was unfrozen, and {stages.method.mechanism} did not choose it: freeze it again. {self._spent()}"
+                )
+
     def _spent(self) -> str:
-        return f"{self._ledger.spent_steps} of {self._ledger.budget_steps} releases are spent."
+        ledger = self._ledger
+        spent, paid = (sum(map(count, ledger.kinds)) for count in (ledger.spent, ledger.budget))
+        return f"{spent} of {paid} releases are spent."
 
     def _name(self, parameter: torch.Tensor) -> str:
         found = {id(p): name for name, p in self._model.named_parameters()}

@@ -21,6 +21,7 @@ _Buffers = dict[str, tuple[torch.Tensor, int]]
 #: Parameters, in order, how often each was written, and whether it is trained.
 _Parameters = tuple[list[Any], list[int], list[bool]]
 UNDECLARED = "{} was not trainable at make_private. Freeze it; a new run can start with it trainable, then freeze it."
+MOVED = "{} is moved along a direction, without a gradient of its own: freeze it again."
 
 
 class StateCheck:
@@ -88,7 +89,7 @@ class StateCheck:
         known, own = {id(p): (c, t) for p, c, t in zip(*before)}, set(map(id, declared))
         for name, p in self.model.named_parameters():
             if p.requires_grad and id(p) not in own:
-                raise RuntimeError(UNDECLARED.format(name))
+                raise RuntimeError((MOVED if id(p) in self.moved else UNDECLARED).format(name))
             count, was_trained = known.get(id(p), (-1, True))
             if count != self._count(p):
                 if was_trained or p.requires_grad or id(p) in self.moved:

@@ -68,6 +68,7 @@ def test_less_time_is_kept_to_and_more_noise_asks_for_no_larger_rate(planned):
         ({"epsilon": None}, {}, "a plan needs a budget"),
         ({"epsilon": math.inf}, {}, "a plan needs a budget"),
         ({"delta": 0.1}, {}, "delta is 0.1"),
+        ({"method": "dpzo"}, {}, "leave method out"),
         ({}, {"minutes": 1e-4}, "too short"),
         ({}, {"minutes": -1.0}, "greater than 0"),
     ],

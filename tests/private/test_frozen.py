@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +13,21 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastdp
+from fastdp.accounting import verify
 from fastdp.engine.errors import SelfCheckError
+from fastdp.methods.frost import DPFrost
+from fastdp.methods.rapft import NoisyMap, PublicMap, RapFT
 from fastdp.private.run import Private
 from fastdp.verify.checks import LOOP_WRITES
+from tests.engine.reference import known
 from tests.engine.runs import (
     CLIPPED,
     Classifier,
     Odd,
     clipped_sum,
+    collate,
     error,
+    examples,
     join,
     logical_step,
     one_by_one,
@@ -122,6 +129,107 @@ def test_a_parameter_that_was_frozen_at_make_private_may_not_be_unfrozen_and_the
     while private.steps_done < private.total_steps:
         run(private)
     assert torch.equal(model.first.weight, before["first.weight"])
+
+
+PUBLIC = PublicMap([collate(examples(6, 9))])
+SELECTION: Any = {"selection_steps": 2, "selection_rate": 0.5, "selection_noise_multiplier": 1.0}
+#: Methods, and whether they prepare again while the loop runs.
+PREPARED: dict[str, Any] = {
+    "rapft": RapFT(PUBLIC),
+    "rapft, axes": RapFT(PUBLIC, allocation="axes"),
+    "rapft, map of private rows": RapFT(NoisyMap(2.0, 0.5), map_every=2),
+    "rapft, map after the freezing": RapFT(PUBLIC, map_after=3),
+    "frost": DPFrost(unfreezing_ratio=0.5, **SELECTION),
+    "frost, again and again": DPFrost(unfreezing_ratio=0.5, select_every=1, **SELECTION),
+    "frost, soft": DPFrost(unfreezing_ratio=1.0, axes_power=0.5, **SELECTION),
+    "frost, entries": DPFrost(unfreezing_ratio=0.5, granularity="parameters", **{**SELECTION, "selection_steps": 1}),
+}
+#: Of the two layers only the second has at most half of all numbers, so that `DPFrost` chooses it.
+CHOSEN, LEFT_OUT = "second.weight", "first.weight"
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_what_a_loop_freezes_stays_through_a_methods_preparations_until_it_is_unfrozen(
+    name: str, tmp_path: Path
+) -> None:
+    model = Classifier()
+    options: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3, "unsafe_seed": None}
+    method = PREPARED[name]
+    private = start(model, optimizer=OPTIMIZERS["torch"](model), method=method, output_dir=tmp_path, **options)
+    seen: list[torch.Tensor] = []
+
+    def each(done: int) -> None:
+        # Told before a step and after it, of which only what the loop does once counts.
+        if len(seen) == 2 and done == 1:
+            freeze(model, CHOSEN, True)
+        if len(seen) == 8 and done == 4:
+            freeze(model, CHOSEN, False)
+        seen.append(model.get_parameter(CHOSEN).detach().clone())
+
+    run(private, each)
+    moved = [not torch.equal(a, b) for a, b in zip(seen[::2], seen[1::2])]
+    assert moved == [True, False, False, False, True, True]
+    assert private.steps_done == STEPS
+    private.card().save(tmp_path / "card")
+    assert verify(tmp_path / "card.json", ledger=tmp_path / "ledger.jsonl").holds
+
+
+@pytest.mark.parametrize("allocation", ["printed", "optimal"])
+def test_masks_clip_what_is_not_frozen(allocation: str) -> None:
+    model = Classifier()
+    private = start(model, method=RapFT(PUBLIC, allocation=allocation, max_grad_norm=0.5))
+    iterator = iter(private.data_loader)
+    for absent in ((), (CHOSEN,), ()):
+        freeze(model, CHOSEN, bool(absent))
+        gradients, batches = logical_step(private, iterator)
+        truth = [{n: g for n, g in own.items() if n not in absent} for own in one_by_one(model, join(batches))]
+        masks = {n: m.bool() for n, m in private.outcome.items() if n not in absent}
+        squares = torch.stack(
+            [
+                torch.stack([sum((g[n][m].square().sum() for n, m in side.items()), torch.zeros(())) for g in truth])
+                for side in (masks, {n: ~m for n, m in masks.items()})
+            ]
+        )
+        weak, strong = private.policy.scales(known(squares))
+        expected = {
+            n: sum(g[n] * torch.where(m, weak[i], strong[i]) for i, g in enumerate(truth)) / 8 for n, m in masks.items()
+        }
+        assert error(gradients, expected) < CLIPPED
+
+
+@pytest.mark.parametrize("frozen", [(), ("second.bias",)])
+def test_a_choice_clips_what_is_not_frozen(frozen: tuple[str, ...]) -> None:
+    model = Classifier()
+    selection = {**SELECTION, "selection_noise_multiplier": 0.0}
+    private = start(model, method=DPFrost(unfreezing_ratio=0.5, max_grad_norm=0.5, **selection))
+    iterator = iter(private.data_loader)
+    logical_step(private, iterator)
+    for name in frozen:
+        freeze(model, name, True)
+    gradients, batches = logical_step(private, iterator)
+    names = {CHOSEN, "second.bias"} - {*frozen}
+    truth = [{n: g for n, g in own.items() if n in names} for own in one_by_one(model, join(batches))]
+    assert error(gradients, {n: g / 8 for n, g in clipped_sum(truth, 0.5).items()}) < CLIPPED
+
+
+def test_what_a_method_left_out_may_not_be_unfrozen_and_the_run_goes_on() -> None:
+    model = Classifier()
+    before = state(model)
+    method = DPFrost(unfreezing_ratio=0.5, **SELECTION)
+    private = start(model, method=method, noise_multiplier=1.0, target_delta=1e-3)
+    batches = iter(private.data_loader)
+    logical_step(private, batches)
+    freeze(model, LEFT_OUT, False)
+    # Two of the selection and one of training.
+    said = r"first.weight was unfrozen, and DP-FROST did not choose it: freeze it again. 3 of 8 releases are spent"
+    with pytest.raises(RuntimeError, match=said):
+        logical_step(private, batches)
+    freeze(model, LEFT_OUT, True)
+    while private.steps_done < private.total_steps:
+        run(private)
+    assert torch.equal(model.first.weight, before["first.weight"])
+    private.detach()
+    assert all(p.requires_grad for p in model.parameters())
 
 
 class Taught(Classifier):

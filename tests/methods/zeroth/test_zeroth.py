@@ -202,6 +202,17 @@ def test_a_loop_that_writes_weights_which_releases_move_is_refused() -> None:
     assert private.steps_done == 1
 
 
+def test_a_loop_that_unfreezes_what_is_moved_is_refused_and_goes_on() -> None:
+    private = run(Classifier())
+    one_step(private)
+    private.model.first.weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"first.weight is moved along a direction.* 1 of 6 releases are spent"):
+        one_step(private)
+    private.model.first.weight.requires_grad_(False)
+    one_step(private)
+    assert private.steps_done == 2
+
+
 def released_of_texts(longer: int, shapes: Any) -> float:
     """The sum of 63 equal texts and of one that is longer, in bounds, under bfloat16 autocast."""
     generator = torch.Generator().manual_seed(2)
