@@ -60,6 +60,7 @@ def test_a_kernel_that_raises_is_a_failed_check(monkeypatch):
     assert "ZeroDivisionError" in row["raised"]
 
 
+@pytest.mark.slow
 def test_recordings_are_checked(monkeypatch):
     """Where a processor runs a pass again in the place of a replay."""
     record_on_a_processor(monkeypatch)
@@ -77,6 +78,7 @@ def test_refuses_where_there_is_no_gpu(monkeypatch, capsys):
     assert capsys.readouterr().err.strip() == "this checks the kernels of a GPU, and there is none"
 
 
+@pytest.mark.slow
 def test_the_schedule_on_a_mock_device(monkeypatch):
     """What is compiled is few and known beforehand; the engine's checks come first and wait for their own kernels alone."""
     pytest.importorskip("triton")
