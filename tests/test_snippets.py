@@ -50,7 +50,7 @@ def collate(items: Sequence[Any]) -> dict[str, torch.Tensor]:
 def world(page: str) -> dict[str, Any]:
     """What a page's reader has at hand."""
     torch.manual_seed(0)
-    layers = 1 if page == "docs/loops.md" else 5
+    layers = 1 if page in ("docs/loops.md", "docs/audit.md") else 5
     size = {"n_embd": WIDTH, "n_layer": layers, "n_head": 2, "n_positions": 64, "vocab_size": VOCABULARY}
     model = GPT2LMHeadModel(GPT2Config(**size, bos_token_id=1, eos_token_id=2)).eval()
     local = "ewft" in page

@@ -84,6 +84,11 @@ class Rows(Dataset):
     def __len__(self) -> int:
         return len(self.texts.labels)
 
+    def part(self, rows: slice) -> Rows:
+        """Some of them."""
+        texts = tops.Texts(self.texts.ids[rows], self.texts.mask[rows], self.texts.labels[rows])
+        return Rows(texts, None if self.hidden is None else self.hidden[rows])
+
     def __getitem__(self, index: int) -> int:
         return index
 

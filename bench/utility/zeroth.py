@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,10 @@ class Bench(frost.Bench):
     """The data, and one run of any row."""
 
     def __init__(self, model: Path, train: Path, held_out: Path, size: frost.Size):
-        super().__init__(model, train, held_out, size)
+        super().__init__(model, train, held_out, replace(size, held_out=2 * size.held_out))
+        both, half = self.held_out, size.held_out
+        self.held_out, self.tuned_on = (both.part(slice(first, first + half)) for first in (0, half))
+        self.rates: dict[str, float] = {}
         self.multiplier = cache(self._multiplier)
 
     def _multiplier(self, epsilon: float, steps: int, batch_size: int) -> float:
@@ -67,7 +71,7 @@ class Bench(frost.Bench):
             # The data is public.
             unsafe_seed=row["seed"],
         )
-        seconds, _ = suite.timed(lambda: list(suite.train(run)))
+        seconds = suite.train(run)
         event = run.ledger.event()
         run.detach()
         return {
@@ -87,23 +91,28 @@ class Bench(frost.Bench):
         return {**batch, **{name: batch[name][:, :2] for name in ("inputs_embeds", "attention_mask")}}
 
 
-def runs(bench: Bench, seeds: int, table: suite.Table) -> Iterator[suite.Run]:
-    """Learning rates, then the rows with the best of these."""
+def settings(bench: Bench, table: suite.Table, seeds: int) -> Iterator[suite.Row]:
+    """Learning rates at the largest epsilon, on beyond the edge while the best lies there; then rows with the best of them."""
     steps = {form: times * bench.size.steps for form, (times, _) in FORMS.items()}
-    for form, (_, rates) in FORMS.items():
-        yield from suite.interior(table, rates, partial(_rate, bench, form, steps[form]), "accuracy", largest=True)
-    bench.learn_rates(table.rows)
+    for form, (_, grid) in FORMS.items():
+        row = {"part": "rate", "form": form, "steps": steps[form], "epsilon": bench.size.epsilons[-1]}
+        tried = [*grid]
+        while True:
+            yield from ({**row, "learning_rate": rate, "seed": SEED} for rate in tried)
+            found = {own["learning_rate"]: own["accuracy"] for own in table.rows if row.items() <= own.items()}
+            known = sorted(found)
+            if len(known) < len(tried):
+                # Time was up.
+                return
+            best = bench.rates[form] = max(known, key=lambda rate: (found[rate], 0.0))
+            if best not in (known[0], known[-1]) or len(known) == 8:
+                break
+            tried = [*known, known[0] ** 2 / known[1] if best == known[0] else known[-1] ** 2 / known[-2]]
     rows = [
         {"part": "accuracy", "form": form, "steps": steps[form], "epsilon": epsilon}
         for epsilon, form in itertools.product(bench.size.epsilons, FORMS)
     ]
-    yield from suite.each(suite.by_seed(rows, seeds), bench.run)
-
-
-def _rate(bench: Bench, form: str, steps: int, rate: float) -> suite.Run:
-    """A learning rate at the largest epsilon."""
-    row = {"part": "rate", "form": form, "steps": steps, "epsilon": bench.size.epsilons[-1], "learning_rate": rate}
-    return (row := {**row, "seed": SEED}), partial(bench.run, row)
+    yield from suite.by_seed(rows, seeds)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -115,9 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         train="TSV with the columns sentence and label",
         eval="TSV of the same form, held out",
     )
-    options, size, table = suite.begin(parser, arguments)
-    bench = Bench(options.model, options.train, options.eval, size)
-    suite.measure(table, runs(bench, options.seeds, table), options.minutes, options.shard, options.skip_failures)
+    options, size = suite.begin(parser, arguments)
+    bench, table = Bench(options.model, options.train, options.eval, size), suite.Table(options.json)
+    suite.measure(table, settings(bench, table, options.seeds), bench.run, options.minutes)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ def test_a_kernel_that_raises_is_a_failed_check(monkeypatch):
     assert "ZeroDivisionError" in row["raised"]
 
 
+@pytest.mark.slow
 def test_recordings_are_checked(monkeypatch):
     """Where a processor runs a pass again in the place of a replay."""
     record_on_a_processor(monkeypatch)

@@ -32,7 +32,7 @@ def rows_of(settings):
     return [json.loads(line) for line in (Path(settings["output"]) / "rounds.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.timeout(600)  # Ray starts its processes, three rounds run
+@pytest.mark.slow  # Ray starts its processes, three rounds run
 def test_flwr_run_in_simulation(settings, tmp_path):
     """Three clients, three rounds, private tokens perturbed once; perplexity falls, cards are there, nothing is left running."""
     settings = settings | {"rounds": 3, "min_clients": 3, "perturbation": "selective", "round_seconds": 300.0}

@@ -13,7 +13,7 @@ FILES = ("test_norms.py", "test_instances.py")
 CHOSEN = "layout or repeated_ids or ragged_units or cross_inner or nan_in_one or every_shape or keeps"
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx2"])
+@pytest.mark.parametrize("isa", [pytest.param("portable", marks=pytest.mark.slow), "avx2"])
 def test_lower_instruction_sets(isa):
     order = ("portable", "avx2", "avx512")
     if order.index(_native.isa()) <= order.index(isa):

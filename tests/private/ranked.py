@@ -170,7 +170,9 @@ def sharded(rank: int, size: int, folder: Path) -> dict[str, Any]:
     found = {}
     for case in wanted:
         for noise in (1.0, 0.0) if "FULL" in os.environ else (1.0,):
-            for way in (shard, checkpointed) if "FULL" in os.environ or case not in SELECTING else (shard,):
+            # Blocks that compute their activations anew are in pieces too.
+            ways = (shard,) if case in SELECTING else (checkpointed,)
+            for way in (shard, checkpointed) if "FULL" in os.environ else ways:
                 # Sums are reduced in each microbatch, or stay whole over a logical batch.
                 shards.WHOLE_SUMS = 0.0 if way is shard else 1.0
                 found[case, noise, way.__name__] = trained(case, noise, way)

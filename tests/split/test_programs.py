@@ -92,6 +92,7 @@ def losses_by_step(folder):
     return {row["step"]: row["loss"] for row in rows}, len(rows)
 
 
+@pytest.mark.slow
 def test_two_processes_train_over_tls_and_survive_kills(world, processes, tmp_path):
     """kill -9 of the vendor twice and of the customer once: the run is bit for bit that of one process without stops."""
     address = f"localhost:{free_port()}"
