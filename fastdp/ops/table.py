@@ -12,6 +12,7 @@ import torch
 
 from .factors import in_full_precision
 from .operands import Operand, Operands, check_written, inspect
+from .stream import need_no_threads
 
 _library = torch.library.Library("fastdp", "DEF")
 
@@ -97,6 +98,7 @@ class Op:
 
     def on(self, device: str, *args: Any) -> Any:
         """What a call comes to on a device type, its arguments taken as they are."""
+        need_no_threads()
         function = self.implementations.get(device)
         try:
             result = NotImplemented if function is None else function(*args)
