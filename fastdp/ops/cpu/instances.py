@@ -38,7 +38,7 @@ def instance_sum(instances: Tensor, weights: Tensor, weights_unmasked: Tensor | 
         return _sum(instances, weights)
     if weights_unmasked.dtype != torch.float32:
         return NotImplemented
-    total = torch.empty(instances.shape[1:])
+    total = torch.empty([*instances.shape[1:]])
     both = weights.contiguous(), weights_unmasked.contiguous()
     given = instances, instances.shape[0], total.numel(), *both, mask.contiguous()
     _native.instance_masked_sum(*given, total, native_threads())
@@ -47,7 +47,7 @@ def instance_sum(instances: Tensor, weights: Tensor, weights_unmasked: Tensor | 
 
 def _sum(instances: Tensor, weights: Tensor) -> Tensor:
     """The sum of instances that are served, by float32 weights."""
-    total = torch.empty(instances.shape[1:])
+    total = torch.empty([*instances.shape[1:]])
     size = total.numel()
     _native.instance_sum(instances, instances.shape[0], size, weights.contiguous(), total, native_threads())
     return total
