@@ -15,6 +15,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from fastdp.methods.encoding import ADDED, encode_private
-from fastdp.untrusted import parse_json, quote
+from fastdp.untrusted import escape_controls, open_regular, parse_json, quote, read_text
 
 IGNORED = -100
 PARQUET = ".parquet"
@@ -366,25 +367,53 @@ def _read_parquet(path: Path) -> Rows:
     except ImportError:
         raise DataError(f"reading {path} needs pyarrow: pip install 'fastdp-lm[trainer]'") from None
     try:
+        open_regular(path).close()
         table = parquet.read_table(path)
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} is no Parquet file that can be read: {str(error).splitlines()[0]}") from None
     features = {}
     if b"huggingface" in (table.schema.metadata or {}):
-        features = _features(path).from_arrow_schema(table.schema)
-    return _arrow_rows(path, table.column_names, table.to_pylist(), features)
+        kind = _features(path)
+        with _refusing(path, "Parquet file of the datasets package"):
+            features = kind.from_arrow_schema(table.schema)
+    with _refusing(path, "Parquet file"):
+        return _arrow_rows(path, table.column_names, table.to_pylist(), features)
 
 
 def _read_saved_dataset(path: Path) -> Rows:
+    kind = "data set saved by datasets.Dataset.save_to_disk"
     splits = path / "dataset_dict.json"
     if splits.exists():
-        names = ", ".join(str(path / name) for name in json.loads(splits.read_text())["splits"])
-        raise DataError(f"{path} holds several data sets; name one of them: {names}")
+        with _refusing(splits, "list of data sets"):
+            names = parse_json(read_text(splits))["splits"]
+            if not isinstance(names, list):
+                raise ValueError("splits is no list")
+            places = ", ".join(escape_controls(str(path / name)) for name in names)
+        raise DataError(f"{path} holds several data sets; name one of them: {places}")
     _features(path)
     from datasets import load_from_disk
 
-    saved = load_from_disk(str(path))
-    return _arrow_rows(path, saved.column_names, list(saved), saved.features)
+    with _refusing(path, kind):
+        parse_json(read_text(path / "dataset_info.json"))
+        for file in parse_json(read_text(path / "state.json"))["_data_files"]:
+            if Path(file["filename"]).name != file["filename"]:
+                raise ValueError(f"it names {quote(file['filename'])}, which lies elsewhere")
+            open_regular(path / file["filename"]).close()
+        saved = load_from_disk(str(path))
+        return _arrow_rows(path, saved.column_names, list(saved), saved.features)
+
+
+@contextmanager
+def _refusing(path: Path, kind: str) -> Iterator[None]:
+    """Raise DataError in place of whatever a library raises on a file of another party that is not what it says."""
+    try:
+        yield
+    except Exception as error:
+        said = str(error).splitlines()
+        reason = escape_controls(said[0][:200]) if said else ""
+        raise DataError(
+            f"{path} is no {kind} that can be read: save it again ({type(error).__name__}: {reason})"
+        ) from None
 
 
 def _features(path: Path) -> Any:

@@ -1,6 +1,7 @@
 """Files in, examples out: formats, and one sentence for each way a file can be bad."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -195,6 +196,61 @@ def test_class_numbers_become_names(tmp_path):
         assert table.column("label", "label") == ["neg", "-1"]
         assert table.lists("tags", "label", str.split) == [["pos", "neg"], []]
         assert table.place(1) == f"{path}, row 2"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("dataset_dict.json", "{}", "KeyError: 'splits'"),
+        ("dataset_dict.json", "[]", "TypeError"),
+        ("dataset_dict.json", '{"splits": null}', "splits is no list"),
+        ("dataset_dict.json", '{"splits": [1]}', "TypeError"),
+        ("dataset_dict.json", "nothing", "JSONDecodeError"),
+        ("dataset_dict.json", b"\xff\xfe", "UnicodeDecodeError"),
+        ("dataset_dict.json", None, "no regular file"),
+        ("dataset_info.json", "", "JSONDecodeError"),
+        ("dataset_info.json", "[1]", "AttributeError"),
+        ("dataset_info.json", '{"features": {"text": 3}}', "TypeError"),
+        ("dataset_info.json", None, "no regular file"),
+        ("state.json", "{}", "KeyError: '_data_files'"),
+        ("state.json", "nothing", "JSONDecodeError"),
+        ("state.json", '{"_data_files": [{"filename": "absent.arrow"}]}', "FileNotFoundError"),
+        ("state.json", '{"_data_files": [{"filename": "../other/data.arrow"}]}', "lies elsewhere"),
+        ("state.json", '{"_data_files": [{"filename": "/etc/passwd"}]}', "lies elsewhere"),
+        ("data-00000-of-00001.arrow", b"junk" * 100, "ArrowInvalid"),
+    ],
+)
+def test_a_saved_data_set_of_another_party_is_read_or_refused(tmp_path, file, content, said):
+    """Whatever its files hold: one sentence, and no file elsewhere is opened; None is a pipe, which nobody writes to."""
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(tmp_path / "saved")
+    path = tmp_path / "saved" / file
+    path.unlink(missing_ok=True)
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match="that can be read: save it again") as found:
+        read_rows(tmp_path / "saved")
+    assert said in str(found.value)
+    assert len(str(found.value).splitlines()) == 1
+
+
+def test_names_of_splits_are_shown_and_move_no_cursor(tmp_path):
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["\\u001b[2Jtrain"]}')
+    with pytest.raises(DataError, match=r"name one of them: .*\\x1b\[2Jtrain"):
+        read_rows(tmp_path)
+
+
+def test_features_that_a_parquet_file_states_and_nobody_knows(tmp_path):
+    pytest.importorskip("datasets")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for stated in (b"nothing", b"\xff", b'{"info": {"features": {"text": {"_type": "Nope"}}}}'):
+        table = pyarrow.table({"text": ["a"]}).replace_schema_metadata({b"huggingface": stated})
+        parquet.write_table(table, tmp_path / "a.parquet")
+        with pytest.raises(DataError, match="that can be read: save it again"):
+            read_rows(tmp_path / "a.parquet")
 
 
 def test_missing_file_and_foreign_folder(tmp_path):

@@ -32,6 +32,18 @@ def _check_instances(instances: Tensor, mask: Tensor | None) -> None:
         raise ValueError(f"mask has shape {tuple(mask.shape)}: a gradient has {tuple(instances.shape[1:])}")
 
 
+def _is_plain(x: Tensor) -> bool:
+    """Whether a tensor needs no other check than of its shape: small gradients wait for the checks of `Op`."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) is Tensor
+        and x.dtype is torch.float32
+        and x.is_cpu
+        and x.is_contiguous()
+        and not x.is_neg()
+    )
+
+
 def _rows(instances: Tensor) -> Tensor:
     return instances.to(accumulator(instances)).reshape(instances.shape[0], math.prod(instances.shape[1:]))
 
@@ -83,6 +95,8 @@ def instance_sqnorm(instances: Tensor) -> Tensor:
     >>> instance_sqnorm(gradients)
     tensor([25.,  1.])
     """
+    if _is_plain(instances) and instances.dim():
+        return INSTANCE_NORMS.on("cpu", instances, SQUARE, None)[0]
     return INSTANCE_NORMS(instances, SQUARE, None)[0]
 
 
@@ -185,6 +199,8 @@ def instance_sum(instances: Tensor, weights: Tensor) -> Tensor:
     >>> instance_sum(gradients, torch.tensor([0.2, 1.0]))
     tensor([ 1.6000, -0.8000])
     """
+    if _is_plain(instances) and _is_plain(weights) and instances.dim() and weights.shape == instances.shape[:1]:
+        return INSTANCE_SUM.on("cpu", instances, weights, None, None)
     return INSTANCE_SUM(instances, weights, None, None)
 
 
@@ -330,7 +346,7 @@ def _instance_sum_on_cpu(
         return _sum(instances, weights)
     if weights_unmasked.dtype != torch.float32:
         return NotImplemented
-    total = torch.empty(instances.shape[1:])
+    total = torch.empty([*instances.shape[1:]])
     both = weights.contiguous(), weights_unmasked.contiguous()
     given = instances, instances.shape[0], total.numel(), *both, mask.contiguous()
     _native.instance_masked_sum(*given, total, native_threads())
@@ -339,7 +355,7 @@ def _instance_sum_on_cpu(
 
 def _sum(instances: Tensor, weights: Tensor) -> Tensor:
     """The sum of instances that are served, by float32 weights."""
-    total = torch.empty(instances.shape[1:])
+    total = torch.empty([*instances.shape[1:]])
     size = total.numel()
     _native.instance_sum(instances, instances.shape[0], size, weights.contiguous(), total, native_threads())
     return total

@@ -268,6 +268,12 @@ def native_threads() -> int:
     return 1 if _forked else torch.get_num_threads()
 
 
+def need_no_threads() -> None:
+    """In a forked process, keep torch to one thread: its products would wait for the missing ones without end."""
+    if _forked and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+
+
 def _rekey_in_child() -> None:
     global _forked
     _forked = True

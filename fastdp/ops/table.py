@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .factors import in_full_precision
+from .stream import need_no_threads
 
 #: Operands that the host reads, wherever the others are.
 ON_HOST = frozenset(("position", "drawn", "offsets", "offsets1", "offsets2"))
@@ -241,6 +242,7 @@ class Op:
 
     def on(self, device: str, *args: Any) -> Any:
         """What a call comes to on a device type, its arguments taken as they are."""
+        need_no_threads()
         function = self.implementations.get(device)
         try:
             result = NotImplemented if function is None else function(*args)

@@ -125,9 +125,8 @@ def test_a_changed_mask_is_packed_again():
     assert float(ops.masked_sqnorm(left, right, offsets, everything)[1]) == 0
 
 
-@pytest.mark.skipif(not HAS_KERNELS, reason="norms are products of torch there, which hang in a forked child")
 def test_a_forked_child_needs_no_threads():
-    """OpenMP's threads are missing there: a kernel that waits for them never ends."""
+    """OpenMP's threads are missing there: a kernel, or a product of torch, that waits for them never ends."""
     script = """
 import os, signal, torch
 from fastdp import ops
@@ -135,7 +134,7 @@ torch.set_num_threads(2)
 left, right, ids = torch.randn(2048, 300), torch.randn(2048, 130), torch.randint(300, (2048,))
 offsets, mask, weights = torch.tensor([0, 1000, 2048]), torch.rand(300, 130) < 0.5, torch.rand(2)
 out, x, rows = torch.zeros(300, 130), torch.randn(2, 300_000), torch.rand(2048)
-chosen = x[0] > 0
+chosen, doubles = x[0] > 0, (left.double(), right.double())
 calls = [
     lambda: ops.sqnorm(left, right, offsets, "direct"), lambda: ops.sqnorm(left, right, offsets, "gram"),
     lambda: ops.masked_sqnorm(left, right, offsets, mask), lambda: ops.abs_sum(ids, right, offsets),
@@ -144,6 +143,8 @@ calls = [
     lambda: ops.masked_weighted_sum(left, right, weights, weights, mask, out, offsets),
     lambda: ops.masked_weighted_sum(ids, right, weights, weights, mask, out, offsets),
     lambda: ops.affine_sums(right, right, rows, rows, offsets), lambda: ops.instance_masked_sqnorm(x, chosen),
+    lambda: ops.weighted_sum(left, right, weights, out, offsets=offsets), lambda: ops.instance_sum(x, weights),
+    lambda: ops.per_unit(left, right, offsets), lambda: ops.sqnorm(*doubles, offsets, "gram"),
 ]
 left.T @ left  # starts the threads
 for number, call in enumerate(calls):
