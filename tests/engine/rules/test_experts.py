@@ -253,10 +253,11 @@ def test_stacks_that_are_computed_from_parameters_are_run_one_at_a_time() -> Non
                 self.stack = own  # type: ignore[assignment]
 
     model = Scaled()
+    engine, tickets = engine_for(model, 0.5)
+    tickets.append(ticket(ROWS))
     with pytest.warns(UserWarning, match="one-example route"):
-        engine, tickets = engine_for(model, 0.5)
-        tickets.append(ticket(ROWS))
-        engine.model(**routed())["loss"].backward()
+        loss = engine.model(**routed())["loss"]
+    loss.backward()
     units = alone(Scaled(), routed())
     scales = (0.5 / norms(units)).clamp(max=1)
     wanted = sum(scale * unit["stack"] for scale, unit in zip(scales, units))
