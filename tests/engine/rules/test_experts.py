@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fastdp.engine.capture.memory import kept_bytes
 from fastdp.engine.uses.layout import Ticket
 from tests.cases import cases
 from tests.engine.nets import Net, exact
@@ -262,3 +263,15 @@ def test_stacks_that_are_computed_from_parameters_are_run_one_at_a_time() -> Non
     scales = (0.5 / norms(units)).clamp(max=1)
     wanted = sum(scale * unit["stack"] for scale, unit in zip(scales, units))
     assert relative(engine.accumulator.sums["stack"], wanted) < 1e-4
+
+
+def test_memory_is_that_of_the_factors_and_not_of_whole_stacks() -> None:
+    model = stock("mixtral")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" in name)
+    engine = stepped(model, texts(), 0.5)
+    assert engine.route == "uses", engine.reason
+    assert engine.trace is not None
+    tokens, widths = ROWS * TOKENS * SHAPE["num_experts_per_tok"], (WIDTH + 2 * HIDDEN) + (HIDDEN + WIDTH)
+    found = kept_bytes(engine.trace, engine.read, ROWS, ROWS, 1.0, torch.device("cpu"))
+    assert found == SHAPE["num_hidden_layers"] * tokens * widths * 4
