@@ -43,7 +43,7 @@ class AbsoluteSink(NormSink):
         rounding = factors.rounding()
         self.add_powers(
             name,
-            ops.abs_sum(factors.left, factors.right, factors.offsets(layout)),
+            factors.by_unit(ops.abs_sum(factors.left, factors.right, factors.offsets(layout))),
             rounding,
             products=factors.row_products(layout, 1),
             tokens=factors.lengths(layout),

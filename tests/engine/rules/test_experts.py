@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fastdp.ops as ops
 from fastdp.engine.capture.memory import kept_bytes
+from fastdp.engine.uses.experts import ExpertFactors
 from fastdp.engine.uses.layout import Ticket
 from tests.cases import cases
 from tests.engine.nets import Net, exact
@@ -275,3 +277,29 @@ def test_memory_is_that_of_the_factors_and_not_of_whole_stacks() -> None:
     tokens, widths = ROWS * TOKENS * SHAPE["num_experts_per_tok"], (WIDTH + 2 * HIDDEN) + (HIDDEN + WIDTH)
     found = kept_bytes(engine.trace, engine.read, ROWS, ROWS, 1.0, torch.device("cpu"))
     assert found == SHAPE["num_hidden_layers"] * tokens * widths * 4
+
+
+@cases("shape", [(6, 5), (72, 80)])
+@cases("tokens", [0, 1, 300])
+def test_norms_of_a_stack_are_those_of_its_units_gradients(shape: tuple[int, int], tokens: int) -> None:
+    """Squares and absolute values of units whose tokens are spread over matrices, some of which have none."""
+    torch.manual_seed(0)
+    units, (m, n) = 3, shape
+    left, right = torch.randn(tokens, m), torch.randn(tokens, n)
+    matrices, owners = torch.randint(0, EXPERTS - 1, (tokens,)), torch.randint(0, units, (tokens,))
+    layout = Ticket(torch.arange(units), torch.ones(units), True).layout(torch.device("cpu"))
+    use = ExpertFactors.of_tokens(left, right, matrices * units + owners, EXPERTS, units)
+    truth = torch.zeros(units, EXPERTS, m, n, dtype=torch.float64)
+    truth.index_put_((owners, matrices), torch.einsum("tm,tn->tmn", left.double(), right.double()), accumulate=True)
+    squares, products = use.powers(layout)
+    assert torch.allclose(squares.double(), truth.square().sum((1, 2, 3)), rtol=1e-5)
+    assert bool((products.square() * (1 + 1e-9) >= truth.square().sum((1, 2, 3))).all())
+    sizes = use.by_unit(ops.abs_sum(use.left, use.right, use.offsets(layout)))
+    assert torch.allclose(sizes, truth.abs().sum((1, 2, 3)), rtol=1e-5)
+    weights, total = torch.tensor([1.0, 0.0, 0.5]), torch.zeros(EXPERTS, m * n)
+    use.add_to(total, weights, layout)
+    wanted = torch.einsum("u,uemn->emn", weights.double(), truth).flatten(1)
+    assert torch.allclose(total.double(), wanted, atol=1e-4)
+    own = torch.zeros_like(total)
+    use.unit_to(own, 2, use.offsets(layout).tolist())
+    assert torch.allclose(own.double(), truth[2].flatten(1), atol=1e-4)
