@@ -113,6 +113,7 @@ class Trace:
         self.carries_rows |= {key: fold for key, fold in latest.carries_rows.items() if key not in self.carries_rows}
         self.meetings |= {key: met for key, met in latest.meetings.items() if key not in self.meetings}
         self.uses |= latest.uses
+        self.selections |= latest.selections
 
     @contextmanager
     def trying(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from fastdp.engine.uses.layout import Ticket
 from tests.cases import cases
 from tests.engine.nets import Net, exact
 from tests.engine.reference import Recording, engine_for, feed, norms, one_at_a_time, relative, stepped, ticket
-from tests.engine.runs import collate, examples
+from tests.engine.runs import clipped_sum, collate, error, examples, one_by_one
 
 ROWS, TOKENS, WORDS, WIDTH, HIDDEN, EXPERTS = 5, 11, 61, 24, 40, 5
 SHAPE = {
@@ -303,3 +303,35 @@ def test_norms_of_a_stack_are_those_of_its_units_gradients(shape: tuple[int, int
     own = torch.zeros_like(total)
     use.unit_to(own, 2, use.offsets(layout).tolist())
     assert torch.allclose(own.double(), truth[2].flatten(1), atol=1e-4)
+
+
+def test_experts_that_a_later_batch_reads_first() -> None:
+    """A loop that leaves out experts without tokens: the first batch has tokens for one of two."""
+
+    def sparse(net: Any, h: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(h)
+        for positive, expert in ((True, net.one), (False, net.two)):
+            where = ((h[:, 0] > 0) == positive).nonzero().flatten()
+            if len(where):
+                out = out.index_add(0, where, expert(h[where]))
+        return out
+
+    def model() -> nn.Module:
+        net = Net(sparse, one=nn.Linear(6, 6), two=nn.Linear(6, 6))
+        with torch.no_grad():
+            net.one.weight.fill_(0.1).add_(torch.eye(6))
+            net.two.weight.copy_(net.one.weight.flip(0))
+            net.one.bias.fill_(0.2)
+            net.two.bias.fill_(-0.1)
+        return net
+
+    every = collate(examples(24))
+    above = torch.tanh(model().first(every["x"]))[:, 0] > 0  # type: ignore[operator]
+    assert 4 < int(above.sum()) < 20
+    engine, tickets = engine_for(model(), 0.5)
+    for rows in (above.nonzero().flatten()[:5], torch.arange(6, 12), (~above).nonzero().flatten()[:3]):
+        data = {name: t[rows] for name, t in every.items()}
+        feed(engine, tickets, data)
+        got = {n: engine.accumulator.sums.get(n, torch.zeros_like(p)) for n, p in engine.parameters.items()}
+        assert error(got, clipped_sum(one_by_one(model(), data), 0.5)) < EXACT
+    assert engine.route == "uses", engine.reason
