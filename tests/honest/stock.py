@@ -369,15 +369,36 @@ def image_autoencoder_mae() -> Case:
     return Case(hf.ViTMAEForPreTraining(config), rows, None, exact=False)
 
 
-@program("one-example", "data choose which tokens an expert's weights see")
+@program()
 def mixture_of_experts() -> Case:
     """Mixtral, fine-tuned as a whole."""
-    return Case(
-        build("Mixtral", "ForCausalLM", num_local_experts=4, num_experts_per_tok=2),
-        kit.id_rows(),
-        kit.causal,
-        exact=False,
-    )
+    return _mixture("Mixtral", num_local_experts=4)
+
+
+@program()
+def mixture_of_many_experts() -> Case:
+    """Qwen3-MoE, fine-tuned as a whole."""
+    return _mixture("Qwen3Moe", num_experts=8, moe_intermediate_size=8, **_HEAD_DIM)
+
+
+@program()
+def mixture_of_experts_with_biases() -> Case:
+    """GPT-OSS, fine-tuned as a whole."""
+    return _mixture("GptOss", num_local_experts=4, **_HEAD_DIM)
+
+
+@program()
+def mixture_as_a_loop() -> Case:
+    """Mixtral with experts_implementation="eager", a loop over the experts that have tokens."""
+    case = _mixture("Mixtral", num_local_experts=4)
+    case.model.set_experts_implementation("eager")
+    case.exact = True
+    return case
+
+
+def _mixture(kind: str, **experts: Any) -> Case:
+    # Torch's grouped product has no float64.
+    return Case(build(kind, "ForCausalLM", num_experts_per_tok=2, **experts), kit.id_rows(), kit.causal, exact=False)
 
 
 def packing(rows: list[Any]) -> dict[str, torch.Tensor]:

@@ -42,6 +42,7 @@ def kept_bytes(
     ``parameters`` are the trained ones as modules read them, and rows are ``longer`` than the traced ones: see `longest`.
     """
     kept, sources = 0.0, set()
+    stacks = {read.parameter for read in trace.reads if read.operation == "grouped_mm"}
     half = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     for read in trace.reads:
         name, seen, parameter = read.parameter, read.input_shape, parameters[read.parameter]
@@ -52,12 +53,15 @@ def kept_bytes(
         if read.operation in LOOKUPS:
             kept += elements * (8 + parameter.shape[1] * dtype.itemsize)
             continue
+        if name in stacks and not seen:
+            continue
         # A convolution's input has its channels second, and is unfolded.
         spatial, whole = "conv" in read.operation and len(seen) > 2, parameter.dim() < 2 or not seen
         if not whole:
             columns = max(1, parameter.numel() // parameter.shape[0] if spatial else seen[-1])
             tokens, width = elements / max(1, seen[1] if spatial else columns), max(1, parameter.numel() // columns)
-            alone = trace.uses[name] == 1 and name not in trace.tables
+            width //= parameter.shape[0] if name in stacks else 1
+            alone = trace.uses[name] == 1 and name not in trace.tables | stacks
             sizes = width, columns, max(1, round(tokens / units)), units
             whole = alone and plan_route(*sizes, dtype=dtype, device=device) == "instantiate"
         if whole:

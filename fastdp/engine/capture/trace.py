@@ -113,6 +113,7 @@ class Trace:
         self.carries_rows |= {key: fold for key, fold in latest.carries_rows.items() if key not in self.carries_rows}
         self.meetings |= {key: met for key, met in latest.meetings.items() if key not in self.meetings}
         self.uses |= latest.uses
+        self.selections |= latest.selections
 
     @contextmanager
     def trying(self) -> Iterator[None]:
@@ -236,6 +237,9 @@ class _Recorder(Follow):
     def note(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
         """Look at one operation before it runs."""
         found = [self.names[id(t)] for t in given if id(t) in self.names]
+        if func in GROUPED:
+            # A stack is mostly read through its transpose.
+            found = [self.names[number] for number in self.sources(given)]
         operation = OPERATIONS.get(func, getattr(func, "__name__", str(func)))
         owned = any(map(self.is_owned, given))
         if owned and (func in LOSSES or self.sources(given)):

@@ -56,13 +56,13 @@ class ExpertFactors(Factors):
         """They have no form with one pair for all matrices."""
         raise UnsupportedUse("experts' weights have a mask, or axes, or several uses")
 
-    def by_unit(self, of_runs: torch.Tensor) -> torch.Tensor:
-        """Numbers of runs ``[count * units]`` as ``[count, units]``."""
-        return of_runs.view(self.count, -1)
+    def by_unit(self, sizes: torch.Tensor, order: int = 1) -> torch.Tensor:
+        """The norm of this order, by unit, of sizes of the runs."""
+        return (sizes.double().view(self.count, -1) ** order).sum(0) ** (1 / order)
 
     def lengths(self, layout: Layout) -> torch.Tensor:
         """Tokens of each unit in the matrix that has most of them: the roundings of every other are fewer."""
-        return self.by_unit(super(ExpertFactors, self).lengths(layout)).amax(0)
+        return super(ExpertFactors, self).lengths(layout).view(self.count, -1).amax(0)
 
     def powers(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         """Squared norms by Gram matrices of the runs, and directly where these are not good enough."""
@@ -77,13 +77,12 @@ class ExpertFactors(Factors):
             most = longest_by_gram(*sizes) if bounds.device.type == "cpu" else INT64_MAX
             squares, short = (found[0] for found in ops.gram_norms(left, right, [1], bounds, (), most))
             hidden = gammas([self.rounding().gram(*sizes)], tokens)[0] * short.square()
-            of_units, known = (self.by_unit(each).sum(0) for each in (hidden, squares))
-            self.poor = of_units > REMEASURED * known
-            again = ((self.by_unit(short > 0) & self.poor).flatten() | (tokens > most)).unsqueeze(0)
+            self.poor = self.by_unit(hidden) > REMEASURED * self.by_unit(squares)
+            again = (((short > 0) & self.poor.repeat(self.count)) | (tokens > most)).unsqueeze(0)
             if again.device.type != "cpu" or bool(again.any()):
                 squares = torch.where(again, ops.chosen_sqnorm(left, right, bounds, again), squares)[0]
         # Errors of the matrices are those of parts of one vector.
-        return self.by_unit(squares).double().sum(0), self.by_unit(products).square().sum(0).sqrt()
+        return self.by_unit(squares), self.by_unit(products, 2)
 
     def add_to(self, total: torch.Tensor | None, weights: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Add the units' gradients by ``weights`` ``[units]`` to ``total`` ``[count, m n]``."""

@@ -101,12 +101,18 @@ class Factors:
             return self.bounds.cpu() if host else self.bounds
         return layout.offsets(self.right.shape[0], laned=self.laned, host=host)
 
+    def by_unit(self, sizes: torch.Tensor, order: int = 1) -> torch.Tensor:
+        """The norm of this order, by unit, of numbers for each pair of `offsets`."""
+        return sizes
+
     def lengths(self, layout: Layout) -> torch.Tensor:
         """Tokens of each unit that add anything, so that padding is none: float64 ``[units]``."""
         return ops.token_counts([self.left], self.right, self.offsets(layout))
 
     def scales_of_errors(self, layout: Layout, order: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
         """`row_products` and `lengths`, at once."""
+        if self.stacked:
+            return self.row_products(layout, order), self.lengths(layout)
         own = self.dense()
         return ops.counted_products(own.left, own.right, self.offsets(layout), order)
 
@@ -116,7 +122,8 @@ class Factors:
 
     def row_products(self, layout: Layout, order: int = 2) -> torch.Tensor:
         """The scale of a unit's rounding errors, ``[units]`` float64: see `fastdp.ops.row_products`."""
-        return self.scales_of_errors(layout, order)[0]
+        own = self if self.stacked else self.dense()
+        return self.by_unit(ops.row_products(own.left, own.right, self.offsets(layout), order), order)
 
     def powers(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         """Computed squared norms (by Gram matrices, or from a table's rows), and the `row_products`: ``[units]`` each."""

@@ -377,7 +377,8 @@ def _product(meeting: Meeting, func: Any, x: Any, weight: Any, bias: Any, *, swa
     if isinstance(x, PerLane) or x is not meeting.activation or fold.axis == x.dim() - 1:
         return NotImplemented
     if isinstance(weight, PerLane):
-        if weight.shared is None or weight.dim() != 2:
+        lost = isinstance(fold, Selection) and (weight.shared is None or weight.shared.pull is None)
+        if weight.shared is None or weight.dim() != 2 or lost:
             return NotImplemented
         shared = weight.shared
         out = SharedProduct.apply(x, shared, tap, swap, fold, *shared.sources)

@@ -43,7 +43,7 @@ class AbsoluteSink(NormSink):
         rounding, (products, counts) = factors.rounding(), factors.scales_of_errors(layout, 1)
         self.add_powers(
             name,
-            ops.abs_sum(factors.left, factors.right, factors.offsets(layout)),
+            factors.by_unit(ops.abs_sum(factors.left, factors.right, factors.offsets(layout))),
             rounding,
             products=products,
             tokens=counts,

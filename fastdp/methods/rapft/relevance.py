@@ -57,7 +57,7 @@ class _MapSink:
         if factors.one_hot:
             self._rows(parameter, factors, layout)
             return
-        offsets = layout.offsets(factors.right.shape[0], laned=factors.laned)
+        offsets = factors.offsets(layout)
         left, right = factors.oriented
         self._add(parameter, ops.per_unit(left, right, offsets))
 

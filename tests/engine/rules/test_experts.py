@@ -11,11 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fastdp.ops as ops
+from fastdp.engine.capture.memory import kept_bytes
+from fastdp.engine.uses.experts import ExpertFactors
 from fastdp.engine.uses.layout import Ticket
 from tests.cases import cases
 from tests.engine.nets import Net, exact
 from tests.engine.reference import Recording, engine_for, feed, norms, one_at_a_time, relative, stepped, ticket
-from tests.engine.runs import collate, examples
+from tests.engine.runs import clipped_sum, collate, error, examples, one_by_one
 
 ROWS, TOKENS, WORDS, WIDTH, HIDDEN, EXPERTS = 5, 11, 61, 24, 40, 5
 SHAPE = {
@@ -262,3 +265,73 @@ def test_stacks_that_are_computed_from_parameters_are_run_one_at_a_time() -> Non
     scales = (0.5 / norms(units)).clamp(max=1)
     wanted = sum(scale * unit["stack"] for scale, unit in zip(scales, units))
     assert relative(engine.accumulator.sums["stack"], wanted) < 1e-4
+
+
+def test_memory_is_that_of_the_factors_and_not_of_whole_stacks() -> None:
+    model = stock("mixtral")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" in name)
+    engine = stepped(model, texts(), 0.5)
+    assert engine.route == "uses", engine.reason
+    assert engine.trace is not None
+    tokens, widths = ROWS * TOKENS * SHAPE["num_experts_per_tok"], (WIDTH + 2 * HIDDEN) + (HIDDEN + WIDTH)
+    found = kept_bytes(engine.trace, engine.read, ROWS, ROWS, 1.0, torch.device("cpu"))
+    assert found == SHAPE["num_hidden_layers"] * tokens * widths * 4
+
+
+@cases("shape", [(6, 5), (72, 80)])
+@cases("tokens", [0, 1, 300])
+def test_norms_of_a_stack_are_those_of_its_units_gradients(shape: tuple[int, int], tokens: int) -> None:
+    """Squares and absolute values of units whose tokens are spread over matrices, some of which have none."""
+    torch.manual_seed(0)
+    units, (m, n) = 3, shape
+    left, right = torch.randn(tokens, m), torch.randn(tokens, n)
+    matrices, owners = torch.randint(0, EXPERTS - 1, (tokens,)), torch.randint(0, units, (tokens,))
+    layout = Ticket(torch.arange(units), torch.ones(units), True).layout(torch.device("cpu"))
+    use = ExpertFactors.of_tokens(left, right, matrices * units + owners, EXPERTS, units)
+    truth = torch.zeros(units, EXPERTS, m, n, dtype=torch.float64)
+    truth.index_put_((owners, matrices), torch.einsum("tm,tn->tmn", left.double(), right.double()), accumulate=True)
+    squares, products = use.powers(layout)
+    assert torch.allclose(squares.double(), truth.square().sum((1, 2, 3)), rtol=1e-5)
+    assert bool((products.square() * (1 + 1e-9) >= truth.square().sum((1, 2, 3))).all())
+    sizes = use.by_unit(ops.abs_sum(use.left, use.right, use.offsets(layout)))
+    assert torch.allclose(sizes, truth.abs().sum((1, 2, 3)), rtol=1e-5)
+    weights, total = torch.tensor([1.0, 0.0, 0.5]), torch.zeros(EXPERTS, m * n)
+    use.add_to(total, weights, layout)
+    wanted = torch.einsum("u,uemn->emn", weights.double(), truth).flatten(1)
+    assert torch.allclose(total.double(), wanted, atol=1e-4)
+    own = torch.zeros_like(total)
+    use.unit_to(own, 2, use.offsets(layout).tolist())
+    assert torch.allclose(own.double(), truth[2].flatten(1), atol=1e-4)
+
+
+def test_experts_that_a_later_batch_reads_first() -> None:
+    """A loop that leaves out experts without tokens: the first batch has tokens for one of two."""
+
+    def sparse(net: Any, h: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(h)
+        for positive, expert in ((True, net.one), (False, net.two)):
+            where = ((h[:, 0] > 0) == positive).nonzero().flatten()
+            if len(where):
+                out = out.index_add(0, where, expert(h[where]))
+        return out
+
+    def model() -> nn.Module:
+        net = Net(sparse, one=nn.Linear(6, 6), two=nn.Linear(6, 6))
+        with torch.no_grad():
+            net.one.weight.fill_(0.1).add_(torch.eye(6))
+            net.two.weight.copy_(net.one.weight.flip(0))
+            net.one.bias.fill_(0.2)
+            net.two.bias.fill_(-0.1)
+        return net
+
+    every = collate(examples(24))
+    above = torch.tanh(model().first(every["x"]))[:, 0] > 0  # type: ignore[operator]
+    assert 4 < int(above.sum()) < 20
+    engine, tickets = engine_for(model(), 0.5)
+    for rows in (above.nonzero().flatten()[:5], torch.arange(6, 12), (~above).nonzero().flatten()[:3]):
+        data = {name: t[rows] for name, t in every.items()}
+        feed(engine, tickets, data)
+        got = {n: engine.accumulator.sums.get(n, torch.zeros_like(p)) for n, p in engine.parameters.items()}
+        assert error(got, clipped_sum(one_by_one(model(), data), 0.5)) < EXACT
+    assert engine.route == "uses", engine.reason
