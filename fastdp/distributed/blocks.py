@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -132,6 +133,33 @@ class BlockReducer:
         under_way, self._under_way = self._under_way, None
         for name, piece in under_way.finish() if under_way is not None else ():
             self._keep(name, piece)
+
+
+class CaptureOrder:
+    """Record the parameters of captures, in order, on their way to a sink.
+
+    Args:
+        sink: takes every capture.
+        names: of the parameters, by identity.
+    """
+
+    def __init__(self, sink: Any, names: Mapping[int, str]):
+        self._sink, self._names = sink, names
+        self._sequence: list[str] = []
+
+    @property
+    def checksum(self) -> int:
+        """A number that ranks have in common if their captures came in the same order."""
+        return zlib.crc32(repr(self._sequence).encode())
+
+    def __getattr__(self, kind: str) -> Callable[..., None]:
+        take = getattr(self._sink, kind)
+
+        def record(parameter: torch.nn.Parameter, *captured: object) -> None:
+            self._sequence.append(self._names[id(parameter)])
+            take(parameter, *captured)
+
+        return record
 
 
 class LocalPieces:

@@ -65,6 +65,10 @@ class UnshardedParameters:
     def answer(self, wanted: bool) -> None:
         """Do from here on what any rank wanted."""
 
+    def alike(self, number: int) -> bool:
+        """Whether all ranks are here with the same number."""
+        return True
+
     def apart(self) -> AbstractContextManager[None]:
         """Meanwhile each rank may run passes of its own; what fails on one fails on all."""
         return nullcontext()
@@ -188,6 +192,10 @@ class Sharded(UnshardedParameters):
     def answer(self, wanted: bool) -> None:
         """Do from here on what any rank wanted."""
         self._agreed = wanted or self._agreed
+
+    def alike(self, number: int) -> bool:
+        """Whether all ranks are here with the same number; within `apart`, each rank is by itself."""
+        return self._apart or len(set(self._numbers(number))) == 1
 
     def _anyone(self, wanted: bool) -> bool:
         return any(self._numbers(int(wanted)))

@@ -369,10 +369,14 @@ def counted(rank: int, size: int, folder: Path) -> dict[str, Any]:
 def fused(rank: int, size: int, folder: Path) -> dict[str, Any]:
     """Weights after four steps of the optimizer that draws noise within its update; of two processes, in pieces."""
     found: dict[str, Any] = {}
-    for case in ("tied gpt2", "axes"):
+    shards.WHOLE_SUMS = 0.0
+    for label, case in {"tied": "tied gpt2", "axes": "axes", "two passes": "tied gpt2"}.items():
         name, tuning, options = CASES[case]
         model: Any = build(name, tuning)
         model.config.use_cache = False
+        if label == "two passes":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            options = {**options, "two_pass": True}
         if size > 1:
             shard(model)
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -385,7 +389,7 @@ def fused(rank: int, size: int, folder: Path) -> dict[str, Any]:
 
         _go_on(private, 4, count)
         moments = {n: pieces.full_tensor(optimizer.state[p]["exp_avg"]) for n, p in private.parameters.items()}
-        found[case] = {"weights": whole(model), "moments": moments, "unfused": unfused}
+        found[label] = {"weights": whole(model), "moments": moments, "unfused": unfused}
         private.detach()
     return found
 

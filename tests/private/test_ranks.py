@@ -238,7 +238,8 @@ def test_sums_are_reduced_a_block_at_a_time_and_the_host_reads_once_a_step(folde
             reductions = 1 if case == "whole sums" else len(step["microbatches"])
             # What is counted of units goes with the release, in one message more.
             assert step["sums"] == reductions * found["blocks"] + 1
-            assert step["host reads"] <= 1
+            # Two passes compare the order of their captures, as sums are reduced within the second.
+            assert step["host reads"] <= 1 + (len(step["microbatches"]) if case == "two passes" else 0)
 
 
 @in_pieces
@@ -253,7 +254,7 @@ def test_a_later_microbatch_is_looked_at_before_its_release_and_no_microbatch_wa
 
 @in_pieces
 def test_the_fused_update_of_pieces_is_that_of_one_process(folder: Path) -> None:
-    """No gradient is made of a parameter whose piece begins at a block of noise; with axes too."""
+    """No gradient is made of a parameter whose piece begins at a block of noise; with axes, and two backward passes, too."""
     (alone,) = ranks(folder, "fused", 1)
     for rank, found in enumerate(ranks(folder, "fused", 2)):
         for case, own in found.items():

@@ -9,6 +9,7 @@ import torch
 
 import fastdp.engine.clip.norms as sinks
 import fastdp.ops as ops
+from fastdp.distributed.blocks import CaptureOrder
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.clip.axes import Scaled
@@ -97,13 +98,17 @@ class Accumulator(Sums):
             two_pass: run the backward pass twice and keep no factor: for gradient checkpointing, where memory is short.
         """
         norms = NormSink(self, layout, expected, keep=not two_pass)
-        open_sink(self._scaling_sink(norms))
+        sink = self._scaling_sink(norms)
+        order = CaptureOrder(sink, self.names) if two_pass and self.weights.cuts_sums else None
+        open_sink(order or sink)
         backward(two_pass)
         upper = norms.finish()
         factors = self.factors(upper, layout.weights)
         self.take_apart(upper, factors)
         if two_pass:
-            open_sink(self._scaling_sink(SumSink(self, factors)))
+            # Ranks whose captures come in another order could not add them up as they come.
+            at_once = order is not None and self.weights.alike(order.checksum)
+            open_sink(self._scaling_sink(SumSink(self, factors, at_once=at_once)))
             backward(False)
             self.finish()
             return

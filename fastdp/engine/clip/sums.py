@@ -291,17 +291,22 @@ class Captures:
 
 
 class SumSink(Captures):
-    """The second of two passes: adds each capture to the sums at once, so that no factor outlives its own backward."""
+    """The second of two passes: adds each capture to the sums at once, so that no factor outlives its own backward.
 
-    def __init__(self, sums: Sums, factors: torch.Tensor):
+    Args:
+        at_once: keep of each capture's sum what is to be kept as soon as it is made.
+    """
+
+    def __init__(self, sums: Sums, factors: torch.Tensor, *, at_once: bool):
         super().__init__(sums)
         self.sums = sums
         self.factors = factors
+        self._keep = sums.keep if at_once else lambda name: None
 
     def whole(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
         name = self.names[id(parameter)]
         self.sums.add_instance(name, gradients, self.factors)
-        self.sums.keep(name)
+        self._keep(name)
 
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
         name = self.names[id(parameter)]
@@ -313,4 +318,4 @@ class SumSink(Captures):
             self.sums.add_instance(name, gradient, self.factors)
         else:
             self.sums.add_uses(name, [factors], self.factors, layout)
-        self.sums.keep(name)
+        self._keep(name)
