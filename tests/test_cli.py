@@ -112,8 +112,14 @@ def test_doctor_reports_the_environment():
 def test_doctor_lists_every_trained_parameter(model_folder, peft):  # noqa: F811
     output = run("doctor", model_folder, "--peft", peft).output
     expected = ["transformer.wte.weight", "transformer.h.1.mlp.c_proj.bias"] if peft == "full" else ["lora_A", "lora_B"]
+    lines = output.splitlines()
     for name in expected:
-        assert name in output
+        number = next(n for n, line in enumerate(lines) if name in line)
+        assert " " not in lines[number], "a name stays whole"
+        uses, route, cost = lines[number + 1].strip().split("; ")
+        assert uses
+        assert route
+        assert "layer" in cost or "pass" in cost or "product" in cost
 
 
 def test_a_run_is_told_in_80_columns(monkeypatch):

@@ -98,16 +98,18 @@ def among_units(units: int, tokens: int, spread: float) -> float:
     return 2 * (units - 1) * spread * error / (1 - error) if error < 0.25 else float("inf")
 
 
-def among_units_in_words(units: int) -> str:
+def among_units_in_words(units: int, tokens: int | None = None) -> str:
     """`among_units` as a card states it, beside what roundings that are independent of each other come to.
 
-    For units of a length that is the same on every card: how long those that were drawn are is private.
+    For units of the most ``tokens`` that settings allow, or of a length that is the same on every card: how long those that
+    were drawn are is private.
     """
-    spread, additions = _STATED**0.5, units * (_STATED + 1)
+    tokens = tokens or _STATED
+    spread, additions = tokens**0.5, units * (tokens + 1)
     worst = among_units(units, additions, spread)
     likely = 2 * spread * (max(0, units - 1) * (additions + 3)) ** 0.5 * 2.0**-24
     return (
-        f"rounding among the units of one sum is no part of any unit's bound: about {units} units of {_STATED:,} tokens each "
+        f"rounding among the units of one sum is no part of any unit's bound: about {units} units of {tokens:,} tokens each "
         f"move it by some {likely:.1e} of the bound where roundings are independent, and by {worst:.1e} at most; of n times as "
         "many tokens by n and by n^1.5 times that"
     )

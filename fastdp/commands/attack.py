@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -85,13 +86,45 @@ def attack_command(
         figures = _inversion(setting, _require_file(train, "train"), eta, blocks)
     for title, row in figures.items():
         shown = {key: f"{value:.4f}" if isinstance(value, float) else value for key, value in row.items()}
-        text = ", ".join(f"{key} {value}" for key, value in shown.items() if value is not None)
+        text = ", ".join(f"{_WORDS.get(key, key)} {value}" for key, value in shown.items() if value is not None)
         console.print(style_message((title, "bold"), f": {text}"), soft_wrap=True)
+    console.print(_verdict(model, kind, list(figures.values())), soft_wrap=True)
     if json is not None:
         files.write_json(json, {"model": str(model), "kind": kind, "seed": seed, "figures": figures})
 
 
 FigureTable = dict[str, dict[str, Any]]
+
+#: Names of figures, in words.
+_WORDS = {
+    "auc": "area under the ROC curve",
+    "auc_std": "its standard error",
+    "tpr_at_1_percent": "true-positive rate at FPR 1%",
+    "top1": "first guesses that are right",
+    "empirical_privacy": "empirical privacy",
+}
+
+
+def _verdict(model: Path, kind: str, rows: list[dict[str, Any]]) -> str:
+    """What the attack found, in a sentence, beside what the card of the run allows any attack."""
+    row = rows[-1]
+    if kind == "extraction":
+        return f"The texts hold {row['recall']:.1%} of the names in the training data."
+    if kind == "reconstruction":
+        return f"The first guess is right for {row['top1']:.1%} of the names, and by chance for {row['chance']:.1%}."
+    if kind == "inversion":
+        return f"The attack recovers {row['recovered']:.1%} of the tokens."
+    found = max(row["tpr_at_1_percent"] for row in rows)
+    said = f"At a false-positive rate of 1%, the attack finds {found:.1%} of the members"
+    from fastdp.accounting.card import Card
+
+    card = model / "card.json"
+    bound = (Card.load(card).get("membership") or {}).get("0.01") if card.is_file() else None
+    if bound is None:
+        return f"{said}; no card beside the model bounds what others may find."
+    spread = 2 * math.sqrt(bound * (1 - bound) / row["members"])
+    beyond = "" if found <= bound + spread else " That is more: check that the card is of this model and these data."
+    return f"{said}; its card allows any attack {bound:.1%}.{beyond}"
 
 
 class _Setting:

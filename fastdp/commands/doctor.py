@@ -93,11 +93,9 @@ def _describe(name: str, task: str, peft: str, length: int) -> None:
         {"input_ids": row, "labels": invented_label(config, row, number)} for number, row in enumerate(ids.tolist())
     ]
     rows = describe(model, Collator(0)(examples))
-    table = Table(title=f"{name}: {len(rows)} trained parameters ({peft})", title_justify="left")
-    # Names are what a reader searches for: they stay whole, and the other columns give way.
-    table.add_column("parameter", no_wrap=True, min_width=max(len(row.parameter) for row in rows))
-    for heading in ("uses", "route", "cost", "why"):
-        table.add_column(heading, overflow="fold")
+    console.print(f"{name}: {len(rows)} trained parameters ({peft})", soft_wrap=True)
+    console.print("use; route to its per-example norm; time of the norms relative to its layer's own products")
     for row in rows:
-        table.add_row(row.parameter, row.uses, row.route, row.cost, row.why)
-    console.print(table)
+        # Names are what a reader searches for: they stay whole, however narrow the output is.
+        console.print(row.parameter, soft_wrap=True, highlight=False)
+        console.print("  " + "; ".join(filter(None, row[1:])), soft_wrap=True, highlight=False)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.table import Table
 
 from fastdp.commands.quiet import quiet_libraries
@@ -67,10 +68,10 @@ def plan_command(
     lengths = _lengths(length) if length else settings.max_length
     with console.status("trying private steps ..." if gpu is None else "simulating ..."):
         found = plan(with_invented_labels(settings), examples, lengths, minutes, gpu, passes, rows)
-    table = Table(
-        title=f"{examples} {unit}, epsilon {settings.epsilon:g} at delta {settings.delta:g}", title_justify="left"
-    )
-    for heading in ("batch", "epochs", "steps", "noise multiplier", "noise/signal, a step", "whole run", "time"):
+    title = f"{examples} {unit}, epsilon {settings.epsilon:g} at delta {settings.delta:g}"
+    # Without lines between columns no heading is cut at 80 characters.
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for heading in ("batch", "epochs", "steps", "noise", "noise / signal, a step", "whole run", "time"):
         table.add_column(heading, justify="right")
     table.add_column("", no_wrap=True)
     for option in found.options:

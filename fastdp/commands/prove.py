@@ -96,6 +96,8 @@ def _table(evidence: Evidence) -> Table:
     for heading in ("", "tried", "moved"):
         table.add_column(heading, overflow="fold")
     for trial in evidence.trials:
-        moved = f"nothing was released: {trial.said}" if trial.moved is None else f"{trial.moved:.4f}"
+        # Where all others hold, a refused record is as it should be; its error is in the file of --json.
+        refused = "refused, nothing released" if evidence else f"nothing was released: {trial.said}"
+        moved = refused if trial.moved is None else f"{trial.moved:.4f}"
         table.add_row(trial.kind, trial.what, moved)
     return table

@@ -20,7 +20,7 @@ from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.errors import SelfCheckError, Unseen
 from fastdp.engine.loss.boundary import FORWARD_AFTER_BACKWARD, TWO_FORWARDS, UNEQUAL_LOSSES, Junction
-from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Arrived, Passes
+from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, JoinedPasses, Passes
 from fastdp.engine.routing import Routing
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.pending import PendingGradients
@@ -237,7 +237,7 @@ class Engine(Passes):
                 self.checks.after(waiting, explained=explained)
         return output
 
-    def _backward(self, parts: Arrived) -> None:
+    def _backward(self, parts: JoinedPasses) -> None:
         ticket, every = parts[0][0].ticket, [own for own, _ in parts]
         if any(own.used for own in every):
             raise RuntimeError(

@@ -102,7 +102,7 @@ class Pass:
 
 
 #: Passes that a loss has reached, each with the gradient that it brought.
-Arrived = list[tuple[Pass, Any]]
+JoinedPasses = list[tuple[Pass, Any]]
 
 
 class Passes:
@@ -378,7 +378,7 @@ class Passes:
             singles = single_rows(call, carriers, ticket.rows, self.returns_loss)
         return run_alone(self.model, self.plain_forward, singles, ticket, self.device, returns_loss=self.returns_loss)
 
-    def _differentiate_rows(self, parts: Arrived) -> None:
+    def _differentiate_rows(self, parts: JoinedPasses) -> None:
         """Each unit's rows in a backward pass of their own, from all passes at once."""
         ticket, weights = parts[0][0].ticket, parts[0][0].layout.weights
         scale = 1 / len(parts) if self.returns_loss else self.scale(ticket)
@@ -432,7 +432,7 @@ class Passes:
             # Nothing is clipped: the mean over the rows stands for each of them.
             return output, [total.expand(layout.units)], terms
 
-    def differentiate(self, parts: Arrived) -> None:
+    def differentiate(self, parts: JoinedPasses) -> None:
         """Run the backward passes of one micro-batch's forward passes into the accumulator, as one that uses more."""
         if parts[0][0].replay is not None:
             parts[0][0].replay()
@@ -440,7 +440,7 @@ class Passes:
         with nullcontext() if self.route == ORDINARY else hooks_aside(self._parameters):
             self._differentiate(parts)
 
-    def _differentiate(self, parts: Arrived) -> None:
+    def _differentiate(self, parts: JoinedPasses) -> None:
         layout, every = parts[0][0].layout, [own for own, _ in parts]
         two_pass = all(own.twice for own in every)
 

@@ -252,7 +252,17 @@ class FinetuneConfig:
 
     def save(self, path: str | Path) -> None:
         """Write every setting as YAML; `load_config` reads it back."""
-        files.write(path, yaml.safe_dump(dataclasses.asdict(self), sort_keys=False))
+        files.write(path, yaml.dump(dataclasses.asdict(self), Dumper=_Dumper, sort_keys=False))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes a text with line ends on one line, as "\\n"."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if "\n" in text else None),
+)
 
 
 #: The type of each setting apart from None, and the words that some are chosen from.

@@ -297,6 +297,10 @@ class FinetuneRun:
             shapes=None if config.shapes == "own" else self._public_lengths(),
             noise_rounds=config.noise_rounds,
         )
+        if config.max_length is not None:
+            self.private.longest = config.max_length * (
+                config.max_examples_per_user or 1 if self.users is not None else 1
+            )
         # Whoever stops it is told how to go on.
         self.private.ending.expect()
         if not resume:

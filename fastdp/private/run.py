@@ -116,6 +116,8 @@ class Private(Published):
         self._observers = observers
         self._observed: set[str] = set()
         self._assumed: list[str] = []
+        #: The most tokens that settings let a unit have, for the card.
+        self.longest: int | None = None
         self.installed = installed
         moved = stages.parameters if installed is None else installed.trained
         self._state.moved = frozenset(map(id, () if installed is None else moved.values()))
@@ -387,7 +389,11 @@ class Private(Published):
             ],
             remaining=[
                 *([accounting.rounded_to_grid(distance)] if self._release.secure_rounding else []),
-                *([among_units_in_words(math.ceil(self.expected_batch_size))] if self.policy.bounds else []),
+                *(
+                    [among_units_in_words(math.ceil(self.expected_batch_size), self.longest)]
+                    if self.policy.bounds
+                    else []
+                ),
                 *([self._shape_statement()] if self.policy.bounds else []),
             ],
         )

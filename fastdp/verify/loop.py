@@ -22,7 +22,7 @@ from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.loss.boundary import Junction, differentiable, plain_gradients, replace_loss
 from fastdp.engine.loss.losses import batch_divisors, intercepted
 from fastdp.engine.loss.one_example import backward_starts, merged
-from fastdp.engine.passes import ONE_EXAMPLE, Arrived, Pass, Passes
+from fastdp.engine.passes import ONE_EXAMPLE, JoinedPasses, Pass, Passes
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import Tap
 from fastdp.verify.probe import GRADIENTS
@@ -141,7 +141,7 @@ class LoopCheck:
             return replace_loss(output, waiting.loss(tops[0].float().mean()))
         return waiting.replace_outputs(output)
 
-    def _finish(self, parts: Arrived, _retain: bool) -> None:
+    def _finish(self, parts: JoinedPasses, _retain: bool) -> None:
         """Compare what the loop sent back through the passes of a probe batch."""
         passes, probe = self._passes, parts[0][0].ticket.probe
         drew = self._draws or rng_state(passes.model) != self._left
@@ -155,7 +155,7 @@ class LoopCheck:
         self.waiting -= 1
         self._compare(probe, _Outcome(found, self._start, drew))
 
-    def _gradients(self, parts: Arrived) -> torch.Tensor:
+    def _gradients(self, parts: JoinedPasses) -> torch.Tensor:
         """Two numbers of each parameter's gradient that a row's outputs send back ``[k]``, float64."""
         starts = backward_starts([self._row], parts, self._passes.scale(parts[0][0].ticket), False)
         found = plain_gradients(*starts, self._passes.read.values(), keep=_sketch)

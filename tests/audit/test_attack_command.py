@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from fastdp.cli import app
 from fastdp.finetune import FinetuneConfig
+from tests.accounting.test_card import _card
 
 runner = CliRunner()
 
@@ -30,6 +32,9 @@ def figures(folder: Path, tmp_path: Path, *arguments: Any) -> dict[str, Any]:
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "out" / "figures.json").read_text())["figures"]
     assert all(title in result.output for title in written)
+    last = result.output.splitlines()[-1]
+    assert re.fullmatch(r"(At|The) .*%.*\.", last), f"no verdict: {last}"
+    assert not re.search("auc_std|tpr_at|top1|empirical_", result.output), "names of figures, not keys"
     return written
 
 
@@ -90,6 +95,11 @@ def test_a_runs_folder_is_attacked_with_the_runs_own_settings(
     rows.write_text("".join(json.dumps({"id": i, "note": f"Patient {i} has gout."}) + "\n" for i in range(5)))
     written = figures(run, tmp_path, "--train", rows, "--held-out", rows)
     assert written["membership by loss"]["auc"] == 0.5
+    data = ("--train", rows, "--held-out", rows)
+    assert "no card beside the model bounds what others may find" in attack(run, *data).output
+    card = _card()
+    card.save(run / "card.json")
+    assert f"its card allows any attack {card['membership']['0.01']:.1%}." in attack(run, *data).output
 
 
 def test_refusals_are_one_sentence(learned: SimpleNamespace, tmp_path: Path) -> None:

@@ -174,6 +174,7 @@ def proved_by_command(folder: Path, *arguments: str) -> None:
     )
     assert result.exit_code == 0, result.output
     assert "within the bound" in result.output
+    assert "Error:" not in result.output, "a passing table holds no raw error"
     written = json.loads((folder / "trials.json").read_text())
     assert written["holds"]
     assert {trial["kind"] for trial in written["trials"]} >= {"add", "alone", "remove"}

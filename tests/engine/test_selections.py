@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 from tests.cases import cases
 from tests.engine.nets import EXACT
 from tests.engine.reference import engine_for, feed
-from tests.engine.runs import clipped_sum, error, one_by_one
+from tests.engine.runs import clipped_sum, error, logical_step, one_by_one, start
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -116,3 +117,18 @@ def test_a_constant_table_is_looked_up_by_the_data() -> None:
         feed(engine, tickets, data)
         assert error(engine.accumulator.sums, truth) < EXACT
     assert engine.route == "uses", engine.reason
+
+
+def test_a_gather_within_rows_is_no_selection_of_rows() -> None:
+    """DeBERTa's relative positions: verification took every line for the one that selects, and ran each row alone."""
+
+    class Relative(Tagger):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> Any:
+            hidden = torch.tanh(self.table(ids))
+            turned = hidden.gather(-1, torch.arange(5, -1, -1).expand_as(hidden))
+            return {"loss": self.loss(self.head(F.dropout(turned, 0.1, self.training)), labels, mask)}
+
+    data = [{name: t[row] for name, t in tokens([2, 6, 3, 5] * 6, 0).items()} for row in range(24)]
+    private = start(Relative(by_gather), DataLoader(data, batch_size=8))  # type: ignore[arg-type]
+    logical_step(private)
+    assert private.route == "uses"

@@ -127,6 +127,7 @@ def test_the_command_writes_settings_that_a_run_takes(model_folder, tmp_path):
     assert done.exit_code == 0, done.output
     assert "suggested" in done.output
     assert "measured here" in done.output
+    assert "…" not in done.output, "no heading is cut at 80 characters"
     refused = CliRunner().invoke(app, [*map(str, arguments[:3]), "--length", "long", *PLANNED])
     assert "write whole numbers" in refused.output
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -46,7 +46,10 @@ def test_lora_run_writes_everything_and_loads_in_plain_peft(config, model_folder
     config = replace(config, noise_rounds=12)
     result = finetune(config)
     output = tmp_path / "run"
-    assert json.loads((output / "card.json").read_text())["noise_source"]["generator"] == "ChaCha12"
+    card = json.loads((output / "card.json").read_text())
+    assert card["noise_source"]["generator"] == "ChaCha12"
+    assert any(f"units of {config.max_length:,} tokens" in sentence for sentence in card["remaining"])
+    assert 'separator: "\\n"' in (output / "config.yaml").read_text().splitlines()
     assert {path.name for path in output.iterdir()} >= {
         *("adapter", "card.json", "card.md", "config.yaml", "metrics.jsonl", "result.json", "loss.png", "epsilon.png"),
     }

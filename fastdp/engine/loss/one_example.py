@@ -43,7 +43,9 @@ def run_alone(
         try:
             with intercepted(LossTerms(_ONE_ROW.layout(device), alone=True)):
                 outputs.append(forward(*args, **kwargs))
-        except IndexError as error:
+        except (IndexError, RuntimeError) as error:
+            if type(error) not in (IndexError, RuntimeError):
+                raise
             raise ticket.failure(row, error) from error
         finally:
             snapshot.restore()

@@ -63,7 +63,7 @@ class Ticket:
         """The refusal of a row on which the model fails when it is run alone."""
         example = f"row {row}" if self.source is None else f"example {self.source.indices[row]}"
         return ValueError(
-            f"The model fails on {example} alone. Remove or repair it, as sampling may draw it alone; this batch was not "
+            f"The model fails on {example} alone, as sampling may draw it. Repair it, or what the loop adds; this batch was not "
             f"released. ({first_line(error)})"
         )
 

@@ -40,8 +40,7 @@ _KEEPING = functions(
 #: These keep those of their first argument.
 _FIRST = functions("linear matmul mm __matmul__ bmm addmm") | GROUPED
 _REDUCING = functions("sum mean")
-_ENGINE = Path(__file__).parents[1]
-_LIBRARIES = tuple([str(path) + os.sep for path in (Path(torch.__file__).parent, _ENGINE, _ENGINE.with_name("calls"))])
+_LIBRARIES = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[2]) + os.sep)
 
 
 class Selection:
