@@ -47,7 +47,7 @@ class UseMode(TorchFunctionMode):
         if func not in _HANDLERS and not (read or any(map(_may_hold, given))):
             return func(*args, **kwargs)
         self.met |= read
-        result = affine(func, args, kwargs, names, self.tap, self.reads.known)
+        result = affine(func, args, kwargs, names, self.tap, self.reads.keep)
         if result is not NotImplemented:
             return result
         result = _apply_rule(self.reads, self.tap, func, args, kwargs)
@@ -98,14 +98,9 @@ class ParameterProxy(torch.Tensor):
             held = next(value for value in tensors(given) if type(value) is cls)
         reads = held.__dict__["reads"]
         args, kwargs = [*map(_unwrap, args)], {name: _unwrap(value) for name, value in kwargs.items()} if kwargs else {}
-        tap = reads.tap
-        if tap is None or not (_classify(func)[0] and torch.is_grad_enabled()):
+        if reads.tap is None:
             return func(*args, **kwargs)
-        # What a mode has seen of the module is what its parameters go through again, as a rule.
-        result = affine(func, args, kwargs, reads.names, tap, reads.known)
-        if result is NotImplemented and func in _HANDLERS:
-            result = _apply_rule(reads, tap, func, args, kwargs)
-        return UseMode(reads, tap).__torch_function__(func, types, args, kwargs) if result is NotImplemented else result
+        return UseMode(reads, reads.tap).__torch_function__(func, types, args, kwargs)
 
 
 def _unwrap(value: Any) -> Any:
@@ -196,8 +191,10 @@ def _embedding(
     fold = reads.fold("embedding", weight, input, tap)
     if fold is not None:
         if fold.natural:
-            kind = operation_kind("embedding", input.shape, tap.layout.rows, fold)
-            reads.known[F.embedding, id(weight), input.shape, tap.layout.rows] = kind
+            rows = tap.layout.rows
+            reads.keep(
+                (F.embedding, id(weight), input.shape, rows), operation_kind("embedding", input.shape, rows, fold)
+            )
         found = EmbeddingUse.apply(fold.front(input, tap.layout.rows), weight, padding_idx, tap, False)
         return found if fold.natural else fold.back(found).contiguous()
     ids = input.expand(tap.layout.lanes, *input.shape)
