@@ -199,7 +199,6 @@ class Checks(Routing):
             own = _UNCOMPUTED.issuperset(map(type, values)) and all(
                 versions.get(id(t)) == version(t) for _, t in inputs
             )
-            # Tensors that the loader handed out and nobody wrote to are told at once; others are compared.
             needs = not own and source.makes(call)
         if needs if self.ranks.size == 1 else any(self.ranks.gather(needs)):
             loop.begin(source, ticket.rows)
