@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ OTHERS_ON_A_GPU = (FUSED[0], "opacus-hooks", "opacus-ghost")
 #: Seconds that steps in a row on a GPU take about, between which the host need not wait.
 _IN_A_ROW = 0.5
 
-
+#: Small programs, as tutorials have them: all but the loader is a few milliseconds.
+_small = partial(Case, batches=64)
 CASES = {
     "gpt2-6x512-lora": Case("gpt2", 6, 512, tuning="lora"),
     "gpt2-6x512-full": Case("gpt2", 6, 512),
@@ -64,11 +66,11 @@ CASES = {
     "attention": Case("attention", 1, 256, rows=16, vocabulary=5000),
     "lstm": Case("lstm", 1, 128, rows=32, vocabulary=5000),
     "encoder-layer": Case("encoder-layer", 2, 256, rows=16, vocabulary=5000),
-    "small-cnn": Case("cnn", 2, 16, rows=16, tokens=16),
-    "small-text": Case("words", 2, 64, rows=16, vocabulary=1000, tokens=32),
-    "small-text-cnn": Case("text-cnn", 1, 32, rows=16, vocabulary=1000, tokens=32),
-    "small-gpt2-lora": Case("gpt2", 2, 64, rows=8, vocabulary=1000, tokens=32, tuning="lora"),
-    "small-llama-lora": Case("llama", 2, 64, 128, rows=8, vocabulary=1000, tokens=32, tuning="lora"),
+    "small-cnn": _small("cnn", 2, 16, rows=16, tokens=16),
+    "small-text": _small("words", 2, 64, rows=16, vocabulary=1000, tokens=32),
+    "small-text-cnn": _small("text-cnn", 1, 32, rows=16, vocabulary=1000, tokens=32),
+    "small-gpt2-lora": _small("gpt2", 2, 64, rows=8, vocabulary=1000, tokens=32, tuning="lora"),
+    "small-llama-lora": _small("llama", 2, 64, 128, rows=8, vocabulary=1000, tokens=32, tuning="lora"),
     **workloads.LARGE,
 }
 

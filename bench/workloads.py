@@ -31,6 +31,7 @@ class Case:
         tied: whether the head of a Llama is its table of embeddings.
         masked: whether batches carry an attention mask of ones, as tokenizers make it.
         half_adapters: whether adapters have the case's dtype; PEFT makes them in float32.
+        batches: of an epoch.
     """
 
     kind: str
@@ -50,6 +51,7 @@ class Case:
     tied: bool = False
     masked: bool = False
     half_adapters: bool = False
+    batches: int = 4
 
     @property
     def gpu(self) -> bool:
@@ -178,10 +180,10 @@ def batches(loader: Any, device: torch.device) -> Iterator[dict[str, torch.Tenso
 
 
 def loader_of(case: Case, *, shuffle: bool = False) -> Any:
-    """A loader of four batches."""
+    """A loader of as many batches as the case says."""
     from torch.utils.data import DataLoader
 
-    return DataLoader(examples(case, 4 * case.rows), batch_size=case.rows, shuffle=shuffle)  # type: ignore[arg-type]
+    return DataLoader(examples(case, case.batches * case.rows), batch_size=case.rows, shuffle=shuffle)  # type: ignore[arg-type]
 
 
 def plain_step(case: Case, model: torch.nn.Module, *, fused: bool) -> Callable[[], None]:

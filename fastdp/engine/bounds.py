@@ -75,7 +75,12 @@ class _Rows(NamedTuple):
 
 def gammas(roundings: Sequence[Roundings], tokens: torch.Tensor) -> torch.Tensor:
     """`Roundings.gamma` of k parts by the tokens of each unit ``[k, units]``, float64."""
-    fixed, token, early = _SLOPES[tuple(roundings), tokens.device]
+    return _gammas(_SLOPES[tuple(roundings), tokens.device], tokens)
+
+
+def _gammas(slopes: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """From their `Roundings` as ``[3, ..., k, 1]``."""
+    fixed, token, early = slopes
     errors = fixed + token * tokens + early * tokens.clamp(max=EARLY)
     return torch.where(errors < 0.25, errors / (1 - errors), torch.inf)
 
@@ -176,12 +181,14 @@ class Norms:
             )
             reach = products**self.order
             every = tuple(itertools.chain.from_iterable([rows.errors for rows in self._rows]))
-            relative, least, times = _ERRORS[every, self.order, self._device]
+            constants = _ERRORS[every, self.order, self._device]
+            relative, least, times = constants[:3]
+            gram, apart = _gammas(constants[3:].view(3, 2, -1, 1), tokens)
             errors = powers.abs() * relative
             errors += least
-            errors += reach * gammas([error.gram for error in every], tokens)
+            errors += reach * gram
             highest.index_add_(0, groups, errors)
-            apart = times + gammas([error.added for error in every], tokens)
+            apart += times
             added.index_add_(0, groups, reach * apart**self.order)
         norms = highest.clamp(min=0) ** (1 / self.order) + added ** (1 / self.order)
         norms = norms * _SLACK
@@ -197,10 +204,14 @@ class Norms:
 
 def _constants(every: tuple[Errors, ...], order: int, device: torch.device) -> torch.Tensor:
     """Of each part what its powers are off by relative to themselves, and at least, and what is added against its products,
-    besides what depends on tokens: ``[3, parts, 1]``.
+    besides what depends on tokens; and the slopes of both errors by tokens: ``[9, parts, 1]``.
     """
     floor = FLOOR**order
-    numbers = [(error.relative, error.entries * floor, error.times) for error in every]
+    numbers = [[error.relative, error.entries * floor, error.times] for error in every]
+    for own, (_, _, gram, added, _) in zip(numbers, every):
+        own += [
+            roundings.unit * part for parts in zip(gram[:3], added[:3]) for roundings, part in zip((gram, added), parts)
+        ]
     return copy_to_device(torch.tensor(numbers, dtype=torch.float64).t().contiguous(), device).unsqueeze(2)
 
 

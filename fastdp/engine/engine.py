@@ -15,24 +15,24 @@ import torch.distributed as dist
 from fastdp.calls.batches import Call, Path, leaves
 from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import ONE, RankLost, Ranks
-from fastdp.engine.capture.known import wrong_rows
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.errors import SelfCheckError, Unseen
-from fastdp.engine.loss.boundary import FORWARD_AFTER_BACKWARD, TWO_FORWARDS, UNEQUAL_LOSSES, Junction
+from fastdp.engine.loss.boundary import (
+    FORWARD_AFTER_BACKWARD,
+    TWO_FORWARDS,
+    UNEQUAL_LOSSES,
+    Junction,
+    PendingGradients,
+)
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, JoinedPasses, Passes
-from fastdp.engine.routing import Routing
+from fastdp.engine.routing import Routing, wrong_rows
 from fastdp.engine.uses.layout import Ticket
-from fastdp.engine.uses.pending import PendingGradients
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause Python's garbage collection.
-
-    It looks through younger objects each time that some hundreds were made. A pass makes thousands, nearly all of them gone by
-    its end.
-    """
+    """Pause Python's garbage collection: a pass makes thousands of objects, nearly all of them gone by its end."""
     enabled = gc.isenabled()
     gc.disable()
     try:

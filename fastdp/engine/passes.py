@@ -290,7 +290,7 @@ class Passes:
         if not (verify or self.weights.cut or twice):
             tap.allow(self.accumulator.may_hold(layout))
         try:
-            output, tops, _ = self._tops(call, layout, tap, verify=verify)
+            output, tops, found = self._tops(call, layout, tap, verify=verify)
         finally:
             # What a use keeps must not know the pass: their nodes know the tap, and nobody collects such a circle.
             own, tap.own, tap.room = tap.own, [], -1
@@ -303,13 +303,14 @@ class Passes:
                 pairs = [(tops[0], (layout.weights > 0).to(tops[0].dtype) * upstream)]
             else:
                 pairs = [(t, g * self.scale(ticket)) for t, g in zip(tops, upstream) if g is not None]
-            found, seeds = [t for t, _ in pairs], [g for _, g in pairs]
+            starts, seeds = [t for t, _ in pairs], [g for _, g in pairs]
             with self.weights.gathered() if self.weights.cut else nullcontext():
-                differentiate(found, seeds, own, tap, self._parameters, retain=retain)
+                differentiate(starts, seeds, own, tap, self._parameters, retain=retain)
 
         waiting = Pass(call, ticket, layout, tap, verify, junction, tops, backward, twice=twice)
         if self.returns_loss:
-            mean = masked_mean(tops[0].detach(), layout.weights)
+            own_mean = next((term.mean for term in found.terms if term.per_unit is tops[0]), None)
+            mean = masked_mean(tops[0].detach(), layout.weights) if own_mean is None else own_mean
             return replace_loss(output, waiting.loss(mean)), waiting
         return waiting.replace_outputs(output), waiting
 

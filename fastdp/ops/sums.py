@@ -445,8 +445,9 @@ def weighted_sum_group(
     >>> [float(total[0, 0]) for total in sums]
     [2.0, 2.0]
     """
-    for left, right in zip(lefts, rights):
-        check_tensors(left=left, right=right)
+    if not {torch.Tensor}.issuperset(map(type, (*lefts, *rights))):
+        for left, right in zip(lefts, rights):
+            check_tensors(left=left, right=right)
     lefts, rights = Matrices.of(lefts), Matrices.of(rights)
     given = [None] * len(lefts) if outs is None else outs
     wide = torch.float64 in [factor.dtype for factor in (*lefts, *rights)]
@@ -623,20 +624,28 @@ def _add_products(out: Tensor, left: Tensor, right: Tensor, weights: Tensor, beg
     A sum that is not ``begun`` is written, whatever its memory holds.
     """
     weights = weights.unsqueeze(1)
-    narrow = left if out.shape[0] < out.shape[1] else right
-    scaled = out.new_empty(min(_SLAB, left.shape[0]), narrow.shape[1])
+    scaled = out.new_empty(min(_SLAB, left.shape[0]), min(left.shape[1], right.shape[1]))
+    if left.shape[0] == len(scaled):
+        # Each slice takes the host as long as a small product.
+        _add_slab(out, left, right, weights, scaled, begun)
+        return
     for start in range(0, left.shape[0], _SLAB):
         tokens = slice(start, start + _SLAB)
-        part = narrow[tokens]
-        part = torch.mul(part, weights[tokens], out=scaled[: part.shape[0]])
-        held = int(begun or start > 0)
-        if narrow is left:
-            torch.addmm(out, part.T, right[tokens].to(out.dtype), beta=held, out=out)
-        elif out.shape[1] <= FEW_COLUMNS:
-            product = torch.mm(part.T, left[tokens].to(out.dtype)).T
-            out.add_(product) if held else out.copy_(product)
-        else:
-            torch.addmm(out, left[tokens].to(out.dtype).T, part, beta=held, out=out)
+        part = right[tokens]
+        _add_slab(out, left[tokens], part, weights[tokens], scaled[: len(part)], begun or start > 0)
+
+
+def _add_slab(out: Tensor, left: Tensor, right: Tensor, weights: Tensor, scaled: Tensor, begun: bool) -> None:
+    """Add the weighted sum of a few tokens, by way of the memory ``scaled``; one that is not ``begun`` is written."""
+    if out.shape[0] < out.shape[1]:
+        torch.addmm(out, torch.mul(left, weights, out=scaled).T, right.to(out.dtype), beta=int(begun), out=out)
+        return
+    torch.mul(right, weights, out=scaled)
+    if out.shape[1] <= FEW_COLUMNS:
+        product = torch.mm(scaled.T, left.to(out.dtype)).T
+        out.add_(product) if begun else out.copy_(product)
+    else:
+        torch.addmm(out, left.to(out.dtype).T, scaled, beta=int(begun), out=out)
 
 
 @WEIGHTED_SUM.on_cpu

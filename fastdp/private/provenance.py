@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -119,9 +120,14 @@ class Provenance:
 
     def require(self) -> None:
         """See whether the weights are what releases left: where they are not, the card says so from here on."""
-        if self._ledger.untouched or (not self.ended and self._state().holds()) or self._bits() in self._known:
+        if self._ledger.untouched:
             return
-        self._note_changed()
+        if not self.ended:
+            with suppress(RuntimeError):
+                self._state().require_parameters()
+                return
+        if self._bits() not in self._known:
+            self._note_changed()
 
     def resume(self, bits: Sequence[int] | None) -> None:
         """A checkpoint was loaded, of weights that were known by this; None of a checkpoint that does not say."""

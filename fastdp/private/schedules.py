@@ -13,14 +13,14 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 
-class Releases:
+class ReleaseCount:
     """How many releases an optimizer has applied, or is about to, while it was private."""
 
     count = 0
 
 
 #: Those of each optimizer, and which optimizers are private now.
-_RELEASES: weakref.WeakKeyDictionary[torch.optim.Optimizer, Releases] = weakref.WeakKeyDictionary()
+_RELEASES: weakref.WeakKeyDictionary[torch.optim.Optimizer, ReleaseCount] = weakref.WeakKeyDictionary()
 _FOLLOWED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 #: At which of them each schedule last advanced.
 _ADVANCED: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
@@ -29,7 +29,7 @@ _ADVANCED: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictiona
 _STEPPING: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
 
 
-def follow_releases(optimizer: torch.optim.Optimizer) -> Releases:
+def follow_releases(optimizer: torch.optim.Optimizer) -> ReleaseCount:
     """Let the schedules of an optimizer go by its releases from here on; returns what counts them.
 
     A loop over micro-batches steps its schedule after each of them, as it steps the optimizer. The optimizer then does nothing
@@ -43,7 +43,7 @@ def follow_releases(optimizer: torch.optim.Optimizer) -> Releases:
             if own is not None and not hasattr(own, "counts_releases"):
                 setattr(schedule, name, wrap(own))
     _FOLLOWED.add(optimizer)
-    return _RELEASES.setdefault(optimizer, Releases())
+    return _RELEASES.setdefault(optimizer, ReleaseCount())
 
 
 def forget_releases(optimizer: torch.optim.Optimizer) -> None:

@@ -35,7 +35,7 @@ LOOP_WRITES = "frozen parameters that the loop wrote between batches follow from
 #: one before. A comparison takes some 40% of a step, and all checks at most three steps.
 BRIEF_AFTER, ALL_AFTER = 34, 600
 #: Types of arguments that a loop has not computed, if the tensors among them are the loader's.
-_OWN = frozenset((torch.Tensor, type(None), bool, str))
+_UNCOMPUTED = frozenset((torch.Tensor, type(None), bool, str))
 
 
 class Checks(Routing):
@@ -52,7 +52,7 @@ class Checks(Routing):
     ):
         super().__init__(passes, ranks, on_route)
         self.enabled = enabled
-        self.state = StateCheck(passes.model, passes.weights.settle if passes.weights.cut else None)
+        self.state = StateCheck(passes.model, *((passes.weights.settle,) if passes.weights.cut else ()))
         self.loop = LoopCheck(passes)
         self.assumptions: dict[str, None] = {}
         if passes.isolated:
@@ -112,11 +112,9 @@ class Checks(Routing):
         return "everything" if full else "gradients" if self._grew else "losses" if brief else ""
 
     def _grows(self, ticket: Ticket, inputs: list[tuple[Path, torch.Tensor]]) -> bool:
-        """Whether a batch has a longer example or row, other padding, more rows or an input twice as large as all before, or NaN.
-
-        A GPU is not asked for the size of inputs, as the host would have to wait.
-        """
+        """Whether a batch has a longer example or row, other padding, more rows, NaN or an input twice as large as before."""
         lengths, largest = ticket.lengths or (0,), 0.0
+        # A GPU is not asked for the size of inputs, as the host would have to wait.
         if self.passes.device.type == "cpu":
             held = [t for _, t in inputs] if ticket.source is None else ticket.source.batch.values()
             sizes = [float(t.detach().abs().max()) for t in held if t.is_floating_point() and t.numel()]
@@ -138,7 +136,8 @@ class Checks(Routing):
         if ticket.token_units is not None:
             check_packed(self.passes, call, ticket)
             return
-        self._define(call, ticket, gradients=self.passes.returns_loss)
+        found = check_definition(self.passes, call, ticket, ticket.chosen_rows(), gradients=self.passes.returns_loss)
+        self.assumptions |= dict.fromkeys(found)
         check_companions(self.passes, call, ticket)
 
     def verify_engine(self, call: Call, ticket: Ticket) -> None:
@@ -166,7 +165,8 @@ class Checks(Routing):
                     self.verify_rows(call, ticket)
                     self.verify_engine(call, ticket)
                 elif passes.returns_loss:
-                    self._define(call, ticket, gradients=due == "gradients")
+                    found = check_definition(passes, call, ticket, ticket.chosen_rows(), gradients=due == "gradients")
+                    self.assumptions |= dict.fromkeys(found)
         except (SelfCheckError, UnsupportedUse) as error:
             if passes.route == USES and isinstance(error, SelfCheckError):
                 # Losses of a batch that goes another way than the first are not told apart by the first's trace.
@@ -182,9 +182,8 @@ class Checks(Routing):
         rows = ticket.rows > 1 and ticket.token_units is None and passes.returns_loss and not passes.weights.cut
         if not (self.enabled and rows and passes.device.type == "cpu" and waiting.tops[0].shape[0] == ticket.rows):
             return
-        finite = torch.isfinite(waiting.tops[0])
-        if not bool(finite.all()):
-            lost = (~finite).nonzero()[:, 0].tolist()
+        lost = [row for row, loss in enumerate(waiting.tops[0].tolist()) if not math.isfinite(loss)]
+        if lost:
             with passes.trial():
                 check_definition(passes, waiting.call, ticket, sorted({lost[0], lost[-1]}), gradients=False)
             self.state.accept_buffers()
@@ -202,8 +201,9 @@ class Checks(Routing):
         needs = self._grew or again or not loop.begun
         if needs and self.passes.returns_loss:
             versions, values = dict(zip(map(id, source.batch.values()), source.versions)), (*call[0], *call[1].values())
-            own = _OWN.issuperset(map(type, values)) and all(versions.get(id(t)) == version(t) for _, t in inputs)
-            # Tensors that the loader handed out and nobody wrote to are told at once; others are compared.
+            own = _UNCOMPUTED.issuperset(map(type, values)) and all(
+                versions.get(id(t)) == version(t) for _, t in inputs
+            )
             needs = not own and source.makes(call)
         if needs if self.ranks.size == 1 else any(self.ranks.gather(needs)):
             loop.begin(source, ticket.rows)
@@ -233,7 +233,3 @@ class Checks(Routing):
         """What was assumed, for the card."""
         found = dict.fromkeys([UNDECIDED] * self.loop.undecided + [LOOP_WRITES] * self.state.frozen_written)
         return [*(self.assumptions | found)]
-
-    def _define(self, call: Call, ticket: Ticket, *, gradients: bool) -> None:
-        found = check_definition(self.passes, call, ticket, ticket.chosen_rows(), gradients=gradients)
-        self.assumptions |= dict.fromkeys(found)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 
@@ -33,10 +33,10 @@ class StateCheck:
 
     Args:
         model: whose state is checked.
-        hold: puts a model's own parameters back into its modules; None where passes replace none.
+        hold: puts a model's own parameters back into its modules.
     """
 
-    def __init__(self, model: torch.nn.Module, hold: Callable[[], None] | None = None):
+    def __init__(self, model: torch.nn.Module, hold: Callable[[], None] = lambda: None):
         self.model, self._hold = model, hold
         self._in_pieces = any(map(is_cut, model.parameters()))
         #: Buffers that training forwards write from parameters alone.
@@ -54,16 +54,8 @@ class StateCheck:
 
     def settle(self) -> None:
         """Take parameters and buffers as they are now for released, or for not yet trained."""
-        if self._hold is not None:
-            self._hold()
+        self._hold()
         self._settled, self._buffers = self._parameters(), self._saved_buffers()
-
-    def holds(self) -> bool:
-        """Whether trained parameters are those of the latest `settle`."""
-        with suppress(RuntimeError):
-            self.require_parameters()
-            return True
-        return False
 
     def require_settled(self, trained: Mapping[str, torch.nn.Parameter] | None = None) -> None:
         """Raise RuntimeError, naming it, if a trained parameter or saved buffer was written or replaced since `settle`.
@@ -76,12 +68,10 @@ class StateCheck:
 
     def require_parameters(self, declared: Collection[Any] | None = None) -> None:
         """The same of parameters alone. The first time they are settled."""
-        if self._hold is not None:
-            self._hold()
+        self._hold()
         if self._settled is None:
             self.settle()
-        assert self._settled is not None
-        before, now = self._settled, self._parameters()
+        before, now = cast(_Parameters, self._settled), self._parameters()
         declared = before[0] if declared is None else declared
         alike = before[1:] == now[1:] and all(map(operator.is_, before[0], now[0]))
         if alike and sum(now[2]) == sum(map(_TRAINED, declared)):
@@ -123,7 +113,6 @@ class StateCheck:
 
     def _see_modules(self) -> None:
         self._modules = list(self.model.named_modules())
-        # A look at each module's attributes takes a small step longer than all the rest.
         self._owned = [module._parameters for _, module in self._modules]
         self._buffered = [(prefix, module._buffers, module) for prefix, module in self._modules]
 

@@ -49,7 +49,7 @@ class UseMode(TorchFunctionMode):
         if func not in _HANDLERS and not (read or any(map(_may_hold, given))):
             return func(*args, **kwargs)
         self.met |= read
-        result = affine(func, args, kwargs, names, self.tap, self.reads.known)
+        result = affine(func, args, kwargs, names, self.tap, self.reads.keep)
         if result is not NotImplemented:
             return result
         result = _apply_rule(self.reads, self.tap, func, args, kwargs)
@@ -100,14 +100,9 @@ class ParameterProxy(torch.Tensor):
             held = next(value for value in tensors(given) if type(value) is cls)
         reads = held.__dict__["reads"]
         args, kwargs = [*map(_unwrap, args)], {name: _unwrap(value) for name, value in kwargs.items()} if kwargs else {}
-        tap = reads.tap
-        if tap is None or not (_classify(func)[0] and torch.is_grad_enabled()):
+        if reads.tap is None:
             return func(*args, **kwargs)
-        # What a mode has seen of the module is what its parameters go through again, as a rule.
-        result = affine(func, args, kwargs, reads.names, tap, reads.known)
-        if result is NotImplemented and func in _HANDLERS:
-            result = _apply_rule(reads, tap, func, args, kwargs)
-        return UseMode(reads, tap).__torch_function__(func, types, args, kwargs) if result is NotImplemented else result
+        return UseMode(reads, reads.tap).__torch_function__(func, types, args, kwargs)
 
 
 def _unwrap(value: Any) -> Any:
@@ -199,8 +194,10 @@ def _embedding(
     if fold is not None:
         ids = fold.front(input, tap.layout.rows)
         if fold.natural:
-            kind = operation_kind("embedding", input.shape, tap.layout.rows, fold)
-            reads.known[F.embedding, id(weight), input.shape, tap.layout.rows] = kind
+            rows = tap.layout.rows
+            reads.keep(
+                (F.embedding, id(weight), input.shape, rows), operation_kind("embedding", input.shape, rows, fold)
+            )
         found = EmbeddingUse.apply(ids, weight, padding_idx, tap, False, fold.bounds(ids.numel()))
         if isinstance(fold, Selection):
             return fold.follow(fold.back(found))

@@ -191,10 +191,10 @@ class Accumulator(Sums):
         self.bounds = self.policy.bounds
         real = weights > 0
         scales = self.policy.scales(upper)
-        self.nonfinite = self.nonfinite + (real & (scales == 0).all(0)).sum()
-        whole = self.policy.whole(upper)
-        self.unclipped = self.unclipped + torch.where(real & (scales > 0).any(0), whole, 0.0).sum()
-        self.units = self.units + real.sum()
+        kept, units = real & (scales > 0).any(0), real.sum()
+        self.nonfinite = self.nonfinite + (units - kept.sum())
+        self.unclipped = self.unclipped + torch.where(kept, self.policy.whole(upper), 0.0).sum()
+        self.units = self.units + units
         return torch.where(real, scales * weights, 0.0)
 
     def require_one_clip(self) -> None:

@@ -45,11 +45,13 @@ class Term:
 
     Args:
         leaf: what that scalar's graph begins with. A model may add to the scalar in place, which torch forbids of a leaf.
+        mean: the `masked_mean` of the units' losses.
     """
 
     leaf: torch.Tensor
     scalar: torch.Tensor
     per_unit: torch.Tensor
+    mean: torch.Tensor
 
     @property
     def value(self) -> torch.Tensor:
@@ -138,8 +140,9 @@ class LossTerms:
         if self.alone:
             return per_unit.sum()
         values = per_unit.detach()
-        leaf = (values.sum() if reduction == "sum" else masked_mean(values, self.layout.weights)).requires_grad_()
-        self.terms.append(Term(leaf, leaf.clone(), per_unit))
+        mean = masked_mean(values, self.layout.weights)
+        leaf = (values.sum() if reduction == "sum" else mean.detach()).requires_grad_()
+        self.terms.append(Term(leaf, leaf.clone(), per_unit, mean))
         return self.terms[-1].scalar
 
     def _means(self, losses: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:

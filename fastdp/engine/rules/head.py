@@ -259,7 +259,7 @@ class HeadUse(torch.autograd.Function):
         losses = torch.zeros(hidden.shape[0], device=device, dtype=torch.promote_types(hidden.dtype, torch.float32))
         found = _HeadPass(made)
         ctx.tap, ctx.trained, ctx.found = tap, trained, found
-        tap.held.append(found)
+        tap.drops.append(found.drop)
         if ctx.needs_input_grad[0]:
             found.hidden = torch.zeros_like(made.hidden)
         if trained[1] is not None:

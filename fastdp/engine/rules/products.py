@@ -23,18 +23,12 @@ def linear_of(module: torch.nn.Linear, reads: Reads, tap: Tap, x: torch.Tensor) 
     # A step asks this of every layer, and a function called takes the host as long as all that is compared here.
     own, layout = module._parameters, tap.layout
     weight, bias = own.get("weight"), own.get("bias")
-    known = reads.products.get(id(weight))
-    if known is not None and layout.token_segments is None and id(weight) not in reads.heads.weights:
-        operation, of_bias, shape, rows, noted, use, held = known
-        if (
-            operation == "linear"
-            and id(bias) == of_bias
-            and x.shape == shape
-            and layout.rows == rows
-            and module.__dict__.keys().isdisjoint(own)
-        ):
-            tap.shapes.add(noted)
-            return applied(x, weight, bias, tap, use, held)
+    known = reads.known.get(("linear", id(weight), id(bias), x.shape, layout.rows))
+    plain = layout.token_segments is None and id(weight) not in reads.heads.weights
+    if known is not None and plain and module.__dict__.keys().isdisjoint(own):
+        noted, use, held = known
+        tap.shapes.add(noted)
+        return applied(x, weight, bias, tap, use, held)
     return _linear(reads, tap, x, module.weight, module.bias)
 
 
@@ -61,12 +55,12 @@ def _linear(reads: Reads, tap: Tap, input: Any, weight: Any, bias: Any = None) -
 def _addmm(reads: Reads, tap: Tap, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     if beta != 1 or alpha != 1 or reads.is_trained(mat1):
         return NotImplemented
-    known, layout = reads.products.get(id(mat2)), tap.layout
-    if known is not None and layout.token_segments is None and type(mat1) is torch.Tensor:
-        operation, of_bias, shape, rows, noted, use, held = known
-        if operation == "addmm" and id(input) == of_bias and mat1.shape == shape and layout.rows == rows:
-            tap.shapes.add(noted)
-            return applied(mat1, mat2, input, tap, use, held)
+    layout, plain = tap.layout, type(mat1) is torch.Tensor
+    known = reads.known.get(("addmm", id(mat2), id(input), mat1.shape, layout.rows)) if plain else None
+    if known is not None and layout.token_segments is None:
+        noted, use, held = known
+        tap.shapes.add(noted)
+        return applied(mat1, mat2, input, tap, use, held)
     return _product(reads, tap, "addmm", mat1, mat2, input, swap=True)
 
 
@@ -98,7 +92,7 @@ def _product(reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: 
         if trained[0]:
             rows = tap.layout.rows
             noted = operation_kind(operation, x.shape, rows, fold)
-            reads.products[id(weight)] = operation, id(bias), x.shape, rows, noted, use, held
+            reads.keep((operation, id(weight), id(bias), x.shape, rows), (noted, use, held))
         return applied(x, weight, bias, tap, use, held)
     own = tuple(p for p, read in zip((weight, bias), trained) if read)
     if laned:

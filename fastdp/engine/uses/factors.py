@@ -52,11 +52,6 @@ class Factors:
         return 0 if self.one_hot else self.left.shape[1]
 
     @property
-    def arrived(self) -> torch.Tensor:
-        """What the backward pass brought: the factor whose rows are zero where no gradient reached a token."""
-        return self.right if self.one_hot else self.left
-
-    @property
     def oriented(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The factor of the parameter's first dimension, and that of the others."""
         return (self.right, self.left) if self.swap else (self.left, self.right)

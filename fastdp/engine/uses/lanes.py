@@ -117,11 +117,8 @@ _AFFINE = functions("add mul __add__ __radd__ __mul__ __rmul__ multiply")
 _JOINS = frozenset({torch.cat, torch.concat, torch.concatenate, F.scaled_dot_product_attention})
 
 
-def affine(func: Any, args: Any, kwargs: Any, trained: Mapping[int, str], tap: Tap, known: dict[Any, Any]) -> Any:
-    """A trained vector times an activation whose first axis is the rows, or added to it: as `PerLane` takes it, at once.
-
-    NotImplemented for anything else. ``known`` keeps what it came to, for inputs of the same shape (`Reads.known`).
-    """
+def affine(func: Any, args: Any, kwargs: Any, trained: Mapping[int, str], tap: Tap, keep: Callable[..., None]) -> Any:
+    """A trained vector times, or plus, rows, as `PerLane` takes it; `Reads.keep` is told of it. NotImplemented for others."""
     if func not in _AFFINE or kwargs or len(args) != 2:
         return NotImplemented
     own = int(id(args[1]) in trained)
@@ -135,7 +132,7 @@ def affine(func: Any, args: Any, kwargs: Any, trained: Mapping[int, str], tap: T
     if met is None or met.fold is None or not met.fold.natural:
         return NotImplemented
     rows = tap.layout.rows
-    known[func, id(vector), x.shape, rows] = operation_kind(name, x.shape, rows, met.fold)
+    keep((func, id(vector), x.shape, rows), operation_kind(name, x.shape, rows, met.fold))
     lanes = expanded(vector, x, tap, x.dim() - 2)
     return func(x, lanes) if own else func(lanes, x)
 
@@ -332,11 +329,12 @@ def lay_along_rows(value: PerLane, meeting: Meeting) -> torch.Tensor:
     lanes, shape, rank = value.lanes, value.shape, activation.dim()
     missing, size = rank - len(shape), activation.shape[fold.axis]
     if layout.token_segments is not None:
-        if missing < layout.leading or not fold.natural:
+        # Behind the rows and their tokens.
+        if missing < 2 or not fold.natural:
             raise UnsupportedUse(
                 f"a parameter of shape {list(shape)} meets an activation of shape {list(activation.shape)}"
             )
-        lanes = lanes.reshape(lanes.shape[0], *[1] * (missing - layout.leading), *shape)
+        lanes = lanes.reshape(lanes.shape[0], *[1] * (missing - 2), *shape)
         return layout.spread(lanes, activation.shape)
     if fold.axis < missing:
         spread = fold.spread(lanes, size, layout.rows)

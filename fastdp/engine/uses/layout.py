@@ -44,7 +44,6 @@ class Ticket:
 
     @functools.cached_property
     def rows(self) -> int:
-        """Of the micro-batch."""
         if self.token_units is not None:
             return self.token_units.shape[0]
         return self.row_units.shape[0]
@@ -140,11 +139,6 @@ class Layout:
     @functools.cached_property
     def lanes(self) -> int:
         return self.lane_units.shape[0]
-
-    @property
-    def leading(self) -> int:
-        """How many leading dimensions of an activation the map covers: rows, or rows and tokens when packed."""
-        return 1 if self.token_segments is None else 2
 
     def covers(self, tokens: int) -> bool:
         """Whether a flat axis of this many tokens can be cut into the rows.

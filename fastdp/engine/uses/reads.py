@@ -12,7 +12,10 @@ from fastdp.engine.uses.lanes import PerLane
 from fastdp.engine.uses.logits import Heads
 from fastdp.engine.uses.rows import Fold
 from fastdp.engine.uses.selections import Selection
-from fastdp.engine.uses.use import Product, Tap
+from fastdp.engine.uses.use import Tap
+
+#: A use has one entry for each length of batches.
+_MOST_KNOWN = 1 << 14
 
 
 class Reads:
@@ -37,13 +40,14 @@ class Reads:
         self._carries_rows = carries_rows
         #: Names of modules that select, by the data's values, what a parameter or a loss sees.
         self.selecting = selecting
-        #: Of each matrix its latest use in a product: the operation, the bias's identity, the input's shape and rows, what both
-        #: come to, and the bytes of a gradient that would wait for others. Trained parameters live on, so that no other bias has
-        #: the identity of one that is.
-        self.products: dict[int, tuple[str, int, torch.Size, int, tuple[str, tuple[int, ...]], Product, int]] = {}
-        #: What uses of tables, and of vectors entry by entry, came to, by the function, the parameter, and the input's shape
-        #: and rows.
-        self.known: dict[tuple[Any, int, torch.Size, int], tuple[str, tuple[int, ...]]] = {}
+        #: What uses came to, by the operation, the identity of the parameters, which live on, and the input's shape and rows.
+        self.known: dict[tuple[Any, ...], Any] = {}
+
+    def keep(self, use: tuple[Any, ...], found: Any) -> None:
+        """Know what a use came to from here on."""
+        if len(self.known) >= _MOST_KNOWN:
+            self.known.clear()
+        self.known[use] = found
 
     def is_trained(self, value: Any) -> bool:
         return id(value) in self.names

@@ -40,13 +40,6 @@ class Sink(Protocol):
         """Take whole gradients by unit, ``[units, *shape]``."""
 
 
-class SavedState(Protocol):
-    """What a use keeps from its forward pass for the backward pass, beyond what autograd lets go of itself."""
-
-    def drop(self) -> None:
-        """Let go of it."""
-
-
 @functools.lru_cache(1 << 12)
 def operation_kind(operation: str, shape: torch.Size, rows: int, fold: Fold | None) -> tuple[str, tuple[int, ...]]:
     """An operation and the shape of its input for one row, all of it without rows; `UnsupportedUse` if it cannot be cut."""
@@ -72,8 +65,8 @@ class Tap:
         self.sink: Sink | None = None
         #: Every kind of use in the pass: its operation, and the shape of its input for one row (all of it, without rows).
         self.shapes: set[tuple[str, tuple[int, ...]]] = set()
-        #: What uses found in the forward pass, and let go of when the backward pass is over.
-        self.held: list[SavedState] = []
+        #: What lets go, when the backward pass is over, of what uses keep from the forward pass beside what autograd does.
+        self.drops: list[Callable[[], None]] = []
         #: What follows the entries that the data select, in modules that do; None where nothing does.
         self.selected: SelectionMode | None = None
         #: The ids that were looked up in a table, by its identity, rows first.
@@ -102,9 +95,9 @@ class Tap:
     def close(self) -> None:
         """The backward pass is over."""
         self.sink = None
-        for held in self.held:
-            held.drop()
-        self.held.clear()
+        for drop in self.drops:
+            drop()
+        self.drops.clear()
         self.looked_up.clear()
         self.norms.clear()
 
@@ -337,7 +330,7 @@ def differentiate(
     """
     caught: list[torch.Tensor | None] = [None] * len(every)
     if tap.whole or not every:
-        hooks = [own.watch(functools.partial(_catch, caught, at)) for at, own in enumerate(every)]
+        hooks = [own.watch(functools.partial(caught.__setitem__, at)) for at, own in enumerate(every)]
         torch.autograd.backward(tops, seeds, retain_graph=retain)
         for hook in hooks:
             hook.remove()
@@ -366,10 +359,6 @@ def differentiate(
             x = own.x
             right = _flat(x)
         own.give(gradient, right, sink, layout)
-
-
-def _catch(caught: list[torch.Tensor | None], at: int, gradient: torch.Tensor) -> None:
-    caught[at] = gradient
 
 
 class LinearUse(Use):
