@@ -66,7 +66,7 @@ class Sums:
         self._sums: dict[str, torch.Tensor] = {}
         self._unscaled: dict[str, _Unscaled] = {}
         self._uncut: dict[str, torch.Tensor] = {}
-        self._reducer = self.weights.reducer(self.parameters, self._keep_piece)
+        self._reducer = self.weights.reducer(self.parameters, functools.partial(_keep_piece, self._sums))
         #: Units of the micro-batch at hand whose sums are made on their own: `take_apart`.
         self.apart: list[int] = []
         #: Whether the logits of a head were computed tile by tile.
@@ -162,13 +162,11 @@ class Sums:
 
     def cut(self) -> None:
         """Reduce sums that stayed whole over a logical batch to pieces. Collective."""
-        whole, self._sums = self.sums, {}
+        whole = dict(self.sums)
+        self._sums.clear()
         for name in self.weights.in_order(self.parameters):
             self._reducer.add(name, whole.pop(name, None))
         self._reducer.finish()
-
-    def _keep_piece(self, name: str, piece: torch.Tensor) -> None:
-        self._sums[name] = self._sums[name].add_(piece) if name in self._sums else piece
 
     def _sum(self, name: str, total: torch.Tensor) -> None:
         if name in self._whole:
@@ -250,6 +248,10 @@ class Sums:
             parameter = self.parameters[name]
             # Nearly all are matrices, and a view takes the host as long as a launch.
             whole[name] = total if parameter.dim() == 2 else total.view(parameter.shape)
+
+
+def _keep_piece(sums: dict[str, torch.Tensor], name: str, piece: torch.Tensor) -> None:
+    sums[name] = sums[name].add_(piece) if name in sums else piece
 
 
 @functools.cache
