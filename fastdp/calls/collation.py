@@ -257,10 +257,10 @@ def _is_copy(t: torch.Tensor, own: torch.Tensor) -> bool:
 
 def example_length(item: Any) -> int:
     """Elements of an example's longest sequence, text or tensor; 0 if it has none."""
-    if isinstance(item, Mapping):
-        return max(map(example_length, item.values()), default=0)
     if isinstance(item, torch.Tensor):
         return item.numel()
+    if isinstance(item, (dict, Mapping)):
+        return max(map(example_length, item.values()), default=0)
     if isinstance(item, (tuple, list)):
         plain = not item or isinstance(item[0], (int, float))
         return len(item) if plain else max(map(example_length, item))
