@@ -50,6 +50,7 @@ sanitize: $(VENV)/.fastdp-test
 	mkdir -p $(SANITIZED)
 	cp -r fastdp kernels bench csrc tests setup.py pyproject.toml README.md $(SANITIZED)
 	$(PIP) install setuptools pybind11
+	ln -s ../kernels ../bench $(SANITIZED)/fastdp # else an installed checkout's would be imported
 	cd $(SANITIZED) && rm -f fastdp/_native*.so && CFLAGS="$(SANITIZER)" CXXFLAGS="$(SANITIZER)" $(abspath $(VENV))/bin/python setup.py -q build_ext --inplace
 	cd $(SANITIZED) && set -e; python=$(abspath $(VENV))/bin/python; first=0; for isa in portable avx2 avx512; do \
 	export FASTDP_ISA=$$isa; if env $(UNDER) $$python -c "import fastdp._native as n; n.isa()"; then \

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
@@ -163,9 +164,31 @@ def test_a_head_is_exact_however_a_calls_it(way: str, tokens: int) -> None:
     units = truth(model, inputs)
     engine = step(model, inputs)
     if not WAYS[way].get("tied"):
-        # Long units' gradients are smaller than their tiles, and are kept.
-        assert engine.accumulator.routes["head.weight"].name == ("instantiate" if tokens > 2 * WIDTH else "tiles")
+        assert engine.accumulator.routes["head.weight"].name == "tiles"
     require_exact(engine, engine.accumulator.sums, units)
+
+
+def test_a_longer_text_moves_no_bound_of_the_others_by_their_head() -> None:
+    """Neither a route nor a number of tokens follows the longest row: its padding is no token of theirs."""
+    found: list[torch.Tensor] = []
+    bounds: list[torch.Tensor] = []
+
+    class Seen(Policy):
+        def scales(self, upper: UpperNorms) -> torch.Tensor:
+            found.append(upper.norms)
+            return super().scales(upper)
+
+    for longer in (0, 3, 4 * WIDTH, 20 * WIDTH):
+        inputs = data(3)
+        inputs = {"ids": F.pad(inputs["ids"], (0, longer)), "labels": F.pad(inputs["labels"], (0, longer), value=-100)}
+        model, tickets = Speaker(), deque([ticket(3)])
+        for module in (model.table, model.layer):
+            module.requires_grad_(False)
+        Engine(model, Seen((1.0,), (0.0,), {"head.weight": 0}), tickets)
+        model(**inputs)["loss"].backward()
+        bounds.append(found[-1])
+    for other in bounds[1:]:
+        torch.testing.assert_close(other, bounds[0], rtol=1e-9, atol=0)
 
 
 @pytest.fixture

@@ -23,8 +23,10 @@ from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Layout
 from fastdp.engine.uses.logits import LOSS_CHUNK, TILE, Logits, Step, inputs, quiet, token_losses, widen
 from fastdp.engine.uses.use import Tap
+from fastdp.ops.factors import INT64_MAX
 from fastdp.ops.heads import add_product_, cuts, even_rows, most_tokens, on_gpu
 from fastdp.ops.placed import CONSTANTS
+from fastdp.ops.routes import longest_by_gram
 
 #: A product of a norm and a coefficient, and a weight of both, are rounded a few times to float32.
 _ROUNDED = 1 + 2.0**-20
@@ -226,6 +228,8 @@ def take(
     with torch.enable_grad():
         leaf = torch.zeros(tokens, device=hidden.device, requires_grad=True)
         (counts,) = torch.autograd.grad(reduced(leaf).sum(), leaf)
+    # Padding is no token of a unit's own.
+    counts = counts.masked_fill(target == ignored, 0)
     lengths = layout.counts * (tokens // layout.rows) if layout.token_segments is None else layout.counts
     bounds = [0, *lengths.cumsum(0).tolist()]
     if bounds[-1] != tokens:
@@ -267,7 +271,10 @@ class HeadUse(torch.autograd.Function):
         long = max((b - a for a, b in zip(made.bounds, made.bounds[1:])), default=0)
         read = [t.reshape(-1) for t in tap.looked_up.get(id(trained[0]), []) if tap.layout.covers(t.numel())]
         looked_up = [(t, tap.layout.offsets(t.numel(), host=True).tolist()) for t in read]
-        whole = ops.routes.is_allowed("instantiate", rows, width, long, units, dtype=weight.dtype, device=device)
+        # On a processor the route is each unit's own.
+        whole = on_gpu(weight) and ops.routes.is_allowed(
+            "instantiate", rows, width, long, units, dtype=weight.dtype, device=device
+        )
         if trained[0] is not None and whole:
             found.whole = losses.new_zeros(units, rows, width)
         elif trained[0] is not None:
@@ -317,10 +324,15 @@ class _Norms:
         self.poor = torch.zeros_like(self.squares, dtype=torch.bool)
 
     def measure(self, units: slice, tile: torch.Tensor, hidden: torch.Tensor, offsets: torch.Tensor) -> None:
-        """By Gram matrices, or directly where their rounding may hide too much."""
-        squares, products = (found[0].double() for found in ops.gram_norms([tile], [hidden], [1], offsets))
-        gram = ops.Rounding(tile, hidden).gram(tile.shape[1], hidden.shape[1])
-        poor = gammas([gram], offsets.diff().double())[0] * products.square() > REMEASURED * squares
+        """By Gram matrices, or directly where a unit is long or their rounding may hide too much."""
+        sizes = tile.shape[1], hidden.shape[1]
+        most = INT64_MAX if on_gpu(tile) else longest_by_gram(*sizes)
+        squares, products = (found[0].double() for found in ops.gram_norms([tile], [hidden], [1], offsets, (), most))
+        every, tokens = ops.counted_products(tile, hidden, offsets)
+        long = tokens > most
+        products = torch.where(long, every, products)
+        gram = ops.Rounding(tile, hidden).gram(*sizes)
+        poor = long | (gammas([gram], tokens)[0] * products.square() > REMEASURED * squares)
         if poor.device.type != "cpu" or bool(poor.any()):
             squares = torch.where(poor, ops.chosen_sqnorm([tile], [hidden], offsets, poor[None])[0].double(), squares)
         self.squares[units], self.products[units], self.poor[units] = squares, products, poor
