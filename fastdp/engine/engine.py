@@ -146,12 +146,11 @@ class Engine(Passes):
             )
         given = call = args, kwargs
         inputs = leaves(given)
-        for _, t in inputs:
-            if t.requires_grad and t.is_leaf:
-                raise ValueError(
-                    "An input requires gradients, which private passes do not return. Make adversarial inputs under "
-                    "model.eval(), or inside the model's forward()."
-                )
+        if [t for _, t in inputs if t.requires_grad and t.is_leaf]:
+            raise ValueError(
+                "An input requires gradients, which private passes do not return. Make adversarial inputs under model.eval(), or "
+                "inside the model's forward()."
+            )
         ticket = self.tickets[0]
         self._forwards = self._forwards + 1 if ticket is self._latest else 1
         self._latest = ticket

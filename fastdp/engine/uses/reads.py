@@ -13,7 +13,6 @@ from fastdp.engine.uses.logits import Heads
 from fastdp.engine.uses.rows import Fold
 from fastdp.engine.uses.use import Tap
 
-#: A use has one entry for each length of batches.
 _MOST_KNOWN = 1 << 14
 
 
