@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fastdp.calls.batches import Call, Path, leaves
+from fastdp.calls.pending import PendingGradients
 from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import ONE, RankLost, Ranks
 from fastdp.engine.clip.accumulator import Accumulator
@@ -23,7 +24,6 @@ from fastdp.engine.loss.boundary import (
     TWO_FORWARDS,
     UNEQUAL_LOSSES,
     Junction,
-    PendingGradients,
 )
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, JoinedPasses, Passes
 from fastdp.engine.routing import Routing, wrong_rows
@@ -155,12 +155,11 @@ class Engine(Passes):
             )
         given = call = args, kwargs
         inputs = leaves(given)
-        for _, t in inputs:
-            if t.requires_grad and t.is_leaf:
-                raise ValueError(
-                    "An input requires gradients, which private passes do not return. Make adversarial inputs under "
-                    "model.eval(), or inside the model's forward()."
-                )
+        if [t for _, t in inputs if t.requires_grad and t.is_leaf]:
+            raise ValueError(
+                "An input requires gradients, which private passes do not return. Make adversarial inputs under model.eval(), or "
+                "inside the model's forward()."
+            )
         ticket = self.tickets[0]
         again = ticket is self._latest
         self._forwards = self._forwards + 1 if again else 1

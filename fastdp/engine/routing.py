@@ -114,11 +114,10 @@ class Routing:
         if self._later is not None:
             self.looks.append(partial(self._later, waiting.tap))
             return
-        shapes, tap = self._shapes, waiting.tap
-        if self.known.explained.get(shapes) != tap.shapes:
-            told = self.known.require(self.passes.trace, waiting.call, waiting.ticket.rows, tap, looked_at=explained)
-            if told:
-                self.known.explained[shapes] = frozenset(tap.shapes)
+        known, shapes, tap = self.known, self._shapes, waiting.tap
+        new = known.explained.get(shapes) != tap.shapes
+        if new and known.require(self.passes.trace, waiting.call, waiting.ticket.rows, tap, looked_at=explained):
+            known.explained[shapes] = frozenset(tap.shapes)
         self.verify_pass(waiting)
 
     def explain(self, call: Call, ticket: Ticket) -> None:

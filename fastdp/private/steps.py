@@ -263,7 +263,7 @@ class Steps:
 
     def _refuse_left_out(self) -> None:
         stages = self._stages
-        if not stages.method.selects:
+        if not self._selects:
             return
         chosen = stages.engine.parameters
         for name, parameter in stages.parameters.items():

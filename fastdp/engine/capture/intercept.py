@@ -83,7 +83,6 @@ class ParameterProxy(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(args) == 2 and not kwargs:
-            # What scales and shifts in stock models, once it is known.
             own = int(type(args[1]) is cls)
             held, x = args[own], args[1 - own]
             if type(held) is cls and type(x) is torch.Tensor:
@@ -94,11 +93,7 @@ class ParameterProxy(torch.Tensor):
                     tap.shapes.add(found)
                     lanes = expanded(vector, x, tap, x.dim() - 2)
                     return func(x, lanes) if own else func(lanes, x)
-        given = [*args, *kwargs.values()] if kwargs else args
-        held = next((value for value in given if type(value) is cls), None)
-        if held is None:
-            held = next(value for value in tensors(given) if type(value) is cls)
-        reads = held.__dict__["reads"]
+        reads = next(value for value in tensors((args, kwargs or {})) if type(value) is cls).__dict__["reads"]
         args, kwargs = [*map(_unwrap, args)], {name: _unwrap(value) for name, value in kwargs.items()} if kwargs else {}
         if reads.tap is None:
             return func(*args, **kwargs)
@@ -143,8 +138,11 @@ def _torch_forward(kind: type[torch.nn.Module]) -> Any:
     return forward if code is not None and code.co_filename == inspect.getfile(kind) else None
 
 
-def _layer_norm_of(module: torch.nn.LayerNorm, reads: Reads, tap: Tap, x: torch.Tensor) -> Any:
-    return _layer_norm(reads, tap, x, module.normalized_shape, module.weight, module.bias, module.eps)
+def _convolution_of(module: Any, reads: Reads, tap: Tap, x: torch.Tensor) -> Any:
+    if module.padding_mode != "zeros":
+        return NotImplemented
+    rest = module.stride, module.padding, module.dilation, module.groups
+    return _HANDLERS[getattr(F, type(module).__name__.lower())](reads, tap, x, module.weight, module.bias, *rest)
 
 
 def _embedding_of(module: torch.nn.Embedding, reads: Reads, tap: Tap, ids: torch.Tensor) -> Any:
@@ -160,7 +158,11 @@ def _embedding_of(module: torch.nn.Embedding, reads: Reads, tap: Tap, ids: torch
 #: Forwards of torch's own modules, and the uses that these are on one tensor, as their code says.
 _CALLS: dict[type[torch.nn.Module], tuple[Any, Callable[[Any, Reads, Tap, torch.Tensor], Any]]] = {
     torch.nn.Linear: (_torch_forward(torch.nn.Linear), products.linear_of),
-    torch.nn.LayerNorm: (_torch_forward(torch.nn.LayerNorm), _layer_norm_of),
+    torch.nn.LayerNorm: (
+        _torch_forward(torch.nn.LayerNorm),
+        lambda of, reads, tap, x: _layer_norm(reads, tap, x, of.normalized_shape, of.weight, of.bias, of.eps),
+    ),
+    **{kind: (_torch_forward(kind), _convolution_of) for kind in (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)},
     torch.nn.Embedding: (_torch_forward(torch.nn.Embedding), _embedding_of),
 }
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fastdp.ops as ops
+from fastdp.distributed.blocks import BlockReducer, LocalPieces
 from fastdp.distributed.shards import UnshardedParameters
 from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.clip.policy import Policy
@@ -44,6 +45,8 @@ class Sums:
         weights: says what of each sum this process keeps.
     """
 
+    _reducer: BlockReducer | LocalPieces
+
     def __init__(
         self, parameters: Mapping[str, torch.nn.Parameter], policy: Policy, weights: UnshardedParameters | None = None
     ):
@@ -66,7 +69,8 @@ class Sums:
         self._sums: dict[str, torch.Tensor] = {}
         self._unscaled: dict[str, _Unscaled] = {}
         self._uncut: dict[str, torch.Tensor] = {}
-        self._reducer = self.weights.reducer(self.parameters, functools.partial(_keep_piece, self._sums))
+        if self.weights.cut:
+            self._reducer = self.weights.reducer(self.parameters, functools.partial(_keep_piece, self._sums))
         #: Units of the micro-batch at hand whose sums are made on their own: `take_apart`.
         self.apart: list[int] = []
         #: Whether the logits of a head were computed tile by tile.

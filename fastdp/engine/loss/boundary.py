@@ -1,14 +1,7 @@
-"""Where the user's `backward()` enters the engine, at the model's loss or its outputs; and the zeros that it leaves in `.grad`.
-
-They take no memory, and say once that they are no gradients yet.
-"""
+"""Where the user's `backward()` enters the engine: at the model's loss, or at its outputs."""
 
 from __future__ import annotations
 
-import os
-import re
-import traceback
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,20 +11,7 @@ from typing import Any
 import torch
 
 from fastdp.calls.batches import map_tensors, tensors
-from fastdp.calls.named import is_detach, is_metadata
-from fastdp.distributed.pieces import is_cut
 from fastdp.engine.uses.logits import Logits
-
-#: Models whose loops were told.
-_WARNED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-_OWN_FILES = os.path.dirname(torch.__file__), __file__
-_UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"
-#: Names of functions that write into their first argument, as clipping does.
-_IN_PLACE = re.compile(r".*[^_]_|__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow))__")
-_SCALED = (
-    "GradScaler would scale each example's gradient, as the loss is outside the model. Use autocast to bfloat16 without it, or "
-    "GradScaler(enabled=False)."
-)
 
 
 class Junction:
@@ -298,93 +278,3 @@ def seeds_for(tops: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Upstream gradients that are the same whenever the outputs have these shapes."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in tops]
-
-
-class PendingGradient(torch.Tensor):
-    """Stands in a parameter's ``.grad`` until its optimizer's step: zeros, which nothing can write into."""
-
-    pending: PendingGradients
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [t for t in tensors((args, kwargs or {})) if isinstance(t, PendingGradient)]
-        name = getattr(func, "__name__", "")
-        with torch._C.DisableTorchFunctionSubclass():
-            if is_metadata(func) or not given:
-                return func(*args, **(kwargs or {}))
-            given[0].pending.tell(name)
-            if is_detach(func) and name not in ("numpy", "item"):
-                return given[0]
-            if _IN_PLACE.fullmatch(name) and next(iter(tensors(args)), None) is given[0]:
-                return given[0] if args[0] is given[0] else None
-            # The norm of one zero is that of many.
-            few = "norm" in name and not kwargs and all(t.numel() for t in given)
-
-            def plain(t: torch.Tensor) -> torch.Tensor:
-                if not isinstance(t, PendingGradient):
-                    return t
-                own = t.as_subclass(torch.Tensor)
-                return own.reshape(-1)[:1] if few else own
-
-            return func(*map_tensors(args, plain), **map_tensors(kwargs or {}, plain))
-
-
-class PendingGradients:
-    """The pending gradients of a model's trained parameters.
-
-    Args:
-        model: whose loop is told once.
-        parameters: those trained.
-        scaled: whether what multiplies the loss reaches the gradients of examples, as it does outside the model.
-    """
-
-    def __init__(self, model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter], *, scaled: bool):
-        self._model, self._scaled = weakref.ref(model), scaled
-        self._parameters = list(parameters)
-        self._held: list[PendingGradient] = []
-        #: Whether some parameter may hold one: at first one of an earlier run.
-        self.placed = True
-        self._kinds: list[Any] = []
-
-    def place(self) -> None:
-        """Let every parameter without a gradient have a pending one."""
-        self.placed = True
-        kinds = [(p.shape, p.dtype, p.device) for p in self._parameters]
-        if kinds != self._kinds:
-            self._kinds = kinds
-            self._held = [] if any(map(is_cut, self._parameters)) else list(map(self._zeros, self._parameters))
-        for parameter, pending in zip(self._parameters, self._held):
-            if parameter.grad is None and parameter.requires_grad:
-                parameter.grad = pending
-
-    def clear(self) -> None:
-        """Take them away, those of an earlier run too."""
-        self.placed = False
-        for parameter in self._parameters:
-            if isinstance(parameter.grad, PendingGradient):
-                parameter.grad = None
-
-    def tell(self, function: str) -> None:
-        """Warn once. Raises ValueError for a GradScaler that would reach the gradients of examples."""
-        if function == _UNSCALES and self._scaled:
-            raise ValueError(_SCALED)
-        model = self._model()
-        if model is None or model in _WARNED:
-            return
-        _WARNED.add(model)
-        said = (
-            "GradScaler has no effect: private gradients are not scaled. Use autocast to bfloat16, as small gradients vanish in "
-            "float16."
-            if function == _UNSCALES
-            else "Gradients are zeros before step(), and clip_grad_norm_ has no effect: per-example clipping (max_grad_norm) "
-            "replaces it. Log norms after step()."
-        )
-        frames = [frame.filename for frame in reversed(traceback.extract_stack())]
-        level = next((i for i, name in enumerate(frames, 1) if not name.startswith(_OWN_FILES)), 1)
-        warnings.warn(said, stacklevel=level)
-
-    def _zeros(self, parameter: torch.nn.Parameter) -> PendingGradient:
-        zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        made = zero.expand(parameter.shape).as_subclass(PendingGradient)
-        made.pending = self
-        return made

@@ -14,7 +14,6 @@ from fastdp.engine.uses.rows import Fold
 from fastdp.engine.uses.selections import Selection
 from fastdp.engine.uses.use import Tap
 
-#: A use has one entry for each length of batches.
 _MOST_KNOWN = 1 << 14
 
 
