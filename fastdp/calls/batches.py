@@ -104,6 +104,10 @@ def accepted(module: torch.nn.Module, batch: Any) -> Call:
     return entries if inspect.Parameter.VAR_POSITIONAL in kinds else entries[: len(shown)], {}
 
 
+#: The tensors of a call, each with its place.
+Inputs = list[tuple[Path, torch.Tensor]]
+
+
 class RowNumbers(torch.Tensor):
     """Stands in a call for a list of one entry a row, such as texts, so that its rows can be taken."""
 
@@ -235,3 +239,18 @@ def row_of(call: Call, rows: int, single: Call | None, otherwise: int = 0) -> in
         if all(t.dim() == own.dim() and torch.equal(*cropped(t[row], own[0])) for t, own in pairs if own.dim()):
             return row
     return otherwise
+
+
+def wrong_rows(call: Call, rows: int) -> str:
+    """The refusal of a call that is not what the loader handed out."""
+    found = {path: t.shape for path, t in leaves(call) if t.dim() > 1}
+    if rows > 1 and found and all(shape[0] == 1 for shape in found.values()):
+        lacking = any(path[-1] == "seq_idx" for path in found)
+        return "This collator packs examples into one row. Pass unit_map='seq_idx' and set use_cache=False." + (
+            "" if lacking else " Make the collator with return_seq_idx=True."
+        )
+    sizes = sorted({t.shape[0] for t in tensors(call) if t.dim()})
+    return (
+        f"the loader handed out {rows} rows but the model was called with {', '.join(map(str, sizes)) or 'none'}: pass each "
+        "batch once, and concatenate inside a wrapper module's forward()"
+    )

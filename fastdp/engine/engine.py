@@ -12,21 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastdp.calls.batches import Call, Path, leaves
+from fastdp.calls.batches import Call, Inputs, leaves, wrong_rows
 from fastdp.calls.pending import PendingGradients
 from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import ONE, RankLost, Ranks
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.errors import SelfCheckError, Unseen
-from fastdp.engine.loss.boundary import (
-    FORWARD_AFTER_BACKWARD,
-    TWO_FORWARDS,
-    UNEQUAL_LOSSES,
-    Junction,
-)
+from fastdp.engine.loss.boundary import FORWARD_AFTER_BACKWARD, TWO_FORWARDS, UNEQUAL_LOSSES, Junction
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, JoinedPasses, Passes
-from fastdp.engine.routing import Routing, wrong_rows
+from fastdp.engine.routing import Routing
 from fastdp.engine.uses.layout import Ticket
 
 
@@ -192,9 +187,7 @@ class Engine(Passes):
                     raise
             return self._checked_forward(call, ticket, inputs, junction)
 
-    def _checked_forward(
-        self, call: Call, ticket: Ticket, inputs: list[tuple[Path, torch.Tensor]], junction: Junction
-    ) -> Any:
+    def _checked_forward(self, call: Call, ticket: Ticket, inputs: Inputs, junction: Junction) -> Any:
         """The pass itself, after what has to be looked at before it; what it draws, a look ahead has drawn too."""
         if self.weights.cut:
             self.weights.settle()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastdp.calls.batches import Call, Path, RowNumbers, as_long_as, leaves, tensors
+from fastdp.calls.batches import Call, Inputs, RowNumbers, as_long_as, leaves, wrong_rows
 from fastdp.calls.modes import autocast_now, refuse_mixing
 from fastdp.calls.randomness import unchanged
 from fastdp.distributed.ranks import RankLost, Ranks
@@ -63,7 +63,7 @@ class Routing:
         self.looks: list[Callable[[], None]] = []
         self._later: Callable[[Tap], None] | None = None
 
-    def before(self, call: Call, ticket: Ticket, inputs: list[tuple[Path, torch.Tensor]]) -> bool:
+    def before(self, call: Call, ticket: Ticket, inputs: Inputs) -> bool:
         """Prepare for a batch, whose tensors are ``inputs``, before its pass. True if any rank ran the model for that."""
         passes = self.passes
         if passes.route == ORDINARY or passes.isolated:
@@ -84,7 +84,7 @@ class Routing:
                     self._open(call, _weighted(ticket))
                 else:
                     self._look(call, ticket, due, new=new)
-        self.verify_loop(call, ticket, inputs)
+        self.verify_loop(call, ticket)
         return looked
 
     def _look(self, call: Call, ticket: Ticket, due: str, *, new: bool) -> None:
@@ -169,7 +169,7 @@ class Routing:
     def verify_later(self, call: Call, ticket: Ticket, due: str) -> None:
         """Verify a batch after the first, as `due` has it."""
 
-    def verify_loop(self, call: Call, ticket: Ticket, inputs: list[tuple[Path, torch.Tensor]]) -> None:
+    def verify_loop(self, call: Call, ticket: Ticket) -> None:
         """Verify what the training loop makes of a batch."""
 
     def verify_pass(self, waiting: Pass) -> None:
@@ -305,7 +305,7 @@ class TraceCache:
         #: Whether the trace has learned something since that no pass of a whole batch was looked at for.
         self.learned = False
 
-    def new(self, first: Trace | None, inputs: list[tuple[Path, torch.Tensor]], rows: int) -> bool:
+    def new(self, first: Trace | None, inputs: Inputs, rows: int) -> bool:
         """Whether a call has tensors, or sizes, that need a look of their own."""
         assert first is not None
         found = dict(inputs)
@@ -405,18 +405,3 @@ def _plain(first: Trace, found: Mapping[Path, torch.Tensor], rows: int) -> bool:
 def _inputs(first: Trace, found: Mapping[Path, torch.Tensor]) -> frozenset[Any]:
     """The shapes of a call's tensors; a row's, of those that carry rows."""
     return frozenset([(path, t.shape[1:] if path in first.carriers else t.shape) for path, t in found.items()])
-
-
-def wrong_rows(call: Call, rows: int) -> str:
-    """The refusal of a call that is not what the loader handed out."""
-    found = {path: t.shape for path, t in leaves(call) if t.dim() > 1}
-    if rows > 1 and found and all(shape[0] == 1 for shape in found.values()):
-        lacking = any(path[-1] == "seq_idx" for path in found)
-        return "This collator packs examples into one row. Pass unit_map='seq_idx' and set use_cache=False." + (
-            "" if lacking else " Make the collator with return_seq_idx=True."
-        )
-    sizes = sorted({t.shape[0] for t in tensors(call) if t.dim()})
-    return (
-        f"the loader handed out {rows} rows but the model was called with {', '.join(map(str, sizes)) or 'none'}: pass each "
-        "batch once, and concatenate inside a wrapper module's forward()"
-    )

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from fastdp.calls.batches import Call, Path, as_long_as, take_rows, tensors
+from fastdp.calls.batches import Call, Inputs, as_long_as, take_rows, tensors
 from fastdp.calls.collation import Collation
 from fastdp.calls.flow import DataFlow
 from fastdp.calls.modes import refuse_mixing
-from fastdp.calls.randomness import version
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.loss.boundary import Junction
@@ -34,8 +33,6 @@ LOOP_WRITES = "frozen parameters that the loop wrote between batches follow from
 #: Microbatches after which losses are compared again, and after which everything is checked again; each interval is twice the
 #: one before. A comparison takes some 40% of a step, and all checks at most three steps.
 BRIEF_AFTER, ALL_AFTER = 34, 600
-#: Types of arguments that a loop has not computed, if the tensors among them are the loader's.
-_UNCOMPUTED = frozenset((torch.Tensor, type(None), bool, str))
 
 
 class Checks(Routing):
@@ -68,7 +65,7 @@ class Checks(Routing):
     def waiting_probes(self) -> int:  # type: ignore[override]
         return self.loop.waiting
 
-    def before(self, call: Call, ticket: Ticket, inputs: list[tuple[Path, torch.Tensor]]) -> bool:
+    def before(self, call: Call, ticket: Ticket, inputs: Inputs) -> bool:
         """Verify a batch, if it is due, before its pass."""
         if self.passes.route is None:
             # Between two stages of a method only releases may change the model.
@@ -111,7 +108,7 @@ class Checks(Routing):
         self._brief *= 1 + brief
         return "everything" if full else "gradients" if self._grew else "losses" if brief else ""
 
-    def _grows(self, ticket: Ticket, inputs: list[tuple[Path, torch.Tensor]]) -> bool:
+    def _grows(self, ticket: Ticket, inputs: Inputs) -> bool:
         """Whether a batch has a longer example or row, other padding, more rows, NaN or an input twice as large as before."""
         lengths, largest = ticket.lengths or (0,), 0.0
         # A GPU is not asked for the size of inputs, as the host would have to wait.
@@ -188,7 +185,7 @@ class Checks(Routing):
                 check_definition(passes, waiting.call, ticket, sorted({lost[0], lost[-1]}), gradients=False)
             self.state.accept_buffers()
 
-    def verify_loop(self, call: Call, ticket: Ticket, inputs: list[tuple[Path, torch.Tensor]]) -> None:
+    def verify_loop(self, call: Call, ticket: Ticket) -> None:
         """Plan probe batches if the loop makes something of a batch, or computes the loss itself: on all ranks or on none."""
         source, loop = ticket.source, self.loop
         if not self.enabled or source is None or ticket.token_units is not None or loop.waiting:
@@ -199,12 +196,7 @@ class Checks(Routing):
         if self._batches > 1 and not again and (self.ranks.size > 1 or self.passes.device.type != "cpu"):
             return
         needs = self._grew or again or not loop.begun
-        if needs and self.passes.returns_loss:
-            versions, values = dict(zip(map(id, source.batch.values()), source.versions)), (*call[0], *call[1].values())
-            own = _UNCOMPUTED.issuperset(map(type, values)) and all(
-                versions.get(id(t)) == version(t) for _, t in inputs
-            )
-            needs = not own and source.makes(call)
+        needs = needs and (not self.passes.returns_loss or source.makes(call))
         if needs if self.ranks.size == 1 else any(self.ranks.gather(needs)):
             loop.begin(source, ticket.rows)
 

@@ -280,10 +280,8 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
         with mode, preserve_rng(passes.model):
             before = rng_state(passes.model)
             alone = [_loss(probe, calls.alone[row]) for row in rows]
-            cut = (
-                () if passes.recollates else (unpadded(probe.rows([row], calls.whole), probe.carriers) for row in rows)
-            )
-            own = [_loss(probe, routed) for routed in cut]
+            own_rows = () if passes.recollates else rows
+            own = [_loss(probe, unpadded(probe.rows([row], calls.whole), probe.carriers)) for row in own_rows]
             one, two = (_loss(probe, copies(n) or probe.rows([rows[0]] * n, calls.whole), stock=True) for n in (1, 2))
             again = _loss(probe, calls.alone[rows[0]])
             drew = rng_state(passes.model) != before

@@ -103,8 +103,7 @@ class StateCheck:
         for _, module in self._modules:
             now += (module.training, *module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks)
             now += map(id, module._modules.values())
-            for p in module._parameters.values():
-                now.append(p is not None and p.requires_grad)
+            now += [p is not None and p.requires_grad for p in module._parameters.values()]
         before, self._structure = self._structure, now
         if before is None or before == now:
             return False
