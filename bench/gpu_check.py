@@ -107,6 +107,8 @@ def norms(device: str) -> Iterator[tuple[str, Result]]:
         adds = (left != 0).any(1) & (right != 0).any(1)
         counts = torch.stack([unit.sum() for unit in adds.split(list(lengths))])
         yield f"token_counts {label}", (apart(ops.token_counts([left], right, offsets), counts), 0.0)
+        yield f"token_counts_group {label}", (apart(ops.token_counts_group([left], [right], offsets)[0], counts), 0.0)
+        yield f"counted_products {label}", (apart(ops.counted_products(left, right, offsets)[1], counts), 0.0)
         chosen = torch.rand(offsets.shape[0] - 1, device=device) < 0.5
         got = ops.chosen_sqnorm([left], [right], offsets, chosen[None])[0]
         yield f"chosen_sqnorm {label}", (apart(got, square * chosen), NORMS)

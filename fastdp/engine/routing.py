@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastdp.calls.batches import Call, Inputs, RowNumbers, as_long_as, leaves, wrong_rows
+from fastdp.calls.batches import Call, Inputs, Path, RowNumbers, as_long_as, leaves, wrong_rows
 from fastdp.calls.modes import autocast_now, refuse_mixing
 from fastdp.calls.randomness import unchanged
 from fastdp.distributed.ranks import RankLost, Ranks

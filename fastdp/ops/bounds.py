@@ -211,7 +211,6 @@ TOKEN_COUNTS_GROUP = Op(
     fake=lambda lefts, rights, offsets: rights[0].new_empty(len(lefts), offsets.shape[0] - 1, dtype=torch.float64),
     check=_check_token_counts_group,
 )
-TOKEN_COUNTS_GROUP.implement("cpu", TOKEN_COUNTS_GROUP.reference)
 TOKEN_COUNTS_GROUP.implement("cuda", "fastdp.kernels.bounds")
 
 
