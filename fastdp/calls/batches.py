@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import inspect
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -254,3 +254,10 @@ def wrong_rows(call: Call, rows: int) -> str:
         f"the loader handed out {rows} rows but the model was called with {', '.join(map(str, sizes)) or 'none'}: pass each "
         "batch once, and concatenate inside a wrapper module's forward()"
     )
+
+
+def single_rows(call: Call, carriers: frozenset[Path], rows: int, trim: bool) -> Iterator[Call]:
+    """The call on each of its rows; ``trim`` removes the padding that an attention mask shows."""
+    for row in range(rows):
+        single = take_rows(call, torch.tensor([row]), carriers)
+        yield unpadded(single, carriers) if trim else single

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fastdp.calls.batches import Call, as_long_as, map_tensors, slice_rows
+from fastdp.calls.batches import Call, as_long_as, map_tensors, single_rows, slice_rows
 from fastdp.calls.randomness import BufferSnapshot, devices, preserve_rng, rng_state, seed_from_os, unchanged
 from fastdp.distributed.pieces import piece
 from fastdp.distributed.ranks import Ranks
@@ -37,7 +37,7 @@ from fastdp.engine.loss.boundary import (
     require_positive,
 )
 from fastdp.engine.loss.losses import LossTerms, combine, graph_of, intercepted, masked_mean
-from fastdp.engine.loss.one_example import backward_starts, merged, run_alone, single_rows
+from fastdp.engine.loss.one_example import backward_starts, merged, run_alone
 from fastdp.engine.uses.layout import Layout, Ticket
 from fastdp.engine.uses.logits import VOCABULARY
 from fastdp.engine.uses.reads import Reads

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import CheckpointError
 
 from fastdp.calls.batches import Call, cropped, take_rows
 from fastdp.calls.modes import in_mode
-from fastdp.calls.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state
+from fastdp.calls.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state, seeds_for
 from fastdp.engine.capture.follow import InputGradients
 from fastdp.engine.errors import OwnLoss
-from fastdp.engine.loss.boundary import caught, differentiable, hooks_aside, require_loss, seeds_for
+from fastdp.engine.loss.boundary import caught, differentiable, hooks_aside, require_loss
 from fastdp.engine.loss.losses import LossTerms, combine, divided_terms, intercepted, shares
 from fastdp.engine.passes import Passes
 from fastdp.engine.uses.layout import Layout, Ticket

@@ -272,9 +272,3 @@ def replace_loss(output: Any, loss: torch.Tensor) -> Any:
         return map_tensors(output, passed)
     output.loss = loss
     return output
-
-
-def seeds_for(tops: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Upstream gradients that are the same whenever the outputs have these shapes."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in tops]

@@ -87,9 +87,8 @@ class LossTerms:
         self.layout = layout
         known = selections and not alone and layout.token_segments is None
         compares = layout.weights.device.type == "cpu"
-        self.selected = (
-            SelectionMode(layout.rows, {call for call, _ in selections}, compares=compares) if known else None
-        )
+        calls = {call for call, _ in selections}
+        self.selected = SelectionMode(layout.rows, calls, compares=compares) if known else None
         self._throughout = any(not module for _, module in selections)
         self.alone = alone
         self.reductions = reductions

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from fastdp.calls.batches import Call, Path, map_tensors, take_rows, tensors, unpadded
+from fastdp.calls.batches import Call, map_tensors, tensors
 from fastdp.calls.randomness import BufferSnapshot
 from fastdp.engine.loss.boundary import differentiable, replace_loss, require_loss
 from fastdp.engine.loss.losses import LossTerms, intercepted
@@ -15,13 +15,6 @@ from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.logits import Logits
 
 _ONE_ROW = Ticket(torch.zeros(1, dtype=torch.int64), torch.ones(1), is_last=True)
-
-
-def single_rows(call: Call, carriers: frozenset[Path], rows: int, trim: bool) -> Iterator[Call]:
-    """The call on each of its rows; ``trim`` removes the padding that an attention mask shows."""
-    for row in range(rows):
-        single = take_rows(call, torch.tensor([row]), carriers)
-        yield unpadded(single, carriers) if trim else single
 
 
 def run_alone(

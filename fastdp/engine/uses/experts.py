@@ -111,11 +111,8 @@ class ExpertFactors(Factors):
 def join_experts(uses: list[Factors], units: int) -> list[Factors]:
     """Join uses of one stack, as a loop over its matrices makes them, into one."""
     first = uses[0]
-    if (
-        len(uses) < 2
-        or not isinstance(first, ExpertFactors)
-        or {(use.stacked, use.swap) for use in uses} != {(True, first.swap)}
-    ):
+    alike = {(use.stacked, use.swap) for use in uses} == {(True, first.swap)}
+    if len(uses) < 2 or not (alike and isinstance(first, ExpertFactors)):
         return uses
     every = torch.arange(first.count * units, device=first.right.device)
     runs = torch.cat([every.repeat_interleave(use.bounds.diff()) for use in uses if use.bounds is not None])

@@ -27,26 +27,27 @@ class Reads:
         # They live as long as this, so that nothing else can come to have the identity of one.
         self._trained = tuple(trained.values())
         self.names = {id(p): name for name, p in trained.items()}
-        self.learn({})
+        self.learn({}, frozenset())
         self.tap: Tap | None = None
         self.mode_open = False
         self.heads = Heads()
 
-    def learn(
-        self, carries_rows: Mapping[tuple[str, str, int], Fold | None], selecting: Set[str] = frozenset()
-    ) -> None:
+    def learn(self, carries_rows: Mapping[tuple[str, str, int], Fold | None], selecting: Set[str]) -> None:
         """Take what a trace found: where the rows of inputs lie, by operation, parameter and dimensions."""
         self._carries_rows = carries_rows
         #: Names of modules that select, by the data's values, what a parameter or a loss sees.
         self.selecting = selecting
         #: What uses came to, by the operation, the identity of the parameters, which live on, and the input's shape and rows.
         self.known: dict[tuple[Any, ...], Any] = {}
+        # Where the data choose rows, a shape does not tell whose they are.
+        self._keeps = not any(fold is not None and fold.chosen for fold in carries_rows.values())
 
     def keep(self, use: tuple[Any, ...], found: Any) -> None:
         """Know what a use came to from here on."""
-        if len(self.known) >= _MOST_KNOWN:
-            self.known.clear()
-        self.known[use] = found
+        if self._keeps:
+            if len(self.known) >= _MOST_KNOWN:
+                self.known.clear()
+            self.known[use] = found
 
     def is_trained(self, value: Any) -> bool:
         return id(value) in self.names
