@@ -229,7 +229,7 @@ class Propagator:
             if found.conflict is not None:
                 raise ValueError(f"relevance cannot be propagated through this model: {found.conflict}")
             self._reads = Reads(self.parameters)
-            self._reads.learn(found.carries_rows)
+            self._reads.learn(found.carries_rows, frozenset())
             # The rule of a norm multiplies and adds apart what the traced operation does at once.
             apart = {
                 (part, frozenset({id(self.parameters[name])}), rank): BroadcastLayout(fold)

@@ -136,7 +136,7 @@ def test_a_use_of_a_linear_layer_that_is_known_is_that_of_its_call() -> None:
     layer = nn.Linear(WIDTH, OUT)
     bias = layer.bias
     reads = Reads({"weight": layer.weight, "bias": bias})
-    reads.learn({("linear", name, rank): Fold() for name in ("weight", "bias") for rank in (2, 3)})
+    reads.learn({("linear", name, rank): Fold() for name in ("weight", "bias") for rank in (2, 3)}, frozenset())
     patched = PatchedForward(layer, reads)
 
     def check(x: torch.Tensor, rows: int) -> None:
