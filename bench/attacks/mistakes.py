@@ -28,13 +28,14 @@ _UNREPEATED = {"fastdp.engine.passes.repeatable": kit.watch_nothing}
 _UNCOMPARED = {f"{_PREPARATION}._require_independence": kit.nothing, f"{_PREPARATION}._require_same": kit.nothing}
 
 
-def _backward(engine: Any, waiting: Any, upstream: Any) -> None:
+def _backward(engine: Any, parts: Any) -> None:
     """A backward pass that does not look whether it is this batch's first, nor whether another one failed."""
-    engine.differentiate(waiting, upstream)
+    ticket = parts[0][0].ticket
+    engine.differentiate(parts)
     engine.backwards += 1
-    if waiting.ticket in engine.tickets:
-        engine.tickets.remove(waiting.ticket)
-    engine.complete |= waiting.ticket.is_last
+    if ticket in engine.tickets:
+        engine.tickets.remove(ticket)
+    engine.complete |= ticket.is_last
 
 
 _UNORDERED = {"fastdp.engine.engine.Engine._backward": _backward}

@@ -126,6 +126,15 @@ def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int = 2) -
 def counted_products(left: Tensor, right: Tensor, offsets: Tensor, order: int = 2) -> tuple[Tensor, Tensor]:
     """:func:`row_products`, and the :func:`token_counts` of the same use, which come for nothing.
 
+    Args:
+        left, right, offsets, order: as of :func:`row_products`.
+
+    Returns:
+        Both, [B] float64 each.
+
+    Raises:
+        TypeError, ValueError: as :func:`row_products`.
+
     >>> import torch
     >>> from fastdp.ops import counted_products
     >>> left = torch.tensor([[1.0], [2.0], [0.0]])  # three tokens, the last of them padding

@@ -35,7 +35,9 @@ def test_it_trains_what_peft_says_and_its_card_holds(zeroth, peft, tmp_path, mon
         make(self, resume)
 
     monkeypatch.setattr(run.FinetuneRun, "make_private", kept)
-    result = finetune(replace(zeroth, peft=peft, method_options={"max_slope": 0.5}))
+    # What a prompt adds to the losses of so small a model is little.
+    rate = 1.0 if peft == "prompt" else zeroth.learning_rate
+    result = finetune(replace(zeroth, peft=peft, learning_rate=rate, method_options={"max_slope": 0.5}))
     output = tmp_path / "run"
     # The only gradient is that of one number, in the rehearsal too, which comes before.
     assert steps

@@ -382,10 +382,15 @@ CASES = {
     ),
     "row-products-units": Case(
         bounds.sum_units_kernel,
-        {"p_products": "*fp64", "p_offsets": "*i64", "p_out": "*fp64"},
+        {"p_products": "*fp64", "p_offsets": "*i64", "p_out": "*fp64", "p_counts": "*fp64"},
         {"b": 128},
         1,
         slow=True,
+    ),
+    "token-counts": Case(
+        bounds.counts_kernel,
+        {"p_lines": "*i64", "p_offsets": "*i64", "p_out": "*fp64", **numbers("units")},
+        {"LEFT": tl.bfloat16, "RIGHT": tl.bfloat16, "FIELDS": direct.FIELDS.value, "b_t": 32, "b_k": 128},
     ),
     "onehot-norm": onehot_norm_case(direct.SQUARE),
     "onehot-absolute": onehot_norm_case(direct.ABSOLUTE, slow=True),
