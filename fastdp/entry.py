@@ -78,7 +78,7 @@ def make_private(
             of counts that adaptive bounds follow. The sampling, and releases of a method's own, have 20 always.
         two_pass: run backward twice and keep no activations' factors; None: where gradient checkpointing is on and one
             pass does not fit into memory (docs/scaling.md).
-        self_check: verify the first batch, longer ones, and later ones by a public schedule (docs/audit.md): that an example's
+        self_check: verify the first batch, longer ones, and later ones by a public schedule (SECURITY.md): that an example's
             loss and gradient are what they are alone. Without it the card says that this was assumed.
         isolation: "per_example" hands out and runs one example at a time, so that no example can reach another in the model
             or collator. It takes 2 to 3 times as long; use it for code that nobody reviewed.

@@ -1,3 +1,3 @@
-"""What a run verifies of its batches before anything is released (docs/audit.md)."""
+"""What a run verifies of its batches before anything is released (SECURITY.md)."""
 
 from fastdp.verify.checks import Checks as Checks
