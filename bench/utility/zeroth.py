@@ -1,9 +1,9 @@
 """DP-ZO beside DP-SGD on SST-2 at equal epsilon: the last layer of MiniLM (770 numbers), on computed hidden states.
 
-    python -m bench.utility.zeroth --model MODEL --train train.tsv --eval dev.tsv --json zeroth.json
+    fastdp bench utility --suite zeroth --model MODEL --train train.tsv --eval dev.tsv --json zeroth.json
 
-DP-SGD steps by AdamW. DP-ZO steps by SGD, as its page says, and four times as often, in batches of a quarter. Learning rates,
-and the bound of slopes, are tried on texts of their own.
+DP-SGD steps by AdamW. DP-ZO steps by SGD, as its page says, and four times as often, in batches of a quarter. Learning rates
+are tried on texts of their own; the bound of slopes is `MAX_SLOPE`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from . import frost, suite
 
 SIZES = {
     "default": frost.Size(8000, 200, 256, frozen=6, epsilons=(2.0, 8.0)),
+    "full": frost.Size(60000, 1000, 512, frozen=6, epsilons=(2.0, 8.0)),
     "tiny": frost.Size(300, 3, 32, 12, 6, 24, (8.0,)),
 }
 #: Of each form its steps over those of the size, and learning rates to try.
@@ -91,12 +92,13 @@ class Bench(frost.Bench):
         return {**batch, **{name: batch[name][:, :2] for name in ("inputs_embeds", "attention_mask")}}
 
 
-def settings(bench: Bench, table: suite.Table, seeds: int) -> Iterator[suite.Row]:
+def settings(bench: Bench, table: suite.Table, seeds: int, only: str) -> Iterator[suite.Row]:
     """Learning rates at the largest epsilon, on beyond the edge while the best lies there; then rows with the best of them."""
     steps = {form: times * bench.size.steps for form, (times, _) in FORMS.items()}
-    for form, (_, grid) in FORMS.items():
+    forms = [form for form in FORMS if only in form]
+    for form in forms:
         row = {"part": "rate", "form": form, "steps": steps[form], "epsilon": bench.size.epsilons[-1]}
-        tried = [*grid]
+        tried = [*FORMS[form][1]]
         while True:
             yield from ({**row, "learning_rate": rate, "seed": SEED} for rate in tried)
             found = {own["learning_rate"]: own["accuracy"] for own in table.rows if row.items() <= own.items()}
@@ -104,13 +106,13 @@ def settings(bench: Bench, table: suite.Table, seeds: int) -> Iterator[suite.Row
             if len(known) < len(tried):
                 # Time was up.
                 return
-            best = bench.rates[form] = max(known, key=lambda rate: (found[rate], 0.0))
+            best = bench.rates[form] = max(known, key=found.__getitem__)
             if best not in (known[0], known[-1]) or len(known) == 8:
                 break
             tried = [*known, known[0] ** 2 / known[1] if best == known[0] else known[-1] ** 2 / known[-2]]
     rows = [
         {"part": "accuracy", "form": form, "steps": steps[form], "epsilon": epsilon}
-        for epsilon, form in itertools.product(bench.size.epsilons, FORMS)
+        for epsilon, form in itertools.product(bench.size.epsilons, forms)
     ]
     yield from suite.by_seed(rows, seeds)
 
@@ -126,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options, size = suite.begin(parser, arguments)
     bench, table = Bench(options.model, options.train, options.eval, size), suite.Table(options.json)
-    suite.measure(table, settings(bench, table, options.seeds), bench.run, options.minutes)
+    suite.measure(table, settings(bench, table, options.seeds, options.only), bench.run, options.minutes)
 
 
 if __name__ == "__main__":

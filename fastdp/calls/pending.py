@@ -22,6 +22,8 @@ _OWN_FILES = os.path.dirname(torch.__file__), __file__
 _UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"
 #: Names of functions that write into their first argument, as clipping does.
 _IN_PLACE = re.compile(r".*[^_]_|__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow))__")
+#: Norms over all entries, where no axis is named.
+_NORMS = frozenset(("norm", "vector_norm", "linalg_vector_norm", "_foreach_norm"))
 _SCALED = (
     "GradScaler would scale each example's gradient, as the loss is outside the model. Use autocast to bfloat16 without it, or "
     "GradScaler(enabled=False)."
@@ -46,7 +48,8 @@ class PendingGradient(torch.Tensor):
             if _IN_PLACE.fullmatch(name) and next(iter(tensors(args)), None) is given[0]:
                 return given[0] if args[0] is given[0] else None
             # The norm of one zero is that of many.
-            few = "norm" in name and not kwargs and all(t.numel() for t in given)
+            of_all = name in _NORMS and not kwargs and len(args) < 3 and not isinstance(args[-1], str)
+            few = of_all and all(t.numel() for t in given)
 
             def plain(t: torch.Tensor) -> torch.Tensor:
                 if not isinstance(t, PendingGradient):
@@ -75,7 +78,7 @@ class PendingGradients:
         self._kinds: list[Any] = []
 
     def place(self) -> None:
-        """Let every parameter without a gradient have a pending one."""
+        """Let every parameter without a gradient have a pending one; parameters in pieces have none."""
         self.placed = True
         kinds = [(p.shape, p.dtype, p.device) for p in self._parameters]
         if kinds != self._kinds:

@@ -64,7 +64,7 @@ class Routing:
         self._later: Callable[[Tap], None] | None = None
 
     def before(self, call: Call, ticket: Ticket, inputs: Inputs) -> bool:
-        """Prepare for a batch, whose tensors are ``inputs``, before its pass. True if any rank ran the model for that."""
+        """Prepare for a batch, whose tensors are ``inputs``, before its pass. True if this process ran the model for that."""
         passes = self.passes
         if passes.route == ORDINARY or passes.isolated:
             return False

@@ -163,8 +163,8 @@ def _overlaps_itself(x: Tensor) -> bool:
 class Op:
     """One operation: callable on tensors of any device, registered as ``torch.ops.fastdp.<name>``.
 
-    A call in eager mode goes straight to the device's implementation; only while ``torch.compile`` traces does it pass
-    through the dispatcher, whose overhead would dominate the many small calls of a LoRA step.
+    An eager call on plain tensors goes straight to the device's implementation, since the dispatcher would take longer than
+    the many small calls of a LoRA step. Traced calls, tensor subclasses and recorded gradients go through the dispatcher.
 
     Args:
         schema: the schema of ``torch.library``, name included.

@@ -29,6 +29,13 @@ def halve(model: torch.nn.Module) -> float:
     return 0.0
 
 
+def norm_of_rows(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None
+    found = torch.linalg.vector_norm(gradient, 2, 1)
+    assert found.shape == gradient.shape[:1]
+    return found
+
+
 #: What loops do with gradients before a step, and what they find.
 HABITS: dict[str, Callable[[torch.nn.Module], float]] = {
     "clip_grad_norm_": clip,
@@ -37,6 +44,7 @@ HABITS: dict[str, Callable[[torch.nn.Module], float]] = {
     "total": lambda model: float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])),
     "finite": lambda model: float(not all(torch.isfinite(p.grad).all() for p in model.parameters())),
     "arithmetic": lambda model: max(float((2 * p.grad - p.grad**2).sum()) for p in model.parameters()),
+    "rows": lambda model: float(sum(norm_of_rows(p.grad).sum() for p in model.parameters() if p.dim() == 2)),
     "by_hand": halve,
 }
 

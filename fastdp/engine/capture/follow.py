@@ -18,7 +18,7 @@ from fastdp.calls.flow import DataFlow
 from fastdp.calls.marks import Marks
 from fastdp.calls.named import functions, is_detach
 from fastdp.engine.uses.rows import Fold, Places
-from fastdp.engine.uses.selections import GROUPED, Owners, place, selects
+from fastdp.engine.uses.selections import GROUPED, Owners, call_site, selects
 
 #: The data decide the size of what these return, or which row comes where.
 _SELECTING = functions("nonzero argwhere masked_select unique unique_consecutive bincount histc tolist")
@@ -116,7 +116,7 @@ class Follow(DataFlow):
         known = chosen and selects(func, args) and source not in self.chosen
         known = known and (self.is_owned(source) or self.in_order(source))
         if known and self.owners.select(func, args, kwargs, results):
-            self.places_of_owned.add((place(), self.stack[-1]))
+            self.places_of_owned.add((call_site(), self.stack[-1]))
             return False
         if chosen or any(t in self.chosen for t in given):
             return True

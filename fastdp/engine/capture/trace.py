@@ -22,7 +22,7 @@ from fastdp.engine.errors import Differentiates, FlatBags, UnsupportedUse, Untra
 from fastdp.engine.loss.losses import LOSSES
 from fastdp.engine.uses.logits import Logits, Source
 from fastdp.engine.uses.rows import BroadcastLayout, Fold, Place, fold_between
-from fastdp.engine.uses.selections import GROUPED, place
+from fastdp.engine.uses.selections import GROUPED, call_site
 
 #: Which operations met which tensors: their name, the ids of the parameters on the one side, and the other's dimensions.
 Key = tuple[str, frozenset[int], int]
@@ -246,7 +246,7 @@ class _Recorder(Follow):
             self.selections = self.places_of_owned
         if func in LOSSES and kwargs.get("reduction", "mean") != "none" and given[0] in self.data:
             if owned:
-                self.selections.add((place(), ""))
+                self.selections.add((call_site(), ""))
             others = [t for t in given if t not in self.weights]
             self._note_read("", operation, [] if owned else given[:1], any(t in self.chosen for t in others))
         elif found:

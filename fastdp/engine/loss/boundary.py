@@ -53,7 +53,7 @@ class _Join(torch.autograd.Function):
 
 
 class LossBoundary(torch.autograd.Function):
-    """A scalar loss whose backward hands the upstream gradient to the engine and runs everything inside it.
+    """A scalar loss whose backward tells its `Junction` that a loss has reached this pass, and by what gradient.
 
     The upstream gradient is recorded and divided out: rescaling a loss must not move the clipping threshold.
     """

@@ -26,7 +26,7 @@ _PICKING = functions("gather take_along_dim index_select")
 _MASKING = functions("masked_select")
 _GETS = torch.Tensor.__getitem__
 _SORTING = functions("sort argsort")
-#: Of these only the first argument has an axis of tokens; the others say where groups end.
+#: Of these only the first argument has an axis of tokens; the others are a stack of weights, and where groups end.
 GROUPED = functions("grouped_mm _grouped_mm")
 #: These keep the entries of a first axis whose length stays, in their order.
 _KEEPING = functions(
@@ -189,7 +189,7 @@ class SelectionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         results = list(tensors(out))
-        if selects(func, args) and place() in self.places:
+        if selects(func, args) and call_site() in self.places:
             if not self.owners.select(func, args, kwargs, results):
                 raise UnsupportedUse("the data choose tokens in another way than when traced")
         elif results:
@@ -199,7 +199,7 @@ class SelectionMode(TorchFunctionMode):
     def whose(self, *given: torch.Tensor) -> torch.Tensor | None:
         """The rows of a loss function's entries; None where they are in order. Raises `UnsupportedUse` if they were lost."""
         found = [whose for t in given if (whose := self.owners.of(t)) is not None]
-        if found or place() not in self.places:
+        if found or call_site() not in self.places:
             return found[0] if found else None
         raise UnsupportedUse("the data choose tokens of a loss in another way than when traced")
 
@@ -213,7 +213,7 @@ def selects(func: Any, args: Any) -> bool:
     return func in _PICKING or func in _MASKING or (func in _FINDING and len(args) == 1)
 
 
-def place() -> Any:
+def call_site() -> Any:
     """The call, in code that is neither torch's nor the engine's, that led to an operation."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
