@@ -241,6 +241,12 @@ def row_of(call: Call, rows: int, single: Call | None, otherwise: int = 0) -> in
     return otherwise
 
 
+def options(call: Call) -> frozenset[Any]:
+    """What a call holds beside tensors, by its place: choices by their value, anything else by its type."""
+    values = [(path, value) for path, value in everything(call) if not isinstance(value, torch.Tensor)]
+    return frozenset([(path, v if isinstance(v, (bool, str)) else type(v)) for path, v in values])
+
+
 def wrong_rows(call: Call, rows: int) -> str:
     """The refusal of a call that is not what the loader handed out."""
     found = {path: t.shape for path, t in leaves(call) if t.dim() > 1}

@@ -10,7 +10,12 @@ from torch.overrides import TorchFunctionMode
 
 from fastdp.calls.batches import RowNumbers, tensors
 from fastdp.calls.marks import Marks
-from fastdp.calls.named import is_metadata
+from fastdp.calls.named import functions, is_metadata
+
+_RANKING = functions("topk")
+_SCANNING = _RANKING | functions("cumsum cumprod cummax cummin logcumsumexp")
+#: Of these only the first argument has an axis of tokens; the others are a stack of weights, and where groups end.
+GROUPED = functions("grouped_mm _grouped_mm")
 
 
 class DataFlow(TorchFunctionMode):
@@ -24,6 +29,8 @@ class DataFlow(TorchFunctionMode):
         super().__init__()
         inputs = list(inputs)
         self.data: Marks[None] = Marks((t, None) for t in inputs)
+        #: What follows from the number of entries before one, or from a rank among all: rows then decide about others.
+        self.cut: Marks[None] = Marks()
         #: Whether some inputs are lists: what is made of no tensor may be made of them.
         self.listed = any(isinstance(t, RowNumbers) for t in inputs)
 
@@ -40,4 +47,21 @@ class DataFlow(TorchFunctionMode):
         # What is written into becomes data too.
         for result in (given[:1] if func is torch.Tensor.__setitem__ else tensors(out)) if found else ():
             self.data[result] = None
+        if found and (
+            _cuts(func, args, kwargs) or any(map(self.cut.__contains__, given[:1] if func in GROUPED else given))
+        ):
+            for result in tensors(out):
+                self.cut[result] = None
         return found
+
+
+def _cuts(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation keeps entries of a first axis by their number, or makes of each what those before it decide."""
+    if func is torch.Tensor.__getitem__:
+        first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+        return isinstance(first, slice) and first != slice(None)
+    if func not in _SCANNING:
+        return False
+    dims = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, int) and not isinstance(v, bool)]
+    dim = kwargs.get("dim", dims[-1] if dims and (len(dims) > 1 or func not in _RANKING) else -1)
+    return not args[0].dim() or dim % args[0].dim() == 0

@@ -238,6 +238,7 @@ class Engine(Passes):
         for own in every:
             own.used = True
         apart = self.weights.cut or (self.trace and self.trace.heads) or any(own.replay for own in every)
+        apart = apart or len({own.targets is None for own in every}) > 1
         if len(parts) > 1:
             # One recorded pass is clipped by itself.
             self.graphs = None

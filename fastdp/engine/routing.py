@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastdp.calls.batches import Call, Inputs, Path, RowNumbers, as_long_as, leaves, wrong_rows
+from fastdp.calls.batches import Call, Inputs, Path, RowNumbers, as_long_as, leaves, options, wrong_rows
 from fastdp.calls.modes import autocast_now, refuse_mixing
 from fastdp.calls.randomness import unchanged
 from fastdp.distributed.ranks import RankLost, Ranks
@@ -70,9 +70,9 @@ class Routing:
             return False
         first = passes.route is None
         due = "" if first else self.due(call, ticket)
-        self._shapes = ticket.rows, tuple([(path, t.shape) for path, t in inputs])
+        self._shapes = ticket.rows, options(call), tuple([(path, t.shape) for path, t in inputs])
         new = not (first or passes.recollates or self._shapes in self.known.explained)
-        new = new and self.known.new(passes.trace, inputs, ticket.rows)
+        new = new and self.known.new(passes.trace, call, ticket.rows)
         self._later = None
         looked = first or bool(due) or new
         if looked and not first and passes.weights.cut:
@@ -305,11 +305,12 @@ class TraceCache:
         #: Whether the trace has learned something since that no pass of a whole batch was looked at for.
         self.learned = False
 
-    def new(self, first: Trace | None, inputs: Inputs, rows: int) -> bool:
+    def new(self, first: Trace | None, call: Call, rows: int) -> bool:
         """Whether a call has tensors, or sizes, that need a look of their own."""
         assert first is not None
-        found = dict(inputs)
-        return not _plain(first, found, rows) or (bool(self._shapes) and _inputs(first, found) not in self._shapes)
+        found = dict(leaves(call))
+        seen = not self._shapes or _inputs(first, found) | options(call) in self._shapes
+        return not (seen and _plain(first, found, rows))
 
     def add(self, first: Trace | None, call: Call, rows: int) -> None:
         """Decide again what carries rows where a call has tensors, or sizes, that the first one did not explain.
@@ -362,7 +363,8 @@ class TraceCache:
         """
         assert first is not None
         found = dict(leaves(call))
-        inputs = sizes = _inputs(first, found)
+        sizes = _inputs(first, found)
+        inputs = sizes | options(call)
         if looked_at or not self._ways:
             self._ways.add(_way(sizes, tap))
             self.learned = False

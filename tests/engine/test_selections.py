@@ -100,6 +100,42 @@ def test_selected_tokens_in_another_order_are_not_taken_for_their_rows() -> None
     assert error(engine.accumulator.sums, truth) < EXACT
 
 
+def by_slice(kinds: torch.Tensor, most: int) -> torch.Tensor:
+    return kinds.nonzero().flatten()[:most]
+
+
+def by_count(kinds: torch.Tensor, most: int) -> torch.Tensor:
+    """Switch's rule, over all tokens of a batch."""
+    return (kinds & (kinds.long().cumsum(0) <= most)).nonzero().flatten()
+
+
+def by_rank(kinds: torch.Tensor, most: int) -> torch.Tensor:
+    return kinds.float().topk(min(most, len(kinds)), dim=0).indices
+
+
+@cases("keep", [by_slice, by_count, by_rank])
+def test_places_that_other_rows_can_fill_run_row_by_row(keep: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    """An expert's capacity that the first batch does not reach: later rows could take each other's places."""
+
+    class Capacity(Tagger):
+        def __init__(self, loss: Loss):
+            super().__init__(loss)
+            self.expert = nn.Linear(6, 6)
+
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> Any:
+            hidden = torch.tanh(self.table(ids)).flatten(0, 1)
+            kept = keep(ids.flatten() % 2 == 0, 24)
+            mixed = torch.zeros_like(hidden).index_add(0, kept, self.expert(hidden[kept]))
+            return {"loss": self.loss(self.head(mixed.view(*ids.shape, -1)), labels, mask)}
+
+    data = tokens([2, 6, 3, 5], 0)
+    truth = clipped_sum(one_by_one(Capacity(by_label), data), 0.3)
+    engine, tickets = engine_for(Capacity(by_label), 0.3)
+    feed(engine, tickets, data)
+    assert engine.route == "one-example"
+    assert error(engine.accumulator.sums, truth) < EXACT
+
+
 def test_a_constant_table_is_looked_up_by_the_data() -> None:
     """Sinusoidal positions by token, as M2M100 has them."""
 

@@ -222,6 +222,21 @@ def test_losses_of_rows_of_an_earlier_batch_are_refused() -> None:
         trained(Own().double(), loss)
 
 
+def test_a_second_pass_that_goes_another_way_is_not_taken_for_the_first() -> None:
+    """By a choice of the call, and not by its shapes: sorted rows, put back, would count for each other's units."""
+
+    class Sorted(Dropped):
+        def forward(self, x: torch.Tensor, sort: bool = False) -> torch.Tensor:
+            order = x[:, 0].argsort() if sort else torch.arange(len(x))
+            return super().forward(x[order])[order.argsort()]
+
+    def loss(m: nn.Module, b: Batch) -> torch.Tensor:
+        return F.cross_entropy(m(b["x"]), b["labels"]) + F.cross_entropy(m(b["x"], sort=True), b["labels"])
+
+    with pytest.warns(UserWarning, match="one-example"), pytest.raises(RuntimeError, match="Two forward passes ran"):
+        trained(Sorted(rate=0.0).double(), loss, loss_reduction="mean")
+
+
 def test_passes_of_two_batches_are_no_pair() -> None:
     """A loop that takes two batches, and differentiates both at once: their rows are not each other's."""
     model = Dropped().double()

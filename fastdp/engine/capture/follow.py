@@ -113,14 +113,13 @@ class Follow(DataFlow):
             return False
         source, given = given[0], given[:1] if func in GROUPED else given
         # Whose entries are that are taken by their places, those say, whoever chose them.
-        known = chosen and selects(func, args) and source not in self.chosen
-        known = known and (self.is_owned(source) or self.in_order(source))
+        known = chosen and selects(func, args) and not any(t in self.cut for t in given)
+        known = known and source not in self.chosen and (self.is_owned(source) or self.in_order(source))
         if known and self.owners.select(func, args, kwargs, results):
             self.places_of_owned.add((call_site(), self.stack[-1]))
             return False
-        if chosen or any(t in self.chosen for t in given):
-            return True
-        return not self.owners.follow(func, args, kwargs, given, results)
+        lost = chosen or any(t in self.chosen for t in given)
+        return lost or not self.owners.follow(func, args, kwargs, given, results)
 
     def _chooses(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the data decide the first axis of what an operation on data returns."""

@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fastdp.calls.batches import tensors
+from fastdp.calls.flow import GROUPED
 from fastdp.calls.marks import Marks
 from fastdp.calls.named import functions
 from fastdp.engine.errors import UnsupportedUse
@@ -26,8 +27,6 @@ _PICKING = functions("gather take_along_dim index_select")
 _MASKING = functions("masked_select")
 _GETS = torch.Tensor.__getitem__
 _SORTING = functions("sort argsort")
-#: Of these only the first argument has an axis of tokens; the others are a stack of weights, and where groups end.
-GROUPED = functions("grouped_mm _grouped_mm")
 #: These keep the entries of a first axis whose length stays, in their order.
 _KEEPING = functions(
     "view reshape flatten unsqueeze squeeze expand expand_as float double half bfloat16 to type_as long contiguous clone detach "
