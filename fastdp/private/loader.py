@@ -247,7 +247,7 @@ class PrivateLoader:
         for probe in self.owner.take_probes():
             batch, made = probe.source.collated(probe.items), probe.source
             source = Collation.of(made.dataset, made.collate, made.indices, batch)
-            ticket = _ticket([1] * len(source.indices), 0.0, is_last=False)
+            ticket = _padding_ticket([1] * len(source.indices), is_last=False)
             probe = replace(probe, source=source)
             self.tickets.append(replace(ticket, source=source, probe=probe, in_eval=self.owner.evaluates))
             batch = self._to_device(batch)
@@ -294,7 +294,7 @@ class PrivateLoader:
                 if group[0]
             ]
             sizes, weights = zip(*groups)
-            ticket = _ticket([*sizes], 0.0, is_last=number == len(microbatches) - 1)
+            ticket = _padding_ticket([*sizes], is_last=number == len(microbatches) - 1)
             rows = [row for own, padding in zip(owns, rest) for row in own + own[:1] * padding]
             yield rows, replace(ticket, weights=torch.tensor(weights))
 
@@ -354,9 +354,10 @@ def _lengths(dataset: Any) -> Sequence[int] | None:
     return lengths
 
 
-def _ticket(sizes: list[int], weight: float, *, is_last: bool) -> Ticket:
+def _padding_ticket(sizes: list[int], *, is_last: bool) -> Ticket:
+    """The ticket of units of so many rows each, all of weight 0."""
     row_units = torch.tensor([unit for unit, size in enumerate(sizes) for _ in range(size)], dtype=torch.int64)
-    return Ticket(row_units, torch.full((len(sizes),), weight), is_last)
+    return Ticket(row_units, torch.zeros(len(sizes)), is_last)
 
 
 class _TicketedBatches:
