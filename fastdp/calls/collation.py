@@ -130,7 +130,9 @@ class Collation:
     def probes(self, rows: int, *, stills: int = 0) -> list[ProbeBatch]:
         """Batches of at most ``rows`` examples: a short one alone, together with all others, beside different ones, and still.
 
-        None if every batch holds one example, so that none can reach another.
+        It stands first and then last, under another seed, with one batch between what is compared: a loop that mixes rows, or
+        rows of its last two batches, may leave one place as it is. None if every batch holds one example, so that none can
+        reach another.
         """
         size = len(self.dataset)
         spread = list(dict.fromkeys(int(size * (_GOLDEN * k % 1)) for k in range(_SAMPLED)))
@@ -146,11 +148,14 @@ class Collation:
         longer = example_length(items[others[-1]]) > example_length(items[first])
         kept = others[-1:] if len(others) > 1 and longer else []
         beside = [*kept, *itertools.islice(itertools.cycle(strangers), len(others) - len(kept))]
-        plan = {"alone": [first], "together": [first, *others], "beside": [first, *beside]}
-        chosen = [*plan.items(), *stills * [("still", [first])]]
+        plan = [("alone", 0, [first])]
+        for role, companions in (("together", others), ("beside", beside)):
+            plan += [(role, 0, [first, *companions]), (role, len(others), [*companions, first])]
         return [
-            ProbeBatch(replace(self, indices=found, batch={}, versions=()), [items[index] for index in found], role)
-            for role, found in chosen
+            ProbeBatch(
+                replace(self, indices=found, batch={}, versions=()), [items[index] for index in found], role, row
+            )
+            for role, row, found in [*plan, *stills * [("still", 0, [first])]]
         ]
 
     def draws(self, row: int) -> tuple[bool, bool]:
@@ -211,16 +216,16 @@ class ProbeBatch:
     """One small batch that verifies the loop.
 
     Args:
-        source: the data set, the collator, and the examples of this batch; the first of them is compared.
+        source: the data set, the collator, and the examples of this batch.
         items: the examples as they were read.
         role: "together", "beside", "alone", or "still" for the same as alone.
-        seed: of the random states that the loop finds.
+        row: that of the example which is compared; also the seed of the random states that the loop finds.
     """
 
     source: Collation
     items: Sequence[Any]
     role: str
-    seed: int = 0
+    row: int
 
 
 def _watched(make: Callable[[], Any], seed: int) -> tuple[Any, bool]:

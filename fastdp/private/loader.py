@@ -251,7 +251,7 @@ class PrivateLoader:
             probe = replace(probe, source=source)
             self.tickets.append(replace(ticket, source=source, probe=probe, in_eval=self.owner.evaluates))
             batch = self._to_device(batch)
-            with seeded(probe.seed):
+            with seeded(probe.row):
                 yield batch
 
     def _to_device(self, batch: Any) -> Any:

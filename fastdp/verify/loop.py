@@ -1,8 +1,7 @@
 """Loop check: what a training loop makes of an example, or sends back for it, must not depend on other examples.
 
-If the tensors that reach the model are the loader's own and the model returns its loss, there is nothing to check. Otherwise
-the loop is given three small batches of real examples that add to no sum: some examples together, one of them beside other
-companions, and that one alone. All three pass through the loop, the model and the criterion like any other batch.
+If the loader's own tensors reach the model and it returns its loss, there is nothing to check. Otherwise the loop is given small
+batches of real examples that add to no sum: one alone, with others, and beside different ones, as the first row and as the last.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ from fastdp.verify.probe import GRADIENTS
 _REPEATS, _AHEAD = 10, 3
 #: Seeds of the model's random state and the criterion's.
 _MODEL, _CRITERION = 1, 2
-#: Another seed of the loop's: a permutation that it draws may leave the first row where it is under one of them.
-_OTHER_SEED = 1
 _COUPLES = "{why}. Mask padding, and give make_private criterion=, of one loss per row; this batch was not released."
 _MAKES = (
     "The loop gives the model something else for an example {how}. Make each row from its own example and pad on the right; "
@@ -43,7 +40,7 @@ _HOW = {"beside": "beside other examples", "alone": "alone than in its batch"}
 
 
 class _Outcome(NamedTuple):
-    """What a probe batch gave its first row, the random state in which the model found it, and whether more was drawn."""
+    """What a probe batch gave the example, the random state in which the model found it, and whether more was drawn."""
 
     values: torch.Tensor
     start: tuple[bytes, ...]
@@ -65,11 +62,11 @@ class LoopCheck:
         self.waiting = 0
         self.begun = self.undecided = self.twice = False
         self._due: list[ProbeBatch] = []
-        #: The batches that may be handed out again, by role; none for loops that take batches ahead.
-        self._repeats: dict[str, ProbeBatch] = {}
+        #: The batches that may be handed out again; none for loops that take batches ahead.
+        self._repeats: list[ProbeBatch] = []
         self._alone: list[_Outcome] = []
-        #: The role of the batch whose first row differed.
-        self._doubted = ""
+        #: The role of the batch in which the example differed.
+        self._doubted, self._makes, self._confirming = "", False, False
         self._seen: dict[tuple[str, int], _Outcome] = {}
         self._collator_draws = False
         #: What the model was called with for the example that is compared, alone.
@@ -85,8 +82,8 @@ class LoopCheck:
         self.begun = True
         # The last one that is taken ahead finds another random state.
         self._due = source.probes(rows, stills=1 + _AHEAD if ahead else 0)
-        self._repeats = {} if ahead else {probe.role: probe for probe in self._due}
-        self._doubted, self._alone = "", []
+        self._repeats = [] if ahead else list(self._due)
+        self._doubted, self._makes, self._confirming, self._alone = "", False, False, []
         self.waiting, self._seen = len(self._due), {}
         self._collator_draws = len(self._due) > 1 and any(self._due[1].source.draws(0))
 
@@ -108,7 +105,7 @@ class LoopCheck:
         if not again:
             self._start, self._draws = rng_state(passes.model), False
             self._subject = call if probe.role == "alone" else self._subject
-            self._row = row_of(call, ticket.rows, self._subject)
+            self._row = row_of(call, ticket.rows, self._subject, probe.row)
         row, terms = self._row, passes.terms(layout := ticket.layout(passes.device))
         with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL):
             before = rng_state(passes.model)
@@ -147,8 +144,8 @@ class LoopCheck:
         drew = self._draws or rng_state(passes.model) != self._left
         self._state.close()
         found = torch.cat([own.tops[0] for own, _ in parts]) if passes.returns_loss else self._gradients(parts)
-        makes = not passes.returns_loss or any(probe.source.makes(own.call) for own, _ in parts)
-        if probe.role == "together" and not makes:
+        self._makes |= not passes.returns_loss or any(probe.source.makes(own.call) for own, _ in parts)
+        if probe.role == "together" and probe.row and not self._makes:
             # Nothing reaches the model but the loader's own tensors: the rest of a probe made ahead is not needed.
             self.waiting -= len(self._due)
             self._due = []
@@ -162,37 +159,32 @@ class LoopCheck:
         return torch.cat([own if own is not None else torch.zeros(2, dtype=torch.float64) for own in found])
 
     def _compare(self, probe: ProbeBatch, outcome: _Outcome) -> None:
-        """Raise `SelfCheckError` if the first row got something else than together with the others."""
-        role, seed = probe.role, probe.seed
+        """Raise `SelfCheckError` if the example got something else than together with the others."""
+        role, row = probe.role, probe.row
         if role == "still":
             self._alone.append(outcome)
             if self._doubted and len(self._alone) == (_REPEATS if self._repeats else _AHEAD):
                 self._decide()
             return
-        self._seen[role, seed] = outcome
-        together, other = self._seen.get(("together", seed)), "alone" if role == "together" else role
-        found = self._seen.get((other, seed))
+        self._seen[role, row] = outcome
+        together, other = self._seen.get(("together", row)), "alone" if role == "together" else role
+        found = self._seen.get((other, row))
         if found is None or together is None:
             return
         draws = self._collator_draws or found.draws or together.draws
         if found.start != together.start or (other == "alone" and draws):
             self.undecided = True
         elif self._differ(found, together):
-            for _ in range(0 if self._doubted else _REPEATS):
-                self._repeat("alone", role="still")
+            if self._confirming:
+                self._refuse()
+            if not self._doubted:
+                self._repeat([replace(self._repeats[0], role="still")] * _REPEATS if self._repeats else [])
             self._doubted = self._doubted or other
-        elif other == "beside" and not (seed or self._doubted):
-            with seeded(seed):
-                drew = rng_state(self._passes.model) != found.start
-            if drew:
-                self._repeat("together", seed=_OTHER_SEED)
-                self._repeat("beside", seed=_OTHER_SEED)
 
-    def _repeat(self, role: str, /, **changes: Any) -> None:
-        """Plan one of the batches once more."""
-        if role in self._repeats:
-            self._due.append(replace(self._repeats[role], **changes))
-            self.waiting += 1
+    def _repeat(self, probes: list[ProbeBatch]) -> None:
+        """Plan batches once more."""
+        self._due += probes
+        self.waiting += len(probes)
 
     def _decide(self) -> None:
         """Annealing and random draws change an example alone too; a loop that changes it only beside others mixes them."""
@@ -200,7 +192,15 @@ class LoopCheck:
         _, one, *others = self._alone
         if any(outcome.start != one.start or self._differ(outcome, one) for outcome in others):
             self.undecided = True
-            return
+        elif self._repeats:
+            # A schedule may have ended between the batches: only what differs once more is refused.
+            self.undecided = self._confirming = True
+            self._seen.clear()
+            self._repeat(self._repeats)
+        else:
+            self._refuse()
+
+    def _refuse(self) -> None:
         # A loop that goes on after this is verified again.
         self.begun = False
         why = next(iter(self._divisors), f"An example has another gradient {_HOW[self._doubted]}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -65,9 +67,26 @@ def own_generator() -> Make:
     return lambda b: {**b, "x": b["x"] + torch.randn(b["x"].shape, generator=generator)}
 
 
-def annealed() -> Make:
-    numbers = iter(range(100))
-    return lambda b: {**b, "scale": 1 - 0.01 * next(numbers)}
+def annealed(last: int = 100) -> Make:
+    numbers = itertools.count()
+    return lambda b: {**b, "scale": 1 - 0.01 * min(next(numbers), last)}
+
+
+def with_the_batch_before() -> Make:
+    before: list[torch.Tensor] = []
+
+    def make(batch: Batch) -> Batch:
+        x = batch["x"]
+        same = bool(before) and before[-1].shape == x.shape
+        before.append(x)
+        return {**batch, "x": 0.7 * x + 0.3 * before[-2]} if same else batch
+
+    return make
+
+
+def with_the_last_row_centred(batch: Batch) -> Batch:
+    x = batch["x"]
+    return {**batch, "x": torch.cat([x[:-1], x[-1:] - x.mean(0)])} if len(x) > 1 else batch
 
 
 def written(change: Make) -> Make:
@@ -86,6 +105,7 @@ BY_ROW: dict[str, Callable[[], Make]] = {
     "noised by a generator of its own": own_generator,
     "a constant": lambda: lambda b: {**b, "scale": 0.5},
     "an annealed number": annealed,
+    **{f"a number annealed {last} times": functools.partial(annealed, last) for last in (1, 2, 3, 4, 8)},
     "labels masked": lambda: lambda b: {**b, "labels": b["labels"].masked_fill(b["x"][:, 0] > 2, -100)},
     "written into": lambda: written(lambda b: b["x"].div_(b["x"].norm(dim=1, keepdim=True))),
 }
@@ -94,6 +114,7 @@ TOGETHER: dict[str, Callable[[], Make]] = {
     "the largest entry": lambda: lambda b: {**b, "x": b["x"] / b["x"].abs().max()},
     "a count": lambda: lambda b: {**b, "x": b["x"] / len(b["x"])},
     "mixed": lambda: lambda b: {**b, "x": 0.7 * b["x"] + 0.3 * b["x"].flip(0)},
+    "the last row": lambda: with_the_last_row_centred,
     "a number": lambda: lambda b: {**b, "scale": float(b["x"].mean())},
     "an array": lambda: lambda b: {**b, "scale": numpy.asarray(b["x"].numpy().mean())},
 }
@@ -132,6 +153,14 @@ def test_what_is_made_of_each_row_is_accepted_and_summed(name: str, loss: str) -
     truth = [{n: g.nan_to_num() for n, g in gradient.items()} for gradient in truth]
     got = {n: 8 * p.grad for n, p in private.model.named_parameters() if p.grad is not None}
     assert error(got, clipped_sum([g for g in truth if any(t.any() for t in g.values())], 0.5)) < CLIPPED
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_rows_mixed_with_those_of_the_batch_before_are_refused(loss: str) -> None:
+    model, options, _ = LOSSES[loss]
+    private = start(model(), max_physical_batch_size=3, **options)
+    with pytest.raises(SelfCheckError, match="this batch was not released"):
+        train(private, with_the_batch_before(), loss)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
