@@ -346,9 +346,9 @@ def test_a_full_queue_asks_to_come_back(tmp_path):
     vendor = make_vendor(tmp_path, limits=Limits(**{**vars(LIMITS), "queue": 1}))
     begin(vendor)
     begun, go_on = threading.Event(), threading.Event()
-    work = threading.Thread(target=vendor._submit, args=(lambda: (begun.set(), go_on.wait(10)), 20.0))
+    work = threading.Thread(target=vendor._submit, args=(lambda: (begun.set(), go_on.wait(60)), 90.0))
     work.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     with pytest.raises(MessageRejected, match="come back later") as refused:
         take(vendor, 0)
     assert refused.value.code == "UNAVAILABLE"
