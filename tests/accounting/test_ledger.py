@@ -21,8 +21,9 @@ STEP = accounting.dpsgd_model(0.5, 0.01)
 
 def crash(ledger):
     """What SIGKILL leaves behind: the file as it is, the lock gone."""
-    if ledger._journal is not None:
-        ledger._journal.close()
+    journal = ledger._journal
+    if journal is not None:
+        journal.close()
 
 
 def _record(ledger, count, kind="step"):
