@@ -91,7 +91,7 @@ def fuzz(service, customer_of, corpus, examples):
     assert vendor.customer("mallory").run is run
     assert (run.step, vendor.customer("mallory").store.count) == (3, len(texts))
     assert all(torch.equal(value, before[name]) for name, value in run.parameters.items())
-    # Nothing is left of the calls: no places (given back after the caller has its answer), no batches, no open files.
+    # Nothing is left of the calls (which end after the caller has its answer): no places, no batches, no open files.
     require_calls_ended(service)
     assert vendor._places._value == vendor.limits.queue
     assert len(os.listdir("/proc/self/fd")) <= files + 8
