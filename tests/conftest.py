@@ -4,6 +4,9 @@ import gc
 import os
 import tempfile
 
+# Before torch is imported: threads that wait for busy cores take minutes over tests of milliseconds.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

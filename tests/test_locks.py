@@ -15,9 +15,9 @@ import os, sys, time
 from fastdp.locks import Lock
 lock = Lock.of_folder(__import__("pathlib").Path(sys.argv[1]))
 if os.fork() == 0:
-    time.sleep(60)
+    time.sleep(600)
 print("held", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -45,6 +45,6 @@ def test_a_killed_holder_leaves_it_although_a_child_lives(tmp_path):
                 Lock.of_folder(tmp_path)
             holder.kill()
             holder.wait()
-            Lock(tmp_path / ".lock", "it", seconds=5.0).close()
+            Lock(tmp_path / ".lock", "it", seconds=60.0).close()
         finally:
             os.killpg(holder.pid, signal.SIGKILL)

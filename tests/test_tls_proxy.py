@@ -6,7 +6,6 @@ import dataclasses
 import socket
 import ssl
 import threading
-import time
 
 import pytest
 
@@ -14,7 +13,7 @@ from fastdp.tls import client_context, make_certificates, revoke_certificates
 from fastdp.tls_proxy import ProxyLimits, TlsListener, TlsProxy
 
 # A handshake may take its time on a busy machine.
-LIMITS = ProxyLimits(handshake_seconds=20.0, handshakes=8, connections=2, stall_seconds=0.5, check_seconds=0.1)
+LIMITS = ProxyLimits(handshake_seconds=60.0, handshakes=8, connections=2, stall_seconds=0.5, check_seconds=0.1)
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def listening(certificates, handler, limits=LIMITS):
 
 
 def connect(listener, certificates, name="alice"):
-    plain = socket.create_connection(("127.0.0.1", listener.port), timeout=10)
+    plain = socket.create_connection(("127.0.0.1", listener.port), timeout=60)
     return client_context(certificates / name).wrap_socket(plain, server_hostname="127.0.0.1")
 
 
@@ -63,7 +62,7 @@ def test_holders_of_a_certificate_are_served(certificates, tmp_path):
         for folder in (None, tmp_path / "foreign" / "alice", certificates / "vendor"):
             if folder:
                 foreign.load_cert_chain(folder / "certificate.pem", folder / "key.pem")
-            with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as plain:
+            with socket.create_connection(("127.0.0.1", listener.port), timeout=60) as plain:
                 # TLS 1.3 tells a client that it is turned down by the first answer.
                 with contextlib.suppress(OSError):
                     plain = foreign.wrap_socket(plain, server_hostname="127.0.0.1")
@@ -73,15 +72,16 @@ def test_holders_of_a_certificate_are_served(certificates, tmp_path):
 
 def test_silent_peers_hold_no_place(certificates):
     """Every place for a handshake is taken, again and again: a customer is served all the same, and the silent are let go."""
-    limits = dataclasses.replace(LIMITS, handshake_seconds=2.0)
-    with listening(certificates, echo, limits) as listener, contextlib.ExitStack() as silent:
-        held = [silent.enter_context(socket.create_connection(("127.0.0.1", listener.port), 10)) for _ in range(40)]
-        begin = time.monotonic()
-        with connect(listener, certificates) as alice:
-            alice.sendall(b"hello")
-            assert alice.recv(100) == b"hello"
-        assert time.monotonic() - begin < 2.0
-        assert all(ended(each) for each in held)
+    for seconds in (600.0, 0.5):
+        limits = dataclasses.replace(LIMITS, handshake_seconds=seconds)
+        with listening(certificates, echo, limits) as listener, contextlib.ExitStack() as silent:
+            held = [silent.enter_context(socket.create_connection(("127.0.0.1", listener.port), 60)) for _ in range(40)]
+            if seconds > 60:
+                with connect(listener, certificates) as alice:
+                    alice.sendall(b"hello")
+                    assert alice.recv(100) == b"hello"
+            else:
+                assert all(ended(each) for each in held)
 
 
 def test_a_certificate_has_so_many_connections(certificates):
@@ -131,7 +131,7 @@ def test_a_proxy_tells_who_calls_and_ends_what_nobody_reads(certificates, tmp_pa
         thread = threading.Thread(target=serve)
         thread.start()
         with connect(proxy, certificates):
-            assert released.wait(20)
+            assert released.wait(60)
         thread.join()
         ((path, name),) = named
         assert name == "alice"

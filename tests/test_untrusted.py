@@ -289,7 +289,7 @@ def merged(levels=20):
     ],
 )
 def test_yaml_that_grows_or_deceives_is_refused_at_once(tmp_path, text, words):
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(ValueError, match=words):
         untrusted.parse_yaml(text)
     (tmp_path / "config.yaml").write_text(text)
@@ -297,7 +297,7 @@ def test_yaml_that_grows_or_deceives_is_refused_at_once(tmp_path, text, words):
         load_config(tmp_path / "config.yaml")
     with pytest.raises(ConfigError):
         build_report([tmp_path])
-    assert time.perf_counter() - begin < 20
+    assert time.process_time() - begin < 20
 
 
 def test_aliases_of_an_honest_file_are_read():

@@ -394,22 +394,31 @@ class SplitVendor:
         """
         if not self._places.acquire(blocking=False):
             raise MessageRejected(f"{self.limits.queue} batches are waiting already: come back later", "UNAVAILABLE")
+
+        def compute() -> T:
+            try:
+                return work()
+            finally:
+                # Before the caller has its answer: the next call may come at once.
+                self._places.release()
+
         try:
-            future = self._compute.submit(work)
+            future = self._compute.submit(compute)
         except RuntimeError:
             self._places.release()
             raise MessageRejected("the vendor is closing: come back later", "UNAVAILABLE") from None
-        future.add_done_callback(lambda _: self._places.release())
         try:
             return future.result(seconds)
         except TooLate:
             if not future.cancel():
                 # It has begun: its outcome must be known before the customer's next call.
                 return future.result()
+            self._places.release()
             raise MessageRejected(
                 "the batch waited longer than the call may last: come back later", "UNAVAILABLE"
             ) from None
         except CancelledError:
+            self._places.release()
             raise MessageRejected("the vendor is closing: come back later", "UNAVAILABLE") from None
 
     def _logits(self, run: Run, rows: Tensor, mask: Tensor, *, train: bool) -> Tensor:

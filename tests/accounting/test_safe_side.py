@@ -79,6 +79,7 @@ def test_a_torn_ledger_counts_a_whole_block_more(tmp_path):
     ledger = Ledger.create(path, {}, event=EventModel(accounting.gaussian(1.0)), budget_steps=100, block=10)
     for _ in range(10):
         ledger.record()
-    ledger._journal.close()  # as a kill would
-    path.write_bytes(path.read_bytes() + b'{"body": {"of": "step", "rec')
-    assert Ledger.read(path).spent_steps == 20
+    killed = tmp_path / "killed.jsonl"
+    killed.write_bytes(path.read_bytes() + b'{"body": {"of": "step", "rec')
+    ledger.close()
+    assert Ledger.read(killed).spent_steps == 20

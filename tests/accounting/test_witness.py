@@ -11,6 +11,7 @@ import fastdp
 from fastdp import accounting
 from fastdp.accounting import BudgetExceeded, Ledger, LedgerError
 from fastdp.accounting.witness import count_release, data_digest, same_data, state_folder
+from tests.accounting.test_ledger import crash
 from tests.tokenizers_for_tests import quickstart
 
 STEP = accounting.dpsgd_model(0.5, 0.01)
@@ -172,7 +173,7 @@ def test_killed_between_the_record_and_its_memory(tmp_path, monkeypatch):
         ledger.record()
     monkeypatch.undo()
     monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "state"))
-    ledger._journal.close()
+    crash(ledger)
     assert begin(tmp_path, resume=True).spent_steps == 5
 
 

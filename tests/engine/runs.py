@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fastdp
+from fastdp.private.observer import Observer
 from fastdp.private.run import Private
 
 FEATURES, CLASSES = 5, 3
@@ -99,6 +100,16 @@ def start(
     if "target_epsilon" not in options:
         options = {"noise_multiplier": 0.0, **options}
     return fastdp.make_private(model, optimizer, data_loader, **{"epochs": 2, "unsafe_seed": 3, **options})
+
+
+class Sums(Observer):
+    """Keeps the clipped sums of each step, before their noise."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def before_release(self, accumulator: Any) -> None:
+        self.steps.append({name: total.clone() for name, total in accumulator.sums.items()})
 
 
 def logical_step(

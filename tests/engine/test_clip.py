@@ -22,7 +22,7 @@ from fastdp.ops.bounds import LARGEST_RATIO, Roundings
 from fastdp.ops.factors import in_full_precision
 from tests.cases import cases, pairs
 from tests.engine.records import KINDS, POLICIES, USES, Case, drawn_cases, moved as record_moved
-from tests.engine.runs import start
+from tests.engine.runs import Sums, logical_step, start
 
 CLIP = 1.0
 
@@ -39,9 +39,9 @@ def moved(model: nn.Module, record: dict[str, torch.Tensor], method: Any = None)
         epochs=1,
         self_check=False,
     )
-    for batch in private.data_loader:
-        private.model(**batch)["loss"].backward()
-        sums = {name: total.double() for name, total in private._engine.accumulator.sums.items()}
+    private.observe(seen := Sums())
+    logical_step(private)
+    (sums,) = ({name: total.double() for name, total in own.items()} for own in seen.steps)
     assert all(bool(torch.isfinite(total).all()) for total in sums.values())
     return float(sum(total.square().sum() for total in sums.values()) ** 0.5)
 

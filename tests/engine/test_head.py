@@ -29,7 +29,6 @@ from tests.engine.reference import Recording, engine_for, norms, one_at_a_time, 
 
 VOCABULARY, WIDTH, TOKENS = 37, 5, 9
 TOLERANCE = 1e-5
-PAYS = logits._pays
 
 
 @pytest.fixture(autouse=True)
@@ -474,7 +473,8 @@ def test_a_loss_without_whole_rows_of_the_logits_is_no_heads() -> None:
 def test_logits_are_left_out_where_that_takes_no_longer_or_is_asked_for(
     tokens: int, frozen: bool, asked: bool | None, left_out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logits, "_pays", PAYS)
+    monkeypatch.undo()
+    monkeypatch.setattr(logits.Heads, "tile", 0)
     weight = torch.nn.Parameter(torch.randn(VOCABULARY, WIDTH), requires_grad=not frozen)
     heads = logits.Heads()
     heads.always = asked is False

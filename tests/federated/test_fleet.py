@@ -72,7 +72,7 @@ def client(federation, name=None, folder=None):
     context = ssl.create_default_context(cafile=str(federation.certificates / "server" / tls.CA))
     if name:
         context.load_cert_chain(folder / name / tls.CERTIFICATE, folder / name / tls.KEY)
-    return httpx.Client(base_url=f"https://{federation.address}", verify=context, timeout=20)
+    return httpx.Client(base_url=f"https://{federation.address}", verify=context, timeout=60)
 
 
 def listeners(pids):
@@ -163,7 +163,7 @@ def test_requests_are_made_anew(federation):
         b"Transfer-Encoding: xchunked\r\n\r\n",
     ):
         with context.wrap_socket(socket.create_connection((host, int(port))), server_hostname=host) as raw:
-            raw.settimeout(20)
+            raw.settimeout(60)
             raw.sendall(outer + head + inner)
             found = b""
             while part := raw.recv(1 << 16):
@@ -198,7 +198,7 @@ def test_a_node_runs_no_app_but_its_own(federation, tmp_path):
     node["model"] = str(tmp_path)
     process = federation.add_client("hospital", node)
     log = federation.run(tmp_path / "app", {"model": "x", "output": "y"}, timeout=300)
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while "no app but" not in federation._log("hospital") and time.monotonic() < end:
         time.sleep(0.1)
     assert "this node runs no app but fastdp's own" in federation._log("hospital"), log[-2000:]
@@ -208,23 +208,34 @@ def test_a_node_runs_no_app_but_its_own(federation, tmp_path):
 
 def test_a_slow_reply_gives_signs_and_a_slow_request_is_read(monkeypatch):
     """Flower's client gives up after 30 seconds of silence: an object on a slow line takes longer."""
-    monkeypatch.setattr(fleet, "SIGN_SECONDS", 0.1)
+    monkeypatch.setattr(fleet, "SIGN_SECONDS", 0.05)
 
     async def answer(request):
-        await asyncio.sleep(1.0)
+        await signs.wait()
         return fleet.Reply(200, request.body[::-1])
 
     async def serve(reader, writer):
+        write = writer.write
+
+        def counted(data):
+            seen.append(data)
+            if b"".join(seen).count(b" 102 ") >= 3:
+                signs.set()
+            write(data)
+
+        writer.write = counted
         await fleet.serve_requests(reader, writer, answer)
         writer.close()
 
     async def ask():
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/fleet/push-object"
-        async with server, httpx.AsyncClient(timeout=0.5) as client:
+        async with server, httpx.AsyncClient(timeout=60) as client:
             return [(await client.post(url, content=body)).content for body in (b"abc", bytes(1 << 20))]
 
+    seen, signs = [], asyncio.Event()
     assert asyncio.run(ask()) == [b"cba", bytes(1 << 20)]
+    assert signs.is_set()
 
 
 def changed(bundle, edit):

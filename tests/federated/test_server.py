@@ -16,7 +16,7 @@ pytest.importorskip("flwr", reason="flwr is the optional extra 'federated', for 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fastdp.accounting import Card, Ledger, dpsgd
-from fastdp.federated import FederatedConfig, client as client_app, server
+from fastdp.federated import FederatedConfig, aggregation, client as client_app, server
 from fastdp.federated.refusal import ClientRefusal
 from fastdp.federated.server import Server
 from fastdp.ops import NoiseStream
@@ -369,7 +369,7 @@ def test_an_unforeseen_failure_of_a_client_quotes_nothing(settings, monkeypatch,
         return QUOTING[fault]()
 
     settings = settings | {"rounds": 1, "evaluation": "none"}
-    monkeypatch.setattr(client_app, "_site", quoting)
+    monkeypatch.setattr(client_app.Site, "of_partition", quoting)
     grid = federation(settings, 2)
 
     grid.clients = {node: reporting(answer) for node, answer in grid.clients.items()}
@@ -439,16 +439,17 @@ def test_a_server_draws_by_chacha20(settings):
 def test_resume_continues_with_the_adapter_and_the_rounds(settings, trained):
     grid = LocalGrid(dict.fromkeys(range(2), replaying(trained[0])))
     server = Server(grid, FederatedConfig.read(settings | {"rounds": 3}))
-    play = server._play
+    push = grid.push_messages
 
-    def stop_before_the_third(number):
-        if number == 3:
+    def stop_in_the_third(messages):
+        if len(grid.sent) == 4:
             raise Stopped
-        play(number)
+        return push(messages)
 
-    server._play = stop_before_the_third
+    grid.push_messages = stop_in_the_third
     with pytest.raises(Stopped):
         server.run()
+    grid.push_messages = push
     kept = server.adapted.adapter
     with pytest.raises(ValueError, match="already holds a run: set resume"):
         Server(grid, FederatedConfig.read(settings | {"rounds": 3}))
@@ -498,7 +499,7 @@ def test_central_dp_is_certified(settings, trained):
 
 def test_central_dp_publishes_nothing_of_who_took_part(settings, trained):
     """Its epsilon counts on the sample being secret: no card holds a client's number or how many answered."""
-    settings = settings | CENTRAL | {"rounds": 1, "fraction": 1.0}
+    settings = settings | CENTRAL | {"rounds": 1, "fraction": 1.0, "round_seconds": 1.0}
     grid = LocalGrid({7770001: replaying(trained[0]), 7770002: failing, 7770003: lambda message: None})
     row = one_round(settings, grid)
     assert (row["accepted"], row["missing"], row["refused"][0]["client"]) == (1, 1, "7770002")
@@ -540,20 +541,21 @@ def test_central_dp_releases_whoever_takes_part(settings):
     assert all(not torch.equal(before[name], tensor) for name, tensor in server.adapted.adapter.items())
 
 
-def test_central_dp_killed_after_its_release_forgets_nothing(settings, trained):
+def test_central_dp_killed_after_its_release_forgets_nothing(settings, trained, monkeypatch):
     """A crash between release and checkpoint: the release stays counted, and the resumed run ends a round early."""
     settings = settings | CENTRAL | {"rounds": 2}
     grid = LocalGrid(dict.fromkeys(range(3), replaying(trained[0])))
     server = Server(grid, FederatedConfig.read(settings))
-    release = server._release
+    noisy = aggregation.Aggregator.noisy_mean
 
-    def crash(aggregator):
-        release(aggregator)
+    def crash(*arguments):
+        noisy(*arguments)
         raise Stopped
 
-    server._release = crash
+    monkeypatch.setattr(aggregation.Aggregator, "noisy_mean", crash)
     with pytest.raises(Stopped):
         server.run()
+    monkeypatch.undo()
     resumed = Server(grid, FederatedConfig.read(settings | {"resume": True}))
     resumed.run()
     assert resumed.rounds_done == 1

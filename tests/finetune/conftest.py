@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from fastdp.finetune import FinetuneConfig
+from fastdp.finetune import FinetuneConfig, run
 from fastdp.quickstart.corpus import private_records
 
 
@@ -43,6 +43,19 @@ def files(tmp_path_factory):
     lines = [f"{record}\t{'often' if 'twice' in record else 'seldom'}\n" for record in others]
     (folder / "public.tsv").write_text("sentence\tlabel\n" + "".join(lines))
     return folder
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    """Tells whether the last run moved a weight. The loss of so small a model may round to what it was."""
+    seen, make = [], run.FinetuneRun.make_private
+
+    def kept(self, resume):
+        seen[:] = [(p, p.detach().clone()) for p in self.model.parameters() if p.requires_grad]
+        return make(self, resume)
+
+    monkeypatch.setattr(run.FinetuneRun, "make_private", kept)
+    return lambda: any(not torch.equal(now, before) for now, before in seen)
 
 
 @pytest.fixture

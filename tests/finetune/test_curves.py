@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from fastdp.accounting import Card, Ledger, calibrate, dpsgd, verify
+from fastdp.accounting import Card, EventModel, Ledger, calibrate, dpsgd, gaussian, verify
 from fastdp.finetune import curves, finetune, judges
 from fastdp.finetune.config import ConfigError
 from fastdp.finetune.curves import Curves
@@ -33,7 +33,7 @@ def test_points_are_marked_as_released_and_paid_for(config, tmp_path):
 def test_a_point_costs_what_the_ledger_says_and_none_is_made_twice(config, monkeypatch):
     asked = []
     made = Curves(dataclasses.replace(config, private_metrics=1.0), 48)
-    ledger = Ledger.create(None, {}, event=made._event(1.0), budget_steps=1)
+    ledger = Ledger.create(None, {}, event=EventModel(gaussian(1.0)), budget_steps=1)
     made.declare(ledger)
     monkeypatch.setattr(curves, "scores", lambda *_: torch.tensor([[0.5, 1.0], [1.0, 0.0]]))
     monkeypatch.setattr(judges, "add_noise_", lambda total, std, stream: asked.append(std))

@@ -202,9 +202,9 @@ def test_private_tokens_are_replaced_and_not_learned(config, files, tmp_path, mo
     from fastdp.finetune import run
 
     seen = []
-    real = run.FinetuneRun._seen
+    real = run.FinetuneRun.execute
     monkeypatch.setattr(
-        run.FinetuneRun, "_seen", lambda self, *args, **kw: seen.append(real(self, *args, **kw)) or seen[-1]
+        run.FinetuneRun, "execute", lambda self, resume: seen.extend([self.train, self.held_out]) or real(self, resume)
     )
     texts = tmp_path / "private.jsonl"
     lines = [f"Anna paid {1000 + i} at the caf\u00e9 with card 4111 1111 1111 1111 on Monday." for i in range(24)]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx.experimental._config as meta_settings
 import yaml
-from torch.fx.experimental import _config
 from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
@@ -158,7 +158,7 @@ def test_a_gpu_is_simulated_and_said_to_be(model_folder):
     arguments = ["plan", "--model", model_folder, "--length", 16, *PLANNED]
     arguments += ["--physical-batch-size", 2, "--gpu", "h100", "--peft", "full", "--gradient-checkpointing"]
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if not hasattr(_config, "meta_nonzero_assume_all_nonzero"):
+    if not hasattr(meta_settings, "meta_nonzero_assume_all_nonzero"):
         assert done.exit_code == 1
         assert "is too old to simulate steps" in done.output
         return

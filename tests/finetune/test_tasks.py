@@ -142,11 +142,11 @@ MORE = [
 
 
 @pytest.mark.parametrize(("model", "task", "kind"), DEFAULT + MORE)
-def test_a_run_trains_and_loads_elsewhere(models, table, tokenizer, tmp_path, model, task, kind):
+def test_a_run_trains_and_loads_elsewhere(models, table, tokenizer, tmp_path, moved, model, task, kind):
     config = settings(models, table, tmp_path / "run", model, task, peft=kind)
     result = finetune(config)
     assert 0 < result.epsilon <= 8
-    assert result.before.loss != result.after.loss
+    assert moved()
     plain = reloaded(config, task).eval()
     examples = encode_rows(read_rows(table), tokenizer, config)
     again = evaluate(plain, examples, Collator(tokenizer.pad_token_id), 7, task)

@@ -9,6 +9,7 @@ import torch
 
 import fastdp
 from fastdp.engine.clip.policy import Policy
+from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
 from tests.cases import cases, pairs
 from tests.engine.runs import Classifier, logical_step, start
@@ -46,10 +47,18 @@ def test_a_method_that_gives_less_noise_than_its_budget_says(share: float, refus
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+class Keeper(Observer):
+    """Holds the accumulator of a run beyond its release."""
+
+    def before_release(self, accumulator: Any) -> None:
+        self.accumulator = accumulator
+
+
 def test_a_policy_that_is_replaced_between_steps_is_judged_as_well() -> None:
     private = start(Classifier(), noise_multiplier=1.0, target_delta=1e-3)
+    private.observe(keeper := Keeper())
     logical_step(private)
-    accumulator = private._engine.accumulator
+    accumulator = keeper.accumulator
     policy = accumulator.policy
     accumulator.policy = Policy(policy.bounds, tuple(0.5 * std for std in policy.stds), policy.group_of)
     with pytest.raises(RuntimeError, match="noise multiplier is 0.5"):

@@ -451,7 +451,7 @@ def test_trainer_and_accelerate_under_a_launcher(tmp_path: Path) -> None:
 def require_count(folder: Path, moment: str) -> None:
     left = torch.load(folder / f"{moment}-2-0.pt", weights_only=False)
     assert left["said"].startswith("RankLost: another process of the group ended"), left
-    assert left["seconds"] < 10
+    assert left["seconds"] < 60
     assert left["released"] <= left["spent"]
     (resumed,) = ranks(folder, moment, 1)
     assert resumed["said"].startswith("BudgetExceeded"), "the budget of six was spent, by both runs together"
@@ -477,5 +477,5 @@ def test_so_does_one_that_has_pieces_of_the_weights(tmp_path: Path, moment: str)
 def test_a_rank_that_ends_within_a_pass_stops_those_that_wait_for_its_piece(folder: Path) -> None:
     left = torch.load(folder / "lost-2-0.pt", weights_only=False)
     assert left["said"].startswith("RankLost: another process of the group ended"), left
-    assert left["seconds"] < 10
+    assert left["seconds"] < 60
     assert left["released"] == left["spent"] == Ledger.read(folder / "lost" / "ledger.jsonl").spent_steps == 2

@@ -26,11 +26,11 @@ from fastdp.ops.stream import NoiseStream
 from fastdp.private import graphs
 from fastdp.private.graphs import Graphs
 from fastdp.private.loader import LoaderOwner, PrivateLoader
-from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
 from fastdp.private.run import Private
 from fastdp.private.sampler import Units
 from tests.cases import cases
+from tests.engine.runs import Sums
 from tests.private.test_graphs import again_on_a_processor
 
 PRIVACY: dict[str, Any] = {"noise_multiplier": 0.0, "target_delta": 1e-5, "unsafe_seed": 3}
@@ -50,16 +50,6 @@ class Recording(LoaderOwner):
     """The owner of a loader in a run whose passes are recorded."""
 
     records_passes = True
-
-
-class Sums(Observer):
-    """Keeps the clipped sums of each step."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, torch.Tensor]] = []
-
-    def before_release(self, accumulator: Any) -> None:
-        self.steps.append({name: total.clone() for name, total in accumulator.sums.items()})
 
 
 def record_on_a_processor(monkeypatch: pytest.MonkeyPatch, record: Any = again_on_a_processor) -> None:

@@ -26,8 +26,8 @@ def customer_of(tmp_path):
             "name": name,
             "tokenizer": make_tokenizer(),
             "batch_size": 8,
-            "patience": 5.0,
-            "deadline": 20.0,
+            "patience": 60.0,
+            "deadline": 60.0,
             **options,
         }
         made.append(SplitCustomer(service.address, tmp_path / name, **settings))

@@ -103,10 +103,10 @@ def test_a_config_builds_nothing_but_a_bottom_and_looks_nothing_up(settings, tmp
     asked = []
     monkeypatch.setattr(socket, "getaddrinfo", lambda *place, **_: asked.append(place) or [])
     hostile = PackedBottom(packed.path, json.dumps(json.loads(packed.config) | settings), packed.digest)
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(ValueError, match="its config has the setting|its model_type is"):
         unpack_bottom(hostile, 1)
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
     assert not asked
 
 

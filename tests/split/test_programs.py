@@ -87,7 +87,8 @@ def wait_for(condition, process, log, seconds=120):
 
 def losses_by_step(folder):
     path = folder / "losses.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
+    # The last line may be half written.
+    lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
     rows = [json.loads(line) for line in lines]
     return {row["step"]: row["loss"] for row in rows}, len(rows)
 

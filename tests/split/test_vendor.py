@@ -3,6 +3,8 @@
 import resource
 import shutil
 import threading
+import time
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -346,15 +348,26 @@ def test_a_full_queue_asks_to_come_back(tmp_path):
     vendor = make_vendor(tmp_path, limits=Limits(**{**vars(LIMITS), "queue": 1}))
     begin(vendor)
     begun, go_on = threading.Event(), threading.Event()
-    work = threading.Thread(target=vendor._submit, args=(lambda: (begun.set(), go_on.wait(10)), 20.0))
+    work = threading.Thread(target=vendor._submit, args=(lambda: (begun.set(), go_on.wait(60)), 90.0))
     work.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     with pytest.raises(MessageRejected, match="come back later") as refused:
         take(vendor, 0)
     assert refused.value.code == "UNAVAILABLE"
     go_on.set()
     work.join()
     take(vendor, 0)
+    vendor.close()
+
+
+def test_an_answer_comes_after_its_place_was_given_back(tmp_path, monkeypatch):
+    """The computing thread may be slow to go on once its result is known: the next call was refused until then."""
+    told = Future._invoke_callbacks
+    monkeypatch.setattr(Future, "_invoke_callbacks", lambda future: (time.sleep(0.05), told(future)))
+    vendor = make_vendor(tmp_path, limits=Limits(**{**vars(LIMITS), "queue": 1}))
+    begin(vendor)
+    for step in range(3):
+        take(vendor, step)
     vendor.close()
 
 

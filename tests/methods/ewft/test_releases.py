@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import fastdp
-from fastdp import accounting
+from fastdp import accounting, ops
 from fastdp.methods import ewft
 from fastdp.methods.blocks import find_blocks
 from tests.cases import cases
@@ -462,20 +462,21 @@ def test_lora_around_the_model():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_releases_once(reentrant):
+def test_checkpointing_releases_once(reentrant, monkeypatch):
     model = build("bert")
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     private = trained(model)
     private.set_epoch(1)
-    drawn = []
-    noised = private._noised
-    private._noised = lambda code, ratio: (drawn.append(len(code)), noised(code, ratio))[1]
+    drawn, noised = [], ops.clip_noise
+    monkeypatch.setattr(
+        ops, "clip_noise", lambda code, *rest, **how: drawn.append(len(code)) or noised(code, *rest, **how)
+    )
     model(**numbered("bert")).loss.backward()
     assert drawn == [ROWS]
     assert all(p.grad is not None for name, p in model.named_parameters() if "layer.1" in name)
 
 
-def test_trainer_moves_the_noise(tmp_path):
+def test_trainer_moves_the_noise(tmp_path, monkeypatch):
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
@@ -485,9 +486,13 @@ def test_trainer_moves_the_noise(tmp_path):
     private = trained(model)
     inputs = batch("bert", rows=ROWS, tokens=TOKENS)
     rows = [{key: value[i] for key, value in inputs.items()} | {"example_ids": i} for i in range(ROWS)]
-    stds = []
-    noised = private._noised
-    private._noised = lambda code, ratio: (stds.append(ratio), noised(code, ratio))[1]
+    stds, noised = [], ops.clip_noise
+
+    def noted(code, bound, std, *rest, **how):
+        stds.append(std / bound)
+        return noised(code, bound, std, *rest, **how)
+
+    monkeypatch.setattr(ops, "clip_noise", noted)
     private.noise = ewft.NoiseSchedule("falling", (3.0, 2.0), DELTA)
     arguments = TrainingArguments(
         tmp_path,

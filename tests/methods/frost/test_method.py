@@ -14,6 +14,7 @@ import fastdp
 from fastdp import accounting
 from fastdp.accounting import BudgetExceeded
 from fastdp.methods.frost import DPFrost, split
+from fastdp.methods.frost.magnitudes import Magnitude
 from fastdp.private.plan import Plan
 from fastdp.private.run import Private
 from tests.cases import cases
@@ -175,7 +176,7 @@ def test_noise_of_the_stated_size_reaches_the_magnitudes() -> None:
     method = DPFrost(unfreezing_ratio=0.5, selection_steps=1, selection_rate=0.5, selection_noise_multiplier=3.0)
     private = start(model, method, noise_multiplier=1.0, self_check=False)
     next(iter(private.data_loader))
-    observed = private.outcome["observed"][0] / method._magnitude.sensitivity([2] * 400)
+    observed = private.outcome["observed"][0] / Magnitude(method.magnitude, method.max_grad_norm).sensitivity([2] * 400)
     # Equal gradients in all partitions: what differs between them is noise.
     assert float(observed.std()) == pytest.approx(3.0, rel=0.15)
 
