@@ -99,8 +99,17 @@ class Tally:
     model_waits: int = 0
     #: Of a micro-batch, in a private step.
     backward_passes: int = 1
+    microbatches: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     spent: Counter[str] = field(default_factory=Counter)
+
+    def mean(self, steps: int) -> Tally:
+        """What one of so many steps comes to; peaks stay those of all."""
+        for name in ("launches", "kernels", "bytes", "operations", "seconds", "captured_seconds", "microbatches"):
+            setattr(self, name, type(getattr(self, name))(getattr(self, name) / steps))
+        for own in (self.counts, self.spent):
+            own.update({key: round(value / steps) - value for key, value in own.items()})
+        return self
 
 
 class Meter(TorchDispatchMode):

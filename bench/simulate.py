@@ -24,7 +24,13 @@ from .workloads import Case
 
 CASES = workloads.LARGE | {
     "llama-8b-lora-checkpointed-16x2048": dataclasses.replace(workloads.LARGE["llama-8b-lora-checkpointed"], rows=16),
+    "llama-8b-qlora-checkpointed": dataclasses.replace(workloads.LARGE["llama-8b-lora-checkpointed"], four_bits=True),
+    "bert-base-poisson": dataclasses.replace(workloads.LARGE["bert-base-full"], logical=256, batches=32),
 }
+#: Logical batches that a case's figures are means of, where they are drawn by Poisson sampling.
+_DRAWS = 8
+#: What a run says of padding its microbatches.
+_PADS = "fastdp.private.run._Owner.records_passes"
 
 
 def build(case: Case, device: torch.device = META) -> torch.nn.Module:
@@ -34,7 +40,7 @@ def build(case: Case, device: torch.device = META) -> torch.nn.Module:
     return model
 
 
-def step_of(case: Case, device: torch.device, *, private: bool, **options: Any) -> Callable[[], None]:
+def step_of(case: Case, device: torch.device, *, private: bool, **options: Any) -> Callable[[], int]:
     """A function that takes one training step, in the fused forms of AdamW: torch's, or ours with its noise.
 
     Options are those of `workloads.private_step`, for a private step.
@@ -69,6 +75,7 @@ def measure(name: str, gpu: str, noise_rounds: int = 20, two_pass: bool | None =
             row["noise_rounds"] = noise_rounds
         row |= {
             "backward_passes": found.backward_passes,
+            "microbatches": found.microbatches,
             "seconds": found.seconds,
             "captured_seconds": found.captured_seconds,
             "launches": found.launches,
@@ -96,19 +103,22 @@ def prices() -> dict[str, Any]:
 
 
 def tally(case: Case, gpu: Gpu, *, private: bool, granularity: int = 512, **options: Any) -> Tally:
-    """What the third step comes to, with options as of `step_of`.
+    """What the third step comes to, with options as of `step_of`; of logical batches that are drawn, a mean of several.
 
-    The first step prepares, and by the third the optimizer's state is there.
+    The first step prepares, and by the third the optimizer's state is there. Microbatches of draws are padded to one size, as
+    they are where passes are recorded.
     """
-    with simulated(gpu, granularity) as meter:
+    times = _DRAWS if private and case.logical else 1
+    with simulated(gpu, granularity) as meter, mock.patch(_PADS, bool(case.logical)):
         step: Any = step_of(case, META, private=private, **options)
         step()
         step()
         with meter.measuring() as found:
-            step()
+            for _ in range(times):
+                found.microbatches += step()
     if private:
         found.backward_passes = step.private.backward_passes
-    return found
+    return found.mean(times)
 
 
 def first_peak(case: Case, gpu: Gpu, *, private: bool, granularity: int = 512) -> int:

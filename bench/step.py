@@ -269,7 +269,7 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - _start
 
 
-def _build(case: Case, implementation: str) -> Callable[[], None]:
+def _build(case: Case, implementation: str) -> Callable[[], Any]:
     """A function that takes one training step."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = workloads.build(case, device)

@@ -31,6 +31,9 @@ class Case:
         tied: whether the head of a Llama is its table of embeddings.
         masked: whether batches carry an attention mask of ones, as tokenizers make it.
         half_adapters: whether adapters have the case's dtype; PEFT makes them in float32.
+        four_bits: whether layers with adapters are `FourBitLinear`, as QLoRA's are.
+        logical: rows of a logical batch, in microbatches of ``rows``; private steps draw it by Poisson sampling. 0 for ``rows``
+            at a time, in shuffled order.
         batches: of an epoch.
     """
 
@@ -51,6 +54,8 @@ class Case:
     tied: bool = False
     masked: bool = False
     half_adapters: bool = False
+    four_bits: bool = False
+    logical: int = 0
     batches: int = 4
 
     @property
@@ -125,7 +130,54 @@ def _tuned(case: Case, model: torch.nn.Module) -> torch.nn.Module:
     targets, rank = (_ALL, case.rank) if case.rank else (_ATTENTION[case.kind], 4)
     config = peft.LoraConfig(r=rank, target_modules=targets, fan_in_fan_out=case.kind == "gpt2", task_type="CAUSAL_LM")
     kept = not case.half_adapters
-    return peft.get_peft_model(model, config, autocast_adapter_dtype=kept)  # type: ignore[arg-type]
+    model = peft.get_peft_model(model, config, autocast_adapter_dtype=kept)  # type: ignore[arg-type, assignment]
+    for module in [own for own in model.modules() if case.four_bits and hasattr(own, "base_layer")]:
+        module.base_layer = FourBitLinear(module.base_layer)  # type: ignore[arg-type]
+    return model
+
+
+#: Weights that share a scale.
+_BLOCK = 64
+
+
+@torch.library.custom_op("fastdp_bench::dequantize", mutates_args=())
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, rows: int) -> torch.Tensor:
+    """A weight of so many rows from two codes a byte, in the dtype of the scales: one launch, as bitsandbytes makes it."""
+    both = torch.stack([codes >> 4, codes & 15], 1).view(-1, _BLOCK)
+    return ((both - 7.5) * scales.float().unsqueeze(1)).to(scales.dtype).view(rows, -1)
+
+
+@dequantize.register_fake
+def _(codes: torch.Tensor, scales: torch.Tensor, rows: int) -> torch.Tensor:
+    return scales.new_empty(rows, 2 * len(codes) // rows)
+
+
+class _FourBitProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, rows: int) -> torch.Tensor:
+        ctx.save_for_backward(codes, scales)
+        ctx.rows = rows
+        return torch.nn.functional.linear(x, dequantize(codes, scales, rows))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] @ dequantize(*ctx.saved_tensors, ctx.rows), None, None, None
+
+
+class FourBitLinear(torch.nn.Linear):
+    """A stand-in for bitsandbytes' frozen linear layers: four bits a weight, made whole in each pass and not kept."""
+
+    scales: torch.Tensor
+
+    def __init__(self, plain: torch.nn.Linear):
+        super().__init__(plain.in_features, plain.out_features, bias=False, device="meta")
+        blocks = plain.weight.detach().view(-1, _BLOCK)
+        self.register_buffer("scales", blocks.abs().amax(1) / 7.5)
+        codes = (blocks / self.scales.unsqueeze(1) + 7.5).round_().clamp_(0, 15).to(torch.uint8).view(-1, 2)
+        self.weight = torch.nn.Parameter((codes[:, 0] << 4) | codes[:, 1], requires_grad=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _FourBitProduct.apply(input, self.weight, self.scales, self.out_features)
 
 
 def examples(case: Case, count: int) -> list[dict[str, torch.Tensor]]:
@@ -183,14 +235,25 @@ def loader_of(case: Case, *, shuffle: bool = False) -> Any:
     """A loader of as many batches as the case says."""
     from torch.utils.data import DataLoader
 
-    return DataLoader(examples(case, case.batches * case.rows), batch_size=case.rows, shuffle=shuffle)  # type: ignore[arg-type]
+    size = case.logical if case.logical and not shuffle else case.rows
+    return DataLoader(examples(case, case.batches * (case.logical or case.rows)), batch_size=size, shuffle=shuffle)  # type: ignore[arg-type]
 
 
-def plain_step(case: Case, model: torch.nn.Module, *, fused: bool) -> Callable[[], None]:
-    """A function that takes one training step without privacy, with torch's AdamW."""
+def plain_step(case: Case, model: torch.nn.Module, *, fused: bool) -> Callable[[], int]:
+    """A function that takes one training step without privacy, with torch's AdamW; it returns the number of microbatches."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=fused or None)
-    return _stepping(model, optimizer, batches(loader_of(case, shuffle=True), trained[0].device))
+    stream = batches(loader_of(case, shuffle=True), trained[0].device)
+    parts = max(1, case.logical // case.rows)
+
+    def step() -> int:
+        for _ in range(parts):
+            (model(**next(stream)).loss / parts).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return parts
+
+    return step
 
 
 def captured_step(case: Case, model: torch.nn.Module) -> Callable[[], None]:
@@ -232,7 +295,7 @@ def private_step(
     self_check: bool = False,
     noise_rounds: int = 20,
     two_pass: bool | None = None,
-) -> Callable[[], None]:
+) -> Callable[[], int]:
     """A function that takes one private step, with torch's AdamW or that which fuses noise and update.
 
     Moments of both are kept in the case's dtype, as torch keeps them. Its attribute ``private`` is the run.
@@ -240,6 +303,8 @@ def private_step(
     import fastdp
 
     privacy: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-5, "epochs": 10_000, "sampling": "shuffled"}
+    if case.logical:
+        privacy |= {"sampling": "poisson", "epochs": 100, "unsafe_seed": 1, "max_physical_batch_size": case.rows}
     # Some later batches are verified, at most 1% of a run (`fastdp.verify`), and single steps would bear that time.
     privacy["self_check"] = self_check
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -250,15 +315,16 @@ def private_step(
     private = fastdp.make_private(
         model, optimizer, loader_of(case), capture=capture, noise_rounds=noise_rounds, two_pass=two_pass, **privacy
     )
-    step = _stepping(model, private.optimizer, batches(private.data_loader, trained[0].device))
+    stream = batches(private.data_loader, trained[0].device)
+
+    def step() -> int:
+        parts, done = 0, False
+        while not done:
+            model(**next(stream)).loss.backward()
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+            parts, done = parts + 1, private.last_step_done
+        return parts
+
     step.private = private  # type: ignore[attr-defined]
-    return step
-
-
-def _stepping(model: torch.nn.Module, optimizer: Any, stream: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:
-    def step() -> None:
-        model(**next(stream)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
     return step

@@ -257,7 +257,9 @@ class Graphs:
         self._passes.accumulator.own()
         self._passes.drop_zero_gradients()
         try:
-            needed = _required_memory(device)
+            needed, trace = _required_memory(device), self._passes.trace
+            if trace is not None and any(read.operation == "grouped_mm" for read in trace.reads):
+                raise _RecordingRefusal("the host reads how many tokens each trained expert gets")
             with self._watched():
                 graph = self._record_and_compare(call, ticket, full_call)
             if device.type == "cuda":

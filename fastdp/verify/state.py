@@ -28,8 +28,8 @@ class StateCheck:
     """Detect model state that changes between releases.
 
     Trained parameters may change only where `settle` is called afterwards; frozen ones only between passes, as averages of
-    released weights do. Buffers that a state dict saves must not change in training passes, unless they follow from
-    parameters alone, as those of spectral normalization do.
+    released weights do, or be replaced. Buffers that a state dict saves must not change in training passes, unless they
+    follow from parameters alone, as those of spectral normalization do.
 
     Args:
         model: whose state is checked.
@@ -77,10 +77,11 @@ class StateCheck:
         if alike and sum(now[2]) == sum(map(_TRAINED, declared)):
             return
         known, own = {id(p): (c, t) for p, c, t in zip(*before)}, set(map(id, declared))
+        lost = not {n for n, (_, t) in known.items() if t or n in self.moved} <= set(map(id, now[0]))
         for name, p in self.model.named_parameters():
-            if p.requires_grad and id(p) not in own:
+            if p.requires_grad and id(p) not in own and not lost:
                 raise RuntimeError((MOVED if id(p) in self.moved else UNDECLARED).format(name))
-            count, was_trained = known.get(id(p), (-1, True))
+            count, was_trained = known.get(id(p), (-1, lost))
             if count != self._count(p):
                 if was_trained or p.requires_grad or id(p) in self.moved:
                     raise _changed(name)
@@ -105,10 +106,9 @@ class StateCheck:
             now += map(id, module._modules.values())
             now += [p is not None and p.requires_grad for p in module._parameters.values()]
         before, self._structure = self._structure, now
-        if before is None or before == now:
-            return False
-        self._see_modules()
-        return True
+        if changed := before not in (None, now):
+            self._see_modules()
+        return changed
 
     def _see_modules(self) -> None:
         self._modules = list(self.model.named_modules())

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.utils._device as torch_device
-from fastdp.bench import simulate
+from fastdp.bench import simulate, workloads
 from fastdp.bench.meter import GPUS, META, PER_DOUBLE_ROUND, HostWaits, simulated
 from fastdp.bench.simulate import CASES
 from fastdp.bench.workloads import Case
@@ -20,7 +20,11 @@ def small(kind, **changes):
     return Case(kind, **(SMALL | {"tokens": 128, "dropout": 0.0, "dtype": torch.float32} | changes))
 
 
-@pytest.mark.parametrize("case", [small("llama", rank=4), small("gpt2")], ids=["llama-lora", "gpt2-full"])
+@pytest.mark.parametrize(
+    "case",
+    [small("llama", rank=4), small("gpt2"), small("llama", rank=4, four_bits=True)],
+    ids=["llama-lora", "gpt2-full", "llama-qlora"],
+)
 @pytest.mark.parametrize("private", [False, True], ids=["plain", "private"])
 def test_memory_is_that_of_a_real_step(case, private):
     """Within 3%: a processor's kernels hold scratch of their own."""
@@ -66,6 +70,33 @@ def test_a_checkpointed_step_is_simulated_with_one_backward_pass_and_with_two():
     assert parts.backward_passes == 2
     assert parts.launches > 1.5 * one.launches
     assert parts.operations < two.operations
+
+
+def test_a_draw_is_simulated_in_microbatches_of_one_size():
+    """Plain steps add up as many rows as are expected; private ones come to a few more, of weight 0."""
+    case = small("gpt2", layers=1, tokens=64, logical=16, batches=8)
+    plain, private, again = (
+        simulate.tally(case, GPUS["h100"], private=private, granularity=1) for private in (False, True, True)
+    )
+    assert plain.microbatches == 4
+    assert 4 < private.microbatches < 5.5
+    assert (private.launches, private.operations) == (again.launches, again.operations)
+    one = simulate.tally(dataclasses.replace(case, logical=0), GPUS["h100"], private=True, granularity=1)
+    assert private.operations == pytest.approx(private.microbatches * one.operations, rel=0.1)
+
+
+def test_four_bits_make_a_weight_of_sixteen_values_a_block():
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(128, 6, bias=False)
+    packed, x = workloads.FourBitLinear(plain), torch.randn(3, 128, requires_grad=True)
+    assert packed.weight.nbytes == plain.weight.numel() // 2
+    made = packed(x)
+    (gradient,) = torch.autograd.grad(made.sum(), x)
+    weight = packed(torch.eye(128)).T.detach()
+    assert torch.allclose(made, x @ weight.T, atol=1e-5)
+    assert torch.allclose(gradient, weight.sum(0).expand(3, -1), atol=1e-5)
+    steps = plain.weight.detach().view(-1, 64).abs().amax(1) / 7.5
+    assert bool(((weight - plain.weight).reshape(-1, 64).abs() <= 0.501 * steps.unsqueeze(1)).all())
 
 
 def keep_to_bounds(case, seconds, memory):

@@ -326,3 +326,28 @@ def test_a_forward_in_the_place_of_torch_s_own_is_followed(monkeypatch: pytest.M
     assert seen
     assert private.route == "uses"
     assert error({name: 8 * g for name, g in gradients.items()}, expected) < CLIPPED
+
+
+class Gain(nn.Module):
+    """A gain of its own for each feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + torch.rand(6, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h * self.weight
+
+
+def test_a_layer_reads_the_weight_that_it_was_given_last() -> None:
+    model = Net(lambda net, h: net.gain(net.inner(h)), inner=nn.Linear(6, 6), gain=Gain())
+    data = collate(examples(6))
+    engine, tickets = engine_for(model, 0.5)
+    for _ in range(2):
+        feed(engine, tickets, data)
+    model.gain.weight = nn.Parameter(torch.linspace(-1, 1, 6), requires_grad=False)
+    feed(engine, tickets, data)
+    engine.close()
+    assert engine.route == "uses"
+    truth = one_by_one(model, data)
+    assert error({name: engine.accumulator.sums[name] for name in truth[0]}, clipped_sum(truth, 0.5)) < EXACT

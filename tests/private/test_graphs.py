@@ -277,6 +277,36 @@ def test_a_recording_that_fails_or_differs_is_not_used_and_says_so(fault):
     require_equal((plain, found))
 
 
+@cases("tuning", ["experts", "adapters of experts", "attention"])
+def test_trained_experts_whose_tokens_the_host_counts_are_not_tried(tuning):
+    """A recording would fail at the first count. The warning comes once, and no pass is run in vain."""
+    import peft
+
+    mixtral = dataclasses.replace(CASE, kind="mixtral", width=24, feed_forward=40)
+
+    def built():
+        model = simulate.build(mixtral, torch.device("cpu"))
+        if tuning == "adapters of experts":
+            parts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+            model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=[], target_parameters=parts))
+        elif tuning == "attention":
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("self_attn" in name)
+        return model.train()
+
+    plain = trained_on(engine_of(built(), tickets_of(8)), [8] * 8)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        found = trained_on(engine_of(built(), tickets_of(8), runs := []), [8] * 8)
+    require_equal((plain, found))
+    said = [str(one.message) for one in seen if "recorded" in str(one.message)]
+    if tuning == "attention":
+        assert (said, runs.count("forward")) == ([], TRIES + 6)
+    else:
+        assert (len(said), runs) == (1, [])
+        assert said[0].endswith("the host reads how many tokens each trained expert gets")
+
+
 def test_a_recording_with_dropout_that_reads_old_inputs_is_not_used():
     """Masks may be drawn in another order, so that only the size of sums is compared; another batch must still give others."""
 

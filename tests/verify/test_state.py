@@ -78,6 +78,21 @@ def test_frozen_parameters_may_be_written_between_passes_alone() -> None:
         state.require_settled()
 
 
+def test_a_frozen_parameter_may_be_replaced_between_passes_and_a_trained_one_is_named() -> None:
+    for place, frozen in ((1, True), (1, False), (0, True), (0, False)):
+        model, state = settled()
+        names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        own = nn.Parameter(model[place].weight.detach().clone(), requires_grad=not frozen)  # type: ignore[operator]
+        model[place].weight = own
+        if place == 1 and frozen:
+            state.require_settled(names)
+            assert state.frozen_written
+            continue
+        said = "1.weight was not trainable" if place == 1 else "0.weight was changed outside of a release"
+        with pytest.raises(RuntimeError, match=said):
+            state.require_settled(names)
+
+
 def test_a_parameter_that_is_unfrozen_or_added_is_refused() -> None:
     for change in (
         lambda model: model[1].weight.requires_grad_(),

@@ -58,7 +58,8 @@ class PatchedForward(_Forward):
         #: What finds the use that a call is, where the module is torch's own.
         self._use = None if self.had_own else use_of_module(module)
         self._class_forward = type(module).forward
-        #: Its parameters as it holds them in a pass, once a mode has seen that nothing else of it reads any; by name.
+        #: Its parameters, once a mode has seen that nothing else of it reads any, and how it holds them in a pass; by name.
+        self.held: dict[str, torch.nn.Parameter] = {}
         self.proxies: dict[str, ParameterProxy] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +81,12 @@ class PatchedForward(_Forward):
                     result = NotImplemented
                 if result is not NotImplemented:
                     return result
-            if self.proxies:
+            for name, parameter in self.held.items():
+                # A model may have been given another one since.
+                if self.module._parameters.get(name) is not parameter:
+                    self.held = {}
+                    break
+            if self.held:
                 return self._call_with_proxies(args, kwargs)
         self.reads.mode_open = True
         mode = PlainHeads(self.reads) if tap is None else UseMode(self.reads, tap)
@@ -90,19 +96,18 @@ class PatchedForward(_Forward):
         finally:
             self.reads.mode_open = False
             if isinstance(mode, UseMode) and not mode.else_read:
-                own = {name: p for name, p in self.module._parameters.items() if id(p) in mode.met}
+                own = {name: p for name, p in self.module._parameters.items() if p is not None and id(p) in mode.met}
                 if len(own) == len(mode.met):
-                    self.proxies = {name: ParameterProxy.of(p, self.reads) for name, p in own.items() if p is not None}
+                    self.held, self.proxies = own, {name: ParameterProxy.of(p, self.reads) for name, p in own.items()}
 
     def _call_with_proxies(self, args: Any, kwargs: Any) -> Any:
         """The module's own forward, with its parameters held so that what reads them is known."""
         own: dict[str, Any] = self.module._parameters
-        before = dict(own)
         own.update(self.proxies)
         try:
             return self.original(*args, **kwargs)
         finally:
-            own.update(before)
+            own.update(self.held)
 
 
 class RootForward(_Forward):
@@ -122,19 +127,15 @@ class RootForward(_Forward):
         # A compiler of the whole model would follow the engine into each of its checks; blocks may be compiled, each by itself.
         self._train = torch.compiler.disable(train)
 
-    def wrap(self, patch: PatchedForward) -> None:
-        """Let the root's own reads of parameters be intercepted too."""
-        patch.original = self.plain
-        self.original = patch
+    def wrap(self, patch: PatchedForward | None) -> None:
+        """Have a patch intercept the root's own reads of parameters, or none; its call still goes through the engine."""
+        if patch is not None:
+            patch.original = self.plain
+        self.original = patch or self.plain
         self.place()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._train(args, kwargs) if self._trains() else self.plain(*args, **kwargs)
-
-    def unwrap(self) -> None:
-        """The root's own forward again, still through the engine."""
-        self.original = self.plain
-        self.place()
 
 
 class RootCall:
@@ -154,23 +155,12 @@ class RootCall:
         self.plain: Callable[..., Any] = weights.running(model._call_impl)
         self.original = self.plain
         self._compiled_call = model._compiled_call_impl
-        self._patch: PatchedForward | None = None
         train = torch.compiler.disable(train)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return train(args, kwargs) if trains() else self.plain(*args, **kwargs)
 
         model._compiled_call_impl = call
-
-    def wrap(self, patch: PatchedForward) -> None:
-        """Let the root's own reads of parameters be intercepted too."""
-        self._patch = patch
-
-    def unwrap(self) -> None:
-        """The root's own forward again, still through the engine."""
-        if self._patch is not None:
-            self._patch.remove()
-            self._patch = None
 
     def remove(self) -> None:
         """The model's own calls again."""
@@ -206,10 +196,10 @@ class Forwards:
         """Have reads of trained parameters in these modules recorded."""
         named = dict(self._model.named_modules())
         for name in modules:
-            if not name:
-                self.root.wrap(PatchedForward(self._model, self._reads))
-            elif name not in self._patches:
-                self._patches[name] = PatchedForward(named[name], self._reads, name)
+            if name not in self._patches:
+                patch = self._patches[name] = PatchedForward(named[name], self._reads, name)
+                if not name and isinstance(self.root, RootForward):
+                    self.root.wrap(patch)
 
     def leave_out(self, heads: Mapping[str, torch.nn.Parameter]) -> None:
         """Have the logits of these modules' matrices left out."""
@@ -222,7 +212,8 @@ class Forwards:
             patch.remove()
         self._patches.clear()
         self._reads.heads.weights.clear()
-        self.root.unwrap()
+        if isinstance(self.root, RootForward):
+            self.root.wrap(None)
 
     def close(self) -> None:
         """Everything as it was."""

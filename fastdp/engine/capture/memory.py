@@ -60,7 +60,9 @@ def kept_bytes(
         if not whole:
             columns = max(1, parameter.numel() // parameter.shape[0] if spatial else seen[-1])
             tokens, width = elements / max(1, seen[1] if spatial else columns), max(1, parameter.numel() // columns)
-            width //= parameter.shape[0] if name in stacks else 1
+            if name in stacks:
+                # Adapters of all experts are one matrix.
+                width = width // len(parameter) if parameter.dim() > 2 else len(parameter)
             alone = trace.uses[name] == 1 and name not in trace.tables | stacks
             sizes = width, columns, max(1, round(tokens / units)), units
             whole = alone and plan_route(*sizes, dtype=dtype, device=device) == "instantiate"

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.uses.experts import ExpertFactors
 from fastdp.engine.uses.lanes import PerLane
 from fastdp.engine.uses.reads import Reads
 from fastdp.engine.uses.selections import GROUPED, Selection
+from fastdp.engine.uses.shared import Shared
 from fastdp.engine.uses.use import Tap
 
 
@@ -23,46 +23,45 @@ class GroupedUse(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        stack: torch.Tensor,
         offs: torch.Tensor,
-        func: Callable[..., torch.Tensor],
-        tap: Tap,
-        parameter: torch.nn.Parameter,
+        func: Any,
+        shared: Shared,
         whose: Selection,
+        tap: Tap,
+        *sources: Any,
     ) -> torch.Tensor:
-        plain = stack.detach()
-        ctx.of = func, tap, parameter, whose, plain.stride() == parameter.stride()
-        ctx.save_for_backward(x, plain, offs)
-        return func(x, plain, offs=offs)
+        stack = shared.value.detach()
+        # A value that was computed would outlive a checkpoint.
+        ctx.of = func, tap, shared.stacks, whose
+        ctx.save_for_backward(x, stack, offs)
+        return func(x, stack, offs=offs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (x, stack, offs), gradient = ctx.saved_tensors, gradients[0].contiguous()
-        func, tap, parameter, whose, swap = ctx.of
+        func, tap, pull, whose = ctx.of
         count, units = len(stack), tap.layout.units
         group = torch.searchsorted(offs, torch.arange(len(x), device=x.device, dtype=offs.dtype), right=True)
         runs = group * units + whose.units
-        tap.open().matrix(parameter, ExpertFactors.of_tokens(gradient, x, runs, count, units, swap=swap), tap.layout)
+        for parameter, own in pull(ExpertFactors.of_tokens(gradient, x, runs, count, units, swap=True)):
+            tap.open().matrix(parameter, own, tap.layout)
         back = func(gradient, stack.mT, offs=offs) if ctx.needs_input_grad[0] else None
-        return back, None, None, None, None, None, None
+        return (back, *[None] * (len(ctx.needs_input_grad) - 1))
 
 
 def _grouped(
     func: Callable[..., torch.Tensor], reads: Reads, tap: Tap, input: Any, mat2: Any, offs: Any = None, **options: Any
 ) -> Any:
-    """The use of a stack that is a parameter, or the transpose of one: no others are followed."""
-    shared = mat2.shared if isinstance(mat2, PerLane) else None
-    stack = mat2 if shared is None else shared.value
-    if isinstance(input, PerLane) or not (shared is not None or reads.is_trained(mat2)):
+    """The use of a stack that is a parameter, or is made of some by what keeps its factors: no others are followed."""
+    stack = PerLane.of(mat2, tap) if reads.is_trained(mat2) else mat2
+    shared = stack.shared if isinstance(stack, PerLane) else None
+    if shared is None or shared.stacks is None or isinstance(input, PerLane) or input.dim() != 2 or offs is None:
         return NotImplemented
-    parameter = stack if shared is None else shared.sources[0]
-    own = parameter.dim() == 3 and stack.data_ptr() == parameter.data_ptr()
-    own = own and (stack.shape, stack.stride()) in [(p.shape, p.stride()) for p in (parameter, parameter.mT)]
-    if not own or input.dim() != 2 or offs is None or any(value is not None for value in options.values()):
-        raise UnsupportedUse("a grouped product with another stack of matrices than a parameter's own")
+    if any(value is not None for value in options.values()):
+        return NotImplemented
     whose = tap.selection(input)
     tap.shapes.add(("grouped_mm", (0, input.shape[1])))
-    return whose.follow(GroupedUse.apply(input, stack, offs, func, tap, parameter, whose))
+    return whose.follow(GroupedUse.apply(input, offs, func, shared, whose, tap, *shared.sources))
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {func: functools.partial(_grouped, func) for func in GROUPED}

@@ -132,6 +132,7 @@ class HeadFactors(Factors):
     columns: Columns = field(default_factory=dict)
 
     tiled: ClassVar[bool] = True
+    finds_norms: ClassVar[bool] = True
 
     @property
     def width(self) -> int:

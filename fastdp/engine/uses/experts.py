@@ -23,12 +23,16 @@ from fastdp.ops.routes import NARROW, longest_by_gram
 
 @dataclass(slots=True)
 class ExpertFactors(Factors):
-    """Factors of a stack of ``count`` matrices; ``bounds`` ``[count * units + 1]`` are the offsets of the runs."""
+    """Factors of a stack of ``count`` matrices; ``bounds`` ``[count * units + 1]`` are the offsets of the runs.
+
+    ``strides`` say where the stack lies in the parameter: LoRA's adapters of all experts are one matrix to torch.
+    """
 
     count: int = 1
+    strides: tuple[int, ...] | None = None
     poor: torch.Tensor = None  # type: ignore[assignment]
 
-    stacked: ClassVar[bool] = True
+    finds_norms: ClassVar[bool] = True
 
     @classmethod
     def of_tokens(
@@ -42,33 +46,37 @@ class ExpertFactors(Factors):
     @classmethod
     def of_matrix(cls, factors: Factors, at: int, count: int) -> ExpertFactors:
         """Factors of one matrix, with the units' offsets, as those of a stack."""
-        assert factors.bounds is not None
+        if factors.bounds is None:
+            raise UnsupportedUse("one of several matrices is used on tokens in the rows' order")
         units = len(factors.bounds) - 1
         places = torch.arange(count * units + 1, device=factors.bounds.device) - at % count * units
         bounds = factors.bounds[places.clamp(0, units)]
         return cls(factors.left, factors.right, swap=factors.swap, bounds=bounds, count=count)
 
-    def moved(self, first: torch.Tensor, second: torch.Tensor, *, turned: bool = False) -> Factors:
-        """No other matrix's factors are made of these."""
-        raise UnsupportedUse("experts' weights are computed from other parameters")
+    def product(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        """Tokens ``[N, n]``, each times its own of the matrices ``[count, n, m]``."""
+        assert self.bounds is not None
+        lengths = self.bounds[:: (len(self.bounds) - 1) // self.count].diff().tolist()
+        return torch.cat([part @ own.to(x.dtype) for part, own in zip(x.split(lengths), matrix)])
+
+    def stack(self, total: torch.Tensor) -> torch.Tensor:
+        """The stack ``[count, m, n]`` in a tensor of the parameter's size."""
+        size = self.count, *(factor.shape[1] for factor in self.oriented)
+        return total.view(size) if self.strides is None else total.as_strided(size, self.strides)
 
     def dense(self) -> Factors:
         """They have no form with one pair for all matrices."""
         raise UnsupportedUse("experts' weights have a mask, or axes, or several uses")
 
-    def by_unit(self, sizes: torch.Tensor, order: int = 1) -> torch.Tensor:
-        """The norm of this order, by unit, of sizes of the runs."""
-        return (sizes.double().view(self.count, -1) ** order).sum(0) ** (1 / order)
-
-    def lengths(self, layout: Layout) -> torch.Tensor:
-        """Tokens of each unit in the matrix that has most of them: the roundings of every other are fewer."""
-        return super(ExpertFactors, self).lengths(layout).view(self.count, -1).amax(0)
+    def by_unit(self, sizes: torch.Tensor, order: float = 1) -> torch.Tensor:
+        """The norm of this order, by unit, of sizes of the runs: of lengths the most, as roundings of all others are fewer."""
+        return torch.linalg.vector_norm(sizes.double().view(self.count, -1), order, 0)
 
     def powers(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         """Squared norms by Gram matrices of the runs, and directly where these are not good enough."""
         assert self.bounds is not None
         left, right, bounds, sizes = [self.left], [self.right], self.bounds, (self.width, self.right.shape[1])
-        tokens, products = super(ExpertFactors, self).lengths(layout), ops.row_products(self.left, self.right, bounds)
+        products, tokens = ops.counted_products(self.left, self.right, bounds, 2)
         if min(sizes) <= NARROW:
             self.poor = torch.ones(layout.units, dtype=torch.bool, device=bounds.device)
             squares = ops.sqnorm(self.left, self.right, bounds, "direct")
@@ -85,36 +93,34 @@ class ExpertFactors(Factors):
         return self.by_unit(squares), self.by_unit(products, 2)
 
     def add_to(self, total: torch.Tensor | None, weights: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Add the units' gradients by ``weights`` ``[units]`` to ``total`` ``[count, m n]``."""
+        """Add the units' gradients by ``weights`` ``[units]`` to ``total``, of the parameter's size."""
         assert total is not None
         assert self.bounds is not None
         first, second = self.oriented
         ends = self.bounds[:: layout.units].tolist()
-        for at, every in enumerate(total.view(self.count, first.shape[1], second.shape[1])):
+        for at, every in enumerate(self.stack(total)):
             tokens, runs = slice(*ends[at : at + 2]), slice(at * layout.units, (at + 1) * layout.units + 1)
             if tokens.stop > tokens.start:
-                ops.weighted_sum(
-                    first[tokens], second[tokens], weights, every, offsets=self.bounds[runs] - tokens.start
-                )
+                offsets, out = self.bounds[runs] - tokens.start, every if every.is_contiguous() else None
+                found = ops.weighted_sum(first[tokens], second[tokens], weights, out, offsets=offsets)
+                if out is None:
+                    every += found
         return total
 
     def unit_to(self, total: torch.Tensor, unit: int, bounds: Sequence[int]) -> None:
         """Add one unit's gradient to ``total``."""
-        first, second = self.oriented
         units = (len(bounds) - 1) // self.count
-        for at, every in enumerate(total.view(self.count, first.shape[1], second.shape[1])):
-            tokens = slice(*bounds[at * units + unit : at * units + unit + 2])
-            if tokens.stop > tokens.start:
-                every += ops.per_unit(first[tokens], second[tokens], torch.tensor([0, tokens.stop - tokens.start]))[0]
+        for at, every in enumerate(self.stack(total)):
+            super(ExpertFactors, self).unit_to(every, at * units + unit, bounds)
 
 
 def join_experts(uses: list[Factors], units: int) -> list[Factors]:
     """Join uses of one stack, as a loop over its matrices makes them, into one."""
     first = uses[0]
-    alike = {(use.stacked, use.swap) for use in uses} == {(True, first.swap)}
-    if len(uses) < 2 or not (alike and isinstance(first, ExpertFactors)):
+    alike = {(use.swap, use.strides) if isinstance(use, ExpertFactors) else None for use in uses}
+    if len(uses) < 2 or len(alike) > 1 or not isinstance(first, ExpertFactors):
         return uses
     every = torch.arange(first.count * units, device=first.right.device)
     runs = torch.cat([every.repeat_interleave(use.bounds.diff()) for use in uses if use.bounds is not None])
     left, right = torch.cat([use.left for use in uses]), torch.cat([use.right for use in uses])
-    return [ExpertFactors.of_tokens(left, right, runs, first.count, units, swap=first.swap)]
+    return [ExpertFactors.of_tokens(left, right, runs, first.count, units, swap=first.swap, strides=first.strides)]

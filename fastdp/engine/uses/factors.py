@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -34,13 +35,8 @@ class Factors:
 
     #: Whether ``left`` is made tile by tile, as a head's is (`fastdp.engine.rules.head.HeadFactors`), and norms came with it.
     tiled: ClassVar[bool] = False
-    #: Whether the parameter is a stack of matrices, each with tokens of its own (`fastdp.engine.uses.experts.ExpertFactors`).
-    stacked: ClassVar[bool] = False
-
-    @property
-    def finds_norms(self) -> bool:
-        """Whether its norms are `powers`, and no other kernel's."""
-        return self.tiled or self.stacked
+    #: Whether its norms are `powers`, and no other kernel's.
+    finds_norms: ClassVar[bool] = False
 
     @property
     def one_hot(self) -> bool:
@@ -75,6 +71,10 @@ class Factors:
             self, left=left, right=right, swap=False, scales=self.scales and (self.scales[1], self.scales[0])
         )
 
+    def product(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        """Tokens ``[N, n]`` times a matrix ``[n, m]``."""
+        return x @ matrix.to(x.dtype)
+
     def dense(self) -> Factors:
         """The same with both factors in memory."""
         return self if self.scales is None else self.bare.times(*self.scales)
@@ -96,20 +96,19 @@ class Factors:
             return self.bounds.cpu() if host else self.bounds
         return layout.offsets(self.right.shape[0], laned=self.laned, host=host)
 
-    def by_unit(self, sizes: torch.Tensor, order: int = 1) -> torch.Tensor:
+    def by_unit(self, sizes: torch.Tensor, order: float = 1) -> torch.Tensor:
         """The norm of this order, by unit, of numbers for each pair of `offsets`."""
         return sizes
 
     def lengths(self, layout: Layout) -> torch.Tensor:
         """Tokens of each unit that add anything, so that padding is none: float64 ``[units]``."""
-        return ops.token_counts([self.left], self.right, self.offsets(layout))
+        return self.by_unit(ops.token_counts([self.left], self.right, self.offsets(layout)), math.inf)
 
     def scales_of_errors(self, layout: Layout, order: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
         """`row_products` and `lengths`, at once."""
-        if self.stacked:
-            return self.row_products(layout, order), self.lengths(layout)
-        own = self.dense()
-        return ops.counted_products(own.left, own.right, self.offsets(layout), order)
+        own = self if self.scales is None else self.dense()
+        products, tokens = ops.counted_products(own.left, own.right, self.offsets(layout), order)
+        return self.by_unit(products, order), self.by_unit(tokens, math.inf)
 
     def rounding(self) -> ops.Rounding:
         """The arithmetic of its products."""
@@ -117,7 +116,7 @@ class Factors:
 
     def row_products(self, layout: Layout, order: int = 2) -> torch.Tensor:
         """The scale of a unit's rounding errors, ``[units]`` float64: see `fastdp.ops.row_products`."""
-        own = self if self.stacked else self.dense()
+        own = self if self.scales is None else self.dense()
         return self.by_unit(ops.row_products(own.left, own.right, self.offsets(layout), order), order)
 
     def powers(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:

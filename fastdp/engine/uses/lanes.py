@@ -57,7 +57,8 @@ class PerLane(torch.Tensor):
     @classmethod
     def of(cls, parameter: torch.nn.Parameter, tap: Tap) -> PerLane:
         """A parameter itself."""
-        return cls(None, tap, Shared(parameter, (parameter,), lambda factors: [(parameter, factors)]))
+        pulls = [lambda factors: [(parameter, factors)]] * (2 if parameter.dim() == 3 else 1)
+        return cls(None, tap, Shared(parameter, (parameter,), *pulls))
 
     @property
     def lanes(self) -> torch.Tensor:
@@ -152,8 +153,6 @@ def _apply(func: Any, args: Any, kwargs: Any) -> Any:
         return _apply_to_values(func, args, kwargs, sources, tap)
     if func in _ELEMENTWISE and all(t.dim() == 0 for t in plain) and len({p.dim() for p in found}) == 1:
         return PerLane(_call(func, args, kwargs, lambda p: p.lanes), tap, sources=sources)
-    if func is F.linear and isinstance(args[0], PerLane) and len(found) == 1:
-        return PerLane(func(args[0].lanes, *args[1:], **kwargs), tap, sources=sources)
     mapped = _vmap(func, args, kwargs, lambda t: None)(0)
     return _wrap_results(mapped, lambda t: PerLane(t, tap, sources=sources), func)
 
@@ -216,7 +215,8 @@ def _apply_to_values(func: Any, args: Any, kwargs: Any, sources: tuple[torch.nn.
 
     def wrap(value: torch.Tensor) -> PerLane:
         part = None if value is result else next(parts)
-        return PerLane(None, tap, Shared(value, sources, pull_through(func, given, kwargs, value, part)))
+        pulls = (pull_through(func, given, kwargs, value, part, stacks=stacks) for stacks in (False, True))
+        return PerLane(None, tap, Shared(value, sources, *pulls))
 
     return _wrap_results(result, wrap, func)
 

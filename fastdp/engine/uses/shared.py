@@ -30,11 +30,13 @@ class Shared:
         sources: the parameters that it is computed from.
         pull: sends the factors of a matrix's gradient to the parameters without making the gradient; None if there is no
             such way.
+        stacks: the same of a stack of matrices, `ExpertFactors`.
     """
 
     value: torch.Tensor
     sources: tuple[torch.nn.Parameter, ...]
     pull: Pull | None = None
+    stacks: Pull | None = None
 
     def give_factors(self, sink: Sink, factors: Factors, tap: Tap) -> None:
         """Hand a sink the factors of a gradient of the value."""
@@ -127,18 +129,27 @@ _SCALING = functions("mul multiply __mul__ __rmul__ div true_divide __truediv__"
 _ADDING = functions("add __add__ __radd__")
 _CASTING = functions("to float double half bfloat16 type_as")
 _JOINING = frozenset({torch.cat, torch.concat, torch.concatenate})
-_PRODUCTS = functions("matmul mm __matmul__")
+_PRODUCTS = functions("matmul mm bmm __matmul__")
 
 
-def pull_through(func: Any, args: Any, kwargs: Any, result: torch.Tensor, part: int | None) -> Pull | None:
-    """The way of factors through one operation, if they stay factors."""
-    if result.dim() < 2 or not args:
+def pull_through(
+    func: Any, args: Any, kwargs: Any, result: torch.Tensor, part: int | None, *, stacks: bool = False
+) -> Pull | None:
+    """The way of factors, or of ``stacks`` of them, through one operation, if they stay factors."""
+    if not args or (result.dim() != 3 if stacks else result.dim() < 2):
         return None
+    stack = args[0].stacks if isinstance(args[0], Shared) else None
+    if func is torch.Tensor.__getitem__ and stack is not None and _scalar(args[1]):
+        return lambda f: stack(ExpertFactors.of_matrix(f, int(args[1]), len(args[0].value)))
+    if stacks:
+        args = [replace(a, pull=a.stacks) if isinstance(a, Shared) else a for a in args]
     first = args[0]
-    pulls = [a.pull if isinstance(a, Shared) else None for a in args[:2]]
+    pulls = [a.pull if isinstance(a, Shared) else None for a in args[:3]]
     own = pulls[0]
-    if func is torch.Tensor.__getitem__ and own is not None and _value(first).dim() == 3 and _scalar(args[1]):
-        return _of_matrix(own, args[1], _value(first).shape[0])
+    if func in _INDEXING and stacks:
+        return _through_view(own, _value(first), result)
+    if any(isinstance(a, Shared) and a.pull is None for a in (first if func in _JOINING else args)):
+        return None
     if func in _INDEXING and own is not None:
         return _through_index(own, func, _value(first), args, kwargs, part)
     if func in _CASTING and own is not None:
@@ -146,21 +157,21 @@ def pull_through(func: Any, args: Any, kwargs: Any, result: torch.Tensor, part: 
     if len(args) < 2 and func not in _JOINING:
         return None
     if func in _JOINING:
-        return _through_parts(first, args[1] if len(args) > 1 else kwargs.get("dim", 0))
-    second = args[1]
-    if func in _SCALING and own is not None and _scalar(second) and not kwargs:
-        factor = second if func not in functions("div true_divide __truediv__") else 1 / second
+        return None if stacks else _through_parts(first, args[1] if len(args) > 1 else kwargs.get("dim", 0))
+    if func in _SCALING and own is not None and _scalar(args[1]) and not kwargs:
+        factor = args[1] if func not in functions("div true_divide __truediv__") else 1 / args[1]
         return lambda f: own(replace(f, left=f.left * factor))
     if func in _ADDING and not kwargs:
         return _through_sum(args[:2], result)
+    if func is torch.baddbmm and stacks and len(args) == 3 and kwargs.keys() <= {"alpha"}:
+        terms, product = _through_sum(args[:1], result), _through_product(args[1:], pulls[1:], transposed=False)
+        return terms and (lambda f: terms(f) + product(replace(f, left=f.left * kwargs.get("alpha", 1))))
     if func in _PRODUCTS or func is F.linear:
-        if (
-            len(args) > 2
-            or kwargs
-            or not all(isinstance(a, (torch.Tensor, Shared)) and _value(a).dim() == 2 for a in args)
-        ):
+        if len(args) > 2 or kwargs or not all(isinstance(a, (torch.Tensor, Shared)) for a in args):
             return None
-        return _through_product(args, pulls, transposed=func is F.linear)
+        alike = not stacks or {len(_value(a)) for a in args} == {len(result)}
+        if {_value(a).dim() for a in args} == {3 if stacks else 2} and alike:
+            return _through_product(args, pulls, transposed=func is F.linear)
     return None
 
 
@@ -168,15 +179,14 @@ def _scalar(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
-def _of_matrix(own: Pull, index: Any, count: int) -> Pull:
-    """Through the choice of one of a stack of matrices."""
-
-    def pull(factors: Factors) -> list[tuple[torch.nn.Parameter, Factors]]:
-        if factors.bounds is None:
-            raise UnsupportedUse("one of several matrices is used on tokens in the rows' order")
-        return own(ExpertFactors.of_matrix(factors, int(index), count))
-
-    return pull
+def _through_view(own: Pull | None, first: torch.Tensor, result: torch.Tensor) -> Pull | None:
+    """Through what a stack of matrices is a view of: all of a parameter, or the transposed matrices of another stack."""
+    base, strides = result._base, result.stride()
+    if isinstance(base, torch.nn.Parameter) and base.is_contiguous() and result.numel() == base.numel():
+        return lambda factors: [(base, replace(factors, strides=strides))]  # type: ignore[call-arg]
+    if own is not None and result.is_set_to(first.mT):
+        return lambda factors: own(replace(factors, swap=not factors.swap))
+    return None
 
 
 def _value(argument: Any) -> torch.Tensor:
@@ -226,8 +236,6 @@ def _through_parts(parts: Any, dim: Any) -> Pull | None:
     if not isinstance(parts, (list, tuple)) or not isinstance(dim, int):
         return None
     pulls = [p.pull if isinstance(p, Shared) else None for p in parts]
-    if any(isinstance(p, Shared) and p.pull is None for p in parts):
-        return None
     sizes, first = [_value(p).shape[dim] for p in parts], dim % 2 == 0
 
     def pull(factors: Factors) -> list[tuple[torch.nn.Parameter, Factors]]:
@@ -241,30 +249,24 @@ def _through_parts(parts: Any, dim: Any) -> Pull | None:
 
 def _through_sum(terms: Any, result: torch.Tensor) -> Pull | None:
     """Through a sum of matrices of one shape; constants take nothing."""
-    pulls = []
-    for term in terms:
-        if not isinstance(term, Shared):
-            continue
-        if term.pull is None or term.value.shape != result.shape:
-            return None
-        pulls.append(term.pull)
-    return lambda factors: [pair for own in pulls for pair in own(factors)]
-
-
-def _through_product(args: Any, pulls: list[Pull | None], *, transposed: bool) -> Pull | None:
-    """Through ``A B`` (or ``A B^T``): A takes (L, R B^T), B takes (A^T L, R)."""
-    if any(isinstance(a, Shared) and a.pull is None for a in args):
+    own = [term for term in terms if isinstance(term, Shared)]
+    if any(term.value.shape != result.shape for term in own):
         return None
+    return lambda factors: [pair for term in own if term.pull for pair in term.pull(factors)]
+
+
+def _through_product(args: Any, pulls: list[Pull | None], *, transposed: bool) -> Pull:
+    """Through ``A B`` (or ``A B^T``): A takes (L, R B^T), B takes (A^T L, R)."""
     a, b = (_value(t).detach() for t in args)
-    b = b.t() if transposed else b
+    b = b.mT if transposed else b
 
     def pull(factors: Factors) -> list[tuple[torch.nn.Parameter, Factors]]:
         left, right = factors.oriented
         found = []
         if pulls[0] is not None:
-            found += pulls[0](factors.moved(left, right @ b.t().to(right.dtype)))
+            found += pulls[0](factors.moved(left, factors.product(right, b.mT)))
         if pulls[1] is not None:
-            inner = left @ a.to(left.dtype)
+            inner = factors.product(left, a)
             pair = (right, inner) if transposed else (inner, right)
             found += pulls[1](factors.moved(*pair, turned=transposed))
         return found

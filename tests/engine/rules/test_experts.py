@@ -158,7 +158,8 @@ def alone(model: nn.Module, data: dict[str, torch.Tensor]) -> list[dict[str, tor
     plain = copy.deepcopy(model).double()
     trained = dict(plain.named_parameters())
     losses = [plain(**{k: v[row : row + 1] for k, v in data.items()})["loss"] for row in range(len(data["ids"]))]
-    return [dict(zip(trained, torch.autograd.grad(loss, list(trained.values())))) for loss in losses]
+    options: Any = {"materialize_grads": True}
+    return [dict(zip(trained, torch.autograd.grad(loss, list(trained.values()), **options))) for loss in losses]
 
 
 def routed(rows: int = ROWS, tokens: int = TOKENS) -> dict[str, torch.Tensor]:
@@ -244,27 +245,133 @@ def test_layers_on_what_the_data_select(name: str) -> None:
     assert engine.route == "uses", engine.reason
 
 
-def test_stacks_that_are_computed_from_parameters_are_run_one_at_a_time() -> None:
-    class Scaled(Routed):
-        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            own = self._parameters.pop("stack")
-            try:
-                self.stack = 2 * own  # type: ignore[assignment, operator]
-                return super().forward(ids, labels)
-            finally:
-                del self.stack
-                self.stack = own  # type: ignore[assignment]
+class Computed(Routed):
+    """Routed by a stack that a function makes of the module's own."""
 
-    model = Scaled()
-    engine, tickets = engine_for(model, 0.5)
+    def __init__(self, made: Callable[[Any, torch.Tensor], torch.Tensor], shape: tuple[int, int] = (12, 8)):
+        super().__init__(shape)
+        self.made = made
+        self.down = nn.Parameter(torch.randn(EXPERTS * 3, shape[1]))
+        self.up = nn.Parameter(torch.randn(shape[0], 3 * EXPERTS))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        own = self._parameters.pop("stack")
+        assert own is not None
+        try:
+            self.stack = self.made(self, own)  # type: ignore[assignment]
+            return super().forward(ids, labels)
+        finally:
+            del self.stack
+            self.stack = own  # type: ignore[assignment]
+
+
+def factors_of(net: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """LoRA's adapters as PEFT lays them out: of the one each expert has rows, of the other every fifth column."""
+    return net.up.view(len(net.up), 3, EXPERTS).permute(2, 0, 1), net.down.view(EXPERTS, 3, -1)
+
+
+def used(units: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Without parameters that nobody's gradient reaches."""
+    names = [name for name in units[0] if any(unit[name].any() for unit in units)]
+    return [{name: unit[name] for name in names} for unit in units]
+
+
+MADE: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "a scaled stack": lambda net, own: 2 * own,
+    "adapters": lambda net, own: torch.baddbmm(own, *factors_of(net), alpha=0.5),
+    "adapters of a constant": lambda net, own: torch.baddbmm(own.detach(), *factors_of(net)),
+    "adapters by a product": lambda net, own: own + torch.bmm(*factors_of(net)) / 2,
+    "adapters of 64 bits": lambda net, own: own + (torch.matmul(*[f.double() for f in factors_of(net)])).to(own.dtype),
+    "a turned product": lambda net, own: (factors_of(net)[1].mT @ factors_of(net)[0].transpose(1, 2)).mT + own,
+}
+
+
+@cases("name", MADE)
+@cases("shape", [(12, 8), (80, 72)])
+def test_stacks_that_are_made_of_parameters(name: str, shape: tuple[int, int]) -> None:
+    units = used(alone(Computed(MADE[name], shape), routed()))
+    found = stepped(Computed(MADE[name], shape), routed(), float(norms(units).median()))
+    require_exact(found, units)
+
+
+@cases("made", [lambda net, own: own.tanh(), lambda net, own: own.flip(0), lambda net, own: own[[1, 0, 2, 3, 4]]])
+def test_stacks_that_no_factors_lead_to_are_run_one_at_a_time(made: Any) -> None:
+    engine, tickets = engine_for(Computed(made, (8, 8)), 0.5)
     tickets.append(ticket(ROWS))
     with pytest.warns(UserWarning, match="one-example route"):
         loss = engine.model(**routed())["loss"]
     loss.backward()
-    units = alone(Scaled(), routed())
+    units = alone(Computed(made, (8, 8)), routed())
     scales = (0.5 / norms(units)).clamp(max=1)
     wanted = sum(scale * unit["stack"] for scale, unit in zip(scales, units))
     assert relative(engine.accumulator.sums["stack"], wanted) < 1e-4
+
+
+def adapted(name: str, implementation: str, *, checkpointing: bool | None = None, **options: Any) -> Any:
+    """A stock mixture whose experts' own matrices have adapters, none of which is zero."""
+    import peft
+
+    base: Any = stock(name, implementation)
+    parts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(**{"r": 3, "target_modules": [], "target_parameters": parts, **options})
+    model = peft.get_peft_model(base, config)
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+    if checkpointing is not None:
+        base.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+    return model.train()
+
+
+@cases("name", ["mixtral", "qwen3-moe", "gpt-oss"])
+@cases("implementation", ["grouped_mm", "eager", "batched_mm"])
+def test_adapters_of_experts_own_matrices(name: str, implementation: str) -> None:
+    units = one_at_a_time(adapted(name, "eager"), texts(), shift=True)
+    require_exact(stepped(adapted(name, implementation), texts(), float(norms(units).median())), units)
+
+
+@cases("checkpointing", [False, True])
+@cases("two_pass", [False, True])
+def test_adapters_of_experts_under_checkpoints(checkpointing: bool, two_pass: bool) -> None:
+    """Beside those of a layer, and the router's, in units of several rows."""
+    options: dict[str, Any] = {"target_modules": ["q_proj"], "use_rslora": True}
+    options["target_parameters"] = ["mlp.experts.down_proj", "mlp.gate.weight"]
+    owners = [0, 0, 1, 2, 2]
+    units = together(one_at_a_time(adapted("qwen3-moe", "eager", **options), texts(), shift=True), owners)
+    model = adapted("qwen3-moe", "grouped_mm", checkpointing=checkpointing, **options)
+    given = Ticket(torch.tensor(owners), torch.ones(3), True)
+    require_exact(stepped(model, texts(), float(norms(units).median()), given, two_pass=two_pass), units)
+
+
+def test_memory_of_adapters_is_that_of_the_tokens_that_experts_get() -> None:
+    engine = stepped(adapted("mixtral", "grouped_mm"), texts(), 0.5)
+    assert engine.trace is not None
+    tokens, widths = ROWS * TOKENS * SHAPE["num_experts_per_tok"], (WIDTH + 2 * HIDDEN) + (HIDDEN + WIDTH)
+    found = kept_bytes(engine.trace, engine.read, ROWS, ROWS, 1.0, torch.device("cpu"))
+    assert 1 <= found / (SHAPE["num_hidden_layers"] * tokens * widths * 4) < 1.2
+
+
+def test_two_adapters_of_one_stack_are_run_one_at_a_time() -> None:
+    import peft
+
+    def model() -> Any:
+        own = adapted("mixtral", "eager")
+        parts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        own.add_adapter("second", peft.LoraConfig(r=2, target_modules=[], target_parameters=parts))
+        own.base_model.set_adapter(["default", "second"])
+        return own
+
+    units = one_at_a_time(model(), texts(), shift=True)
+    bound = float(norms(units).median())
+    engine = stepped(model(), texts(), bound)
+    assert engine.route == "one-example"
+    scales = (bound / norms(units)).clamp(max=1)
+    for name in used(units)[0]:
+        wanted = sum(scale * unit[name] for scale, unit in zip(scales, units))
+        assert relative(engine.accumulator.sums[name], wanted) < 1e-4, name
 
 
 def test_memory_is_that_of_the_factors_and_not_of_whole_stacks() -> None:
