@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from . import layers
-
 LEARNING_RATE = 1e-4
 #: Projections of attention, which LoRA of rank 4 adapts where a case says no more than "lora".
 _ATTENTION = {"gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"], "bert": ["query", "value"]}
@@ -22,7 +20,7 @@ class Case:
     """A model and a batch.
 
     Args:
-        kind: gpt2, llama, mixtral, qwen3-moe, gemma3, bert, vit, or one of `bench.layers.KINDS`.
+        kind: gpt2, llama, mixtral, qwen3-moe, gemma3, bert or vit.
         feed_forward, heads, key_heads: four times the width, one for 64 of it, and as many, where they are 0.
         rank: of LoRA on all linear layers of a Llama.
         dropout: of BERT and GPT-2.
@@ -31,7 +29,6 @@ class Case:
         tied: whether the head of a Llama is its table of embeddings.
         masked: whether batches carry an attention mask of ones, as tokenizers make it.
         half_adapters: whether adapters have the case's dtype; PEFT makes them in float32.
-        batches: of an epoch.
     """
 
     kind: str
@@ -51,7 +48,6 @@ class Case:
     tied: bool = False
     masked: bool = False
     half_adapters: bool = False
-    batches: int = 4
 
     @property
     def gpu(self) -> bool:
@@ -82,8 +78,6 @@ def _made(case: Case) -> torch.nn.Module:
 
     torch.manual_seed(0)
     heads, wide = case.heads or max(1, case.width // 64), case.feed_forward or 4 * case.width
-    if case.kind in layers.KINDS:
-        return layers.KINDS[case.kind].build(case.vocabulary, case.width, case.layers)
     if case.kind == "gpt2":
         rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), case.dropout)
         own = {"n_layer": case.layers, "n_embd": case.width, "n_head": heads, "n_positions": case.tokens}
@@ -129,19 +123,13 @@ def _tuned(case: Case, model: torch.nn.Module) -> torch.nn.Module:
 
 
 def examples(case: Case, count: int) -> list[dict[str, torch.Tensor]]:
-    """Rows of random tokens, images or numbers."""
+    """Rows of random tokens or images."""
     generator = torch.Generator().manual_seed(1)
     if case.kind == "vit":
         images = torch.randn(count, 3, 224, 224, generator=generator)
         labels = torch.randint(0, 10, (count,), generator=generator)
         return [{"pixel_values": image, "labels": label} for image, label in zip(images, labels)]
-    dimensions = layers.KINDS[case.kind].dimensions if case.kind in layers.KINDS else 0
-    if dimensions:
-        seen = torch.randn(count, 3, *[case.tokens] * dimensions, generator=generator)
-        return [{"x": image, "labels": torch.tensor(i % layers.CLASSES)} for i, image in enumerate(seen)]
     ids = torch.randint(0, case.vocabulary, (count, case.tokens), generator=generator)
-    if case.kind in layers.KINDS:
-        return [{"x": row, "labels": torch.tensor(i % layers.CLASSES)} for i, row in enumerate(ids)]
     if case.kind == "bert":
         labels = torch.randint(0, 2, (count,), generator=generator)
         rows = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels)]
@@ -180,10 +168,10 @@ def batches(loader: Any, device: torch.device) -> Iterator[dict[str, torch.Tenso
 
 
 def loader_of(case: Case, *, shuffle: bool = False) -> Any:
-    """A loader of as many batches as the case says."""
+    """A loader of four batches."""
     from torch.utils.data import DataLoader
 
-    return DataLoader(examples(case, case.batches * case.rows), batch_size=case.rows, shuffle=shuffle)  # type: ignore[arg-type]
+    return DataLoader(examples(case, 4 * case.rows), batch_size=case.rows, shuffle=shuffle)  # type: ignore[arg-type]
 
 
 def plain_step(case: Case, model: torch.nn.Module, *, fused: bool) -> Callable[[], None]:
