@@ -20,24 +20,25 @@ from fastdp.accounting import Card
 from fastdp.data import read_rows
 from fastdp.finetune.synthesis import Judge, Labelled, near_copies
 
-from .. import record
 from . import suite
 
 LENGTH = 64
+#: Rows of each label that are judged.
+SIZES = {"default": 2000, "tiny": 16, "full": 2000}
 
 
 class Bench:
     """The judge, and the files of rows.
 
     Args:
-        encoder: folder of a public encoder.
         rows: folder of JSONL files.
+        encoder: folder of a public encoder.
         train, test: TSV files with the columns ``sentence`` and ``label``.
-        per_label: rows of each label that are judged.
+        size: rows of each label that are judged.
     """
 
-    def __init__(self, encoder: Path, rows: Path, train: Path, test: Path, per_label: int):
-        self.folder, self.per_label = rows, per_label
+    def __init__(self, rows: Path, encoder: Path, train: Path, test: Path, size: int):
+        self.folder, self.size = rows, size
         self.train, self.judge = labelled(train), Judge(encoder, labelled(test), LENGTH)
 
     def of_run(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +71,7 @@ class Bench:
     def judged(self, rows: Labelled, order: Sequence[int]) -> dict[str, Any]:
         """Accuracy of the first rows of each label in this order."""
         texts, labels = rows
-        every = [[i for i in order if labels[i] == label][: self.per_label] for label in sorted(set(labels))]
+        every = [[i for i in order if labels[i] == label][: self.size] for label in sorted(set(labels))]
         chosen = [*itertools.chain.from_iterable(every)]
         accuracy = self.judge.accuracy(([texts[i] for i in chosen], [labels[i] for i in chosen]))
         return {"judged": len(chosen), "accuracy": accuracy}
@@ -100,15 +101,14 @@ def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Judge what is missing."""
-    parser = record.parser_of(str(__doc__).splitlines()[0])
-    for name in ("rows", "encoder", "train", "test"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--per-label", type=int, default=2000)
-    options = parser.parse_args(arguments)
-    bench = Bench(options.encoder, options.rows, options.train, options.test, options.per_label)
-    suite.measure(suite.Table(options.json), settings(bench, options.seeds), bench.run)
+    """Measure what is missing."""
+    paths = {
+        "rows": "folder of JSONL files",
+        "encoder": "folder of a public encoder",
+        "train": "TSV with the columns sentence and label",
+        "test": "TSV of the same form, held out",
+    }
+    suite.main(arguments, __doc__, SIZES, Bench, settings, paths)
 
 
 if __name__ == "__main__":
