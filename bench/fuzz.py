@@ -5,15 +5,13 @@ may be called twice (shared weights), and see rows folded into more rows or stac
 and a second one has other sizes than the first. Each network is *exact* (on either route), *refused* in words before
 anything is summed, *wrong*, or a *crash*.
 
-`python -m fastdp.bench.fuzz COUNT FILE PROCESSES` writes the table.
+`python -m fastdp.bench.fuzz COUNT --json FILE` writes the table.
 """
 
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import random
-import sys
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable
@@ -32,7 +30,7 @@ from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.uses.layout import Ticket
 from fastdp.verify import Checks
 
-from .record import write
+from .record import parser_of, write
 
 #: The worst relative error of a norm or a sum; beyond it, what float32 autograd itself makes of the same example decides.
 TOLERANCE = 1e-5
@@ -441,22 +439,12 @@ def _seeded(seed: int) -> tuple[int, list[str], Outcome]:
     return seed, case.kinds, run(case)
 
 
-def _alone_on_a_core() -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-
-
-def table(seeds: range, processes: int = 1) -> dict[str, Any]:
+def table(seeds: range) -> dict[str, Any]:
     """What became of the networks of these seeds, in all and by kind of layer."""
-    if processes == 1:
-        outcomes = list(map(_seeded, seeds))
-    else:
-        with multiprocessing.get_context("spawn").Pool(processes, _alone_on_a_core) as pool:
-            outcomes = pool.map(_seeded, seeds, chunksize=20)
     total: Counter[str] = Counter()
     by_kind: dict[str, Counter[str]] = {}
     notable, worst = [], 0.0
-    for seed, kinds, found in outcomes:
+    for seed, kinds, found in map(_seeded, seeds):
         worst = max(worst, found.error if found.verdict == "exact" else 0.0)
         total[str(found)] += 1
         for kind in set(kinds):
@@ -473,4 +461,9 @@ def table(seeds: range, processes: int = 1) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    write(sys.argv[2], table(range(int(sys.argv[1])), processes=int(sys.argv[3])))
+    parser = parser_of(__doc__)
+    parser.add_argument("count", type=int)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    write(options.json, table(range(options.count)))

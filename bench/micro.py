@@ -1,4 +1,4 @@
-"""Microbenchmarks of the ops: time, rate, share of the floor, peak memory, beside the alternatives, after a check.
+"""Microbenchmarks of the ops: time, rate and share of the floor, beside the alternatives, after a check.
 
 Every case first compares the op with its definition; a case that fails this check, or raises, reports that and no speed.
 The op and its alternatives then run in turn, and ratios are medians over the turns, so that a machine whose speed drifts is
@@ -18,7 +18,6 @@ import torch
 
 from fastdp.engine.errors import first_line
 
-from . import memory
 from .kernels import SIZES, Case, Function, cases, names
 
 #: Calls shorter than this are repeated within a turn.
@@ -28,7 +27,7 @@ _TURN_SECONDS = 2e-3
 def measure(
     turns: int = 7, only: str | None = None, sizes: str | None = None, compiled: bool = True
 ) -> Iterator[dict[str, Any]]:
-    """Floors first, then one row a case: seconds, rate, share of the floor, peak bytes, speedups over the alternatives.
+    """Floors first, then one row a case: seconds, rate, share of the floor, speedups over the alternatives.
 
     Args:
         turns: how often each is timed; a turn repeats short calls.
@@ -47,27 +46,13 @@ def measure(
         raise ValueError(f"there is no op '{only}'; choose one of {', '.join(names())}")
     bandwidth, matmul = floors(device, small=sizes == "small")
     yield {"op": "floor", "device": str(device), "copy_bytes_per_second": bandwidth, "matmul_flops_per_second": matmul}
-    # On a processor peaks are those of a process of its own.
-    with memory.process(memory.ENVIRONMENT) as process:
-        for case in cases(device, SIZES[sizes], only):
-            alternatives = {k: f for k, f in case.alternatives.items() if compiled or k != "torch.compile"}
-            try:
-                with torch.no_grad():
-                    row = measure_case(case, alternatives, turns, device, bandwidth, matmul)
-                if "failed" not in row and device.type == "cuda":
-                    row["peak_bytes"] = memory.on_gpu(case.run)
-                elif "failed" not in row:
-                    row |= process.submit(peaks, case.op, sizes).result()
-            except Exception as error:
-                row = {"op": case.op, "size": case.size, "failed": f"{type(error).__name__}: {first_line(error)}"}
-            yield row
-
-
-def peaks(op: str, sizes: str) -> dict[str, int | None]:
-    """Peak memory of a case on a processor: of its first call, which loads what it needs, and of the next."""
-    case = next(case for case in cases(torch.device("cpu"), SIZES[sizes], op) if case.op == op)
-    with torch.no_grad():
-        return {"first_peak_bytes": memory.growth(case.run), "peak_bytes": memory.growth(case.run)}
+    for case in cases(device, SIZES[sizes], only):
+        alternatives = {k: f for k, f in case.alternatives.items() if compiled or k != "torch.compile"}
+        try:
+            with torch.no_grad():
+                yield measure_case(case, alternatives, turns, device, bandwidth, matmul)
+        except Exception as error:
+            yield {"op": case.op, "size": case.size, "failed": f"{type(error).__name__}: {first_line(error)}"}
 
 
 def measure_case(

@@ -50,7 +50,7 @@ def table() -> str:
         if row is None or row.get("ratio_time") is None:
             return absent
         memory = f"{row['ratio_memory']:.2f}" if "ratio_memory" in row else "not recorded"
-        return f"{row['ratio_time']:.2f}, {memory}"
+        return f"{row['ratio_time']:.2f},\u00a0{memory}"
 
     def over_recorded(case: str) -> str:
         torchs = gpu.get((case, "non-private-captured"), {})
@@ -83,7 +83,7 @@ def perplexities() -> dict[str, float]:
 def draw(path: Path) -> None:
     """The picture: what a step costs, and what privacy costs in quality."""
     found = steps()
-    with plots.picture(path, columns=2, panel=(5.6, 3.9), legends=3) as (left, right):
+    with plots.picture(path, rows=2, panel=(7.2, 3.4), legends=3) as (left, right):
         width = 0.26
         for place, (system, title) in enumerate(SYSTEMS.items()):
             rows = [found.get((case, system), {}).get("ratio_time") for case in CASES]

@@ -356,7 +356,7 @@ def gpu() -> Table:
         line = [title, f"{1e3 * plain['seconds']:,.0f}", f"{1e3 * ours['seconds']:,.0f}", f"{ours['ratio_time']:.2f}"]
         line += [f"{ours['ratio_memory']:.2f}", over, f"{eager['ratio_time']:.2f}" if eager else ""]
         lines.append(line)
-    return ["step", "plain, ms", "private, ms", "time", "memory", "over torch's recorded", "eager: time"], lines
+    return ["step", "plain, ms", "private, ms", "time", "memory", "over graphs", "eager"], lines
 
 
 def synthesis() -> Table:

@@ -1,4 +1,4 @@
-"""Committed results for the eye: a roofline of the ops, the planner's predictions against measurements, a table."""
+"""Committed results for the eye: the look of all pictures, the planner's predictions against measurements, the table of ops."""
 
 from __future__ import annotations
 
@@ -53,36 +53,6 @@ def picture(
                 axes.legend(handles, labels, ncols=legends, columnspacing=1.2, **where)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
-
-
-def roofline(results: Path, picture_path: Path) -> None:
-    """Arithmetic intensity against achieved rate for each op in ``results``, under the two measured ceilings."""
-    found = json.loads(results.read_text())
-    floor, *rows = found["figures"]
-    bandwidth, matmul = floor["copy_bytes_per_second"], floor["matmul_flops_per_second"]
-    environment = found["environment"]
-    machine = f"{environment['device']}, {environment['threads']} threads, {environment['instruction_set']}"
-    with picture(picture_path, 2, panel=(6.6, 8.6)) as (axes, bars):
-        intensities = [10 ** (x / 10) for x in range(-10, 41)]
-        ceiling = [min(matmul, bandwidth * i) / 1e9 for i in intensities]
-        axes.plot(intensities, ceiling, **{"color": "black", "marker": "", "linestyle": "-"}, label="ceiling (float32)")
-        multiplying = [row for row in rows if row.get("flops_per_second", 0) > 0]
-        for index, row in enumerate(multiplying):
-            intensity = row["flops_per_second"] / row["bytes_per_second"]
-            # The look has eight marks; those after them are hollow.
-            filled = "full" if index < 8 else "none"
-            axes.plot(intensity, row["flops_per_second"] / 1e9, linestyle="", fillstyle=filled, label=row["op"])
-        axes.set(xscale="log", yscale="log", xlabel="operations a byte (least possible traffic)", ylabel="GFLOP/s")
-        axes.set_title("Ops that multiply matrices")
-        timed = [row for row in rows if "share_of_floor" in row]
-        bars.barh([row["op"] for row in timed], [row["share_of_floor"] for row in timed], color="#1f6fb5")
-        bars.axvline(1.0, color="black", linewidth=1)
-        bars.invert_yaxis()
-        bars.grid(axis="y", visible=False)
-        bars.tick_params(axis="y", labelsize=11)
-        bars.set_xlabel("share of the floor (1: measured matmul rate\nor copy bandwidth, float32)")
-        bars.set_title("All ops")
-        axes.figure.suptitle(machine, fontsize=13)
 
 
 def planner(results: Path, picture_path: Path) -> None:

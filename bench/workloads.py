@@ -86,9 +86,9 @@ def _made(case: Case) -> torch.nn.Module:
     import transformers as hf
 
     torch.manual_seed(0)
-    heads, wide = case.heads or max(1, case.width // 64), case.feed_forward or 4 * case.width
     if case.kind in layers.KINDS:
-        return layers.KINDS[case.kind].build(case.vocabulary, case.width, case.layers)
+        return layers.KINDS[case.kind](case.vocabulary, case.width, case.layers)
+    heads, wide = case.heads or max(1, case.width // 64), case.feed_forward or 4 * case.width
     if case.kind == "gpt2":
         rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), case.dropout)
         own = {"n_layer": case.layers, "n_embd": case.width, "n_head": heads, "n_positions": case.tokens}
@@ -181,15 +181,14 @@ class FourBitLinear(torch.nn.Linear):
 
 
 def examples(case: Case, count: int) -> list[dict[str, torch.Tensor]]:
-    """Rows of random tokens, images or numbers."""
+    """Rows of random tokens or images."""
     generator = torch.Generator().manual_seed(1)
     if case.kind == "vit":
         images = torch.randn(count, 3, 224, 224, generator=generator)
         labels = torch.randint(0, 10, (count,), generator=generator)
         return [{"pixel_values": image, "labels": label} for image, label in zip(images, labels)]
-    dimensions = layers.KINDS[case.kind].dimensions if case.kind in layers.KINDS else 0
-    if dimensions:
-        seen = torch.randn(count, 3, *[case.tokens] * dimensions, generator=generator)
+    if case.kind == "cnn":
+        seen = torch.randn(count, 3, case.tokens, case.tokens, generator=generator)
         return [{"x": image, "labels": torch.tensor(i % layers.CLASSES)} for i, image in enumerate(seen)]
     ids = torch.randint(0, case.vocabulary, (count, case.tokens), generator=generator)
     if case.kind in layers.KINDS:

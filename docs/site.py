@@ -44,6 +44,21 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return _linked(markdown)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Long words of a table may go on below after an underscore or a slash, and before a deviation."""
+
+    def broken(cell: re.Match[str]) -> str:
+        parts = re.split(r"(<[^>]+>)", cell[0])
+        parts[::2] = [
+            re.sub(r"(?<=\w[_/])(?=\w)|(?=±)", "<wbr>", text) for text in parts[::2]
+        ]
+        return "".join(parts)
+
+    return re.sub(
+        r"<t([dh])\b(?!(?:(?!</t\1>).)*<pre).*?</t\1>", broken, html, flags=re.DOTALL
+    )
+
+
 def on_post_page(output: str, page: Any, **_: Any) -> str:
     """A page that would fetch anything from elsewhere fails the build: it must read the same without a network."""
     asked = re.findall(

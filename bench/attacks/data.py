@@ -108,33 +108,6 @@ def expanded_tokens(library: Library) -> float:
     return weakest(lambda record: library.moved(Task(expanded), records(5), record, 0.05), records(3, 3.0, 5))
 
 
-@attack("Tokens that lie on two axes of a layer's input are counted on one.")
-def four_dimensions(library: Library) -> float:
-    deep = net(
-        before=lambda own, x: torch.stack([x, 2 * x, -x, x.sin()], 1).unflatten(1, (2, 2)),
-        between=lambda own, hidden: hidden.mean((1, 2)),
-    )
-    return weakest(lambda record: library.moved(Task(deep), records(5), record, 0.05), records(3, 20.0, 5))
-
-
-@attack("A weight is used twice, and squares and cross term of its two gradients cancel to rounding.")
-def tied_difference(library: Library) -> float:
-    class Preference(Model):
-        parts = {"score": lambda: nn.Linear(16, 1)}
-
-        def forward(self, a: torch.Tensor, b: torch.Tensor) -> Any:
-            margin = (self.score(a) - self.score(b)).squeeze(-1)
-            return {"loss": F.binary_cross_entropy_with_logits(margin, torch.ones_like(margin))}
-
-    def record(size: float, gap: float, seed: int) -> Record:
-        a, d = torch.randn(2, 16, generator=torch.Generator().manual_seed(seed))
-        return {"a": size * a, "b": size * a + gap * d}
-
-    plain = [record(1.0, 1.0, seed) for seed in range(4)]
-    extremes = [record(size, gap, seed) for size in (1e3, 1e5, 1e6) for gap in (size * 1e-6, 1.0) for seed in (8, 9)]
-    return weakest(lambda extreme: library.moved(Task(Preference), plain, extreme, 1e-3), extremes)
-
-
 @attack("A table is embedding and head, and the norm of one of the two gradients is left out.")
 def tied_table(library: Library) -> float:
     class Tied(Words):

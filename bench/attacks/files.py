@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import math
 import os
@@ -20,27 +19,21 @@ from torch import nn
 import fastdp
 from fastdp.accounting import verify
 from fastdp.accounting.card import digest
-from fastdp.accounting.ledger import Ledger
 
 from . import kit
-from .kit import FEATURES, Net, Task, distance, equal, net, nothing, records, unless
+from .kit import Net, Task, equal, net, nothing, records, unless
 from .systems import NOISE, Library
 
 attack = kit.register("files")
-_OPEN = Ledger.open_or_create
-_UNTOLD: dict[str, Any] = {"fastdp.private.provenance.Provenance.sentences": lambda own: []}
-_UNWITNESSED = {"fastdp.accounting.ledger.check_ledger": nothing}
-_QUIET = {"fastdp.private.steps.Steps._require_noise": nothing}
-
-
-def _told(private: Any, words: str) -> bool:
-    return any(words in sentence for sentence in private.card()["assumptions"])
 
 
 # Ledgers and cards.
 
 
-@attack("A run's folder is copied, both copies go on, and each card tells half of what was released.", off=_UNWITNESSED)
+@attack(
+    "A run's folder is copied, both copies go on, and each card tells half of what was released.",
+    off={"fastdp.accounting.ledger.check_ledger": nothing},
+)
 def copied_folder(library: Library) -> float:
     with tempfile.TemporaryDirectory() as name:
         folder, twin = Path(name) / "run", Path(name) / "copy"
@@ -48,35 +41,6 @@ def copied_folder(library: Library) -> float:
         shutil.copytree(folder, twin)
         library.go_on(folder, 2, resume=True)
         return 6 / (library.go_on(twin, 2, resume=True) + 2)
-
-
-@attack("A ledger that was cut at the end of a line is taken for a whole one.", off=_UNWITNESSED)
-def cut_ledger(library: Library) -> float:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        library.go_on(folder, 5, resume=False)
-        whole = (folder / "ledger.jsonl").read_text().splitlines(keepends=True)
-
-        def resumed(lines: int) -> float:
-            (folder / "ledger.jsonl").write_text("".join(whole[:lines]))
-            return 5 / max(library.go_on(folder, 0, resume=True), 1e-9)
-
-        return kit.weakest(lambda lines: resumed(lines), range(1, len(whole)))
-
-
-@attack(
-    "A run is resumed without its ledger, and counts anew.",
-    off={
-        "fastdp.accounting.ledger.Ledger.open_or_create": classmethod(
-            lambda cls, path, *given, resume, **more: _OPEN(path, *given, resume=resume and path.exists(), **more)
-        )
-    },
-)
-def resume_without_ledger(library: Library) -> float:
-    with tempfile.TemporaryDirectory() as name:
-        library.go_on(Path(name), 3, resume=False)
-        (Path(name) / "ledger.jsonl").unlink()
-        return 3 / max(library.go_on(Path(name), 0, resume=True), 1e-9)
 
 
 @attack(
@@ -111,17 +75,16 @@ def readable_by_all(library: Library) -> float:
 # Runs that share weights.
 
 
-def _run(library: Library, model: nn.Module, noise_multiplier: float = 1.0, *, steps: bool = True) -> Any:
+def _run(library: Library, model: nn.Module) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {**NOISE, "noise_multiplier": noise_multiplier, "optimizer": optimizer, "epochs": 2}
-    private = library.start(Task(lambda: model), records(), **options)
-    if steps:
-        list(library.steps(private, Task(Net)))
+    private = library.start(Task(lambda: model), records(), **NOISE, optimizer=optimizer, epochs=2)
+    list(library.steps(private, Task(Net)))
     return private
 
 
 @attack(
-    "A trained model, its copy or a part of it is trained anew, and the card tells only the second run.", off=_UNTOLD
+    "A trained model, its copy or a part of it is trained anew, and the card tells only the second run.",
+    off={"fastdp.private.provenance.Provenance.sentences": lambda own: []},
 )
 def trained_before(library: Library) -> float:
     moved = []
@@ -134,31 +97,9 @@ def trained_before(library: Library) -> float:
         first = _run(library, Net())
         first.detach()
         second = _run(library, take(first.model))
-        told = _told(second, first.ledger.run_id)
+        told = any(first.ledger.run_id in sentence for sentence in second.card()["assumptions"])
         moved.append(1.0 if told else (first.epsilon() + second.epsilon()) / second.epsilon())
     return max(moved)
-
-
-@attack(
-    "A checkpoint joins the weights of a run that spent more and the privacy state of one that spent less.", off=_UNTOLD
-)
-def mixed_checkpoints(library: Library) -> float:
-    loose, strict = _run(library, Net(), 0.5), _run(library, Net(), 5.0)
-    weights, state = loose.model.state_dict(), strict.state_dict()
-    resumed = _run(library, Net(), 5.0, steps=False)
-    resumed.model.load_state_dict(weights)
-    resumed.load_state_dict(state)
-    return 1.0 if _told(resumed, "checkpoint of another run") else loose.epsilon() / resumed.epsilon()
-
-
-@attack("A model is trained without privacy after its run, and the card does not say so.", off=_UNTOLD)
-def trained_after(library: Library) -> float:
-    private, _ = library.accounted()
-    optimizer = torch.optim.SGD(private.model.parameters(), lr=1.0)
-    private.detach()
-    private.model(**kit.stack(records()))["loss"].backward()
-    optimizer.step()
-    return unless(_told(private, "changed after a release"))
 
 
 # Noise.
@@ -166,7 +107,10 @@ def trained_after(library: Library) -> float:
 
 @attack(
     "The noise levels of a checkpoint are edited, and the card states the old ones.",
-    off={**_QUIET, "fastdp.private.run.math.isclose": lambda *_, **__: True},
+    off={
+        "fastdp.private.steps.Steps._require_noise": nothing,
+        "fastdp.private.run.math.isclose": lambda *_, **__: True,
+    },
 )
 def edited_checkpoint(library: Library) -> float:
     task = Task(Net, options={**NOISE, "epochs": 4})
@@ -176,16 +120,6 @@ def edited_checkpoint(library: Library) -> float:
     list(library.steps(private, task))
     private.detach()
     return float(private.noise_multiplier / private.policy.noise_multiplier)
-
-
-@attack("A method gives its gradients a hundredth of the noise that its budget pays for.", off=_QUIET)
-def quiet_method(library: Library) -> float:
-    class Quiet(fastdp.DPSGD):
-        def gradient_multiplier(self, noise_multiplier: float) -> float:
-            return noise_multiplier / 100
-
-    _, sums = library.accounted(method=Quiet())
-    return max(1.0, 0.5 / float(kit.flatten(sums).std()))
 
 
 @attack(
@@ -240,7 +174,7 @@ def shuffled_accounting(library: Library) -> float:
     return float(fastdp.accounting.epsilon(GaussianDpEvent(2.0), 1e-5)) / private.epsilon()
 
 
-# Public text, tokenizers and first weights.
+# Tokenizers.
 
 
 def _tokenizer() -> Any:
@@ -255,19 +189,6 @@ def _tokenizer() -> Any:
 
 def _table() -> torch.Tensor:
     return torch.randn(44, 16, generator=torch.Generator().manual_seed(0))
-
-
-@attack(
-    "Texts are perturbed again in a file that has grown by one, and each draw is counted as the only one.",
-    off={"fastdp.accounting.witness._sharing": lambda marks, own: []},
-)
-def grown_texts(library: Library) -> float:
-    perturb, folder = fastdp.SelectivePerturbation(2.0, scope="all"), Path(tempfile.mkdtemp())
-    # Nobody else has written these.
-    texts = [f"w1 w2 w3 {folder.name} w{i} w{i + 7} w{i + 9}" for i in range(8)]
-    perturb(texts, _tokenizer(), _table(), cache=folder / "one" / "drawn")
-    again = perturb([*texts, "w30 w31 w32 w33"], _tokenizer(), _table(), cache=folder / "two" / "drawn")
-    return 1.0 if again.card().get("earlier_releases") else 2.0
 
 
 def _encode_with_special(tokenizer: Any, texts: Any, *_: Any, **options: Any) -> Any:
@@ -287,46 +208,6 @@ def words_called_special(library: Library) -> float:
     # With this much noise a token stays itself once in forty times.
     privatizer = fastdp.TextPrivatizer(_table(), eta=0.01, tokenizer=tokenizer, mechanism="exponential")
     return unless(sum("alice" in privatizer("w1 alice w2 hiv") for _ in range(20)) <= 12)
-
-
-@attack(
-    "The private training file is given as the public examples of a relevance map.",
-    off={"fastdp.public.PublicGate._shared": lambda own, text: False},
-)
-def public_is_private(library: Library) -> float:
-    from fastdp.public import PublicGate
-    from fastdp.quickstart.corpus import private_records
-
-    texts = private_records(12, 0)
-    with tempfile.TemporaryDirectory() as name:
-        public = Path(name) / "public.jsonl"
-        public.write_text("another file")
-        # A copy in another order and case, cut short.
-        PublicGate(texts, []).admit(public, [text.upper()[:300] for text in reversed(texts)])
-    return math.inf
-
-
-@attack(
-    "An adapter's first weights are directions of the private examples, as EVA makes them.",
-    off={"fastdp.builder.refuse_made_of_examples": nothing},
-)
-def weights_made_of_examples(library: Library) -> float:
-    import peft
-
-    config = peft.LoraConfig(r=2, target_modules=["first"], init_lora_weights="eva", eva_config=peft.EvaConfig())
-    quiet: dict[str, Any] = {
-        "prepare_model_inputs_fn": None,
-        "prepare_layer_inputs_fn": None,
-        "show_progress_bar": False,
-    }
-    left = []
-    for data in (records(64), [*records(64), {"x": 1e3 * torch.ones(FEATURES), "labels": 0}]):
-        model: Any = peft.get_peft_model(Net(), config)  # type: ignore[arg-type]
-        peft.initialize_lora_eva_weights(model, [kit.stack(data)] * 4, **quiet)
-        task = Task(functools.partial(lambda made: made, model))
-        list(library.steps(library.start(task, data), task))
-        left.append({name: p.detach() for name, p in model.named_parameters() if "lora_A" in name})
-    return unless(distance(*left) == 0)
 
 
 # Processes and networks.

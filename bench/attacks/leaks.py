@@ -14,15 +14,6 @@ from .systems import Library
 attack = kit.register("leaks", mode={"isolation": "per_example"}, unmode={"self_check": False})
 
 
-@attack("Features are centred by the batch's mean after forty full batches.")
-def late_mixing(library: Library) -> float:
-    def late(own: Any, x: torch.Tensor) -> torch.Tensor:
-        own.calls += 1
-        return x + 1e-3 * x.mean(0) if own.calls > 40 else x
-
-    return library.moved_late(Task(net(before=late, calls=0)), records(16), outlier(1e6), 0.2, 48)
-
-
 @attack("A loop sets an attribute of the model after some steps, and rows mix from then on.")
 def late_switch(library: Library) -> float:
     switched = net(before=lambda own, x: x + own.mixing * x.mean(0), mixing=0.0)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Subset
 
 from . import kit
 from .data import Pairs, pair
@@ -18,14 +16,7 @@ from .kit import UNWATCHED, Classes, Net, Record, Recording, Task, distance, net
 from .systems import Library
 
 attack = kit.register("mistakes", unmode={"self_check": False})
-_STEPS = "fastdp.private.steps"
-_PREPARATION = "fastdp.private.preparation"
-_UNREFUSED = {
-    "fastdp.engine.passes.Passes.refuse_foreign_gradients": kit.nothing,
-    f"{_STEPS}.Steps._refuse_unclipped": kit.nothing,
-}
-_UNREPEATED = {"fastdp.engine.passes.repeatable": kit.watch_nothing}
-_UNCOMPARED = {f"{_PREPARATION}._require_independence": kit.nothing, f"{_PREPARATION}._require_same": kit.nothing}
+_UNCOMPARED = {f"fastdp.private.preparation.{name}": kit.nothing for name in ("_require_independence", "_require_same")}
 
 
 def _backward(engine: Any, parts: Any) -> None:
@@ -47,50 +38,6 @@ _UNORDERED = {"fastdp.engine.engine.Engine._backward": _backward}
 def batch_mean(library: Library) -> float:
     models = (net(before=lambda own, x: x + 1e-4 * x.mean(0)), net(before=lambda own, x: x + 1e-4 * x.mean(0).detach()))
     return kit.weakest(lambda model: library.moved(Task(model), records(32), outlier(1e6), 0.2), models)
-
-
-@attack("Activations are quantised by one scale for the whole batch.")
-def int8_activations(library: Library) -> float:
-    def quantised(own: Any, x: torch.Tensor) -> torch.Tensor:
-        scale = (x.detach().abs().max() / 127).clamp(min=1e-8)
-        return x + ((x / scale).round() * scale - x).detach()
-
-    parts = {"gain": lambda: nn.Parameter(torch.ones(16, dtype=torch.bfloat16))}
-    task = Task(net(before=quantised, between=lambda own, hidden: hidden * own.gain.float(), parts=parts))
-    return kit.weakest(lambda size: library.moved(task, records(32), outlier(size), 0.2), (30.0, 1e4))
-
-
-@attack("A function keeps its input for the backward pass in eight bits, with one scale for the batch.")
-def kept_in_eight_bits(library: Library) -> float:
-    class Compressed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            largest = x.abs().max()
-            ctx.save_for_backward((x / largest * 127).round() / 127 * largest)
-            return F.silu(x)
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-            (x,) = ctx.saved_tensors
-            return gradients[0] * (x.sigmoid() * (1 + x * (1 - x.sigmoid())))
-
-    task = Task(net(between=lambda own, hidden: Compressed.apply(own.middle(hidden)), parts=MIDDLE))
-    return kit.weakest(lambda size: library.moved(task, records(24), outlier(size), 0.2), (30.0, 300.0))
-
-
-MIDDLE = {"middle": lambda: nn.Linear(16, 16)}
-
-
-@attack("Experts have a capacity over the whole batch, and a record that takes a place turns another away.")
-def expert_capacity(library: Library) -> float:
-    def routed(own: Any, hidden: torch.Tensor) -> torch.Tensor:
-        chosen = F.one_hot(own.gate(hidden).argmax(1), 2)
-        kept = chosen * (chosen.cumsum(0) <= 4)
-        return sum((kept[:, i : i + 1] * expert(hidden) for i, expert in enumerate(own.experts)), hidden)
-
-    experts = {"experts": lambda: nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])}
-    task = Task(net(between=routed, parts={"gate": lambda: nn.Linear(16, 2), **experts}))
-    return kit.weakest(lambda extra: library.moved(task, records(16), extra, 0.2, first=True), records(6, 1.0, 5))
 
 
 @attack("Activations are scaled by the number of rows.")
@@ -118,28 +65,11 @@ def rare_scale(library: Library) -> float:
     return library.moved(Task(limited, physical=24), records(47), outlier(1e5), 0.2)
 
 
-@attack("The model keeps a hidden state in a plain attribute from one batch to the next.")
-def carried_state(library: Library) -> float:
-    def carried(own: Any, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = hidden + own.state
-        own.state = 0.5 * hidden.detach().mean(0)
-        return hidden
-
-    task = Task(net(between=carried, state=0.0), physical=4)
-    return library.moved(task, records(32), outlier(30.0), 0.2, first=True)
-
-
 def _attend(own: Any, hidden: torch.Tensor) -> torch.Tensor:
     """Attention over the features of the last four batches, which are kept."""
     keys = torch.cat(own.bank[-4:]) if own.bank else hidden.detach()
     own.bank.append(hidden.detach())
     return hidden + torch.softmax(5 * hidden @ keys.T, 1) @ keys
-
-
-@attack("A queue of earlier records' features is compared with in the loss.")
-def memory_bank(library: Library) -> float:
-    task = Task(net(between=_attend, parts={"bank": list}), physical=4)
-    return library.moved(task, records(32), outlier(30.0), 0.2, first=True)
 
 
 @attack("Such a queue is used after a warm-up of twenty full batches.")
@@ -152,19 +82,6 @@ def late_memory_bank(library: Library) -> float:
     return library.moved_late(task, records(16), outlier(30.0), 0.2, 40, first=True)
 
 
-@attack("A tensor hook divides the gradients of activations by the largest one in the batch.")
-def gradient_hook(library: Library) -> float:
-    def hooked(own: Any, hidden: torch.Tensor) -> torch.Tensor:
-        if hidden.requires_grad:
-            hidden.register_hook(lambda g: g / g.abs().max().clamp(min=1e-12))
-        return hidden
-
-    sizes = [(n, bound) for n in (2, 24) for bound in (0.5, 5.0)]
-    return kit.weakest(
-        lambda n, bound: library.moved(Task(net(between=hooked)), records(n), kit.constant(40.0, 2), bound), sizes
-    )
-
-
 @attack("Dropout draws from the model's own generator, and one more record moves the masks of all after it.")
 def own_generator(library: Library) -> float:
     def dropped(own: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -174,63 +91,13 @@ def own_generator(library: Library) -> float:
     return library.moved(task, records(24), records(1, 1.0, 5)[0], 0.2, first=True)
 
 
-@attack("Zero times a record that is not finite is NaN, which reaches all others, and they are dropped.")
-def nan_spreads(library: Library) -> float:
-    class Backward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-            return gradients[0] + 0 * gradients[0].mean(0)
-
-    def experts(own: Any, hidden: torch.Tensor) -> torch.Tensor:
-        chosen = F.one_hot((hidden[:, :2] > 0).long().argmax(1), 2).to(hidden)
-        places = torch.einsum("be,bs->bes", chosen, torch.eye(len(hidden)))
-        return torch.einsum("bes,esh->bh", places, torch.tanh(torch.einsum("bes,bh->esh", places, hidden)))
-
-    models = (
-        net(before=lambda own, x: x + 0 * x.detach().mean(0)),
-        net(before=lambda own, x: x.nan_to_num() * x.isfinite().all()),
-        net(between=experts),
-        net(between=lambda own, hidden: Backward.apply(hidden)),
-    )
-    cases = [(model, kit.constant(value)) for model in models for value in (math.nan, math.inf)]
-    return kit.weakest(lambda model, extra: library.moved(Task(model), records(), extra, 0.2), cases)
-
-
 # Padding and positions.
 
 
-def _left_padded(library: Library, physical: int | None, *, first: bool) -> float:
-    task = Task(lambda: kit.gpt2(positions=128), collate=kit.left_padded, physical=physical)
-    return library.moved(task, tokens(24, [6]), tokens(1, [100], seed=3)[0], first=first)
-
-
-@attack("Left padding shifts the positions of stock GPT-2, and the first batch holds one long record.")
-def left_padding_first(library: Library) -> float:
-    return _left_padded(library, 5, first=True)
-
-
 @attack("Left padding shifts the positions of stock GPT-2, and a later batch holds one long record.")
-def left_padding_later(library: Library) -> float:
-    return _left_padded(library, 5, first=False)
-
-
-@attack("Left padding shifts the positions of stock GPT-2, and only the neighbouring data set holds a long record.")
-def left_padding_neighbour(library: Library) -> float:
-    return _left_padded(library, None, first=False)
-
-
-@attack("A mean over tokens counts padding, so a long record changes the loss of all others.")
-def right_padding(library: Library) -> float:
-    def forward(own: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
-        logits = own.head(own.table(input_ids).mean(1))
-        return {"loss": F.cross_entropy(logits, labels[:, 0].clamp(min=0))}
-
-    task = Task(net(kit.Words, forward=forward), collate=padded)
-    return library.moved(task, tokens(12, [6, 7, 9]), tokens(1, [60], seed=3)[0], 0.5)
+def left_padding(library: Library) -> float:
+    task = Task(lambda: kit.gpt2(positions=128), collate=kit.left_padded, physical=5)
+    return library.moved(task, tokens(24, [6]), tokens(1, [100], seed=3)[0])
 
 
 @attack("Stock Phi-3 and Llama stretch positions when a long record comes, for its batch or for later ones.")
@@ -306,18 +173,6 @@ def late_half(library: Library) -> float:
     return worst / (1 + 2**-8)
 
 
-@attack("A weight is normalised by a parametrization that is added after the first batch.", off=UNWATCHED)
-def late_weight_norm(library: Library) -> float:
-    def normalise(private: Any) -> None:
-        nn.utils.parametrizations.weight_norm(private.model.first)
-
-    worst = 0.0
-    for record in records(3, 20.0, 5):
-        _, sums = library.train(Task(Net), [record], 0.05, 2, normalise)
-        worst = max(worst, float(kit.flatten(sums).norm()) / 0.05)
-    return worst
-
-
 @attack("Head and table are tied after some batches, and the norm of the second use is left out.")
 def late_tying(library: Library) -> float:
     def forward(own: Any, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> Any:
@@ -345,24 +200,6 @@ def late_second_use(library: Library) -> float:
     return library.moved_late(task, data, extra, 1e-3, 12)
 
 
-# Random numbers of checkpointed layers.
-
-
-def _rerandomised(library: Library, model: Callable[[], nn.Module], collate: Any, data: Sequence[Record]) -> float:
-    return kit.weakest(lambda record: library.moved(Task(model, collate=collate), [], record, 1e-2), data)
-
-
-@attack("Stock GPT-2 with dropout is checkpointed without its random state.", off=_UNREPEATED)
-def checkpoint_rng_gpt2(library: Library) -> float:
-    def model(reentrant: bool) -> Any:
-        made = kit.gpt2(dropout=0.1)
-        made.gradient_checkpointing_enable({"use_reentrant": reentrant, "preserve_rng_state": False})
-        return made
-
-    makers = [functools.partial(model, reentrant) for reentrant in (False, True)]
-    return kit.weakest(lambda maker: _rerandomised(library, maker, padded, tokens(6, [4, 9])), makers)
-
-
 # Buffers and weights that data are written into.
 
 
@@ -380,24 +217,9 @@ def running_mean_buffer(library: Library) -> float:
     return _written(library, lambda own, x: own.mean.mul_(0.9).add_(0.1 * x.mean(0)))
 
 
-@attack("A buffer is replaced in each forward pass by a mean of records.", off=UNWATCHED)
-def buffer_replaced(library: Library) -> float:
-    return _written(library, lambda own, x: setattr(own, "mean", x.mean(0)))
-
-
-@attack("A forward pass writes the mean of a batch into a frozen weight.", off=UNWATCHED)
-def weights_written_in_forward(library: Library) -> float:
-    return _written(library, lambda own, x: torch.no_grad()(own.centre.copy_)(x.mean(0)))
-
-
 @attack("A frozen weight is replaced in each forward pass by a mean of records.", off=UNWATCHED)
 def frozen_weight_replaced(library: Library) -> float:
     return _written(library, lambda own, x: setattr(own, "centre", nn.Parameter(x.mean(0), requires_grad=False)))
-
-
-@attack("A buffer counts the rows that it has seen, and tells how many records a batch had.", off=UNWATCHED)
-def counted_rows(library: Library) -> float:
-    return _written(library, lambda own, x: own.mean.add_(len(x)))
 
 
 @attack("An average of records enters a buffer after a warm-up, in which the buffer holds none of them.", off=UNWATCHED)
@@ -412,13 +234,6 @@ def late_average(library: Library) -> float:
     for _ in range(30):
         list(library.steps(private, task))
     return kit.unless(not bool(private.model.state_dict()["mean"].any()))
-
-
-@attack("Running statistics of InstanceNorm1d are a mean of records, and leave without noise.", off=UNWATCHED)
-def instance_norm_statistics(library: Library) -> float:
-    parts = {"norm": lambda: nn.InstanceNorm1d(4, track_running_stats=True)}
-    task = Task(net(between=lambda own, hidden: own.norm(hidden.view(-1, 4, 4)).flatten(1), parts=parts))
-    return library.moved(task, records(), outlier(100.0))
 
 
 @attack("F.embedding with max_norm rescales the rows of a table that a batch holds, without noise.", off=UNWATCHED)
@@ -464,25 +279,7 @@ def loop_writes_model(library: Library) -> float:
 # Losses.
 
 
-@attack("An in-batch contrastive criterion puts every record into every other's loss.")
-def in_batch_contrast(library: Library) -> float:
-    def contrast(output: torch.Tensor, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(10 * output @ output.T, torch.arange(len(output)))
-
-    task = Task(kit.Scores, criterion=contrast)
-    return kit.weakest(lambda size: library.moved(task, records(24), outlier(size), 0.05), (0.3, 10.0))
-
-
-@attack("A criterion takes the mean over all tokens of a batch, and a long record shrinks all other losses.")
-def token_mean_criterion(library: Library) -> float:
-    def token_mean(output: torch.Tensor, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
-
-    task = Task(kit.Tagger, collate=padded, criterion=token_mean)
-    return library.moved(task, tokens(20, [3, 4]), tokens(1, [400], seed=3)[0], 0.7)
-
-
-@attack("A model limits its mean loss, and a late record's batch reaches the limit and adds kit.nothing.")
+@attack("A model limits its mean loss, and a late record's batch reaches the limit and adds nothing.")
 def loss_cut_off(library: Library) -> float:
     class Limited(Classes):
         def __init__(self) -> None:
@@ -506,31 +303,7 @@ def scaled_loss(library: Library) -> float:
     return library.moved(Task(net(forward=forward)), records(12, 0.5), outlier(1e3), 0.3)
 
 
-@attack("A term on the parameters, scaled by the batch, is not clipped.", off=_UNREFUSED)
-def parameters_outside(library: Library) -> float:
-    model = Net()
-
-    def loss(output: Any, batch: Any) -> torch.Tensor:
-        return output["loss"] + batch["x"].sum() * model.second.weight.sum()
-
-    task = Task(lambda: model, criterion=loss, options={"loss_reduction": None})
-    return library.moved(task, records(), outlier(50.0))
-
-
 # Collators and data sets.
-
-
-def _collated(library: Library, collate: Any, extra: Record, count: int = 12) -> float:
-    return library.moved(Task(Net, collate=collate), records(count), extra, 0.2)
-
-
-@attack("A collator mixes each record with its neighbour.")
-def mixup_collator(library: Library) -> float:
-    def mixed(items: Any) -> Any:
-        batch = kit.stack(items)
-        return batch | {"x": 0.6 * batch["x"] + 0.4 * batch["x"].roll(1, 0)}
-
-    return _collated(library, mixed, outlier(30.0))
 
 
 @attack("A collator reverses the sign of a later batch in which an entry is too large.")
@@ -542,15 +315,6 @@ def rare_collator(library: Library) -> float:
     return library.moved_by_late_outlier(Task(Net, collate=turned))
 
 
-@attack("A collator fills a batch with copies of the last record that has a positive entry.")
-def repeating_collator(library: Library) -> float:
-    def repeating(items: Any) -> Any:
-        kept = [item for item in items if item["x"][0] > 0] or items
-        return kit.stack([item if item["x"][0] > 0 else kept[-1] for item in items])
-
-    return _collated(library, repeating, kit.constant(9.0, 1), 16)
-
-
 @attack("A collator cuts every record to the shortest.")
 def shortest_cut(library: Library) -> float:
     def shortest(items: Any) -> Any:
@@ -558,16 +322,6 @@ def shortest_cut(library: Library) -> float:
         return padded([{"input_ids": item["input_ids"][:length]} for item in items])
 
     return library.moved(Task(kit.gpt2, collate=shortest), tokens(12, [20]), tokens(1, [3], seed=3)[0])
-
-
-@attack("A collator cuts each packed record to the shortest.")
-def packed_cutting(library: Library) -> float:
-    def cut(items: Any) -> Any:
-        shortest = min(len(item["input_ids"]) for item in items)
-        return kit.packed([{"input_ids": item["input_ids"][:shortest]} for item in items])
-
-    task = Task(kit.Words, collate=cut, options={"unit_map": "units"})
-    return library.moved(task, tokens(12, [9, 12]), tokens(1, [2], seed=3)[0], 0.05)
 
 
 @attack("A collator sorts rows by size, and a user's rows are taken for other users'.")
@@ -617,7 +371,7 @@ def two_units(library: Library) -> float:
     def released(rows: list[Record]) -> Any:
         return library.release(Task(kit.Words, collate=split, options={"unit_map": "units"}), rows, 0.05).sums
 
-    # Of the two records that are added, one is empty and moves kit.nothing.
+    # Of the two records that are added, one is empty and moves nothing.
     empty, others = {"input_ids": torch.zeros(0, dtype=torch.int64)}, tokens(3, [4])
     return distance(released([*others, tokens(1, [8], seed=3)[0], empty]), released(others)) / 0.05
 
@@ -635,69 +389,7 @@ def read_together(library: Library) -> float:
     return distance(less.sums, more.sums) / 0.2
 
 
-@attack("A data set subtracts the mean of what was read before.")
-def stateful_dataset(library: Library) -> float:
-    class Centred(list[Record]):
-        total, read = torch.zeros(kit.FEATURES), 0
-
-        def __getitem__(self, index: Any) -> Any:
-            record = super().__getitem__(index)
-            self.total, self.read = self.total + record["x"], self.read + 1
-            return {**record, "x": record["x"] - self.total / self.read}
-
-    both = (Centred([*extra, *records(16)]) for extra in ([], [outlier(100.0)]))
-    return distance(*(library.train(Task(Net), data, 0.2, 1)[0] for data in both)) / 0.2
-
-
-@attack(
-    "A rare record stands in a Subset three times, in place of a weight.",
-    off={"fastdp.builder.refuse_repeats": kit.nothing},
-)
-def repeated_records(library: Library) -> float:
-    def released(count: int) -> Any:
-        data: Any = Subset(records(17), [*range(16), *([16] * count)])  # type: ignore[arg-type]
-        return library.release(Task(Net), data, 0.2).sums
-
-    return distance(released(0), released(3)) / 0.2
-
-
-@attack(
-    "User ids are NaN, hold NaN, or are objects without equality, and each row counts as another user.",
-    off={"fastdp.private.sampler._equals_its_copy": lambda user: True},
-)
-def missing_user_ids(library: Library) -> float:
-    rows: list[Record] = [records(1)[0], *records(1, 5.0, 3) * 7]
-    kinds: tuple[list[Any], ...] = (
-        [0.0, *[float("nan") for _ in range(7)]],
-        [(0.0, "a"), *[(float("nan"), "b") for _ in range(7)]],
-        [object() for _ in range(8)],
-    )
-
-    def moved(ids: list[Any]) -> float:
-        options = {"user_ids": ids, "max_examples_per_user": 8, "batch_size": 8}
-        return float(kit.flatten(library.release(Task(Net, options=options), rows, 0.05).sums).norm()) / 0.05 - 1
-
-    return kit.weakest(moved, kinds)
-
-
 # Training loops.
-
-
-def _turned(own: Any, x: torch.Tensor, labels: torch.Tensor, *, total: Any = 0) -> Any:
-    return Net.forward(own, x * (1 if total < 200 else -1), labels)
-
-
-@attack("A collator or a loop passes the model a number that it computed from the whole batch.")
-def batch_number(library: Library) -> float:
-    def collate(items: Any) -> Any:
-        return {**kit.stack(items), "total": sum(item["x"].abs().sum() for item in items)}
-
-    tasks = [
-        Task(net(forward=_turned), collate=collate),
-        Task(net(forward=_turned), loop=lambda batch: {**batch, "total": batch["x"].abs().sum()}),
-        Task(net(forward=_turned), loop=lambda batch: {**batch, "total": batch["x"].abs().sum().numpy()}),
-    ]
-    return kit.weakest(lambda task: library.moved(task, records(), outlier(100.0), 0.2), tasks)
 
 
 @attack("A loop centres each batch by its mean, as a new tensor or in place.")
@@ -709,17 +401,6 @@ def loop_mean(library: Library) -> float:
     loops = (lambda batch: {**batch, "x": batch["x"] - batch["x"].mean(0)}, in_place)
     tasks = [Task(Net, loop=loop) for loop in loops]
     return kit.weakest(lambda task: library.moved(task, records(16), outlier(1e3), 0.2), tasks)
-
-
-@attack("A loop mixes each record with another of its batch, by a generator of its own.")
-def loop_mixup(library: Library) -> float:
-    generator = torch.Generator().manual_seed(0)
-
-    def mixed(batch: Any) -> Any:
-        other = torch.randperm(len(batch["x"]), generator=generator)
-        return {**batch, "x": 0.7 * batch["x"] + 0.3 * batch["x"][other]}
-
-    return library.moved(Task(Net, loop=mixed), records(8), outlier(1e3), 0.2)
 
 
 @attack("A loop cuts left padding to the longest record, which shifts the positions of all others.")
@@ -737,15 +418,6 @@ def loop_cuts_padding(library: Library) -> float:
 
     task = Task(kit.gpt2, collate=of_one_width, loop=cut)
     return library.moved(task, tokens(8, [6, 8]), tokens(1, [30], seed=2)[0], 0.2)
-
-
-@attack("A loop rescales a later batch in which an entry is too large.")
-def late_loop(library: Library) -> float:
-    def rescaled(batch: Any) -> Any:
-        largest = batch["x"].abs().max()
-        return {**batch, "x": batch["x"] / largest} if largest > 100 else batch
-
-    return library.moved_by_late_outlier(Task(Net, loop=rescaled))
 
 
 @attack("A loop with its own criterion weighs the rows of a later batch by its largest entry.")

@@ -204,8 +204,9 @@ class Bench:
         )
 
 
-def settings(size: Size, seeds: int) -> Iterator[suite.Row]:
+def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
     """One row each, no setting twice; the first seed of everything comes first."""
+    size = bench.size
     last, budgets = size.layers[-1], (2.0, 4.0, 8.0)
     base: suite.Row = {"layer": last, "length": size.length, "epsilon": 8.0, "step_distance": 2.0, "autoencoder": [64]}
     paper = {**base, "form": "paper", "bottom": "private", "mechanism": "EW-FT"}
@@ -226,16 +227,12 @@ def settings(size: Size, seeds: int) -> Iterator[suite.Row]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing."""
-    parser = suite.parser_of(
-        __doc__,
-        SIZES,
-        model="folder of all-MiniLM-L6-v2 or another encoder",
-        sst2="folder with train.tsv and test.tsv",
-        public="plain text for the autoencoders",
-    )
-    options, size = suite.begin(parser, arguments)
-    bench = Bench(options.model, options.sst2, options.public, size)
-    suite.finish(options, settings(size, options.seeds), bench.run)
+    paths = {
+        "model": "folder of all-MiniLM-L6-v2 or another encoder",
+        "sst2": "folder with train.tsv and test.tsv",
+        "public": "plain text for the autoencoders",
+    }
+    suite.main(arguments, __doc__, SIZES, Bench, settings, paths)
 
 
 if __name__ == "__main__":

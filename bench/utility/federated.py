@@ -52,8 +52,9 @@ SIZES = {
 class Bench:
     """Texts in files, as clients read them, and runs over them."""
 
-    def __init__(self, model: Path, wikitext: Path, pii: Path, size: Size, folder: Path) -> None:
-        self.model, self.size, self.folder = model, size, folder
+    def __init__(self, model: Path, wikitext: Path, pii: Path, size: Size) -> None:
+        self.model, self.size, self._kept = model, size, tempfile.TemporaryDirectory()
+        self.folder = Path(self._kept.name)
         # The model was pretrained on WikiText's train part: clients hold its validation part instead.
         lines = {
             "wikitext2": (_paragraphs(wikitext / "valid.txt"), _paragraphs(wikitext / "test.txt")),
@@ -62,7 +63,7 @@ class Bench:
         self.spans = dict(zip(*read_labelled_spans(pii)))
         for data, (train, held_out) in lines.items():
             for part, texts in (("train", train[: size.texts]), ("eval", held_out[: size.held_out])):
-                write_rows(folder / f"{data}.{part}.jsonl", ({"text": text} for text in texts))
+                write_rows(self.folder / f"{data}.{part}.jsonl", ({"text": text} for text in texts))
 
     def config(self, row: suite.Row, output: Path) -> FederatedConfig:
         """The settings of a row's run."""
@@ -129,8 +130,9 @@ class Bench:
         return Examples(items, examples.truncated)
 
 
-def settings(size: Size, seeds: int) -> Iterator[suite.Row]:
+def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
     """Rows to measure, the paper's figures first."""
+    size = bench.size
     rows: list[suite.Row] = []
     for data in DATA:
         base = {"data": data, "clients": size.clients, "rounds": size.rounds}
@@ -158,18 +160,12 @@ def _halves(texts: list[str]) -> tuple[list[str], list[str]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing."""
-    parser = suite.parser_of(
-        __doc__,
-        SIZES,
-        seeds=1,
-        model="folder of a causal model, such as gpt2-mini",
-        wikitext="folder with valid.txt and test.txt",
-        pii="labelled spans, such as synth_dataset_v2.json",
-    )
-    options, size = suite.begin(parser, arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(options.model, options.wikitext, options.pii, size, Path(folder))
-        suite.finish(options, settings(size, options.seeds), bench.run)
+    paths = {
+        "model": "folder of a causal model, such as gpt2-mini",
+        "wikitext": "folder with valid.txt and test.txt",
+        "pii": "labelled spans, such as synth_dataset_v2.json",
+    }
+    suite.main(arguments, __doc__, SIZES, Bench, settings, paths, seeds=1)
 
 
 if __name__ == "__main__":

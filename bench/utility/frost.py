@@ -73,6 +73,13 @@ SIZES = {
 }
 
 
+PATHS = {
+    "model": "folder of all-MiniLM-L6-v2 or another encoder",
+    "train": "TSV with the columns sentence and label",
+    "eval": "TSV of the same form, held out",
+}
+
+
 class Rows(Dataset):
     """Texts, or their hidden states after the frozen blocks; an example is its index until it is collated."""
 
@@ -83,11 +90,6 @@ class Rows(Dataset):
 
     def __len__(self) -> int:
         return len(self.texts.labels)
-
-    def part(self, rows: slice) -> Rows:
-        """Some of them."""
-        texts = tops.Texts(self.texts.ids[rows], self.texts.mask[rows], self.texts.labels[rows])
-        return Rows(texts, None if self.hidden is None else self.hidden[rows])
 
     def __getitem__(self, index: int) -> int:
         return index
@@ -195,7 +197,7 @@ class Bench:
             data,
             data.collate,
             method,
-            rate=row["rate"] * LEARNING_RATES[row["form"]],
+            rate=LEARNING_RATES[row["form"]],
             batch_size=size.batch_size,
             steps=size.steps,
             target_delta=self.delta,
@@ -218,7 +220,7 @@ class Bench:
             "accuracy": self._accuracy(model, self.held_out),
             "true_epsilon": suite.spent_epsilon(run, self.delta),
             "noise_multiplier": run.noise_multiplier,
-            "used_learning_rate": row["rate"] * LEARNING_RATES[row["form"]],
+            "used_learning_rate": LEARNING_RATES[row["form"]],
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "selection_seconds": selection,
             "training_seconds": training,
@@ -239,10 +241,10 @@ class Bench:
         return right / len(rows)
 
 
-def settings(size: Size, seeds: int, rate: float = 1.0) -> Iterator[suite.Row]:
+def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
     """The rows of accuracy, no setting twice; the first seed of everything comes first."""
-    base: suite.Row = {"part": "accuracy", "rate": rate}
-    frost = {**base, "form": "frost", "magnitude": "MGNA", "selection_steps": 5, "selections": 1}
+    size, base = bench.size, {"part": "accuracy"}
+    frost: suite.Row = {**base, "form": "frost", "magnitude": "MGNA", "selection_steps": 5, "selections": 1}
     frost["selection_rate"] = size.rates[0]
     rows: list[suite.Row] = [{**base, "form": "non-private", "epsilon": "inf"}]
     for epsilon in size.epsilons:
@@ -258,17 +260,7 @@ def settings(size: Size, seeds: int, rate: float = 1.0) -> Iterator[suite.Row]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing."""
-    parser = suite.parser_of(
-        __doc__,
-        SIZES,
-        model="folder of all-MiniLM-L6-v2 or another encoder",
-        train="TSV with the columns sentence and label",
-        eval="TSV of the same form, held out",
-    )
-    parser.add_argument("--rate", type=float, default=1.0, help="learning rates over the suite's own")
-    options, size = suite.begin(parser, arguments)
-    bench = Bench(options.model, options.train, options.eval, size)
-    suite.finish(options, settings(size, options.seeds, options.rate), bench.run)
+    suite.main(arguments, __doc__, SIZES, Bench, settings, PATHS)
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ class Bench:
         size = self.size
         model = self.model(row["tuning"], row["seed"])
         private = row["form"] != "non-private"
-        rate = row["rate"] * LEARNING_RATES[row["tuning"]]
+        rate = LEARNING_RATES[row["tuning"]]
         run = suite.private_run(
             model,
             self.train,
@@ -175,9 +175,9 @@ class Bench:
         return found
 
 
-def settings(size: Size, seeds: int, rate: float = 1.0) -> Iterator[suite.Row]:
+def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
     """The rows of perplexity, no setting twice; the first seed of everything comes first."""
-    base = {"part": "perplexity", "irrelevance_ratio": 0.7, "initialisation": "top_p", "rate": rate}
+    size, base = bench.size, {"part": "perplexity", "irrelevance_ratio": 0.7, "initialisation": "top_p"}
     rows: list[suite.Row] = []
     for tuning in size.tunings:
         own = {**base, "tuning": tuning}
@@ -191,17 +191,12 @@ def settings(size: Size, seeds: int, rate: float = 1.0) -> Iterator[suite.Row]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing."""
-    parser = suite.parser_of(
-        __doc__,
-        SIZES,
-        model="folder of a small GPT-2",
-        train="CSV with a column ref",
-        eval="CSV of the same form, held out",
-    )
-    parser.add_argument("--rate", type=float, default=1.0, help="learning rates over the suite's own")
-    options, size = suite.begin(parser, arguments)
-    bench = Bench(options.model, options.train, options.eval, size)
-    suite.finish(options, settings(size, options.seeds, options.rate), bench.run)
+    paths = {
+        "model": "folder of a small GPT-2",
+        "train": "CSV with a column ref",
+        "eval": "CSV of the same form, held out",
+    }
+    suite.main(arguments, __doc__, SIZES, Bench, settings, paths)
 
 
 if __name__ == "__main__":

@@ -207,8 +207,9 @@ def _bounds(privatizer: TextPrivatizer, counts: Tensor, pairs: int = 300) -> dic
     }
 
 
-def settings(size: Size, seeds: int) -> Iterator[suite.Row]:
+def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
     """One row each; the first seed of everything comes first."""
+    size = bench.size
     rows: list[suite.Row] = [{"part": "figure 2", "form": "none", "eta": None}]
     for forms, etas in ((LAPLACE, size.etas), (EXPONENTIAL, size.exponential_etas)):
         rows += [{"part": "figure 2", "form": form, "eta": eta} for eta in etas for form in forms]
@@ -221,15 +222,11 @@ def settings(size: Size, seeds: int) -> Iterator[suite.Row]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing."""
-    parser = suite.parser_of(
-        __doc__,
-        SIZES,
-        model="folder of all-MiniLM-L6-v2 or another encoder",
-        sst2="folder with train.tsv, dev.tsv and test.tsv",
-    )
-    options, size = suite.begin(parser, arguments)
-    bench = Bench(options.model, options.sst2, size)
-    suite.finish(options, settings(size, options.seeds), bench.run)
+    paths = {
+        "model": "folder of all-MiniLM-L6-v2 or another encoder",
+        "sst2": "folder with train.tsv, dev.tsv and test.tsv",
+    }
+    suite.main(arguments, __doc__, SIZES, Bench, settings, paths)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -58,12 +57,24 @@ def measure(table: Table, settings: Iterable[Row], run: Callable[[Row], Row], mi
         print(json.dumps(row), flush=True)
 
 
-def parser_of(doc: str | None, sizes: Mapping[str, Any], seeds: int = 3, **paths: str) -> argparse.ArgumentParser:
-    """A suite's options: the paths that it cannot do without, with their help, and what all share.
+def main(
+    arguments: Sequence[str] | None,
+    doc: str | None,
+    sizes: Mapping[str, Any],
+    bench: Callable[..., Any],
+    settings: Callable[[Any, int], Iterable[Row]],
+    paths: Mapping[str, str],
+    seeds: int = 3,
+) -> None:
+    """Measure what the options ask for and the file lacks.
 
     Args:
+        arguments: of the command line.
         doc: the suite's own docstring, whose first line describes it.
-        sizes: what ``--size`` may be, and what `begin` makes of it.
+        sizes: what ``--size`` may be.
+        bench: makes, of the paths and a size, what has a ``size`` and can ``run`` a row.
+        settings: rows of a bench and a number of seeds.
+        paths: options that the suite cannot do without, and their help.
         seeds: default of ``--seeds``.
     """
     parser = record.parser_of(str(doc).splitlines()[0])
@@ -74,24 +85,15 @@ def parser_of(doc: str | None, sizes: Mapping[str, Any], seeds: int = 3, **paths
     parser.add_argument("--minutes", type=float, default=60.0, help="time limit; the same command resumes")
     parser.add_argument("--size", choices=tuple(sizes), default="default")
     parser.add_argument("--full", dest="size", action="store_const", const="full", help="the paper's size, for a GPU")
-    parser.set_defaults(sizes=sizes)
-    return parser
-
-
-def begin(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Any]:
-    """The options, and the size that they ask for."""
     options = parser.parse_args(arguments)
     # The same public texts are drawn in every row of a table.
     os.environ["FASTDP_AGAIN"] = "1"
     quiet_libraries()
-    return options, options.sizes[options.size]
-
-
-def finish(options: argparse.Namespace, settings: Iterable[Row], run: Callable[[Row], Row]) -> None:
-    """Measure what the options ask for and the file lacks."""
+    made = bench(*(getattr(options, name) for name in paths), sizes[options.size])
     names = ("part", "form", "scheme", "mechanism")
-    wanted = (row for row in settings if options.only in " ".join(str(row.get(name, "")) for name in names))
-    measure(Table(options.json), wanted, run, options.minutes)
+    rows = settings(made, options.seeds)
+    wanted = (row for row in rows if options.only in " ".join(str(row.get(name, "")) for name in names))
+    measure(Table(options.json), wanted, made.run, options.minutes)
 
 
 def by_seed(rows: Sequence[Row], seeds: int) -> Iterator[Row]:

@@ -2,8 +2,7 @@
 
     fastdp bench utility --suite zeroth --model MODEL --train train.tsv --eval dev.tsv --json zeroth.json
 
-DP-SGD steps by AdamW. DP-ZO steps by SGD, as its page says, and four times as often, in batches of a quarter. Learning rates
-are tried on texts of their own; the bound of slopes is `MAX_SLOPE`.
+DP-SGD steps by AdamW. DP-ZO steps by SGD, as its page says, and four times as often, in batches of a quarter.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,22 +27,18 @@ SIZES = {
     "full": frost.Size(60000, 1000, 512, frozen=6, epsilons=(2.0, 8.0)),
     "tiny": frost.Size(300, 3, 32, 12, 6, 24, (8.0,)),
 }
-#: Of each form its steps over those of the size, and learning rates to try.
-FORMS: dict[str, tuple[int, tuple[float, ...]]] = {"dpsgd": (1, (1e-2, 3e-2, 1e-1)), "dpzo": (4, (0.3, 1.0, 3.0))}
+#: Of each form its steps over those of the size, and the best learning rate of those tried on other texts
+#: (`bench/results/utility/zeroth.json`).
+FORMS: dict[str, tuple[int, float]] = {"dpsgd": (1, 0.1), "dpzo": (4, 0.3)}
 #: The median slope of untrained weights.
 MAX_SLOPE = 1.0
-#: Of the runs that try a rate; no row has it.
-SEED = 100
 
 
 class Bench(frost.Bench):
     """The data, and one run of any row."""
 
     def __init__(self, model: Path, train: Path, held_out: Path, size: frost.Size):
-        super().__init__(model, train, held_out, replace(size, held_out=2 * size.held_out))
-        both, half = self.held_out, size.held_out
-        self.held_out, self.tuned_on = (both.part(slice(first, first + half)) for first in (0, half))
-        self.rates: dict[str, float] = {}
+        super().__init__(model, train, held_out, size)
         self.multiplier = cache(self._multiplier)
 
     def _multiplier(self, epsilon: float, steps: int, batch_size: int) -> float:
@@ -56,7 +50,7 @@ class Bench(frost.Bench):
         model: Any = self.model("full", row["seed"])
         model.requires_grad_(False)
         trained = list(model.classifier.requires_grad_(True).parameters())
-        rate = row.get("learning_rate") or self.rates[row["form"]]
+        rate = FORMS[row["form"]][1]
         zeroth = row["form"] == "dpzo"
         optimizer = torch.optim.SGD(trained, lr=rate) if zeroth else torch.optim.AdamW(trained, rate, weight_decay=0.0)
         size = self.size.batch_size * self.size.steps // row["steps"]
@@ -76,7 +70,7 @@ class Bench(frost.Bench):
         event = run.ledger.event()
         run.detach()
         return {
-            "accuracy": self._accuracy(model, self.tuned_on if row["part"] == "rate" else self.held_out),
+            "accuracy": self._accuracy(model, self.held_out),
             "true_epsilon": float(fastdp.accounting.epsilon(event, self.delta)),
             "noise_multiplier": run.noise_multiplier,
             "used_learning_rate": rate,
@@ -92,43 +86,18 @@ class Bench(frost.Bench):
         return {**batch, **{name: batch[name][:, :2] for name in ("inputs_embeds", "attention_mask")}}
 
 
-def settings(bench: Bench, table: suite.Table, seeds: int, only: str) -> Iterator[suite.Row]:
-    """Learning rates at the largest epsilon, on beyond the edge while the best lies there; then rows with the best of them."""
-    steps = {form: times * bench.size.steps for form, (times, _) in FORMS.items()}
-    forms = [form for form in FORMS if only in form]
-    for form in forms:
-        row = {"part": "rate", "form": form, "steps": steps[form], "epsilon": bench.size.epsilons[-1]}
-        tried = [*FORMS[form][1]]
-        while True:
-            yield from ({**row, "learning_rate": rate, "seed": SEED} for rate in tried)
-            found = {own["learning_rate"]: own["accuracy"] for own in table.rows if row.items() <= own.items()}
-            known = sorted(found)
-            if len(known) < len(tried):
-                # Time was up.
-                return
-            best = bench.rates[form] = max(known, key=found.__getitem__)
-            if best not in (known[0], known[-1]) or len(known) == 8:
-                break
-            tried = [*known, known[0] ** 2 / known[1] if best == known[0] else known[-1] ** 2 / known[-2]]
+def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
+    """Each form at each epsilon; the first seed of everything comes first."""
     rows = [
-        {"part": "accuracy", "form": form, "steps": steps[form], "epsilon": epsilon}
-        for epsilon, form in itertools.product(bench.size.epsilons, forms)
+        {"part": "accuracy", "form": form, "steps": times * bench.size.steps, "epsilon": epsilon}
+        for epsilon, (form, (times, _)) in itertools.product(bench.size.epsilons, FORMS.items())
     ]
-    yield from suite.by_seed(rows, seeds)
+    return suite.by_seed(rows, seeds)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing."""
-    parser = suite.parser_of(
-        __doc__,
-        SIZES,
-        model="folder of all-MiniLM-L6-v2 or another encoder",
-        train="TSV with the columns sentence and label",
-        eval="TSV of the same form, held out",
-    )
-    options, size = suite.begin(parser, arguments)
-    bench, table = Bench(options.model, options.train, options.eval, size), suite.Table(options.json)
-    suite.measure(table, settings(bench, table, options.seeds, options.only), bench.run, options.minutes)
+    suite.main(arguments, __doc__, SIZES, Bench, settings, frost.PATHS)
 
 
 if __name__ == "__main__":

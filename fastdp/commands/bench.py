@@ -13,7 +13,7 @@ from rich.table import Table
 from fastdp.commands.refusal import console, refusing
 
 bench_app = typer.Typer(help="Measure this machine: steps, kernels, the planner.", no_args_is_help=True)
-SUITES = ("rapft", "frost", "ewft", "sap", "federated", "zeroth", "synthesis")
+SUITES = ("rapft", "frost", "ewft", "sap", "federated", "zeroth")
 
 Json = Annotated[Path | None, typer.Option("--json", help="write the rows, with device, versions and commit")]
 
@@ -154,16 +154,13 @@ def plot_command(
     output: Annotated[Path, typer.Option(help="folder for the pictures")] = Path("docs/pictures"),
     document: Annotated[Path, typer.Option(help="page whose table of ops is written anew")] = Path("docs/kernels.md"),
 ) -> None:
-    """Draw the roofline and the planner's predictions from result files, and write the table of ops."""
+    """Write the table of ops from result files, and draw the planner's predictions."""
     from fastdp.bench import plots
     from fastdp.bench.record import insert
 
     insert(document, plots.table(results / "kernels.json"))
-    console.print(f"wrote the table of {document}")
-
-    for name, draw in (("kernels", plots.roofline), ("planner", plots.planner)):
-        draw(results / f"{name}.json", output / f"{name}.png")
-        console.print(f"wrote {output / name}.png")
+    plots.planner(results / "planner.json", output / "planner.png")
+    console.print(f"wrote the table of {document}", f"wrote {output / 'planner.png'}", sep="\n")
 
 
 def _each(status: str, measured: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:

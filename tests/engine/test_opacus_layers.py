@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from fastdp.bench import fuzz
 
 from tests.engine import opacus_layers
 
 pytest.importorskip("opacus")
+ROOT = Path(__file__).parents[2]
+#: By kind, how many random cases were exact by which route.
+COMMITTED = json.loads((ROOT / "bench" / "results" / "opacus-layers.json").read_text())["figures"]
 
 
 @pytest.mark.parametrize("kind", opacus_layers.KINDS)
@@ -15,6 +21,7 @@ pytest.importorskip("opacus")
 def test_a_layer_of_each_kind(kind: str) -> None:
     found = fuzz.run(opacus_layers.case(kind, 0))
     assert found.verdict == "exact", found.why
+    assert str(found) in COMMITTED[kind]["cases"], found.why
 
 
 @pytest.mark.slow

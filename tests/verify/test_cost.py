@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from bench import house, verification
+from bench.workloads import Case
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("rows", "most"), [(1, 8.0), (8, 4.0)])
 def test_a_first_step_runs_few_rows(rows: int, most: float) -> None:
-    found = verification.measure(width=16, rows=rows, tokens=16, layers=2, vocabulary=50, steps=1)
+    found = verification.measure(Case("gpt2", 2, 16, vocabulary=50, rows=rows, tokens=16), 1)
     assert found["route"] == "uses"
     assert 1.0 < found["first_step_forward_backward_equivalents"] <= most
 

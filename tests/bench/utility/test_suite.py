@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from fastdp.bench.utility.suite import Table, by_seed, finish, measure, parser_of
+from fastdp.bench.utility.suite import Table, by_seed, main, measure
 
 
 def squares(path, numbers, **options):
@@ -36,11 +36,26 @@ def test_rows_that_were_measured_stay_where_one_fails(tmp_path):
 
 
 def test_only_rows_that_are_asked_for_are_measured(tmp_path):
-    options = parser_of("A suite.", {"default": None}).parse_args(
-        ["--only", "full", "--json", str(tmp_path / "t.json")]
+    class Bench:
+        def __init__(self, size):
+            self.size = size
+
+        def run(self, row):
+            return {"figure": self.size}
+
+    def settings(bench, seeds):
+        return [{"form": "full"}, {"form": "lora"}] * (bench.size == seeds)
+
+    path = tmp_path / "t.json"
+    main(
+        ["--only", "full", "--seeds", "7", "--json", str(path)],
+        "A suite.",
+        {"default": 7, "full": 8},
+        Bench,
+        settings,
+        {},
     )
-    finish(options, [{"form": "full"}, {"form": "lora"}], lambda row: {"figure": 1})
-    assert [row["form"] for row in Table(options.json).rows] == ["full"]
+    assert [(row["form"], row["figure"]) for row in Table(path).rows] == [("full", 7)]
 
 
 def test_the_first_seed_of_everything_comes_first():
