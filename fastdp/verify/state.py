@@ -117,13 +117,15 @@ class StateCheck:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Raise `SelfCheckError`, naming it, if a saved buffer or a frozen parameter is written meanwhile."""
+        """Raise `SelfCheckError`, naming it, if a saved buffer or a parameter is written or replaced meanwhile."""
         self._require_buffers(_changed)
         held, counts, _ = self._parameters()
         yield
         self._require_buffers(_pass_writes)
-        for name, p in self.model.named_parameters() if self._counts(held) != counts else ():
-            if counts[next(i for i, q in enumerate(held) if q is p)] != self._count(p):
+        now, seen, _ = self._parameters()
+        before = dict(zip(map(id, held), counts))
+        for name, p in () if counts == seen and all(map(operator.is_, held, now)) else self.model.named_parameters():
+            if before.get(id(p)) != self._count(p):
                 raise _pass_writes(name)
 
     @contextmanager
@@ -163,10 +165,8 @@ class StateCheck:
 
     def _parameters(self) -> _Parameters:
         held = [p for own in self._owned if own for p in own.values() if p is not None]
-        return held, self._counts(held), list(map(_TRAINED, held))
-
-    def _counts(self, held: list[Any]) -> list[int]:
-        return list(map(self._count if self.rewritten or self._in_pieces else _VERSION, held))
+        count = self._count if self.rewritten or self._in_pieces else _VERSION
+        return held, list(map(count, held)), list(map(_TRAINED, held))
 
     def _count(self, parameter: torch.Tensor) -> int:
         return 0 if id(parameter) in self.rewritten else writes(parameter)
