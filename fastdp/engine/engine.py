@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,6 +23,9 @@ from fastdp.engine.loss.boundary import FORWARD_AFTER_BACKWARD, TWO_FORWARDS, UN
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, JoinedPasses, Passes
 from fastdp.engine.routing import Routing
 from fastdp.engine.uses.layout import Ticket
+
+#: What a rank may want of all: deferred checks, and two backward passes from the next logical batch on.
+_CHECKS, _TWO_PASSES = "checks", "two backward passes"
 
 
 @contextmanager
@@ -123,7 +126,7 @@ class Engine(Passes):
         self.pending.clear()
         self.accumulator.reset()
         self.checks.abandon()
-        self.checks.looks.clear()
+        self.checks.deferred_checks.clear()
         self.complete = self.broken = self._ended = False
         self.followed = self.backwards
         return begun
@@ -188,13 +191,13 @@ class Engine(Passes):
             return self._checked_forward(call, ticket, inputs, junction)
 
     def _checked_forward(self, call: Call, ticket: Ticket, inputs: Inputs, junction: Junction) -> Any:
-        """The pass itself, after what has to be looked at before it; what it draws, a look ahead has drawn too."""
+        """The pass itself, after the checks of its batch, which drew the same random numbers."""
         if self.weights.cut:
             self.weights.settle()
         self.begun = True
         first = self.route is None
-        looked = self.checks.before(call, ticket, inputs)
-        if self.graphs is not None and self.route == USES and not (first or looked or self.forwards.lists):
+        checked = self.checks.before(call, ticket, inputs)
+        if self.graphs is not None and self.route == USES and not (checked or self.forwards.lists):
             replayed = self.graphs.forward(call, ticket, junction)
             if replayed is not None:
                 return replayed[0]
@@ -202,13 +205,13 @@ class Engine(Passes):
             verify = first or self.backwards == 0
             try:
                 try:
-                    return self._looked_forward(call, ticket, junction, verify=verify, apart=looked)
+                    return self._traced_forward(call, ticket, junction, verify=verify, checked=checked)
                 except Unseen:
                     # Other ranks would not follow where weights are in pieces.
                     if self.weights.cut:
                         raise
-                self.checks.explain(call, ticket)
-                return self._looked_forward(call, ticket, junction, verify=verify, apart=looked, explained=True)
+                self.checks.extend(call, ticket)
+                return self._traced_forward(call, ticket, junction, verify=verify, checked=checked, extended=True)
             except (SelfCheckError, RankLost, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -220,13 +223,14 @@ class Engine(Passes):
     def _watched(self) -> AbstractContextManager[None]:
         return self.checks.watching() if self.route != ORDINARY else nullcontext()
 
-    def _looked_forward(
-        self, call: Call, ticket: Ticket, junction: Junction, *, verify: bool, apart: bool, explained: bool = False
+    def _traced_forward(
+        self, call: Call, ticket: Ticket, junction: Junction, *, verify: bool, checked: bool, extended: bool = False
     ) -> Any:
+        """A forward pass whose uses are compared with the trace."""
         output, waiting = self.run_forward(call, ticket, verify=verify, junction=junction)
         if self.route == USES:
-            with self.weights.apart() if apart else nullcontext():
-                self.checks.after(waiting, explained=explained)
+            with self.weights.apart() if checked else nullcontext():
+                self.checks.after(waiting, extended=extended)
         return output
 
     def _backward(self, parts: JoinedPasses) -> None:
@@ -273,6 +277,21 @@ class Engine(Passes):
         self.complete = self._ended and not self.checks.waiting_probes
         self._ended &= not self.complete
         self.pending.place()
+
+    @contextmanager
+    def synchronized(self, stated: Mapping[str, Any] | None = None) -> Iterator[None]:
+        """Meanwhile as `Ranks.together`; afterwards all ranks do what any of them wants: once a logical batch.
+
+        Raises what the deferred checks of this logical batch find.
+        """
+        with self.ranks.together(stated) as wanted:
+            wanted |= {_CHECKS} if self.checks.deferred_checks else set()
+            wanted |= {_TWO_PASSES} if self.weights.wanted else set()
+            yield
+        self.weights.answer(_TWO_PASSES in wanted)
+        if _CHECKS in wanted:
+            with torch.enable_grad(), self.chance(), self.weights.apart():
+                self.checks.run_deferred_checks()
 
     def close(self) -> None:
         """Give the model its own forwards back."""

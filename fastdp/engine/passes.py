@@ -119,10 +119,10 @@ class Passes:
         trace: what is known of the model, by which uses are told apart.
         divided: the model's loss functions whose coefficient it divides by the number of rows.
         trying: whether a pass only looks at the model, so that none of its faults is the user's loop's.
-        explain: has the trace learn where a call of so many rows goes; raises `UnsupportedUse` where it cannot.
+        extend_trace: extends the trace by where a call of so many rows goes; raises `UnsupportedUse` where it cannot.
     """
 
-    explain: Callable[[Call, int], None]
+    extend_trace: Callable[[Call, int], None]
 
     #: The fewest rows of a matrix that counts as a vocabulary's head.
     vocabulary: int | None = VOCABULARY
@@ -403,7 +403,7 @@ class Passes:
             with preserve_rng(self.model):
                 return self._tops_as_traced(call, layout, tap, verify=verify)
         except Unseen:
-            self.explain(call, layout.rows)
+            self.extend_trace(call, layout.rows)
         tap.restart()
         return self._tops_as_traced(call, layout, tap, verify=verify)
 

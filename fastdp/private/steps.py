@@ -18,7 +18,6 @@ from fastdp.distributed.ranks import Ranks
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import gc_paused
 from fastdp.ops.stream import NoiseStream
-from fastdp.private.meeting import meeting
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
 from fastdp.private.schedules import follow_releases, forget_releases
@@ -169,7 +168,7 @@ class Steps:
             return
         accumulator = engine.accumulator
         alone = self._ranks.size == 1 and not engine.weights.cut
-        with nullcontext() if alone else meeting(engine, self._ranks, self._stated(accumulator.policy)):
+        with nullcontext() if alone else engine.synchronized(self._stated(accumulator.policy)):
             self._carried.require_untouched()
             self._require_noise(accumulator.policy)
             if not engine.checks.enabled and self._ledger.noted(UNCHECKED) is None:

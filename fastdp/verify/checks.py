@@ -73,10 +73,10 @@ class Checks(Routing):
             self.state.settle()
         self._batches += 1
         self._grew = self.enabled and self._grows(ticket, inputs)
-        looked = super().before(call, ticket, inputs)
-        if looked:
+        checked = super().before(call, ticket, inputs)
+        if checked:
             self.state.accept_buffers()
-        return looked
+        return checked
 
     def watching(self) -> AbstractContextManager[None]:
         """Raise `SelfCheckError` if a training pass writes a saved buffer or a frozen parameter meanwhile."""
@@ -167,7 +167,7 @@ class Checks(Routing):
         except (SelfCheckError, UnsupportedUse) as error:
             if passes.route == USES and isinstance(error, SelfCheckError):
                 # Losses of a batch that goes another way than the first are not told apart by the first's trace.
-                error = self.known.stray(passes.trace, call, ticket.rows) or error
+                error = self.traced.difference(call, ticket.rows) or error
             if isinstance(error, SelfCheckError):
                 raise error
             if passes.route == USES:
@@ -212,9 +212,9 @@ class Checks(Routing):
         self.state.accept_buffers()
         return output
 
-    def look_back(self) -> None:
+    def run_deferred_checks(self) -> None:
         """Verify microbatches of weights in pieces before their release."""
-        super().look_back()
+        super().run_deferred_checks()
         self.state.accept_buffers()
 
     def abandon(self) -> None:

@@ -1,4 +1,4 @@
-"""Batches that go another way through a model than those before: by uses where that way is explained and looked at."""
+"""Batches that go another way through a model than those before: by uses where that way is traced and checked."""
 
 from __future__ import annotations
 
@@ -167,3 +167,29 @@ def test_a_way_that_was_refused_stays_unknown() -> None:
         engine.trace.meetings.clear()
         raise KeyError
     assert engine.trace.meetings == known
+
+
+class Tagged(Net):
+    """Takes a text that names its batch and chooses nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, tag: str) -> Any:
+        self.passes += 1
+        return super().forward(x, labels)
+
+
+def test_a_text_of_another_value_in_each_batch_is_no_choice_among_ways() -> None:
+    """The first values are compared with the trace in a pass of their own; from then on a batch is one pass."""
+    model = Tagged()
+    engine, tickets = engine_for(model, 0.5)
+    passes = []
+    for number in range(40):
+        before, data = model.passes, collate(examples(6, seed=number))
+        feed(engine, tickets, {**data, "tag": f"batch {number}"})
+        passes.append(model.passes - before)
+        assert error(engine.accumulator.sums, clipped_sum(one_by_one(Net(), data), 0.5)) < EXACT
+    assert passes[1:33] == [2] * 32
+    assert passes[-5:] == [1] * 5
