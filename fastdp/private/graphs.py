@@ -325,7 +325,7 @@ class Graphs:
                 }
                 for own in (full_call, trial.held)
             ]
-            _require_alike(*compared, apart=_tolerance(self._passes.model, device))
+            _require_alike(*compared, tolerance=_tolerance(self._passes.model, device))
         return expected
 
     def _recorded(self, trial: _Trial) -> _Graph:
@@ -361,7 +361,7 @@ class Graphs:
         model, device = self._passes.model, self._passes.device
         if set(graph.sums) != set(expected[0]):
             raise RuntimeError("a recorded pass reached other parameters than an ordinary one")
-        same = partial(_require_alike, apart=_tolerance(model, device))
+        same = partial(_require_alike, tolerance=_tolerance(model, device))
         # Recorded, attention may draw its masks in another order: then the sums are of one size, and no more alike than that.
         alike = _require_one_size if trial.drawn else same
         alike(trial.replayed(graph, 0), expected[0])
@@ -499,7 +499,7 @@ def _require_one_size(found: dict[str, torch.Tensor], expected: dict[str, torch.
         raise RuntimeError(f"a replayed pass gave sums of norm {size:.3g} and an ordinary one of {whole:.3g}")
 
 
-def _require_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, apart: float) -> None:
+def _require_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, tolerance: float) -> None:
     """Raise RuntimeError, naming a parameter, if its sum is not that of another pass."""
     norms = _norms(expected.items())
     whole = math.hypot(*norms.values())
@@ -507,7 +507,7 @@ def _require_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
         (name, found[name] - total.to(found[name].device)) for name, total in expected.items()
     ).items():
         # Gradients that should be zero, as of the keys' biases, are all rounding: they may differ, and stay small.
-        if not gap <= apart * (norms[name] + apart * whole):
+        if not gap <= tolerance * (norms[name] + tolerance * whole):
             raise RuntimeError(
                 f"a replayed pass gave another sum for {name} than one before: {gap:.2g} of {norms[name]:.2g}"
             )

@@ -153,8 +153,8 @@ class Release:
 
     def _left(self, every: Sequence[str], sums: dict[str, torch.Tensor], policy: Policy, update: Update) -> list[str]:
         """Names of the parameters that an optimizer's own step leaves to us; the sums of others are gone."""
-        apart = policy.masks.keys()
-        names = [name for name in every if name not in apart]
+        masked = policy.masks.keys()
+        names = [name for name in every if name not in masked]
         parameters = [self.parameters[name] for name in names]
         totals = self._totals(names, sums)
         stds, groups = policy.stds or (0.0,), map(policy.group_of.get, names, itertools.repeat(0))
@@ -172,7 +172,7 @@ class Release:
             secure_rounding=self.secure_rounding,
         )
         sums.update({names[at]: totals[at] for at in left})
-        return [name for name in every if name in apart] + [names[at] for at in left]
+        return [name for name in every if name in masked] + [names[at] for at in left]
 
     def _add_noise(self, totals: Mapping[str, torch.Tensor], policy: Policy) -> None:
         """Add each total's noise."""

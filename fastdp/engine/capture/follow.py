@@ -17,7 +17,7 @@ from fastdp.calls.batches import Call, Path, leaves, map_leaves, tensors
 from fastdp.calls.flow import DataFlow
 from fastdp.calls.marks import Marks
 from fastdp.calls.named import functions, is_detach
-from fastdp.engine.uses.rows import Fold, Places
+from fastdp.engine.uses.rows import Fold, RowAxes
 from fastdp.engine.uses.selections import GROUPED, Owners, call_site, selects
 
 #: The data decide the size of what these return, or which row comes where.
@@ -45,11 +45,11 @@ class Follow(DataFlow):
         #: With the ids of the parameters that each is computed from.
         self.weights = Marks((t, frozenset({id(t)})) for t in weights)
         self.chosen: Marks[None] = Marks()
-        self.rows, self.places = rows, Places(inputs, rows)
+        self.rows, self.row_axes = rows, RowAxes(inputs, rows)
         #: Whether the data have chosen anything so far.
         self.selects = False
         #: What was selected by the data's values, the rows of its entries being known, and the calls that do it, by module.
-        self.owners, self.places_of_owned = Owners(rows), set[tuple[Any, str]]()
+        self.owners, self.selecting_calls = Owners(rows), set[tuple[Any, str]]()
         self.stack = [""]
 
     def sources(self, given: list[torch.Tensor]) -> frozenset[int]:
@@ -101,7 +101,7 @@ class Follow(DataFlow):
 
     def in_order(self, t: torch.Tensor) -> bool:
         """Whether the first axis of a tensor is known to hold the rows, in order."""
-        found = self.places.of(t)
+        found = self.row_axes.of(t)
         fold = None if found is None else found.fold(self.rows)
         return fold is not None and fold.natural
 
@@ -116,7 +116,7 @@ class Follow(DataFlow):
         known = chosen and selects(func, args) and not any(t in self.cut for t in given)
         known = known and source not in self.chosen and (self.is_owned(source) or self.in_order(source))
         if known and self.owners.select(func, args, kwargs, results):
-            self.places_of_owned.add((call_site(), self.stack[-1]))
+            self.selecting_calls.add((call_site(), self.stack[-1]))
             return False
         lost = chosen or any(t in self.chosen for t in given)
         return lost or not self.owners.follow(func, args, kwargs, given, results)
@@ -181,7 +181,7 @@ class InputGradients(DataFlow):
         self.call: Call = map_leaves(call, begin)
         inputs = [t for path, t in leaves(self.call) if path in carriers]
         super().__init__(inputs)
-        self._rows, self._places = rows, Places(inputs, rows)
+        self._rows, self._row_axes = rows, RowAxes(inputs, rows)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -211,7 +211,7 @@ class InputGradients(DataFlow):
         if not found or not isinstance(out, torch.Tensor):
             return found
         if func in (F.embedding, F.embedding_bag) and torch.is_grad_enabled():
-            place = self._places.of(kwargs.get("input", args[0] if args else None))
+            place = self._row_axes.of(kwargs.get("input", args[0] if args else None))
             fold = Fold() if place is None else place.fold(self._rows)
             if fold is None or not fold.fits(tuple(out.shape), self._rows):
                 return True
@@ -221,5 +221,5 @@ class InputGradients(DataFlow):
                 out.requires_grad_()
             self._found.append((out, fold))
         elif not out.is_floating_point():
-            self._places.follow(func, args, kwargs, given, [out])
+            self._row_axes.follow(func, args, kwargs, given, [out])
         return True

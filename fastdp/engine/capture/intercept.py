@@ -200,7 +200,7 @@ def _embedding(
             reads.keep(
                 (F.embedding, id(weight), input.shape, rows), operation_kind("embedding", input.shape, rows, fold)
             )
-        found = EmbeddingUse.apply(ids, weight, padding_idx, tap, False, fold.bounds(ids.numel()))
+        found = EmbeddingUse.apply(ids, weight, padding_idx, tap, False, fold.unit_offsets(ids.numel()))
         if isinstance(fold, Selection):
             return fold.follow(fold.back(found))
         return found if fold.natural else fold.back(found).contiguous()

@@ -21,7 +21,7 @@ from fastdp.engine.capture.intercept import OPERATIONS, operand
 from fastdp.engine.errors import Differentiates, FlatBags, UnsupportedUse, Untraceable
 from fastdp.engine.loss.losses import LOSSES
 from fastdp.engine.uses.logits import Logits, Source
-from fastdp.engine.uses.rows import BroadcastLayout, Fold, Place, fold_between
+from fastdp.engine.uses.rows import BroadcastLayout, Fold, RowAxis, fold_between
 from fastdp.engine.uses.selections import GROUPED, call_site
 
 #: Which operations met which tensors: their name, the ids of the parameters on the one side, and the other's dimensions.
@@ -154,7 +154,7 @@ class _TensorView:
     """
 
     shape: tuple[int, ...]
-    place: Place | None
+    row_axis: RowAxis | None
     chosen: bool
     owned: bool
 
@@ -232,7 +232,7 @@ class _Recorder(Follow):
         return out
 
     def seen(self, t: torch.Tensor) -> _TensorView:
-        return _TensorView(tuple(t.shape), self.places.of(t), t in self.chosen, self.is_owned(t))
+        return _TensorView(tuple(t.shape), self.row_axes.of(t), t in self.chosen, self.is_owned(t))
 
     def note(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
         """Look at one operation before it runs."""
@@ -243,7 +243,7 @@ class _Recorder(Follow):
         operation = OPERATIONS.get(func, getattr(func, "__name__", str(func)))
         owned = any(map(self.is_owned, given))
         if owned and (func in LOSSES or self.sources(given)):
-            self.selections = self.places_of_owned
+            self.selections = self.selecting_calls
         if func in LOSSES and kwargs.get("reduction", "mean") != "none" and given[0] in self.data:
             if owned:
                 self.selections.add((call_site(), ""))
@@ -266,7 +266,7 @@ class _Recorder(Follow):
                 "to [rows, tokens] and set padding_idx"
             )
         if func is F.batch_norm and (kwargs.get("training") or True in args[5:6]):
-            where = self.places.of(given[0])
+            where = self.row_axes.of(given[0])
             if where is not None and where.axis != 1:
                 raise Untraceable(
                     "F.batch_norm(training=True) normalizes by statistics of the batch, which couples examples: use F.layer_norm "
@@ -288,9 +288,9 @@ class _Recorder(Follow):
         values = tuple(self.seen(t) for t in given if t in self.weights) if sources else ()
         found, results = super().follow(func, args, kwargs, given, out), tensors(out)
         if self.listed and not given:
-            self.places.begin(results)
+            self.row_axes.begin(results)
         elif found:
-            self.places.follow(func, args, kwargs, given, results)
+            self.row_axes.follow(func, args, kwargs, given, results)
         if sources:
             made = tuple(self.seen(t) for t in results)
             self.met += [_Encounter(meeting_name(func), sources, before, values, made) for before in befores]
@@ -468,7 +468,7 @@ def _heads(*recorders: _Recorder) -> dict[str, torch.nn.Parameter]:
 
 def _sight(two: _Recorder) -> tuple[Any, ...]:
     """Which operations read what, where the rows of their inputs lay, and whether the data chose something."""
-    places = (x and (x.owned or (x.place and (x.place.axis, x.place.fold(2)))) for x in two.inputs)
+    places = (x and (x.owned or (x.row_axis and (x.row_axis.axis, x.row_axis.fold(2)))) for x in two.inputs)
     reads = ((r.parameter, r.operation, len(r.input_shape), r.chosen, place) for r, place in zip(two.reads, places))
     return two.selects, *reads
 
@@ -479,7 +479,7 @@ def _fold_of(two: _TensorView, three: _TensorView, counts: tuple[int, int]) -> F
         return Fold(chosen=True)
     if all(m == n for m, n in zip(two.shape, three.shape)):
         return None
-    fold = fold_between(two.shape, three.shape, (two.place, three.place), counts)
+    fold = fold_between(two.shape, three.shape, (two.row_axis, three.row_axis), counts)
     return "unknown" if fold is None else fold
 
 

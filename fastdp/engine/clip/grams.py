@@ -151,15 +151,17 @@ class Grams:
             long = torch.cat(rows)
             self._measure(long, products.masked_fill(~long, 0), tokens)
             products = products.masked_fill(long, 0)
-        hidden = products.square()
-        hidden *= gammas([error.gram for error in errors], tokens)
+        gram_error = products.square()
+        gram_error *= gammas([error.gram for error in errors], tokens)
         known = self.norms.measured().index_add_(0, groups, squares)
-        poor = (torch.zeros_like(known).index_add_(0, groups, hidden) > REMEASURED * known)[groups] & (products > 0)
-        anew = self._launches or bool(poor.any())
+        remeasured = (torch.zeros_like(known).index_add_(0, groups, gram_error) > REMEASURED * known)[groups] & (
+            products > 0
+        )
+        anew = self._launches or bool(remeasured.any())
         rests = products
         if anew:
-            self._measure(poor, rests.masked_fill(~poor, 0), tokens)
-            squares, products = squares.masked_fill(poor, 0), products.masked_fill(poor, 0)
+            self._measure(remeasured, rests.masked_fill(~remeasured, 0), tokens)
+            squares, products = squares.masked_fill(remeasured, 0), products.masked_fill(remeasured, 0)
         self.norms.add_rows(own, squares, errors, products, tokens)
         self._known.clear()
 

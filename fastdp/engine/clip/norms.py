@@ -129,7 +129,7 @@ class NormSink(Captures):
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
         name, left, right = self.names[id(parameter)], factors.left, factors.right
         alone = not self.may_hold_bytes or left.dim() < 2 or factors.tiled or factors.scales is not None
-        if alone or factors.bounds is not None or self.expected.get(name, 1) > 1 or name in self.policy.masks:
+        if alone or factors.own_offsets is not None or self.expected.get(name, 1) > 1 or name in self.policy.masks:
             self._take_alone(parameter, factors)
             return
         narrow = min(left.shape[1], right.shape[1]) <= NARROW
@@ -302,10 +302,10 @@ class NormSink(Captures):
     def _add_found(self, found: Found) -> None:
         """A vocabulary's head, whose tiles gave its norms in the forward pass, or a stack of experts."""
         self._take_earlier()
-        (squares, products), poor = found.use.powers(self.layout), found.use.poor
+        (squares, products), remeasured = found.use.powers(self.layout), found.use.remeasured
         tokens = found.use.lengths(self.layout)
-        self._take(found, found.errors.direct, squares * poor, products * poor, tokens)
-        self._take(found, found.errors.gram, squares * ~poor, products * ~poor, tokens)
+        self._take(found, found.errors.direct, squares * remeasured, products * remeasured, tokens)
+        self._take(found, found.errors.gram, squares * ~remeasured, products * ~remeasured, tokens)
 
     def _take_earlier(self) -> None:
         """On a processor, norms are added up in the order of captures, whatever waits."""
@@ -542,17 +542,24 @@ class NormSink(Captures):
         every, scaled = [f for use in uses for f in (use.left, use.right)], any(use.scales for use in uses)
         rounding = ops.Rounding(*every, scaled=scaled)
         added = rounding.added()
-        poor = gammas([gram], tokens)[0] * products.square() > REMEASURED * (self.norms.measured()[group] + square)
-        if poor.device.type == "cpu" and bool(poor.any()):
+        remeasured = gammas([gram], tokens)[0] * products.square() > REMEASURED * (
+            self.norms.measured()[group] + square
+        )
+        if remeasured.device.type == "cpu" and bool(remeasured.any()):
             # Such a unit's gradient is put together, one at a time; elsewhere its weight is what the bound allows.
             whole = PerUnit(uses, None, self.layout, self.parameters[name].shape)
             again = torch.zeros_like(square)
-            for unit in poor.nonzero()[:, 0].tolist():
+            for unit in remeasured.nonzero()[:, 0].tolist():
                 again[unit] = ops.instance_sqnorm(whole[unit][None])[0]
             self.add_powers(
-                name, again, rounding, products=torch.where(poor, products, 0), tokens=tokens, added=added.plus(added)
+                name,
+                again,
+                rounding,
+                products=torch.where(remeasured, products, 0),
+                tokens=tokens,
+                added=added.plus(added),
             )
-            square, products = torch.where(poor, 0, square), torch.where(poor, 0, products)
+            square, products = torch.where(remeasured, 0, square), torch.where(remeasured, 0, products)
         self.add_powers(name, square, rounding, products=products, tokens=tokens, gram=gram, added=added)
 
     def _masked(self, name: str, entry: Entry) -> None:

@@ -72,7 +72,7 @@ class Sums:
         if self.weights.cut:
             self._reducer = self.weights.reducer(self.parameters, functools.partial(_keep_piece, self._sums))
         #: Units of the micro-batch at hand whose sums are made on their own: `take_apart`.
-        self.apart: list[int] = []
+        self.cancelling: list[int] = []
         #: Whether the logits of a head were computed tile by tile.
         self.tiles_heads = False
 
@@ -185,14 +185,14 @@ class Sums:
         alone, which know the units without waiting.
         """
         chosen = upper.cancelling & (factors > 0).any(0) if factors.device.type == "cpu" else None
-        self.apart = [] if chosen is None else chosen.nonzero()[:, 0].tolist()
+        self.cancelling = [] if chosen is None else chosen.nonzero()[:, 0].tolist()
 
     def add_uses(self, name: str, uses: list[Factors], factors: torch.Tensor, layout: Layout) -> None:
         """Add the weighted sums of all uses of a parameter, and let go of them."""
-        if self.apart:
+        if self.cancelling:
             dense = [use for use in uses if not use.one_hot]
             gradients = PerUnit(dense, None, layout, self.parameters[name].shape)
-            for unit in self.apart if dense else ():
+            for unit in self.cancelling if dense else ():
                 self.add_instance(name, gradients[unit][None], factors[:, unit : unit + 1])
             del gradients, dense
         while uses:
@@ -200,8 +200,8 @@ class Sums:
 
     def _add_factors(self, name: str, use: Factors, factors: torch.Tensor, layout: Layout) -> None:
         """Add one use's weighted sum; of one along axes the plain gradients', which are scaled together when sums are read."""
-        if self.apart and not use.one_hot:
-            factors = factors.index_fill(1, torch.tensor(self.apart), 0)
+        if self.cancelling and not use.one_hot:
+            factors = factors.index_fill(1, torch.tensor(self.cancelling), 0)
         inside, outside = self._weights(name, factors)
         shape, scales = self.parameters[name].shape, use.straight.scales
         if scales is None:
@@ -236,14 +236,14 @@ class Sums:
         offsets: torch.Tensor,
     ) -> None:
         """Add the weighted sums of several parameters without a mask over the same tokens, each of its own order's factors."""
-        if self.apart:
+        if self.cancelling:
             bounds = offsets.tolist()
             for name, left, right in zip(names, lefts, rights):
-                for unit in self.apart:
+                for unit in self.cancelling:
                     tokens = slice(bounds[unit], bounds[unit + 1])
                     own = ops.per_unit(left[tokens], right[tokens], torch.tensor([0, tokens.stop - tokens.start]))
                     self.add_instance(name, own, factors[:, unit : unit + 1])
-            factors = factors.index_fill(1, torch.tensor(self.apart), 0)
+            factors = factors.index_fill(1, torch.tensor(self.cancelling), 0)
         whole = self._whole
         held = [whole.get(name) for name in names]
         outs = [None if total is None else total.view(total.shape[0], -1) for total in held]

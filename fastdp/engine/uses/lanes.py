@@ -399,7 +399,7 @@ def _getitem(meeting: Meeting, table: Any, index: Any) -> Any:
     if index is not meeting.activation or index.dim() != 1 or index.dtype != torch.long or shared.value.dim() != 2:
         return NotImplemented
     ids = fold.front(index, meeting.tap.layout.rows)
-    found = EmbeddingUse.apply(ids, shared.value, None, meeting.tap, False, fold.bounds(len(ids)))
+    found = EmbeddingUse.apply(ids, shared.value, None, meeting.tap, False, fold.unit_offsets(len(ids)))
     return fold.follow(fold.back(found))
 
 

@@ -47,7 +47,7 @@ class Shared:
             sink.matrix(parameter, own, layout)
         if found is not None:
             return
-        if factors.bounds is not None:
+        if factors.own_offsets is not None:
             raise UnsupportedUse("a matrix computed from parameters is used on tokens that the data choose")
         self._give(factors.each(layout).view(-1, *self.value.shape), lambda p, g: sink.instances(p, g, layout))
 
@@ -95,7 +95,7 @@ class SharedProduct(torch.autograd.Function):
         (x,), gradient = ctx.saved_tensors, gradients[0]
         ordered = (ctx.fold.front(t, ctx.tap.layout.rows) for t in (gradient, x))
         left, right = (t.reshape(-1, t.shape[-1]) for t in ordered)
-        factors = Factors(left, right, False, ctx.swap, bounds=ctx.fold.bounds(left.shape[0]))
+        factors = Factors(left, right, False, ctx.swap, own_offsets=ctx.fold.unit_offsets(left.shape[0]))
         ctx.shared.give_factors(ctx.tap.open(), factors, ctx.tap)
         back = None
         if ctx.needs_input_grad[0]:
@@ -172,7 +172,7 @@ def _of_matrix(own: Pull, index: Any, count: int) -> Pull:
     """Through the choice of one of a stack of matrices."""
 
     def pull(factors: Factors) -> list[tuple[torch.nn.Parameter, Factors]]:
-        if factors.bounds is None:
+        if factors.own_offsets is None:
             raise UnsupportedUse("one of several matrices is used on tokens in the rows' order")
         return own(ExpertFactors.of_matrix(factors, int(index), count))
 

@@ -389,9 +389,9 @@ class LinearUse(Use):
         flat = gradient if fold is None else fold.front(gradient, layout.rows)
         if flat.dim() != 2:
             flat = flat.reshape(-1, flat.shape[-1])
-        bounds = None if fold is None else fold.bounds(flat.shape[0])
-        if bias is not None and bounds is not None:
-            sink.instances(bias, ops.column_sums(flat, bounds), layout)
+        own_offsets = None if fold is None else fold.unit_offsets(flat.shape[0])
+        if bias is not None and own_offsets is not None:
+            sink.instances(bias, ops.column_sums(flat, own_offsets), layout)
         elif bias is not None:
             sink.tokens(bias, flat, layout, laned)
         if matrix is not None:
@@ -400,7 +400,7 @@ class LinearUse(Use):
             elif fold is not None:
                 x = fold.front(x, layout.rows)
             right = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-            sink.matrix(matrix, Factors(flat, right, laned, swap, bounds=bounds), layout)
+            sink.matrix(matrix, Factors(flat, right, laned, swap, own_offsets=own_offsets), layout)
         back = None
         if weight is not None:
             weight = weight if weight.dim() == 2 else weight.flatten(1)
@@ -418,7 +418,7 @@ class LinearUse(Use):
 class EmbeddingUse(Use):
     """Rows of a table: ids [...] -> [..., n], ids with their units first. Padding rows get no gradient.
 
-    ``bounds`` say where units begin, if the layout does not.
+    ``own_offsets`` say where units begin, if the layout does not.
     """
 
     @staticmethod
@@ -429,11 +429,11 @@ class EmbeddingUse(Use):
         padding_idx: int | None,
         tap: Tap,
         laned: bool,
-        bounds: torch.Tensor | None = None,
+        own_offsets: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        ctx.tap, ctx.table, ctx.padding_idx, ctx.laned, ctx.bounds = tap, table, padding_idx, laned, bounds
+        ctx.tap, ctx.table, ctx.padding_idx, ctx.laned, ctx.own_offsets = tap, table, padding_idx, laned, own_offsets
         ctx.save_for_backward(ids)
-        if not laned and bounds is None:
+        if not laned and own_offsets is None:
             tap.looked_up.setdefault(id(table), []).append(ids)
         return F.embedding(ids, table)
 
@@ -443,7 +443,7 @@ class EmbeddingUse(Use):
         ids, right = ids.reshape(-1), _flat(gradients[0])
         if ctx.padding_idx is not None:
             right = right.masked_fill((ids == ctx.padding_idx).unsqueeze(1), 0)
-        ctx.tap.open().matrix(ctx.table, Factors(ids, right, ctx.laned, bounds=ctx.bounds), ctx.tap.layout)
+        ctx.tap.open().matrix(ctx.table, Factors(ids, right, ctx.laned, own_offsets=ctx.own_offsets), ctx.tap.layout)
         return None, None, None, None, None, None
 
 
