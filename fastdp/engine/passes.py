@@ -16,7 +16,7 @@ import torch
 from fastdp.calls.batches import Call, as_long_as, map_tensors, single_rows, slice_rows
 from fastdp.calls.randomness import BufferSnapshot, devices, preserve_rng, rng_state, seed_from_os, unchanged
 from fastdp.distributed.pieces import piece
-from fastdp.distributed.ranks import Ranks
+from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.distributed.shards import weights_of
 from fastdp.engine.capture.forwards import Forwards
 from fastdp.engine.capture.memory import allowed_bytes, kept_bytes, longest
@@ -96,7 +96,7 @@ class Pass:
 
         Raises ValueError if there is none.
         """
-        found = outer(output)
+        found = differentiable_outputs(output)
         replaced = {id(t): o for t, o in zip(found, self.outputs(found))}
         return map_tensors(output, lambda t: replaced.get(id(t), t))
 
@@ -112,7 +112,16 @@ class Passes:
         model: the user's model; only the `forward` attribute of some of its modules is patched, and only until `close`.
         policy: the method's decisions.
         train: what the model's own call does while it trains.
-        loss_reduction, two_pass, accumulator, keep_logits, ranks, secret, isolated: as `Engine`'s.
+        loss_reduction: "mean" or "sum" over the rows, for a criterion outside the model; None for a model that returns
+            its loss.
+        two_pass: run the backward pass twice and keep no factors; None does so where checkpointing is on and the factors of
+            one pass do not fit into memory (`fastdp.engine.capture.memory`).
+        accumulator: takes the captures instead of an `Accumulator`, for other sums of per-example gradients than clipped ones.
+        keep_logits: compute the logits of a vocabulary as a whole, so that they may be read beside the loss; False never does,
+            None where that is faster.
+        ranks: the processes that train together.
+        secret: let nobody know what a training pass draws by chance (`fastdp.calls.randomness`).
+        isolated: run each micro-batch, which holds one unit, as it is.
 
     Attributes:
         route, reason: how gradients are obtained, None before that is known; and why not by uses.
@@ -133,15 +142,15 @@ class Passes:
         policy: Policy,
         train: Callable[[Any, Any], Any],
         *,
-        loss_reduction: str | None,
-        two_pass: bool | None,
-        accumulator: Accumulator | None,
-        keep_logits: bool | None,
-        ranks: Ranks,
-        secret: bool,
+        loss_reduction: str | None = None,
+        two_pass: bool | None = None,
+        accumulator: Accumulator | None = None,
+        keep_logits: bool | None = None,
+        ranks: Ranks = ONE,
+        secret: bool = False,
         isolated: bool = False,
     ):
-        self.model = model
+        self.model, self.ranks = model, ranks
         self.chance = partial(seed_from_os, devices(model)) if secret else nullcontext
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.weights = weights_of(model, ranks)
@@ -364,7 +373,7 @@ class Passes:
         """Run a batch of one row as it is; its buffers are restored after the backward pass."""
         snapshot = BufferSnapshot(self.model)
         output = self.forwards.root.plain(*call[0], **call[1])
-        tops = [require_loss(output)] if self.returns_loss else outer(output)
+        tops = [require_loss(output)] if self.returns_loss else differentiable_outputs(output)
         waiting = Pass(call, ticket, layout, Tap(layout), True, junction, [], targets=[tops], restore=snapshot.restore)
         if self.returns_loss:
             return replace_loss(output, waiting.loss(tops[0].detach())), waiting
@@ -422,7 +431,7 @@ class Passes:
                 self.reads.heads.close()
         if not self.returns_loss:
             output = self._with_rows(output)
-            return output, outer(output), terms
+            return output, differentiable_outputs(output), terms
         total = require_loss(output)
         tap.shapes |= {("a loss function", (count,)) for count in terms.tokens}
         try:
@@ -546,7 +555,7 @@ def repeatable(model: torch.nn.Module) -> Iterator[None]:
         )
 
 
-def outer(output: Any) -> list[torch.Tensor]:
+def differentiable_outputs(output: Any) -> list[torch.Tensor]:
     """What a criterion outside the model may be computed from. Raises ValueError if there is nothing."""
     found = differentiable(output)
     if not found:

@@ -17,7 +17,7 @@ import torch
 from fastdp.calls.batches import Call, Inputs, Path, RowNumbers, as_long_as, leaves, options, wrong_rows
 from fastdp.calls.modes import autocast_now, refuse_mixing
 from fastdp.calls.randomness import unchanged
-from fastdp.distributed.ranks import RankLost, Ranks
+from fastdp.distributed.ranks import RankLost
 from fastdp.engine.capture.trace import Trace, Tracer
 from fastdp.engine.errors import (
     Differentiates,
@@ -49,8 +49,6 @@ class Routing:
 
     Args:
         passes: of the model.
-        ranks: the processes that train together.
-        on_route: called with the route, and why, once it is known.
 
     Attributes:
         enabled: whether batches are verified.
@@ -61,10 +59,10 @@ class Routing:
 
     enabled = False
     waiting_probes = 0
-    traced: TracedCalls
+    traced: TraceCache
 
-    def __init__(self, passes: Passes, ranks: Ranks, on_route: Callable[[str, str | None], None]):
-        self.passes, self.ranks, self._on_route = passes, ranks, on_route
+    def __init__(self, passes: Passes):
+        self.passes = passes
         self._tracer = Tracer(passes.model, passes.read, passes.vocabulary)
         #: The kind of the call at hand: its rows, choices and shapes.
         self._kind: Any = None
@@ -208,7 +206,6 @@ class Routing:
                 reason = self._decide(call, ticket)
             if reason is not None:
                 passes.fall_back(reason, ticket)
-            self._on_route(str(passes.route), reason)
         return True
 
     def _decide(self, call: Call, ticket: Ticket) -> str | None:
@@ -216,7 +213,7 @@ class Routing:
         passes = self.passes
         with self.tracing(call, ticket):
             passes.trace = self._trace(call, ticket)
-        self.traced = TracedCalls(self._tracer, passes.trace, passes.forwards.root.plain)
+        self.traced = TraceCache(self._tracer, passes.trace, passes.forwards.root.plain)
         passes.forwards.leave_out(passes.trace.heads)
         reason = passes.trace.conflict
         try:
@@ -301,7 +298,7 @@ def _weighted(ticket: Ticket) -> Ticket:
     return dataclasses.replace(ticket, weights=torch.ones_like(ticket.weights))
 
 
-class TracedCalls:
+class TraceCache:
     """The calls that were compared with the trace of the first one, which takes in what they add.
 
     Args:

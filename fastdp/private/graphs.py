@@ -157,7 +157,7 @@ class Graphs:
         """Free all graphs when the device runs out of memory. Returns whether there were any."""
         found, self._closed = bool(self._graphs), True
         if found:
-            self._passes.accumulator.own()
+            self._passes.accumulator.copy_aliased()
             self._graphs, self._sums, self._record = {}, {}, None
             torch.cuda.empty_cache()
             _warn(_NO_MEMORY)
@@ -187,7 +187,7 @@ class Graphs:
 
     def _replay(self, graph: _Graph, call: Call, ticket: Ticket, junction: boundary.Junction) -> tuple[Any, Pass]:
         # Sums of the pass before lie where this one will write.
-        self._passes.accumulator.own()
+        self._passes.accumulator.copy_aliased()
         _fill(graph, call, ticket)
         graph.forward()
         tap = Tap(graph.layout)
@@ -210,7 +210,7 @@ class Graphs:
         old = [name for name in graph.sums if name in accumulator.sums]
         if old:
             torch._foreach_add_([accumulator.sums[name] for name in old], [graph.sums[name] for name in old])
-        accumulator.lend({name: total for name, total in graph.sums.items() if name not in old})
+        accumulator.alias_graph_buffers({name: total for name, total in graph.sums.items() if name not in old})
         nonfinite, unclipped, units = (count.clone() for count in graph.counts)
         accumulator.nonfinite = accumulator.nonfinite + nonfinite
         accumulator.unclipped = accumulator.unclipped + unclipped
@@ -254,7 +254,7 @@ class Graphs:
         """Record a pass and compare it with an eager one. None, with a warning, if that fails or they differ."""
         device, sums = self._passes.device, dict(self._sums)
         # Sums of the pass before lie where a recording that is tried writes.
-        self._passes.accumulator.own()
+        self._passes.accumulator.copy_aliased()
         self._passes.drop_zero_gradients()
         try:
             needed = _required_memory(device)

@@ -55,7 +55,7 @@ class Recorder(Protocol):
         """Note one release before it happens; raises if the budget does not hold it."""
 
 
-class Books:
+class ReplicatedLedger:
     """A ledger that several processes release under: the first writes, and the others count along once it has.
 
     Args:
@@ -116,20 +116,20 @@ class Release:
         *,
         kind: str = "step",
         update: Update | None = None,
-        lent: Collection[str] = (),
+        aliased: Collection[str] = (),
     ) -> None:
         """Record, add noise and set `.grad`, rounded to the parameter's dtype only after the noise is in.
 
         Parameters that were frozen later on get no gradient: their sums are let go of.
         ``update`` takes the parameters it can; their `.grad` stays None. ``sums`` is emptied: each other buffer becomes a
-        gradient, or a copy of those ``lent`` does, which are to be written to again, without noise.
+        gradient, or a copy of those ``aliased`` does, which are to be written to again, without noise.
         """
         self.ledger.record(kind)
         names = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         if update is not None:
             names = self._left(names, sums, policy, update)
         totals = dict(zip(names, self._totals(names, sums)))
-        totals |= {name: totals[name].clone() for name in names if name in lent}
+        totals |= {name: totals[name].clone() for name in names if name in aliased}
         self._add_noise(totals, policy)
         for name in names:
             parameter, total, axes = self.parameters[name], totals.pop(name), policy.axes.get(name)

@@ -189,7 +189,7 @@ class Steps:
         # Whoever else looks on before the step, a hook or an observer, wants to see gradients.
         unseen = len(optimizer._optimizer_step_pre_hooks) == 1 and not self._observers
         update = optimizer.noisy_update() if unseen and hasattr(optimizer, "noisy_update") else None
-        release(accumulator.sums, accumulator.policy, update=update, lent=accumulator.lent)
+        release(accumulator.sums, accumulator.policy, update=update, aliased=accumulator.aliased)
         self._releases.count += 1
         for observer in self._observers:
             observer.after_release(accumulator)

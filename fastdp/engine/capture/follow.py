@@ -17,7 +17,7 @@ from fastdp.calls.batches import Call, Path, leaves, map_leaves, tensors
 from fastdp.calls.flow import DataFlow
 from fastdp.calls.marks import Marks
 from fastdp.calls.named import functions, is_detach
-from fastdp.engine.uses.rows import Fold, RowAxes
+from fastdp.engine.uses.rows import BatchAxis, RowAxes
 from fastdp.engine.uses.selections import GROUPED, Owners, call_site, selects
 
 #: The data decide the size of what these return, or which row comes where.
@@ -170,12 +170,12 @@ class InputGradients(DataFlow):
     """
 
     def __init__(self, call: Call, carriers: Collection[Path], rows: int):
-        self._found: list[tuple[torch.Tensor, Fold]] = []
+        self._found: list[tuple[torch.Tensor, BatchAxis]] = []
 
         def begin(path: Path, t: torch.Tensor) -> torch.Tensor:
             if path not in carriers or not t.is_floating_point():
                 return t
-            self._found.append((t.detach().clone().requires_grad_(), Fold()))
+            self._found.append((t.detach().clone().requires_grad_(), BatchAxis()))
             return self._found[-1][0]
 
         self.call: Call = map_leaves(call, begin)
@@ -212,7 +212,7 @@ class InputGradients(DataFlow):
             return found
         if func in (F.embedding, F.embedding_bag) and torch.is_grad_enabled():
             place = self._row_axes.of(kwargs.get("input", args[0] if args else None))
-            fold = Fold() if place is None else place.fold(self._rows)
+            fold = BatchAxis() if place is None else place.fold(self._rows)
             if fold is None or not fold.fits(tuple(out.shape), self._rows):
                 return True
             if out.requires_grad:

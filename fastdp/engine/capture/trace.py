@@ -21,7 +21,7 @@ from fastdp.engine.capture.intercept import OPERATIONS, operand
 from fastdp.engine.errors import Differentiates, FlatBags, UnsupportedUse, Untraceable
 from fastdp.engine.loss.losses import LOSSES
 from fastdp.engine.uses.logits import Logits, Source
-from fastdp.engine.uses.rows import BroadcastLayout, Fold, RowAxis, fold_between
+from fastdp.engine.uses.rows import BatchAxis, BroadcastLayout, RowAxis, fold_between
 from fastdp.engine.uses.selections import GROUPED, call_site
 
 #: Which operations met which tensors: their name, the ids of the parameters on the one side, and the other's dimensions.
@@ -59,7 +59,7 @@ class Trace:
     reads: list[Read]
     paths: frozenset[Path]
     carriers: frozenset[Path]
-    carries_rows: dict[tuple[str, str, int], Fold | None]
+    carries_rows: dict[tuple[str, str, int], BatchAxis | None]
     meetings: dict[Key, BroadcastLayout]
     unread: list[str]
     #: Whether every token that a loss function sees is known to belong to a row.
@@ -414,7 +414,7 @@ class Tracer:
 def _compare(
     two: _Recorder, three: _Recorder, counts: tuple[int, int], carriers: frozenset[Path], trained: Mapping[str, Any]
 ) -> Trace:
-    carries: dict[tuple[str, str, int], Fold | None] = {}
+    carries: dict[tuple[str, str, int], BatchAxis | None] = {}
     conflict, mapped = None, True
     uses: Counter[str] = Counter()
     for read, a, b in zip(two.reads, two.inputs, three.inputs):
@@ -473,10 +473,10 @@ def _sight(two: _Recorder) -> tuple[Any, ...]:
     return two.selects, *reads
 
 
-def _fold_of(two: _TensorView, three: _TensorView, counts: tuple[int, int]) -> Fold | None | str:
+def _fold_of(two: _TensorView, three: _TensorView, counts: tuple[int, int]) -> BatchAxis | None | str:
     """Where the rows of a tensor lie that was seen on ``counts`` rows; None if it has none, a text where nobody can say."""
     if two.owned and three.owned:
-        return Fold(chosen=True)
+        return BatchAxis(chosen=True)
     if all(m == n for m, n in zip(two.shape, three.shape)):
         return None
     fold = fold_between(two.shape, three.shape, (two.row_axis, three.row_axis), counts)
@@ -512,7 +512,7 @@ def _layouts(
 
 def _folds(
     two: Sequence[_TensorView], three: Sequence[_TensorView], counts: tuple[int, int]
-) -> tuple[Fold | None, ...]:
+) -> tuple[BatchAxis | None, ...]:
     folds = (_fold_of(a, b, counts) for a, b in zip(two, three))
     return tuple(None if isinstance(fold, str) else fold for fold in folds)
 

@@ -52,17 +52,17 @@ class Accumulator(Sums):
         #: The bounds that this batch is clipped by, once its first unit was.
         self.bounds: tuple[float, ...] | None = None
         #: Sums whose memory another batch will write to, without noise: nobody may keep these.
-        self.lent: frozenset[str] = frozenset()
+        self.aliased: frozenset[str] = frozenset()
 
-    def lend(self, sums: Mapping[str, torch.Tensor]) -> None:
-        """Take sums of parameters that have none yet as they lie in a recorded pass, until `own`."""
+    def alias_graph_buffers(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Take sums of parameters that have none yet as they lie in a recorded pass, until `copy_aliased`."""
         self.sums.update(sums)
-        self.lent |= sums.keys()
+        self.aliased |= sums.keys()
 
-    def own(self) -> None:
-        """Copy what was lent: a recorded pass is about to write where it lies."""
-        self.sums.update({name: self.sums[name].clone() for name in self.lent & self.sums.keys()})
-        self.lent = frozenset()
+    def copy_aliased(self) -> None:
+        """Copy what lies in a recorded pass: a recorded pass is about to write where it lies."""
+        self.sums.update({name: self.sums[name].clone() for name in self.aliased & self.sums.keys()})
+        self.aliased = frozenset()
 
     def merge(self, ranks: Ranks) -> None:
         """Make the sums, and what is said about them, those of the whole logical batch: of all ranks' micro-batches."""

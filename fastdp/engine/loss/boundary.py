@@ -157,12 +157,10 @@ def plain_gradients(
     parameters: Iterable[torch.nn.Parameter],
     *,
     keep: Callable[[int, torch.Tensor], Any] = lambda index, gradient: gradient,
-    retain: bool = False,
 ) -> list[Any]:
     """Gradients of the parameters, by a backward pass whose `.grad` are put back as they were.
 
     ``keep`` makes of a gradient, as soon as it is there, what is returned in its place; its first argument is its number.
-    ``retain`` keeps the graph for another backward pass.
 
     Under reentrant checkpointing `torch.autograd.grad` raises, or misses what lies inside the checkpointed pieces.
     """
@@ -174,7 +172,7 @@ def plain_gradients(
         found[index] = own if found[index] is None else found[index] + own
 
     with caught(parameters, take):
-        torch.autograd.backward(tops, seeds, retain_graph=retain)
+        torch.autograd.backward(tops, seeds)
     return found
 
 

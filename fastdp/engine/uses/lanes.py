@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from fastdp.calls.batches import map_leaves, map_tensors, tensors
 from fastdp.calls.named import functions, is_detach, is_in_place, is_metadata, operation
 from fastdp.engine.errors import Unseen, UnsupportedUse
-from fastdp.engine.uses.rows import BroadcastLayout, Fold
+from fastdp.engine.uses.rows import BatchAxis, BroadcastLayout
 from fastdp.engine.uses.selections import Selection
 from fastdp.engine.uses.shared import Shared, SharedLanes, SharedProduct, pull_through
-from fastdp.engine.uses.use import EmbeddingUse, ExpandUse, Tap, expanded, operation_kind
+from fastdp.engine.uses.use import EmbeddingUse, ExpandUse, Tap, expand_with_capture, operation_kind
 
 
 class PerLane(torch.Tensor):
@@ -133,7 +133,7 @@ def affine(func: Any, args: Any, kwargs: Any, trained: Mapping[int, str], tap: T
         return NotImplemented
     rows = tap.layout.rows
     keep((func, id(vector), x.shape, rows), operation_kind(name, x.shape, rows, met.fold))
-    lanes = expanded(vector, x, tap, x.dim() - 2)
+    lanes = expand_with_capture(vector, x, tap, x.dim() - 2)
     return func(x, lanes) if own else func(lanes, x)
 
 
@@ -235,7 +235,7 @@ class Meeting:
 
     tap: Tap
     activation: torch.Tensor
-    fold: Fold | Selection
+    fold: BatchAxis | Selection
     met: BroadcastLayout = BroadcastLayout()
     key: tuple[str, frozenset[int]] = ("", frozenset())
 
@@ -318,7 +318,7 @@ def _by_lane(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
     return tuple(fold.join(t) for fold, t in zip(folds, results))
 
 
-def _own_copy(lanes: torch.Tensor, fold: Fold, rows: int) -> torch.Tensor:
+def _own_copy(lanes: torch.Tensor, fold: BatchAxis, rows: int) -> torch.Tensor:
     """Of a value that the formula itself repeated for every row, the copies of a lane's own row: ``[lanes, ...]``."""
     return torch.diagonal(fold.split(lanes.movedim(0, -1), rows), 0, fold.lane_axis, -1).movedim(-1, 0)
 
@@ -344,7 +344,7 @@ def lay_along_rows(value: PerLane, meeting: Meeting) -> torch.Tensor:
         return fold.spread(lanes.squeeze(1 + axis), size, layout.rows).movedim(0, axis)
     if shape[axis] == size and not isinstance(fold, Selection):
         # The formula itself repeated the parameter for every row: each entry reads the copy of its own row's lane.
-        own = Fold(axis, fold.inner)
+        own = BatchAxis(axis, fold.inner)
         return own.join(_own_copy(lanes, own, layout.rows).movedim(0, own.lane_axis))
     raise UnsupportedUse(f"a parameter of shape {list(shape)} meets an activation of shape {list(activation.shape)}")
 
@@ -357,7 +357,7 @@ def _matmul(meeting: Meeting, input: Any, other: Any) -> Any:
     # W x is (x^T W^T)^T.
     rank = other.dim()
     swapped = {rank - 1: rank - 2, rank - 2: rank - 1}
-    fold = Fold(swapped.get(meeting.fold.axis, meeting.fold.axis), meeting.fold.inner)
+    fold = BatchAxis(swapped.get(meeting.fold.axis, meeting.fold.axis), meeting.fold.inner)
     turned = replace(meeting, activation=other.mT, fold=fold)
     out = _product(turned, torch.matmul, turned.activation, input, None, swap=False)
     return out if out is NotImplemented else out.mT

@@ -18,7 +18,7 @@ from fastdp.calls.named import functions
 from fastdp.engine.errors import UnsupportedUse
 
 
-class Fold(NamedTuple):
+class BatchAxis(NamedTuple):
     """Where rows lie: along ``axis``, whose size is a multiple of their number.
 
     Entries of one row are neighbours there, unless ``inner``: then a row's entries are as far apart as there are rows.
@@ -42,7 +42,7 @@ class Fold(NamedTuple):
             return False
         return self.inner is not None or shape[self.axis] == rows
 
-    def with_(self, other: Fold) -> Fold | None:
+    def with_(self, other: BatchAxis) -> BatchAxis | None:
         """One fold for both: of two that differ in what is known; None if they contradict each other."""
         same = (self.axis, self.chosen) == (other.axis, other.chosen)
         if not same or (self.inner != other.inner and None not in (self.inner, other.inner)):
@@ -104,9 +104,9 @@ class BroadcastLayout:
     values computed from parameters, which a formula may have repeated for every row; ``problem`` why it cannot be said.
     """
 
-    fold: Fold | None = None
-    out: tuple[Fold | None, ...] = ()
-    copies: tuple[Fold | None, ...] = ()
+    fold: BatchAxis | None = None
+    out: tuple[BatchAxis | None, ...] = ()
+    copies: tuple[BatchAxis | None, ...] = ()
     problem: str | None = None
 
 
@@ -134,16 +134,16 @@ class RowAxis:
         sizes[self.axis] = -1
         return self.rows.view(sizes).expand(shape)
 
-    def fold(self, count: int) -> Fold | None:
+    def fold(self, count: int) -> BatchAxis | None:
         """The fold of these ``count`` rows, if it is one."""
         entries, size = torch.arange(self.rows.shape[0], device=self.rows.device), self.rows.shape[0]
         if size == 0 or size % count:
             return None
         if size == count:
-            return Fold(self.axis, None) if torch.equal(self.rows.long(), entries) else None
+            return BatchAxis(self.axis, None) if torch.equal(self.rows.long(), entries) else None
         if torch.equal(self.rows.long(), entries // (size // count)):
-            return Fold(self.axis)
-        return Fold(self.axis, inner=True) if torch.equal(self.rows.long(), entries % count) else None
+            return BatchAxis(self.axis)
+        return BatchAxis(self.axis, inner=True) if torch.equal(self.rows.long(), entries % count) else None
 
 
 class RowAxes:
@@ -279,7 +279,7 @@ def fold_between(
     more: tuple[int, ...],
     row_axes: tuple[RowAxis | None, RowAxis | None],
     counts: tuple[int, int] = (2, 3),
-) -> Fold | None:
+) -> BatchAxis | None:
     """The fold of a tensor that had these shapes on ``counts`` rows, both of them with rows; None if it has no known one.
 
     A first axis that grows with the rows is taken to hold them in order where nothing else is known.
@@ -291,5 +291,5 @@ def fold_between(
         return fold if fold == b.fold(counts[1]) else None
     axis = grows[0]
     if (fewer[axis], more[axis]) == counts:
-        return Fold(axis, None)
-    return Fold() if axis == 0 and fewer[0] % counts[0] == 0 and more[0] % counts[1] == 0 else None
+        return BatchAxis(axis, None)
+    return BatchAxis() if axis == 0 and fewer[0] % counts[0] == 0 and more[0] % counts[1] == 0 else None

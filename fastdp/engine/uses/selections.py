@@ -43,7 +43,7 @@ _LIBRARIES = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).pare
 
 
 class Selection:
-    """The rows of what the data selected, in the place of a `Fold`.
+    """The rows of what the data selected, in the place of a `BatchAxis`.
 
     Args:
         owners: keep them.

@@ -13,7 +13,7 @@ from fastdp.calls.named import functions
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.uses.experts import ExpertFactors
 from fastdp.engine.uses.factors import Factors
-from fastdp.engine.uses.rows import Fold
+from fastdp.engine.uses.rows import BatchAxis
 from fastdp.engine.uses.selections import Selection
 from fastdp.engine.uses.use import Sink, Tap
 
@@ -82,7 +82,13 @@ class SharedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, shared: Shared, tap: Tap, swap: bool, fold: Fold | Selection, *sources: torch.Tensor
+        ctx: Any,
+        x: torch.Tensor,
+        shared: Shared,
+        tap: Tap,
+        swap: bool,
+        fold: BatchAxis | Selection,
+        *sources: torch.Tensor,
     ) -> torch.Tensor:
         ctx.tap, ctx.shared, ctx.swap, ctx.fold = tap, shared, swap, fold
         weight = shared.value.detach()

@@ -20,7 +20,7 @@ import fastdp.ops as ops
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Layout
-from fastdp.engine.uses.rows import Fold
+from fastdp.engine.uses.rows import BatchAxis
 from fastdp.engine.uses.selections import Selection, SelectionMode
 
 
@@ -41,7 +41,7 @@ class Sink(Protocol):
 
 
 @functools.lru_cache(1 << 12)
-def operation_kind(operation: str, shape: torch.Size, rows: int, fold: Fold | None) -> tuple[str, tuple[int, ...]]:
+def operation_kind(operation: str, shape: torch.Size, rows: int, fold: BatchAxis | None) -> tuple[str, tuple[int, ...]]:
     """An operation and the shape of its input for one row, all of it without rows; `UnsupportedUse` if it cannot be cut."""
     own = list(shape)
     if fold is not None:
@@ -81,7 +81,7 @@ class Tap:
         #: that reads trained ones ran without gradients, as under reentrant checkpointing, and is computed anew within it.
         self.whole = False
 
-    def note(self, operation: str, x: torch.Tensor, fold: Fold | None) -> None:
+    def note(self, operation: str, x: torch.Tensor, fold: BatchAxis | None) -> None:
         """Note the shape of a use's input; raises `UnsupportedUse` if it cannot be cut into the rows."""
         self.shapes.add(operation_kind(operation, x.shape, self.layout.rows, fold))
 
@@ -166,7 +166,7 @@ class Product(NamedTuple):
     lanes: int | None
     laned: bool
     trained: tuple[bool, bool]
-    fold: Fold | Selection | None
+    fold: BatchAxis | Selection | None
 
 
 class OwnProduct(NamedTuple):
@@ -238,7 +238,7 @@ class Normed(NamedTuple):
 _saving_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: True)
 
 
-def applied(x: Any, weight: Any, bias: Any, tap: Tap, use: Product, held: int) -> Any:
+def linear_with_capture(x: Any, weight: Any, bias: Any, tap: Tap, use: Product, held: int) -> Any:
     """``x W^T + b`` as an `OwnProduct` of the pass, or else as a `LinearUse`.
 
     ``held`` are the bytes of its input and its output's gradient, if they wait for others.
@@ -254,7 +254,7 @@ def applied(x: Any, weight: Any, bias: Any, tap: Tap, use: Product, held: int) -
     return out
 
 
-def expanded(parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap, between: int) -> torch.Tensor:
+def expand_with_capture(parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap, between: int) -> torch.Tensor:
     """A parameter's copies, one a lane, to meet x entry by entry: `OwnLanes` of the pass, or else an `ExpandUse`."""
     lanes = tap.layout.lanes
     if not _differentiates_itself(x, tap, lanes * parameter.nbytes):
@@ -264,7 +264,7 @@ def expanded(parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap, between: 
     return copies
 
 
-def normed(x: Any, weight: Any, bias: Any, eps: float, tap: Tap, trained: tuple[bool, bool]) -> Any:
+def layer_norm_with_capture(x: Any, weight: Any, bias: Any, eps: float, tap: Tap, trained: tuple[bool, bool]) -> Any:
     """A layer norm over the last dimension that autograd differentiates by itself, or else a `LayerNormUse`."""
     if not _differentiates_itself(x, tap, 0):
         return LayerNormUse.apply(x, weight, bias, eps, tap, trained)
