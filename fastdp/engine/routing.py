@@ -7,6 +7,7 @@ pass that goes where no traced one went has the trace *extended* by that batch, 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -315,7 +316,7 @@ class TraceCache:
         self._tracer, self._trace, self._plain = tracer, trace, plain
         self.compared: dict[Any, frozenset[Any]] = {}
         self.free_texts: set[Path] = set()
-        self._texts: dict[Path, set[str]] = {}
+        self._texts: set[tuple[Path, str]] = set()
         #: Kinds of uses by the choices of a call and the shapes of its inputs, without rows.
         self._uses: dict[Any, frozenset[Any]] = {}
         #: The ways through the model that were checked: a pass's kinds of uses, whatever the lengths of inputs.
@@ -407,13 +408,9 @@ class TraceCache:
             self._tracer.require_same(self._trace, self._plain, call, rows)
 
     def _count_texts(self, choices: frozenset[Any]) -> None:
-        for path, value in choices:
-            if isinstance(value, str):
-                values = self._texts.setdefault(path, set())
-                values.add(value)
-                if len(values) > _MOST_TEXTS:
-                    self.free_texts.add(path)
-                    del self._texts[path]
+        self._texts |= {choice for choice in choices if isinstance(choice[1], str)}
+        counts = Counter(path for path, _ in self._texts)
+        self.free_texts = {path for path, count in counts.items() if count > _MOST_TEXTS}
 
     def _has_known_carriers(self, found: Mapping[Path, torch.Tensor], rows: int) -> bool:
         """Whether what carried rows in the traced calls does in this one, and nothing new does."""

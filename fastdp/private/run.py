@@ -123,10 +123,9 @@ class Private(Published):
         self._state.moved = frozenset(map(id, () if installed is None else moved.values()))
         self._provenance = Provenance(model, moved, ledger, lambda: self._state)
         self._fingerprint = fingerprint(moved)
-        #: Whether anything may differ from one step to the next: otherwise a step asks for nothing.
-        self._changes = stages.prepares or stages.method.follows_schedule or installed is not None
         self._epsilons: dict[tuple[tuple[int, ...], float], float] = {}
-        self._steps = Steps(model, optimizer, stages, ledger, plan, observers, ranks, prepare=self._stepped)
+        changes = stages.prepares or stages.method.follows_schedule or installed is not None
+        self._steps = Steps(model, optimizer, stages, ledger, plan, observers, ranks, self._stepped, changes=changes)
         for owner in (model, optimizer):
             _DRIVEN[owner] = weakref.ref(self)
         # As long as the model is driven, its run can be asked to let it go.
@@ -259,11 +258,9 @@ class Private(Published):
         return self._stages.outcome
 
     def _stepped(self) -> None:
-        last = self.ledger.spent_steps >= self.ledger.budget_steps
-        if last or self._provenance.ended:
-            self._provenance.released(last=last)
-        if self._changes:
-            self.prepare()
+        if self.ledger.spent_steps >= self.ledger.budget_steps:
+            self._provenance.end()
+        self.prepare()
 
     def prepare(self) -> None:
         """Make the release that the method needs before the next step, if one is due.
@@ -333,6 +330,7 @@ class Private(Published):
                 # Every preparation makes as many releases of a kind as the others.
                 self.ledger.extend(self.ledger.budget(kind) // before * after, kind)
         self.ledger.extend(total)
+        self._provenance.ended = False
 
     def card(self) -> accounting.Card:
         """What was bought: mechanism, unit, sampling, epsilon and delta, the event, what is unprotected.

@@ -59,7 +59,8 @@ class Steps:
         ledger, plan: say with how much noise the next release is counted.
         observers: who looks on; others may join.
         ranks: the processes that train together.
-        prepare: called after each update, for what the method may do before the next step.
+        prepare: called after the last update of the budget, and where ``changes`` says that anything may differ from one step
+            to the next, after each: for what the method may do before the next step.
 
     Attributes:
         done: whether the latest step released a logical batch.
@@ -75,9 +76,12 @@ class Steps:
         observers: list[Observer],
         ranks: Ranks,
         prepare: Callable[[], None],
+        *,
+        changes: bool,
     ):
         self._model, self._optimizer, self._stages = model, optimizer, stages
-        self._ledger, self._plan, self._ranks, self._prepare = ledger, plan, ranks, prepare
+        self._ledger, self._plan, self._ranks = ledger, plan, ranks
+        self._prepare, self._changes = prepare, changes
         self._carried = _OptimizerStateGuard(optimizer, resumed=ledger.spent_steps > 0)
         self._observers = observers
         self.done = False
@@ -292,7 +296,8 @@ class Steps:
         with gc_paused():
             self._carried.keep()
             cast(Checks, engine.checks).state.settle()
-        self._prepare()
+        if self._changes or self._ledger.spent_steps >= self._ledger.budget_steps:
+            self._prepare()
 
 
 def noised_fraction(unclipped: float, units: float, std: float, divisor: float, stream: NoiseStream) -> float:

@@ -527,25 +527,3 @@ def _common_layout(a: BroadcastLayout, b: BroadcastLayout, operation: str) -> Br
     same = len(a.out) == len(b.out)
     out = tuple(None if x is None or y is None else x.with_(y) for x, y in zip(a.out, b.out)) if same else ()
     return BroadcastLayout(fold, out, a.copies)
-
-
-def module_outputs(
-    model: torch.nn.Module, forward: Callable[..., Any], call: Call, row: int
-) -> dict[str, torch.Tensor]:
-    """What each module returns for a row in one pass without dropout."""
-    seen: dict[str, torch.Tensor] = {}
-
-    def record(name: str, output: object) -> None:
-        found = next(iter(tensors(output)), None)
-        if found is not None and found.dim() > 0 and found.shape[0] > row and found.is_floating_point():
-            seen.setdefault(name, found.detach()[row].clone())
-
-    modules = [(n, m) for n, m in model.named_modules() if n and not isinstance(m, torch.jit.ScriptModule)]
-    handles = [m.register_forward_hook(lambda _m, _i, output, name=n: record(name, output)) for n, m in modules]
-    try:
-        with preserve_rng(model), DropoutDisabled(), torch.no_grad():
-            forward(*call[0], **call[1])
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen

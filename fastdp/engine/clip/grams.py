@@ -154,14 +154,11 @@ class Grams:
         gram_error = products.square()
         gram_error *= gammas([error.gram for error in errors], tokens)
         known = self.norms.measured().index_add_(0, groups, squares)
-        remeasured = (torch.zeros_like(known).index_add_(0, groups, gram_error) > REMEASURED * known)[groups] & (
-            products > 0
-        )
-        anew = self._launches or bool(remeasured.any())
-        rests = products
-        if anew:
-            self._measure(remeasured, rests.masked_fill(~remeasured, 0), tokens)
-            squares, products = squares.masked_fill(remeasured, 0), products.masked_fill(remeasured, 0)
+        too_large = torch.zeros_like(known).index_add_(0, groups, gram_error) > REMEASURED * known
+        imprecise = too_large[groups] & (products > 0)
+        if self._launches or bool(imprecise.any()):
+            self._measure(imprecise, products.masked_fill(~imprecise, 0), tokens)
+            squares, products = squares.masked_fill(imprecise, 0), products.masked_fill(imprecise, 0)
         self.norms.add_rows(own, squares, errors, products, tokens)
         self._known.clear()
 

@@ -302,10 +302,10 @@ class NormSink(Captures):
     def _add_found(self, found: Found) -> None:
         """A vocabulary's head, whose tiles gave its norms in the forward pass, or a stack of experts."""
         self._take_earlier()
-        (squares, products), remeasured = found.use.powers(self.layout), found.use.remeasured
+        (squares, products), imprecise = found.use.powers(self.layout), found.use.imprecise
         tokens = found.use.lengths(self.layout)
-        self._take(found, found.errors.direct, squares * remeasured, products * remeasured, tokens)
-        self._take(found, found.errors.gram, squares * ~remeasured, products * ~remeasured, tokens)
+        self._take(found, found.errors.direct, squares * imprecise, products * imprecise, tokens)
+        self._take(found, found.errors.gram, squares * ~imprecise, products * ~imprecise, tokens)
 
     def _take_earlier(self) -> None:
         """On a processor, norms are added up in the order of captures, whatever waits."""
@@ -542,24 +542,23 @@ class NormSink(Captures):
         every, scaled = [f for use in uses for f in (use.left, use.right)], any(use.scales for use in uses)
         rounding = ops.Rounding(*every, scaled=scaled)
         added = rounding.added()
-        remeasured = gammas([gram], tokens)[0] * products.square() > REMEASURED * (
-            self.norms.measured()[group] + square
-        )
-        if remeasured.device.type == "cpu" and bool(remeasured.any()):
+        known = self.norms.measured()[group] + square
+        imprecise = gammas([gram], tokens)[0] * products.square() > REMEASURED * known
+        if imprecise.device.type == "cpu" and bool(imprecise.any()):
             # Such a unit's gradient is put together, one at a time; elsewhere its weight is what the bound allows.
             whole = PerUnit(uses, None, self.layout, self.parameters[name].shape)
             again = torch.zeros_like(square)
-            for unit in remeasured.nonzero()[:, 0].tolist():
+            for unit in imprecise.nonzero()[:, 0].tolist():
                 again[unit] = ops.instance_sqnorm(whole[unit][None])[0]
             self.add_powers(
                 name,
                 again,
                 rounding,
-                products=torch.where(remeasured, products, 0),
+                products=torch.where(imprecise, products, 0),
                 tokens=tokens,
                 added=added.plus(added),
             )
-            square, products = torch.where(remeasured, 0, square), torch.where(remeasured, 0, products)
+            square, products = torch.where(imprecise, 0, square), torch.where(imprecise, 0, products)
         self.add_powers(name, square, rounding, products=products, tokens=tokens, gram=gram, added=added)
 
     def _masked(self, name: str, entry: Entry) -> None:

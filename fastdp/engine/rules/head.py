@@ -139,9 +139,9 @@ class HeadFactors(Factors):
         return self.tiles.weight.shape[0]
 
     @property
-    def remeasured(self) -> torch.Tensor:
+    def imprecise(self) -> torch.Tensor:
         """As the forward pass found it."""
-        return self.norms.remeasured
+        return self.norms.imprecise
 
     def dense(self) -> Factors:
         """The same as an ordinary factor pair, all of it in memory."""
@@ -321,7 +321,7 @@ class _Norms:
     products: torch.Tensor
 
     def __post_init__(self) -> None:
-        self.remeasured = torch.zeros_like(self.squares, dtype=torch.bool)
+        self.imprecise = torch.zeros_like(self.squares, dtype=torch.bool)
 
     def measure(self, units: slice, tile: torch.Tensor, hidden: torch.Tensor, offsets: torch.Tensor) -> None:
         """By Gram matrices, or directly where a unit is long or their rounding may hide too much."""
@@ -332,12 +332,12 @@ class _Norms:
         long = tokens > most
         products = torch.where(long, every, products)
         gram = ops.Rounding(tile, hidden).gram(*sizes)
-        remeasured = long | (gammas([gram], tokens)[0] * products.square() > REMEASURED * squares)
-        if remeasured.device.type != "cpu" or bool(remeasured.any()):
+        imprecise = long | (gammas([gram], tokens)[0] * products.square() > REMEASURED * squares)
+        if imprecise.device.type != "cpu" or bool(imprecise.any()):
             squares = torch.where(
-                remeasured, ops.chosen_sqnorm([tile], [hidden], offsets, remeasured[None])[0].double(), squares
+                imprecise, ops.chosen_sqnorm([tile], [hidden], offsets, imprecise[None])[0].double(), squares
             )
-        self.squares[units], self.products[units], self.remeasured[units] = squares, products, remeasured
+        self.squares[units], self.products[units], self.imprecise[units] = squares, products, imprecise
 
 
 @dataclass

@@ -26,7 +26,7 @@ class ExpertFactors(Factors):
     """Factors of a stack of ``count`` matrices; ``own_offsets`` ``[count * units + 1]`` say where runs begin."""
 
     count: int = 1
-    remeasured: torch.Tensor = None  # type: ignore[assignment]
+    imprecise: torch.Tensor = None  # type: ignore[assignment]
 
     stacked: ClassVar[bool] = True
 
@@ -70,15 +70,15 @@ class ExpertFactors(Factors):
         left, right, offsets, sizes = [self.left], [self.right], self.own_offsets, (self.width, self.right.shape[1])
         tokens, products = super(ExpertFactors, self).lengths(layout), ops.row_products(self.left, self.right, offsets)
         if min(sizes) <= NARROW:
-            self.remeasured = torch.ones(layout.units, dtype=torch.bool, device=offsets.device)
+            self.imprecise = torch.ones(layout.units, dtype=torch.bool, device=offsets.device)
             squares = ops.sqnorm(self.left, self.right, offsets, "direct")
         else:
             # On a processor runs that are long are left to the direct route.
             most = longest_by_gram(*sizes) if offsets.device.type == "cpu" else INT64_MAX
             squares, short = (found[0] for found in ops.gram_norms(left, right, [1], offsets, (), most))
             gram_error = gammas([self.rounding().gram(*sizes)], tokens)[0] * short.square()
-            self.remeasured = self.by_unit(gram_error) > REMEASURED * self.by_unit(squares)
-            again = (((short > 0) & self.remeasured.repeat(self.count)) | (tokens > most)).unsqueeze(0)
+            self.imprecise = self.by_unit(gram_error) > REMEASURED * self.by_unit(squares)
+            again = (((short > 0) & self.imprecise.repeat(self.count)) | (tokens > most)).unsqueeze(0)
             if again.device.type != "cpu" or bool(again.any()):
                 squares = torch.where(again, ops.chosen_sqnorm(left, right, offsets, again), squares)[0]
         # Errors of the matrices are those of parts of one vector.

@@ -128,8 +128,8 @@ class Factors:
         return squares[0], products[0]
 
     @property
-    def remeasured(self) -> torch.Tensor:
-        """Which units `powers` measured again by the direct route, bool ``[units]``, or one for all."""
+    def imprecise(self) -> torch.Tensor:
+        """Which units `powers` found by the direct route, as Gram matrices are imprecise: bool ``[units]``, or one for all."""
         return torch.zeros((), dtype=torch.bool, device=self.right.device)
 
     def inner(self, other: Factors, layout: Layout) -> torch.Tensor:
@@ -178,13 +178,8 @@ def join_uses(uses: list[Factors], layout: Layout) -> list[Factors]:
     """Join uses of one kind and length along each unit's tokens, so that k uses need one Gram and not k^2 cross terms."""
     first = uses[0]
     kinds = {(use.tiled, use.one_hot, use.swap, use.laned, use.right.shape) for use in uses}
-    if (
-        len(uses) < 2
-        or first.tiled
-        or len(kinds) > 1
-        or layout.token_segments is not None
-        or first.own_offsets is not None
-    ):
+    by_row = layout.token_segments is None and first.own_offsets is None and not first.tiled
+    if len(uses) < 2 or len(kinds) > 1 or not by_row:
         return uses
 
     def join(parts: list[torch.Tensor]) -> torch.Tensor:
