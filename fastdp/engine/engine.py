@@ -17,7 +17,7 @@ from fastdp.calls.pending import PendingGradients
 from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import RankLost
 from fastdp.engine.clip.policy import Policy
-from fastdp.engine.errors import SelfCheckError, Unseen
+from fastdp.engine.errors import SelfCheckError, UnseenUse
 from fastdp.engine.loss.boundary import FORWARD_AFTER_BACKWARD, TWO_FORWARDS, UNEQUAL_LOSSES, Junction
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, JoinedPasses, Passes
 from fastdp.engine.routing import Routing
@@ -174,7 +174,7 @@ class Engine(Passes):
             try:
                 try:
                     return self._traced_forward(call, ticket, junction, verify=verify, checked=checked)
-                except Unseen:
+                except UnseenUse:
                     # Other ranks would not follow where weights are in pieces.
                     if self.weights.cut:
                         raise

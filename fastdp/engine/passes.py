@@ -23,18 +23,18 @@ from fastdp.engine.capture.memory import allowed_bytes, kept_bytes, longest
 from fastdp.engine.capture.trace import Trace
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy, Unclipped
-from fastdp.engine.errors import SelfCheckError, Unseen, UnsupportedUse
+from fastdp.engine.errors import SelfCheckError, UnseenUse, UnsupportedUse
 from fastdp.engine.loss.boundary import (
     Junction,
     LossBoundary,
     OutputBoundary,
-    caught,
     differentiable,
     hooks_aside,
     plain_gradients,
     replace_loss,
     require_loss,
     require_positive,
+    take_gradients,
 )
 from fastdp.engine.loss.losses import LossTerms, combine, graph_of, intercepted, masked_mean
 from fastdp.engine.loss.one_example import backward_starts, merged, run_alone
@@ -246,8 +246,12 @@ class Passes:
         self.route = USES
         unread = self.parameters.keys() - {read.parameter for read in self.trace.reads}
         # A later batch may read these, as where tasks have heads of their own.
-        unread_modules = [name.rpartition(".")[0] for name in unread]
-        self.forwards.patch(dict.fromkeys([*self.trace.modules, *selecting, *unread_modules]))
+        modules = [
+            *(read.module for read in self.trace.reads),
+            *selecting,
+            *(name.rpartition(".")[0] for name in unread),
+        ]
+        self.forwards.patch(dict.fromkeys(modules))
 
     def fall_back(self, reason: str, ticket: Ticket) -> None:
         """Go on by the one-example route: exact for any model, and slow. Raises ValueError where it does not serve."""
@@ -411,7 +415,7 @@ class Passes:
         try:
             with preserve_rng(self.model):
                 return self._tops_as_traced(call, layout, tap, verify=verify)
-        except Unseen:
+        except UnseenUse:
             self.extend_trace(call, layout.rows)
         tap.restart()
         return self._tops_as_traced(call, layout, tap, verify=verify)
@@ -466,7 +470,7 @@ class Passes:
         try:
             if self.route == ORDINARY:
                 names = list(self.read)
-                with caught(self.read.values(), lambda i, g: self.accumulator.add_gradient(names[i], g)):
+                with take_gradients(self.read.values(), lambda i, g: self.accumulator.add_gradient(names[i], g)):
                     backward(False)
                 self.accumulator.finish()
                 self.accumulator.units = self.accumulator.units + (layout.weights > 0).sum()

@@ -25,7 +25,7 @@ from fastdp.engine.errors import (
     FlatBags,
     OwnLoss,
     SelfCheckError,
-    Unseen,
+    UnseenUse,
     UnsupportedUse,
     Untraceable,
     first_line,
@@ -117,7 +117,7 @@ class Routing:
             check()
 
     def after(self, waiting: Pass, *, extended: bool) -> None:
-        """Compare the uses of a batch's own pass with the trace. Raises `Unseen` if the trace must be `extend`ed first.
+        """Compare the uses of a batch's own pass with the trace. Raises `UnseenUse` if the trace must be `extend`ed first.
 
         ``extended`` says that it was, by this batch.
         """
@@ -372,7 +372,7 @@ class TraceCache:
         """Raise `UnsupportedUse` unless the trace says of this call, too, whose tokens are whose, and its uses are known.
 
         Uses are known by the shapes of inputs, or by the way that the pass went, if one that went so was ``checked``, as the
-        first is; `Unseen` is raised if none was.
+        first is; `UnseenUse` is raised if none was.
 
         Returns whether the shapes of the inputs tell those of the uses.
         """
@@ -383,7 +383,7 @@ class TraceCache:
             self._ways.add(way)
             self._extended = False
         if self._extended:
-            raise Unseen("a few rows of a batch read parameters in a way that no whole batch did")
+            raise UnseenUse("a few rows of a batch read parameters in a way that no whole batch did")
         told = RowNumbers not in map(type, found.values())
         if not told:
             # The shape of a list does not tell how long its entries are.
@@ -399,7 +399,7 @@ class TraceCache:
             if operation in gone:
                 raise UnsupportedUse(reason)
             if way not in self._ways:
-                raise Unseen(reason)
+                raise UnseenUse(reason)
         _remember(self._uses, inputs, known | tap.shapes)
         return told
 

@@ -17,7 +17,7 @@ from fastdp.engine.clip.policy import Policy
 from fastdp.ops.stream import NoiseStream
 
 
-class Summed(NamedTuple):
+class ClippedSums(NamedTuple):
     """Parameters with their clipped sums, the noise that each sum is due, and the tensor id of that noise.
 
     Where one has ``axes``, its sum and noise are of the gradient over them. A step has hundreds of parameters, so that they come
@@ -36,7 +36,7 @@ class Update(Protocol):
 
     def __call__(
         self,
-        summed: Summed,
+        summed: ClippedSums,
         take: Callable[[Sequence[int]], torch.Tensor],
         *,
         divisor: float,
@@ -158,7 +158,7 @@ class Release:
         parameters = [self.parameters[name] for name in names]
         totals = self._totals(names, sums)
         stds, groups = policy.stds or (0.0,), map(policy.group_of.get, names, itertools.repeat(0))
-        summed = Summed(
+        summed = ClippedSums(
             parameters,
             totals,
             [stds[group] for group in groups],  # type: ignore[index]

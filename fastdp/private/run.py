@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -30,7 +33,7 @@ from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan, fingerprint
 from fastdp.private.preparation import Access, Moment, Outcome, Preparation
 from fastdp.private.provenance import Provenance
-from fastdp.private.publish import Published
+from fastdp.private.publish import save_beside_card, upload
 from fastdp.private.shapes import shape_statement
 from fastdp.private.stages import Stages
 from fastdp.private.steps import UNCHECKED, Steps
@@ -63,7 +66,7 @@ _ACCUMULATES = (
 _PASSES = "how many backward passes a checkpointed microbatch took: the choice depends on the lengths of its examples"
 
 
-class Private(Published):
+class Private:
     """A private training run; unpacks to ``(model, optimizer, data_loader)``.
 
     Attributes:
@@ -399,6 +402,40 @@ class Private(Published):
     def _shape_statement(self) -> str:
         on_gpu = any(p.device.type != "cpu" for p in self._engine.parameters.values())
         return shape_statement(self.data_loader.has_public_shapes, on_gpu=on_gpu)
+
+    def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> Path:
+        """Write model and card to a folder that others can use: weights, ``card.json``, ``card.md`` and ``README.md``.
+
+        The README is a model card with metadata and a section on privacy, both written from the claim; it takes the place of
+        what the model's own ``save_pretrained`` wrote there.
+
+        Args:
+            folder: where; made if it is missing.
+            options: for the model's own ``save_pretrained``.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ValueError: for a model without ``save_pretrained``.
+        """
+        return save_beside_card(self.model, self.card, folder, **options)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> Any:
+        """Upload what `save_pretrained` writes, the card with it, to a model hub.
+
+        Args:
+            repo_id: the name on the hub, such as ``anna/notes``; made if it is missing.
+            options: for ``HfApi.upload_folder``, as ``commit_message``.
+
+        Returns:
+            What the hub says of the upload.
+
+        Raises:
+            ValueError: as `save_pretrained`.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            return upload(self.save_pretrained(folder), repo_id, **options)
 
     def state_dict(self) -> dict[str, Any]:
         """Step counts and spent budget, for a checkpoint; never a key, so a resumed run repeats no noise."""

@@ -88,7 +88,7 @@ class Steps:
         #: On the device: to read it would make the host wait before each release.
         self.nonfinite: torch.Tensor | int = 0
         self._depth = 0
-        self._handed: _Unread | None = None
+        self._handed: _WithheldLoss | None = None
         method = stages.method
         self._selects, self._adapts = method.selects, method.count_noise_std is not None
         #: A policy whose noise was found enough for all steps.
@@ -121,12 +121,12 @@ class Steps:
         if any(isinstance(given, (torch.Tensor, float)) for given in (*args[1:], *kwargs.values())):
             raise ValueError(_READS)
         closure = next((given for given in (*args[1:], kwargs.get("closure")) if given is not None), None)
-        if closure is None or isinstance(closure, _Evaluated):
+        if closure is None or isinstance(closure, _EvaluatedClosure):
             self._release_if_complete(optimizer)
             return None
         # The release needs the closure's backward pass, and the optimizers that are served call a closure once.
         with torch.enable_grad():
-            evaluated = _Evaluated(self._unread(optimizer, closure()))
+            evaluated = _EvaluatedClosure(self._unread(optimizer, closure()))
         self._release_if_complete(optimizer)
         return (args[0], evaluated), {name: value for name, value in kwargs.items() if name != "closure"}
 
@@ -135,7 +135,7 @@ class Steps:
         own = type(optimizer).step.__module__.startswith(("torch.optim", "fastdp.optim"))
         if own or not isinstance(loss, torch.Tensor):
             return loss
-        self._handed = loss.as_subclass(_Unread)
+        self._handed = loss.as_subclass(_WithheldLoss)
         return self._handed
 
     def _release_if_complete(self, optimizer: torch.optim.Optimizer) -> None:
@@ -381,7 +381,7 @@ def _as_left(optimizer: torch.optim.Optimizer) -> bool:
     return len(values) == len(left) and all(map(operator.is_, values, left)) and versions == before
 
 
-class _Evaluated:
+class _EvaluatedClosure:
     """A closure that has been run: gives its value, once."""
 
     def __init__(self, value: Any):
@@ -397,7 +397,7 @@ class _Evaluated:
         return self.value
 
 
-class _Unread(torch.Tensor):
+class _WithheldLoss(torch.Tensor):
     """A loss that nothing is computed from, nor read off, until the step is over that it was handed to."""
 
     stepping = True

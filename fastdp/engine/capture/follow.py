@@ -81,7 +81,7 @@ class Follow(DataFlow):
         """Note the results whose first axis the data chose, by this operation or an earlier one."""
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if func in _SCATTERING and first is not None:
-            chosen = self.is_chosen(first)
+            chosen = first in self.chosen or self.is_owned(first)
         else:
             chosen = self._loses(func, args, kwargs, given, results, chosen)
         if func is torch.Tensor.__setitem__:
@@ -90,10 +90,6 @@ class Follow(DataFlow):
             # What is written into keeps its own axis.
             if (result in self.chosen if result is first else chosen) and result.dim() > 0:
                 self.chosen[result] = None
-
-    def is_chosen(self, t: Any) -> bool:
-        """Whether the data chose the first axis of a tensor, which no rule of a parameter's use knows then."""
-        return self.selects and (t in self.chosen or self.is_owned(t))
 
     def is_owned(self, t: Any) -> bool:
         """Whether it was selected, the rows of its entries being known."""

@@ -134,10 +134,6 @@ class Trace:
         """Parameters whose rows are looked up, whatever else reads them (a tied head does)."""
         return frozenset(read.parameter for read in self.reads if read.operation in LOOKUPS)
 
-    @property
-    def modules(self) -> list[str]:
-        return list(dict.fromkeys(read.module for read in self.reads))
-
 
 #: Seeds at which a model that draws is traced again, at most.
 _SEEDS = 8

@@ -12,8 +12,8 @@ import fastdp.ops as ops
 from fastdp.distributed.blocks import CaptureOrder
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.bounds import Norms, UpperNorms
-from fastdp.engine.clip.axes import Scaled
-from fastdp.engine.clip.norms import Batch, Entry, NormSink
+from fastdp.engine.clip.axes import ScalingSink
+from fastdp.engine.clip.norms import Entry, FactorBatch, NormSink
 from fastdp.engine.clip.sums import Sums, SumSink
 from fastdp.engine.uses.layout import Layout
 from fastdp.engine.uses.use import Sink
@@ -25,7 +25,7 @@ _COUNTS = "(counts)"
 _TRAINED = operator.attrgetter("requires_grad")
 
 
-class _Unfrozen:
+class _TrainedOnly:
     """Let captures of parameters that were frozen later on go by."""
 
     def __init__(self, sink: Sink):
@@ -131,7 +131,7 @@ class Accumulator(Sums):
         self.add_instances(whole, factors)
         self.finish()
 
-    def _add_batch(self, batch: Batch, factors: torch.Tensor, most: int) -> None:
+    def _add_batch(self, batch: FactorBatch, factors: torch.Tensor, most: int) -> None:
         """Add the sums of matrices that were measured together, the last captured first, in launches of about ``most`` bytes."""
         waiting: list[int] = []
         held = 0
@@ -160,8 +160,8 @@ class Accumulator(Sums):
         for name, axes in self.policy.axes.items():
             axes.check(name, self.parameters[name].shape)
         if not all(map(_TRAINED, self.parameters.values())):
-            sink = _Unfrozen(sink)
-        return Scaled(sink, self.policy.axes, self.names) if self.policy.axes else sink
+            sink = _TrainedOnly(sink)
+        return ScalingSink(sink, self.policy.axes, self.names) if self.policy.axes else sink
 
     def add_unit(self, instances: Mapping[str, torch.Tensor], weight: torch.Tensor) -> None:
         """Clip and add one unit from its whole gradients ``[1, ...]``, weight ``[1]``: the one-example route."""

@@ -29,7 +29,7 @@ class Route(NamedTuple):
     units: int
 
 
-class _Unscaled(NamedTuple):
+class _PendingScale(NamedTuple):
     """The sum of a parameter's plain gradients ``[m, n]``, and what its rows and columns are yet to be multiplied by."""
 
     total: torch.Tensor
@@ -67,7 +67,7 @@ class Sums:
     def reset(self) -> None:
         """Forget the sums: a new logical batch begins."""
         self._sums: dict[str, torch.Tensor] = {}
-        self._unscaled: dict[str, _Unscaled] = {}
+        self._unscaled: dict[str, _PendingScale] = {}
         self._uncut: dict[str, torch.Tensor] = {}
         if self.weights.cut:
             self._reducer = self.weights.reducer(self.parameters, functools.partial(_keep_piece, self._sums))
@@ -225,7 +225,7 @@ class Sums:
         if scales is None:
             self._whole[name] = flat.view(shape)
         else:
-            self._unscaled[name] = _Unscaled(flat, scales)
+            self._unscaled[name] = _PendingScale(flat, scales)
 
     def add_matrices(
         self,

@@ -33,7 +33,7 @@ def linear_of(module: torch.nn.Linear, reads: Reads, tap: Tap, x: torch.Tensor) 
 
 
 def _linear(reads: Reads, tap: Tap, input: Any, weight: Any, bias: Any = None) -> Any:
-    if not reads.heads.holds(weight) or isinstance(input, PerLane) or isinstance(bias, PerLane):
+    if id(weight) not in reads.heads.weights or isinstance(input, PerLane) or isinstance(bias, PerLane):
         return _product(reads, tap, "linear", input, weight, bias, swap=False)
     product = functools.partial(_product, reads, tap, "linear", input, weight, bias, swap=False)
     trained = (weight if reads.is_trained(weight) else None, bias if reads.is_trained(bias) else None)

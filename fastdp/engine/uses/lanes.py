@@ -17,10 +17,10 @@ import torch.nn.functional as F
 
 from fastdp.calls.batches import map_leaves, map_tensors, tensors
 from fastdp.calls.named import functions, is_detach, is_in_place, is_metadata, operation
-from fastdp.engine.errors import Unseen, UnsupportedUse
+from fastdp.engine.errors import UnseenUse, UnsupportedUse
 from fastdp.engine.uses.rows import BatchAxis, BroadcastLayout
 from fastdp.engine.uses.selections import Selection
-from fastdp.engine.uses.shared import Shared, SharedLanes, SharedProduct, pull_through
+from fastdp.engine.uses.shared import SharedLanes, SharedProduct, SharedValue, pull_through
 from fastdp.engine.uses.use import EmbeddingUse, ExpandUse, Tap, expand_with_capture, operation_kind
 
 
@@ -32,7 +32,7 @@ class PerLane(torch.Tensor):
     flows back into them. What an engine's own use returned has lanes alone, and operations act on each.
     """
 
-    shared: Shared | None
+    shared: SharedValue | None
     sources: tuple[torch.nn.Parameter, ...]
     tap: Tap
     _lanes: torch.Tensor | None
@@ -42,7 +42,7 @@ class PerLane(torch.Tensor):
         cls,
         lanes: torch.Tensor | None,
         tap: Tap,
-        shared: Shared | None = None,
+        shared: SharedValue | None = None,
         sources: tuple[torch.nn.Parameter, ...] = (),
     ) -> PerLane:
         if shared is not None:
@@ -57,7 +57,7 @@ class PerLane(torch.Tensor):
     @classmethod
     def of(cls, parameter: torch.nn.Parameter, tap: Tap) -> PerLane:
         """A parameter itself."""
-        return cls(None, tap, Shared(parameter, (parameter,), lambda factors: [(parameter, factors)]))
+        return cls(None, tap, SharedValue(parameter, (parameter,), lambda factors: [(parameter, factors)]))
 
     @property
     def lanes(self) -> torch.Tensor:
@@ -208,7 +208,7 @@ def _apply_to_values(func: Any, args: Any, kwargs: Any, sources: tuple[torch.nn.
         raise UnsupportedUse(f"{operation(func)} into a parameter")
     result = _call(func, args, kwargs, lambda p: p.single)
     if isinstance(target, PerLane):
-        target.shared = Shared(target.single, sources)
+        target.shared = SharedValue(target.single, sources)
         return None if result is None else target
     if isinstance(result, (bool, int, float)):
         return result
@@ -216,7 +216,7 @@ def _apply_to_values(func: Any, args: Any, kwargs: Any, sources: tuple[torch.nn.
 
     def wrap(value: torch.Tensor) -> PerLane:
         part = None if value is result else next(parts)
-        return PerLane(None, tap, Shared(value, sources, pull_through(func, given, kwargs, value, part)))
+        return PerLane(None, tap, SharedValue(value, sources, pull_through(func, given, kwargs, value, part)))
 
     return _wrap_results(result, wrap, func)
 
@@ -261,7 +261,7 @@ class Meeting:
         if met is None:
             if tensor.numel() == 1:
                 return None
-            raise Unseen(f"{name} of a parameter and a tensor of {tensor.dim()} dimensions, unseen when traced")
+            raise UnseenUse(f"{name} of a parameter and a tensor of {tensor.dim()} dimensions, unseen when traced")
         if met.problem is not None:
             raise UnsupportedUse(met.problem)
         broadcast = met.fold is not None and not met.fold.chosen and layout.rows > 1

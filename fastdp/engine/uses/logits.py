@@ -347,9 +347,6 @@ class Heads:
     #: Logits of so many numbers are computed as ever.
     tile: ClassVar[int] = TILE
 
-    def holds(self, weight: Any) -> bool:
-        return id(weight) in self.weights
-
     def leave_out(
         self,
         hidden: torch.Tensor,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.errors import Unseen, UnsupportedUse
+from fastdp.engine.errors import UnseenUse, UnsupportedUse
 from fastdp.engine.uses.lanes import PerLane
 from fastdp.engine.uses.logits import Heads
 from fastdp.engine.uses.rows import BatchAxis
@@ -79,7 +79,7 @@ class Reads:
         """Where the rows of an operation's input lie; None if it has none. Raises `UnsupportedUse` for an unseen use."""
         key = (operation, self.names[id(parameter)], x.dim())
         if key not in self._carries_rows:
-            raise Unseen(f"{key[1]}: {operation} of an input of {x.dim()} dimensions, unseen when traced")
+            raise UnseenUse(f"{key[1]}: {operation} of an input of {x.dim()} dimensions, unseen when traced")
         fold = self._carries_rows[key]
         tap.note(operation, x, fold)
         if tap.layout.token_segments is not None and fold is not None and not fold.natural:

@@ -278,7 +278,7 @@ def fold_between(
     fewer: tuple[int, ...],
     more: tuple[int, ...],
     row_axes: tuple[RowAxis | None, RowAxis | None],
-    counts: tuple[int, int] = (2, 3),
+    counts: tuple[int, int],
 ) -> BatchAxis | None:
     """The fold of a tensor that had these shapes on ``counts`` rows, both of them with rows; None if it has no known one.
 

@@ -22,7 +22,7 @@ Pull = Callable[[Factors], list[tuple[torch.nn.Parameter, Factors]]]
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedValue:
     """A value that is the same for all rows.
 
     Args:
@@ -84,7 +84,7 @@ class SharedProduct(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        shared: Shared,
+        shared: SharedValue,
         tap: Tap,
         swap: bool,
         fold: BatchAxis | Selection,
@@ -114,7 +114,7 @@ class SharedLanes(torch.autograd.Function):
     """A value of parameters, one copy a lane."""
 
     @staticmethod
-    def forward(ctx: Any, shared: Shared, tap: Tap, *sources: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, shared: SharedValue, tap: Tap, *sources: torch.Tensor) -> torch.Tensor:
         ctx.shared, ctx.tap = shared, tap
         return shared.value.detach().expand(tap.layout.lanes, *shared.value.shape)
 
@@ -141,7 +141,7 @@ def pull_through(func: Any, args: Any, kwargs: Any, result: torch.Tensor, part: 
     if result.dim() < 2 or not args:
         return None
     first = args[0]
-    pulls = [a.pull if isinstance(a, Shared) else None for a in args[:2]]
+    pulls = [a.pull if isinstance(a, SharedValue) else None for a in args[:2]]
     own = pulls[0]
     if func is torch.Tensor.__getitem__ and own is not None and _value(first).dim() == 3 and _scalar(args[1]):
         return _of_matrix(own, args[1], _value(first).shape[0])
@@ -163,7 +163,7 @@ def pull_through(func: Any, args: Any, kwargs: Any, result: torch.Tensor, part: 
         if (
             len(args) > 2
             or kwargs
-            or not all(isinstance(a, (torch.Tensor, Shared)) and _value(a).dim() == 2 for a in args)
+            or not all(isinstance(a, (torch.Tensor, SharedValue)) and _value(a).dim() == 2 for a in args)
         ):
             return None
         return _through_product(args, pulls, transposed=func is F.linear)
@@ -186,7 +186,7 @@ def _of_matrix(own: Pull, index: Any, count: int) -> Pull:
 
 
 def _value(argument: Any) -> torch.Tensor:
-    value: torch.Tensor = argument.value if isinstance(argument, Shared) else argument
+    value: torch.Tensor = argument.value if isinstance(argument, SharedValue) else argument
     return value
 
 
@@ -231,8 +231,8 @@ def _through_parts(parts: Any, dim: Any) -> Pull | None:
     """Through a concatenation of matrices: each has its own columns of one of the factors."""
     if not isinstance(parts, (list, tuple)) or not isinstance(dim, int):
         return None
-    pulls = [p.pull if isinstance(p, Shared) else None for p in parts]
-    if any(isinstance(p, Shared) and p.pull is None for p in parts):
+    pulls = [p.pull if isinstance(p, SharedValue) else None for p in parts]
+    if any(isinstance(p, SharedValue) and p.pull is None for p in parts):
         return None
     sizes, first = [_value(p).shape[dim] for p in parts], dim % 2 == 0
 
@@ -249,7 +249,7 @@ def _through_sum(terms: Any, result: torch.Tensor) -> Pull | None:
     """Through a sum of matrices of one shape; constants take nothing."""
     pulls = []
     for term in terms:
-        if not isinstance(term, Shared):
+        if not isinstance(term, SharedValue):
             continue
         if term.pull is None or term.value.shape != result.shape:
             return None
@@ -259,7 +259,7 @@ def _through_sum(terms: Any, result: torch.Tensor) -> Pull | None:
 
 def _through_product(args: Any, pulls: list[Pull | None], *, transposed: bool) -> Pull | None:
     """Through ``A B`` (or ``A B^T``): A takes (L, R B^T), B takes (A^T L, R)."""
-    if any(isinstance(a, Shared) and a.pull is None for a in args):
+    if any(isinstance(a, SharedValue) and a.pull is None for a in args):
         return None
     a, b = (_value(t).detach() for t in args)
     b = b.t() if transposed else b

@@ -75,7 +75,7 @@ class Tap:
         self.room = -1
         self.own: list[OwnProduct | OwnLanes] = []
         #: Layer norms whose gradients are there and wait for others, their bytes, and how many may wait.
-        self.norms: list[Normed] = []
+        self.norms: list[LayerNormCapture] = []
         self.waiting = self.most = 0
         #: Whether a backward pass has to run all of its graph: something hooks on it that lies before no parameter, or a module
         #: that reads trained ones ran without gradients, as under reentrant checkpointing, and is computed anew within it.
@@ -217,7 +217,7 @@ class OwnLanes(NamedTuple):
         return self.edge.register_hook(take)
 
 
-class Normed(NamedTuple):
+class LayerNormCapture(NamedTuple):
     """A layer norm that autograd differentiated by itself, for x alone, once the gradient of its output is there.
 
     Args:
@@ -285,7 +285,7 @@ def _arrived(tap: Tap, own: list[Any], gradients: Sequence[torch.Tensor | None])
     x, *rest = own
     # Nodes outlive their pass, and would keep all inputs until it is over.
     own.clear()
-    tap.norms.append(Normed(_flat(gradients[0]), _flat(x), *rest))
+    tap.norms.append(LayerNormCapture(_flat(gradients[0]), _flat(x), *rest))
     tap.waiting += 2 * gradients[0].nbytes
     if tap.waiting > tap.most:
         _give_norms(tap)
@@ -294,7 +294,7 @@ def _arrived(tap: Tap, own: list[Any], gradients: Sequence[torch.Tensor | None])
 def _give_norms(tap: Tap) -> None:
     """Hand the sink the gradients of layer norms that wait, of each shape in one launch."""
     found, tap.norms, tap.waiting = tap.norms, [], 0
-    alike: dict[torch.Size, list[Normed]] = {}
+    alike: dict[torch.Size, list[LayerNormCapture]] = {}
     for own in found:
         alike.setdefault(own.x.shape, []).append(own)
     for shape, members in alike.items():
