@@ -172,7 +172,6 @@ class Sharded(UnshardedParameters):
         return found
 
     def cuts(self, name: str) -> bool:
-        """Whether a parameter is in pieces."""
         return pieces.is_cut(self._parameters[name])
 
     def agreed(self, wanted: bool) -> bool:
@@ -188,7 +187,6 @@ class Sharded(UnshardedParameters):
         return self._agreed
 
     def answer(self, wanted: bool) -> None:
-        """Do from here on what any rank wanted."""
         self._agreed = wanted or self._agreed
 
     def alike(self, number: int) -> bool:

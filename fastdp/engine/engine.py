@@ -69,6 +69,7 @@ class Engine(Passes):
         self.holder: Any = None
         self.checks = verify(self)
         self.graphs = None if graphs is None else graphs(self, self.checks.watching)
+        #: Whether all of a logical batch had its backward passes, so that the next step releases it.
         self.complete = False
         #: Whether the model has seen some of a logical batch that is not released yet.
         self.begun = False

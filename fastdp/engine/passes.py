@@ -71,7 +71,7 @@ class Pass:
     #: Puts the model's buffers back after the backward pass.
     restore: Callable[[], None] = lambda: None
     #: Whether the backward pass runs twice, and keeps no factors.
-    twice: bool = False
+    two_pass: bool = False
     used: bool = False
     #: What adds a recorded pass, or one in parts, to its logical batch, in the place of a backward pass.
     replay: Callable[[], None] | None = None
@@ -294,13 +294,13 @@ class Passes:
             return self._in_isolation(call, ticket, layout, junction)
         if self.isolated or self.route == ONE_EXAMPLE:
             return self._one_at_a_time(call, ticket, layout, junction)
-        tap, twice = Tap(layout), self._runs_twice(call, layout)
+        tap, two_pass = Tap(layout), self._needs_two_passes(call, layout)
         tap.whole = self.reentrant
-        if twice and not verify:
+        if two_pass and not verify:
             parts = self._in_parts(call, ticket, layout, junction)
             if parts is not None:
                 return parts
-        if not (verify or self.weights.cut or twice):
+        if not (verify or self.weights.cut or two_pass):
             tap.allow(self.accumulator.may_hold(layout))
         try:
             output, tops, found = self._tops(call, layout, tap, verify=verify)
@@ -320,7 +320,7 @@ class Passes:
             with self.weights.gathered() if self.weights.cut else nullcontext():
                 differentiate(starts, seeds, own, tap, self._parameters, retain=retain)
 
-        waiting = Pass(call, ticket, layout, tap, verify, junction, tops, backward, twice=twice)
+        waiting = Pass(call, ticket, layout, tap, verify, junction, tops, backward, two_pass=two_pass)
         if self.returns_loss:
             own_mean = next((term.mean for term in found.terms if term.per_unit is tops[0]), None)
             mean = masked_mean(tops[0].detach(), layout.weights) if own_mean is None else own_mean
@@ -456,7 +456,7 @@ class Passes:
 
     def _differentiate(self, parts: JoinedPasses) -> None:
         layout, every = parts[0][0].layout, [own for own, _ in parts]
-        two_pass = all(own.twice for own in every)
+        two_pass = all(own.two_pass for own in every)
 
         def backward(retain: bool) -> None:
             for own, upstream in parts:
@@ -500,7 +500,7 @@ class Passes:
     def _allowed(self) -> int:
         return allowed_bytes(self.parameters, self.device)
 
-    def _runs_twice(self, call: Call, layout: Layout) -> bool:
+    def _needs_two_passes(self, call: Call, layout: Layout) -> bool:
         """Whether to run the backward pass twice: if checkpointing is on, and one pass's factors do not fit into memory."""
         if self.two_pass is not None:
             return self.two_pass

@@ -284,7 +284,7 @@ class Private:
             accumulator.policy = self._scheduled(accumulator.policy, step)
 
     def _scheduled(self, policy: Policy, step: int) -> Policy:
-        return self.method.scheduled(policy, self._stages.begun, self.plan.sigma_at(step), step)
+        return self.method.scheduled(policy, self._stages.first_policy, self.plan.sigma_at(step), step)
 
     @property
     def nonfinite_examples(self) -> int:
@@ -478,7 +478,7 @@ class Private:
             self._stages.adopt(state["outcome"], state["prepared_step"])
         if self.policy.bounds:
             policy = replace(self.policy, bounds=tuple(state["bounds"]), stds=tuple(state["stds"]))
-            known = self._scheduled(self._stages.begun, state["steps_done"])
+            known = self._scheduled(self._stages.first_policy, state["steps_done"])
             if not math.isclose(policy.noise_multiplier, known.noise_multiplier, rel_tol=1e-6):
                 raise ValueError(
                     "this checkpoint's noise is not the run's for its clipping bounds: it was edited, or is of another method"
@@ -519,7 +519,7 @@ class Private:
             lambda drawn: self._open_replay(twin, method, drawn, proving.RECORDS_PER_PASS),
             units,
             loss,
-            longest or proving.positions(self.model, units),
+            longest or proving.most_tokens_taken(self.model, units),
         )
 
     def detach(self) -> None:

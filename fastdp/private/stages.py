@@ -185,8 +185,8 @@ class Stages:
         trained = {name: self.parameters[name] for name in names}
         self._train(trained)
         self.release.parameters = trained
-        self.begun = self.method.policy(trained, self.noise_multiplier, self.outcome)
-        engine = self._open_engine(self.begun)
+        self.first_policy = self.method.policy(trained, self.noise_multiplier, self.outcome)
+        engine = self._open_engine(self.first_policy)
         engine.holder = self
         for parameter in trained.values():
             parameter.requires_grad_(id(parameter) not in self._frozen)

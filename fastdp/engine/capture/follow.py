@@ -69,13 +69,13 @@ class Follow(DataFlow):
             return False
         for result in results:
             self.weights.pop(result)
-        chosen = func in _CHOOSING and self._chooses(func, args, kwargs)
+        chosen = func in _CHOOSING and self._selects_first_axis(func, args, kwargs)
         self.selects |= chosen
         if self.selects:
-            self._choose(func, args, kwargs, given, results, chosen)
+            self._note_chosen(func, args, kwargs, given, results, chosen)
         return True
 
-    def _choose(
+    def _note_chosen(
         self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], results: list[torch.Tensor], chosen: bool
     ) -> None:
         """Note the results whose first axis the data chose, by this operation or an earlier one."""
@@ -83,7 +83,7 @@ class Follow(DataFlow):
         if func in _SCATTERING and first is not None:
             chosen = first in self.chosen or self.is_owned(first)
         else:
-            chosen = self._loses(func, args, kwargs, given, results, chosen)
+            chosen = self._loses_rows(func, args, kwargs, given, results, chosen)
         if func is torch.Tensor.__setitem__:
             self.owners.write(*args)
         for result in results:
@@ -101,7 +101,7 @@ class Follow(DataFlow):
         fold = None if found is None else found.fold(self.rows)
         return fold is not None and fold.natural
 
-    def _loses(
+    def _loses_rows(
         self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], results: list[torch.Tensor], chosen: bool
     ) -> bool:
         """Whether the rows of an operation's results are unknown, as the data have chosen them."""
@@ -117,7 +117,7 @@ class Follow(DataFlow):
         lost = chosen or any(t in self.chosen for t in given)
         return lost or not self.owners.follow(func, args, kwargs, given, results)
 
-    def _chooses(self, func: Any, args: Any, kwargs: Any) -> bool:
+    def _selects_first_axis(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the data decide the first axis of what an operation on data returns."""
 
         def is_data(value: Any) -> bool:

@@ -73,7 +73,7 @@ class Trace:
     rows: int = 1
     sizes: dict[Path, int] = field(default_factory=dict)
     #: What a pass on two rows saw, in order.
-    pair: tuple[Any, ...] = ()
+    sight: tuple[Any, ...] = ()
     #: Whether the forward pass draws random numbers, dropout aside.
     draws: bool = False
     #: Calls that select by the data's values what a parameter or a loss sees, and of such losses, each with the module that
@@ -183,7 +183,7 @@ class _Recorder(Follow):
         self.inputs: list[_TensorView | None] = []
         self._latest: Callable[[], torch.Tensor | None] = lambda: None
         self._sources = 0
-        self.met: list[_Encounter] = []
+        self.encounters: list[_Encounter] = []
         #: Logits left out, and the module that would have computed them; and the matrices whose logits were computed after all.
         self.left_out: list[tuple[Source, str] | None] = []
         self.computed: set[int] = set()
@@ -219,7 +219,7 @@ class _Recorder(Follow):
         if is_metadata(func):
             return func(*args, **kwargs)
         given = tensors((args, kwargs))
-        self.note(func, args, kwargs, given)
+        self.note_reads(func, args, kwargs, given)
         if func is F.linear and self.vocabulary is not None:
             out = self._linear(*args, **kwargs)
         else:
@@ -227,11 +227,11 @@ class _Recorder(Follow):
         self.follow(func, args, kwargs, given, out)
         return out
 
-    def seen(self, t: torch.Tensor) -> _TensorView:
+    def view(self, t: torch.Tensor) -> _TensorView:
         return _TensorView(tuple(t.shape), self.row_axes.of(t), t in self.chosen, self.is_owned(t))
 
-    def note(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
-        """Look at one operation before it runs."""
+    def note_reads(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
+        """Note which parameters one operation is about to read."""
         found = [self.names[id(t)] for t in given if id(t) in self.names]
         if func in GROUPED:
             # A stack is mostly read through its transpose.
@@ -275,21 +275,21 @@ class _Recorder(Follow):
             self._sources += 1
             self._latest = weakref.ref(inputs[0]) if inputs else lambda: None
         self.reads.append(Read(name, operation, self.stack[-1], shape, chosen, self._sources))
-        self.inputs.append(self.seen(inputs[0]) if inputs else None)
+        self.inputs.append(self.view(inputs[0]) if inputs else None)
 
     def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> bool:
         """Follow one operation, and note which tensors met what is computed from parameters."""
         sources = self.sources(given)
-        befores = [self.seen(t) for t in given if t not in self.weights and t.dim()] if sources else []
-        values = tuple(self.seen(t) for t in given if t in self.weights) if sources else ()
+        befores = [self.view(t) for t in given if t not in self.weights and t.dim()] if sources else []
+        values = tuple(self.view(t) for t in given if t in self.weights) if sources else ()
         found, results = super().follow(func, args, kwargs, given, out), tensors(out)
         if self.listed and not given:
             self.row_axes.begin(results)
         elif found:
             self.row_axes.follow(func, args, kwargs, given, results)
         if sources:
-            made = tuple(self.seen(t) for t in results)
-            self.met += [_Encounter(meeting_name(func), sources, before, values, made) for before in befores]
+            made = tuple(self.view(t) for t in results)
+            self.encounters += [_Encounter(meeting_name(func), sources, before, values, made) for before in befores]
         return found
 
 
@@ -366,7 +366,7 @@ class Tracer:
         two = self._record(forward, call, first.carriers, min(rows, 2), 2)
         # What was left out of this pass is given up again.
         _heads(two)
-        if _sight(two) == first.pair:
+        if _sight(two) == first.sight:
             return
         first.require_same(self.trace(forward, call, rows))
 
@@ -439,10 +439,10 @@ def _compare(
     seen = {read.parameter for read in reads}
     unread = [name for name in trained if name not in seen]
     selects = two.selects or three.selects
-    met = _layouts(two.met, three.met, counts)
+    met = _layouts(two.encounters, three.encounters, counts)
     found = Trace(reads, frozenset(), carriers, carries, met, unread, mapped, selects, conflict, uses)
     found.heads = _heads(two, three)
-    found.pair = _sight(two) if counts[0] == 2 else ()
+    found.sight = _sight(two) if counts[0] == 2 else ()
     pairs = ((path, a, three.outputs.get(path, ())) for path, a in two.outputs.items())
     found.outputs = {path: len(a) for path, a, b in pairs if a and b and (a[0], b[0]) == counts}
     found.draws, found.selections = two.draws, two.selections | three.selections

@@ -128,7 +128,7 @@ def affine(func: Any, args: Any, kwargs: Any, trained: Mapping[int, str], tap: T
     if vector.dim() != 1 or x.dim() < 2 or x.shape[0] != tap.layout.rows or not vector.requires_grad:
         return NotImplemented
     name = operation(func)
-    met = Meeting.of(name, frozenset((id(vector),)), x, tap)
+    met = Meeting.find_layout(name, frozenset((id(vector),)), x, tap)
     if met is None or met.fold is None or not met.fold.natural:
         return NotImplemented
     rows = tap.layout.rows
@@ -143,7 +143,7 @@ def _apply(func: Any, args: Any, kwargs: Any) -> Any:
     plain = [t for t in given if not isinstance(t, PerLane)]
     tap = found[0].tap
     sources = tuple(dict.fromkeys(source for p in found for source in p.sources))
-    meeting = Meeting.found(func, sources, plain, tap)
+    meeting = Meeting.find(func, sources, plain, tap)
     if meeting is not None:
         return _meet(func, args, kwargs, meeting)
     if is_in_place(func) and not isinstance(args[0], PerLane):
@@ -240,19 +240,19 @@ class Meeting:
     key: tuple[str, frozenset[int]] = ("", frozenset())
 
     @classmethod
-    def found(
+    def find(
         cls, func: Any, sources: tuple[torch.nn.Parameter, ...], plain: list[torch.Tensor], tap: Tap
     ) -> Meeting | None:
         """The meeting with the tensor of most dimensions that carries rows; tensors without are constants."""
         key = operation(func), frozenset(map(id, sources))
         for tensor in sorted(plain, key=torch.Tensor.dim, reverse=True):
-            met = cls.of(*key, tensor, tap)
+            met = cls.find_layout(*key, tensor, tap)
             if met is not None and met.fold is not None:
                 return cls(tap, tensor, tap.selection(tensor) if met.fold.chosen else met.fold, met, key)
         return None
 
     @staticmethod
-    def of(name: str, sources: frozenset[int], tensor: torch.Tensor, tap: Tap) -> BroadcastLayout | None:
+    def find_layout(name: str, sources: frozenset[int], tensor: torch.Tensor, tap: Tap) -> BroadcastLayout | None:
         """What the trace found of a tensor's rows in an operation, and of its results'; None for a constant."""
         layout = tap.layout
         if tensor.dim() == 0:
@@ -264,11 +264,11 @@ class Meeting:
             raise UnseenUse(f"{name} of a parameter and a tensor of {tensor.dim()} dimensions, unseen when traced")
         if met.problem is not None:
             raise UnsupportedUse(met.problem)
-        broadcast = met.fold is not None and not met.fold.chosen and layout.rows > 1
-        if met.fold is None or (broadcast and tensor.shape[met.fold.axis] == 1):
+        fold = met.fold
+        if fold is None or (not fold.chosen and layout.rows > 1 and tensor.shape[fold.axis] == 1):
             # One row is broadcast, whatever it is; only longer ones can be mistaken.
             return None
-        tap.note(name, tensor, met.fold)
+        tap.note(name, tensor, fold)
         return met
 
 
@@ -299,7 +299,7 @@ def _by_lane(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
             if own is None or layout.rows == 1:
                 return value
             return PerLane(_own_copy(value.lanes, own, layout.rows), value.tap, sources=value.sources)
-        met = Meeting.of(*meeting.key, value, meeting.tap)
+        met = Meeting.find_layout(*meeting.key, value, meeting.tap)
         if met is None or met.fold is None:
             return value
         parts = met.fold.split(value, layout.rows)
