@@ -165,8 +165,10 @@ def test_a_way_that_was_refused_stays_unknown() -> None:
     known = dict(engine.trace.meetings)
     with contextlib.suppress(KeyError), engine.trace.trying():
         engine.trace.meetings.clear()
+        engine.trace.selections.add(("a call", ""))
         raise KeyError
     assert engine.trace.meetings == known
+    assert not engine.trace.selections
 
 
 class Tagged(Net):

@@ -118,8 +118,8 @@ class Trace:
     @contextmanager
     def trying(self) -> Iterator[None]:
         """What is added meanwhile is forgotten if it fails."""
-        own: list[dict[Any, Any]] = [self.carries_rows, self.meetings, self.uses]
-        before, lists = [dict(known) for known in own], (list(self.reads), list(self.unread))
+        own: list[Any] = [self.carries_rows, self.meetings, self.uses, self.selections]
+        before, lists = [known.copy() for known in own], (list(self.reads), list(self.unread))
         try:
             yield
         except BaseException:
