@@ -103,12 +103,12 @@ class Accumulator(Sums):
         open_sink(order or sink)
         backward(two_pass)
         upper = norms.finish()
-        factors = self.factors(upper, layout.weights)
-        self.take_apart(upper, factors)
+        unit_scales = self.unit_scales(upper, layout.weights)
+        self.take_apart(upper, unit_scales)
         if two_pass:
             # Ranks whose captures come in another order could not add them up as they come.
             at_once = order is not None and self.weights.alike(order.checksum)
-            open_sink(self._scaling_sink(SumSink(self, factors, at_once=at_once)))
+            open_sink(self._scaling_sink(SumSink(self, unit_scales, at_once=at_once)))
             backward(False)
             self.finish()
             return
@@ -116,22 +116,22 @@ class Accumulator(Sums):
         if self.weights.cuts_sums:
             norms.apart()
         for batch in reversed(norms.batches):
-            self._add_batch(batch, factors, most)
+            self._add_batch(batch, unit_scales, most)
         whole, held = norms.wholes, 0
         for name in self.in_order(norms.entries):
             entry = norms.entries.pop(name, None) or Entry()
             if entry.instance is not None:
                 whole[name], entry.instance = entry.instance, None
                 held += 4 * self.parameters[name].numel()
-            self.add_uses(name, entry.factors, factors, layout)
+            self.add_uses(name, entry.factors, unit_scales, layout)
             if held > most or self.weights.cuts_sums:
-                self.add_instances(whole, factors)
+                self.add_instances(whole, unit_scales)
                 whole, held = {}, 0
             self.keep(name)
-        self.add_instances(whole, factors)
+        self.add_instances(whole, unit_scales)
         self.finish()
 
-    def _add_batch(self, batch: FactorBatch, factors: torch.Tensor, most: int) -> None:
+    def _add_batch(self, batch: FactorBatch, unit_scales: torch.Tensor, most: int) -> None:
         """Add the sums of matrices that were measured together, the last captured first, in launches of about ``most`` bytes."""
         waiting: list[int] = []
         held = 0
@@ -141,7 +141,7 @@ class Accumulator(Sums):
             if held > most or at == 0:
                 own = batch.taken(tuple(waiting))
                 lefts, rights = (own.rights, own.lefts) if batch.swap else (own.lefts, own.rights)
-                self.add_matrices(own.names, lefts, rights, factors, batch.offsets)
+                self.add_matrices(own.names, lefts, rights, unit_scales, batch.offsets)
                 del batch.lefts[at:], batch.rights[at:], own, lefts, rights
                 waiting, held = [], 0
 
@@ -181,11 +181,11 @@ class Accumulator(Sums):
                     norms.add(side, squared, entries, relative=relative)
             else:
                 norms.add(group, ops.instance_sqnorm(instance), entries, relative=relative)
-        factors = self.factors(norms.upper(), weight)
+        unit_scales = self.unit_scales(norms.upper(), weight)
         for name, instance in instances.items():
-            self.add_instance(name, instance, factors)
+            self.add_instance(name, instance, unit_scales)
 
-    def factors(self, upper: UpperNorms, weights: torch.Tensor) -> torch.Tensor:
+    def unit_scales(self, upper: UpperNorms, weights: torch.Tensor) -> torch.Tensor:
         """Scales ``[groups, units]`` of the policy times the units' weights, counting what was dropped or left whole."""
         self.require_one_clip()
         self.bounds = self.policy.bounds
