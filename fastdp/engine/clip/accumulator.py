@@ -46,7 +46,7 @@ class Accumulator(Sums):
         """Forget the sums: a new logical batch begins."""
         super().reset()
         self.nonfinite: torch.Tensor | int = 0
-        #: Each unit counts by how far its norm is below the bound: `Policy.whole`.
+        #: Each unit counts by how far its norm is below the bound: `Policy.unclipped`.
         self.unclipped: torch.Tensor | float = 0.0
         self.units: torch.Tensor | int = 0
         #: The bounds that this batch is clipped by, once its first unit was.
@@ -193,7 +193,7 @@ class Accumulator(Sums):
         scales = self.policy.scales(upper)
         kept, units = real & (scales > 0).any(0), real.sum()
         self.nonfinite = self.nonfinite + (units - kept.sum())
-        self.unclipped = self.unclipped + torch.where(kept, self.policy.whole(upper), 0.0).sum()
+        self.unclipped = self.unclipped + torch.where(kept, self.policy.unclipped(upper), 0.0).sum()
         self.units = self.units + units
         return torch.where(real, scales * weights, 0.0)
 

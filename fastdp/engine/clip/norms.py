@@ -121,7 +121,7 @@ class NormSink(Captures):
             found = self.entries[name] = Entry()
         return name, found
 
-    def whole(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
+    def take_instances(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
         name, entry = self.entry(parameter)
         self.routes[name] = Route(route, parameter.numel(), 1, tokens, self.layout.units)
         entry.add(gradients)

@@ -278,7 +278,7 @@ class Captures:
         self.parameters = sums.parameters
         self.policy = sums.policy
 
-    def whole(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
+    def take_instances(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
         """Take whole gradients by unit, made in the way that ``route`` names from so many ``tokens``."""
         raise NotImplementedError  # each kind has its own
 
@@ -286,15 +286,15 @@ class Captures:
         """A bias's gradient by token, ``[N, m]``."""
         tokens = gradient.shape[0]
         summed = ops.column_sums(gradient, layout.offsets(tokens, laned=laned)).float()
-        self.whole(parameter, summed, "token sums", tokens)
+        self.take_instances(parameter, summed, "token sums", tokens)
 
     def vector(self, parameter: torch.nn.Parameter, lanes: torch.Tensor, layout: Layout) -> None:
         """The gradient of an expanded parameter, ``[lanes, *shape]``."""
-        self.whole(parameter, layout.sum_lanes(lanes.float()), "expanded", layout.lanes)
+        self.take_instances(parameter, layout.sum_lanes(lanes.float()), "expanded", layout.lanes)
 
     def instances(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, layout: Layout) -> None:
         """Whole gradients by unit."""
-        self.whole(parameter, gradients.float(), "instantiate", layout.units)
+        self.take_instances(parameter, gradients.float(), "instantiate", layout.units)
 
 
 class SumSink(Captures):
@@ -310,7 +310,7 @@ class SumSink(Captures):
         self.unit_scales = unit_scales
         self._keep = sums.keep if at_once else lambda name: None
 
-    def whole(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
+    def take_instances(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
         name = self.names[id(parameter)]
         self.sums.add_instance(name, gradients, self.unit_scales)
         self._keep(name)

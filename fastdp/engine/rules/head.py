@@ -276,7 +276,7 @@ class HeadUse(torch.autograd.Function):
             "instantiate", rows, width, long, units, dtype=weight.dtype, device=device
         )
         if trained[0] is not None and whole:
-            found.whole = losses.new_zeros(units, rows, width)
+            found.instances = losses.new_zeros(units, rows, width)
         elif trained[0] is not None:
             found.norms = _Norms(*(torch.zeros(units, dtype=torch.float64, device=device) for _ in range(2)))
         for own, here, offsets, tile in made.of_units(losses, parts=found.norms is None):
@@ -286,8 +286,8 @@ class HeadUse(torch.autograd.Function):
             if found.norms is not None:
                 found.gather(own, tile, here.start, looked_up)
                 found.norms.measure(own, tile, made.hidden[here], offsets)
-            elif found.whole is not None:
-                add_product_(found.whole[own.start], tile[:, :rows], made.hidden[here])
+            elif found.instances is not None:
+                add_product_(found.instances[own.start], tile[:, :rows], made.hidden[here])
             del tile
         given: torch.Tensor = reduced(losses)
         return given
@@ -300,8 +300,8 @@ class HeadUse(torch.autograd.Function):
         each = shares.repeat_interleave(lengths, output_size=made.hidden.shape[0]).unsqueeze(1)
         if bias is not None:
             sink.instances(bias, _scale_instances(found.bias, shares), layout)
-        if found.whole is not None:
-            sink.instances(weight, _scale_instances(found.whole, shares), layout)
+        if found.instances is not None:
+            sink.instances(weight, _scale_instances(found.instances, shares), layout)
         elif weight is not None:
             known = shares.double(), found.norms, found.columns
             factors = HeadFactors(each, made.hidden, False, False, None, None, made, *known)
@@ -348,7 +348,7 @@ class _HeadPass:
     #: Gradients of the hidden states ``[N, d]``, of the bias ``[units, V]``, and either of the weight or its norms.
     hidden: torch.Tensor | None = None
     bias: torch.Tensor | None = None
-    whole: torch.Tensor | None = None
+    instances: torch.Tensor | None = None
     norms: _Norms | None = None
     columns: Columns = field(default_factory=dict)
 
@@ -371,7 +371,7 @@ class _HeadPass:
 
     def drop(self) -> None:
         """Let go of all of it."""
-        self.made = self.hidden = self.bias = self.whole = self.norms = None
+        self.made = self.hidden = self.bias = self.instances = self.norms = None
         self.columns = {}
 
 

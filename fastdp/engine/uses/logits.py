@@ -80,7 +80,7 @@ class Source:
     strict: bool = True
     #: How often a cross-entropy took these logits, and whether anything else computed them.
     taken: int = 0
-    whole: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
     closed: bool = False
     _versions: tuple[int, ...] = ()
 
@@ -102,18 +102,18 @@ class Source:
 
     def compute(self) -> torch.Tensor:
         """The logits, as ever: once."""
-        if self.whole is None:
+        if self.logits is None:
             self.require_unwritten()
             if self.taken and self.take is not None:
                 raise UnsupportedUse("the model reads its logits after their loss was taken")
-            self.whole = self.product()
-        return self.whole
+            self.logits = self.product()
+        return self.logits
 
     def close(self) -> None:
         """The forward pass is over: nobody may read what was not computed, and nothing is kept for it."""
         self.closed = True
         del self.hidden, self.weight, self.bias, self.product, self.take
-        self.whole = None
+        self.logits = None
 
 
 class Logits(torch.Tensor):
