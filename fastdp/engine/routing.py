@@ -38,7 +38,7 @@ from fastdp.engine.uses.use import Tap
 #: Each is checked as the first batch is.
 _MOST_WAYS = 16
 #: Kinds of calls that are remembered, at most: the oldest are compared with the trace anew.
-_MOST_CALLS = 1 << 12
+MOST_CALLS = 1 << 12
 #: Values of one text argument that are compared with the trace; one that has had more is no choice among ways.
 _MOST_TEXTS = 32
 
@@ -427,7 +427,7 @@ class TraceCache:
 def _remember(known: dict[Any, frozenset[Any]], key: Any, value: frozenset[Any]) -> None:
     """Keep a value, and forget the oldest of too many."""
     known[key] = value
-    if len(known) > _MOST_CALLS:
+    if len(known) > MOST_CALLS:
         del known[next(iter(known))]
 
 

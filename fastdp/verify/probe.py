@@ -176,11 +176,8 @@ class Probe:
                 own = [torch.zeros_like(seed) for seed in seeds]
                 for seed, chosen in zip(seeds, own):
                     chosen[unit] = seed[unit]
-                with (
-                    passes.weights.gathered(),
-                    hooks_aside(parameters),
-                    take_gradients(parameters, partial(take, unit)),
-                ):
+                arriving = take_gradients(parameters, partial(take, unit))
+                with passes.weights.gathered(), hooks_aside(parameters), arriving:
                     torch.autograd.backward(tops, own, retain_graph=number + 1 < len(units))
                 reached.append(inputs.taken())
         return reached

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
+import fastdp.engine.routing as routing
 from fastdp.engine.errors import SelfCheckError
 from tests.cases import cases
 from tests.engine.models import batch, build
@@ -195,3 +197,15 @@ def test_a_text_of_another_value_in_each_batch_is_no_choice_among_ways() -> None
         assert error(engine.accumulator.sums, clipped_sum(one_by_one(Net(), data), 0.5)) < EXACT
     assert passes[1:33] == [2] * 32
     assert passes[-5:] == [1] * 5
+
+
+def test_of_many_kinds_of_calls_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are compared with the trace anew."""
+    monkeypatch.setattr(routing, "MOST_CALLS", 3)
+    engine, tickets = engine_for(Net(), 0.5)
+    for rows in (*range(2, 8), *range(2, 8)):
+        data = collate(examples(rows, seed=rows))
+        feed(engine, tickets, data)
+        assert error(engine.accumulator.sums, clipped_sum(one_by_one(Net(), data), 0.5)) < EXACT
+        assert len(engine.checks.traced.compared) <= 3
+    assert engine.route == "uses", engine.reason
