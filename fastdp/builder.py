@@ -45,7 +45,7 @@ from fastdp.private.method import Method
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Budget, Plan, SideRelease, fingerprint
 from fastdp.private.preparation import Access, Moment
-from fastdp.private.release import Books, Recorder, Release
+from fastdp.private.release import Recorder, Release, ReplicatedLedger
 from fastdp.private.run import Private, refuse_driven
 from fastdp.private.sampler import Units, steps_per_epoch
 from fastdp.private.schedules import refuse_seeing
@@ -381,7 +381,7 @@ class Builder:
         """The run; its stages are among ``opened`` as soon as they hold something."""
         options, noise = self.options, self._open_stream(rounds=self.options.noise_rounds)
         self.observers: list[Observer] = []
-        self.books: Recorder = ledger if self.ranks.size == 1 else Books(ledger, self.ranks)
+        self.books: Recorder = ledger if self.ranks.size == 1 else ReplicatedLedger(ledger, self.ranks)
         self.loader = self._open_loader(STEP)
         release = Release(self.trained, self.books, noise, self.batch_size, secure_rounding=options.secure_rounding)
         resumed = options.resume and options.folder is not None

@@ -16,7 +16,7 @@ import fastdp.ops as ops
 from fastdp.entry import make_private
 from fastdp.ops.halves import keep_moments
 from fastdp.ops.noise import NOISE_DTYPES
-from fastdp.private.release import Summed, Update
+from fastdp.private.release import ClippedSums, Update
 from fastdp.private.run import Private, drives
 
 _DTYPE, _COUNTED_IN = operator.attrgetter("dtype"), operator.attrgetter("device", "dtype")
@@ -132,7 +132,7 @@ class FusedAdamW(torch.optim.AdamW):
     def _noisy_update(
         self,
         group_of: dict[int, dict[str, Any]],
-        summed: Summed,
+        summed: ClippedSums,
         take: Callable[[Sequence[int]], torch.Tensor],
         *,
         divisor: float,

@@ -8,9 +8,10 @@ ROOT = Path(__file__).parent.parent
 #: Words that say nothing of what they name.
 BARE = set(
     """
-    again alone along already apart among bare before behind beside besides between carried described down drawn during
-    gone given held joined kept known made met named nearest once others own placed reached said seen sent settled still
-    taken told together twice whole within without
+    again alone along already among apart applied bare before behind beside besides between carried caught described
+    down drawn during evaluated expanded given gone held joined kept known made met named nearest normed once others
+    own placed reached said seen sent settled stacked still summed taken together told twice unread unscaled unseen
+    whole within without
     """.split()
 )
 #: Names that every program, logger, type variable, and module that hands out names lazily, gives to the same thing.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fastdp
-from fastdp.private.release import Summed
+from fastdp.private.release import ClippedSums
 from tests.cases import cases, pairs
 
 NUMBERS = {"divisor": 4.0, "secure_rounding": False}
@@ -25,7 +25,7 @@ def update(optimizer, params, sums, std=0.0, release=0):
         return fastdp.NoiseStream.unsafe_reproducible(1).take_at(release, tensors)
 
     count = len(params)
-    summed = Summed(params, sums, [std] * count, range(count), [None] * count)
+    summed = ClippedSums(params, sums, [std] * count, range(count), [None] * count)
     return optimizer.noisy_update()(summed, take, **NUMBERS), taken
 
 

@@ -108,7 +108,7 @@ class GradientCanaries(Canaries):
         sums, policy = accumulator.sums, accumulator.policy
         coefficients = self._coefficients()
         upper = self._upper(policy)
-        factors = accumulator.factors(upper, coefficients.abs().to(upper.norms.device))
+        factors = accumulator.unit_scales(upper, coefficients.abs().to(upper.norms.device))
         for name, values in self._contributions(policy, factors * coefficients.sign().to(factors.device)):
             added = self._phase * values
             sums[name] = sums[name] + added if name in sums else added

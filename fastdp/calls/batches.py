@@ -241,10 +241,10 @@ def row_of(call: Call, rows: int, single: Call | None, otherwise: int = 0) -> in
     return otherwise
 
 
-def options(call: Call) -> frozenset[Any]:
-    """What a call holds beside tensors, by its place: choices by their value, anything else by its type."""
+def options(call: Call, free: Collection[Path] = ()) -> frozenset[Any]:
+    """What a call holds beside tensors, by its place: choices by their value, ``free`` texts and the rest by their type."""
     values = [(path, value) for path, value in everything(call) if not isinstance(value, torch.Tensor)]
-    return frozenset([(path, v if isinstance(v, (bool, str)) else type(v)) for path, v in values])
+    return frozenset([(path, v if isinstance(v, (bool, str)) and path not in free else type(v)) for path, v in values])
 
 
 def wrong_rows(call: Call, rows: int) -> str:

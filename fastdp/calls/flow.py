@@ -1,16 +1,17 @@
-"""What descends from the data in a forward pass."""
+"""What descends from the data in a forward pass, and what its modules return."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fastdp.calls.batches import RowNumbers, tensors
+from fastdp.calls.batches import Call, RowNumbers, tensors
 from fastdp.calls.marks import Marks
 from fastdp.calls.named import functions, is_metadata
+from fastdp.calls.randomness import DropoutDisabled, preserve_rng
 
 _RANKING = functions("topk")
 _SCANNING = _RANKING | functions("cumsum cumprod cummax cummin logcumsumexp")
@@ -65,3 +66,25 @@ def _cuts(func: Any, args: Any, kwargs: Any) -> bool:
     dims = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, int) and not isinstance(v, bool)]
     dim = kwargs.get("dim", dims[-1] if dims and (len(dims) > 1 or func not in _RANKING) else -1)
     return not args[0].dim() or dim % args[0].dim() == 0
+
+
+def module_outputs(
+    model: torch.nn.Module, forward: Callable[..., Any], call: Call, row: int
+) -> dict[str, torch.Tensor]:
+    """What each module returns for a row in one pass without dropout."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def record(name: str, output: object) -> None:
+        found = next(iter(tensors(output)), None)
+        if found is not None and found.dim() > 0 and found.shape[0] > row and found.is_floating_point():
+            seen.setdefault(name, found.detach()[row].clone())
+
+    modules = [(n, m) for n, m in model.named_modules() if n and not isinstance(m, torch.jit.ScriptModule)]
+    handles = [m.register_forward_hook(lambda _m, _i, output, name=n: record(name, output)) for n, m in modules]
+    try:
+        with preserve_rng(model), DropoutDisabled(), torch.no_grad():
+            forward(*call[0], **call[1])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen

@@ -33,9 +33,9 @@ class _Block:
         ranks = 1 if self._group is None else self._group.size()
         self._sizes = [pieces.padded_numel(parameter) for parameter in parameters.values()]
         # [ranks, numbers of a piece of each parameter]
-        self._whole = torch.zeros(ranks, sum(self._sizes), device=device)
-        self._columns = dict(zip(parameters, self._whole.split(self._sizes, 1)))
-        self._own = self._whole[0] if self._group is None else self._whole.new_empty(sum(self._sizes))
+        self.sums = torch.zeros(ranks, sum(self._sizes), device=device)
+        self._columns = dict(zip(parameters, self.sums.split(self._sizes, 1)))
+        self._own = self.sums[0] if self._group is None else self.sums.new_empty(sum(self._sizes))
         self._work: Any = None
 
     def add(self, name: str, total: torch.Tensor | None) -> None:
@@ -49,17 +49,12 @@ class _Block:
             flat = torch.nn.functional.pad(flat, (0, column.numel() - flat.numel()))
         column.add_(flat.view(column.shape))
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the buffer."""
-        return self._whole.nbytes
-
     def start(self) -> None:
         """Begin to add up over all processes; the host does not wait."""
         if self._group is None:
             return
         with peers_required():
-            self._work = dist.reduce_scatter_single(self._own, self._whole.view(-1), group=self._group, async_op=True)
+            self._work = dist.reduce_scatter_single(self._own, self.sums.view(-1), group=self._group, async_op=True)
 
     def finish(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This process's pieces, by name. On a GPU the stream waits for them, and not the host."""
@@ -91,12 +86,6 @@ class BlockReducer:
         self._open: dict[int, _Block] = {}
         self._next = 0
         self._under_way: _Block | None = None
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of whole sums that are here now."""
-        blocks = [*self._open.values()] if self._under_way is None else [*self._open.values(), self._under_way]
-        return sum(block.held_bytes for block in blocks)
 
     def add(self, name: str, total: torch.Tensor | None) -> None:
         """Take a parameter's complete sum, None for zeros, and begin to reduce blocks that are complete by now."""

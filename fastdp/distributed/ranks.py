@@ -42,18 +42,18 @@ class Ranks:
     Args:
         rank: its number, from 0. Rank 0 makes the keys and keeps the ledger.
         size: how many there are.
-        apart: whether this process keeps to itself, whatever its group does.
+        standalone: whether this process keeps to itself, whatever its group does.
     """
 
     rank: int = 0
     size: int = 1
-    apart: bool = False
+    standalone: bool = False
 
     @classmethod
     def here(cls) -> Ranks:
         """Those of torch's default process group; one process, where there is none or within `single_process`."""
         if _SINGLE_PROCESS.get() or not (dist.is_available() and dist.is_initialized()):
-            return cls(apart=_SINGLE_PROCESS.get())
+            return cls(standalone=_SINGLE_PROCESS.get())
         return cls(dist.get_rank(), dist.get_world_size())
 
     @property
@@ -64,7 +64,7 @@ class Ranks:
     def require_current(self) -> None:
         """Raise RuntimeError if processes have come together, or parted, since the run was made private."""
         now = Ranks.here()
-        if now.size != self.size and not self.apart:
+        if now.size != self.size and not self.standalone:
             raise RuntimeError(
                 f"the run was made private in a group of {self.size} and there are {now.size} processes now: "
                 "open the process group first, then call make_private."

@@ -141,7 +141,6 @@ class Sharded(UnshardedParameters):
         self.wanted = False
         self._agreed: bool | None = None
         self._parameters: dict[str, torch.nn.Parameter] = {}
-        self._read: dict[str, torch.nn.Parameter] = {}
         #: Trained parameters of each group of torch's, in the order in which sums are reduced.
         self._blocks: list[dict[str, torch.nn.Parameter]] = []
         self._keeps_whole_sums = False
@@ -170,11 +169,9 @@ class Sharded(UnshardedParameters):
                     found[name] = now
                     left.remove(name)
             module.reshard()
-        self._read = found
-        return dict(found)
+        return found
 
     def cuts(self, name: str) -> bool:
-        """Whether a parameter is in pieces."""
         return pieces.is_cut(self._parameters[name])
 
     def agreed(self, wanted: bool) -> bool:
@@ -190,7 +187,6 @@ class Sharded(UnshardedParameters):
         return self._agreed
 
     def answer(self, wanted: bool) -> None:
-        """Do from here on what any rank wanted."""
         self._agreed = wanted or self._agreed
 
     def alike(self, number: int) -> bool:

@@ -157,7 +157,7 @@ class Norms:
         """The computed powers so far ``[groups, units]`` float64: never a bound of anything."""
         new = self._rows[self._counted :]
         if new:
-            self._measured.index_add_(0, self._groups(new), stacked([rows.powers for rows in new]))
+            self._measured.index_add_(0, self._groups(new), stack_rows([rows.powers for rows in new]))
             self._counted = len(self._rows)
         return self._measured.clone()
 
@@ -171,10 +171,10 @@ class Norms:
         measured, added = self.measured(), torch.zeros(self._shape, dtype=torch.float64, device=self._device)
         highest = measured.clone()
         if self._rows:
-            powers, groups = stacked([rows.powers for rows in self._rows]), self._groups(self._rows)
+            powers, groups = stack_rows([rows.powers for rows in self._rows]), self._groups(self._rows)
             none = CONSTANTS[(0.0,) * self._shape[1], torch.float64, self._device]
             products, tokens = (
-                stacked(
+                stack_rows(
                     [none.expand(len(r.groups), -1) if each is None else each for r, each in zip(self._rows, column)]
                 )
                 for column in zip(*[(rows.products, rows.tokens) for rows in self._rows])
@@ -218,7 +218,7 @@ def _constants(every: tuple[Errors, ...], order: int, device: torch.device) -> t
 _ERRORS = ReplayCache(_constants, 64)
 
 
-def stacked(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+def stack_rows(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
     """Blocks of rows as one of float64, ``[rows, units]``; on a GPU in a few launches, however many there are."""
     kinds: dict[torch.dtype, list[int]] = {}
     for at, block in enumerate(blocks):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,14 +15,16 @@ import torch.distributed as dist
 from fastdp.calls.batches import Call, Inputs, leaves, wrong_rows
 from fastdp.calls.pending import PendingGradients
 from fastdp.distributed.pieces import is_cut
-from fastdp.distributed.ranks import ONE, RankLost, Ranks
-from fastdp.engine.clip.accumulator import Accumulator
+from fastdp.distributed.ranks import RankLost
 from fastdp.engine.clip.policy import Policy
-from fastdp.engine.errors import SelfCheckError, Unseen
+from fastdp.engine.errors import SelfCheckError, UnseenUse
 from fastdp.engine.loss.boundary import FORWARD_AFTER_BACKWARD, TWO_FORWARDS, UNEQUAL_LOSSES, Junction
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, JoinedPasses, Passes
 from fastdp.engine.routing import Routing
 from fastdp.engine.uses.layout import Ticket
+
+#: What a rank may want of all: deferred checks, and two backward passes from the next logical batch on.
+_CHECKS, _TWO_PASSES = "checks", "two backward passes"
 
 
 @contextmanager
@@ -44,19 +46,9 @@ class Engine(Passes):
         model: the user's model.
         policy: the method's decisions.
         tickets: the loader's queue: a forward pass reads its head, the backward pass removes it.
-        loss_reduction: "mean" or "sum" over the rows, for a criterion outside the model; None for a model that returns
-            its loss.
-        two_pass: run the backward pass twice and keep no factors; None does so where checkpointing is on and the factors of
-            one pass do not fit into memory (`fastdp.engine.capture.memory`).
         verify: makes what verifies batches (`fastdp.verify.Checks`); by default nothing does.
-        accumulator: takes the captures instead of an `Accumulator`, for other sums of per-example gradients than clipped ones.
-        on_route: told of the route, and why, once it is known.
-        keep_logits: compute the logits of a vocabulary as a whole, so that they may be read beside the loss; False never does,
-            None where that is faster.
-        ranks: the processes that train together.
-        secret: let nobody know what a training pass draws by chance (`fastdp.calls.randomness`).
-        isolated: run each micro-batch, which holds one unit, as it is.
         graphs: makes what replays microbatches of shapes that come again (`fastdp.private.graphs`).
+        options: as `Passes`'.
     """
 
     def __init__(
@@ -65,43 +57,25 @@ class Engine(Passes):
         policy: Policy,
         tickets: deque[Ticket],
         *,
-        loss_reduction: str | None = None,
-        two_pass: bool | None = None,
-        verify: Callable[[Passes, Ranks, Callable[[str, str | None], None]], Routing] = Routing,
-        accumulator: Accumulator | None = None,
-        on_route: Callable[[str, str | None], None] = lambda route, reason: None,
-        keep_logits: bool | None = None,
-        ranks: Ranks = ONE,
-        secret: bool = False,
-        isolated: bool = False,
+        verify: Callable[[Passes], Routing] = Routing,
         graphs: Callable[[Passes, Callable[[], AbstractContextManager[None]]], Any] | None = None,
+        **options: Any,
     ):
-        super().__init__(
-            model,
-            policy,
-            self.forward,
-            loss_reduction=loss_reduction,
-            two_pass=two_pass,
-            accumulator=accumulator,
-            keep_logits=keep_logits,
-            ranks=ranks,
-            secret=secret,
-            isolated=isolated,
-        )
+        super().__init__(model, policy, self.forward, **options)
         self.tickets = tickets
         #: What `.grad` holds between a backward pass and a step.
-        self.pending = PendingGradients(model, self.parameters.values(), scaled=loss_reduction is not None)
-        self.ranks = ranks
+        self.pending = PendingGradients(model, self.parameters.values(), scaled=not self.returns_loss)
         #: What lives for as long as the model goes through this engine.
         self.holder: Any = None
-        self._on_route = on_route
-        self.checks = verify(self, ranks, on_route)
+        self.checks = verify(self)
         self.graphs = None if graphs is None else graphs(self, self.checks.watching)
+        #: Whether all of a logical batch had its backward passes, so that the next step releases it.
         self.complete = False
         #: Whether the model has seen some of a logical batch that is not released yet.
         self.begun = False
         #: Whether a backward pass of this logical batch failed, perhaps after it had added something.
         self.broken = False
+        #: Whether the last microbatch of this logical batch had its backward pass; probe batches may still follow it.
         self._ended = False
         #: The batch that went through the model latest, how often in a row it has, and where these passes meet.
         self._latest: Ticket | None = None
@@ -123,7 +97,7 @@ class Engine(Passes):
         self.pending.clear()
         self.accumulator.reset()
         self.checks.abandon()
-        self.checks.looks.clear()
+        self.checks.deferred_checks.clear()
         self.complete = self.broken = self._ended = False
         self.followed = self.backwards
         return begun
@@ -174,9 +148,7 @@ class Engine(Passes):
             return self.checks.run_probe(call, ticket, junction)
         if self.isolated:
             self.begun = True
-            if self.route is None:
-                self.route = ONE_EXAMPLE
-                self._on_route(ONE_EXAMPLE, "isolation='per_example'")
+            self.route = ONE_EXAMPLE
             with self.chance():
                 return self.run_forward(call, ticket, verify=True, junction=junction)[0]
         with self.chance(), gc_paused():
@@ -188,13 +160,13 @@ class Engine(Passes):
             return self._checked_forward(call, ticket, inputs, junction)
 
     def _checked_forward(self, call: Call, ticket: Ticket, inputs: Inputs, junction: Junction) -> Any:
-        """The pass itself, after what has to be looked at before it; what it draws, a look ahead has drawn too."""
+        """The pass itself, after the checks of its batch, which drew the same random numbers."""
         if self.weights.cut:
             self.weights.settle()
         self.begun = True
         first = self.route is None
-        looked = self.checks.before(call, ticket, inputs)
-        if self.graphs is not None and self.route == USES and not (first or looked or self.forwards.lists):
+        checked = self.checks.before(call, ticket, inputs)
+        if self.graphs is not None and self.route == USES and not (checked or self.forwards.lists):
             replayed = self.graphs.forward(call, ticket, junction)
             if replayed is not None:
                 return replayed[0]
@@ -202,13 +174,13 @@ class Engine(Passes):
             verify = first or self.backwards == 0
             try:
                 try:
-                    return self._looked_forward(call, ticket, junction, verify=verify, apart=looked)
-                except Unseen:
+                    return self._traced_forward(call, ticket, junction, verify=verify, checked=checked)
+                except UnseenUse:
                     # Other ranks would not follow where weights are in pieces.
                     if self.weights.cut:
                         raise
-                self.checks.explain(call, ticket)
-                return self._looked_forward(call, ticket, junction, verify=verify, apart=looked, explained=True)
+                self.checks.extend(call, ticket)
+                return self._traced_forward(call, ticket, junction, verify=verify, checked=checked, extended=True)
             except (SelfCheckError, RankLost, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -220,13 +192,14 @@ class Engine(Passes):
     def _watched(self) -> AbstractContextManager[None]:
         return self.checks.watching() if self.route != ORDINARY else nullcontext()
 
-    def _looked_forward(
-        self, call: Call, ticket: Ticket, junction: Junction, *, verify: bool, apart: bool, explained: bool = False
+    def _traced_forward(
+        self, call: Call, ticket: Ticket, junction: Junction, *, verify: bool, checked: bool, extended: bool = False
     ) -> Any:
+        """A forward pass whose uses are compared with the trace."""
         output, waiting = self.run_forward(call, ticket, verify=verify, junction=junction)
         if self.route == USES:
-            with self.weights.apart() if apart else nullcontext():
-                self.checks.after(waiting, explained=explained)
+            with self.weights.apart() if checked else nullcontext():
+                self.checks.after(waiting, extended=extended)
         return output
 
     def _backward(self, parts: JoinedPasses) -> None:
@@ -237,14 +210,14 @@ class Engine(Passes):
             )
         for own in every:
             own.used = True
-        apart = self.weights.cut or (self.trace and self.trace.heads) or any(own.replay for own in every)
-        apart = apart or len({own.targets is None for own in every}) > 1
+        alike = len({own.targets is None for own in every}) == 1 and not any(own.replay for own in every)
+        joins = alike and not self.weights.cut and not (self.trace and self.trace.heads)
         if len(parts) > 1:
             # One recorded pass is clipped by itself.
             self.graphs = None
         # Among several batches that wait nothing says whose rows a second pass had.
         foreign = not self.tickets or self.tickets[0] is not ticket
-        if foreign or (len(parts) > 1 and (apart or len(self.tickets) > 1)):
+        if foreign or (len(parts) > 1 and not (joins and len(self.tickets) == 1)):
             raise RuntimeError(TWO_FORWARDS)
         if self.returns_loss and any(upstream != parts[0][1] for _, upstream in parts[1:]):
             raise RuntimeError(UNEQUAL_LOSSES)
@@ -273,6 +246,21 @@ class Engine(Passes):
         self.complete = self._ended and not self.checks.waiting_probes
         self._ended &= not self.complete
         self.pending.place()
+
+    @contextmanager
+    def synchronized(self, stated: Mapping[str, Any] | None = None) -> Iterator[None]:
+        """Meanwhile as `Ranks.together`; afterwards all ranks do what any of them wants: once a logical batch.
+
+        Raises what the deferred checks of this logical batch find.
+        """
+        with self.ranks.together(stated) as wanted:
+            wanted |= {_CHECKS} if self.checks.deferred_checks else set()
+            wanted |= {_TWO_PASSES} if self.weights.wanted else set()
+            yield
+        self.weights.answer(_TWO_PASSES in wanted)
+        if _CHECKS in wanted:
+            with torch.enable_grad(), self.chance(), self.weights.apart():
+                self.checks.run_deferred_checks()
 
     def close(self) -> None:
         """Give the model its own forwards back."""

@@ -7,7 +7,7 @@ class UnsupportedUse(Exception):
     """An operation for which no per-example rule is known, or none that fits; the one-example route then takes over."""
 
 
-class Unseen(UnsupportedUse):
+class UnseenUse(UnsupportedUse):
     """A use that the trace did not see, as where another batch goes another way."""
 
 

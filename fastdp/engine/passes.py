@@ -16,25 +16,25 @@ import torch
 from fastdp.calls.batches import Call, as_long_as, map_tensors, single_rows, slice_rows
 from fastdp.calls.randomness import BufferSnapshot, devices, preserve_rng, rng_state, seed_from_os, unchanged
 from fastdp.distributed.pieces import piece
-from fastdp.distributed.ranks import Ranks
+from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.distributed.shards import weights_of
 from fastdp.engine.capture.forwards import Forwards
 from fastdp.engine.capture.memory import allowed_bytes, kept_bytes, longest
 from fastdp.engine.capture.trace import Trace
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy, Unclipped
-from fastdp.engine.errors import SelfCheckError, Unseen, UnsupportedUse
+from fastdp.engine.errors import SelfCheckError, UnseenUse, UnsupportedUse
 from fastdp.engine.loss.boundary import (
     Junction,
     LossBoundary,
     OutputBoundary,
-    caught,
     differentiable,
     hooks_aside,
     plain_gradients,
     replace_loss,
     require_loss,
     require_positive,
+    take_gradients,
 )
 from fastdp.engine.loss.losses import LossTerms, combine, graph_of, intercepted, masked_mean
 from fastdp.engine.loss.one_example import backward_starts, merged, run_alone
@@ -71,7 +71,7 @@ class Pass:
     #: Puts the model's buffers back after the backward pass.
     restore: Callable[[], None] = lambda: None
     #: Whether the backward pass runs twice, and keeps no factors.
-    twice: bool = False
+    two_pass: bool = False
     used: bool = False
     #: What adds a recorded pass, or one in parts, to its logical batch, in the place of a backward pass.
     replay: Callable[[], None] | None = None
@@ -96,7 +96,7 @@ class Pass:
 
         Raises ValueError if there is none.
         """
-        found = outer(output)
+        found = differentiable_outputs(output)
         replaced = {id(t): o for t, o in zip(found, self.outputs(found))}
         return map_tensors(output, lambda t: replaced.get(id(t), t))
 
@@ -112,17 +112,26 @@ class Passes:
         model: the user's model; only the `forward` attribute of some of its modules is patched, and only until `close`.
         policy: the method's decisions.
         train: what the model's own call does while it trains.
-        loss_reduction, two_pass, accumulator, keep_logits, ranks, secret, isolated: as `Engine`'s.
+        loss_reduction: "mean" or "sum" over the rows, for a criterion outside the model; None for a model that returns
+            its loss.
+        two_pass: run the backward pass twice and keep no factors; None does so where checkpointing is on and the factors of
+            one pass do not fit into memory (`fastdp.engine.capture.memory`).
+        accumulator: takes the captures instead of an `Accumulator`, for other sums of per-example gradients than clipped ones.
+        keep_logits: compute the logits of a vocabulary as a whole, so that they may be read beside the loss; False never does,
+            None where that is faster.
+        ranks: the processes that train together.
+        secret: let nobody know what a training pass draws by chance (`fastdp.calls.randomness`).
+        isolated: run each micro-batch, which holds one unit, as it is.
 
     Attributes:
         route, reason: how gradients are obtained, None before that is known; and why not by uses.
         trace: what is known of the model, by which uses are told apart.
         divided: the model's loss functions whose coefficient it divides by the number of rows.
         trying: whether a pass only looks at the model, so that none of its faults is the user's loop's.
-        explain: has the trace learn where a call of so many rows goes; raises `UnsupportedUse` where it cannot.
+        extend_trace: extends the trace by where a call of so many rows goes; raises `UnsupportedUse` where it cannot.
     """
 
-    explain: Callable[[Call, int], None]
+    extend_trace: Callable[[Call, int], None]
 
     #: The fewest rows of a matrix that counts as a vocabulary's head.
     vocabulary: int | None = VOCABULARY
@@ -133,15 +142,15 @@ class Passes:
         policy: Policy,
         train: Callable[[Any, Any], Any],
         *,
-        loss_reduction: str | None,
-        two_pass: bool | None,
-        accumulator: Accumulator | None,
-        keep_logits: bool | None,
-        ranks: Ranks,
-        secret: bool,
+        loss_reduction: str | None = None,
+        two_pass: bool | None = None,
+        accumulator: Accumulator | None = None,
+        keep_logits: bool | None = None,
+        ranks: Ranks = ONE,
+        secret: bool = False,
         isolated: bool = False,
     ):
-        self.model = model
+        self.model, self.ranks = model, ranks
         self.chance = partial(seed_from_os, devices(model)) if secret else nullcontext
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.weights = weights_of(model, ranks)
@@ -237,8 +246,12 @@ class Passes:
         self.route = USES
         unread = self.parameters.keys() - {read.parameter for read in self.trace.reads}
         # A later batch may read these, as where tasks have heads of their own.
-        unread_modules = [name.rpartition(".")[0] for name in unread]
-        self.forwards.patch(dict.fromkeys([*self.trace.modules, *selecting, *unread_modules]))
+        modules = [
+            *(read.module for read in self.trace.reads),
+            *selecting,
+            *(name.rpartition(".")[0] for name in unread),
+        ]
+        self.forwards.patch(dict.fromkeys(modules))
 
     def fall_back(self, reason: str, ticket: Ticket) -> None:
         """Go on by the one-example route: exact for any model, and slow. Raises ValueError where it does not serve."""
@@ -281,13 +294,13 @@ class Passes:
             return self._in_isolation(call, ticket, layout, junction)
         if self.isolated or self.route == ONE_EXAMPLE:
             return self._one_at_a_time(call, ticket, layout, junction)
-        tap, twice = Tap(layout), self._runs_twice(call, layout)
+        tap, two_pass = Tap(layout), self._needs_two_passes(call, layout)
         tap.whole = self.reentrant
-        if twice and not verify:
+        if two_pass and not verify:
             parts = self._in_parts(call, ticket, layout, junction)
             if parts is not None:
                 return parts
-        if not (verify or self.weights.cut or twice):
+        if not (verify or self.weights.cut or two_pass):
             tap.allow(self.accumulator.may_hold(layout))
         try:
             output, tops, found = self._tops(call, layout, tap, verify=verify)
@@ -307,7 +320,7 @@ class Passes:
             with self.weights.gathered() if self.weights.cut else nullcontext():
                 differentiate(starts, seeds, own, tap, self._parameters, retain=retain)
 
-        waiting = Pass(call, ticket, layout, tap, verify, junction, tops, backward, twice=twice)
+        waiting = Pass(call, ticket, layout, tap, verify, junction, tops, backward, two_pass=two_pass)
         if self.returns_loss:
             own_mean = next((term.mean for term in found.terms if term.per_unit is tops[0]), None)
             mean = masked_mean(tops[0].detach(), layout.weights) if own_mean is None else own_mean
@@ -364,7 +377,7 @@ class Passes:
         """Run a batch of one row as it is; its buffers are restored after the backward pass."""
         snapshot = BufferSnapshot(self.model)
         output = self.forwards.root.plain(*call[0], **call[1])
-        tops = [require_loss(output)] if self.returns_loss else outer(output)
+        tops = [require_loss(output)] if self.returns_loss else differentiable_outputs(output)
         waiting = Pass(call, ticket, layout, Tap(layout), True, junction, [], targets=[tops], restore=snapshot.restore)
         if self.returns_loss:
             return replace_loss(output, waiting.loss(tops[0].detach())), waiting
@@ -402,8 +415,8 @@ class Passes:
         try:
             with preserve_rng(self.model):
                 return self._tops_as_traced(call, layout, tap, verify=verify)
-        except Unseen:
-            self.explain(call, layout.rows)
+        except UnseenUse:
+            self.extend_trace(call, layout.rows)
         tap.restart()
         return self._tops_as_traced(call, layout, tap, verify=verify)
 
@@ -422,7 +435,7 @@ class Passes:
                 self.reads.heads.close()
         if not self.returns_loss:
             output = self._with_rows(output)
-            return output, outer(output), terms
+            return output, differentiable_outputs(output), terms
         total = require_loss(output)
         tap.shapes |= {("a loss function", (count,)) for count in terms.tokens}
         try:
@@ -443,7 +456,7 @@ class Passes:
 
     def _differentiate(self, parts: JoinedPasses) -> None:
         layout, every = parts[0][0].layout, [own for own, _ in parts]
-        two_pass = all(own.twice for own in every)
+        two_pass = all(own.two_pass for own in every)
 
         def backward(retain: bool) -> None:
             for own, upstream in parts:
@@ -457,7 +470,7 @@ class Passes:
         try:
             if self.route == ORDINARY:
                 names = list(self.read)
-                with caught(self.read.values(), lambda i, g: self.accumulator.add_gradient(names[i], g)):
+                with take_gradients(self.read.values(), lambda i, g: self.accumulator.add_gradient(names[i], g)):
                     backward(False)
                 self.accumulator.finish()
                 self.accumulator.units = self.accumulator.units + (layout.weights > 0).sum()
@@ -487,7 +500,7 @@ class Passes:
     def _allowed(self) -> int:
         return allowed_bytes(self.parameters, self.device)
 
-    def _runs_twice(self, call: Call, layout: Layout) -> bool:
+    def _needs_two_passes(self, call: Call, layout: Layout) -> bool:
         """Whether to run the backward pass twice: if checkpointing is on, and one pass's factors do not fit into memory."""
         if self.two_pass is not None:
             return self.two_pass
@@ -546,7 +559,7 @@ def repeatable(model: torch.nn.Module) -> Iterator[None]:
         )
 
 
-def outer(output: Any) -> list[torch.Tensor]:
+def differentiable_outputs(output: Any) -> list[torch.Tensor]:
     """What a criterion outside the model may be computed from. Raises ValueError if there is nothing."""
     found = differentiable(output)
     if not found:

@@ -1,8 +1,13 @@
-"""Which route a model's gradients take: decided at the first batch by one trace, and kept true for later ones."""
+"""Which route a model's gradients take: decided at the first batch by one trace, with which later batches are compared.
+
+A batch is *checked* before its pass where it is the first, of a new kind, or due. Its pass is then compared with the trace. A
+pass that goes where no traced one went has the trace *extended* by that batch, which is checked as the first one was.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -13,14 +18,14 @@ import torch
 from fastdp.calls.batches import Call, Inputs, Path, RowNumbers, as_long_as, leaves, options, wrong_rows
 from fastdp.calls.modes import autocast_now, refuse_mixing
 from fastdp.calls.randomness import unchanged
-from fastdp.distributed.ranks import RankLost, Ranks
+from fastdp.distributed.ranks import RankLost
 from fastdp.engine.capture.trace import Trace, Tracer
 from fastdp.engine.errors import (
     Differentiates,
     FlatBags,
     OwnLoss,
     SelfCheckError,
-    Unseen,
+    UnseenUse,
     UnsupportedUse,
     Untraceable,
     first_line,
@@ -30,109 +35,114 @@ from fastdp.engine.passes import ORDINARY, USES, Pass, Passes
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import Tap
 
-#: Each is looked at as the first batch is.
+#: Each is checked as the first batch is.
 _MOST_WAYS = 16
+#: Kinds of calls that are remembered, at most: the oldest are compared with the trace anew.
+MOST_CALLS = 1 << 12
+#: Values of one text argument that are compared with the trace; one that has had more is no choice among ways.
+_MOST_TEXTS = 32
 
 
 class Routing:
-    """Choose the route of the first batch, and explain later batches by its trace.
+    """Choose the route of the first batch, and compare later batches with its trace.
 
     This class verifies nothing: `fastdp.verify.Checks` fills in the hooks ``verify_*``, which do nothing here.
 
     Args:
         passes: of the model.
-        ranks: the processes that train together.
-        on_route: called with the route, and why, once it is known.
 
     Attributes:
         enabled: whether batches are verified.
         waiting_probes: batches for the training loop alone that have not gone through it yet; nothing is released before.
+        traced: the calls that were compared with the trace, once there is one.
+        deferred_checks: of microbatches of this logical batch, where weights are in pieces: they run where ranks synchronize.
     """
 
     enabled = False
     waiting_probes = 0
+    traced: TraceCache
 
-    def __init__(self, passes: Passes, ranks: Ranks, on_route: Callable[[str, str | None], None]):
-        self.passes, self.ranks, self._on_route = passes, ranks, on_route
+    def __init__(self, passes: Passes):
+        self.passes = passes
         self._tracer = Tracer(passes.model, passes.read, passes.vocabulary)
-        self.known = TraceCache(self._tracer, passes.forwards.root.plain)
-        #: The rows and the shapes of the batch at hand.
-        self._shapes: Any = None
-        passes.explain = self._learn
-        #: Microbatches of this logical batch that are looked at when ranks meet, and the one at hand if it is to be.
-        self.looks: list[Callable[[], None]] = []
-        self._later: Callable[[Tap], None] | None = None
+        #: The kind of the call at hand: its rows, choices and shapes.
+        self._kind: Any = None
+        passes.extend_trace = self._extend_trace
+        self.deferred_checks: list[Callable[[], None]] = []
+        #: The deferred check of the microbatch at hand, if it has one.
+        self._deferred: Callable[[Tap], None] | None = None
 
     def before(self, call: Call, ticket: Ticket, inputs: Inputs) -> bool:
-        """Prepare for a batch, whose tensors are ``inputs``, before its pass. True if this process ran the model for that."""
+        """Check a batch, whose tensors are ``inputs``, before its pass. True if this process ran the model for that."""
         passes = self.passes
         if passes.route == ORDINARY or passes.isolated:
             return False
-        first = passes.route is None
-        due = "" if first else self.due(call, ticket)
-        self._shapes = ticket.rows, options(call), tuple([(path, t.shape) for path, t in inputs])
-        new = not (first or passes.recollates or self._shapes in self.known.explained)
-        new = new and self.known.new(passes.trace, call, ticket.rows)
-        self._later = None
-        looked = first or bool(due) or new
-        if looked and not first and passes.weights.cut:
-            # Other ranks would not follow in the middle of a logical batch.
-            self._later, looked = partial(self._look_later, call, ticket, due, autocast_now(passes.device)), False
-        elif looked:
-            with passes.weights.apart():
-                if first:
-                    self._open(call, _weighted(ticket))
-                else:
-                    self._look(call, ticket, due, new=new)
+        first, self._deferred = passes.route is None, None
+        free = () if first else self.traced.free_texts
+        self._kind = ticket.rows, options(call, free), tuple([(path, t.shape) for path, t in inputs])
+        checked = self._open(call, ticket) if first else self._check(call, ticket)
         self.verify_loop(call, ticket)
-        return looked
+        return checked
 
-    def _look(self, call: Call, ticket: Ticket, due: str, *, new: bool) -> None:
+    def _check(self, call: Call, ticket: Ticket) -> bool:
+        """Check a later batch now, if it is new or due, or where ranks synchronize. True if it was checked now."""
+        passes, due = self.passes, self.due(call, ticket)
+        new = not (passes.recollates or self._kind in self.traced.compared) and self.traced.is_new(call, ticket.rows)
+        if passes.weights.cut and (new or due):
+            # Other ranks would not follow in the middle of a logical batch.
+            self._deferred = partial(self._check_later, call, ticket, due, autocast_now(passes.device))
+            return False
         if new:
-            self.known.add(self.passes.trace, call, ticket.rows)
+            self.traced.find_carriers(call, ticket.rows)
         if due:
             self.verify_later(call, _weighted(ticket), due)
+        return new or bool(due)
 
-    def _look_later(
+    def _check_later(
         self, call: Call, ticket: Ticket, due: str, precision: AbstractContextManager[Any], tap: Tap
     ) -> None:
         with precision:
-            self._look(call, ticket, due, new=True)
+            self.traced.find_carriers(call, ticket.rows)
+            if due:
+                self.verify_later(call, _weighted(ticket), due)
             try:
-                self.known.require(self.passes.trace, call, ticket.rows, tap, looked_at=False)
+                self.traced.compare(call, ticket.rows, tap, checked=False)
             except UnsupportedUse as error:
                 self.passes.fall_back(str(error), ticket)
 
-    def look_back(self) -> None:
-        """Look at microbatches of this logical batch that could not be looked at before their passes."""
-        looks, self.looks = self.looks, []
-        for look in looks:
-            look()
+    def run_deferred_checks(self) -> None:
+        """Check the microbatches of this logical batch that could not be checked before their passes."""
+        checks, self.deferred_checks = self.deferred_checks, []
+        for check in checks:
+            check()
 
-    def after(self, waiting: Pass, *, explained: bool) -> None:
-        """Compare the uses of a batch's own pass with the trace. Raises `Unseen` if the batch must be explained first."""
-        if self._later is not None:
-            self.looks.append(partial(self._later, waiting.tap))
+    def after(self, waiting: Pass, *, extended: bool) -> None:
+        """Compare the uses of a batch's own pass with the trace. Raises `UnseenUse` if the trace must be `extend`ed first.
+
+        ``extended`` says that it was, by this batch.
+        """
+        if self._deferred is not None:
+            self.deferred_checks.append(partial(self._deferred, waiting.tap))
             return
-        known, shapes, tap = self.known, self._shapes, waiting.tap
-        new = known.explained.get(shapes) != tap.shapes
-        if new and known.require(self.passes.trace, waiting.call, waiting.ticket.rows, tap, looked_at=explained):
-            known.explained[shapes] = frozenset(tap.shapes)
+        traced, tap = self.traced, waiting.tap
+        new = traced.compared.get(self._kind) != tap.shapes
+        if new and traced.compare(waiting.call, waiting.ticket.rows, tap, checked=extended):
+            _remember(traced.compared, self._kind, frozenset(tap.shapes))
         self.verify_pass(waiting)
 
-    def explain(self, call: Call, ticket: Ticket) -> None:
-        """Learn the path of a batch that reads parameters in another way than the first one did.
+    def extend(self, call: Call, ticket: Ticket) -> None:
+        """Extend the trace by a batch that reads parameters in another way than those before, and check it as the first.
 
-        Raises `UnsupportedUse` where no trace explains it, or its rows must be run alone.
+        Raises `UnsupportedUse` where no trace serves it, or its rows must be run alone.
         """
         passes, ticket = self.passes, _weighted(ticket)
         divided = passes.divided
         if passes.trace is None or not self.enabled:
             raise UnsupportedUse("a batch reads parameters in another way than the first one did")
-        # A loop that goes on after a refusal finds nothing learned.
+        # A loop that goes on after a refusal finds the trace as it was.
         with passes.trial(), passes.trace.trying():
             try:
-                self._learn(call, ticket.rows)
+                self._extend_trace(call, ticket.rows)
                 self.verify_rows(call, ticket)
                 if passes.divided != divided:
                     raise UnsupportedUse("a later batch divides its loss by its rows and the first one did not")
@@ -143,8 +153,8 @@ class Routing:
             finally:
                 passes.divided = divided
 
-    def _learn(self, call: Call, rows: int) -> None:
-        self.known.explain(self.passes.trace, call, rows)
+    def _extend_trace(self, call: Call, rows: int) -> None:
+        self.traced.extend(call, rows)
         if self.passes.route == USES:
             self.passes.take_uses()
 
@@ -188,21 +198,23 @@ class Routing:
         """Watch the model's state while it is traced."""
         yield
 
-    def _open(self, call: Call, ticket: Ticket) -> None:
+    def _open(self, call: Call, ticket: Ticket) -> bool:
         """Trace the model, verify its rows, and try the route of uses on a few of them."""
-        passes = self.passes
-        refuse_mixing(passes.model)
-        with passes.trial():
-            reason = self._decide(call, ticket)
-        if reason is not None:
-            passes.fall_back(reason, ticket)
-        self._on_route(str(passes.route), reason)
+        passes, ticket = self.passes, _weighted(ticket)
+        with passes.weights.apart():
+            refuse_mixing(passes.model)
+            with passes.trial():
+                reason = self._decide(call, ticket)
+            if reason is not None:
+                passes.fall_back(reason, ticket)
+        return True
 
     def _decide(self, call: Call, ticket: Ticket) -> str | None:
         """Why the one-example route is taken, or None. Raises ValueError for a model that no route serves."""
         passes = self.passes
         with self.tracing(call, ticket):
             passes.trace = self._trace(call, ticket)
+        self.traced = TraceCache(self._tracer, passes.trace, passes.forwards.root.plain)
         passes.forwards.leave_out(passes.trace.heads)
         reason = passes.trace.conflict
         try:
@@ -288,106 +300,135 @@ def _weighted(ticket: Ticket) -> Ticket:
 
 
 class TraceCache:
-    """The shapes of inputs that were explained, with those that uses then had.
+    """The calls that were compared with the trace of the first one, which takes in what they add.
 
     Args:
         tracer: of the model.
+        trace: of the first call.
         plain: the model's own forward pass.
+
+    Attributes:
+        compared: kinds of uses of a pass that was compared, by the kind of its call (rows, choices and shapes): asked first.
+        free_texts: places of text arguments that have had so many values that these are no choices.
     """
 
-    def __init__(self, tracer: Tracer, plain: Callable[..., Any]):
-        self._tracer, self._plain = tracer, plain
-        self._shapes: dict[Any, frozenset[Any]] = {}
-        #: The ways through the model that were looked at: a pass's kinds of uses, whatever the lengths of inputs.
+    def __init__(self, tracer: Tracer, trace: Trace, plain: Callable[..., Any]):
+        self._tracer, self._trace, self._plain = tracer, trace, plain
+        self.compared: dict[Any, frozenset[Any]] = {}
+        self.free_texts: set[Path] = set()
+        self._texts: set[tuple[Path, str]] = set()
+        #: Kinds of uses by the choices of a call and the shapes of its inputs, without rows.
+        self._uses: dict[Any, frozenset[Any]] = {}
+        #: The ways through the model that were checked: a pass's kinds of uses, whatever the lengths of inputs.
         self._ways: set[frozenset[Any]] = set()
-        #: The uses of passes that were explained, by the rows and the shapes of their inputs: asked first.
-        self.explained: dict[Any, frozenset[Any]] = {}
-        #: Whether the trace has learned something since that no pass of a whole batch was looked at for.
-        self.learned = False
+        #: Whether a few rows of a batch extended the trace, and no whole batch was checked since.
+        self._extended = False
 
-    def new(self, first: Trace | None, call: Call, rows: int) -> bool:
-        """Whether a call has tensors, or sizes, that need a look of their own."""
-        assert first is not None
+    def is_new(self, call: Call, rows: int) -> bool:
+        """Whether a call has tensors, sizes or choices that no call before had."""
         found = dict(leaves(call))
-        seen = not self._shapes or _inputs(first, found) | options(call) in self._shapes
-        return not (seen and _plain(first, found, rows))
+        known = not self._uses or self._inputs(found) | options(call, self.free_texts) in self._uses
+        return not (known and self._has_known_carriers(found, rows))
 
-    def add(self, first: Trace | None, call: Call, rows: int) -> None:
-        """Decide again what carries rows where a call has tensors, or sizes, that the first one did not explain.
+    def find_carriers(self, call: Call, rows: int) -> None:
+        """Decide again what carries rows where the trace does not say so of a call's tensors and sizes.
 
         Raises ValueError for a call of another number of rows.
         """
-        assert first is not None
-        found = dict(leaves(call))
-        lengths = [len(found[path]) for path in first.carriers & found.keys() if found[path].dim()]
+        trace, found = self._trace, dict(leaves(call))
+        lengths = [len(found[path]) for path in trace.carriers & found.keys() if found[path].dim()]
         if lengths and rows not in lengths:
             raise ValueError(wrong_rows(call, rows))
-        if _plain(first, found, rows):
+        if self._has_known_carriers(found, rows):
             return
-        self.explained.clear()
+        self.compared.clear()
         with unchanged(self._tracer.model):
             latest = self._tracer.trace(self._plain, call, rows)
-        first.carriers = latest.carriers | (first.carriers - found.keys())
-        first.paths = first.paths | latest.paths
+        trace.carriers = latest.carriers | (trace.carriers - found.keys())
+        trace.paths = trace.paths | latest.paths
 
-    def explain(self, first: Trace | None, call: Call, rows: int) -> None:
-        """Have the trace learn where a call goes that it has not seen, as one without padding does.
+    def extend(self, call: Call, rows: int) -> None:
+        """Extend the trace by where a call goes that no call before went, as one without padding does.
 
         All rows are traced, since a few of them may go another way. Raises `UnsupportedUse` where this trace contradicts the
-        first, or ways are too many to look at.
+        first, or ways are too many to check.
         """
-        assert first is not None
         if len(self._ways) > _MOST_WAYS:
             raise UnsupportedUse(f"batches go more than {_MOST_WAYS} ways through the model")
-        self.learned = True
-        self.explained.clear()
+        self._extended = True
+        self.compared.clear()
         with unchanged(self._tracer.model):
-            first.add(self._tracer.trace(self._plain, call, rows, (max(2, rows), max(2, rows) + 1)))
+            self._trace.add(self._tracer.trace(self._plain, call, rows, (max(2, rows), max(2, rows) + 1)))
 
-    def stray(self, first: Trace | None, call: Call, rows: int) -> UnsupportedUse | None:
-        """What says that a call goes another way through the model than the first one did; None if it does not."""
-        assert first is not None
+    def difference(self, call: Call, rows: int) -> UnsupportedUse | None:
+        """What says that a call goes another way through the model than the trace; None if it does not."""
         try:
-            with unchanged(self._tracer.model):
-                self._tracer.require_same(first, self._plain, call, rows)
+            self._require_same(call, rows)
         except UnsupportedUse as error:
             return error
         return None
 
-    def require(self, first: Trace | None, call: Call, rows: int, tap: Tap, *, looked_at: bool) -> bool:
-        """Raise `UnsupportedUse` unless a trace explains inputs of these shapes, and the uses' shapes follow from them.
+    def compare(self, call: Call, rows: int, tap: Tap, *, checked: bool) -> bool:
+        """Raise `UnsupportedUse` unless the trace says of this call, too, whose tokens are whose, and its uses are known.
 
-        Or from the way that the pass went, if one that went so was ``looked_at``, as the first is; `Unseen` if none was.
+        Uses are known by the shapes of inputs, or by the way that the pass went, if one that went so was ``checked``, as the
+        first is; `UnseenUse` is raised if none was.
 
         Returns whether the shapes of the inputs tell those of the uses.
         """
-        assert first is not None
-        found = dict(leaves(call))
-        sizes = _inputs(first, found)
-        inputs = sizes | options(call)
-        if looked_at or not self._ways:
-            self._ways.add(_way(sizes, tap))
-            self.learned = False
-        if self.learned:
-            raise Unseen("a look at a few rows met what the batch as a whole was not looked at for")
+        found, choices = dict(leaves(call)), options(call, self.free_texts)
+        sizes = self._inputs(found)
+        inputs, way = sizes | choices, _way(sizes, tap)
+        if checked or not self._ways:
+            self._ways.add(way)
+            self._extended = False
+        if self._extended:
+            raise UnseenUse("a few rows of a batch read parameters in a way that no whole batch did")
         told = RowNumbers not in map(type, found.values())
         if not told:
             # The shape of a list does not tell how long its entries are.
             inputs |= tap.shapes
         # The first pass is the one that was traced.
-        if self._shapes and inputs not in self._shapes:
-            with unchanged(self._tracer.model):
-                self._tracer.require_same(first, self._plain, call, rows)
-        seen = self._shapes.setdefault(inputs, frozenset(tap.shapes))
-        gone = {operation for operation, _ in seen - tap.shapes} if tap.shapes - seen else set()
-        for operation, shape in tap.shapes - seen:
+        if self._uses and inputs not in self._uses:
+            self._require_same(call, rows)
+            self._count_texts(choices)
+        known = self._uses.get(inputs, frozenset(tap.shapes))
+        gone = {operation for operation, _ in known - tap.shapes} if tap.shapes - known else set()
+        for operation, shape in tap.shapes - known:
             reason = f"the input of {operation} has shape {list(shape)} a row, by no reason of the batch's shapes"
             if operation in gone:
                 raise UnsupportedUse(reason)
-            if _way(sizes, tap) not in self._ways:
-                raise Unseen(reason)
-        self._shapes[inputs] = seen | tap.shapes
+            if way not in self._ways:
+                raise UnseenUse(reason)
+        _remember(self._uses, inputs, known | tap.shapes)
         return told
+
+    def _require_same(self, call: Call, rows: int) -> None:
+        with unchanged(self._tracer.model):
+            self._tracer.require_same(self._trace, self._plain, call, rows)
+
+    def _count_texts(self, choices: frozenset[Any]) -> None:
+        self._texts |= {choice for choice in choices if isinstance(choice[1], str)}
+        counts = Counter(path for path, _ in self._texts)
+        self.free_texts = {path for path, count in counts.items() if count > _MOST_TEXTS}
+
+    def _has_known_carriers(self, found: Mapping[Path, torch.Tensor], rows: int) -> bool:
+        """Whether what carried rows in the traced calls does in this one, and nothing new does."""
+        long = {path for path, t in found.items() if t.dim() and t.shape[0] == rows}
+        carriers = self._trace.carriers & found.keys()
+        return bool(carriers) and carriers <= long and not (long - carriers - self._trace.paths)
+
+    def _inputs(self, found: Mapping[Path, torch.Tensor]) -> frozenset[Any]:
+        """The shapes of a call's tensors; a row's, of those that carry rows."""
+        carriers = self._trace.carriers
+        return frozenset([(path, t.shape[1:] if path in carriers else t.shape) for path, t in found.items()])
+
+
+def _remember(known: dict[Any, frozenset[Any]], key: Any, value: frozenset[Any]) -> None:
+    """Keep a value, and forget the oldest of too many."""
+    known[key] = value
+    if len(known) > MOST_CALLS:
+        del known[next(iter(known))]
 
 
 def _way(inputs: frozenset[Any], tap: Tap) -> frozenset[Any]:
@@ -395,15 +436,3 @@ def _way(inputs: frozenset[Any], tap: Tap) -> frozenset[Any]:
     ordered = sorted(inputs, key=str)
     names = {size: (path, axis) for path, shape in reversed(ordered) for axis, size in enumerate(shape)}
     return frozenset([(operation, tuple([names.get(size, size) for size in shape])) for operation, shape in tap.shapes])
-
-
-def _plain(first: Trace, found: Mapping[Path, torch.Tensor], rows: int) -> bool:
-    """Whether what carried rows in the first call does in this one, and nothing new does."""
-    long = {path for path, t in found.items() if t.dim() and t.shape[0] == rows}
-    carriers = first.carriers & found.keys()
-    return bool(carriers) and carriers <= long and not (long - carriers - first.paths)
-
-
-def _inputs(first: Trace, found: Mapping[Path, torch.Tensor]) -> frozenset[Any]:
-    """The shapes of a call's tensors; a row's, of those that carry rows."""
-    return frozenset([(path, t.shape[1:] if path in first.carriers else t.shape) for path, t in found.items()])

@@ -7,10 +7,26 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.loss.boundary import MeanBoundary
+from fastdp.engine.loss.boundary import require_positive
 
 #: (output, batch) -> one loss per row, ``[rows]``.
 Criterion = Callable[[Any, Any], torch.Tensor]
+
+
+class _MeanBoundary(torch.autograd.Function):
+    """The mean of rows' losses, whose backward divides out what the loop has made of it."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: torch.Tensor) -> Any:
+        ctx.rows = losses.shape[0]
+        return losses.mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (upstream,) = gradients
+        if upstream.device.type == "cpu":
+            require_positive(upstream)
+        return torch.full_like(upstream, 1 / ctx.rows).expand(ctx.rows)
 
 
 def mean_of_rows(losses: torch.Tensor, rows: int | None) -> torch.Tensor:
@@ -27,5 +43,5 @@ def mean_of_rows(losses: torch.Tensor, rows: int | None) -> torch.Tensor:
             f"The criterion returned losses of shape {list(losses.shape)}. Return one loss per row: use reduction='none' and "
             "average each row over its own tokens."
         )
-    mean: torch.Tensor = MeanBoundary.apply(losses)  # type: ignore[no-untyped-call]
+    mean: torch.Tensor = _MeanBoundary.apply(losses)  # type: ignore[no-untyped-call]
     return mean

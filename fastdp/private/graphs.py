@@ -157,7 +157,7 @@ class Graphs:
         """Free all graphs when the device runs out of memory. Returns whether there were any."""
         found, self._closed = bool(self._graphs), True
         if found:
-            self._passes.accumulator.own()
+            self._passes.accumulator.copy_aliased()
             self._graphs, self._sums, self._record = {}, {}, None
             torch.cuda.empty_cache()
             _warn(_NO_MEMORY)
@@ -187,7 +187,7 @@ class Graphs:
 
     def _replay(self, graph: _Graph, call: Call, ticket: Ticket, junction: boundary.Junction) -> tuple[Any, Pass]:
         # Sums of the pass before lie where this one will write.
-        self._passes.accumulator.own()
+        self._passes.accumulator.copy_aliased()
         _fill(graph, call, ticket)
         graph.forward()
         tap = Tap(graph.layout)
@@ -210,7 +210,7 @@ class Graphs:
         old = [name for name in graph.sums if name in accumulator.sums]
         if old:
             torch._foreach_add_([accumulator.sums[name] for name in old], [graph.sums[name] for name in old])
-        accumulator.lend({name: total for name, total in graph.sums.items() if name not in old})
+        accumulator.alias_graph_buffers({name: total for name, total in graph.sums.items() if name not in old})
         nonfinite, unclipped, units = (count.clone() for count in graph.counts)
         accumulator.nonfinite = accumulator.nonfinite + nonfinite
         accumulator.unclipped = accumulator.unclipped + unclipped
@@ -254,7 +254,7 @@ class Graphs:
         """Record a pass and compare it with an eager one. None, with a warning, if that fails or they differ."""
         device, sums = self._passes.device, dict(self._sums)
         # Sums of the pass before lie where a recording that is tried writes.
-        self._passes.accumulator.own()
+        self._passes.accumulator.copy_aliased()
         self._passes.drop_zero_gradients()
         try:
             needed, trace = _required_memory(device), self._passes.trace
@@ -327,7 +327,7 @@ class Graphs:
                 }
                 for own in (full_call, trial.held)
             ]
-            _require_alike(*compared, apart=_tolerance(self._passes.model, device))
+            _require_alike(*compared, tolerance=_tolerance(self._passes.model, device))
         return expected
 
     def _recorded(self, trial: _Trial) -> _Graph:
@@ -363,7 +363,7 @@ class Graphs:
         model, device = self._passes.model, self._passes.device
         if set(graph.sums) != set(expected[0]):
             raise RuntimeError("a recorded pass reached other parameters than an ordinary one")
-        same = partial(_require_alike, apart=_tolerance(model, device))
+        same = partial(_require_alike, tolerance=_tolerance(model, device))
         # Recorded, attention may draw its masks in another order: then the sums are of one size, and no more alike than that.
         alike = _require_one_size if trial.drawn else same
         alike(trial.replayed(graph, 0), expected[0])
@@ -501,7 +501,7 @@ def _require_one_size(found: dict[str, torch.Tensor], expected: dict[str, torch.
         raise RuntimeError(f"a replayed pass gave sums of norm {size:.3g} and an ordinary one of {whole:.3g}")
 
 
-def _require_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, apart: float) -> None:
+def _require_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, tolerance: float) -> None:
     """Raise RuntimeError, naming a parameter, if its sum is not that of another pass."""
     norms = _norms(expected.items())
     whole = math.hypot(*norms.values())
@@ -509,7 +509,7 @@ def _require_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
         (name, found[name] - total.to(found[name].device)) for name, total in expected.items()
     ).items():
         # Gradients that should be zero, as of the keys' biases, are all rounding: they may differ, and stay small.
-        if not gap <= apart * (norms[name] + apart * whole):
+        if not gap <= tolerance * (norms[name] + tolerance * whole):
             raise RuntimeError(
                 f"a replayed pass gave another sum for {name} than one before: {gap:.2g} of {norms[name]:.2g}"
             )

@@ -28,7 +28,6 @@ from fastdp.engine.loss.boundary import require_loss
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.criterion import Criterion, mean_of_rows
 from fastdp.private.loader import PrivateLoader
-from fastdp.private.meeting import meeting
 from fastdp.private.plan import Plan, SideRelease
 from fastdp.verify import Checks
 
@@ -249,7 +248,7 @@ class Sample:
                     rows = loader.tickets[0].rows
                     loss = mean_of_rows(self._access.criterion(model(*args, **kwargs), batch), rows)
                 loss.backward()
-            with meeting(engine, self._access.ranks):
+            with engine.synchronized():
                 pass
             accumulator.merge(self._access.ranks)
         finally:

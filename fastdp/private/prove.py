@@ -111,7 +111,7 @@ def prove_run(
     if len(units) < 3:
         raise ValueError(f"{len(units)} records have no neighbours to speak of: give at least 3")
     base, spare = list(units[: 2 * RECORDS_PER_PASS - 1]), units[-1]
-    longest = longest or reach(units)
+    longest = longest or long_length(units)
     release = _Releases(start, loss or own_loss)
     before = release(base)
     trials = [release.compare("again", "the same records", base, before)]
@@ -133,15 +133,15 @@ def spread_out(count: int) -> list[int]:
     return sorted({round(k * (count - 1) / (2 * RECORDS_PER_PASS - 1)) for k in range(2 * RECORDS_PER_PASS)})
 
 
-def reach(units: Sequence[Unit]) -> int:
+def long_length(units: Sequence[Unit]) -> int:
     """Tokens of an example that is made long: 8 times the longest of these."""
     return 8 * max((_tokens(example) or 1 for unit in units for example in unit), default=1)
 
 
-def positions(model: torch.nn.Module, units: Sequence[Unit]) -> int | None:
+def most_tokens_taken(model: torch.nn.Module, units: Sequence[Unit]) -> int | None:
     """The same, or as many tokens as the model has positions for; None for one that does not say."""
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return min(most, reach(units)) if isinstance(most, int) else None
+    return min(most, long_length(units)) if isinstance(most, int) else None
 
 
 def own_loss(model: Any, batch: Any) -> torch.Tensor:

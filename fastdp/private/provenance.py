@@ -102,11 +102,10 @@ class Provenance:
         for module in self._model.modules():
             _TRAINED[module] = tuple(dict.fromkeys((*_TRAINED.get(module, ()), self._ledger.run_id)))
 
-    def released(self, *, last: bool) -> None:
-        """A release changed the weights."""
-        self.ended = last
-        if last:
-            self.keep()
+    def end(self) -> None:
+        """Know the weights as they are from here on: no release comes any more."""
+        self.ended = True
+        self.keep()
 
     def keep(self) -> list[int]:
         """Know the weights as they are, which follow from releases, from here on; returns what they are known by."""
@@ -142,7 +141,7 @@ class Provenance:
         self.require()
         if not self._ledger.untouched:
             self.begin()
-            self.released(last=True)
+            self.end()
         self._closed = True
 
     def sentences(self) -> list[str]:

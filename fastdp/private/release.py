@@ -17,7 +17,7 @@ from fastdp.engine.clip.policy import Policy
 from fastdp.ops.stream import NoiseStream
 
 
-class Summed(NamedTuple):
+class ClippedSums(NamedTuple):
     """Parameters with their clipped sums, the noise that each sum is due, and the tensor id of that noise.
 
     Where one has ``axes``, its sum and noise are of the gradient over them. A step has hundreds of parameters, so that they come
@@ -36,7 +36,7 @@ class Update(Protocol):
 
     def __call__(
         self,
-        summed: Summed,
+        summed: ClippedSums,
         take: Callable[[Sequence[int]], torch.Tensor],
         *,
         divisor: float,
@@ -55,7 +55,7 @@ class Recorder(Protocol):
         """Note one release before it happens; raises if the budget does not hold it."""
 
 
-class Books:
+class ReplicatedLedger:
     """A ledger that several processes release under: the first writes, and the others count along once it has.
 
     Args:
@@ -116,20 +116,20 @@ class Release:
         *,
         kind: str = "step",
         update: Update | None = None,
-        lent: Collection[str] = (),
+        aliased: Collection[str] = (),
     ) -> None:
         """Record, add noise and set `.grad`, rounded to the parameter's dtype only after the noise is in.
 
         Parameters that were frozen later on get no gradient: their sums are let go of.
         ``update`` takes the parameters it can; their `.grad` stays None. ``sums`` is emptied: each other buffer becomes a
-        gradient, or a copy of those ``lent`` does, which are to be written to again, without noise.
+        gradient, or a copy of those ``aliased`` does, which are to be written to again, without noise.
         """
         self.ledger.record(kind)
         names = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         if update is not None:
             names = self._left(names, sums, policy, update)
         totals = dict(zip(names, self._totals(names, sums)))
-        totals |= {name: totals[name].clone() for name in names if name in lent}
+        totals |= {name: totals[name].clone() for name in names if name in aliased}
         self._add_noise(totals, policy)
         for name in names:
             parameter, total, axes = self.parameters[name], totals.pop(name), policy.axes.get(name)
@@ -153,12 +153,12 @@ class Release:
 
     def _left(self, every: Sequence[str], sums: dict[str, torch.Tensor], policy: Policy, update: Update) -> list[str]:
         """Names of the parameters that an optimizer's own step leaves to us; the sums of others are gone."""
-        apart = policy.masks.keys()
-        names = [name for name in every if name not in apart]
+        masked = policy.masks.keys()
+        names = [name for name in every if name not in masked]
         parameters = [self.parameters[name] for name in names]
         totals = self._totals(names, sums)
         stds, groups = policy.stds or (0.0,), map(policy.group_of.get, names, itertools.repeat(0))
-        summed = Summed(
+        summed = ClippedSums(
             parameters,
             totals,
             [stds[group] for group in groups],  # type: ignore[index]
@@ -172,7 +172,7 @@ class Release:
             secure_rounding=self.secure_rounding,
         )
         sums.update({names[at]: totals[at] for at in left})
-        return [name for name in every if name in apart] + [names[at] for at in left]
+        return [name for name in every if name in masked] + [names[at] for at in left]
 
     def _add_noise(self, totals: Mapping[str, torch.Tensor], policy: Policy) -> None:
         """Add each total's noise."""

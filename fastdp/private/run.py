@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -30,7 +33,7 @@ from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan, fingerprint
 from fastdp.private.preparation import Access, Moment, Outcome, Preparation
 from fastdp.private.provenance import Provenance
-from fastdp.private.publish import Published
+from fastdp.private.publish import save_beside_card, upload
 from fastdp.private.shapes import shape_statement
 from fastdp.private.stages import Stages
 from fastdp.private.steps import UNCHECKED, Steps
@@ -63,7 +66,7 @@ _ACCUMULATES = (
 _PASSES = "how many backward passes a checkpointed microbatch took: the choice depends on the lengths of its examples"
 
 
-class Private(Published):
+class Private:
     """A private training run; unpacks to ``(model, optimizer, data_loader)``.
 
     Attributes:
@@ -123,10 +126,9 @@ class Private(Published):
         self._state.moved = frozenset(map(id, () if installed is None else moved.values()))
         self._provenance = Provenance(model, moved, ledger, lambda: self._state)
         self._fingerprint = fingerprint(moved)
-        #: Whether anything may differ from one step to the next: otherwise a step asks for nothing.
-        self._changes = stages.prepares or stages.method.follows_schedule or installed is not None
         self._epsilons: dict[tuple[tuple[int, ...], float], float] = {}
-        self._steps = Steps(model, optimizer, stages, ledger, plan, observers, ranks, prepare=self._stepped)
+        changes = stages.prepares or stages.method.follows_schedule or installed is not None
+        self._steps = Steps(model, optimizer, stages, ledger, plan, observers, ranks, self._stepped, changes=changes)
         for owner in (model, optimizer):
             _DRIVEN[owner] = weakref.ref(self)
         # As long as the model is driven, its run can be asked to let it go.
@@ -259,11 +261,9 @@ class Private(Published):
         return self._stages.outcome
 
     def _stepped(self) -> None:
-        last = self.ledger.spent_steps >= self.ledger.budget_steps
-        if last or self._provenance.ended:
-            self._provenance.released(last=last)
-        if self._changes:
-            self.prepare()
+        if self.ledger.spent_steps >= self.ledger.budget_steps:
+            self._provenance.end()
+        self.prepare()
 
     def prepare(self) -> None:
         """Make the release that the method needs before the next step, if one is due.
@@ -284,7 +284,7 @@ class Private(Published):
             accumulator.policy = self._scheduled(accumulator.policy, step)
 
     def _scheduled(self, policy: Policy, step: int) -> Policy:
-        return self.method.scheduled(policy, self._stages.begun, self.plan.sigma_at(step), step)
+        return self.method.scheduled(policy, self._stages.first_policy, self.plan.sigma_at(step), step)
 
     @property
     def nonfinite_examples(self) -> int:
@@ -333,6 +333,7 @@ class Private(Published):
                 # Every preparation makes as many releases of a kind as the others.
                 self.ledger.extend(self.ledger.budget(kind) // before * after, kind)
         self.ledger.extend(total)
+        self._provenance.ended = False
 
     def card(self) -> accounting.Card:
         """What was bought: mechanism, unit, sampling, epsilon and delta, the event, what is unprotected.
@@ -402,6 +403,40 @@ class Private(Published):
         on_gpu = any(p.device.type != "cpu" for p in self._engine.parameters.values())
         return shape_statement(self.data_loader.has_public_shapes, on_gpu=on_gpu)
 
+    def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> Path:
+        """Write model and card to a folder that others can use: weights, ``card.json``, ``card.md`` and ``README.md``.
+
+        The README is a model card with metadata and a section on privacy, both written from the claim; it takes the place of
+        what the model's own ``save_pretrained`` wrote there.
+
+        Args:
+            folder: where; made if it is missing.
+            options: for the model's own ``save_pretrained``.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ValueError: for a model without ``save_pretrained``.
+        """
+        return save_beside_card(self.model, self.card, folder, **options)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> Any:
+        """Upload what `save_pretrained` writes, the card with it, to a model hub.
+
+        Args:
+            repo_id: the name on the hub, such as ``anna/notes``; made if it is missing.
+            options: for ``HfApi.upload_folder``, as ``commit_message``.
+
+        Returns:
+            What the hub says of the upload.
+
+        Raises:
+            ValueError: as `save_pretrained`.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            return upload(self.save_pretrained(folder), repo_id, **options)
+
     def state_dict(self) -> dict[str, Any]:
         """Step counts and spent budget, for a checkpoint; never a key, so a resumed run repeats no noise."""
         self._provenance.require()
@@ -443,7 +478,7 @@ class Private(Published):
             self._stages.adopt(state["outcome"], state["prepared_step"])
         if self.policy.bounds:
             policy = replace(self.policy, bounds=tuple(state["bounds"]), stds=tuple(state["stds"]))
-            known = self._scheduled(self._stages.begun, state["steps_done"])
+            known = self._scheduled(self._stages.first_policy, state["steps_done"])
             if not math.isclose(policy.noise_multiplier, known.noise_multiplier, rel_tol=1e-6):
                 raise ValueError(
                     "this checkpoint's noise is not the run's for its clipping bounds: it was edited, or is of another method"
@@ -484,7 +519,7 @@ class Private(Published):
             lambda drawn: self._open_replay(twin, method, drawn, proving.RECORDS_PER_PASS),
             units,
             loss,
-            longest or proving.positions(self.model, units),
+            longest or proving.most_tokens_taken(self.model, units),
         )
 
     def detach(self) -> None:

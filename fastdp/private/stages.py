@@ -70,8 +70,8 @@ class Stages:
         self._frozen: frozenset[int] = frozenset()
         #: The step before which the latest preparation ran; -1 before the first.
         self.prepared_step = -1
-        #: A latest preparation, and a step up to which none has been due since.
-        self._idle = -1, -1
+        #: The step up to which no preparation has been due since the latest one.
+        self._idle = -1
         #: Whether the method ever prepares.
         self.prepares = type(method).prepares_at is not Method.prepares_at
         self._ledger = ledger
@@ -86,11 +86,9 @@ class Stages:
 
     def due(self, step: int) -> bool:
         """Whether a preparation belongs before ``step``. One that a crash jumped over is still due."""
-        prepared, idle = self._idle
-        begin = max(prepared, idle) if prepared == self.prepared_step else self.prepared_step
-        found = any(map(self.method.prepares_at, range(begin + 1, step + 1)))
+        found = any(map(self.method.prepares_at, range(self._idle + 1, step + 1)))
         if not found:
-            self._idle = self.prepared_step, step
+            self._idle = max(self._idle, step)
         return found
 
     def prepare(self, preparation: Preparation) -> None:
@@ -111,6 +109,7 @@ class Stages:
             outcome = dict(self.method.conclude(preparation.findings()))
             self._save(outcome, preparation.step)
             self.outcome, self.prepared_step = outcome, preparation.step
+            self._idle = preparation.step
         finally:
             preparation.end()
             preparation.weights.release()
@@ -150,6 +149,7 @@ class Stages:
             )
         self._close_stage()
         self.outcome, self.prepared_step = dict(outcome), step
+        self._idle = step
         self.engine = self._open()
         cast(Checks, self.engine.checks).state.settle()
 
@@ -185,8 +185,8 @@ class Stages:
         trained = {name: self.parameters[name] for name in names}
         self._train(trained)
         self.release.parameters = trained
-        self.begun = self.method.policy(trained, self.noise_multiplier, self.outcome)
-        engine = self._open_engine(self.begun)
+        self.first_policy = self.method.policy(trained, self.noise_multiplier, self.outcome)
+        engine = self._open_engine(self.first_policy)
         engine.holder = self
         for parameter in trained.values():
             parameter.requires_grad_(id(parameter) not in self._frozen)

@@ -18,7 +18,6 @@ from fastdp.distributed.ranks import Ranks
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import gc_paused
 from fastdp.ops.stream import NoiseStream
-from fastdp.private.meeting import meeting
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
 from fastdp.private.schedules import follow_releases, forget_releases
@@ -60,7 +59,8 @@ class Steps:
         ledger, plan: say with how much noise the next release is counted.
         observers: who looks on; others may join.
         ranks: the processes that train together.
-        prepare: called after each update, for what the method may do before the next step.
+        prepare: called after the last update of the budget, and where ``changes`` says that anything may differ from one step
+            to the next, after each: for what the method may do before the next step.
 
     Attributes:
         done: whether the latest step released a logical batch.
@@ -76,16 +76,19 @@ class Steps:
         observers: list[Observer],
         ranks: Ranks,
         prepare: Callable[[], None],
+        *,
+        changes: bool,
     ):
         self._model, self._optimizer, self._stages = model, optimizer, stages
-        self._ledger, self._plan, self._ranks, self._prepare = ledger, plan, ranks, prepare
+        self._ledger, self._plan, self._ranks = ledger, plan, ranks
+        self._prepare, self._changes = prepare, changes
         self._carried = _OptimizerStateGuard(optimizer, resumed=ledger.spent_steps > 0)
         self._observers = observers
         self.done = False
         #: On the device: to read it would make the host wait before each release.
         self.nonfinite: torch.Tensor | int = 0
         self._depth = 0
-        self._handed: _Unread | None = None
+        self._handed: _WithheldLoss | None = None
         method = stages.method
         self._selects, self._adapts = method.selects, method.count_noise_std is not None
         #: A policy whose noise was found enough for all steps.
@@ -118,12 +121,12 @@ class Steps:
         if any(isinstance(given, (torch.Tensor, float)) for given in (*args[1:], *kwargs.values())):
             raise ValueError(_READS)
         closure = next((given for given in (*args[1:], kwargs.get("closure")) if given is not None), None)
-        if closure is None or isinstance(closure, _Evaluated):
+        if closure is None or isinstance(closure, _EvaluatedClosure):
             self._release_if_complete(optimizer)
             return None
         # The release needs the closure's backward pass, and the optimizers that are served call a closure once.
         with torch.enable_grad():
-            evaluated = _Evaluated(self._unread(optimizer, closure()))
+            evaluated = _EvaluatedClosure(self._unread(optimizer, closure()))
         self._release_if_complete(optimizer)
         return (args[0], evaluated), {name: value for name, value in kwargs.items() if name != "closure"}
 
@@ -132,7 +135,7 @@ class Steps:
         own = type(optimizer).step.__module__.startswith(("torch.optim", "fastdp.optim"))
         if own or not isinstance(loss, torch.Tensor):
             return loss
-        self._handed = loss.as_subclass(_Unread)
+        self._handed = loss.as_subclass(_WithheldLoss)
         return self._handed
 
     def _release_if_complete(self, optimizer: torch.optim.Optimizer) -> None:
@@ -169,7 +172,7 @@ class Steps:
             return
         accumulator = engine.accumulator
         alone = self._ranks.size == 1 and not engine.weights.cut
-        with nullcontext() if alone else meeting(engine, self._ranks, self._stated(accumulator.policy)):
+        with nullcontext() if alone else engine.synchronized(self._stated(accumulator.policy)):
             self._carried.require_untouched()
             self._require_noise(accumulator.policy)
             if not engine.checks.enabled and self._ledger.noted(UNCHECKED) is None:
@@ -190,7 +193,7 @@ class Steps:
         # Whoever else looks on before the step, a hook or an observer, wants to see gradients.
         unseen = len(optimizer._optimizer_step_pre_hooks) == 1 and not self._observers
         update = optimizer.noisy_update() if unseen and hasattr(optimizer, "noisy_update") else None
-        release(accumulator.sums, accumulator.policy, update=update, lent=accumulator.lent)
+        release(accumulator.sums, accumulator.policy, update=update, aliased=accumulator.aliased)
         self._releases.count += 1
         for observer in self._observers:
             observer.after_release(accumulator)
@@ -293,7 +296,8 @@ class Steps:
         with gc_paused():
             self._carried.keep()
             cast(Checks, engine.checks).state.settle()
-        self._prepare()
+        if self._changes or self._ledger.spent_steps >= self._ledger.budget_steps:
+            self._prepare()
 
 
 def noised_fraction(unclipped: float, units: float, std: float, divisor: float, stream: NoiseStream) -> float:
@@ -377,7 +381,7 @@ def _as_left(optimizer: torch.optim.Optimizer) -> bool:
     return len(values) == len(left) and all(map(operator.is_, values, left)) and versions == before
 
 
-class _Evaluated:
+class _EvaluatedClosure:
     """A closure that has been run: gives its value, once."""
 
     def __init__(self, value: Any):
@@ -393,7 +397,7 @@ class _Evaluated:
         return self.value
 
 
-class _Unread(torch.Tensor):
+class _WithheldLoss(torch.Tensor):
     """A loss that nothing is computed from, nor read off, until the step is over that it was handed to."""
 
     stepping = True

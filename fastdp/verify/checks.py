@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -14,7 +14,6 @@ from fastdp.calls.batches import Call, Inputs, as_long_as, take_rows, tensors
 from fastdp.calls.collation import Collation
 from fastdp.calls.flow import DataFlow
 from fastdp.calls.modes import refuse_mixing
-from fastdp.distributed.ranks import Ranks
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.loss.boundary import Junction
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
@@ -44,10 +43,8 @@ class Checks(Routing):
         assumptions: what could not be decided, in sentences for the card.
     """
 
-    def __init__(
-        self, passes: Passes, ranks: Ranks, on_route: Callable[[str, str | None], None], *, enabled: bool = True
-    ):
-        super().__init__(passes, ranks, on_route)
+    def __init__(self, passes: Passes, *, enabled: bool = True):
+        super().__init__(passes)
         self.enabled = enabled
         self.state = StateCheck(passes.model, *((passes.weights.settle,) if passes.weights.cut else ()))
         self.loop = LoopCheck(passes)
@@ -73,10 +70,10 @@ class Checks(Routing):
             self.state.settle()
         self._batches += 1
         self._grew = self.enabled and self._grows(ticket, inputs)
-        looked = super().before(call, ticket, inputs)
-        if looked:
+        checked = super().before(call, ticket, inputs)
+        if checked:
             self.state.accept_buffers()
-        return looked
+        return checked
 
     def watching(self) -> AbstractContextManager[None]:
         """Raise `SelfCheckError` if a training pass writes a saved buffer or a frozen parameter meanwhile."""
@@ -167,7 +164,7 @@ class Checks(Routing):
         except (SelfCheckError, UnsupportedUse) as error:
             if passes.route == USES and isinstance(error, SelfCheckError):
                 # Losses of a batch that goes another way than the first are not told apart by the first's trace.
-                error = self.known.stray(passes.trace, call, ticket.rows) or error
+                error = self.traced.difference(call, ticket.rows) or error
             if isinstance(error, SelfCheckError):
                 raise error
             if passes.route == USES:
@@ -193,11 +190,11 @@ class Checks(Routing):
         # A loop that begins to call the model twice is verified again.
         again = self.passes.twice() and not loop.twice
         loop.twice |= again
-        if self._batches > 1 and not again and (self.ranks.size > 1 or self.passes.device.type != "cpu"):
+        if self._batches > 1 and not again and (self.passes.ranks.size > 1 or self.passes.device.type != "cpu"):
             return
         needs = self._grew or again or not loop.begun
         needs = needs and (not self.passes.returns_loss or source.makes(call))
-        if needs if self.ranks.size == 1 else any(self.ranks.gather(needs)):
+        if needs if self.passes.ranks.size == 1 else any(self.passes.ranks.gather(needs)):
             loop.begin(source, ticket.rows)
 
     def plan_ahead(self, source: Collation, rows: int) -> None:
@@ -212,9 +209,9 @@ class Checks(Routing):
         self.state.accept_buffers()
         return output
 
-    def look_back(self) -> None:
+    def run_deferred_checks(self) -> None:
         """Verify microbatches of weights in pieces before their release."""
-        super().look_back()
+        super().run_deferred_checks()
         self.state.accept_buffers()
 
     def abandon(self) -> None:

@@ -16,10 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastdp.calls.batches import Call, cropped, leaves, row_of, tensors, unpadded
 from fastdp.calls.collation import mixes
+from fastdp.calls.flow import module_outputs
 from fastdp.calls.modes import in_mode, rounding
 from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state, seeds_for
 from fastdp.engine.capture.follow import InputGradients
-from fastdp.engine.capture.trace import module_outputs
 from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse, first_line
 from fastdp.engine.loss.boundary import require_loss
 from fastdp.engine.loss.losses import LossTerms, graph_of, intercepted

@@ -18,7 +18,7 @@ from fastdp.calls.modes import in_mode
 from fastdp.calls.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state, seeds_for
 from fastdp.engine.capture.follow import InputGradients
 from fastdp.engine.errors import OwnLoss
-from fastdp.engine.loss.boundary import caught, differentiable, hooks_aside, require_loss
+from fastdp.engine.loss.boundary import differentiable, hooks_aside, require_loss, take_gradients
 from fastdp.engine.loss.losses import LossTerms, combine, divided_terms, intercepted, shares
 from fastdp.engine.passes import Passes
 from fastdp.engine.uses.layout import Layout, Ticket
@@ -176,7 +176,8 @@ class Probe:
                 own = [torch.zeros_like(seed) for seed in seeds]
                 for seed, chosen in zip(seeds, own):
                     chosen[unit] = seed[unit]
-                with passes.weights.gathered(), hooks_aside(parameters), caught(parameters, partial(take, unit)):
+                arriving = take_gradients(parameters, partial(take, unit))
+                with passes.weights.gathered(), hooks_aside(parameters), arriving:
                     torch.autograd.backward(tops, own, retain_graph=number + 1 < len(units))
                 reached.append(inputs.taken())
         return reached

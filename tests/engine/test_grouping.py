@@ -117,7 +117,7 @@ def test_narrow_matrices_that_wait_are_clipped_and_added_as_each_alone(
         return accumulator, sinks[0].norms.upper().norms
 
     (alone, norms), (together, others) = clipped(0), clipped(1 << 40)
-    assert together.apart == alone.apart == [0]
+    assert together.cancelling == alone.cancelling == [0]
     assert torch.equal(norms, others)
     assert alone.sums.keys() == together.sums.keys() == shapes.keys()
     assert all(torch.equal(together.sums[name], total) for name, total in alone.sums.items())

@@ -39,4 +39,4 @@ def test_a_loss_of_the_plain_model_counts_the_labels_that_are_there(reduction: s
     assert type(own).__name__ == "Logits"
     found = F.cross_entropy(own, target, reduction=reduction)
     torch.testing.assert_close(found, F.cross_entropy(F.linear(hidden, weight), target, reduction=reduction))
-    assert own.source.whole is None, "the logits were not computed"
+    assert own.source.logits is None, "the logits were not computed"

@@ -307,7 +307,7 @@ def test_a_changed_last_bit_moves_the_count_by_little() -> None:
     norms = torch.tensor([0.9, 15 / 16, 1.0, 1.0, 17 / 16, 2.0, float("nan")], dtype=torch.float64)
     nothing = torch.zeros(7, dtype=torch.bool)
     whole, changed = (
-        policy.whole(UpperNorms(own[None], own[None].square(), nothing)) for own in (norms, norms * (1 + 1e-7))
+        policy.unclipped(UpperNorms(own[None], own[None].square(), nothing)) for own in (norms, norms * (1 + 1e-7))
     )
     torch.testing.assert_close(whole, torch.tensor([1, 1, 0.5, 0.5, 0, 0, 0], dtype=torch.float64))
     assert float((whole - changed).abs().max()) <= 8.5e-7

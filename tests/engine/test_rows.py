@@ -10,7 +10,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, Lla
 
 from fastdp.calls.flow import DataFlow
 from fastdp.engine.capture.trace import Tracer
-from fastdp.engine.uses.rows import Places
+from fastdp.engine.uses.rows import RowAxes
 from tests.cases import cases, pairs
 
 SMALL = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
@@ -69,17 +69,17 @@ def test_sums_and_broadcasts_know_where_rows_went(sizes: list[int], data: st.Dat
     class Watch(DataFlow):
         def __init__(self) -> None:
             super().__init__([begin])
-            self.places = Places([begin], rows)
+            self.row_axes = RowAxes([begin], rows)
 
         def follow(self, func, args, kwargs, given, out):  # type: ignore[no-untyped-def]
             super().follow(func, args, kwargs, given, out)
-            self.places.follow(func, args, kwargs, given, [out] if isinstance(out, torch.Tensor) else list(out))
+            self.row_axes.follow(func, args, kwargs, given, [out] if isinstance(out, torch.Tensor) else list(out))
 
     watch = Watch()
     with watch:
         start = begin.view(rows, *[1] * (len(sizes) - 1 - axis)).expand(sizes)
         end = run(start)
-    place = watch.places.of(end)
+    place = watch.row_axes.of(end)
     if place is not None:
         # The entries are the numbers of their rows still, wherever rows were not averaged away.
         assert torch.equal(place.over(end.shape).double(), end)

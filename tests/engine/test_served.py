@@ -249,7 +249,7 @@ def test_a_padding_rows_scale_counts_for_nothing(scale: float) -> None:
     accumulator = Accumulator(parameters, Strange((1.0,), (0.0,), {"weight": 0}))
     norms = Norms(1, 4, torch.device("cpu"))
     norms.add(0, torch.ones(4), 4, relative=0.0)
-    found = accumulator.factors(norms.upper(), torch.tensor([1.0, 1.0, 1.0, 0.0]))
+    found = accumulator.unit_scales(norms.upper(), torch.tensor([1.0, 1.0, 1.0, 0.0]))
     assert bool((found[0, :3] > 0).all())
     assert found[0, 3] == 0
     assert int(accumulator.units) == 3

@@ -1,4 +1,4 @@
-"""Batches that go another way through a model than those before: by uses where that way is explained and looked at."""
+"""Batches that go another way through a model than those before: by uses where that way is traced and checked."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
+import fastdp.engine.routing as routing
 from fastdp.engine.errors import SelfCheckError
 from tests.cases import cases
 from tests.engine.models import batch, build
@@ -165,5 +167,45 @@ def test_a_way_that_was_refused_stays_unknown() -> None:
     known = dict(engine.trace.meetings)
     with contextlib.suppress(KeyError), engine.trace.trying():
         engine.trace.meetings.clear()
+        engine.trace.selections.add(("a call", ""))
         raise KeyError
     assert engine.trace.meetings == known
+    assert not engine.trace.selections
+
+
+class Tagged(Net):
+    """Takes a text that names its batch and chooses nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, tag: str) -> Any:
+        self.passes += 1
+        return super().forward(x, labels)
+
+
+def test_a_text_of_another_value_in_each_batch_is_no_choice_among_ways() -> None:
+    """The first values are compared with the trace in a pass of their own; from then on a batch is one pass."""
+    model = Tagged()
+    engine, tickets = engine_for(model, 0.5)
+    passes = []
+    for number in range(40):
+        before, data = model.passes, collate(examples(6, seed=number))
+        feed(engine, tickets, {**data, "tag": f"batch {number}"})
+        passes.append(model.passes - before)
+        assert error(engine.accumulator.sums, clipped_sum(one_by_one(Net(), data), 0.5)) < EXACT
+    assert passes[1:33] == [2] * 32
+    assert passes[-5:] == [1] * 5
+
+
+def test_of_many_kinds_of_calls_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are compared with the trace anew."""
+    monkeypatch.setattr(routing, "MOST_CALLS", 3)
+    engine, tickets = engine_for(Net(), 0.5)
+    for rows in (*range(2, 8), *range(2, 8)):
+        data = collate(examples(rows, seed=rows))
+        feed(engine, tickets, data)
+        assert error(engine.accumulator.sums, clipped_sum(one_by_one(Net(), data), 0.5)) < EXACT
+        assert len(engine.checks.traced.compared) <= 3
+    assert engine.route == "uses", engine.reason

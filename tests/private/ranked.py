@@ -315,7 +315,7 @@ def killed(
     """Rank 1 ends at a given moment of the third release; what the others see, and how fast."""
     from fastdp.distributed.blocks import BlockReducer
     from fastdp.engine.clip.accumulator import Accumulator
-    from fastdp.private.release import Books
+    from fastdp.private.release import ReplicatedLedger
 
     place = folder / (name or moment)
     private = small(model=model, output_dir=place, resume=(place / "ledger.jsonl").exists())
@@ -334,9 +334,9 @@ def killed(
         setattr(owner, name, call)
 
     if moment == "before the record":
-        ending(Books, "record", after=False)
+        ending(ReplicatedLedger, "record", after=False)
     elif moment == "after the record":
-        ending(Books, "record", after=True)
+        ending(ReplicatedLedger, "record", after=True)
     elif moment == "in the reduction":
         ending(*((Accumulator, "merge") if model is None else (BlockReducer, "finish")), after=False)
 

@@ -433,7 +433,8 @@ def _counted(model: Any, counts: dict[str, int]) -> Iterator[list[int]]:
 
     def added(self: BlockReducer, name: str, total: torch.Tensor | None) -> None:
         add(self, name, total)
-        most.append(self.held_bytes + (0 if total is None else total.nbytes))
+        held = [block.sums.nbytes for block in (*self._open.values(), self._under_way) if block is not None]
+        most.append(sum(held) + (0 if total is None else total.nbytes))
 
     reduce, dist.reduce_scatter_single = dist.reduce_scatter_single, reduced
     add, BlockReducer.add = BlockReducer.add, added  # type: ignore[method-assign]

@@ -441,7 +441,7 @@ def test_the_first_of_two_passes_of_a_batch_may_be_differentiated():
             engine.model(**other)
         first.backward()
         sums.append(engine.accumulator.sums)
-        engine.accumulator.own()
+        engine.accumulator.copy_aliased()
         engine.accumulator.reset()
         engine.complete = False
     assert runs.count("forward") == TRIES + 3

@@ -180,15 +180,15 @@ def test_parameters_without_a_gradient_get_noise_too() -> None:
 
 
 def test_a_gradient_does_not_lie_where_a_recorded_pass_writes_its_sums() -> None:
-    parameters = {name: nn.Parameter(torch.zeros(3)) for name in ("own", "lent")}
+    parameters = {name: nn.Parameter(torch.zeros(3)) for name in ("own", "aliased")}
     policy = Policy((1.0,), (0.5,), dict.fromkeys(parameters, 0))
     sums = {name: torch.ones(3) for name in parameters}
     buffers = dict(sums)
-    Release(parameters, NoLedger(), fastdp.NoiseStream(), 1.0)(sums, policy, lent={"lent"})
+    Release(parameters, NoLedger(), fastdp.NoiseStream(), 1.0)(sums, policy, aliased={"aliased"})
     for total in buffers.values():
         total.fill_(100.0)
     assert (parameters["own"].grad == 100.0).all()
-    assert (parameters["lent"].grad != 100.0).all()
+    assert (parameters["aliased"].grad != 100.0).all()
 
 
 def test_nothing_is_released_when_the_ledger_refuses() -> None:

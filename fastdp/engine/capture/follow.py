@@ -17,7 +17,7 @@ from fastdp.calls.batches import Call, Path, leaves, map_leaves, tensors
 from fastdp.calls.flow import DataFlow
 from fastdp.calls.marks import Marks
 from fastdp.calls.named import functions, is_detach
-from fastdp.engine.uses.rows import Fold, Places
+from fastdp.engine.uses.rows import BatchAxis, RowAxes
 from fastdp.engine.uses.selections import GROUPED, Owners, call_site, selects
 
 #: The data decide the size of what these return, or which row comes where.
@@ -45,11 +45,11 @@ class Follow(DataFlow):
         #: With the ids of the parameters that each is computed from.
         self.weights = Marks((t, frozenset({id(t)})) for t in weights)
         self.chosen: Marks[None] = Marks()
-        self.rows, self.places = rows, Places(inputs, rows)
+        self.rows, self.row_axes = rows, RowAxes(inputs, rows)
         #: Whether the data have chosen anything so far.
         self.selects = False
         #: What was selected by the data's values, the rows of its entries being known, and the calls that do it, by module.
-        self.owners, self.places_of_owned = Owners(rows), set[tuple[Any, str]]()
+        self.owners, self.selecting_calls = Owners(rows), set[tuple[Any, str]]()
         self.stack = [""]
 
     def sources(self, given: list[torch.Tensor]) -> frozenset[int]:
@@ -69,21 +69,21 @@ class Follow(DataFlow):
             return False
         for result in results:
             self.weights.pop(result)
-        chosen = func in _CHOOSING and self._chooses(func, args, kwargs)
+        chosen = func in _CHOOSING and self._selects_first_axis(func, args, kwargs)
         self.selects |= chosen
         if self.selects:
-            self._choose(func, args, kwargs, given, results, chosen)
+            self._note_chosen(func, args, kwargs, given, results, chosen)
         return True
 
-    def _choose(
+    def _note_chosen(
         self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], results: list[torch.Tensor], chosen: bool
     ) -> None:
         """Note the results whose first axis the data chose, by this operation or an earlier one."""
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if func in _SCATTERING and first is not None:
-            chosen = self.is_chosen(first)
+            chosen = first in self.chosen or self.is_owned(first)
         else:
-            chosen = self._loses(func, args, kwargs, given, results, chosen)
+            chosen = self._loses_rows(func, args, kwargs, given, results, chosen)
         if func is torch.Tensor.__setitem__:
             self.owners.write(*args)
         for result in results:
@@ -91,21 +91,17 @@ class Follow(DataFlow):
             if (result in self.chosen if result is first else chosen) and result.dim() > 0:
                 self.chosen[result] = None
 
-    def is_chosen(self, t: Any) -> bool:
-        """Whether the data chose the first axis of a tensor, which no rule of a parameter's use knows then."""
-        return self.selects and (t in self.chosen or self.is_owned(t))
-
     def is_owned(self, t: Any) -> bool:
         """Whether it was selected, the rows of its entries being known."""
         return self.owners.of(t) is not None
 
     def in_order(self, t: torch.Tensor) -> bool:
         """Whether the first axis of a tensor is known to hold the rows, in order."""
-        found = self.places.of(t)
+        found = self.row_axes.of(t)
         fold = None if found is None else found.fold(self.rows)
         return fold is not None and fold.natural
 
-    def _loses(
+    def _loses_rows(
         self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], results: list[torch.Tensor], chosen: bool
     ) -> bool:
         """Whether the rows of an operation's results are unknown, as the data have chosen them."""
@@ -116,12 +112,12 @@ class Follow(DataFlow):
         known = chosen and selects(func, args) and not any(t in self.cut for t in given)
         known = known and source not in self.chosen and (self.is_owned(source) or self.in_order(source))
         if known and self.owners.select(func, args, kwargs, results):
-            self.places_of_owned.add((call_site(), self.stack[-1]))
+            self.selecting_calls.add((call_site(), self.stack[-1]))
             return False
         lost = chosen or any(t in self.chosen for t in given)
         return lost or not self.owners.follow(func, args, kwargs, given, results)
 
-    def _chooses(self, func: Any, args: Any, kwargs: Any) -> bool:
+    def _selects_first_axis(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the data decide the first axis of what an operation on data returns."""
 
         def is_data(value: Any) -> bool:
@@ -170,18 +166,18 @@ class InputGradients(DataFlow):
     """
 
     def __init__(self, call: Call, carriers: Collection[Path], rows: int):
-        self._found: list[tuple[torch.Tensor, Fold]] = []
+        self._found: list[tuple[torch.Tensor, BatchAxis]] = []
 
         def begin(path: Path, t: torch.Tensor) -> torch.Tensor:
             if path not in carriers or not t.is_floating_point():
                 return t
-            self._found.append((t.detach().clone().requires_grad_(), Fold()))
+            self._found.append((t.detach().clone().requires_grad_(), BatchAxis()))
             return self._found[-1][0]
 
         self.call: Call = map_leaves(call, begin)
         inputs = [t for path, t in leaves(self.call) if path in carriers]
         super().__init__(inputs)
-        self._rows, self._places = rows, Places(inputs, rows)
+        self._rows, self._row_axes = rows, RowAxes(inputs, rows)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -211,8 +207,8 @@ class InputGradients(DataFlow):
         if not found or not isinstance(out, torch.Tensor):
             return found
         if func in (F.embedding, F.embedding_bag) and torch.is_grad_enabled():
-            place = self._places.of(kwargs.get("input", args[0] if args else None))
-            fold = Fold() if place is None else place.fold(self._rows)
+            place = self._row_axes.of(kwargs.get("input", args[0] if args else None))
+            fold = BatchAxis() if place is None else place.fold(self._rows)
             if fold is None or not fold.fits(tuple(out.shape), self._rows):
                 return True
             if out.requires_grad:
@@ -221,5 +217,5 @@ class InputGradients(DataFlow):
                 out.requires_grad_()
             self._found.append((out, fold))
         elif not out.is_floating_point():
-            self._places.follow(func, args, kwargs, given, [out])
+            self._row_axes.follow(func, args, kwargs, given, [out])
         return True

@@ -18,9 +18,9 @@ from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.rules import bags, convolution, experts, norms, products, recurrent
 from fastdp.engine.uses.lanes import Meeting, PerLane, affine, lay_along_rows
 from fastdp.engine.uses.reads import Reads
-from fastdp.engine.uses.rows import Fold
+from fastdp.engine.uses.rows import BatchAxis
 from fastdp.engine.uses.selections import Selection
-from fastdp.engine.uses.use import EmbeddingUse, Tap, expanded, normed, operation_kind
+from fastdp.engine.uses.use import EmbeddingUse, Tap, expand_with_capture, layer_norm_with_capture, operation_kind
 
 
 class UseMode(TorchFunctionMode):
@@ -91,7 +91,7 @@ class ParameterProxy(torch.Tensor):
                 found = tap and reads.known.get((func, id(vector), x.shape, tap.layout.rows))
                 if found and torch.is_grad_enabled() and tap.layout.token_segments is None:
                     tap.shapes.add(found)
-                    lanes = expanded(vector, x, tap, x.dim() - 2)
+                    lanes = expand_with_capture(vector, x, tap, x.dim() - 2)
                     return func(x, lanes) if own else func(lanes, x)
         reads = next(value for value in tensors((args, kwargs or {})) if type(value) is cls).__dict__["reads"]
         args, kwargs = [*map(_unwrap, args)], {name: _unwrap(value) for name, value in kwargs.items()} if kwargs else {}
@@ -200,7 +200,7 @@ def _embedding(
             reads.keep(
                 (F.embedding, id(weight), input.shape, rows), operation_kind("embedding", input.shape, rows, fold)
             )
-        found = EmbeddingUse.apply(ids, weight, padding_idx, tap, False, fold.bounds(ids.numel()))
+        found = EmbeddingUse.apply(ids, weight, padding_idx, tap, False, fold.unit_offsets(ids.numel()))
         if isinstance(fold, Selection):
             return fold.follow(fold.back(found))
         return found if fold.natural else fold.back(found).contiguous()
@@ -217,7 +217,7 @@ def _layer_norm(
     if len(normalized_shape) != 1:
         raise UnsupportedUse("layer_norm over several dimensions")
     reads.require_rows("layer_norm", (weight, bias), input, tap)
-    return normed(input, weight, bias, eps, tap, trained)
+    return layer_norm_with_capture(input, weight, bias, eps, tap, trained)
 
 
 def _rms_norm(reads: Reads, tap: Tap, input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
@@ -225,7 +225,7 @@ def _rms_norm(reads: Reads, tap: Tap, input: Any, normalized_shape: Any, weight:
         return NotImplemented
     reads.require_rows("rms_norm", (weight,), input, tap)
     normed = F.rms_norm(input, normalized_shape, None, eps)
-    return normed * lay_along_rows(PerLane.of(weight, tap), Meeting(tap, normed, Fold()))
+    return normed * lay_along_rows(PerLane.of(weight, tap), Meeting(tap, normed, BatchAxis()))
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -269,4 +269,4 @@ class PlainHeads(TorchFunctionMode):
 
     def _linear(self, input: Any, weight: Any, bias: Any = None) -> Any:
         product, heads = functools.partial(F.linear, input, weight, bias), self.reads.heads
-        return heads.leave_out(input, weight, bias, product) if heads.holds(weight) else product()
+        return heads.leave_out(input, weight, bias, product) if id(weight) in heads.weights else product()

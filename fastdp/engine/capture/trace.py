@@ -21,7 +21,7 @@ from fastdp.engine.capture.intercept import OPERATIONS, operand
 from fastdp.engine.errors import Differentiates, FlatBags, UnsupportedUse, Untraceable
 from fastdp.engine.loss.losses import LOSSES
 from fastdp.engine.uses.logits import Logits, Source
-from fastdp.engine.uses.rows import BroadcastLayout, Fold, Place, fold_between
+from fastdp.engine.uses.rows import BatchAxis, BroadcastLayout, RowAxis, fold_between
 from fastdp.engine.uses.selections import GROUPED, call_site
 
 #: Which operations met which tensors: their name, the ids of the parameters on the one side, and the other's dimensions.
@@ -59,7 +59,7 @@ class Trace:
     reads: list[Read]
     paths: frozenset[Path]
     carriers: frozenset[Path]
-    carries_rows: dict[tuple[str, str, int], Fold | None]
+    carries_rows: dict[tuple[str, str, int], BatchAxis | None]
     meetings: dict[Key, BroadcastLayout]
     unread: list[str]
     #: Whether every token that a loss function sees is known to belong to a row.
@@ -73,7 +73,7 @@ class Trace:
     rows: int = 1
     sizes: dict[Path, int] = field(default_factory=dict)
     #: What a pass on two rows saw, in order.
-    pair: tuple[Any, ...] = ()
+    sight: tuple[Any, ...] = ()
     #: Whether the forward pass draws random numbers, dropout aside.
     draws: bool = False
     #: Calls that select by the data's values what a parameter or a loss sees, and of such losses, each with the module that
@@ -118,8 +118,8 @@ class Trace:
     @contextmanager
     def trying(self) -> Iterator[None]:
         """What is added meanwhile is forgotten if it fails."""
-        own: list[dict[Any, Any]] = [self.carries_rows, self.meetings, self.uses]
-        before, lists = [dict(known) for known in own], (list(self.reads), list(self.unread))
+        own: list[Any] = [self.carries_rows, self.meetings, self.uses, self.selections]
+        before, lists = [known.copy() for known in own], (list(self.reads), list(self.unread))
         try:
             yield
         except BaseException:
@@ -133,10 +133,6 @@ class Trace:
     def tables(self) -> frozenset[str]:
         """Parameters whose rows are looked up, whatever else reads them (a tied head does)."""
         return frozenset(read.parameter for read in self.reads if read.operation in LOOKUPS)
-
-    @property
-    def modules(self) -> list[str]:
-        return list(dict.fromkeys(read.module for read in self.reads))
 
 
 #: Seeds at which a model that draws is traced again, at most.
@@ -154,7 +150,7 @@ class _TensorView:
     """
 
     shape: tuple[int, ...]
-    place: Place | None
+    row_axis: RowAxis | None
     chosen: bool
     owned: bool
 
@@ -187,7 +183,7 @@ class _Recorder(Follow):
         self.inputs: list[_TensorView | None] = []
         self._latest: Callable[[], torch.Tensor | None] = lambda: None
         self._sources = 0
-        self.met: list[_Encounter] = []
+        self.encounters: list[_Encounter] = []
         #: Logits left out, and the module that would have computed them; and the matrices whose logits were computed after all.
         self.left_out: list[tuple[Source, str] | None] = []
         self.computed: set[int] = set()
@@ -223,7 +219,7 @@ class _Recorder(Follow):
         if is_metadata(func):
             return func(*args, **kwargs)
         given = tensors((args, kwargs))
-        self.note(func, args, kwargs, given)
+        self.note_reads(func, args, kwargs, given)
         if func is F.linear and self.vocabulary is not None:
             out = self._linear(*args, **kwargs)
         else:
@@ -231,11 +227,11 @@ class _Recorder(Follow):
         self.follow(func, args, kwargs, given, out)
         return out
 
-    def seen(self, t: torch.Tensor) -> _TensorView:
-        return _TensorView(tuple(t.shape), self.places.of(t), t in self.chosen, self.is_owned(t))
+    def view(self, t: torch.Tensor) -> _TensorView:
+        return _TensorView(tuple(t.shape), self.row_axes.of(t), t in self.chosen, self.is_owned(t))
 
-    def note(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
-        """Look at one operation before it runs."""
+    def note_reads(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
+        """Note which parameters one operation is about to read."""
         found = [self.names[id(t)] for t in given if id(t) in self.names]
         if func in GROUPED:
             # A stack is mostly read through its transpose.
@@ -243,7 +239,7 @@ class _Recorder(Follow):
         operation = OPERATIONS.get(func, getattr(func, "__name__", str(func)))
         owned = any(map(self.is_owned, given))
         if owned and (func in LOSSES or self.sources(given)):
-            self.selections = self.places_of_owned
+            self.selections = self.selecting_calls
         if func in LOSSES and kwargs.get("reduction", "mean") != "none" and given[0] in self.data:
             if owned:
                 self.selections.add((call_site(), ""))
@@ -266,7 +262,7 @@ class _Recorder(Follow):
                 "to [rows, tokens] and set padding_idx"
             )
         if func is F.batch_norm and (kwargs.get("training") or True in args[5:6]):
-            where = self.places.of(given[0])
+            where = self.row_axes.of(given[0])
             if where is not None and where.axis != 1:
                 raise Untraceable(
                     "F.batch_norm(training=True) normalizes by statistics of the batch, which couples examples: use F.layer_norm "
@@ -279,21 +275,21 @@ class _Recorder(Follow):
             self._sources += 1
             self._latest = weakref.ref(inputs[0]) if inputs else lambda: None
         self.reads.append(Read(name, operation, self.stack[-1], shape, chosen, self._sources))
-        self.inputs.append(self.seen(inputs[0]) if inputs else None)
+        self.inputs.append(self.view(inputs[0]) if inputs else None)
 
     def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> bool:
         """Follow one operation, and note which tensors met what is computed from parameters."""
         sources = self.sources(given)
-        befores = [self.seen(t) for t in given if t not in self.weights and t.dim()] if sources else []
-        values = tuple(self.seen(t) for t in given if t in self.weights) if sources else ()
+        befores = [self.view(t) for t in given if t not in self.weights and t.dim()] if sources else []
+        values = tuple(self.view(t) for t in given if t in self.weights) if sources else ()
         found, results = super().follow(func, args, kwargs, given, out), tensors(out)
         if self.listed and not given:
-            self.places.begin(results)
+            self.row_axes.begin(results)
         elif found:
-            self.places.follow(func, args, kwargs, given, results)
+            self.row_axes.follow(func, args, kwargs, given, results)
         if sources:
-            made = tuple(self.seen(t) for t in results)
-            self.met += [_Encounter(meeting_name(func), sources, before, values, made) for before in befores]
+            made = tuple(self.view(t) for t in results)
+            self.encounters += [_Encounter(meeting_name(func), sources, before, values, made) for before in befores]
         return found
 
 
@@ -370,7 +366,7 @@ class Tracer:
         two = self._record(forward, call, first.carriers, min(rows, 2), 2)
         # What was left out of this pass is given up again.
         _heads(two)
-        if _sight(two) == first.pair:
+        if _sight(two) == first.sight:
             return
         first.require_same(self.trace(forward, call, rows))
 
@@ -414,7 +410,7 @@ class Tracer:
 def _compare(
     two: _Recorder, three: _Recorder, counts: tuple[int, int], carriers: frozenset[Path], trained: Mapping[str, Any]
 ) -> Trace:
-    carries: dict[tuple[str, str, int], Fold | None] = {}
+    carries: dict[tuple[str, str, int], BatchAxis | None] = {}
     conflict, mapped = None, True
     uses: Counter[str] = Counter()
     for read, a, b in zip(two.reads, two.inputs, three.inputs):
@@ -443,10 +439,10 @@ def _compare(
     seen = {read.parameter for read in reads}
     unread = [name for name in trained if name not in seen]
     selects = two.selects or three.selects
-    met = _layouts(two.met, three.met, counts)
+    met = _layouts(two.encounters, three.encounters, counts)
     found = Trace(reads, frozenset(), carriers, carries, met, unread, mapped, selects, conflict, uses)
     found.heads = _heads(two, three)
-    found.pair = _sight(two) if counts[0] == 2 else ()
+    found.sight = _sight(two) if counts[0] == 2 else ()
     pairs = ((path, a, three.outputs.get(path, ())) for path, a in two.outputs.items())
     found.outputs = {path: len(a) for path, a, b in pairs if a and b and (a[0], b[0]) == counts}
     found.draws, found.selections = two.draws, two.selections | three.selections
@@ -468,18 +464,18 @@ def _heads(*recorders: _Recorder) -> dict[str, torch.nn.Parameter]:
 
 def _sight(two: _Recorder) -> tuple[Any, ...]:
     """Which operations read what, where the rows of their inputs lay, and whether the data chose something."""
-    places = (x and (x.owned or (x.place and (x.place.axis, x.place.fold(2)))) for x in two.inputs)
+    places = (x and (x.owned or (x.row_axis and (x.row_axis.axis, x.row_axis.fold(2)))) for x in two.inputs)
     reads = ((r.parameter, r.operation, len(r.input_shape), r.chosen, place) for r, place in zip(two.reads, places))
     return two.selects, *reads
 
 
-def _fold_of(two: _TensorView, three: _TensorView, counts: tuple[int, int]) -> Fold | None | str:
+def _fold_of(two: _TensorView, three: _TensorView, counts: tuple[int, int]) -> BatchAxis | None | str:
     """Where the rows of a tensor lie that was seen on ``counts`` rows; None if it has none, a text where nobody can say."""
     if two.owned and three.owned:
-        return Fold(chosen=True)
+        return BatchAxis(chosen=True)
     if all(m == n for m, n in zip(two.shape, three.shape)):
         return None
-    fold = fold_between(two.shape, three.shape, (two.place, three.place), counts)
+    fold = fold_between(two.shape, three.shape, (two.row_axis, three.row_axis), counts)
     return "unknown" if fold is None else fold
 
 
@@ -512,7 +508,7 @@ def _layouts(
 
 def _folds(
     two: Sequence[_TensorView], three: Sequence[_TensorView], counts: tuple[int, int]
-) -> tuple[Fold | None, ...]:
+) -> tuple[BatchAxis | None, ...]:
     folds = (_fold_of(a, b, counts) for a, b in zip(two, three))
     return tuple(None if isinstance(fold, str) else fold for fold in folds)
 
@@ -527,25 +523,3 @@ def _common_layout(a: BroadcastLayout, b: BroadcastLayout, operation: str) -> Br
     same = len(a.out) == len(b.out)
     out = tuple(None if x is None or y is None else x.with_(y) for x, y in zip(a.out, b.out)) if same else ()
     return BroadcastLayout(fold, out, a.copies)
-
-
-def module_outputs(
-    model: torch.nn.Module, forward: Callable[..., Any], call: Call, row: int
-) -> dict[str, torch.Tensor]:
-    """What each module returns for a row in one pass without dropout."""
-    seen: dict[str, torch.Tensor] = {}
-
-    def record(name: str, output: object) -> None:
-        found = next(iter(tensors(output)), None)
-        if found is not None and found.dim() > 0 and found.shape[0] > row and found.is_floating_point():
-            seen.setdefault(name, found.detach()[row].clone())
-
-    modules = [(n, m) for n, m in model.named_modules() if n and not isinstance(m, torch.jit.ScriptModule)]
-    handles = [m.register_forward_hook(lambda _m, _i, output, name=n: record(name, output)) for n, m in modules]
-    try:
-        with preserve_rng(model), DropoutDisabled(), torch.no_grad():
-            forward(*call[0], **call[1])
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen

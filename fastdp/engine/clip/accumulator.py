@@ -12,8 +12,8 @@ import fastdp.ops as ops
 from fastdp.distributed.blocks import CaptureOrder
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.bounds import Norms, UpperNorms
-from fastdp.engine.clip.axes import Scaled
-from fastdp.engine.clip.norms import Batch, Entry, NormSink
+from fastdp.engine.clip.axes import ScalingSink
+from fastdp.engine.clip.norms import Entry, FactorBatch, NormSink
 from fastdp.engine.clip.sums import Sums, SumSink
 from fastdp.engine.uses.layout import Layout
 from fastdp.engine.uses.use import Sink
@@ -25,7 +25,7 @@ _COUNTS = "(counts)"
 _TRAINED = operator.attrgetter("requires_grad")
 
 
-class _Unfrozen:
+class _TrainedOnly:
     """Let captures of parameters that were frozen later on go by."""
 
     def __init__(self, sink: Sink):
@@ -46,23 +46,23 @@ class Accumulator(Sums):
         """Forget the sums: a new logical batch begins."""
         super().reset()
         self.nonfinite: torch.Tensor | int = 0
-        #: Each unit counts by how far its norm is below the bound: `Policy.whole`.
+        #: Each unit counts by how far its norm is below the bound: `Policy.unclipped`.
         self.unclipped: torch.Tensor | float = 0.0
         self.units: torch.Tensor | int = 0
         #: The bounds that this batch is clipped by, once its first unit was.
         self.bounds: tuple[float, ...] | None = None
         #: Sums whose memory another batch will write to, without noise: nobody may keep these.
-        self.lent: frozenset[str] = frozenset()
+        self.aliased: frozenset[str] = frozenset()
 
-    def lend(self, sums: Mapping[str, torch.Tensor]) -> None:
-        """Take sums of parameters that have none yet as they lie in a recorded pass, until `own`."""
+    def alias_graph_buffers(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Take sums of parameters that have none yet as they lie in a recorded pass, until `copy_aliased`."""
         self.sums.update(sums)
-        self.lent |= sums.keys()
+        self.aliased |= sums.keys()
 
-    def own(self) -> None:
-        """Copy what was lent: a recorded pass is about to write where it lies."""
-        self.sums.update({name: self.sums[name].clone() for name in self.lent & self.sums.keys()})
-        self.lent = frozenset()
+    def copy_aliased(self) -> None:
+        """Copy what lies in a recorded pass: a recorded pass is about to write where it lies."""
+        self.sums.update({name: self.sums[name].clone() for name in self.aliased & self.sums.keys()})
+        self.aliased = frozenset()
 
     def merge(self, ranks: Ranks) -> None:
         """Make the sums, and what is said about them, those of the whole logical batch: of all ranks' micro-batches."""
@@ -103,12 +103,12 @@ class Accumulator(Sums):
         open_sink(order or sink)
         backward(two_pass)
         upper = norms.finish()
-        factors = self.factors(upper, layout.weights)
-        self.take_apart(upper, factors)
+        unit_scales = self.unit_scales(upper, layout.weights)
+        self.take_apart(upper, unit_scales)
         if two_pass:
             # Ranks whose captures come in another order could not add them up as they come.
             at_once = order is not None and self.weights.alike(order.checksum)
-            open_sink(self._scaling_sink(SumSink(self, factors, at_once=at_once)))
+            open_sink(self._scaling_sink(SumSink(self, unit_scales, at_once=at_once)))
             backward(False)
             self.finish()
             return
@@ -116,22 +116,22 @@ class Accumulator(Sums):
         if self.weights.cuts_sums:
             norms.apart()
         for batch in reversed(norms.batches):
-            self._add_batch(batch, factors, most)
+            self._add_batch(batch, unit_scales, most)
         whole, held = norms.wholes, 0
         for name in self.in_order(norms.entries):
             entry = norms.entries.pop(name, None) or Entry()
             if entry.instance is not None:
                 whole[name], entry.instance = entry.instance, None
                 held += 4 * self.parameters[name].numel()
-            self.add_uses(name, entry.factors, factors, layout)
+            self.add_uses(name, entry.factors, unit_scales, layout)
             if held > most or self.weights.cuts_sums:
-                self.add_instances(whole, factors)
+                self.add_instances(whole, unit_scales)
                 whole, held = {}, 0
             self.keep(name)
-        self.add_instances(whole, factors)
+        self.add_instances(whole, unit_scales)
         self.finish()
 
-    def _add_batch(self, batch: Batch, factors: torch.Tensor, most: int) -> None:
+    def _add_batch(self, batch: FactorBatch, unit_scales: torch.Tensor, most: int) -> None:
         """Add the sums of matrices that were measured together, the last captured first, in launches of about ``most`` bytes."""
         waiting: list[int] = []
         held = 0
@@ -141,7 +141,7 @@ class Accumulator(Sums):
             if held > most or at == 0:
                 own = batch.taken(tuple(waiting))
                 lefts, rights = (own.rights, own.lefts) if batch.swap else (own.lefts, own.rights)
-                self.add_matrices(own.names, lefts, rights, factors, batch.offsets)
+                self.add_matrices(own.names, lefts, rights, unit_scales, batch.offsets)
                 del batch.lefts[at:], batch.rights[at:], own, lefts, rights
                 waiting, held = [], 0
 
@@ -160,8 +160,8 @@ class Accumulator(Sums):
         for name, axes in self.policy.axes.items():
             axes.check(name, self.parameters[name].shape)
         if not all(map(_TRAINED, self.parameters.values())):
-            sink = _Unfrozen(sink)
-        return Scaled(sink, self.policy.axes, self.names) if self.policy.axes else sink
+            sink = _TrainedOnly(sink)
+        return ScalingSink(sink, self.policy.axes, self.names) if self.policy.axes else sink
 
     def add_unit(self, instances: Mapping[str, torch.Tensor], weight: torch.Tensor) -> None:
         """Clip and add one unit from its whole gradients ``[1, ...]``, weight ``[1]``: the one-example route."""
@@ -181,11 +181,11 @@ class Accumulator(Sums):
                     norms.add(side, squared, entries, relative=relative)
             else:
                 norms.add(group, ops.instance_sqnorm(instance), entries, relative=relative)
-        factors = self.factors(norms.upper(), weight)
+        unit_scales = self.unit_scales(norms.upper(), weight)
         for name, instance in instances.items():
-            self.add_instance(name, instance, factors)
+            self.add_instance(name, instance, unit_scales)
 
-    def factors(self, upper: UpperNorms, weights: torch.Tensor) -> torch.Tensor:
+    def unit_scales(self, upper: UpperNorms, weights: torch.Tensor) -> torch.Tensor:
         """Scales ``[groups, units]`` of the policy times the units' weights, counting what was dropped or left whole."""
         self.require_one_clip()
         self.bounds = self.policy.bounds
@@ -193,7 +193,7 @@ class Accumulator(Sums):
         scales = self.policy.scales(upper)
         kept, units = real & (scales > 0).any(0), real.sum()
         self.nonfinite = self.nonfinite + (units - kept.sum())
-        self.unclipped = self.unclipped + torch.where(kept, self.policy.whole(upper), 0.0).sum()
+        self.unclipped = self.unclipped + torch.where(kept, self.policy.unclipped(upper), 0.0).sum()
         self.units = self.units + units
         return torch.where(real, scales * weights, 0.0)
 

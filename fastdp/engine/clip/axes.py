@@ -89,7 +89,7 @@ class RankOne:
         scale(gradient.view(len(rows), len(self.columns)), rows.float(), self.columns.float())
 
 
-class Scaled:
+class ScalingSink:
     """A sink that passes captures on to another in the coordinates of their parameters' axes.
 
     Args:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 import fastdp.ops as ops
-from fastdp.engine.bounds import REMEASURED, Errors, Norms, gammas, stacked
+from fastdp.engine.bounds import REMEASURED, Errors, Norms, gammas, stack_rows
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.clip.sums import Route
 from fastdp.engine.uses.factors import Factors
@@ -19,20 +19,20 @@ from fastdp.ops.placed import CONSTANTS
 from fastdp.ops.routes import NARROW, longest_by_gram
 
 
-class Constants(NamedTuple):
+class RouteErrors(NamedTuple):
     """Of one use: the errors of its norms by Gram matrices and by the direct route."""
 
     gram: Errors
     direct: Errors
 
 
-class Found(NamedTuple):
+class RoutedUse(NamedTuple):
     """One use of a parameter, the route to its norms, and their errors."""
 
     name: str
     use: Factors
     route: Route
-    errors: Constants
+    errors: RouteErrors
 
     @property
     def wide(self) -> bool:
@@ -40,7 +40,7 @@ class Found(NamedTuple):
         return min(self.route.rows, self.route.columns) > NARROW and not (self.use.finds_norms or self.use.one_hot)
 
 
-class Batch(NamedTuple):
+class FactorBatch(NamedTuple):
     """Factors of matrices without a mask over the same tokens, each the only use of its parameter, which `swap`s them."""
 
     names: tuple[str, ...]
@@ -48,9 +48,9 @@ class Batch(NamedTuple):
     rights: Matrices
     swap: bool
     offsets: torch.Tensor
-    errors: Sequence[Constants]
+    errors: Sequence[RouteErrors]
 
-    def taken(self, order: tuple[int, ...]) -> Batch:
+    def taken(self, order: tuple[int, ...]) -> FactorBatch:
         """Those with these numbers."""
         if order == tuple(range(len(self.names))):
             return self
@@ -69,7 +69,7 @@ class _GramNorms(NamedTuple):
     lefts: Sequence[torch.Tensor]
     rights: Sequence[torch.Tensor]
     offsets: torch.Tensor
-    errors: Sequence[Constants]
+    errors: Sequence[RouteErrors]
     squares: torch.Tensor
     products: torch.Tensor
     #: Of each unit, those that its roundings go by, ``[units]`` or ``[uses, units]``.
@@ -89,7 +89,7 @@ class Grams:
         self.norms, self.policy, self.layout, self._launches = norms, policy, layout, launches
         self._known: list[_GramNorms] = []
 
-    def add(self, found: Sequence[Found], direct: torch.Tensor | None = None) -> None:
+    def add(self, found: Sequence[RoutedUse], direct: torch.Tensor | None = None) -> None:
         """Find the norms of uses that read the same input: its Gram matrix serves them all.
 
         On a processor a unit's own tokens say whether it is long, and left to the direct route; ``direct`` are its squares
@@ -116,7 +116,7 @@ class Grams:
             _GramNorms(names, lefts, rights, offsets, errors, squares, products, tokens, long, direct, scales)
         )
 
-    def add_batch(self, batch: Batch) -> None:
+    def add_batch(self, batch: FactorBatch) -> None:
         """Find all norms of a batch by Gram matrices in one launch: each input's once for the uses that follow each other."""
         counts = batch.rights.counts
         firsts = (0, *itertools.accumulate(counts[:-1]))
@@ -126,7 +126,7 @@ class Grams:
             _GramNorms(batch.names, batch.lefts, batch.rights, batch.offsets, batch.errors, *norms, tokens)
         )
 
-    def add_direct(self, found: Found, squares: torch.Tensor, products: torch.Tensor, tokens: torch.Tensor) -> None:
+    def add_direct(self, found: RoutedUse, squares: torch.Tensor, products: torch.Tensor, tokens: torch.Tensor) -> None:
         """Take norms by the direct route ``[units]`` as if Gram matrices had given them: their bound is the same."""
         rows = found.use.offsets(self.layout), [found.errors], squares[None], products[None], tokens
         self._known.append(_GramNorms([found.name], [], [], *rows, direct=squares[None]))
@@ -141,8 +141,8 @@ class Grams:
             return
         own = [group for grams in self._known for group in self.policy.groups(grams.names)]
         groups = CONSTANTS[tuple(own), torch.int64, self.layout.weights.device]
-        squares = stacked([found.squares for found in self._known])
-        products = stacked([found.products for found in self._known])
+        squares = stack_rows([found.squares for found in self._known])
+        products = stack_rows([found.products for found in self._known])
         errors = [error.gram for grams in self._known for error in grams.errors]
         tokens = torch.cat([found.tokens.expand(len(found.names), -1) for found in self._known])
         if any(found.long is not None for found in self._known):
@@ -151,15 +151,14 @@ class Grams:
             long = torch.cat(rows)
             self._measure(long, products.masked_fill(~long, 0), tokens)
             products = products.masked_fill(long, 0)
-        hidden = products.square()
-        hidden *= gammas([error.gram for error in errors], tokens)
+        gram_error = products.square()
+        gram_error *= gammas([error.gram for error in errors], tokens)
         known = self.norms.measured().index_add_(0, groups, squares)
-        poor = (torch.zeros_like(known).index_add_(0, groups, hidden) > REMEASURED * known)[groups] & (products > 0)
-        anew = self._launches or bool(poor.any())
-        rests = products
-        if anew:
-            self._measure(poor, rests.masked_fill(~poor, 0), tokens)
-            squares, products = squares.masked_fill(poor, 0), products.masked_fill(poor, 0)
+        too_large = torch.zeros_like(known).index_add_(0, groups, gram_error) > REMEASURED * known
+        imprecise = too_large[groups] & (products > 0)
+        if self._launches or bool(imprecise.any()):
+            self._measure(imprecise, products.masked_fill(~imprecise, 0), tokens)
+            squares, products = squares.masked_fill(imprecise, 0), products.masked_fill(imprecise, 0)
         self.norms.add_rows(own, squares, errors, products, tokens)
         self._known.clear()
 
@@ -173,7 +172,7 @@ class Grams:
             places = tuple([at for at, own in enumerate(known) if own])
             index = CONSTANTS[places, torch.int64, chosen.device]
             theirs, *rows = (each.index_select(0, index) for each in (chosen, products, tokens))
-            again = torch.where(theirs, stacked([grams.direct for grams in given if grams.direct is not None]), 0)
+            again = torch.where(theirs, stack_rows([grams.direct for grams in given if grams.direct is not None]), 0)
             errors = [error.direct for grams in given for error in grams.errors]
             self.norms.add_rows(
                 self.policy.groups([name for grams in given for name in grams.names]), again, errors, *rows

@@ -13,7 +13,7 @@ import torch
 
 import fastdp.ops as ops
 from fastdp.engine.bounds import NONE, REMEASURED, Errors, Norms, UpperNorms, gammas
-from fastdp.engine.clip.grams import Batch, Constants, Found, Grams
+from fastdp.engine.clip.grams import FactorBatch, Grams, RoutedUse, RouteErrors
 from fastdp.engine.clip.sums import Captures, Route, Sums, as_matrix, launches
 from fastdp.engine.uses.experts import join_experts
 from fastdp.engine.uses.factors import Factors, PerUnit, join_uses
@@ -69,7 +69,7 @@ class _Plan(NamedTuple):
     #: Those by Gram matrices and by the direct route: their factors are kept.
     kept: tuple[int, ...]
     routes: dict[str, Route]
-    errors: tuple[Constants, ...]
+    errors: tuple[RouteErrors, ...]
 
 
 #: By the arithmetic and the sizes that they depend on, which are the same in every step.
@@ -101,16 +101,16 @@ class NormSink(Captures):
         self._launches = launches(layout.weights.device)
         self._grams = Grams(self.norms, self.policy, layout, self._launches)
         #: What many were measured together: factors, and whole gradients by name.
-        self.batches: list[Batch] = []
+        self.batches: list[FactorBatch] = []
         self.wholes: dict[str, torch.Tensor] = {}
         #: Those of them that wait for their Gram matrices; and single uses that do, all of which read the same input.
-        self._by_gram: list[Batch] = []
-        self._waiting: list[Found] = []
+        self._by_gram: list[FactorBatch] = []
+        self._waiting: list[RoutedUse] = []
         #: Uses that wait for all others, where they may: matrices in memory without a mask, each the only one of its parameter.
         self._captured: list[tuple[torch.nn.Parameter, Factors]] = []
         self._held_bytes = 0
         #: Routes of uses, and their errors, by their sizes: a model has many of few.
-        self._kinds: dict[tuple[object, ...], tuple[Route, Constants]] = {}
+        self._kinds: dict[tuple[object, ...], tuple[Route, RouteErrors]] = {}
         self.may_hold_bytes = may_hold(layout.weights.device) if keep else 0
 
     def entry(self, parameter: torch.nn.Parameter) -> tuple[str, Entry]:
@@ -121,7 +121,7 @@ class NormSink(Captures):
             found = self.entries[name] = Entry()
         return name, found
 
-    def whole(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
+    def take_instances(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
         name, entry = self.entry(parameter)
         self.routes[name] = Route(route, parameter.numel(), 1, tokens, self.layout.units)
         entry.add(gradients)
@@ -129,12 +129,12 @@ class NormSink(Captures):
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
         name, left, right = self.names[id(parameter)], factors.left, factors.right
         alone = not self.may_hold_bytes or left.dim() < 2 or factors.tiled or factors.scales is not None
-        if alone or factors.bounds is not None or self.expected.get(name, 1) > 1 or name in self.policy.masks:
+        if alone or factors.own_offsets is not None or self.expected.get(name, 1) > 1 or name in self.policy.masks:
             self._take_alone(parameter, factors)
             return
         narrow = min(left.shape[1], right.shape[1]) <= NARROW
         # A wide matrix's gradients by unit are one product of torch's: they gain nothing by waiting for others.
-        waits = narrow or (self._launches and self._found(name, factors).route.name != "instantiate")
+        waits = narrow or (self._launches and self._routed(name, factors).route.name != "instantiate")
         if not waits or (factors.laned and not self._launches):
             self._take_alone(parameter, factors)
             return
@@ -177,20 +177,20 @@ class NormSink(Captures):
             for at in plan.rest:
                 self._take_alone(*members[at])
             self.routes.update(plan.routes)
-            every = Batch(names, lefts, rights, swap, self.layout.offsets(tokens, laned=laned), plan.errors)
+            every = FactorBatch(names, lefts, rights, swap, self.layout.offsets(tokens, laned=laned), plan.errors)
             if not self._launches:
                 self._take_in_order(every, plan.small)
             elif plan.small:
                 self._take_small(every.taken(plan.small))
             for at in plan.direct if self._launches else ():
-                self._add_direct(Found(names[at], members[at][1], plan.routes[names[at]], plan.errors[at]))
+                self._add_direct(RoutedUse(names[at], members[at][1], plan.routes[names[at]], plan.errors[at]))
             if plan.kept:
                 self.batches.append(every.taken(plan.kept))
             if plan.gram:
                 self._by_gram.append(every.taken(plan.gram))
 
     def _planned(self, names: Sequence[str], members: Sequence[tuple[torch.nn.Parameter, Factors]]) -> _Plan:
-        found = [self._found(name, use) for name, (_, use) in zip(names, members)]
+        found = [self._routed(name, use) for name, (_, use) in zip(names, members)]
         numbers: dict[str, list[int]] = {"gram": [], "direct": [], "instantiate": [], "rest": []}
         for at, (name, _, route, _) in enumerate(found):
             chosen = "rest" if route.name == "instantiate" and name in self.tables else route.name
@@ -201,7 +201,7 @@ class NormSink(Captures):
         routes, errors = {own.name: own.route for own in found}, tuple([own.errors for own in found])
         return _Plan(gram, direct, small, rest, kept, routes, errors)
 
-    def _take_in_order(self, batch: Batch, small: tuple[int, ...]) -> None:
+    def _take_in_order(self, batch: FactorBatch, small: tuple[int, ...]) -> None:
         """Measure narrow matrices on a processor in the order of their captures, and make the gradients of the small ones.
 
         A unit's norm then does not depend on the routes, which the lengths of others decide.
@@ -215,7 +215,7 @@ class NormSink(Captures):
         errors = [each.direct for each in batch.errors]
         self.norms.add_rows(self.policy.groups(batch.names), squares, errors, products, tokens)
 
-    def _take_small(self, batch: Batch) -> None:
+    def _take_small(self, batch: FactorBatch) -> None:
         """Make and measure the gradients of small matrices (LoRA's) in one launch; nothing else of them is kept."""
         lefts, rights = (batch.rights, batch.lefts) if batch.swap else (batch.lefts, batch.rights)
         gradients, squared = ops.per_unit_group(lefts, rights, batch.offsets)
@@ -229,7 +229,7 @@ class NormSink(Captures):
         masked = bool(self.policy.masks) and name in self.policy.masks
         if masked:
             factors = factors.dense()
-        found = self._found(name, factors)
+        found = self._routed(name, factors)
         route = found.route.name
         # The gradient of a table has no small form, and its cross term with this use needs both as factors.
         several = masked or self.expected.get(name, 1) > 1
@@ -248,11 +248,11 @@ class NormSink(Captures):
         if route == "gram" if self._launches else found.wide:
             self._defer(found)
         else:
-            add = self._add_found if factors.finds_norms else self._add_direct
+            add = self._add_own_norms if factors.finds_norms else self._add_direct
             add(found)
             self.drop(entry)
 
-    def _found(self, name: str, use: Factors) -> Found:
+    def _routed(self, name: str, use: Factors) -> RoutedUse:
         """A use with what its sizes and its arithmetic say of it."""
         left, right, entries = use.left, use.right, self.parameters[name].numel()
         scaled = use.scales is not None
@@ -262,7 +262,7 @@ class NormSink(Captures):
             rows = use.width or self.parameters[name].shape[0]
             route = Route(self._route(use, rows), rows, right.shape[1], right.shape[0], self.layout.units)
             known = self._kinds[kind] = route, self._constants(use, entries)
-        return Found(name, use, *known)
+        return RoutedUse(name, use, *known)
 
     def _route(self, use: Factors, rows: int) -> str:
         """How the norms of one use are found."""
@@ -299,20 +299,20 @@ class NormSink(Captures):
         if entry.uses > 1:
             raise RuntimeError(f"{name} was used more often than when the model was traced; its norm cannot be trusted")
 
-    def _add_found(self, found: Found) -> None:
+    def _add_own_norms(self, found: RoutedUse) -> None:
         """A vocabulary's head, whose tiles gave its norms in the forward pass, or a stack of experts."""
         self._take_earlier()
-        (squares, products), poor = found.use.powers(self.layout), found.use.poor
+        (squares, products), imprecise = found.use.powers(self.layout), found.use.imprecise
         tokens = found.use.lengths(self.layout)
-        self._take(found, found.errors.direct, squares * poor, products * poor, tokens)
-        self._take(found, found.errors.gram, squares * ~poor, products * ~poor, tokens)
+        self._take(found, found.errors.direct, squares * imprecise, products * imprecise, tokens)
+        self._take(found, found.errors.gram, squares * ~imprecise, products * ~imprecise, tokens)
 
     def _take_earlier(self) -> None:
         """On a processor, norms are added up in the order of captures, whatever waits."""
         if self._captured and not self._launches:
             self._take_together()
 
-    def _add_direct(self, found: Found, squares: torch.Tensor | None = None) -> None:
+    def _add_direct(self, found: RoutedUse, squares: torch.Tensor | None = None) -> None:
         self._take_earlier()
         use, offsets = found.use.dense(), found.use.offsets(self.layout)
         if squares is None:
@@ -327,7 +327,7 @@ class NormSink(Captures):
             self._grams.judge()
 
     def _take(
-        self, found: Found, errors: Errors, squares: torch.Tensor, products: torch.Tensor, tokens: torch.Tensor
+        self, found: RoutedUse, errors: Errors, squares: torch.Tensor, products: torch.Tensor, tokens: torch.Tensor
     ) -> None:
         group = self.policy.group_of[found.name]
         assert isinstance(group, int)
@@ -350,7 +350,7 @@ class NormSink(Captures):
             relative = rounding.squares(entries)
             self.norms.add(own, power, entries, relative=relative, products=products, **errors)
 
-    def _instantiate(self, found: Found, *, several: bool) -> None:
+    def _instantiate(self, found: RoutedUse, *, several: bool) -> None:
         """Make the gradients of a small matrix at once."""
         name, use, entry = found.name, found.use, self.entries[found.name]
         offsets, own, launched = use.offsets(self.layout), use.dense(), self._launches
@@ -379,7 +379,7 @@ class NormSink(Captures):
         elif found.wide:
             self._grams.judge()
 
-    def _defer(self, found: Found) -> None:
+    def _defer(self, found: RoutedUse) -> None:
         """Wait for other uses that read the same input (q, k and v; gate and up): its Gram matrix serves them all."""
         if self._waiting:
             one, other = self._waiting[0].use, found.use
@@ -405,16 +405,16 @@ class NormSink(Captures):
                 self.drop(self.entries[found.name])
             self._grams.judge()
 
-    def _constants(self, use: Factors, entries: int) -> Constants:
+    def _constants(self, use: Factors, entries: int) -> RouteErrors:
         """The errors of one use, computed once for all of its size and arithmetic."""
         right, columns = use.right, use.right.shape[1]
 
-        def find() -> Constants:
+        def find() -> RouteErrors:
             rounding = use.rounding()
             relative, direct = rounding.squares(entries), rounding.added().plus(rounding.entry())
             # By Gram matrices as much as by the direct route: which of both it is goes by lengths.
             gram = Errors(entries, relative, rounding.gram(use.width, columns), direct)
-            return Constants(gram, Errors(entries, relative, added=direct))
+            return RouteErrors(gram, Errors(entries, relative, added=direct))
 
         left, scaled = "tiles" if use.tiled else use.left.dtype, use.scales is not None
         return _cached((left, right.dtype, right.device.type, use.width, columns, entries, scaled), find)
@@ -495,11 +495,11 @@ class NormSink(Captures):
         if len(uses) > 1:
             self._crossed(name, uses)
         elif uses[0].finds_norms:
-            self._add_found(self._found(name, uses[0]))
+            self._add_own_norms(self._routed(name, uses[0]))
         elif uses[0].one_hot or min(uses[0].width, uses[0].right.shape[1]) <= NARROW:
-            self._add_direct(self._found(name, uses[0]))
+            self._add_direct(self._routed(name, uses[0]))
         else:
-            self._grams.add([self._found(name, uses[0])])
+            self._grams.add([self._routed(name, uses[0])])
         self.drop(entry)
 
     def _put_together(self, name: str, entry: Entry) -> None:
@@ -542,17 +542,23 @@ class NormSink(Captures):
         every, scaled = [f for use in uses for f in (use.left, use.right)], any(use.scales for use in uses)
         rounding = ops.Rounding(*every, scaled=scaled)
         added = rounding.added()
-        poor = gammas([gram], tokens)[0] * products.square() > REMEASURED * (self.norms.measured()[group] + square)
-        if poor.device.type == "cpu" and bool(poor.any()):
+        known = self.norms.measured()[group] + square
+        imprecise = gammas([gram], tokens)[0] * products.square() > REMEASURED * known
+        if imprecise.device.type == "cpu" and bool(imprecise.any()):
             # Such a unit's gradient is put together, one at a time; elsewhere its weight is what the bound allows.
             whole = PerUnit(uses, None, self.layout, self.parameters[name].shape)
             again = torch.zeros_like(square)
-            for unit in poor.nonzero()[:, 0].tolist():
+            for unit in imprecise.nonzero()[:, 0].tolist():
                 again[unit] = ops.instance_sqnorm(whole[unit][None])[0]
             self.add_powers(
-                name, again, rounding, products=torch.where(poor, products, 0), tokens=tokens, added=added.plus(added)
+                name,
+                again,
+                rounding,
+                products=torch.where(imprecise, products, 0),
+                tokens=tokens,
+                added=added.plus(added),
             )
-            square, products = torch.where(poor, 0, square), torch.where(poor, 0, products)
+            square, products = torch.where(imprecise, 0, square), torch.where(imprecise, 0, products)
         self.add_powers(name, square, rounding, products=products, tokens=tokens, gram=gram, added=added)
 
     def _masked(self, name: str, entry: Entry) -> None:

@@ -70,7 +70,7 @@ class Policy:
             return torch.where(self.masks[name].to(device), stds[group[0]], stds[group[1]])
         return stds[group]
 
-    def whole(self, upper: UpperNorms) -> torch.Tensor:
+    def unclipped(self, upper: UpperNorms) -> torch.Tensor:
         """How nearly each unit keeps its whole gradient, float64 ``[units]`` in [0, 1]: what an adaptive bound counts.
 
         1 up to 15/16 of the bound, 0 from 17/16, and a line between, by the *computed* norm. One unit more or less moves the

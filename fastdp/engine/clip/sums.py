@@ -29,7 +29,7 @@ class Route(NamedTuple):
     units: int
 
 
-class _Unscaled(NamedTuple):
+class _PendingScale(NamedTuple):
     """The sum of a parameter's plain gradients ``[m, n]``, and what its rows and columns are yet to be multiplied by."""
 
     total: torch.Tensor
@@ -67,12 +67,12 @@ class Sums:
     def reset(self) -> None:
         """Forget the sums: a new logical batch begins."""
         self._sums: dict[str, torch.Tensor] = {}
-        self._unscaled: dict[str, _Unscaled] = {}
+        self._unscaled: dict[str, _PendingScale] = {}
         self._uncut: dict[str, torch.Tensor] = {}
         if self.weights.cut:
             self._reducer = self.weights.reducer(self.parameters, functools.partial(_keep_piece, self._sums))
         #: Units of the micro-batch at hand whose sums are made on their own: `take_apart`.
-        self.apart: list[int] = []
+        self.cancelling: list[int] = []
         #: Whether the logits of a head were computed tile by tile.
         self.tiles_heads = False
 
@@ -107,28 +107,29 @@ class Sums:
             return torch.zeros(self.parameters[name].shape, device=self.parameters[name].device)
         return self.weights.joined(name, self.sums[name])
 
-    def _weights(self, name: str, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _weights(self, name: str, unit_scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weights of a parameter's units, and those outside of its mask, by `Accumulator.unit_scales` ``[groups, units]``."""
         group = self.policy.group_of[name]
         if isinstance(group, tuple):
-            return factors[group[0]], factors[group[1]]
-        return factors[group], None
+            return unit_scales[group[0]], unit_scales[group[1]]
+        return unit_scales[group], None
 
-    def _plain_weights(self, names: Sequence[str], factors: torch.Tensor) -> torch.Tensor:
+    def _plain_weights(self, names: Sequence[str], unit_scales: torch.Tensor) -> torch.Tensor:
         """Weights ``[names, units]`` of parameters without a mask."""
         own = [group for name in names if isinstance(group := self.policy.group_of[name], int)]
-        return factors.index_select(0, CONSTANTS[tuple(own), torch.int64, factors.device])
+        return unit_scales.index_select(0, CONSTANTS[tuple(own), torch.int64, unit_scales.device])
 
-    def add_instances(self, instances: Mapping[str, torch.Tensor], factors: torch.Tensor) -> None:
+    def add_instances(self, instances: Mapping[str, torch.Tensor], unit_scales: torch.Tensor) -> None:
         """Add instantiated gradients ``[units, ...]`` of several parameters: in one launch all that have no mask."""
         plain = []
         for name, instance in instances.items():
             if isinstance(self.policy.group_of[name], tuple):
-                self.add_instance(name, instance, factors)
+                self.add_instance(name, instance, unit_scales)
             else:
                 plain.append(name)
         if not plain:
             return
-        weights = self._plain_weights(plain, factors)
+        weights = self._plain_weights(plain, unit_scales)
         shaped = [instances[name].reshape(-1, *self.parameters[name].shape) for name in plain]
         totals = dict(zip(plain, ops.instance_sum_group(shaped, weights)))
         again = [name for name in plain if name in self._whole]
@@ -136,9 +137,9 @@ class Sums:
             torch._foreach_add_([self._whole[name] for name in again], [totals.pop(name) for name in again])
         self._whole.update(totals)
 
-    def add_instance(self, name: str, instance: torch.Tensor, factors: torch.Tensor) -> None:
+    def add_instance(self, name: str, instance: torch.Tensor, unit_scales: torch.Tensor) -> None:
         """Add instantiated per-unit gradients ``[units, ...]``; rows of weight 0 are selected out, NaN and all."""
-        weights, outside = self._weights(name, factors)
+        weights, outside = self._weights(name, unit_scales)
         instance = instance.reshape(-1, *self.parameters[name].shape)
         if outside is None:
             total = ops.instance_sum(instance, weights)
@@ -178,31 +179,31 @@ class Sums:
         else:
             self._whole[name] = total
 
-    def take_apart(self, upper: UpperNorms, factors: torch.Tensor) -> None:
+    def take_apart(self, upper: UpperNorms, unit_scales: torch.Tensor) -> None:
         """Add units whose tokens cancel on their own from here on.
 
         A product over all tokens rounds at the size of the tokens, and in an order that other units change. On processors
         alone, which know the units without waiting.
         """
-        chosen = upper.cancelling & (factors > 0).any(0) if factors.device.type == "cpu" else None
-        self.apart = [] if chosen is None else chosen.nonzero()[:, 0].tolist()
+        chosen = upper.cancelling & (unit_scales > 0).any(0) if unit_scales.device.type == "cpu" else None
+        self.cancelling = [] if chosen is None else chosen.nonzero()[:, 0].tolist()
 
-    def add_uses(self, name: str, uses: list[Factors], factors: torch.Tensor, layout: Layout) -> None:
+    def add_uses(self, name: str, uses: list[Factors], unit_scales: torch.Tensor, layout: Layout) -> None:
         """Add the weighted sums of all uses of a parameter, and let go of them."""
-        if self.apart:
+        if self.cancelling:
             dense = [use for use in uses if not use.one_hot]
             gradients = PerUnit(dense, None, layout, self.parameters[name].shape)
-            for unit in self.apart if dense else ():
-                self.add_instance(name, gradients[unit][None], factors[:, unit : unit + 1])
+            for unit in self.cancelling if dense else ():
+                self.add_instance(name, gradients[unit][None], unit_scales[:, unit : unit + 1])
             del gradients, dense
         while uses:
-            self._add_factors(name, uses.pop(), factors, layout)
+            self._add_factors(name, uses.pop(), unit_scales, layout)
 
-    def _add_factors(self, name: str, use: Factors, factors: torch.Tensor, layout: Layout) -> None:
+    def _add_factors(self, name: str, use: Factors, unit_scales: torch.Tensor, layout: Layout) -> None:
         """Add one use's weighted sum; of one along axes the plain gradients', which are scaled together when sums are read."""
-        if self.apart and not use.one_hot:
-            factors = factors.index_fill(1, torch.tensor(self.apart), 0)
-        inside, outside = self._weights(name, factors)
+        if self.cancelling and not use.one_hot:
+            unit_scales = unit_scales.index_fill(1, torch.tensor(self.cancelling), 0)
+        inside, outside = self._weights(name, unit_scales)
         shape, scales = self.parameters[name].shape, use.straight.scales
         if scales is None:
             total = self._whole.get(name)
@@ -225,29 +226,29 @@ class Sums:
         if scales is None:
             self._whole[name] = flat.view(shape)
         else:
-            self._unscaled[name] = _Unscaled(flat, scales)
+            self._unscaled[name] = _PendingScale(flat, scales)
 
     def add_matrices(
         self,
         names: Sequence[str],
         lefts: Sequence[torch.Tensor],
         rights: Sequence[torch.Tensor],
-        factors: torch.Tensor,
+        unit_scales: torch.Tensor,
         offsets: torch.Tensor,
     ) -> None:
         """Add the weighted sums of several parameters without a mask over the same tokens, each of its own order's factors."""
-        if self.apart:
+        if self.cancelling:
             bounds = offsets.tolist()
             for name, left, right in zip(names, lefts, rights):
-                for unit in self.apart:
+                for unit in self.cancelling:
                     tokens = slice(bounds[unit], bounds[unit + 1])
                     own = ops.per_unit(left[tokens], right[tokens], torch.tensor([0, tokens.stop - tokens.start]))
-                    self.add_instance(name, own, factors[:, unit : unit + 1])
-            factors = factors.index_fill(1, torch.tensor(self.apart), 0)
+                    self.add_instance(name, own, unit_scales[:, unit : unit + 1])
+            unit_scales = unit_scales.index_fill(1, torch.tensor(self.cancelling), 0)
         whole = self._whole
         held = [whole.get(name) for name in names]
         outs = [None if total is None else total.view(total.shape[0], -1) for total in held]
-        found = ops.weighted_sum_group(lefts, rights, self._plain_weights(names, factors), offsets, outs)
+        found = ops.weighted_sum_group(lefts, rights, self._plain_weights(names, unit_scales), offsets, outs)
         for name, total in zip(names, found):
             parameter = self.parameters[name]
             # Nearly all are matrices, and a view takes the host as long as a launch.
@@ -277,7 +278,7 @@ class Captures:
         self.parameters = sums.parameters
         self.policy = sums.policy
 
-    def whole(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
+    def take_instances(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
         """Take whole gradients by unit, made in the way that ``route`` names from so many ``tokens``."""
         raise NotImplementedError  # each kind has its own
 
@@ -285,15 +286,15 @@ class Captures:
         """A bias's gradient by token, ``[N, m]``."""
         tokens = gradient.shape[0]
         summed = ops.column_sums(gradient, layout.offsets(tokens, laned=laned)).float()
-        self.whole(parameter, summed, "token sums", tokens)
+        self.take_instances(parameter, summed, "token sums", tokens)
 
     def vector(self, parameter: torch.nn.Parameter, lanes: torch.Tensor, layout: Layout) -> None:
         """The gradient of an expanded parameter, ``[lanes, *shape]``."""
-        self.whole(parameter, layout.sum_lanes(lanes.float()), "expanded", layout.lanes)
+        self.take_instances(parameter, layout.sum_lanes(lanes.float()), "expanded", layout.lanes)
 
     def instances(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, layout: Layout) -> None:
         """Whole gradients by unit."""
-        self.whole(parameter, gradients.float(), "instantiate", layout.units)
+        self.take_instances(parameter, gradients.float(), "instantiate", layout.units)
 
 
 class SumSink(Captures):
@@ -303,15 +304,15 @@ class SumSink(Captures):
         at_once: keep of each capture's sum what is to be kept as soon as it is made.
     """
 
-    def __init__(self, sums: Sums, factors: torch.Tensor, *, at_once: bool):
+    def __init__(self, sums: Sums, unit_scales: torch.Tensor, *, at_once: bool):
         super().__init__(sums)
         self.sums = sums
-        self.factors = factors
+        self.unit_scales = unit_scales
         self._keep = sums.keep if at_once else lambda name: None
 
-    def whole(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
+    def take_instances(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
         name = self.names[id(parameter)]
-        self.sums.add_instance(name, gradients, self.factors)
+        self.sums.add_instance(name, gradients, self.unit_scales)
         self._keep(name)
 
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
@@ -321,7 +322,7 @@ class SumSink(Captures):
             # A GPU adds what it measured: no rounding is between them.
             left, right = factors.dense().oriented
             (gradient,), _ = ops.per_unit_group([left], [right], factors.offsets(layout))
-            self.sums.add_instance(name, gradient, self.factors)
+            self.sums.add_instance(name, gradient, self.unit_scales)
         else:
-            self.sums.add_uses(name, [factors], self.factors, layout)
+            self.sums.add_uses(name, [factors], self.unit_scales, layout)
         self._keep(name)

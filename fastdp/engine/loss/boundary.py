@@ -78,22 +78,6 @@ def require_positive(upstream: torch.Tensor) -> None:
         )
 
 
-class MeanBoundary(torch.autograd.Function):
-    """The mean of rows' losses, whose backward divides out what the loop has made of it, as `LossBoundary`'s does."""
-
-    @staticmethod
-    def forward(ctx: Any, losses: torch.Tensor) -> Any:
-        ctx.rows = losses.shape[0]
-        return losses.mean()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (upstream,) = gradients
-        if upstream.device.type == "cpu":
-            require_positive(upstream)
-        return torch.full_like(upstream, 1 / ctx.rows).expand(ctx.rows)
-
-
 class OutputBoundary(torch.autograd.Function):
     """The model's outputs, whose backward hands their gradients to the engine.
 
@@ -113,7 +97,9 @@ class OutputBoundary(torch.autograd.Function):
 
 
 @contextmanager
-def caught(parameters: Iterable[torch.nn.Parameter], take: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+def take_gradients(
+    parameters: Iterable[torch.nn.Parameter], take: Callable[[int, torch.Tensor], None]
+) -> Iterator[None]:
     """Meanwhile ``take`` gets each gradient as soon as it is there, with its parameter's number; none stays in `.grad`."""
     parameters = list(parameters)
     kept = [p.grad for p in parameters]
@@ -157,12 +143,10 @@ def plain_gradients(
     parameters: Iterable[torch.nn.Parameter],
     *,
     keep: Callable[[int, torch.Tensor], Any] = lambda index, gradient: gradient,
-    retain: bool = False,
 ) -> list[Any]:
     """Gradients of the parameters, by a backward pass whose `.grad` are put back as they were.
 
     ``keep`` makes of a gradient, as soon as it is there, what is returned in its place; its first argument is its number.
-    ``retain`` keeps the graph for another backward pass.
 
     Under reentrant checkpointing `torch.autograd.grad` raises, or misses what lies inside the checkpointed pieces.
     """
@@ -173,8 +157,8 @@ def plain_gradients(
         own = keep(index, gradient)
         found[index] = own if found[index] is None else found[index] + own
 
-    with caught(parameters, take):
-        torch.autograd.backward(tops, seeds, retain_graph=retain)
+    with take_gradients(parameters, take):
+        torch.autograd.backward(tops, seeds)
     return found
 
 

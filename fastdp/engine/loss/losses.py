@@ -89,7 +89,9 @@ class LossTerms:
         compares = layout.weights.device.type == "cpu"
         calls = {call for call, _ in selections}
         self.selected = SelectionMode(layout.rows, calls, compares=compares) if known else None
-        self._throughout = any(not module for _, module in selections)
+        #: Follows what is selected through the whole model, where a loss sees it.
+        mode = self.selected if any(not module for _, module in selections) else None
+        self.throughout: AbstractContextManager[Any] = mode or nullcontext()
         self.alone = alone
         self.reductions = reductions
         self.terms: list[Term] = []
@@ -107,10 +109,6 @@ class LossTerms:
         by_unit = self.reduce(losses, valid, reduction, whose)
         # How many tokens the data select follows from no shape.
         return self.note(by_unit, losses.numel() if whose is None else 0, reduction)
-
-    def follow(self) -> AbstractContextManager[Any]:
-        """Follow what is selected through the whole model, where a loss sees it."""
-        return self.selected if self.selected is not None and self._throughout else nullcontext()
 
     def maps(self, tokens: int) -> bool:
         """Whether the axis of a loss's tokens can be cut into units."""
@@ -184,7 +182,7 @@ def intercepted(terms: LossTerms) -> Iterator[None]:
     try:
         for name, original in originals.items():
             setattr(F, name, partial(_report, name, original, terms))
-        with terms.follow(), _RowReductions(terms) if terms.reductions else nullcontext():
+        with terms.throughout, _RowReductions(terms) if terms.reductions else nullcontext():
             yield
     finally:
         for name, original in originals.items():

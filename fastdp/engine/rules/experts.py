@@ -12,7 +12,7 @@ from fastdp.engine.uses.experts import ExpertFactors
 from fastdp.engine.uses.lanes import PerLane
 from fastdp.engine.uses.reads import Reads
 from fastdp.engine.uses.selections import GROUPED, Selection
-from fastdp.engine.uses.shared import Shared
+from fastdp.engine.uses.shared import SharedValue
 from fastdp.engine.uses.use import Tap
 
 
@@ -25,7 +25,7 @@ class GroupedUse(torch.autograd.Function):
         x: torch.Tensor,
         offs: torch.Tensor,
         func: Any,
-        shared: Shared,
+        shared: SharedValue,
         whose: Selection,
         tap: Tap,
         *sources: Any,

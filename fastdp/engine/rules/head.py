@@ -43,7 +43,7 @@ class Tiles:
         steps: what the model does to the products.
         target, ignored: of the cross-entropy.
         counts: how a token's loss counts in its unit's, ``[N]``.
-        bounds: where units begin on the axis of tokens, ``units + 1`` numbers.
+        offsets: where units begin on the axis of tokens, ``units + 1`` numbers.
     """
 
     hidden: torch.Tensor
@@ -53,7 +53,7 @@ class Tiles:
     target: torch.Tensor
     ignored: int
     counts: torch.Tensor
-    bounds: list[int]
+    offsets: list[int]
 
     def __post_init__(self) -> None:
         self.even, self._bias = self.weight, self.bias
@@ -88,13 +88,13 @@ class Tiles:
     def _spans(self, parts: bool) -> Iterator[tuple[slice, slice]]:
         """Units and tokens of each tile; of units that fit in one together, or else of one that may be longer."""
         first = 0
-        for unit in range(1, len(self.bounds)):
-            start, end = self.bounds[first], self.bounds[unit]
+        for unit in range(1, len(self.offsets)):
+            start, end = self.offsets[first], self.offsets[unit]
             if parts:
                 parts_of = cuts(end - start, self.weight, TILE)
                 yield from ((slice(first, unit), slice(start + a, start + b)) for a, b in parts_of)
                 first = unit
-            elif unit == len(self.bounds) - 1 or self.bounds[unit + 1] - start > most_tokens(self.weight, TILE):
+            elif unit == len(self.offsets) - 1 or self.offsets[unit + 1] - start > most_tokens(self.weight, TILE):
                 yield slice(first, unit), slice(start, end)
                 first = unit
 
@@ -108,7 +108,7 @@ class Tiles:
         for units, tokens in self._spans(parts):
             if tokens.stop > tokens.start and (only is None or units.start <= only < units.stop):
                 tile = self.tile(tokens.start, tokens.stop, losses)
-                ends = [min(max(end, tokens.start), tokens.stop) for end in self.bounds[units.start : units.stop + 1]]
+                ends = [min(max(end, tokens.start), tokens.stop) for end in self.offsets[units.start : units.stop + 1]]
                 yield units, tokens, _offsets(ends, tile.device), tile
                 # Two tiles would stand beside each other while the next one is made.
                 del tile
@@ -140,9 +140,9 @@ class HeadFactors(Factors):
         return self.tiles.weight.shape[0]
 
     @property
-    def poor(self) -> torch.Tensor:
+    def imprecise(self) -> torch.Tensor:
         """As the forward pass found it."""
-        return self.norms.poor
+        return self.norms.imprecise
 
     def dense(self) -> Factors:
         """The same as an ordinary factor pair, all of it in memory."""
@@ -170,7 +170,7 @@ class HeadFactors(Factors):
         found = torch.zeros_like(self.shares)
         if other.one_hot and _identity(other.left) in self.columns:
             for unit, block in self.columns[_identity(other.left)].items():
-                hidden = self.right[slice(*self.tiles.bounds[unit : unit + 2])]
+                hidden = self.right[slice(*self.tiles.offsets[unit : unit + 2])]
                 rows = other.right[slice(*bounds[unit : unit + 2])]
                 ids = torch.arange(block.shape[1], device=block.device)
                 one, two = (_offsets([0, size], block.device) for size in block.shape)
@@ -190,7 +190,7 @@ class HeadFactors(Factors):
         self._add(total, weights)
         return total
 
-    def unit_to(self, total: torch.Tensor, unit: int, bounds: Sequence[int]) -> None:
+    def unit_to(self, total: torch.Tensor, unit: int, offsets: Sequence[int]) -> None:
         """Add one unit's gradient to ``total``."""
         every = torch.zeros_like(self.shares, dtype=total.dtype)
         every[unit] = 1
@@ -221,8 +221,8 @@ def take(
 
     Raises `UnsupportedUse` where tokens are not in the order of the rows.
     """
-    layout, tokens = tap.layout, own.places.numel()
-    if own.source.taken or (own.places.reshape(-1).diff() <= 0).any():
+    layout, tokens = tap.layout, own.token_index.numel()
+    if own.source.taken or (own.token_index.reshape(-1).diff() <= 0).any():
         raise UnsupportedUse("the model takes several losses of its logits, or takes them in another order")
     own.source.taken += 1
     hidden, weight, bias = inputs(own)
@@ -237,7 +237,7 @@ def take(
         raise UnsupportedUse("the model's loss leaves out tokens of packed rows")
     if layout.token_segments is None:
         # The row that a token came from is the row that its loss counts for.
-        owners = own.places.reshape(-1) // max(1, own.source.hidden.shape[:-1].numel() // layout.rows)
+        owners = own.token_index.reshape(-1) // max(1, own.source.hidden.shape[:-1].numel() // layout.rows)
         if not torch.equal(owners, torch.arange(tokens) // max(1, tokens // layout.rows)):
             raise UnsupportedUse("the model's loss leaves out whole rows of its logits")
     plain = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
@@ -269,7 +269,7 @@ class HeadUse(torch.autograd.Function):
             found.hidden = torch.zeros_like(made.hidden)
         if trained[1] is not None:
             found.bias = losses.new_zeros(units, rows)
-        long = max((b - a for a, b in zip(made.bounds, made.bounds[1:])), default=0)
+        long = max((b - a for a, b in zip(made.offsets, made.offsets[1:])), default=0)
         read = [t.reshape(-1) for t in tap.looked_up.get(id(trained[0]), []) if tap.layout.covers(t.numel())]
         looked_up = [(t, tap.layout.offsets(t.numel(), host=True).tolist()) for t in read]
         # On a processor the route is each unit's own.
@@ -277,7 +277,7 @@ class HeadUse(torch.autograd.Function):
             "instantiate", rows, width, long, units, dtype=weight.dtype, device=device
         )
         if trained[0] is not None and whole:
-            found.whole = losses.new_zeros(units, rows, width)
+            found.instances = losses.new_zeros(units, rows, width)
         elif trained[0] is not None:
             found.norms = _Norms(*(torch.zeros(units, dtype=torch.float64, device=device) for _ in range(2)))
         for own, here, offsets, tile in made.of_units(losses, parts=found.norms is None):
@@ -287,8 +287,8 @@ class HeadUse(torch.autograd.Function):
             if found.norms is not None:
                 found.gather(own, tile, here.start, looked_up)
                 found.norms.measure(own, tile, made.hidden[here], offsets)
-            elif found.whole is not None:
-                add_product_(found.whole[own.start], tile[:, :rows], made.hidden[here])
+            elif found.instances is not None:
+                add_product_(found.instances[own.start], tile[:, :rows], made.hidden[here])
             del tile
         given: torch.Tensor = reduced(losses)
         return given
@@ -297,12 +297,12 @@ class HeadUse(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         shares, found, layout = gradients[0], ctx.found, ctx.tap.layout
         sink, made, (weight, bias) = ctx.tap.open(), found.made, ctx.trained
-        lengths = _offsets(made.bounds, shares.device).diff()
+        lengths = _offsets(made.offsets, shares.device).diff()
         each = shares.repeat_interleave(lengths, output_size=made.hidden.shape[0]).unsqueeze(1)
         if bias is not None:
             sink.instances(bias, _scale_instances(found.bias, shares), layout)
-        if found.whole is not None:
-            sink.instances(weight, _scale_instances(found.whole, shares), layout)
+        if found.instances is not None:
+            sink.instances(weight, _scale_instances(found.instances, shares), layout)
         elif weight is not None:
             known = shares.double(), found.norms, found.columns
             factors = HeadFactors(each, made.hidden, False, False, None, None, made, *known)
@@ -322,7 +322,7 @@ class _Norms:
     products: torch.Tensor
 
     def __post_init__(self) -> None:
-        self.poor = torch.zeros_like(self.squares, dtype=torch.bool)
+        self.imprecise = torch.zeros_like(self.squares, dtype=torch.bool)
 
     def measure(self, units: slice, tile: torch.Tensor, hidden: torch.Tensor, offsets: torch.Tensor) -> None:
         """By Gram matrices, or directly where a unit is long or their rounding may hide too much."""
@@ -333,10 +333,12 @@ class _Norms:
         long = tokens > most
         products = torch.where(long, every, products)
         gram = ops.Rounding(tile, hidden).gram(*sizes)
-        poor = long | (gammas([gram], tokens)[0] * products.square() > REMEASURED * squares)
-        if poor.device.type != "cpu" or bool(poor.any()):
-            squares = torch.where(poor, ops.chosen_sqnorm([tile], [hidden], offsets, poor[None])[0].double(), squares)
-        self.squares[units], self.products[units], self.poor[units] = squares, products, poor
+        imprecise = long | (gammas([gram], tokens)[0] * products.square() > REMEASURED * squares)
+        if imprecise.device.type != "cpu" or bool(imprecise.any()):
+            squares = torch.where(
+                imprecise, ops.chosen_sqnorm([tile], [hidden], offsets, imprecise[None])[0].double(), squares
+            )
+        self.squares[units], self.products[units], self.imprecise[units] = squares, products, imprecise
 
 
 @dataclass
@@ -347,7 +349,7 @@ class _HeadPass:
     #: Gradients of the hidden states ``[N, d]``, of the bias ``[units, V]``, and either of the weight or its norms.
     hidden: torch.Tensor | None = None
     bias: torch.Tensor | None = None
-    whole: torch.Tensor | None = None
+    instances: torch.Tensor | None = None
     norms: _Norms | None = None
     columns: Columns = field(default_factory=dict)
 
@@ -358,7 +360,7 @@ class _HeadPass:
         assert self.made is not None
         for ids, ends in looked_up:
             for unit in range(units.start, units.stop):
-                a, b = (end - start for end in self.made.bounds[unit : unit + 2])
+                a, b = (end - start for end in self.made.offsets[unit : unit + 2])
                 block = tile[a:b].index_select(1, ids[ends[unit] : ends[unit + 1]])
                 self.columns.setdefault(_identity(ids), {})[unit] = block
 
@@ -370,7 +372,7 @@ class _HeadPass:
 
     def drop(self) -> None:
         """Let go of all of it."""
-        self.made = self.hidden = self.bias = self.whole = self.norms = None
+        self.made = self.hidden = self.bias = self.instances = self.norms = None
         self.columns = {}
 
 

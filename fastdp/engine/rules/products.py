@@ -14,7 +14,7 @@ from fastdp.engine.uses.lanes import PerLane
 from fastdp.engine.uses.logits import Logits
 from fastdp.engine.uses.reads import Reads
 from fastdp.engine.uses.selections import Selection
-from fastdp.engine.uses.use import LinearUse, Product, Tap, applied, operation_kind
+from fastdp.engine.uses.use import LinearUse, Product, Tap, linear_with_capture, operation_kind
 from fastdp.ops.routes import NARROW
 
 
@@ -28,12 +28,12 @@ def linear_of(module: torch.nn.Linear, reads: Reads, tap: Tap, x: torch.Tensor) 
     if known is not None and plain and module.__dict__.keys().isdisjoint(own):
         noted, use, held = known
         tap.shapes.add(noted)
-        return applied(x, weight, bias, tap, use, held)
+        return linear_with_capture(x, weight, bias, tap, use, held)
     return _linear(reads, tap, x, module.weight, module.bias)
 
 
 def _linear(reads: Reads, tap: Tap, input: Any, weight: Any, bias: Any = None) -> Any:
-    if not reads.heads.holds(weight) or isinstance(input, PerLane) or isinstance(bias, PerLane):
+    if id(weight) not in reads.heads.weights or isinstance(input, PerLane) or isinstance(bias, PerLane):
         return _product(reads, tap, "linear", input, weight, bias, swap=False)
     product = functools.partial(_product, reads, tap, "linear", input, weight, bias, swap=False)
     trained = (weight if reads.is_trained(weight) else None, bias if reads.is_trained(bias) else None)
@@ -60,7 +60,7 @@ def _addmm(reads: Reads, tap: Tap, input: Any, mat1: Any, mat2: Any, *, beta: An
     if known is not None and layout.token_segments is None:
         noted, use, held = known
         tap.shapes.add(noted)
-        return applied(mat1, mat2, input, tap, use, held)
+        return linear_with_capture(mat1, mat2, input, tap, use, held)
     return _product(reads, tap, "addmm", mat1, mat2, input, swap=True)
 
 
@@ -88,12 +88,12 @@ def _product(reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: 
         held = x.numel() // x.shape[-1] * sum(weight.shape) * x.element_size() if narrow and x.numel() else 0
         held = held if whole else 1 << 62
         if isinstance(fold, Selection):
-            return fold.follow(applied(x, weight, bias, tap, use, held))
+            return fold.follow(linear_with_capture(x, weight, bias, tap, use, held))
         if trained[0]:
             rows = tap.layout.rows
             noted = operation_kind(operation, x.shape, rows, fold)
             reads.keep((operation, id(weight), id(bias), x.shape, rows), (noted, use, held))
-        return applied(x, weight, bias, tap, use, held)
+        return linear_with_capture(x, weight, bias, tap, use, held)
     own = tuple(p for p, read in zip((weight, bias), trained) if read)
     if laned:
         out = LinearUse.apply(x.lanes, weight, bias, tap, Product(swap, None, True, trained, None))

@@ -22,8 +22,8 @@ class Factors:
 
     ``laned`` says that tokens come in equal blocks a lane rather than a row (they differ when rows are packed), and
     ``swap`` that the parameter is stored as [n, m], as HF's Conv1D does. ``scales`` [m] and [n], float32, are what the columns
-    of both are yet to be multiplied by: norms do so as they read the factors, sums once for all tokens. ``bounds`` are the
-    offsets of tokens that the data selected, units in order, which no layout knows.
+    of both are yet to be multiplied by: norms do so as they read the factors, sums once for all tokens. ``own_offsets`` say
+    where units begin among tokens that the data selected, which no layout knows.
     """
 
     left: torch.Tensor
@@ -31,7 +31,7 @@ class Factors:
     laned: bool = False
     swap: bool = False
     scales: tuple[torch.Tensor, torch.Tensor] | None = None
-    bounds: torch.Tensor | None = None
+    own_offsets: torch.Tensor | None = None
 
     #: Whether ``left`` is made tile by tile, as a head's is (`fastdp.engine.rules.head.HeadFactors`), and norms came with it.
     tiled: ClassVar[bool] = False
@@ -92,8 +92,8 @@ class Factors:
 
     def offsets(self, layout: Layout, *, host: bool = False) -> torch.Tensor:
         """Where units begin on the axis of tokens, int64 ``[units + 1]``; on the ``host``, or beside the factors."""
-        if self.bounds is not None:
-            return self.bounds.cpu() if host else self.bounds
+        if self.own_offsets is not None:
+            return self.own_offsets.cpu() if host else self.own_offsets
         return layout.offsets(self.right.shape[0], laned=self.laned, host=host)
 
     def by_unit(self, sizes: torch.Tensor, order: float = 1) -> torch.Tensor:
@@ -127,8 +127,8 @@ class Factors:
         return squares[0], products[0]
 
     @property
-    def poor(self) -> torch.Tensor:
-        """Of which units `powers` needed the direct route, bool ``[units]``, or one for all."""
+    def imprecise(self) -> torch.Tensor:
+        """Which units `powers` found by the direct route, as Gram matrices are imprecise: bool ``[units]``, or one for all."""
         return torch.zeros((), dtype=torch.bool, device=self.right.device)
 
     def inner(self, other: Factors, layout: Layout) -> torch.Tensor:
@@ -149,9 +149,9 @@ class Factors:
         """
         return ops.weighted_sum(*self.oriented, weights, total, offsets=self.offsets(layout))
 
-    def unit_to(self, total: torch.Tensor, unit: int, bounds: Sequence[int]) -> None:
-        """Add one unit's gradient to ``total``; ``bounds`` are the offsets, on the host."""
-        tokens = slice(bounds[unit], bounds[unit + 1])
+    def unit_to(self, total: torch.Tensor, unit: int, offsets: Sequence[int]) -> None:
+        """Add one unit's gradient to ``total``; ``offsets`` are on the host."""
+        tokens = slice(offsets[unit], offsets[unit + 1])
         own = replace(self.bare, left=self.left[tokens], right=self.right[tokens])
         left, right = (own if self.scales is None else own.times(*self.scales)).oriented
         if self.one_hot:
@@ -168,16 +168,17 @@ class Factors:
         if not self.one_hot:
             totals += self.each(layout)
             return
-        bounds = self.offsets(layout).tolist()
+        offsets = self.offsets(layout).tolist()
         for unit, total in enumerate(totals):
-            self.unit_to(total, unit, bounds)
+            self.unit_to(total, unit, offsets)
 
 
 def join_uses(uses: list[Factors], layout: Layout) -> list[Factors]:
     """Join uses of one kind and length along each unit's tokens, so that k uses need one Gram and not k^2 cross terms."""
     first = uses[0]
     kinds = {(use.tiled, use.one_hot, use.swap, use.laned, use.right.shape) for use in uses}
-    if len(uses) < 2 or first.tiled or len(kinds) > 1 or layout.token_segments is not None or first.bounds is not None:
+    by_row = layout.token_segments is None and first.own_offsets is None and not first.tiled
+    if len(uses) < 2 or len(kinds) > 1 or not by_row:
         return uses
 
     def join(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -208,6 +209,6 @@ class PerUnit:
         total = torch.zeros(self.shape, device=self.device)
         if self.instance is not None:
             total += self.instance[unit].reshape(self.shape)
-        for use, bounds in self.uses:
-            use.unit_to(total.view(total.shape[0], -1), unit, bounds)
+        for use, offsets in self.uses:
+            use.unit_to(total.view(total.shape[0], -1), unit, offsets)
         return total

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 
 from fastdp.calls.batches import map_leaves, map_tensors, tensors
 from fastdp.calls.named import functions, is_detach, is_in_place, is_metadata, operation
-from fastdp.engine.errors import Unseen, UnsupportedUse
-from fastdp.engine.uses.rows import BroadcastLayout, Fold
+from fastdp.engine.errors import UnseenUse, UnsupportedUse
+from fastdp.engine.uses.rows import BatchAxis, BroadcastLayout
 from fastdp.engine.uses.selections import Selection
-from fastdp.engine.uses.shared import Shared, SharedLanes, SharedProduct, pull_through
-from fastdp.engine.uses.use import EmbeddingUse, ExpandUse, Tap, expanded, operation_kind
+from fastdp.engine.uses.shared import SharedLanes, SharedProduct, SharedValue, pull_through
+from fastdp.engine.uses.use import EmbeddingUse, ExpandUse, Tap, expand_with_capture, operation_kind
 
 
 class PerLane(torch.Tensor):
@@ -32,7 +32,7 @@ class PerLane(torch.Tensor):
     flows back into them. What an engine's own use returned has lanes alone, and operations act on each.
     """
 
-    shared: Shared | None
+    shared: SharedValue | None
     sources: tuple[torch.nn.Parameter, ...]
     tap: Tap
     _lanes: torch.Tensor | None
@@ -42,7 +42,7 @@ class PerLane(torch.Tensor):
         cls,
         lanes: torch.Tensor | None,
         tap: Tap,
-        shared: Shared | None = None,
+        shared: SharedValue | None = None,
         sources: tuple[torch.nn.Parameter, ...] = (),
     ) -> PerLane:
         if shared is not None:
@@ -58,7 +58,7 @@ class PerLane(torch.Tensor):
     def of(cls, parameter: torch.nn.Parameter, tap: Tap) -> PerLane:
         """A parameter itself."""
         pulls = [lambda factors: [(parameter, factors)]] * (2 if parameter.dim() == 3 else 1)
-        return cls(None, tap, Shared(parameter, (parameter,), *pulls))
+        return cls(None, tap, SharedValue(parameter, (parameter,), *pulls))
 
     @property
     def lanes(self) -> torch.Tensor:
@@ -129,12 +129,12 @@ def affine(func: Any, args: Any, kwargs: Any, trained: Mapping[int, str], tap: T
     if vector.dim() != 1 or x.dim() < 2 or x.shape[0] != tap.layout.rows or not vector.requires_grad:
         return NotImplemented
     name = operation(func)
-    met = Meeting.of(name, frozenset((id(vector),)), x, tap)
+    met = Meeting.find_layout(name, frozenset((id(vector),)), x, tap)
     if met is None or met.fold is None or not met.fold.natural:
         return NotImplemented
     rows = tap.layout.rows
     keep((func, id(vector), x.shape, rows), operation_kind(name, x.shape, rows, met.fold))
-    lanes = expanded(vector, x, tap, x.dim() - 2)
+    lanes = expand_with_capture(vector, x, tap, x.dim() - 2)
     return func(x, lanes) if own else func(lanes, x)
 
 
@@ -144,7 +144,7 @@ def _apply(func: Any, args: Any, kwargs: Any) -> Any:
     plain = [t for t in given if not isinstance(t, PerLane)]
     tap = found[0].tap
     sources = tuple(dict.fromkeys(source for p in found for source in p.sources))
-    meeting = Meeting.found(func, sources, plain, tap)
+    meeting = Meeting.find(func, sources, plain, tap)
     if meeting is not None:
         return _meet(func, args, kwargs, meeting)
     if is_in_place(func) and not isinstance(args[0], PerLane):
@@ -207,7 +207,7 @@ def _apply_to_values(func: Any, args: Any, kwargs: Any, sources: tuple[torch.nn.
         raise UnsupportedUse(f"{operation(func)} into a parameter")
     result = _call(func, args, kwargs, lambda p: p.single)
     if isinstance(target, PerLane):
-        target.shared = Shared(target.single, sources)
+        target.shared = SharedValue(target.single, sources)
         return None if result is None else target
     if isinstance(result, (bool, int, float)):
         return result
@@ -216,7 +216,7 @@ def _apply_to_values(func: Any, args: Any, kwargs: Any, sources: tuple[torch.nn.
     def wrap(value: torch.Tensor) -> PerLane:
         part = None if value is result else next(parts)
         pulls = (pull_through(func, given, kwargs, value, part, stacks=stacks) for stacks in (False, True))
-        return PerLane(None, tap, Shared(value, sources, *pulls))
+        return PerLane(None, tap, SharedValue(value, sources, *pulls))
 
     return _wrap_results(result, wrap, func)
 
@@ -235,24 +235,24 @@ class Meeting:
 
     tap: Tap
     activation: torch.Tensor
-    fold: Fold | Selection
+    fold: BatchAxis | Selection
     met: BroadcastLayout = BroadcastLayout()
     key: tuple[str, frozenset[int]] = ("", frozenset())
 
     @classmethod
-    def found(
+    def find(
         cls, func: Any, sources: tuple[torch.nn.Parameter, ...], plain: list[torch.Tensor], tap: Tap
     ) -> Meeting | None:
         """The meeting with the tensor of most dimensions that carries rows; tensors without are constants."""
         key = operation(func), frozenset(map(id, sources))
         for tensor in sorted(plain, key=torch.Tensor.dim, reverse=True):
-            met = cls.of(*key, tensor, tap)
+            met = cls.find_layout(*key, tensor, tap)
             if met is not None and met.fold is not None:
                 return cls(tap, tensor, tap.selection(tensor) if met.fold.chosen else met.fold, met, key)
         return None
 
     @staticmethod
-    def of(name: str, sources: frozenset[int], tensor: torch.Tensor, tap: Tap) -> BroadcastLayout | None:
+    def find_layout(name: str, sources: frozenset[int], tensor: torch.Tensor, tap: Tap) -> BroadcastLayout | None:
         """What the trace found of a tensor's rows in an operation, and of its results'; None for a constant."""
         layout = tap.layout
         if tensor.dim() == 0:
@@ -261,14 +261,14 @@ class Meeting:
         if met is None:
             if tensor.numel() == 1:
                 return None
-            raise Unseen(f"{name} of a parameter and a tensor of {tensor.dim()} dimensions, unseen when traced")
+            raise UnseenUse(f"{name} of a parameter and a tensor of {tensor.dim()} dimensions, unseen when traced")
         if met.problem is not None:
             raise UnsupportedUse(met.problem)
-        broadcast = met.fold is not None and not met.fold.chosen and layout.rows > 1
-        if met.fold is None or (broadcast and tensor.shape[met.fold.axis] == 1):
+        fold = met.fold
+        if fold is None or (not fold.chosen and layout.rows > 1 and tensor.shape[fold.axis] == 1):
             # One row is broadcast, whatever it is; only longer ones can be mistaken.
             return None
-        tap.note(name, tensor, met.fold)
+        tap.note(name, tensor, fold)
         return met
 
 
@@ -299,7 +299,7 @@ def _by_lane(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
             if own is None or layout.rows == 1:
                 return value
             return PerLane(_own_copy(value.lanes, own, layout.rows), value.tap, sources=value.sources)
-        met = Meeting.of(*meeting.key, value, meeting.tap)
+        met = Meeting.find_layout(*meeting.key, value, meeting.tap)
         if met is None or met.fold is None:
             return value
         parts = met.fold.split(value, layout.rows)
@@ -318,7 +318,7 @@ def _by_lane(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
     return tuple(fold.join(t) for fold, t in zip(folds, results))
 
 
-def _own_copy(lanes: torch.Tensor, fold: Fold, rows: int) -> torch.Tensor:
+def _own_copy(lanes: torch.Tensor, fold: BatchAxis, rows: int) -> torch.Tensor:
     """Of a value that the formula itself repeated for every row, the copies of a lane's own row: ``[lanes, ...]``."""
     return torch.diagonal(fold.split(lanes.movedim(0, -1), rows), 0, fold.lane_axis, -1).movedim(-1, 0)
 
@@ -344,7 +344,7 @@ def lay_along_rows(value: PerLane, meeting: Meeting) -> torch.Tensor:
         return fold.spread(lanes.squeeze(1 + axis), size, layout.rows).movedim(0, axis)
     if shape[axis] == size and not isinstance(fold, Selection):
         # The formula itself repeated the parameter for every row: each entry reads the copy of its own row's lane.
-        own = Fold(axis, fold.inner)
+        own = BatchAxis(axis, fold.inner)
         return own.join(_own_copy(lanes, own, layout.rows).movedim(0, own.lane_axis))
     raise UnsupportedUse(f"a parameter of shape {list(shape)} meets an activation of shape {list(activation.shape)}")
 
@@ -357,7 +357,7 @@ def _matmul(meeting: Meeting, input: Any, other: Any) -> Any:
     # W x is (x^T W^T)^T.
     rank = other.dim()
     swapped = {rank - 1: rank - 2, rank - 2: rank - 1}
-    fold = Fold(swapped.get(meeting.fold.axis, meeting.fold.axis), meeting.fold.inner)
+    fold = BatchAxis(swapped.get(meeting.fold.axis, meeting.fold.axis), meeting.fold.inner)
     turned = replace(meeting, activation=other.mT, fold=fold)
     out = _product(turned, torch.matmul, turned.activation, input, None, swap=False)
     return out if out is NotImplemented else out.mT
@@ -399,7 +399,7 @@ def _getitem(meeting: Meeting, table: Any, index: Any) -> Any:
     if index is not meeting.activation or index.dim() != 1 or index.dtype != torch.long or shared.value.dim() != 2:
         return NotImplemented
     ids = fold.front(index, meeting.tap.layout.rows)
-    found = EmbeddingUse.apply(ids, shared.value, None, meeting.tap, False, fold.bounds(len(ids)))
+    found = EmbeddingUse.apply(ids, shared.value, None, meeting.tap, False, fold.unit_offsets(len(ids)))
     return fold.follow(fold.back(found))
 
 

@@ -48,15 +48,15 @@ class Ticket:
             return self.token_units.shape[0]
         return self.row_units.shape[0]
 
-    def chosen_rows(self, most: int = 3) -> list[int]:
-        """Up to so many rows, in their order: the shortest, the longest, and others drawn at random."""
+    def chosen_rows(self) -> list[int]:
+        """Up to three rows, in their order: the shortest, the longest, and another drawn at random."""
         lengths, rows = self.lengths, range(self.rows)
         ends = {0, self.rows - 1}
         if len(lengths) == self.rows:
             # Of examples of one length, the first and the last.
             ends = {min(rows, key=lengths.__getitem__), max(reversed(rows), key=lengths.__getitem__)}
         rest = [row for row in rows if row not in ends]
-        return sorted({*ends, *random.SystemRandom().sample(rest, min(most - len(ends), len(rest)))})
+        return sorted({*ends, *random.SystemRandom().sample(rest, min(3 - len(ends), len(rest)))})
 
     def failure(self, row: int, error: Exception) -> ValueError:
         """The refusal of a row on which the model fails when it is run alone."""

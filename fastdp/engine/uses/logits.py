@@ -80,7 +80,7 @@ class Source:
     strict: bool = True
     #: How often a cross-entropy took these logits, and whether anything else computed them.
     taken: int = 0
-    whole: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
     closed: bool = False
     _versions: tuple[int, ...] = ()
 
@@ -102,29 +102,29 @@ class Source:
 
     def compute(self) -> torch.Tensor:
         """The logits, as ever: once."""
-        if self.whole is None:
+        if self.logits is None:
             self.require_unwritten()
             if self.taken and self.take is not None:
                 raise UnsupportedUse("the model reads its logits after their loss was taken")
-            self.whole = self.product()
-        return self.whole
+            self.logits = self.product()
+        return self.logits
 
     def close(self) -> None:
         """The forward pass is over: nobody may read what was not computed, and nothing is kept for it."""
         self.closed = True
         del self.hidden, self.weight, self.bias, self.product, self.take
-        self.whole = None
+        self.logits = None
 
 
 class Logits(torch.Tensor):
     """A tensor ``[..., V]`` that looks like logits and has not been computed.
 
-    ``places`` ``[...]`` says which token of the flattened hidden states each of its rows comes from; ``steps`` are the
+    ``token_index`` ``[...]`` says which token of the flattened hidden states each of its rows comes from; ``steps`` are the
     element-wise operations since, ``history`` all of them.
     """
 
     source: Source
-    places: torch.Tensor
+    token_index: torch.Tensor
     steps: tuple[Step, ...]
     history: tuple[Step, ...]
 
@@ -143,7 +143,7 @@ class Logits(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=source.weight.device, requires_grad=grad
         )
-        self.source, self.places, self.steps, self.history = source, index.contiguous(), steps, history
+        self.source, self.token_index, self.steps, self.history = source, index.contiguous(), steps, history
         return self
 
     @classmethod
@@ -195,7 +195,9 @@ class Logits(torch.Tensor):
     ) -> Any:
         own = next(t for t in tensors((args, kwargs)) if isinstance(t, Logits))
         if func is torch.ops.aten.detach.default:
-            return Logits(own.source, own.dtype, own.places, own.steps, own.history) if not own.source.closed else own
+            return (
+                Logits(own.source, own.dtype, own.token_index, own.steps, own.history) if not own.source.closed else own
+            )
         raise RuntimeError(READ if own.source.closed else f"{func} of logits below torch's function layer")
 
 
@@ -228,13 +230,13 @@ def _defer(func: Any, own: Logits, args: Any, kwargs: Any) -> Logits | None:
         steps = own.steps
         if func not in _CASTS or tried.dtype != own.dtype:
             steps += (widen if func in _CASTS and tried.dtype == torch.float32 != own.dtype else step,)
-        return Logits(own.source, tried.dtype, own.places, steps, (*own.history, step))
+        return Logits(own.source, tried.dtype, own.token_index, steps, (*own.history, step))
     if func not in _RESHAPING and func not in _INDEXING and func is not torch.Tensor.flatten:
         return None
     rest = args[1:]
     if not rest or args[0] is not own or kwargs or not all(_is_place(v) for _, v in everything(rest)):
         return None
-    marked = own.places.unsqueeze(-1).expand(own.shape)
+    marked = own.token_index.unsqueeze(-1).expand(own.shape)
     try:
         # Rows whose numbers would be taken apart have no such view, and a view costs nothing.
         moved = marked.view(*rest) if func in _RESHAPING else func(marked, *rest)
@@ -294,8 +296,8 @@ def inputs(own: Logits) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None
     source = own.source
     source.require_unwritten()
     hidden = as_autocast(source.hidden.reshape(-1, source.hidden.shape[-1]))
-    if own.places.numel() != hidden.shape[0]:
-        hidden = hidden.index_select(0, copy_to_device(own.places.reshape(-1), hidden.device))
+    if own.token_index.numel() != hidden.shape[0]:
+        hidden = hidden.index_select(0, copy_to_device(own.token_index.reshape(-1), hidden.device))
     return hidden, as_autocast(source.weight), as_autocast(source.bias)
 
 
@@ -344,9 +346,6 @@ class Heads:
     always: bool = False
     #: Logits of so many numbers are computed as ever.
     tile: ClassVar[int] = TILE
-
-    def holds(self, weight: Any) -> bool:
-        return id(weight) in self.weights
 
     def leave_out(
         self,

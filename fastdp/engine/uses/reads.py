@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.errors import Unseen, UnsupportedUse
+from fastdp.engine.errors import UnseenUse, UnsupportedUse
 from fastdp.engine.uses.lanes import PerLane
 from fastdp.engine.uses.logits import Heads
-from fastdp.engine.uses.rows import Fold
+from fastdp.engine.uses.rows import BatchAxis
 from fastdp.engine.uses.selections import Selection
 from fastdp.engine.uses.use import Tap
 
@@ -24,15 +24,14 @@ class Reads:
     """
 
     def __init__(self, trained: dict[str, torch.nn.Parameter]):
-        # They live as long as this, so that nothing else can come to have the identity of one.
-        self._trained = tuple(trained.values())
+        # `Passes` keeps them for as long as this, so that nothing else can come to have the identity of one.
         self.names = {id(p): name for name, p in trained.items()}
         self.learn({}, frozenset())
         self.tap: Tap | None = None
         self.mode_open = False
         self.heads = Heads()
 
-    def learn(self, carries_rows: Mapping[tuple[str, str, int], Fold | None], selecting: Set[str]) -> None:
+    def learn(self, carries_rows: Mapping[tuple[str, str, int], BatchAxis | None], selecting: Set[str]) -> None:
         """Take what a trace found: where the rows of inputs lie, by operation, parameter and dimensions."""
         self._carries_rows = carries_rows
         #: Names of modules that select, by the data's values, what a parameter or a loss sees.
@@ -74,11 +73,13 @@ class Reads:
                 f"{self.names[id(parameter)]}: the rows of the input of {operation} are not in order, first"
             )
 
-    def fold(self, operation: str, parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap) -> Fold | Selection | None:
+    def fold(
+        self, operation: str, parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap
+    ) -> BatchAxis | Selection | None:
         """Where the rows of an operation's input lie; None if it has none. Raises `UnsupportedUse` for an unseen use."""
         key = (operation, self.names[id(parameter)], x.dim())
         if key not in self._carries_rows:
-            raise Unseen(f"{key[1]}: {operation} of an input of {x.dim()} dimensions, unseen when traced")
+            raise UnseenUse(f"{key[1]}: {operation} of an input of {x.dim()} dimensions, unseen when traced")
         fold = self._carries_rows[key]
         tap.note(operation, x, fold)
         if tap.layout.token_segments is not None and fold is not None and not fold.natural:

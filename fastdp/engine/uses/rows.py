@@ -18,7 +18,7 @@ from fastdp.calls.named import functions
 from fastdp.engine.errors import UnsupportedUse
 
 
-class Fold(NamedTuple):
+class BatchAxis(NamedTuple):
     """Where rows lie: along ``axis``, whose size is a multiple of their number.
 
     Entries of one row are neighbours there, unless ``inner``: then a row's entries are as far apart as there are rows.
@@ -42,7 +42,7 @@ class Fold(NamedTuple):
             return False
         return self.inner is not None or shape[self.axis] == rows
 
-    def with_(self, other: Fold) -> Fold | None:
+    def with_(self, other: BatchAxis) -> BatchAxis | None:
         """One fold for both: of two that differ in what is known; None if they contradict each other."""
         same = (self.axis, self.chosen) == (other.axis, other.chosen)
         if not same or (self.inner != other.inner and None not in (self.inner, other.inner)):
@@ -70,8 +70,8 @@ class Fold(NamedTuple):
             return x.movedim(0, self.axis)
         return x.movedim(0, self.axis + 1).flatten(self.axis, self.axis + 1)
 
-    def bounds(self, tokens: int) -> None:
-        """Where units begin among the tokens in the rows' order: as the layout says."""
+    def unit_offsets(self, tokens: int) -> None:
+        """Where units begin among the tokens in the rows' order; None as the layout says."""
 
     def split(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         """A view in which rows have an axis of their own, which is `lane_axis`."""
@@ -104,9 +104,9 @@ class BroadcastLayout:
     values computed from parameters, which a formula may have repeated for every row; ``problem`` why it cannot be said.
     """
 
-    fold: Fold | None = None
-    out: tuple[Fold | None, ...] = ()
-    copies: tuple[Fold | None, ...] = ()
+    fold: BatchAxis | None = None
+    out: tuple[BatchAxis | None, ...] = ()
+    copies: tuple[BatchAxis | None, ...] = ()
     problem: str | None = None
 
 
@@ -122,7 +122,7 @@ _RESHAPING = functions("view reshape flatten unflatten view_as reshape_as")
 
 
 @dataclass(frozen=True)
-class Place:
+class RowAxis:
     """The axis along which a tensor's rows lie, and the row of each entry there: int16, -1 for none."""
 
     axis: int
@@ -134,25 +134,25 @@ class Place:
         sizes[self.axis] = -1
         return self.rows.view(sizes).expand(shape)
 
-    def fold(self, count: int) -> Fold | None:
+    def fold(self, count: int) -> BatchAxis | None:
         """The fold of these ``count`` rows, if it is one."""
         entries, size = torch.arange(self.rows.shape[0], device=self.rows.device), self.rows.shape[0]
         if size == 0 or size % count:
             return None
         if size == count:
-            return Fold(self.axis, None) if torch.equal(self.rows.long(), entries) else None
+            return BatchAxis(self.axis, None) if torch.equal(self.rows.long(), entries) else None
         if torch.equal(self.rows.long(), entries // (size // count)):
-            return Fold(self.axis)
-        return Fold(self.axis, inner=True) if torch.equal(self.rows.long(), entries % count) else None
+            return BatchAxis(self.axis)
+        return BatchAxis(self.axis, inner=True) if torch.equal(self.rows.long(), entries % count) else None
 
 
-class Places:
+class RowAxes:
     """Follows the place of rows from the inputs of a forward pass on ``count`` rows, one operation at a time."""
 
     def __init__(self, inputs: Iterable[torch.Tensor], count: int):
-        self._places: Marks[Place] = Marks()
+        self._axes: Marks[RowAxis] = Marks()
         #: The place of a tensor's rows; None where it is not known.
-        self.of = self._places.get
+        self.of = self._axes.get
         self._count = count
         self.begin(inputs)
 
@@ -160,13 +160,13 @@ class Places:
         """Note the rows of tensors that have one entry each along their first axis."""
         for t in inputs:
             if t.dim() and t.shape[0] == self._count:
-                self._places[t] = Place(0, torch.arange(self._count, dtype=torch.int16, device=t.device))
+                self._axes[t] = RowAxis(0, torch.arange(self._count, dtype=torch.int16, device=t.device))
 
-    def _note(self, t: torch.Tensor, place: Place | None) -> None:
-        if place is None:
-            self._places.pop(t)
+    def _note(self, t: torch.Tensor, row_axis: RowAxis | None) -> None:
+        if row_axis is None:
+            self._axes.pop(t)
         else:
-            self._places[t] = place
+            self._axes[t] = row_axis
 
     def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Iterable[torch.Tensor]) -> None:
         """Note where the rows of an operation's results lie, as far as that is known."""
@@ -179,27 +179,27 @@ class Places:
                 self._note(t, _row_axis(rows) if rows.shape == t.shape else None)
             return
         lost, appends = reduced(args, kwargs), func in _APPENDING or _looks_up(func, args)
-        sources = [(t, place) for t in given if (place := self.of(t)) is not None]
+        sources = [(t, row_axis) for t in given if (row_axis := self.of(t)) is not None]
         for t in results:
             found = None
-            for source, place in sources:
-                found = found or _computed_place(source, place, t, appends, lost)
+            for source, row_axis in sources:
+                found = found or _computed_axis(source, row_axis, t, appends, lost)
             self._note(t, found)
 
     def _move(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> list[torch.Tensor]:
         """What the operation makes of the rows of its first argument's entries; nothing where they are not known."""
         first = args[0] if args else None
         if isinstance(first, torch.Tensor):
-            place = self.of(first)
-            if place is None:
+            row_axis = self.of(first)
+            if row_axis is None:
                 return []
             if func in _RESHAPING:
-                return [_reshape_rows(place, first.shape, t.shape) for t in results]
-            marked: Any = place.over(first.shape)
+                return [_reshape_rows(row_axis, first.shape, t.shape) for t in results]
+            marked: Any = row_axis.over(first.shape)
         elif isinstance(first, (list, tuple)) and all(isinstance(t, torch.Tensor) for t in first):
             nobody = torch.full((), -1, dtype=torch.int16)
-            places = [(self.of(t), t) for t in first]
-            marked = [(nobody.to(t.device).expand(t.shape) if p is None else p.over(t.shape)) for p, t in places]
+            row_axes = [(self.of(t), t) for t in first]
+            marked = [(nobody.to(t.device).expand(t.shape) if p is None else p.over(t.shape)) for p, t in row_axes]
         else:
             return []
         try:
@@ -217,17 +217,17 @@ def _looks_up(func: Any, args: Any) -> bool:
     return isinstance(index[0] if isinstance(index, tuple) and index else index, torch.Tensor)
 
 
-def _reshape_rows(place: Place, old: torch.Size, new: torch.Size) -> torch.Tensor:
+def _reshape_rows(row_axis: RowAxis, old: torch.Size, new: torch.Size) -> torch.Tensor:
     """The row of every entry after a change of shape; last dimensions that stay need no copies."""
     keep = 0
-    while keep < min(len(old) - 1 - place.axis, len(new)) and old[-1 - keep] == new[-1 - keep]:
+    while keep < min(len(old) - 1 - row_axis.axis, len(new)) and old[-1 - keep] == new[-1 - keep]:
         keep += 1
     cut_old, cut_new = old[: len(old) - keep], new[: len(new) - keep]
-    rows = place.over(torch.Size(cut_old)).reshape(cut_new)
+    rows = row_axis.over(torch.Size(cut_old)).reshape(cut_new)
     return rows.reshape(*cut_new, *[1] * keep).expand(new)
 
 
-def _row_axis(rows: torch.Tensor) -> Place | None:
+def _row_axis(rows: torch.Tensor) -> RowAxis | None:
     """The one axis on which the row of every entry depends; None if there is none."""
     if rows.numel() == 0:
         return None
@@ -240,7 +240,7 @@ def _row_axis(rows: torch.Tensor) -> Place | None:
         most = lines.amax(1)
         least = torch.where(lines < 0, most.unsqueeze(1), lines).amin(1)
         if torch.equal(most, least) and bool((most != most[0]).any()):
-            return Place(axis, most)
+            return RowAxis(axis, most)
     return None
 
 
@@ -251,45 +251,45 @@ def reduced(args: Any, kwargs: Any) -> tuple[int, ...]:
     return tuple(dims) if {int}.issuperset(map(type, dims)) else ()
 
 
-def _computed_place(
-    source: torch.Tensor, place: Place, out: torch.Tensor, appends: bool, lost: tuple[int, ...]
-) -> Place | None:
+def _computed_axis(
+    source: torch.Tensor, row_axis: RowAxis, out: torch.Tensor, appends: bool, lost: tuple[int, ...]
+) -> RowAxis | None:
     """Where rows lie after an operation that computes: on an axis of the same size, where it stood if it can be.
 
     Dimensions come in front, as they are broadcast, unless the operation ``appends`` them; those ``lost`` are gone where
     the result has so many less. Sizes alone would not do: a text may have as many tokens as there are rows.
     """
-    more, size = out.dim() - source.dim(), place.rows.shape[0]
+    more, size = out.dim() - source.dim(), row_axis.rows.shape[0]
     gone = {d % source.dim() for d in lost} if lost else set()
-    if place.axis in gone and (more or out.shape[place.axis] != size):
+    if row_axis.axis in gone and (more or out.shape[row_axis.axis] != size):
         return None
-    axis = place.axis
+    axis = row_axis.axis
     if more > 0 and not appends:
         axis += more
     elif more < 0 and len(gone) == -more:
         axis -= sum(d < axis for d in gone)
     if axis < out.dim() and out.shape[axis] == size:
-        return Place(axis, place.rows)
+        return RowAxis(axis, row_axis.rows)
     alike = [axis for axis in range(out.dim()) if out.shape[axis] == size]
-    return Place(alike[0], place.rows) if len(alike) == 1 else None
+    return RowAxis(alike[0], row_axis.rows) if len(alike) == 1 else None
 
 
 def fold_between(
     fewer: tuple[int, ...],
     more: tuple[int, ...],
-    places: tuple[Place | None, Place | None],
-    counts: tuple[int, int] = (2, 3),
-) -> Fold | None:
+    row_axes: tuple[RowAxis | None, RowAxis | None],
+    counts: tuple[int, int],
+) -> BatchAxis | None:
     """The fold of a tensor that had these shapes on ``counts`` rows, both of them with rows; None if it has no known one.
 
     A first axis that grows with the rows is taken to hold them in order where nothing else is known.
     """
     grows = [axis for axis, (a, b) in enumerate(zip(fewer, more)) if a != b]
-    a, b = places
+    a, b = row_axes
     if a is not None and b is not None and a.axis == b.axis and a.axis in grows:
         fold = a.fold(counts[0])
         return fold if fold == b.fold(counts[1]) else None
     axis = grows[0]
     if (fewer[axis], more[axis]) == counts:
-        return Fold(axis, None)
-    return Fold() if axis == 0 and fewer[0] % counts[0] == 0 and more[0] % counts[1] == 0 else None
+        return BatchAxis(axis, None)
+    return BatchAxis() if axis == 0 and fewer[0] % counts[0] == 0 and more[0] % counts[1] == 0 else None

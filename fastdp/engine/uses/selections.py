@@ -43,7 +43,7 @@ _LIBRARIES = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).pare
 
 
 class Selection:
-    """The rows of what the data selected, in the place of a `Fold`.
+    """The rows of what the data selected, in the place of a `BatchAxis`.
 
     Args:
         owners: keep them.
@@ -70,10 +70,10 @@ class Selection:
         """The inverse of `front`."""
         return x[self._order.argsort()]
 
-    def bounds(self, tokens: int) -> torch.Tensor:
+    def unit_offsets(self, tokens: int) -> torch.Tensor:
         """Where units begin among so many tokens, as many of each entry, in the rows' order: int64 ``[units + 1]``."""
-        bounds = torch.searchsorted(self.units[self._order], torch.arange(self.count + 1, device=self.whose.device))
-        return bounds * (tokens // max(1, self.whose.shape[0]))
+        offsets = torch.searchsorted(self.units[self._order], torch.arange(self.count + 1, device=self.whose.device))
+        return offsets * (tokens // max(1, self.whose.shape[0]))
 
     def spread(self, lanes: torch.Tensor, size: int, rows: int) -> torch.Tensor:
         """One entry a row laid along the axis."""
@@ -167,13 +167,13 @@ class SelectionMode(TorchFunctionMode):
 
     Args:
         rows: of the batch.
-        places: calls in the model's code that select entries whose rows are known, or compute losses of such.
+        call_sites: calls in the model's code that select entries whose rows are known, or compute losses of such.
         compares: see `Owners`.
     """
 
-    def __init__(self, rows: int, places: Set[Any], *, compares: bool):
+    def __init__(self, rows: int, call_sites: Set[Any], *, compares: bool):
         super().__init__()
-        self.owners, self.places = Owners(rows, compares=compares), places
+        self.owners, self.call_sites = Owners(rows, compares=compares), call_sites
         self.is_open = False
 
     def __enter__(self) -> Any:
@@ -188,7 +188,7 @@ class SelectionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         results = list(tensors(out))
-        if selects(func, args) and call_site() in self.places:
+        if selects(func, args) and call_site() in self.call_sites:
             if not self.owners.select(func, args, kwargs, results):
                 raise UnsupportedUse("the data choose tokens in another way than when traced")
         elif results:
@@ -198,7 +198,7 @@ class SelectionMode(TorchFunctionMode):
     def whose(self, *given: torch.Tensor) -> torch.Tensor | None:
         """The rows of a loss function's entries; None where they are in order. Raises `UnsupportedUse` if they were lost."""
         found = [whose for t in given if (whose := self.owners.of(t)) is not None]
-        if found or call_site() not in self.places:
+        if found or call_site() not in self.call_sites:
             return found[0] if found else None
         raise UnsupportedUse("the data choose tokens of a loss in another way than when traced")
 

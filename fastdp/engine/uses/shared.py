@@ -13,7 +13,7 @@ from fastdp.calls.named import functions
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.uses.experts import ExpertFactors
 from fastdp.engine.uses.factors import Factors
-from fastdp.engine.uses.rows import Fold
+from fastdp.engine.uses.rows import BatchAxis
 from fastdp.engine.uses.selections import Selection
 from fastdp.engine.uses.use import Sink, Tap
 
@@ -22,7 +22,7 @@ Pull = Callable[[Factors], list[tuple[torch.nn.Parameter, Factors]]]
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedValue:
     """A value that is the same for all rows.
 
     Args:
@@ -49,7 +49,7 @@ class Shared:
             sink.matrix(parameter, own, layout)
         if found is not None:
             return
-        if factors.bounds is not None:
+        if factors.own_offsets is not None:
             raise UnsupportedUse("a matrix computed from parameters is used on tokens that the data choose")
         self._give(factors.each(layout).view(-1, *self.value.shape), lambda p, g: sink.instances(p, g, layout))
 
@@ -84,7 +84,13 @@ class SharedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, shared: Shared, tap: Tap, swap: bool, fold: Fold | Selection, *sources: torch.Tensor
+        ctx: Any,
+        x: torch.Tensor,
+        shared: SharedValue,
+        tap: Tap,
+        swap: bool,
+        fold: BatchAxis | Selection,
+        *sources: torch.Tensor,
     ) -> torch.Tensor:
         ctx.tap, ctx.shared, ctx.swap, ctx.fold = tap, shared, swap, fold
         weight = shared.value.detach()
@@ -97,7 +103,7 @@ class SharedProduct(torch.autograd.Function):
         (x,), gradient = ctx.saved_tensors, gradients[0]
         ordered = (ctx.fold.front(t, ctx.tap.layout.rows) for t in (gradient, x))
         left, right = (t.reshape(-1, t.shape[-1]) for t in ordered)
-        factors = Factors(left, right, False, ctx.swap, bounds=ctx.fold.bounds(left.shape[0]))
+        factors = Factors(left, right, False, ctx.swap, own_offsets=ctx.fold.unit_offsets(left.shape[0]))
         ctx.shared.give_factors(ctx.tap.open(), factors, ctx.tap)
         back = None
         if ctx.needs_input_grad[0]:
@@ -110,7 +116,7 @@ class SharedLanes(torch.autograd.Function):
     """A value of parameters, one copy a lane."""
 
     @staticmethod
-    def forward(ctx: Any, shared: Shared, tap: Tap, *sources: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, shared: SharedValue, tap: Tap, *sources: torch.Tensor) -> torch.Tensor:
         ctx.shared, ctx.tap = shared, tap
         return shared.value.detach().expand(tap.layout.lanes, *shared.value.shape)
 
@@ -138,17 +144,17 @@ def pull_through(
     """The way of factors, or of ``stacks`` of them, through one operation, if they stay factors."""
     if not args or (result.dim() != 3 if stacks else result.dim() < 2):
         return None
-    stack = args[0].stacks if isinstance(args[0], Shared) else None
+    stack = args[0].stacks if isinstance(args[0], SharedValue) else None
     if func is torch.Tensor.__getitem__ and stack is not None and _scalar(args[1]):
         return lambda f: stack(ExpertFactors.of_matrix(f, int(args[1]), len(args[0].value)))
     if stacks:
-        args = [replace(a, pull=a.stacks) if isinstance(a, Shared) else a for a in args]
+        args = [replace(a, pull=a.stacks) if isinstance(a, SharedValue) else a for a in args]
     first = args[0]
-    pulls = [a.pull if isinstance(a, Shared) else None for a in args[:3]]
+    pulls = [a.pull if isinstance(a, SharedValue) else None for a in args[:3]]
     own = pulls[0]
     if func in _INDEXING and stacks:
         return _through_view(own, _value(first), result)
-    if any(isinstance(a, Shared) and a.pull is None for a in (first if func in _JOINING else args)):
+    if any(isinstance(a, SharedValue) and a.pull is None for a in (first if func in _JOINING else args)):
         return None
     if func in _INDEXING and own is not None:
         return _through_index(own, func, _value(first), args, kwargs, part)
@@ -167,7 +173,7 @@ def pull_through(
         terms, product = _through_sum(args[:1], result), _through_product(args[1:], pulls[1:], transposed=False)
         return terms and (lambda f: terms(f) + product(replace(f, left=f.left * kwargs.get("alpha", 1))))
     if func in _PRODUCTS or func is F.linear:
-        if len(args) > 2 or kwargs or not all(isinstance(a, (torch.Tensor, Shared)) for a in args):
+        if len(args) > 2 or kwargs or not all(isinstance(a, (torch.Tensor, SharedValue)) for a in args):
             return None
         alike = not stacks or {len(_value(a)) for a in args} == {len(result)}
         if {_value(a).dim() for a in args} == {3 if stacks else 2} and alike:
@@ -190,7 +196,7 @@ def _through_view(own: Pull | None, first: torch.Tensor, result: torch.Tensor) -
 
 
 def _value(argument: Any) -> torch.Tensor:
-    value: torch.Tensor = argument.value if isinstance(argument, Shared) else argument
+    value: torch.Tensor = argument.value if isinstance(argument, SharedValue) else argument
     return value
 
 
@@ -235,7 +241,7 @@ def _through_parts(parts: Any, dim: Any) -> Pull | None:
     """Through a concatenation of matrices: each has its own columns of one of the factors."""
     if not isinstance(parts, (list, tuple)) or not isinstance(dim, int):
         return None
-    pulls = [p.pull if isinstance(p, Shared) else None for p in parts]
+    pulls = [p.pull if isinstance(p, SharedValue) else None for p in parts]
     sizes, first = [_value(p).shape[dim] for p in parts], dim % 2 == 0
 
     def pull(factors: Factors) -> list[tuple[torch.nn.Parameter, Factors]]:
@@ -249,7 +255,7 @@ def _through_parts(parts: Any, dim: Any) -> Pull | None:
 
 def _through_sum(terms: Any, result: torch.Tensor) -> Pull | None:
     """Through a sum of matrices of one shape; constants take nothing."""
-    own = [term for term in terms if isinstance(term, Shared)]
+    own = [term for term in terms if isinstance(term, SharedValue)]
     if any(term.value.shape != result.shape for term in own):
         return None
     return lambda factors: [pair for term in own if term.pull for pair in term.pull(factors)]

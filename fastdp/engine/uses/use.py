@@ -20,7 +20,7 @@ import fastdp.ops as ops
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Layout
-from fastdp.engine.uses.rows import Fold
+from fastdp.engine.uses.rows import BatchAxis
 from fastdp.engine.uses.selections import Selection, SelectionMode
 
 
@@ -41,7 +41,7 @@ class Sink(Protocol):
 
 
 @functools.lru_cache(1 << 12)
-def operation_kind(operation: str, shape: torch.Size, rows: int, fold: Fold | None) -> tuple[str, tuple[int, ...]]:
+def operation_kind(operation: str, shape: torch.Size, rows: int, fold: BatchAxis | None) -> tuple[str, tuple[int, ...]]:
     """An operation and the shape of its input for one row, all of it without rows; `UnsupportedUse` if it cannot be cut."""
     own = list(shape)
     if fold is not None:
@@ -75,13 +75,13 @@ class Tap:
         self.room = -1
         self.own: list[OwnProduct | OwnLanes] = []
         #: Layer norms whose gradients are there and wait for others, their bytes, and how many may wait.
-        self.norms: list[Normed] = []
+        self.norms: list[LayerNormCapture] = []
         self.waiting = self.most = 0
         #: Whether a backward pass has to run all of its graph: something hooks on it that lies before no parameter, or a module
         #: that reads trained ones ran without gradients, as under reentrant checkpointing, and is computed anew within it.
         self.whole = False
 
-    def note(self, operation: str, x: torch.Tensor, fold: Fold | None) -> None:
+    def note(self, operation: str, x: torch.Tensor, fold: BatchAxis | None) -> None:
         """Note the shape of a use's input; raises `UnsupportedUse` if it cannot be cut into the rows."""
         self.shapes.add(operation_kind(operation, x.shape, self.layout.rows, fold))
 
@@ -166,7 +166,7 @@ class Product(NamedTuple):
     lanes: int | None
     laned: bool
     trained: tuple[bool, bool]
-    fold: Fold | Selection | None
+    fold: BatchAxis | Selection | None
 
 
 class OwnProduct(NamedTuple):
@@ -217,7 +217,7 @@ class OwnLanes(NamedTuple):
         return self.edge.register_hook(take)
 
 
-class Normed(NamedTuple):
+class LayerNormCapture(NamedTuple):
     """A layer norm that autograd differentiated by itself, for x alone, once the gradient of its output is there.
 
     Args:
@@ -238,7 +238,7 @@ class Normed(NamedTuple):
 _saving_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: True)
 
 
-def applied(x: Any, weight: Any, bias: Any, tap: Tap, use: Product, held: int) -> Any:
+def linear_with_capture(x: Any, weight: Any, bias: Any, tap: Tap, use: Product, held: int) -> Any:
     """``x W^T + b`` as an `OwnProduct` of the pass, or else as a `LinearUse`.
 
     ``held`` are the bytes of its input and its output's gradient, if they wait for others.
@@ -254,7 +254,7 @@ def applied(x: Any, weight: Any, bias: Any, tap: Tap, use: Product, held: int) -
     return out
 
 
-def expanded(parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap, between: int) -> torch.Tensor:
+def expand_with_capture(parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap, between: int) -> torch.Tensor:
     """A parameter's copies, one a lane, to meet x entry by entry: `OwnLanes` of the pass, or else an `ExpandUse`."""
     lanes = tap.layout.lanes
     if not _differentiates_itself(x, tap, lanes * parameter.nbytes):
@@ -264,7 +264,7 @@ def expanded(parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap, between: 
     return copies
 
 
-def normed(x: Any, weight: Any, bias: Any, eps: float, tap: Tap, trained: tuple[bool, bool]) -> Any:
+def layer_norm_with_capture(x: Any, weight: Any, bias: Any, eps: float, tap: Tap, trained: tuple[bool, bool]) -> Any:
     """A layer norm over the last dimension that autograd differentiates by itself, or else a `LayerNormUse`."""
     if not _differentiates_itself(x, tap, 0):
         return LayerNormUse.apply(x, weight, bias, eps, tap, trained)
@@ -285,7 +285,7 @@ def _arrived(tap: Tap, own: list[Any], gradients: Sequence[torch.Tensor | None])
     x, *rest = own
     # Nodes outlive their pass, and would keep all inputs until it is over.
     own.clear()
-    tap.norms.append(Normed(_flat(gradients[0]), _flat(x), *rest))
+    tap.norms.append(LayerNormCapture(_flat(gradients[0]), _flat(x), *rest))
     tap.waiting += 2 * gradients[0].nbytes
     if tap.waiting > tap.most:
         _give_norms(tap)
@@ -294,7 +294,7 @@ def _arrived(tap: Tap, own: list[Any], gradients: Sequence[torch.Tensor | None])
 def _give_norms(tap: Tap) -> None:
     """Hand the sink the gradients of layer norms that wait, of each shape in one launch."""
     found, tap.norms, tap.waiting = tap.norms, [], 0
-    alike: dict[torch.Size, list[Normed]] = {}
+    alike: dict[torch.Size, list[LayerNormCapture]] = {}
     for own in found:
         alike.setdefault(own.x.shape, []).append(own)
     for shape, members in alike.items():
@@ -389,9 +389,9 @@ class LinearUse(Use):
         flat = gradient if fold is None else fold.front(gradient, layout.rows)
         if flat.dim() != 2:
             flat = flat.reshape(-1, flat.shape[-1])
-        bounds = None if fold is None else fold.bounds(flat.shape[0])
-        if bias is not None and bounds is not None:
-            sink.instances(bias, ops.column_sums(flat, bounds), layout)
+        own_offsets = None if fold is None else fold.unit_offsets(flat.shape[0])
+        if bias is not None and own_offsets is not None:
+            sink.instances(bias, ops.column_sums(flat, own_offsets), layout)
         elif bias is not None:
             sink.tokens(bias, flat, layout, laned)
         if matrix is not None:
@@ -400,7 +400,7 @@ class LinearUse(Use):
             elif fold is not None:
                 x = fold.front(x, layout.rows)
             right = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-            sink.matrix(matrix, Factors(flat, right, laned, swap, bounds=bounds), layout)
+            sink.matrix(matrix, Factors(flat, right, laned, swap, own_offsets=own_offsets), layout)
         back = None
         if weight is not None:
             weight = weight if weight.dim() == 2 else weight.flatten(1)
@@ -418,7 +418,7 @@ class LinearUse(Use):
 class EmbeddingUse(Use):
     """Rows of a table: ids [...] -> [..., n], ids with their units first. Padding rows get no gradient.
 
-    ``bounds`` say where units begin, if the layout does not.
+    ``own_offsets`` say where units begin, if the layout does not.
     """
 
     @staticmethod
@@ -429,11 +429,11 @@ class EmbeddingUse(Use):
         padding_idx: int | None,
         tap: Tap,
         laned: bool,
-        bounds: torch.Tensor | None = None,
+        own_offsets: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        ctx.tap, ctx.table, ctx.padding_idx, ctx.laned, ctx.bounds = tap, table, padding_idx, laned, bounds
+        ctx.tap, ctx.table, ctx.padding_idx, ctx.laned, ctx.own_offsets = tap, table, padding_idx, laned, own_offsets
         ctx.save_for_backward(ids)
-        if not laned and bounds is None:
+        if not laned and own_offsets is None:
             tap.looked_up.setdefault(id(table), []).append(ids)
         return F.embedding(ids, table)
 
@@ -443,7 +443,7 @@ class EmbeddingUse(Use):
         ids, right = ids.reshape(-1), _flat(gradients[0])
         if ctx.padding_idx is not None:
             right = right.masked_fill((ids == ctx.padding_idx).unsqueeze(1), 0)
-        ctx.tap.open().matrix(ctx.table, Factors(ids, right, ctx.laned, bounds=ctx.bounds), ctx.tap.layout)
+        ctx.tap.open().matrix(ctx.table, Factors(ids, right, ctx.laned, own_offsets=ctx.own_offsets), ctx.tap.layout)
         return None, None, None, None, None, None
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from fastdp.engine.capture.forwards import PatchedForward
 from fastdp.engine.uses.layout import Layout
 from fastdp.engine.uses.reads import Reads
-from fastdp.engine.uses.rows import Fold
+from fastdp.engine.uses.rows import BatchAxis
 from fastdp.engine.uses.use import Tap
 from tests.engine.rules.exact import exact_layer
 
@@ -136,7 +136,7 @@ def test_a_use_of_a_linear_layer_that_is_known_is_that_of_its_call() -> None:
     layer = nn.Linear(WIDTH, OUT)
     bias = layer.bias
     reads = Reads({"weight": layer.weight, "bias": bias})
-    reads.learn({("linear", name, rank): Fold() for name in ("weight", "bias") for rank in (2, 3)}, frozenset())
+    reads.learn({("linear", name, rank): BatchAxis() for name in ("weight", "bias") for rank in (2, 3)}, frozenset())
     patched = PatchedForward(layer, reads)
 
     def check(x: torch.Tensor, rows: int) -> None:
