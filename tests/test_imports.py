@@ -59,7 +59,6 @@ def test_verify_needs_no_torch(tmp_path):
         noise_source={"key": "os.urandom"},
         model={"name": "none"},
         sample_rate=0.1,
-        cross_check=False,
     )
     card.save(tmp_path / "card.json")
     assert by_command("verify", str(tmp_path / "card.json")) == set()

@@ -125,7 +125,7 @@ def test_a_console_shows_strings_as_plain_text():
 
 def card_of(**changes):
     claim = Gaussian("example", "add_remove", dpsgd(2.0, 0.1, 10), 1e-5)
-    made = Card.of(claim, mechanism="DP-SGD", noise_source={"key": "operating system"}, cross_check=False)
+    made = Card.of(claim, mechanism="DP-SGD", noise_source={"key": "operating system"})
     body = {**made, **changes}
     return {**body, "digest": digest(body)}
 

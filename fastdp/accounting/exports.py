@@ -31,7 +31,7 @@ from fastdp.untrusted import (
 Format = Literal["huggingface", "registry", "nist", "html"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 #: Raised whenever the words of a form change: older pages are then not compared word by word, and `verify` says so.
-EXPORT_VERSION = 4
+EXPORT_VERSION = 5
 SUFFIXES: dict[Format, str] = {"huggingface": ".md", "registry": ".yaml", "nist": ".md", "html": ".html"}
 
 _BEGIN = re.compile(r"fastdp-card (\w+) (\d+) begin")
@@ -56,7 +56,7 @@ def export(card: Mapping[str, Any], form: Format) -> str:
 
     >>> from fastdp.accounting import Card, Gaussian, dpsgd
     >>> claim = Gaussian("example", "add_remove", dpsgd(2.0, 0.1, 10), 1e-5)
-    >>> card = Card.of(claim, mechanism="DP-SGD", noise_source={}, cross_check=False)
+    >>> card = Card.of(claim, mechanism="DP-SGD", noise_source={})
     >>> "## Unit of privacy" in export(card, "nist")
     True
     """
