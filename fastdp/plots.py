@@ -1,11 +1,10 @@
-"""Figures of a run as PNG files: the loss and the privacy spent over its steps, or the perplexity over its rounds.
+"""Figures of a run as PNG files: held-out curves that were released with noise, and the perplexity of a federation.
 
-Losses and perplexities carry no noise, so their files are readable by their owner alone.
+A perplexity carries no noise, so its file is readable by its owner alone.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,24 +18,6 @@ import fastdp.files as files
 _SIZE = (6.4, 3.6)
 _DPI = 150
 _INK, _ACCENT = "#1b3a57", "#c4572b"
-
-
-def loss_over_steps(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
-    """Training loss of each step, with its running mean; marked as unprotected, since the guarantee does not cover it.
-
-    Args:
-        rows: the rows of `metrics.jsonl`, with "step" and "unprotected": {"loss"}, in nats.
-        path: the PNG to write.
-    """
-    steps = [row["step"] for row in rows]
-    losses = [row["unprotected"]["loss"] for row in rows]
-    window = max(1, len(losses) // 20)
-    with _axes(path, "Training loss (unprotected: keep it with the private data)", "loss (nats)") as axes:
-        axes.plot(steps, losses, color=_INK, alpha=0.3, linewidth=1, label="step")
-        if window > 1:
-            means = [sum(losses[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(losses))]
-            axes.plot(steps, means, color=_INK, linewidth=1.8, label=f"mean of {window} steps")
-            axes.legend(frameon=False)
 
 
 def released_over_steps(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
@@ -58,28 +39,6 @@ def released_over_steps(rows: Sequence[dict[str, Any]], path: str | Path) -> Non
             beside.plot(steps, shares, color=_ACCENT, label="accuracy", **dots | {"marker": "s"})
             beside.legend(frameon=False, loc="upper right")
         axes.legend(frameon=False, loc="upper left")
-
-
-def epsilon_over_steps(rows: Sequence[dict[str, Any]], path: str | Path, target: float | None, delta: float) -> None:
-    """Epsilon spent after each step at which it was computed, and the target.
-
-    Args:
-        rows: the rows of `metrics.jsonl`; those without a finite "epsilon" are left out.
-        path: the PNG to write.
-        target: the budget, drawn as a line when finite.
-        delta: named in the title, since an epsilon means nothing without it.
-    """
-    points = [(row["step"], row["epsilon"]) for row in rows if isinstance(row.get("epsilon"), (int, float))]
-    with _axes(path, f"Privacy spent at delta = {delta:g}", "epsilon (upper bound)", public=True) as axes:
-        if points:
-            axes.plot(*zip(*points), color=_INK, marker="o", markersize=3, linewidth=1.8, label="spent")
-            if target is not None and math.isfinite(target):
-                axes.axhline(target, color=_ACCENT, linestyle="--", linewidth=1.2, label=f"target {target:g}")
-            axes.set_ylim(bottom=0)
-            axes.legend(frameon=False, loc="lower right")
-        else:
-            axes.text(0.5, 0.5, "no privacy: epsilon is infinite", ha="center", va="center", transform=axes.transAxes)
-            axes.set_yticks([])
 
 
 def perplexity_over_rounds(rows: Sequence[dict[str, Any]], path: str | Path) -> None:

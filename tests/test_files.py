@@ -117,7 +117,6 @@ ELSEWHERE = {
     ("accounting/witness.py", "mkdir"),
     # Pictures, within `files.atomic_path`.
     ("plots.py", "savefig"),
-    ("finetune/plan.py", "savefig"),
     # The kernel's switch that resets the peak of resident memory.
     ("finetune/memory.py", "write_text"),
 }

@@ -27,7 +27,7 @@ DATA = "data"
 #: What else a run writes to its output.
 _WRITTEN = (
     *("adapter", "model", "releases", "card.json", "card.md", "statement.json", "statement.md", SAMPLES, PERTURBATION),
-    *(CHECKPOINT, "loss.png", "released.png", "epsilon.png"),
+    *(CHECKPOINT, "released.png"),
 )
 
 

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 import fastdp
 import fastdp.files as files
-import fastdp.plots as plots
 from fastdp.accounting import Ledger, LedgerError
 from fastdp.accounting.witness import count_release, data_digest, knows_ledger, same_data
 from fastdp.data import Collator, DataError, Examples, Rows, read_rows
@@ -67,7 +66,7 @@ def finetune(
     reporter: Reporter | None = None,
     noise_multiplier: float | None = None,
 ) -> Result:
-    """Fine-tune as `config` says and write weights, card, metrics and plots to its output folder.
+    """Fine-tune as `config` says and write weights, card and metrics to its output folder.
 
     With `resume`, a run that was interrupted goes on from its last checkpoint; what it had spent stays spent, so it may
     end after fewer updates than planned. ``noise_multiplier`` is for whoever pays for several runs together: it takes the place
@@ -239,7 +238,7 @@ class FinetuneRun:
 
     def _data(self) -> str:
         """Tells these examples from others, and nothing more (see `fastdp.accounting.witness.data_digest`)."""
-        return data_digest(json.dumps([self.examples, self.users]) for _ in range(1))
+        return data_digest([json.dumps([self.examples, self.users])])
 
     def check_data(self) -> None:
         """Raise ConfigError for other examples than those that the run began with."""
@@ -297,10 +296,7 @@ class FinetuneRun:
             shapes=None if config.shapes == "own" else self._public_lengths(),
             noise_rounds=config.noise_rounds,
         )
-        if config.max_length is not None:
-            self.private.longest = config.max_length * (
-                config.max_examples_per_user or 1 if self.users is not None else 1
-            )
+        self.private.longest = config.max_length * (config.max_examples_per_user or 1)
         # Whoever stops it is told how to go on.
         self.private.ending.expect()
         if not resume:
@@ -473,12 +469,11 @@ class FinetuneRun:
             with files.atomic_path(self.output / PERTURBATION) as aside:
                 torch.save(state, aside)
         self._write_samples()
-        rows = [json.loads(line) for line in (self.output / METRICS).read_text(encoding="utf-8").splitlines()]
-        plots.loss_over_steps(rows, self.output / "loss.png")
         if self.curves is not None:
+            import fastdp.plots as plots
+
+            rows = [json.loads(line) for line in (self.output / METRICS).read_text(encoding="utf-8").splitlines()]
             plots.released_over_steps(rows, self.output / "released.png")
-        if self.config.epsilon is not None:
-            plots.epsilon_over_steps(rows, self.output / "epsilon.png", self.config.epsilon, self.config.delta)
         installed = self.private.installed
         moved = self.model.parameters() if installed is None else installed.trained.values()
         result = Result(
