@@ -100,8 +100,6 @@ def _unprotected(config: FederatedConfig) -> list[str]:
         )
     if config.dpsgd_epsilon == 0:
         found.append("training losses that clients report")
-    if config.evaluation == "clients":
-        found.append("perplexities of their own held-out texts that clients report without noise")
     if config.central:
         found.append(KEPT_BY_THE_SERVER)
     return found

@@ -141,7 +141,7 @@ class Server:
         if adapter is not None:
             self.adapted.adapter = adapter
         played.accepted = aggregator.accepted
-        perplexity = self._perplexity(nodes)
+        perplexity = None if self.held_out is None else self.adapted.quality(self.held_out).perplexity
         seconds = time.perf_counter() - begin
         self.rows.append(played.row(perplexity, seconds, void=adapter is None))
         self.rounds_done = number
@@ -191,7 +191,7 @@ class Server:
             weighted=config.aggregation == "examples",
             clip=config.client_clip if config.central else None,
         )
-        for node, reply in self._exchange(MessageType.TRAIN, chosen, played.number):
+        for node, reply in self._exchange(chosen, played.number):
             if reply is None:
                 played.missing += 1
                 log.warning("client %d did not answer in round %d", node, played.number)
@@ -232,13 +232,13 @@ class Server:
             return None
         return aggregator.mean()
 
-    def _exchange(self, kind: str, nodes: Sequence[int], number: int) -> Iterator[tuple[int, Message | None]]:
+    def _exchange(self, nodes: Sequence[int], number: int) -> Iterator[tuple[int, Message | None]]:
         """Send the adapter to ``nodes`` and yield their replies as they come; None for those that stay away."""
         content = self._order(number)
         seconds = self.config.round_seconds
         waiting: dict[str, int] = {}
         for node in nodes:
-            (message_id, *_) = [*self.grid.push_messages([Message(content, node, kind, ttl=seconds)]), None]
+            (message_id, *_) = [*self.grid.push_messages([Message(content, node, MessageType.TRAIN, ttl=seconds)]), None]
             if message_id is None:
                 yield node, None
             else:
@@ -257,24 +257,6 @@ class Server:
     def _order(self, number: int) -> RecordDict:
         layout = self.adapted.layout
         return Order(layout.pack(self.adapted.adapter), layout.to_json(), number, self.adapted.base).to_record()
-
-    def _perplexity(self, nodes: Sequence[int]) -> float | None:
-        if self.held_out is not None:
-            return self.adapted.quality(self.held_out).perplexity
-        if self.config.evaluation == "none":
-            return None
-        losses = []
-        for node, reply in self._exchange(MessageType.EVALUATE, nodes, self.rounds_done + 1):
-            if reply is None or reply.has_error():
-                log.warning("client %d did not evaluate", node)
-                continue
-            metrics: dict[str, Any] = dict(reply.content.metric_records.get("metrics", {}))
-            loss = metrics.get("loss")
-            if isinstance(loss, float) and 0 <= loss <= _LARGEST_LOSS:
-                losses.append(loss)
-            else:
-                log.warning("client %d reports no perplexity that can be used", node)
-        return math.exp(_median(losses)) if losses else None
 
     def _open_ledger(self, found: Checkpoint | None) -> accounting.Ledger:
         config = self.config
