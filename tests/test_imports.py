@@ -9,7 +9,7 @@ from fastdp import accounting
 from tests.cases import cases
 
 #: Each takes from .3 to 5 seconds to import.
-SLOW = {"torch", "transformers", "peft", "opacus", "matplotlib", "grpc", "flwr", "prv_accountant", "pandas", "datasets"}
+SLOW = {"torch", "transformers", "peft", "opacus", "matplotlib", "grpc", "flwr", "pandas", "datasets"}
 SLOW |= {"scipy", "dp_accounting"}
 PLAN = ["--examples", "1000", "--batch-size", "100", "--epochs", "1"]
 

@@ -120,23 +120,39 @@ def count_release(
 
     Raises ValueError, naming the last release, if there was one and nobody asked for another.
     """
-    key, encoded = _key(), [_encoded(part) for part in parts]
-    marks = {hmac.digest(key, part, "sha256")[:_MARK] for part in encoded if len(part) >= _TELLING}
-    path = state_folder() / "releases" / f"{_keyed_digest(key, encoded)}.json"
+    path, marks, count = _marked(parts)
     # Of two programs that release the same data at once, the later one finds the note of the earlier.
     with _lock():
-        own: list[str] = json.loads(path.read_text()) if path.exists() else []
-        shared = _sharing(marks, path)
-        before = own + [said for said, known in shared if 2 * known >= len(encoded)]
-        if before and not again and os.environ.get("FASTDP_AGAIN") != "1":
-            raise ValueError(
-                f"these data were released before, {before[-1]}. Use what was drawn then, or pay for a second release: "
-                "again=True, --again or FASTDP_AGAIN=1."
-            )
+        own, partly = _known(path, marks, count, again)
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         files.write(path.with_suffix(_PARTS), b"".join(sorted(marks)))
         files.write_json(path, [*own, f"by {mechanism} to {os.path.realpath(place)} on {now}"])
-    return own + [f"in part, {said}" for said, _ in shared]
+    return own + partly
+
+
+def check_release(parts: Iterable[str], again: bool = False) -> None:
+    """Raise ValueError where `count_release` would, before work that ends in a release is begun."""
+    _known(*_marked(parts), again)
+
+
+def _marked(parts: Iterable[str]) -> tuple[Path, set[bytes], int]:
+    """The note of a data set, the marks of its longer parts, and the number of its parts."""
+    key, encoded = _key(), [_encoded(part) for part in parts]
+    marks = {hmac.digest(key, part, "sha256")[:_MARK] for part in encoded if len(part) >= _TELLING}
+    return state_folder() / "releases" / f"{_keyed_digest(key, encoded)}.json", marks, len(encoded)
+
+
+def _known(path: Path, marks: set[bytes], count: int, again: bool) -> tuple[list[str], list[str]]:
+    """Earlier releases of these data, and of others that share parts with them. Raises ValueError as `count_release`."""
+    own: list[str] = json.loads(path.read_text()) if path.exists() else []
+    shared = _sharing(marks, path)
+    before = own + [said for said, known in shared if 2 * known >= count]
+    if before and not again and os.environ.get("FASTDP_AGAIN") != "1":
+        raise ValueError(
+            f"these data were released before, {before[-1]}. Use what was drawn then, or pay for a second release: again=True, "
+            "--again or FASTDP_AGAIN=1."
+        )
+    return own, [f"in part, {said}" for said, _ in shared]
 
 
 def _sharing(marks: set[bytes], own: Path) -> list[tuple[str, int]]:

@@ -23,7 +23,6 @@ PACKAGES = (
     "datasets",
     "opacus",
     "dp-accounting",
-    "prv-accountant",
     "triton",
 )
 

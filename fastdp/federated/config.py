@@ -117,7 +117,9 @@ class FederatedConfig:
             if not getattr(self, name):
                 raise ValueError(f"{name} is missing: set it in the run config")
         if self.evaluation == "clients":
-            raise ValueError("evaluation at clients was removed, as losses of their texts left without noise: use server")
+            raise ValueError(
+                "evaluation at clients was removed, as losses of their texts left without noise: use server"
+            )
         check(self)
         self._check_together()
 

@@ -134,7 +134,11 @@ def central_card(
         noise_source=accounting.noise_source(reproducible, secure_rounding=True),
         ledger_head=ledger.head,
         model=model,
-        remaining=[accounting.rounded_to_grid(DISTANCE * model["trained_parameters"] * ledger.spent_steps)],
+        remaining=[
+            accounting.rounded_to_grid(DISTANCE * model["trained_parameters"] * ledger.spent_steps),
+            f"the sum of {clients} updates is rounded to float32 before its noise, which may move it by "
+            f"{clients * 2.0**-23:.1e} of the bound",
+        ],
         unprotected=[
             "everything against the server itself, which sees each update before the noise",
             KEPT_BY_THE_SERVER,

@@ -238,7 +238,10 @@ class Server:
         seconds = self.config.round_seconds
         waiting: dict[str, int] = {}
         for node in nodes:
-            (message_id, *_) = [*self.grid.push_messages([Message(content, node, MessageType.TRAIN, ttl=seconds)]), None]
+            (message_id, *_) = [
+                *self.grid.push_messages([Message(content, node, MessageType.TRAIN, ttl=seconds)]),
+                None,
+            ]
             if message_id is None:
                 yield node, None
             else:

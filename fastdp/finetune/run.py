@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 import fastdp
 import fastdp.files as files
 from fastdp.accounting import Ledger, LedgerError
-from fastdp.accounting.witness import count_release, data_digest, knows_ledger, same_data
+from fastdp.accounting.witness import check_release, count_release, data_digest, knows_ledger, same_data
 from fastdp.data import Collator, DataError, Examples, Rows, read_rows
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.curves import Curves
@@ -103,11 +103,12 @@ def finetune(
     model.to(device)
     reporter.phase("rehearsing a step")
     measured = rehearse_step(model, train, Collator(_pad(tokenizer)), config)
-    gate = PublicGate(record_texts(table, config), [str(config.train)], config.public_overlap)
+    texts = record_texts(table, config)
+    gate = PublicGate(texts, [str(config.train)], config.public_overlap)
     run = FinetuneRun(
         config, output, model, tokenizer, train, held_out, gate, opening, measured, reporter, noise_multiplier
     )
-    run.users, run.chat = users, messages_column(table, config) is not None
+    run.texts, run.users, run.chat = texts, users, messages_column(table, config) is not None
     try:
         # Before the ledger is opened: a run that cannot go on stays as it is.
         if resume:
@@ -119,7 +120,7 @@ def finetune(
             run.count_unproven(checkpoint)
         run.make_private(resume)
         if run.releases.once_an_epoch:
-            run.earlier = count_release(record_texts(table, config), config.method, output)
+            check_release(texts)
         return run.execute(checkpoint)
     except BaseException:
         if not resume:
@@ -219,6 +220,8 @@ class FinetuneRun:
         self.made = False
         self.before: Quality | None = None
         self.private: Any = None
+        #: All text of each record.
+        self.texts: list[str] = []
         #: Whose each example is, if people are protected; and whether the examples are conversations.
         self.users: list[str] | None = None
         self.chat = False
@@ -359,6 +362,9 @@ class FinetuneRun:
                 f"The run in {self.output} spent its budget before its first checkpoint. Start a new run with "
                 "a smaller checkpoint_every; it releases the data again."
             )
+        if self.releases.once_an_epoch:
+            # Not before: a run that is stopped until here has released nothing.
+            self.earlier = count_release(self.texts, self.config.method, self.output)
         keep_metrics(self.output, self.updates)
         self.model.train()
         self.reporter.phase("training")
