@@ -123,7 +123,7 @@ def count_release(
     path, marks, count = _marked(parts)
     # Of two programs that release the same data at once, the later one finds the note of the earlier.
     with _lock():
-        own, partly = _known(path, marks, count, again)
+        own, partly = _earlier_releases(path, marks, count, again)
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         files.write(path.with_suffix(_PARTS), b"".join(sorted(marks)))
         files.write_json(path, [*own, f"by {mechanism} to {os.path.realpath(place)} on {now}"])
@@ -132,7 +132,7 @@ def count_release(
 
 def check_release(parts: Iterable[str], again: bool = False) -> None:
     """Raise ValueError where `count_release` would, before work that ends in a release is begun."""
-    _known(*_marked(parts), again)
+    _earlier_releases(*_marked(parts), again)
 
 
 def _marked(parts: Iterable[str]) -> tuple[Path, set[bytes], int]:
@@ -142,7 +142,7 @@ def _marked(parts: Iterable[str]) -> tuple[Path, set[bytes], int]:
     return state_folder() / "releases" / f"{_keyed_digest(key, encoded)}.json", marks, len(encoded)
 
 
-def _known(path: Path, marks: set[bytes], count: int, again: bool) -> tuple[list[str], list[str]]:
+def _earlier_releases(path: Path, marks: set[bytes], count: int, again: bool) -> tuple[list[str], list[str]]:
     """Earlier releases of these data, and of others that share parts with them. Raises ValueError as `count_release`."""
     own: list[str] = json.loads(path.read_text()) if path.exists() else []
     shared = _sharing(marks, path)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 import fastdp.accounting as accounting
 import fastdp.files as files
-import fastdp.plots as plots
 from fastdp.accounting.card import public_name
 from fastdp.data import Examples
 from fastdp.federated import reports
@@ -286,7 +285,6 @@ class Server:
     def _finish(self) -> None:
         self.adapted.save(self.output)
         reports.run_card(self.config, self.rows, self.population).save(self.output / reports.CARD)
-        plots.perplexity_over_rounds(self.rows, self.output / "perplexity.png")
         if self.ledger is not None:
             model = {
                 "name": public_name(self.config.model),

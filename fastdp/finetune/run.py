@@ -475,11 +475,6 @@ class FinetuneRun:
             with files.atomic_path(self.output / PERTURBATION) as aside:
                 torch.save(state, aside)
         self._write_samples()
-        if self.curves is not None:
-            import fastdp.plots as plots
-
-            rows = [json.loads(line) for line in (self.output / METRICS).read_text(encoding="utf-8").splitlines()]
-            plots.released_over_steps(rows, self.output / "released.png")
         installed = self.private.installed
         moved = self.model.parameters() if installed is None else installed.trained.values()
         result = Result(

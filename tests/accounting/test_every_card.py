@@ -121,7 +121,6 @@ def private_words(mechanism):
 
 
 def federated():
-    pytest.importorskip("matplotlib")
     from fastdp.federated.config import FederatedConfig
     from fastdp.federated.reports import run_card
 
