@@ -409,6 +409,10 @@ def test_an_adapter_imports_no_module_and_is_looked_for_nowhere_else(tmp_path):
             json.dumps({"peft_type": "LORA", "megatron_config": {"a": 1}, "megatron_core": "antigravity"}),
             "imports a module",
         ),
+        (
+            json.dumps({"peft_type": "XLORA", "adapters": {"0": "stranger/adapter"}}),
+            "of no kind that a run writes: 'XLORA'",
+        ),
     ):
         if config is not None:
             (adapter / "adapter_model.safetensors").touch()
