@@ -56,7 +56,7 @@ def plan_command(
     if gpu is not None:
         raise ConfigError("--gpu was removed: plan on the machine that trains, or see fastdp bench simulate")
     if picture is not None:
-        warnings.warn("--picture was removed: the table holds its figures", FutureWarning, stacklevel=2)
+        warnings.warn("--picture was removed: the table holds its figures", stacklevel=2)
     settings = load_config(config, overrides)
     if not settings.model:
         raise ConfigError("model is missing: name a model in the config or with --model")

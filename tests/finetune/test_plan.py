@@ -119,9 +119,10 @@ PLANNED = "--examples 400 --epsilon 8 --delta 1e-4 --max-length 48".split()
 def test_the_command_writes_settings_that_a_run_takes(model_folder, tmp_path):
     written = tmp_path / "plan.yaml"
     arguments = ["plan", "--model", model_folder, "--length", "4,12,20", *PLANNED]
-    arguments += ["--physical-batch-size", 4, "--write", written]
+    arguments += ["--physical-batch-size", 4, "--write", written, "--picture", tmp_path / "plan.png"]
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exit_code == 0, done.output
+    assert "warning: --picture was removed" in done.output
     assert "suggested" in done.output
     assert "measured here" in done.output
     assert "…" not in done.output, "no heading is cut at 80 characters"
