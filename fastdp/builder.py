@@ -130,7 +130,7 @@ class RunOptions:
 
     @property
     def whose_shapes(self) -> str:
-        """Who decides the shapes of microbatches, as the ledger has it (`fastdp.accounting.completeness.SHAPES`)."""
+        """Who decides the shapes of microbatches, as the ledger has it."""
         return "own" if self.public_shapes is None and self.isolation is None else "public"
 
     @property

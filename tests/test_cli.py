@@ -143,7 +143,7 @@ def test_finetune_from_flags_alone_and_verify(model_folder, files, tmp_path):  #
     assert "already holds a run" in refused("finetune", *arguments)
     assert output.stat().st_mode & 0o077 == 0
     readable = {path.name for path in output.iterdir() if path.stat().st_mode & 0o077}
-    assert readable == {"card.json", "card.md", "epsilon.png", "adapter"}, "losses and settings are the owner's"
+    assert readable == {"card.json", "card.md", "adapter"}, "losses and settings are the owner's"
 
     assert run("verify", output / "card.json").exit_code == 0
     # The folder alone: with its weights and its ledger.

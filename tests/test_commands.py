@@ -352,7 +352,7 @@ class Reader:
                 ["bash", "-c", line], cwd=self.world, env=self.environment, capture_output=True, text=True
             )
             assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-            options = ("--output", "--json", "--picture", "--write")
+            options = ("--output", "--json", "--write")
             for option, value in zip(words, words[1:]):
                 assert option not in options or (self.world / value).exists(), f"{line} wrote no {value}"
 

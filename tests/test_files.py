@@ -115,9 +115,6 @@ ELSEWHERE = {
     ("finetune/models.py", "rename"),
     # The account's own folder, of mode 0700.
     ("accounting/witness.py", "mkdir"),
-    # Pictures, within `files.atomic_path`.
-    ("plots.py", "savefig"),
-    ("finetune/plan.py", "savefig"),
     # The kernel's switch that resets the peak of resident memory.
     ("finetune/memory.py", "write_text"),
 }

@@ -241,3 +241,21 @@ def test_the_same_texts_into_another_file_are_refused_or_said(folder, reviews, t
     assert "one.csv" in earlier[0]
     assert "earlier_releases" not in json.loads((tmp_path / "one.privacy.json").read_text())
     assert run("verify", tmp_path / "two.privacy.json").exit_code == 0
+
+
+def test_what_was_drawn_in_vain_is_no_release(folder, reviews, tmp_path, monkeypatch):
+    """Stopped on the way, it leaves no file, and the same command runs again; once the file is there, it is refused."""
+    monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "state"))
+    monkeypatch.delenv("FASTDP_AGAIN")
+    command = ("privatize", reviews, tmp_path / "out.csv", "--eta", 20, "--model", folder, "--mechanism", "exponential")
+
+    def stopped(*_, **__):
+        yield "w1"
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fastdp.TextPrivatizer, "stream_texts", stopped)
+        assert run(*command).exit_code == 130
+    assert not (tmp_path / "out.csv").exists()
+    assert run(*command).exit_code == 0
+    assert "released before" in refused(*command, "--overwrite")

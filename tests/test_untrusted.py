@@ -125,7 +125,7 @@ def test_a_console_shows_strings_as_plain_text():
 
 def card_of(**changes):
     claim = Gaussian("example", "add_remove", dpsgd(2.0, 0.1, 10), 1e-5)
-    made = Card.of(claim, mechanism="DP-SGD", noise_source={"key": "operating system"}, cross_check=False)
+    made = Card.of(claim, mechanism="DP-SGD", noise_source={"key": "operating system"})
     body = {**made, **changes}
     return {**body, "digest": digest(body)}
 
@@ -408,6 +408,10 @@ def test_an_adapter_imports_no_module_and_is_looked_for_nowhere_else(tmp_path):
         (
             json.dumps({"peft_type": "LORA", "megatron_config": {"a": 1}, "megatron_core": "antigravity"}),
             "imports a module",
+        ),
+        (
+            json.dumps({"peft_type": "XLORA", "adapters": {"0": "stranger/adapter"}}),
+            "of no kind that a run writes: 'XLORA'",
         ),
     ):
         if config is not None:

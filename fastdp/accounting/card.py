@@ -33,10 +33,7 @@ UNSAFE_KEY = "unsafe_reproducible"
 #: Tokens of a unit for which a card states what rounding among units comes to.
 _STATED = 1024
 
-_PACKAGES = (
-    *("torch", "numpy", "scipy", "dp-accounting", "prv-accountant", "opacus", "transformers", "tokenizers"),
-    "peft",
-)
+_PACKAGES = (*("torch", "numpy", "scipy", "dp-accounting", "opacus", "transformers", "tokenizers", "peft"),)
 _REPRODUCIBLE = "the noise came from a reproducible key, which whoever knows it can subtract"
 #: What no run protects.
 UNPROTECTED = (
@@ -134,7 +131,6 @@ class Card(dict[str, Any]):
         remaining: Sequence[str] = (),
         weights: Iterable[Tensor] | None = None,
         ledger_head: str | None = None,
-        cross_check: bool = True,
         facts: Mapping[str, Any] | None = None,
     ) -> Card:
         """The card of a claim.
@@ -149,7 +145,6 @@ class Card(dict[str, Any]):
             remaining: what the mechanism does not cover, with its size, such as the rounding of sums.
             weights: what was released; the card keeps a digest of each tensor.
             ledger_head: digest of the ledger's last record.
-            cross_check: also compute PRV's upper bound and RDP, which takes seconds.
             facts: what else the card states, by name.
 
         Raises ValueError for an event or delta that cannot be accounted for, TypeError for values that are not JSON.
@@ -161,7 +156,7 @@ class Card(dict[str, Any]):
             voids.append(_REPRODUCIBLE)
         if claim is None and not voids:
             raise ValueError("a card without a claim must say why there is none")
-        stated = {"kind": "none"} if claim is None else claim.to_json(cross_check and not voids)
+        stated = {"kind": "none"} if claim is None else claim.to_json()
         further = {} if facts is None else dict(facts)
         if shadowed := further.keys() & {*ENVELOPE, *stated}:
             raise ValueError(f"{min(shadowed)} stands on every card: give the fact another name")
@@ -173,7 +168,7 @@ class Card(dict[str, Any]):
             "guarantee": "none" if voids or claim is None else claim.guarantee,
             "why_no_guarantee": voids,
             **stated,
-            "also": [each.to_json(cross_check and not voids) for each in also],
+            "also": [each.to_json() for each in also],
             "mechanism": {"name": mechanism} if isinstance(mechanism, str) else dict(mechanism),
             **further,
             "noise_source": dict(noise_source),

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
-from functools import lru_cache
 from typing import Any, ClassVar
 
 from fastdp.accounting.accountants import check_adjacency, epsilon
@@ -21,7 +20,7 @@ from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.events import as_count, flatten
 from fastdp.accounting.meaning import FALSE_POSITIVE_RATES, membership_bound
 from fastdp.accounting.pld import Adjacency
-from fastdp.accounting.serialisation import canonical, deserialise, serialise
+from fastdp.accounting.serialisation import deserialise, serialise
 
 #: What stands in JSON for an infinite epsilon.
 INFINITE = "inf"
@@ -67,7 +66,7 @@ class Claim(ABC):
         return []
 
     @abstractmethod
-    def to_json(self, cross_check: bool = True) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Its fields on a card; read back by the kind's ``from_json``, which raises ValueError for what cannot be read."""
 
     @abstractmethod
@@ -107,9 +106,8 @@ class Gaussian(Claim):
             return ["something was released without noise (noise multiplier 0)"]
         return ["no delta was given, so no epsilon is stated"] if self.delta is None else []
 
-    def to_json(self, cross_check: bool = True) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         bound = None if self.delta is None else epsilon(self.event, self.delta, adjacency=self.adjacency)
-        checked = cross_check and self.delta is not None and not self.flaws()
         return {
             "kind": self.kind,
             "unit": self.unit,
@@ -120,7 +118,6 @@ class Gaussian(Claim):
                 "accountant": "rdp" if flatten(self.event).choices else "pld",
                 "grid": None if bound is None else bound.interval,
                 "target": None if self.target is None else _finite(self.target),
-                "cross_checks": _cross_checks(self.event, self.delta, self.adjacency) if checked else {},
             },
             "membership": {} if self.flaws() else self._membership(),
             "event": serialise(self.event),
@@ -211,7 +208,7 @@ class Pure(Claim):
         """The bound of one unit in all releases of its text, rounded up."""
         return f"epsilon {_six(self.nats * self.releases)}"
 
-    def to_json(self, cross_check: bool = True) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         budget = {"of_a_unit": self.nats, "units": self.units, "releases": self.releases, "of_a_text": self.of_a_text}
         return {"kind": self.kind, "unit": self.unit, "budget": budget, "bound": self.bound}
 
@@ -232,12 +229,16 @@ class Pure(Claim):
             raise DoesNotFollow(
                 f"the card's bound is {fields['bound']!r}, but its figures give {self.bound!r}", None, one
             )
-        if total is not None and (not isinstance(stated, (int, float)) or stated < total * (1 - ROOM)):
+        reason = f"the bound, {self.bound}, follows from the card's figures"
+        if total is None and stated is None:
+            return Followed(one, one, reason)
+        if total is None:
+            raise DoesNotFollow(f"the card states {stated!r} for a text, but not how many units one has", None, one)
+        if not isinstance(stated, (int, float)) or stated < total * (1 - ROOM):
             raise DoesNotFollow(
                 f"the card states {stated!r} for a text, but its units add up to {total:.6g}", stated, total
             )
-        reason = f"the bound, {self.bound}, follows from the card's figures"
-        return Followed(one if stated is None else stated, one if total is None else total, reason)
+        return Followed(stated, total, reason)
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,7 @@ class Metric(Pure):
     def bound(self) -> str:
         return f"exp({_six(self.nats * self.releases)} * {self.distance})"
 
-    def to_json(self, cross_check: bool = True) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {**super().to_json(), "distance": self.distance}
 
     def headline(self, fields: Mapping[str, Any]) -> tuple[str, str]:
@@ -290,7 +291,7 @@ class Elsewhere(Claim):
     def guarantee(self) -> str:
         return f"certified by {self.card}"
 
-    def to_json(self, cross_check: bool = True) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "unit": self.unit, "promise": self.promise, "certified_by": self.card}
 
     @classmethod
@@ -331,23 +332,6 @@ def _claimed(stated: Mapping[str, Any]) -> float | None:
 
 def _finite(value: float) -> float | str:
     return float(value) if math.isfinite(value) else INFINITE
-
-
-def _cross_checks(event: DpEvent, delta: float | None, adjacency: Adjacency) -> dict[str, Any]:
-    assert delta is not None
-    return dict(_cached_checks(canonical(serialise(event)), delta, adjacency))
-
-
-@lru_cache(maxsize=32)
-def _cached_checks(event: str, delta: float, adjacency: Adjacency) -> tuple[tuple[str, Any], ...]:
-    checks: list[tuple[str, Any]] = []
-    for name, accountant in (("prv_upper_bound", "prv"), ("rdp", "rdp")):
-        try:
-            found: Any = _finite(epsilon(deserialise(event), delta, accountant, adjacency))  # type: ignore[arg-type]
-        except ValueError as error:
-            found = str(error)
-        checks.append((name, found))
-    return tuple(checks)
 
 
 def without_article(unit: str) -> str:

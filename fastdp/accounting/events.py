@@ -17,7 +17,7 @@ CONSTANT: NoiseFactors = ((0, 1.0),)
 
 
 def as_count(value: SupportsIndex, what: str) -> int:
-    """A Python int >= 0 from any integer type; raises ValueError otherwise (prv_accountant fails on numpy integers)."""
+    """A Python int >= 0 from any integer type; raises ValueError otherwise."""
     try:
         count = operator.index(value)
     except TypeError:

@@ -7,7 +7,6 @@ comes from the card (a curator's name, what the model is for) is theirs, and not
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
@@ -15,8 +14,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from fastdp.accounting import page
-from fastdp.accounting.claim import Gaussian, read_claim, two_decimals, without_article
-from fastdp.accounting.meaning import membership_bounds
+from fastdp.accounting.claim import Gaussian, two_decimals, without_article
 from fastdp.accounting.serialisation import canonical
 from fastdp.untrusted import (
     PAGE_POLICY,
@@ -31,7 +29,7 @@ from fastdp.untrusted import (
 Format = Literal["huggingface", "registry", "nist", "html"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 #: Raised whenever the words of a form change: older pages are then not compared word by word, and `verify` says so.
-EXPORT_VERSION = 4
+EXPORT_VERSION = 5
 SUFFIXES: dict[Format, str] = {"huggingface": ".md", "registry": ".yaml", "nist": ".md", "html": ".html"}
 
 _BEGIN = re.compile(r"fastdp-card (\w+) (\d+) begin")
@@ -46,7 +44,7 @@ def export(card: Mapping[str, Any], form: Format) -> str:
         card: a `Card` or its dict.
         form: ``huggingface``, the README of a model's folder, with metadata; ``registry``, an entry of the Differential Privacy
             Deployments Registry (Nanayakkara, Ghazi and Vadhan 2025, arXiv:2509.13509) with what only people know left to
-            fill in; ``nist``, under the headings of NIST SP 800-226 (2025); ``html``, a page on its own, with the bound drawn.
+            fill in; ``nist``, under the headings of NIST SP 800-226 (2025); ``html``, a page on its own.
 
     Returns:
         The text. `read_export`, and so `verify`, takes it back.
@@ -56,7 +54,7 @@ def export(card: Mapping[str, Any], form: Format) -> str:
 
     >>> from fastdp.accounting import Card, Gaussian, dpsgd
     >>> claim = Gaussian("example", "add_remove", dpsgd(2.0, 0.1, 10), 1e-5)
-    >>> card = Card.of(claim, mechanism="DP-SGD", noise_source={}, cross_check=False)
+    >>> card = Card.of(claim, mechanism="DP-SGD", noise_source={})
     >>> "## Unit of privacy" in export(card, "nist")
     True
     """
@@ -87,7 +85,7 @@ def read_export(text: str) -> tuple[dict[str, Any], list[str]] | None:
         return card, [
             f"whether the page says what its card says: its form is {form} {version}, which is not known here"
         ]
-    if not _alike(_compared(text, form), _compared(export(card, form), form)):  # type: ignore[arg-type]
+    if _compared(text, form) != _compared(export(card, form), form):  # type: ignore[arg-type]
         raise ValueError("the page says otherwise than the card that it carries: export the card anew")
     if form in _SHARED:
         return card, ["what people wrote on this page around the part that comes from the card"]
@@ -128,25 +126,6 @@ def _compared(text: str, form: str) -> str:
     start = _BEGIN.search(text)
     assert start is not None
     return "\n".join(line.rstrip() for line in text[start.start() : text.index(_END)].splitlines())
-
-
-def _alike(one: str, other: str) -> bool:
-    """Whether two texts are equal, but for a pixel in drawings: another machine rounds the last digit otherwise."""
-    if one.count("<svg") != other.count("<svg"):
-        return False
-    pieces = [re.split(r"(<svg.*?</svg>)", text, flags=re.DOTALL) for text in (one, other)]
-    if len(pieces[0]) != len(pieces[1]):
-        return False
-    for number, (left, right) in enumerate(zip(*pieces)):
-        if number % 2 == 0:
-            if left != right:
-                return False
-            continue
-        figures = [re.findall(r"\d+(?:\.\d+)?", text) for text in (left, right)]
-        words = [re.sub(r"\d+(?:\.\d+)?", "0", text) for text in (left, right)]
-        if words[0] != words[1] or any(abs(float(a) - float(b)) > 1 for a, b in zip(*figures)):
-            return False
-    return True
 
 
 def _card_line(card: Mapping[str, Any]) -> str:
@@ -347,10 +326,7 @@ def _html(card: Mapping[str, Any]) -> str:
     if rates:
         said = paragraph.removeprefix("What that means: ")
         parts.append(f"<h2>What that means</h2><p>{escape_html(said[0].upper() + said[1:])}</p>")
-        parts.append('<div class="beside">')
         parts.append(_rows([(page.ACCUSED, page.FOUND), *rates], head=True))
-        parts.append(_curve(card))
-        parts.append("</div>")
     for heading, entries in page.remarks(card):
         parts.append(
             f"<h2>{heading}</h2><ul>{''.join(f'<li>{escape_html(str(entry))}</li>' for entry in entries)}</ul>"
@@ -387,38 +363,6 @@ def _rows(rows: list[tuple[str, str]], head: bool = False) -> str:
     return f'<div class="wide"><table>{"".join(cells)}</table></div>'
 
 
-#: Of the drawing, in its own units.
-_SIDE, _LEFT, _TOP = 300, 52, 12
-
-
-def _curve(card: Mapping[str, Any]) -> str:
-    """The event's bound on any membership test, drawn as true-positive over false-positive rates, nowhere below it."""
-    claim = read_claim(card)
-    assert isinstance(claim, Gaussian)
-
-    def at(x: int, y: float) -> str:
-        return f"{_LEFT + x},{_TOP + math.floor(10 * _SIDE * (1 - y)) / 10:g}"
-
-    bounds = membership_bounds(claim.event, [x / _SIDE for x in range(_SIDE + 1)], claim.adjacency)
-    # The bound is concave, so straight lines between its points lie below it. It grows as well: each stretch of a pixel's
-    # width therefore begins at the bound of its end.
-    points = [(0, bounds[0]), *enumerate(bounds[1:]), (_SIDE, 1.0)]
-    drawn = " ".join(at(x, y) for x, y in points)
-    grid = "".join(
-        f'<path class="grid" d="M{_LEFT} {_TOP + _SIDE * k // 4}h{_SIDE}M{_LEFT + _SIDE * k // 4} {_TOP}v{_SIDE}"/>'
-        f'<text x="{_LEFT - 6}" y="{_TOP + _SIDE - _SIDE * k // 4 + 4}" text-anchor="end">{25 * k}%</text>'
-        f'<text x="{_LEFT + _SIDE * k // 4}" y="{_TOP + _SIDE + 18}" text-anchor="middle">{25 * k}%</text>'
-        for k in range(5)
-    )
-    return (
-        f'<svg viewBox="0 0 {_LEFT + _SIDE + 20} {_TOP + _SIDE + 42}" role="img" aria-label="highest true-positive rate '
-        f'over the false-positive rate">{grid}<path class="guess" d="M{at(0, 0)}L{at(_SIDE, 1)}"/>'
-        f'<polyline class="curve" points="{drawn}"/>'
-        f'<text x="{_LEFT + _SIDE // 2}" y="{_TOP + _SIDE + 36}" text-anchor="middle">false-positive rate</text>'
-        f'<text transform="rotate(-90)" x="{-(_TOP + _SIDE // 2)}" y="12" text-anchor="middle">true-positive rate</text></svg>'
-    )
-
-
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --quiet: #5a6675; --line: #d8dee6; --ground: #fff; --accent: #00796b }
 @media (prefers-color-scheme: dark) {
@@ -427,15 +371,10 @@ body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 main { max-width: 46rem; margin: 0 auto; padding: 1rem 1rem 3rem }
 h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 .bound { font-size: 1.25rem; font-weight: 600; border-left: 4px solid var(--accent); padding-left: .8rem }
-.beside { display: flex; flex-wrap: wrap; gap: 1.5rem; align-items: flex-start }
-.beside > .wide { flex: 1 1 14rem } .beside > svg { flex: 1 1 16rem; max-width: 22rem }
 .wide { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-size: .92rem }
 td, th { border-bottom: 1px solid var(--line); padding: .35rem .5rem; text-align: left; vertical-align: top }
 td { overflow-wrap: anywhere } td:first-child { color: var(--quiet); overflow-wrap: normal }
 pre { overflow-x: auto; font-size: .8rem } code { font-size: .9em }
-svg text { fill: var(--quiet); font-size: 12px } .grid { stroke: var(--line); fill: none }
-.guess { stroke: var(--quiet); stroke-dasharray: 4 4; fill: none }
-.curve { stroke: var(--accent); stroke-width: 2.5; fill: none }
 """.strip()
 
 _WRITERS: dict[str, Callable[[Mapping[str, Any]], str]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 
 from fastdp.accounting.accountants import check_adjacency
@@ -41,25 +40,13 @@ def membership_bound(event: DpEvent, false_positive_rate: float, adjacency: Adja
     >>> round(membership_bound(gaussian(2.0), 0.01), 3)  # whoever accuses one of a hundred innocents finds so many
     0.034
     """
-    return membership_bounds(event, (false_positive_rate,), adjacency)[0]
-
-
-def membership_bounds(event: DpEvent, rates: Sequence[float], adjacency: Adjacency = "add_remove") -> list[float]:
-    """`membership_bound` at each of several false-positive rates, of an event that is read once.
-
-    As a function of the rate it is concave but for the diagonal, and never falls.
-
-    Raises:
-        ValueError: for a rate outside [0, 1].
-    """
-    for rate in rates:
-        if not 0 <= rate <= 1:
-            raise ValueError(f"the false-positive rate is {rate}: it must lie between 0 and 1")
+    if not 0 <= false_positive_rate <= 1:
+        raise ValueError(f"the false-positive rate is {false_positive_rate}: it must lie between 0 and 1")
     check_adjacency(adjacency)
-    curve = _curve(canonical(serialise(event)), adjacency)
-    lines = [(math.exp(min(bound, 700.0)), delta) for delta, bound in curve]
-    lines += [(math.exp(-bound), 1 - math.exp(-bound) * (1 - delta)) for delta, bound in curve]
-    return [max(rate, min((1.0, *(slope * rate + offset for slope, offset in lines)))) for rate in rates]
+    rate, curve = false_positive_rate, _curve(canonical(serialise(event)), adjacency)
+    found = [math.exp(min(bound, 700.0)) * rate + delta for delta, bound in curve]
+    found += [1 - math.exp(-bound) * (1 - delta - rate) for delta, bound in curve]
+    return max(rate, min([1.0, *found]))
 
 
 @lru_cache(maxsize=32)

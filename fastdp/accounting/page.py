@@ -22,8 +22,6 @@ _LISTS = (
     ("Not protected", "unprotected"),
     ("Notes", "notes"),
 )
-#: Looser bounds of the same event, which a card may state beside its own.
-_BOUNDS = {"prv_upper_bound": "looser bound by PRV", "rdp": "looser bound by RDP"}
 #: More entries than this get a section of their own.
 _INLINE = 8
 
@@ -126,7 +124,7 @@ def facts(card: Mapping[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[st
     ]
     if card["kind"] == Gaussian.kind:
         rows += _epsilon_rows(card)
-    shown = {*ENVELOPE, *(key for fields in claims(card) for key in read_claim(fields).to_json(False))}
+    shown = {*ENVELOPE, *(key for fields in claims(card) for key in read_claim(fields).to_json())}
     for key, value in card.items():
         if key in shown or value is None or value in ([], {}):
             continue
@@ -194,10 +192,6 @@ def _epsilon_rows(card: Mapping[str, Any]) -> list[tuple[str, Any]]:
         (title, f"{bound['upper_bound']} ({by})"),
         ("Delta", bound["delta"]),
         ("Target epsilon", rounded_up(bound["target"])),
-        *(
-            (f"For comparison: {_BOUNDS.get(name, name)}", rounded_up(value))
-            for name, value in bound["cross_checks"].items()
-        ),
     ]
 
 

@@ -93,28 +93,29 @@ def sound_schedule(epochs: int, epsilon: float, delta: float) -> list[float]:
     >>> 3.9 < epsilon(local_event(sound_schedule(3, 4.0, 1e-5)), 1e-5) <= 4.0
     True
     """
-    delta = check_delta(delta)
-    check_target(epsilon, delta, None)
     epochs = as_count(epochs, "epochs")
     if epochs < 1:
         raise ValueError("epochs is 0: a schedule needs at least one")
-    multiplier = 0.0 if math.isinf(epsilon) else math.sqrt(epochs) / largest_mu(epsilon, delta)
-    return [multiplier] * epochs
+    return [math.sqrt(epochs) / largest_mu(epsilon, delta)] * epochs
 
 
 def largest_mu(epsilon: float, delta: float) -> float:
-    """The largest sensitivity over noise std whose Gaussian release stays within a budget.
+    """The largest sensitivity over noise std whose Gaussian release stays within a budget; inf for an infinite epsilon.
 
     Args:
         epsilon, delta: the budget, as the Gaussian's own trade-off gives it (Balle and Wang 2018), by bisection from below.
 
     Raises:
-        ValueError: for a delta outside (0, 1).
+        ValueError: for an epsilon that is not positive, or a delta outside (0, 1).
 
     >>> from fastdp.accounting import epsilon, gaussian, largest_mu
     >>> 3.99 < epsilon(gaussian(1 / largest_mu(4.0, 1e-5)), 1e-5) <= 4.0
     True
     """
+    delta = check_delta(delta)
+    check_target(epsilon, delta, None)
+    if math.isinf(epsilon):
+        return math.inf
     low, high = 0.0, 1.0
     while pld.gaussian_epsilon(high, delta) <= epsilon:
         low, high = high, 2 * high

@@ -11,7 +11,6 @@ from typing import Any
 
 from fastdp.accounting.card import FORMAT, UNSAFE_KEY, VERSION, digest, large_delta
 from fastdp.accounting.claim import ROOM, DoesNotFollow, Elsewhere, Followed, Gaussian, Pure, read_claim
-from fastdp.accounting.completeness import SHAPES, check_complete, check_figures
 from fastdp.accounting.events import CONSTANT, Flat, dpsgd_model, flatten
 from fastdp.accounting.exports import read_export
 from fastdp.accounting.journal import LedgerError, read as read_records
@@ -20,12 +19,17 @@ from fastdp.accounting.page import claims
 from fastdp.accounting.weights import digests_of, model_files
 from fastdp.untrusted import parse_json_object, quote, read_bytes
 
+#: Fields of every card; of one of the second version; of a claim of an epsilon; and of a run that trained a model.
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "guarantee": str,
     "why_no_guarantee": list,
     "mechanism": dict,
     "noise_source": dict,
     "digest": str,
+}
+_SECOND: dict[str, type | tuple[type, ...]] = {
+    **{"kind": str, "created": str, "software": dict, "also": list},
+    **{"assumptions": list, "unprotected": list, "notes": list, "remaining": list},
 }
 _GAUSSIAN: dict[str, type | tuple[type, ...]] = {"unit": str, "adjacency": str, "epsilon": dict, "event": dict}
 _RUN: dict[str, type | tuple[type, ...]] = {
@@ -39,16 +43,7 @@ _RUN: dict[str, type | tuple[type, ...]] = {
 _OLD_FORMATS = ("fastdp.selective-card", "fastdp.statement", "fastdp.federated-run-card")
 #: What a ledger's header and a card both state.
 _IN_BOTH = ("unit", "adjacency", "sampling", "sample_rate", "dataset_size", "noise_multiplier")
-#: Under this name a ledger keeps that rows went unchecked: before the release that it speaks of.
-_UNCHECKED = "unchecked rows"
-#: How the sentence begins that a card owes to each note of its ledger; what the note says stands in the braces.
-_OWED = {
-    _UNCHECKED: "no example reached another in the model or in the loop: nothing looked (self_check=False)",
-    "discarded batches": "logical batches that were begun and not released were discarded",
-    "trained before": "this model, or a part of it, was in private runs before ({})",
-    "changed weights": "the weights were changed after a release, and not by one",
-}
-#: Notes under names that begin so hold the digest of an outcome, or of the data; no sentence speaks of them.
+#: Notes of a ledger under names that begin so hold the digest of an outcome, or of the data.
 _OUTCOMES = ("preparation-", "data")
 
 
@@ -101,7 +96,7 @@ def verify(
 
     >>> from fastdp.accounting import Card, Gaussian, dpsgd, verify
     >>> claim = Gaussian("example", "add_remove", dpsgd(2.0, 0.1, 10), 1e-5)
-    >>> card = Card.of(claim, mechanism="DP-SGD", noise_source={}, cross_check=False)
+    >>> card = Card.of(claim, mechanism="DP-SGD", noise_source={})
     >>> verify(card).holds, verify({**card, "delta": 1e-9}).holds
     (True, False)
     """
@@ -159,7 +154,7 @@ def _fields(card: Mapping[str, Any]) -> Mapping[str, Any]:
         raise _Refused(f"the card has schema version {card.get('version')!r}; this package reads 1 and {VERSION}")
     if card["version"] == 1 and "kind" in card:
         raise _Refused("the card is malformed: it is of schema version 1, which has no kind of claim")
-    wanted = dict(_FIELDS)
+    wanted = _FIELDS | (_SECOND if card["version"] == VERSION else {})
     if card.get("kind", Gaussian.kind) == Gaussian.kind:
         wanted |= _GAUSSIAN
         # Every card of the first version was of a run; a later one may speak of its data alone.
@@ -169,8 +164,6 @@ def _fields(card: Mapping[str, Any]) -> Mapping[str, Any]:
             raise _Refused(f"the card is malformed: {name} is missing or of the wrong type")
     if card["digest"] != digest(card):
         raise _Refused("the card was altered after it was written: its digest does not match")
-    if card["version"] == VERSION:
-        check_complete(card)
     return card
 
 
@@ -187,7 +180,7 @@ def _follow(card: Mapping[str, Any]) -> list[Followed]:
             return []
         raise _Refused("the card claims a guarantee but holds no claim")
     also = card.get("also", [])
-    if not isinstance(also, list) or not all(isinstance(fields, Mapping) for fields in also):
+    if not all(isinstance(fields, Mapping) for fields in also):
         raise _Refused("the card is malformed: also is no list of claims")
     found = []
     for number, fields in enumerate((card, *also)):
@@ -203,8 +196,6 @@ def _follow(card: Mapping[str, Any]) -> list[Followed]:
                 _check_run(fields, flatten(claim.event))
         try:
             found.append(claim.check(fields))
-            if isinstance(claim, Gaussian) and not void and card.get("version") == VERSION:
-                check_figures(fields if number else card, claim)
         except DoesNotFollow as error:
             if not void:
                 raise
@@ -238,14 +229,9 @@ def _check_weights(card: Mapping[str, Any], folder: Path) -> None:
     if not named:
         raise _Refused("the card holds no digest of weights, so it cannot be told whether these are the ones")
     held = digests_of(folder)
-    missing = set(named) - held.keys()
+    missing = set(named) - held
     if missing:
         raise _Refused(f"{len(missing)} of the {len(set(named))} tensors that the card speaks of are not in {folder}")
-    model = card.get("model") or {}
-    counted = card.get("version") == VERSION and not model.keys().isdisjoint(("trained_parameters", "fingerprint"))
-    trained = model.get("trained_parameters")
-    if counted and trained != sum(held[each] for each in named):
-        raise _Refused(f"the card states {trained!r} trained parameters, but names tensors of another number")
     if stated := card.get("files"):
         _check_files(stated, folder)
 
@@ -266,7 +252,7 @@ def _check_files(stated: Mapping[str, str], folder: Path) -> None:
 
 def _check_ledger(card: Mapping[str, Any], path: Path) -> list[str]:
     """Refuse a ledger that is not this card's; returns what it leaves open."""
-    ledger = Ledger.read(path)
+    ledger, history = Ledger.read(path), read_records(path)
     if card.get("run_id") != ledger.run_id:
         raise _Refused(f"{path} is the ledger of another run than the card's")
     head = card.get("ledger_head")
@@ -276,78 +262,18 @@ def _check_ledger(card: Mapping[str, Any], path: Path) -> list[str]:
         if key in card and key in ledger.header and card[key] != ledger.header[key]:
             raise _Refused(f"the card states {key} {card[key]!r}, but the ledger was begun with {ledger.header[key]!r}")
     _check_described(card, ledger.header)
-    generator = f"ChaCha{ledger.header['noise_rounds']}" if "noise_rounds" in ledger.header else None
-    if generator and card["noise_source"].get("generator") != generator:
-        raise _Refused(f"the card does not say that its noise came from {generator}, as the ledger does")
     left = []
-    stated = {name for name, words in SHAPES.items() if _says(card, "remaining", words)}
-    if stated and "shapes" not in ledger.header:
-        left.append("whether the shapes of microbatches were public: the ledger does not say")
-    elif stated - {ledger.header.get("shapes")}:
-        raise _Refused(
-            f"the card's sentence on shapes is not that of a ledger whose shapes are {ledger.header['shapes']!r}"
-        )
     event = next((c.event for c in map(read_claim, claims(card)) if isinstance(c, Gaussian)), None)
     if event is None or not _covers(flatten(event), flatten(ledger.event())):
         if ledger.closed_in_order:
             raise _Refused(f"{path} counts releases that the card's event does not hold")
         left.append("releases that the ledger had reserved and may not have made: it was not closed")
-    _check_steps(card, ledger)
-    left += _check_notes(card, ledger, path)
-    if head is None and card.get("version") == VERSION and "fingerprint" in ledger.header:
-        raise _Refused("the card does not say at which record of its ledger it was written")
-    return left
-
-
-def _check_steps(card: Mapping[str, Any], ledger: Ledger) -> None:
-    """Refuse a card that counts other steps than the ledger, or has lost what a run's card states."""
-    if "steps" not in card:
-        # A search of settings has one release, of all its trials; whatever trains has steps, and knows how it sampled.
-        if card.get("kind", Gaussian.kind) == Gaussian.kind and (ledger.spent_steps > 1 or "sampling" in ledger.header):
-            raise _Refused("the card states no steps, but its ledger counts them")
-        return
-    spent, total = card["steps"].get("spent"), sum(map(ledger.spent, ledger.kinds))
-    # Some methods count the releases of every kind as steps. What was reserved in vain is known once a ledger is closed.
-    planned, budgets = card["steps"].get("planned"), sum(map(ledger.budget, ledger.kinds))
-    if card.get("version") == VERSION and planned not in (ledger.budget_steps, budgets):
-        raise _Refused(
-            f"the card states {planned} planned steps, but its ledger holds a budget of {ledger.budget_steps}"
-        )
-    target, bound = (card.get("epsilon", {}).get(name) for name in ("target", "upper_bound"))
-    extended = any(body["record"] == "extend" for body in read_records(ledger.path).bodies) if ledger.path else True
-    if isinstance(target, (int, float)) and isinstance(bound, (int, float)) and target < bound and not extended:
-        raise _Refused(
-            f"the card states the target {target:g}, less than what was spent, and its budget was not extended"
-        )
-    if ledger.closed_in_order and spent not in (ledger.spent_steps, total):
-        raise _Refused(f"the card states {spent} steps, but its ledger counts {ledger.spent_steps}")
-
-
-def _check_notes(card: Mapping[str, Any], ledger: Ledger, path: Path) -> list[str]:
-    """Refuse a card without the sentence that a note of its ledger demands; returns what was noted after the card."""
-    history = read_records(path)
-    head = card.get("ledger_head")
-    written = history.digests.index(head) if head is not None else len(history.bodies)
-    left = []
-    if ledger.closed_in_order and any(body["record"] == "reserve" for body in history.bodies[written + 1 :]):
-        raise _Refused(f"{path} counts releases after the record that the card was written at")
-    for place, body in enumerate(history.bodies):
-        if body["record"] != "note" or body["name"].startswith(_OUTCOMES):
-            continue
-        name, owed = body["name"], _OWED.get(body["name"])
-        if owed is None:
-            left.append(f"what the ledger notes as {name!r}, which this package does not know")
-        elif not _says(card, "assumptions", owed.format(body["digest"])):
-            # Weights that are changed, or a batch that is dropped, after the card was written are no part of it.
-            if place <= written or (name == _UNCHECKED and ledger.closed_in_order):
-                raise _Refused(f"the ledger notes {name!r} ({body['digest']}), of which the card says nothing")
-            left.append(f"what the ledger notes after the card was written: {name} ({body['digest']})")
-    return left
-
-
-def _says(card: Mapping[str, Any], where: str, beginning: str) -> bool:
-    entries = card.get(where)
-    return isinstance(entries, list) and any(isinstance(e, str) and e.startswith(beginning) for e in entries)
+    written = len(history.bodies) if head is None else history.digests.index(head) + 1
+    return left + [
+        f"what the ledger notes after the card was written: {body['name']} ({body['digest']})"
+        for body in history.bodies[written:]
+        if body["record"] == "note" and not body["name"].startswith(_OUTCOMES)
+    ]
 
 
 def _check_described(card: Mapping[str, Any], header: Mapping[str, Any]) -> None:
@@ -396,7 +322,5 @@ def _unchecked(card: Mapping[str, Any], weights: bool, ledger: bool) -> list[str
     if weights and card.get("weights") and "files" not in card:
         found.append("the adapter's config, and whether files were added: the card holds no digest of them")
     if not ledger and card.get("run_id") is not None:
-        found.append(
-            "unit, number of units, model, shapes and releases against the run's ledger: give it to compare them"
-        )
+        found.append("unit, number of units, model and releases against the run's ledger: give it to compare them")
     return found

@@ -19,9 +19,12 @@ from pathlib import Path
 
 import fastdp.files as files
 from fastdp.accounting.journal import LedgerError
+from fastdp.locks import Lock
 
 #: Bytes of a text from which on it is hardly another person's as well; of its digest; and the name of a release's digests.
 _TELLING, _MARK, _PARTS = 24, 16, ".parts"
+#: Seconds to wait for another program that notes a release.
+_LONGEST_WAIT = 60.0
 
 
 def state_folder() -> Path:
@@ -88,11 +91,7 @@ def check_ledger(run_id: str, path: Path, digests: Collection[str]) -> None:
 def data_digest(parts: Iterable[str]) -> str:
     """A keyed digest of data, and a name of the key: another account's key cannot be compared, and shows nothing of the data."""
     key = _key()
-    digest = hmac.new(key, digestmod=hashlib.sha256)
-    for part in parts:
-        encoded = part.encode("utf-8", "surrogatepass")
-        digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    return f"{_name_of(key)}:{digest.hexdigest()}"
+    return f"{_name_of(key)}:{_keyed_digest(key, map(_encoded, parts))}"
 
 
 def same_data(noted: str, digest: str) -> bool | None:
@@ -121,29 +120,39 @@ def count_release(
 
     Raises ValueError, naming the last release, if there was one and nobody asked for another.
     """
-    key = _key()
-    digest, marks, count = hmac.new(key, digestmod=hashlib.sha256), set(), 0
-    for part in parts:
-        count += 1
-        encoded = part.encode("utf-8", "surrogatepass")
-        digest.update(len(encoded).to_bytes(8, "little") + encoded)
-        if len(encoded) >= _TELLING:
-            marks.add(hmac.digest(key, encoded, "sha256")[:_MARK])
-    path = state_folder() / "releases" / f"{digest.hexdigest()}.json"
-    earlier: list[str] = json.loads(path.read_text()) if path.exists() else []
+    path, marks, count = _marked(parts)
+    # Of two programs that release the same data at once, the later one finds the note of the earlier.
+    with _lock():
+        own, partly = _earlier_releases(path, marks, count, again)
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        files.write(path.with_suffix(_PARTS), b"".join(sorted(marks)))
+        files.write_json(path, [*own, f"by {mechanism} to {os.path.realpath(place)} on {now}"])
+    return own + partly
+
+
+def check_release(parts: Iterable[str], again: bool = False) -> None:
+    """Raise ValueError where `count_release` would, before work that ends in a release is begun."""
+    _earlier_releases(*_marked(parts), again)
+
+
+def _marked(parts: Iterable[str]) -> tuple[Path, set[bytes], int]:
+    """The note of a data set, the marks of its longer parts, and the number of its parts."""
+    key, encoded = _key(), [_encoded(part) for part in parts]
+    marks = {hmac.digest(key, part, "sha256")[:_MARK] for part in encoded if len(part) >= _TELLING}
+    return state_folder() / "releases" / f"{_keyed_digest(key, encoded)}.json", marks, len(encoded)
+
+
+def _earlier_releases(path: Path, marks: set[bytes], count: int, again: bool) -> tuple[list[str], list[str]]:
+    """Earlier releases of these data, and of others that share parts with them. Raises ValueError as `count_release`."""
+    own: list[str] = json.loads(path.read_text()) if path.exists() else []
     shared = _sharing(marks, path)
-    before = earlier + [said for said, known in shared if 2 * known >= count]
-    earlier += [f"in part, {said}" for said, _ in shared]
+    before = own + [said for said, known in shared if 2 * known >= count]
     if before and not again and os.environ.get("FASTDP_AGAIN") != "1":
         raise ValueError(
             f"these data were released before, {before[-1]}. Use what was drawn then, or pay for a second release: again=True, "
             "--again or FASTDP_AGAIN=1."
         )
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    own = json.loads(path.read_text()) if path.exists() else []
-    files.write(path.with_suffix(_PARTS), b"".join(sorted(marks)))
-    files.write_json(path, [*own, f"by {mechanism} to {os.path.realpath(place)} on {now}"])
-    return earlier
+    return own, [f"in part, {said}" for said, _ in shared]
 
 
 def _sharing(marks: set[bytes], own: Path) -> list[tuple[str, int]]:
@@ -174,5 +183,23 @@ def _run_id(path: Path) -> str | None:
 def _key() -> bytes:
     path = state_folder() / "key"
     if not path.exists():
-        files.write(path, os.urandom(32))
+        with _lock():
+            if not path.exists():
+                files.write(path, os.urandom(32))
     return path.read_bytes()
+
+
+def _lock() -> Lock:
+    """The account's memory of releases, for one program at a time."""
+    return Lock(state_folder() / "releases.lock", "what this account remembers of releases", seconds=_LONGEST_WAIT)
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _keyed_digest(key: bytes, parts: Iterable[bytes]) -> str:
+    digest = hmac.new(key, digestmod=hashlib.sha256)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()

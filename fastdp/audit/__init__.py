@@ -1,10 +1,5 @@
 """Audits: what a run gives away about examples planted in it, and the attacks of the papers."""
 
-from fastdp.audit.attributes import (
-    AttributeResult as AttributeResult,
-    attribute_inference as attribute_inference,
-    pooled as pooled,
-)
 from fastdp.audit.bound import (
     best_possible as best_possible,
     guesses_needed as guesses_needed,
@@ -46,5 +41,15 @@ from fastdp.audit.reconstruction import (
     reconstruction as reconstruction,
     strike_out as strike_out,
 )
-from fastdp.audit.repeated import RepeatedReleaseResult as RepeatedReleaseResult, repeated_release as repeated_release
 from fastdp.private.prove import Evidence as Evidence, Trial as Trial
+
+_REMOVED = {
+    "attribute_inference": "train any classifier on the released rows",
+    "pooled": "take the mean of the rows over a text's tokens",
+    "repeated_release": "use inversion and nearest_tokens on the mean of the releases",
+}
+
+
+def __getattr__(name: str) -> object:
+    known = f"it was removed: {_REMOVED[name]}" if name in _REMOVED else "there is none of that name"
+    raise AttributeError(f"module 'fastdp.audit' has no attribute {name!r}: {known}")

@@ -14,10 +14,13 @@ from fastdp.finetune.config import LABELLED, ConfigError, FinetuneConfig, load_c
 from fastdp.finetune.folder import CONFIG
 from fastdp.finetune.models import load_model, load_tokenizer
 from fastdp.finetune.tasks import task_of
-from fastdp.untrusted import MAX_YAML, load_pretrained, parse_json_object, read_bytes
+from fastdp.integrations.adapters import PEFT_TYPE
+from fastdp.untrusted import MAX_YAML, load_pretrained, parse_json_object, quote, read_bytes
 
 #: Longest example, in tokens, for a model that no run has set one for.
 _LENGTH = 128
+#: Of adapters that runs write. peft knows others, whose configs name further adapters, which it would look for anywhere.
+_KINDS = ("LORA", "IA3", "PROMPT_TUNING", PEFT_TYPE)
 
 
 def load_saved(
@@ -57,6 +60,10 @@ def _check_adapter(folder: Path) -> None:
         settings = parse_json_object(read_bytes(folder / "adapter_config.json", MAX_YAML))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} has no adapter_config.json that can be read: {error}") from None
+    if settings.get("peft_type") not in _KINDS:
+        raise ConfigError(
+            f"the adapter in {folder} is of no kind that a run writes: {quote(settings.get('peft_type'))}"
+        )
     if settings.get("megatron_config"):
         raise ConfigError(f"the adapter in {folder} imports a module of its own choice: remove megatron_config")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,8 +39,8 @@ def plan_command(
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="that the steps may take")] = None,
     passes: Annotated[float, typer.Option(help="over the data, at most")] = 10.0,
-    gpu: Annotated[str | None, typer.Option(help="simulate h100 or h200 instead of measuring on this machine")] = None,
-    picture: Annotated[Path | None, typer.Option(help="PNG of what each batch size trades")] = None,
+    gpu: Annotated[str | None, typer.Option(hidden=True)] = None,
+    picture: Annotated[Path | None, typer.Option(hidden=True)] = None,
     write: Annotated[
         Path | None, typer.Option(help="YAML file for the suggested settings, for `fastdp finetune`")
     ] = None,
@@ -49,9 +50,13 @@ def plan_command(
     from collections import Counter
 
     from fastdp.data import read_rows
-    from fastdp.finetune.plan import draw, plan, with_invented_labels
+    from fastdp.finetune.plan import plan, with_invented_labels
 
     quiet_libraries()
+    if gpu is not None:
+        raise ConfigError("--gpu was removed: plan on the machine that trains, or see fastdp bench simulate")
+    if picture is not None:
+        warnings.warn("--picture was removed: the table holds its figures", stacklevel=2)
     settings = load_config(config, overrides)
     if not settings.model:
         raise ConfigError("model is missing: name a model in the config or with --model")
@@ -66,8 +71,8 @@ def plan_command(
             examples, most = len(counts), settings.max_examples_per_user or 1
             rows = sum(min(count, most) for count in counts.values()) / examples
     lengths = _lengths(length) if length else settings.max_length
-    with console.status("trying private steps ..." if gpu is None else "simulating ..."):
-        found = plan(with_invented_labels(settings), examples, lengths, minutes, gpu, passes, rows)
+    with console.status("trying private steps ..."):
+        found = plan(with_invented_labels(settings), examples, lengths, minutes, passes, rows)
     title = f"{examples} {unit}, epsilon {settings.epsilon:g} at delta {settings.delta:g}"
     # Without lines between columns no heading is cut at 80 characters.
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
@@ -100,8 +105,6 @@ def plan_command(
         console.print(f"gradient checkpointing: {_PASSES[machine.backward_passes]}")
     for reason in found.reasons:
         console.print(f"- {reason}")
-    if picture is not None:
-        draw(found, picture)
     if write is not None:
         found.config.save(write)
         console.print(f"written to {write}")

@@ -72,7 +72,7 @@ def privatize_command(
     from transformers import AutoModel, AutoTokenizer
 
     from fastdp import TextPrivatizer
-    from fastdp.accounting.witness import count_release
+    from fastdp.accounting.witness import check_release, count_release
     from fastdp.data import read_rows
     from fastdp.methods.sap.importance import check_eta
     from fastdp.validate import usable_device
@@ -116,12 +116,15 @@ def privatize_command(
     shown = show_displacement(privatizer)
     if exact:
         _show_exact_cost(privatizer)
-    earlier = count_release(texts, privatizer.in_short, target, again)
+    check_release(texts, again)
     # A label that leaves anyway may say which tokens are favoured; one that stays must not show in them.
     known = class_numbers(rows, label_column, classes) if chosen and label_column in kept else None
     done = privatizer.stream_texts(texts, known, output="ids" if ids else "text")
     begin = time.perf_counter()
-    _write(target, text_column, kept, _watched(done, len(texts)))
+    with files.atomic_path(target, public=True) as aside:
+        _write(aside, target.suffix.lower(), text_column, kept, _watched(done, len(texts)))
+        # What was drawn in vain, before a stop, is no release.
+        earlier = count_release(texts, privatizer.in_short, target, again)
     rate = privatizer.tokens_released / max(time.perf_counter() - begin, 1e-9)
     card = privatizer.statement().with_facts(displacement=vars(shown), columns_copied_unprotected=list(kept))
     path = target.with_suffix(STATEMENT_SUFFIX)
@@ -172,10 +175,9 @@ def _watched(values: Iterator[Any], total: int) -> Iterator[Any]:
             move(done, total)
 
 
-def _write(target: Path, text_column: str, kept: dict[str, list[str]], values: Iterator[Any]) -> None:
-    """In one piece: a run that is stopped leaves no file that looks finished."""
-    with files.atomic_path(target, public=True) as aside, open(aside, "w", encoding="utf-8", newline="") as file:
-        _write_rows(file, target.suffix.lower(), text_column, kept, values)
+def _write(path: Path, kind: str, text_column: str, kept: dict[str, list[str]], values: Iterator[Any]) -> None:
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        _write_rows(file, kind, text_column, kept, values)
 
 
 def _write_rows(file: IO[str], kind: str, text_column: str, kept: dict[str, list[str]], values: Iterator[Any]) -> None:

@@ -57,7 +57,6 @@ def vendor_command(
     lora_r: Annotated[int, typer.Option(help="rank of each customer's LoRA adapter", min=1)] = 8,
     max_tokens: Annotated[int, typer.Option(help="most tokens of an example", min=1)] = 512,
     max_batch: Annotated[int, typer.Option(help="most examples of a step", min=1)] = 64,
-    keep_every: Annotated[int, typer.Option(help="steps between writes of a run to disk", min=1)] = 1,
     threads: Annotated[int, typer.Option(help="torch threads; 0 leaves torch's choice", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="seed of new heads and adapters")] = 0,
 ) -> None:
@@ -79,7 +78,6 @@ def vendor_command(
         tokenizer=tokenizer,
         lora=default_lora(network, lora_r),
         limits=Limits(max_tokens=max_tokens, max_batch=max_batch),
-        keep_every=keep_every,
     )
     with vendor.serve(address, own, insecure=insecure, allowed=frozenset(allow) if allow else None) as service:
         # A plain stop is as good as an interrupt: calls end and runs are kept.

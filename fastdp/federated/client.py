@@ -17,7 +17,7 @@ from fastdp.federated.refusal import ClientRefusal
 from fastdp.federated.site import Site
 
 # After ours: `messages` says what to install where Flower is missing.
-from flwr.app import Context, Message, MetricRecord, RecordDict  # isort: skip
+from flwr.app import Context, Message  # isort: skip
 from flwr.clientapp import ClientApp  # isort: skip
 
 log = logging.getLogger("flwr")
@@ -53,22 +53,6 @@ def train(message: Message, context: Context) -> Message:
     _accept(site.adapted, order)
     fitted = site.fit(order.round_number)
     return Message(update_record(site.adapted.layout, site.adapted.adapter, fitted), reply_to=message)
-
-
-@app.evaluate()
-@discreet
-def evaluate_adapter(message: Message, context: Context) -> Message:
-    """Perplexity of the global adapter on the client's own held-out texts, unprotected."""
-    config = _config(context)
-    if config.evaluation != "clients":
-        raise ClientRefusal(f"this run's evaluation is {config.evaluation}, so no client evaluates")
-    if not config.eval:
-        raise ClientRefusal("this client has no held-out texts: only eval in its own node config names them")
-    adapted = _adapted(config)
-    _accept(adapted, Order.from_record(message.content))
-    quality = adapted.quality(adapted.examples(adapted.encode(adapted.texts(config.eval))))
-    metrics = MetricRecord({"loss": quality.loss})
-    return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
 
 def _accept(adapted: AdaptedModel, order: Order) -> None:

@@ -48,9 +48,9 @@ class FederatedConfig:
         among=("mean", "examples"),
     )
     evaluation: str = setting(
-        "where perplexity is computed: server, clients (unprotected) or none",
+        "where perplexity is computed: server or none",
         "server",
-        among=("server", "clients", "none"),
+        among=("server", "none"),
     )
     max_update_norm: float = setting("largest L2 norm of an update that is accepted", 1e3, above=0)
     max_examples: int = setting("largest number of examples that a client may claim", 1_000_000, above=0)
@@ -116,6 +116,10 @@ class FederatedConfig:
         for name in ("model", "output"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is missing: set it in the run config")
+        if self.evaluation == "clients":
+            raise ValueError(
+                "evaluation at clients was removed, as losses of their texts left without noise: use server"
+            )
         check(self)
         self._check_together()
 
@@ -125,11 +129,6 @@ class FederatedConfig:
         if self.central and self.aggregation == "examples":
             raise ValueError(
                 "central DP cannot weight by numbers of examples, which are private and unbounded: use aggregation mean"
-            )
-        if self.central and self.evaluation == "clients":
-            raise ValueError(
-                "central DP cannot evaluate at the clients, whose perplexities carry no noise. Evaluate at "
-                "the server, or set evaluation to none."
             )
         if self.partition == "source" and not self.source_column:
             raise ValueError("partition by source needs source_column, the column that names a row's source")

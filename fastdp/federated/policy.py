@@ -61,7 +61,6 @@ class NodePolicy:
     state: str = setting(
         "folder for draws, ledger and card; one for all runs, since other draws are another release", ""
     )
-    eval: str = setting("own held-out texts: naming them allows their loss, unprotected, to leave if the run asks", "")
     text_column: str = setting("column with the text", "text")
     model: str = setting("folder with the run's public model, from a place that you trust", "")
     names: str = setting("file of the organisation's own names, one a line", "")
@@ -156,8 +155,10 @@ class NodePolicy:
                 "this client asks the detectors rules and presidio, and models that it names itself: leave others out of the run"
             )
         found: dict[str, Any] = {
-            name: getattr(self, name) for name in ("train", "state", "eval", "text_column", "names", "labelled_spans")
+            name: getattr(self, name) for name in ("train", "state", "text_column", "names", "labelled_spans")
         }
+        # The server's held-out texts are no business of a node.
+        found["eval"] = ""
         found |= {"model": self.model, "threads": self.threads or run.threads, "partition": "own"}
         found["device"] = self.device or run.device
         if self.perturbation != "none":

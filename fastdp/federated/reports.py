@@ -100,8 +100,6 @@ def _unprotected(config: FederatedConfig) -> list[str]:
         )
     if config.dpsgd_epsilon == 0:
         found.append("training losses that clients report")
-    if config.evaluation == "clients":
-        found.append("perplexities of their own held-out texts that clients report without noise")
     if config.central:
         found.append(KEPT_BY_THE_SERVER)
     return found
@@ -136,7 +134,11 @@ def central_card(
         noise_source=accounting.noise_source(reproducible, secure_rounding=True),
         ledger_head=ledger.head,
         model=model,
-        remaining=[accounting.rounded_to_grid(DISTANCE * model["trained_parameters"] * ledger.spent_steps)],
+        remaining=[
+            accounting.rounded_to_grid(DISTANCE * model["trained_parameters"] * ledger.spent_steps),
+            f"the sum of {clients} updates is rounded to float32 before its noise, which may move it by "
+            f"{clients * 2.0**-23:.1e} of the bound",
+        ],
         unprotected=[
             "everything against the server itself, which sees each update before the noise",
             KEPT_BY_THE_SERVER,

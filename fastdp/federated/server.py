@@ -17,7 +17,6 @@ from torch import Tensor
 
 import fastdp.accounting as accounting
 import fastdp.files as files
-import fastdp.plots as plots
 from fastdp.accounting.card import public_name
 from fastdp.data import Examples
 from fastdp.federated import reports
@@ -141,7 +140,7 @@ class Server:
         if adapter is not None:
             self.adapted.adapter = adapter
         played.accepted = aggregator.accepted
-        perplexity = self._perplexity(nodes)
+        perplexity = None if self.held_out is None else self.adapted.quality(self.held_out).perplexity
         seconds = time.perf_counter() - begin
         self.rows.append(played.row(perplexity, seconds, void=adapter is None))
         self.rounds_done = number
@@ -191,7 +190,7 @@ class Server:
             weighted=config.aggregation == "examples",
             clip=config.client_clip if config.central else None,
         )
-        for node, reply in self._exchange(MessageType.TRAIN, chosen, played.number):
+        for node, reply in self._exchange(chosen, played.number):
             if reply is None:
                 played.missing += 1
                 log.warning("client %d did not answer in round %d", node, played.number)
@@ -232,13 +231,16 @@ class Server:
             return None
         return aggregator.mean()
 
-    def _exchange(self, kind: str, nodes: Sequence[int], number: int) -> Iterator[tuple[int, Message | None]]:
+    def _exchange(self, nodes: Sequence[int], number: int) -> Iterator[tuple[int, Message | None]]:
         """Send the adapter to ``nodes`` and yield their replies as they come; None for those that stay away."""
         content = self._order(number)
         seconds = self.config.round_seconds
         waiting: dict[str, int] = {}
         for node in nodes:
-            (message_id, *_) = [*self.grid.push_messages([Message(content, node, kind, ttl=seconds)]), None]
+            (message_id, *_) = [
+                *self.grid.push_messages([Message(content, node, MessageType.TRAIN, ttl=seconds)]),
+                None,
+            ]
             if message_id is None:
                 yield node, None
             else:
@@ -257,24 +259,6 @@ class Server:
     def _order(self, number: int) -> RecordDict:
         layout = self.adapted.layout
         return Order(layout.pack(self.adapted.adapter), layout.to_json(), number, self.adapted.base).to_record()
-
-    def _perplexity(self, nodes: Sequence[int]) -> float | None:
-        if self.held_out is not None:
-            return self.adapted.quality(self.held_out).perplexity
-        if self.config.evaluation == "none":
-            return None
-        losses = []
-        for node, reply in self._exchange(MessageType.EVALUATE, nodes, self.rounds_done + 1):
-            if reply is None or reply.has_error():
-                log.warning("client %d did not evaluate", node)
-                continue
-            metrics: dict[str, Any] = dict(reply.content.metric_records.get("metrics", {}))
-            loss = metrics.get("loss")
-            if isinstance(loss, float) and 0 <= loss <= _LARGEST_LOSS:
-                losses.append(loss)
-            else:
-                log.warning("client %d reports no perplexity that can be used", node)
-        return math.exp(_median(losses)) if losses else None
 
     def _open_ledger(self, found: Checkpoint | None) -> accounting.Ledger:
         config = self.config
@@ -301,7 +285,6 @@ class Server:
     def _finish(self) -> None:
         self.adapted.save(self.output)
         reports.run_card(self.config, self.rows, self.population).save(self.output / reports.CARD)
-        plots.perplexity_over_rounds(self.rows, self.output / "perplexity.png")
         if self.ledger is not None:
             model = {
                 "name": public_name(self.config.model),

@@ -1,4 +1,4 @@
-"""One fine-tuning run from a config: files in; weights, privacy card, metrics and plots out.
+"""One fine-tuning run from a config: files in; weights, privacy card and metrics out.
 
 The settings alone, from which the command line makes its flags, need no torch: the run is imported when it is asked for.
 """

@@ -26,8 +26,8 @@ LEDGER, PERTURBATION, SAMPLES = "ledger.jsonl", "perturbation.pt", "samples.json
 DATA = "data"
 #: What else a run writes to its output.
 _WRITTEN = (
-    *("adapter", "model", "releases", "card.json", "card.md", "statement.json", "statement.md", SAMPLES, PERTURBATION),
-    *(CHECKPOINT, "loss.png", "released.png", "epsilon.png"),
+    *("adapter", "model", "releases", "card.json", "card.md", "statement.json", "statement.md"),
+    *(SAMPLES, PERTURBATION, CHECKPOINT),
 )
 
 

@@ -1,4 +1,4 @@
-"""What private steps take on a machine: tried on invented tokens here, or simulated for a GPU."""
+"""What private steps take on this machine, tried on invented tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import fastdp
 from fastdp.data import Collator, Examples
-from fastdp.finetune.config import ConfigError, FinetuneConfig
+from fastdp.finetune.config import FinetuneConfig
 from fastdp.finetune.evaluation import autocast
 from fastdp.finetune.memory import PeakMemory, rehearse_step
 from fastdp.finetune.tasks import invented_label
@@ -40,7 +40,7 @@ class Machine:
         start_seconds: of the looks at a run's first batch, once.
         peak_bytes: with ``physical`` examples in memory at once.
         lengths: of examples in tokens: the shortest, those at equal shares of the examples, and the longest.
-        where: in words; says so where it is simulated.
+        where: in words.
         backward_passes: of a micro-batch, at most.
         rows: that a unit of a logical batch has on average: more than 1 where people are protected.
     """
@@ -206,53 +206,3 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def simulated(config: FinetuneConfig, model: torch.nn.Module, lengths: Sequence[int], gpu: str) -> Machine:
-    """The same by a table of prices, for full micro-batches of the lengths' mean.
-
-    Raises:
-        ConfigError: for a GPU without prices, a model that cannot be simulated, or a torch that cannot do it.
-    """
-    import torch.fx.experimental._config as config_of_torch
-
-    from fastdp.bench import meter, simulate, workloads
-
-    if not hasattr(config_of_torch, "meta_nonzero_assume_all_nonzero"):
-        raise ConfigError(
-            f"torch {torch.__version__} is too old to simulate steps: leave --gpu out, or take a newer one"
-        )
-    if gpu not in meter.GPUS:
-        raise ConfigError(f"there is no price list for '{gpu}': choose one of {', '.join(meter.GPUS)}")
-    shape: Any = model.config
-    if shape.model_type not in ("gpt2", "bert", "llama") or config.peft not in ("full", "lora"):
-        raise ConfigError(
-            f"{shape.model_type} with {config.peft} cannot be simulated: gpt2, bert and llama can, full or with lora"
-        )
-    case = workloads.Case(
-        kind=shape.model_type,
-        layers=shape.num_hidden_layers,
-        width=shape.hidden_size,
-        feed_forward=getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size,
-        heads=shape.num_attention_heads,
-        key_heads=getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads,
-        vocabulary=shape.vocab_size,
-        rows=config.physical_batch_size,
-        tokens=round(sum(lengths) / len(lengths)),
-        rank=config.lora_r if config.peft == "lora" and shape.model_type == "llama" else 0,
-        checkpointed=config.gradient_checkpointing,
-        dtype=torch.bfloat16,
-    )
-    found = simulate.tally(case, meter.GPUS[gpu], private=True)
-    return Machine(
-        microbatch_seconds=0.0,
-        token_seconds=found.seconds / (case.rows * case.tokens),
-        release_seconds=0.0,
-        look_seconds=0.0,
-        start_seconds=0.0,
-        peak_bytes=found.peak_bytes,
-        physical=case.rows,
-        lengths=tuple(lengths),
-        where=f"SIMULATED for {meter.GPUS[gpu].name}, never measured",
-        backward_passes=found.backward_passes,
-    )

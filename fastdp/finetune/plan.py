@@ -1,7 +1,7 @@
 """What a run would take and be worth, before it is run: for each batch size steps, noise, time and memory, and a suggestion.
 
 Noise, steps and noise-to-signal ratios are computed. Time and memory are those of private steps on invented tokens, run on this
-machine, or simulated for a GPU. What is suggested follows three rules, which `Plan.reasons` says apart.
+machine. What is suggested follows rules, which `PlanReport.reasons` says apart.
 """
 
 from __future__ import annotations
@@ -11,27 +11,22 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import fastdp.accounting as accounting
-import fastdp.files as files
 from fastdp.finetune.config import LABELLED, ConfigError, FinetuneConfig
-from fastdp.finetune.machine import Machine, measure, simulated
+from fastdp.finetune.machine import Machine, measure
 from fastdp.finetune.models import load_tokenizer, load_trained
 
 #: Passes over the data beyond which more of them buy little.
 MOST_EPOCHS = 10.0
 #: Fitted to bench/results/settings.json (made by commit b66b128), runs on E2E and SST-2 by LoRA with a scale of
-#: twice the rank and a falling rate: the learning rate where the noise of a whole run is as large as its signal, the power of
-#: their ratio that it falls by, bound, rank, and the least steps in which an optimizer arrives.
-RATE, RATE_POWER = 0.016, 0.0
-BOUND = 1.0
+#: twice the rank and a falling rate: learning rate, bound, rank, and the least steps in which an optimizer converges.
+RATE, BOUND = 0.016, 1.0
 RANK, SCALE = 8, 2.0
 LEAST_STEPS = 18
-#: Rates beyond these were not tried. Full fine-tuning was not either: a twentieth of the rate of adapters is a rule of thumb.
-RATES = (1e-3, 6.4e-2)
-_FULL = 0.05
+#: Full fine-tuning was not tried: a twentieth of the rate of adapters is a rule of thumb.
+_FULL_RATE = 0.0008
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,6 @@ def plan(
     examples: int,
     lengths: int | Sequence[int],
     minutes: float | None = None,
-    gpu: str | None = None,
     passes: float = MOST_EPOCHS,
     rows: float = 1.0,
 ) -> PlanReport:
@@ -90,7 +84,6 @@ def plan(
         lengths: of examples, in tokens: one, if all are alike, or the shortest, those at equal shares of the examples, and the
             longest (shortest, median, longest are three).
         minutes: that the steps may take.
-        gpu: simulate this one (``h100``, ``h200``) instead of measuring here.
         passes: over the data, at most.
         rows: of a person, on average.
 
@@ -102,7 +95,7 @@ def plan(
     tokenizer = load_tokenizer(config)
     model = load_trained(config, tokenizer)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    machine = simulated(config, model, lengths, gpu) if gpu else measure(model, tokenizer, config, lengths)
+    machine = measure(model, tokenizer, config, lengths)
     batches = _batches(examples)
     if rows > 1:
         # A step runs every row of its people.
@@ -113,7 +106,7 @@ def plan(
     settings: dict[str, Any] = {
         "batch_size": best.batch_size,
         "epochs": best.epochs,
-        "learning_rate": _learning_rate(config, best.run_ratio),
+        "learning_rate": _FULL_RATE if config.peft == "full" else RATE,
         "schedule": "linear",
         "max_grad_norm": BOUND,
         **({"lora_r": RANK, "lora_alpha": SCALE * RANK} if adapts else {}),
@@ -195,39 +188,6 @@ def _suggested(options: Sequence[Option], machine: Machine, minutes: float | Non
     return min(fitting, key=lambda option: option.run_ratio)
 
 
-def _learning_rate(config: FinetuneConfig, noise: float) -> float:
-    rate = min(max(RATE * noise**-RATE_POWER, RATES[0]), RATES[1])
-    return float(f"{rate * (_FULL if config.peft == 'full' else 1):.2g}")
-
-
 def with_invented_labels(config: FinetuneConfig) -> FinetuneConfig:
     """The settings with labels where the task needs some, which a plan does not look at."""
     return dataclasses.replace(config, labels=config.labels or ["no", "yes"]) if config.task in LABELLED else config
-
-
-def draw(found: PlanReport, path: str | Path) -> None:
-    """Write a picture (PNG) of what each batch size trades: noise, noise over signal, steps, time."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.0, 5.6), layout="constrained")
-    sizes = [option.batch_size for option in found.options]
-    panels = (
-        ("noise multiplier", [option.noise_multiplier for option in found.options]),
-        ("noise over signal, whole run (at least)", [option.run_ratio for option in found.options]),
-        ("steps", [option.steps for option in found.options]),
-        ("minutes of steps", [option.seconds / 60 for option in found.options]),
-    )
-    for axes, (title, values) in zip(figure.subplots(2, 2).flat, panels):
-        axes.plot(sizes, values, color="#1b3a57", marker="o", markersize=4)
-        axes.axvline(found.best.batch_size, color="#c4572b", linestyle="--", linewidth=1.2)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(sizes, [str(size) for size in sizes], rotation=45, fontsize=8)
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        if title == "steps":
-            axes.axhline(LEAST_STEPS, color="#8a8f98", linestyle=":", linewidth=1.2)
-    figure.supxlabel(f"batch size ({found.machine.where}; dashed: suggested)", fontsize=9)
-    with files.atomic_path(path, public=True) as aside:
-        figure.savefig(aside, dpi=150, format="png")

@@ -83,6 +83,10 @@ class Record:
         """(step, epsilon) wherever epsilon is known and finite."""
         return [(row["step"], row["epsilon"]) for row in self.rows if isinstance(row.get("epsilon"), (int, float))]
 
+    def held_out_curve(self, name: str) -> list[tuple[float, float]]:
+        """(step, value) of a held-out curve that was released with noise."""
+        return [(row["step"], row["released"][name]) for row in self.rows if name in row.get("released", {})]
+
     @cached_property
     def losses(self) -> list[tuple[float, float]]:
         """(step, loss) of the training data, in nats, or squared units of a number; not protected."""
@@ -245,6 +249,11 @@ def _charts(runs: Sequence[Record], public: bool) -> str:
         figures.append(
             ("Privacy spent", "Dotted: the budget.", chart(spent, "step", "epsilon spent", from_zero=True, whole=True))
         )
+    for name, unit in (("held_out_loss", "loss (nats)"), ("held_out_accuracy", "accuracy")):
+        lines = [Line(run.name, run.held_out_curve(name)) for run in runs]
+        if any(line.points for line in lines):
+            about = "May be shown: the guarantee covers it."
+            figures.append((f"Held out, released with noise: {unit}", about, chart(lines, "step", unit, whole=True)))
     if not public:
         lines = [Line(run.name, run.smooth, run.losses) for run in runs]
         unit = "squared error" if runs[0].config.get("task") == "regression" else "loss (nats)"

@@ -17,9 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 import fastdp
 import fastdp.files as files
-import fastdp.plots as plots
 from fastdp.accounting import Ledger, LedgerError
-from fastdp.accounting.witness import count_release, data_digest, knows_ledger, same_data
+from fastdp.accounting.witness import check_release, count_release, data_digest, knows_ledger, same_data
 from fastdp.data import Collator, DataError, Examples, Rows, read_rows
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.curves import Curves
@@ -67,7 +66,7 @@ def finetune(
     reporter: Reporter | None = None,
     noise_multiplier: float | None = None,
 ) -> Result:
-    """Fine-tune as `config` says and write weights, card, metrics and plots to its output folder.
+    """Fine-tune as `config` says and write weights, card and metrics to its output folder.
 
     With `resume`, a run that was interrupted goes on from its last checkpoint; what it had spent stays spent, so it may
     end after fewer updates than planned. ``noise_multiplier`` is for whoever pays for several runs together: it takes the place
@@ -104,11 +103,12 @@ def finetune(
     model.to(device)
     reporter.phase("rehearsing a step")
     measured = rehearse_step(model, train, Collator(_pad(tokenizer)), config)
-    gate = PublicGate(record_texts(table, config), [str(config.train)], config.public_overlap)
+    texts = record_texts(table, config)
+    gate = PublicGate(texts, [str(config.train)], config.public_overlap)
     run = FinetuneRun(
         config, output, model, tokenizer, train, held_out, gate, opening, measured, reporter, noise_multiplier
     )
-    run.users, run.chat = users, messages_column(table, config) is not None
+    run.texts, run.users, run.chat = texts, users, messages_column(table, config) is not None
     try:
         # Before the ledger is opened: a run that cannot go on stays as it is.
         if resume:
@@ -120,7 +120,7 @@ def finetune(
             run.count_unproven(checkpoint)
         run.make_private(resume)
         if run.releases.once_an_epoch:
-            run.earlier = count_release(record_texts(table, config), config.method, output)
+            check_release(texts)
         return run.execute(checkpoint)
     except BaseException:
         if not resume:
@@ -220,6 +220,8 @@ class FinetuneRun:
         self.made = False
         self.before: Quality | None = None
         self.private: Any = None
+        #: All text of each record.
+        self.texts: list[str] = []
         #: Whose each example is, if people are protected; and whether the examples are conversations.
         self.users: list[str] | None = None
         self.chat = False
@@ -239,7 +241,7 @@ class FinetuneRun:
 
     def _data(self) -> str:
         """Tells these examples from others, and nothing more (see `fastdp.accounting.witness.data_digest`)."""
-        return data_digest(json.dumps([self.examples, self.users]) for _ in range(1))
+        return data_digest([json.dumps([self.examples, self.users])])
 
     def check_data(self) -> None:
         """Raise ConfigError for other examples than those that the run began with."""
@@ -297,10 +299,7 @@ class FinetuneRun:
             shapes=None if config.shapes == "own" else self._public_lengths(),
             noise_rounds=config.noise_rounds,
         )
-        if config.max_length is not None:
-            self.private.longest = config.max_length * (
-                config.max_examples_per_user or 1 if self.users is not None else 1
-            )
+        self.private.longest = config.max_length * (config.max_examples_per_user or 1)
         # Whoever stops it is told how to go on.
         self.private.ending.expect()
         if not resume:
@@ -363,6 +362,9 @@ class FinetuneRun:
                 f"The run in {self.output} spent its budget before its first checkpoint. Start a new run with "
                 "a smaller checkpoint_every; it releases the data again."
             )
+        if self.releases.once_an_epoch:
+            # Not before: a run that is stopped until here has released nothing.
+            self.earlier = count_release(self.texts, self.config.method, self.output)
         keep_metrics(self.output, self.updates)
         self.model.train()
         self.reporter.phase("training")
@@ -473,12 +475,6 @@ class FinetuneRun:
             with files.atomic_path(self.output / PERTURBATION) as aside:
                 torch.save(state, aside)
         self._write_samples()
-        rows = [json.loads(line) for line in (self.output / METRICS).read_text(encoding="utf-8").splitlines()]
-        plots.loss_over_steps(rows, self.output / "loss.png")
-        if self.curves is not None:
-            plots.released_over_steps(rows, self.output / "released.png")
-        if self.config.epsilon is not None:
-            plots.epsilon_over_steps(rows, self.output / "epsilon.png", self.config.epsilon, self.config.delta)
         installed = self.private.installed
         moved = self.model.parameters() if installed is None else installed.trained.values()
         result = Result(

@@ -55,15 +55,19 @@ def _generated(
     room = config.max_length - ids.shape[1]
     whole = config.task == "seq2seq"
     count = min(_TOKENS, config.max_length if whole else room)
-    if count < 1:
-        return [""] * len(ids)
-    found = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        pad_token_id=tokenizer.pad_token_id,
-        **how,
-    )
+    return [""] * len(ids) if count < 1 else continue_texts(model, tokenizer, ids, whole, max_new_tokens=count, **how)
+
+
+def continue_texts(
+    model: Any, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor, whole: bool = False, **how: Any
+) -> list[str]:
+    """What a model writes behind rows of tokens ``[rows, length]``, as text; ``how`` is for its method ``generate``.
+
+    Args:
+        whole: of an encoder and a decoder, whose answer does not repeat what was given.
+    """
+    mask = torch.ones_like(ids)
+    found = model.generate(input_ids=ids, attention_mask=mask, pad_token_id=tokenizer.pad_token_id, **how)
     # With soft prompts the answer comes without the tokens that were given.
     begin = 0 if whole or found.shape[1] <= ids.shape[1] else ids.shape[1]
     return [tokenizer.decode(row[begin:], skip_special_tokens=True).strip() for row in found]

@@ -16,6 +16,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 from fastdp.calls.modes import in_mode
 from fastdp.data import IGNORED, DataError, Rows
 from fastdp.finetune.config import ConfigError, FinetuneConfig
+from fastdp.finetune.samples import continue_texts
 from fastdp.finetune.tasks import encode_rows, messages_column
 from fastdp.untrusted import load_pretrained, quote
 
@@ -227,19 +228,9 @@ def _texts(
     room = max(1, config.max_length - given.shape[1])
     with in_mode(model, training=False), torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(seed)
-        drawn = model.generate(
-            input_ids=given,
-            attention_mask=torch.ones_like(given),
-            do_sample=True,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=0,
-            max_new_tokens=min(room, sampling.max_new_tokens or room),
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    # With soft prompts the answer comes without the tokens that were given.
-    begin = given.shape[1] if drawn.shape[1] > given.shape[1] else 0
-    return [tokenizer.decode(row[begin:], skip_special_tokens=True).strip() for row in drawn]
+        most = min(room, sampling.max_new_tokens or room)
+        how: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        return continue_texts(model, tokenizer, given, do_sample=True, max_new_tokens=most, **how)
 
 
 def _runs(text: str, words: int) -> Iterator[tuple[str, ...]]:

@@ -26,7 +26,6 @@ class Run:
     Attributes:
         step: steps taken.
         digest: of the message of the last one, by which its replay is recognised.
-        kept: steps taken when the run was last kept on disk; -1 if it never was.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], settings: Mapping[str, Any]):
@@ -35,7 +34,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(
             list(self.parameters.values()), lr=settings["learning_rate"], weight_decay=settings["weight_decay"]
         )
-        self.step, self.digest, self.kept = 0, "", -1
+        self.step, self.digest = 0, ""
 
     def take_step(self, logits: Tensor, gradient: Tensor, digest: str) -> None:
         """Backward from the logits' gradient, and the optimizer's step."""
@@ -52,7 +51,6 @@ class Run:
             tensors |= {f"{key}/{name}": value for key, value in self.optimizer.state[p].items()}
         metadata = {"settings": canonical(self.settings), "step": str(self.step), "digest": self.digest}
         files.save_tensors(folder / RUN_FILE, tensors, metadata)
-        self.kept = self.step
 
     @staticmethod
     def is_in(folder: Path) -> bool:
@@ -74,7 +72,7 @@ class Run:
             run = cls(_parameters(tensors, template), settings)
             run.digest = metadata["digest"]
         run._restore_optimizer(tensors)
-        run.step = run.kept = step
+        run.step = step
         return run
 
     def _restore_optimizer(self, tensors: Mapping[str, Tensor]) -> None:

@@ -21,6 +21,9 @@ from fastdp.split.wire import Message, MessageRejected, Outgoing, receive
 from fastdp.tls_proxy import ProxyLimits, TlsProxy
 from fastdp.validate import host_and_port
 
+#: How long calls may go on once the service is closed.
+_GRACE_SECONDS = 5.0
+
 log = logging.getLogger(__name__)
 
 
@@ -96,9 +99,9 @@ class Service:
         """Wait for the service to end; True if the time ran out first."""
         return self._server.wait_for_termination(seconds)
 
-    def close(self, grace: float = 5.0) -> None:
-        """Take no more calls, let those that run end within ``grace`` seconds, and keep every run."""
-        self._server.stop(grace).wait()
+    def close(self) -> None:
+        """Take no more calls, let those that run end within seconds, and keep every run."""
+        self._server.stop(_GRACE_SECONDS).wait()
         if self._proxy is not None and self._folder is not None:
             self._proxy.close()
             self._folder.cleanup()

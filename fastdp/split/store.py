@@ -139,14 +139,12 @@ class ExampleStore:
             if not found.endswith(b"\n"):
                 os.ftruncate(self._records, 0)
                 _write(self._records, memoryview(kind), 0)
-            self._recorded, last = len(kind), b""
+            self._recorded = len(kind)
             for line in file if found == kind else ():
                 if not line.endswith(b"\n"):
                     break
-                # A write that failed on a full disk could leave a record twice, in stores of earlier versions.
-                if line != last:
-                    self._read_record(line)
-                self._recorded, last = self._recorded + len(line), line
+                self._read_record(line)
+                self._recorded += len(line)
         os.ftruncate(self._records, self._recorded)
         if os.fstat(self._rows).st_size < self.nbytes:
             raise ValueError(f"{self.folder / ROWS} is shorter than its records say: it was damaged")

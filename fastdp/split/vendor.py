@@ -72,7 +72,6 @@ class SplitVendor:
         tokenizer: of the model, if given: a digest of its vocabulary lets customers compare theirs. It is not sent.
         lora: the adapter that each customer gets; by default rank 8 on the attention's queries and values.
         limits: see `Limits`.
-        keep_every: steps between writes of a run to disk; above 1 a kill sets customers back, who then repeat the steps.
 
     Raises:
         ValueError: for a model that cannot be split there, or limits that it does not meet.
@@ -87,12 +86,9 @@ class SplitVendor:
         tokenizer: PreTrainedTokenizerBase | None = None,
         lora: peft.LoraConfig | None = None,
         limits: Limits | None = None,
-        keep_every: int = 1,
     ):
-        if keep_every < 1:
-            raise ValueError(f"keep_every is {keep_every}: it must be at least 1")
         limits = limits or Limits()
-        self.folder, self.limits, self.keep_every = Path(folder), limits, keep_every
+        self.folder, self.limits = Path(folder), limits
         blocks = find_blocks(model)
         config: Any = model.config
         bottom, top = split_model(model, after)
@@ -177,12 +173,10 @@ class SplitVendor:
         return self._operations[message.op](name, message, seconds)
 
     def close(self) -> None:
-        """Finish what is being computed, and keep every run."""
+        """Finish what is being computed, and let the files go."""
         self._compute.shutdown(cancel_futures=True)
         with self._lock:
-            for name, customer in self._customers.items():
-                if customer.run.kept != customer.run.step:
-                    customer.run.save(self._runs / name)
+            for customer in self._customers.values():
                 customer.store.close()
             self._customers.clear()
         self._folder_lock.close()
@@ -282,8 +276,7 @@ class SplitVendor:
 
             with _room_on_disk(), self._dropped_if_it_fails(name):
                 self._submit(take, seconds)
-                if run.step % self.keep_every == 0:
-                    run.save(self._runs / name)
+                run.save(self._runs / name)
             return Outgoing("backward", {"step": run.step, "replayed": 0})
 
     def _predict(self, name: str, message: Message, seconds: float) -> Outgoing:

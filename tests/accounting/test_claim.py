@@ -15,7 +15,6 @@ from fastdp import accounting
 from fastdp.accounting import Card, Elsewhere, Gaussian, Ledger, Metric, Pure, noise_source, verify
 from fastdp.accounting.card import digest
 from fastdp.accounting.claim import two_decimals
-from fastdp.accounting.completeness import SHAPES
 from fastdp.accounting.exports import FORMATS, export
 from fastdp.accounting.weights import digests, digests_of
 from tests.cases import cases
@@ -31,7 +30,7 @@ CLAIMS = {
 
 def card(*claims, **options):
     first, *also = claims
-    return Card.of(first, also=also, mechanism="a mechanism", noise_source=SECRET, cross_check=False, **options)
+    return Card.of(first, also=also, mechanism="a mechanism", noise_source=SECRET, **options)
 
 
 def resealed(body):
@@ -109,7 +108,8 @@ def test_a_bound_that_does_not_follow_is_found_whoever_renews_the_digest(field, 
         ({"budget": {"of_a_unit": -1.0, "units": None, "releases": 1, "of_a_text": None}}, "must be a positive number"),
         ({"budget": {"of_a_unit": True, "units": None, "releases": 1, "of_a_text": None}}, "must be a positive number"),
         ({"budget": {"of_a_unit": 16.0, "units": None, "releases": 0, "of_a_text": None}}, "at least 1"),
-        ({"also": 3}, "no list of claims"),
+        ({"budget": {"of_a_unit": 16.0, "units": None, "releases": 3, "of_a_text": 0.1}}, "not how many units one has"),
+        ({"also": 3}, "also is missing or of the wrong type"),
         ({"also": [3]}, "no list of claims"),
         ({"also": [{"kind": "gaussian"}]}, "cannot be read"),
         ({"noise_source": {"key": "unsafe_reproducible"}}, "reproducible key"),
@@ -127,7 +127,7 @@ def test_malformed_claims_are_refused_in_a_sentence(changed, match):
         ({"event": {"format": "fastdp.event", "version": 1, "event": {"kind": "laplace"}}}, "laplace"),
         ({"event": {"format": "fastdp.event", "version": 7, "event": {"kind": "no_op"}}}, "version 7"),
         ({"steps": {"planned": 1, "spent": -1}}, "spent steps"),
-        ({"steps": {"planned": 1}}, "spent steps"),
+        ({"remaining": None}, "remaining is missing"),
         ({"adjacency": "swap"}, "adjacency"),
         ({"epsilon": {"upper_bound": "low", "delta": 1e-5}}, "not a number"),
         ({"epsilon": {"upper_bound": 1.0, "delta": 0.0}}, "delta"),
@@ -220,8 +220,7 @@ def tensors():
 def test_digests_are_of_content_and_form_whatever_the_name(tmp_path):
     given = tensors()
     save_file({f"renamed.{name}": t.contiguous() for name, t in given.items()}, tmp_path / "w.safetensors")
-    assert digests_of(tmp_path).keys() == set(digests(given.values()))
-    assert sum(digests_of(tmp_path).values()) == 6 + 4 + 9 + 1 + 0
+    assert digests_of(tmp_path) == set(digests(given.values()))
     assert digests_of(tmp_path / "w.safetensors") == digests_of(tmp_path)
     for name, other in (
         ("a", given["a"].reshape(3, 2)),
@@ -229,7 +228,7 @@ def test_digests_are_of_content_and_form_whatever_the_name(tmp_path):
         ("d", given["d"] + 1),
         ("a", given["a"].clone().fill_(math.nan)),
     ):
-        assert not set(digests([other])) & digests_of(tmp_path).keys(), name
+        assert not set(digests([other])) & digests_of(tmp_path), name
 
 
 def test_weights_that_the_card_does_not_speak_of_are_found(tmp_path):
@@ -272,7 +271,6 @@ def run_card(ledger, **changed):
             "model": {"name": "gpt2", "fingerprint": "f"},
             "run_id": ledger.run_id,
             "ledger_head": ledger.head,
-            "cross_check": False,
             **changed,
         }
     )
@@ -296,13 +294,6 @@ def test_a_run_and_its_ledger_agree(run):
     assert result.holds, result.reason
     assert not any("against the run's ledger" in entry for entry in result.unchecked)
     assert any("against the run's ledger" in entry for entry in verify(made).unchecked)
-
-
-def test_a_ledger_that_says_nothing_of_shapes_leaves_their_sentence_open(run):
-    made, path = run
-    result = verify(resealed({**made, "remaining": [SHAPES["public"]]}), ledger=path)
-    assert result.holds
-    assert "whether the shapes of microbatches were public: the ledger does not say" in result.unchecked
 
 
 def test_a_smaller_share_of_right_accusations_than_the_event_allows_is_found(run):
@@ -348,7 +339,6 @@ def test_a_unit_has_one_article():
         mechanism="EW-FT",
         noise_source=accounting.noise_source(False),
         model={},
-        cross_check=False,
     )
     for text in (made.to_markdown(), *(export(made, form) for form in FORMATS)):
         assert not re.search(r"\b(one|each) (one|each)\b", text.replace("{", " "))
@@ -358,7 +348,7 @@ def test_another_adjacency_is_another_epsilon(run):
     made, path = run
     body = {**made, "adjacency": "replace_one", "epsilon": {**made["epsilon"], "upper_bound": 100.0}}
     body.pop("membership")
-    assert "states epsilon as 100.0" in verify(resealed(body), ledger=path).reason
+    assert "states adjacency 'replace_one'" in verify(resealed(body), ledger=path).reason
 
 
 def test_a_ledger_that_counts_more_than_the_card_is_found(run):
@@ -389,95 +379,19 @@ def test_a_ledger_cut_back_behind_the_card_is_found(run):
     assert not verify(made, ledger=path)
 
 
-UNCHECKED = (
-    "no example reached another in the model or in the loop: nothing looked (self_check=False), and where one did the "
-    "figure does not hold"
-)
-BEFORE = "this model, or a part of it, was in private runs before (aa, bb): what those spent adds to this figure"
-CHANGED = "the weights were changed after a release, and not by one (a cast), for which this figure does not account"
-
-
-@pytest.fixture
-def noted(tmp_path):
-    """A run of three steps whose ledger noted two things before its card, and one that does not go there."""
+def test_what_was_noted_after_the_card_is_said_beside_it(tmp_path):
     path = tmp_path / "noted.jsonl"
-    ledger = Ledger.create(
-        path, {**HEADER, "sampling": "poisson"}, event=accounting.dpsgd_model(1.0, 0.02), budget_steps=20
-    )
-    ledger.note("trained before", "aa, bb")
+    ledger = Ledger.create(path, HEADER, event=accounting.dpsgd_model(1.0, 0.02), budget_steps=20)
+    ledger.note("trained before", "aa")
     ledger.record()
-    ledger.note("unchecked rows", "self_check=False")
-    ledger.note("preparation-00000000", "cc")
-    for _ in range(2):
-        ledger.record()
-    made = run_card(ledger, assumptions=[UNCHECKED, BEFORE])
-    return made, path, ledger
-
-
-def without(card, sentence):
-    return resealed({**card, "assumptions": [text for text in card["assumptions"] if text != sentence]})
-
-
-@pytest.mark.parametrize("closed", [True, False])
-@pytest.mark.parametrize(("sentence", "name"), [(UNCHECKED, "unchecked rows"), (BEFORE, "trained before")])
-def test_what_the_ledger_noted_stands_on_the_card(noted, sentence, name, closed):
-    made, path, ledger = noted
-    if closed:
-        ledger.close()
-    result = verify(made, ledger=path)
-    assert result.holds, result.reason
-    assert not any("notes" in entry for entry in result.unchecked)
-    for altered in (without(made, sentence), without({**made, "ledger_head": None}, sentence)):
-        assert f"the ledger notes '{name}'" in verify(altered, ledger=path).reason
-    fewer = [text.replace("aa, bb", "aa") for text in made["assumptions"]]
-    assert "of which the card says nothing" in verify(resealed({**made, "assumptions": fewer}), ledger=path).reason
-
-
-def test_what_was_noted_after_the_card_is_said_beside_it(noted):
-    made, path, ledger = noted
+    made = run_card(ledger)
+    ledger.note("preparation-00000001", "cc")
     ledger.note("changed weights", "not by a release")
-    ledger.note("of a later version", "dd")
     ledger.close()
     result = verify(made, ledger=path)
     assert result.holds, result.reason
-    assert any("after the card was written: changed weights" in entry for entry in result.unchecked)
-    assert any("'of a later version', which this package does not know" in entry for entry in result.unchecked)
-    # A card that says that it was written before is told by the releases that came after, and by the notes of those.
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    for record in records[:-1]:
-        early = without({**made, "ledger_head": record["digest"]}, UNCHECKED)
-        assert not verify(early, ledger=path)
-    first = verify(resealed({**made, "ledger_head": records[0]["digest"]}), ledger=path)
-    assert "counts releases after the record" in first.reason
-    assert verify(resealed({**made, "assumptions": [*made["assumptions"], CHANGED]}), ledger=path).holds
-
-
-def test_the_steps_of_the_card_are_those_of_the_ledger(run):
-    made, path = run
-    for spent in (1, 9):
-        altered = resealed({**made, "steps": {**made["steps"], "spent": spent}})
-        assert not verify(altered, ledger=path)
-    assert (
-        "its ledger counts 8" in verify(resealed({**made, "steps": {**made["steps"], "spent": 1}}), ledger=path).reason
-    )
-    dropped = resealed({key: value for key, value in made.items() if key != "steps"})
-    assert "steps is missing" in verify(dropped, ledger=path).reason
-
-
-def test_what_rounding_leaves_is_not_dropped(run):
-    made, path = run
-    rounded = {
-        **made,
-        "noise_source": accounting.noise_source(False, True),
-        "remaining": [accounting.rounded_to_grid(1e-9)],
-    }
-    assert verify(resealed(rounded), ledger=path).holds
-    for remaining, words in (
-        ([], "rounding of noised sums"),
-        (None, "remaining is missing"),
-        ([1], "rounding of noised"),
-    ):
-        assert words in verify(resealed({**rounded, "remaining": remaining}), ledger=path).reason
+    noted = [entry for entry in result.unchecked if "the ledger notes" in entry]
+    assert noted == ["what the ledger notes after the card was written: changed weights (not by a release)"]
 
 
 @cases("form", ["fastdp.statement", "fastdp.selective-card", "fastdp.federated-run-card"])

@@ -88,3 +88,10 @@ def test_sound_schedules_cost_their_target(epochs):
 def test_values_out_of_range_are_refused(changed, match):
     with pytest.raises(ValueError, match=match):
         accounting.epoch_weighted_schedule(**{**SST2, "step_distance": 2, **changed})
+
+
+@cases(("epsilon", "delta", "match"), [(4.0, 0.0, "delta"), (4.0, 2.0, "delta"), (0.0, 1e-5, "positive")])
+def test_the_largest_ratio_of_a_budget_that_is_none_is_refused(epsilon, delta, match):
+    assert accounting.largest_mu(math.inf, 1e-5) == math.inf
+    with pytest.raises(ValueError, match=match):
+        accounting.largest_mu(epsilon, delta)

@@ -3,12 +3,14 @@
 import os
 import shutil
 import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 import fastdp
-from fastdp import accounting
+from fastdp import accounting, files
 from fastdp.accounting import BudgetExceeded, Ledger, LedgerError
 from fastdp.accounting.witness import count_release, data_digest, same_data, state_folder
 from tests.accounting.test_ledger import crash
@@ -202,6 +204,22 @@ def test_data_are_released_once_unless_it_is_asked_for_again(tmp_path, state, mo
         assert count_release(other, "laplace", tmp_path) == []
     kept = b"".join(path.read_bytes() for path in state.rglob("*") if path.is_file())
     assert b"b c" not in kept
+
+
+def test_of_two_programs_that_release_at_once_one_is_refused(tmp_path, monkeypatch):
+    """The second waits until the first has noted its release, however long that takes."""
+    write = files.write_json
+
+    def slowly(*arguments, **options):
+        time.sleep(0.3)
+        write(*arguments, **options)
+
+    monkeypatch.setattr(files, "write_json", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        begun = [pool.submit(count_release, ["a", "b"], "laplace", tmp_path / str(k)) for k in range(2)]
+    assert [type(each.exception()) for each in begun].count(ValueError) == 1
+    with pytest.raises(ValueError, match="released before"):
+        count_release(["a", "b"], "laplace", tmp_path / "third")
 
 
 def test_texts_that_were_released_in_other_company_are_refused_or_said(tmp_path, state):

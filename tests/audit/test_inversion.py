@@ -1,4 +1,4 @@
-"""Tokens from embeddings, from deeper representations, and from several releases of the same."""
+"""Tokens from embeddings, and from deeper representations."""
 
 from __future__ import annotations
 
@@ -80,21 +80,8 @@ def test_the_optimisation_refuses_what_it_cannot_use() -> None:
             audit.optimised_tokens(released, lambda e: e, torch.zeros(5, 4), steps=steps)
 
 
-def test_a_token_sent_again_and_again_is_less_private() -> None:
-    torch.manual_seed(0)
-    table = torch.randn(VOCABULARY, WIDTH)
-    ids = torch.randint(0, VOCABULARY, (1000,))
-    releases = [table[ids] + 3 * torch.randn(1000, WIDTH) for _ in range(8)]
-    result = audit.repeated_release(releases, table, ids)
-    once = sum(single.recovered for single in result.single) / 8
-    assert result.union.recovered > once + 0.2
-    assert result.averaged.recovered > once + 0.2
-    assert all(result.union.recovered >= single.recovered for single in result.single)
-    # The mean of eight is one release at 1/sqrt(8) of the noise.
-    quiet = audit.inversion(audit.nearest_tokens(table[ids] + 3 / 8**0.5 * torch.randn(1000, WIDTH), table), ids)
-    assert result.averaged.recovered == pytest.approx(quiet.recovered, abs=0.1)  # six standard errors at most
-    alone = audit.repeated_release(releases[:1], table, ids)
-    assert alone.union == alone.averaged == alone.single[0]
-    for wrong, message in (([], "no release"), ([releases[0], releases[1][:5]], "differ in shape")):
-        with pytest.raises(ValueError, match=message):
-            audit.repeated_release(wrong, table, ids)
+def test_a_removed_attack_says_what_to_use() -> None:
+    with pytest.raises(AttributeError, match="removed: use inversion and nearest_tokens on the mean"):
+        _ = audit.repeated_release
+    with pytest.raises(AttributeError, match="there is none of that name"):
+        _ = audit.guess

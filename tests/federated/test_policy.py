@@ -132,8 +132,7 @@ def test_private_paths_come_from_the_node_alone():
         read({"train": "/etc/passwd"}, train=None)
     with pytest.raises(NodeSettingError, match="state is missing"):
         read({"state": "/tmp/elsewhere"}, state=None)
-    assert read(eval="held.csv").eval == "held.csv"
-    assert read({"evaluation": "clients", "eval": "own.csv"}).eval == ""
+    assert read({"eval": "own.csv"}).eval == ""
 
 
 @cases(
@@ -142,6 +141,7 @@ def test_private_paths_come_from_the_node_alone():
         ({"epsilom": 1.0}, "no setting 'epsilom'; did you mean epsilon"),
         ({"perturbaton": "all"}, "did you mean perturbation"),
         ({"learning_rate": 0.1}, "learning_rate is the run's to set"),
+        ({"eval": "held.csv"}, "eval is the run's to set"),
         ({"perturbation": None}, "perturbation is missing"),
         ({"model": None}, "model is missing"),
         ({"model": "somebody/model"}, "model is 'somebody/model': name a folder"),
@@ -193,7 +193,7 @@ def test_every_setting_that_could_weaken_a_client_is_decided():
         *("threads", "device", "partition", "dirichlet_alpha", "source_column", "radius", "alpha", "client_clip"),
         *("client_noise_multiplier", "client_delta", "dpsgd_max_grad_norm"),
         # What is drawn after a type was answered, and whether draws are learned, tell nothing more of a token.
-        *("replacement", "learn_replaced"),
+        *("replacement", "learn_replaced", "eval"),
     }
     decided = {field.name for field in dataclasses.fields(NodePolicy)} | harmless
     assert {field.name for field in dataclasses.fields(FederatedConfig)} <= decided
@@ -286,23 +286,6 @@ def test_a_refused_client_trains_nothing_and_says_no_more_than_it_may(settings, 
     _, (row, *_) = server(settings, [deployed(settings, node | {"secret-codename": "x"})])
     assert "secret" not in row["refused"][0]["reason"]
     assert "secret_codename" in caplog.text
-
-
-def test_the_exact_loss_of_a_private_file_is_never_sent_unasked(settings, node):
-    """The server names the client's own file as `eval`, and orders an evaluation."""
-    run = settings | {"evaluation": "clients", "eval": node["train"]}
-    grid, rows = server(run, [deployed(run, node)])
-    assert (100, "evaluate") in grid.sent
-    assert [row["perplexity"] for row in rows] == [None, None]
-
-
-def test_an_evaluation_that_the_run_does_not_ask_for_is_refused(settings, node):
-    """A server that sends the order anyway learns no loss, although the client has held-out texts of its own."""
-    grid, rows = server(
-        settings | {"evaluation": "clients"},
-        [deployed(settings | {"evaluation": "server"}, node | {"eval": node["train"]})],
-    )
-    assert [row["perplexity"] for row in rows] == [None, None]
 
 
 def test_texts_drawn_for_one_run_are_not_drawn_anew_for_another(settings, node, tmp_path, monkeypatch, caplog):

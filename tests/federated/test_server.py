@@ -51,7 +51,7 @@ def test_a_run_lowers_perplexity_and_leaves_what_it_says(settings):
     assert [row["accepted"] for row in rows] == [3, 3]
     assert rows[1]["perplexity"] < rows[0]["perplexity"]
     output = Path(settings["output"])
-    for name in ("adapter", "run_card.json", "run_card.md", "perplexity.png", "server.safetensors"):
+    for name in ("adapter", "run_card.json", "run_card.md", "server.safetensors"):
         assert (output / name).exists(), name
     assert "clients train on their texts as they are" in (output / "run_card.md").read_text()
     readable = {path.name for path in output.iterdir() if path.stat().st_mode & 0o077}
@@ -231,23 +231,8 @@ def test_metrics_that_no_client_can_measure_are_ignored(settings, trained, value
 
 def test_one_client_of_four_does_not_set_what_clients_report(settings, trained):
     """Whatever it claims, each figure stays within those of the three honest ones."""
-    settings = settings | {"evaluation": "clients"}
-    found = {}
-    for loss, tokens in ((None, None), (0.0, 2**62), (700.0, 2**62), (0.0, 1)):
-        grid = federation(settings, 4)
-        if tokens is not None:
-            answer = grid.clients[103]
-            grid.clients[103] = lambda message, answer=answer, loss=loss, tokens=tokens: tampering(
-                tampering(answer, put("loss", loss)), put("num-tokens", tokens)
-            )(message)
-        settings["output"] = str(Path(settings["output"]) / "next")
-        found[loss, tokens] = one_round(settings, grid, evaluation="clients")["perplexity"]
-    honest = found.pop((None, None))
-    assert honest > 50
-    assert all(abs(perplexity / honest - 1) < 0.2 for perplexity in found.values()), found
     wrong = tampering(tampering(replaying(trained[0]), put("loss", 700.0)), put("seconds", 3000.0))
-    grid = LocalGrid(dict(enumerate([wrong, *map(replaying, trained)])))
-    row = one_round(settings | {"output": str(Path(settings["output"]) / "metrics")}, grid)
+    row = one_round(settings, LocalGrid(dict(enumerate([wrong, *map(replaying, trained)]))))
     metrics = [content.metric_records["metrics"] for content in trained]
     assert row["unprotected"]["loss"] <= max(found["loss"] for found in metrics)
     assert row["client_seconds"] <= 4 * max(found["seconds"] for found in metrics)
@@ -274,21 +259,6 @@ def test_what_a_client_says_is_one_plain_line_of_the_log(settings, trained, capl
         assert len(line.splitlines()) == 1
         assert line.isprintable(), line
         assert len(line) < 400
-
-
-def test_a_perplexity_that_no_client_can_measure_is_ignored(settings):
-    """Losses of both signs beyond all bounds would make the sum no number."""
-    settings = settings | {"evaluation": "clients"}
-    grid = federation(settings, 3)
-
-    def exaggerating(answer, value):
-        return lambda message: tampering(answer, put("loss", value))(message)
-
-    grid.clients = {
-        node: exaggerating(answer, value) if value else answer
-        for (node, answer), value in zip(grid.clients.items(), (1e308, -1e308, None))
-    }
-    assert 1 < one_round(settings, grid, evaluation="clients")["perplexity"] < math.inf
 
 
 def test_dpsgd_at_the_client_sends_no_loss(settings):
@@ -420,13 +390,6 @@ def test_sampling_of_clients(settings, trained):
     assert len(grid.sent) == len({node for node, _ in grid.sent}) == 3
 
 
-def test_perplexity_by_the_clients(settings):
-    settings = settings | {"evaluation": "clients"}
-    by_clients = one_round(settings, federation(settings, 2), evaluation="clients")["perplexity"]
-    assert math.isfinite(by_clients)
-    assert by_clients > 1
-
-
 class Stopped(Exception):
     pass
 
@@ -495,6 +458,7 @@ def test_central_dp_is_certified(settings, trained):
     assert card["steps"] == {"planned": 3, "spent": 3}
     assert card["guarantee"] == "differential privacy"
     assert card.event == dpsgd(1.0, 0.5, 3)
+    assert any("4 updates is rounded to float32 before its noise" in entry for entry in card["remaining"])
 
 
 def test_central_dp_publishes_nothing_of_who_took_part(settings, trained):

@@ -51,12 +51,10 @@ def test_the_noise_of_every_option_meets_the_budget(planned, config):
     assert found.best.run_ratio == min(o.run_ratio for o in found.options if o.steps >= LEAST_STEPS)
 
 
-def test_less_time_is_kept_to_and_more_noise_asks_for_no_larger_rate(planned):
+def test_less_time_is_kept_to(planned):
     hurried, slow = planned(minutes=1.0, delta=1e-5), planned(delta=1e-5)
     assert hurried.best.seconds <= 1 * 60 * 1.01 < slow.best.seconds
     assert hurried.best.steps >= LEAST_STEPS
-    rates = [planned(epsilon=budget, delta=1e-5).config.learning_rate for budget in (0.1, 100.0)]
-    assert rates[0] <= rates[1]
     assert slow.config.lora_alpha == SCALE * slow.config.lora_r
     with pytest.raises(ConfigError, match="allow more passes"):
         planned(passes=0.1, delta=1e-5)
@@ -120,17 +118,19 @@ PLANNED = "--examples 400 --epsilon 8 --delta 1e-4 --max-length 48".split()
 
 
 def test_the_command_writes_settings_that_a_run_takes(model_folder, tmp_path):
-    picture, written = tmp_path / "plan.png", tmp_path / "plan.yaml"
+    written = tmp_path / "plan.yaml"
     arguments = ["plan", "--model", model_folder, "--length", "4,12,20", *PLANNED]
-    arguments += ["--physical-batch-size", 4, "--picture", picture, "--write", written]
+    arguments += ["--physical-batch-size", 4, "--write", written, "--picture", tmp_path / "plan.png"]
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exit_code == 0, done.output
+    assert "warning: --picture was removed" in done.output
     assert "suggested" in done.output
     assert "measured here" in done.output
     assert "…" not in done.output, "no heading is cut at 80 characters"
     refused = CliRunner().invoke(app, [*map(str, arguments[:3]), "--length", "long", *PLANNED])
     assert "write whole numbers" in refused.output
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    simulated = CliRunner().invoke(app, [*map(str, arguments), "--gpu", "h100"])
+    assert "--gpu was removed: plan on the machine that trains" in simulated.output
     settings = load_config(written)
     assert settings.batch_size in (16, 32, 64, 128)
     assert yaml.safe_load(written.read_text())["model"] == str(model_folder)
@@ -151,19 +151,3 @@ def test_people_are_counted_where_they_are_protected(model_folder, tmp_path):
 def test_a_step_runs_every_row_of_its_people():
     machine = dataclasses.replace(MACHINE, physical=16, lengths=(4, 12), rows=3.0)
     assert machine.step_seconds(20) == dataclasses.replace(machine, rows=1.0).step_seconds(60)
-
-
-def test_a_gpu_is_simulated_and_said_to_be(model_folder):
-    pytest.importorskip("triton")
-    arguments = ["plan", "--model", model_folder, "--length", 16, *PLANNED]
-    arguments += ["--physical-batch-size", 2, "--gpu", "h100", "--peft", "full", "--gradient-checkpointing"]
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if not hasattr(meta_settings, "meta_nonzero_assume_all_nonzero"):
-        assert done.exit_code == 1
-        assert "is too old to simulate steps" in done.output
-        return
-    assert done.exit_code == 0, done.output
-    assert "SIMULATED" in done.output
-    assert "gradient checkpointing: one backward pass a micro-batch" in " ".join(done.output.split())
-    refused = CliRunner().invoke(app, [str(argument) for argument in [*arguments, "--gpu", "abacus"]])
-    assert refused.exit_code == 1

@@ -245,7 +245,17 @@ def test_a_stopped_run_of_a_local_method_leaves_a_record_of_what_was_released(co
         finetune(settings, resume=True)
     with pytest.raises(ConfigError, match="already holds a run"):
         finetune(settings)
-    # Ended before anything was released, it leaves none.
+
+
+def test_a_run_of_a_local_method_that_was_stopped_before_any_release_may_begin_again(
+    config, files, tmp_path, monkeypatch
+):
+    """Neither the folder nor the account holds that anything was released."""
+    monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "state"))
+    monkeypatch.delenv("FASTDP_AGAIN")
+    options = {"layer": 1, "autoencoder": None, "noise": "release_once"}
+    settings = classify(config, files, method="ewft", method_options=options)
     with pytest.raises(ConfigError, match="stopped early"):
-        finetune(replace(settings, output=str(tmp_path / "other")), reporter=Failing())
-    assert not (tmp_path / "other" / "releases").exists()
+        finetune(settings, reporter=Failing())
+    assert not (tmp_path / "run" / "releases").exists()
+    assert finetune(settings).steps == 3

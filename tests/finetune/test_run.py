@@ -21,7 +21,7 @@ def logits(model, ids):
         return model.eval()(input_ids=ids).logits
 
 
-@pytest.mark.parametrize("name", ["adapter", "model", "card.json", "loss.png", "checkpoint.pt"])
+@pytest.mark.parametrize("name", ["adapter", "model", "card.json", "checkpoint.pt"])
 def test_what_others_keep_in_the_output_is_not_overwritten(config, tmp_path, name):
     kept = tmp_path / "run" / name / "kept" if name in ("adapter", "model") else tmp_path / "run" / name
     kept.parent.mkdir(parents=True)
@@ -51,10 +51,10 @@ def test_lora_run_writes_everything_and_loads_in_plain_peft(config, model_folder
     assert any(f"units of {config.max_length:,} tokens" in sentence for sentence in card["remaining"])
     assert 'separator: "\\n"' in (output / "config.yaml").read_text().splitlines()
     assert {path.name for path in output.iterdir()} >= {
-        *("adapter", "card.json", "card.md", "config.yaml", "metrics.jsonl", "result.json", "loss.png", "epsilon.png"),
+        *("adapter", "card.json", "card.md", "config.yaml", "metrics.jsonl", "result.json"),
     }
     assert not (output / "checkpoint.pt").exists()
-    for name in ("config.yaml", "metrics.jsonl", "result.json", "loss.png", "ledger.jsonl"):
+    for name in ("config.yaml", "metrics.jsonl", "result.json", "ledger.jsonl"):
         assert (output / name).stat().st_mode & 0o077 == 0, f"others of this machine may read {name}"
     assert 0 < result.epsilon <= 8
     assert result.steps == 3

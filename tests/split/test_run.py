@@ -24,7 +24,6 @@ def test_a_loaded_run_goes_on_bit_for_bit(tmp_path):
         step(whole, number)
         step(broken, number)
     broken.save(tmp_path)
-    assert broken.kept == 3
     loaded = Run.load(tmp_path, template())
     assert (loaded.step, loaded.digest, loaded.settings) == (3, "digest 2", SETTINGS)
     for number in range(3, 6):

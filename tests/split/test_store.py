@@ -100,16 +100,11 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     again.close()
 
 
-def test_a_record_that_stands_twice_is_read_once(tmp_path):
+def test_a_record_of_another_place_is_damage(tmp_path):
     store = ExampleStore(tmp_path, 1, torch.float16)
     store.append(torch.ones(2, 1, dtype=torch.float16), [2], "first")
     store.close()
-    lines = (tmp_path / "rows.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "rows.jsonl").write_bytes(b"".join([*lines, lines[-1]]))
-    again = ExampleStore(tmp_path, 1, torch.float16)
-    assert again.count == 1
-    again.append(torch.zeros(1, 1, dtype=torch.float16), [1], "second")
-    again.close()
-    (tmp_path / "rows.jsonl").write_bytes(b"".join([*lines, b'{"first":7,"lengths":[1],"digest":""}\n']))
+    with open(tmp_path / RECORDS, "ab") as file:
+        file.write(b'{"first":7,"lengths":[1],"digest":""}\n')
     with pytest.raises(ValueError, match="it was damaged"):
         ExampleStore(tmp_path, 1, torch.float16)

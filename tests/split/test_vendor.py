@@ -175,26 +175,6 @@ def test_a_vendor_that_was_killed_goes_on_bit_for_bit_with_dropout(tmp_path):
         each.close()
 
 
-def test_steps_between_writes_are_taken_again(tmp_path):
-    """With keep_every=4 a kill after six steps leaves four; a regular stop leaves all."""
-    vendor = make_vendor(tmp_path, keep_every=4)
-    begin(vendor)
-    for step in range(6):
-        take(vendor, step)
-    after_six = adapter(vendor)
-    revived = revive(vendor, keep_every=4)
-    assert ask(revived, "open", settings(revived))["step"] == 4
-    with pytest.raises(MessageRejected, match="at step 4, not 6") as refused:
-        ask(revived, "forward", {"step": 6}, {"indices": torch.tensor([0])})
-    assert refused.value.code == "ABORTED"
-    for step in (4, 5):
-        take(revived, step)
-    assert all(torch.equal(value, after_six[key]) for key, value in adapter(revived).items())
-    revived.close()
-    assert Run.load(revived.folder / "customers" / "alice", after_six).step == 6
-    vendor.close()
-
-
 def test_a_replayed_step_is_answered_and_not_taken_twice(vendor):
     begin(vendor)
     _, gradient = take(vendor, 0)
@@ -340,8 +320,6 @@ def test_limits(tmp_path):
     for changes, match in (({"max_message_bytes": 1000}, "one example of"), ({"queue": 0}, "above 0")):
         with pytest.raises(ValueError, match=match):
             make_vendor(tmp_path, limits=Limits(**{**vars(LIMITS), **changes}))
-    with pytest.raises(ValueError, match="keep_every"):
-        make_vendor(tmp_path, keep_every=0)
 
 
 def test_a_full_queue_asks_to_come_back(tmp_path):
