@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.fx.experimental._config as meta_settings
 import yaml
 from torch.utils.data import DataLoader
 from typer.testing import CliRunner
