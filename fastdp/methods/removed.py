@@ -26,6 +26,9 @@ REMOVED_NAMES = {
     "rapft.gradient_moments": "use second_moments",
     "DPFrost.norm_order": "magnitudes are L1 norms",
     "DPFrost.magnitude=MGN": "use magnitude='MGNA'",
+    "DPFrost.axes_power": "use DPSGD, which trains every partition and did as well",
+    "DPFrost.choose_by=values": "use choose_by='random', which costs no epsilon either",
+    "DPFrost.granularity": "use partitions, or DPSGD, which did better than single entries",
     **{f"{method}.bias_correction": _NO_CORRECTION for method in ("DPSGD", "RapFT", "DPFrost")},
     **{f"{method}.weight_averaging": _NO_AVERAGE for method in ("DPSGD", "RapFT", "DPFrost", "NonPrivate")},
     "ewft.epoch_weighted": "use release_once, which spends the same epsilon with less noise",
@@ -43,6 +46,9 @@ SUBSTITUTES: dict[str, Any] = {
     "RapFT.axes_power=None": 0.5,
     "DPFrost.norm_order": None,
     "DPFrost.magnitude=MGN": "MGNA",
+    "DPFrost.axes_power": None,
+    "DPFrost.choose_by=values": "random",
+    "DPFrost.granularity": None,
 }
 
 
