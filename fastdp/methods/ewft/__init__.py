@@ -2,7 +2,6 @@
 
 from fastdp.methods.ewft.autoencoder import (
     StackedAutoencoder as StackedAutoencoder,
-    TrainedPrivately as TrainedPrivately,
     train_autoencoder as train_autoencoder,
 )
 from fastdp.methods.ewft.noise import (

@@ -15,7 +15,7 @@ import fastdp.accounting as accounting
 import fastdp.ops as ops
 from fastdp.accounting.event_types import DpEvent
 from fastdp.methods.blocks import Layer, layer_name
-from fastdp.methods.ewft.autoencoder import StackedAutoencoder, TrainedPrivately, train_autoencoder
+from fastdp.methods.ewft.autoencoder import StackedAutoencoder, train_autoencoder
 from fastdp.methods.ewft.hooks import LayerReleases
 from fastdp.methods.ewft.noise import NoiseSchedule
 from fastdp.methods.ewft.records import EVALUATE, TOKEN_LABELS, Records
@@ -204,7 +204,7 @@ class EWFT(LayerReleases):
         if ae is not None and ae.trained_on is None and not self.settings.joint_autoencoder:
             raise RuntimeError(
                 "The autoencoder has not been trained. Call train_autoencoder with public text, or set "
-                "trained_on to TrainedPrivately(event) after a private run."
+                "trained_on to 'public' if it learned from such text."
             )
         with torch.set_grad_enabled(self.settings.exposed and torch.is_grad_enabled()):
             code = hidden if ae is None else ae.encode(hidden)
@@ -246,10 +246,8 @@ class EWFT(LayerReleases):
         )
 
     def event(self) -> DpEvent:
-        """Event of the releases of one training record so far, and of a privately trained autoencoder; sensitivity 2 C."""
-        trained_on = None if self.autoencoder is None else self.autoencoder.trained_on
-        extra = [trained_on.event] if isinstance(trained_on, TrainedPrivately) else []
-        return accounting.compose(self.ledger.event(), *extra)
+        """Event of the releases of one training record so far; sensitivity 2 C."""
+        return self.ledger.event()
 
     def flaws(self) -> list[str]:
         return self.settings.flaws() + ([TOKEN_LABELS] if self.perturbed.token_labels else [])
@@ -294,7 +292,6 @@ class EWFT(LayerReleases):
     def card(self) -> accounting.Card:
         """What was released about a training record, its cost without amplification, and what is not protected."""
         noise, ae = self.noise, self.autoencoder
-        trained_on = None if ae is None else ae.trained_on
         query = "infinite" if math.isinf(asked := self.inference_epsilon()) else f"{asked:.3f}"
         spent = sum(self.ledger.spent(name) for name in self.ledger.kinds)
         return accounting.Card.build(
@@ -306,9 +303,7 @@ class EWFT(LayerReleases):
                 "noise_std_over_max_norm": list(noise.ratios),
                 "reuse": noise.reuse,
                 "autoencoder": None if ae is None else [ae.width, *ae.sizes],
-                "autoencoder_trained_on": "private records, with its own event"
-                if isinstance(trained_on, TrainedPrivately)
-                else trained_on,
+                "autoencoder_trained_on": None if ae is None else ae.trained_on,
                 "public_text": [text.describe() for text in self.settings.public_texts] or describe_origin(None),
                 **dict(noise.settings),
             },

@@ -378,11 +378,8 @@ class TextPrivatizer(Releases):
     def _law(self, label: int | None) -> tuple[Tensor, float, dict[str, Any]]:
         """Table, scale and weights of `exponential_choice`."""
         cti = self.cti
-        if cti is None:
-            return self._rows, self._eta / 2, {}
-        if cti.form == "prior":
-            return self._rows, self._eta / 2, {"log_prior": cti.tilt * self._per_row(cti.importance_of(label))}
-        return _stretched(self._rows, self._per_row(cti.eta_of(label, self._eta))), 0.5, {}
+        prior = {} if cti is None else {"log_prior": cti.tilt * self._per_row(cti.importance_of(label))}
+        return self._rows, self._eta / 2, prior
 
     def _per_row(self, value: Tensor) -> Tensor:
         return value.to(self._ids.device)[self._ids]
@@ -449,18 +446,14 @@ class TextPrivatizer(Releases):
         if self.cti is None or self.cti.form == "prior":
             return self._eta * distance
         eta = self._per_row(self.cti.eta_of(label, self._eta))
-        if self.cti.form == "elastic":
-            stretched = _stretched(self._rows, eta).double()
-            return float((stretched[a] - stretched[b]).norm())
         return float(eta[a]) * distance if eta[a] == eta[b] else float("inf")
 
     def nats_per_distance(self) -> float:
         """What a token's replacement really costs for each unit of distance on this table: an upper bound, at most eta.
 
         For the exponential mechanism it is half of eta and the Lipschitz constant of log Z, the largest over classes where
-        there are any (`fastdp.methods.exact`); in ``elastic`` form the distance is the stretched one. Two passes over the
-        distances of the vocabulary, once; a `statement` made afterwards says what was found. The Laplace mechanism costs eta;
-        the paper's CTI has no bound, inf.
+        there are any (`fastdp.methods.exact`). Two passes over the distances of the vocabulary, once; a `statement` made
+        afterwards says what was found. The Laplace mechanism costs eta; the paper's CTI has no bound, inf.
 
         Raises ValueError for the quotient, whose bound has no distance.
         """
@@ -561,15 +554,11 @@ class TextPrivatizer(Releases):
         unit = "one token, with the other tokens of its text given"
         if self.epsilon_of_a_token is not None:
             return Pure(unit, self.epsilon_of_a_token)
-        form = None if self.cti is None else self.cti.form
-        eta, distance = self._eta, "distance of the tokens' rows"
-        if form == "elastic":
-            eta, distance = 1.0, f"{distance}, each stretched about the mean row by its own eta"
-        elif form == "paper":
-            distance = f"{distance} of equal eta, and nothing between others"
-        if self._nats is not None and math.isfinite(self._nats):
-            eta = self._nats
-        return Metric(unit, eta, distance=distance)
+        distance = "distance of the tokens' rows"
+        if self.cti is not None and self.cti.form == "paper":
+            distance += " of equal eta, and nothing between others"
+        found = self._nats is not None and math.isfinite(self._nats)
+        return Metric(unit, float(self._nats or 0.0) if found else self._eta, distance=distance)
 
     @property
     def in_short(self) -> str:
@@ -584,9 +573,3 @@ def _quotient(cti: CTI | None, drawn: Tensor, epsilon: float | None) -> Quotient
         return None
     assert epsilon is not None
     return Quotient(cti.cells, representatives(cti.cells, cti.importance, cti.mass, drawn), epsilon)
-
-
-def _stretched(rows: Tensor, eta: Tensor) -> Tensor:
-    """Rows of the elastic metric, in nats: eta_w (w - m)."""
-    wide = rows.double()
-    return ((wide - wide.mean(0)) * eta[:, None].to(wide.device)).float()
