@@ -142,7 +142,6 @@ MAKE = {
     "TextPrivatizer, quotient": lambda folder: told_cells(),
     "PrivateBottom": lambda folder: hidden_rows(),
     "SelectivePerturbation": lambda folder: private_words("local"),
-    "SelectivePerturbation, metric": lambda folder: private_words("metric"),
     "SelectivePerturbation, typed": lambda folder: private_words("typed"),
     "federated run": lambda folder: federated(),
 }

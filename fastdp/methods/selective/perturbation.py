@@ -24,16 +24,11 @@ from fastdp.accounting.witness import count_release
 from fastdp.locks import Lock
 from fastdp.methods.encoding import ADDED, encode_private
 from fastdp.methods.perturbation import Releases
+from fastdp.methods.removed import replace_removed
 from fastdp.methods.sap.vocabulary import table_of
 from fastdp.methods.selective.card import PAPER_FLAWS, PerturbedTexts
 from fastdp.methods.selective.infill import infill
-from fastdp.methods.selective.mechanism import (
-    FORMS,
-    TokenMechanism,
-    balanced_partition,
-    diameter_bound,
-    public_radius,
-)
+from fastdp.methods.selective.mechanism import FORMS, TokenMechanism, diameter_bound, public_radius
 from fastdp.methods.selective.rules import RuleDetector
 from fastdp.methods.selective.spans import PrivacyDetector, PrivacyPolicy, token_mask
 from fastdp.methods.selective.typed import TypedCells
@@ -42,14 +37,13 @@ from fastdp.validate import one_of, positive
 
 MECHANISMS = (*FORMS, "typed")
 BUDGETS = ("token", "text")
-#: Those that know no distances.
-_WITHOUT_RADIUS = ("metric", "typed")
 #: Seconds to wait for another process that draws for the same texts.
 _LONGEST_WAIT = 600.0
 SCOPES = ("private", "all")
 REPLACEMENTS = ("model", "uniform")
 
 
+@replace_removed
 @dataclass(frozen=True)
 class SelectivePerturbation:
     """Replace the private tokens of texts by draws from a public vocabulary, of the exponential mechanism or by type.
@@ -62,12 +56,11 @@ class SelectivePerturbation:
         epsilon: budget of each private token, or of each text (``budget``). k private tokens compose to k epsilons. The
             draws are as strong as it allows on the public table, which is more than the mechanism's scale alone says: see
             `TokenMechanism.strength`.
-        mechanism: ``local`` (default), ``metric``, ``partition`` or ``paper``, see `fastdp.methods.selective.mechanism`; or
-            ``typed``, see `fastdp.methods.selective.typed`. ``paper`` carries no guarantee, and its card says so.
+        mechanism: ``local`` (default) or ``paper``, see `fastdp.methods.selective.mechanism`; or ``typed``, see
+            `fastdp.methods.selective.typed`. ``paper`` carries no guarantee, and its card says so.
         budget: ``token``, or ``text`` to share epsilon equally among a text's private tokens.
-        radius: cap of distances (``local``, ``partition``) or the paper's d; None for the public table's median distance.
+        radius: cap of distances (``local``) or the paper's d; None for the public table's median distance.
         alpha: the paper's factor.
-        cells: number of cells of the public partition.
         replacement: what ``typed`` draws from an answered type: ``uniform``, all of its tokens alike; or ``model``, by what
             a public language model expects there, which must then be given as the table (`infill.infill`). Both cost nothing.
         scope: ``private`` tokens alone, or ``all`` (the baseline that perturbs every token).
@@ -83,7 +76,6 @@ class SelectivePerturbation:
     budget: str = "token"
     radius: float | None = None
     alpha: float = 1.0
-    cells: int = 64
     replacement: str = "uniform"
     scope: str = "private"
     detector: PrivacyDetector = field(default_factory=RuleDetector)
@@ -96,11 +88,9 @@ class SelectivePerturbation:
         one_of(REPLACEMENTS, replacement=self.replacement)
         if self.replacement == "model" and self.mechanism != "typed":
             raise ValueError("replacement 'model' draws from a type that was told: set mechanism='typed'")
-        positive(epsilon=self.epsilon, alpha=self.alpha, cells=self.cells)
+        positive(epsilon=self.epsilon, alpha=self.alpha)
         if self.radius is not None:
             positive(radius=self.radius)
-        if self.cells != int(self.cells):
-            raise ValueError(f"cells is {self.cells}: a partition has a whole number of them, at least one")
 
     def __call__(
         self,
@@ -156,7 +146,6 @@ class SelectivePerturbation:
             "budget": self.budget,
             "radius": self.radius,
             "alpha": self.alpha if self.mechanism == "paper" else None,
-            "cells": self.cells if self.mechanism == "partition" else None,
             **({"replacement": self.replacement} if self.mechanism == "typed" else {}),
             "scope": self.scope,
             "detector": {"name": "every token"} if self.scope == "all" else self.detector.describe(),
@@ -284,7 +273,7 @@ class SelectiveReleases(Releases):
         return None if settings is None else settings()
 
     def _radius(self, matrix: Tensor) -> float | None:
-        if self.settings.mechanism in _WITHOUT_RADIUS:
+        if self.settings.mechanism == "typed":
             return None
         given = self.settings.radius
         radius = public_radius(matrix) if given is None else given
@@ -303,12 +292,8 @@ class SelectiveReleases(Releases):
         candidates[special] = False
         if self.settings.mechanism == "typed":
             return TypedCells.of(self.tokenizer, candidates)
-        cells = None
-        if self.settings.mechanism == "partition":
-            usable = candidates.nonzero().flatten()
-            cells = torch.zeros(len(matrix), dtype=torch.int64)
-            cells[usable] = balanced_partition(matrix[usable], self.settings.cells)
-        return TokenMechanism(self.settings.mechanism, matrix, self.radius, self.settings.alpha, candidates, cells)
+        assert self.radius is not None
+        return TokenMechanism(self.settings.mechanism, matrix, self.radius, self.settings.alpha, candidates)
 
     def _private(self, texts: Sequence[str], encoded: dict[str, Any]) -> list[list[bool]]:
         if self.settings.scope == "all":
