@@ -168,7 +168,7 @@ def test_contributing_tokens_that_cannot_be_sound_are_refused(folder, reviews, p
         ((*CLASSES, "--cti", "prior", "--cti-public", reviews), "the private data itself"),
         ((*CLASSES, "--cti", "prior", "--cti-public", public, "--cti-noise", 1), "either"),
         ((*CLASSES, "--cti", "prior", "--cti-noise", 0), "above 0"),
-        ((*CLASSES, "--cti", "prior", "--cti-noise", 1, "--mechanism", "laplace"), "leave mechanism out"),
+        ((*CLASSES, "--cti", "prior", "--cti-noise", 1, "--mechanism", "laplace"), "choose 'exponential'"),
         ((*CLASSES, "--cti", "prior", "--cti-noise", 1, "--cti-delta", 2), "delta"),
         (("--cti", "prior", "--cti-noise", 1), "--label"),
         (("--label", "0", "--label", "0", "--cti", "prior", "--cti-noise", 1), "once"),

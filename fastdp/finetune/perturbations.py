@@ -71,7 +71,7 @@ def _in_words(call: Callable[[Any], Any], argument: Any) -> Any:
 def _sap(config: FinetuneConfig) -> Opening:
     """`fastdp.TextPrivatizer`: tokens are replaced once, before anything is trained on them, and those of queries too.
 
-    Options are the privatizer's: ``eta`` (in the quotient form of CTI ``epsilon``, of one token), ``mechanism``, ``special``,
+    Options are the privatizer's: ``eta`` (in the quotient form of CTI ``epsilon``, of one token), ``mechanism``,
     ``unknown``, ``duplicates``, and ``cti``, a mapping of the arguments of `CTI.from_texts` with ``public``, a file of public
     examples in the form of the training data; without it the training texts are counted, with ``noise_multiplier``.
     """

@@ -12,6 +12,7 @@ T = TypeVar("T")
 
 _NO_CORRECTION = "leave it out, since AdamW without it trained better at every learning rate"
 _NO_AVERAGE = "leave it out, or average released checkpoints yourself"
+PRIVATIZERS = ("SAPPerturbation", "TextPrivatizer", "PrivateEmbedding")
 #: What to use, by "Class.setting", by "Class.setting=value" and by "package.name".
 REMOVED_NAMES = {
     "RapFT.bounds": "allocation='optimal' uses the printed bounds",
@@ -32,6 +33,7 @@ REMOVED_NAMES = {
     **{f"{method}.bias_correction": _NO_CORRECTION for method in ("DPSGD", "RapFT", "DPFrost")},
     **{f"{method}.weight_averaging": _NO_AVERAGE for method in ("DPSGD", "RapFT", "DPFrost", "NonPrivate")},
     "CTI.form=elastic": "use form='prior', which hides as much at the same accuracy",
+    **{f"{kind}.special": "tokens of a role stay" for kind in PRIVATIZERS},
     "SelectivePerturbation.cells": "'local' knows no partition",
     "SelectivePerturbation.mechanism=partition": "use 'local', which holds among all tokens",
     "SelectivePerturbation.mechanism=metric": "use 'local', or TextPrivatizer for a bound that grows with distance",
@@ -51,6 +53,7 @@ SUBSTITUTES: dict[str, Any] = {
     "RapFT.magnitude": None,
     "RapFT.axes_power=None": 0.5,
     "CTI.form=elastic": "prior",
+    **{f"{kind}.special": None for kind in PRIVATIZERS},
     "SelectivePerturbation.cells": None,
     "SelectivePerturbation.mechanism=partition": "local",
     "DPFrost.norm_order": None,

@@ -7,7 +7,7 @@ import fastdp
 from fastdp.methods import ewft, rapft, selective
 from fastdp.methods.rapft import Initialisation, NoisyMap, PublicGradients, RapFT
 from fastdp.methods.removed import REMOVED_NAMES, SUBSTITUTES
-from fastdp.methods.sap import CTI
+from fastdp.methods.sap import CTI, SAPPerturbation
 from tests.cases import cases
 
 COUNTED = {"importance": torch.zeros(2, 3), "supported": torch.ones(3, dtype=torch.bool), "source": "public"}
@@ -28,6 +28,7 @@ AXES = {"source": PublicGradients([{}]), "allocation": "axes"}
         (fastdp.DPFrost, {"choose_by": "values"}, {"choose_by": "random"}),
         (fastdp.SelectivePerturbation, {"epsilon": 1.0, "mechanism": "partition"}, {"epsilon": 1.0}),
         (fastdp.SelectivePerturbation, {"epsilon": 1.0, "cells": 8}, {"epsilon": 1.0}),
+        (SAPPerturbation, {"eta": 1.0, "special": "keep"}, {"eta": 1.0}),
         (CTI, {**COUNTED, "form": "elastic"}, {**COUNTED, "form": "prior"}),
     ],
 )

@@ -37,19 +37,13 @@ def unknown_id_of(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
 def kept_tokens(
     size: int,
     tokenizer: PreTrainedTokenizerBase | None,
-    special: str,
     special_ids: Sequence[int],
     unknown_id: int | None,
 ) -> Tensor:
-    ids = {int(i) for i in special_ids}
-    if tokenizer is not None:
-        # A closed list of roles: what else a tokenizer calls special may be any word that its maker wants to see.
-        ids |= set(role_ids(tokenizer).values())
-    padding = None if tokenizer is None else tokenizer.pad_token_id
-    if special == "perturb":
-        ids = set()
+    # A closed list of roles: what else a tokenizer calls special may be any word that its maker wants to see.
+    roles = () if tokenizer is None else role_ids(tokenizer).values()
     kept = torch.zeros(size, dtype=torch.bool)
-    for token in (ids | ({padding} if padding is not None else set())) - {unknown_id}:
+    for token in {*map(int, special_ids), *roles} - {unknown_id}:
         if not 0 <= token < size:
             raise ValueError(f"special token {token} is outside the table of {size} rows")
         kept[token] = True
