@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,17 +14,49 @@ import fastdp.accounting as accounting
 from fastdp.calls.batches import map_leaves, tensors
 from fastdp.calls.modes import in_mode
 from fastdp.calls.randomness import unchanged
-from fastdp.methods.blocks import Blocks, find_blocks
+from fastdp.methods.blocks import Blocks, Layer, find_blocks
 from fastdp.methods.ewft.mask import argument, hide_padding
-from fastdp.methods.ewft.settings import NoisePlace
 from fastdp.methods.perturbation import Releases
+from fastdp.methods.public import PublicText
 from fastdp.ops.stream import NoiseStream
+from fastdp.validate import one_of
 
 _UNPROTECTED = (
     "labels: the guarantee covers a sequence, not the label that comes with it",
     "which sequence belongs to whom, and when it is used",
 )
 _QUERIES = "no training record was among the inference queries, whose releases the figure leaves out: nobody checked"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisePlace:
+    """Where a model is perturbed, and what of its batches is public; all of it public.
+
+    Args:
+        layer: ``embeddings`` (0), the number of a block counted from 1, or ``output``; or the dotted name of such a module.
+            In an architecture that is not known, the dotted name of a module that every path goes through.
+        sequence_length: tokens of every padded sequence. Batches of another length are refused: a length that follows the
+            text gives it away.
+        dataset_size: records in the training data, N.
+        lengths: ``hidden`` lets the layers that follow attend to padding too, since their mask would show each length;
+            ``public`` leaves the mask alone, and the card says so.
+        public_texts: what an encoder or the layers below the noise learned from, for the card.
+
+    Raises ValueError for values out of range.
+    """
+
+    layer: Layer
+    sequence_length: int
+    dataset_size: int
+    lengths: str = "hidden"
+    public_texts: Sequence[PublicText] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "dataset_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not (isinstance(value, int) and value >= 1):
+                raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
+        one_of(("hidden", "public"), lengths=self.lengths)
 
 
 class _LayerReached(Exception):

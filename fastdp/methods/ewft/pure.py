@@ -11,26 +11,17 @@ from torch import Tensor, nn
 
 import fastdp.accounting as accounting
 from fastdp.methods.blocks import Layer, layer_name
-from fastdp.methods.ewft.hooks import LayerReleases
+from fastdp.methods.ewft.hooks import LayerReleases, NoisePlace
 from fastdp.methods.ewft.pooled import Codebook, Codes, pool_rows
 from fastdp.methods.ewft.records import TOKEN_LABELS, Records
-from fastdp.methods.ewft.settings import NoisePlace
 from fastdp.methods.public import PublicText, describe_origin
 
 
 @dataclass(frozen=True, kw_only=True)
 class PureSettings(NoisePlace):
-    """Settings of `PureEWFT`, all public. Each record is released once, and known by its id.
+    """Settings of `PureEWFT`, all public: those of `NoisePlace`, and the ``mechanism``, `ewft.codebook`.
 
-    Args:
-        layer: as in `EWFTSettings`: what is summarised, and replaced.
-        mechanism: `ewft.codebook`.
-        sequence_length: tokens of every padded sequence; batches of another length are refused.
-        dataset_size: records in the training data, N; public.
-        lengths: as in `EWFTSettings`.
-        public_texts: what the encoder, or the layers below, learned from, for the card.
-
-    Raises ValueError for values out of range.
+    Each record is released once, and known by its id. Raises ValueError for values out of range.
     """
 
     mechanism: Codebook
@@ -52,9 +43,7 @@ class PureEWFT(LayerReleases):
         mechanism, sequence_length, dataset_size, lengths, public_texts: as in `PureSettings`.
         unsafe_seed: draws that whoever knows the seed can repeat: for tests, and the card says so.
 
-    In training mode or with gradients on, ``example_ids`` [B] among the model's inputs say which records they are. A batch
-    without them in evaluation mode under ``torch.no_grad()`` is of queries: every row is a release of its own, counted in
-    ``inference_releases``.
+    What is training, and what a query, is decided as by `EWFT`.
 
     Raises ValueError as `PureSettings`, and for a layer that does not exist or a model that is perturbed already.
     """
