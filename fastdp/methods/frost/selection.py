@@ -54,9 +54,8 @@ def select_partitions(
     """Choose partitions of at most ``unfreezing_ratio`` of all parameters in ``steps`` iterations (PSEL, Algorithm 4).
 
     Iteration t takes partitions whose estimate exceeds, by ``gap_coefficient`` standard deviations, that of every
-    partition expected to stay frozen, up to t / T of the limit; the last one fills what is left of the limit. One step is
-    single-shot selection. A partition that does not fit is skipped. Where the printed inner loop meets one below the
-    threshold it never ends; here it stops, since the others lie lower still.
+    partition expected to stay frozen, up to t / T of the limit; the last one fills the limit. A partition that does not fit is
+    skipped. The printed inner loop never ends at one below the threshold; here it stops.
 
     Args:
         observe: releases the noisy magnitudes of the partitions that remain.

@@ -48,27 +48,24 @@ REPLACEMENTS = ("model", "uniform")
 class SelectivePerturbation:
     """Replace the private tokens of texts by draws from a public vocabulary, of the exponential mechanism or by type.
 
-    After Pan and Wu, "Selective Privacy-Preserving Federated Learning for Large Language Model Fine-Tuning" (equations 1
-    to 5, algorithm 1). What the guarantee covers is the value of each token that the detector reports, and nothing else:
-    see its card's list.
+    After Pan and Wu (equations 1 to 5, algorithm 1). The guarantee covers the value of each token that the detector reports,
+    and nothing else: see its card's list.
 
     Args:
-        epsilon: budget of each private token, or of each text (``budget``). k private tokens compose to k epsilons. The
-            draws are as strong as it allows on the public table, which is more than the mechanism's scale alone says: see
-            `TokenMechanism.strength`.
+        epsilon: budget of each private token, or of each text (``budget``); k private tokens compose to k epsilons. Draws are as
+            strong as it allows on the public table (`TokenMechanism.strength`).
         mechanism: ``local`` (default) or ``paper``, see `fastdp.methods.selective.mechanism`; or ``typed``, see
             `fastdp.methods.selective.typed`. ``paper`` carries no guarantee, and its card says so.
         budget: ``token``, or ``text`` to share epsilon equally among a text's private tokens.
         radius: cap of distances (``local``) or the paper's d; None for the public table's median distance.
         alpha: the paper's factor.
-        replacement: what ``typed`` draws from an answered type: ``uniform``, all of its tokens alike; or ``model``, by what
-            a public language model expects there, which must then be given as the table (`infill.infill`). Both cost nothing.
+        replacement: what ``typed`` draws from an answered type: ``uniform``, all of its tokens alike; or ``model``, what a
+            public language model expects there, which must then be given as the table (`infill.infill`). Both cost nothing.
         scope: ``private`` tokens alone, or ``all`` (the baseline that perturbs every token).
         detector: finds private text; the rule detector by default.
         policy: which of it is private.
 
-    Raises:
-        ValueError: for settings out of range, in one sentence.
+    Raises ValueError for settings out of range.
     """
 
     epsilon: float
@@ -99,13 +96,7 @@ class SelectivePerturbation:
         table: Tensor | nn.Module,
         **where: Any,
     ) -> PerturbedTexts:
-        """Perturb ``texts`` once.
-
-        Args:
-            texts: private.
-            tokenizer: fast, with character offsets; public.
-            table: [V, d] token embeddings of a public model, or the model itself; draws are made where they are.
-            where: max_length, cache, stream, again, as for `open`.
+        """Perturb private ``texts`` once, by `open` with the arguments ``where``.
 
         Warns if no private token is found. Raises ValueError for a tokenizer or table that does not fit, spans outside
         their text, a cache of something else, and texts that were drawn for another cache before, unless ``again`` is set
@@ -127,11 +118,11 @@ class SelectivePerturbation:
         """What perturbs texts by these settings on a public table.
 
         Args:
-            table, tokenizer: as above.
+            table: [V, d] token embeddings of a public model, or the model itself; draws are made where they are.
+            tokenizer: fast, with character offsets; public.
             max_length: tokens of a text that are kept; those cut off cost nothing.
             cache: file beside the private data. If it exists it is read back at no cost, and refused if it was made from
-                other texts or with other settings (a detector's own names are compared too), since a second draw would be a
-                second release.
+                other texts or with other settings: a second draw would be a second release.
             stream: source of the draws; a new one by default.
             again: draw anew for a cache what was drawn for another one before; the card says so.
         """
@@ -194,8 +185,7 @@ class SelectiveReleases(Releases):
     def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
         """Training examples with their private tokens replaced, once, and read without being learned; queries as they are.
 
-        Items come from the encoder of private text, with ``special_tokens_mask``; what a detector is asked about is what their
-        tokens spell. A model is evaluated on text that nobody hands on.
+        Items come with ``special_tokens_mask``; the detector is asked about what their tokens spell.
         """
         plain = [{key: value for key, value in item.items() if key != ADDED} for item in items]
         if not training:

@@ -130,6 +130,13 @@ def test_evolution_finds_what_the_records_are_like():
     assert sum(text.count("d") for text in found["last"]) / 20 > 4
 
 
+def test_evolution_without_a_round_left_is_refused_rather_than_empty():
+    votes = PrivateVotes(WORDS, embed, rounds=1, **BUDGET)
+    evolve(votes, lambda label, count: WORDS[:1] * count, lambda label, texts: texts, 2)
+    with pytest.raises(ValueError, match="rounds_left must be a finite number of at least 1, got 0"):
+        evolve(votes, lambda label, count: WORDS[:1] * count, lambda label, texts: texts, 2)
+
+
 def test_a_generator_that_gives_too_few_is_named():
     votes = PrivateVotes(WORDS, embed, rounds=1, **BUDGET)
     with pytest.raises(ValueError, match="generate gave 1 texts where 4"):
