@@ -84,7 +84,7 @@ class NoisyHidden(nn.Module):
 
         ``example_ids`` [B] are needed in training, as `fastdp.EWFT` says.
         """
-        if not self.releases.perturbed.attached:
+        if not self.releases.attached:
             raise RuntimeError("This layer's noise was removed, and hidden states would pass. Make a new NoisyHidden.")
         released: Tensor = self.place(hidden)
         return released

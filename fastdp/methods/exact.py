@@ -33,16 +33,13 @@ def log_normalisers(
     cap: float | None = None,
     log_prior: Tensor | None = None,
 ) -> tuple[Tensor, float]:
-    """log Z of every row at each scale, and an upper bound of their errors.
+    """log Z of every row at each scale, float64 [len(scales), V], and an upper bound of their errors.
 
     Args:
         table: [V, d], public.
         scales: s.
         cap: distances above it count as it.
         log_prior: [V], log pi_w; -inf for rows never drawn.
-
-    Returns:
-        float64 [len(scales), V], and the largest error of one, for each unit of the largest scale.
     """
     result = torch.empty(len(scales), len(table), dtype=torch.float64, device=table.device)
     if log_prior is not None:

@@ -90,18 +90,13 @@ def train_autoencoder(
 ) -> list[float]:
     """Train on hidden states of **public** text, one step a batch, and mark the autoencoder as trained on it.
 
-    What is minimised is the squared error of the reconstruction over the variance of the hidden states. With ``std`` above
-    0 the code is clipped and noised as it will be in use, so that the decoder learns to expect it.
+    The loss of a step, which is returned, is the squared error of the reconstruction over the variance of the hidden states.
 
     Args:
         hidden: batches [B, T, width], such as `EWFT.hidden_states` yields.
-        max_norm, std: the clip C of a code [T, sizes[-1]] and the noise; std 0 trains on whole codes.
+        max_norm, std: clip and noise of a code [T, sizes[-1]], which the decoder learns to expect; std 0 trains on whole codes.
 
-    Returns:
-        The loss of each step.
-
-    Raises:
-        ValueError: for hidden states of another width, or none at all.
+    Raises ValueError for hidden states of another width, or none at all.
     """
     noise = stream or NoiseStream()
     optimizer = torch.optim.Adam(autoencoder.parameters(), lr=learning_rate)

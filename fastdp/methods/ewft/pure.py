@@ -13,7 +13,7 @@ import fastdp.accounting as accounting
 from fastdp.methods.blocks import Layer, layer_name
 from fastdp.methods.ewft.hooks import LayerReleases, NoisePlace
 from fastdp.methods.ewft.pooled import Codebook, Codes, pool_rows
-from fastdp.methods.ewft.records import TOKEN_LABELS, Records
+from fastdp.methods.ewft.records import Records
 from fastdp.methods.public import PublicText, describe_origin
 
 
@@ -73,7 +73,7 @@ class PureEWFT(LayerReleases):
         self._records = Records(self.settings.dataset_size)
         self._codes: Codes | None = None
         self._with_labels = False
-        self.perturbed.attach(freeze=True)
+        self._attach(freeze=True)
 
     def learn(self, public_batches: Iterable[Mapping[str, Any]], *, labels: bool = True) -> None:
         """Learn the codes from **public** batches of model inputs; if they have ``labels`` [B], what tells those apart.
@@ -86,7 +86,7 @@ class PureEWFT(LayerReleases):
             )
         states, given = [], []
         for batch in public_batches:
-            states.append(pool_rows(self.perturbed.tapped(batch, "hidden"), batch.get("attention_mask")))
+            states.append(pool_rows(self._tapped(batch, "hidden"), batch.get("attention_mask")))
             given.append(batch.get("labels"))
         if not states:
             raise ValueError("there was no public text to learn from")
@@ -101,11 +101,9 @@ class PureEWFT(LayerReleases):
         if self._codes is None:
             raise RuntimeError("there are no codes yet: call learn with public text")
         code = self._codes.encode(pool_rows(hidden, mask))
-        if not self.perturbed.training:
+        if not self.training:
             self.inference_releases += len(code)
             return self._drawn(code).to(hidden.device)
-        if ids is not None and ids.numel() != len(code):
-            raise ValueError(f"{ids.numel()} example_ids for {len(code)} examples: give one for each")
         return self._records.reused(code, ids, self._drawn).to(hidden.device)
 
     def _drawn(self, code: Tensor) -> Tensor:
@@ -123,9 +121,6 @@ class PureEWFT(LayerReleases):
         """Whether no training record was released."""
         return not bool(self._records.seen.any())
 
-    def flaws(self) -> list[str]:
-        return [TOKEN_LABELS] if self.perturbed.token_labels else []
-
     def epsilon(self) -> float:
         """What was told of a training record so far; inf of draws that whoever knows their seed can repeat."""
         if self.untouched:
@@ -140,11 +135,8 @@ class PureEWFT(LayerReleases):
         """Of one user's sequence, which is released once."""
         return accounting.Pure("one user's sequence", self.mechanism.epsilon, units=1)
 
-    def in_words(self) -> str:
-        """The figure with its unit, or why there is none."""
-        if self.flaws():
-            return f"none: {'; '.join(self.flaws())}"
-        return f"epsilon {self.mechanism.epsilon:g} without a delta for one user's sequence (local)"
+    def figure(self) -> str:
+        return f"epsilon {self.mechanism.epsilon:g} without a delta"
 
     def card(self) -> accounting.Card:
         """What was told of a training record, what it costs, and what is not protected."""

@@ -20,7 +20,7 @@ from fastdp.methods.blocks import Layer, layer_name
 from fastdp.methods.ewft.autoencoder import StackedAutoencoder, train_autoencoder
 from fastdp.methods.ewft.hooks import LayerReleases, NoisePlace
 from fastdp.methods.ewft.noise import NoiseSchedule
-from fastdp.methods.ewft.records import EVALUATE, TOKEN_LABELS, Records
+from fastdp.methods.ewft.records import EVALUATE, Records
 from fastdp.methods.public import PublicText, describe_origin
 from fastdp.ops.grid import DISTANCE
 from fastdp.validate import one_of, positive
@@ -204,7 +204,7 @@ class EWFT(LayerReleases):
         self._numbers = 0
         if self.autoencoder is not None:
             self.autoencoder.encoder.requires_grad_(self.settings.joint_autoencoder)
-        self.perturbed.attach(freeze=self.settings.bottom == "frozen")
+        self._attach(freeze=self.settings.bottom == "frozen")
 
     def _autoencoder(self) -> StackedAutoencoder | None:
         given = self.settings.autoencoder
@@ -258,7 +258,7 @@ class EWFT(LayerReleases):
     def hidden_states(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
         """Hidden states [B, T, d] at the layer, without noise, of **public** batches of model inputs."""
         for batch in batches:
-            yield self.perturbed.tapped(batch, "hidden")
+            yield self._tapped(batch, "hidden")
 
     def train_autoencoder(
         self, public_batches: Iterable[Mapping[str, Any]], *, learning_rate: float = 1e-3, with_noise: bool = True
@@ -315,7 +315,7 @@ class EWFT(LayerReleases):
         return code if self.autoencoder is None else self.autoencoder.decode(code)
 
     def _released(self, code: Tensor, ids: Tensor | None) -> Tensor:
-        if not self.perturbed.training:
+        if not self.training:
             self.inference_releases += code.shape[0]
             return self._noised(code, self.noise.ratios[-1])
         if self.epoch is None:
@@ -323,8 +323,6 @@ class EWFT(LayerReleases):
                 "no epoch has begun: call set_epoch(1) before the first batch, or give Trainer an EpochCallback; "
                 + EVALUATE
             )
-        if ids is not None and ids.numel() != code.shape[0]:
-            raise ValueError(f"{ids.numel()} example_ids for {code.shape[0]} examples: give one for each")
         if self.noise.reuse:
             return self._records.reused(code, ids, self._first)
         self._records.count(code.shape[0], ids, self.epoch)
@@ -349,7 +347,7 @@ class EWFT(LayerReleases):
         return self.ledger.event()
 
     def flaws(self) -> list[str]:
-        return self.settings.flaws() + ([TOKEN_LABELS] if self.perturbed.token_labels else [])
+        return self.settings.flaws() + super().flaws()
 
     def epsilon(self, delta: float | None = None) -> float:
         """What a training record's releases cost so far, an upper bound without amplification.
@@ -377,11 +375,8 @@ class EWFT(LayerReleases):
             "one user's sequence", "replace_one", self.event(), noise.delta, noise.target_epsilon
         )
 
-    def in_words(self) -> str:
-        """The figure with its unit, or why there is none."""
-        if self.flaws():
-            return f"none: {'; '.join(self.flaws())}"
-        return f"epsilon {self.epsilon():.3f} at delta {self.noise.delta:g} for one user's sequence (local)"
+    def figure(self) -> str:
+        return f"epsilon {self.epsilon():.3f} at delta {self.noise.delta:g}"
 
     @property
     def untouched(self) -> bool:

@@ -1,9 +1,9 @@
 """Layer-wise relevance propagation as rules for backward passes through stock models.
 
-In place of a gradient the backward pass carries messages s = R / z, the relevance of an activation over its value. For a
-linear map z_i = sum_j x_j w_ji + b_i equation 6 then reads s_j = sum_i w_ji s_i: the ordinary backward pass. The relevance of an
-input is x s (equation 6), that of a parameter is its value times what autograd calls its gradient (equation 13). What
-is not linear gets a backward rule of its own, put in place while the model's own forward runs:
+The backward pass carries messages s = R / z, the relevance of an activation over its value. For a linear map
+z_i = sum_j x_j w_ji + b_i equation 6 reads s_j = sum_i w_ji s_i: the ordinary backward pass. The relevance of an input is x s
+(equation 6), that of a parameter its value times what autograd calls its gradient (equation 13). What is not linear gets a
+backward rule of its own while the model's forward runs:
 
 * activations and softmax hand on the relevance of each element (s_in = s y / x);
 * products of two activations halve the message, residual sums rescale theirs by branch: the normalisation of equation 11;
