@@ -112,7 +112,7 @@ class LayerReleases(Releases, ABC):
         self._hooks: list[Any] = []
         self._places = (model, module, self.blocks.blocks[after:])
 
-    def _attach(self, *, freeze: bool) -> None:
+    def attach(self, *, freeze: bool) -> None:
         """Put the hooks in, and freeze what precedes the layer if it is not to be trained."""
         if freeze:
             self._freeze_bottom()
@@ -138,7 +138,7 @@ class LayerReleases(Releases, ABC):
         self._hooks = []
 
     @torch.no_grad()
-    def _tapped(self, batch: Mapping[str, Any], tap: str) -> Tensor:
+    def read_layer(self, batch: Mapping[str, Any], tap: str) -> Tensor:
         """The ``hidden`` state at the layer, without noise, or its noisy ``code``, of a batch of model inputs."""
         base, self._tap = self.blocks.base, tap
         # A pass that was refused on its way to the layer leaves these behind, and they are not of this batch.
@@ -286,7 +286,7 @@ class LayerReleases(Releases, ABC):
     def released_codes(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
         """What is released of batches of queries: all that their receiver gets. Each row is a release, and counted."""
         for batch in batches:
-            yield self._tapped(batch, "code")
+            yield self.read_layer(batch, "code")
 
     @abstractmethod
     def release(self, hidden: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:

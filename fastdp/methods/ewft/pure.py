@@ -73,7 +73,7 @@ class PureEWFT(LayerReleases):
         self._records = Records(self.settings.dataset_size)
         self._codes: Codes | None = None
         self._with_labels = False
-        self._attach(freeze=True)
+        self.attach(freeze=True)
 
     def learn(self, public_batches: Iterable[Mapping[str, Any]], *, labels: bool = True) -> None:
         """Learn the codes from **public** batches of model inputs; if they have ``labels`` [B], what tells those apart.
@@ -86,7 +86,7 @@ class PureEWFT(LayerReleases):
             )
         states, given = [], []
         for batch in public_batches:
-            states.append(pool_rows(self._tapped(batch, "hidden"), batch.get("attention_mask")))
+            states.append(pool_rows(self.read_layer(batch, "hidden"), batch.get("attention_mask")))
             given.append(batch.get("labels"))
         if not states:
             raise ValueError("there was no public text to learn from")

@@ -204,7 +204,7 @@ class EWFT(LayerReleases):
         self._numbers = 0
         if self.autoencoder is not None:
             self.autoencoder.encoder.requires_grad_(self.settings.joint_autoencoder)
-        self._attach(freeze=self.settings.bottom == "frozen")
+        self.attach(freeze=self.settings.bottom == "frozen")
 
     def _autoencoder(self) -> StackedAutoencoder | None:
         given = self.settings.autoencoder
@@ -258,7 +258,7 @@ class EWFT(LayerReleases):
     def hidden_states(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
         """Hidden states [B, T, d] at the layer, without noise, of **public** batches of model inputs."""
         for batch in batches:
-            yield self._tapped(batch, "hidden")
+            yield self.read_layer(batch, "hidden")
 
     def train_autoencoder(
         self, public_batches: Iterable[Mapping[str, Any]], *, learning_rate: float = 1e-3, with_noise: bool = True
