@@ -63,7 +63,11 @@ class Releases:
         raise NotImplementedError(f"{type(self).__name__} has no card: define card()")
 
     def in_words(self) -> str | None:
-        """One sentence about the guarantee; None where an epsilon says it all."""
+        """One sentence about the guarantee, or why there is none; None if an epsilon says it all."""
+        return f"none: {'; '.join(self.flaws())}" if self.flaws() else self.figure()
+
+    def figure(self) -> str | None:
+        """The guarantee as a figure with its unit; None if an epsilon says it all."""
         return None
 
     def state_dict(self) -> dict[str, Any]:

@@ -299,16 +299,6 @@ class LayerReleases(Releases, ABC):
     def flaws(self) -> list[str]:
         return [TOKEN_LABELS] if self.token_labels else []
 
-    def in_words(self) -> str:
-        """The figure with its unit, or why there is none."""
-        if self.flaws():
-            return f"none: {'; '.join(self.flaws())}"
-        return f"{self.figure()} for one user's sequence (local)"
-
-    @abstractmethod
-    def figure(self) -> str:
-        """The epsilon in words."""
-
     def described(self) -> dict[str, Any]:
         """The model, for the card."""
         model = self.blocks.model

@@ -136,7 +136,7 @@ class PureEWFT(LayerReleases):
         return accounting.Pure("one user's sequence", self.mechanism.epsilon, units=1)
 
     def figure(self) -> str:
-        return f"epsilon {self.mechanism.epsilon:g} without a delta"
+        return f"epsilon {self.mechanism.epsilon:g} without a delta for one user's sequence (local)"
 
     def card(self) -> accounting.Card:
         """What was told of a training record, what it costs, and what is not protected."""

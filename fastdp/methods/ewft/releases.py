@@ -376,7 +376,7 @@ class EWFT(LayerReleases):
         )
 
     def figure(self) -> str:
-        return f"epsilon {self.epsilon():.3f} at delta {self.noise.delta:g}"
+        return f"epsilon {self.epsilon():.3f} at delta {self.noise.delta:g} for one user's sequence (local)"
 
     @property
     def untouched(self) -> bool:

@@ -144,11 +144,8 @@ class Quotient:
 
     def draw(self, ids: Tensor, stream: NoiseStream) -> Tensor:
         """The representatives of the answers, one independent draw for each id: int64 [n] to [n]."""
-        return self.representatives[self.answer(ids, stream)]
-
-    def answer(self, ids: Tensor, stream: NoiseStream) -> Tensor:
-        """The answers themselves, as cells."""
-        return randomised_response(self.cell_of[ids], len(self.representatives), self.epsilon, stream)
+        answers = randomised_response(self.cell_of[ids], len(self.representatives), self.epsilon, stream)
+        return self.representatives[answers]
 
     def log_probabilities(self, token: int) -> Tensor:
         """The law of a token's replacement: float64 [V], -inf for what never stands for a cell."""
