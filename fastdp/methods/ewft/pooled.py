@@ -1,8 +1,8 @@
 """What is told of a sequence at a pure epsilon: a public encoder's summary of its states, as one of K codes.
 
-A Gaussian release of (epsilon, 1e-5) tells one bit with probability .553, .599, .678 or .798 at epsilon 1, 2, 4 or 8, and no
-decision drawn from it is surer. Randomised response tells the same bit with .731, .881, .982 or .9997, and needs no delta. So a
-sequence is first made as small as public text says that it can be.
+A Gaussian release of (epsilon, 1e-5) tells one bit with probability .553, .599, .678 or .798 at epsilon 1, 2, 4 or 8. Randomised
+response tells the same bit with .731, .881, .982 or .9997, and needs no delta. So a sequence is first made as small as public
+text says that it can be.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class EWFT(LayerReleases):
     A forward pass in training mode, with gradients on, or with ``example_ids`` releases the records of its batch. `set_epoch`
     says which noise applies, and ``example_ids`` [B], from 0 to N - 1 among the model's inputs, which records they are: one that
     comes a second time in an epoch is refused. In any other pass, as in evaluation mode under ``torch.no_grad()``, every row is
-    a release of its own, at the noise of the last epoch, and is counted in ``inference_releases``.
+    a release of its own at the noise of the last epoch. ``inference_releases`` counts them.
 
     Args:
         model: of any architecture, with any head; PEFT wrappers may be around it. What precedes the layer is frozen.

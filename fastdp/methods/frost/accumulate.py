@@ -22,8 +22,8 @@ from fastdp.methods.frost.partitions import Partition
 class AbsoluteSink(NormSink):
     """Sums absolute values where `NormSink` sums squares: its bounds are of L1 norms, ``[partitions, units]``.
 
-    L1 norms of two uses of one parameter do not add up to that of their sum, so the gradient of a parameter used more than
-    once is put together, one unit at a time.
+    L1 norms of two uses of one parameter do not add up to that of their sum. So the gradient of a parameter that is used more
+    than once is put together, one unit at a time.
     """
 
     def __init__(self, accumulator: Accumulator, layout: Layout, expected: Mapping[str, int], *, keep: bool):

@@ -98,9 +98,9 @@ class SelectivePerturbation:
     ) -> PerturbedTexts:
         """Perturb private ``texts`` once, by `open` with the arguments ``where``.
 
-        Warns if no private token is found. Raises ValueError for a tokenizer or table that does not fit, spans outside
-        their text, a cache of something else, and texts that were drawn for another cache before, unless ``again`` is set
-        (see `fastdp.accounting.witness`).
+        Warns if no private token is found. Raises ValueError for a tokenizer or table that does not fit, spans outside their
+        text, and a cache of something else. Texts that were drawn for another cache before are refused too, unless ``again`` is
+        set (see `fastdp.accounting.witness`).
         """
         return self.open(table, tokenizer=tokenizer, **where)(texts)
 
