@@ -42,7 +42,7 @@ class PerturbedTexts:
     Attributes:
         ids: token ids of each text, without the tokenizer's special tokens.
         private: which of them were replaced; keep it with the private data.
-        epsilons: budget spent on each text, the sum over its private tokens .
+        epsilons: budget spent on each text, the sum over its private tokens.
         settings: what it was made with, as on the card.
         reproducible, rounds: whether the draws came from a reproducible key, and of how many rounds of ChaCha.
         earlier: releases of the same texts before this one, in words.
