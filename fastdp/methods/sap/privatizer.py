@@ -314,17 +314,13 @@ class TextPrivatizer(Releases):
         moved = ~self._kept[ids] if added is None else ~(self._kept[ids] & added)
         result = ids.clone()
         # The quotient's law is the same for every class.
-        if labels is None or self.cti is None or self._quotient is not None:
-            result[moved] = self._replaced(ids[moved], None)
-        else:
-            classes = [-1 if label is None else int(label) for label in labels]
-            wanted = torch.tensor(classes, device=ids.device)[moved]
-            given = ids[moved]
-            drawn = torch.empty_like(given)
-            for label in wanted.unique().tolist():
-                mine = wanted == label
-                drawn[mine] = self._replaced(given[mine], None if label == -1 else label)
-            result[moved] = drawn
+        of_class: dict[int | None, Tensor] = {None: moved}
+        if labels is not None and self.cti is not None and self._quotient is None:
+            given = torch.tensor([-1 if label is None else int(label) for label in labels], device=ids.device)
+            classes = given[moved].unique().tolist()
+            of_class = {None if label == -1 else label: moved & (given == label) for label in classes}
+        for label, mine in of_class.items():
+            result[mine] = self._replaced(ids[mine], label)
         self.tokens_released += int(moved.sum())
         self.tokens_kept += int((~moved).sum())
         return result
