@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastdp.accounting import Card
 from fastdp.methods.ewft import EWFT, NoiseSchedule
+from fastdp.methods.removed import replace_removed
 from fastdp.methods.sap import CTI, TextPrivatizer
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class NoisyHidden(nn.Module):
 
         ``example_ids`` [B] are needed in training, as `fastdp.EWFT` says.
         """
-        if not self.releases.perturbed.attached:
+        if not self.releases.attached:
             raise RuntimeError("This layer's noise was removed, and hidden states would pass. Make a new NoisyHidden.")
         released: Tensor = self.place(hidden)
         return released
@@ -93,6 +94,7 @@ class NoisyHidden(nn.Module):
         return self.releases.card()
 
 
+@replace_removed
 class PrivateEmbedding(nn.Embedding):
     """SAP's table as a layer: each token is replaced at random by one near it, and the row of that one is returned.
 
@@ -101,7 +103,7 @@ class PrivateEmbedding(nn.Embedding):
 
     Args:
         embedding: the model's own; its forward makes the rows.
-        eta, epsilon, tokenizer, mechanism, cti, special, unknown, duplicates, special_ids, unknown_id, unsafe_seed: as in
+        eta, epsilon, tokenizer, mechanism, cti, unknown, duplicates, special_ids, unknown_id, unsafe_seed: as in
             `fastdp.TextPrivatizer`. Padding stays where a tokenizer, or ``special_ids``, tells it.
 
     Attributes:
@@ -126,7 +128,6 @@ class PrivateEmbedding(nn.Embedding):
         tokenizer: PreTrainedTokenizerBase | None = None,
         mechanism: str | None = None,
         cti: CTI | None = None,
-        special: str = "keep",
         unknown: str = "perturb",
         duplicates: str = "refuse",
         special_ids: Sequence[int] = (),
@@ -145,7 +146,6 @@ class PrivateEmbedding(nn.Embedding):
             tokenizer=tokenizer,
             mechanism=mechanism,
             cti=cti,
-            special=special,
             unknown=unknown,
             duplicates=duplicates,
             special_ids=special_ids,

@@ -250,7 +250,7 @@ SETTINGS = [
     ),
     Case(
         "option's value",
-        "it must lie in",
+        "it must lie between 0 and 1",
         "unfreezing_ratio",
         options("frost", "{unfreezing_ratio: 2}"),
     ),

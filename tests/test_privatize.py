@@ -144,7 +144,7 @@ def test_the_quotient_tells_a_cell_at_an_epsilon(folder, reviews, public, tmp_pa
 def test_noised_counts_are_accounted_for_and_the_papers_form_guarantees_nothing(folder, reviews, tmp_path):
     out = tmp_path / "out.csv"
     plan = ("privatize", reviews, out, "--eta", 1, "--model", folder, *CLASSES)
-    result = run(*plan, "--cti", "elastic", "--cti-noise", 2, "--cti-delta", 1e-6)
+    result = run(*plan, "--cti", "prior", "--cti-noise", 2, "--cti-delta", 1e-6)
     assert result.exit_code == 0, result.output
     epsilon = accounting.epsilon(accounting.gaussian(2.0), 1e-6)
     assert f"counts at epsilon {epsilon:.4g} and delta 1e-06" in " ".join(result.output.split())
@@ -168,7 +168,7 @@ def test_contributing_tokens_that_cannot_be_sound_are_refused(folder, reviews, p
         ((*CLASSES, "--cti", "prior", "--cti-public", reviews), "the private data itself"),
         ((*CLASSES, "--cti", "prior", "--cti-public", public, "--cti-noise", 1), "either"),
         ((*CLASSES, "--cti", "prior", "--cti-noise", 0), "above 0"),
-        ((*CLASSES, "--cti", "prior", "--cti-noise", 1, "--mechanism", "laplace"), "leave mechanism out"),
+        ((*CLASSES, "--cti", "prior", "--cti-noise", 1, "--mechanism", "laplace"), "choose 'exponential'"),
         ((*CLASSES, "--cti", "prior", "--cti-noise", 1, "--cti-delta", 2), "delta"),
         (("--cti", "prior", "--cti-noise", 1), "--label"),
         (("--label", "0", "--label", "0", "--cti", "prior", "--cti-noise", 1), "once"),

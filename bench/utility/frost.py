@@ -33,16 +33,10 @@ RATIO = 0.25**2
 #: The best at the middle epsilon of those tried, between worse ones (`bench/results/utility/frost*.json`). Like the paper's own
 #: choice of them, that is not accounted for.
 LEARNING_RATES = {
-    **{"non-private": 3e-4, "full": 5e-3, "random": 2e-2, "values": 4e-2, "lora": 5e-3, "adapter": 4e-2},
-    **{"frost": 2e-2, "soft": 2e-2, "soft once": 1e-2},
+    **{"non-private": 3e-4, "full": 5e-3, "random": 2e-2, "lora": 5e-3, "adapter": 4e-2},
+    "frost": 2e-2,
 }
 PEFT = ("lora", "adapter")
-#: Nothing frozen, every partition on its own scale: as far as noise is least for a given norm, and half as far, by one release
-#: for a fiftieth of epsilon.
-SOFT: dict[str, dict[str, Any]] = {
-    "soft": {"axes_power": 0.5},
-    "soft once": {"axes_power": 0.25, "selection_steps": 1, "budget_ratio": 0.98},
-}
 
 
 @dataclass(frozen=True)
@@ -153,13 +147,8 @@ class Bench:
             return fastdp.NonPrivate()
         if form in ("full", *PEFT):
             return fastdp.DPSGD()
-        if form in SOFT:
-            soft = {**SOFT[form], **options}
-            return fastdp.DPFrost(unfreezing_ratio=1.0, selection_rate=size.rates[0], **soft)
         if form == "random":
             return fastdp.DPFrost(unfreezing_ratio=RATIO, choose_by="random", seed=row["seed"])
-        if form == "values":
-            return fastdp.DPFrost(unfreezing_ratio=RATIO, choose_by="values", granularity="parameters")
         if row["selections"] > 1:
             options |= {"select_every": math.ceil(size.steps / row["selections"])}
         return fastdp.DPFrost(
@@ -248,7 +237,7 @@ def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
     frost["selection_rate"] = size.rates[0]
     rows: list[suite.Row] = [{**base, "form": "non-private", "epsilon": "inf"}]
     for epsilon in size.epsilons:
-        rows += [{**base, "form": form, "epsilon": epsilon} for form in ("full", "random", "values", *PEFT, *SOFT)]
+        rows += [{**base, "form": form, "epsilon": epsilon} for form in ("full", "random", *PEFT)]
         rows.append({**frost, "epsilon": epsilon})
     # Tables 3, 4 and 6 at the middle epsilon: at the least nothing is learned in so few steps.
     frost["epsilon"] = size.epsilons[len(size.epsilons) // 2]

@@ -25,7 +25,7 @@ class Contributing:
     """The options of contributing tokens, and the epsilon of one form, as a command has them."""
 
     cti: Annotated[
-        Literal["prior", "elastic", "quotient", "paper"] | None,
+        Literal["prior", "quotient", "paper"] | None,
         typer.Option(help="favour tokens that tell classes apart, in this form; paper guarantees nothing"),
     ] = None
     cti_public: Annotated[

@@ -84,11 +84,11 @@ class FederatedConfig:
     epsilon: float = setting("budget of each private token, or text", 8.0, above=0)
     budget: str = setting("token or text", "token", among=("token", "text"))
     mechanism: str = setting(
-        "local, metric, partition, typed or paper", "local", among=("local", "metric", "partition", "typed", "paper")
+        "local, typed or paper; partition is replaced by local", "local", among=("local", "typed", "paper", "partition")
     )
     radius: float = setting("cap or radius of distances; 0: the table's median distance", 0.0, least=0)
     alpha: float = setting("the paper's factor", 1.0, above=0)
-    cells: int = setting("cells of the public partition", 64, above=0)
+    cells: int = setting("of the partition of the last release; without effect", 64, above=0)
     replacement: str = setting(
         "typed: tokens of a type are drawn uniformly, or as the public model expects them (model)",
         "uniform",

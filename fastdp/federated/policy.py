@@ -22,7 +22,6 @@ from fastdp.settings import check, convert_value, setting, suggest_name, types_o
 ACCEPTED_MECHANISMS = {
     "local": ("local", "typed"),
     "partition": ("partition", "local", "typed"),
-    "metric": ("metric",),
     "typed": ("typed",),
 }
 #: What marks a client of Flower's simulation, where the owner of the run is the owner of the texts.
@@ -74,7 +73,7 @@ class NodePolicy:
     )
     epsilon: float = setting("largest budget of a private token, or text", 0.0, above=0)
     mechanism: str = setting(
-        "weakest mechanism: local, partition, typed or metric", "local", among=tuple(ACCEPTED_MECHANISMS)
+        "weakest mechanism: local or typed; partition is replaced by local", "local", among=tuple(ACCEPTED_MECHANISMS)
     )
     budget: str = setting("token; or text, which a token's budget does not satisfy", "token", among=("token", "text"))
     cells: int = setting("most cells of the partition", 0, above=0)
@@ -147,7 +146,7 @@ class NodePolicy:
         """The run's settings with this node's paths, and in all that protects its texts the stricter of both.
 
         Raises:
-            ClientRefusal: where neither of two mechanisms is the stricter, or the run's detector is a model of its own.
+            ClientRefusal: if the run's detector is a model of its own.
         """
         others = set(run.detector.split(" + ")) - {*_OWN_DETECTORS, *self.detector.split(" + ")}
         if others and "selective" in (run.perturbation, self.perturbation):
@@ -181,11 +180,6 @@ class NodePolicy:
             return found | own | {"detector": self.detector}
         if run.mechanism in ACCEPTED_MECHANISMS[self.mechanism]:
             own["mechanism"] = run.mechanism
-        elif run.mechanism != "paper" and self.mechanism not in ACCEPTED_MECHANISMS[run.mechanism]:
-            raise ClientRefusal(
-                f"this client's mechanism is {self.mechanism} and the run's {run.mechanism}, neither of which is the stricter: "
-                "agree on one"
-            )
         own["epsilon"] = min(self.epsilon, run.epsilon)
         own["budget"] = "text" if "text" in (self.budget, run.budget) else "token"
         if "cells" in own:

@@ -66,7 +66,7 @@ def _claims(config: FederatedConfig) -> tuple[list[accounting.Claim], list[str]]
     elif config.mechanism == "paper":
         flaws.append("clients perturb by the paper's mechanism, for which no epsilon holds")
     else:
-        claims.append(token_claim(config.mechanism, config.budget, config.epsilon, None))
+        claims.append(token_claim(config.budget, config.epsilon, None))
     if config.dpsgd_epsilon > 0:
         promise = (
             f"against the server and everyone else, epsilon {config.dpsgd_epsilon:g} at delta {config.dpsgd_delta:g} for each "

@@ -100,7 +100,6 @@ class Site:
             budget=config.budget,
             radius=config.radius or None,
             alpha=config.alpha,
-            cells=config.cells,
             replacement=config.replacement,
             scope="all" if config.perturbation == "all" else "private",
             detector=detector,

@@ -97,10 +97,6 @@ class Central(Releases):
     def flaws(self) -> list[str]:
         return list(self.private.method.flaws())
 
-    def in_words(self) -> str | None:
-        """Why there is no guarantee, if there is none: no figure of such a run may look like one."""
-        return f"none: {'; '.join(self.flaws())}" if self.flaws() else None
-
     def claim(self) -> Claim:
         """Of the steps so far."""
         return read_claim(self.card())

@@ -18,7 +18,7 @@ from fastdp.finetune.methods import Central, ReadPublic
 from fastdp.methods import ewft
 from fastdp.methods.blocks import find_blocks
 from fastdp.methods.perturbation import Releases
-from fastdp.methods.removed import removed_key, sentence
+from fastdp.methods.removed import SUBSTITUTES, removed_key, sentence
 from fastdp.methods.response import check_response
 from fastdp.methods.sap import CTI, SAPPerturbation
 from fastdp.methods.selective import RuleDetector, SelectivePerturbation
@@ -71,7 +71,7 @@ def _in_words(call: Callable[[Any], Any], argument: Any) -> Any:
 def _sap(config: FinetuneConfig) -> Opening:
     """`fastdp.TextPrivatizer`: tokens are replaced once, before anything is trained on them, and those of queries too.
 
-    Options are the privatizer's: ``eta`` (in the quotient form of CTI ``epsilon``, of one token), ``mechanism``, ``special``,
+    Options are the privatizer's: ``eta`` (in the quotient form of CTI ``epsilon``, of one token), ``mechanism``,
     ``unknown``, ``duplicates``, and ``cti``, a mapping of the arguments of `CTI.from_texts` with ``public``, a file of public
     examples in the form of the training data; without it the training texts are counted, with ``noise_multiplier``.
     """
@@ -318,7 +318,9 @@ def _epsilon(config: FinetuneConfig) -> float:
 
 
 def _names(table: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(table)]
+    """The settings of a class, and those of the last release, which it replaces with a warning."""
+    removed = [key.removeprefix(f"{table.__name__}.") for key in SUBSTITUTES if key.startswith(f"{table.__name__}.")]
+    return [field.name for field in dataclasses.fields(table)] + [name for name in removed if "=" not in name]
 
 
 def _refuse_unknown(what: str, options: Iterable[str], known: list[str]) -> None:

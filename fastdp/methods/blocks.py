@@ -98,34 +98,22 @@ class Blocks:
         return int(width)
 
     def place(self, layer: Layer) -> tuple[int, nn.Module]:
-        """Blocks before a layer, and the module whose output is the hidden state there.
-
-        Args:
-            layer: 0 or ``embeddings`` for the embedding output, k for the output of block k (counted from 1),
-                ``output`` for the final one, after the last norm; or such a module of the model, or its dotted name.
-
-        Raises ValueError for a layer that does not exist.
-        """
-        if not self.known:
+        """Blocks before a layer, and the module whose output is the hidden state there. Raises as `number`."""
+        number = self.number(layer) if self.known else 0
+        if number in ("embeddings", 0):
             return 0, self.embeddings
-        layer = self.number(layer)
-        count = len(self.blocks)
-        if layer in ("embeddings", 0) and not isinstance(layer, bool):
-            return 0, self.embeddings
-        if layer == "output":
-            return count, self.blocks[-1] if self.final is None else self.final
-        if isinstance(layer, int) and not isinstance(layer, bool) and 1 <= layer <= count:
-            return layer, self.blocks[layer - 1]
-        raise ValueError(self._missing(layer))
+        if number == "output":
+            return len(self.blocks), self.blocks[-1] if self.final is None else self.final
+        return int(number), self.blocks[int(number) - 1]
 
     def number(self, layer: Layer) -> int | str:
-        """A layer that is given as a module or a dotted name, as ``embeddings``, the number of its block, or ``output``.
+        """``embeddings`` (or 0), the number of a block, or ``output``, of a layer in any of its forms.
 
-        Raises ValueError for a module that is none of them.
+        Raises ValueError for a layer that is none of them.
         """
-        if layer in ("embeddings", "output") or isinstance(layer, int):
-            return layer
-        module = layer if isinstance(layer, nn.Module) else dict(self.model.named_modules()).get(layer)
+        if layer in ("embeddings", "output") or (type(layer) is int and 0 <= layer <= len(self.blocks)):
+            return layer  # type: ignore[return-value]
+        module = layer if isinstance(layer, nn.Module) else dict(self.model.named_modules()).get(str(layer))
         places: list[tuple[int | str, nn.Module | None]] = [
             ("embeddings", self.embeddings),
             *enumerate(self.blocks, 1),
@@ -134,10 +122,7 @@ class Blocks:
         for number, place in places:
             if place is not None and place is module:
                 return number
-        raise ValueError(self._missing(layer))
-
-    def _missing(self, layer: Layer) -> str:
-        return (
+        raise ValueError(
             f"layer is {_shown(layer)}: this model has 'embeddings' (or 0), blocks 1 to {len(self.blocks)}, and 'output' to "
             "choose from, or the module of one of them"
         )
@@ -192,10 +177,8 @@ def find_blocks(model: nn.Module, layer: Layer | None = None) -> Blocks:
 def layer_name(model: nn.Module, layer: Layer) -> int | str:
     """A layer as settings, a ledger and a card keep it: as `Blocks.number` says, or a dotted name in another architecture.
 
-    Raises ValueError for a module that is not the model's.
+    Raises ValueError for a layer that is not the model's.
     """
-    if isinstance(layer, int):
-        return layer
     blocks = find_blocks(model, layer)
     if blocks.known:
         return blocks.number(layer)
@@ -203,8 +186,13 @@ def layer_name(model: nn.Module, layer: Layer) -> int | str:
 
 
 def _at_module(model: nn.Module, layer: str | nn.Module) -> Blocks:
-    """A model whose architecture is not known, at one module: what it registers before that counts as computed before."""
-    module = _module(model, layer)
+    """A model whose architecture is not known, at one module: what it registers before that counts as computed before.
+
+    Raises ValueError for a module that is not the model's, or is the model.
+    """
+    module = layer if isinstance(layer, nn.Module) else dict(model.named_modules()).get(layer)
+    if module is None or module is model or all(module is not own for own in model.modules()):
+        raise ValueError(f"layer {_shown(layer)} is not a module of this model: print(model) shows their names")
     before = itertools.takewhile(lambda own: own is not module, model.modules())
     # What holds the layer is computed after it, too.
     stage = tuple(own for own in before if module not in own.modules())
@@ -215,15 +203,6 @@ def _at_module(model: nn.Module, layer: str | nn.Module) -> Blocks:
         shared=None,
         known=False,
     )
-
-
-def _module(model: nn.Module, layer: str | nn.Module) -> nn.Module:
-    """A module of the model by its dotted name, or itself; raises ValueError where the model has it not."""
-    named = dict(model.named_modules())
-    found = layer if isinstance(layer, nn.Module) else named.get(layer)
-    if found is None or found is model or all(found is not module for module in named.values()):
-        raise ValueError(f"layer {_shown(layer)} is not a module of this model: print(model) shows their names")
-    return found
 
 
 def _shown(layer: Layer) -> str:

@@ -1,9 +1,9 @@
 """What a draw of the exponential mechanism really costs on a public table, which is less than what its scale promises.
 
-With weights exp(-s c_w m(x, w)) over candidates w, m a metric or one with a cap, the log ratio of two laws at w is
-``s c_w (m(x', w) - m(x, w)) + log Z_x' - log Z_x``. The scale's own figure takes the second part for as large as the first can
+With weights exp(-s m(x, w)) over candidates w, m a metric or one with a cap, the log ratio of two laws at w is
+``s (m(x', w) - m(x, w)) + log Z_x' - log Z_x``. The scale's own figure takes the second part for as large as the first can
 be. On a public table it can be computed: with scores of at most s R the bound is ``s R + max log Z - min log Z``, and for a
-metric ``(s max c + L) m(x, x')``, L the Lipschitz constant of log Z.
+metric ``(s + L) m(x, x')``, L the Lipschitz constant of log Z.
 """
 
 from __future__ import annotations
@@ -32,30 +32,21 @@ def log_normalisers(
     scales: Sequence[float],
     cap: float | None = None,
     log_prior: Tensor | None = None,
-    candidate_scale: Tensor | None = None,
 ) -> tuple[Tensor, float]:
-    """log Z of every row at each scale, and an upper bound of their errors.
+    """log Z of every row at each scale, float64 [len(scales), V], and an upper bound of their errors.
 
     Args:
         table: [V, d], public.
         scales: s.
         cap: distances above it count as it.
         log_prior: [V], log pi_w; -inf for rows never drawn.
-        candidate_scale: [V], c_w.
-
-    Returns:
-        float64 [len(scales), V], and the largest error of one, for each unit of the largest scale.
     """
     result = torch.empty(len(scales), len(table), dtype=torch.float64, device=table.device)
     if log_prior is not None:
         log_prior = log_prior.to(table.device)
-    if candidate_scale is not None:
-        candidate_scale = candidate_scale.to(table.device)
     never = None if log_prior is None else torch.isinf(log_prior)
     prior = None if log_prior is None else log_prior.masked_fill(torch.isinf(log_prior), 0.0).float()
     for rows, distance in _distances(table, cap):
-        if candidate_scale is not None:
-            distance = distance * candidate_scale
         if never is not None:
             distance[:, never] = math.inf
         # What a row's candidates have in common goes first, so that float32 is exact where a weight counts.
@@ -68,8 +59,7 @@ def log_normalisers(
             top = exponent.amax(1, keepdim=True)
             sums = exponent.sub_(top).exp_().sum(1).double()
             result[at, rows] = sums.log() + top[:, 0].double() - scale * least[:, 0]
-    slope = 1.0 if candidate_scale is None else float(candidate_scale.max())
-    return result, _OF_A_WEIGHT + max(scales) * slope * distance_error(table)
+    return result, _OF_A_WEIGHT + max(scales) * distance_error(table)
 
 
 def lipschitz(table: Tensor, logs: Tensor, error: float, limits: Sequence[float]) -> list[float]:

@@ -1,14 +1,14 @@
-"""The second species of method: privacy enters before or inside the forward pass, and what leaves is counted there.
+"""Local methods: privacy enters before or inside the forward pass, and what leaves is counted there.
 
-A `fastdp.private.Method` is data for the engine, which adds noise to sums of gradients. A perturbation is frozen settings that
-are opened on a public model or tokenizer; the result makes the releases, keeps count of them, and states what they cost.
+Frozen settings are opened on a public model or tokenizer. What `open` returns makes the releases, counts them, and states their
+cost.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -63,7 +63,11 @@ class Releases:
         raise NotImplementedError(f"{type(self).__name__} has no card: define card()")
 
     def in_words(self) -> str | None:
-        """One sentence about the guarantee; None where an epsilon says it all."""
+        """One sentence about the guarantee, or why there is none; None if an epsilon says it all."""
+        return f"none: {'; '.join(self.flaws())}" if self.flaws() else self.figure()
+
+    def figure(self) -> str | None:
+        """The guarantee as a figure with its unit; None if an epsilon says it all."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,10 +85,3 @@ class Releases:
     def discard(self) -> None:
         """`remove`, and leave no record behind of a run that released nothing."""
         self.remove()
-
-
-class Perturbation(Protocol):
-    """Frozen settings, all public."""
-
-    def open(self, model: Any, /, **where: Any) -> Any:
-        """What makes the releases, on a public model or table; ``where`` says what it keeps, and where."""

@@ -12,6 +12,7 @@ T = TypeVar("T")
 
 _NO_CORRECTION = "leave it out, since AdamW without it trained better at every learning rate"
 _NO_AVERAGE = "leave it out, or average released checkpoints yourself"
+PRIVATIZERS = ("SAPPerturbation", "TextPrivatizer", "PrivateEmbedding")
 #: What to use, by "Class.setting", by "Class.setting=value" and by "package.name".
 REMOVED_NAMES = {
     "RapFT.bounds": "allocation='optimal' uses the printed bounds",
@@ -26,8 +27,18 @@ REMOVED_NAMES = {
     "rapft.gradient_moments": "use second_moments",
     "DPFrost.norm_order": "magnitudes are L1 norms",
     "DPFrost.magnitude=MGN": "use magnitude='MGNA'",
+    "DPFrost.axes_power": "use DPSGD, which trains every partition and did as well",
+    "DPFrost.choose_by=values": "use choose_by='random', which costs no epsilon either",
+    "DPFrost.granularity": "use partitions, or DPSGD, which did better than single entries",
     **{f"{method}.bias_correction": _NO_CORRECTION for method in ("DPSGD", "RapFT", "DPFrost")},
     **{f"{method}.weight_averaging": _NO_AVERAGE for method in ("DPSGD", "RapFT", "DPFrost", "NonPrivate")},
+    "CTI.form=elastic": "use form='prior', which hides as much at the same accuracy",
+    **{f"{kind}.special": "tokens of a role stay" for kind in PRIVATIZERS},
+    "SelectivePerturbation.cells": "'local' knows no partition",
+    "SelectivePerturbation.mechanism=partition": "use 'local', which holds among all tokens",
+    "SelectivePerturbation.mechanism=metric": "use 'local', or TextPrivatizer for a bound that grows with distance",
+    "selective.balanced_partition": "use the mechanism 'local', which holds among all tokens",
+    "ewft.TrainedPrivately": "use public text to train the autoencoder",
     "ewft.epoch_weighted": "use release_once, which spends the same epsilon with less noise",
     "ewft.shaped": "use release_once, which spends the same epsilon with less noise",
     "ewft.uniform": "use dp_forward, which is the same noise",
@@ -41,8 +52,15 @@ SUBSTITUTES: dict[str, Any] = {
     "RapFT.weights": None,
     "RapFT.magnitude": None,
     "RapFT.axes_power=None": 0.5,
+    "CTI.form=elastic": "prior",
+    **{f"{kind}.special": None for kind in PRIVATIZERS},
+    "SelectivePerturbation.cells": None,
+    "SelectivePerturbation.mechanism=partition": "local",
     "DPFrost.norm_order": None,
     "DPFrost.magnitude=MGN": "MGNA",
+    "DPFrost.axes_power": None,
+    "DPFrost.choose_by=values": "random",
+    "DPFrost.granularity": None,
 }
 
 

@@ -29,7 +29,6 @@ CENTRAL = {
     "Rap-FT": fastdp.RapFT(NoisyMap(2.0, 0.5)),
     "Rap-FT, axes": fastdp.RapFT(PublicGradients([collate(examples(2, 9))]), allocation="axes"),
     "DP-FROST": fastdp.DPFrost(unfreezing_ratio=0.9, selection_noise_multiplier=2.0),
-    "DP-FROST, soft": fastdp.DPFrost(unfreezing_ratio=1.0, axes_power=0.5, selection_noise_multiplier=2.0),
 }
 
 
@@ -138,7 +137,6 @@ MAKE = {
     "TextPrivatizer, quotient": lambda folder: told_cells(),
     "PrivateBottom": lambda folder: hidden_rows(),
     "SelectivePerturbation": lambda folder: private_words("local"),
-    "SelectivePerturbation, metric": lambda folder: private_words("metric"),
     "SelectivePerturbation, typed": lambda folder: private_words("typed"),
     "federated run": lambda folder: federated(),
 }

@@ -49,27 +49,22 @@ def test_a_run_may_be_stricter_than_a_node():
         ("local", "partition", "local"),
         ("partition", "local", "local"),
         ("partition", "paper", "partition"),
-        ("metric", "metric", "metric"),
+        ("local", "typed", "typed"),
+        ("typed", "local", "typed"),
     ],
 )
 def test_the_stricter_mechanism_is_used(own, run, found):
     assert read({"mechanism": run}, mechanism=own, cells=8 if own == "partition" else None).mechanism == found
 
 
-@cases(("own", "run"), [("local", "metric"), ("metric", "local"), ("partition", "metric")])
-def test_mechanisms_that_bound_different_things_are_refused(own, run):
-    with pytest.raises(ValueError, match=f"{own}.*{run}.*neither"):
-        read({"mechanism": run}, mechanism=own, cells=8 if own == "partition" else None)
-
-
 def test_a_mechanism_of_a_run_that_perturbs_nothing_does_not_matter():
-    assert read({"perturbation": "none", "mechanism": "metric"}, mechanism="local").mechanism == "local"
+    assert read({"perturbation": "none", "mechanism": "paper"}, mechanism="local").mechanism == "local"
 
 
 settings_of_runs = st.fixed_dictionaries(
     {
         "perturbation": st.sampled_from(("none", "selective", "all")),
-        "mechanism": st.sampled_from(("local", "metric", "partition", "paper")),
+        "mechanism": st.sampled_from(("local", "typed", "partition", "paper")),
         "epsilon": st.floats(0.01, 1e9),
         "budget": st.sampled_from(("token", "text")),
         "threshold": st.floats(0, 1),
@@ -93,14 +88,10 @@ def test_no_run_loosens_a_nodes_policy(run, perturbation, mechanism):
     """Whatever the server asks for: refused, or at least as strict in everything, and no path but the node's own."""
     node = {"perturbation": perturbation, "mechanism": mechanism, "epsilon": 2.0, "cells": 8}
     node = node | {"cells": 8 if mechanism == "partition" else None, "dpsgd_epsilon": 3.0}
-    if run["mechanism"] == "metric" and run["perturbation"] != "none":
-        with pytest.raises(ValueError, match="neither"):
-            read(run, **node)
-        return
     found = read(run, **node)
     order = ("none", "selective", "all")
     assert order.index(found.perturbation) >= order.index(perturbation)
-    assert found.mechanism in {"local": ("local",), "partition": ("local", "partition")}[mechanism]
+    assert found.mechanism in {"local": ("local", "typed"), "partition": ("local", "partition", "typed")}[mechanism]
     assert found.epsilon <= 2.0
     assert found.threshold == 0.0
     assert 0 < found.dpsgd_epsilon <= 3.0
@@ -278,9 +269,9 @@ def test_a_server_s_tokenizer_reads_no_private_text(settings, node, world, tmp_p
 
 def test_a_refused_client_trains_nothing_and_says_no_more_than_it_may(settings, node, tmp_path, caplog):
     """A floor is told to the server; a mistake in the node's own settings is told to its own log alone."""
-    clients = [deployed(settings | {"mechanism": "metric", "perturbation": "selective"}, node)]
+    clients = [deployed(settings | {"detector": "some/model", "perturbation": "selective"}, node)]
     _, (row, *_) = server(settings, clients)
-    assert "neither" in row["refused"][0]["reason"]
+    assert "rules and presidio" in row["refused"][0]["reason"]
     assert not (tmp_path / "state").exists()
     settings = settings | {"output": str(tmp_path / "other")}
     _, (row, *_) = server(settings, [deployed(settings, node | {"secret-codename": "x"})])

@@ -12,8 +12,10 @@ from fastdp import accounting
 from fastdp.accounting import Card, verify
 from fastdp.data import causal_examples
 from fastdp.finetune import ConfigError, finetune
+from fastdp.finetune.perturbations import choose_perturbation
 from fastdp.methods import ewft
 from fastdp.public import content_digest
+from tests.cases import cases
 from tests.finetune.runs import Stopped, classify, public_inputs
 
 
@@ -195,6 +197,15 @@ def test_a_second_run_of_the_same_texts_is_refused_or_said(config, files, tmp_pa
     monkeypatch.setenv("FASTDP_AGAIN", "1")
     finetune(classify(config, files, **options, output=str(tmp_path / "second")))
     assert len(Card.load(tmp_path / "second" / "statement.json")["earlier_releases"]) == 1
+
+
+@cases(
+    ("method", "options"),
+    [("sap", {"eta": 20.0, "special": "keep"}), ("selective", {"epsilon": 6.0, "cells": 8, "mechanism": "partition"})],
+)
+def test_options_of_the_last_release_are_replaced_with_a_warning(config, method, options):
+    with pytest.warns(FutureWarning, match="was removed: "):
+        choose_perturbation(replace(config, epsilon=None, method=method, method_options=options))
 
 
 def test_private_tokens_are_replaced_and_not_learned(config, files, tmp_path, monkeypatch):

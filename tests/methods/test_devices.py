@@ -5,7 +5,7 @@ import torch
 
 import fastdp
 from fastdp.methods.sap import CTI, PrivateBottom, TextPrivatizer, add_dchi_noise, split_model
-from fastdp.methods.selective.mechanism import FORMS, TokenMechanism, balanced_partition, public_radius
+from fastdp.methods.selective.mechanism import FORMS, TokenMechanism, public_radius
 from fastdp.ops import NoiseStream
 from tests.cases import cases
 from tests.elsewhere import DEVICE, There, elsewhere
@@ -28,7 +28,7 @@ def contributing(form):
     ("mechanism", "form"),
     [
         *(("laplace", form) for form in (None, "paper")),
-        *(("exponential", form) for form in (None, "prior", "elastic")),
+        *(("exponential", form) for form in (None, "prior")),
     ],
 )
 def test_a_privatizer_draws_where_its_table_is(mechanism, form):
@@ -75,9 +75,7 @@ def test_a_privatizer_keeps_ids_on_the_device_of_its_table(cti, monkeypatch):
 @cases("form", FORMS)
 def test_a_mechanism_draws_where_its_table_is(form):
     def made(rows):
-        radius = None if form == "metric" else 3.0
-        cells = balanced_partition(rows, 4) if form == "partition" else None
-        return TokenMechanism(form, rows, radius, candidates=torch.arange(60) > 2, cells=cells)
+        return TokenMechanism(form, rows, 3.0, candidates=torch.arange(60) > 2)
 
     here, ids = made(table()), IDS.flatten()
     expected = here.draw(ids, 2.0, NoiseStream.unsafe_reproducible(1))

@@ -1,13 +1,16 @@
 """Settings and forms that were removed say what replaces them; those of the last release are replaced with a warning."""
 
 import pytest
+import torch
 
 import fastdp
-from fastdp.methods import ewft, rapft
+from fastdp.methods import ewft, rapft, selective
 from fastdp.methods.rapft import Initialisation, NoisyMap, PublicGradients, RapFT
 from fastdp.methods.removed import REMOVED_NAMES, SUBSTITUTES
+from fastdp.methods.sap import CTI, SAPPerturbation
 from tests.cases import cases
 
+COUNTED = {"importance": torch.zeros(2, 3), "supported": torch.ones(3, dtype=torch.bool), "source": "public"}
 AXES = {"source": PublicGradients([{}]), "allocation": "axes"}
 
 
@@ -20,12 +23,19 @@ AXES = {"source": PublicGradients([{}]), "allocation": "axes"}
         (RapFT, {**AXES, "axes_power": None}, {**AXES, "axes_power": 0.5}),
         (fastdp.DPFrost, {"norm_order": 2}, {}),
         (fastdp.DPFrost, {"magnitude": "MGN"}, {"magnitude": "MGNA"}),
+        (fastdp.DPFrost, {"axes_power": 0.5}, {}),
+        (fastdp.DPFrost, {"granularity": "parameters"}, {}),
+        (fastdp.DPFrost, {"choose_by": "values"}, {"choose_by": "random"}),
+        (fastdp.SelectivePerturbation, {"epsilon": 1.0, "mechanism": "partition"}, {"epsilon": 1.0}),
+        (fastdp.SelectivePerturbation, {"epsilon": 1.0, "cells": 8}, {"epsilon": 1.0}),
+        (SAPPerturbation, {"eta": 1.0, "special": "keep"}, {"eta": 1.0}),
+        (CTI, {**COUNTED, "form": "elastic"}, {**COUNTED, "form": "prior"}),
     ],
 )
 def test_a_setting_of_the_last_release_is_replaced_with_a_warning(make, given, same):
     with pytest.warns(FutureWarning, match=rf"{make.__name__}\.\w+(=\w+)? was removed: "):
         found = make(**given)
-    assert found == make(**same)
+    assert vars(found) == vars(make(**same))
 
 
 def test_a_form_without_a_substitute_is_refused_by_value_and_by_position():
@@ -39,6 +49,8 @@ def test_a_form_without_a_substitute_is_refused_by_value_and_by_position():
             make(weight_averaging=0.5)
     with pytest.raises(ValueError, match="bias_correction was removed: leave it out"):
         fastdp.DPSGD(bias_correction=True)
+    with pytest.raises(ValueError, match="mechanism=metric was removed: use 'local', or TextPrivatizer"):
+        fastdp.SelectivePerturbation(1.0, mechanism="metric")
     with pytest.raises(TypeError):
         RapFT(NoisyMap(1.0, 0.1), another=1)
 
@@ -47,7 +59,7 @@ def test_a_form_without_a_substitute_is_refused_by_value_and_by_position():
 def test_a_removed_name_of_a_package_says_what_to_use(key):
     package, _, name = key.partition(".")
     with pytest.raises(AttributeError, match=f"{key} was removed: use "):
-        getattr({"ewft": ewft, "rapft": rapft}[package], name)
+        getattr({"ewft": ewft, "rapft": rapft, "selective": selective}[package], name)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = ewft.nothing
 

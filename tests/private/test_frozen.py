@@ -141,8 +141,6 @@ PREPARED: dict[str, Any] = {
     "rapft, map after the freezing": RapFT(PUBLIC, map_after=3),
     "frost": DPFrost(unfreezing_ratio=0.5, **SELECTION),
     "frost, again and again": DPFrost(unfreezing_ratio=0.5, select_every=1, **SELECTION),
-    "frost, soft": DPFrost(unfreezing_ratio=1.0, axes_power=0.5, **SELECTION),
-    "frost, entries": DPFrost(unfreezing_ratio=0.5, granularity="parameters", **{**SELECTION, "selection_steps": 1}),
 }
 #: Of the two layers only the second has at most half of all numbers, so that `DPFrost` chooses it.
 CHOSEN, LEFT_OUT = "second.weight", "first.weight"

@@ -88,8 +88,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 *("pieces refused:2", "measured:2", "counted:2", "lost:2", "noise:2"),
                 *("fused:1", "fused:2", "quantised:1", "quantised:2", "looked:2"),
                 *(f"{moment}:{size}" for moment in (*MOMENTS, IN_PIECES[-1]) for size in (2, 1)),
-                CASES="tied gpt2,users,soft",
-                SHARDED="tied gpt2,soft",
+                CASES="tied gpt2,users,sums",
+                SHARDED="tied gpt2,sums",
             )
             making.rename(place)
     return place

@@ -2,7 +2,6 @@
 
 from fastdp.methods.ewft.autoencoder import (
     StackedAutoencoder as StackedAutoencoder,
-    TrainedPrivately as TrainedPrivately,
     train_autoencoder as train_autoencoder,
 )
 from fastdp.methods.ewft.noise import (
@@ -15,8 +14,11 @@ from fastdp.methods.ewft.noise import (
 from fastdp.methods.ewft.pooled import Codebook as Codebook, codebook as codebook
 from fastdp.methods.ewft.pure import PureEWFT as PureEWFT, PureSettings as PureSettings
 from fastdp.methods.ewft.rehearsal import rehearse as rehearse
-from fastdp.methods.ewft.releases import EWFT as EWFT, EWFTPerturbation as EWFTPerturbation
-from fastdp.methods.ewft.settings import EWFTSettings as EWFTSettings
+from fastdp.methods.ewft.releases import (
+    EWFT as EWFT,
+    EWFTPerturbation as EWFTPerturbation,
+    EWFTSettings as EWFTSettings,
+)
 from fastdp.methods.removed import removed_from
 
 __getattr__ = removed_from("ewft")

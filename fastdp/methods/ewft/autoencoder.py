@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 import fastdp.ops as ops
-from fastdp.accounting.event_types import DpEvent
 from fastdp.ops.stream import NoiseStream
-
-
-@dataclass(frozen=True)
-class TrainedPrivately:
-    """How an autoencoder was trained on private records: the event that its weights cost, such as a ledger's."""
-
-    event: DpEvent
 
 
 class StackedAutoencoder(nn.Module):
@@ -28,10 +19,10 @@ class StackedAutoencoder(nn.Module):
     Attributes:
         width: of the hidden state, d.
         sizes: of the layers down to the code.
-        trained_on: None until it is trained, ``"public"``, or a `TrainedPrivately`. Kept with its state dict.
+        trained_on: None until it is trained on public text, then ``"public"``. Kept with its state dict.
 
     Raises:
-        ValueError: if there is no size, or one below 1; for a ``trained_on`` that is none of these.
+        ValueError: if there is no size, or one below 1; for a ``trained_on`` that is neither.
     """
 
     def __init__(self, width: int, sizes: Sequence[int]):
@@ -47,19 +38,17 @@ class StackedAutoencoder(nn.Module):
         down = (self.width, *self.sizes)
         self.encoder = _stack(down)
         self.decoder = _stack(down[::-1])
-        self._trained_on: str | TrainedPrivately | None = None
+        self._trained_on: str | None = None
 
     @property
-    def trained_on(self) -> str | TrainedPrivately | None:
+    def trained_on(self) -> str | None:
         """What its weights were learned from."""
         return self._trained_on
 
     @trained_on.setter
-    def trained_on(self, value: str | TrainedPrivately | None) -> None:
-        if value not in (None, "public") and not isinstance(value, TrainedPrivately):
-            raise ValueError(
-                f"trained_on is {value!r}: it must be 'public', TrainedPrivately(event) for private records, or None"
-            )
+    def trained_on(self, value: str | None) -> None:
+        if value not in (None, "public"):
+            raise ValueError(f"trained_on is {value!r}: train the autoencoder on public text, and say 'public'")
         self._trained_on = value
 
     def encode(self, hidden: Tensor) -> Tensor:
@@ -75,11 +64,8 @@ class StackedAutoencoder(nn.Module):
         return self.decode(self.encode(hidden))
 
     def get_extra_state(self) -> str | None:
-        """Kept in the state dict: a saved autoencoder remembers that it was trained on public text.
-
-        One trained privately must be given its event anew, since losing it would understate what was spent.
-        """
-        return self.trained_on if isinstance(self.trained_on, str) else None
+        """Kept in the state dict: a saved autoencoder remembers that it was trained on public text."""
+        return self.trained_on
 
     def set_extra_state(self, state: str | None) -> None:
         """See `get_extra_state`."""
@@ -104,18 +90,13 @@ def train_autoencoder(
 ) -> list[float]:
     """Train on hidden states of **public** text, one step a batch, and mark the autoencoder as trained on it.
 
-    What is minimised is the squared error of the reconstruction over the variance of the hidden states. With ``std`` above
-    0 the code is clipped and noised as it will be in use, so that the decoder learns to expect it.
+    The loss of a step, which is returned, is the squared error of the reconstruction over the variance of the hidden states.
 
     Args:
         hidden: batches [B, T, width], such as `EWFT.hidden_states` yields.
-        max_norm, std: the clip C of a code [T, sizes[-1]] and the noise; std 0 trains on whole codes.
+        max_norm, std: clip and noise of a code [T, sizes[-1]], which the decoder learns to expect; std 0 trains on whole codes.
 
-    Returns:
-        The loss of each step.
-
-    Raises:
-        ValueError: for hidden states of another width, or none at all.
+    Raises ValueError for hidden states of another width, or none at all.
     """
     noise = stream or NoiseStream()
     optimizer = torch.optim.Adam(autoencoder.parameters(), lr=learning_rate)

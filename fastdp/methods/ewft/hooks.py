@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,17 +14,50 @@ import fastdp.accounting as accounting
 from fastdp.calls.batches import map_leaves, tensors
 from fastdp.calls.modes import in_mode
 from fastdp.calls.randomness import unchanged
-from fastdp.methods.blocks import Blocks, find_blocks
+from fastdp.methods.blocks import Blocks, Layer, find_blocks
 from fastdp.methods.ewft.mask import argument, hide_padding
-from fastdp.methods.ewft.settings import NoisePlace
+from fastdp.methods.ewft.records import TOKEN_LABELS
 from fastdp.methods.perturbation import Releases
+from fastdp.methods.public import PublicText
 from fastdp.ops.stream import NoiseStream
+from fastdp.validate import one_of
 
 _UNPROTECTED = (
     "labels: the guarantee covers a sequence, not the label that comes with it",
     "which sequence belongs to whom, and when it is used",
 )
 _QUERIES = "no training record was among the inference queries, whose releases the figure leaves out: nobody checked"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisePlace:
+    """Where a model is perturbed, and what of its batches is public; all of it public.
+
+    Args:
+        layer: ``embeddings`` (0), the number of a block counted from 1, or ``output``; or the dotted name of such a module.
+            In an architecture that is not known, the dotted name of a module that every path goes through.
+        sequence_length: tokens of every padded sequence. Batches of another length are refused: a length that follows the
+            text gives it away.
+        dataset_size: records in the training data, N.
+        lengths: ``hidden`` lets the layers that follow attend to padding too, since their mask would show each length;
+            ``public`` leaves the mask alone, and the card says so.
+        public_texts: what an encoder or the layers below the noise learned from, for the card.
+
+    Raises ValueError for values out of range.
+    """
+
+    layer: Layer
+    sequence_length: int
+    dataset_size: int
+    lengths: str = "hidden"
+    public_texts: Sequence[PublicText] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "dataset_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not (isinstance(value, int) and value >= 1):
+                raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
+        one_of(("hidden", "public"), lengths=self.lengths)
 
 
 class _LayerReached(Exception):
@@ -33,24 +67,28 @@ class _LayerReached(Exception):
         self.hidden = hidden
 
 
-class PerturbedLayer:
+class LayerReleases(Releases, ABC):
     """Perturbs the hidden state after a layer of a model, in every forward pass, until `remove`.
+
+    EWFT's forms define `release` and `decode`.
 
     Args:
         model: with any head; PEFT wrappers may be around it.
-        releases: asked for every hidden state.
 
     Attributes:
         blocks: the parts of the model.
         frozen_parameters: what precedes the layer, by name, whose gradients were turned off.
         token_labels: whether a batch in training had labels for every token.
         training: whether the last pass that came to the layer released training records.
+        inference_releases: rows that were released outside of training.
 
     Raises ValueError for a layer that does not exist, lengths that cannot be hidden, and a model that is perturbed already.
     """
 
-    def __init__(self, model: nn.Module, settings: NoisePlace, releases: LayerReleases):
-        self.settings, self._releases = settings, releases
+    def __init__(self, model: nn.Module, settings: NoisePlace, unsafe_seed: int | None):
+        self._place, self.padded_length = settings, settings.sequence_length
+        self.stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
+        self.inference_releases = 0
         self.blocks: Blocks = find_blocks(model, settings.layer)
         self._check_alone()
         after, module = self.blocks.place(settings.layer)
@@ -85,7 +123,7 @@ class PerturbedLayer:
             self.blocks.base.register_forward_pre_hook(self._take_mask, with_kwargs=True),
             module.register_forward_hook(self._perturb),
         ]
-        if self.settings.lengths == "hidden":
+        if self._place.lengths == "hidden":
             self._hooks += [block.register_forward_pre_hook(self._hide_lengths, with_kwargs=True) for block in later]
 
     @property
@@ -100,7 +138,7 @@ class PerturbedLayer:
         self._hooks = []
 
     @torch.no_grad()
-    def tapped(self, batch: Mapping[str, Any], tap: str) -> Tensor:
+    def read_layer(self, batch: Mapping[str, Any], tap: str) -> Tensor:
         """The ``hidden`` state at the layer, without noise, or its noisy ``code``, of a batch of model inputs."""
         base, self._tap = self.blocks.base, tap
         # A pass that was refused on its way to the layer leaves these behind, and they are not of this batch.
@@ -116,11 +154,11 @@ class PerturbedLayer:
 
     def _check_alone(self) -> None:
         hooks = self.blocks.base._forward_pre_hooks.values()
-        if any(isinstance(getattr(hook, "__self__", None), PerturbedLayer) for hook in hooks):
+        if any(isinstance(getattr(hook, "__self__", None), LayerReleases) for hook in hooks):
             raise ValueError("this model has an EWFT already, and both would perturb: call remove() on the first")
 
     def _freeze_bottom(self) -> None:
-        below = {id(p) for module in self.blocks.before(self.settings.layer) for p in module.parameters()}
+        below = {id(p) for module in self.blocks.before(self._place.layer) for p in module.parameters()}
         for name, parameter in self.blocks.model.named_parameters():
             if id(parameter) in below:
                 parameter.requires_grad_(False)
@@ -172,7 +210,7 @@ class PerturbedLayer:
 
     def _check_last_token(self, ids: Tensor | None) -> None:
         """Refuse a batch of a classifier that would read another than the last position, since that tells the length."""
-        if self.settings.lengths == "public" or not self.blocks.causal or not hasattr(self.blocks.model, "score"):
+        if self._place.lengths == "public" or not self.blocks.causal or not hasattr(self.blocks.model, "score"):
             return
         config: Any = self.blocks.model.config
         masked = self._mask is not None and not bool(self._mask[:, -1].all())
@@ -187,7 +225,7 @@ class PerturbedLayer:
     def _check_positions(self, positions: Tensor | None) -> None:
         """Refuse positions that skip padding where the blocks after the noise are given them, since that tells the length."""
         # Models that are not causal use positions in their embeddings alone, below the noise.
-        if positions is None or self.settings.lengths == "public" or not self.blocks.causal or not self._places[2]:
+        if positions is None or self._place.lengths == "public" or not self.blocks.causal or not self._places[2]:
             return
         whole = torch.arange(positions.shape[-1], device=positions.device)
         if bool((positions != whole).any()):
@@ -210,16 +248,18 @@ class PerturbedLayer:
         # The outermost model may have said so already, and turned gradients off for its base.
         self.training = self._began_training or self._trains(self.blocks.base)
         ids, self._ids, self._began_training = self._ids, None, False
-        released = self._releases.release(hidden, self._mask, ids)
+        if self.training and ids is not None and ids.numel() != len(hidden):
+            raise ValueError(f"{ids.numel()} example_ids for {len(hidden)} examples: give one for each")
+        released = self.release(hidden, self._mask, ids)
         if self._tap == "code":
             raise _LayerReached(released)
-        decoded = self._releases.decode(released).to(hidden.dtype)
+        decoded = self.decode(released).to(hidden.dtype)
         return (decoded, *output[1:]) if isinstance(output, tuple) else decoded
 
     def _check_hidden(self, hidden: Tensor) -> None:
-        if hidden.dim() != 3 or hidden.shape[1] != self.settings.sequence_length:
+        if hidden.dim() != 3 or hidden.shape[1] != self._place.sequence_length:
             raise ValueError(
-                f"A batch has {hidden.shape[1]} tokens a row, not {self.settings.sequence_length}, and tells "
+                f"A batch has {hidden.shape[1]} tokens a row, not {self._place.sequence_length}, and tells "
                 "lengths. Pad and cut to sequence_length: tokenizer(..., padding='max_length', "
                 "truncation=True, max_length=...)."
             )
@@ -233,40 +273,11 @@ class PerturbedLayer:
         if ids is None:
             return None
         ids = torch.as_tensor(ids).reshape(-1).to("cpu", torch.int64)
-        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self.settings.dataset_size):
-            raise ValueError(f"example_ids must lie between 0 and dataset_size - 1 = {self.settings.dataset_size - 1}")
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self._place.dataset_size):
+            raise ValueError(f"example_ids must lie between 0 and dataset_size - 1 = {self._place.dataset_size - 1}")
         if ids.unique().numel() != ids.numel():
             raise ValueError("example_ids holds a record twice in one batch: each is released once")
         return ids
-
-
-def _other_tokens(path: tuple[Any, ...], given: Tensor) -> Tensor:
-    """An input of the same shape that holds other tokens; masks, positions and labels stay."""
-    if any(word in str(path) for word in ("mask", "label", "position")) or given.dtype == torch.bool:
-        return given
-    return -given if given.is_floating_point() else torch.where(given > 0, given - 1, given + 1)
-
-
-class LayerReleases(Releases, ABC):
-    """A perturbed layer of one model, and what both of EW-FT's forms do around it; each defines `release` and `decode`.
-
-    Attributes:
-        perturbed: the layer with its hooks.
-        blocks: the parts of the model.
-        inference_releases: rows that were released outside of training, in evaluation mode and without gradients.
-    """
-
-    def __init__(self, model: nn.Module, settings: NoisePlace, unsafe_seed: int | None):
-        self.padded_length = settings.sequence_length
-        self.perturbed = PerturbedLayer(model, settings, self)
-        self.blocks = self.perturbed.blocks
-        self.stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
-        self.inference_releases = 0
-
-    @property
-    def frozen_parameters(self) -> list[str]:
-        """What precedes the layer, by name, whose gradients were turned off."""
-        return self.perturbed.frozen_parameters
 
     def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
         """Examples for training get their ``example_ids``."""
@@ -275,11 +286,7 @@ class LayerReleases(Releases, ABC):
     def released_codes(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
         """What is released of batches of queries: all that their receiver gets. Each row is a release, and counted."""
         for batch in batches:
-            yield self.perturbed.tapped(batch, "code")
-
-    def remove(self) -> None:
-        """Take the hooks out, so that the model computes as before. Frozen parameters stay so."""
-        self.perturbed.remove()
+            yield self.read_layer(batch, "code")
 
     @abstractmethod
     def release(self, hidden: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:
@@ -288,6 +295,9 @@ class LayerReleases(Releases, ABC):
     @abstractmethod
     def decode(self, code: Tensor) -> Tensor:
         """The hidden state that what follows goes on with, [B, T, d]."""
+
+    def flaws(self) -> list[str]:
+        return [TOKEN_LABELS] if self.token_labels else []
 
     def described(self) -> dict[str, Any]:
         """The model, for the card."""
@@ -302,5 +312,12 @@ class LayerReleases(Releases, ABC):
 
     def unprotected(self) -> tuple[str, ...]:
         """For the card."""
-        public = self.perturbed.settings.lengths == "public"
+        public = self._place.lengths == "public"
         return (*_UNPROTECTED, *(("the length of each sequence",) if public else ()))
+
+
+def _other_tokens(path: tuple[Any, ...], given: Tensor) -> Tensor:
+    """An input of the same shape that holds other tokens; masks, positions and labels stay."""
+    if any(word in str(path) for word in ("mask", "label", "position")) or given.dtype == torch.bool:
+        return given
+    return -given if given.is_floating_point() else torch.where(given > 0, given - 1, given + 1)

@@ -13,11 +13,14 @@ _NAME = "attention_mask"
 
 def argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = _NAME) -> Any:
     """The value of an argument that a module is being called with, by position or by name; None without it."""
-    if name in kwargs:
-        return kwargs[name]
+    position = _position(module, args, name)
+    return kwargs.get(name, None if position is None else args[position])
+
+
+def _position(module: nn.Module, args: tuple[Any, ...], name: str) -> int | None:
+    """Where an argument stands that is given by position; None if it is not."""
     names = list(inspect.signature(module.forward).parameters)
-    position = names.index(name) if name in names else len(args)
-    return args[position] if position < len(args) else None
+    return names.index(name) if name in names[: len(args)] else None
 
 
 def hide_padding(
@@ -27,11 +30,8 @@ def hide_padding(
     mask = full_mask(argument(module, args, kwargs), causal)
     if _NAME in kwargs:
         return args, {**kwargs, _NAME: mask}
-    names = list(inspect.signature(module.forward).parameters)
-    position = names.index(_NAME) if _NAME in names else len(args)
-    if position >= len(args):
-        return args, kwargs
-    return (*args[:position], mask, *args[position + 1 :]), kwargs
+    position = _position(module, args, _NAME)
+    return (args if position is None else (*args[:position], mask, *args[position + 1 :])), kwargs
 
 
 def full_mask(mask: Any, causal: bool) -> Tensor | None:

@@ -1,7 +1,7 @@
 """The noise of EW-FT's releases, epoch by epoch, with what each schedule really guarantees.
 
-A record is one user's clipped sequence. Two of norm at most C differ by up to 2 C, and the server sees who sends which,
-so the guarantee is that of Gaussian releases of sensitivity 2 C without sampling.
+A record is one user's clipped sequence. Two of norm at most C differ by up to 2 C. The server sees who sends which, so the
+guarantee is that of Gaussian releases of sensitivity 2 C without sampling.
 """
 
 from __future__ import annotations

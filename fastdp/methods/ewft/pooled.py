@@ -1,8 +1,8 @@
 """What is told of a sequence at a pure epsilon: a public encoder's summary of its states, as one of K codes.
 
-A Gaussian release of (epsilon, 1e-5) tells one bit with probability .553, .599, .678 or .798 at epsilon 1, 2, 4 or 8, and no
-decision drawn from it is surer. Randomised response tells the same bit with .731, .881, .982 or .9997, and needs no delta. So a
-sequence is first made as small as public text says that it can be.
+A Gaussian release of (epsilon, 1e-5) tells one bit with probability .553, .599, .678 or .798 at epsilon 1, 2, 4 or 8. Randomised
+response tells the same bit with .731, .881, .982 or .9997, and needs no delta. So a sequence is first made as small as public
+text says that it can be.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,40 +34,8 @@ def pool_rows(hidden: Tensor, mask: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Encoder:
-    """A linear map of pooled states to few directions, learned from public text.
-
-    Attributes:
-        centre: float64 [d], the mean state.
-        basis: float64 [d, width], orthonormal columns.
-    """
-
-    centre: Tensor
-    basis: Tensor
-
-    def __call__(self, states: Tensor) -> Tensor:
-        """[B, d] to [B, width]."""
-        return (states - self.centre) @ self.basis
-
-    @classmethod
-    def learned(cls, states: Tensor, labels: Tensor | None, width: int) -> Encoder:
-        """From public pooled states [n, d]: what tells their labels apart first, if there are labels, then what varies most."""
-        centre = states.mean(0)
-        centred = states - centre
-        directions = torch.linalg.svd(centred, full_matrices=False).Vh[:width].T
-        if labels is not None:
-            covariance = centred.T @ centred / len(centred)
-            ridge = _RIDGE * covariance.diagonal().mean() * torch.eye(len(centre), dtype=torch.float64)
-            wanted = torch.nn.functional.one_hot(labels).double()
-            # Of C classes the last is told by the others.
-            told = torch.linalg.solve(covariance + ridge, centred.T @ (wanted - wanted.mean(0)) / len(centred))[:, :-1]
-            directions = torch.cat([told, directions], 1)
-        return cls(centre, torch.linalg.qr(directions[:, : min(width, len(centre))]).Q)
-
-
-@dataclass(frozen=True)
 class Codebook:
-    """One of K codes of a sequence, learned from public text, by K-ary randomised response: ``epsilon``, without a delta.
+    """One of K codes of a sequence by K-ary randomised response: ``epsilon``, without a delta.
 
     Few codes suffer less noise: two for most tasks of two classes, more where nothing labelled is public. Raises ValueError as
     `fastdp.methods.response.check_response`.
@@ -75,68 +43,83 @@ class Codebook:
 
     cells: int
     epsilon: float
-    name: ClassVar[str] = "codebook"
 
     def __post_init__(self) -> None:
         check_response(self.cells, self.epsilon)
 
-    def width(self, classes: int | None) -> int:
-        """Directions that codes are told apart by."""
-        return classes - 1 if classes else max(2, min(self.cells, 16))
-
-    def fit(self, encoder: Encoder, states: Tensor) -> dict[str, Tensor]:
-        """Centres of the codes among the encoded public states, and the mean state of each.
-
-        Raises ValueError for fewer distinct texts than codes.
-        """
-        codes = encoder(states)
-        if len(codes.unique(dim=0)) < self.cells:
-            raise ValueError(
-                f"{self.cells} codes need as many different public texts: give more, or ask for fewer codes"
-            )
-        centres = _centres(codes, self.cells)
-        own = torch.cdist(codes, centres).argmin(1)
-        if len(own.unique()) < self.cells:
-            raise ValueError(
-                f"the public texts fall into fewer than {self.cells} codes: give more, or ask for fewer codes"
-            )
-        return {"centres": centres, "states": torch.stack([states[own == k].mean(0) for k in range(self.cells)])}
-
-    def encode(self, encoder: Encoder, learned: dict[str, Tensor], states: Tensor) -> Tensor:
-        """The code of each state, int64 [B]."""
-        return torch.cdist(encoder(states), learned["centres"]).argmin(1)
-
     def release(self, codes: Tensor, stream: NoiseStream) -> Tensor:
-        """What leaves: int64 [B]."""
+        """What leaves of codes [B]: int64 [B]."""
         return randomised_response(codes, self.cells, self.epsilon, stream)
-
-    def decode(self, encoder: Encoder, learned: dict[str, Tensor], codes: Tensor) -> Tensor:
-        """The mean public state of each code, [B, d]."""
-        return learned["states"][codes]
 
     def describe(self) -> dict[str, Any]:
         """For a card."""
         kept = keep_probability(self.cells, self.epsilon)
-        return {"name": self.name, "cells": self.cells, "epsilon": self.epsilon, "kept": kept}
+        return {"name": "codebook", "cells": self.cells, "epsilon": self.epsilon, "kept": kept}
 
 
 #: As the noise of the other form is asked for: `ewft.codebook(...)` beside `ewft.release_once(...)`.
 codebook = Codebook
 
 
-def learn(
-    mechanism: Codebook, states: Sequence[Tensor], labels: Sequence[Tensor] | None
-) -> tuple[Encoder, dict[str, Tensor]]:
-    """Encoder and what belongs to the mechanism, from public pooled states, and labels of their texts if there are any."""
-    joined = torch.cat(list(states)).double()
-    classes = None if labels is None else torch.cat(list(labels)).long().cpu()
-    count = None if classes is None else int(classes.max()) + 1
-    if count is not None and len(classes.unique()) < 2:  # type: ignore[union-attr]
-        raise ValueError("the public texts are all of one class, which tells nothing apart: give texts of every class")
-    if len(joined) < 2 or not math.isfinite(float(joined.sum())):
-        raise ValueError("there is too little public text to learn from, or its hidden states are not finite")
-    encoder = Encoder.learned(joined, classes, mechanism.width(count))
-    return encoder, mechanism.fit(encoder, joined)
+@dataclass(frozen=True)
+class Codes:
+    """Codes of pooled states, learned from public text.
+
+    Attributes:
+        centre: float64 [d], the mean state.
+        basis: float64 [d, width], orthonormal columns: the directions that codes are told apart by.
+        centres: float64 [K, width], of the codes.
+        states: float64 [K, d], the mean public state of each code.
+    """
+
+    centre: Tensor
+    basis: Tensor
+    centres: Tensor
+    states: Tensor
+
+    def encode(self, states: Tensor) -> Tensor:
+        """The code of each state [B, d], int64 [B]."""
+        return torch.cdist((states - self.centre) @ self.basis, self.centres).argmin(1)
+
+    @classmethod
+    def learn(cls, batches: Sequence[Tensor], labels: Sequence[Tensor] | None, cells: int) -> Codes:
+        """From public pooled states, and labels of their texts if there are any.
+
+        Raises ValueError for states that are too few, too much alike, not finite, or all of one class.
+        """
+        states = torch.cat(list(batches)).double()
+        if len(states) < 2 or not math.isfinite(float(states.sum())):
+            raise ValueError("there is too little public text to learn from, or its hidden states are not finite")
+        classes = None if labels is None else torch.cat(list(labels)).long().cpu()
+        if classes is not None and len(classes.unique()) < 2:
+            raise ValueError(
+                "the public texts are all of one class, which tells nothing apart: give texts of every class"
+            )
+        centre = states.mean(0)
+        basis = _directions(states - centre, classes, max(2, min(cells, 16)))
+        reduced = (states - centre) @ basis
+        if len(reduced.unique(dim=0)) < cells:
+            raise ValueError(f"{cells} codes need as many different public texts: give more, or ask for fewer codes")
+        centres = _centres(reduced, cells)
+        own = torch.cdist(reduced, centres).argmin(1)
+        if len(own.unique()) < cells:
+            raise ValueError(f"the public texts fall into fewer than {cells} codes: give more, or ask for fewer codes")
+        return cls(centre, basis, centres, torch.stack([states[own == k].mean(0) for k in range(cells)]))
+
+
+def _directions(centred: Tensor, classes: Tensor | None, width: int) -> Tensor:
+    """Orthonormal columns: what tells the classes apart, or without classes the ``width`` directions that vary most."""
+    if classes is None:
+        directions = torch.linalg.svd(centred, full_matrices=False).Vh[:width].T
+    else:
+        covariance = centred.T @ centred / len(centred)
+        ridge = _RIDGE * covariance.diagonal().mean() * torch.eye(len(covariance), dtype=torch.float64)
+        wanted = torch.nn.functional.one_hot(classes).double()
+        # Of C classes the last is told by the others.
+        directions = torch.linalg.solve(covariance + ridge, centred.T @ (wanted - wanted.mean(0)) / len(centred))[
+            :, :-1
+        ]
+    return torch.linalg.qr(directions[:, : centred.shape[1]]).Q
 
 
 def _centres(codes: Tensor, count: int) -> Tensor:

@@ -11,26 +11,17 @@ from torch import Tensor, nn
 
 import fastdp.accounting as accounting
 from fastdp.methods.blocks import Layer, layer_name
-from fastdp.methods.ewft.hooks import LayerReleases
-from fastdp.methods.ewft.pooled import Codebook, Encoder, learn, pool_rows
-from fastdp.methods.ewft.records import TOKEN_LABELS, Records
-from fastdp.methods.ewft.settings import NoisePlace
+from fastdp.methods.ewft.hooks import LayerReleases, NoisePlace
+from fastdp.methods.ewft.pooled import Codebook, Codes, pool_rows
+from fastdp.methods.ewft.records import Records
 from fastdp.methods.public import PublicText, describe_origin
 
 
 @dataclass(frozen=True, kw_only=True)
 class PureSettings(NoisePlace):
-    """Settings of `PureEWFT`, all public. Each record is released once, and known by its id.
+    """Settings of `PureEWFT`, all public: those of `NoisePlace`, and the ``mechanism``, `ewft.codebook`.
 
-    Args:
-        layer: as in `EWFTSettings`: what is summarised, and replaced.
-        mechanism: `ewft.codebook`.
-        sequence_length: tokens of every padded sequence; batches of another length are refused.
-        dataset_size: records in the training data, N; public.
-        lengths: as in `EWFTSettings`.
-        public_texts: what the encoder, or the layers below, learned from, for the card.
-
-    Raises ValueError for values out of range.
+    Each record is released once, and known by its id. Raises ValueError for values out of range.
     """
 
     mechanism: Codebook
@@ -43,8 +34,8 @@ class PureSettings(NoisePlace):
 class PureEWFT(LayerReleases):
     """Replaces the hidden states after one layer by what a pure-epsilon draw tells of them, in training and in inference.
 
-    The states of a sequence are averaged over its tokens, made a code by an encoder that `learn` took from
-    public text, and told by the mechanism, once: the draw of a training record is kept and used in every epoch. What follows
+    The states of a sequence are averaged over its tokens, made a code that `learn` took from public text, and told by
+    randomised response, once: the draw of a training record is kept and used in every epoch. What follows
     the layer sees, at every position, the state that stands for the answer.
 
     Args:
@@ -52,9 +43,7 @@ class PureEWFT(LayerReleases):
         mechanism, sequence_length, dataset_size, lengths, public_texts: as in `PureSettings`.
         unsafe_seed: draws that whoever knows the seed can repeat: for tests, and the card says so.
 
-    In training mode or with gradients on, ``example_ids`` [B] among the model's inputs say which records they are. A batch
-    without them in evaluation mode under ``torch.no_grad()`` is of queries: every row is a release of its own, counted in
-    ``inference_releases``.
+    What is training, and what a query, is decided as by `EWFT`.
 
     Raises ValueError as `PureSettings`, and for a layer that does not exist or a model that is perturbed already.
     """
@@ -82,42 +71,39 @@ class PureEWFT(LayerReleases):
         self.mechanism = mechanism
         super().__init__(model, self.settings, unsafe_seed)
         self._records = Records(self.settings.dataset_size)
-        self._encoder: Encoder | None = None
-        self._learned: dict[str, Tensor] = {}
+        self._codes: Codes | None = None
         self._with_labels = False
-        self.perturbed.attach(freeze=True)
+        self.attach(freeze=True)
 
     def learn(self, public_batches: Iterable[Mapping[str, Any]], *, labels: bool = True) -> None:
-        """Learn the encoder from **public** batches of model inputs; if they have ``labels`` [B], what tells those apart.
+        """Learn the codes from **public** batches of model inputs; if they have ``labels`` [B], what tells those apart.
 
         Raises ValueError for too few or too uniform texts, and once something was released: its codes would lose their meaning.
         """
         if not self.untouched or self.inference_releases:
             raise ValueError(
-                "texts were released by the encoder that there is: by another one their codes would mean another thing"
+                "texts were released by the codes that there are: by others their answers would mean another thing"
             )
         states, given = [], []
         for batch in public_batches:
-            states.append(pool_rows(self.perturbed.tapped(batch, "hidden"), batch.get("attention_mask")))
+            states.append(pool_rows(self.read_layer(batch, "hidden"), batch.get("attention_mask")))
             given.append(batch.get("labels"))
         if not states:
             raise ValueError("there was no public text to learn from")
         known = labels and all(
             isinstance(own, Tensor) and own.dim() == 1 and not own.is_floating_point() for own in given
         )
-        self._encoder, self._learned = learn(self.mechanism, states, given if known else None)  # type: ignore[arg-type]
+        self._codes = Codes.learn(states, given if known else None, self.mechanism.cells)  # type: ignore[arg-type]
         self._with_labels = known
 
     def release(self, hidden: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:
         """Draws of hidden states [B]. Called by the forward pass."""
-        if self._encoder is None:
-            raise RuntimeError("there is no encoder yet: call learn with public text")
-        code = self.mechanism.encode(self._encoder, self._learned, pool_rows(hidden, mask))
-        if not self.perturbed.training:
+        if self._codes is None:
+            raise RuntimeError("there are no codes yet: call learn with public text")
+        code = self._codes.encode(pool_rows(hidden, mask))
+        if not self.training:
             self.inference_releases += len(code)
             return self._drawn(code).to(hidden.device)
-        if ids is not None and ids.numel() != len(code):
-            raise ValueError(f"{ids.numel()} example_ids for {len(code)} examples: give one for each")
         return self._records.reused(code, ids, self._drawn).to(hidden.device)
 
     def _drawn(self, code: Tensor) -> Tensor:
@@ -125,8 +111,8 @@ class PureEWFT(LayerReleases):
 
     def decode(self, code: Tensor) -> Tensor:
         """The state that stands for an answer, at every position."""
-        assert self._encoder is not None
-        state = self.mechanism.decode(self._encoder, self._learned, code.cpu()).to(code.device)
+        assert self._codes is not None
+        state = self._codes.states[code.cpu()].to(code.device)
         dtype = next(self.blocks.base.parameters()).dtype
         return state.to(dtype)[:, None, :].expand(-1, self.settings.sequence_length, -1).contiguous()
 
@@ -134,9 +120,6 @@ class PureEWFT(LayerReleases):
     def untouched(self) -> bool:
         """Whether no training record was released."""
         return not bool(self._records.seen.any())
-
-    def flaws(self) -> list[str]:
-        return [TOKEN_LABELS] if self.perturbed.token_labels else []
 
     def epsilon(self) -> float:
         """What was told of a training record so far; inf of draws that whoever knows their seed can repeat."""
@@ -152,10 +135,7 @@ class PureEWFT(LayerReleases):
         """Of one user's sequence, which is released once."""
         return accounting.Pure("one user's sequence", self.mechanism.epsilon, units=1)
 
-    def in_words(self) -> str:
-        """The figure with its unit, or why there is none."""
-        if self.flaws():
-            return f"none: {'; '.join(self.flaws())}"
+    def figure(self) -> str:
         return f"epsilon {self.mechanism.epsilon:g} without a delta for one user's sequence (local)"
 
     def card(self) -> accounting.Card:
@@ -168,7 +148,7 @@ class PureEWFT(LayerReleases):
                 "layer": settings.layer,
                 "sequence_length": settings.sequence_length,
                 "encoder": None
-                if self._encoder is None
+                if self._codes is None
                 else f"public text, {'with' if self._with_labels else 'without'} labels",
                 "public_text": [text.describe() for text in settings.public_texts] or describe_origin(None),
             },
@@ -188,11 +168,11 @@ class PureEWFT(LayerReleases):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The encoder, and the draws that are used again. They hold answers, and no key."""
-        encoder = self._encoder
+        """The codes, and the draws that are used again. They hold answers, and no key."""
+        codes = {} if self._codes is None else vars(self._codes)
         return {
-            "encoder": None if encoder is None else {"centre": encoder.centre, "basis": encoder.basis},
-            "learned": self._learned,
+            "encoder": {name: codes[name] for name in ("centre", "basis")} if codes else None,
+            "learned": {name: codes[name] for name in ("centres", "states") if codes},
             "with_labels": self._with_labels,
             "seen": self._records.seen,
             "codes": self._records.codes,
@@ -207,7 +187,7 @@ class PureEWFT(LayerReleases):
         if len(state["seen"]) != self.settings.dataset_size:
             raise ValueError(f"this state is of {len(state['seen'])} records, not {self.settings.dataset_size}")
         if state["encoder"] is not None:
-            self._encoder = Encoder(**state["encoder"])
-        self._learned, self._with_labels = dict(state["learned"]), state["with_labels"]
+            self._codes = Codes(**state["encoder"], **state["learned"])
+        self._with_labels = state["with_labels"]
         self._records.seen, self._records.codes = state["seen"], state["codes"]
         self.inference_releases = max(self.inference_releases, state["inference_releases"])

@@ -32,24 +32,19 @@ def rehearse(
 ) -> list[float]:
     """Train a model on **public** labelled text under the clip and noise that its private releases will have.
 
-    Frozen pretrained layers spend the norm that the clip allows on what all texts share; little of it tells texts apart, and
-    the noise covers that. Layers that were trained under the noise on other texts of the task keep what matters. They see no
-    private text, so the guarantee of what follows is the same. Then make the `EWFT`, which freezes them.
+    Frozen pretrained layers spend the norm that the clip allows on what all texts share, and the noise covers the rest. Layers
+    that were trained under the noise keep what matters. They see no private text, so the guarantee of what follows is the same.
+    Then make the `EWFT`, which freezes them. Returns the loss of each step.
 
     Args:
         model: as for `EWFT`, without one; its parameters with ``requires_grad`` are trained, above the layer and below.
         public_batches: model inputs with labels, padded to ``sequence_length``; gone through ``passes`` times.
         layer, sequence_length, max_norm, lengths: as for the `EWFT` that will follow.
         noise: its schedule; the last level is rehearsed, which is that of inference too.
-        passes: over the batches.
         learning_rate: of AdamW.
         autoencoder: the one that it will use; one that is untrained learns to reconstruct first, and any learns along.
-        unsafe_seed: noise that can be repeated, for tests.
 
-    Returns the loss of each step.
-
-    Raises:
-        ValueError: without batches or labels, and whatever `EWFT` refuses.
+    Raises ValueError without batches or labels, and whatever `EWFT` refuses.
     """
     batches = [dict(batch) for batch in public_batches]
     if not batches or passes < 1:

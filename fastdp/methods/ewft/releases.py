@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,46 +15,144 @@ from torch import Tensor, nn
 import fastdp.accounting as accounting
 import fastdp.ops as ops
 from fastdp.accounting.event_types import DpEvent
+from fastdp.accounting.ledger import STEP
 from fastdp.methods.blocks import Layer, layer_name
-from fastdp.methods.ewft.autoencoder import StackedAutoencoder, TrainedPrivately, train_autoencoder
-from fastdp.methods.ewft.hooks import LayerReleases
+from fastdp.methods.ewft.autoencoder import StackedAutoencoder, train_autoencoder
+from fastdp.methods.ewft.hooks import LayerReleases, NoisePlace
 from fastdp.methods.ewft.noise import NoiseSchedule
-from fastdp.methods.ewft.records import EVALUATE, TOKEN_LABELS, Records
-from fastdp.methods.ewft.settings import EWFTSettings, kind
+from fastdp.methods.ewft.records import EVALUATE, Records
 from fastdp.methods.public import PublicText, describe_origin
 from fastdp.ops.grid import DISTANCE
+from fastdp.validate import one_of, positive
 
 _UNCHECKED = (
     "each record was used at most once an epoch: nobody checked, since the run was allowed to go without example_ids"
 )
 
 
+_TRAINED_BOTTOM = (
+    "the layers before the perturbation are trained on sequences without noise: whoever sees them, or an update of them, "
+    "learns about the sequences in a way that the noise does not cover"
+)
+_JOINT_AUTOENCODER = "the autoencoder is trained together with the model, on sequences without noise, and then shared"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EWFTSettings(NoisePlace):
+    """Settings of `EWFT`, all public; those of `NoisePlace`, and:
+
+    Args:
+        noise: a `NoiseSchedule`, such as ``ewft.release_once(epsilon, delta)`` or ``ewft.dp_forward(...)``.
+        max_norm: C.
+        autoencoder: sizes of its layers down to the code, such as ``(64,)`` or ``(256, 64, 4)``; a `StackedAutoencoder`
+            of the model's width; or None for none (DP-Forward).
+        bottom: ``frozen`` turns off the gradients of all that precedes the layer, tied weights included; ``trained`` leaves
+            them, which voids the guarantee, and the card says so.
+        joint_autoencoder: train the autoencoder with the model, as the paper does; this voids the guarantee.
+        unchecked_records: train without ``example_ids``, if the loader surely uses each record once an epoch. Only the
+            number of rows is looked at then, and the card states the assumption.
+        secure_rounding: as in `fastdp.ops.clip_noise`.
+
+    Raises:
+        ValueError: for values out of range, or that contradict each other.
+    """
+
+    noise: NoiseSchedule
+    max_norm: float = 1.0
+    autoencoder: Sequence[int] | StackedAutoencoder | None = (64,)
+    bottom: str = "frozen"
+    joint_autoencoder: bool = False
+    unchecked_records: bool = False
+    secure_rounding: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(max_norm=self.max_norm)
+        one_of(("frozen", "trained"), bottom=self.bottom)
+        if self.unchecked_records and self.noise.reuse:
+            raise ValueError(
+                "a schedule that releases once finds its releases by example_ids: leave unchecked_records out"
+            )
+
+    def open(self, model: nn.Module, /, **where: Any) -> EWFT:
+        """The perturbation of a model; ``where`` holds EWFT's ``output_dir``, ``resume`` and ``unsafe_seed``."""
+        return EWFT(model, **vars(self), **where)
+
+    @property
+    def exposed(self) -> bool:
+        """Whether gradients reach what precedes the noise."""
+        return self.bottom == "trained" or self.joint_autoencoder
+
+    def flaws(self) -> list[str]:
+        """Why runs with these settings carry no guarantee; empty if they do."""
+        found = list(self.noise.flaws)
+        if self.bottom == "trained":
+            found.append(_TRAINED_BOTTOM)
+        if self.joint_autoencoder and self.autoencoder is not None:
+            found.append(_JOINT_AUTOENCODER)
+        return found
+
+    def ledger(self, output_dir: str | os.PathLike[str] | None, resume: bool) -> accounting.Ledger:
+        """The ledger in a folder, or in memory: one release of every record for each level of noise, by `kind`.
+
+        Raises ValueError as `Ledger.open_or_create` does.
+        """
+        header: dict[str, Any] = {
+            "mechanism": self.noise.name,
+            "dataset_size": self.dataset_size,
+            "unit": "one user's sequence",
+            "adjacency": "replace_one",
+            "noise_std_over_max_norm": list(self.noise.ratios),
+            "layer": self.layer,
+            "max_norm": float(self.max_norm),
+            "unchecked_records": self.unchecked_records,
+            "flaws": self.flaws(),
+        }
+        first, *later = (accounting.EventModel(accounting.gaussian(ratio)) for ratio in self.noise.ratios)
+        return accounting.Ledger.open_or_create(
+            None if output_dir is None else Path(output_dir) / "ledger.jsonl",
+            header,
+            event=first,
+            budget_steps=1,
+            side={kind(epoch): (model, 1) for epoch, model in enumerate(later, start=2)},
+            resume=resume,
+        )
+
+
+#: The name of earlier releases.
+EWFTPerturbation = EWFTSettings
+
+
+def kind(epoch: int) -> str:
+    """What the ledger calls the release of every record in an epoch."""
+    return STEP if epoch == 1 else f"epoch {epoch}"
+
+
 class EWFT(LayerReleases):
     """Perturbs the hidden state after one layer of a model, in training and in inference, until `remove`.
 
     At the layer, the hidden state h [B, T, d] becomes ``decode(clip(encode(h)) + noise)``: each example's whole padded
-    sequence is clipped to Frobenius norm C and gets i.i.d. Gaussian noise of std ``C * ratio`` (Zhang et al., Sci China Inf
-    Sci 69, 142106, section 5.3). What precedes belongs to the user, what follows sees the noisy codes alone.
+    sequence is clipped to Frobenius norm C and gets i.i.d. Gaussian noise of std ``C * ratio`` (section 5.3 of the paper). What
+    precedes belongs to the user, what follows sees the noisy codes alone.
 
-    The model's own forward pass runs, with hooks: its modules, parameters and state-dict keys do not change, so that it
-    saves and loads as ever. The autoencoder is not part of the model: pass `trained_parameters` to the optimizer to train
-    its decoder too, and keep `state_dict` beside the model. A saved model without its EWFT perturbs nothing.
+    The model's own forward pass runs, with hooks, so that it saves and loads as ever. The autoencoder is not part of it: pass
+    `trained_parameters` to the optimizer to train its decoder too, and keep `state_dict` beside the model. A saved model
+    without its EWFT perturbs nothing.
+
+    A forward pass in training mode, with gradients on, or with ``example_ids`` releases the records of its batch. `set_epoch`
+    says which noise applies, and ``example_ids`` [B], from 0 to N - 1 among the model's inputs, which records they are: one that
+    comes a second time in an epoch is refused. In any other pass, as in evaluation mode under ``torch.no_grad()``, every row is
+    a release of its own at the noise of the last epoch. ``inference_releases`` counts them.
 
     Args:
         model: of any architecture, with any head; PEFT wrappers may be around it. What precedes the layer is frozen.
-        layer: ``embeddings`` (0), the number of a block counted from 1, or ``output``; or a module of the model, or its dotted
-            name. In an architecture that `fastdp.methods.blocks` does not know, it is a module, and needs ``lengths="public"``.
+        layer: as in `EWFTSettings`, or the module itself. In an architecture that `fastdp.methods.blocks` does not know, it
+            is a module, and needs ``lengths="public"``.
         noise, sequence_length, dataset_size, max_norm, autoencoder, bottom, lengths, joint_autoencoder, unchecked_records,
             secure_rounding, public_texts: as in `EWFTSettings`.
         output_dir: where the ledger is kept; None keeps it in memory.
         resume: go on with the ledger in ``output_dir``, with the same arguments.
         unsafe_seed: noise that whoever knows the seed can repeat: for tests, and the card says so.
-
-    A forward pass in training mode, with gradients on, or with ``example_ids`` releases the records of its batch.
-    `set_epoch` says which noise applies, and ``example_ids`` [B], ints from 0 to N - 1 among the model's inputs, which records
-    they are (they are taken out before the model sees them): a record that comes a second time in an epoch is refused. In any
-    other pass, as in evaluation mode under ``torch.no_grad()``, every row is a release of its own, at the noise of the last
-    epoch, and is counted in ``inference_releases``.
 
     Raises:
         ValueError: for a layer that does not exist, an autoencoder of another width, values out of range, a model that has
@@ -105,7 +204,7 @@ class EWFT(LayerReleases):
         self._numbers = 0
         if self.autoencoder is not None:
             self.autoencoder.encoder.requires_grad_(self.settings.joint_autoencoder)
-        self.perturbed.attach(freeze=self.settings.bottom == "frozen")
+        self.attach(freeze=self.settings.bottom == "frozen")
 
     def _autoencoder(self) -> StackedAutoencoder | None:
         given = self.settings.autoencoder
@@ -159,7 +258,7 @@ class EWFT(LayerReleases):
     def hidden_states(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
         """Hidden states [B, T, d] at the layer, without noise, of **public** batches of model inputs."""
         for batch in batches:
-            yield self.perturbed.tapped(batch, "hidden")
+            yield self.read_layer(batch, "hidden")
 
     def train_autoencoder(
         self, public_batches: Iterable[Mapping[str, Any]], *, learning_rate: float = 1e-3, with_noise: bool = True
@@ -204,7 +303,7 @@ class EWFT(LayerReleases):
         if ae is not None and ae.trained_on is None and not self.settings.joint_autoencoder:
             raise RuntimeError(
                 "The autoencoder has not been trained. Call train_autoencoder with public text, or set "
-                "trained_on to TrainedPrivately(event) after a private run."
+                "trained_on to 'public' if it learned from such text."
             )
         with torch.set_grad_enabled(self.settings.exposed and torch.is_grad_enabled()):
             code = hidden if ae is None else ae.encode(hidden)
@@ -216,7 +315,7 @@ class EWFT(LayerReleases):
         return code if self.autoencoder is None else self.autoencoder.decode(code)
 
     def _released(self, code: Tensor, ids: Tensor | None) -> Tensor:
-        if not self.perturbed.training:
+        if not self.training:
             self.inference_releases += code.shape[0]
             return self._noised(code, self.noise.ratios[-1])
         if self.epoch is None:
@@ -224,8 +323,6 @@ class EWFT(LayerReleases):
                 "no epoch has begun: call set_epoch(1) before the first batch, or give Trainer an EpochCallback; "
                 + EVALUATE
             )
-        if ids is not None and ids.numel() != code.shape[0]:
-            raise ValueError(f"{ids.numel()} example_ids for {code.shape[0]} examples: give one for each")
         if self.noise.reuse:
             return self._records.reused(code, ids, self._first)
         self._records.count(code.shape[0], ids, self.epoch)
@@ -246,13 +343,11 @@ class EWFT(LayerReleases):
         )
 
     def event(self) -> DpEvent:
-        """Event of the releases of one training record so far, and of a privately trained autoencoder; sensitivity 2 C."""
-        trained_on = None if self.autoencoder is None else self.autoencoder.trained_on
-        extra = [trained_on.event] if isinstance(trained_on, TrainedPrivately) else []
-        return accounting.compose(self.ledger.event(), *extra)
+        """Event of the releases of one training record so far; sensitivity 2 C."""
+        return self.ledger.event()
 
     def flaws(self) -> list[str]:
-        return self.settings.flaws() + ([TOKEN_LABELS] if self.perturbed.token_labels else [])
+        return self.settings.flaws() + super().flaws()
 
     def epsilon(self, delta: float | None = None) -> float:
         """What a training record's releases cost so far, an upper bound without amplification.
@@ -280,10 +375,7 @@ class EWFT(LayerReleases):
             "one user's sequence", "replace_one", self.event(), noise.delta, noise.target_epsilon
         )
 
-    def in_words(self) -> str:
-        """The figure with its unit, or why there is none."""
-        if self.flaws():
-            return f"none: {'; '.join(self.flaws())}"
+    def figure(self) -> str:
         return f"epsilon {self.epsilon():.3f} at delta {self.noise.delta:g} for one user's sequence (local)"
 
     @property
@@ -294,7 +386,6 @@ class EWFT(LayerReleases):
     def card(self) -> accounting.Card:
         """What was released about a training record, its cost without amplification, and what is not protected."""
         noise, ae = self.noise, self.autoencoder
-        trained_on = None if ae is None else ae.trained_on
         query = "infinite" if math.isinf(asked := self.inference_epsilon()) else f"{asked:.3f}"
         spent = sum(self.ledger.spent(name) for name in self.ledger.kinds)
         return accounting.Card.build(
@@ -306,9 +397,7 @@ class EWFT(LayerReleases):
                 "noise_std_over_max_norm": list(noise.ratios),
                 "reuse": noise.reuse,
                 "autoencoder": None if ae is None else [ae.width, *ae.sizes],
-                "autoencoder_trained_on": "private records, with its own event"
-                if isinstance(trained_on, TrainedPrivately)
-                else trained_on,
+                "autoencoder_trained_on": None if ae is None else ae.trained_on,
                 "public_text": [text.describe() for text in self.settings.public_texts] or describe_origin(None),
                 **dict(noise.settings),
             },
@@ -375,12 +464,3 @@ class EWFT(LayerReleases):
             self.epoch, self._sealed = epoch, epoch is not None
             if state["seen"] is not None:
                 self._records.seen, self._records.codes = state["seen"], state["codes"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EWFTPerturbation(EWFTSettings):
-    """The settings of an `EWFT`, ready to be opened on a model."""
-
-    def open(self, model: nn.Module, /, **where: Any) -> EWFT:
-        """The perturbation of a model; ``where`` holds EWFT's ``output_dir``, ``resume`` and ``unsafe_seed``."""
-        return EWFT(model, **vars(self), **where)

@@ -22,8 +22,8 @@ from fastdp.methods.frost.partitions import Partition
 class AbsoluteSink(NormSink):
     """Sums absolute values where `NormSink` sums squares: its bounds are of L1 norms, ``[partitions, units]``.
 
-    L1 norms of two uses of one parameter do not add up to that of their sum, so the gradient of a parameter used more than
-    once is put together, one unit at a time.
+    L1 norms of two uses of one parameter do not add up to that of their sum. So the gradient of a parameter that is used more
+    than once is put together, one unit at a time.
     """
 
     def __init__(self, accumulator: Accumulator, layout: Layout, expected: Mapping[str, int], *, keep: bool):
@@ -78,7 +78,6 @@ class MagnitudeAccumulator(Accumulator):
         parameters: the parameters of the partitions, and no others; all of them trained.
         partitions: what is compared.
         magnitude: which of them, and the clipping.
-        vectors: keep the summed vectors in `sums` even where the magnitudes need none.
     """
 
     def __init__(
@@ -86,8 +85,6 @@ class MagnitudeAccumulator(Accumulator):
         parameters: Mapping[str, torch.nn.Parameter],
         partitions: Sequence[Partition],
         magnitude: Magnitude,
-        *,
-        vectors: bool = False,
     ):
         count = len(partitions)
         owner = {name: index for index, partition in enumerate(partitions) for name in partition.parameters}
@@ -95,8 +92,7 @@ class MagnitudeAccumulator(Accumulator):
         self.magnitude = magnitude
         self.partitions = partitions
         self.sizes = torch.tensor([partition.size for partition in partitions], dtype=torch.float64, device=device)
-        self.absolute = magnitude.kind == "MGNA"
-        self.vectors = vectors or not self.absolute
+        self.vectors = magnitude.kind == "MG"
         super().__init__(parameters, Policy((1.0,) * count, (0.0,) * count, owner))
 
     def reset(self) -> None:
@@ -128,10 +124,6 @@ class MagnitudeAccumulator(Accumulator):
         self.take_apart(upper, factors)
         for name in self.in_order(sink.entries) if self.vectors else ():
             entry = sink.entries.pop(name, None) or Entry()
-            if self.absolute and (entry.factors or entry.instance is not None):
-                gradients = PerUnit(entry.factors, entry.instance, layout, self.parameters[name].shape)
-                self.add_gradient(name, self._absolute(name, gradients, scales))
-                continue
             if entry.instance is not None:
                 self.add_instance(name, entry.instance, factors)
             self.add_uses(name, entry.factors, factors, layout)
@@ -154,9 +146,7 @@ class MagnitudeAccumulator(Accumulator):
         if not self.vectors:
             return
         for name, instance in instances.items():
-            self.add_instance(
-                name, instance.abs() if self.absolute else instance, scales.expand(len(self.partitions), -1)
-            )
+            self.add_instance(name, instance, scales.expand(len(self.partitions), -1))
 
     def _scales(self, upper: UpperNorms, weights: torch.Tensor) -> torch.Tensor:
         """Clipping factors ``[units]`` from bounds of the partitions' norms; adds what needs no vector."""
@@ -165,13 +155,6 @@ class MagnitudeAccumulator(Accumulator):
             # What is added is what was measured, which the bound covers.
             self.totals += (torch.where(scales > 0, upper.measured, 0.0) @ scales.double()) / self.sizes
         return scales
-
-    def _absolute(self, name: str, gradients: PerUnit, scales: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros(self.parameters[name].shape, device=scales.device)
-        for unit, scale in enumerate(scales.tolist()):
-            if scale > 0:
-                total.add_(gradients[unit].abs_(), alpha=scale)
-        return total
 
     def magnitudes(self) -> torch.Tensor:
         """The magnitudes without noise, float64 ``[partitions]``: private until noise of their sensitivity is added.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -35,27 +34,15 @@ class Magnitude:
         positive(max_grad_norm=self.max_grad_norm)
 
     def bound(self, sizes: Sequence[int]) -> float:
-        """What an example's (for MGNA: normalised) gradient is clipped to over partitions of these sizes.
+        """What an example's gradient is clipped to: c for MG; for MGNA, of the normalised one, c / mean |P|.
 
-        c for MG, c / mean |P| for MGNA. It belongs to the partitions that remain: with another set's bound the
-        noise would not match.
+        The sizes are of the partitions that remain: with another set's bound the noise would not match.
         """
-        if self.kind == "MG":
-            return self.max_grad_norm
-        return self.max_grad_norm * len(sizes) / sum(sizes)
+        return self.max_grad_norm * (1 if self.kind == "MG" else len(sizes) / sum(sizes))
 
-    def sensitivity(self, sizes: Sequence[int], adjacency: str = "add_remove") -> float:
-        """L2 sensitivity of the vector of magnitudes (Lemma 3).
-
-        Replacing an example moves MG by up to twice as much, and MGNA, whose magnitudes only grow with an example,
-        by the square root of 2: two vectors without negative entries are never further apart than that.
-        """
-        bound = self.bound(sizes)
-        if self.kind == "MG":
-            bound /= min(sizes)
-        if adjacency == "add_remove":
-            return bound
-        return bound * (math.sqrt(2) if self.kind == "MGNA" else 2)
+    def sensitivity(self, sizes: Sequence[int]) -> float:
+        """L2 sensitivity of the vector of magnitudes to an example more or less (Lemma 3)."""
+        return self.bound(sizes) / (min(sizes) if self.kind == "MG" else 1)
 
     def scales(self, upper: UpperNorms, sizes: torch.Tensor) -> torch.Tensor:
         """Clipping factors ``[units]`` float32 from upper bounds of the gradient's L1 norms by partition.

@@ -1,36 +1,31 @@
-"""DP-FROST as settings of the engine: a private selection of partitions, then DP-SGD on those, alike or each on its own scale."""
+"""DP-FROST as settings of the engine: a private selection of partitions, then DP-SGD on those (Algorithm 1)."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 import fastdp.accounting as accounting
-import fastdp.distributed.pieces as pieces
 from fastdp.engine.clip.policy import Policy
 from fastdp.methods.frost.accumulate import MagnitudeAccumulator
 from fastdp.methods.frost.magnitudes import Kind, Magnitude
-from fastdp.methods.frost.masked import MaskedPolicy, largest
 from fastdp.methods.frost.partitions import Declared, Partition, split
-from fastdp.methods.frost.selection import Selected, check_unfreezing_ratio, fill, select_partitions
+from fastdp.methods.frost.selection import PartitionChoice, check_unfreezing_ratio, fill, select_partitions
 from fastdp.methods.frost.sigma import check_selection, split_budget
-from fastdp.methods.frost.soft import even_axes, known_magnitudes, soft_scales
 from fastdp.methods.geometry import Groups, check_clipping, clip_groups, describe_clipping
 from fastdp.methods.options import Options
 from fastdp.methods.removed import replace_removed
 from fastdp.private.plan import Budget, Plan, SideRelease
-from fastdp.private.preparation import Findings, Moment, Outcome, Preparation, Released, Sample
-from fastdp.validate import one_of, rate
+from fastdp.private.preparation import Findings, Moment, Outcome, Preparation, Released
+from fastdp.validate import at_least, fraction, one_of
 
 _KIND = "selection"
-_MASK = "mask."
-_SCALE = "scale."
 
 
 @replace_removed
@@ -43,8 +38,7 @@ class DPFrost(Options):
     ``requires_grad=False`` and leave the optimizer.
 
     Args:
-        unfreezing_ratio: gamma, the largest share of the trained parameters that stays trained, in (0, 1); or 1, which freezes
-            nothing, with ``axes_power``.
+        unfreezing_ratio: gamma, the largest share of the trained parameters that stays trained, in (0, 1).
         max_grad_norm: the clipping threshold c, of training and of the magnitudes.
         magnitude: ``MG`` or ``MGNA`` (Definition 8), in L1 norms.
         selection_steps: T; 1 selects at once, without PSEL.
@@ -55,16 +49,8 @@ class DPFrost(Options):
         select_every: steps after which all partitions are compared anew; None selects once. The paper's K selections over U
             steps are ceil(U / K).
         partitions: names or patterns of parameters by partition; None: each weight with its bias.
-        choose_by: ``magnitudes``; or what reads no private data and costs nothing: ``random`` or ``values`` (absolute
-            values of the parameters).
-        granularity: ``partitions``, or ``parameters`` to choose single entries (the paper's PARAM and, by values, PVAL).
-            All weights' gradients are computed then; entries that are not chosen keep their values, unless the
-            optimizer decays weights.
-        axes_power: p in (0, 1]; weigh what stays trained by the released magnitudes instead of treating it alike. A partition's
-            gradient is clipped, and gets its noise, in units of its magnitude to this power (`soft.soft_scales`), which costs
-            nothing beside the release. At .5 the noise is least for a given loss to clipping. None: all alike, as in the paper.
-        selection_noise_multiplier: sigma_ps given instead of calibrated; needed where `make_private` is given
-            noise_multiplier.
+        choose_by: ``magnitudes``; or ``random``, which reads no private data and costs nothing.
+        selection_noise_multiplier: sigma_ps given instead of calibrated; needed if `make_private` gets noise_multiplier.
         seed: of a random choice, which is public.
         groups: of what is trained, as in `DPSGD`; clipped each on its own. Magnitudes are clipped as a whole.
         adaptive, noise_schedule, clipping_schedule: as in `Options`.
@@ -83,9 +69,7 @@ class DPFrost(Options):
     budget_ratio: float = 0.9
     select_every: int | None = None
     partitions: Declared | None = None
-    choose_by: Literal["magnitudes", "random", "values"] = "magnitudes"
-    granularity: Literal["partitions", "parameters"] = "partitions"
-    axes_power: float | None = None
+    choose_by: Literal["magnitudes", "random"] = "magnitudes"
     selection_noise_multiplier: float | None = None
     seed: int = 0
     mode: Literal["sound", "paper"] = "sound"
@@ -97,37 +81,16 @@ class DPFrost(Options):
         check_clipping(self.max_grad_norm, self.groups)
         Magnitude(self.magnitude, self.max_grad_norm)
         check_selection(self.budget_ratio, self.selection_steps, self.selection_rate)
-        if self.unfreezing_ratio == 1 and self.axes_power is None:
-            raise ValueError("unfreezing_ratio is 1.0, which freezes nothing: set axes_power, or use DPSGD")
-        rate(unfreezing_ratio=self.unfreezing_ratio)
-        if self.axes_power is not None and self.choose_by != "magnitudes":
-            raise ValueError(
-                f"axes follow released magnitudes, not {self.choose_by}: leave axes_power or choose_by out"
-            )
-        if self.axes_power is not None and not 0 < self.axes_power <= 1:
-            raise ValueError(f"axes_power is {self.axes_power}: it must be above 0, where all are alike, and at most 1")
-        one_of(("magnitudes", "random", "values"), choose_by=self.choose_by)
-        one_of(("partitions", "parameters"), granularity=self.granularity)
+        fraction(unfreezing_ratio=self.unfreezing_ratio)
+        one_of(("magnitudes", "random"), choose_by=self.choose_by)
         one_of(("sound", "paper"), mode=self.mode)
-        if self.estimation_iterations < 1 or (self.select_every is not None and self.select_every < 1):
-            raise ValueError("select_every and estimation_iterations must be at least 1")
-        if not self.gap_coefficient >= 0:
-            raise ValueError(f"gap_coefficient is {self.gap_coefficient}: it must be 0 or more")
-        if self.granularity == "parameters":
-            self._check_single_entries()
-        given = self.selection_noise_multiplier
-        if given is not None and not (given >= 0 and math.isfinite(given)):
-            raise ValueError(f"selection_noise_multiplier is {given}: it must be 0 or more")
-
-    def _check_single_entries(self) -> None:
-        if self.partitions is not None:
-            raise ValueError("single parameters are chosen without partitions: leave partitions out")
-        if self.groups is not None:
-            raise ValueError("single parameters are clipped as a whole: leave groups out")
-        if self.axes_power is not None:
-            raise ValueError("axes are of partitions: leave axes_power out, or granularity='parameters'")
-        if self.choose_by == "magnitudes" and (self.selection_steps != 1 or self.magnitude != "MGNA"):
-            raise ValueError("single parameters are chosen at once by MGNA: set selection_steps=1 and magnitude='MGNA'")
+        at_least(
+            1,
+            estimation_iterations=self.estimation_iterations,
+            select_every=1 if self.select_every is None else self.select_every,
+        )
+        at_least(0, gap_coefficient=self.gap_coefficient)
+        at_least(0, selection_noise_multiplier=self.selection_noise_multiplier or 0)
 
     @property
     def _private(self) -> bool:
@@ -185,47 +148,32 @@ class DPFrost(Options):
         return partitions
 
     def prepare(self, preparation: Preparation) -> None:
-        """Release magnitudes: of single entries at once, of partitions as PSEL asks for them."""
-        if not self._private:
-            return
-        if self.granularity == "parameters":
-            self._release_entries(preparation)
-            return
-        partitions = self.split(preparation.parameters)
-        self._select(partitions, preparation, lambda t, remaining: self._observe(preparation, remaining, check=t == 1))
+        """Release magnitudes of partitions as PSEL asks for them."""
+        if self._private:
+            partitions = self.split(preparation.parameters)
+            self._select(partitions, preparation, lambda t, left: self._observe(preparation, left, check=t == 1))
 
     def conclude(self, findings: Findings) -> Outcome:
         """The selection, from the magnitudes that were released.
 
-        Returns for partitions ``iteration``, int64 by partition: which iteration chose it, 0 if it is frozen;
-        ``observed``, the released magnitudes ``[steps, partitions]`` (NaN where a partition was chosen before); and with
-        ``axes_power`` the scale of each parameter that stays trained, ``scale.NAME``. For single
-        parameters a boolean mask of each, ``mask.NAME``.
+        Returns ``iteration``, int64 by partition: which iteration chose it, 0 if it is frozen; and ``observed``, the released
+        magnitudes ``[steps, partitions]`` (NaN where a partition was chosen before).
         """
-        if self.granularity == "parameters":
-            masks = largest(self._entry_scores(findings), self.unfreezing_ratio)
-            return {_MASK + name: mask for name, mask in masks.items()}
         partitions = self.split(findings.parameters)
         if not self._private:
-            scores = self._partition_scores(findings, partitions)
-            chosen = fill(scores, partitions, self.unfreezing_ratio)
-            return {"iteration": torch.from_numpy(chosen), "observed": torch.tensor([scores], dtype=torch.float64)}
-        selected = self._select(partitions, findings, lambda t, remaining: findings.releases[t - 1])
-        outcome = {"iteration": torch.from_numpy(selected.iteration), "observed": torch.from_numpy(selected.observed)}
-        if self.axes_power is not None:
-            multiplier = findings.plan.kind(_KIND).noise_multiplier
-            known = known_magnitudes(selected, multiplier, self.selection_rate, self.estimation_iterations)
-            stay = [i for i, t in enumerate(selected.iteration) if t > 0]
-            scales = soft_scales([partitions[i] for i in stay], known[stay].tolist(), self.axes_power)
-            outcome |= {_SCALE + name: torch.tensor(scale) for name, scale in scales.items()}
-        return outcome
+            generator = torch.Generator().manual_seed(self.seed + findings.step)
+            scores = torch.rand(len(partitions), generator=generator).double()
+            chosen = fill(scores.tolist(), partitions, self.unfreezing_ratio)
+            return {"iteration": torch.from_numpy(chosen), "observed": scores[None]}
+        selected = self._select(partitions, findings, lambda t, left: findings.releases[t - 1])
+        return {"iteration": torch.from_numpy(selected.iteration), "observed": torch.from_numpy(selected.observed)}
 
     def _select(
         self,
         partitions: Sequence[Partition],
         moment: Moment,
         release: Callable[[int, Sequence[Partition]], Released],
-    ) -> Selected:
+    ) -> PartitionChoice:
         """PSEL over releases of magnitudes in units of their sensitivity (lines 3 to 8)."""
 
         def observed(t: int, remaining: Sequence[int]) -> tuple[np.ndarray, float]:
@@ -245,9 +193,14 @@ class DPFrost(Options):
         )
 
     def _observe(self, preparation: Preparation, remaining: Sequence[Partition], *, check: bool) -> Released:
-        """One release: noisy magnitudes of the partitions that remain, in units of their sensitivity."""
+        """One release: noisy magnitudes of the partitions that remain, in units of their sensitivity; the others are frozen."""
         sample = preparation.release(_KIND)
-        accumulator = self._accumulate(preparation, sample, remaining, check=check)
+        names = {name for partition in remaining for name in partition.parameters}
+        for name, parameter in preparation.parameters.items():
+            parameter.requires_grad_(name in names)
+        parameters = {name: p for name, p in preparation.parameters.items() if name in names}
+        accumulator = MagnitudeAccumulator(parameters, remaining, self._magnitude)
+        sample.differentiate(accumulator, check=check)
         magnitudes = (accumulator.magnitudes() / self._sensitivity(remaining)).float()
         return sample.publish({"magnitudes": magnitudes}, 1.0)
 
@@ -258,54 +211,6 @@ class DPFrost(Options):
     def _magnitude(self) -> Magnitude:
         return Magnitude(self.magnitude, self.max_grad_norm)
 
-    def _accumulate(
-        self,
-        moment: Moment,
-        sample: Sample,
-        remaining: Sequence[Partition],
-        *,
-        vectors: bool = False,
-        check: bool = True,
-    ) -> MagnitudeAccumulator:
-        """Sum over the sample with everything but ``remaining`` frozen."""
-        names = {name for partition in remaining for name in partition.parameters}
-        for name, parameter in moment.parameters.items():
-            parameter.requires_grad_(name in names)
-        parameters = {name: p for name, p in moment.parameters.items() if name in names}
-        accumulator = MagnitudeAccumulator(parameters, remaining, self._magnitude, vectors=vectors)
-        sample.differentiate(accumulator, check=check)
-        return accumulator
-
-    def _release_entries(self, preparation: Preparation) -> None:
-        # As partitions of one entry each: their normalised gradient is the gradient, clipped to c as a whole.
-        parameters = preparation.parameters
-        whole = Partition("all", tuple(parameters), sum(p.numel() for p in parameters.values()))
-        sample = preparation.release(_KIND)
-        sums = self._accumulate(preparation, sample, [whole], vectors=True)
-        sample.publish({name: sums.whole(name) / self.max_grad_norm for name in parameters}, 1.0)
-
-    def _entry_scores(self, findings: Findings) -> Mapping[str, torch.Tensor]:
-        parameters = findings.parameters
-        if self.choose_by == "values":
-            return {name: pieces.full_tensor(p).abs() for name, p in parameters.items()}
-        if self.choose_by == "random":
-            generator = self._generator(findings)
-            return {name: torch.rand(p.shape, generator=generator) for name, p in parameters.items()}
-        return dict(findings.releases[0])
-
-    def _partition_scores(self, findings: Findings, partitions: Sequence[Partition]) -> list[float]:
-        if self.choose_by == "random":
-            return torch.rand(len(partitions), generator=self._generator(findings)).tolist()
-        parameters = findings.parameters
-        return [
-            sum(float(pieces.full_tensor(parameters[name]).abs().sum()) for name in partition.parameters)
-            / partition.size
-            for partition in partitions
-        ]
-
-    def _generator(self, moment: Moment) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed + moment.step)
-
     def chosen(self, parameters: Mapping[str, torch.Tensor], outcome: Outcome) -> dict[str, int]:
         """The partitions that stay trained, each with the iteration that chose it, counted from 1."""
         partitions = split(parameters, self.partitions)
@@ -313,8 +218,6 @@ class DPFrost(Options):
 
     def trained(self, parameters: Mapping[str, torch.nn.Parameter], outcome: Outcome) -> Sequence[str]:
         """Names of the parameters of the chosen partitions."""
-        if self.granularity == "parameters":
-            return [name for name in parameters if bool(outcome[_MASK + name].any())]
         chosen = zip(split(parameters, self.partitions), outcome["iteration"].tolist())
         names = {name for partition, t in chosen if t > 0 for name in partition.parameters}
         return [name for name in parameters if name in names]
@@ -326,18 +229,10 @@ class DPFrost(Options):
 
         Raises ValueError if the partitions do not fit the parameters.
         """
-        noise_multiplier = self.gradient_multiplier(noise_multiplier)
         if not outcome:
-            if self.granularity == "partitions":
-                self.split(parameters)
-        elif self.granularity == "parameters":
-            masks = {name: outcome[_MASK + name].to(p.device) for name, p in parameters.items()}
-            return MaskedPolicy.of(masks, self.max_grad_norm, noise_multiplier)
-        policy = clip_groups(parameters, noise_multiplier, self.max_grad_norm, self.groups)
-        if self.axes_power is None or not outcome:
-            return policy
-        scales = {name: float(outcome[_SCALE + name]) for name in parameters}
-        return replace(policy, axes=even_axes(scales, parameters))
+            self.split(parameters)
+        multiplier = self.gradient_multiplier(noise_multiplier)
+        return clip_groups(parameters, multiplier, self.max_grad_norm, self.groups)
 
     def describe(self) -> dict[str, Any]:
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}

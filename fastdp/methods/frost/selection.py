@@ -16,18 +16,16 @@ Observe = Callable[[int, Sequence[int]], tuple[np.ndarray, float]]
 
 
 @dataclass(frozen=True)
-class Selected:
+class PartitionChoice:
     """What PSEL chose. All of it is computed from released magnitudes.
 
     Args:
         iteration: for each partition the iteration that chose it, from 1; 0 if it stays frozen. int64 ``[partitions]``.
         observed: the noisy magnitudes, NaN where a partition was chosen before. float64 ``[steps, partitions]``.
-        sensitivities: Delta_t of each iteration.
     """
 
     iteration: np.ndarray
     observed: np.ndarray
-    sensitivities: tuple[float, ...]
 
 
 def check_unfreezing_ratio(partitions: Sequence[Partition], unfreezing_ratio: float) -> None:
@@ -52,13 +50,12 @@ def select_partitions(
     noise_multiplier: float,
     selection_rate: float,
     estimation_iterations: int = 1000,
-) -> Selected:
+) -> PartitionChoice:
     """Choose partitions of at most ``unfreezing_ratio`` of all parameters in ``steps`` iterations (PSEL, Algorithm 4).
 
     Iteration t takes partitions whose estimate exceeds, by ``gap_coefficient`` standard deviations, that of every
-    partition expected to stay frozen, up to t / T of the limit; the last one fills what is left of the limit. One step is
-    single-shot selection. A partition that does not fit is skipped. Where the printed inner loop meets one below the
-    threshold it never ends; here it stops, since the others lie lower still.
+    partition expected to stay frozen, up to t / T of the limit; the last one fills the limit. A partition that does not fit is
+    skipped. The printed inner loop never ends at one below the threshold; here it stops.
 
     Args:
         observe: releases the noisy magnitudes of the partitions that remain.
@@ -89,7 +86,7 @@ def select_partitions(
             least = _threshold(estimate, sizes, falling, float(sizes.sum()) - limit)
             least += gap_coefficient * estimation_std(noise_multiplier, sensitivities, attenuation)
         _take(chosen, t, falling[estimate[falling] > least], sizes, t * limit / steps)
-    return Selected(chosen, observed, tuple(sensitivities))
+    return PartitionChoice(chosen, observed)
 
 
 def _threshold(estimate: np.ndarray, sizes: np.ndarray, falling: np.ndarray, frozen: float) -> float:

@@ -14,9 +14,9 @@ from fastdp.validate import fraction, rate
 def check_selection(budget_ratio: float, selection_steps: int, selection_rate: float) -> None:
     """Raise ValueError for r_e, T or q_ps out of range."""
     fraction(budget_ratio=budget_ratio)
+    rate(selection_rate=selection_rate)
     if selection_steps < 1 or selection_steps != int(selection_steps):
         raise ValueError(f"selection_steps is {selection_steps}: it must be a whole number of at least 1")
-    rate(selection_rate=selection_rate)
 
 
 def compute_sigma(
@@ -32,8 +32,8 @@ def compute_sigma(
 ) -> tuple[float, float]:
     """(sigma_sgd, sigma_ps), the noise multipliers of training and of selection (ComputeSigma, Algorithm 3).
 
-    Training is calibrated alone to ``budget_ratio * epsilon``, then selection so that both cost ``epsilon``. Training
-    makes floor(epochs * dataset_size / batch_size) steps at rate batch_size / dataset_size, as printed.
+    Training alone costs ``budget_ratio * epsilon``, both together ``epsilon``. Training makes
+    floor(epochs * dataset_size / batch_size) steps at rate batch_size / dataset_size, as printed.
 
     Args:
         selection_steps: T, or K times T where the selection is repeated K times.

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fastdp.engine.clip.policy import Policy
+from fastdp.validate import at_least
 
 WEAK, STRONG = 0, 1
 ALLOCATIONS = ("printed", "optimal", "axes")
@@ -43,14 +44,9 @@ def effective_noise_multiplier(noise_multiplier: float, weak_fraction: float) ->
     Blocks clipped to C r^2 (equation 21) with noise of std sigma C sqrt(r) (equation 22, whose "rac" is a lost fraction)
     have, divided each by its own std, sensitivity sqrt(sum r_k^4 / (sigma^2 r_k)) = sqrt(r_w^3 + r_s^3) / sigma.
 
-    Args:
-        noise_multiplier: sigma of equation 22, >= 0.
-        weak_fraction: r_w, in (0, 1).
-
-    Raises ValueError for values out of range.
+    Raises ValueError for a sigma below 0 or a fraction outside (0, 1).
     """
-    if not noise_multiplier >= 0:
-        raise ValueError(f"noise_multiplier is {noise_multiplier}: it must be 0 or more")
+    at_least(0, noise_multiplier=noise_multiplier)
     return noise_multiplier / shape_factor(weak_fraction)
 
 
@@ -65,23 +61,11 @@ def printed_bounds(max_grad_norm: float, weak_fraction: float) -> tuple[float, f
     return max_grad_norm * r**2, max_grad_norm * (1 - r) ** 2
 
 
-def printed_stds(noise_multiplier: float, max_grad_norm: float, weak_fraction: float) -> tuple[float, float]:
-    """Equation 22 at the sigma whose true multiplier is ``noise_multiplier``, for the printed bounds."""
-    r = _check_fraction(weak_fraction)
-    sigma = printed_noise_multiplier(noise_multiplier, r)
-    return sigma * max_grad_norm * math.sqrt(r), sigma * max_grad_norm * math.sqrt(1 - r)
-
-
 def optimal_stds(noise_multiplier: float, bounds: Sequence[float], sizes: Sequence[float]) -> tuple[float, ...]:
-    """The noise of least variance sum n_k s_k^2 at a given multiplier.
+    """The noise of least variance sum n_k s_k^2 at a multiplier sigma, for bounds C_k and sizes n_k (or their proportions).
 
-    Minimising it under sum (C_k / s_k)^2 = 1 / sigma^2 gives s_k^2 = sigma^2 C_k / sqrt(n_k) sum_j C_j sqrt(n_j)
-    (Lagrange: n_k s_k^4 is proportional to C_k^2).
-
-    Args:
-        noise_multiplier: sigma, of the whole.
-        bounds: C_k, > 0.
-        sizes: n_k, numbers of coordinates or their proportions, > 0.
+    Under sum (C_k / s_k)^2 = 1 / sigma^2 it is s_k^2 = sigma^2 C_k / sqrt(n_k) sum_j C_j sqrt(n_j) (Lagrange: n_k s_k^4 is
+    proportional to C_k^2).
     """
     roots = [math.sqrt(n) for n in sizes]
     total = sum(c * root for c, root in zip(bounds, roots))
@@ -101,18 +85,18 @@ def masked_policy(
 
     Args:
         masks: for each trained parameter a boolean tensor of its shape, True where it is weak.
-        allocation: ``printed`` (`printed_stds`) or ``optimal`` (`optimal_stds`).
-        max_grad_norm: C.
+        allocation: ``printed`` or ``optimal``.
 
     Raises ValueError if a block is empty (r_s = 0).
     """
     r = weak_fraction(masks)
     bounds = printed_bounds(max_grad_norm, r)
+    sigma = printed_noise_multiplier(noise_multiplier, r)
+    stds: tuple[float, ...] = (sigma * max_grad_norm * math.sqrt(r), sigma * max_grad_norm * math.sqrt(1 - r))
+    if allocation == "optimal":
+        stds = optimal_stds(noise_multiplier, bounds, (r, 1 - r))
     groups = {name: _group(mask) for name, mask in masks.items()}
-    split = {name: mask for name, mask in masks.items() if isinstance(groups[name], tuple)}
-    if allocation == "printed":
-        return Policy(bounds, printed_stds(noise_multiplier, max_grad_norm, r), groups, split)
-    return Policy(bounds, optimal_stds(noise_multiplier, bounds, (r, 1 - r)), groups, split)
+    return Policy(bounds, stds, groups, {name: mask for name, mask in masks.items() if isinstance(groups[name], tuple)})
 
 
 def _group(mask: torch.Tensor) -> int | tuple[int, int]:

@@ -1,8 +1,4 @@
-"""Rap-FT as a method of the engine: a mask by relevance, two blocks, and noise shaped by them.
-
-Wang et al., "Balancing differential privacy and utility: a relevance-based adaptive private fine-tuning framework for
-language models" (IEEE TIFS 2025), algorithm 1.
-"""
+"""Rap-FT as a method of the engine: a mask by relevance, two blocks, and noise shaped by them (algorithm 1)."""
 
 from __future__ import annotations
 
@@ -47,15 +43,14 @@ class RapFT(Options):
     Until the first mask exists the steps are those of DP-SGD at the same noise multiplier.
 
     Args:
-        source: where the mask, or the axes, come from: `PublicMap` (free), `PublicGradients` (free, for axes),
-            `NoisyMap` (a release, paid for out of the budget), or in ``paper`` mode `PrivateSubset` (no guarantee; the default
-            there).
-        mode: ``sound``: the noise multiplier of the run is that of the whole mechanism. ``paper``: sigma is taken for that
-            of DP-SGD, as printed, which overstates epsilon; the card gives the true figure beside the printed one.
+        source: of the mask or the axes: `PublicMap` (free), `PublicGradients` (free, for axes), `NoisyMap` (a release, paid
+            for out of the budget), or in ``paper`` mode `PrivateSubset` (no guarantee; the default there).
+        mode: ``sound``: the run's noise multiplier is that of the whole mechanism. ``paper``: sigma is taken for DP-SGD's, as
+            printed, which overstates epsilon; the card gives the true figure too.
         max_grad_norm: C.
         irrelevance_ratio: beta, in (.5, 1].
         allocation: ``printed`` (equations 21 and 22) or ``optimal``; see `allocation.masked_policy`. ``axes``: no
-            mask, but an axis for each coordinate, of rank one in every matrix (`axes.rank_one`).
+            mask, but an axis for each coordinate (`axes.rank_one`).
         axes_power: how far axes follow relevance, from 0 (even: DP-SGD) to 1.
         ranking: ``layer`` or ``map``; see `masks.weak_masks`.
         propagation, initialisation: how relevance is computed.
@@ -94,9 +89,9 @@ class RapFT(Options):
         for steps, least in ((self.map_after, 0), (1 if self.map_every is None else self.map_every, 1)):
             if steps != int(steps) or steps < least:
                 raise ValueError("map_after must be 0 or more whole steps, and map_every at least 1")
-        self._check_mode()
+        self._check_source()
 
-    def _check_mode(self) -> None:
+    def _check_source(self) -> None:
         if not isinstance(self.source, (PublicMap, PublicGradients, NoisyMap, PrivateSubset, type(None))):
             raise ValueError(
                 f"source is a {type(self.source).__name__}: give PublicMap(batches), NoisyMap(noise_multiplier, sample_rate) "
@@ -120,10 +115,7 @@ class RapFT(Options):
         return since == 0 or (since > 0 and self.map_every is not None and since % self.map_every == 0)
 
     def budget(self, plan: Plan) -> Budget:
-        """The multiplier of a step, and the noised maps.
-
-        In ``paper`` mode the budget is met as printed, by DP-SGD's sigma; what is accounted for is its true multiplier.
-        """
+        """The multiplier of a step, and the noised maps; in ``paper`` mode the true multiplier of the printed sigma."""
         assert self.source is not None
         masks = sum(self.prepares_at(step) for step in range(plan.steps))
         if masks == 0:
@@ -168,7 +160,7 @@ class RapFT(Options):
     def policy(
         self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
     ) -> Policy:
-        """The two blocks of the mask, or DP-SGD while there is none; the multiplier is ``noise_multiplier`` in both.
+        """The two blocks of the mask, or DP-SGD while there is none, at the same multiplier.
 
         Raises ValueError if the mask to come would leave nothing strong, which the sizes alone decide.
         """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from fastdp.engine.uses.rows import BroadcastLayout
 from fastdp.engine.uses.use import Tap
 from fastdp.methods.rapft.initialisation import Initialisation, one_hot
 from fastdp.methods.rapft.rules import (
-    Audit,
+    Conservation,
     Context,
     Propagation,
     RelevanceMode,
@@ -89,23 +88,6 @@ class _MapSink:
         self._add(parameter, torch.where(parameter.detach() > 0, total(growing), total(shrinking)))
 
 
-@dataclass(frozen=True)
-class Conservation:
-    """Totals over a batch of the relevance that was put in and of where it went (equations 5 and 9).
-
-    ``absorbed`` stayed in biases and in the stabilisers of denominators.
-    """
-
-    output: float
-    inputs: float
-    absorbed: float
-
-    @property
-    def error(self) -> float:
-        """What is missing, over the relevance that was put in."""
-        return abs(self.output - self.inputs - self.absorbed) / abs(self.output)
-
-
 class Propagator:
     """Relevance of a model's trained parameters: their value times what the rules make of their gradient (equation 13).
 
@@ -157,12 +139,11 @@ class Propagator:
 
     def conservation(self, batch: Mapping[str, Any]) -> Conservation:
         """Where the relevance of one batch went."""
-        audit = Audit()
-        rows = _rows(batch)
+        audit, rows = Conservation(), _rows(batch)
         self._run(batch, Ticket(torch.arange(rows), torch.ones(rows), is_last=True), audit)
-        return Conservation(audit.output, audit.inputs, audit.absorbed)
+        return audit
 
-    def _run(self, batch: Mapping[str, Any], ticket: Ticket, audit: Audit | None = None) -> Map:
+    def _run(self, batch: Mapping[str, Any], ticket: Ticket, audit: Conservation | None = None) -> Map:
         device = next(iter(self.parameters.values())).device
         inputs = {key: value.to(device) for key, value in batch.items() if isinstance(value, torch.Tensor)}
         labels = inputs.get("labels")

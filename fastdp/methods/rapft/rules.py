@@ -1,9 +1,9 @@
 """Layer-wise relevance propagation as rules for backward passes through stock models.
 
-In place of a gradient the backward pass carries messages s = R / z, the relevance of an activation over its value. For a
-linear map z_i = sum_j x_j w_ji + b_i equation 6 then reads s_j = sum_i w_ji s_i: the ordinary backward pass. The relevance of an
-input is x s (equation 6), that of a parameter is its value times what autograd calls its gradient (equation 13). What
-is not linear gets a backward rule of its own, put in place while the model's own forward runs:
+The backward pass carries messages s = R / z, the relevance of an activation over its value. For a linear map
+z_i = sum_j x_j w_ji + b_i equation 6 reads s_j = sum_i w_ji s_i: the ordinary backward pass. The relevance of an input is x s
+(equation 6), that of a parameter its value times what autograd calls its gradient (equation 13). What is not linear gets a
+backward rule of its own while the model's forward runs:
 
 * activations and softmax hand on the relevance of each element (s_in = s y / x);
 * products of two activations halve the message, residual sums rescale theirs by branch: the normalisation of equation 11;
@@ -12,6 +12,7 @@ is not linear gets a backward rule of its own, put in place while the model's ow
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,21 +61,29 @@ class Propagation:
 
 
 @dataclass
-class Audit:
-    """Where relevance went, for the conservation check (equations 5 and 9): totals over the batch."""
+class Conservation:
+    """Totals over a batch of the relevance that was put in and of where it went (equations 5 and 9).
+
+    ``absorbed`` stayed in biases and in the stabilisers of denominators.
+    """
 
     output: float = 0.0
     inputs: float = 0.0
     absorbed: float = 0.0
 
+    @property
+    def error(self) -> float:
+        """What is missing, over the relevance that was put in."""
+        return abs(self.output - self.inputs - self.absorbed) / abs(self.output)
+
 
 @dataclass(frozen=True)
 class Context:
-    """What the rules of one pass share: the settings, the number of rows, and an audit if there is to be one."""
+    """What the rules of one pass share: the settings, the number of rows, and an audit of conservation if there is one."""
 
     settings: Propagation
     rows: int
-    audit: Audit | None = None
+    audit: Conservation | None = None
 
 
 def stabilised(z: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -88,10 +97,10 @@ def begin(values: torch.Tensor, context: Context) -> torch.Tensor:
     audit, found = context.audit, values.detach()
     if audit is not None:
 
-        def note(message: torch.Tensor) -> None:
+        def add_inputs(message: torch.Tensor) -> None:
             audit.inputs += float((found * message).double().sum())
 
-        values.register_hook(note)
+        values.register_hook(add_inputs)
     return values
 
 
@@ -170,8 +179,7 @@ def _of_activation(value: torch.Tensor) -> bool:
 class _Half(torch.autograd.Function):
     """Identity that halves the message.
 
-    Both factors of a product find the whole relevance in their own gradient, sum_j R_j^X = sum_q R_q^Y = sum_i R_i, for
-    which equation 11 gives each of them one half.
+    Both factors of a product find the whole relevance in their own gradient; equation 11 gives each of them one half.
     """
 
     @staticmethod
@@ -252,8 +260,7 @@ class _AlphaBeta(torch.autograd.Function):
 class RelevanceMode(UseMode):
     """Active while a model's forward runs: the engine's captures, with the rules above around them.
 
-    Every activation must require a gradient, so that two activations can be told from an activation and a constant;
-    outputs of embeddings are made to.
+    Every activation must require a gradient, which tells two activations from an activation and a constant.
     """
 
     def __init__(self, reads: Reads, tap: Tap, context: Context):
@@ -470,20 +477,17 @@ def activations_hand_on(model: torch.nn.Module, context: Context) -> Iterator[No
 
     GPT-2's GELU multiplies x by a function of x; taken apart, that is a product of two activations.
     """
-    patched = []
-    for module in model.modules():
-        if not isinstance(module, _ACTIVATIONS) or "forward" in vars(module):
-            continue
 
-        def forward(x: torch.Tensor, original: Callable[..., torch.Tensor] = module.forward) -> torch.Tensor:
-            if not (torch.is_grad_enabled() and x.requires_grad):
-                return original(x)
-            with torch.no_grad():
-                y = original(x)
-            return _HandOn.apply(x, y, _TINY, context, True)
+    def forward(original: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return original(x)
+        with torch.no_grad():
+            y = original(x)
+        return _HandOn.apply(x, y, _TINY, context, True)
 
-        module.forward = forward  # type: ignore[assignment]
-        patched.append(module)
+    patched = [m for m in model.modules() if isinstance(m, _ACTIVATIONS) and "forward" not in vars(m)]
+    for module in patched:
+        module.forward = functools.partial(forward, module.forward)  # type: ignore[method-assign]
     try:
         yield
     finally:

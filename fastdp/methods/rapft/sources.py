@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,12 @@ RELEVANCE = "relevance"
 
 class _Public:
     """A source that costs no privacy."""
+
+    batches: Sequence[Mapping[str, Any]]
+
+    def __post_init__(self) -> None:
+        if len(self.batches) == 0:
+            raise ValueError(f"{type(self).__name__} has no batches: give some public examples")
 
     def side(self, count: int) -> tuple[SideRelease, ...]:
         """Nothing is released."""
@@ -43,13 +48,13 @@ class PublicMap(_Public):
     batches: Sequence[Mapping[str, Any]] = field(repr=False)
     origin: PublicText | None = None
 
-    def __post_init__(self) -> None:
-        if len(self.batches) == 0:
-            raise ValueError("PublicMap has no batches: give some public examples, or use NoisyMap")
-
     def relevance(self, propagator: Propagator, findings: Findings) -> Map:
         """The sum of the examples' maps."""
-        return _added(propagator.total(batch) for batch in self.batches)
+        total = propagator.total(self.batches[0])
+        for batch in self.batches[1:]:
+            for name, values in propagator.total(batch).items():
+                total[name] += values
+        return total
 
     def describe(self) -> dict[str, Any]:
         """For the card."""
@@ -58,9 +63,9 @@ class PublicMap(_Public):
 
 @dataclass(frozen=True)
 class PublicGradients(_Public):
-    """Root mean squares of public examples' gradients at the weights as they are, for axes that are made anew on the way.
+    """Sizes of public examples' gradients at the weights as they are, for axes that are made anew on the way.
 
-    What is a good axis at the beginning of a run may be a bad one soon (docs/rapft.md). Costs no privacy: weights were released.
+    A good axis at the beginning of a run may soon be a bad one (docs/rapft.md). Costs no privacy: weights were released.
 
     Args:
         batches: mappings of the model's arguments, labels included, best of one example each: those are what is clipped.
@@ -75,8 +80,7 @@ class PublicGradients(_Public):
     at_once: int | None = None
 
     def __post_init__(self) -> None:
-        if len(self.batches) == 0:
-            raise ValueError("PublicGradients has no batches: give some public examples")
+        super().__post_init__()
         if self.at_once is not None and not 1 <= self.at_once <= len(self.batches):
             raise ValueError(f"at_once is {self.at_once}: it must lie between 1 and the {len(self.batches)} batches")
 
@@ -98,10 +102,8 @@ class PublicGradients(_Public):
 class NoisyMap:
     """Relevance of a Poisson sample of the private examples, released with noise of its own.
 
-    Each example's map (all trained parameters as one vector) is clipped to L2 norm c_R, the maps are summed, and
-    N(0, sigma_R^2 c_R^2) is added to every coordinate: one Poisson-sampled Gaussian release of multiplier sigma_R.
-    Min-max, ranking and mask come after the noise and are free. Noise after min-max would protect nothing: one example
-    can move every normalised value from 0 to 1.
+    Each example's map, one vector, is clipped to L2 norm c_R; the sum gets N(0, sigma_R^2 c_R^2) in every coordinate. Ranking
+    follows the noise and is free. Noise after min-max would protect nothing: one example can move a value from 0 to 1.
 
     Args:
         noise_multiplier: sigma_R, > 0.
@@ -116,13 +118,8 @@ class NoisyMap:
     max_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.noise_multiplier > 0 and math.isfinite(self.noise_multiplier)):
-            raise ValueError(
-                f"noise_multiplier of the relevance map is {self.noise_multiplier}: a map of private examples needs finite "
-                "noise above 0, or take it from public ones (PublicMap)"
-            )
+        positive(noise_multiplier=self.noise_multiplier, max_norm=self.max_norm)
         rate(sample_rate=self.sample_rate)
-        positive(max_norm=self.max_norm)
 
     def side(self, count: int) -> tuple[SideRelease, ...]:
         """``count`` releases of a noised map."""
@@ -182,10 +179,3 @@ def _maps(propagator: Propagator) -> Contributions:
         return propagator.examples(batch)
 
     return maps
-
-
-def _added(maps: Iterator[Map]) -> Map:
-    total = next(maps)
-    for one in maps:
-        total = {name: values + one[name] for name, values in total.items()}
-    return total

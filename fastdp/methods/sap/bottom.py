@@ -21,9 +21,8 @@ _TRAINABLE = (
 def add_dchi_noise(rows: Tensor, eta: float, stream: NoiseStream) -> Tensor:
     """Rows [..., d] plus multivariate Laplace noise, density ~ exp(-eta ||noise||), independent for each row.
 
-    The noise of a row is ``r u``: u uniform on the sphere, one r ~ Gamma(d, 1 / eta) a row (not one a coordinate).
-    Rows of half precision are added to it as float32 and rounded after: noise on a coarse grid of its own would give each
-    row its own set of possible values. Differentiable in ``rows``. Raises ValueError for eta not above 0.
+    Rows of half precision are added as float32 and rounded after: noise on a coarse grid of its own would give each row its
+    own set of possible values. Differentiable in ``rows``. Raises ValueError for eta not above 0.
     """
     check_eta(eta)
     width = rows.shape[-1]
@@ -36,12 +35,12 @@ def add_dchi_noise(rows: Tensor, eta: float, stream: NoiseStream) -> Tensor:
 class PrivateBottom:
     """Runs a bottom and perturbs each row of what it returns: all that leaves the customer.
 
-    Two texts of one length are told apart by at most ``eta * sum_j ||h_j - h'_j||`` nats: after encoder blocks a single
-    changed token moves every row, so the distance is that of all rows. Rows of padding leave as zeros.
+    Two texts of one length are told apart by at most ``eta * sum_j ||h_j - h'_j||`` nats, over all rows: after encoder blocks
+    one changed token moves every row. Rows of padding leave as zeros.
 
     Args:
-        bottom: the bottom of `split_model`. With trainable parameters it gets gradients, and every call is a further
-            release of its texts; frozen, it runs without dropout, and each text should be sent once and kept.
+        bottom: the bottom of `split_model`. Trainable, it gets gradients, and every call is a further release of its texts;
+            frozen, it runs without dropout, and each text should be sent once and kept.
         eta: privacy parameter of a row, in units of 1 / distance.
         unsafe_seed: randomness that whoever knows the seed can repeat: for tests.
 

@@ -1,14 +1,12 @@
-"""Adaptive perturbation of contributing tokens: the paper's form, and three whose bound holds.
+"""Adaptive perturbation of contributing tokens: the paper's form, and two whose bound holds.
 
 `paper` gives each token noise of its own eta. The ratio of two tokens' output densities is then unbounded, or does not
-vanish with their distance: d_chi privacy holds only between tokens of equal eta. The sound forms keep the idea, that
-tokens which matter to the task survive more often, in mechanisms whose bound is proved:
+vanish with their distance: d_chi privacy holds only between tokens of equal eta. In the sound forms, too, tokens that
+matter to the task survive more often:
 
 * ``prior``: Pr[w | x] ~ exp(tilt UI_w) exp(-eta dist(x, w) / 2), which is eta dist(x, x') private;
 * ``quotient``: the vocabulary in a few cells of like importance, told by randomised response: epsilon for any two tokens,
-  nothing within a cell (`fastdp.methods.sap.quotient`);
-* ``elastic``: Pr[w | x] ~ exp(-e(x, w) / 2) for the metric e(x, w) = ||eta_x (x - m) - eta_w (w - m)||, m the mean row,
-  which is e(x, x') private: eta times the distance between tokens of one eta, and more between others.
+  nothing within a cell (`fastdp.methods.sap.quotient`).
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +24,7 @@ import fastdp.accounting as accounting
 import fastdp.files as files
 from fastdp.accounting.event_types import DpEvent
 from fastdp.methods.public import PublicText, describe_origin
+from fastdp.methods.removed import replace_removed
 from fastdp.methods.sap.importance import (
     adaptive_eta,
     count_tokens,
@@ -37,8 +36,7 @@ from fastdp.methods.sap.quotient import equal_mass_cells, informative_cells
 from fastdp.ops.stream import NoiseStream
 from fastdp.validate import fraction, one_of
 
-Form = Literal["prior", "elastic", "quotient", "paper"]
-CTI_FORMS: tuple[str, ...] = ("prior", "elastic", "quotient", "paper")
+CTI_FORMS = ("prior", "quotient", "paper")
 #: Cells of the quotient form where nobody asks for others, and occurrences that a token needs to be favoured.
 CELLS = 5
 _SUPPORT = 20.0
@@ -54,13 +52,14 @@ _REVEALED = (
 _PRIVATE_COUNTS = "the importance of tokens was counted in the private texts and their labels without noise"
 
 
+@replace_removed
 @dataclass(frozen=True)
 class CTI:
     """Which tokens contribute to which class, and how a privatizer favours them.
 
     Attributes:
         importance: float64 [classes, tokens], one column for each row of the embedding table.
-        supported: bool [tokens]; a token without support never gets more than the basic eta.
+        supported: bool [tokens], which tokens may be favoured; ``paper`` favours any.
         source: ``public``, ``private`` (allowed in the `paper` form only), or the event of `noised_counts`.
         form: see the module.
         tilt: of the prior, at least 0; 1 makes a token as many times likelier as it is likelier in its class.
@@ -115,34 +114,37 @@ class CTI:
         cells: int | None = None,
         told_at: float | None = None,
     ) -> CTI:
-        """From counts [classes, tokens]; see `utility_importance`.
+        """From counts [classes, tokens].
 
-        ``min_support`` is the least number of occurrences, over all classes, with which a token may be favoured, by default 20: a
-        rare token that one class alone has (a name, say) would otherwise be protected least. For noised counts take several
-        times the noise's std. The `paper` form ignores it. In the `quotient` form, which protects all tokens alike, it is 0 by
-        default; tokens with less have no importance. ``cells`` is that form's number of cells, by default 5;
-        they have equal mass, or with ``told_at``, the epsilon at which they will be told, say most of the classes there
-        (`informative_cells`).
+        Args:
+            source, form, tilt, c0: as above.
+            smoothing: as in `utility_importance`.
+            min_support: ``prior``: occurrences, over all classes, with which a token may be favoured, by default 20. A rare
+                token that one class alone has (a name, say) would otherwise be protected least. ``quotient``: tokens with less
+                have no importance, by default none.
+            cells: ``quotient``: number of cells, by default 5.
+            told_at: ``quotient``: cells say most of the classes at this epsilon (`informative_cells`); otherwise they have
+                equal mass.
 
         Raises ValueError for cells or told_at with another form, or more of them than tokens that occur.
         """
-        if (cells is not None or told_at is not None) and form != "quotient":
+        counts = torch.as_tensor(counts)
+        importance, mass = utility_importance(counts, smoothing), counts.double().sum(0)
+        if form != "quotient" and (cells is not None or told_at is not None):
             raise ValueError("cells and told_at belong to form='quotient': leave them out")
-        importance = utility_importance(counts, smoothing)
-        mass = torch.as_tensor(counts).double().sum(0)
-        least = 0.0 if form in ("paper", "quotient") else _SUPPORT
-        supported = mass >= (least if min_support is None or form == "paper" else min_support)
-        if form != "quotient":
-            if form != "paper":
-                importance = torch.where(supported, importance, importance.clamp(max=0.0))
-            return cls(importance, supported, source, form, tilt, c0)
-        importance, mass = importance * supported, mass * supported
-        number = CELLS if cells is None else cells
-        if told_at is None:
-            found = equal_mass_cells(importance, mass, number)
-        else:
-            found = informative_cells(torch.as_tensor(counts) * supported, importance, number, told_at)
-        return cls(importance, supported, source, form, tilt, c0, cells=found, mass=mass)
+        if form == "quotient":
+            supported = mass >= (min_support or 0.0)
+            importance, mass, number = importance * supported, mass * supported, CELLS if cells is None else cells
+            if told_at is None:
+                found = equal_mass_cells(importance, mass, number)
+            else:
+                found = informative_cells(counts * supported, importance, number, told_at)
+            return cls(importance, supported, source, form=form, tilt=tilt, c0=c0, cells=found, mass=mass)
+        supported = torch.ones_like(mass, dtype=torch.bool)
+        if form != "paper":
+            supported = mass >= (_SUPPORT if min_support is None else min_support)
+            importance = torch.where(supported, importance, importance.clamp(max=0.0))
+        return cls(importance, supported, source, form=form, tilt=tilt, c0=c0)
 
     @classmethod
     def from_texts(
@@ -153,17 +155,12 @@ class CTI:
         classes: int,
         vocabulary: int,
         public: bool,
-        form: str = "prior",
         noise_multiplier: float | None = None,
         max_norm: float = 5.0,
-        min_support: float | None = None,
-        tilt: float = 1.0,
-        c0: float | None = None,
         delta: float = 1e-5,
         origin: PublicText | None = None,
-        cells: int | None = None,
-        told_at: float | None = None,
         stream: NoiseStream | None = None,
+        **form: Any,
     ) -> CTI:
         """From texts as ids: public ones, or private ones, whose counts get the noise of `noised_counts`.
 
@@ -171,15 +168,15 @@ class CTI:
             labels: class of each text, below ``classes``.
             vocabulary: rows of the embedding table.
             noise_multiplier, max_norm: of the counts of private texts; see `noised_counts`.
-            min_support: see `from_counts`; with noise the support is at least 4 times the std of the sum over classes.
-            tilt, c0, cells, told_at: see `from_counts`.
+            form: form, smoothing, min_support, tilt, c0, cells and told_at, as for `from_counts`. With noise, min_support is
+                by default at least 4 times the std of a token's count over all classes.
 
         Raises ValueError as `from_counts` and `noised_counts` do; for public texts with noise, and for private texts
         without it except in the `paper` form, which then says that it guarantees nothing.
         """
         if public and noise_multiplier is not None:
             raise ValueError("counts of public texts need no noise: leave noise_multiplier out, or the public texts")
-        if not public and noise_multiplier is None and form != "paper":
+        if not public and noise_multiplier is None and form.get("form") != "paper":
             raise ValueError(_REVEALED)
         source: str | DpEvent = "public" if public else "private"
         if noise_multiplier is None:
@@ -194,19 +191,9 @@ class CTI:
                 max_norm=max_norm,
                 stream=stream or NoiseStream(),
             )
-            if min_support is None:
-                min_support = max(_SUPPORT, 4 * math.sqrt(classes) * noise_multiplier * max_norm)
-        made = cls.from_counts(
-            counts,
-            source=source,
-            form=form,
-            min_support=min_support,
-            tilt=tilt,
-            c0=c0,
-            cells=cells,
-            told_at=told_at,
-        )
-        return replace(made, delta=delta, origin=origin)
+            if form.get("min_support") is None:
+                form["min_support"] = max(_SUPPORT, 4 * math.sqrt(classes) * noise_multiplier * max_norm)
+        return replace(cls.from_counts(counts, source=source, **form), delta=delta, origin=origin)
 
     @property
     def classes(self) -> int:
@@ -225,10 +212,9 @@ class CTI:
         return self.importance[label]
 
     def eta_of(self, label: int | None, eta0: float) -> Tensor:
-        """Eta of each token [tokens], equation (6); at most eta0 for tokens without support."""
+        """Eta of each token [tokens] in the `paper` form, equation (6)."""
         c0 = middle_importance(self.importance) if self.c0 is None else self.c0
-        eta = adaptive_eta(self.importance_of(label), eta0, c0)
-        return torch.where(self.supported, eta, eta.clamp(max=eta0))
+        return adaptive_eta(self.importance_of(label), eta0, c0)
 
     def flaws(self) -> list[str]:
         """Why the form carries no metric bound; empty for the sound ones."""
@@ -266,11 +252,9 @@ class CTI:
         return {
             "form": self.form,
             "tilt": self.tilt if self.form == "prior" else None,
-            "c0": None
-            if self.form in ("prior", "quotient")
-            else middle_importance(self.importance)
-            if self.c0 is None
-            else self.c0,
+            "c0": (middle_importance(self.importance) if self.c0 is None else self.c0)
+            if self.form == "paper"
+            else None,
             "cells": None if self.cells is None else int(self.cells.max()) + 1,
             "supported_tokens": int(self.supported.sum()),
             "counts": self.source if isinstance(self.source, str) else "private texts, with noise",

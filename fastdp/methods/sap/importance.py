@@ -13,6 +13,7 @@ import fastdp.ops as ops
 from fastdp.accounting.event_types import DpEvent
 from fastdp.ops.grid import exact_spacing
 from fastdp.ops.stream import NoiseStream
+from fastdp.validate import positive
 
 
 def utility_importance(counts: Tensor, smoothing: float = 1.0) -> Tensor:
@@ -55,13 +56,8 @@ def utility_importance(counts: Tensor, smoothing: float = 1.0) -> Tensor:
 def adaptive_eta(importance: Tensor, eta0: float, c0: float) -> Tensor:
     """The privacy parameter of each token and class, equation (6): ``2 eta0 / (1 + exp(-UI + c0))``, in (0, 2 eta0).
 
-    Args:
-        importance: [classes, tokens], of `utility_importance`.
-        eta0: the basic privacy parameter, in units of 1 / distance.
-        c0: the importance that gets eta0 itself; see `middle_importance` for the paper's choice.
-
-    Returns:
-        float64, of the shape of ``importance``. Raises ValueError for values out of range.
+    Float64 [classes, tokens], as ``importance``; an importance of c0 gets eta0 itself (the paper's is `middle_importance`).
+    Raises ValueError for values out of range.
     """
     check_eta(eta0)
     importance = torch.as_tensor(importance).double()
@@ -116,15 +112,10 @@ def noised_counts(
 
     Each text's vector of counts, which lies in the row of its label, is clipped to L2 norm ``max_norm``; the sum gets
     normal noise of std ``noise_multiplier * max_norm``, in every class and for every token of the public vocabulary.
-
-    Returns:
-        Counts float64 [classes, vocabulary], those below 0 raised to 0, and the event of the release.
-
-    Raises:
-        ValueError: as `count_tokens`; noise_multiplier not above 0; max_norm not above 0.
+    Counts below 0 are raised to 0: float64 [classes, vocabulary]. Raises ValueError as `count_tokens`, and for noise or
+    a norm not above 0.
     """
-    if not (noise_multiplier > 0 and max_norm > 0 and math.isfinite(noise_multiplier * max_norm)):
-        raise ValueError("noise_multiplier and max_norm of noised counts must be finite and above 0")
+    positive(noise_multiplier=noise_multiplier, max_norm=max_norm)
     counts = torch.zeros(classes, vocabulary, dtype=torch.float64)
     # On a grid, so that no text's count moves where another's is rounded; towards 0, so that none passes its bound.
     spacing = exact_spacing(len(texts), max_norm)

@@ -18,6 +18,7 @@ from fastdp.accounting.serialisation import canonical
 from fastdp.methods.encoding import ADDED, encode_private
 from fastdp.methods.exact import lipschitz, log_normalisers
 from fastdp.methods.perturbation import Releases
+from fastdp.methods.removed import replace_removed
 from fastdp.methods.response import check_response
 from fastdp.methods.sap.cti import CTI
 from fastdp.methods.sap.importance import check_eta
@@ -56,6 +57,16 @@ class Displacement:
     tokens: int
 
 
+#: What draws by each form of CTI; the first unless another is asked for.
+_DRAWN_BY = {
+    None: ("laplace", "exponential"),
+    "paper": ("laplace",),
+    "prior": ("exponential",),
+    "quotient": ("quotient",),
+}
+
+
+@replace_removed
 @dataclass(frozen=True, kw_only=True)
 class SAPPerturbation:
     """Settings of a `TextPrivatizer`, which see; `open` makes one of a public table.
@@ -68,71 +79,51 @@ class SAPPerturbation:
     epsilon: float | None = None
     mechanism: str | None = None
     cti: CTI | None = None
-    special: str = "keep"
     unknown: str = "perturb"
     duplicates: str = "refuse"
 
     def __post_init__(self) -> None:
-        form = None if self.cti is None else self.cti.form
-        if form == "quotient":
-            self._check_quotient()
-            return
-        if self.epsilon is not None:
+        cti = self.cti
+        if cti is not None and cti.cells is not None:
+            if self.eta is not None or self.epsilon is None:
+                raise ValueError(
+                    "CTI in the 'quotient' form guarantees an epsilon at any distance: give epsilon, not eta"
+                )
+            check_response(int(cti.cells.max()) + 1, self.epsilon)
+        elif self.epsilon is not None:
             raise ValueError(
-                "epsilon of a token belongs to CTI in the 'quotient' form; of the others it is eta times a distance"
+                "epsilon of a token belongs to CTI in the 'quotient' form: give eta, in units of 1 / distance"
             )
-        if self.eta is None:
+        elif self.eta is None:
             raise ValueError("eta is missing: give one above 0, in units of 1 / distance")
-        object.__setattr__(self, "eta", check_eta(self.eta))
-        if self.mechanism is None:
-            object.__setattr__(self, "mechanism", "laplace" if form in (None, "paper") else "exponential")
-        one_of(("laplace", "exponential"), mechanism=self.mechanism)
-        self._check_choices()
-        if form == "paper" and self.mechanism != "laplace":
-            raise ValueError("the paper's CTI adds Laplace noise: leave mechanism out")
-        if form not in (None, "paper") and self.mechanism != "exponential":
-            raise ValueError(f"CTI in the {form!r} form is a draw of the exponential mechanism: leave mechanism out")
-
-    def _check_choices(self) -> None:
-        one_of(("keep", "perturb"), special=self.special)
+        else:
+            object.__setattr__(self, "eta", check_eta(self.eta))
+        drawn_by = _DRAWN_BY[None if cti is None else cti.form]
+        object.__setattr__(self, "mechanism", self.mechanism or drawn_by[0])
+        one_of(drawn_by, mechanism=self.mechanism)
         one_of(("perturb", "refuse"), unknown=self.unknown)
         one_of(("refuse", "merge"), duplicates=self.duplicates)
-
-    def _check_quotient(self) -> None:
-        if self.eta is not None or self.epsilon is None:
-            raise ValueError(
-                "CTI in the 'quotient' form guarantees an epsilon of any token, whatever its distance: give epsilon, not eta"
-            )
-        cells = None if self.cti is None else self.cti.cells
-        assert cells is not None
-        check_response(int(cells.max()) + 1, self.epsilon)
-        object.__setattr__(self, "mechanism", self.mechanism or "quotient")
-        one_of(("quotient",), mechanism=self.mechanism)
-        self._check_choices()
 
     def open(self, table_or_model: Tensor | nn.Module, /, **where: Any) -> TextPrivatizer:
         """The privatizer of a public table; ``where`` holds its ``tokenizer``, or ``special_ids`` and ``unknown_id``."""
         return TextPrivatizer(table_or_model, **vars(self), **where)
 
 
+@replace_removed
 class TextPrivatizer(Releases):
     """Replaces tokens at random, so that near tokens are hard to tell apart: eta * distance metric privacy a token.
 
     With CTI in the ``quotient`` form it is epsilon for any two tokens, however far apart, and 0 for those of one cell.
-
-    Called with text it returns text, with ids it returns ids; of each token nothing but its replacement leaves. Every call
-    is a release of its own: the same text sent E times costs E times as much.
+    Every call is a release of its own: the same text sent E times costs E times as much.
 
     Args:
         table_or_model: the embedding table [V, d], public, or a model with input embeddings; draws are made where it is.
         eta: privacy parameter, in units of 1 / distance. Small is private; look at `displacement` before choosing.
         epsilon: of one token, in place of eta; the ``quotient`` form alone.
-        tokenizer: needed for text; it also tells which tokens open, close, separate and pad texts, and which stands for
-            unknown words. Other tokens that it calls special are never drawn; in a text they are text.
+        tokenizer: needed for text; it also tells which tokens have a role (`fastdp.methods.encoding.ROLES`) and stay where an
+            encoder put them. Other tokens that it calls special are never drawn; in a text they are text.
         mechanism: ``laplace`` (multivariate Laplace noise and the nearest row) or ``exponential``.
         cti: favour tokens that contribute to the task; its sound forms are draws of the exponential mechanism.
-        special: ``keep`` lets the tokens of `fastdp.methods.encoding.ROLES` stay where an encoder put them, and draws no
-            special token; ``perturb`` treats them as others. Padding always stays.
         unknown: ``perturb`` replaces the unknown token as any other, ``refuse`` raises ValueError where it occurs.
         duplicates: ``refuse`` a table with equal rows, or ``merge`` them: such tokens answer for one another.
         special_ids, unknown_id: what a tokenizer would tell, without one.
@@ -153,7 +144,6 @@ class TextPrivatizer(Releases):
         tokenizer: PreTrainedTokenizerBase | None = None,
         mechanism: str | None = None,
         cti: CTI | None = None,
-        special: str = "keep",
         unknown: str = "perturb",
         duplicates: str = "refuse",
         special_ids: Sequence[int] = (),
@@ -161,22 +151,16 @@ class TextPrivatizer(Releases):
         unsafe_seed: int | None = None,
     ):
         own = SAPPerturbation(
-            eta=eta,
-            epsilon=epsilon,
-            mechanism=mechanism,
-            cti=cti,
-            special=special,
-            unknown=unknown,
-            duplicates=duplicates,
+            eta=eta, epsilon=epsilon, mechanism=mechanism, cti=cti, unknown=unknown, duplicates=duplicates
         )
         self.eta, self.epsilon_of_a_token, self.mechanism = own.eta, own.epsilon, str(own.mechanism)
-        self.tokenizer, self.cti, self.special, self.unknown = tokenizer, cti, special, unknown
+        self.tokenizer, self.cti, self.unknown = tokenizer, cti, unknown
         table = table_of(table_or_model)
         self._unknown_id = unknown_id_of(tokenizer) if unknown_id is None else unknown_id
-        self._kept = kept_tokens(table.shape[0], tokenizer, special, special_ids, self._unknown_id).to(table.device)
+        self._kept = kept_tokens(table.shape[0], tokenizer, special_ids, self._unknown_id).to(table.device)
         self._decodable = decodable_ids(table.shape[0], tokenizer).to(table.device)
         drawn = ~self._kept & self._decodable
-        if tokenizer is not None and special == "keep":
+        if tokenizer is not None:
             drawn[[token for token in tokenizer.all_special_ids if token != self._unknown_id]] = False
         self._ids = drawn.nonzero().flatten()
         self._row_of = torch.full((table.shape[0],), -1, dtype=torch.int64, device=table.device)
@@ -208,11 +192,11 @@ class TextPrivatizer(Releases):
         special_tokens_mask: Any = None,
         output: Output | None = None,
     ) -> Any:
-        """Privatize text or ids.
+        """Privatize text or ids; text gives text, ids give ids.
 
-        Of ids, the tokens of a kept role stay wherever they stand, unless ``special_tokens_mask`` says which ones the encoder
-        put there: give it (`fastdp.methods.encoding.encode_private`) if the tokenizer is not your own, since whoever made it
-        may have given any word such a role. Of text nothing stays.
+        Of ids, tokens of a kept role stay wherever they stand, unless ``special_tokens_mask`` says which ones the encoder put
+        there (`fastdp.methods.encoding.encode_private`). Give it if the tokenizer is not your own: its maker may have given
+        any word such a role. Of text nothing stays.
 
         Args:
             inputs: a text or a list of texts; or ids: an int64 tensor of any shape, a list, or a list of lists.
@@ -330,17 +314,13 @@ class TextPrivatizer(Releases):
         moved = ~self._kept[ids] if added is None else ~(self._kept[ids] & added)
         result = ids.clone()
         # The quotient's law is the same for every class.
-        if labels is None or self.cti is None or self._quotient is not None:
-            result[moved] = self._replaced(ids[moved], None)
-        else:
-            classes = [-1 if label is None else int(label) for label in labels]
-            wanted = torch.tensor(classes, device=ids.device)[moved]
-            given = ids[moved]
-            drawn = torch.empty_like(given)
-            for label in wanted.unique().tolist():
-                mine = wanted == label
-                drawn[mine] = self._replaced(given[mine], None if label == -1 else label)
-            result[moved] = drawn
+        of_class: dict[int | None, Tensor] = {None: moved}
+        if labels is not None and self.cti is not None and self._quotient is None:
+            given = torch.tensor([-1 if label is None else int(label) for label in labels], device=ids.device)
+            classes = given[moved].unique().tolist()
+            of_class = {None if label == -1 else label: moved & (given == label) for label in classes}
+        for label, mine in of_class.items():
+            result[mine] = self._replaced(ids[mine], label)
         self.tokens_released += int(moved.sum())
         self.tokens_kept += int((~moved).sum())
         return result
@@ -378,22 +358,14 @@ class TextPrivatizer(Releases):
     def _law(self, label: int | None) -> tuple[Tensor, float, dict[str, Any]]:
         """Table, scale and weights of `exponential_choice`."""
         cti = self.cti
-        if cti is None:
-            return self._rows, self._eta / 2, {}
-        if cti.form == "prior":
-            return self._rows, self._eta / 2, {"log_prior": cti.tilt * self._per_row(cti.importance_of(label))}
-        return _stretched(self._rows, self._per_row(cti.eta_of(label, self._eta))), 0.5, {}
+        prior = {} if cti is None else {"log_prior": cti.tilt * self._per_row(cti.importance_of(label))}
+        return self._rows, self._eta / 2, prior
 
     def _per_row(self, value: Tensor) -> Tensor:
         return value.to(self._ids.device)[self._ids]
 
     def displacement(self, tokens: int = 2000) -> Displacement:
-        """Share left unchanged and mean displacement, tried on tokens spread evenly over the public vocabulary.
-
-        The tokens that are kept count among those that stay.
-
-        In high dimension both change from one extreme to the other within a narrow range of eta.
-        """
+        """Share left unchanged, kept tokens included, and mean displacement, tried on tokens spread over the vocabulary."""
         known = self._decodable.nonzero().flatten()
         tried = known[:: max(1, len(known) // max(1, tokens))]
         kept = self._kept[tried]
@@ -421,9 +393,9 @@ class TextPrivatizer(Releases):
     def digest(self) -> str:
         """SHA-256, in hex, of all that its draws follow but the noise: settings, rows and the importance of tokens."""
         cti = self.cti
-        # Where there is no epsilon, what digests were made of before is what they are made of.
+        # In the form of earlier releases, whose digests folders hold.
         strength = self.eta if self._quotient is None else ["epsilon", self.epsilon_of_a_token]
-        settings = [strength, self.mechanism, self.special, self.unknown, self._kept.nonzero().flatten().tolist()]
+        settings = [strength, self.mechanism, "keep", self.unknown, self._kept.nonzero().flatten().tolist()]
         found = hashlib.sha256(canonical([*settings, None if cti is None else cti.describe()]).encode())
         parts = [self._ids, self._rows, *(() if cti is None else (cti.importance, cti.supported))]
         if self._quotient is not None:
@@ -449,20 +421,14 @@ class TextPrivatizer(Releases):
         if self.cti is None or self.cti.form == "prior":
             return self._eta * distance
         eta = self._per_row(self.cti.eta_of(label, self._eta))
-        if self.cti.form == "elastic":
-            stretched = _stretched(self._rows, eta).double()
-            return float((stretched[a] - stretched[b]).norm())
         return float(eta[a]) * distance if eta[a] == eta[b] else float("inf")
 
     def nats_per_distance(self) -> float:
-        """What a token's replacement really costs for each unit of distance on this table: an upper bound, at most eta.
+        """What a replacement really costs for each unit of distance on this table: an upper bound, at most eta.
 
-        For the exponential mechanism it is half of eta and the Lipschitz constant of log Z, the largest over classes where
-        there are any (`fastdp.methods.exact`); in ``elastic`` form the distance is the stretched one. Two passes over the
-        distances of the vocabulary, once; a `statement` made afterwards says what was found. The Laplace mechanism costs eta;
-        the paper's CTI has no bound, inf.
-
-        Raises ValueError for the quotient, whose bound has no distance.
+        For the exponential mechanism it is half of eta and the Lipschitz constant of log Z, the largest over classes
+        (`fastdp.methods.exact`). Two passes over the distances of the vocabulary, once; later statements hold it. The Laplace
+        mechanism costs eta, the paper's CTI inf. Raises ValueError for the quotient, whose bound has no distance.
         """
         if self._quotient is not None:
             raise ValueError(
@@ -483,8 +449,8 @@ class TextPrivatizer(Releases):
     def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
         """Examples with their tokens replaced, once, and their labels too where these are tokens.
 
-        Items come from the encoder of private text, with ``special_tokens_mask`` (see `fastdp.data`). The labels of training
-        examples choose among the importances of CTI; those of queries are not known.
+        Items come with ``special_tokens_mask`` (see `fastdp.data`). Labels of training examples choose among the importances of
+        CTI; those of queries are not known.
         """
         known = [item["labels"] for item in items] if training and self.cti is not None else None
         rows = self._lists([item["input_ids"] for item in items], known, [item[ADDED] for item in items])
@@ -518,10 +484,7 @@ class TextPrivatizer(Releases):
         return self.statement()
 
     def statement(self, releases: int = 1) -> Card:
-        """The card of a text that was privatized ``releases`` times, with the unchanged share and mean displacement at this eta.
-
-        Raises ValueError for a number of releases below 1.
-        """
+        """The card of a text that was privatized ``releases`` times. Raises ValueError for less than 1."""
         cti = self.cti
         counts = None if cti is None else cti.claim()
         return Card.of(
@@ -542,9 +505,7 @@ class TextPrivatizer(Releases):
                 "nats_per_distance": self._nats if self._nats is not None and math.isfinite(self._nats) else None,
                 "displacement": asdict(self.displacement()),
                 "policy": {
-                    "special": self.special,
                     "unknown": self.unknown,
-                    "padding": "keep",
                     "kept": [self._name(token) for token in self._kept.nonzero().flatten().tolist()],
                 },
                 "vocabulary": len(self._rows),
@@ -561,15 +522,11 @@ class TextPrivatizer(Releases):
         unit = "one token, with the other tokens of its text given"
         if self.epsilon_of_a_token is not None:
             return Pure(unit, self.epsilon_of_a_token)
-        form = None if self.cti is None else self.cti.form
-        eta, distance = self._eta, "distance of the tokens' rows"
-        if form == "elastic":
-            eta, distance = 1.0, f"{distance}, each stretched about the mean row by its own eta"
-        elif form == "paper":
-            distance = f"{distance} of equal eta, and nothing between others"
-        if self._nats is not None and math.isfinite(self._nats):
-            eta = self._nats
-        return Metric(unit, eta, distance=distance)
+        distance = "distance of the tokens' rows"
+        if self.cti is not None and self.cti.form == "paper":
+            distance += " of equal eta, and nothing between others"
+        found = self._nats is not None and math.isfinite(self._nats)
+        return Metric(unit, float(self._nats or 0.0) if found else self._eta, distance=distance)
 
     @property
     def in_short(self) -> str:
@@ -584,9 +541,3 @@ def _quotient(cti: CTI | None, drawn: Tensor, epsilon: float | None) -> Quotient
         return None
     assert epsilon is not None
     return Quotient(cti.cells, representatives(cti.cells, cti.importance, cti.mass, drawn), epsilon)
-
-
-def _stretched(rows: Tensor, eta: Tensor) -> Tensor:
-    """Rows of the elastic metric, in nats: eta_w (w - m)."""
-    wide = rows.double()
-    return ((wide - wide.mean(0)) * eta[:, None].to(wide.device)).float()

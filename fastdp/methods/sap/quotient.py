@@ -18,20 +18,15 @@ from fastdp.ops.stream import NoiseStream
 
 
 def equal_mass_cells(importance: Tensor, mass: Tensor, cells: int) -> Tensor:
-    """Cut tokens into cells of like importance and equal mass.
+    """Cut tokens into cells of like importance and equal mass: int64 [tokens], each cell with a token that has mass.
 
     The tokens are halved (in the proportion of the numbers of cells) where mass is, along the class whose importance varies
     most among them, again and again; for two classes the cells are quantiles.
 
     Args:
         importance: [classes, tokens], public or noised.
-        mass: [tokens], at least 0 and not all 0: how often each occurs in the texts that were counted.
-        cells: K, at least 2 and at most the number of tokens that have mass.
-
-    Returns:
-        int64 [tokens], in 0 .. K - 1; every cell holds a token that has mass.
-
-    Raises ValueError for values out of range.
+        mass: [tokens], at least 0: how often each occurs in the texts that were counted.
+        cells: K, at least 2 and at most the number of tokens that have mass. Raises ValueError otherwise.
     """
     mass = torch.as_tensor(mass).double()
     if mass.shape != importance.shape[1:] or not bool((torch.isfinite(mass) & (mass >= 0)).all()):
@@ -54,23 +49,17 @@ def equal_mass_cells(importance: Tensor, mass: Tensor, cells: int) -> Tensor:
 
 
 def informative_cells(counts: Tensor, importance: Tensor, cells: int, epsilon: float) -> Tensor:
-    """Cut tokens into cells whose answers, told at epsilon, say most of the classes.
+    """Cut tokens into cells whose answers, told at epsilon, say most of the classes; otherwise as `equal_mass_cells`.
 
-    The vocabulary is cut into `_BINS` cells of equal mass, which are then joined: from cells of equal mass on, whatever bin
-    can move to a cell where the mutual information of class and answer is larger moves, until none can. A word that decides,
-    as "not" may, need not share its cell with a fifth of all text; how small a cell pays depends on epsilon, since answers of
-    other cells fall on it too.
+    The vocabulary is cut into `_BINS` bins of equal mass, which begin in cells of equal mass. A bin moves to another cell if
+    that raises the mutual information of class and answer, until none can. So a word that decides, as "not" may, need not
+    share its cell with a fifth of all text.
 
     Args:
         counts: [classes, tokens], public or noised, at least 0.
         importance: [classes, tokens], of the same counts.
-        cells: K, as in `equal_mass_cells`.
-        epsilon: at which a cell will be told.
-
-    Returns:
-        int64 [tokens], in 0 .. K - 1; every cell holds a token that has mass.
-
-    Raises ValueError as `equal_mass_cells` and `check_response` do.
+        cells: K.
+        epsilon: at which a cell will be told. Raises ValueError as `check_response` does.
     """
     check_response(cells, epsilon)
     counts, mass = counts.double().clamp_min(0.0), counts.double().clamp_min(0.0).sum(0)
@@ -155,11 +144,8 @@ class Quotient:
 
     def draw(self, ids: Tensor, stream: NoiseStream) -> Tensor:
         """The representatives of the answers, one independent draw for each id: int64 [n] to [n]."""
-        return self.representatives[self.answer(ids, stream)]
-
-    def answer(self, ids: Tensor, stream: NoiseStream) -> Tensor:
-        """The answers themselves, as cells."""
-        return randomised_response(self.cell_of[ids], len(self.representatives), self.epsilon, stream)
+        answers = randomised_response(self.cell_of[ids], len(self.representatives), self.epsilon, stream)
+        return self.representatives[answers]
 
     def log_probabilities(self, token: int) -> Tensor:
         """The law of a token's replacement: float64 [V], -inf for what never stands for a cell."""

@@ -1,7 +1,7 @@
 """Cutting a stock model in two: a bottom for the customer, a top for the vendor (section 4.2).
 
-Neither half copies a forward pass. Each is the stock model with the modules of the other half replaced by ones that pass
-on what they are given, so state-dict keys and the names that adapters target stay those of the whole model.
+Each half is the stock model, in which modules pass on what they are given where those of the other half were. So keys of the
+state dict and the names that adapters target stay those of the whole model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fastdp.methods.blocks import Blocks, Layer, find_blocks
 
 
-class Passed(nn.Module):
+class PassThrough(nn.Module):
     """In place of a block that the other half runs: hands on its hidden state, in a tuple if the block returns one."""
 
     def __init__(self, block: nn.Module, tuples: bool):
@@ -29,7 +29,7 @@ class Passed(nn.Module):
         return (hidden_states,) if self._tuples else hidden_states
 
 
-class Arrived(nn.Module):
+class HiddenStateInput(nn.Module):
     """In place of the module that makes a model's first hidden state in the top: that arrives ready, as ``inputs_embeds``."""
 
     def __init__(self, embeddings: nn.Module):
@@ -47,7 +47,7 @@ class Arrived(nn.Module):
         raise ValueError("the top of a split model takes hidden states: pass inputs_embeds, not input_ids")
 
 
-class NoPositions(nn.Module):
+class ZeroPositions(nn.Module):
     """In place of a table of positions in the top: the hidden state has its positions already."""
 
     def forward(self, position_ids: Tensor) -> Tensor:
@@ -70,10 +70,9 @@ class Bottom(nn.Module):
 def split_model(model: nn.Module, after: Layer = 0, *, trainable_bottom: bool = False) -> tuple[Bottom, nn.Module]:
     """Bottom and top of a stock model whose blocks are known (`fastdp.methods.blocks`).
 
-    The bottom is a copy, and holds the embeddings and the first ``after`` blocks, no weight above them. The top shares
-    its weights with ``model`` (which is left as it was) and is called with ``inputs_embeds`` [B, T, d] and the attention
-    mask; it has the head and can be wrapped by PEFT. ``top(inputs_embeds=bottom(**inputs), ...)`` computes what the model
-    does. A causal classifier then reads the last position: pad on the left.
+    The bottom is a copy of the embeddings and the first ``after`` blocks. The top shares its weights with ``model``, has the
+    head, and is called with ``inputs_embeds`` [B, T, d] and the attention mask: ``top(inputs_embeds=bottom(**inputs), ...)``
+    computes what the model does. A causal classifier then reads the last position: pad on the left.
 
     Args:
         after: blocks in the bottom; 0 cuts at the embedding output. Or the last module of the bottom, or its dotted name.
@@ -94,7 +93,7 @@ def split_model(model: nn.Module, after: Layer = 0, *, trainable_bottom: bool = 
 
 
 def _bottom(blocks: Blocks, after: int) -> Bottom:
-    memo: dict[int, Any] = {id(block): Passed(block, blocks.tuples) for block in blocks.blocks[after:]}
+    memo: dict[int, Any] = {id(block): PassThrough(block, blocks.tuples) for block in blocks.blocks[after:]}
     pooler = getattr(blocks.base, "pooler", None)
     if blocks.final is not None:
         memo[id(blocks.final)] = nn.Identity()
@@ -108,12 +107,12 @@ def _bottom(blocks: Blocks, after: int) -> Bottom:
 
 
 def _top(blocks: Blocks, after: int) -> nn.Module:
-    memo: dict[int, Any] = {id(block): Passed(block, blocks.tuples) for block in blocks.blocks[:after]}
+    memo: dict[int, Any] = {id(block): PassThrough(block, blocks.tuples) for block in blocks.blocks[:after]}
     table, *later = blocks.stage
     if not isinstance(table, nn.Embedding):
-        memo[id(table)] = Arrived(table)
+        memo[id(table)] = HiddenStateInput(table)
     for module in later:
-        memo[id(module)] = NoPositions() if isinstance(module, nn.Embedding) else nn.Identity()
+        memo[id(module)] = ZeroPositions() if isinstance(module, nn.Embedding) else nn.Identity()
     # Weights are shared, not copied: a vendor's model may fill its memory.
     memo |= {id(p): p for p in blocks.model.parameters()}
     top: Any = copy.deepcopy(blocks.model, memo)

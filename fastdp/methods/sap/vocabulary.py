@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 def table_of(given: Tensor | nn.Module) -> Tensor:
+    """The embedding table as float32 [V, d], of a table or of a model's input embeddings. Raises ValueError for another."""
     table: Any = given
     if isinstance(given, nn.Module):
         embeddings: Any = getattr(given, "get_input_embeddings", lambda: None)()
@@ -27,6 +28,7 @@ def table_of(given: Tensor | nn.Module) -> Tensor:
 
 
 def unknown_id_of(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
+    """The token that stands for unknown words, if the tokenizer has one."""
     if tokenizer is None:
         return None
     # Byte-level vocabularies know every word, and name a token of another role here.
@@ -37,19 +39,14 @@ def unknown_id_of(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
 def kept_tokens(
     size: int,
     tokenizer: PreTrainedTokenizerBase | None,
-    special: str,
     special_ids: Sequence[int],
     unknown_id: int | None,
 ) -> Tensor:
-    ids = {int(i) for i in special_ids}
-    if tokenizer is not None:
-        # A closed list of roles: what else a tokenizer calls special may be any word that its maker wants to see.
-        ids |= set(role_ids(tokenizer).values())
-    padding = None if tokenizer is None else tokenizer.pad_token_id
-    if special == "perturb":
-        ids = set()
+    """Which tokens stay wherever an encoder puts them, bool [V]: those of a role, and ``special_ids``; never the unknown one."""
+    # A closed list of roles: what else a tokenizer calls special may be any word that its maker wants to see.
+    roles = () if tokenizer is None else role_ids(tokenizer).values()
     kept = torch.zeros(size, dtype=torch.bool)
-    for token in (ids | ({padding} if padding is not None else set())) - {unknown_id}:
+    for token in {*map(int, special_ids), *roles} - {unknown_id}:
         if not 0 <= token < size:
             raise ValueError(f"special token {token} is outside the table of {size} rows")
         kept[token] = True
@@ -62,6 +59,7 @@ def decodable_ids(size: int, tokenizer: PreTrainedTokenizerBase | None) -> Tenso
 
 
 def check_rows(rows: Tensor, ids: Tensor, duplicates: str) -> None:
+    """Raise ValueError for rows that are not finite, and unless ``duplicates`` is ``merge``, for equal ones."""
     bad = (~torch.isfinite(rows).all(1)).nonzero()
     if len(bad):
         raise ValueError(f"the table's row of token {int(ids[bad[0]])} holds a NaN or an infinity")

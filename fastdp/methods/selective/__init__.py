@@ -1,8 +1,8 @@
 """Federated selective DP, the clients' part: private tokens found and perturbed once at the source."""
 
+from fastdp.methods.removed import removed_from
 from fastdp.methods.selective.mechanism import (
     TokenMechanism as TokenMechanism,
-    balanced_partition as balanced_partition,
     paper_probabilities as paper_probabilities,
     public_radius as public_radius,
 )
@@ -26,3 +26,5 @@ from fastdp.methods.selective.spans import (
 )
 from fastdp.methods.selective.token_classification import TokenClassificationDetector as TokenClassificationDetector
 from fastdp.methods.selective.typed import TypedCells as TypedCells
+
+__getattr__ = removed_from("selective")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fastdp.accounting import Card, Metric, Pure, noise_source
+from fastdp.accounting import Card, Pure, noise_source
 from fastdp.methods.selective.quality import DetectorQuality
 
 PAPER_FLAWS = (
@@ -22,20 +22,17 @@ _UNPROTECTED = (
 )
 
 
-def token_claim(form: str, budget: str, epsilon: float, most_tokens: int | None) -> Pure:
-    """What a form of the mechanism promises of each private token, or of those of a text where they share its budget.
+def token_claim(budget: str, epsilon: float, most_tokens: int | None) -> Pure:
+    """What is promised of each private token, or of those of a text if they share its budget.
 
     Args:
-        form, budget, epsilon: as in `SelectivePerturbation`.
+        budget, epsilon: as in `SelectivePerturbation`.
         most_tokens: most private tokens in one text; None where that is not known.
     """
-    among = "the tokens of its public cell" if form == "partition" else "all tokens of the vocabulary"
     shared = budget == "text"
-    unit = f"{'the private tokens of each text together, each' if shared else 'each private token,'} among {among}"
+    whose = "the private tokens of each text together, each" if shared else "each private token,"
     units = min(most_tokens, 1) if shared and most_tokens is not None else most_tokens
-    if form == "metric":
-        return Metric(unit, epsilon, units, distance="the distance of the tokens' rows")
-    return Pure(unit, epsilon, units)
+    return Pure(f"{whose} among all tokens of the vocabulary", epsilon, units)
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class PerturbedTexts:
     Attributes:
         ids: token ids of each text, without the tokenizer's special tokens.
         private: which of them were replaced; keep it with the private data.
-        epsilons: budget spent on each text, the sum over its private tokens (``metric``: per unit of distance).
+        epsilons: budget spent on each text, the sum over its private tokens.
         settings: what it was made with, as on the card.
         reproducible, rounds: whether the draws came from a reproducible key, and of how many rounds of ChaCha.
         earlier: releases of the same texts before this one, in words.
@@ -75,7 +72,7 @@ class PerturbedTexts:
         private, form = self.private_tokens, self.settings["mechanism"]
         most = max(map(sum, self.private), default=0)
         card = Card.of(
-            token_claim(form, self.settings["budget"], self.settings["epsilon"], most),
+            token_claim(self.settings["budget"], self.settings["epsilon"], most),
             mechanism={"name": self.settings["name"], "form": form},
             noise_source=noise_source(self.reproducible, rounds=self.rounds),
             flaws=PAPER_FLAWS if form == "paper" else (),

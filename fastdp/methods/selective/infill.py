@@ -1,9 +1,8 @@
 """Replacements that read like text: a public language model draws them, among the tokens of an answered type.
 
-Which type a private token has goes by randomised response (`typed`). What is drawn after that depends on the answers, on the
-words that are left as they are, on replacements drawn before, and on a public model: on nothing that the answers do not already
-tell. So epsilon stays what it was, 0 within a type, whatever the model; and a sentence in which a name became another
-name is one that the model would have written.
+A private token's type goes by randomised response (`typed`). What is drawn after that depends on the answers, on words that are
+left as they are, on replacements drawn before, and on a public model. None of these tells more than the answers do, so epsilon
+stays what it was, whatever the model.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""The exponential mechanism over a vocabulary: as the paper prints it, and in three forms whose guarantee holds.
+"""The exponential mechanism over a vocabulary: as the paper prints it, and in a form whose guarantee holds.
 
 With x the private token, w a candidate, dist their rows' Euclidean distance:
 
 * ``local``: Pr[w | x] ~ exp(-k min(dist, R) / (2 R)) over the whole vocabulary. For any two tokens x, x' and any w
-  the weights differ by a factor of at most exp(k / 2), and so do their sums: k-local DP at the strength k.
-* ``metric``: Pr[w | x] ~ exp(-k dist / 2) over the whole vocabulary: k * dist(x, x') metric privacy.
-* ``partition``: as ``local``, among the tokens of x's cell of a public partition: k-local DP between tokens of one
-  cell; which cell it is, is not hidden.
-
-  On the public table the sums differ by less than that: `TokenMechanism.epsilon` says what a strength really costs, and
-  `TokenMechanism.strength` finds the largest that an epsilon allows.
+  the weights differ by a factor of at most exp(k / 2), and so do their sums: k-local DP at the strength k. On the public table
+  the sums differ by less: `TokenMechanism.epsilon` says what a strength really costs, and `TokenMechanism.strength` finds the
+  largest that an epsilon allows.
 * ``paper``: Pr[w | x] ~ exp(-epsilon alpha dist / (4 d)) among the tokens within distance d of x (equations 2 to 5). The
   candidates differ from token to token, so an outcome may be possible under one and impossible under another, and a token
   without a neighbour is sent as it is: **no epsilon holds**.
@@ -21,20 +17,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastdp.accounting.weights import named_digest
-from fastdp.methods.exact import lipschitz, log_normalisers
+from fastdp.methods.exact import log_normalisers
 from fastdp.ops.choice import choice_log_probabilities, exponential_choice
 from fastdp.ops.stream import NoiseStream
 from fastdp.validate import one_of, positive
 
-FORMS = ("local", "metric", "partition", "paper")
-#: Fewest tokens in a cell of a partition; one alone would be sent as it is.
-SMALLEST_CELL = 2
+FORMS = ("local", "paper")
 # Rows of distances that one step of the paper's form holds, and pairs of rows compared at once.
 _CHUNK = 64
 _PAIRS = 4096
@@ -90,60 +83,38 @@ class TokenMechanism:
     """One form of the mechanism on one public table.
 
     Attributes:
-        form: one of ``local``, ``metric``, ``partition``, ``paper``.
+        form: ``local`` or ``paper``.
         table: [V, d] float rows; public, and the same for all who train together. Draws are made where it is.
-        radius: R or d above, in the table's unit of distance; ``metric`` has none.
-        alpha: the paper's factor; other forms have none.
+        radius: R or d above, in the table's unit of distance.
+        alpha: the paper's factor.
         candidates: bool [V], tokens that may be drawn, or None for all; public.
-        cells: int64 [V], the public partition; ``partition`` only.
     """
 
     form: str
     table: Tensor
-    radius: float | None = None
+    radius: float
     alpha: float = 1.0
     candidates: Tensor | None = None
-    cells: Tensor | None = None
 
     def __post_init__(self) -> None:
         one_of(FORMS, mechanism=self.form)
         _check_table(self.table)
-        if self.form != "metric":
-            positive(radius=self.radius)  # type: ignore[arg-type]
-        if self.form == "paper":
-            positive(alpha=self.alpha)
-        if self.candidates is not None and int(self.candidates.sum()) < SMALLEST_CELL:
+        positive(radius=self.radius, alpha=self.alpha)
+        if self.candidates is not None and int(self.candidates.sum()) < 2:
             raise ValueError("fewer than two tokens may be drawn: every private token would become the same one")
-        if self.form == "partition":
-            self._check_cells()
 
     def __len__(self) -> int:
         return len(self.table)
 
-    def _check_cells(self) -> None:
-        if self.cells is None or self.cells.shape != self.table.shape[:1] or self.cells.dtype != torch.int64:
-            raise ValueError(f"the partition needs one int64 cell for each of the table's {len(self.table)} rows")
-        allowed = self.cells if self.candidates is None else self.cells[self.candidates]
-        sizes = torch.bincount(allowed, minlength=int(self.cells.max()) + 1)
-        for cell in self.cells.unique().tolist():
-            if sizes[cell] < SMALLEST_CELL:
-                raise ValueError(
-                    f"cell {cell} of the partition holds {int(sizes[cell])} tokens: it would send them as they are; "
-                    "join it with another"
-                )
-
     def epsilon(self, strength: float) -> float:
-        """What a draw at this strength costs: an upper bound, at most the strength (``metric``: for each unit of distance).
-
-        inf for the paper's form.
-        """
+        """What a draw at this strength costs: an upper bound, at most the strength; inf for the paper's form."""
         return self._costs([strength])[0]
 
     def strength(self, epsilon: float) -> float:
         """The largest strength, of `_STEPS` tried from epsilon to twice that, at which a draw costs at most ``epsilon``.
 
-        One pass over the distances of the table, for ``metric`` two; kept for tables that come again. For the paper's form,
-        which costs more than any epsilon, it is epsilon itself.
+        One pass over the distances of the table; kept for tables that come again. For the paper's form, which costs more than
+        any epsilon, it is epsilon itself.
         """
         if self.form == "paper":
             return epsilon
@@ -156,42 +127,39 @@ class TokenMechanism:
         return _STRENGTHS[key]
 
     def _costs(self, strengths: Sequence[float]) -> list[float]:
-        """By the laws of the whole table, or for the partition the worst of its cells."""
+        """By the laws of the whole table."""
         if self.form == "paper":
             return [math.inf] * len(strengths)
-        found = [0.0] * len(strengths)
-        for _, rows, prior in filter(lambda part: len(part[0]), self._parts):
-            found = [max(pair) for pair in zip(found, self._costs_among(rows, prior, strengths))]
-        return [min(pair) for pair in zip(found, strengths)]
-
-    def _costs_among(self, rows: Tensor, prior: Tensor | None, strengths: Sequence[float]) -> list[float]:
-        metric = self.form == "metric"
-        scales = [k / 2 if metric else k / (2 * self._radius) for k in strengths]
-        logs, error = log_normalisers(rows, scales, None if metric else self._radius, prior)
-        if metric:
-            spread = lipschitz(rows, logs, error, scales)
-        else:
-            spread = (logs.amax(1) - logs.amin(1) + 2 * error).tolist()
-        return [k / 2 + more for k, more in zip(strengths, spread)]
+        scales = [k / (2 * self.radius) for k in strengths]
+        logs, error = log_normalisers(self.table, scales, self.radius, self._prior)
+        spread = (logs.amax(1) - logs.amin(1) + 2 * error).tolist()
+        return [min(k, k / 2 + more) for k, more in zip(strengths, spread)]
 
     @cached_property
     def _name(self) -> str:
         """Tells mechanisms apart whose costs differ."""
-        parts = {"table": self.table, "candidates": self.candidates, "cells": self.cells}
-        digest = named_digest({name: tensor for name, tensor in parts.items() if tensor is not None})
-        return f"{self.form} {self.radius} {digest}"
+        parts = (
+            {"table": self.table} if self.candidates is None else {"table": self.table, "candidates": self.candidates}
+        )
+        return f"{self.radius} {named_digest(parts)}"
+
+    @cached_property
+    def _prior(self) -> Tensor | None:
+        if self.candidates is None:
+            return None
+        return torch.zeros(len(self.table), dtype=torch.float64).masked_fill(~self.candidates, -math.inf)
 
     def log_probabilities(self, token: int, epsilon: float) -> Tensor:
         """Exact law of one private token: log probabilities, float64 [V], -inf for what cannot be drawn."""
         if self.form == "paper":
             epsilons = torch.tensor([epsilon], dtype=torch.float64)
             rows = self.table.double()
-            law = _paper_laws(torch.tensor([token]), rows, epsilons, self._radius, self.alpha, self.candidates)[0]
+            law = _paper_laws(torch.tensor([token]), rows, epsilons, self.radius, self.alpha, self.candidates)[0]
             return law.log()
-        ids, rows, prior = self._parts[0 if self.cells is None or self.form != "partition" else int(self.cells[token])]
-        place = int((ids == token).nonzero())
-        law = choice_log_probabilities(place, rows, *self._scale_and_cap(epsilon), log_prior=prior)
-        return torch.full((len(self.table),), -math.inf, dtype=torch.float64).index_copy(0, ids, law.to(ids.device))
+        law = choice_log_probabilities(
+            token, self.table, epsilon / (2 * self.radius), self.radius, log_prior=self._prior
+        )
+        return law.double().cpu()
 
     def draw(self, ids: Tensor, epsilon: float | Tensor, stream: NoiseStream) -> Tensor:
         """One independent draw for each id, at ``epsilon`` (a number, or float64 like ``ids``): int64 [n] to [n].
@@ -203,54 +171,15 @@ class TokenMechanism:
         epsilons = torch.as_tensor(epsilon, dtype=torch.float64)
         if not bool((torch.isfinite(epsilons) & (epsilons > 0)).all()):
             raise ValueError("every epsilon must be positive and finite")
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(self.table):
-            raise IndexError(f"an id lies outside the table of {len(self.table)} rows")
         if not ids.numel():
             return ids.clone()
+        if not 0 <= int(ids.min()) <= int(ids.max()) < len(self.table):
+            raise IndexError(f"an id lies outside the table of {len(self.table)} rows")
         if self.form == "paper":
             return self._draw_paper(ids, epsilons.expand(ids.shape), stream)
-        if self.form == "partition":
-            return self._draw_partition(ids, epsilons, stream)
-        return self._choose(ids, self.table, epsilons, stream, self._prior())
-
-    @property
-    def _radius(self) -> float:
-        assert self.radius is not None
-        return self.radius
-
-    def _scale_and_cap(self, epsilon: Any) -> tuple[Any, float | None]:
-        return (epsilon / 2, None) if self.form == "metric" else (epsilon / (2 * self._radius), self._radius)
-
-    def _prior(self) -> Tensor | None:
-        if self.candidates is None:
-            return None
-        return torch.zeros(len(self.table), dtype=torch.float64).masked_fill(~self.candidates, -math.inf)
-
-    @cached_property
-    def _parts(self) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-        """Ids, rising, rows and prior of the tokens of each cell; without a partition all are one cell."""
-        prior = self._prior()
-        if self.cells is None or self.form != "partition":
-            return [(torch.arange(len(self.table)), self.table, prior)]
-        cells = torch.argsort(self.cells, stable=True).split(torch.bincount(self.cells).tolist())
-        return [(ids, self.table[ids], None if prior is None else prior[ids]) for ids in cells]
-
-    def _choose(
-        self, ids: Tensor, table: Tensor, epsilons: Tensor, stream: NoiseStream, prior: Tensor | None
-    ) -> Tensor:
-        scale, cap = self._scale_and_cap(epsilons)
-        return exponential_choice(ids, table, scale if scale.dim() else float(scale), stream, cap, log_prior=prior)
-
-    def _draw_partition(self, ids: Tensor, epsilons: Tensor, stream: NoiseStream) -> Tensor:
-        assert self.cells is not None
-        of, result = self.cells[ids], torch.empty_like(ids)
-        order = torch.argsort(of, stable=True)
-        for mine, (own, rows, prior) in zip(order.split(torch.bincount(of).tolist()), self._parts):
-            if len(mine):
-                strengths = epsilons[mine] if epsilons.dim() else epsilons
-                drawn = self._choose(torch.searchsorted(own, ids[mine]), rows, strengths, stream, prior)
-                result[mine] = own[drawn]
-        return result
+        scales = epsilons / (2 * self.radius)
+        scale = scales if scales.dim() else float(scales)
+        return exponential_choice(ids, self.table, scale, stream, self.radius, log_prior=self._prior)
 
     def _draw_paper(self, ids: Tensor, epsilons: Tensor, stream: NoiseStream) -> Tensor:
         """Draws from the whole vocabulary, of which the first within the radius counts, which is the law as printed.
@@ -258,13 +187,13 @@ class TokenMechanism:
         A token for which none does, or that may not be drawn itself, is drawn from its law entry by entry.
         """
         result = torch.full_like(ids, -1)
-        scales = epsilons * self.alpha / (4 * self._radius)
+        scales = epsilons * self.alpha / (4 * self.radius)
         left = torch.arange(len(ids)) if self.candidates is None else self.candidates[ids].nonzero().flatten()
         for tries in _TRIES:
             if not len(left):
                 break
             again = left.repeat_interleave(tries)
-            drawn = exponential_choice(ids[again], self.table, scales[again], stream, log_prior=self._prior())
+            drawn = exponential_choice(ids[again], self.table, scales[again], stream, log_prior=self._prior)
             near = self._within(ids[again], drawn).view(-1, tries)
             first = drawn.view(-1, tries).gather(1, near.int().argmax(1, keepdim=True)).flatten()
             found = near.any(1)
@@ -277,7 +206,7 @@ class TokenMechanism:
 
     def _within(self, ids: Tensor, drawn: Tensor) -> Tensor:
         near = [
-            (self.table[a].double() - self.table[b].double()).norm(dim=1) <= self._radius
+            (self.table[a].double() - self.table[b].double()).norm(dim=1) <= self.radius
             for a, b in zip(ids.split(_PAIRS), drawn.split(_PAIRS))
         ]
         return torch.cat(near).to(ids.device)
@@ -291,7 +220,7 @@ class TokenMechanism:
         sharing = torch.argsort(law_of, stable=True).split(torch.bincount(law_of).tolist())
         for start in range(0, laws.shape[1], _CHUNK):
             tokens, strengths = laws[0, start : start + _CHUNK].long(), laws[1, start : start + _CHUNK]
-            ends = _paper_laws(tokens, rows, strengths, self._radius, self.alpha, self.candidates).cumsum(1)
+            ends = _paper_laws(tokens, rows, strengths, self.radius, self.alpha, self.candidates).cumsum(1)
             for end, mine in zip(ends, sharing[start : start + _CHUNK]):
                 result[mine] = torch.searchsorted(end, draws[mine] * end[-1], right=True)
         return result
@@ -318,54 +247,14 @@ def public_radius(table: Tensor) -> float:
     return float(positive.median())
 
 
-def balanced_partition(table: Tensor, cells: int) -> Tensor:
-    """A public partition of a public table into ``cells`` cells of near-equal size and near rows: int64 [V].
-
-    Halves the largest cell at the median along its direction of greatest spread until there are enough.
-
-    Raises:
-        ValueError: unless 1 <= cells <= V / 2.
-    """
-    _check_table(table)
-    if not 1 <= cells <= len(table) // SMALLEST_CELL:
-        raise ValueError(
-            f"a table of {len(table)} rows has room for 1 to {len(table) // SMALLEST_CELL} cells, not {cells}"
-        )
-    wide = table.cpu().double()
-    parts = [torch.arange(len(table))]
-    while len(parts) < cells:
-        largest = max(range(len(parts)), key=lambda index: len(parts[index]))
-        part = parts.pop(largest)
-        centred = wide[part] - wide[part].mean(0)
-        axis = _leading_axis(centred)
-        order = part[torch.argsort(centred @ axis, stable=True)]
-        parts += [order[: len(order) // 2], order[len(order) // 2 :]]
-    result = torch.empty(len(table), dtype=torch.int64)
-    for cell, part in enumerate(parts):
-        result[part] = cell
-    return result
-
-
 def diameter_bound(table: Tensor) -> float:
     """An upper bound of the distance between any two rows: twice the largest distance from their mean."""
     wide = table.double()
     return 2 * float((wide - wide.mean(0)).norm(dim=1).max())
 
 
-def _leading_axis(centred: Tensor, turns: int = 20) -> Tensor:
-    """Direction of greatest spread by power iteration from a fixed start, so that it is the same everywhere."""
-    axis = torch.ones(centred.shape[1], dtype=torch.float64)
-    for _ in range(turns):
-        turned = centred.T @ (centred @ axis)
-        length = float(turned.norm())
-        if length == 0:
-            return axis
-        axis = turned / length
-    return axis
-
-
 def _check_table(table: Tensor) -> None:
-    if table.dim() != 2 or len(table) < SMALLEST_CELL or not table.is_floating_point():
+    if table.dim() != 2 or len(table) < 2 or not table.is_floating_point():
         raise ValueError("the table must be a matrix of floating-point rows, one a token, at least two of them")
     if not bool(torch.isfinite(table).all()):
         raise ValueError("the table holds a NaN or an infinity: take another model's embedding")

@@ -24,16 +24,11 @@ from fastdp.accounting.witness import count_release
 from fastdp.locks import Lock
 from fastdp.methods.encoding import ADDED, encode_private
 from fastdp.methods.perturbation import Releases
+from fastdp.methods.removed import replace_removed
 from fastdp.methods.sap.vocabulary import table_of
 from fastdp.methods.selective.card import PAPER_FLAWS, PerturbedTexts
 from fastdp.methods.selective.infill import infill
-from fastdp.methods.selective.mechanism import (
-    FORMS,
-    TokenMechanism,
-    balanced_partition,
-    diameter_bound,
-    public_radius,
-)
+from fastdp.methods.selective.mechanism import FORMS, TokenMechanism, diameter_bound, public_radius
 from fastdp.methods.selective.rules import RuleDetector
 from fastdp.methods.selective.spans import PrivacyDetector, PrivacyPolicy, token_mask
 from fastdp.methods.selective.typed import TypedCells
@@ -42,40 +37,35 @@ from fastdp.validate import one_of, positive
 
 MECHANISMS = (*FORMS, "typed")
 BUDGETS = ("token", "text")
-#: Those that know no distances.
-_WITHOUT_RADIUS = ("metric", "typed")
 #: Seconds to wait for another process that draws for the same texts.
 _LONGEST_WAIT = 600.0
 SCOPES = ("private", "all")
 REPLACEMENTS = ("model", "uniform")
 
 
+@replace_removed
 @dataclass(frozen=True)
 class SelectivePerturbation:
     """Replace the private tokens of texts by draws from a public vocabulary, of the exponential mechanism or by type.
 
-    After Pan and Wu, "Selective Privacy-Preserving Federated Learning for Large Language Model Fine-Tuning" (equations 1
-    to 5, algorithm 1). What the guarantee covers is the value of each token that the detector reports, and nothing else:
-    see its card's list.
+    After Pan and Wu (equations 1 to 5, algorithm 1). The guarantee covers the value of each token that the detector reports,
+    and nothing else: see its card's list.
 
     Args:
-        epsilon: budget of each private token, or of each text (``budget``). k private tokens compose to k epsilons. The
-            draws are as strong as it allows on the public table, which is more than the mechanism's scale alone says: see
-            `TokenMechanism.strength`.
-        mechanism: ``local`` (default), ``metric``, ``partition`` or ``paper``, see `fastdp.methods.selective.mechanism`; or
-            ``typed``, see `fastdp.methods.selective.typed`. ``paper`` carries no guarantee, and its card says so.
+        epsilon: budget of each private token, or of each text (``budget``); k private tokens compose to k epsilons. Draws are as
+            strong as it allows on the public table (`TokenMechanism.strength`).
+        mechanism: ``local`` (default) or ``paper``, see `fastdp.methods.selective.mechanism`; or ``typed``, see
+            `fastdp.methods.selective.typed`. ``paper`` carries no guarantee, and its card says so.
         budget: ``token``, or ``text`` to share epsilon equally among a text's private tokens.
-        radius: cap of distances (``local``, ``partition``) or the paper's d; None for the public table's median distance.
+        radius: cap of distances (``local``) or the paper's d; None for the public table's median distance.
         alpha: the paper's factor.
-        cells: number of cells of the public partition.
-        replacement: what ``typed`` draws from an answered type: ``uniform``, all of its tokens alike; or ``model``, by what
-            a public language model expects there, which must then be given as the table (`infill.infill`). Both cost nothing.
+        replacement: what ``typed`` draws from an answered type: ``uniform``, all of its tokens alike; or ``model``, what a
+            public language model expects there, which must then be given as the table (`infill.infill`). Both cost nothing.
         scope: ``private`` tokens alone, or ``all`` (the baseline that perturbs every token).
         detector: finds private text; the rule detector by default.
         policy: which of it is private.
 
-    Raises:
-        ValueError: for settings out of range, in one sentence.
+    Raises ValueError for settings out of range.
     """
 
     epsilon: float
@@ -83,7 +73,6 @@ class SelectivePerturbation:
     budget: str = "token"
     radius: float | None = None
     alpha: float = 1.0
-    cells: int = 64
     replacement: str = "uniform"
     scope: str = "private"
     detector: PrivacyDetector = field(default_factory=RuleDetector)
@@ -96,11 +85,9 @@ class SelectivePerturbation:
         one_of(REPLACEMENTS, replacement=self.replacement)
         if self.replacement == "model" and self.mechanism != "typed":
             raise ValueError("replacement 'model' draws from a type that was told: set mechanism='typed'")
-        positive(epsilon=self.epsilon, alpha=self.alpha, cells=self.cells)
+        positive(epsilon=self.epsilon, alpha=self.alpha)
         if self.radius is not None:
             positive(radius=self.radius)
-        if self.cells != int(self.cells):
-            raise ValueError(f"cells is {self.cells}: a partition has a whole number of them, at least one")
 
     def __call__(
         self,
@@ -109,17 +96,11 @@ class SelectivePerturbation:
         table: Tensor | nn.Module,
         **where: Any,
     ) -> PerturbedTexts:
-        """Perturb ``texts`` once.
+        """Perturb private ``texts`` once, by `open` with the arguments ``where``.
 
-        Args:
-            texts: private.
-            tokenizer: fast, with character offsets; public.
-            table: [V, d] token embeddings of a public model, or the model itself; draws are made where they are.
-            where: max_length, cache, stream, again, as for `open`.
-
-        Warns if no private token is found. Raises ValueError for a tokenizer or table that does not fit, spans outside
-        their text, a cache of something else, and texts that were drawn for another cache before, unless ``again`` is set
-        (see `fastdp.accounting.witness`).
+        Warns if no private token is found. Raises ValueError for a tokenizer or table that does not fit, spans outside their
+        text, and a cache of something else. Texts that were drawn for another cache before are refused too, unless ``again`` is
+        set (see `fastdp.accounting.witness`).
         """
         return self.open(table, tokenizer=tokenizer, **where)(texts)
 
@@ -137,11 +118,11 @@ class SelectivePerturbation:
         """What perturbs texts by these settings on a public table.
 
         Args:
-            table, tokenizer: as above.
+            table: [V, d] token embeddings of a public model, or the model itself; draws are made where they are.
+            tokenizer: fast, with character offsets; public.
             max_length: tokens of a text that are kept; those cut off cost nothing.
             cache: file beside the private data. If it exists it is read back at no cost, and refused if it was made from
-                other texts or with other settings (a detector's own names are compared too), since a second draw would be a
-                second release.
+                other texts or with other settings: a second draw would be a second release.
             stream: source of the draws; a new one by default.
             again: draw anew for a cache what was drawn for another one before; the card says so.
         """
@@ -156,7 +137,6 @@ class SelectivePerturbation:
             "budget": self.budget,
             "radius": self.radius,
             "alpha": self.alpha if self.mechanism == "paper" else None,
-            "cells": self.cells if self.mechanism == "partition" else None,
             **({"replacement": self.replacement} if self.mechanism == "typed" else {}),
             "scope": self.scope,
             "detector": {"name": "every token"} if self.scope == "all" else self.detector.describe(),
@@ -205,8 +185,7 @@ class SelectiveReleases(Releases):
     def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
         """Training examples with their private tokens replaced, once, and read without being learned; queries as they are.
 
-        Items come from the encoder of private text, with ``special_tokens_mask``; what a detector is asked about is what their
-        tokens spell. A model is evaluated on text that nobody hands on.
+        Items come with ``special_tokens_mask``; the detector is asked about what their tokens spell.
         """
         plain = [{key: value for key, value in item.items() if key != ADDED} for item in items]
         if not training:
@@ -284,7 +263,7 @@ class SelectiveReleases(Releases):
         return None if settings is None else settings()
 
     def _radius(self, matrix: Tensor) -> float | None:
-        if self.settings.mechanism in _WITHOUT_RADIUS:
+        if self.settings.mechanism == "typed":
             return None
         given = self.settings.radius
         radius = public_radius(matrix) if given is None else given
@@ -303,12 +282,8 @@ class SelectiveReleases(Releases):
         candidates[special] = False
         if self.settings.mechanism == "typed":
             return TypedCells.of(self.tokenizer, candidates)
-        cells = None
-        if self.settings.mechanism == "partition":
-            usable = candidates.nonzero().flatten()
-            cells = torch.zeros(len(matrix), dtype=torch.int64)
-            cells[usable] = balanced_partition(matrix[usable], self.settings.cells)
-        return TokenMechanism(self.settings.mechanism, matrix, self.radius, self.settings.alpha, candidates, cells)
+        assert self.radius is not None
+        return TokenMechanism(self.settings.mechanism, matrix, self.radius, self.settings.alpha, candidates)
 
     def _private(self, texts: Sequence[str], encoded: dict[str, Any]) -> list[list[bool]]:
         if self.settings.scope == "all":

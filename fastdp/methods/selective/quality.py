@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,77 +13,28 @@ from fastdp.methods.selective.spans import PrivacyDetector, PrivacyPolicy, Span,
 
 
 @dataclass(frozen=True)
-class EntityQuality:
-    """Figures of one entity: of its ``labelled`` spans, those covered whole or in part; of its ``reported``, the right ones.
-
-    A labelled span counts as covered by whatever was reported, under any name: what is perturbed is protected. A reported
-    span is right if it touches labelled text of any entity.
-    """
-
-    entity: str
-    labelled: int
-    covered: int
-    touched: int
-    reported: int
-    right: int
-
-    @property
-    def recall(self) -> float | None:
-        """Share of labelled spans covered whole; None if there is none."""
-        return self.covered / self.labelled if self.labelled else None
-
-    @property
-    def precision(self) -> float | None:
-        """Share of reported spans that touch labelled text; None if nothing was reported."""
-        return self.right / self.reported if self.reported else None
-
-
-@dataclass(frozen=True)
 class DetectorQuality:
     """What a detector, under a policy, did on labelled texts.
 
     Attributes:
-        by_entity: figures of each entity that was labelled or reported.
-        texts: number of texts.
-        labelled_characters, missed_characters: of the labelled text that the policy calls private.
         corpus: where the labels come from, for the card.
+        texts: number of texts.
+        span_miss_rate: share of labelled spans not covered whole: each leaves private text in the clear.
+        character_miss_rate: share of labelled private characters left in the clear.
+        by_entity: for each entity that was labelled or reported the number of ``labelled`` spans, the shares of them that are
+            covered whole (``recall``) and in part (``touched``), under whatever name; the number of ``reported`` spans, and the
+            share of them that touch labelled text (``precision``). A share of nothing is None.
     """
 
-    by_entity: tuple[EntityQuality, ...]
-    texts: int
-    labelled_characters: int
-    missed_characters: int
     corpus: str
-
-    @property
-    def span_miss_rate(self) -> float:
-        """Share of labelled spans not covered whole: each leaves private text in the clear."""
-        labelled = sum(entity.labelled for entity in self.by_entity)
-        return 1 - sum(entity.covered for entity in self.by_entity) / labelled if labelled else 0.0
-
-    @property
-    def character_miss_rate(self) -> float:
-        """Share of labelled private characters left in the clear."""
-        return self.missed_characters / self.labelled_characters if self.labelled_characters else 0.0
+    texts: int
+    span_miss_rate: float
+    character_miss_rate: float
+    by_entity: dict[str, dict[str, float | None]]
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values, for the card and for result files."""
-        return {
-            "corpus": self.corpus,
-            "texts": self.texts,
-            "span_miss_rate": self.span_miss_rate,
-            "character_miss_rate": self.character_miss_rate,
-            "by_entity": {
-                e.entity: {
-                    "labelled": e.labelled,
-                    "recall": e.recall,
-                    "touched": e.touched / e.labelled if e.labelled else None,
-                    "reported": e.reported,
-                    "precision": e.precision,
-                }
-                for e in self.by_entity
-            },
-        }
+        return asdict(self)
 
 
 def measure_detector(
@@ -105,8 +56,7 @@ def measure_detector(
     if not any(wanted):
         raise ValueError("no text carries a label that the policy calls private, so nothing can be measured")
     exact = PrivacyPolicy(policy.entities, whole_words=False)
-    counts: dict[str, Counter[str]] = {"labelled": Counter(), "covered": Counter(), "touched": Counter()}
-    counts |= {"reported": Counter(), "right": Counter()}
+    labelled, covered, touched, reported, right = (Counter[str]() for _ in range(5))
     characters = missed = 0
     for text, own, found in zip(texts, wanted, detector.detect(texts)):
         truth = exact.private(text, own)
@@ -115,18 +65,29 @@ def measure_detector(
         missed += sum(end - start - _overlap((start, end), perturbed) for start, end in truth)
         for span in own:
             inside = _overlap((span.start, span.end), perturbed)
-            counts["labelled"][span.entity] += 1
-            counts["covered"][span.entity] += inside == span.end - span.start
-            counts["touched"][span.entity] += inside > 0
+            labelled[span.entity] += 1
+            covered[span.entity] += inside == span.end - span.start
+            touched[span.entity] += inside > 0
         for span in found:
             if policy.private(text, [span]):
-                counts["reported"][span.entity] += 1
-                counts["right"][span.entity] += _overlap((span.start, span.end), truth) > 0
-    entities = sorted(counts["labelled"] | counts["reported"])
-    rows = tuple(
-        EntityQuality(entity, **{name: found[entity] for name, found in counts.items()}) for entity in entities
-    )
-    return DetectorQuality(rows, len(texts), characters, missed, corpus)
+                reported[span.entity] += 1
+                right[span.entity] += _overlap((span.start, span.end), truth) > 0
+    rows: dict[str, dict[str, float | None]] = {
+        entity: {
+            "labelled": labelled[entity],
+            "recall": _share(covered[entity], labelled[entity]),
+            "touched": _share(touched[entity], labelled[entity]),
+            "reported": reported[entity],
+            "precision": _share(right[entity], reported[entity]),
+        }
+        for entity in sorted(labelled | reported)
+    }
+    spans = sum(labelled.values())
+    return DetectorQuality(corpus, len(texts), 1 - sum(covered.values()) / spans, missed / characters, rows)
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 def read_labelled_spans(path: str | Path) -> tuple[list[str], list[list[Span]]]:

@@ -1,10 +1,9 @@
 """Typed cells: a private token's public type goes by randomised response, and of the token itself nothing is told.
 
-Types are read off a public tokenizer: whether a token begins a word or goes on with one, and whether it is a number of so
-many digits, a known name, a capitalised or a lower-case word, or a sign. The answer's type says from which tokens the
-replacement is drawn, all of them equally likely. Tokens of one type have the same law: between them epsilon is 0. Any
-other two differ by the odds of their types' answers, exp(epsilon) at most, since the draw that follows sees the answer alone.
-A replacement keeps the form of what it replaces as often as the type is told truly, and so leaves sentences as they were built.
+Types are read off a public tokenizer: whether a token begins a word, and whether it is a number of so many digits, a known
+name, a capitalised or a lower-case word, or a sign. The replacement is any token of the answered type, all equally likely. Tokens
+of one type have the same law: between them epsilon is 0. Any other two differ by the odds of their types' answers, exp(epsilon)
+at most, since the draw that follows sees the answer alone.
 """
 
 from __future__ import annotations
@@ -150,10 +149,6 @@ class TypedCells:
         answers[self.types[token]] = math.log(kept)
         law = (answers - self._sizes.double().log())[self.types]
         return law.masked_fill(~self.candidates, -math.inf)
-
-    def bound(self, token: int, other: int, epsilon: float) -> float:
-        """How far the laws of two tokens differ, in nats: 0 within a type, else epsilon."""
-        return 0.0 if self.types[token] == self.types[other] else epsilon
 
     def answer(self, ids: Tensor, epsilon: float | Tensor, stream: NoiseStream) -> Tensor:
         """The type that is told of each id, by randomised response at ``epsilon`` (a number, or float64 like ``ids``).

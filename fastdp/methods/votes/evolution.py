@@ -37,7 +37,7 @@ def evolve(
         seed: of the draw among what was voted for.
 
     Raises:
-        ValueError: for a count below 1, and for a generator that gives another number of texts than it was asked for.
+        ValueError: for a count below 1, votes without a round left, and another number of texts than was asked for.
     """
     at_least(1, count=count, variations=variations)
     draw = torch.Generator().manual_seed(seed)
@@ -45,6 +45,7 @@ def evolve(
         label: _asked(generate(label, count * variations), count * variations, "generate") for label in votes.labels
     }
     kept: dict[str, list[str]] = {}
+    at_least(1, rounds_left=votes.ledger.remaining())
     for _ in range(votes.ledger.remaining()):
         for label, noised in votes.count(pool).items():
             weights = (noised - threshold).clamp(min=0)

@@ -19,6 +19,8 @@ from fastdp.ops.grid import DISTANCE
 from fastdp.validate import at_least
 
 Embed = Callable[[list[str]], Tensor]
+#: From here on float32 skips whole numbers, and one vote might move a count by 2.
+_MOST_TEXTS = 1 << 24
 
 
 def vote_counts(records: Tensor, record_labels: Tensor, candidates: Tensor, candidate_labels: Tensor) -> Tensor:
@@ -61,7 +63,7 @@ class PrivateVotes:
         unsafe_seed: reproducible noise, which voids the guarantee.
 
     Raises:
-        ValueError: for no text, labels of another number, a budget that cannot be met, or a folder in use.
+        ValueError: for no text or 2^24 of them, labels of another number, a budget that cannot be met, or a folder in use.
     """
 
     def __init__(
@@ -79,6 +81,10 @@ class PrivateVotes:
     ) -> None:
         if not texts:
             raise ValueError("there is no text, so nobody votes: give at least one")
+        if len(texts) >= _MOST_TEXTS:
+            raise ValueError(
+                f"there are {len(texts)} texts, and counts are exact below {_MOST_TEXTS}: give fewer texts"
+            )
         if labels is not None and len(labels) != len(texts):
             raise ValueError(f"there are {len(texts)} texts and {len(labels)} labels: give each text one")
         at_least(1, rounds=rounds)

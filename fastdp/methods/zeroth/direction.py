@@ -1,6 +1,6 @@
 """A model whose one trained number is how far its weights have moved along a public random direction.
 
-Its loss on example i is (l_i(w + h z) + l_i(w - h z)) / 2 + step * (l_i(w + h z) - l_i(w - h z)) / (2 h) at step = 0, so that an
+Its loss on example i is (l_i(w + h z) + l_i(w - h z)) / 2 + step * (l_i(w + h z) - l_i(w - h z)) / (2 h), at step = 0. So an
 example's gradient is its estimated slope along z. What clips, adds noise, counts and checks gradients does so with this one.
 """
 

@@ -7,7 +7,7 @@ import torch
 
 from fastdp import accounting
 from fastdp.methods import ewft
-from fastdp.methods.ewft.pooled import learn, pool_rows
+from fastdp.methods.ewft.pooled import Codes, pool_rows
 from tests.engine.models import batch, build
 from tests.ops.test_dchi import FALSE_ALARM, chi_square
 
@@ -110,9 +110,7 @@ def test_labels_lead_the_codes_to_what_tells_classes_apart():
     states[:, 5] += labels.double() - 0.5
     agree = []
     for given in ([labels], None):
-        mechanism = ewft.codebook(2, 1.0)
-        encoder, learned = learn(mechanism, [states], given)
-        codes = mechanism.encode(encoder, learned, states)
+        codes = Codes.learn([states], given, 2).encode(states)
         agree.append(max(float((codes == labels).double().mean()), float((codes != labels).double().mean())))
     assert agree[0] > 0.95
     assert agree[1] < 0.65

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from fastdp.methods.frost import Partition, select_partitions
-from fastdp.methods.frost.selection import Selected, fill
+from fastdp.methods.frost.selection import PartitionChoice, fill
 from tests.cases import cases
 
 RATE = 0.5
@@ -17,7 +17,9 @@ def partitions(sizes: Sequence[int]) -> list[Partition]:
     return [Partition(f"p{i}", (f"p{i}.weight",), size) for i, size in enumerate(sizes)]
 
 
-def select(sizes: Sequence[int], true: Sequence[float], *, noise: float = 0.0, seed: int = 0, **options) -> Selected:
+def select(
+    sizes: Sequence[int], true: Sequence[float], *, noise: float = 0.0, seed: int = 0, **options
+) -> PartitionChoice:
     """PSEL over observations at lambda = RATE, with sensitivity 1."""
     rng = np.random.default_rng(seed)
     asked: list[list[int]] = []

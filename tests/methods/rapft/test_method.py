@@ -371,7 +371,7 @@ def test_bad_settings(settings, message):
     [(0.0, 0.1), (-1.0, 0.1), (math.inf, 0.1), (1.0, 0.0), (1.0, 1.5), (1.0, 0.1, 0.0), (1.0, 0.1, math.inf)],
 )
 def test_a_noised_map_needs_noise_and_a_rate(options):
-    with pytest.raises(ValueError, match="noise_multiplier of the relevance map|sample_rate is|max_norm is"):
+    with pytest.raises(ValueError, match="noise_multiplier is|sample_rate is|max_norm is"):
         NoisyMap(*options)
 
 

@@ -11,7 +11,7 @@ from fastdp.engine.capture.intercept import Reads
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import Tap
 from fastdp.methods.rapft import Propagation
-from fastdp.methods.rapft.rules import Audit, Context, RelevanceMode, stabilised
+from fastdp.methods.rapft.rules import Conservation, Context, RelevanceMode, stabilised
 from tests.cases import cases
 
 ROWS = 3
@@ -24,7 +24,7 @@ class Messages:
 
     def __init__(self, **options):
         layout = Ticket(torch.arange(ROWS), torch.ones(ROWS), is_last=True).layout(torch.device("cpu"))
-        self.audit = Audit()
+        self.audit = Conservation()
         self.context = Context(Propagation(**{"rule": "epsilon", **options}), ROWS, self.audit)
         self.mode = RelevanceMode(Reads({}), Tap(layout), self.context)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from scipy.stats import chisquare
 
 from fastdp import NoiseStream
-from fastdp.methods.selective import TokenMechanism, balanced_partition, paper_probabilities, public_radius
+from fastdp.methods.selective import TokenMechanism, paper_probabilities, public_radius
 from fastdp.methods.selective.mechanism import diameter_bound
 from tests.cases import cases
 
@@ -69,42 +69,12 @@ def test_local_form_is_epsilon_local(rows, epsilon, radius, allowed):
     assert float(spread.max()) <= epsilon + 1e-9
 
 
-@settings(max_examples=40)
-@given(tables, st.floats(0.05, 20))
-def test_metric_form_is_epsilon_times_distance(rows, epsilon):
-    table = torch.tensor(rows)
-    if not distinct(table):
-        return
-    mechanism = TokenMechanism("metric", table)
-    laws = torch.stack([mechanism.log_probabilities(token, epsilon) for token in range(len(table))])
-    distances = torch.cdist(table.double(), table.double(), compute_mode="donot_use_mm_for_euclid_dist")
-    ratios = (laws[:, None] - laws[None]).abs().max(2).values
-    assert (ratios <= epsilon * distances + 1e-7).all()
-
-
-@settings(max_examples=40)
-@given(tables.filter(lambda rows: len(rows) >= 4), st.floats(0.05, 20), st.floats(0.05, 5))
-def test_partition_is_epsilon_local_within_cells(rows, epsilon, radius):
-    """Within a cell as the local form; nothing of another cell can be drawn."""
-    table = torch.tensor(rows)
-    if not distinct(table):
-        return
-    cells = balanced_partition(table, 2)
-    mechanism = TokenMechanism("partition", table, radius, cells=cells)
-    for cell in range(2):
-        own = cells == cell
-        laws = torch.stack([mechanism.log_probabilities(int(token), epsilon) for token in own.nonzero()])
-        assert torch.isinf(laws[:, ~own]).all()
-        assert float((laws[:, own].max(0).values - laws[:, own].min(0).values).max()) <= epsilon + 1e-9
-
-
-@cases("form", ["local", "metric", "partition", "paper"])
+@cases("form", ["local", "paper"])
 def test_draws_follow_the_law(form):
     """Chi-square of 40,000 draws of each of three tokens; false alarms: 3 in 10^9 for each form."""
     table = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.5, 1.0], [2.0, 1.0], [0.0, 1.5], [2.5, 0.0], [1.0, 1.0]])
     candidates = torch.tensor([True] * 6 + [False])
-    cells = torch.tensor([0, 0, 0, 1, 1, 1, 0])
-    mechanism = TokenMechanism(form, table, None if form == "metric" else 1.6, 1.0, candidates, cells)
+    mechanism = TokenMechanism(form, table, 1.6, 1.0, candidates)
     ids = torch.tensor([0, 3, 6]).repeat(40_000)
     stream = NoiseStream()
     drawn = mechanism.draw(ids, 2.5, stream)
@@ -140,22 +110,11 @@ def test_an_epsilon_for_each_token():
     table = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
     ids = torch.arange(50).repeat(40)
     epsilons = torch.where(torch.arange(2000) % 2 == 0, 1e-3, 1e4).double()
-    for form in ("local", "metric", "paper", "partition"):
-        mechanism = TokenMechanism(form, table, None if form == "metric" else 2.0, cells=balanced_partition(table, 2))
+    for form in ("local", "paper"):
+        mechanism = TokenMechanism(form, table, 2.0)
         kept = mechanism.draw(ids, epsilons, NoiseStream()) == ids
         assert kept[1::2].all()
         assert kept[::2].float().mean() < 0.5
-
-
-def test_partition_is_balanced_and_deterministic():
-    table = torch.randn(257, 8, generator=torch.Generator().manual_seed(1))
-    cells = balanced_partition(table, 16)
-    assert torch.equal(cells, balanced_partition(table, 16))
-    sizes = torch.bincount(cells)
-    assert len(sizes) == 16
-    assert sizes.max() - sizes.min() <= 2
-    inside = torch.stack([torch.pdist(table[cells == cell]).mean() for cell in range(16)]).mean()
-    assert inside < torch.pdist(table).mean()
 
 
 def test_radius_and_diameter_come_from_the_table():
@@ -175,15 +134,15 @@ def test_radius_and_diameter_come_from_the_table():
         (lambda: TokenMechanism("local", torch.eye(3), 0.0), "radius is 0.0"),
         (lambda: TokenMechanism("local", torch.eye(3), None), "radius is None"),
         (lambda: TokenMechanism("paper", torch.eye(3), 1.0, alpha=-1.0), "alpha is -1.0"),
-        (lambda: TokenMechanism("metric", torch.tensor([[0.0], [math.nan]])), "NaN"),
+        (lambda: TokenMechanism("local", torch.tensor([[0.0], [math.nan]]), 1.0), "NaN"),
         (
-            lambda: TokenMechanism("metric", torch.eye(3), candidates=torch.tensor([True, False, False])),
+            lambda: TokenMechanism("local", torch.eye(3), 1.0, candidates=torch.tensor([True, False, False])),
             "fewer than two",
         ),
-        (lambda: TokenMechanism("partition", torch.eye(3), 1.0), "one int64 cell"),
-        (lambda: TokenMechanism("partition", torch.eye(3), 1.0, cells=torch.tensor([0, 0, 1])), "cell 1 .* holds 1"),
-        (lambda: balanced_partition(torch.eye(5), 3), "room for 1 to 2 cells"),
-        (lambda: TokenMechanism("metric", torch.eye(3)).draw(torch.tensor([0]), 0.0, NoiseStream()), "every epsilon"),
+        (
+            lambda: TokenMechanism("local", torch.eye(3), 1.0).draw(torch.tensor([0]), 0.0, NoiseStream()),
+            "every epsilon",
+        ),
         (lambda: paper_probabilities(0, LINE, -1.0, 1.0, 1.0), "epsilon is -1.0"),
     ],
 )
@@ -194,6 +153,6 @@ def test_refused(build, message):
 
 def test_ids_outside_the_table():
     with pytest.raises(IndexError, match="outside the table"):
-        TokenMechanism("metric", torch.eye(3)).draw(torch.tensor([3]), 1.0, NoiseStream())
+        TokenMechanism("local", torch.eye(3), 1.0).draw(torch.tensor([3]), 1.0, NoiseStream())
     with pytest.raises(IndexError, match="outside a table"):
         paper_probabilities(6, LINE, 1.0, 1.0, 1.0)

@@ -131,6 +131,20 @@ def test_evolution_finds_what_the_records_are_like():
     assert sum(text.count("d") for text in found["last"]) / 20 > 4
 
 
+def test_so_many_texts_that_counts_were_rounded_are_refused():
+    """2^24 + 1 is no float32: one vote more or less would move the released count by 0 or by 2."""
+    assert float(torch.tensor(2**24 + 1).float()) == 2**24
+    with pytest.raises(ValueError, match="counts are exact below 16777216: give fewer"):
+        PrivateVotes([""] * 2**24, embed, rounds=1, **BUDGET)
+
+
+def test_evolution_without_a_round_left_is_refused_rather_than_empty():
+    votes = PrivateVotes(WORDS, embed, rounds=1, **BUDGET)
+    evolve(votes, lambda label, count: WORDS[:1] * count, lambda label, texts: texts, 2)
+    with pytest.raises(ValueError, match="rounds_left must be a finite number of at least 1, got 0"):
+        evolve(votes, lambda label, count: WORDS[:1] * count, lambda label, texts: texts, 2)
+
+
 def test_a_generator_that_gives_too_few_is_named():
     votes = PrivateVotes(WORDS, embed, rounds=1, **BUDGET)
     with pytest.raises(ValueError, match="generate gave 1 texts where 4"):
