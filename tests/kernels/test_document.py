@@ -39,7 +39,9 @@ def test_the_page_has_the_simulated_rows():
         figures = json.loads(file.read_text())["figures"]
         assert figures["simulated"] is True
         assert [row["step"] for row in figures["rows"] if row["simulated"]] == ["plain", "private"]
-        assert max(row["ratio_memory"] for row in figures["rows"]) <= 1.05
+        # Sums are float32 between microbatches, where a plain step adds up gradients of 16 bits.
+        most = 1.15 if figures["rows"][-1].get("microbatches", 1) > 1 else 1.05
+        assert max(row["ratio_memory"] for row in figures["rows"]) <= most
 
 
 @cases("shape", document.SHAPES)
