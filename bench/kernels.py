@@ -51,8 +51,6 @@ SIZES = {
     "cuda": Sizes(1 << 28, (256, 512, 768), 32, 1024, 2048, 512, 128, 16, 50_257, 768, 1024, 100_000, 2000),
     "small": Sizes(1 << 12, (4, 5, 48), 3, 17, 33, 20, 4, 2, 257, 48, 9, 60, 20),
 }
-# Instances of whole matrices, which no cache holds.
-SIZES["matrices"] = replace(SIZES["cpu"], rank=SIZES["cpu"].columns)
 
 
 @dataclass(frozen=True)

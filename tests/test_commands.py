@@ -33,6 +33,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, GPT2Config,
 from typer.main import get_command
 
 from fastdp.cli import app
+from fastdp.commands.bench import SUITES
 from fastdp.federated.bundle import app_folder
 from fastdp.finetune.config import load_config
 from fastdp.finetune.reporter import Forecast
@@ -219,6 +220,11 @@ def test_a_command_within_a_sentence_exists_with_its_options(line: str) -> None:
     known = {option for parameter in command.params for option in parameter.opts}
     if "--suite" not in words:
         assert {word for word in words if word.startswith("--")} <= known | {"--help"}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_a_suite_that_a_page_names_exists(page: str) -> None:
+    assert {*re.findall(r"--suite (\w+)", (ROOT / page).read_text())} <= {*SUITES}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(kind == "yaml" for kind, _ in blocks(page))])
