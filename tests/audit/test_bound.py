@@ -14,7 +14,7 @@ from fastdp import audit
 from tests.cases import cases
 
 #: How often the simulations of this file may fail with nothing wrong.
-FALSE_ALARM = 1e-6
+FALSE_ALARM = 1e-8
 
 
 @settings(max_examples=25)
@@ -66,7 +66,7 @@ def test_randomised_response_is_bounded_below_its_epsilon_and_close_to_it(epsilo
     above = int((bounds > epsilon).sum())
     assert stats.binom.sf(above - 1, runs, 0.05) > FALSE_ALARM
     assert above > 0 or stats.binom.cdf(0, runs, 0.03) > FALSE_ALARM
-    assert np.abs(bounds - epsilon).max() < 0.25
+    assert np.abs(bounds - epsilon).max() < 0.3
 
 
 def test_the_gaussian_mechanism_is_never_refuted_and_half_its_noise_is() -> None:

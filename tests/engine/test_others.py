@@ -271,20 +271,28 @@ class Counted(Observer):
         self.counts = float(accumulator.unclipped), float(accumulator.units)
 
 
-def counted(records: list[dict[str, torch.Tensor]], bound: float) -> tuple[float, float]:
+def one_release(
+    records: list[dict[str, torch.Tensor]], lr: float = 0.0, watch: Observer | None = None, **options: Any
+) -> Bag:
+    """The model after one release of all records, in one microbatch."""
     model = Bag(records[0]["x"].shape[1])
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr)
     loader = torch.utils.data.DataLoader(records, batch_size=len(records), collate_fn=collate)
-    method = fastdp.DPSGD(max_grad_norm=bound, adaptive=fastdp.AdaptiveClipping())
-    options: Any = {"noise_multiplier": 1.0, "target_delta": 1e-5, "max_physical_batch_size": len(records)}
-    private = fastdp.make_private(model, optimizer, loader, method=method, epochs=1, **options)
-    seen = Counted()
-    private.observe(seen)
+    given: Any = {"target_delta": 1e-5, "max_physical_batch_size": len(records), "epochs": 1, **options}
+    private = fastdp.make_private(model, optimizer, loader, **given)
+    if watch is not None:
+        private.observe(watch)
     for batch in private.data_loader:
         private.model(**batch)["loss"].backward()
         private.optimizer.step()
         private.optimizer.zero_grad()
     private.detach()
+    return model
+
+
+def counted(records: list[dict[str, torch.Tensor]], bound: float) -> tuple[float, float]:
+    method = fastdp.DPSGD(max_grad_norm=bound, adaptive=fastdp.AdaptiveClipping())
+    one_release(records, watch=(seen := Counted()), method=method, noise_multiplier=1.0)
     return seen.counts
 
 
@@ -322,17 +330,7 @@ def test_a_long_record_moves_the_release_by_nothing(count: int, length: int) -> 
     others = [{"x": rows, "y": torch.tensor(1.0)} for _ in range(count)]
 
     def released(records: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        model = Bag(64)
-        optimizer = torch.optim.SGD(model.parameters(), 1.0)
-        loader = torch.utils.data.DataLoader(records, batch_size=len(records), collate_fn=collate)
-        options: Any = {"noise_multiplier": 0.0, "target_delta": 1e-5, "max_physical_batch_size": len(records)}
-        method = fastdp.DPSGD(max_grad_norm=BOUND)
-        private = fastdp.make_private(model, optimizer, loader, method=method, epochs=1, **options)
-        for batch in private.data_loader:
-            private.model(**batch)["loss"].backward()
-            private.optimizer.step()
-            private.optimizer.zero_grad()
-        private.detach()
+        model = one_release(records, 1.0, method=fastdp.DPSGD(max_grad_norm=BOUND), noise_multiplier=0.0)
         return -model.layer.weight.detach().double() * len(records)
 
     x = {"x": torch.zeros(length, 64), "y": torch.tensor(1.0)}

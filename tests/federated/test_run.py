@@ -92,11 +92,15 @@ def test_a_ray_that_is_slow_to_start_is_started_again(programs):
     assert not list(programs.glob("fastdp-ray-*"))
 
 
-def test_a_ray_that_never_starts_is_given_up_with_its_log(programs):
-    (programs / "ray").write_text(f"#!{sys.executable}\nraise SystemExit('no room')")
+def test_a_ray_that_never_starts_is_given_up_with_its_log(programs, monkeypatch):
+    """A minute is over once it has been tried."""
+    tried, clock = programs / "tried", time.monotonic
+    code = f"import pathlib, sys\nprint('no room', flush=True)\npathlib.Path({str(tried)!r}).touch()\nsys.exit(1)"
+    (programs / "ray").write_text(f"#!{sys.executable}\n{code}")
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 60 * tried.exists())
     with (
-        pytest.raises(RuntimeError, match=r"Ray did not start within 5 s:\n(?s:.*)no room"),
-        Federation(programs / "flower", simulation=True, start_seconds=5),
+        pytest.raises(RuntimeError, match=r"Ray did not start within 60 s:\n(?s:.*)no room"),
+        Federation(programs / "flower", simulation=True, start_seconds=60),
     ):
         raise AssertionError("it began without Ray")
     assert not list(programs.glob("fastdp-ray-*"))

@@ -16,6 +16,7 @@ from fastdp.ops.routes import (
     NARROW,
     ROUTES,
     RouteConstants,
+    constants_for,
     for_norms,
     longest_by_gram,
     plan_route,
@@ -130,3 +131,34 @@ def test_norms_alone_go_by_the_lengths_of_units(m: int, n: int, lengths: list[in
     gram = 2 * len(lengths) * gram_products(typical) * (m + n) / constants.gram_flops
     direct = 2 * (sum(lengths) + 3 * len(lengths)) * m * n / constants.direct_flops
     assert for_norms(left, right, offsets) == ("gram" if gram < direct else "direct")
+
+
+def test_well_known_shapes() -> None:
+    assert plan_route(8, 512, 128, 8) == "instantiate"  # LoRA
+    assert plan_route(512, 2048, 128, 8) == "gram"  # short sequences
+    assert plan_route(8192, 512, 128, 8) == "gram"  # a head
+    assert plan_route(512, 512, 1, 8) == "gram"  # one token a unit
+    assert plan_route(512, 512, 1024, 8) == "instantiate"  # long ones: the gradients are smaller and the sum reads them
+    assert plan_route(512, 512, 1024, 8, keeps_factors=False) == "direct"  # long ones of which only norms are wanted
+    assert plan_route(8192, 512, 128, 8, one_hot=True) != "instantiate"
+
+
+@cases(*pairs(("dtype", [torch.bfloat16, torch.float32]), ("rank", [4, 16, 64])))
+def test_adapters_go_out_together_on_a_gpu(rank: int, dtype: torch.dtype) -> None:
+    """Each by itself would be launches of its own for every matrix, which take longer than what they do."""
+    for tokens, units in ((512, 16), (2048, 4), (4096, 1)):
+        assert plan_route(4096, rank, tokens, units, dtype=dtype, device="cuda") == "instantiate"
+        assert plan_route(rank, 4096, tokens, units, dtype=dtype, device="cuda") == "instantiate"
+    assert plan_route(2048, 2048, 1024, 4, dtype=torch.bfloat16, device="cuda") == "gram"
+
+
+def test_every_default_says_what_it_was_measured_on() -> None:
+    for (kind, _), constants in DEFAULTS.items():
+        assert constants.device
+        assert constants_for(kind, torch.float32) in DEFAULTS.values()
+    assert constants_for("cpu", torch.bfloat16) is DEFAULTS["cpu", 4]
+
+
+def test_an_unknown_route_is_refused() -> None:
+    with pytest.raises(ValueError, match="route is 'ghost'"):
+        predicted_seconds("ghost", 1, 1, 1, 1)

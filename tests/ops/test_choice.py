@@ -211,15 +211,16 @@ def _drawn(table):
     return [tokens.numpy() for tokens in drawn]
 
 
-def test_positions():
+@cases("op, scale", [(exponential_choice, 0.2), (private_snap, 2.0)])
+def test_positions(op, scale):
     table, ids = rows(200, 24), torch.randint(0, 200, (300,))
     source = stream(2)
-    first, second = exponential_choice(ids, table, 0.2, source), exponential_choice(ids, table, 0.2, source)
+    first, second = op(ids, table, scale, source), op(ids, table, scale, source)
     assert (first != second).sum() > 150
     place = source.at(4, 7)
-    exponential_choice(ids, table, 0.2, place)
+    op(ids, table, scale, place)
     with pytest.raises(RuntimeError, match="already drawn"):
-        exponential_choice(ids, table, 0.2, place)
+        op(ids, table, scale, place)
 
 
 def test_rows_without_prior_are_never_drawn():

@@ -14,10 +14,10 @@ from scipy import stats
 from fastdp.ops import dchi_vectors, private_snap, snap
 from fastdp.ops.dchi import PRIVATE_SNAP, dchi_noise, gamma_variates
 from tests.cases import cases
+from tests.ops.test_choice import FALSE_ALARM, chi_square
 from tests.ops.uses import by_threads, stream
 
 search = importlib.import_module("fastdp.ops.snap")
-FALSE_ALARM = 1e-9
 
 
 def native_noise(n, d, eta=1.0, seed=0):
@@ -103,17 +103,6 @@ def plane_law(points, at, eta, angles=20_000):
     return np.array(law)
 
 
-def chi_square(tokens, law):
-    counts = np.bincount(tokens.numpy().ravel(), minlength=len(law))
-    assert counts[law == 0].sum() == 0
-    rare = law * counts.sum() < 5
-    observed = np.append(counts[~rare], counts[rare].sum())
-    expected = np.append(law[~rare], law[rare].sum()) * counts.sum()
-    if expected[-1] < 5:
-        observed, expected = observed[:-1], expected[:-1]
-    return stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue
-
-
 @cases("eta", [0.3, 1.0, 4.0])
 def test_tokens_on_a_line(eta):
     points = np.array([-2.0, 0.0, 0.25, 1.5, 4.0])
@@ -158,17 +147,6 @@ def test_place_alone_decides(monkeypatch):
     monkeypatch.setattr(search, "BLOCK_ROWS", 33)
     monkeypatch.setattr(search, "TABLE_ROWS", 48)
     assert torch.equal(tokens, by_threads(lambda: private_snap(ids, table, eta, stream(9))))
-
-
-def test_positions():
-    table, ids = torch.randn(200, 24), torch.randint(0, 200, (300,))
-    source = stream(2)
-    first, second = private_snap(ids, table, 2.0, source), private_snap(ids, table, 2.0, source)
-    assert (first != second).sum() > 150
-    place = source.at(4, 7)
-    private_snap(ids, table, 2.0, place)
-    with pytest.raises(RuntimeError, match="already drawn"):
-        private_snap(ids, table, 2.0, place)
 
 
 def test_equal_rows_answer_with_the_lowest_index():

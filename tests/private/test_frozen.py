@@ -19,6 +19,7 @@ from fastdp.methods.frost import DPFrost
 from fastdp.methods.rapft import NoisyMap, PublicMap, RapFT
 from fastdp.private.run import Private
 from fastdp.verify.checks import LOOP_WRITES
+from tests.cases import cases, pairs
 from tests.engine.reference import known
 from tests.engine.runs import (
     CLIPPED,
@@ -60,9 +61,13 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("build", [Classifier, Odd])
-@pytest.mark.parametrize("name", ["first.weight", "second.weight", "second.bias"])
+@cases(
+    *pairs(
+        ("name", ["first.weight", "second.weight", "second.bias"]),
+        ("build", [Classifier, Odd]),
+        ("optimizer", [*OPTIMIZERS]),
+    )
+)
 def test_a_parameter_that_is_frozen_later_stays_and_the_others_train(
     name: str, build: Callable[[], nn.Module], optimizer: str
 ) -> None:

@@ -368,6 +368,7 @@ class TestKilled:
         values = torch.tensor(noise).reshape(-1).double()
         assert stats.kstest(values.numpy(), "norm").pvalue > 1e-9
 
+    @pytest.mark.timeout(600)
     def test_killed_between_any_two_lines(self, tmp_path: Path) -> None:
         outcome, errors = self.run(tmp_path, 20261, self.BUDGET)
         self.judge(outcome, self.BUDGET, errors)

@@ -66,7 +66,7 @@ def test_every_mode_releases_clipped_blocks_with_the_noise_it_accounts_for(name)
         noise = gradients[parameter] * 8 - expected
         std = torch.where(mask, policy.stds[0], policy.stds[1])
         standard.append((noise / std).reshape(-1))
-    # 66 squared normals: their mean leaves this range once in 10^5 runs; noise at a half or double has .25 or 4.
+    # 66 squared normals of a fixed seed, in a range that one key in 10^5 leaves; noise at a half or double has .25 or 4.
     assert 0.4 < float(torch.cat(standard).square().mean()) < 2.0
     private.detach()
 
@@ -103,7 +103,7 @@ def test_a_noised_map_has_the_noise_it_is_accounted_with():
     for maps in Propagator(model, dict(model.named_parameters())).examples(batch):
         add_clipped(exact, maps, 0.5)
     noise = torch.cat([(released[0][n] - exact[n]).detach().reshape(-1) for n in exact])
-    # Mean square of 66 squared normals: 5 standard deviations are .87 either way.
+    # Mean square of 66 squared normals of a fixed seed: 5 standard deviations are .87 either way.
     assert 0.13 < float((noise / 1.5).square().mean()) < 1.87
 
 
@@ -149,7 +149,7 @@ def test_axes_release_a_gradient_clipped_and_noised_in_their_own_coordinates(sou
     for name in whole:
         total = sum(own[name] * min(1.0, 1.0 / float(norm)) for own, norm in zip(scaled, norms))
         standard.append(((gradients[name] * 8 / whole[name] - total) / 0.8).reshape(-1))
-    # 66 squared normals: their mean leaves this range once in 10^5 runs; noise at a half or double has .25 or 4.
+    # 66 squared normals of a fixed seed, in a range that one key in 10^5 leaves; noise at a half or double has .25 or 4.
     assert 0.4 < float(torch.cat(standard).square().mean()) < 2.0
     assert private.card()["mechanism"]["allocation"] == "axes"
     private.detach()
