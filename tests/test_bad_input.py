@@ -410,6 +410,7 @@ def sentence(result):
     return said
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_bad_input_is_a_sentence_and_costs_nothing(world, monkeypatch, case):
     monkeypatch.chdir(world)

@@ -15,6 +15,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES, EPOCHS, DELTA = 40_000, 4, 1e-5
 
 
+@pytest.mark.timeout(600)
 def test_the_tutorial_runs_from_the_table_to_generated_text(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / "tutorial.md").read_text(), flags=re.DOTALL)
