@@ -168,6 +168,8 @@ class Passes:
         self.trying = False
         #: Whether the batch at hand went through the model more than once.
         self.twice: Callable[[], bool] = lambda: False
+        #: Whether probe batches that are planned now come before a release.
+        self.probes_come: Callable[[], bool] = lambda: True
         self.isolated = isolated and self.route is None
         #: Whether the model's own means and sums over rows count as losses, as torch's loss functions do.
         self.reductions = False
@@ -179,7 +181,10 @@ class Passes:
         self.reentrant = False
         self.reads = Reads(self.read)
         self.reads.heads.always = keep_logits is False
-        self.forwards = Forwards(model, self.reads, train, lambda: self.trains, self.weights)
+        compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
+        #: Compiled blocks run without the compiler meanwhile, as it would follow what records them.
+        self._uncompiled = partial(torch.compiler.set_stance, "force_eager") if compiled else nullcontext
+        self.forwards = Forwards(model, self.reads, partial(self._train, train), lambda: self.trains, self.weights)
         self._expected: Counter[str] = Counter()
         #: How many backward passes a micro-batch took, at most; 0 before the first.
         self.backward_passes = 0
@@ -223,10 +228,16 @@ class Passes:
     def plain_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward pass, with nothing intercepted but the logits of heads, left out."""
         with self.reads.heads.open():
-            return self._with_rows(self.forwards.root.plain(*args, **kwargs))
+            output = self.forwards.root.plain(*args, **kwargs)
+        if self.returns_loss or self.trace is None:
+            return output
+        return self.trace.outputs.first(output, self.trace.rows_of((args, kwargs)))
 
-    def _with_rows(self, output: Any) -> Any:
-        return output if self.returns_loss or self.trace is None else self.trace.with_rows(output)
+    def _train(self, train: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
+        """A training call of the model, whose outputs have rows where the model puts them."""
+        with self._uncompiled():
+            output = train(args, kwargs)
+        return output if self.returns_loss or self.trace is None else self.trace.outputs.as_returned(output)
 
     def take_uses(self) -> None:
         """Go on by the route of uses, as the trace knows them."""
@@ -421,7 +432,7 @@ class Passes:
             if self.reads.heads.made:
                 self.reads.heads.close()
         if not self.returns_loss:
-            output = self._with_rows(output)
+            output = output if self.trace is None else self.trace.outputs.first(output, layout.rows)
             return output, outer(output), terms
         total = require_loss(output)
         tap.shapes |= {("a loss function", (count,)) for count in terms.tokens}
@@ -438,7 +449,7 @@ class Passes:
         if parts[0][0].replay is not None:
             parts[0][0].replay()
             return
-        with nullcontext() if self.route == ORDINARY else hooks_aside(self._parameters):
+        with self._uncompiled(), nullcontext() if self.route == ORDINARY else hooks_aside(self._parameters):
             self._differentiate(parts)
 
     def _differentiate(self, parts: JoinedPasses) -> None:
@@ -529,8 +540,8 @@ class Passes:
                         f"{name} is read where no module's forward runs, as in a checkpointed function"
                     )
                 raise RuntimeError(
-                    f"{name} holds a gradient {when} that was not clipped: call optimizer.zero_grad() after step(), and "
-                    "penalize weights by weight_decay"
+                    f"{name} holds a gradient {when} that was not clipped: call zero_grad() after step(), penalize weights by "
+                    "weight_decay, and use parts of the model only in its forward()"
                 )
 
 

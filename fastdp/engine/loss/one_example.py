@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fastdp.calls.batches import Call, map_tensors, tensors
+from fastdp.calls.outputs import ForbidBackward
 from fastdp.calls.randomness import BufferSnapshot
 from fastdp.engine.loss.boundary import differentiable, replace_loss, require_loss
 from fastdp.engine.loss.losses import LossTerms, intercepted
@@ -43,16 +44,10 @@ def run_alone(
         finally:
             snapshot.restore()
     if not returns_loss:
-        outputs = [map_tensors(output, _with_row) for output in outputs]
         return outputs, [differentiable(output) for output in outputs]
     # Losses of shape [1] would be merged like any other tensor with rows.
     losses = [require_loss(output).reshape(()) for output in outputs]
     return [replace_loss(output, loss) for output, loss in zip(outputs, losses)], [[loss] for loss in losses]
-
-
-def _with_row(t: torch.Tensor) -> torch.Tensor:
-    """One row's output, of which squeeze() may have left out the axis of rows."""
-    return t.unsqueeze(0) if t.requires_grad and t.shape[:1] != (1,) else t
 
 
 def backward_starts(
@@ -79,7 +74,8 @@ def merged(outputs: list[Any]) -> Any:
         index = next(position)
         parts = [column[index] for column in columns]
         # What was left out is nobody's to read.
-        same = t.dim() > 0 and not isinstance(t, Logits) and all(p.shape[1:] == t.shape[1:] for p in parts)
+        whole = t.dim() == 0 or isinstance(t, Logits) or ForbidBackward.made(t)
+        same = not whole and all(p.shape[1:] == t.shape[1:] for p in parts)
         return torch.cat(parts) if same else t
 
     return map_tensors(outputs[0], merge)
