@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastdp.calls.batches import Path, leaves, map_leaves
+from fastdp.calls.batches import Path, leaves, map_leaves, tensors
 
 LOSS_TERM = (
     "A loss term was computed from the model's outputs beside its loss. Compute it inside the model, or return "
@@ -35,6 +35,19 @@ class ForbidBackward(torch.autograd.Function):
     def made(cls, t: torch.Tensor) -> bool:
         """Whether a tensor comes from here."""
         return type(t.grad_fn).__name__ == f"{cls.__name__}Backward"
+
+
+def differentiable(output: Any) -> list[torch.Tensor]:
+    """The tensors in what a model returned that a criterion outside it may be computed from."""
+    return [t for t in tensors(output) if t.dim() and t.requires_grad and not (t.is_leaf or ForbidBackward.made(t))]
+
+
+def outer(output: Any) -> list[torch.Tensor]:
+    """The same. Raises ValueError if there is nothing."""
+    found = differentiable(output)
+    if not found:
+        raise ValueError("the model returned no tensor that a loss could be computed from")
+    return found
 
 
 class OutputRows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fastdp.calls.batches import Call, as_long_as, map_tensors, single_rows, slice_rows
+from fastdp.calls.outputs import outer
 from fastdp.calls.randomness import BufferSnapshot, devices, preserve_rng, rng_state, seed_from_os, unchanged
 from fastdp.distributed.pieces import piece
 from fastdp.distributed.ranks import Ranks
@@ -29,7 +30,6 @@ from fastdp.engine.loss.boundary import (
     LossBoundary,
     OutputBoundary,
     caught,
-    differentiable,
     hooks_aside,
     plain_gradients,
     replace_loss,
@@ -368,8 +368,7 @@ class Passes:
             rows = torch.stack([loss.detach().float() for (loss,) in targets])
             mean = masked_mean(layout.sum_lanes(rows), layout.weights)
             return replace_loss(output, waiting.loss(mean)), waiting
-        queue = deque(waiting.outputs([torch.cat([row[i] for row in targets]) for i in range(len(targets[0]))]))
-        return map_tensors(output, lambda t: queue.popleft() if t.requires_grad and t.dim() > 0 else t), waiting
+        return waiting.replace_outputs(output), waiting
 
     def _in_isolation(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass]:
         """Run a batch of one row as it is; its buffers are restored after the backward pass."""
@@ -555,11 +554,3 @@ def repeatable(model: torch.nn.Module) -> Iterator[None]:
             "The backward pass draws random numbers of its own. Checkpoint with preserve_rng_state=True, and "
             "draw from torch alone; this batch was not released."
         )
-
-
-def outer(output: Any) -> list[torch.Tensor]:
-    """What a criterion outside the model may be computed from. Raises ValueError if there is nothing."""
-    found = differentiable(output)
-    if not found:
-        raise ValueError("the model returned no tensor that a loss could be computed from")
-    return found

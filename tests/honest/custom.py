@@ -328,6 +328,31 @@ def recognition_outside() -> Case:
     return outside(kit.Wrapped(forward, layer=nn.LSTM(4, 8), head=nn.Linear(8, 6)), rows, collate, loss)
 
 
+@program("one-example", "isolation='per_example' runs each example alone")
+def recognition_in_isolation() -> Case:
+    """The same, each example by itself."""
+    case = recognition_outside()
+    case.options, case.exact = {**kit.MEAN, "isolation": "per_example"}, False
+    return case
+
+
+@program("one-example", PACKED)
+def packed_outputs_outside() -> Case:
+    """A tagger: packed sequences are padded again within the model, to the longest of the batch."""
+
+    def forward(self: Any, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = rnn.pack_padded_sequence(self.embed(x), lengths, batch_first=True, enforce_sorted=False)
+        return self.head(rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0])
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        ids, lengths, _ = batch
+        targets = (ids % kit.CLASSES).masked_fill(ids == 0, -100)
+        losses = F.cross_entropy(model(ids, lengths).transpose(1, 2), targets, reduction="none")
+        return (losses.sum(1) / lengths).mean()
+
+    return outside(recurrent(nn.LSTM, forward), names(), with_lengths, loss)
+
+
 def _several_outputs(forward: Any, loss: Any, **parts: Any) -> Case:
     return outside(kit.Wrapped(forward, **parts), kit.numbers(), loss=loss)
 

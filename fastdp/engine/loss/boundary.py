@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fastdp.calls.batches import map_tensors, tensors
-from fastdp.calls.outputs import LOSS_TERM, ForbidBackward
+from fastdp.calls.outputs import LOSS_TERM, ForbidBackward, differentiable as differentiable
 from fastdp.engine.uses.logits import Logits
 
 
@@ -215,11 +215,6 @@ def require_loss(output: Any) -> torch.Tensor:
             "compute the loss outside"
         )
     return loss
-
-
-def differentiable(output: Any) -> list[torch.Tensor]:
-    """The tensors in what a model returned that a criterion outside it may be computed from."""
-    return [t for t in tensors(output) if not t.is_leaf and t.requires_grad and t.dim() and not ForbidBackward.made(t)]
 
 
 #: Where a loop differentiates passes that cannot be one: of several batches, say.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from fastdp.calls.batches import Call, map_tensors, tensors
 from fastdp.calls.outputs import ForbidBackward
@@ -61,12 +62,17 @@ def backward_starts(
                 arrived = None if losses else upstream[position]
                 if losses or arrived is not None:
                     tops.append(top)
-                    seeds.append((torch.ones_like(top) if arrived is None else arrived[row : row + 1]) * scale)
+                    seeds.append((torch.ones_like(top) if arrived is None else _of_row(arrived, row, top)) * scale)
     return tops, seeds
 
 
+def _of_row(arrived: torch.Tensor, row: int, top: torch.Tensor) -> torch.Tensor:
+    """What arrived for one row, without what `merged` has padded."""
+    return arrived if arrived.shape == top.shape else arrived[row : row + 1][tuple(map(slice, top.shape))]
+
+
 def merged(outputs: list[Any]) -> Any:
-    """One output for all rows: tensors with a row dimension concatenated, everything else from the first."""
+    """One output for all rows: tensors of rows concatenated, and padded by 0 to the longest; everything else from the first."""
     columns = [list(tensors(output)) for output in outputs]
     position = iter(range(len(columns[0])))
 
@@ -75,7 +81,10 @@ def merged(outputs: list[Any]) -> Any:
         parts = [column[index] for column in columns]
         # What was left out is nobody's to read.
         whole = t.dim() == 0 or isinstance(t, Logits) or ForbidBackward.made(t)
-        same = not whole and all(p.shape[1:] == t.shape[1:] for p in parts)
-        return torch.cat(parts) if same else t
+        if whole or any(p.dim() != t.dim() for p in parts):
+            return t
+        sizes = [max(own) for own in zip(*(p.shape for p in parts))]
+        gaps = [[n for size, own in zip(sizes[:0:-1], p.shape[:0:-1]) for n in (0, size - own)] for p in parts]
+        return torch.cat([F.pad(p, gap) if any(gap) else p for p, gap in zip(parts, gaps)])
 
     return map_tensors(outputs[0], merge)
