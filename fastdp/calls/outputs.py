@@ -31,6 +31,10 @@ class ForbidBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise RuntimeError(ctx.message)
 
+
+class SharedOutput(ForbidBackward):
+    """An output that has no row for each example."""
+
     @classmethod
     def made(cls, t: torch.Tensor) -> bool:
         """Whether a tensor comes from here."""
@@ -39,7 +43,7 @@ class ForbidBackward(torch.autograd.Function):
 
 def differentiable(output: Any) -> list[torch.Tensor]:
     """The tensors in what a model returned that a criterion outside it may be computed from."""
-    return [t for t in tensors(output) if t.dim() and t.requires_grad and not (t.is_leaf or ForbidBackward.made(t))]
+    return [t for t in tensors(output) if t.dim() and t.requires_grad and not (t.is_leaf or SharedOutput.made(t))]
 
 
 def outer(output: Any) -> list[torch.Tensor]:
@@ -69,7 +73,7 @@ class OutputRows:
                 if not t.requires_grad:
                     return t
                 if path in self._without:
-                    return ForbidBackward.apply(t, _NO_ROWS)
+                    return SharedOutput.apply(t, _NO_ROWS)
                 return t.unsqueeze(0) if rows == 1 and t.shape[:1] != (1,) else t
             fold, dims = self._folds[path]
             if t.dim() < dims:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.calls.batches import Call, map_tensors, tensors
-from fastdp.calls.outputs import ForbidBackward
+from fastdp.calls.outputs import SharedOutput
 from fastdp.calls.randomness import BufferSnapshot
 from fastdp.engine.loss.boundary import differentiable, replace_loss, require_loss
 from fastdp.engine.loss.losses import LossTerms, intercepted
@@ -80,7 +80,7 @@ def merged(outputs: list[Any]) -> Any:
         index = next(position)
         parts = [column[index] for column in columns]
         # What was left out is nobody's to read.
-        whole = t.dim() == 0 or isinstance(t, Logits) or ForbidBackward.made(t)
+        whole = t.dim() == 0 or isinstance(t, Logits) or SharedOutput.made(t)
         if whole or any(p.dim() != t.dim() for p in parts):
             return t
         sizes = [max(own) for own in zip(*(p.shape for p in parts))]
