@@ -540,7 +540,7 @@ class Passes:
                     )
                 raise RuntimeError(
                     f"{name} holds a gradient {when} that was not clipped: call zero_grad() after step(), penalize weights by "
-                    "weight_decay, and use parts of the model only in its forward()"
+                    "weight_decay, and use the model's parts inside it"
                 )
 
 
