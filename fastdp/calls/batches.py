@@ -117,21 +117,28 @@ _FLAT = frozenset((torch.Tensor, type(None), bool, int, float, str))
 
 
 class RowLists:
-    """Lists of one entry a row (texts, images, tensors of different shapes), which no tensor operation can cut.
+    """Inputs whose rows are no first axis: lists of one entry a row (texts, images), and tensors with rows second.
 
-    In a call that was encoded a tensor of numbers stands in their place; decoding gives the entries of those numbers.
+    In a call that was encoded a tensor of numbers stands in the place of such lists, and tensors have rows first (texts may come
+    with time first, and hidden states with layers first). Decoding gives the entries of those numbers, and axes as they were.
     """
 
     def __init__(self) -> None:
         self._entries: dict[int, Any] = {}
         self._kinds: dict[Path, type] = {}
+        #: The axis of rows at each place where it was seen, and the places of the latest call where rows came second.
+        self._axes: dict[Path, int] = {}
+        self._second: set[Path] = set()
 
     def __bool__(self) -> bool:
         """Whether the latest call had any."""
         return bool(self._kinds)
 
-    def encode(self, call: Call, rows: int) -> Call:
-        """The call of so many rows without such lists."""
+    def encode(self, call: Call, rows: int, source: Any = None) -> Call:
+        """The call of so many rows, rows first and without such lists; ``source`` is the collation of its batch."""
+        self._second = {path for path, t in leaves(call) if t.dim() > 1 and self._is_second(path, t, rows, source)}
+        if self._second:
+            call = map_leaves(call, lambda path, t: t.movedim(1, 0) if path in self._second else t)
         self._entries, self._kinds = {}, {}
         args, kwargs = call
         if _FLAT.issuperset(map(type, (*args, *kwargs.values()))):
@@ -147,6 +154,17 @@ class RowLists:
         made: Call = map_leaves(call, lambda _, t: t, lists=numbers)
         return made if self else call
 
+    def _is_second(self, path: Path, t: torch.Tensor, rows: int, source: Any) -> bool:
+        # One row of ids is the same for every example: positions, or a prompt.
+        first, second = t.shape[0] == rows, t.shape[1] == rows and (t.dim() > 2 or t.shape[0] > 1)
+        if first and second and path not in self._axes and source is not None and rows > 1:
+            # As many tokens as rows: one example alone tells which is which.
+            single = [own.shape for _, own in leaves(source.collated(source.items([0])))]
+            return any(len(shape) == t.dim() and shape[0] != 1 and shape[1] == 1 for shape in single)
+        if first != second:
+            self._axes.setdefault(path, int(second))
+        return second and self._axes.get(path) == 1
+
     def _number(self, entry: Any) -> int:
         # Equal texts begin at one number in every call, by which a row is found again.
         number = zlib.crc32(repr(entry).encode("utf-8", "backslashreplace"))
@@ -158,12 +176,14 @@ class RowLists:
         """A call, or some rows of it, with its lists."""
 
         def listed(path: Path, t: torch.Tensor) -> Any:
+            if path in self._second:
+                return t.movedim(0, 1).contiguous()
             if not isinstance(t, RowNumbers):
                 return t
             with torch._C.DisableTorchFunction():
                 return self._kinds[path](self._entries[number] for number in t.tolist())
 
-        made: Call = map_leaves(call, listed) if self else call
+        made: Call = map_leaves(call, listed) if self or self._second else call
         return made
 
 

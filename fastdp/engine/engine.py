@@ -82,6 +82,9 @@ class Engine(Passes):
         self._forwards = 0
         self._junction: Callable[[], Junction | None] = lambda: None
         self.twice = lambda: self._forwards > 1
+        #: Whether the loop takes each batch before the backward pass of the one before; its last one has none behind it.
+        self.takes_ahead = False
+        self.probes_come = lambda: not self.takes_ahead or len(self.tickets) > 1
         #: Backward passes so far, and how many of them a step of the optimizer has followed.
         self.backwards = self.followed = 0
 
@@ -94,6 +97,7 @@ class Engine(Passes):
     def abandon(self) -> bool:
         """Forget a logical batch that was begun and not released: the loader starts anew. Whether there was one."""
         begun, self.begun = self.begun, False
+        self.takes_ahead = False
         self.pending.clear()
         self.accumulator.reset()
         self.checks.abandon()
@@ -134,7 +138,7 @@ class Engine(Passes):
         self._forwards = self._forwards + 1 if again else 1
         self._latest = ticket
         if not self.weights.cut:
-            call = self.forwards.lists.encode(given, ticket.rows)
+            call = self.forwards.lists.encode(given, ticket.rows, ticket.source)
             inputs = inputs if call is given else leaves(call)
         if ticket.rows not in [t.shape[0] for _, t in inputs if t.dim()]:
             if again:
@@ -226,6 +230,10 @@ class Engine(Passes):
                 "a logical batch is complete and optimizer.step() has not been called: call it after every "
                 "backward(); do not accumulate, but raise the DataLoader's batch_size."
             )
+        if self._ended and ticket.probe is None:
+            raise RuntimeError(
+                "Two logical batches came to one release, which was not made. Take a batch after the step of the one before."
+            )
         if self.broken:
             raise RuntimeError(
                 "A backward pass of this logical batch failed, and a repetition could count examples twice. "
@@ -243,7 +251,9 @@ class Engine(Passes):
         self.backwards += 1
         self.tickets.popleft()
         self._ended |= ticket.is_last
-        self.complete = self._ended and not self.checks.waiting_probes
+        # Probe batches that were planned while the next batch was out already come behind it, before its release.
+        ahead = bool(self.tickets) and self.tickets[0].probe is None
+        self.complete = self._ended and (ahead or not self.checks.waiting_probes)
         self._ended &= not self.complete
         self.pending.place()
 

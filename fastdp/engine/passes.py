@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fastdp.calls.batches import Call, as_long_as, map_tensors, single_rows, slice_rows
+from fastdp.calls.outputs import outer
 from fastdp.calls.randomness import BufferSnapshot, devices, preserve_rng, rng_state, seed_from_os, unchanged
 from fastdp.distributed.pieces import piece
 from fastdp.distributed.ranks import ONE, Ranks
@@ -28,7 +29,6 @@ from fastdp.engine.loss.boundary import (
     Junction,
     LossBoundary,
     OutputBoundary,
-    differentiable,
     hooks_aside,
     plain_gradients,
     replace_loss,
@@ -96,7 +96,7 @@ class Pass:
 
         Raises ValueError if there is none.
         """
-        found = differentiable_outputs(output)
+        found = outer(output)
         replaced = {id(t): o for t, o in zip(found, self.outputs(found))}
         return map_tensors(output, lambda t: replaced.get(id(t), t))
 
@@ -177,6 +177,8 @@ class Passes:
         self.trying = False
         #: Whether the batch at hand went through the model more than once.
         self.twice: Callable[[], bool] = lambda: False
+        #: Whether probe batches that are planned now come before a release.
+        self.probes_come: Callable[[], bool] = lambda: True
         self.isolated = isolated and self.route is None
         #: Whether the model's own means and sums over rows count as losses, as torch's loss functions do.
         self.reductions = False
@@ -188,7 +190,10 @@ class Passes:
         self.reentrant = False
         self.reads = Reads(self.read)
         self.reads.heads.always = keep_logits is False
-        self.forwards = Forwards(model, self.reads, train, lambda: self.trains, self.weights)
+        compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
+        #: Compiled blocks run without the compiler meanwhile, as it would follow what records them.
+        self._uncompiled = partial(torch.compiler.set_stance, "force_eager") if compiled else nullcontext
+        self.forwards = Forwards(model, self.reads, partial(self._train, train), lambda: self.trains, self.weights)
         self._expected: Counter[str] = Counter()
         #: How many backward passes a micro-batch took, at most; 0 before the first.
         self.backward_passes = 0
@@ -232,10 +237,16 @@ class Passes:
     def plain_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward pass, with nothing intercepted but the logits of heads, left out."""
         with self.reads.heads.open():
-            return self._with_rows(self.forwards.root.plain(*args, **kwargs))
+            output = self.forwards.root.plain(*args, **kwargs)
+        if self.returns_loss or self.trace is None:
+            return output
+        return self.trace.outputs.first(output, self.trace.rows_of((args, kwargs)))
 
-    def _with_rows(self, output: Any) -> Any:
-        return output if self.returns_loss or self.trace is None else self.trace.with_rows(output)
+    def _train(self, train: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
+        """A training call of the model, whose outputs have rows where the model puts them."""
+        with self._uncompiled():
+            output = train(args, kwargs)
+        return output if self.returns_loss or self.trace is None else self.trace.outputs.as_returned(output)
 
     def take_uses(self) -> None:
         """Go on by the route of uses, as the trace knows them."""
@@ -370,14 +381,13 @@ class Passes:
             rows = torch.stack([loss.detach().float() for (loss,) in targets])
             mean = masked_mean(layout.sum_lanes(rows), layout.weights)
             return replace_loss(output, waiting.loss(mean)), waiting
-        queue = deque(waiting.outputs([torch.cat([row[i] for row in targets]) for i in range(len(targets[0]))]))
-        return map_tensors(output, lambda t: queue.popleft() if t.requires_grad and t.dim() > 0 else t), waiting
+        return waiting.replace_outputs(output), waiting
 
     def _in_isolation(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass]:
         """Run a batch of one row as it is; its buffers are restored after the backward pass."""
         snapshot = BufferSnapshot(self.model)
         output = self.forwards.root.plain(*call[0], **call[1])
-        tops = [require_loss(output)] if self.returns_loss else differentiable_outputs(output)
+        tops = [require_loss(output)] if self.returns_loss else outer(output)
         waiting = Pass(call, ticket, layout, Tap(layout), True, junction, [], targets=[tops], restore=snapshot.restore)
         if self.returns_loss:
             return replace_loss(output, waiting.loss(tops[0].detach())), waiting
@@ -434,8 +444,8 @@ class Passes:
             if self.reads.heads.made:
                 self.reads.heads.close()
         if not self.returns_loss:
-            output = self._with_rows(output)
-            return output, differentiable_outputs(output), terms
+            output = output if self.trace is None else self.trace.outputs.first(output, layout.rows)
+            return output, outer(output), terms
         total = require_loss(output)
         tap.shapes |= {("a loss function", (count,)) for count in terms.tokens}
         try:
@@ -451,7 +461,7 @@ class Passes:
         if parts[0][0].replay is not None:
             parts[0][0].replay()
             return
-        with nullcontext() if self.route == ORDINARY else hooks_aside(self._parameters):
+        with self._uncompiled(), nullcontext() if self.route == ORDINARY else hooks_aside(self._parameters):
             self._differentiate(parts)
 
     def _differentiate(self, parts: JoinedPasses) -> None:
@@ -542,8 +552,8 @@ class Passes:
                         f"{name} is read where no module's forward runs, as in a checkpointed function"
                     )
                 raise RuntimeError(
-                    f"{name} holds a gradient {when} that was not clipped: call optimizer.zero_grad() after step(), and "
-                    "penalize weights by weight_decay"
+                    f"{name} holds a gradient {when} that was not clipped: call zero_grad() after step(), penalize weights by "
+                    "weight_decay, and use the model's parts inside it"
                 )
 
 
@@ -557,11 +567,3 @@ def repeatable(model: torch.nn.Module) -> Iterator[None]:
             "The backward pass draws random numbers of its own. Checkpoint with preserve_rng_state=True, and "
             "draw from torch alone; this batch was not released."
         )
-
-
-def differentiable_outputs(output: Any) -> list[torch.Tensor]:
-    """What a criterion outside the model may be computed from. Raises ValueError if there is nothing."""
-    found = differentiable(output)
-    if not found:
-        raise ValueError("the model returned no tensor that a loss could be computed from")
-    return found

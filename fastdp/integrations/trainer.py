@@ -417,9 +417,13 @@ class PrivateTraining(_TrainerBase):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward over the micro-batches of one logical batch; the optimizer's step releases it."""
+        if self.private is None:
+            raise RuntimeError(
+                "get_train_dataloader of this trainer hands out batches that no accounting describes. Leave it out: pass "
+                "train_dataset and data_collator."
+            )
         model.train()
         losses = []
-        assert self.private is not None
         # Probe batches that verify this step come last of the logical batch.
         for micro_batch in itertools.chain(inputs, self.private.data_loader.probe_batches()):
             prepared = self._prepare_inputs(micro_batch)

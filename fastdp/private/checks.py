@@ -47,7 +47,16 @@ def unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
             )
             model = inner
         else:
-            return model
+            break
+    block = next(
+        (n for n, m in model.named_modules() if n and (hasattr(m, "_orig_mod") or m._compiled_call_impl)), None
+    )
+    if block is not None:
+        warnings.warn(
+            f"{block} was compiled, and private training steps run it without the compiler; evaluation stays compiled",
+            stacklevel=3,
+        )
+    return model
 
 
 def digest_setup(model: torch.nn.Module, dataset: Any, units: Units, method: Any) -> dict[str, Any]:
@@ -95,6 +104,11 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
     """Raise ValueError for a model that mixes examples, or does not fit its optimizer or its processes."""
     _refuse_wrappers(model)
     check_pieces(model)
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise ValueError(
+            f"{type(optimizer).__name__} has no hooks of torch's optimizers, since its __init__ does not call its parent's: call "
+            "it, or give make_private the optimizer inside"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS differentiates several times a step, and a step is one release; use SGD, Adam or AdamW")
     refuse_mixing(model)

@@ -180,6 +180,11 @@ class PrivateLoader:
         return self.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
+        if not torch.is_grad_enabled() and self.unit_map is None:
+            # An evaluation on the training data: each example once, and nothing is drawn or released.
+            options = {**self._options, "collate_fn": self.collate_fn, "worker_init_fn": self.given.worker_init_fn}
+            yield from map(self._to_device, DataLoader(self.dataset, self.batch_size, **options))
+            return
         whole, self._whole = self._whole, False
         if whole:
             # The last batch of the epoch before must have had its backward pass too.

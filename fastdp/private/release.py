@@ -147,7 +147,8 @@ class Release:
         return [
             torch.zeros_like(pieces.piece(self.parameters[name]), dtype=torch.float32)
             if total is None
-            else total.contiguous()
+            # A model in float64 has sums of its own type.
+            else total.float().contiguous()
             for name, total in zip(names, map(sums.pop, names, itertools.repeat(None)))
         ]
 

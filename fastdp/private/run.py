@@ -584,6 +584,7 @@ class _Owner(LoaderOwner):
             raise RuntimeError(_ACCUMULATES)
 
     def plan_probes(self, source: Collation, rows: int) -> None:
+        self._run._engine.takes_ahead = True
         self._run._checks.plan_ahead(source, rows)
 
     def take_probes(self) -> Iterable[ProbeBatch]:

@@ -185,15 +185,15 @@ class Checks(Routing):
     def verify_loop(self, call: Call, ticket: Ticket) -> None:
         """Plan probe batches if the loop makes something of a batch, or computes the loss itself: on all ranks or on none."""
         source, loop = ticket.source, self.loop
-        if not self.enabled or source is None or ticket.token_units is not None or loop.waiting:
+        verified = self.enabled and source is not None and ticket.token_units is None
+        if not verified or loop.waiting or not self.passes.probes_come():
             return
         # A loop that begins to call the model twice is verified again.
         again = self.passes.twice() and not loop.twice
         loop.twice |= again
         if self._batches > 1 and not again and (self.passes.ranks.size > 1 or self.passes.device.type != "cpu"):
             return
-        needs = self._grew or again or not loop.begun
-        needs = needs and (not self.passes.returns_loss or source.makes(call))
+        needs = (self._grew or again or not loop.begun) and (not self.passes.returns_loss or source.makes(call))
         if needs if self.passes.ranks.size == 1 else any(self.passes.ranks.gather(needs)):
             loop.begin(source, ticket.rows)
 

@@ -202,7 +202,7 @@ class Probe:
             return self._forward(call, layout, None, changes)
         snapshot.restore()
         if not passes.returns_loss:
-            found = [] if passes.trace is None else passes.trace.row_outputs(output)
+            found = [] if passes.trace is None else passes.trace.outputs.of(output)
             return RowValues([t.detach() for t in found]), terms, output
         total = require_loss(output)
         if not (passes.trace is not None and passes.trace.mapped and terms.terms):

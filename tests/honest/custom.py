@@ -267,6 +267,140 @@ _MADE = {"weight_norm": parametrizations.weight_norm, "orthogonal": parametrizat
 register_all(_MADE, _normed, expect="one-example", why="the layer's weight is made of parameters")
 
 
+def _of_blocks(made: Any, given: Any = lambda x: x) -> Case:
+    """A recurrent language model on blocks of text: where the rows of its outputs lie, and of its inputs."""
+
+    def forward(self: Any, x: torch.Tensor, state: Any = None) -> Any:
+        return made(self.head(self.layer(self.embed(x), state)[0]))
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        inputs = given(batch[0])
+        found = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+        logits = found.unflatten(0, batch[1].shape) if found.dim() == 2 else found
+        logits = logits if logits.shape[0] == len(batch[0]) else logits.transpose(0, 1)
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+    layer = nn.LSTM(8, kit.WIDTH, 2, batch_first=given is not _time_first)
+    parts = {"embed": nn.Embedding(kit.VOCABULARY, 8), "layer": layer, "head": nn.Linear(kit.WIDTH, kit.VOCABULARY)}
+    return outside(kit.Wrapped(forward, **parts), blocks(), loss=loss)
+
+
+def _time_first(x: torch.Tensor) -> torch.Tensor:
+    return x.t().contiguous()
+
+
+def _with_states(x: torch.Tensor) -> Any:
+    state = torch.zeros(2, len(x), kit.WIDTH).to(torch.get_default_dtype())
+    return x, (state, state)
+
+
+register("outputs_time_first", lambda: _of_blocks(lambda z: z.transpose(0, 1)))
+register("outputs_flat", lambda: _of_blocks(lambda z: z.reshape(-1, kit.VOCABULARY)))
+register("inputs_time_first", lambda: _of_blocks(lambda z: z, _time_first))
+
+
+@program()
+def hidden_states_given() -> Case:
+    """The loop makes zero states [layers, rows, width] for each batch."""
+    case = _of_blocks(lambda z: z, _with_states)
+    case.exact = False
+    return case
+
+
+@program()
+def recognition_outside() -> Case:
+    """CRNN: outputs [time, rows, letters] and CTC in the loop, its targets one after the other."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(x.transpose(0, 1))[0]).log_softmax(-1)
+
+    def collate(rows: list[Any]) -> Any:
+        x, y = zip(*rows)
+        return torch.stack(x), torch.cat(y), torch.tensor([len(t) for t in y])
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        scores = model(batch[0])
+        frames = torch.full((scores.shape[1],), scores.shape[0])
+        return F.ctc_loss(scores, batch[1], frames, batch[2], zero_infinity=True)
+
+    draw = torch.Generator().manual_seed(0)
+    rows = [(torch.rand(8, 4, generator=draw), torch.randint(1, 6, (1 + n % 3,), generator=draw)) for n in range(ROWS)]
+    return outside(kit.Wrapped(forward, layer=nn.LSTM(4, 8), head=nn.Linear(8, 6)), rows, collate, loss)
+
+
+@program("one-example", "isolation='per_example' runs each example alone")
+def recognition_in_isolation() -> Case:
+    """The same, each example by itself."""
+    case = recognition_outside()
+    case.options, case.exact = {**kit.MEAN, "isolation": "per_example"}, False
+    return case
+
+
+@program("one-example", PACKED)
+def packed_outputs_outside() -> Case:
+    """A tagger: packed sequences are padded again within the model, to the longest of the batch."""
+
+    def forward(self: Any, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = rnn.pack_padded_sequence(self.embed(x), lengths, batch_first=True, enforce_sorted=False)
+        return self.head(rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0])
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        ids, lengths, _ = batch
+        targets = (ids % kit.CLASSES).masked_fill(ids == 0, -100)
+        losses = F.cross_entropy(model(ids, lengths).transpose(1, 2), targets, reduction="none")
+        return (losses.sum(1) / lengths).mean()
+
+    return outside(recurrent(nn.LSTM, forward), names(), with_lengths, loss)
+
+
+def _several_outputs(forward: Any, loss: Any, **parts: Any) -> Case:
+    return outside(kit.Wrapped(forward, **parts), kit.numbers(), loss=loss)
+
+
+@program()
+def members_first() -> Case:
+    """An ensemble whose members' outputs are stacked."""
+    loss = lambda m, b: sum(F.cross_entropy(z, b[1]) for z in m(b[0])) / 3  # noqa: E731
+    nets = nn.ModuleList(kit.mlp() for _ in range(3))
+    return _several_outputs(lambda self, x: torch.stack([net(x) for net in self.nets]), loss, nets=nets)
+
+
+@program()
+def inputs_among_outputs() -> Case:
+    """The model returns its inputs and its features beside the logits."""
+    loss = lambda m, b: F.cross_entropy(m(b[0])["logits"], b[1])  # noqa: E731
+
+    def forward(self: Any, x: torch.Tensor) -> dict[str, Any]:
+        found = self.net(x)
+        return {"logits": found / 2, "features": [x, found], "rows": len(x)}
+
+    return _several_outputs(forward, loss, net=kit.mlp())
+
+
+@program("refused: no row", "the gradient of a value that rows share is not any row's")
+def temperature_among_outputs() -> Case:
+    """CLIP's way: features and a learned temperature, the scores in the loop."""
+    loss = lambda m, b: (lambda z: F.cross_entropy(z[0] * z[1], b[1]))(m(b[0]))  # noqa: E731
+    model = _several_outputs(lambda self, x: (self.net(x), self.scale.exp()), loss, net=kit.mlp())
+    model.model.scale = nn.Parameter(torch.zeros(()))
+    return model
+
+
+@program()
+def compiled_block() -> Case:
+    """torch.compile of one block within the model."""
+    net = kit.mlp(12, kit.CLASSES, nn.Sequential(nn.ReLU(), nn.Linear(kit.WIDTH, kit.WIDTH), nn.ReLU()))
+    net[1] = torch.compile(net[1], backend="eager")
+    return outside(net, kit.numbers())
+
+
+@program()
+def double_precision() -> Case:
+    """A model and data in float64."""
+    x, y = kit.numbers().tensors
+    return outside(kit.mlp().double(), TensorDataset(x.double(), y))
+
+
 #: Programs of one line.
 ONE_LINE: dict[str, Any] = {
     "convolutions": lambda: outside(kit.convnet(), kit.images()),

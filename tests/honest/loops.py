@@ -505,6 +505,43 @@ def second_run_after_detach() -> Case:
     return looped(loop, late=True)
 
 
+@program()
+def private_loader_evaluated() -> Case:
+    """The training accuracy is measured on the training loader, under no_grad."""
+
+    def loop(run: Run) -> None:
+        model, optimizer, loader = run.start()
+        for _ in range(EPOCHS):
+            list(steps(model.train(), optimizer, loader))
+            with torch.no_grad():
+                seen = sum(len(model.eval()(**batch).logits) for batch in loader)
+            assert seen == ROWS
+
+    return looped(loop, epochs=EPOCHS)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps an optimizer, and calls no parent's __init__, as public code does."""
+
+    def __init__(self, inner: torch.optim.Optimizer):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+_HOOKS = "without torch's hooks nothing can release before its step"
+register(
+    "optimizer_wrapped",
+    lambda: habit(optimizer=lambda m: Lookahead(torch.optim.AdamW(m.parameters(), lr=1e-3))),
+    "refused: optimizer inside",
+    _HOOKS,
+)
+
+
 def _compiled(in_place: bool) -> Case:
     def loop(run: Run) -> None:
         model = run.case.model

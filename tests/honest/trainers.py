@@ -157,12 +157,12 @@ def _mean_by_weights(self: Any, model: Any, inputs: Any, return_outputs: bool = 
     return (loss, output) if return_outputs else loss
 
 
-def _with_compute_loss(function: Any) -> Case:
-    """A subclass with a compute_loss of its own."""
+def _with_compute_loss(function: Any, name: str = "compute_loss") -> Case:
+    """A subclass with a compute_loss of its own, or another method."""
 
     def loop(run: Run) -> None:
         base = fastdp.DPTrainer if run.is_private else hf.Trainer
-        module = type("Module", (), {"Trainer": type("Own", (base,), {"compute_loss": function})})
+        module = type("Module", (), {"Trainer": type("Own", (base,), {name: function})})
         fastdp.OwnTrainer = module.Trainer
         try:
             rows = {"model": run.case.model, "train_dataset": kit.labelled(), "data_collator": kit.classify}
@@ -173,11 +173,25 @@ def _with_compute_loss(function: Any) -> Case:
     return Case(kit.bert(), None, loop=loop)
 
 
+def _own_loader(self: Any) -> Any:
+    """A loader of the subclass's own."""
+    sizes = {"batch_size": self.args.per_device_train_batch_size, "shuffle": True}
+    return torch.utils.data.DataLoader(self.train_dataset, collate_fn=self.data_collator, **sizes)
+
+
 COMPUTED = {"": Weighing.compute_loss, "_labels_kept": _labels_kept, "_halved": _halved}
 register_all(COMPUTED, _with_compute_loss, "trainer_compute_loss")
 _DIVIDES = "torch's mean divides by the weights of the whole batch"
 register(
     "trainer_compute_loss_mean", lambda: _with_compute_loss(_mean_by_weights), "refused: PrivacyArguments", _DIVIDES
+)
+
+
+register(
+    "trainer_own_loader",
+    lambda: _with_compute_loss(_own_loader, "get_train_dataloader"),
+    "refused: data_collator",
+    "the accounting describes the sampler of the private loader alone",
 )
 
 
@@ -252,8 +266,8 @@ SFT: dict[str, tuple[Callable[[], dict[str, list[Any]]], dict[str, Any]]] = {
 register_all(SFT, lambda v: with_trl("SFT", v[0](), v[1]), "sft_")
 
 
-def lightning(wrapped: bool, manual: bool = False) -> Case:
-    """Lightning's Trainer around a model of transformers."""
+def lightning(wrapped: bool, manual: bool = False, outside: bool = False) -> Case:
+    """Lightning's Trainer around a model of transformers, which returns its loss or leaves that to training_step."""
 
     def loop(run: Run) -> None:
         import lightning
@@ -269,7 +283,8 @@ def lightning(wrapped: bool, manual: bool = False) -> Case:
                 return self.model(**batch)
 
             def training_step(self, batch: Any, index: int) -> torch.Tensor:
-                loss = self(**batch).loss
+                found = self(**{k: v for k, v in batch.items() if not outside or k != "labels"})
+                loss = F.cross_entropy(found.logits, batch["labels"]) if outside else found.loss
                 self.log("train_loss", loss.detach())
                 if manual:
                     optimizer = self.optimizers()
@@ -292,7 +307,7 @@ def lightning(wrapped: bool, manual: bool = False) -> Case:
         fit = lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet)
         fit.fit(module, loader)
 
-    return Case(kit.bert(), kit.labelled(), kit.classify, loop=loop)
+    return Case(kit.bert(), kit.labelled(), kit.classify, loop=loop, options=kit.MEAN if outside else {})
 
 
 @program("uses or refused: Batches", "Lightning takes a loader's length for a number of batches")
@@ -348,5 +363,6 @@ ONE_LINE: dict[str, Any] = {
     "dpo_lora": lambda: with_trl("DPO", _preferences(), peft_config=lora()),
     "lightning_batches": lambda: lightning(True),
     "lightning_manual": lambda: lightning(True, manual=True),
+    "lightning_outside": lambda: lightning(True, outside=True),
 }
 register_all(ONE_LINE, lambda build: build())

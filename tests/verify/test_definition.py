@@ -380,3 +380,39 @@ def test_a_collator_may_sort_rows_whose_losses_are_alike(seed: int) -> None:
         optimizer.zero_grad()
     assert private.route == "uses"
     assert private.steps_done == private.total_steps
+
+
+class AlongTime(nn.Module):
+    """A recurrent model of tokens; its time may run along either axis, whatever the data's does."""
+
+    def __init__(self, batch_first: bool):
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(96, 8), nn.GRU(8, 8, batch_first=batch_first)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.embed(ids))[0]
+
+
+@pytest.mark.parametrize("tokens", [12, 8], ids=["oblong", "as many tokens as rows"])
+@pytest.mark.parametrize("rows_first", [True, False])
+@pytest.mark.parametrize("mistaken", [False, True])
+def test_time_may_run_along_either_axis_and_never_along_the_rows(tokens: int, rows_first: bool, mistaken: bool) -> None:
+    model = AlongTime(batch_first=rows_first != mistaken)
+    data = list(torch.randint(0, 96, (16, tokens), generator=torch.Generator().manual_seed(0)))
+    loader = DataLoader(data, batch_size=8, collate_fn=lambda rows: torch.stack(rows, 0 if rows_first else 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3, "epochs": 1, "loss_reduction": "mean"}
+    private = fastdp.make_private(model, optimizer, loader, **options)
+
+    def train() -> None:
+        for ids in private.data_loader:
+            F.mse_loss(model(ids), F.one_hot(ids % 8, 8).float()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if mistaken:
+        with pytest.raises(SelfCheckError, match="never couple examples"):
+            train()
+    else:
+        train()
+    assert private.steps_done == (0 if mistaken else 2)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fastdp.calls.batches import Call, Path, as_long_as, leaves, map_leaves, take_rows, tensors
+from fastdp.calls.batches import Call, Path, as_long_as, leaves, take_rows, tensors
 from fastdp.calls.named import is_metadata, operation as meeting_name
+from fastdp.calls.outputs import OutputRows
 from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state, seed_everything
 from fastdp.engine.capture.follow import Follow
 from fastdp.engine.capture.intercept import OPERATIONS, operand
@@ -79,16 +80,12 @@ class Trace:
     #: Calls that select by the data's values what a parameter or a loss sees, and of such losses, each with the module that
     #: makes it; "" where selections are followed through the whole model.
     selections: set[tuple[Any, str]] = field(default_factory=set)
-    #: The dimensions of outputs whose first axis holds the rows.
-    outputs: dict[Path, int] = field(default_factory=dict)
+    #: Where rows lie in what the model returns.
+    outputs: OutputRows = field(default_factory=OutputRows)
 
-    def with_rows(self, output: Any) -> Any:
-        """The output with its axes of rows, of which squeeze() leaves out that of one row."""
-        return map_leaves(output, lambda path, t: t.unsqueeze(0) if t.dim() < self.outputs.get(path, 0) else t)
-
-    def row_outputs(self, output: Any) -> list[torch.Tensor]:
-        """The floating-point outputs whose first axis holds the rows."""
-        return [t for path, t in leaves(output) if path in self.outputs and t.is_floating_point()]
+    def rows_of(self, call: Call) -> int:
+        """How many rows a call has."""
+        return next((t.shape[0] for path, t in leaves(call) if path in self.carriers), 1)
 
     def require_same(self, latest: Trace) -> None:
         """Raise `UnsupportedUse` where a later trace says otherwise, or that the data chose what they had not."""
@@ -192,8 +189,8 @@ class _Recorder(Follow):
         self.selections: set[tuple[Any, str]] = set()
         #: Whether the pass drew random numbers.
         self.draws = False
-        #: The shapes of outputs.
-        self.outputs: dict[Path, torch.Size] = {}
+        #: What the model returned.
+        self.outputs: dict[Path, _TensorView] = {}
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         assert self.vocabulary is not None
@@ -399,7 +396,7 @@ class Tracer:
                 # Masks, which are larger for more rows, would move what is drawn behind them.
                 with recorder, DropoutDisabled():
                     output = forward(*call[0], **call[1])
-                recorder.outputs = {path: t.shape for path, t in leaves(output)}
+                recorder.outputs = {path: recorder.view(t) for path, t in leaves(output)}
                 recorder.draws = rng_state() != before
         finally:
             for handle in handles:
@@ -443,8 +440,9 @@ def _compare(
     found = Trace(reads, frozenset(), carriers, carries, met, unread, mapped, selects, conflict, uses)
     found.heads = _heads(two, three)
     found.sight = _sight(two) if counts[0] == 2 else ()
-    pairs = ((path, a, three.outputs.get(path, ())) for path, a in two.outputs.items())
-    found.outputs = {path: len(a) for path, a, b in pairs if a and b and (a[0], b[0]) == counts}
+    folds = {p: (_fold_of(a, three.outputs.get(p, a), counts), len(a.shape)) for p, a in two.outputs.items()}
+    placed = {path: own for path, own in folds.items() if isinstance(own[0], BatchAxis) and not own[0].chosen}
+    found.outputs = OutputRows(placed, frozenset([path for path, (fold, _) in folds.items() if fold is None]))
     found.draws, found.selections = two.draws, two.selections | three.selections
     return found
 

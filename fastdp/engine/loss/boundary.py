@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fastdp.calls.batches import map_tensors, tensors
+from fastdp.calls.outputs import LOSS_TERM, ForbidBackward, differentiable as differentiable
 from fastdp.engine.uses.logits import Logits
 
 
@@ -200,11 +201,6 @@ def require_loss(output: Any) -> torch.Tensor:
     return loss
 
 
-def differentiable(output: Any) -> list[torch.Tensor]:
-    """The tensors in what a model returned that a criterion outside it may be computed from."""
-    return [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
-
-
 #: Where a loop differentiates passes that cannot be one: of several batches, say.
 TWO_FORWARDS = (
     "Two forward passes ran before one backward. Run one forward per batch, then backward(). Or call the model twice inside one "
@@ -220,22 +216,6 @@ FORWARD_AFTER_BACKWARD = (
     "A forward pass ran after its batch's backward(). Run all passes of a batch before, and call backward() once on the sum of "
     "their losses."
 )
-_LOSS_TERM = (
-    "A loss term was computed from the model's outputs beside its loss. Compute it inside the model, or return "
-    "outputs alone and give make_private criterion=."
-)
-
-
-class ForbidBackward(torch.autograd.Function):
-    """A model's output beside its own loss: to be looked at, and not to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(_LOSS_TERM)
 
 
 def replace_loss(output: Any, loss: torch.Tensor) -> Any:
@@ -246,7 +226,7 @@ def replace_loss(output: Any, loss: torch.Tensor) -> Any:
         if t is own:
             return loss
         looked_at = isinstance(t, Logits) or not (t.requires_grad and t.is_floating_point())
-        return t if looked_at else ForbidBackward.apply(t)
+        return t if looked_at else ForbidBackward.apply(t, LOSS_TERM)
 
     if isinstance(output, dict):
         for key, value in output.items():

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from fastdp.calls.batches import Call, map_tensors, tensors
+from fastdp.calls.outputs import SharedOutput
 from fastdp.calls.randomness import BufferSnapshot
 from fastdp.engine.loss.boundary import differentiable, replace_loss, require_loss
 from fastdp.engine.loss.losses import LossTerms, intercepted
@@ -43,16 +45,10 @@ def run_alone(
         finally:
             snapshot.restore()
     if not returns_loss:
-        outputs = [map_tensors(output, _with_row) for output in outputs]
         return outputs, [differentiable(output) for output in outputs]
     # Losses of shape [1] would be merged like any other tensor with rows.
     losses = [require_loss(output).reshape(()) for output in outputs]
     return [replace_loss(output, loss) for output, loss in zip(outputs, losses)], [[loss] for loss in losses]
-
-
-def _with_row(t: torch.Tensor) -> torch.Tensor:
-    """One row's output, of which squeeze() may have left out the axis of rows."""
-    return t.unsqueeze(0) if t.requires_grad and t.shape[:1] != (1,) else t
 
 
 def backward_starts(
@@ -66,12 +62,17 @@ def backward_starts(
                 arrived = None if losses else upstream[position]
                 if losses or arrived is not None:
                     tops.append(top)
-                    seeds.append((torch.ones_like(top) if arrived is None else arrived[row : row + 1]) * scale)
+                    seeds.append((torch.ones_like(top) if arrived is None else _of_row(arrived, row, top)) * scale)
     return tops, seeds
 
 
+def _of_row(arrived: torch.Tensor, row: int, top: torch.Tensor) -> torch.Tensor:
+    """What arrived for one row, without what `merged` has padded."""
+    return arrived if arrived.shape == top.shape else arrived[row : row + 1][tuple(map(slice, top.shape))]
+
+
 def merged(outputs: list[Any]) -> Any:
-    """One output for all rows: tensors with a row dimension concatenated, everything else from the first."""
+    """One output for all rows: tensors of rows concatenated, and padded by 0 to the longest; everything else from the first."""
     columns = [list(tensors(output)) for output in outputs]
     position = iter(range(len(columns[0])))
 
@@ -79,7 +80,11 @@ def merged(outputs: list[Any]) -> Any:
         index = next(position)
         parts = [column[index] for column in columns]
         # What was left out is nobody's to read.
-        same = t.dim() > 0 and not isinstance(t, Logits) and all(p.shape[1:] == t.shape[1:] for p in parts)
-        return torch.cat(parts) if same else t
+        whole = t.dim() == 0 or isinstance(t, Logits) or SharedOutput.made(t)
+        if whole or any(p.dim() != t.dim() for p in parts):
+            return t
+        sizes = [max(own) for own in zip(*(p.shape for p in parts))]
+        gaps = [[n for size, own in zip(sizes[:0:-1], p.shape[:0:-1]) for n in (0, size - own)] for p in parts]
+        return torch.cat([F.pad(p, gap) if any(gap) else p for p, gap in zip(parts, gaps)])
 
     return map_tensors(outputs[0], merge)

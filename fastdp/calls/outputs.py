@@ -1,0 +1,101 @@
+"""Where the rows of a model's outputs lie: the engine takes them rows first, and the loop gets what the model made."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from fastdp.calls.batches import Path, leaves, map_leaves, tensors
+
+LOSS_TERM = (
+    "A loss term was computed from the model's outputs beside its loss. Compute it inside the model, or return "
+    "outputs alone and give make_private criterion=."
+)
+_NO_ROWS = (
+    "The loss uses an output of the model that has no row for each example. Return one value per example, or compute the whole "
+    "loss inside the model."
+)
+
+
+class ForbidBackward(torch.autograd.Function):
+    """A model's output that is to be looked at, and not to be differentiated; ``message`` says why."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, message: str) -> torch.Tensor:
+        ctx.message = message
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(ctx.message)
+
+
+class SharedOutput(ForbidBackward):
+    """An output that has no row for each example."""
+
+    @classmethod
+    def made(cls, t: torch.Tensor) -> bool:
+        """Whether a tensor comes from here."""
+        return type(t.grad_fn).__name__ == f"{cls.__name__}Backward"
+
+
+def differentiable(output: Any) -> list[torch.Tensor]:
+    """The tensors in what a model returned that a criterion outside it may be computed from."""
+    return [t for t in tensors(output) if t.dim() and t.requires_grad and not (t.is_leaf or SharedOutput.made(t))]
+
+
+def outer(output: Any) -> list[torch.Tensor]:
+    """The same. Raises ValueError if there is nothing."""
+    found = differentiable(output)
+    if not found:
+        raise ValueError("the model returned no tensor that a loss could be computed from")
+    return found
+
+
+class OutputRows:
+    """The axes of rows in what a model returns.
+
+    Args:
+        folds: for each output with rows where they lie (`fastdp.engine.uses.rows.BatchAxis`), and how many dimensions it has.
+        without: the places of outputs that are the same size for any number of rows.
+    """
+
+    def __init__(self, folds: Mapping[Path, tuple[Any, int]] = {}, without: Collection[Path] = ()):
+        self._folds, self._without = folds, without
+
+    def first(self, output: Any, rows: int) -> Any:
+        """The output with rows first, each tensor ``[rows, ...]``; squeeze() may have left out the axis of one row."""
+
+        def front(path: Path, t: torch.Tensor) -> torch.Tensor:
+            if path not in self._folds:
+                if not t.requires_grad:
+                    return t
+                if path in self._without:
+                    return SharedOutput.apply(t, _NO_ROWS)
+                return t.unsqueeze(0) if rows == 1 and t.shape[:1] != (1,) else t
+            fold, dims = self._folds[path]
+            if t.dim() < dims:
+                return t.unsqueeze(0)
+            if t.shape[fold.axis] % rows:
+                return t
+            t = fold.front(t, rows)
+            return t if t.shape[0] == rows else t.unflatten(0, (rows, -1))
+
+        return map_leaves(output, front)
+
+    def as_returned(self, output: Any) -> Any:
+        """The inverse of `first`."""
+
+        def back(path: Path, t: torch.Tensor) -> torch.Tensor:
+            fold, dims = self._folds.get(path, (None, 0))
+            if fold is None or (fold.natural and t.dim() <= dims):
+                return t
+            return fold.back(t if fold.inner or t.dim() <= dims else t.flatten(0, 1))
+
+        return map_leaves(output, back)
+
+    def of(self, output: Any) -> list[torch.Tensor]:
+        """The floating-point outputs with rows."""
+        return [t for path, t in leaves(output) if path in self._folds and t.is_floating_point()]
