@@ -122,7 +122,8 @@ class StateCheck:
         held, counts, _ = self._parameters()
         yield
         self._require_buffers(_pass_writes)
-        now, seen, _ = self._parameters()
+        # Torch swaps the parameters of weights in pieces meanwhile.
+        now, seen, _ = self._parameters(held if self._in_pieces else None)
         before = dict(zip(map(id, held), counts))
         for name, p in () if counts == seen and all(map(operator.is_, held, now)) else self.model.named_parameters():
             if before.get(id(p)) != self._count(p):
@@ -163,8 +164,8 @@ class StateCheck:
         every = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
         return {name: tensor for name, tensor in every if name in names}
 
-    def _parameters(self) -> _Parameters:
-        held = [p for own in self._owned if own for p in own.values() if p is not None]
+    def _parameters(self, held: list[Any] | None = None) -> _Parameters:
+        held = held or [p for own in self._owned if own for p in own.values() if p is not None]
         count = self._count if self.rewritten or self._in_pieces else _VERSION
         return held, list(map(count, held)), list(map(_TRAINED, held))
 

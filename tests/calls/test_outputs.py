@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastdp.calls.outputs import OutputRows, SharedOutput
-from fastdp.engine.uses.rows import Fold
+from fastdp.engine.uses.rows import BatchAxis
 
 ROWS, TOKENS, WIDTH = 3, 4, 5
 
@@ -12,12 +12,12 @@ ROWS, TOKENS, WIDTH = 3, 4, 5
 @pytest.mark.parametrize(
     ("made", "fold"),
     [
-        (lambda x: x, Fold()),
-        (lambda x: x.transpose(0, 1), Fold(1, None)),
-        (lambda x: x.flatten(0, 1), Fold()),
-        (lambda x: x.transpose(0, 1).flatten(0, 1), Fold(0, inner=True)),
-        (lambda x: x.permute(1, 2, 0), Fold(2, None)),
-        (lambda x: x.permute(2, 0, 1).flatten(1, 2), Fold(1)),
+        (lambda x: x, BatchAxis()),
+        (lambda x: x.transpose(0, 1), BatchAxis(1, None)),
+        (lambda x: x.flatten(0, 1), BatchAxis()),
+        (lambda x: x.transpose(0, 1).flatten(0, 1), BatchAxis(0, inner=True)),
+        (lambda x: x.permute(1, 2, 0), BatchAxis(2, None)),
+        (lambda x: x.permute(2, 0, 1).flatten(1, 2), BatchAxis(1)),
     ],
     ids=["rows first", "time first", "flat", "flat, time first", "rows last", "flat second axis"],
 )
@@ -32,13 +32,13 @@ def test_rows_come_first_and_go_back(made, fold):
 
 
 def test_squeeze_may_have_left_out_the_axis_of_one_row():
-    rows = OutputRows({(): (Fold(), 2)})
+    rows = OutputRows({(): (BatchAxis(), 2)})
     assert rows.first(torch.zeros(WIDTH), 1).shape == (1, WIDTH)
 
 
 def test_an_output_without_rows_is_looked_at_and_not_differentiated():
     scale = torch.ones(2, requires_grad=True)
-    rows = OutputRows({(0,): (Fold(), 2)}, without={(1,)})
+    rows = OutputRows({(0,): (BatchAxis(), 2)}, without={(1,)})
     logits, given = rows.first((torch.zeros(ROWS, 2), 2 * scale), ROWS)
     assert SharedOutput.made(given)
     assert given.tolist() == [2.0, 2.0]

@@ -91,7 +91,7 @@ class Counting(lightning.LightningModule):
         return self.private.optimizer
 
 
-def test_a_training_step_that_makes_nothing_gets_three_batches_more(tmp_path: Path) -> None:
+def test_a_training_step_that_makes_nothing_gets_four_batches_more(tmp_path: Path) -> None:
     private = start(Classifier(), noise_multiplier=1.0, target_delta=1e-3, max_physical_batch_size=3)
     drawn: list[int] = []
     draw = private.data_loader.micro_batches
@@ -101,7 +101,7 @@ def test_a_training_step_that_makes_nothing_gets_three_batches_more(tmp_path: Pa
         max_epochs=1, default_root_dir=tmp_path, accelerator="cpu", enable_model_summary=False, **options
     )
     trainer.fit(module := Counting(private), Batches(private))
-    assert module.sizes == [1, 3, 3, *drawn]
+    assert module.sizes == [1, 3, 3, 3, *drawn]
     assert private.steps_done == private.steps_per_epoch
 
 
