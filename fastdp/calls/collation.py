@@ -13,6 +13,7 @@ import torch
 
 from fastdp.calls.batches import Call, Path, everything, leaves, map_leaves
 from fastdp.calls.errors import SelfCheckError
+from fastdp.calls.generators import HeldGenerators
 from fastdp.calls.randomness import rng_state, seeded, version
 
 #: Examples that are read between two reads of one.
@@ -88,7 +89,7 @@ class Collation:
 
     def collated(self, items: Sequence[Any], seed: int = 0) -> Any:
         """What the user's collator makes of copies of some examples, under this seed."""
-        with seeded(seed):
+        with seeded(seed), HeldGenerators(self.collate):
             made = self.collate([copy.deepcopy(item) for item in items])
         if self.unit_map is not None and hasattr(made, "pop"):
             made.pop(self.unit_map, None)
@@ -166,10 +167,12 @@ class Collation:
         Raises `SelfCheckError` if reading it gives something else under the same seed, after others were read.
         """
         index, read, reads = self.indices[row], [], False
+        held = HeldGenerators(self.dataset)
         for seed in (0, 1, 0):
             for other in self.indices[:_READ_BETWEEN]:
                 self.dataset[other]
-            item, drew = _watched(lambda: copy.deepcopy(self.dataset[index]), seed)
+            with held:
+                item, drew = _watched(lambda: copy.deepcopy(self.dataset[index]), seed)
             read.append(item)
             reads |= drew
         if not _same(read[0], read[2]):
@@ -178,8 +181,9 @@ class Collation:
                 "this batch was not released."
             )
         one, other = (self.single(read[0], seed) for seed in (0, 1))
-        collates = _watched(lambda: self.collate([copy.deepcopy(read[0])]), 0)[1]
-        return reads or not _same(*read[:2]), collates or not _same(one, other)
+        with (collator := HeldGenerators(self.collate)):
+            collates = _watched(lambda: self.collate([copy.deepcopy(read[0])]), 0)[1]
+        return reads or held.drawn or not _same(*read[:2]), collates or collator.drawn or not _same(one, other)
 
     def check_mixing(self, rows: Sequence[int]) -> None:
         """Raise `SelfCheckError` if, under one seed, a row that a collator makes follows from the other rows."""

@@ -25,6 +25,7 @@ from torch.utils.data import (
 from fastdp.accounting.ledger import STEP
 from fastdp.calls.batches import map_tensors
 from fastdp.calls.collation import Collation, ProbeBatch, example_length
+from fastdp.calls.generators import seed_own_generators
 from fastdp.calls.randomness import forget_seeds, seed_from_os, seeded
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.engine.uses.layout import Ticket
@@ -198,6 +199,8 @@ class PrivateLoader:
         steps = self.owner.steps_left(self.steps_per_epoch)
         waiting: deque[tuple[list[int], Ticket]] = deque()
         read: Any = _PerExampleDataset(self.dataset) if _reads_examples_together(self.dataset) else self.dataset
+        if not self.reproducible:
+            seed_own_generators(self.dataset, self.collate_fn)
         inner: DataLoader = DataLoader(read, batch_sampler=_TicketedBatches(self, steps, waiting), **self._options)
         try:
             for indices, ticket, lengths, batch in self._with_tickets(self._collate_batches(inner), waiting):

@@ -73,7 +73,7 @@ class LoopCheck:
         self._subject: Call | None = None
         self._divisors: list[str] = []
         #: Of the batch at hand: the row that is compared, and the random states before and after its first pass.
-        self._row, self._draws = 0, False
+        self._row, self._draws, self._rounding = 0, False, 0.0
         self._start, self._left = rng_state(), rng_state()
         self._state = ExitStack()
 
@@ -105,6 +105,7 @@ class LoopCheck:
         if not again:
             self._start, self._draws = rng_state(passes.model), False
             self._subject = call if probe.role == "alone" else self._subject
+            self._rounding = rounding(passes.model)
             self._row = row_of(call, ticket.rows, self._subject, probe.row)
         row, terms = self._row, passes.terms(layout := ticket.layout(passes.device))
         with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL):
@@ -208,7 +209,7 @@ class LoopCheck:
         raise SelfCheckError(made.format(how=_HOW[self._doubted], why=why))
 
     def _differ(self, one: _Outcome, two: _Outcome) -> bool:
-        tolerance = rounding(self._passes.model) * (1.0 if self._passes.returns_loss else GRADIENTS)
+        tolerance = self._rounding * (1.0 if self._passes.returns_loss else GRADIENTS)
         return _distance(one.values, two.values) > tolerance
 
 

@@ -15,8 +15,13 @@ from . import kit
 from .custom import outside, text_case
 from .harness import Case, program, register_all
 
-#: A number between 0 and 1 from each global generator.
-GENERATORS = {"torch": lambda: float(torch.rand(())), "python": random.random, "numpy": numpy.random.rand}
+#: A number between 0 and 1 from each global generator, and from the data set's own.
+GENERATORS = {
+    "torch": lambda: float(torch.rand(())),
+    "python": random.random,
+    "numpy": numpy.random.rand,
+    "own": numpy.random.default_rng(0).random,
+}
 
 
 class Flipped(Dataset):
@@ -65,6 +70,18 @@ def noise_in_collator() -> Case:
     def collate(rows: list[Any]) -> list[torch.Tensor]:
         x, y = (torch.stack(column) for column in zip(*rows))
         return [x + 0.1 * torch.randn_like(x), y]
+
+    return outside(kit.mlp(), kit.numbers(), collate, exact=False)
+
+
+@program()
+def noise_in_collator_from_its_own_generator() -> Case:
+    """The collator adds noise from a generator that it keeps."""
+    generator = torch.Generator().manual_seed(0)
+
+    def collate(rows: list[Any]) -> list[torch.Tensor]:
+        x, y = (torch.stack(column) for column in zip(*rows))
+        return [x + 0.1 * torch.randn(x.shape, generator=generator), y]
 
     return outside(kit.mlp(), kit.numbers(), collate, exact=False)
 
