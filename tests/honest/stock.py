@@ -11,6 +11,7 @@ import transformers as hf
 from torch import nn
 
 from . import kit
+from .custom import outside
 from .harness import ROWS, Case, program, register_all
 
 
@@ -314,6 +315,17 @@ def autocast_bfloat16() -> Case:
             return model(**batch).loss
 
     return Case(kit.bert(), kit.labelled(), kit.classify, loss, exact=False)
+
+
+@program()
+def autocast_bfloat16_outside() -> Case:
+    """Forward pass and the loop's loss under autocast."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.cross_entropy(model(batch[0]), batch[1])
+
+    return outside(kit.mlp(), kit.numbers(), loss=loss, exact=False)
 
 
 def speech(head: str, label: Any, **options: Any) -> Case:
