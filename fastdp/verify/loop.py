@@ -6,6 +6,7 @@ batches of real examples that add to no sum: one alone, with others, and beside 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,8 +28,8 @@ from fastdp.engine.uses.use import Tap
 from fastdp.verify.probe import GRADIENTS
 
 #: How often an example is given alone to tell that a loop does not change it by itself or by chance; to one that takes batches
-#: ahead, always.
-_REPEATS, _AHEAD = 10, 3
+#: ahead, always. How far it still moved in the last ones must be exceeded five times beside others.
+_REPEATS, _AHEAD, _LAST, _EXCEEDS = 10, 3, 6, 5
 #: Seeds of the model's random state and the criterion's.
 _MODEL, _CRITERION = 1, 2
 _COUPLES = "{why}. Mask padding, and give make_private criterion=, of one loss per row; this batch was not released."
@@ -66,7 +67,7 @@ class LoopCheck:
         self._repeats: list[ProbeBatch] = []
         self._alone: list[_Outcome] = []
         #: The role of the batch in which the example differed.
-        self._doubted, self._makes, self._confirming = "", False, False
+        self._doubted, self._makes, self._confirming, self._drift = "", False, False, 0.0
         self._seen: dict[tuple[str, int], _Outcome] = {}
         self._collator_draws = False
         #: What the model was called with for the example that is compared, alone.
@@ -83,8 +84,8 @@ class LoopCheck:
         # The last one that is taken ahead finds another random state.
         self._due = source.probes(rows, stills=1 + _AHEAD if ahead else 0)
         self._repeats = [] if ahead else list(self._due)
-        self._doubted, self._makes, self._confirming, self._alone = "", False, False, []
-        self.waiting, self._seen = len(self._due), {}
+        self._doubted, self._makes, self._confirming, self._drift = "", False, False, 0.0
+        self.waiting, self._seen, self._alone = len(self._due), {}, []
         self._collator_draws = len(self._due) > 1 and any(self._due[1].source.draws(0))
 
     def take(self) -> Iterator[ProbeBatch]:
@@ -103,9 +104,8 @@ class LoopCheck:
         self.twice |= again
         snapshot = BufferSnapshot(passes.model)
         if not again:
-            self._start, self._draws = rng_state(passes.model), False
+            self._start, self._draws, self._rounding = rng_state(passes.model), False, rounding(passes.model)
             self._subject = call if probe.role == "alone" else self._subject
-            self._rounding = rounding(passes.model)
             self._row = row_of(call, ticket.rows, self._subject, probe.row)
         row, terms = self._row, passes.terms(layout := ticket.layout(passes.device))
         with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL):
@@ -191,10 +191,11 @@ class LoopCheck:
         """Annealing and random draws change an example alone too; a loop that changes it only beside others mixes them."""
         # What a loop keeps of the batch before, the first one still has of other examples.
         _, one, *others = self._alone
-        if any(outcome.start != one.start or self._differ(outcome, one) for outcome in others):
+        if any(outcome.start != one.start or (self._differ(outcome, one) and not self._repeats) for outcome in others):
             self.undecided = True
         elif self._repeats:
-            # A schedule may have ended between the batches: only what differs once more is refused.
+            # A schedule may have ended, and a carried state fades: what differs once more, by more than alone, is refused.
+            self._drift = _EXCEEDS * max(_distance(a.values, b.values) for a, b in itertools.pairwise(others[-_LAST:]))
             self.undecided = self._confirming = True
             self._seen.clear()
             self._repeat(self._repeats)
@@ -202,15 +203,14 @@ class LoopCheck:
             self._refuse()
 
     def _refuse(self) -> None:
-        # A loop that goes on after this is verified again.
-        self.begun = False
+        self.begun = False  # A loop that goes on after this is verified again.
         why = next(iter(self._divisors), f"An example has another gradient {_HOW[self._doubted]}")
-        made = _MAKES if self._passes.returns_loss else _COUPLES
-        raise SelfCheckError(made.format(how=_HOW[self._doubted], why=why))
+        form = _MAKES if self._passes.returns_loss else _COUPLES
+        raise SelfCheckError(form.format(how=_HOW[self._doubted], why=why))
 
     def _differ(self, one: _Outcome, two: _Outcome) -> bool:
         tolerance = self._rounding * (1.0 if self._passes.returns_loss else GRADIENTS)
-        return _distance(one.values, two.values) > tolerance
+        return _distance(one.values, two.values) > max(tolerance, self._drift)
 
 
 def _shrunk(t: torch.Tensor) -> torch.Tensor:

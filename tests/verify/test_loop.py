@@ -155,6 +155,37 @@ def test_what_is_made_of_each_row_is_accepted_and_summed(name: str, loss: str) -
     assert error(got, clipped_sum([g for g in truth if any(t.any() for t in g.values())], 0.5)) < CLIPPED
 
 
+class Recurrent(torch.nn.Module):
+    """A net that is given its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.head = torch.nn.LSTM(FEATURES, 4), torch.nn.Linear(4, FEATURES)
+
+    def forward(self, x: torch.Tensor, state: Any) -> Any:
+        found, state = self.net(x.unsqueeze(0), state)
+        return self.head(found.squeeze(0)), state
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_state_that_is_carried_from_batch_to_batch_is_refused(seed: int) -> None:
+    torch.manual_seed(seed)
+    private = start(Recurrent(), loss_reduction="mean", max_physical_batch_size=3)
+
+    def carry() -> None:
+        state: Any = None
+        for batch in private.data_loader:
+            known = state if state is not None and state[0].shape[1] == len(batch["x"]) else None
+            found, state = private.model(batch["x"], known)
+            state = tuple(t.detach() for t in state)
+            F.mse_loss(found, batch["x"]).backward()
+            private.optimizer.step()
+
+    with pytest.raises(SelfCheckError, match="this batch was not released"):
+        carry()
+    assert private.steps_done == 0
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_rows_mixed_with_those_of_the_batch_before_are_refused(loss: str) -> None:
     model, options, _ = LOSSES[loss]
