@@ -156,10 +156,9 @@ class Passes:
         self.weights = weights_of(model, ranks)
         #: The same as modules read them in a pass.
         self.read = self.weights.read(self.parameters)
+        both = [*self.parameters.items(), *self.read.items()]
         #: All of both, each once.
-        self._every = list(
-            {id(p): (name, p) for own in (self.parameters, self.read) for name, p in own.items()}.values()
-        )
+        self._every = list({id(p): (name, p) for name, p in both}.values())
         self._parameters = [parameter for _, parameter in self._every]
         self.accumulator = accumulator or Accumulator(self.read, policy)
         self.accumulator.read(self.read, self.weights)
@@ -190,9 +189,8 @@ class Passes:
         self.reentrant = False
         self.reads = Reads(self.read)
         self.reads.heads.always = keep_logits is False
-        compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
         #: Compiled blocks run without the compiler meanwhile, as it would follow what records them.
-        self._uncompiled = partial(torch.compiler.set_stance, "force_eager") if compiled else nullcontext
+        self._uncompiled = partial(torch.compiler.set_stance, "force_eager") if _is_compiled(model) else nullcontext
         self.forwards = Forwards(model, self.reads, partial(self._train, train), lambda: self.trains, self.weights)
         self._expected: Counter[str] = Counter()
         #: How many backward passes a micro-batch took, at most; 0 before the first.
@@ -555,6 +553,11 @@ class Passes:
                     f"{name} holds a gradient {when} that was not clipped: call zero_grad() after step(), penalize weights by "
                     "weight_decay, and use the model's parts inside it"
                 )
+
+
+def _is_compiled(model: torch.nn.Module) -> bool:
+    """Whether any of its blocks is."""
+    return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
 
 
 @contextmanager

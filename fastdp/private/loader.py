@@ -148,15 +148,11 @@ class PrivateLoader:
         self.takes_ahead = False
         #: Set by a caller that takes several microbatches before their backward passes, and checks them itself.
         self.look_ahead = False
-        self._options: dict[str, Any] = {
-            "num_workers": loader.num_workers,
+        names = ("num_workers", "pin_memory", "timeout", "prefetch_factor")
+        begin = loader.worker_init_fn if self.reproducible else partial(_seed_worker, loader.worker_init_fn)
+        self._options: dict[str, Any] = {name: getattr(loader, name) for name in names} | {
             "collate_fn": _MeasuringCollator(self.collate_fn),
-            "pin_memory": loader.pin_memory,
-            "timeout": loader.timeout,
-            "worker_init_fn": loader.worker_init_fn
-            if self.reproducible
-            else partial(_seed_worker, loader.worker_init_fn),
-            "prefetch_factor": loader.prefetch_factor,
+            "worker_init_fn": begin,
         }
 
     def __setattr__(self, name: str, value: Any) -> None:
