@@ -92,10 +92,8 @@ def plan_command(
         )
     console.print(table)
     machine = found.machine
-    once, each = (
-        machine.once_seconds(found.best.batch_size, found.best.steps),
-        machine.step_seconds(found.best.batch_size),
-    )
+    best = found.best
+    once, each = machine.once_seconds(best.batch_size, best.steps), machine.step_seconds(best.batch_size)
     console.print(
         f"time and memory {machine.where}: as suggested {duration(once)} once for looks at the model, and {each:.3g} s a step, "
         f"{1e3 * machine.release_seconds:.3g} ms of it for the release; peak {memory(machine.peak_bytes)} with "

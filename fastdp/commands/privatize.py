@@ -81,11 +81,11 @@ def privatize_command(
     there, chosen, classes = usable_device(device), counting.chosen(eta), label or []
     if exact and counting.cti == "quotient":
         raise ValueError("--exact is a cost for each unit of distance, and the quotient has none: leave it out")
-    if eta is None and counting.epsilon is None:
-        raise ValueError(
-            "--eta is missing: choose how much a text's tokens are changed, such as 14 with --mechanism exponential"
-        )
     _check_classes(classes, chosen is not None)
+    if eta is not None:
+        check_eta(eta)
+    elif counting.epsilon is None:
+        raise ValueError(_NO_ETA)
     rows = read_rows(source)
     texts = rows.column(text_column, "--text-column")
     kept = {name: rows.column(name, "--keep") for name in keep or []}
@@ -95,13 +95,10 @@ def privatize_command(
         counts = rows if chosen.cti_public is None else read_rows(chosen.cti_public)
         counted = counts.column(text_column, "--text-column"), class_numbers(counts, label_column, classes)
         origin = chosen.admit(counted[0], {source: texts})
-    if eta is not None:
-        check_eta(eta)
     table = load_pretrained(AutoModel, model).get_input_embeddings().weight
     tokenizer = load_pretrained(AutoTokenizer, model)
-    cti = None
-    if chosen is not None:
-        cti = chosen.count(tokenizer, table.shape[0], *counted, len(classes), origin)
+    cti = chosen and chosen.count(tokenizer, table.shape[0], *counted, len(classes), origin)
+    if cti is not None:
         show_contributing(cti)
     privatizer = TextPrivatizer(
         table.to(there),
@@ -131,6 +128,9 @@ def privatize_command(
     files.write(path, card.after(earlier).to_json(), public=True)
     console.print(f"{len(texts):,} texts, {privatizer.tokens_released:,} tokens, {rate:,.0f} tokens a second")
     console.print(f"wrote {target} and {path}")
+
+
+_NO_ETA = "--eta is missing: choose how much a text's tokens are changed, such as 14 with --mechanism exponential"
 
 
 def _check_target(source: Path, target: Path, ids: bool, overwrite: bool, keep: list[str] | None) -> None:
