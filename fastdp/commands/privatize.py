@@ -97,7 +97,7 @@ def privatize_command(
         origin = chosen.admit(counted[0], {source: texts})
     table = load_pretrained(AutoModel, model).get_input_embeddings().weight
     tokenizer = load_pretrained(AutoTokenizer, model)
-    cti = chosen and chosen.count(tokenizer, table.shape[0], *counted, len(classes), origin)
+    cti = None if chosen is None else chosen.count(tokenizer, table.shape[0], *counted, len(classes), origin)
     if cti is not None:
         show_contributing(cti)
     privatizer = TextPrivatizer(
