@@ -13,7 +13,7 @@ import torch
 
 from fastdp.calls.batches import Call, Path, everything, leaves, map_leaves
 from fastdp.calls.errors import SelfCheckError
-from fastdp.calls.generators import HeldGenerators
+from fastdp.calls.generators import SEEDS, HeldGenerators
 from fastdp.calls.randomness import rng_state, seeded, version
 
 #: Examples that are read between two reads of one.
@@ -89,7 +89,7 @@ class Collation:
 
     def collated(self, items: Sequence[Any], seed: int = 0) -> Any:
         """What the user's collator makes of copies of some examples, under this seed."""
-        with seeded(seed), HeldGenerators(self.collate):
+        with seeded(seed), HeldGenerators(self.collate).at(seed):
             made = self.collate([copy.deepcopy(item) for item in items])
         if self.unit_map is not None and hasattr(made, "pop"):
             made.pop(self.unit_map, None)
@@ -149,14 +149,16 @@ class Collation:
         longer = example_length(items[others[-1]]) > example_length(items[first])
         kept = others[-1:] if len(others) > 1 and longer else []
         beside = [*kept, *itertools.islice(itertools.cycle(strangers), len(others) - len(kept))]
-        plan = [("alone", 0, [first])]
+        small, large = SEEDS
+        plan = [("alone", 0, small, [first])]
         for role, companions in (("together", others), ("beside", beside)):
-            plan += [(role, 0, [first, *companions]), (role, len(others), [*companions, first])]
+            plan += [(role, 0, small, [first, *companions]), (role, len(others), large, [*companions, first])]
+        plan += stills * [("still", 0, small, [first])]
         return [
             ProbeBatch(
-                replace(self, indices=found, batch={}, versions=()), [items[index] for index in found], role, row
+                replace(self, indices=rows, batch={}, versions=()), [items[index] for index in rows], role, at, seed
             )
-            for role, row, found in [*plan, *stills * [("still", 0, [first])]]
+            for role, at, seed, rows in plan
         ]
 
     def draws(self, row: int) -> tuple[bool, bool]:
@@ -166,24 +168,26 @@ class Collation:
 
         Raises `SelfCheckError` if reading it gives something else under the same seed, after others were read.
         """
-        index, read, reads = self.indices[row], [], False
-        held = HeldGenerators(self.dataset)
-        for seed in (0, 1, 0):
-            for other in self.indices[:_READ_BETWEEN]:
-                self.dataset[other]
-            with held:
-                item, drew = _watched(lambda: copy.deepcopy(self.dataset[index]), seed)
-            read.append(item)
-            reads |= drew
-        if not _same(read[0], read[2]):
-            raise SelfCheckError(
-                "The data set returns another value for an example after others were read. Compute each from its own record; "
-                "this batch was not released."
-            )
-        one, other = (self.single(read[0], seed) for seed in (0, 1))
+        index, held, reads, first = self.indices[row], HeldGenerators(self.dataset), False, []
+        for seed in SEEDS:
+            found = []
+            for begin in (0, _READ_BETWEEN):
+                for other in itertools.islice(itertools.cycle(self.indices), begin, begin + _READ_BETWEEN):
+                    self.dataset[other]
+                with held.at(seed):
+                    item, drew = _watched(lambda: copy.deepcopy(self.dataset[index]), seed)
+                found.append(item)
+                reads |= drew
+            if not _same(*found):
+                raise SelfCheckError(
+                    "The data set returns another value for an example after others were read. Compute each from its own "
+                    "record; this batch was not released."
+                )
+            first.append(found[0])
+        one, other = (self.single(first[0], seed) for seed in SEEDS)
         with (collator := HeldGenerators(self.collate)):
-            collates = _watched(lambda: self.collate([copy.deepcopy(read[0])]), 0)[1]
-        return reads or held.drawn or not _same(*read[:2]), collates or collator.drawn or not _same(one, other)
+            collates = _watched(lambda: self.collate([copy.deepcopy(first[0])]), 0)[1]
+        return reads or held.drawn or not _same(*first), collates or collator.drawn or not _same(one, other)
 
     def check_mixing(self, rows: Sequence[int]) -> None:
         """Raise `SelfCheckError` if, under one seed, a row that a collator makes follows from the other rows."""
@@ -192,11 +196,12 @@ class Collation:
         if not others:
             return
         first, kept, *changed = self.items([rows[0], longest, others[0], others[-1], rows[0]])
-        one, *more = (dict(leaves(self.collated([first, kept, other]))) for other in changed)
-        for path, t in one.items():
-            found = [batch[path] for batch in more if path in batch and batch[path].shape == t.shape and t.dim()]
-            if not all(_values_equal(t[0], other[0]) for other in found):
-                raise mixes(path[-1])
+        for seed in SEEDS:
+            one, *more = (dict(leaves(self.collated([first, kept, other], seed))) for other in changed)
+            for path, t in one.items():
+                found = [batch[path] for batch in more if path in batch and batch[path].shape == t.shape and t.dim()]
+                if not all(_values_equal(t[0], other[0]) for other in found):
+                    raise mixes(path[-1])
 
     def check_packed(self, row: int) -> None:
         """Raise `SelfCheckError` if an example's tokens in packed rows are others than where it is packed alone."""
@@ -223,13 +228,15 @@ class ProbeBatch:
         source: the data set, the collator, and the examples of this batch.
         items: the examples as they were read.
         role: "together", "beside", "alone", or "still" for the same as alone.
-        row: that of the example which is compared; also the seed of the random states that the loop finds.
+        row: that of the example which is compared.
+        seed: of the random states that the loop finds.
     """
 
     source: Collation
     items: Sequence[Any]
     role: str
     row: int
+    seed: int
 
 
 def _watched(make: Callable[[], Any], seed: int) -> tuple[Any, bool]:

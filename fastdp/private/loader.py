@@ -255,7 +255,7 @@ class PrivateLoader:
             probe = replace(probe, source=source)
             self.tickets.append(replace(ticket, source=source, probe=probe, in_eval=self.owner.evaluates))
             batch = self._to_device(batch)
-            with seeded(probe.row):
+            with seeded(probe.seed):
                 yield batch
 
     def _to_device(self, batch: Any) -> Any:

@@ -101,8 +101,8 @@ class Checks(Routing):
             return ""
         full = (ticket.is_last and self.state.structure_changed()) or self._batches > self._all
         brief = self._batches > self._brief
-        self._all *= 1 + (self._batches > self._all)
-        self._brief *= 1 + brief
+        self._all, self._brief = self._all * (1 + (self._batches > self._all)), self._brief * (1 + brief)
+        self.loop.begun = self.loop.begun and not full
         return "everything" if full else "gradients" if self._grew else "losses" if brief else ""
 
     def _grows(self, ticket: Ticket, inputs: Inputs) -> bool:

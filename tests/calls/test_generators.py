@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import Subset
 
-from fastdp.calls.generators import HeldGenerators, own_generators, seed_own_generators
+from fastdp.calls.generators import SEEDS, HeldGenerators, own_generators, seed_own_generators
 
 KINDS = {
     "python": (lambda: random.Random(0), lambda g: g.random()),
@@ -70,3 +70,14 @@ def test_nothing_drawn_is_told():
     with (held := HeldGenerators(Noised(random.Random(0)))):
         pass
     assert not held.drawn
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_happens_with_some_chance_happens_under_one_of_two_seeds(kind):
+    make, draw = KINDS[kind]
+    generator, first = make(), []
+    for seed in SEEDS:
+        with HeldGenerators(Noised(generator)).at(seed):
+            first.append(draw(generator))
+    assert first[0] < 0.1
+    assert first[1] > 0.9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -47,12 +48,23 @@ def drawn_mixup(items: Any) -> Batch:
     return batch | {"x": 0.7 * batch["x"] + 0.3 * batch["x"][torch.randperm(len(items))]}
 
 
+def rare_mixup(items: Any) -> Batch:
+    return mixup(items) if random.random() < 0.2 else collate(items)
+
+
+own = random.Random(0)
+
+
+def own_mixup(items: Any) -> Batch:
+    return mixup(items) if own.random() > 0.8 else collate(items)
+
+
 def centred(items: Any) -> Batch:
     batch = collate(items)
     return batch | {"x": batch["x"] - batch["x"].mean(0)}
 
 
-@cases("make", [mixup, drawn_mixup, centred])
+@cases("make", [mixup, drawn_mixup, rare_mixup, own_mixup, centred])
 def test_collators_that_mix_examples_are_refused(make: Callable[[Any], Batch]) -> None:
     private = begin(examples(24), make)
     with pytest.raises(SelfCheckError, match="this batch was not released"):
@@ -104,8 +116,25 @@ class Averaging(list[Any]):
         return example | {"x": example["x"] - self.mean}
 
 
-def test_a_data_set_that_remembers_is_refused() -> None:
-    private = begin(Averaging(examples(24)))
+class Mixing(list[Any]):
+    """Mixes some examples with the one that was read before."""
+
+    before = torch.zeros(5)
+
+    def __init__(self, rows: Any):
+        super().__init__(rows)
+        self.own = random.Random(0)
+
+    def __getitem__(self, index: Any) -> Any:
+        example = super().__getitem__(index)
+        mixed = example["x"].lerp(self.before, 0.5 * (self.own.random() < 0.3))
+        self.before = example["x"]
+        return example | {"x": mixed}
+
+
+@cases("kind", [Averaging, Mixing])
+def test_a_data_set_that_remembers_is_refused(kind: type[list[Any]]) -> None:
+    private = begin(kind(examples(24)))
     with pytest.raises(SelfCheckError, match="this batch was not released"):
         train(private)
     assert private.steps_done == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,7 @@ TOGETHER: dict[str, Callable[[], Make]] = {
     "a count": lambda: lambda b: {**b, "x": b["x"] / len(b["x"])},
     "mixed": lambda: lambda b: {**b, "x": 0.7 * b["x"] + 0.3 * b["x"].flip(0)},
     "the last row": lambda: with_the_last_row_centred,
+    "mixed with some chance": lambda: lambda b: {**b, "x": b["x"].lerp(b["x"].flip(0), 0.3 * (random.random() < 0.2))},
     "a number": lambda: lambda b: {**b, "scale": float(b["x"].mean())},
     "an array": lambda: lambda b: {**b, "scale": numpy.asarray(b["x"].numpy().mean())},
 }

@@ -188,8 +188,9 @@ def _scalar(value: Any) -> bool:
 def _through_view(own: Pull | None, first: torch.Tensor, result: torch.Tensor) -> Pull | None:
     """Through what a stack of matrices is a view of: all of a parameter, or the transposed matrices of another stack."""
     base, strides = result._base, result.stride()
-    if isinstance(base, torch.nn.Parameter) and base.is_contiguous() and result.numel() == base.numel():
-        return lambda factors: [(base, replace(factors, strides=strides))]  # type: ignore[call-arg]
+    whole = isinstance(base, torch.nn.Parameter) and base.is_contiguous() and result.numel() == base.numel()
+    if whole and torch.empty_like(result, device="meta").stride() == strides:  # No entry stands in it twice.
+        return lambda factors: [(base, replace(factors, strides=strides))]  # type: ignore[call-arg, list-item]
     if own is not None and result.is_set_to(first.mT):
         return lambda factors: own(replace(factors, swap=not factors.swap))
     return None
