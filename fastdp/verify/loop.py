@@ -60,8 +60,7 @@ class LoopCheck:
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
-        self.waiting = 0
-        self.begun = self.undecided = self.twice = False
+        self.waiting, self.begun, self.undecided, self.twice = 0, False, False, False
         self._due: list[ProbeBatch] = []
         #: The batches that may be handed out again; none for loops that take batches ahead.
         self._repeats: list[ProbeBatch] = []
@@ -70,7 +69,7 @@ class LoopCheck:
         self._doubted, self._makes, self._confirming, self._drift = "", False, False, 0.0
         self._seen: dict[tuple[str, int], _Outcome] = {}
         self._collator_draws = False
-        #: What the model was called with for the example that is compared, alone.
+        #: What the model was called with for the example that is compared, alone; None if it is the loader's own.
         self._subject: Call | None = None
         self._divisors: list[str] = []
         #: Of the batch at hand: the row that is compared, and the random states before and after its first pass.
@@ -105,7 +104,8 @@ class LoopCheck:
         snapshot = BufferSnapshot(passes.model)
         if not again:
             self._start, self._draws, self._rounding = rng_state(passes.model), False, rounding(passes.model)
-            self._subject = call if probe.role == "alone" else self._subject
+            if probe.role == "alone":
+                self._subject = call if probe.source.makes(call) else None
             self._row = row_of(call, ticket.rows, self._subject, probe.row)
         row, terms = self._row, passes.terms(layout := ticket.layout(passes.device))
         with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL):

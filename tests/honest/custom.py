@@ -267,7 +267,7 @@ _MADE = {"weight_norm": parametrizations.weight_norm, "orthogonal": parametrizat
 register_all(_MADE, _normed, expect="one-example", why="the layer's weight is made of parameters")
 
 
-def _of_blocks(made: Any, given: Any = lambda x: x) -> Case:
+def _of_blocks(made: Any, given: Any = lambda x: x, *, swaps: bool = False) -> Case:
     """A recurrent language model on blocks of text: where the rows of its outputs lie, and of its inputs."""
 
     def forward(self: Any, x: torch.Tensor, state: Any = None) -> Any:
@@ -277,7 +277,7 @@ def _of_blocks(made: Any, given: Any = lambda x: x) -> Case:
         inputs = given(batch[0])
         found = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
         logits = found.unflatten(0, batch[1].shape) if found.dim() == 2 else found
-        logits = logits if logits.shape[0] == len(batch[0]) else logits.transpose(0, 1)
+        logits = logits.transpose(0, 1) if swaps else logits
         return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 
     layer = nn.LSTM(8, kit.WIDTH, 2, batch_first=given is not _time_first)
@@ -294,9 +294,9 @@ def _with_states(x: torch.Tensor) -> Any:
     return x, (state, state)
 
 
-register("outputs_time_first", lambda: _of_blocks(lambda z: z.transpose(0, 1)))
+register("outputs_time_first", lambda: _of_blocks(lambda z: z.transpose(0, 1), swaps=True))
 register("outputs_flat", lambda: _of_blocks(lambda z: z.reshape(-1, kit.VOCABULARY)))
-register("inputs_time_first", lambda: _of_blocks(lambda z: z, _time_first))
+register("inputs_time_first", lambda: _of_blocks(lambda z: z, _time_first, swaps=True))
 
 
 @program()

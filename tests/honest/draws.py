@@ -238,7 +238,7 @@ def _dropped_layers(skip: Any) -> Case:
     return case
 
 
-register_all(GENERATORS, _dropped_layers, "layer_drop_")
+register_all({kind: draw for kind, draw in GENERATORS.items() if kind != "own"}, _dropped_layers, "layer_drop_")
 
 
 @program()
