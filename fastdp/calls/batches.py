@@ -251,8 +251,11 @@ def cropped(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def row_of(call: Call, rows: int, single: Call | None, otherwise: int = 0) -> int:
-    """The row of a call that holds what another call holds alone, padding aside; ``otherwise`` if there is none."""
-    if single is None or rows == 1:
+    """The row of a call that holds what another call holds alone, padding aside; ``otherwise`` if there is none.
+
+    Flat tokens, and rows on another axis, do not tell their row.
+    """
+    if single is None or rows == 1 or any(t.shape[0] != 1 for t in tensors(single) if t.dim()):
         return otherwise
     pairs = [(t, own) for (_, t), (_, own) in zip(leaves(call), leaves(single)) if t.dim() and t.shape[0] == rows]
     for row in range(rows):

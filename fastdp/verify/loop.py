@@ -69,7 +69,7 @@ class LoopCheck:
         self._doubted, self._makes, self._confirming, self._drift = "", False, False, 0.0
         self._seen: dict[tuple[str, int], _Outcome] = {}
         self._collator_draws = False
-        #: What the model was called with for the example that is compared, alone; None if it is the loader's own.
+        #: What the model was called with for the example that is compared, alone.
         self._subject: Call | None = None
         self._divisors: list[str] = []
         #: Of the batch at hand: the row that is compared, and the random states before and after its first pass.
@@ -104,8 +104,7 @@ class LoopCheck:
         snapshot = BufferSnapshot(passes.model)
         if not again:
             self._start, self._draws, self._rounding = rng_state(passes.model), False, rounding(passes.model)
-            if probe.role == "alone":
-                self._subject = call if probe.source.makes(call) else None
+            self._subject = call if probe.role == "alone" else self._subject
             self._row = row_of(call, ticket.rows, self._subject, probe.row)
         row, terms = self._row, passes.terms(layout := ticket.layout(passes.device))
         with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL):
