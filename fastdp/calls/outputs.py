@@ -46,7 +46,7 @@ def differentiable(output: Any) -> list[torch.Tensor]:
     return [t for t in tensors(output) if t.dim() and t.requires_grad and not (t.is_leaf or SharedOutput.made(t))]
 
 
-def outer(output: Any) -> list[torch.Tensor]:
+def differentiable_outputs(output: Any) -> list[torch.Tensor]:
     """The same. Raises ValueError if there is nothing."""
     found = differentiable(output)
     if not found:

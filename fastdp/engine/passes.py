@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fastdp.calls.batches import Call, as_long_as, map_tensors, single_rows, slice_rows
-from fastdp.calls.outputs import outer
+from fastdp.calls.outputs import differentiable_outputs
 from fastdp.calls.randomness import BufferSnapshot, devices, preserve_rng, rng_state, seed_from_os, unchanged
 from fastdp.distributed.pieces import piece
 from fastdp.distributed.ranks import ONE, Ranks
@@ -96,7 +96,7 @@ class Pass:
 
         Raises ValueError if there is none.
         """
-        found = outer(output)
+        found = differentiable_outputs(output)
         replaced = {id(t): o for t, o in zip(found, self.outputs(found))}
         return map_tensors(output, lambda t: replaced.get(id(t), t))
 
@@ -385,7 +385,7 @@ class Passes:
         """Run a batch of one row as it is; its buffers are restored after the backward pass."""
         snapshot = BufferSnapshot(self.model)
         output = self.forwards.root.plain(*call[0], **call[1])
-        tops = [require_loss(output)] if self.returns_loss else outer(output)
+        tops = [require_loss(output)] if self.returns_loss else differentiable_outputs(output)
         waiting = Pass(call, ticket, layout, Tap(layout), True, junction, [], targets=[tops], restore=snapshot.restore)
         if self.returns_loss:
             return replace_loss(output, waiting.loss(tops[0].detach())), waiting
@@ -443,7 +443,7 @@ class Passes:
                 self.reads.heads.close()
         if not self.returns_loss:
             output = output if self.trace is None else self.trace.outputs.first(output, layout.rows)
-            return output, outer(output), terms
+            return output, differentiable_outputs(output), terms
         total = require_loss(output)
         tap.shapes |= {("a loss function", (count,)) for count in terms.tokens}
         try:
