@@ -74,7 +74,7 @@ def build(case: Case, device: torch.device) -> torch.nn.Module:
     finally:
         torch.set_default_dtype(usual)
     if hasattr(model, "config"):
-        model.config.use_cache = False  # as transformers' Trainer does
+        model.config.use_cache = False  # type: ignore[union-attr] # as transformers' Trainer does
     with device:
         model = _tuned(case, model)
     if case.checkpointed:

@@ -142,8 +142,8 @@ class Routed(nn.Module):
         ends = torch.histc(found.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
         stack = self.stack.mT if self.stored == "out first" else self.stack
         given = tokens[order // 2]
-        if self.masks:
-            outside = (found >= EXPERTS).unsqueeze(-1)
+        outside = (found >= EXPERTS).unsqueeze(-1) if self.masks else None
+        if outside is not None:
             found.clamp_(max=EXPERTS - 1)
             given.masked_fill_(outside, 0.0)
         if given.dtype == torch.float64:
@@ -151,6 +151,8 @@ class Routed(nn.Module):
         else:
             product = torch._grouped_mm(given, stack, offs=ends)
         product = torch.tanh(product + self.bias[found])
+        if outside is not None:
+            product = product.masked_fill(outside, 0.0)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order))
         mixed = product[back].view(*ids.shape, 2, -1).sum(2)
@@ -182,7 +184,7 @@ def test_stacks_of_any_shape(shape: tuple[int, int], stored: str) -> None:
     assert not engine.accumulator.sums["stack"][-1].any()
 
 
-def test_tokens_masked_in_place_keep_their_rows() -> None:
+def test_tokens_that_a_mask_leaves_out_keep_their_rows() -> None:
     """As transformers before 5.18 masks those that another device's experts take."""
     model = Routed(masks=True)
     units = alone(model, routed())
