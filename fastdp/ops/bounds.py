@@ -541,12 +541,16 @@ class Rounding:
             return min(width, CHAIN) + _CHAINED + width // CHAIN + 1
         return width + 1
 
-    def gram(self, m: int, n: int) -> Roundings:
-        """Of a squared norm by Gram matrices, against the square of the products; m is 0 for ids."""
+    def gram(self, m: int, n: int, *, crossed: bool = False) -> Roundings:
+        """Of a squared norm by Gram matrices, against the square of the products; m is 0 for ids.
+
+        ``crossed``: with the inner products of different uses of one parameter.
+        """
         # The products of two entries are added up in float64; on a GPU in float32 within a pair of tiles, and of two uses
         # along a row of them.
-        paired, token = (112, 1 / 32) if self.arithmetic == "triton" else (4, 0.0)
-        return Roundings(self._dot(m) + self._dot(n) + paired, token, 0.0, self.unit)
+        on_gpu = self.arithmetic == "triton"
+        token = 1 / 32 if on_gpu and crossed else 0.0
+        return Roundings(self._dot(m) + self._dot(n) + (112 if on_gpu else 4), token, 0.0, self.unit)
 
     def entry(self) -> Roundings:
         """Of the gradient whose entries the direct route squares, against the products."""
