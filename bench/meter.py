@@ -76,7 +76,7 @@ _BANDWIDTH_SHARES = {
 #: The same of sums over the rows of a matrix, which biases' gradients are, and of the kernel for a layer norm's own gradients.
 _ROWS_SHARE, _NORMS_SHARE = 0.43, 0.3
 #: Ops of ours that read as fast as a copy: norms by Gram matrices, and those that make noise.
-_READ_FAST = ("gram_norms", "add_noise_", "adamw_noise_step_", "adamw_noise_steps_")
+_READ_FAST = ("gram_norms", "add_noise_", "adamw_noise_steps_")
 
 
 class HostWaits(RuntimeError):
@@ -436,7 +436,6 @@ _WORK: dict[str, Callable[..., tuple[float, torch.Tensor | None]]] = {
     "row_products": _reading,
     "token_counts": _reading,
     "token_counts_group": lambda lefts, *_: _reading(lefts[0]),
-    "column_sums": _reading,
     "cross_entropy_gradient_": _reading,
     "affine_sums_group": _reading,
     "instance_norms": _reading,
@@ -449,7 +448,6 @@ _WORK: dict[str, Callable[..., tuple[float, torch.Tensor | None]]] = {
     "weighted_sum_group_": lambda outs, lefts, rights, *_: _all_products(lefts, rights),
     "cross_inner": _cross,
     "add_noise_": _normals,
-    "adamw_noise_step_": _normals,
     "adamw_noise_steps_": _fused_updates,
 }
 

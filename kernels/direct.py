@@ -30,12 +30,12 @@ from .launch import (
 )
 from .mask import load_mask, pack_mask
 from .reduce import sum_slots
-from .tiles import outer_tile
+from .tiles import listed_factors, outer_tile
 
 SQUARE = tl.constexpr(0)
 ABSOLUTE = tl.constexpr(1)
 MASKED_SQUARE = tl.constexpr(2)
-#: Of a line of the table of many matrices: addresses of left and right, sizes, strides.
+#: Of a line of the table of many matrices: see `listed_factors`.
 FIELDS = tl.constexpr(8)
 
 
@@ -43,7 +43,7 @@ FIELDS = tl.constexpr(8)
 def _direct_kernel(
     p_left, p_right, p_offsets, p_bits, p_parts, units, tiles_n, tiles, m, n, bytes_a_row,
     stride_lt, stride_lm, stride_rt, stride_rn,
-    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     # All tiles of a unit run close together in time: its factors stay in the second-level cache.
     pid = tl.program_id(0).to(tl.int64)
@@ -56,7 +56,7 @@ def _direct_kernel(
     start = tl.load(p_offsets + unit)
     end = tl.load(p_offsets + unit + 1)
     gradient = outer_tile(p_left, p_right, start, end, o_m, o_n, m_m, m_n, stride_lt, stride_lm, stride_rt, stride_rn,
-                          b_m, b_n, b_t, PRECISION)  # fmt: skip
+                          b_m, b_n, b_t)  # fmt: skip
     if KIND == ABSOLUTE:
         tl.store(p_parts + pid, tl.sum(tl.sum(tl.abs(gradient), 1), 0))
     else:
@@ -74,34 +74,18 @@ def _direct_kernel(
 def chosen_kernel(
     p_lines, p_offsets, p_chosen, p_parts, units, splits,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr,
-    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, PRECISION: tl.constexpr,
+    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr,
 ):  # fmt: skip
     # Every part of a unit's tiles, of one of many matrices; hardly any unit is chosen.
     pid = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     p_line = p_lines + pid // units * FIELDS
     unit = pid % units
-    m = tl.load(p_line + 2).to(tl.int32)
-    n = tl.load(p_line + 3).to(tl.int32)
+    p_left, p_right, m, n, stride_lt, stride_lm, stride_rt, stride_rn = listed_factors(
+        p_line, LEFT, RIGHT, CONTIGUOUS, ALIGNED
+    )
     tiles_n = tl.cdiv(n, b_n)
     tiles = tl.where(tl.load(p_chosen + pid) != 0, tl.cdiv(m, b_m) * tiles_n, 0)
-    p_left = tl.load(p_line).to(tl.pointer_type(LEFT))
-    p_right = tl.load(p_line + 1).to(tl.pointer_type(RIGHT))
-    stride_lt = tl.load(p_line + 4).to(tl.int32)
-    stride_lm = tl.load(p_line + 5).to(tl.int32)
-    stride_rt = tl.load(p_line + 6).to(tl.int32)
-    stride_rn = tl.load(p_line + 7).to(tl.int32)
-    # What the launcher knows of all matrices, said so that Triton believes it: wide loads depend on it.
-    if CONTIGUOUS:
-        stride_lm = 1
-        stride_rn = 1
-    if ALIGNED:
-        p_left = tl.multiple_of(p_left, 16)
-        p_right = tl.multiple_of(p_right, 16)
-        m = m // 8 * 8
-        n = n // 8 * 8
-        stride_lt = stride_lt // 8 * 8
-        stride_rt = stride_rt // 8 * 8
     start = tl.load(p_offsets + unit)
     end = tl.load(p_offsets + unit + 1)
     total = 0.0
@@ -109,7 +93,7 @@ def chosen_kernel(
         o_m = (tile // tiles_n) * b_m + tl.arange(0, b_m)
         o_n = (tile % tiles_n) * b_n + tl.arange(0, b_n)
         gradient = outer_tile(p_left, p_right, start, end, o_m, o_n, o_m < m, o_n < n, stride_lt, stride_lm, stride_rt,
-                              stride_rn, b_m, b_n, b_t, PRECISION)  # fmt: skip
+                              stride_rn, b_m, b_n, b_t)  # fmt: skip
         total += tl.sum(tl.sum(gradient * gradient, 1), 0)
     tl.store(p_parts + pid * splits + split, total)
 
@@ -125,7 +109,6 @@ def direct_norms(
     offsets: torch.Tensor,
     measure: int,
     mask: torch.Tensor | None = None,
-    precision: str = "ieee",
 ) -> torch.Tensor:
     """Norms [1, B], float32, of left [N, m] and right [N, n]; float32, bfloat16 or float16, any strides.
 
@@ -167,7 +150,6 @@ def direct_norms(
             b_n=b_n,
             b_t=32 if wide else 64,
             KIND=measure,
-            PRECISION=precision,
             enable_fp_fusion=True,
             num_warps=8 if b_m * b_n > 4096 else 4,
             num_stages=stages_of(3, right.device),
@@ -234,7 +216,6 @@ def chosen_norms(
                 b_m=launch.b_m,
                 b_n=launch.b_n,
                 b_t=32 if wide else 64,
-                PRECISION="ieee",
                 enable_fp_fusion=True,
                 num_warps=8 if launch.b_m * launch.b_n > 4096 else 4,
                 num_stages=stages_of(3, device),

@@ -559,9 +559,8 @@ class Rounding:
         """Of what a unit adds to a weighted sum, against its weight times the products."""
         # The order of a BLAS is not known: any order of the unit's terms has at most this many additions in a row.
         # Two more of the weight times a row and of its product. On a GPU what is held is multiplied by a quotient of two
-        # weights where units change; under a mask a product ends after 512 tokens and its pieces, fewer than T / 64 + 4, are
-        # weighted and added: docs/clipping.md. Of what is scaled, two roundings of both factors for the norm, and of the sum
-        # two, and one of adding it to those before.
+        # weights where units change: docs/clipping.md. Of what is scaled, two roundings of both factors for the norm, and of
+        # the sum two, and one of adding it to those before.
         apart = 5 if self.scaled else 0
         return Roundings(apart + (24 + 2 * MOST_UNITS if self.arithmetic == "triton" else 3), 1, 0, self.unit)
 

@@ -50,7 +50,6 @@ def arguments() -> dict[str, tuple]:
         "chosen_sqnorm": (*two, OFFSETS, torch.ones(2, UNITS, dtype=torch.bool)),
         "per_unit": (left(), right(), OFFSETS),
         "per_unit_group": (*two, OFFSETS),
-        "column_sums": (left(), OFFSETS),
         "affine_sums_group": ([right()], [right()], [torch.randn(TOKENS)], [torch.rand(TOKENS)], OFFSETS),
         "weighted_sum_": (torch.zeros(ROWS, COLUMNS), left(), right(), weights, weights.clone(), MASK, OFFSETS),
         "weighted_sum_group_": ([torch.zeros(ROWS, COLUMNS) for _ in range(2)], *two, torch.rand(2, UNITS), OFFSETS)
@@ -70,7 +69,6 @@ def arguments() -> dict[str, tuple]:
         ),
         "clip_noise": (torch.randn(3, 70), 0.5, 0.5, position, False),
         "clip_noise_backward": (torch.randn(3, 70), torch.randn(3, 70), torch.ones(3, dtype=torch.float64), 0.5),
-        "adamw_noise_step_": (*moments(), position, *numbers(False), torch.ones(3), torch.ones(1)),
         "adamw_noise_steps_": (*[[y] for y in moments()], [], stream().take_at(0, [0]), *numbers(True), [], []),
         "snap": (torch.randn(3, 16), table),
         "private_snap": (token, table, eta, position),
@@ -175,7 +173,7 @@ def test_written_tensors_have_memory_of_their_own(name):
 
 def test_overlaps_of_a_part():
     room = torch.zeros(40)
-    with pytest.raises(ValueError, match="out and right share memory"):
+    with pytest.raises(ValueError, match="outs and rights share memory"):
         ops.weighted_sum(left(), room[16:].view(6, 4), torch.ones(6), out=room[:20].view(5, 4))
     with pytest.raises(ValueError, match="elements of x may share memory"):
         ops.add_noise_(torch.zeros(9).unfold(0, 3, 1), 1.0, stream())
