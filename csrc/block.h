@@ -23,7 +23,7 @@ struct BlockKernels {
     // are read up to the next multiple of 16. The sum is made on its own and then added, so that what was in the block is
     // rounded once a call: the bounds of rounding rely on it.
     void (*outer)(Rows left, Rows right, int64_t tokens, int64_t rows, int64_t columns, float *block, bool add);
-    // Sums over those of 64 entries whose bit is set.
+    // Sums over those of 64 entries whose bit is set; no other is read.
     float (*sum_square)(const float *entries, uint64_t chosen);
     float (*sum_absolute)(const float *entries, uint64_t chosen);
     // target[j] += (bit j of mask ? masked : unmasked) * entries[j] for `columns` entries; a weight of 0 leaves target alone.
