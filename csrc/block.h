@@ -30,6 +30,8 @@ struct BlockKernels {
     void (*add_weighted)(const float *entries, uint64_t mask, float masked, float unmasked, int64_t columns, float *target);
     // The sum of the squares of `count` entries. Of 8,192 of them, a term goes through at most 136 roundings.
     float (*sum_squares)(const float *entries, int64_t count);
+    // The same of their sizes.
+    float (*sum_sizes)(const float *entries, int64_t count);
     // target[j] = sum over k < n of weights[k] * rows[k][j] for `count` entries, in the order of the rows; `add`: to what is there.
     void (*add_rows)(const float *const *rows, const float *weights, int64_t n, int64_t count, bool add, float *target);
     // The bits of `count` <= 64 bytes, set for each byte but 0.

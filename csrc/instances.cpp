@@ -30,13 +30,12 @@ void instance_norms(const float *rows, int64_t units, int64_t size, Measure meas
     team_for(units * chunks, team, [&](int64_t item) {
         const int64_t unit = item / chunks, start = item % chunks * kChunk, end = std::min(size, start + kChunk);
         float sums[2] = {0, 0};
-        if (measure == Measure::square) {
-            sums[0] = kernels.sum_squares(rows + unit * size + start, end - start);
-        } else {
+        const float *row = rows + unit * size;
+        if (measure != Measure::masked_square)
+            sums[0] = (measure == Measure::square ? kernels.sum_squares : kernels.sum_sizes)(row + start, end - start);
+        else
             for (int64_t i = start; i < end; i += kBlockColumns)
-                add_measure(kernels, measure, rows + unit * size + i, first_bits(end - i),
-                            measure == Measure::masked_square ? words[i / kBlockColumns] : 0, sums);
-        }
+                add_measure(kernels, measure, row + i, first_bits(end - i), words[i / kBlockColumns], sums);
         parts[item * 2] = sums[0];
         parts[item * 2 + 1] = sums[1];
     });

@@ -28,7 +28,6 @@ from .launch import (
     stages_of,
     to_device_of,
 )
-from .mask import load_mask, pack_mask
 from .reduce import sum_slots
 from .tiles import listed_factors, outer_tile
 
@@ -41,8 +40,8 @@ FIELDS = tl.constexpr(8)
 
 @triton.jit(do_not_specialize=["units", "tiles_n", "tiles"])
 def _direct_kernel(
-    p_left, p_right, p_offsets, p_bits, p_parts, units, tiles_n, tiles, m, n, bytes_a_row,
-    stride_lt, stride_lm, stride_rt, stride_rn,
+    p_left, p_right, p_offsets, p_mask, p_parts, units, tiles_n, tiles, m, n,
+    stride_lt, stride_lm, stride_rt, stride_rn, stride_mm, stride_mn,
     b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     # All tiles of a unit run close together in time: its factors stay in the second-level cache.
@@ -62,7 +61,9 @@ def _direct_kernel(
     else:
         square = gradient * gradient
         if KIND == MASKED_SQUARE:
-            inside = load_mask(p_bits, o_m, o_n, m_m, m_n, bytes_a_row)
+            p_inside = p_mask + o_m[:, None].to(tl.int64) * stride_mm + o_n[None, :].to(tl.int64) * stride_mn
+            # [b_m, b_n]
+            inside = tl.load(p_inside, mask=m_m[:, None] & m_n[None, :], other=0) != 0
             tl.store(p_parts + pid, tl.sum(tl.sum(tl.where(inside, square, 0.0), 1), 0))
             square = tl.where(inside, 0.0, square)
             tl.store(p_parts + units.to(tl.int64) * tiles + pid, tl.sum(tl.sum(square, 1), 0))
@@ -122,7 +123,6 @@ def direct_norms(
     if mask is None:
         left, right = readable([left, right])
         m, n = left.shape[1], right.shape[1]
-    bits = None if mask is None else pack_mask(mask)
     wide = torch.float32 in (left.dtype, right.dtype)
     largest = largest_side(wide, right.device)
     b_m, b_n = min(largest, side_tile(m, wide)), min(largest, side_tile(n, wide))
@@ -136,16 +136,16 @@ def direct_norms(
             left,
             right,
             offsets,
-            parts if bits is None else bits,
+            parts if mask is None else mask.view(torch.uint8),
             parts,
             units,
             tiles_n,
             tiles,
             m,
             n,
-            0 if bits is None else bits.shape[1],
             *left.stride(),
             *right.stride(),
+            *((0, 0) if mask is None else mask.stride()),
             b_m=b_m,
             b_n=b_n,
             b_t=32 if wide else 64,

@@ -35,7 +35,6 @@ from fastdp.kernels import (
     groups,
     heads,
     launch,
-    mask,
     noise,
     onehot,
     reduce,
@@ -109,9 +108,9 @@ def direct_case(dtype, kind, b_m, b_n, b_t, warps, slow=False):
     types = {
         "p_left": f"*{dtype}",
         "p_right": f"*{dtype}",
-        "p_bits": "*u8",
-        **numbers("units", "tiles_n", "tiles", "m", "n", "bytes_a_row"),
-        **strides("stride_lt", "stride_lm", "stride_rt", "stride_rn"),
+        "p_mask": "*u8",
+        **numbers("units", "tiles_n", "tiles", "m", "n"),
+        **strides("stride_lt", "stride_lm", "stride_rt", "stride_rn", "stride_mm", "stride_mn"),
         **OFFSETS,
     }
     constants = {"b_m": b_m, "b_n": b_n, "b_t": b_t, "KIND": kind.value}
@@ -388,12 +387,6 @@ CASES = {
         {"b_n": onehot.COLUMNS, "MASKED": True},
         slow=True,
     ),
-    "pack": Case(
-        mask.pack_kernel,
-        {"p_mask": "*u8", "p_bits": "*u8", **numbers("rows", "columns", "bytes_a_row", "stride_m"), "stride_n": 1},
-        {"b": 512},
-        slow=True,
-    ),
     "sum-parts": Case(
         reduce.sum_parts_kernel,
         {"p_parts": "*fp32", "p_out": "*fp32", "p_offsets": "*i64", **numbers("units", "columns", "parts", "b_tile")},
@@ -436,8 +429,7 @@ def aligned_arguments(case):
     return tuple(
         name
         for name in case.types
-        if name not in VARYING
-        and (name.startswith(("p_", "stride", "lefts", "widths")) or name in ("m", "n", "width", "bytes_a_row"))
+        if name not in VARYING and (name.startswith(("p_", "stride", "lefts", "widths")) or name in ("m", "n", "width"))
     )
 
 

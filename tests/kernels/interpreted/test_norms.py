@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fastdp.kernels import cross, direct, gram, grouped, launch, mask, onehot, weighted
+from fastdp.kernels import cross, direct, gram, grouped, launch, onehot, weighted
 
 from fastdp import ops
 from fastdp.ops.factors import ABSOLUTE, MASKED_SQUARE, SQUARE
@@ -122,14 +122,6 @@ def test_a_group_shares_its_right_factor():
     right = factor(73, 12, 1)
     truth = torch.stack([squared(left, right, offsets) for left in lefts])
     assert relative_error(gram.gram_norms(lefts, [right], [len(lefts)], offsets, programs=2)[0], truth) <= BOUND
-
-
-def test_the_packed_mask():
-    for m, n in ((1, 1), (3, 8), (5, 129)):
-        dense = torch.rand(m, 2 * n)[:, ::2] < 0.5
-        columns = torch.arange(n)
-        bits = mask.pack_mask(dense).int()
-        assert torch.equal((bits[:, columns // 8] >> (columns % 8)) & 1 == 1, dense)
 
 
 @pytest.mark.parametrize(*pairs(("kinds", ["dense-dense", "ids-dense", "dense-ids", "ids-ids"]), ("dtype", DTYPES[:2])))
