@@ -66,10 +66,13 @@ def weighted_sum_(
         return
     if offsets is None:
         offsets = torch.arange(right.shape[0] + 1, device=right.device)
-    every = [weights] if weights_unmasked is None else [weights, weights_unmasked]
-    sums = [torch.empty(out.shape, dtype=torch.float32, device=out.device) for _ in every]
-    weighted_sum_group_(sums, [left] * len(sums), [right] * len(sums), torch.stack(every), offsets, [False] * len(sums))
-    out.add_(sums[0] if mask is None else sums[0].where(mask, sums[1]))
+    if mask is None or weights_unmasked is None:
+        weighted_sum_group_([out], [left], [right], weights.unsqueeze(0), offsets, [True])
+        return
+    sums = [torch.empty(out.shape, dtype=torch.float32, device=out.device) for _ in range(2)]
+    both = torch.stack([weights, weights_unmasked])
+    weighted_sum_group_(sums, [left] * 2, [right] * 2, both, offsets, [False] * 2)
+    out.add_(sums[0].where(mask, sums[1]))
 
 
 @serves(3)

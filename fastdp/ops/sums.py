@@ -438,13 +438,16 @@ def weighted_sum_group(
     return sums
 
 
-def _empty_table(left: Tensor, right: Tensor, rows: int | None) -> Tensor:
-    """Zeros for the rows of a table; other factors that have no sum are refused by the op."""
-    if right.dim() == 0:
+def _empty_sum(left: Tensor, right: Tensor, rows: int | None) -> Tensor:
+    """Zeros of the shape that a sum will have; other factors that have no sum are refused by the op."""
+    if left.dim() == 0 or right.dim() == 0:
         check_pair(left, right)
-    if rows is None or rows < 1:
-        raise ValueError("left is a vector of ids: state the rows of the table, by `rows` or by `out`")
-    return right.new_zeros(rows, right.shape[-1], dtype=accumulator(left, right))
+    if is_one_hot(left):
+        if rows is None or rows < 1:
+            raise ValueError("left is a vector of ids: state the rows of the table, by `rows` or by `out`")
+    elif rows is not None and rows != left.shape[-1]:
+        raise ValueError(f"rows is {rows}, but left is {left.shape[-1]} wide")
+    return right.new_zeros(rows or left.shape[-1], right.shape[-1], dtype=accumulator(left, right))
 
 
 def weighted_sum(
@@ -482,16 +485,11 @@ def weighted_sum(
     tensor([[2., 2., 2., 2.],
             [2., 2., 2., 2.]])
     """
-    check_tensors(left=left, right=right, weights=weights)
-    if is_one_hot(left):
-        out = _empty_table(left, right, rows) if out is None else out
-        WEIGHTED_SUM(out, left, right, weights, None, None, offsets)
-        return out
-    if rows not in (None, left.shape[-1] if left.dim() else None):
-        raise ValueError(f"rows is {rows}, but left is {left.shape[-1]} wide")
-    if offsets is None:
-        offsets = torch.arange(right.shape[0] + 1)
-    return weighted_sum_group([left], [right], weights.unsqueeze(0), offsets, [out])[0]
+    check_tensors(left=left, right=right)
+    if out is None:
+        out = _empty_sum(left, right, rows)
+    WEIGHTED_SUM(out, left, right, weights, None, None, offsets)
+    return out
 
 
 def masked_weighted_sum(
@@ -619,6 +617,7 @@ def _add_slab(out: Tensor, left: Tensor, right: Tensor, weights: Tensor, scaled:
 
 
 @WEIGHTED_SUM.on_cpu
+@in_full_precision
 def _weighted_sum_on_cpu(
     out: Tensor,
     left: Tensor,
@@ -628,8 +627,11 @@ def _weighted_sum_on_cpu(
     mask: Tensor | None,
     offsets: Tensor | None,
 ) -> None:
-    """Sums of a table's rows and sums under a mask on a processor; others, as NotImplemented says, are for torch."""
+    """The sums of :mod:`fastdp.ops.sums` into ``out`` on a processor; some, as NotImplemented says, are for torch."""
     tokens, threads = right.shape[0], native_threads()
+    if not is_one_hot(left) and (mask is None or weights_unmasked is None):
+        each_token = per_token(weights, offsets, tokens)
+        return _add_kept(out, left, right, each_token, kept_runs(each_token), True)
     if out.dtype != torch.float32 or out.stride(1) != 1 or right.dtype not in ELEMENT:
         return NotImplemented
     masked = mask is not None and weights_unmasked is not None

@@ -286,7 +286,8 @@ class Op:
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self._overload(*self._drawn(args))
+            # A graph takes no list of a class of its own.
+            return self._overload(*[[*x] if isinstance(x, list) else x for x in self._drawn(args)])
         passed = inspect(self.operands, args, recorded=self.differentiable and torch.is_grad_enabled())
         if not passed.dispatched:
             return self._perform(args, passed)

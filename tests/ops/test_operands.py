@@ -40,7 +40,7 @@ def arguments() -> dict[str, tuple]:
     eta = torch.ones(2, dtype=torch.float64)
     two = [left(), left()], [right(), right()]
     return {
-        "norms": (left(), right(), OFFSETS, "direct", 2, MASK),
+        "norms": (left(), right(), OFFSETS, 2, MASK),
         "cross_inner": (ids, right(), left(), right(), OFFSETS, OFFSETS),
         "row_products": (left(), right(), OFFSETS, 2),
         "gram_norms": (*two, [1, 1], OFFSETS, [torch.ones(ROWS)] * 2 + [torch.ones(COLUMNS)] * 2, 1 << 20),
@@ -173,7 +173,7 @@ def test_written_tensors_have_memory_of_their_own(name):
 
 def test_overlaps_of_a_part():
     room = torch.zeros(40)
-    with pytest.raises(ValueError, match="outs and rights share memory"):
+    with pytest.raises(ValueError, match="out and right share memory"):
         ops.weighted_sum(left(), room[16:].view(6, 4), torch.ones(6), out=room[:20].view(5, 4))
     with pytest.raises(ValueError, match="elements of x may share memory"):
         ops.add_noise_(torch.zeros(9).unfold(0, 3, 1), 1.0, stream())
