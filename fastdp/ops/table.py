@@ -18,7 +18,7 @@ from .stream import need_no_threads
 #: Operands that the host reads, wherever the others are.
 ON_HOST = frozenset(("position", "drawn", "offsets", "offsets1", "offsets2"))
 #: Operands that a stream may stand for: a position, or a row of them.
-_DRAWN = ("position", "drawn")
+STREAM_OPERANDS = ("position", "drawn")
 #: Tensors that hold data of their own: not fake, functional or distributed.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 #: Tensors of which every pair is compared.
@@ -206,7 +206,7 @@ class Op:
         self.operands = Operand.all_of(arguments)
         self.writes = any(operand.is_written for operand in self.operands)
         #: Which argument, if any, may be a stream: its next position is taken once the arguments are found good.
-        self._position = next((i for i, a in enumerate(arguments) if a.name in _DRAWN), None)
+        self._position = next((i for i, a in enumerate(arguments) if a.name in STREAM_OPERANDS), None)
         OPS[self.name] = self
 
     def implement(self, device: str, function: Callable[..., Any] | str) -> None:

@@ -198,7 +198,9 @@ def test_compiled_calls_take_the_registered_op():
     compiled = torch.compile(lambda a, b: ops.sqnorm(a, b, offsets, "gram") + 1, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(left, right), ops.sqnorm(left, right, offsets, "gram") + 1)
     weights = torch.rand(2)
-    summed = torch.compile(lambda a, b: ops.weighted_sum(a, b, weights, offsets=offsets), backend="eager", fullgraph=True)
+    summed = torch.compile(
+        lambda a, b: ops.weighted_sum(a, b, weights, offsets=offsets), backend="eager", fullgraph=True
+    )
     torch.testing.assert_close(summed(left, right), ops.weighted_sum(left, right, weights, offsets=offsets))
 
 
