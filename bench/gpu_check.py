@@ -260,8 +260,9 @@ def noise(device: str) -> Iterator[tuple[str, Result]]:
     state = [torch.randn(257, 123, device=device).to(dtype), *torch.rand(3, 257, 123, device=device)]
     host = [x.cpu().clone() for x in state]
     numbers = (0.7, 8.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 5)
-    OPS["adamw_noise_step_"](*state, position(), *numbers, False, *axes)
-    OPS["adamw_noise_step_"].reference(*host, position(), *numbers, False, *(a.cpu() for a in axes))
+    at, here = position()[None], [[a.cpu()] for a in axes]
+    OPS["adamw_noise_steps_"](*[[x] for x in state], [], at, *numbers, False, *[[a] for a in axes])
+    OPS["adamw_noise_steps_"].reference(*[[x] for x in host], [], at, *numbers, False, *here)
     worst = max(apart(a.cpu(), b.double(), b.double().abs() + 0.1) for a, b in zip(state, host))
     yield f"adamw_noise_step_ with axes {label}", (worst, 4 * rounding + 1e-5)
     # Rounded noise and moments in half precision, as models have them.
