@@ -74,6 +74,18 @@ def row_products(
     out: _Memory,
     threads: int,
 ) -> None: ...
+def upper_norms(
+    blocks: Sequence[tuple[_Memory, bool, int, _Memory, _Memory]],
+    groups: _Memory,
+    errors: _Memory,
+    rows: int,
+    count: int,
+    units: int,
+    square: bool,
+    norms: _Memory,
+    measured: _Memory,
+    cancelling: _Memory,
+) -> None: ...
 
 # sums.cpp
 def affine_sums(

@@ -8,6 +8,7 @@ docs/clipping.md derives each of them.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -36,6 +37,7 @@ from .factors import (
 )
 from .matrices import Matrices
 from .norms import NORMS, direct_norms_of, gram_norms_of
+from .placed import CONSTANTS
 from .stream import native_threads
 from .table import Op
 
@@ -58,6 +60,11 @@ MOST_UNITS = 256
 LARGEST_RATIO = 2.0**40
 #: Products are sums of square roots of sums, all of positive terms: whatever their order, this covers their own rounding.
 _OWN_ROUNDING = 1 + 2.0**-10
+#: A unit whose products are this many times its norm is added on its own: tokens of a unit that are orthogonal to each other
+#: have the square root of their number (csrc/bounds.h has it too).
+CANCELLING = 2.0**7
+# float64 arithmetic on a few thousand numbers, each positive: far below this.
+_SLACK = 1 + 2.0**-30
 
 
 def _row_norms(factor: Tensor, order: int) -> Tensor:
@@ -568,6 +575,89 @@ class Rounding:
     def squares(self, entries: int) -> float:
         """Of a sum of this many squares or sizes, against itself, and of adding an instance times its weight."""
         return Roundings(160 + entries / (2**11 if self.arithmetic == "triton" else 2**19), unit=self.unit).gamma(0)
+
+
+class Part(NamedTuple):
+    """Powers of norms of some parts of the units' gradients, ``[parts, units]`` float32 or float64, and what rounding hides.
+
+    ``products`` and ``tokens`` are those of :func:`counted_products`, float64 ``[parts, units]``, or both None.
+    """
+
+    powers: Tensor
+    products: Tensor | None
+    tokens: Tensor | None
+
+
+def upper_norms(
+    parts: Sequence[Part], groups: Tensor, errors: Tensor, count: int, order: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Bounds of the norm of what each unit adds: that of its computed parts with their errors, and that of what adding hides.
+
+    The parts of a group are one vector, the errors of what is added another: the norm of their sum is at most the sum of
+    the two norms.
+
+    Args:
+        parts: of all groups, at least one.
+        groups: the group of each of their rows, int64.
+        errors: float64 ``[9, rows, 1]``: of each row what its powers are off by relative to themselves, and at least; what is
+            added, against its products, besides what depends on tokens; and `Roundings` in order, of each kind that of
+            powers against products to the power of the order, and that of what is added.
+        count: of groups.
+        order: of the norms, 1 or 2.
+
+    Returns:
+        Bounds and computed powers, float64 ``[count, units]``; and of which units the tokens cancel so far that the order of
+        their sum matters, bool ``[units]``.
+    """
+    powers = parts[0].powers
+    if powers.device.type != "cpu":
+        return _upper_norms_reference(parts, groups, errors, count, order)
+    units = powers.shape[1]
+    norms, measured = torch.empty(2, count, units, dtype=torch.float64)
+    cancelling = torch.empty(units, dtype=torch.bool)
+    dense = [Part(*(None if own is None else own.contiguous() for own in part)) for part in parts]
+    blocks = [(own.powers, own.powers.dtype == torch.float64, len(own.powers), *own[1:]) for own in dense]
+    _native.upper_norms(blocks, groups, errors, len(groups), count, units, order == 2, norms, measured, cancelling)
+    return norms, measured, cancelling
+
+
+def _upper_norms_reference(
+    parts: Sequence[Part], groups: Tensor, errors: Tensor, count: int, order: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    powers = stack_rows([part.powers for part in parts])
+    none = powers.new_zeros(1, powers.shape[1])
+    products, tokens = (
+        stack_rows([none.expand(len(own.powers), -1) if own[column] is None else own[column] for own in parts])
+        for column in (1, 2)
+    )
+    measured = powers.new_zeros(count, powers.shape[1]).index_add_(0, groups, powers)
+    reach, (relative, least, times) = products**order, errors[:3]
+    gram, apart = gammas(errors[3:].view(3, 2, -1, 1), tokens)
+    highest = measured.index_add(0, groups, powers.abs() * relative + least + reach * gram)
+    added = torch.zeros_like(measured).index_add_(0, groups, reach * (apart + times) ** order)
+    norms = (highest.clamp(min=0) ** (1 / order) + added ** (1 / order)) * _SLACK
+    return norms, measured, (products > CANCELLING * norms[groups]).any(0)
+
+
+def gammas(slopes: Tensor, tokens: Tensor) -> Tensor:
+    """`Roundings.gamma` of k parts, given as ``[3, ..., k, 1]``, by the tokens of each unit ``[k, units]``: float64."""
+    fixed, token, early = slopes
+    errors = fixed + token * tokens + early * tokens.clamp(max=EARLY)
+    return torch.where(errors < 0.25, errors / (1 - errors), torch.inf)
+
+
+def stack_rows(blocks: Sequence[Tensor]) -> Tensor:
+    """Blocks of rows as one of float64, ``[rows, units]``; on a GPU in a few launches, however many there are."""
+    kinds: dict[torch.dtype, list[int]] = {}
+    for at, block in enumerate(blocks):
+        kinds.setdefault(block.dtype, []).append(at)
+    alike = [torch.cat([blocks[at] for at in members]).double() for members in kinds.values()]
+    if len(alike) == 1:
+        return alike[0]
+    begins = [0, *itertools.accumulate(block.shape[0] for block in blocks)]
+    order = [row for members in kinds.values() for at in members for row in range(begins[at], begins[at + 1])]
+    places = sorted(range(len(order)), key=order.__getitem__)
+    return torch.cat(alike).index_select(0, CONSTANTS[tuple(places), torch.int64, blocks[0].device])
 
 
 # On processors: csrc/bounds.cpp, or as a by-product of the Gram matrices.

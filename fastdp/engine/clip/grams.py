@@ -9,11 +9,12 @@ from typing import NamedTuple
 import torch
 
 import fastdp.ops as ops
-from fastdp.engine.bounds import REMEASURED, Errors, Norms, gammas, stack_rows
+from fastdp.engine.bounds import REMEASURED, Errors, Norms, gammas
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.clip.sums import Route
 from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Layout
+from fastdp.ops.bounds import stack_rows
 from fastdp.ops.matrices import Matrices
 from fastdp.ops.placed import CONSTANTS
 from fastdp.ops.routes import NARROW, longest_by_gram
