@@ -153,6 +153,16 @@ void upper_norms(std::vector<Block> blocks, const int64_t *groups, const double 
     });
 }
 
+// weights[group][unit], float32: ratios at most 1 and never rounded up; 0 in every group unless all of a unit are `least`.
+void round_down(const double *ratios, int64_t groups, int64_t units, double least, float *weights) {
+    for (int64_t unit = 0; unit < units; ++unit) {
+        bool kept = true;
+        for (int64_t at = unit; at < groups * units; at += units) kept = kept && ratios[at] >= least;
+        for (int64_t at = unit; at < groups * units; at += units)
+            weights[at] = kept ? std::min(static_cast<float>(ratios[at] * (1 - 0x1p-23)), 1.0f) : 0.0f;
+    }
+}
+
 }  // namespace
 
 void bind_bounds(pybind11::module_ &m) {
@@ -160,6 +170,7 @@ void bind_bounds(pybind11::module_ &m) {
     bind(m, "row_products", &row_products, "left", "right", "bounds", "one_hot", "square", "out", "threads");
     bind(m, "upper_norms", &upper_norms, "blocks", "groups", "errors", "rows", "count", "units", "square", "norms",
          "measured", "cancelling");
+    bind(m, "round_down", &round_down, "ratios", "groups", "units", "least", "weights");
 }
 
 }  // namespace fastdp

@@ -86,6 +86,7 @@ def upper_norms(
     measured: _Memory,
     cancelling: _Memory,
 ) -> None: ...
+def round_down(ratios: _Memory, groups: int, units: int, least: float, weights: _Memory) -> None: ...
 
 # sums.cpp
 def affine_sums(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 import fastdp.ops.bounds as bounds
-from fastdp.ops.bounds import FLOOR, LARGEST_RATIO, Part, Roundings, stack_rows, upper_norms
+from fastdp.ops.bounds import FLOOR, Part, Roundings, round_down, stack_rows, upper_norms
 from fastdp.ops.placed import CONSTANTS, ReplayCache, copy_to_device
 
 #: Squares found by Gram matrices are found again by the direct route where rounding may hide more than this share of them,
@@ -30,19 +30,9 @@ class UpperNorms:
     cancelling: torch.Tensor
 
     def weights(self, bounds: Sequence[float]) -> torch.Tensor:
-        """``min(1, bound / norm)`` of each group and unit, rounded down to float32; see `round_down`."""
+        """``min(1, bound / norm)`` of each group and unit, rounded down to float32; see `fastdp.ops.bounds.round_down`."""
         limits = CONSTANTS[tuple(bounds), torch.float64, self.norms.device].unsqueeze(1)
         return round_down(limits / self.norms)
-
-
-def round_down(ratios: torch.Tensor) -> torch.Tensor:
-    """Ratios of a bound to a norm ``[..., units]`` as float32 weights, at most 1 and never rounded up.
-
-    0 in every group for a unit with a NaN among its ratios, or one so small (norms that are infinite or beyond 2^40 bounds)
-    that a float32 weight could not carry it.
-    """
-    kept = (ratios >= 1 / LARGEST_RATIO).reshape(-1, ratios.shape[-1]).all(0)
-    return (ratios * (1 - 2.0**-23)).float().clamp_(max=1).masked_fill_(~kept, 0)
 
 
 #: Of what is measured as it is added.

@@ -639,6 +639,24 @@ def _upper_norms_reference(
     return norms, measured, (products > CANCELLING * norms[groups]).any(0)
 
 
+def round_down(ratios: Tensor) -> Tensor:
+    """Ratios of a bound to a norm, float64 ``[..., units]``, as float32 weights, at most 1 and never rounded up.
+
+    0 in every group for a unit with a NaN among its ratios, or one so small (norms that are infinite or beyond 2^40 bounds)
+    that a float32 weight could not carry it.
+    """
+    if ratios.device.type != "cpu":
+        return _round_down_reference(ratios)
+    weights, units = torch.empty(ratios.shape), ratios.shape[-1]
+    _native.round_down(ratios.double().contiguous(), ratios.numel() // max(units, 1), units, 1 / LARGEST_RATIO, weights)
+    return weights
+
+
+def _round_down_reference(ratios: Tensor) -> Tensor:
+    kept = (ratios >= 1 / LARGEST_RATIO).reshape(-1, ratios.shape[-1]).all(0)
+    return (ratios * (1 - 2.0**-23)).float().clamp_(max=1).masked_fill_(~kept, 0)
+
+
 def gammas(slopes: Tensor, tokens: Tensor) -> Tensor:
     """`Roundings.gamma` of k parts, given as ``[3, ..., k, 1]``, by the tokens of each unit ``[k, units]``: float64."""
     fixed, token, early = slopes

@@ -148,17 +148,15 @@ class Accumulator(Sums):
 
     def _add_batch(self, batch: FactorBatch, unit_scales: torch.Tensor, most: int) -> None:
         """Add the sums of matrices that were measured together, the last captured first, in launches of about ``most`` bytes."""
-        waiting: list[int] = []
-        held = 0
-        for at in reversed(range(len(batch.names))):
-            waiting.append(at)
+        held, end = 0, len(batch.names)
+        for at in reversed(range(end)):
             held += 4 * self.parameters[batch.names[at]].numel()
             if held > most or at == 0:
-                own = batch.taken(tuple(waiting))
+                own = batch.taken(tuple(range(at, end)))
                 lefts, rights = (own.rights, own.lefts) if batch.swap else (own.lefts, own.rights)
                 self.add_matrices(own.names, lefts, rights, unit_scales, batch.offsets)
-                del batch.lefts[at:], batch.rights[at:], own, lefts, rights
-                waiting, held = [], 0
+                del own, lefts, rights, batch.lefts[at:], batch.rights[at:]
+                held, end = 0, at
 
     def _launch_bytes(self, norms: NormSink) -> int:
         """Bytes of sums that are made in one launch: few beside all of them, or beside what captures may hold back."""
