@@ -611,7 +611,7 @@ def upper_norms(
     """
     powers = parts[0].powers
     if powers.device.type != "cpu":
-        return _upper_norms_reference(parts, groups, errors, count, order)
+        return upper_norms_reference(parts, groups, errors, count, order)
     units = powers.shape[1]
     norms, measured = torch.empty(2, count, units, dtype=torch.float64)
     cancelling = torch.empty(units, dtype=torch.bool)
@@ -621,9 +621,10 @@ def upper_norms(
     return norms, measured, cancelling
 
 
-def _upper_norms_reference(
+def upper_norms_reference(
     parts: Sequence[Part], groups: Tensor, errors: Tensor, count: int, order: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition of `upper_norms`."""
     powers = stack_rows([part.powers for part in parts])
     none = powers.new_zeros(1, powers.shape[1])
     products, tokens = (
@@ -646,13 +647,14 @@ def round_down(ratios: Tensor) -> Tensor:
     that a float32 weight could not carry it.
     """
     if ratios.device.type != "cpu":
-        return _round_down_reference(ratios)
+        return round_down_reference(ratios)
     weights, units = torch.empty(ratios.shape), ratios.shape[-1]
     _native.round_down(ratios.double().contiguous(), ratios.numel() // max(units, 1), units, 1 / LARGEST_RATIO, weights)
     return weights
 
 
-def _round_down_reference(ratios: Tensor) -> Tensor:
+def round_down_reference(ratios: Tensor) -> Tensor:
+    """The definition of `round_down`."""
     kept = (ratios >= 1 / LARGEST_RATIO).reshape(-1, ratios.shape[-1]).all(0)
     return (ratios * (1 - 2.0**-23)).float().clamp_(max=1).masked_fill_(~kept, 0)
 

@@ -16,6 +16,7 @@ from fastdp.distributed.pieces import is_cut, writes
 from fastdp.engine.errors import SelfCheckError
 
 _TRAINED, _VERSION = map(operator.attrgetter, ("requires_grad", "_version"))
+_VALUES = operator.methodcaller("values")
 #: Buffers by name, and how often each was written.
 _Buffers = dict[str, tuple[torch.Tensor, int]]
 #: Parameters, in order, how often each was written, and whether it is trained.
@@ -165,7 +166,7 @@ class StateCheck:
         return {name: tensor for name, tensor in every if name in names}
 
     def _parameters(self, held: list[Any] | None = None) -> _Parameters:
-        held = held or [p for own in self._owned if own for p in own.values() if p is not None]
+        held = held or [p for p in itertools.chain.from_iterable(map(_VALUES, self._owned)) if p is not None]
         count = self._count if self.rewritten or self._in_pieces else _VERSION
         return held, list(map(count, held)), list(map(_TRAINED, held))
 
