@@ -615,8 +615,8 @@ def upper_norms(
     units = powers.shape[1]
     norms, measured = torch.empty(2, count, units, dtype=torch.float64)
     cancelling = torch.empty(units, dtype=torch.bool)
-    dense = [Part(*(None if own is None else own.contiguous() for own in part)) for part in parts]
-    blocks = [(own.powers, own.powers.dtype == torch.float64, len(own.powers), *own[1:]) for own in dense]
+    dense = [[None if own is None else own.contiguous() for own in part] for part in parts]
+    blocks = [(p, part.powers.dtype == torch.float64, len(part.powers), x, t) for part, (p, x, t) in zip(parts, dense)]
     _native.upper_norms(blocks, groups, errors, len(groups), count, units, order == 2, norms, measured, cancelling)
     return norms, measured, cancelling
 
@@ -626,11 +626,9 @@ def upper_norms_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The definition of `upper_norms`."""
     powers = stack_rows([part.powers for part in parts])
-    none = powers.new_zeros(1, powers.shape[1])
-    products, tokens = (
-        stack_rows([none.expand(len(own.powers), -1) if own[column] is None else own[column] for own in parts])
-        for column in (1, 2)
-    )
+    none = [powers.new_zeros(1, 1).expand_as(part.powers) for part in parts]
+    products = stack_rows([zero if own.products is None else own.products for own, zero in zip(parts, none)])
+    tokens = stack_rows([zero if own.tokens is None else own.tokens for own, zero in zip(parts, none)])
     measured = powers.new_zeros(count, powers.shape[1]).index_add_(0, groups, powers)
     reach, (relative, least, times) = products**order, errors[:3]
     gram, apart = gammas(errors[3:].view(3, 2, -1, 1), tokens)

@@ -75,7 +75,9 @@ class StateCheck:
         before, now = cast(_Parameters, self._settled), self._parameters()
         declared = before[0] if declared is None else declared
         alike = before[1:] == now[1:] and all(map(operator.is_, before[0], now[0]))
-        if alike and sum(now[2]) == sum(map(_TRAINED, declared)):
+        # A module may hold a parameter that another one has too.
+        trained = set(map(id, itertools.compress(now[0], now[2])))
+        if alike and trained == set(map(id, filter(_TRAINED, declared))):
             return
         known, own = {id(p): (c, t) for p, c, t in zip(*before)}, set(map(id, declared))
         lost = not {n for n, (_, t) in known.items() if t or n in self.moved} <= set(map(id, now[0]))
