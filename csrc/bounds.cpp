@@ -82,16 +82,15 @@ double row_norm(const Factor &factor, int64_t t, RowSum sum, bool square, std::v
 
 // counts[unit], float64: how many of a unit's tokens add to the gradient by any of the lefts, or by ids where there are none.
 void token_counts(const std::vector<Factor> &lefts, const Factor &right, const std::vector<int64_t> &bounds, double *counts) {
-    const Tokens tokens = nonzero_tokens(lefts, right, bounds);
-    for (int64_t unit = 0; unit < tokens.units(); ++unit)
-        counts[unit] = static_cast<double>(tokens.bounds[unit + 1] - tokens.bounds[unit]);
+    nonzero_tokens(lefts, right, bounds).write_counts(counts);
 }
 
 // out[unit] = sum over its tokens of the norms of R's rows, times those of L's where L is no vector of ids; tokens that add
-// nothing are left out.
+// nothing are left out, and counts[unit] is how many are not.
 void row_products(const Factor &left, const Factor &right, const std::vector<int64_t> &bounds, bool one_hot, bool square,
-                  double *out, int threads) {
+                  double *out, double *counts, int threads) {
     const Tokens kept = nonzero_tokens(one_hot ? std::vector<Factor>{} : std::vector<Factor>{left}, right, bounds);
+    kept.write_counts(counts);
     const int64_t tokens = kept.count();
     const RowSum sum = FASTDP_BEST(row_sum);
     std::vector<double> products(tokens);
@@ -167,7 +166,7 @@ void round_down(const double *ratios, int64_t groups, int64_t units, double leas
 
 void bind_bounds(pybind11::module_ &m) {
     bind(m, "token_counts", &token_counts, "lefts", "right", "bounds", "counts");
-    bind(m, "row_products", &row_products, "left", "right", "bounds", "one_hot", "square", "out", "threads");
+    bind(m, "row_products", &row_products, "left", "right", "bounds", "one_hot", "square", "out", "counts", "threads");
     bind(m, "upper_norms", &upper_norms, "blocks", "groups", "errors", "rows", "count", "units", "square", "norms",
          "measured", "cancelling");
     bind(m, "round_down", &round_down, "ratios", "groups", "units", "least", "weights");

@@ -50,6 +50,7 @@ def gram_sqnorm(
     most: int,
     out: _Memory,
     products: _Memory,
+    counts: _Memory,
     threads: int,
 ) -> None: ...
 def cross_inner(
@@ -72,6 +73,7 @@ def row_products(
     one_hot: bool,
     square: bool,
     out: _Memory,
+    counts: _Memory,
     threads: int,
 ) -> None: ...
 def upper_norms(

@@ -426,6 +426,20 @@ def gram_norms(
     return squares, products * _OWN_ROUNDING
 
 
+def counted_gram_norms(
+    lefts: Sequence[Tensor], right: Tensor, offsets: Tensor, scales: Sequence[Tensor], most: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`gram_norms` of uses that read one right, and the :func:`token_counts` of all: on a processor from one look."""
+    if right.device.type != "cpu" or not has_kernel(right, *lefts):
+        return *gram_norms(lefts, [right], [len(lefts)], offsets, scales, most), token_counts(lefts, right, offsets)
+    _check_gram_norms(lefts, [right], [len(lefts)], offsets, scales, most)
+    shape = len(lefts), offsets.shape[0] - 1
+    products, counts = torch.empty(shape, dtype=torch.float64), torch.empty(shape[1], dtype=torch.float64)
+    own = [scale.contiguous() for scale in scales]
+    squares = gram_norms_of(lefts, right, unit_bounds(offsets), products, counts, own, most)
+    return squares, products.mul_(_OWN_ROUNDING), counts
+
+
 def _chosen_sqnorm_reference(
     lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor
 ) -> Tensor:
@@ -686,10 +700,10 @@ def _row_products_on_cpu(left: Tensor, right: Tensor, offsets: Tensor, order: in
     """:func:`fastdp.ops.row_products` on a processor."""
     if not has_kernel(left, right):
         return NotImplemented
-    products = torch.empty(offsets.shape[0] - 1, dtype=torch.float64)
-    one_hot, counts = is_one_hot(left), _token_counts_on_cpu([left], right, offsets)
-    own, bounds = NO_FACTOR if one_hot else native_factor(left), unit_bounds(offsets)
-    _native.row_products(own, native_factor(right), bounds, one_hot, order == 2, products, native_threads())
+    products, counts = (torch.empty(offsets.shape[0] - 1, dtype=torch.float64) for _ in range(2))
+    one_hot, bounds = is_one_hot(left), unit_bounds(offsets)
+    own = NO_FACTOR if one_hot else native_factor(left)
+    _native.row_products(own, native_factor(right), bounds, one_hot, order == 2, products, counts, native_threads())
     return products, counts
 
 
@@ -723,7 +737,7 @@ def _gram_norms_on_cpu(
     for group, (right, count) in enumerate(zip(rights, counts)):
         own = slice(first, first + count)
         by = (*scales[own], scales[len(lefts) + group]) if scales else ()
-        squares.append(gram_norms_of(lefts[own], right, bounds, products[own], by, most))
+        squares.append(gram_norms_of(lefts[own], right, bounds, products[own], None, by, most))
         first += count
     return squares[0] if len(squares) == 1 else torch.cat(squares), products
 
@@ -743,8 +757,7 @@ def _direct_norms_on_cpu(
         if at not in known:
             pair = (right, left) if right[2] <= FEW_COLUMNS < left[2] else (left, right)
             _native.direct_norms(*pair, bounds, SQUARE, None, squares[at : at + 1], None, threads)
-        _native.row_products(left, right, bounds, False, True, products[at], threads)
-        _native.token_counts([left], right, bounds, counts[at])
+        _native.row_products(left, right, bounds, False, True, products[at], counts[at], threads)
     return squares, products, counts
 
 

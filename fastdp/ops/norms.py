@@ -286,16 +286,18 @@ def gram_norms_of(
     right: Tensor,
     bounds: list[int],
     products: Tensor | None = None,
+    counts: Tensor | None = None,
     scales: Sequence[Tensor | None] = (),
     most: int = INT64_MAX,
 ) -> Tensor:
-    """Squared norms [k, B] by Gram matrices; ``products`` is where the row products go as float64 [k, B], if anywhere.
+    """Squared norms [k, B] by Gram matrices.
 
+    ``products`` is where the row products go as float64 [k, B], and ``counts`` where those of tokens do, [B], if anywhere.
     ``scales`` are of the columns of each left, and of right. Units of more than ``most`` tokens that add anything get 0.
     """
     norms = torch.empty(len(lefts), len(bounds) - 1)
     *own, last = [native_factor(*pair) for pair in zip((*lefts, right), scales or [None] * (len(lefts) + 1))]
-    _native.gram_sqnorm(own, last, bounds, most, norms, products, native_threads())
+    _native.gram_sqnorm(own, last, bounds, most, norms, products, counts, native_threads())
     return norms
 
 
