@@ -51,7 +51,7 @@ class Errors(NamedTuple):
 
 def gammas(roundings: Sequence[Roundings], tokens: torch.Tensor) -> torch.Tensor:
     """`Roundings.gamma` of k parts by the tokens of each unit ``[k, units]``, float64."""
-    return bounds.gammas(_SLOPES[tuple(roundings), tokens.device], tokens)
+    return bounds.gammas_from_slopes(_SLOPES[tuple(roundings), tokens.device], tokens)
 
 
 def _slopes(roundings: tuple[Roundings, ...], device: torch.device) -> torch.Tensor:

@@ -645,7 +645,7 @@ def upper_norms_reference(
     tokens = stack_rows([zero if own.tokens is None else own.tokens for own, zero in zip(parts, none)])
     measured = powers.new_zeros(count, powers.shape[1]).index_add_(0, groups, powers)
     reach, (relative, least, times) = products**order, errors[:3]
-    gram, apart = gammas(errors[3:].view(3, 2, -1, 1), tokens)
+    gram, apart = gammas_from_slopes(errors[3:].view(3, 2, -1, 1), tokens)
     highest = measured.index_add(0, groups, powers.abs() * relative + least + reach * gram)
     added = torch.zeros_like(measured).index_add_(0, groups, reach * (apart + times) ** order)
     norms = (highest.clamp(min=0) ** (1 / order) + added ** (1 / order)) * _SLACK
@@ -671,7 +671,7 @@ def round_down_reference(ratios: Tensor) -> Tensor:
     return (ratios * (1 - 2.0**-23)).float().clamp_(max=1).masked_fill_(~kept, 0)
 
 
-def gammas(slopes: Tensor, tokens: Tensor) -> Tensor:
+def gammas_from_slopes(slopes: Tensor, tokens: Tensor) -> Tensor:
     """`Roundings.gamma` of k parts, given as ``[3, ..., k, 1]``, by the tokens of each unit ``[k, units]``: float64."""
     fixed, token, early = slopes
     errors = fixed + token * tokens + early * tokens.clamp(max=EARLY)
