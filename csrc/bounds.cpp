@@ -1,8 +1,11 @@
-// Sums over each unit's tokens of |L_t| |R_t|, the scale of every rounding error of its gradient: one pass over the rows.
+// Sums over each unit's tokens of |L_t| |R_t|, the scale of every rounding error of its gradient: one pass over the rows; and
+// bounds of norms from them.
 #include "bounds.h"
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <tuple>
 #include <vector>
 
 #include "bindings.h"
@@ -31,16 +34,15 @@ double row_norm(const BlockKernels &kernels, const Factor &factor, int64_t t, bo
 
 // counts[unit], float64: how many of a unit's tokens add to the gradient by any of the lefts, or by ids where there are none.
 void token_counts(const std::vector<Factor> &lefts, const Factor &right, const std::vector<int64_t> &bounds, double *counts) {
-    const Tokens tokens = nonzero_tokens(lefts, right, bounds);
-    for (int64_t unit = 0; unit < tokens.units(); ++unit)
-        counts[unit] = static_cast<double>(tokens.bounds[unit + 1] - tokens.bounds[unit]);
+    nonzero_tokens(lefts, right, bounds).write_counts(counts);
 }
 
 // out[unit] = sum over its tokens of the norms of R's rows, times those of L's where L is no vector of ids; tokens that add
-// nothing are left out.
+// nothing are left out, and counts[unit] is how many are not.
 void row_products(const Factor &left, const Factor &right, const std::vector<int64_t> &bounds, bool one_hot, bool square,
-                  double *out, int threads) {
+                  double *out, double *counts, int threads) {
     const Tokens kept = nonzero_tokens(one_hot ? std::vector<Factor>{} : std::vector<Factor>{left}, right, bounds);
+    kept.write_counts(counts);
     const int64_t tokens = kept.count();
     const BlockKernels &kernels = block_kernels();
     std::vector<double> products(tokens);
@@ -58,11 +60,69 @@ void row_products(const Factor &left, const Factor &right, const std::vector<int
     }
 }
 
+// Parts of the gradients: `count` rows of a power of each unit, float32 or float64; and of their products and tokens, or null.
+using Block = std::tuple<Memory, bool, int64_t, Memory, Memory>;
+
+// The bounds of fastdp/ops/bounds.py's upper_norms, float64: `groups` has the group of each row of all blocks, and `errors`
+// [9][rows] what its rounding may hide. `norms` and `measured` are [count][units], and `cancelling` [units].
+void upper_norms(std::vector<Block> blocks, const int64_t *groups, const double *errors, int64_t rows, int64_t count,
+                 int64_t units, bool square, double *norms, double *measured, bool *cancelling) {
+    std::vector<double> added(count * units);
+    std::fill(norms, norms + count * units, 0.0);
+    std::fill(measured, measured + count * units, 0.0);
+    std::fill(cancelling, cancelling + units, false);
+    const auto each = [&](const auto &take) {
+        int64_t row = 0;
+        for (const auto &[powers, wide, own, products, tokens] : blocks)
+            for (int64_t i = 0; i < own; ++i, ++row)
+                for (int64_t unit = 0; unit < units; ++unit) {
+                    const auto entry = [at = i * units + unit](Memory memory) {
+                        return memory.address == 0 ? 0.0 : reinterpret_cast<const double *>(memory.address)[at];
+                    };
+                    const auto *narrow = reinterpret_cast<const float *>(powers.address);
+                    const double power = wide ? entry(powers) : narrow[i * units + unit];
+                    take(row, unit, power, entry(products), entry(tokens));
+                }
+    };
+    each([&](int64_t row, int64_t unit, double power, double product, double tokens) {
+        const auto error = [&](int64_t number) { return errors[number * rows + row]; };
+        const auto gamma = [&](int64_t which) {
+            const double sum = error(3 + which) + error(5 + which) * tokens + error(7 + which) * std::min(tokens, kEarly);
+            return sum < 0.25 ? sum / (1 - sum) : std::numeric_limits<double>::infinity();
+        };
+        const double apart = gamma(1) + error(2);
+        const int64_t at = groups[row] * units + unit;
+        measured[at] += power;
+        norms[at] += power + std::fabs(power) * error(0) + error(1) + (square ? product * product : product) * gamma(0);
+        added[at] += square ? product * product * (apart * apart) : product * apart;
+    });
+    for (int64_t at = 0; at < count * units; ++at) {
+        const double least = norms[at] < 0 ? 0 : norms[at];
+        norms[at] = (square ? std::sqrt(least) + std::sqrt(added[at]) : least + added[at]) * kOwnSlack;
+    }
+    each([&](int64_t row, int64_t unit, double, double product, double) {
+        cancelling[unit] = cancelling[unit] || product > kCancelling * norms[groups[row] * units + unit];
+    });
+}
+
+// weights[group][unit], float32: ratios at most 1 and never rounded up; 0 in every group unless all of a unit are `least`.
+void round_down(const double *ratios, int64_t groups, int64_t units, double least, float *weights) {
+    for (int64_t unit = 0; unit < units; ++unit) {
+        bool kept = true;
+        for (int64_t at = unit; at < groups * units; at += units) kept = kept && ratios[at] >= least;
+        for (int64_t at = unit; at < groups * units; at += units)
+            weights[at] = kept ? std::min(static_cast<float>(ratios[at] * (1 - 0x1p-23)), 1.0f) : 0.0f;
+    }
+}
+
 }  // namespace
 
 void bind_bounds(pybind11::module_ &m) {
     bind(m, "token_counts", &token_counts, "lefts", "right", "bounds", "counts");
-    bind(m, "row_products", &row_products, "left", "right", "bounds", "one_hot", "square", "out", "threads");
+    bind(m, "row_products", &row_products, "left", "right", "bounds", "one_hot", "square", "out", "counts", "threads");
+    bind(m, "upper_norms", &upper_norms, "blocks", "groups", "errors", "rows", "count", "units", "square", "norms",
+         "measured", "cancelling");
+    bind(m, "round_down", &round_down, "ratios", "groups", "units", "least", "weights");
 }
 
 }  // namespace fastdp

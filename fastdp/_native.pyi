@@ -50,6 +50,7 @@ def gram_sqnorm(
     most: int,
     out: _Memory,
     products: _Memory,
+    counts: _Memory,
     threads: int,
 ) -> None: ...
 def cross_inner(
@@ -72,8 +73,22 @@ def row_products(
     one_hot: bool,
     square: bool,
     out: _Memory,
+    counts: _Memory,
     threads: int,
 ) -> None: ...
+def upper_norms(
+    blocks: Sequence[tuple[_Memory, bool, int, _Memory, _Memory]],
+    groups: _Memory,
+    errors: _Memory,
+    rows: int,
+    count: int,
+    units: int,
+    square: bool,
+    norms: _Memory,
+    measured: _Memory,
+    cancelling: _Memory,
+) -> None: ...
+def round_down(ratios: _Memory, groups: int, units: int, least: float, weights: _Memory) -> None: ...
 
 # sums.cpp
 def affine_sums(

@@ -59,23 +59,21 @@ def seed_from_os(devices: Sequence[int] = ()) -> Iterator[None]:
 
 def forget_seeds() -> None:
     """Seed every random state of the host from the operating system, whatever the user's seed."""
-    torch.set_rng_state(_unknown_state())
+    torch.default_generator.set_state(_unknown_state())
     random.seed(os.urandom(32))
     numpy.random.seed(numpy.frombuffer(os.urandom(32), dtype=numpy.uint32))  # noqa: NPY002
 
 
 def _unknown_state() -> torch.Tensor:
     """A state of torch's CPU generator with every word drawn; a seed would set 32 bits of it."""
-    known, start = _known_state()
-    state = known.clone()
-    words = state.numpy()[start : start + 8 * _WORDS].view(numpy.uint64)
+    state, words = _state_and_words()
     words[:] = numpy.frombuffer(os.urandom(4 * _WORDS), numpy.uint32)
     return state
 
 
 @functools.cache
-def _known_state() -> tuple[torch.Tensor, int]:
-    """The state that one seed makes, and the offset of its words."""
+def _state_and_words() -> tuple[torch.Tensor, numpy.ndarray]:
+    """A state of torch's CPU generator, to be written again and again, and its words within it, uint64."""
     state = torch.Generator().manual_seed(5489).get_state()
     # The first words of the state that this seed makes, as the generator's authors print them.
     start = state.numpy().tobytes().find(struct.pack("<QQ", 5489, 1301868182))
@@ -83,18 +81,21 @@ def _known_state() -> tuple[torch.Tensor, int]:
         raise RuntimeError(
             f"the random state of torch {torch.__version__} is not known, so that masks could be guessed"
         )
-    return state, start
+    return state, state.numpy()[start : start + 8 * _WORDS].view(numpy.uint64)
 
 
 @contextmanager
 def _restored(devices: Sequence[int]) -> Iterator[None]:
     # Numpy's bit generator is swapped: copying its state takes longer than a small layer.
     state, own = random.getstate(), numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+    generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
+    states = [generator.get_state() for generator in generators]
     numpy.random.set_bit_generator(numpy.random.MT19937() if own is _spare() else _spare())  # type: ignore[attr-defined]
     try:
-        with torch.random.fork_rng(devices=devices):
-            yield
+        yield
     finally:
+        for generator, before in zip(generators, states):
+            generator.set_state(before)
         random.setstate(state)
         numpy.random.set_bit_generator(own)  # type: ignore[attr-defined]
 

@@ -485,7 +485,8 @@ class Passes:
             elif self.route == ONE_EXAMPLE:
                 self._differentiate_rows(parts)
             else:
-                uses = {name: count * len(parts) for name, count in self._expected.items()}
+                several = len(parts) > 1
+                uses = {n: count * len(parts) for n, count in self._expected.items()} if several else self._expected
                 with repeatable(self.model) if two_pass else nullcontext():
                     self.accumulator.run(backward, open_sink, layout, uses, two_pass=two_pass)
                 self.backward_passes = max(self.backward_passes, 1 + two_pass)

@@ -8,6 +8,7 @@ docs/clipping.md derives each of them.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -35,7 +36,8 @@ from .factors import (
     unit_bounds,
 )
 from .matrices import Matrices
-from .norms import NORMS, direct_norms_of
+from .norms import NORMS, direct_norms_of, gram_norms_of
+from .placed import CONSTANTS
 from .routes import longest_by_gram
 from .stream import native_threads
 from .table import Op
@@ -59,6 +61,11 @@ MOST_UNITS = 256
 LARGEST_RATIO = 2.0**40
 #: Products are sums of square roots of sums, all of positive terms: whatever their order, this covers their own rounding.
 _OWN_ROUNDING = 1 + 2.0**-10
+#: A unit whose products are this many times its norm is added on its own: tokens of a unit that are orthogonal to each other
+#: have the square root of their number (csrc/bounds.h has it too).
+CANCELLING = 2.0**7
+# float64 arithmetic on a few thousand numbers, each positive: far below this.
+_SLACK = 1 + 2.0**-30
 
 
 def _row_norms(factor: Tensor, order: int) -> Tensor:
@@ -468,6 +475,20 @@ def sqnorm(left: Tensor, right: Tensor, offsets: Tensor, route: str = "auto") ->
     return NORMS(left, right, offsets, SQUARE, None)[0]
 
 
+def counted_gram_norms(
+    lefts: Sequence[Tensor], right: Tensor, offsets: Tensor, scales: Sequence[Tensor], most: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`gram_norms` of uses that read one right, and the :func:`token_counts` of all: on a processor from one look."""
+    if right.device.type != "cpu" or not has_kernel(right, *lefts):
+        return *gram_norms(lefts, [right], [len(lefts)], offsets, scales, most), token_counts(lefts, right, offsets)
+    _check_gram_norms(lefts, [right], [len(lefts)], offsets, scales, most)
+    shape = len(lefts), offsets.shape[0] - 1
+    products, counts = torch.empty(shape, dtype=torch.float64), torch.empty(shape[1], dtype=torch.float64)
+    own = [scale.contiguous() for scale in scales]
+    squares = gram_norms_of(lefts, right, unit_bounds(offsets), products, counts, own, most)
+    return squares, products.mul_(_OWN_ROUNDING), counts
+
+
 def _chosen_sqnorm_reference(
     lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor
 ) -> Tensor:
@@ -622,6 +643,107 @@ class Rounding:
         return Roundings(160 + entries / (2**11 if self.arithmetic == "triton" else 2**19), unit=self.unit).gamma(0)
 
 
+class Part(NamedTuple):
+    """Powers of norms of some parts of the units' gradients, ``[parts, units]`` float32 or float64, and what rounding hides.
+
+    ``products`` and ``tokens`` are those of :func:`counted_products`, float64 ``[parts, units]``, or both None.
+    """
+
+    powers: Tensor
+    products: Tensor | None
+    tokens: Tensor | None
+
+
+def upper_norms(
+    parts: Sequence[Part], groups: Tensor, errors: Tensor, count: int, order: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Bounds of the norm of what each unit adds: that of its computed parts with their errors, and that of what adding hides.
+
+    The parts of a group are one vector, the errors of what is added another: the norm of their sum is at most the sum of
+    the two norms.
+
+    Args:
+        parts: of all groups, at least one.
+        groups: the group of each of their rows, int64.
+        errors: float64 ``[9, rows, 1]``: of each row what its powers are off by relative to themselves, and at least; what is
+            added, against its products, besides what depends on tokens; and `Roundings` in order, of each kind that of
+            powers against products to the power of the order, and that of what is added.
+        count: of groups.
+        order: of the norms, 1 or 2.
+
+    Returns:
+        Bounds and computed powers, float64 ``[count, units]``; and of which units the tokens cancel so far that the order of
+        their sum matters, bool ``[units]``.
+    """
+    powers = parts[0].powers
+    if powers.device.type != "cpu":
+        return upper_norms_reference(parts, groups, errors, count, order)
+    units = powers.shape[1]
+    norms, measured = torch.empty(2, count, units, dtype=torch.float64)
+    cancelling = torch.empty(units, dtype=torch.bool)
+    dense = [[None if own is None else own.contiguous() for own in part] for part in parts]
+    blocks = [(p, part.powers.dtype == torch.float64, len(part.powers), x, t) for part, (p, x, t) in zip(parts, dense)]
+    _native.upper_norms(blocks, groups, errors, len(groups), count, units, order == 2, norms, measured, cancelling)
+    return norms, measured, cancelling
+
+
+def upper_norms_reference(
+    parts: Sequence[Part], groups: Tensor, errors: Tensor, count: int, order: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition of `upper_norms`."""
+    powers = stack_rows([part.powers for part in parts])
+    none = [powers.new_zeros(1, 1).expand_as(part.powers) for part in parts]
+    products = stack_rows([zero if own.products is None else own.products for own, zero in zip(parts, none)])
+    tokens = stack_rows([zero if own.tokens is None else own.tokens for own, zero in zip(parts, none)])
+    measured = powers.new_zeros(count, powers.shape[1]).index_add_(0, groups, powers)
+    reach, (relative, least, times) = products**order, errors[:3]
+    gram, apart = gammas_from_slopes(errors[3:].view(3, 2, -1, 1), tokens)
+    highest = measured.index_add(0, groups, powers.abs() * relative + least + reach * gram)
+    added = torch.zeros_like(measured).index_add_(0, groups, reach * (apart + times) ** order)
+    norms = (highest.clamp(min=0) ** (1 / order) + added ** (1 / order)) * _SLACK
+    return norms, measured, (products > CANCELLING * norms[groups]).any(0)
+
+
+def round_down(ratios: Tensor) -> Tensor:
+    """Ratios of a bound to a norm, float64 ``[..., units]``, as float32 weights, at most 1 and never rounded up.
+
+    0 in every group for a unit with a NaN among its ratios, or one so small (norms that are infinite or beyond 2^40 bounds)
+    that a float32 weight could not carry it.
+    """
+    if ratios.device.type != "cpu":
+        return round_down_reference(ratios)
+    weights, units = torch.empty(ratios.shape), ratios.shape[-1]
+    _native.round_down(ratios.double().contiguous(), ratios.numel() // max(units, 1), units, 1 / LARGEST_RATIO, weights)
+    return weights
+
+
+def round_down_reference(ratios: Tensor) -> Tensor:
+    """The definition of `round_down`."""
+    kept = (ratios >= 1 / LARGEST_RATIO).reshape(-1, ratios.shape[-1]).all(0)
+    return (ratios * (1 - 2.0**-23)).float().clamp_(max=1).masked_fill_(~kept, 0)
+
+
+def gammas_from_slopes(slopes: Tensor, tokens: Tensor) -> Tensor:
+    """`Roundings.gamma` of k parts, given as ``[3, ..., k, 1]``, by the tokens of each unit ``[k, units]``: float64."""
+    fixed, token, early = slopes
+    errors = fixed + token * tokens + early * tokens.clamp(max=EARLY)
+    return torch.where(errors < 0.25, errors / (1 - errors), torch.inf)
+
+
+def stack_rows(blocks: Sequence[Tensor]) -> Tensor:
+    """Blocks of rows as one of float64, ``[rows, units]``; on a GPU in a few launches, however many there are."""
+    kinds: dict[torch.dtype, list[int]] = {}
+    for at, block in enumerate(blocks):
+        kinds.setdefault(block.dtype, []).append(at)
+    alike = [torch.cat([blocks[at] for at in members]).double() for members in kinds.values()]
+    if len(alike) == 1:
+        return alike[0]
+    begins = [0, *itertools.accumulate(block.shape[0] for block in blocks)]
+    order = [row for members in kinds.values() for at in members for row in range(begins[at], begins[at + 1])]
+    places = sorted(range(len(order)), key=order.__getitem__)
+    return torch.cat(alike).index_select(0, CONSTANTS[tuple(places), torch.int64, blocks[0].device])
+
+
 # On processors: csrc/bounds.cpp, or as a by-product of the Gram matrices.
 
 
@@ -630,10 +752,10 @@ def _row_products_on_cpu(left: Tensor, right: Tensor, offsets: Tensor, order: in
     """:func:`fastdp.ops.row_products` on a processor."""
     if not has_kernel(left, right):
         return NotImplemented
-    products = torch.empty(offsets.shape[0] - 1, dtype=torch.float64)
-    one_hot, counts = is_one_hot(left), _token_counts_on_cpu([left], right, offsets)
-    own, bounds = NO_FACTOR if one_hot else native_factor(left), unit_bounds(offsets)
-    _native.row_products(own, native_factor(right), bounds, one_hot, order == 2, products, native_threads())
+    products, counts = (torch.empty(offsets.shape[0] - 1, dtype=torch.float64) for _ in range(2))
+    one_hot, bounds = is_one_hot(left), unit_bounds(offsets)
+    own = NO_FACTOR if one_hot else native_factor(left)
+    _native.row_products(own, native_factor(right), bounds, one_hot, order == 2, products, counts, native_threads())
     return products, counts
 
 
@@ -660,14 +782,13 @@ def _gram_norms_on_cpu(
     """:func:`fastdp.ops.gram_norms` on a processor: a group after another."""
     if not has_kernel(*rights, *lefts):
         return NotImplemented
-    bounds, threads, first = unit_bounds(offsets), native_threads(), 0
+    bounds, first = unit_bounds(offsets), 0
     squares = torch.empty(len(lefts), len(bounds) - 1)
     products, scales = torch.empty_like(squares, dtype=torch.float64), [scale.contiguous() for scale in scales]
     for group, (right, count) in enumerate(zip(rights, counts)):
         own = slice(first, first + count)
-        by = (*scales[own], scales[len(lefts) + group]) if scales else [None] * (count + 1)
-        *factors, last = map(native_factor, (*lefts[own], right), by)
-        _native.gram_sqnorm(factors, last, bounds, most, squares[own], products[own], threads)
+        by = (*scales[own], scales[len(lefts) + group]) if scales else ()
+        squares[own] = gram_norms_of(lefts[own], right, bounds, products[own], None, by, most)
         first += count
     return squares, products
 
@@ -687,8 +808,7 @@ def _direct_norms_on_cpu(
         if at not in known:
             pair = (right, left) if right[2] <= FEW_COLUMNS < left[2] else (left, right)
             _native.direct_norms(*pair, bounds, SQUARE, None, squares[at : at + 1], None, threads)
-        _native.row_products(left, right, bounds, False, True, products[at], threads)
-        _native.token_counts([left], right, bounds, counts[at])
+        _native.row_products(left, right, bounds, False, True, products[at], counts[at], threads)
     return squares, products, counts
 
 
