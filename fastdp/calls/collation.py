@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastdp.calls.batches import Call, Path, everything, leaves, map_leaves
+from fastdp.calls.batches import Call, Path, cropped, everything, leaves, map_leaves
 from fastdp.calls.errors import SelfCheckError
 from fastdp.calls.generators import SEEDS, HeldGenerators
 from fastdp.calls.randomness import rng_state, seeded, version
@@ -82,6 +82,21 @@ class Collation:
             return False
         values = (v for _, v in everything(call) if not isinstance(v, (torch.Tensor, bool)))
         return self.sources(call) is None or any(isinstance(v, Number) or hasattr(v, "dtype") for v in values)
+
+    def row_axis(self, t: torch.Tensor) -> int | None:
+        """The axis, 0 or 1, along which a tensor of equal first sizes has this batch's rows; None where nothing tells."""
+        single = {path: own.shape for path, own in leaves(self.single(*self.items([0])))}
+        for path, own in self.batch.items():
+            shape = single.get(path, ())
+            axis = int(len(shape) > 1 and shape[0] != 1 and shape[1] == 1)
+            if own is t:
+                return axis
+            if own.dim() == t.dim() and own.shape[axis] == t.shape[0]:
+                first, second = (_values_equal(*cropped(t.movedim(n, 0), own.movedim(axis, 0))) for n in (0, 1))
+                if first != second:
+                    return int(second)
+        # Recurrent layers begin with states of zeros, [layers, rows, width].
+        return 1 if t.dim() > 2 and bool((t == t.flatten()[0]).all()) else None
 
     def items(self, rows: Sequence[int]) -> list[Any]:
         """The examples of these rows, read again."""
