@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Number
 from typing import Any
 
@@ -104,7 +104,7 @@ class Collation:
 
     def collated(self, items: Sequence[Any], seed: int = 0) -> Any:
         """What the user's collator makes of copies of some examples, under this seed."""
-        with seeded(seed), HeldGenerators(self.collate).at(seed):
+        with seeded(seed, self.collate):
             made = self.collate([copy.deepcopy(item) for item in items])
         if self.unit_map is not None and hasattr(made, "pop"):
             made.pop(self.unit_map, None)
@@ -245,6 +245,7 @@ class ProbeBatch:
         role: "together", "beside", "alone", or "still" for the same as alone.
         row: that of the example which is compared.
         seed: of the random states that the loop finds.
+        generators: the loop's own.
     """
 
     source: Collation
@@ -252,6 +253,11 @@ class ProbeBatch:
     role: str
     row: int
     seed: int
+    generators: HeldGenerators = field(default_factory=HeldGenerators)
+
+    def rng_state(self, model: torch.nn.Module) -> tuple[bytes, ...]:
+        """Fingerprint of every generator that the model, a criterion or the loop may draw from."""
+        return *rng_state(model), *self.generators.states()
 
 
 def _watched(make: Callable[[], Any], seed: int) -> tuple[Any, bool]:

@@ -25,7 +25,7 @@ from torch.utils.data import (
 from fastdp.accounting.ledger import STEP
 from fastdp.calls.batches import map_tensors
 from fastdp.calls.collation import Collation, ProbeBatch, example_length
-from fastdp.calls.generators import seed_own_generators
+from fastdp.calls.generators import HeldGenerators, callers_generators, seed_own_generators
 from fastdp.calls.randomness import forget_seeds, seed_from_os, seeded
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.engine.uses.layout import Ticket
@@ -252,10 +252,11 @@ class PrivateLoader:
             batch, made = probe.source.collated(probe.items), probe.source
             source = Collation.of(made.dataset, made.collate, made.indices, batch)
             ticket = _padding_ticket([1] * len(source.indices), is_last=False)
-            probe = replace(probe, source=source)
+            held = HeldGenerators(*callers_generators())
+            probe = replace(probe, source=source, generators=held)
             self.tickets.append(replace(ticket, source=source, probe=probe, in_eval=self.owner.evaluates))
             batch = self._to_device(batch)
-            with seeded(probe.seed):
+            with seeded(probe.seed), held.at(probe.seed):
                 yield batch
 
     def _to_device(self, batch: Any) -> Any:
