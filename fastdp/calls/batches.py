@@ -129,6 +129,8 @@ class RowLists:
         #: The axis of rows at each place where it was seen, and the places of the latest call where rows came second.
         self._axes: dict[Path, int] = {}
         self._second: set[Path] = set()
+        #: The places of the latest call whose tensors hold no rows, and have an axis of size 1 in front meanwhile.
+        self._whole: set[Path] = set()
 
     def __bool__(self) -> bool:
         """Whether the latest call had any."""
@@ -136,11 +138,15 @@ class RowLists:
 
     def encode(self, call: Call, rows: int, source: Any = None) -> Call:
         """The call of so many rows, rows first and without such lists; ``source`` is the collation of its batch."""
-        told = {path: self._is_second(path, t, rows, source) for path, t in leaves(call) if t.dim() > 1}
+        held = leaves(call)
+        # As many of something else as rows.
+        chance = [(path, t) for path, t in held if rows > 1 and rows in t.shape[:2] and source is not None]
+        self._whole = {path for path, t in chance if source.predates(t)}
+        told = {p: self._is_second(p, t, rows, source) for p, t in held if t.dim() > 1 and p not in self._whole}
         # What could be either, such as a mask without padding, lies as the others do.
         self._second = {path for path, second in told.items() if second or (second is None and True in told.values())}
-        if self._second:
-            call = map_leaves(call, lambda path, t: t.movedim(1, 0) if path in self._second else t)
+        if self._second or self._whole:
+            call = map_leaves(call, self._rows_first)
         self._entries, self._kinds = {}, {}
         args, kwargs = call
         if _FLAT.issuperset(map(type, (*args, *kwargs.values()))):
@@ -155,6 +161,9 @@ class RowLists:
 
         made: Call = map_leaves(call, lambda _, t: t, lists=numbers)
         return made if self else call
+
+    def _rows_first(self, path: Path, t: torch.Tensor) -> torch.Tensor:
+        return t.movedim(1, 0) if path in self._second else t[None] if path in self._whole else t
 
     def _is_second(self, path: Path, t: torch.Tensor, rows: int, source: Any) -> bool | None:
         """Whether rows come second; None where nothing tells."""
@@ -184,11 +193,11 @@ class RowLists:
             if path in self._second:
                 return t.movedim(0, 1).contiguous()
             if not isinstance(t, RowNumbers):
-                return t
+                return t[0] if path in self._whole else t
             with torch._C.DisableTorchFunction():
                 return self._kinds[path](self._entries[number] for number in t.tolist())
 
-        made: Call = map_leaves(call, listed) if self or self._second else call
+        made: Call = map_leaves(call, listed) if self or self._second or self._whole else call
         return made
 
 

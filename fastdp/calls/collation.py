@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Number
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from fastdp.calls.batches import Call, Path, cropped, everything, leaves, map_leaves
 from fastdp.calls.errors import SelfCheckError
 from fastdp.calls.generators import SEEDS, HeldGenerators
+from fastdp.calls.marks import Marks
 from fastdp.calls.randomness import rng_state, seeded, version
 
 #: Examples that are read between two reads of one.
@@ -41,6 +42,8 @@ class Collation:
     batch: dict[Path, torch.Tensor]
     versions: tuple[int, ...] = ()
     unit_map: str | None = None
+    #: Tensors that a loop had before it was given this batch, and how often each had been written to.
+    earlier: Marks[int] = field(default_factory=Marks)
 
     @classmethod
     def of(
@@ -50,10 +53,11 @@ class Collation:
         indices: Sequence[int],
         batch: Any,
         unit_map: str | None = None,
+        earlier: Iterable[torch.Tensor] = (),
     ) -> Collation:
-        """The collation of a batch that is about to be handed out."""
-        held = dict(leaves(batch))
-        return cls(dataset, collate, indices, held, tuple(map(version, held.values())), unit_map)
+        """The collation of a batch that is about to be handed out, and the tensors that a loop has ``earlier``."""
+        held, marks = dict(leaves(batch)), Marks((t, version(t)) for t in earlier)
+        return cls(dataset, collate, indices, held, tuple(map(version, held.values())), unit_map, marks)
 
     def sources(self, call: Call) -> dict[Path, Path] | None:
         """For each tensor of a call the path of the same tensor in the batch; None if the loop made one of them itself.
@@ -82,6 +86,10 @@ class Collation:
             return False
         values = (v for _, v in everything(call) if not isinstance(v, (torch.Tensor, bool)))
         return self.sources(call) is None or any(isinstance(v, Number) or hasattr(v, "dtype") for v in values)
+
+    def predates(self, t: torch.Tensor) -> bool:
+        """Whether a loop had a tensor, as it is, before it was given this batch, so that it holds none of its rows."""
+        return self.earlier.get(t) == version(t)
 
     def row_axis(self, t: torch.Tensor) -> int | None:
         """The axis, 0 or 1, along which a tensor of equal first sizes has this batch's rows; None where nothing tells."""

@@ -22,7 +22,7 @@ _DEPTH = 5
 #: The most entries of a list or mapping that are looked at: transforms, and not examples.
 _ENTRIES = 32
 #: How many functions of a training loop are looked at, and how far their variables: a function, an object, its generator.
-_FRAMES, _REACH = 4, 2
+_FRAMES, _REACH = 4, 3
 #: Types of values that hold none.
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 #: The first numbers that any generator draws between 0 and 1 are below .1 under the one seed, and above .9 under the other:
@@ -32,23 +32,38 @@ _ASKED = ("__call__", "__getitem__", "__getitems__")
 _KINDS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 
 
-def own_generators(*owners: Any, depth: int = _DEPTH) -> list[Any]:
+def own_generators(*owners: Any) -> list[Any]:
     """The generators that objects hold as attributes, or that their functions name; torch's, Python's and numpy's."""
-    found, seen, due = [], set(), [(owner, depth) for owner in owners if type(owner) not in _PLAIN]
+    return _reachable(owners, _KINDS, _DEPTH)
+
+
+def _reachable(owners: Iterable[Any], kinds: Any, depth: int) -> list[Any]:
+    found: list[Any] = []
+    seen: set[int] = set()
+    due = [(owner, depth) for owner in owners if type(owner) not in _PLAIN]
     while due:
         owner, left = due.pop()
-        if id(owner) in seen or isinstance(owner, (ModuleType, torch.Tensor, random.SystemRandom)):
+        if id(owner) in seen or isinstance(owner, (ModuleType, random.SystemRandom)):
             continue
         seen.add(id(owner))
-        if isinstance(owner, _KINDS):
+        if isinstance(owner, kinds):
             found.append(owner)
-        elif left:
+        elif left and not isinstance(owner, torch.Tensor):
             due += [(part, left - 1) for part in _parts(owner) if type(part) not in _PLAIN]
     return found
 
 
 def callers_generators() -> list[Any]:
     """The generators that a training loop can reach: by the variables of the functions that ask for a batch."""
+    return _reachable(_variables(), _KINDS, _REACH)
+
+
+def callers_tensors() -> list[torch.Tensor]:
+    """The tensors that a training loop can reach."""
+    return _reachable(_variables(), torch.Tensor, _REACH)
+
+
+def _variables() -> list[Any]:
     held: list[Any] = []
     frame, left = inspect.currentframe(), _FRAMES
     while frame is not None and left:
@@ -57,7 +72,7 @@ def callers_generators() -> list[Any]:
             held += [frame.f_globals.get(name) for name in frame.f_code.co_names]
             held += frame.f_locals.values()
         frame = frame.f_back
-    return own_generators(*held, depth=_REACH)
+    return held
 
 
 def _parts(owner: Any) -> Iterable[Any]:

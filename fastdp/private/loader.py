@@ -25,7 +25,7 @@ from torch.utils.data import (
 from fastdp.accounting.ledger import STEP
 from fastdp.calls.batches import map_tensors
 from fastdp.calls.collation import Collation, ProbeBatch, example_length
-from fastdp.calls.generators import HeldGenerators, callers_generators, seed_own_generators
+from fastdp.calls.generators import HeldGenerators, callers_generators, callers_tensors, seed_own_generators
 from fastdp.calls.randomness import forget_seeds, seed_from_os, seeded
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.engine.uses.layout import Ticket
@@ -199,13 +199,16 @@ class PrivateLoader:
             seed_own_generators(self.dataset, self.collate_fn)
         inner: DataLoader = DataLoader(read, batch_sampler=_TicketedBatches(self, steps, waiting), **self._options)
         try:
-            for indices, ticket, lengths, batch in self._with_tickets(self._collate_batches(inner), waiting):
+            handed = self._with_tickets(self._collate_batches(inner), waiting)
+            for number, (indices, ticket, lengths, batch) in enumerate(handed):
                 if not self.look_ahead:
                     self.require_consumed()
                     self.owner.require_step()
                 if self._pads:
                     batch = self._buckets.pad(batch)
-                source = Collation.of(self.dataset, self.collate_fn, indices, batch, self.unit_map)
+                # What is known of the first batch's tensors is known of all.
+                earlier = callers_tensors() if number == 0 else []
+                source = Collation.of(self.dataset, self.collate_fn, indices, batch, self.unit_map, earlier)
                 ticket = replace(ticket, source=source, lengths=tuple(lengths), in_eval=self.owner.evaluates)
                 if self.unit_map is not None:
                     batch, ticket = self._take_unit_map(batch, ticket)

@@ -71,6 +71,20 @@ def test_the_loaders_own_entries_tell_which_axis_a_loop_has_turned():
     assert torch.equal(plain[0][0], batch.made[:, 1:] / 7)
 
 
+def test_a_table_that_a_loop_had_before_its_batch_has_no_rows():
+    """As many classes as rows, in either order of its axes."""
+    batch, table = Batch(list(torch.rand(5, 3))), torch.rand(5, 4)
+    earlier = [table, written := table.clone(), turned := table.t().contiguous()]
+    batch.source = Collation.of([], torch.stack, range(5), [batch.made], None, earlier)
+    written[0] = batch.made[0, 0]
+    lists, call = RowLists(), ((batch.made, table, turned, written), {})
+    found = lists.encode(call, 5, batch.source)
+    assert as_long_as(found, 5) == {(0, 0), (0, 3)}
+    cut = lists.decode(take_rows(found, torch.tensor([0, 1]), as_long_as(found, 5)))
+    assert shapes(cut) == [(2, 3), (5, 4), (4, 5), (2, 4)]
+    assert all(torch.equal(a, b) for a, b in zip(lists.decode(found)[0], call[0]))
+
+
 def test_states_of_as_many_layers_as_rows_have_rows_second():
     batch = Batch([torch.arange(3), torch.arange(3)])
     call = ((batch.made, torch.zeros(2, 2, 4)), {})

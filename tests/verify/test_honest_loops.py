@@ -183,3 +183,20 @@ def test_a_loop_that_seldom_flips_by_a_generator_of_its_own(seed: int) -> None:
 def test_a_loop_that_seldom_mixes_rows_by_a_generator_of_its_own_is_found(seed: int) -> None:
     with pytest.raises(RuntimeError, match="another gradient beside other examples|another gradient alone"):
         train(nn.Linear(6, 3), rows(), None, Drawing(seed, lambda x: x + x.roll(1, 0)), seed, loss_reduction="mean")
+
+
+@seeds(3)
+def test_a_loop_that_gives_one_embedding_a_class(seed: int) -> None:
+    """Microbatches of as many rows as there are classes."""
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features = nn.Linear(6, 8)
+
+        def forward(self, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+            return self.features(x) @ classes.t()
+
+    classes = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    loop: Loop = lambda model, batch: nn.functional.cross_entropy(model(batch[0], classes), batch[1])  # noqa: E731
+    train(Scores(), rows(), None, loop, seed, loss_reduction="mean", max_physical_batch_size=3)
