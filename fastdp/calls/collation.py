@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Number
 from typing import Any
@@ -53,11 +53,10 @@ class Collation:
         indices: Sequence[int],
         batch: Any,
         unit_map: str | None = None,
-        earlier: Iterable[torch.Tensor] = (),
     ) -> Collation:
-        """The collation of a batch that is about to be handed out, and the tensors that a loop has ``earlier``."""
-        held, marks = dict(leaves(batch)), Marks((t, version(t)) for t in earlier)
-        return cls(dataset, collate, indices, held, tuple(map(version, held.values())), unit_map, marks)
+        """The collation of a batch that is about to be handed out."""
+        held = dict(leaves(batch))
+        return cls(dataset, collate, indices, held, tuple(map(version, held.values())), unit_map)
 
     def sources(self, call: Call) -> dict[Path, Path] | None:
         """For each tensor of a call the path of the same tensor in the batch; None if the loop made one of them itself.

@@ -10,6 +10,7 @@ import inspect
 import os
 import pickle
 import random
+import sys
 from collections.abc import Iterable
 from types import FunctionType, ModuleType
 from typing import Any
@@ -70,7 +71,11 @@ def _variables() -> list[Any]:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in ("fastdp", "torch"):
             left -= 1
             held += [frame.f_globals.get(name) for name in frame.f_code.co_names]
-            held += frame.f_locals.values()
+            own = frame.f_locals
+            held += own.values()
+            # Before Python 3.13 this is a copy that the frame keeps, and a batch with it, unless somebody else holds it.
+            if type(own) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(own) == 3:
+                own.clear()
         frame = frame.f_back
     return held
 

@@ -26,7 +26,8 @@ from fastdp.accounting.ledger import STEP
 from fastdp.calls.batches import map_tensors
 from fastdp.calls.collation import Collation, ProbeBatch, example_length
 from fastdp.calls.generators import HeldGenerators, callers_generators, callers_tensors, seed_own_generators
-from fastdp.calls.randomness import forget_seeds, seed_from_os, seeded
+from fastdp.calls.marks import Marks
+from fastdp.calls.randomness import forget_seeds, seed_from_os, seeded, version
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.engine.uses.layout import Ticket
 from fastdp.ops.stream import NoiseStream
@@ -206,9 +207,10 @@ class PrivateLoader:
                     self.owner.require_step()
                 if self._pads:
                     batch = self._buckets.pad(batch)
-                # What is known of the first batch's tensors is known of all.
-                earlier = callers_tensors() if number == 0 else []
-                source = Collation.of(self.dataset, self.collate_fn, indices, batch, self.unit_map, earlier)
+                source = Collation.of(self.dataset, self.collate_fn, indices, batch, self.unit_map)
+                if number == 0:
+                    # What is known of the first batch's tensors is known of all.
+                    source = replace(source, earlier=Marks((t, version(t)) for t in callers_tensors()))
                 ticket = replace(ticket, source=source, lengths=tuple(lengths), in_eval=self.owner.evaluates)
                 if self.unit_map is not None:
                     batch, ticket = self._take_unit_map(batch, ticket)

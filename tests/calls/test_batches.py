@@ -1,9 +1,12 @@
 """Calls whose rows are no first axis are encoded with rows first, and decoded as they were."""
 
+import dataclasses
+
 import torch
 
 from fastdp.calls.batches import RowLists, as_long_as, leaves, row_of, take_rows
 from fastdp.calls.collation import Collation
+from fastdp.calls.marks import Marks
 
 
 class Batch:
@@ -75,7 +78,7 @@ def test_a_table_that_a_loop_had_before_its_batch_has_no_rows():
     """As many classes as rows, in either order of its axes."""
     batch, table = Batch(list(torch.rand(5, 3))), torch.rand(5, 4)
     earlier = [table, written := table.clone(), turned := table.t().contiguous()]
-    batch.source = Collation.of([], torch.stack, range(5), [batch.made], None, earlier)
+    batch.source = dataclasses.replace(batch.source, earlier=Marks((t, t._version) for t in earlier))
     written[0] = batch.made[0, 0]
     lists, call = RowLists(), ((batch.made, table, turned, written), {})
     found = lists.encode(call, 5, batch.source)

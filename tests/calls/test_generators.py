@@ -2,13 +2,21 @@
 
 import functools
 import random
+import weakref
 
 import numpy
 import pytest
 import torch
 from torch.utils.data import Subset
 
-from fastdp.calls.generators import SEEDS, HeldGenerators, callers_generators, own_generators, seed_own_generators
+from fastdp.calls.generators import (
+    SEEDS,
+    HeldGenerators,
+    callers_generators,
+    callers_tensors,
+    own_generators,
+    seed_own_generators,
+)
 from fastdp.calls.randomness import preserve_rng, rng_state, unchanged
 
 KINDS = {
@@ -126,3 +134,22 @@ def test_a_loop_s_generators_are_those_of_its_functions_and_their_self():
     trainer = Trainer()
     found, local, _ = trainer.fit()
     assert {id(trainer.generator), id(local), id(shared)} <= set(map(id, found))
+
+
+def test_what_a_loop_can_reach_is_neither_kept_nor_taken_from_it():
+    def lets_go():
+        batch = torch.zeros(3)
+        known, gone = callers_tensors(), weakref.ref(batch)
+        assert any(t is batch for t in known)
+        del batch, known
+        return gone() is None
+
+    def keeps_its_variables():
+        seen = locals()
+        size = 3
+        assert locals() is seen
+        callers_tensors()
+        return seen["size"] == size
+
+    assert lets_go()
+    assert keeps_its_variables()
