@@ -14,6 +14,7 @@ import struct
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy
 import torch
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastdp.calls.composite import opened
+from fastdp.calls.generators import HeldGenerators, own_generators
 
 _WORDS = 624
 
@@ -33,9 +35,9 @@ def devices(model: torch.nn.Module) -> list[int]:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Set every random state of the host to this seed, and restore all of them afterwards."""
-    with _restored(()):
+def seeded(seed: int, *owners: Any) -> Iterator[None]:
+    """Set every random state of the host, and those that ``owners`` hold, to this seed, and restore them afterwards."""
+    with _restored(()), HeldGenerators(*owners).at(seed):
         seed_everything(seed)
         yield
 
@@ -106,14 +108,24 @@ def _spare() -> numpy.random.BitGenerator:
 
 
 def rng_state(model: torch.nn.Module | None = None) -> tuple[bytes, ...]:
-    """Fingerprint of every generator that a pass of this model may draw from: torch's, Python's and numpy's.
+    """Fingerprint of every generator that a pass of this model may draw from: torch's, Python's, numpy's and its own.
 
     Without a model, of the host's alone.
     """
-    used = () if model is None else devices(model)
+    used, own = ((), []) if model is None else (devices(model), _held_generators(model).states())
     states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(index) for index in used)]
     python, numbers = hash(random.getstate()), numpy.random.get_state(legacy=True)  # noqa: NPY002
-    return *(state.numpy().tobytes() for state in states), repr((python, numbers[2])).encode(), bytes(numbers[1])  # type: ignore[index]
+    return *(state.numpy().tobytes() for state in states), repr((python, numbers[2])).encode(), bytes(numbers[1]), *own  # type: ignore[index]
+
+
+#: The generators that a model holds, as the latest check found them: a walk takes longer than a small layer.
+_OWN: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
+
+
+def _held_generators(model: torch.nn.Module) -> HeldGenerators:
+    if model not in _OWN:
+        _OWN[model] = own_generators(model)
+    return HeldGenerators(*_OWN[model])
 
 
 @contextmanager
@@ -121,7 +133,7 @@ def preserve_rng(model: torch.nn.Module) -> Iterator[None]:
     """Restore every random state afterwards."""
     python, numbers = random.getstate(), numpy.random.get_state()  # noqa: NPY002
     try:
-        with torch.random.fork_rng(devices=devices(model)):
+        with torch.random.fork_rng(devices=devices(model)), _held_generators(model):
             yield
     finally:
         random.setstate(python)
@@ -160,6 +172,7 @@ class BufferSnapshot:
 def unchanged(model: torch.nn.Module) -> Iterator[None]:
     """Restore a model's buffers and every random state afterwards."""
     snapshot = BufferSnapshot(model)
+    _OWN.pop(model, None)
     try:
         with preserve_rng(model):
             yield

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fastdp.calls.batches import Call, as_long_as, map_tensors, single_rows, slice_rows
+from fastdp.calls.generators import seed_own_generators
 from fastdp.calls.outputs import differentiable_outputs
 from fastdp.calls.randomness import BufferSnapshot, devices, preserve_rng, rng_state, seed_from_os, unchanged
 from fastdp.distributed.pieces import piece
@@ -152,6 +153,8 @@ class Passes:
     ):
         self.model, self.ranks = model, ranks
         self.chance = partial(seed_from_os, devices(model)) if secret else nullcontext
+        if secret:
+            seed_own_generators(model)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.weights = weights_of(model, ranks)
         #: The same as modules read them in a pass.

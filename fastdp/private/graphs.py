@@ -27,6 +27,7 @@ import torch.utils.checkpoint as checkpoint
 
 import fastdp.engine.loss.boundary as boundary
 from fastdp.calls.batches import Call, everything, leaves, map_tensors
+from fastdp.calls.generators import HeldGenerators
 from fastdp.calls.randomness import rng_state, version
 from fastdp.distributed.pieces import writes
 from fastdp.engine.clip.accumulator import Accumulator
@@ -311,12 +312,13 @@ class Graphs:
         """The sums of both batches of a trial in the ordinary way. Raises RuntimeError for a pass that no replay repeats."""
         device, masked = self._passes.device, trial.given is full_call
         # With this layout: what is made once for a layout is then there.
-        host = rng_state()[device.type == "cpu" :]
+        own = HeldGenerators(self._passes.model)
+        host = *rng_state()[device.type == "cpu" :], *own.states()
         # transformers may warn that a mask is missing, which the user gave.
         with _patched_attribute(logging.getLogger("transformers.modeling_utils"), "disabled", not masked):
             expected = [trial.ordinary(batch) for batch in trial.batches]
         trial.drawn = not torch.equal(trial.random, _random_state(device))
-        if host != rng_state()[device.type == "cpu" :]:
+        if host != (*rng_state()[device.type == "cpu" :], *own.states()):
             raise RuntimeError("the model draws random numbers on the host, which a replay would not")
         if not masked:
             # Clipped sums may be alike where losses are not.

@@ -455,3 +455,22 @@ def test_experts_that_a_later_batch_reads_first() -> None:
         got = {n: engine.accumulator.sums.get(n, torch.zeros_like(p)) for n, p in engine.parameters.items()}
         assert error(got, clipped_sum(one_by_one(model(), data), 0.5)) < EXACT
     assert engine.route == "uses", engine.reason
+
+
+class Counted(Routed):
+    """A loop over experts that counts in one tensor."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        tokens, kinds = self.table(ids).flatten(0, 1), ids.flatten() % (EXPERTS - 1)
+        mixed, expert = tokens.new_zeros(len(tokens), self.bias.shape[1]), torch.zeros((), dtype=torch.long)
+        for _ in range(EXPERTS - 1):
+            where = (kinds == expert).nonzero().flatten()
+            mixed = mixed.index_add(0, where, F.linear(tokens[where], self.stack[expert]).tanh())
+            expert += 1
+        logits = self.head(mixed + self.bias[0])
+        return {"loss": F.cross_entropy(logits, labels.flatten())}
+
+
+def test_a_loop_over_experts_may_count_in_one_tensor() -> None:
+    units = alone(Counted(), routed())
+    require_exact(stepped(Counted(), routed(), float(norms(units).median())), units)
