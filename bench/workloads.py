@@ -73,6 +73,8 @@ def build(case: Case, device: torch.device) -> torch.nn.Module:
             model = _made(case)
     finally:
         torch.set_default_dtype(usual)
+    if hasattr(model, "config"):
+        model.config.use_cache = False  # type: ignore[union-attr] # as transformers' Trainer does
     with device:
         model = _tuned(case, model)
     if case.checkpointed:

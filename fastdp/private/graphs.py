@@ -334,7 +334,12 @@ class Graphs:
         """The recording of a trial's forward and backward pass."""
         model, accumulator = self._passes.model, self._passes.accumulator
         trial.made.clear()
-        with keep_for_graph() as tables, torch.enable_grad(), _generated_masks_disabled(trial.held):
+        with (
+            keep_for_graph() as tables,
+            torch.enable_grad(),
+            _generated_masks_disabled(trial.held),
+            _caches_disabled(model),
+        ):
             self._record = self._record or self._recorder()
             # No recording may read a device's random state, as checkpoints do, in vain where nothing is drawn.
             unread = _patched_attribute(checkpoint, "get_device_states", lambda *args: ([], []))
@@ -570,6 +575,16 @@ def _generated_masks_disabled(call: Call) -> ExitStack:
         kept.enter_context(
             _patched_attribute(masks, "is_tracing", lambda given=None: given is not None and traced(given))
         )
+    return kept
+
+
+def _caches_disabled(model: torch.nn.Module) -> ExitStack:
+    """Keep transformers from making a cache of keys: training reads none, and one of a sliding window copies from the host."""
+    kept = ExitStack()
+    for config in {
+        id(c): c for m in model.modules() if getattr(c := getattr(m, "config", None), "use_cache", False)
+    }.values():
+        kept.enter_context(_patched_attribute(config, "use_cache", False))
     return kept
 
 
