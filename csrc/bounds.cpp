@@ -6,13 +6,9 @@
 #include <vector>
 
 #include "bindings.h"
-#include "cpu.h"
+#include "block.h"
 #include "factor.h"
 #include "team.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace fastdp {
 namespace {
@@ -20,59 +16,15 @@ namespace {
 constexpr int64_t kChunk = 1024;    // entries summed in float32 before they are added in float64
 constexpr int64_t kTokensAnItem = 32;
 
-// The sum of |x| or of x^2 over at most kChunk entries.
-using RowSum = float (*)(const float *x, int64_t count, bool square);
-
-float row_sum_portable(const float *x, int64_t count, bool square) {
-    float sum = 0;
-    for (int64_t i = 0; i < count; ++i) sum += square ? x[i] * x[i] : std::fabs(x[i]);
-    return sum;
-}
-
-#if defined(__x86_64__)
-FASTDP_AVX512 float row_sum_avx512(const float *x, int64_t count, bool square) {
-    __m512 sum[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
-    int64_t i = 0;
-    for (; i + 64 <= count; i += 64)
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) {
-            const __m512 v = _mm512_loadu_ps(x + i + 16 * j);
-            sum[j] = square ? _mm512_fmadd_ps(v, v, sum[j]) : _mm512_add_ps(sum[j], _mm512_abs_ps(v));
-        }
-    for (; i < count; i += 16) {
-        const auto lanes = static_cast<__mmask16>(count - i >= 16 ? 0xffff : (1 << (count - i)) - 1);
-        const __m512 v = _mm512_maskz_loadu_ps(lanes, x + i);
-        sum[0] = square ? _mm512_fmadd_ps(v, v, sum[0]) : _mm512_add_ps(sum[0], _mm512_abs_ps(v));
-    }
-    return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_add_ps(sum[2], sum[3])));
-}
-
-FASTDP_AVX2 float row_sum_avx2(const float *x, int64_t count, bool square) {
-    const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-    __m256 sum[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
-    int64_t i = 0;
-    for (; i + 32 <= count; i += 32)
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) {
-            const __m256 v = _mm256_loadu_ps(x + i + 8 * j);
-            sum[j] = square ? _mm256_fmadd_ps(v, v, sum[j]) : _mm256_add_ps(sum[j], _mm256_and_ps(v, magnitude));
-        }
-    const __m256 all = _mm256_add_ps(_mm256_add_ps(sum[0], sum[1]), _mm256_add_ps(sum[2], sum[3]));
-    __m128 half = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
-    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half))) + row_sum_portable(x + i, count - i, square);
-}
-#endif
-
 // The L2 norm of row t of a factor, or its L1 norm; padded.
-double row_norm(const Factor &factor, int64_t t, RowSum sum, bool square, std::vector<float> &room) {
+double row_norm(const BlockKernels &kernels, const Factor &factor, int64_t t, bool square, std::vector<float> &room) {
     double total = 0;
     for (int64_t start = 0; start < factor.width; start += kChunk) {
         const int64_t count = std::min(kChunk, factor.width - start);
         const float *x = room.data();
         if (factor.plain()) x = factor.row(t) + start;
         else read_row(factor, t, start, count, room.data());
-        total += sum(x, count, square);
+        total += (square ? kernels.sum_squares : kernels.sum_sizes)(x, count);
     }
     return square ? std::sqrt(padded(total, factor.width)) : total + std::sqrt(kPaddingSquare) * factor.width;
 }
@@ -90,13 +42,14 @@ void row_products(const Factor &left, const Factor &right, const std::vector<int
                   double *out, int threads) {
     const Tokens kept = nonzero_tokens(one_hot ? std::vector<Factor>{} : std::vector<Factor>{left}, right, bounds);
     const int64_t tokens = kept.count();
-    const RowSum sum = FASTDP_BEST(row_sum);
+    const BlockKernels &kernels = block_kernels();
     std::vector<double> products(tokens);
     team_for((tokens + kTokensAnItem - 1) / kTokensAnItem, threads, [&](int64_t item) {
         static thread_local std::vector<float> room(kChunk);
         for (int64_t i = item * kTokensAnItem; i < std::min(tokens, (item + 1) * kTokensAnItem); ++i) {
             const int64_t t = kept.at[i];
-            products[i] = row_norm(right, t, sum, square, room) * (one_hot ? 1 : row_norm(left, t, sum, square, room));
+            products[i] = row_norm(kernels, right, t, square, room) *
+                          (one_hot ? 1 : row_norm(kernels, left, t, square, room));
         }
     });
     for (size_t unit = 0; unit + 1 < bounds.size(); ++unit) {

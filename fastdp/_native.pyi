@@ -188,8 +188,6 @@ def adamw_noise_step(
     eps: float,
     weight_decay: float,
     step: int,
-    corrected: bool,
-    floor: float,
     rows: _Memory,
     columns: _Memory,
     width: int,

@@ -35,7 +35,8 @@ from .factors import (
     unit_bounds,
 )
 from .matrices import Matrices
-from .norms import NORMS, direct_norms_of, gram_norms_of
+from .norms import NORMS, direct_norms_of
+from .routes import longest_by_gram
 from .stream import native_threads
 from .table import Op
 
@@ -250,7 +251,7 @@ def _direct_norms_reference(
     lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     pairs, device = list(zip(lefts, rights)), rights[0].device.type
-    squares = torch.stack([NORMS.on(device, *pair, offsets, "direct", SQUARE, None)[0].double() for pair in pairs])
+    squares = torch.stack([NORMS.on(device, *pair, offsets, SQUARE, None)[0].double() for pair in pairs])
     squares[list(known)] = 0
     products, counts = zip(*(ROW_PRODUCTS.on(device, *pair, offsets, 2) for pair in pairs))
     return squares.to(accumulator(*lefts, *rights)), torch.stack(products), torch.stack(counts)
@@ -309,6 +310,14 @@ def direct_norms(
     return squares, products * _OWN_ROUNDING, counts
 
 
+def _gram_squares(left: Tensor, right: Tensor, bounds: Sequence[int]) -> Tensor:
+    squares = right.new_zeros(len(bounds) - 1, dtype=torch.float64)
+    for unit, tokens in enumerate(map(slice, bounds, bounds[1:])):
+        one, two = (factor[tokens].to(accumulator(left, right)) for factor in (left, right))
+        squares[unit] = torch.mul(one @ one.T, two @ two.T).sum(dtype=torch.float64).clamp_min_(0)
+    return squares
+
+
 def _gram_norms_reference(
     lefts: Sequence[Tensor],
     rights: Sequence[Tensor],
@@ -321,7 +330,7 @@ def _gram_norms_reference(
         lefts = [left * scale for left, scale in zip(lefts, scales)]
         rights = [right * scale for right, scale in zip(rights, scales[len(lefts) :])]
     pairs = list(zip(lefts, [right for right, count in zip(rights, counts) for _ in range(count)]))
-    squares = [NORMS.reference(left, right, offsets, "gram", SQUARE, None)[0] for left, right in pairs]
+    squares = [_gram_squares(left, right, unit_bounds(offsets)) for left, right in pairs]
     products = [_row_products_reference(left, right, offsets, 2)[0] for left, right in pairs]
     found, sizes = torch.stack(squares).to(accumulator(*rights, *lefts)), torch.stack(products)
     if most < INT64_MAX:
@@ -417,6 +426,46 @@ def gram_norms(
     """
     squares, products = GRAM_NORMS(Matrices.of(lefts), Matrices.of(rights), list(counts), offsets, list(scales), most)
     return squares, products * _OWN_ROUNDING
+
+
+def sqnorm(left: Tensor, right: Tensor, offsets: Tensor, route: str = "auto") -> Tensor:
+    """Squared Frobenius norm of each unit's gradient, without keeping the gradient.
+
+    ``gram`` sums ``(L L^T o R R^T)[t, s]`` over the pairs of tokens of a unit, T^2 (m + n) flop by symmetry;
+    ``direct`` squares the gradient tile by tile, 2 T m n flop. One-hot factors take neither: tokens of a unit that
+    share an id are added up and squared, one pass over ``right`` whatever the route.
+
+    Args:
+        left: [N, m] float32, bfloat16, float16 or float64, any strides; or int64 ids [N].
+        right: [N, n], float, any strides.
+        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors. An empty unit has norm 0.
+        route: ``gram``, ``direct``, or ``auto`` for the one that is the faster on a processor for units of equal length.
+
+    Returns:
+        [B], float32 (float64 if a factor is float64).
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, device or offset outside the above.
+
+    Source: Goodfellow 2015 (arXiv 1510.01799) for T = 1; Li et al. 2021 (arXiv 2110.05679), section 4, for sequences.
+
+    >>> import torch
+    >>> from fastdp.ops import sqnorm
+    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
+    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
+    >>> sqnorm(left, right, offsets)
+    tensor([ 8., 32.])
+    >>> sqnorm(torch.tensor([5, 7, 7]), right, offsets)  # rows of a table, by id
+    tensor([ 4., 16.])
+    """
+    if route not in ("auto", "gram", "direct"):
+        raise ValueError(f"route is '{route}': use one of auto, gram, direct")
+    if left.dim() != 2 or right.dim() != 2 or route == "direct":
+        return NORMS(left, right, offsets, SQUARE, None)[0]
+    longest = longest_by_gram(left.shape[1], right.shape[1]) if route == "auto" else INT64_MAX
+    if left.shape[0] <= longest * max(1, len(offsets) - 1):
+        return gram_norms([left], [right], [1], offsets)[0][0]
+    return NORMS(left, right, offsets, SQUARE, None)[0]
 
 
 def _chosen_sqnorm_reference(
@@ -541,12 +590,16 @@ class Rounding:
             return min(width, CHAIN) + _CHAINED + width // CHAIN + 1
         return width + 1
 
-    def gram(self, m: int, n: int) -> Roundings:
-        """Of a squared norm by Gram matrices, against the square of the products; m is 0 for ids."""
+    def gram(self, m: int, n: int, *, crossed: bool = False) -> Roundings:
+        """Of a squared norm by Gram matrices, against the square of the products; m is 0 for ids.
+
+        ``crossed``: with the inner products of different uses of one parameter.
+        """
         # The products of two entries are added up in float64; on a GPU in float32 within a pair of tiles, and of two uses
         # along a row of them.
-        paired, token = (112, 1 / 32) if self.arithmetic == "triton" else (4, 0.0)
-        return Roundings(self._dot(m) + self._dot(n) + paired, token, 0.0, self.unit)
+        on_gpu = self.arithmetic == "triton"
+        token = 1 / 32 if on_gpu and crossed else 0.0
+        return Roundings(self._dot(m) + self._dot(n) + (112 if on_gpu else 4), token, 0.0, self.unit)
 
     def entry(self) -> Roundings:
         """Of the gradient whose entries the direct route squares, against the products."""
@@ -559,9 +612,8 @@ class Rounding:
         """Of what a unit adds to a weighted sum, against its weight times the products."""
         # The order of a BLAS is not known: any order of the unit's terms has at most this many additions in a row.
         # Two more of the weight times a row and of its product. On a GPU what is held is multiplied by a quotient of two
-        # weights where units change; under a mask a product ends after 512 tokens and its pieces, fewer than T / 64 + 4, are
-        # weighted and added: docs/clipping.md. Of what is scaled, two roundings of both factors for the norm, and of the sum
-        # two, and one of adding it to those before.
+        # weights where units change: docs/clipping.md. Of what is scaled, two roundings of both factors for the norm, and of
+        # the sum two, and one of adding it to those before.
         apart = 5 if self.scaled else 0
         return Roundings(apart + (24 + 2 * MOST_UNITS if self.arithmetic == "triton" else 3), 1, 0, self.unit)
 
@@ -608,16 +660,16 @@ def _gram_norms_on_cpu(
     """:func:`fastdp.ops.gram_norms` on a processor: a group after another."""
     if not has_kernel(*rights, *lefts):
         return NotImplemented
-    bounds = unit_bounds(offsets)
-    products = torch.empty(len(lefts), len(bounds) - 1, dtype=torch.float64)
-    squares, first = [], 0
-    scales = [scale.contiguous() for scale in scales]
+    bounds, threads, first = unit_bounds(offsets), native_threads(), 0
+    squares = torch.empty(len(lefts), len(bounds) - 1)
+    products, scales = torch.empty_like(squares, dtype=torch.float64), [scale.contiguous() for scale in scales]
     for group, (right, count) in enumerate(zip(rights, counts)):
         own = slice(first, first + count)
-        by = (*scales[own], scales[len(lefts) + group]) if scales else ()
-        squares.append(gram_norms_of(lefts[own], right, bounds, products[own], by, most))
+        by = (*scales[own], scales[len(lefts) + group]) if scales else [None] * (count + 1)
+        *factors, last = map(native_factor, (*lefts[own], right), by)
+        _native.gram_sqnorm(factors, last, bounds, most, squares[own], products[own], threads)
         first += count
-    return squares[0] if len(squares) == 1 else torch.cat(squares), products
+    return squares, products
 
 
 @DIRECT_NORMS.on_cpu

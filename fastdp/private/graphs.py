@@ -229,7 +229,7 @@ class Graphs:
             or type(policy) is not Policy
             or any(not isinstance(value, _PLAIN_TYPES) for _, value in others)
             # Hooks do not run in a replay. Those of the model itself do, round it.
-            or not (self._force or all(map(_has_no_hooks, list(passes.model.modules())[1:])))
+            or not (self._force or all(map(_has_no_own_hooks, list(passes.model.modules())[1:])))
         ):
             return None
         inputs = tuple((path, t.shape, t.dtype, t.device) for path, t in leaves(call))
@@ -459,8 +459,12 @@ def _warn(reason: str) -> None:
     warnings.warn(f"No more microbatches are recorded, and others run one operation at a time: {reason}", stacklevel=5)
 
 
-def _has_no_hooks(module: torch.nn.Module) -> bool:
-    return not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+def _has_no_own_hooks(module: torch.nn.Module) -> bool:
+    """Whether a module has no hooks but transformers', which only shape the pass: an input gradient for checkpoints, outputs."""
+    every = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return all(
+        str(getattr(hook, "__module__", "")).startswith("transformers.") for hooks in every for hook in hooks.values()
+    )
 
 
 def _seconds(device: torch.device, function: Callable[[], object]) -> float:

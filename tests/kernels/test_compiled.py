@@ -34,9 +34,7 @@ from fastdp.kernels import (
     grouped,
     groups,
     heads,
-    instances,
     launch,
-    mask,
     noise,
     onehot,
     reduce,
@@ -97,35 +95,34 @@ ADAMW = "inverse_divisor keep step_size lerp1 beta2 rest2 inverse_correction2 ep
 OFFSETS = {"p_offsets": "*i64", "p_parts": "*fp32"}
 
 
-def gram_case(dtype, b_t, b_k, warps, precision="ieee", slow=False):
+def gram_case(dtype, b_t, b_k, warps, slow=False):
     types = {"p_rights": "*i64", "p_lefts": "*i64", "p_table": "*i32", "p_squares": "*fp32", "p_products": "*fp32"}
     constants = {"RIGHT": dtype, "LEFT": dtype, "CONTIGUOUS": True, "ALIGNED": True, "b_t": b_t, "b_k": b_k}
-    matrix = dtype != tl.float32 or precision != "ieee"
+    matrix = dtype != tl.float32
     types |= numbers("units", "most", "problems")
-    case = Case(gram._gram_kernel, types, constants | {"PRECISION": precision}, warps, 4, matrix, True, slow=slow)
+    case = Case(gram._gram_kernel, types, constants, warps, 4, matrix, True, slow=slow)
     return replace(case, loop=310)  # every other round the accumulator is added up and emptied
 
 
-def direct_case(dtype, kind, b_m, b_n, b_t, warps, precision="ieee", slow=False):
+def direct_case(dtype, kind, b_m, b_n, b_t, warps, slow=False):
     types = {
         "p_left": f"*{dtype}",
         "p_right": f"*{dtype}",
-        "p_bits": "*u8",
-        **numbers("units", "tiles_n", "tiles", "m", "n", "bytes_a_row"),
-        **strides("stride_lt", "stride_lm", "stride_rt", "stride_rn"),
+        "p_mask": "*u8",
+        **numbers("units", "tiles_n", "tiles", "m", "n"),
+        **strides("stride_lt", "stride_lm", "stride_rt", "stride_rn", "stride_mm", "stride_mn"),
         **OFFSETS,
     }
-    constants = {"b_m": b_m, "b_n": b_n, "b_t": b_t, "KIND": kind.value, "PRECISION": precision}
-    matrix = dtype != "fp32" or precision != "ieee"
+    constants = {"b_m": b_m, "b_n": b_n, "b_t": b_t, "KIND": kind.value}
+    matrix = dtype != "fp32"
     return Case(direct._direct_kernel, types, constants, warps, 3, matrix, True, slow=slow)
 
 
-def weighted_case(dtype, b_m, b_n, b_t, warps, masked, precision="ieee", slow=False):
-    types = {"p_lines": "*i64", "p_blocks": "*i32", "p_weights": "*fp32", "p_outside": "*fp32", "p_parts": "*fp32"}
+def weighted_case(dtype, b_m, b_n, b_t, warps, slow=False):
+    types = {"p_lines": "*i64", "p_blocks": "*i32", "p_weights": "*fp32", "p_parts": "*fp32"}
     types |= numbers("units", "lines", "slots", "whole", "splits")
     constants = {"LEFT": dtype, "RIGHT": dtype, "CONTIGUOUS": True, "ALIGNED": True, "b_m": b_m, "b_n": b_n, "b_t": b_t}
-    constants |= {"MASKED": masked, "PRECISION": precision}
-    matrix = dtype != tl.float32 or precision != "ieee"
+    matrix = dtype != tl.float32
     return Case(weighted._weighted_kernel, types, constants, warps, 7 if b_n == 256 else 5, matrix, True, slow=slow)
 
 
@@ -138,14 +135,14 @@ def cross_case(dtype, kind, b_t, b_k, warps, slow=False):
         **numbers("m", "n", "units", "slots", "splits"),
         **{f"stride_{s}{i}": 1 if s[1] == "k" else "i32" for s in ("lt", "lk", "rt", "rk") for i in (1, 2)},
     }
-    constants = {"KIND": kind.value, "b_t": b_t, "b_k": b_k, "PRECISION": "ieee"}
+    constants = {"KIND": kind.value, "b_t": b_t, "b_k": b_k}
     return Case(cross.cross_kernel, types, constants, warps, 3, dtype != "fp32", True, slow=slow, loop=310)
 
 
 def grouped_case(dtype, b_m, b_t, warps, slow=False):
     types = {"p_table": "*i64", "p_offsets": "*i64", "p_norms": "*fp32", **numbers("units", "splits")}
     constants = {"NARROW": dtype, "WIDE": dtype, "CONTIGUOUS": True, "NARROW_ALIGNED": True, "WIDE_ALIGNED": True}
-    constants |= {"b_m": b_m, "b_n": 128, "b_t": b_t, "PRECISION": "ieee"}
+    constants |= {"b_m": b_m, "b_n": 128, "b_t": b_t}
     return Case(grouped._grouped_kernel, types, constants, warps, 3, dtype != tl.float32, True, slow=slow)
 
 
@@ -178,17 +175,6 @@ APPLY = {
 PULL = {"p_grad": "*bf16", "p_x": "*bf16", "p_out": "*bf16", "p_root": "*fp32", "p_pull": "*fp32"}
 FACTORS = {"p_partial": "*fp64", "p_norm": "*fp64", "p_root": "*fp32", "chunks": "i32", "max_norm": "fp32"}
 DCHI = {"p_table": "*fp32", "p_ids": "*i64", "p_eta": "*fp64", "p_position": "*i32", "p_out": "*fp32"}
-
-
-def instance_norm_case(dtype, kind, slow=False):
-    types = {"p_x": f"*{dtype}", "p_mask": "*u8", "p_parts": "*fp32", **numbers("units", "chunks", "n")}
-    return Case(instances.instance_norm_kernel, types, {"b": instances.INSTANCE_CHUNK, "KIND": kind.value}, slow=slow)
-
-
-def instance_sum_case(dtype, masked, slow=False):
-    types = {"p_x": f"*{dtype}", "p_inside": "*fp32", "p_outside": "*fp32", "p_mask": "*u8", "p_out": "*fp32"}
-    constants = {"b": instances.COLUMNS, "MASKED": masked}
-    return Case(instances.instance_sum_kernel, {**types, **numbers("units", "n")}, constants, slow=slow)
 
 
 def onehot_norm_case(kind, slow=False):
@@ -289,7 +275,6 @@ CASES = {
     "gram-bf16": gram_case(tl.bfloat16, 128, 64, 8),
     "gram-bf16-short": replace(gram_case(tl.bfloat16, 32, 64, 4, slow=True), narrow=True, blocks=4),
     "gram-fp32": replace(gram_case(tl.float32, 64, 32, 8), loop=700, blocks=2),
-    "gram-tf32x3": replace(gram_case(tl.float32, 64, 32, 8, "tf32x3", slow=True), loop=380),
     "gram-pairs": Case(
         gram.pairs_kernel,
         {"p_offsets": "*i64", "p_table": "*i32", **numbers("units", "most", "b_t")},
@@ -310,7 +295,7 @@ CASES = {
     "direct-chosen-bf16": Case(
         direct.chosen_kernel,
         {"p_lines": "*i64", "p_offsets": "*i64", "p_chosen": "*u8", "p_parts": "*fp32", **numbers("units", "splits")},
-        {"LEFT": tl.bfloat16, "RIGHT": tl.bfloat16, "CONTIGUOUS": True, "ALIGNED": True, "PRECISION": "ieee"}
+        {"LEFT": tl.bfloat16, "RIGHT": tl.bfloat16, "CONTIGUOUS": True, "ALIGNED": True}
         | {"b_m": 128, "b_n": 128, "b_t": 64},
         8,
         matrix=True,
@@ -331,13 +316,11 @@ CASES = {
         {"GRADIENT": tl.bfloat16, "X": tl.bfloat16, "CONTIGUOUS": True, "ALIGNED": True}
         | {"b_t": affine.TOKENS, "b_n": affine.COLUMNS},
     ),
-    "weighted-bf16": replace(weighted_case(tl.bfloat16, 128, 128, 64, 8, False), loop=270),
+    "weighted-bf16": replace(weighted_case(tl.bfloat16, 128, 128, 64, 8), loop=270),
     # An accumulator of 128 registers leaves four words over for the stack once, where the tile is stored.
-    "weighted-bf16-wide": replace(weighted_case(tl.bfloat16, 128, 256, 64, 8, False), loop=400, wide=True, stack=16),
-    "weighted-fp32": replace(weighted_case(tl.float32, 64, 64, 32, 4, False, slow=True), loop=1400, blocks=4),
-    "weighted-bf16-short": replace(weighted_case(tl.bfloat16, 128, 128, 16, 8, False, slow=True), loop=400),
-    "masked-weighted-bf16": replace(weighted_case(tl.bfloat16, 128, 64, 64, 8, True), loop=540),
-    "masked-weighted-fp32": replace(weighted_case(tl.float32, 64, 64, 32, 8, True, slow=True), loop=830),
+    "weighted-bf16-wide": replace(weighted_case(tl.bfloat16, 128, 256, 64, 8), loop=400, wide=True, stack=16),
+    "weighted-fp32": replace(weighted_case(tl.float32, 64, 64, 32, 4, slow=True), loop=1400, blocks=4),
+    "weighted-bf16-short": replace(weighted_case(tl.bfloat16, 128, 128, 16, 8, slow=True), loop=400),
     "weighted-parts": Case(
         weighted.add_parts_kernel,
         {"p_lines": "*i64", "p_parts": "*fp32", **numbers("lines", "whole", "splits")},
@@ -366,11 +349,6 @@ CASES = {
         {"b": heads.HEAD_COLUMNS},
         8,
     ),
-    "instance-norm": instance_norm_case("fp32", direct.SQUARE),
-    "instance-masked-norm": instance_norm_case("fp32", direct.MASKED_SQUARE, slow=True),
-    "instance-absolute-bf16": instance_norm_case("bf16", direct.ABSOLUTE, slow=True),
-    "instance-sum": instance_sum_case("fp32", False),
-    "instance-masked-sum": instance_sum_case("fp32", True, slow=True),
     "row-products": Case(
         bounds.products_kernel,
         {
@@ -407,12 +385,6 @@ CASES = {
         onehot.long_scatter_kernel,
         {**LONG, "p_out": "*fp32", **strides("stride_om", "stride_on")},
         {"b_n": onehot.COLUMNS, "MASKED": True},
-        slow=True,
-    ),
-    "pack": Case(
-        mask.pack_kernel,
-        {"p_mask": "*u8", "p_bits": "*u8", **numbers("rows", "columns", "bytes_a_row", "stride_m"), "stride_n": 1},
-        {"b": 512},
         slow=True,
     ),
     "sum-parts": Case(
@@ -457,8 +429,7 @@ def aligned_arguments(case):
     return tuple(
         name
         for name in case.types
-        if name not in VARYING
-        and (name.startswith(("p_", "stride", "lefts", "widths")) or name in ("m", "n", "width", "bytes_a_row"))
+        if name not in VARYING and (name.startswith(("p_", "stride", "lefts", "widths")) or name in ("m", "n", "width"))
     )
 
 
@@ -508,8 +479,7 @@ def check_loops(case, found, capability):
     assert loops or capability >= 100  # products of Blackwell are asked for by one warp, whose waits are barriers
     for loop in loops:
         assert loop.loads is None and capability >= 100 or loop.loads >= 1
-        # Three products of parts that stand for one are waited for before they are added up.
-        if loop.counts.get("HGMMA") and case.constants.get("PRECISION") != "tf32x3":
+        if loop.counts.get("HGMMA"):
             assert loop.products >= 1
         if capability == 90:
             assert loop.instructions <= case.loop
@@ -577,8 +547,6 @@ def test_fits_its_neighbours(name, capability, monkeypatch):
 def test_fits_into_64_kilobytes(name, target, monkeypatch):
     """A T4's programs and an MI300's have so little shared memory; for the latter no limit of registers is compiled."""
     case = CASES[name]
-    if target.backend == "hip" and case.constants.get("PRECISION") == "tf32x3":
-        pytest.skip("AMD's matrix units have no TF32; the default is ieee")
     monkeypatch.setattr(launch, "shared_memory", lambda device: 64 << 10)
     monkeypatch.setattr(torch.version, "hip", "6.0" if target.backend == "hip" else None)
     limit = {} if case.maxnreg is None else launch.registers_of(case.maxnreg)

@@ -47,7 +47,7 @@ for dtype in range(3):
                              rows, length, 2.5, threads)
         p, m, v = x.copy(), given["m"].copy(), given["v"].copy()
         native.adamw_noise_step(p.ctypes.data, dtype, given["sum"].ctypes.data, m.ctypes.data, v.ctypes.data, p.size, 0,
-                                position.ctypes.data, rounded, 0.7, 32.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 3, rounded, 1e-3,
+                                position.ctypes.data, rounded, 0.7, 32.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 3,
                                 given["a"].ctypes.data, given["b"].ctypes.data, given["b"].size, threads)
         native.add_noise(x.ctypes.data, dtype, 0, x.size, 0.7, position.ctypes.data, rounded, threads)
         out.update({f"{name}-{dtype}-{rounded}": value for name, value in
