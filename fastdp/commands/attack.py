@@ -142,8 +142,8 @@ class _Setting:
 
     def examples(self, path: Path) -> Examples:
         """At most ``limit`` rows of a file, drawn at random, encoded as the run did."""
-        from fastdp.data import read_rows
         from fastdp.finetune.tasks import encode_rows
+        from fastdp.tables import read_rows
 
         table = read_rows(path, self.config.encoding)
         return encode_rows(table.take(self.draw(list(range(len(table))))), self.tokenizer, self.config)
@@ -221,7 +221,7 @@ def _extraction(
 
 def _reconstruction(setting: _Setting, train: Path, names: Path, decoys: Path | None, candidates: int) -> FigureTable:
     from fastdp.audit import NameFinder, reconstruction, strike_out
-    from fastdp.data import read_rows
+    from fastdp.tables import read_rows
 
     setting.require("causal-lm", "reconstruction")
     config = setting.config

@@ -49,8 +49,8 @@ def plan_command(
     """What a run with DP-SGD would take and be worth at each batch size, and which settings to begin with; spends nothing."""
     from collections import Counter
 
-    from fastdp.data import read_rows
     from fastdp.finetune.plan import plan, with_invented_labels
+    from fastdp.tables import read_rows
 
     quiet_libraries()
     if gpu is not None:

@@ -20,7 +20,7 @@ from fastdp.untrusted import load_pretrained
 
 if TYPE_CHECKING:
     from fastdp import TextPrivatizer
-    from fastdp.data import Rows
+    from fastdp.tables import Rows
 
 
 _SUFFIXES = (".csv", ".tsv", ".jsonl", ".txt")
@@ -73,8 +73,8 @@ def privatize_command(
 
     from fastdp import TextPrivatizer
     from fastdp.accounting.witness import check_release, count_release
-    from fastdp.data import read_rows
     from fastdp.methods.sap.importance import check_eta
+    from fastdp.tables import read_rows
     from fastdp.validate import usable_device
 
     _check_target(source, target, ids, overwrite, keep)

@@ -65,10 +65,11 @@ def _prove(folder: Path, data: Path | None, settings: dict[str, Any], *, own: bo
 
     from fastdp.audit.prove import prove
     from fastdp.audit.saved import settings_of
-    from fastdp.data import Collator, Examples, causal_examples, read_rows
+    from fastdp.data import Collator, Examples, causal_examples
     from fastdp.finetune.models import load_tokenizer, load_trained
     from fastdp.finetune.tasks import encode_rows, invented_label
     from fastdp.methods.dpsgd import DPSGD
+    from fastdp.tables import read_rows
 
     config = settings_of(folder, settings)
     tokenizer = load_tokenizer(config)

@@ -273,13 +273,13 @@ def _counts(
 
 
 def _texts(path: Path, column: str, limit: int | None) -> list[str]:
-    from fastdp.data import read_rows
+    from fastdp.tables import read_rows
 
     return read_rows(path).column(column, "--text-column")[:limit]
 
 
 def _labelled(path: Path, text_column: str, label_column: str, limit: int | None) -> tuple[list[str], list[int]]:
-    from fastdp.data import read_rows
+    from fastdp.tables import read_rows
 
     rows = read_rows(path)
     texts, labels = (

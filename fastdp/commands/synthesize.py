@@ -14,8 +14,8 @@ from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import console, refusing, style_message
 
 if TYPE_CHECKING:
-    from fastdp.data import Rows
     from fastdp.finetune import FinetuneConfig
+    from fastdp.tables import Rows
 
 _COVERED = (
     "these rows were drawn from weights that the run released, so its claim holds for them as it does for the weights "
@@ -52,8 +52,8 @@ def synthesize_command(
     """Write synthetic rows from a privately tuned model, with the card of its run."""
     from fastdp.accounting import Card
     from fastdp.audit.saved import load_saved, settings_of
-    from fastdp.data import read_rows
     from fastdp.finetune.synthesis import Judge, TokenSampling, near_copies, synthesize
+    from fastdp.tables import read_rows
     from fastdp.validate import usable_device
 
     _check(run, output, judge, test, public)

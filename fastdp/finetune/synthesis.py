@@ -14,10 +14,11 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 
 from fastdp.calls.modes import in_mode
-from fastdp.data import IGNORED, DataError, Rows
+from fastdp.data import IGNORED
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.samples import continue_texts
 from fastdp.finetune.tasks import encode_rows, messages_column
+from fastdp.tables import DataError, Rows
 from fastdp.untrusted import load_pretrained, quote
 
 #: The column of texts that a model writes without a prompt.

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 import fastdp.cli
 from fastdp.accounting import Card, verify
 from fastdp.audit.saved import load_saved
-from fastdp.data import DataError, read_rows
 from fastdp.finetune import ConfigError, FinetuneConfig, finetune
 from fastdp.finetune.synthesis import Judge, TokenSampling, near_copies, synthesize
+from fastdp.tables import DataError, read_rows
 from tests.cases import cases
 
 
