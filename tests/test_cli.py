@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 
+import click
 import pytest
+import typer
 import yaml
 from rich.console import Console
 from typer.testing import CliRunner
@@ -171,6 +173,38 @@ def test_finetune_from_flags_alone_and_verify(model_folder, files, tmp_path):  #
     assert run("verify", output / "adapter" / "README.md", "--weights", output / "adapter").exit_code == 0
     assert str(tmp_path) not in (output / "adapter" / "README.md").read_text()
     assert "not passed on" in refused("card", "export", tmp_path / "forged.json", "--format", "html")
+
+
+def _every_command(command=None, path=()):
+    command = command or typer.main.get_command(app)
+    if subcommands := getattr(command, "commands", None):
+        return [found for name, own in subcommands.items() for found in _every_command(own, (*path, name))]
+    return [(path, command)]
+
+
+def test_help_names_and_explains_everything_in_80_columns():
+    for path, command in _every_command():
+        shown = runner.invoke(app, [*path, "--help"], env={"COLUMNS": "80", "NO_COLOR": "1"}).output
+        assert max(map(len, shown.splitlines())) <= 80
+        words, cut = set(re.findall(r"[\w|-]+", shown)), re.findall(r".*…", shown)
+        assert (path, cut) == (path, [])
+        for parameter in command.params:
+            if isinstance(parameter, click.Argument):
+                assert re.search(rf"^ {(parameter.metavar or parameter.name).upper()}: ", shown, re.MULTILINE), path
+            elif not parameter.hidden:
+                assert words.issuperset(parameter.opts), path
+
+
+def test_a_switch_of_the_config_is_turned_off_by_a_flag(model_folder, files, tmp_path):  # noqa: F811
+    config = tmp_path / "settings.yaml"
+    config.write_text(yaml.safe_dump({"lora_fixed": True, "gradient_checkpointing": True}))
+    arguments = ["plan", config, "--model", model_folder, "--train", files / "text.jsonl", "--epsilon", 8]
+    arguments += ["--delta", 1e-3, "--max-length", 48, "--write", tmp_path / "out.yaml", "--no-lora-fixed"]
+    assert run(*arguments).exit_code == 0
+    written = yaml.safe_load((tmp_path / "out.yaml").read_text())
+    assert not written.get("lora_fixed")
+    assert written["gradient_checkpointing"]
+    assert "give one of them" in run(*arguments, "--lora-fixed").output
 
 
 def test_finetune_refusals(model_folder, files, tmp_path):  # noqa: F811

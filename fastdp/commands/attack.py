@@ -28,7 +28,7 @@ ATTACK_KINDS = ("membership", "extraction", "reconstruction", "inversion")
 
 @refusing
 def attack_command(
-    model: Annotated[Path, typer.Argument(help="output folder of a run, or a model's folder")],
+    model: Annotated[Path, typer.Argument()],
     kind: Annotated[str, typer.Option(help=f"one of {', '.join(ATTACK_KINDS)}")] = "membership",
     train: Annotated[Path | None, typer.Option(help="the data the model was trained on")] = None,
     held_out: Annotated[Path | None, typer.Option(help="membership: data of the same kind it never saw")] = None,
@@ -59,9 +59,12 @@ def attack_command(
     label_column: Annotated[str | None, typer.Option(help="column with the label, where a run has not set it")] = None,
     batch_size: Annotated[int, typer.Option(help="examples in memory at once")] = 32,
     seed: Annotated[int, typer.Option(help="seed of the rows, names and texts that are drawn")] = 0,
-    json: Annotated[Path | None, typer.Option("--json", help="write the figures")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="file to write the figures to")] = None,
 ) -> None:
-    """Attack a model: membership, extraction or reconstruction of its training data, or inversion of its embeddings."""
+    """Attack a model: membership, extraction or reconstruction of its training data, or inversion of its embeddings.
+
+    MODEL: output folder of a run, or a model's folder.
+    """
     if kind not in ATTACK_KINDS:
         raise ValueError(f"there is no attack named {kind}: choose {', '.join(ATTACK_KINDS)}")
     for name, value in (

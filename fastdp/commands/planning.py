@@ -27,7 +27,7 @@ _PASSES = {
 @refusing
 def plan_command(
     *,
-    config: Annotated[Path | None, typer.Argument(help="YAML file of settings")] = None,
+    config: Annotated[Path | None, typer.Argument()] = None,
     examples: Annotated[
         int | None, typer.Option(help="examples, or people with --user-column (by default those of train)")
     ] = None,
@@ -37,8 +37,8 @@ def plan_command(
             help="tokens of an example; or the shortest, the median and the longest: 5,18,32 (by default max_length)"
         ),
     ] = None,
-    minutes: Annotated[float | None, typer.Option(help="that the steps may take")] = None,
-    passes: Annotated[float, typer.Option(help="over the data, at most")] = 10.0,
+    minutes: Annotated[float | None, typer.Option(help="time limit in minutes")] = None,
+    passes: Annotated[float, typer.Option(help="most passes over the data")] = 10.0,
     gpu: Annotated[str | None, typer.Option(hidden=True)] = None,
     picture: Annotated[Path | None, typer.Option(hidden=True)] = None,
     write: Annotated[
@@ -46,7 +46,10 @@ def plan_command(
     ] = None,
     overrides: dict[str, Any],
 ) -> None:
-    """What a run with DP-SGD would take and be worth at each batch size, and which settings to begin with; spends nothing."""
+    """Predict the cost and the noise of a DP-SGD run at each batch size, and suggest settings; spends nothing.
+
+    CONFIG: YAML file of settings; each can also be given as a flag. `--no-` before a setting turns it off.
+    """
     from collections import Counter
 
     from fastdp.finetune.plan import plan, with_invented_labels
@@ -119,18 +122,23 @@ def _lengths(text: str) -> list[int]:
 @refusing
 def tune_command(
     *,
-    config: Annotated[Path | None, typer.Argument(help="YAML file of settings")] = None,
+    config: Annotated[Path | None, typer.Argument()] = None,
     candidates: Annotated[
         list[str] | None,
         typer.Option("--try", help="values of a setting, as in learning_rate=1e-3,4e-3; may be repeated"),
     ] = None,
-    trials: Annotated[float, typer.Option(help="how many are expected; the number itself stays secret")] = 6.0,
-    shape: Annotated[float, typer.Option(help="of its distribution: 0 costs least, 1 varies less")] = 0.0,
+    trials: Annotated[float, typer.Option(help="expected number of trials; the number itself stays secret")] = 6.0,
+    shape: Annotated[
+        float, typer.Option(help="shape of that number's distribution: 0 costs least, 1 varies less")
+    ] = 0.0,
     held_out: Annotated[float, typer.Option(help="share of the examples that judge the trials")] = 0.1,
     resume: Annotated[bool, typer.Option("--resume", help="go on with a search that was interrupted")] = False,
     overrides: dict[str, Any],
 ) -> None:
-    """Search settings on the private data within one budget: the best of a secret number of trials, all of it on the card."""
+    """Search settings on the private data within one budget: the best of a secret number of trials, all of it on the card.
+
+    CONFIG: YAML file of settings; each can also be given as a flag. `--no-` before a setting turns it off.
+    """
     from fastdp.finetune.tune import tune
 
     quiet_libraries()

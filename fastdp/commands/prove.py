@@ -24,7 +24,7 @@ QUICKSTART = "quickstart"
 
 @refusing
 def prove_command(
-    model: Annotated[str, typer.Argument(help=f"a model's folder, a run's output folder, or '{QUICKSTART}'")],
+    model: Annotated[str, typer.Argument()],
     data: Annotated[
         Path | None, typer.Option(help="records of the kind it will be trained on; else random tokens")
     ] = None,
@@ -35,11 +35,13 @@ def prove_command(
     label_column: Annotated[str | None, typer.Option(help="column with the label, where a run has not set it")] = None,
     max_length: Annotated[int | None, typer.Option(help="longest record in tokens")] = None,
     max_grad_norm: Annotated[float | None, typer.Option(help="bound on one record's gradient")] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="write every trial")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="file to write every trial to")] = None,
 ) -> None:
     """Remove, replace and add records, extreme ones among them, and see that no release moves by more than its bound.
 
     Ends with exit code 1 if one does, or if nothing could be released at all.
+
+    MODEL: a model's folder, a run's output folder, or 'quickstart'.
     """
     quiet_libraries()
     settings = {
