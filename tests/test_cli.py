@@ -175,6 +175,20 @@ def test_finetune_from_flags_alone_and_verify(model_folder, files, tmp_path):  #
     assert "not passed on" in refused("card", "export", tmp_path / "forged.json", "--format", "html")
 
 
+def test_figures_that_cannot_be_are_refused_in_a_sentence(tmp_path):
+    plan = ("--examples", 400, "--batch-size", 100, "--epochs", "inf")
+    assert "epochs must be a finite number above 0, not inf" in refused("calibrate", "--epsilon", 8, *plan)
+    assert "epochs must be a finite number above 0, not inf" in refused("epsilon", "--noise-multiplier", 1, *plan)
+    table = tmp_path / "table.csv"
+    table.write_text("text;label\na;b\n")
+    assert "this is not a card: it holds no JSON: give card.json of a run" in refused("verify", table)
+
+
+def test_a_time_below_a_second_reads_as_a_person_says_it():
+    assert Forecast(4, 0.2, 2**20, 8.0, 1e-4).in_words().startswith("4 steps, less than 1 s, peak memory about 1 MiB")
+    assert Forecast(4, 20, 2**20, 8.0, 1e-4).in_words().startswith("4 steps, about 20 s, peak")
+
+
 def _every_command(command=None, path=()):
     command = command or typer.main.get_command(app)
     if subcommands := getattr(command, "commands", None):

@@ -105,6 +105,9 @@ _WORDS = {
     "tpr_at_1_percent": "true-positive rate at FPR 1%",
     "top1": "first guesses that are right",
     "empirical_privacy": "empirical privacy",
+    "extracted": "training names found",
+    "named": "listed names found",
+    "planted": "training names listed",
 }
 
 

@@ -79,7 +79,7 @@ def plan_command(
     title = f"{examples} {unit}, epsilon {settings.epsilon:g} at delta {settings.delta:g}"
     # Without lines between columns no heading is cut at 80 characters.
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
-    for heading in ("batch", "epochs", "steps", "noise", "noise / signal, a step", "whole run", "time"):
+    for heading in ("batch", "epochs", "steps", "noise", "ratio, step", "ratio, run", "time"):
         table.add_column(heading, justify="right")
     table.add_column("", no_wrap=True)
     for option in found.options:
@@ -94,11 +94,14 @@ def plan_command(
             style_message(("suggested", "bold")) if option == found.best else "",
         )
     console.print(table)
+    console.print(
+        "noise: the multiplier. ratio: the least norm of the noise over that of the signal, in one step and in the whole run."
+    )
     machine = found.machine
     best = found.best
     once, each = machine.once_seconds(best.batch_size, best.steps), machine.step_seconds(best.batch_size)
     console.print(
-        f"time and memory {machine.where}: as suggested {duration(once)} once for looks at the model, and {each:.3g} s a step, "
+        f"time and memory {machine.where}: as suggested {duration(once)} once for checks of the model, and {each:.3g} s a step, "
         f"{1e3 * machine.release_seconds:.3g} ms of it for the release; peak {memory(machine.peak_bytes)} with "
         f"{machine.physical} examples at once",
     )

@@ -37,8 +37,8 @@ def _event(
 
     if batch_size > examples:
         raise ValueError(f"batch size {batch_size} exceeds the {examples} examples: the sample rate would pass 1")
-    if not epochs > 0:
-        raise ValueError(f"epochs must be greater than 0, not {epochs}")
+    if not 0 < epochs < math.inf:
+        raise ValueError(f"epochs must be a finite number above 0, not {epochs}")
     per_epoch = math.ceil(examples / batch_size)
     steps = math.ceil(epochs * per_epoch)
 

@@ -51,7 +51,7 @@ def refusing(command: Callable[P, R]) -> Callable[P, R]:
         except typer.Exit:
             # It is a RuntimeError too, whose text is its number: the command has said what there is to say.
             raise
-        except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
+        except (ValueError, TypeError, OSError, RuntimeError, ImportError, OverflowError) as error:
             if os.environ.get("FASTDP_TRACEBACK"):
                 raise
             message = _system(error) if isinstance(error, OSError) else str(error)
