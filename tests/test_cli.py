@@ -143,6 +143,8 @@ def test_finetune_from_flags_alone_and_verify(model_folder, files, tmp_path):  #
     assert "perplexity" in result.output
     assert yaml.safe_load((output / "config.yaml").read_text())["peft"] == "ia3"
     assert "already holds a run" in refused("finetune", *arguments)
+    # The folder alone says which run to go on with.
+    assert "is finished: there is nothing to resume" in refused("finetune", "--resume", "--output", output)
     assert output.stat().st_mode & 0o077 == 0
     readable = {path.name for path in output.iterdir() if path.stat().st_mode & 0o077}
     assert readable == {"card.json", "card.md", "adapter"}, "losses and settings are the owner's"
@@ -175,13 +177,41 @@ def test_finetune_from_flags_alone_and_verify(model_folder, files, tmp_path):  #
     assert "not passed on" in refused("card", "export", tmp_path / "forged.json", "--format", "html")
 
 
-def test_figures_that_cannot_be_are_refused_in_a_sentence(tmp_path):
+def test_figures_that_cannot_be_are_refused_in_a_sentence(model_folder, tmp_path):  # noqa: F811
     plan = ("--examples", 400, "--batch-size", 100, "--epochs", "inf")
     assert "epochs must be a finite number above 0, not inf" in refused("calibrate", "--epsilon", 8, *plan)
     assert "epochs must be a finite number above 0, not inf" in refused("epsilon", "--noise-multiplier", 1, *plan)
+    assert "0 examples are too few to plan for" in refused(
+        "plan", "--model", model_folder, "--examples", 0, "--epsilon", 8
+    )
+    rapft = (
+        "--model",
+        model_folder,
+        "--train",
+        "x.csv",
+        "--output",
+        tmp_path / "run",
+        "--epsilon",
+        8,
+        "--method",
+        "rapft",
+    )
+    assert "give method_options such as {source: {kind: public, data: FILE}}" in refused("finetune", *rapft)
     table = tmp_path / "table.csv"
     table.write_text("text;label\na;b\n")
     assert "this is not a card: it holds no JSON: give card.json of a run" in refused("verify", table)
+
+
+def test_a_lack_of_memory_is_told_in_a_sentence():
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 33, 1 << 33)); sys.argv[0] = 'fastdp'\n"
+        "from fastdp.cli import app; app()"
+    )
+    plan = ["--noise-multiplier", "1", "--examples", "400", "--batch-size", "100", "--epochs", "1e9"]
+    done = subprocess.run([sys.executable, "-c", code, "epsilon", *plan], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: memory ran out: take fewer steps or examples")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_time_below_a_second_reads_as_a_person_says_it():

@@ -156,6 +156,7 @@ def tune_command(
         )
     )
     console.print(f"written to {found.output}")
+    console.print("keep secret how many trials ran and how long they took, which the lines above show")
 
 
 def _values(candidates: list[str] | None) -> dict[str, list[str]] | None:

@@ -96,7 +96,7 @@ def _prove(folder: Path, data: Path | None, settings: dict[str, Any], *, own: bo
 
 def _table(evidence: Evidence) -> Table:
     table = Table(title="What one record moved, where 1 is allowed", title_justify="left")
-    for heading in ("", "tried", "moved"):
+    for heading in ("change", "of what", "moved"):
         table.add_column(heading, overflow="fold")
     for trial in evidence.trials:
         # Where all others hold, a refused record is as it should be; its error is in the file of --json.

@@ -58,6 +58,11 @@ def refusing(command: Callable[P, R]) -> Callable[P, R]:
             message = " ".join(message.split()) or type(error).__name__
             errors.print(style_message(("error:", "bold red"), f" {message}"))
             raise typer.Exit(1) from None
+        except MemoryError as error:
+            errors.print(
+                style_message(("error:", "bold red"), f" memory ran out: take fewer steps or examples ({error})")
+            )
+            raise typer.Exit(1) from None
         except KeyboardInterrupt:
             errors.print("stopped")
             raise typer.Exit(130) from None

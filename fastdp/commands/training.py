@@ -116,6 +116,8 @@ def finetune_command(
 
     CONFIG: YAML file of settings. `--no-` before a setting that it turns on turns it off.
     """
+    if resume and config is None and overrides["model"] is None and overrides["output"] is not None:
+        config = Path(overrides["output"]) / "config.yaml"
     # Before libraries are imported, which takes seconds.
     settings = load_config(config, overrides)
     settings.check()

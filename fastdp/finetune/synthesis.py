@@ -85,16 +85,20 @@ def synthesize(
     given = [{}] if prompts is None else [dict(zip(columns, row)) for row in _distinct(prompts, columns)]
     starts = _starts(tokenizer, config, columns, given, target)
     batches = itertools.count(1_000_003 * sampling.seed)
-    for fields, ids in zip(given, starts):
-        seen: set[str] = set()
-        tries = _TRIES * count
-        while len(seen) < count and tries > 0:
-            size = min(sampling.batch_size, count - len(seen), tries)
-            tries -= size
-            for text in _texts(model, tokenizer, config, [ids] * size, sampling, seed=next(batches)):
-                if text and text not in seen:
-                    seen.add(text)
-                    yield {**fields, target: text}
+
+    def rows() -> Iterator[dict[str, str]]:
+        for fields, ids in zip(given, starts):
+            seen: set[str] = set()
+            tries = _TRIES * count
+            while len(seen) < count and tries > 0:
+                size = min(sampling.batch_size, count - len(seen), tries)
+                tries -= size
+                for text in _texts(model, tokenizer, config, [ids] * size, sampling, seed=next(batches)):
+                    if text and text not in seen:
+                        seen.add(text)
+                        yield {**fields, target: text}
+
+    return rows()
 
 
 def near_copies(texts: Sequence[str], records: Sequence[str], words: int = 8) -> list[int]:
