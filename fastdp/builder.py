@@ -52,7 +52,7 @@ from fastdp.private.schedules import refuse_seeing
 from fastdp.private.shapes import PublicShapes
 from fastdp.private.stages import Stages
 from fastdp.private.steps import refuse_warm
-from fastdp.validate import instance, number, whole
+from fastdp.validate import instance, integer, number
 from fastdp.verify import Checks
 
 #: Methods that are no argument of `make_private`, and how each is used.
@@ -101,8 +101,10 @@ class RunOptions:
             epochs=self.epochs,
             noise_multiplier=self.noise_multiplier,
         )
-        whole(1, max_physical_batch_size=self.max_physical_batch_size, max_examples_per_user=self.max_examples_per_user)
-        whole(unsafe_seed=self.unsafe_seed)
+        integer(
+            1, max_physical_batch_size=self.max_physical_batch_size, max_examples_per_user=self.max_examples_per_user
+        )
+        integer(unsafe_seed=self.unsafe_seed)
         instance(str | None, "the name of a batch entry", unit_map=self.unit_map)
         instance(str | os.PathLike | None, "the path of a folder", output_dir=self.output_dir)
         instance(Callable | None, "a function of (output, batch)", criterion=self.criterion)

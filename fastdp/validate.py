@@ -41,7 +41,7 @@ def number(**values: Any) -> None:
             raise ValueError(f"{name} is {value!r}: give a number")
 
 
-def whole(low: float = -math.inf, **values: Any) -> None:
+def integer(low: float = -math.inf, **values: Any) -> None:
     """Raise ValueError, naming the first that is not, unless all are whole numbers of at least ``low`` or None."""
     for name, value in values.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < low):

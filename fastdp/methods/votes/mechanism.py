@@ -16,7 +16,7 @@ import fastdp.accounting as accounting
 from fastdp.accounting.ledger import STEP
 from fastdp.ops import NoiseStream, add_noise_, snap
 from fastdp.ops.grid import DISTANCE
-from fastdp.validate import instance, number, whole
+from fastdp.validate import instance, integer, number
 
 Embed = Callable[[list[str]], Tensor]
 #: From here on float32 skips whole numbers, and one vote might move a count by 2.
@@ -89,7 +89,7 @@ class PrivateVotes:
             )
         if labels is not None and len(labels) != len(texts):
             raise ValueError(f"there are {len(texts)} texts and {len(labels)} labels: give each text one")
-        whole(1, rounds=rounds)
+        integer(1, rounds=rounds)
         instance(Callable, "a function from k texts to a tensor [k, d]", embed=embed)
         number(target_epsilon=target_epsilon, target_delta=target_delta)
         if target_delta >= 1 / len(texts):
