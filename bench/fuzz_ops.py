@@ -385,7 +385,6 @@ def choice(draw: Draw) -> Compared:
     if prior is not None:
         prior[0] = 0.0
     options: dict[str, Any] = {"cap": draw.pick.choice((None, 1.5)), "log_prior": prior}
-    options["candidate_scale"] = torch.rand(rows) if draw.chance(0.3) else None
     drawn = []
     for threads in (1, 3):
         torch.set_num_threads(threads)

@@ -249,7 +249,6 @@ def exponential_choice(
     law_ids: _Memory,
     law_scales: _Memory,
     log_prior: _Memory,
-    slopes: _Memory,
     cap: float,
     position: _Memory,
     out: _Memory,

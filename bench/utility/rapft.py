@@ -22,12 +22,13 @@ import torch
 import transformers as hf
 
 import fastdp
-from fastdp.data import Collator, Examples, causal_examples, read_rows
+from fastdp.data import Collator, Examples, causal_examples
 from fastdp.finetune.evaluation import evaluate
 from fastdp.integrations.adapters import train_biases_only
 from fastdp.methods import rapft
 from fastdp.private.method import Method
 from fastdp.private.plan import Plan
+from fastdp.tables import read_rows
 from fastdp.untrusted import load_pretrained
 
 from . import suite

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastdp.data import read_rows
 from fastdp.methods.sap import Bottom
+from fastdp.tables import read_rows
 from fastdp.untrusted import load_pretrained
 
 

@@ -302,7 +302,7 @@ class Passes:
         ``junction`` says what a backward pass does (default: `differentiate`); ``verify`` looks at more on the way.
         """
         layout, junction = layout or self._layout(ticket), junction or Junction(self.differentiate)
-        if self.isolated and ticket.rows == 1:
+        if self.isolated and (ticket.rows == 1 or not self.returns_loss):
             return self._in_isolation(call, ticket, layout, junction)
         if self.isolated or self.route == ONE_EXAMPLE:
             return self._one_at_a_time(call, ticket, layout, junction)
@@ -385,11 +385,12 @@ class Passes:
         return waiting.replace_outputs(output), waiting
 
     def _in_isolation(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass]:
-        """Run a batch of one row as it is; its buffers are restored after the backward pass."""
+        """Run the batch of one unit as it is; its buffers are restored after the backward pass."""
         snapshot = BufferSnapshot(self.model)
         output = self.forwards.root.plain(*call[0], **call[1])
         tops = [require_loss(output)] if self.returns_loss else differentiable_outputs(output)
-        waiting = Pass(call, ticket, layout, Tap(layout), True, junction, [], targets=[tops], restore=snapshot.restore)
+        targets = [tops, *[[]] * (ticket.rows - 1)]
+        waiting = Pass(call, ticket, layout, Tap(layout), True, junction, [], targets=targets, restore=snapshot.restore)
         if self.returns_loss:
             return replace_loss(output, waiting.loss(tops[0].detach())), waiting
         return waiting.replace_outputs(output), waiting

@@ -73,7 +73,7 @@ def arguments() -> dict[str, tuple]:
         "snap": (torch.randn(3, 16), table),
         "private_snap": (token, table, eta, position),
         "dchi_vectors": (eta, 16, position),
-        "exponential_choice": (token, table, eta, position, None, torch.zeros(7).double(), torch.ones(7).double()),
+        "exponential_choice": (token, table, eta, position, None, torch.zeros(7).double()),
     }
 
 
