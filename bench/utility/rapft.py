@@ -69,6 +69,8 @@ SIZES = {
     "default": Size(),
     "long": LONG,
     "faster": replace(LONG, tunings=("bitfit",), rates=(0.0, 8e-2, 0.0)),
+    # What the noised map does with BitFit in few steps.
+    "bitfit": Size(epsilons=(5.0,), tunings=("bitfit",), ratios=(), fewer=("noised",)),
     "tiny": Size(2, 8, 8, 32, 8, 8, (5.0,), ("lora",), (0.7,)),
     "full": Size(820, 256, 256, 128, 4000, 64),
 }
