@@ -82,8 +82,9 @@ def _rapft_rows() -> Iterator[str]:
     yield holds(ahead, "With adapters and LoRA, DP-SGD is ahead, [also at epsilon 3 and 7]")
     far = statistics.mean(few["lora", "printed", 5.0]) > 4 * statistics.mean(seeds[-1])
     yield holds(far, "With LoRA the gap is far smaller at 200 steps")
-    level = all(abs(_in_errors(_rapft_gaps(short, "bitfit", form))) < 2.5 for form in forms)
-    yield holds(level, "With BitFit no form with a true epsilon is further from DP-SGD than about two standard errors")
+    noised = _rapft_gaps("utility/rapft-16-bitfit", "bitfit", "noised")
+    behind = f"BitFit's noised map is behind in all of five seeds, by {in_per_cent(noised).removeprefix('+')}"
+    yield holds(len(noised) == 5 and min(noised) > 0, behind)
 
 
 def _federated_rows() -> Iterator[str]:
