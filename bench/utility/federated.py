@@ -44,6 +44,8 @@ class Size:
 
 SIZES = {
     "default": Size(),
+    # By number of clients.
+    "small": Size(texts=180, held_out=60, rounds=3, epsilons=()),
     "tiny": Size(texts=24, held_out=8, rounds=2, epsilons=(1.0,), clients=2, more_clients=()),
     "full": Size(texts=2_000, held_out=600, rounds=20, epsilons=(0.1, 1.0, 4.0, 8.0, 16.0, 32.0, 64.0)),
 }
