@@ -173,19 +173,6 @@ def test_finetune_from_flags_alone_and_verify(model_folder, files, tmp_path):  #
     assert "not passed on" in refused("card", "export", tmp_path / "forged.json", "--format", "html")
 
 
-def test_finetune_refusals(model_folder, files, tmp_path):  # noqa: F811
-    assert "model is missing" in refused("finetune")
-    assert "cannot read the config" in refused("finetune", tmp_path / "absent.yaml")
-    bad = tmp_path / "bad.csv"
-    bad.write_bytes(b"mr,ref\nx,y\nz\n")
-    arguments = ["--model", model_folder, "--train", bad, "--output", tmp_path / "run", "--epsilon", 8]
-    arguments += ["--max-length", 48]
-    assert "bad.csv, line 3" in refused("finetune", *arguments)
-    assert not (tmp_path / "run").exists()
-    assert "verify" in run("--help").output
-    assert refused("verify", tmp_path / "absent.json")
-
-
 @pytest.mark.slow
 def test_a_killed_run_resumes_within_its_budget(model_folder, files, tmp_path):  # noqa: F811
     output = tmp_path / "run"

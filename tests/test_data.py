@@ -145,6 +145,7 @@ def test_encodings_and_line_ends(tmp_path, name, content, encoding):
         ("1e400", "the number inf"),
         ("-Infinity", "the number -inf"),
         ("null", "nothing, not text"),
+        ('{"a": 1}', "a nested value"),
         ('"a \\ud83d b"', r"half of a surrogate pair \('\\ud83d', character 3\)"),
     ],
 )

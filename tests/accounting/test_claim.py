@@ -369,16 +369,6 @@ def test_a_ledger_that_counts_more_than_the_card_is_found(run):
     assert any("it was not closed" in entry for entry in result.unchecked)
 
 
-def test_a_ledger_cut_back_behind_the_card_is_found(run):
-    made, path = run
-    lines = path.read_bytes().splitlines(keepends=True)
-    head = next(n for n, line in enumerate(lines) if json.loads(line)["digest"] == made["ledger_head"])
-    path.write_bytes(b"".join(lines[:head]))
-    assert "cut back or replaced" in verify(made, ledger=path).reason
-    path.write_bytes(b"{}\n")
-    assert not verify(made, ledger=path)
-
-
 def test_what_was_noted_after_the_card_is_said_beside_it(tmp_path):
     path = tmp_path / "noted.jsonl"
     ledger = Ledger.create(path, HEADER, event=accounting.dpsgd_model(1.0, 0.02), budget_steps=20)

@@ -18,7 +18,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import fastdp
-from fastdp.accounting import Ledger, deserialise, epsilon
+from fastdp.accounting import BudgetExceeded, Ledger, deserialise, epsilon
 from fastdp.cli import app
 from fastdp.methods.rapft import NoisyMap
 from fastdp.private.steps import noised_fraction
@@ -135,6 +135,10 @@ def test_the_card_states_what_the_ledger_holds(tmp_path: Path) -> None:
 def test_extending_pays_for_more() -> None:
     private = start(epochs=1, unsafe_seed=None, **PRIVATE)
     before = train(private, 1)
+    with pytest.raises(BudgetExceeded, match=r"all 3 budgeted steps are spent; call private\.extend"):
+        next(iter(private.data_loader))
+    with pytest.raises(ValueError, match="extend by a positive number"):
+        private.extend(-1)
     private.extend(0.5)
     assert private.total_steps == 5
     after = train(private, 1)

@@ -247,20 +247,6 @@ class TestCertificates:
             send_raw(secured.address, Outgoing("describe"), timeout=2.0)
         assert self.describe(secured, folders / "own" / "alice", patience=60.0)["classes"] == 2
 
-    def test_a_connection_may_outlive_its_certificate(self, secured, folders, monkeypatch):
-        class Context:
-            def peer(self):
-                return "unix:/late"
-
-        pem = (folders / "own" / "late" / "certificate.pem").read_bytes()
-        monkeypatch.setitem(secured._proxy._by_path, "/late", pem)
-        with pytest.raises(MessageRejected, match="expired on") as refused:
-            secured._name(Context())
-        assert refused.value.code == "UNAUTHENTICATED"
-        monkeypatch.undo()
-        with pytest.raises(MessageRejected, match="has no certificate"):
-            secured._name(Context())
-
     def test_a_revoked_certificate_is_turned_away(self, tmp_path, monkeypatch):
         """Also where its connection was open before: no restart is needed."""
         folder = tmp_path / "certificates"
