@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-import fastdp
 from fastdp import accounting
 from fastdp.accounting import BudgetExceeded, epsilon
-from fastdp.engine.clip.policy import Policy
 from fastdp.private.method import Method
 from fastdp.private.plan import Budget, Plan, SideRelease
 from fastdp.private.preparation import Findings, Outcome, Preparation
 from tests.engine.runs import Classifier, loader, start
+from tests.private.test_preparation import Sneaky
 
 RATE, NOISE = 0.5, 2.0
 
@@ -29,9 +28,10 @@ def ones(batch: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 @dataclass(frozen=True)
-class Choosy(Method):
+class Choosy(Sneaky):
     """Trains ``first`` or ``second``, by a noisy count of a sample; ``every`` steps anew."""
 
+    acts: Any = None
     every: int = 100
     budgeted: int = 1
     fails: bool = False
@@ -56,14 +56,6 @@ class Choosy(Method):
     def trained(self, parameters: Mapping[str, torch.nn.Parameter], outcome: Outcome) -> Sequence[str]:
         prefix = ("first", "second")[int(outcome["choice"])]
         return [name for name in parameters if name.startswith(prefix)]
-
-    def policy(
-        self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
-    ) -> Policy:
-        return Policy((1.0,), (noise_multiplier,), dict.fromkeys(parameters, 0))
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": self.mechanism}
 
 
 def run(private: Any, steps: int) -> None:
@@ -222,10 +214,6 @@ def test_the_card_says_what_the_method_says_of_itself() -> None:
     card = private.card()
     assert card["guarantee"] == "none"
     assert "its count is not what it seems" in card["why_no_guarantee"]
-
-
-def test_dpsgd_prepares_nothing() -> None:
-    assert not any(fastdp.DPSGD().prepares_at(step) for step in range(10))
 
 
 def test_a_step_does_not_ask_again_about_all_steps_before() -> None:
