@@ -12,10 +12,8 @@ from fastdp import accounting
 from fastdp.accounting import Card, verify
 from fastdp.data import causal_examples
 from fastdp.finetune import ConfigError, finetune
-from fastdp.finetune.perturbations import choose_perturbation
 from fastdp.methods import ewft
 from fastdp.public import content_digest
-from tests.cases import cases
 from tests.finetune.runs import Stopped, classify, public_inputs
 
 
@@ -39,15 +37,6 @@ def test_a_perturbed_forward_pass(config, files, tmp_path, noise):
     (text,) = card["mechanism"]["public_text"]
     assert (text["name"], text["records"], text["shared"]) == ("public.tsv", 48, 0)
     assert text["sha256"] == content_digest(files / "public.tsv")
-
-
-@pytest.mark.parametrize(
-    ("noise", "instead"), [("epoch_weighted", "release_once"), ("uniform", "dp_forward"), ("privunit", "codebook")]
-)
-def test_a_schedule_that_is_gone_names_what_replaces_it(config, files, noise, instead):
-    options = {"layer": 1, "autoencoder": None, "noise": noise}
-    with pytest.raises(ConfigError, match=f"noise {noise}: ewft.{noise} was removed: use {instead}"):
-        finetune(classify(config, files, method="ewft", method_options=options, epochs=2))
 
 
 @pytest.mark.parametrize("rehearsed", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -77,7 +66,12 @@ def test_a_pure_forward_pass(config, files, tmp_path, rehearsed):
 
 
 def test_an_interrupt_before_any_release_leaves_nothing_to_stumble_over(config, files, tmp_path, monkeypatch):
-    """While the autoencoder learns, the ledger is there already; the same command goes on as if nothing had been."""
+    """While the autoencoder learns, the ledger is there already; the same command goes on as if nothing had been.
+
+    Neither the folder nor the account holds that anything was released.
+    """
+    monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "state"))
+    monkeypatch.delenv("FASTDP_AGAIN")
 
     def interrupted(*_, **__):
         raise Stopped
@@ -197,15 +191,6 @@ def test_a_second_run_of_the_same_texts_is_refused_or_said(config, files, tmp_pa
     monkeypatch.setenv("FASTDP_AGAIN", "1")
     finetune(classify(config, files, **options, output=str(tmp_path / "second")))
     assert len(Card.load(tmp_path / "second" / "statement.json")["earlier_releases"]) == 1
-
-
-@cases(
-    ("method", "options"),
-    [("sap", {"eta": 20.0, "special": "keep"}), ("selective", {"epsilon": 6.0, "cells": 8, "mechanism": "partition"})],
-)
-def test_options_of_the_last_release_are_replaced_with_a_warning(config, method, options):
-    with pytest.warns(FutureWarning, match="was removed: "):
-        choose_perturbation(replace(config, epsilon=None, method=method, method_options=options))
 
 
 def test_private_tokens_are_replaced_and_not_learned(config, files, tmp_path, monkeypatch):

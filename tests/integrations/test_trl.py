@@ -233,10 +233,9 @@ def test_dpo_takes_no_loss_of_the_user_s(tmp_path: Path, tokenizer: Any) -> None
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("seed", range(2))
-def test_pairs_in_bf16_take_the_rules(tmp_path: Path, tokenizer: Any, checkpointing: bool, seed: int) -> None:
+def test_pairs_in_bf16_take_the_rules(tmp_path: Path, tokenizer: Any, checkpointing: bool) -> None:
     # accelerate casts within the policy's own forward, so that the engine's comparison sees bf16 whatever it asks for.
-    rows = [{"prompt": letters(2, i), "chosen": " b", "rejected": " " + letters(2, i + seed)} for i in range(24)]
+    rows = [{"prompt": letters(2, i), "chosen": " b", "rejected": " " + letters(2, i)} for i in range(24)]
     trainer = fastdp.DPDPOTrainer(
         model=model(),
         args=DPOConfig(output_dir=str(tmp_path), **(COMMON | {"bf16": True, "gradient_checkpointing": checkpointing})),

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
-from torch import nn
 from typer.testing import CliRunner
 
 import fastdp
@@ -33,7 +32,6 @@ from tests.engine.runs import (
     logical_step,
     one_by_one,
     start,
-    state,
 )
 
 PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-4}
@@ -382,22 +380,6 @@ class TestKilled:
     def test_killed_many_times_with_blocks_of_several_steps(self, tmp_path: Path, seed: int) -> None:
         outcome, errors = self.run(tmp_path, seed, 180)
         self.judge(outcome, 180, errors)
-
-
-def test_parameters_of_the_model_alone_are_touched() -> None:
-    class Half(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("constant", torch.ones(2))
-            self.first.requires_grad_(False)
-
-    model: nn.Module = Half()
-    before = state(model)
-    private = start(model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), **PRIVATE)
-    logical_step(private)
-    after = state(model)
-    changed = {n for n in before if not torch.equal(before[n], after[n])}
-    assert changed == {"second.weight", "second.bias"}
 
 
 @cases(

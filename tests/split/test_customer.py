@@ -9,7 +9,7 @@ import torch
 from tokenizers import normalizers
 
 import fastdp
-from fastdp.methods.sap import CTI, PrivateBottom, TextPrivatizer, split_model
+from fastdp.methods.sap import PrivateBottom, TextPrivatizer, split_model
 from fastdp.split import MessageRejected, SplitCustomer, SplitVendor
 from fastdp.split.connection import Connection
 from fastdp.split.customer import batch_of
@@ -307,34 +307,6 @@ def test_tokens_are_replaced_before_the_bottom(service, customer_of, corpus):
     assert kinds["token_type_ids"].tolist() == [[0, 0, 0, 1, 1]]
 
 
-@pytest.mark.parametrize("role", ["additional_special_tokens", "sep_token", "cls_token", "pad_token"])
-def test_words_that_the_vendor_calls_special_do_not_leave(service, customer_of, role):
-    """The vendor's tokenizer names words of its own vocabulary: their rows must not be among those that are sent."""
-    customer = customer_of(service)
-    names = ["w7", "w8", "w9"]
-    if role == "additional_special_tokens":
-        customer.tokenizer.add_special_tokens({role: names})
-    else:
-        names = names[:1]
-        setattr(customer.tokenizer, role, names[0])
-    private = fastdp.TextPrivatizer(
-        customer.bottom.model, eta=1e-3, tokenizer=customer.tokenizer, mechanism="exponential", unsafe_seed=1
-    )
-    seen = []
-    bottom = customer.bottom
-    customer.bottom.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
-    texts = [" ".join(names * (9 // len(names)))] * 40
-    customer.send(texts, [0, 1] * 20, private)
-    assert bottom is customer.bottom
-    ids = torch.cat([part.flatten() for part in seen])
-    for name in names:
-        # 120 or 360 draws from 60 words at nearly equal chances.
-        assert (ids == customer.tokenizer.convert_tokens_to_ids(name)).sum() < 40
-    statement = private.statement()
-    assert statement["displacement"]["unchanged"] < 0.3
-    assert ("w7" in statement["policy"]["kept"]) == (role != "additional_special_tokens")
-
-
 def test_nothing_else_leaves(service, customer_of, corpus, monkeypatch):
     """Every message of a whole run: its fields and tensors, none of which holds ids, labels or texts."""
     texts, labels = corpus
@@ -410,25 +382,6 @@ def test_refusals(service, customer_of, corpus, tmp_path):
         (tmp_path / "lost").rename(tmp_path / "alice")
         with pytest.raises(ValueError, match="another bottom"):
             customer_of(other)
-
-
-def test_a_run_goes_on_with_the_same_counts_and_table_alone(service, customer_of, corpus):
-    texts, labels = corpus
-    customer = customer_of(service)
-    table = customer.bottom.model.get_input_embeddings().weight.detach()
-    counts = torch.ones(2, len(table))
-
-    def words(table, counts):
-        cti = CTI.from_counts(counts, source="public", min_support=1)
-        return fastdp.TextPrivatizer(table, eta=9.0, tokenizer=customer.tokenizer, cti=cti)
-
-    customer.send(texts, labels, words(table, counts))
-    other = counts.clone()
-    other[0, 7] = 50
-    for changed in (words(100 * table, counts), words(table, other)):
-        with pytest.raises(ValueError, match="other privatizer"):
-            customer.send(texts, labels, changed)
-    customer.send(texts, labels, words(table, counts))
 
 
 def test_customers_at_once(service, customer_of, corpus):

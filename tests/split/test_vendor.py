@@ -13,7 +13,6 @@ from safetensors.torch import load
 from fastdp.split import Limits, MessageRejected
 from fastdp.split.customer import batch_of
 from fastdp.split.operations import expecting
-from fastdp.split.run import Run
 from fastdp.split.store import ExampleStore
 from fastdp.split.wire import Outgoing, receive
 from tests.split.world import LIMITS, make_model, make_vendor, train_in_process
@@ -347,21 +346,3 @@ def test_an_answer_comes_after_its_place_was_given_back(tmp_path, monkeypatch):
     for step in range(3):
         take(vendor, step)
     vendor.close()
-
-
-def test_a_run_that_cannot_be_kept_goes_back_to_the_disk(vendor, monkeypatch):
-    """The disk is full: the step was computed, but is not acknowledged, and is taken again from what is kept."""
-    begin(vendor)
-    take(vendor, 0)
-    before = adapter(vendor)
-
-    def full(*_):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(Run, "save", full)
-    with pytest.raises(OSError, match="no space"):
-        take(vendor, 1)
-    monkeypatch.undo()
-    assert vendor.customer("alice").run.step == 1
-    assert all(torch.equal(value, before[key]) for key, value in adapter(vendor).items())
-    take(vendor, 1)
