@@ -16,8 +16,8 @@ def trained(private: Any, epochs: int = 1) -> Iterator[Any]:
             private.optimizer.zero_grad()
 
 
-def train(private: Any, epochs: int = 1, steps: float = float("inf")) -> None:
-    """Train for some epochs, until so many releases are made."""
-    for _ in trained(private, epochs):
-        if private.last_step_done and private.steps_done >= steps:
-            break
+def train(private: Any) -> None:
+    """Spend the whole budget."""
+    while private.steps_done < private.total_steps:
+        for _ in trained(private):
+            pass

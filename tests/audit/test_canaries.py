@@ -20,8 +20,9 @@ from fastdp.engine.clip import norms
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy
 from fastdp.private.run import Private
-from tests.audit.runs import CANARIES, ORDINARY, Tied, canary, ordinary, start, train
+from tests.audit.runs import CANARIES, ORDINARY, Tied, canary, ordinary, start
 from tests.cases import cases
+from tests.loops import train
 from tests.noise import Add, replace_noise
 
 CONFIDENCE = 1 - 1e-5

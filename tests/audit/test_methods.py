@@ -15,6 +15,7 @@ from fastdp.methods.rapft import NoisyMap, PublicMap, RapFT
 from fastdp.private.observer import Observer
 from fastdp.private.run import Private
 from tests.audit import faults
+from tests.loops import train
 
 CONFIDENCE = 1 - 1e-5
 
@@ -47,16 +48,6 @@ def start(method: Any) -> Private:
     )
 
 
-def train(private: Private, noise: float = 1.0) -> None:
-    if noise != 1.0:
-        private.observe(faults.Weaker(noise))
-    for _ in range(private.total_steps):
-        for batch in private.data_loader:
-            private.model(**batch)["loss"].backward()
-            private.optimizer.step()
-            private.optimizer.zero_grad()
-
-
 class Drawn(Observer):
     """Remembers which units took part in which release."""
 
@@ -71,7 +62,9 @@ class Drawn(Observer):
 def audited(method: Any, noise: float = 1.0) -> audit.AuditResult:
     private = start(method)
     canaries = audit.GradientCanaries(private, 600)
-    train(private, noise)
+    if noise != 1.0:
+        private.observe(faults.Weaker(noise))
+    train(private)
     if isinstance(method, fastdp.DPFrost):
         frozen = [p for p in private.model.parameters() if not p.requires_grad]
         assert frozen, "the selection froze nothing, and the canaries all reached what was trained"

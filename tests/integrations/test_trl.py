@@ -101,13 +101,6 @@ def row_means(output: Any, labels: torch.Tensor) -> torch.Tensor:
     return losses.sum(1) / (labels[:, 1:] != -100).sum(1).clamp(min=1)
 
 
-class OnTop(fastdp.DPSFTTrainer):
-    """Looks at the trainer's own loss."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
-        return super().compute_loss(model, inputs, return_outputs, **options)
-
-
 class Own(fastdp.DPSFTTrainer):
     """Computes the loss from the logits."""
 
@@ -121,7 +114,6 @@ class Own(fastdp.DPSFTTrainer):
 #: Where the loss of an example comes from: the trainer's class, its arguments, and those of its privacy.
 SOURCES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "model": (fastdp.DPSFTTrainer, {}, {}),
-    "subclass, on top": (OnTop, {}, {}),
     "subclass": (Own, {}, {}),
     "function": (
         fastdp.DPSFTTrainer,

@@ -93,12 +93,8 @@ def trained(
     case: str,
     noise: float,
     prepare: Callable[[nn.Module], None] = lambda model: None,
-    launch: Callable[..., Any] = lambda *given: given,
 ) -> dict[str, Any]:
-    """One run of the matrix: the weights after `STEPS` steps, and what the run says of itself.
-
-    ``launch`` is handed model, optimizer and loader, and returns those that are to be trained with.
-    """
+    """One run of the matrix: the weights after `STEPS` steps, and what the run says of itself."""
     name, tuning, options = CASES[case]
     model: Any = build(name, tuning)
     model.config.use_cache = False
@@ -109,7 +105,6 @@ def trained(
         batch_size=3 if "user_ids" in options else 6,
         collate_fn=packed if "unit_map" in options else padded,
     )
-    model, optimizer, loader = launch(model, optimizer, loader)
     given = {"noise_multiplier": noise, "target_delta": 1e-3, "epochs": 3, "unsafe_seed": 5, **options}
     # Rounded to a grid, a difference in the last digit of a sum may move a weight by a step of the grid.
     private = fastdp.make_private(model, optimizer, loader, max_physical_batch_size=2, secure_rounding=False, **given)
@@ -121,7 +116,6 @@ def trained(
         "processes": card["model"]["processes"],
         "route": private.route,
         "spent": card["steps"]["spent"],
-        "pieces": any(map(pieces.is_cut, model.parameters())),
     }
 
 

@@ -91,39 +91,6 @@ def ways(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return {name: trained(case, 1.0, way) for name, (case, way) in WAYS.items()}
 
 
-def _accelerator(**options: Any) -> Any:
-    """Accelerate's, set to its FSDP2 plugin, which it takes with GPUs alone."""
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-
-    found: Any = Accelerator(cpu=True)
-    found.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False, **options
-    )
-    found.state.distributed_type = DistributedType.FSDP
-    return found
-
-
-def accelerated(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """Weights that accelerate's FSDP2 plugin has cut, before and after the run is made private."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": str(size)}
-    found: dict[str, Any] = {
-        case: trained(case, 1.0, launch=lambda *given: _accelerator().prepare(*given))
-        for case in ("tied gpt2", "llama", "lora")
-    }
-    private = _started(build("llama"))
-
-    def afterwards() -> None:
-        model, _, data = _accelerator().prepare(*private)
-        for batch in data:
-            model(**batch)["loss"].backward()
-
-    found["afterwards"] = said(afterwards)
-    found["spent"] = private.steps_done
-    return found
-
-
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
@@ -590,7 +557,6 @@ class Late(Classifier):
 #: In the order in which they may be run.
 SCENARIOS: dict[str, Callable[[int, int, Path], dict[str, Any]]] = {
     "ways": ways,
-    "accelerated": accelerated,
     "noise": noise,
     **{f"{moment}, of pieces": partial(killed_with_pieces, moment) for moment in MOMENTS},
     "measured": measured,

@@ -348,7 +348,7 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
 class TestKilled:
     """SIGKILL between lines: the books are never below the truth, the total never above the budget."""
 
-    BUDGET = 15
+    BUDGET = 9
 
     def run(self, folder: Path, seed: int, budget: int) -> Any:
         program = [sys.executable, "-m", "tests.private.killed_run", str(folder), str(seed), str(budget)]
