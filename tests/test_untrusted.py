@@ -340,7 +340,7 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 """
 
 
-@pytest.mark.parametrize("command", ["finetune", "doctor", "prove", "privatize", "vendor"])
+@pytest.mark.parametrize("command", ["finetune", "vendor"])
 def test_code_that_comes_with_a_model_never_runs(tmp_path, monkeypatch, command):
     """Not even where somebody, or a pipe, answers transformers' question with y."""
     folder, ran = tmp_path / "model", tmp_path / "ran"
@@ -366,9 +366,6 @@ def test_code_that_comes_with_a_model_never_runs(tmp_path, monkeypatch, command)
     data.write_text('{"text": "a", "label": "yes"}\n' * 8)
     arguments = {
         "finetune": ["finetune", "--model", folder, "--train", data, "--output", tmp_path / "out", "--epsilon", "8"],
-        "doctor": ["doctor", folder],
-        "prove": ["prove", folder],
-        "privatize": ["privatize", data, tmp_path / "out.txt", "--model", folder, "--eta", "8"],
         "vendor": ["split", "vendor", "--model", folder, "--insecure", "--folder", tmp_path / "vendor"],
     }[command]
     monkeypatch.setattr("builtins.input", lambda *_: "y")

@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
-from transformers import DataCollatorWithFlattening
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 import fastdp
 from fastdp.engine.errors import SelfCheckError
@@ -380,47 +379,6 @@ def test_a_second_forward_pass_after_backward() -> None:
     private.model(**batch)["loss"].backward()
     with refused(RuntimeError, r"A forward pass ran after its batch's backward\(\)", private):
         private.model(**batch)
-    # The way on; a call by position counts as the one by name.
-    private.optimizer.step()
-    private.optimizer.zero_grad()
-    for batch in private.data_loader:
-        sum(private.model(batch["x"] * factor, batch["labels"])["loss"] for factor in (1.0, -1.0)).backward()
-        private.optimizer.step()
-        private.optimizer.zero_grad()
-    assert private.steps_done > 2
-
-
-def test_a_hidden_state_that_a_loop_carries_on() -> None:
-    """A raw error of torch's about the state's size reached the loop."""
-
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn, self.head = nn.LSTM(5, 4, batch_first=True), nn.Linear(4, 5)
-
-        def forward(self, x: torch.Tensor, state: Any) -> Any:
-            found, state = self.rnn(x, state)
-            return self.head(found), state
-
-    model, rows = Recurrent(), TensorDataset(torch.randn(24, 3, 5, generator=torch.Generator().manual_seed(0)))
-    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(rows, batch_size=8)
-    private = fastdp.make_private(
-        model, optimizer, loader, loss_reduction="mean", epochs=1, output_dir=None, unsafe_seed=3, noise_multiplier=0.0
-    )
-    state: Any = None
-
-    def train() -> None:
-        nonlocal state
-        for (x,) in private.data_loader:
-            known = state if state is not None and state[0].shape[1] == len(x) else None
-            found, state = model(x, known)
-            state = tuple(t.detach() for t in state)
-            F.mse_loss(found, x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    with refused((SelfCheckError, ValueError, RuntimeError), "this batch was not released", private):  # type: ignore[arg-type]
-        train()
 
 
 def test_inputs_that_require_gradients() -> None:
@@ -428,33 +386,6 @@ def test_inputs_that_require_gradients() -> None:
     batch = next(iter(private.data_loader))
     with refused(ValueError, r"An input requires gradients.* model.eval\(\)", private):
         private.model(batch["x"].clone().requires_grad_(), batch["labels"])
-    # The way on.
-    for batch in private.data_loader:
-        x = batch["x"].clone().requires_grad_()
-        private.model.eval()
-        (gradient,) = torch.autograd.grad(private.model(x, batch["labels"])["loss"], x)
-        private.model.train()
-        private.model((x + 0.1 * gradient.sign()).detach(), batch["labels"])["loss"].backward()
-        private.optimizer.step()
-        private.optimizer.zero_grad()
-    assert private.steps_done == 3
-
-
-def test_packed_rows_without_a_map_and_the_way_on() -> None:
-    rows = [{"input_ids": list(range(3, 5 + number % 5))} for number in range(24)]
-    kinds = {"seq_idx": DataCollatorWithFlattening(return_seq_idx=True), "none": DataCollatorWithFlattening()}
-    for name, collator in kinds.items():
-        private = start(build("llama"), loader(rows, collate_fn=collator), **PRIVATE)
-        way = "$" if name == "seq_idx" else " Make the collator with return_seq_idx=True"
-        message = rf"packs examples into one row. Pass unit_map='seq_idx' and set use_cache=False\.{way}"
-        with refused(ValueError, message, private):
-            private.model(**next(iter(private.data_loader)))
-    model = build("llama")
-    model.config.use_cache = False
-    data = loader(rows, collate_fn=kinds["seq_idx"])
-    private = start(model, data, unit_map="seq_idx", epochs=1, **PRIVATE)
-    logical_step(private)
-    assert (private.route, private.steps_done) == ("uses", 1)
 
 
 @cases("late", [False, True])
@@ -477,15 +408,6 @@ def test_a_mean_over_the_batch_in_the_loop_names_what_divides(late: bool) -> Non
             loss(private.model, batch).backward()
             private.optimizer.step()
     assert torch._C._nn.cross_entropy_loss is cross_entropy
-    # The way on.
-    private = start(
-        Logits(), criterion=lambda o, b: F.cross_entropy(o, b["labels"], weight, reduction="none"), **PRIVATE
-    )
-    for batch in private.data_loader:
-        private.loss(private.model(batch["x"]), batch).backward()
-        private.optimizer.step()
-        private.optimizer.zero_grad()
-    assert private.route == "uses"
 
 
 def test_gradients_that_were_not_clipped() -> None:

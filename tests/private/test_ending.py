@@ -49,17 +49,6 @@ def epoch(private: Any, most: int | None = None) -> None:
         pass
 
 
-@cases("seed", range(5))
-def test_without_a_limit_a_batch_is_a_logical_batch(seed: int) -> None:
-    """Loops that count batches up to max_train_steps make every release that was paid for."""
-    private = start(unsafe_seed=seed, **PRIVATE)
-    done = 0
-    while done < 2 * len(private.data_loader):
-        done += sum(1 for _ in trained(private))
-    assert private.steps_done == private.total_steps == done == 6
-    assert private.data_loader.batch_size == 8
-
-
 def test_without_a_limit_all_examples_of_the_drawn_users_are_one_batch() -> None:
     users = [i // 3 for i in range(24)]
     data = loader(batch_size=4)

@@ -60,35 +60,6 @@ def exact_step(model: nn.Module, data: Batch, bound: float, route: str = "uses",
     engine.close()
 
 
-class Words(nn.Module):
-    """An embedding with a padding row, with its head tied to it or not."""
-
-    def __init__(self, tied: bool):
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(9, 6, padding_idx=0)
-        with torch.no_grad():
-            self.table.weight[0] = torch.randn(6)
-        self.head = nn.Linear(6, 9)
-        if tied:
-            self.head.weight = self.table.weight
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        logits = self.head(torch.tanh(self.table(ids)).cumsum(1))
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
-
-
-@cases(*pairs(("tied", [False, True]), ("two_pass", [False, True])))
-def test_padding_rows_of_embeddings(tied: bool, two_pass: bool) -> None:
-    ids = torch.tensor([[1, 2, 1, 0], [3, 0, 0, 0], [4, 4, 4, 5]])
-    model = Words(tied)
-    exact_step(model, {"ids": ids, "labels": ids.roll(-1, 1)}, 0.3, two_pass=two_pass)
-    engine, tickets = engine_for(model, 1e6, two_pass=two_pass)
-    tickets.append(ticket(3))
-    model(ids=ids, labels=ids.roll(-1, 1))["loss"].backward()
-    assert bool((engine.accumulator.sums["table.weight"][0] == 0).all()) is not tied, "a tied head reaches padding rows"
-
-
 @cases("reentrant", [False, True])
 def test_the_one_example_route_reaches_into_checkpointed_pieces(reentrant: bool) -> None:
     class Checkpointed(Odd):
@@ -130,25 +101,6 @@ def test_rescaling_a_loss_does_not_move_the_threshold() -> None:
         gradients.append({n: p.grad for n, p in private.model.named_parameters()})
     assert same(gradients[0], gradients[1])
     assert same(gradients[0], gradients[2])
-
-
-def test_evaluation_keeps_the_token_mean() -> None:
-    private = start(Words(tied=True), loader(_sentences(), collate_fn=_pad))
-    batch = next(iter(private.data_loader))
-    plain = copy.deepcopy(private.model)
-    with torch.no_grad():
-        assert torch.equal(private.model(**batch)["loss"], plain(**batch)["loss"])
-        assert torch.equal(private.model.eval()(**batch)["loss"], plain(**batch)["loss"])
-
-
-def _sentences() -> list[list[int]]:
-    return [[1 + (i * j) % 8 for j in range(1, 3 + i % 3)] for i in range(16)]
-
-
-def _pad(items: list[list[int]]) -> Batch:
-    length = max(map(len, items))
-    ids = torch.tensor([item + [0] * (length - len(item)) for item in items])
-    return {"ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
 
 
 @cases(

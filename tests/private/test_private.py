@@ -22,9 +22,11 @@ from fastdp.cli import app
 from fastdp.methods.rapft import NoisyMap
 from fastdp.private.steps import noised_fraction
 from tests.cases import cases, pairs
+from tests.engine.reference import norms as sizes
 from tests.engine.runs import (
     Classifier,
     clipped_sum,
+    collate,
     error,
     examples,
     join,
@@ -238,12 +240,7 @@ class TestAdaptiveClipping:
         method = fastdp.DPSGD(max_grad_norm=50.0, adaptive=adaptive)
         data = loader(batch_size=24)
         private = start(data_loader=data, method=method, noise_multiplier=1.0, epochs=40, target_delta=1e-4)
-        norms = torch.stack(
-            [
-                torch.cat([g.reshape(-1) for g in row.values()]).norm()
-                for row in one_by_one(private.model, join([_all()]))
-            ]
-        )
+        norms = sizes(one_by_one(private.model, collate(examples())))
         bounds = []
         for _ in range(40):
             logical_step(private)
@@ -274,7 +271,7 @@ class TestAdaptiveClipping:
         private = start(method=fastdp.DPSGD(max_grad_norm=bound, adaptive=fastdp.AdaptiveClipping()), **PRIVATE)
         _, batches = logical_step(private)
         rows = one_by_one(private.model, join(batches))
-        norms = torch.stack([torch.cat([g.reshape(-1) for g in row.values()]).norm() for row in rows]).double()
+        norms = sizes(rows)
         # Whole up to 15/16 of the bound, not at all from 17/16.
         whole = float(((17 / 16 - norms / bound) * 8).clamp(0, 1).sum())
         assert 0 < whole < len(rows)
@@ -284,13 +281,6 @@ class TestAdaptiveClipping:
         private = start(method=fastdp.DPSGD(adaptive=fastdp.AdaptiveClipping()))
         logical_step(private)
         assert private.policy.bounds == (1.0,)
-
-
-def _all() -> dict[str, torch.Tensor]:
-    return {
-        "x": torch.stack([e["x"] for e in examples()]),
-        "labels": torch.tensor([e["labels"] for e in examples()]),
-    }
 
 
 def test_a_state_holds_counts_and_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from fastdp.accounting.weights import named_digest
 from fastdp.methods.sap import Bottom, split_model
 from fastdp.split.bottom import PackedBottom, check_published, pack_bottom, unpack_bottom
+from tests.cases import cases
 from tests.engine.models import batch, build
 
 
-@pytest.mark.parametrize("after", [0, 1])
-@pytest.mark.parametrize("name", ["bert", "roberta", "gpt2", "llama", "qwen3"])
-def test_it_arrives_whole(name, after, tmp_path):
+@cases("name, after", [("bert", 0), ("roberta", 1), ("gpt2", 0), ("llama", 1), ("qwen3", 1)])
+def test_it_arrives_whole(name, after, tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp(name)
     bottom, _ = split_model(build(name).eval(), after)
     packed = pack_bottom(bottom, tmp_path)
     found = unpack_bottom(packed, after)
