@@ -200,42 +200,16 @@ def check_page(form, found, honest, place):
         assert not re.search(r"^(?:- )?```(?!json)|^(?:- )?---\s*$", body, re.MULTILINE)
 
 
-RESULT = {
-    **{
-        "epsilon": 8.0,
-        "steps": 40,
-        "trained_parameters": 42,
-        "seconds_per_step": 0.5,
-        "peak_bytes": 9,
-        "privacy": None,
-    },
-    **{"noise_multiplier": 0.7, "before": {"perplexity": 31.0}, "after": {"perplexity": 17.0}, "notes": ["cut"]},
-}
-CARD = {
-    **{"guarantee": "differential privacy", "unit": "example", "adjacency": "add_remove", "why_no_guarantee": []},
-    **{"epsilon": {"upper_bound": 7.98, "delta": 1e-5}, "model": {"trained_parameters": 42}},
-}
-SAMPLES = {"own": ["text"], "unprotected": [{"text": "record", "right": "yes", "answer": "no"}]}
-CONFIG = {
-    "model": "m",
-    "task": "causal-lm",
-    "epsilon": 8.0,
-    "delta": 1e-5,
-    "labels": ["a"],
-    "method_options": {"a": [1]},
-}
-ROW = {"step": 1, "epsilon": 1.0, "learning_rate": 1.0, "unprotected": {"loss": 2.0, "seconds": 0.5}}
-
-
 def test_no_field_of_a_run_writes_markup_into_its_report(tmp_path):
     folder, beside = made(tmp_path / "run"), made(tmp_path / "beside", 4.0)
-    parts = {"result.json": RESULT, "card.json": CARD, "samples.json": SAMPLES, "config.yaml": CONFIG}
-    for name, part in parts.items():
-        (folder / name).write_text(yaml.safe_dump(part) if name == "config.yaml" else json.dumps(part))
+    sample = {"own": ["text"], "unprotected": [{"text": "record", "right": "yes", "answer": "no"}]}
+    (folder / "samples.json").write_text(json.dumps(sample))
+    parts = {name: json.loads((folder / name).read_text()) for name in ("result.json", "card.json", "samples.json")}
+    parts["config.yaml"] = yaml.safe_load((folder / "config.yaml").read_text())
     honest = {tag for run in ([folder], [folder, beside]) for tag in Tags(build_report(run)).found}
     rows = (folder / "metrics.jsonl").read_text()
     written = refused = 0
-    for name, part in {**parts, "metrics.jsonl": ROW}.items():
+    for name, part in {**parts, "metrics.jsonl": json.loads(rows.splitlines()[3])}.items():
         for place in paths(part):
             for key in (False, True):
                 changed = replaced(part, place, HOSTILE, key=key)

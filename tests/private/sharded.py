@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -116,28 +114,6 @@ def _go_on(private: Any, steps: int, after: Callable[[], None] = lambda: None) -
             done += private.last_step_done
             if done == steps:
                 return
-
-
-def lost(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """Rank 1 ends within a pass of its third step, so that others wait for its piece of a weight."""
-    model: Any = Classifier()
-    released, began = 0, time.monotonic()
-
-    def end(*_: Any) -> None:
-        if rank == 1 and released == 2:
-            os._exit(9)
-
-    model.first.register_forward_hook(end)
-    for module in (model.first, model.second, model):
-        fully_shard(module)
-    private = small(model=model, output_dir=folder / "lost")
-
-    def clock(_moment: str, step: int) -> None:
-        nonlocal released, began
-        released, began = step, time.monotonic()
-
-    ended = said(lambda: go_on(private, 6, clock))
-    return {"said": ended, "seconds": time.monotonic() - began, "released": released, "spent": private.steps_done}
 
 
 def killed_with_pieces(moment: str, rank: int, size: int, folder: Path) -> dict[str, Any]:
@@ -564,7 +540,6 @@ SCENARIOS: dict[str, Callable[[int, int, Path], dict[str, Any]]] = {
     "fused": fused,
     "quantised": quantised,
     "looked": looked,
-    "lost": lost,
     "stretched": stretched,
     "pieces refused": refused,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     default_data_collator,
-    get_linear_schedule_with_warmup,
 )
 
 import fastdp
@@ -74,17 +72,6 @@ def test_a_schedule_does_not_count_releases_from_before_it_was_made() -> None:
         rates = spend(private, schedule)
         assert rates == expected[: len(rates)]
         private.detach()
-
-
-def test_no_release_that_is_paid_for_runs_at_a_rate_of_zero() -> None:
-    """As every Hugging Face loop does; 6 of 8 releases ran at rate 0."""
-    private = start(optimizer=None, max_physical_batch_size=2, epochs=3, **PRIVATE)
-    for group in private.optimizer.param_groups:
-        group["lr"] = 0.1
-    steps = 3 * len(private.data_loader)
-    rates = spend(private, get_linear_schedule_with_warmup(private.optimizer, 0, steps))
-    assert rates == pytest.approx([0.1 * (1 - step / steps) for step in range(steps)])
-    assert min(rates) > 0
 
 
 def test_other_optimizers_schedules_are_left_alone() -> None:
@@ -326,16 +313,6 @@ def test_noise_that_is_settled_cannot_be_set() -> None:
     private = start(**PRIVATE)
     with pytest.raises(AttributeError, match="the noise of a run is settled"):
         private.noise_multiplier = 0.1
-
-
-def test_a_reproducible_key_has_no_epsilon() -> None:
-    private = start(**PRIVATE)
-    assert private.epsilon() == 0.0
-    logical_step(private)
-    assert private.epsilon() == math.inf
-    honest = start(unsafe_seed=None, **PRIVATE)
-    logical_step(honest)
-    assert honest.epsilon() < math.inf
 
 
 @cases(

@@ -85,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             run(
                 making,
                 *("matrix:1", "matrix:2", "sharded:2", "refusals:2", "shapes:1", "shapes:2"),
-                *("pieces refused:2", "measured:2", "counted:2", "lost:2", "noise:2"),
+                *("pieces refused:2", "measured:2", "counted:2", "noise:2"),
                 *("fused:1", "fused:2", "quantised:1", "quantised:2", "looked:2"),
                 *(f"{moment}:{size}" for moment in (MOMENTS[1], IN_PIECES[-1]) for size in (2, 1)),
                 CASES="tied gpt2,users,sums",
@@ -457,11 +457,3 @@ def test_a_rank_that_is_killed_stops_the_others_and_loses_no_count(folder: Path,
 def test_so_does_one_that_has_pieces_of_the_weights(tmp_path: Path, moment: str) -> None:
     run(tmp_path, f"{moment}:2", f"{moment}:1")
     require_count(tmp_path, moment)
-
-
-@in_pieces
-def test_a_rank_that_ends_within_a_pass_stops_those_that_wait_for_its_piece(folder: Path) -> None:
-    left = torch.load(folder / "lost-2-0.pt", weights_only=False)
-    assert left["said"].startswith("RankLost: another process of the group ended"), left
-    assert left["seconds"] < 60
-    assert left["released"] == left["spent"] == Ledger.read(folder / "lost" / "ledger.jsonl").spent_steps == 2

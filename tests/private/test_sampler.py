@@ -206,19 +206,6 @@ def test_an_empty_batch_is_one_padding_row() -> None:
     assert second.weights.tolist() == [1.0]
 
 
-def test_tickets_come_first_in_first_out_and_are_forgotten_on_a_restart() -> None:
-    private = start(max_physical_batch_size=2)
-    private.data_loader.look_ahead = True
-    iterator = iter(private.data_loader)
-    ahead = [next(iterator) for _ in range(3)]
-    assert len(private.data_loader.tickets) == 3
-    losses = [private.model(**ahead[0])["loss"]]
-    losses[0].backward()
-    assert len(private.data_loader.tickets) == 2
-    next(iter(private.data_loader))
-    assert len(private.data_loader.tickets) == 1
-
-
 def test_a_skipped_batch_is_refused_before_its_ticket_can_go_to_another() -> None:
     private = start(max_physical_batch_size=2)
     iterator = iter(private.data_loader)
