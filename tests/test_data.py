@@ -58,17 +58,6 @@ def test_jsonl_and_text(tmp_path):
     assert list(table.lines) == [1, 3]
 
 
-def test_saved_dataset(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    data = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]})
-    data.save_to_disk(tmp_path / "one")
-    table = read_rows(tmp_path / "one")
-    assert table.column("label", "label_column") == ["0", "1"]
-    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "several")
-    with pytest.raises(DataError, match=r"name one of them: .*train.*test"):
-        read_rows(tmp_path / "several")
-
-
 @cases(
     "name, content, message",
     [
@@ -252,13 +241,6 @@ def test_features_that_a_parquet_file_states_and_nobody_knows(tmp_path):
         parquet.write_table(table, tmp_path / "a.parquet")
         with pytest.raises(DataError, match="that can be read: save it again"):
             read_rows(tmp_path / "a.parquet")
-
-
-def test_missing_file_and_foreign_folder(tmp_path):
-    with pytest.raises(DataError, match="there is no file"):
-        read_rows(tmp_path / "absent.csv")
-    with pytest.raises(DataError, match="no data set saved"):
-        read_rows(tmp_path)
 
 
 def test_missing_column_and_value(tmp_path):

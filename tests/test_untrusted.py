@@ -17,7 +17,7 @@ from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
 from fastdp import untrusted
-from fastdp.accounting import Card, Gaussian, dpsgd, verify
+from fastdp.accounting import Card, Gaussian, gaussian, verify
 from fastdp.accounting.card import digest
 from fastdp.accounting.exports import FORMATS, export
 from fastdp.audit.saved import load_saved
@@ -124,7 +124,7 @@ def test_a_console_shows_strings_as_plain_text():
 
 
 def card_of(**changes):
-    claim = Gaussian("example", "add_remove", dpsgd(2.0, 0.1, 10), 1e-5)
+    claim = Gaussian("example", "add_remove", gaussian(2.0), 1e-5)
     made = Card.of(claim, mechanism="DP-SGD", noise_source={"key": "operating system"})
     body = {**made, **changes}
     return {**body, "digest": digest(body)}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fastdp import accounting
-from fastdp.accounting import calibration, renyi, schedules
+from fastdp.accounting import EventModel, Ledger, calibration, renyi, schedules
 from tests.cases import cases
 
 DELTA = 1e-5
@@ -72,3 +72,14 @@ def test_the_cost_of_a_choice_is_the_theorems(shape, trials):
     least = (spent + np.log1p(-1 / orders) - np.log(DELTA * orders) / (orders - 1)).min()
     found = accounting.epsilon(accounting.chosen([accounting.gaussian(z)], shape, stop), DELTA)
     assert least <= found <= 1.02 * least
+
+
+def test_a_torn_ledger_counts_a_whole_block_more(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger.create(path, {}, event=EventModel(accounting.gaussian(1.0)), budget_steps=100, block=10)
+    for _ in range(10):
+        ledger.record()
+    killed = tmp_path / "killed.jsonl"
+    killed.write_bytes(path.read_bytes() + b'{"body": {"of": "step", "rec')
+    ledger.close()
+    assert Ledger.read(killed).spent_steps == 20

@@ -73,20 +73,6 @@ def test_a_ray_that_is_slow_to_start_is_started_again(programs):
     assert not list(programs.glob("fastdp-ray-*"))
 
 
-def test_a_ray_that_never_starts_is_given_up_with_its_log(programs, monkeypatch):
-    """A minute is over once it has been tried."""
-    tried, clock = programs / "tried", time.monotonic
-    code = f"import pathlib, sys\nprint('no room', flush=True)\npathlib.Path({str(tried)!r}).touch()\nsys.exit(1)"
-    (programs / "ray").write_text(f"#!{sys.executable}\n{code}")
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + 60 * tried.exists())
-    with (
-        pytest.raises(RuntimeError, match=r"Ray did not start within 60 s:\n(?s:.*)no room"),
-        Federation(programs / "flower", simulation=True, start_seconds=60),
-    ):
-        raise AssertionError("it began without Ray")
-    assert not list(programs.glob("fastdp-ray-*"))
-
-
 def test_certificates_and_keys_are_what_flower_reads(tmp_path):
     """Flower's own reading of the key; a handshake is in `tests/test_tls_proxy.py`."""
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key

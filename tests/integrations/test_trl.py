@@ -21,11 +21,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase
 from trl import DPOConfig, SFTConfig
 
 import fastdp
-from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.integrations.trl import PackingCollator
-from fastdp.private.observer import Observer
 from tests.cases import cases
-from tests.engine.runs import clipped_sum, error
+from tests.engine.runs import Sums, clipped_sum, error
+from tests.private.test_preparation import Drawn
 from tests.tokenizers_for_tests import word_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -60,34 +59,20 @@ def letters(count: int, start: int) -> str:
     return " ".join("abcdefghij"[(start + i) % 10] for i in range(count))
 
 
-class Sums(Observer):
-    """Keeps the clipped sums of each release, and what it was made of."""
-
-    def __init__(self) -> None:
-        self.sums: list[dict[str, torch.Tensor]] = []
-        self.drawn_units: list[list[int]] = []
-
-    def drawn(self, drawn: list[int], kind: str) -> list[int]:
-        self.drawn_units.append(drawn)
-        return drawn
-
-    def before_release(self, accumulator: Accumulator) -> None:
-        self.sums.append({name: total.clone() for name, total in accumulator.sums.items()})
-
-
 def first_release(trainer: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Clipped sums of the first step for which anything was drawn, and the examples that were."""
-    loader, sums = trainer.get_train_dataloader(), Sums()
+    loader, sums, drawn = trainer.get_train_dataloader(), Sums(), Drawn()
     private = trainer.private
     private.observe(sums)
+    private.observe(drawn)
     for batches in loader:
         trainer.training_step(trainer.model, batches)
         private.optimizer.step()
-        if sums.drawn_units[-1]:
+        if drawn.units:
             break
         private.optimizer.zero_grad()
     private.detach()
-    return sums.sums[-1], sums.drawn_units[-1]
+    return sums.steps[-1], drawn.units
 
 
 def gradients(losses: list[Any], policy: torch.nn.Module) -> list[dict[str, torch.Tensor]]:

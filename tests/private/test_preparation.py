@@ -72,11 +72,15 @@ def run(acts: Callable[[Any, Preparation], Any], **settings: Any) -> Any:
 
 
 class Drawn(Observer):
+    """Remembers the units that took part last, and the kind of each release."""
+
     def __init__(self) -> None:
         self.units: list[int] = []
+        self.kinds: list[str] = []
 
     def drawn(self, units: list[int], kind: str) -> list[int]:
         self.units = units
+        self.kinds.append(kind)
         return units
 
 

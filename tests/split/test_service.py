@@ -2,7 +2,6 @@
 
 import os
 import resource
-import socket
 import subprocess
 import sys
 import threading
@@ -26,15 +25,6 @@ from tests.split.malformed import malformed
 from tests.split.world import LIMITS, ask, make_vendor, noisy_rows
 
 RESULT = Path(__file__).parents[2] / "bench" / "results" / "split" / "fuzz.json"
-
-
-def has_ipv6():
-    try:
-        with socket.socket(socket.AF_INET6) as found:
-            found.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
 
 
 def send_raw(address, chunks, name="mallory", timeout=60.0, method=METHOD):
@@ -185,12 +175,6 @@ def test_where_it_may_listen(tmp_path, service):
         vendor.serve(service.address, insecure=True)
     with pytest.raises(ValueError, match="this machine alone"):
         Connection("vendor.example:1", insecure=True)
-
-
-@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-def test_it_listens_to_ipv6(tmp_path):
-    with make_vendor(tmp_path).serve("[::1]:0", insecure=True) as service:
-        assert service.address.startswith("[::1]:")
 
 
 class TestCertificates:

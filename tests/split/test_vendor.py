@@ -13,9 +13,8 @@ from safetensors.torch import load
 from fastdp.split import Limits, MessageRejected
 from fastdp.split.customer import batch_of
 from fastdp.split.operations import expecting
-from fastdp.split.store import ExampleStore
 from fastdp.split.wire import Outgoing, receive
-from tests.split.world import LIMITS, make_model, make_vendor, train_in_process
+from tests.split.world import LIMITS, make_vendor
 
 WIDTH = 16
 
@@ -72,22 +71,6 @@ def vendor(tmp_path):
     made = make_vendor(tmp_path / "vendor")
     yield made
     made.close()
-
-
-def test_steps_are_those_of_plain_pytorch(vendor, tmp_path):
-    begin(vendor)
-    losses = [take(vendor, step)[0] for step in range(7)]
-    # A file has one owner at a time.
-    found = adapter(vendor)
-    vendor.close()
-    store = ExampleStore(tmp_path / "vendor" / "customers" / "alice", WIDTH, torch.float32)
-    batches = [batch_of(step, 12, 4, 5) for step in range(7)]
-    labels = [at % 2 for at in range(12)]
-    expected, trained = train_in_process(make_model(), store, labels, batches, learning_rate=1e-2)
-    store.close()
-    assert losses == expected
-    assert set(found) == set(trained)
-    assert all(torch.equal(found[key], trained[key]) for key in trained)
 
 
 def revive(vendor, **options):
