@@ -9,11 +9,9 @@ import re
 import resource
 import shutil
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 
 import pytest
-import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -22,8 +20,7 @@ import fastdp.files as files
 from fastdp.cli import app
 from fastdp.finetune import FinetuneConfig, Reporter, finetune
 from fastdp.quickstart.corpus import private_records
-
-QUICKSTART = str(resources.files("fastdp.quickstart") / "model")
+from tests.tokenizers_for_tests import small_gpt2
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +34,7 @@ def world(tmp_path_factory):
 
 
 def _models(root):
-    tokenizer = hf.AutoTokenizer.from_pretrained(QUICKSTART)
-    sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 64, "vocab_size": len(tokenizer)}
-    torch.manual_seed(0)
-    gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(bos_token_id=0, eos_token_id=0, **sizes))
-    gpt2.save_pretrained(root / "model")
-    tokenizer.save_pretrained(root / "model")
+    _, tokenizer = small_gpt2(root / "model", n_layer=1, n_embd=16)
     t5 = {"vocab_size": len(tokenizer), "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     hf.T5ForConditionalGeneration(hf.T5Config(**t5)).save_pretrained(root / "t5")
     tokenizer.save_pretrained(root / "t5")

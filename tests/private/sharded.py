@@ -340,23 +340,20 @@ def fused(rank: int, size: int, folder: Path) -> dict[str, Any]:
 def quantised(rank: int, size: int, folder: Path) -> dict[str, Any]:
     """LoRA over a base of four bits, without noise and with: the adapters, and whether the base is what it was."""
     found: dict[str, Any] = {}
-    for way in (shard, checkpointed):
-        for noise, share in ((0.0, 0.0), (1.0, 0.0), (1.0, 1.0)):
-            shards.WHOLE_SUMS = share
-            kept: list[Any] = []
+    for way, noise, share in ((shard, 0.0, 0.0), (checkpointed, 1.0, 0.0), (shard, 1.0, 1.0)):
+        shards.WHOLE_SUMS = share
+        base: dict[str, torch.Tensor] = {}
 
-            def prepare(model: Any, way: Any = way, kept: list[Any] = kept) -> None:
-                pack(model)
-                base = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
-                kept += [model, base]
-                if size > 1:
-                    way(model)
+        def prepare(model: Any, way: Any = way, base: dict[str, torch.Tensor] = base) -> None:
+            pack(model)
+            base |= {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+            if size > 1:
+                way(model)
 
-            weights = trained("lora", noise, prepare)["weights"]
-            model, base = kept
-            same = all(torch.equal(weights[name].view(torch.uint8), t.view(torch.uint8)) for name, t in base.items())
-            adapters = {name: weight for name, weight in weights.items() if name not in base}
-            found[f"{way.__name__} {noise} {share}"] = {"adapters": adapters, "base kept": same}
+        weights = trained("lora", noise, prepare)["weights"]
+        same = all(torch.equal(weights[name].view(torch.uint8), t.view(torch.uint8)) for name, t in base.items())
+        adapters = {name: weight for name, weight in weights.items() if name not in base}
+        found[f"{way.__name__} {noise} {share}"] = {"adapters": adapters, "base kept": same}
     return found
 
 

@@ -136,11 +136,9 @@ SELECTION: Any = {"selection_steps": 2, "selection_rate": 0.5, "selection_noise_
 #: Methods, and whether they prepare again while the loop runs.
 PREPARED: dict[str, Any] = {
     "rapft": RapFT(PUBLIC),
-    "rapft, axes": RapFT(PUBLIC, allocation="axes"),
     "rapft, map of private rows": RapFT(NoisyMap(2.0, 0.5), map_every=2),
     "rapft, map after the freezing": RapFT(PUBLIC, map_after=3),
-    "frost": DPFrost(unfreezing_ratio=0.5, **SELECTION),
-    "frost, again and again": DPFrost(unfreezing_ratio=0.5, select_every=1, **SELECTION),
+    "frost": DPFrost(unfreezing_ratio=0.5, select_every=1, **SELECTION),
 }
 #: Of the two layers only the second has at most half of all numbers, so that `DPFrost` chooses it.
 CHOSEN, LEFT_OUT = "second.weight", "first.weight"
