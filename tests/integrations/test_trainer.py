@@ -22,13 +22,11 @@ from transformers import (
 )
 
 import fastdp
-from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.errors import SelfCheckError
 from fastdp.integrations.trainer import STATE_FILE
-from fastdp.private.observer import Observer
 from tests.cases import cases
 from tests.engine.models import build
-from tests.engine.runs import error
+from tests.engine.runs import Sums, error
 from tests.private.test_publish import Hub
 
 ROWS = 24
@@ -236,20 +234,12 @@ class BesideLabels(fastdp.DPTrainer):
 
 def first_release(made: fastdp.DPTrainer) -> dict[str, torch.Tensor]:
     """The clipped sums of the run's first logical batch, over its bound."""
-
-    class First(Observer):
-        sums: dict[str, torch.Tensor] | None = None
-
-        def before_release(self, accumulator: Accumulator) -> None:
-            self.sums = self.sums or {n: t.clone() for n, t in accumulator.sums.items()}
-
     made.get_train_dataloader()
-    first = First()
-    made.private.observe(first)
+    made.private.observe(sums := Sums())
     made.train()
     assert made.private.route == "uses"
     assert made.private.steps_done == made.private.total_steps
-    return first.sums
+    return sums.steps[0]
 
 
 def test_smoothed_losses_are_means_over_a_rows_own_labels(tmp_path: Path) -> None:
@@ -287,9 +277,15 @@ def test_a_loss_over_the_whole_batch_is_refused_in_the_trainer_s_words(tmp_path:
 
 
 def test_refusals_name_the_arguments_of_a_trainer(tmp_path: Path) -> None:
-    trainer(tmp_path, num_train_epochs=1).train()
-    with pytest.raises(ValueError, match="pass resume_from_checkpoint=True to continue it"):
-        trainer(tmp_path, num_train_epochs=1).train()
+    made = trainer(tmp_path, num_train_epochs=1)
+    made.train()
+    before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
+    for again in (made, trainer(tmp_path, num_train_epochs=1)):
+        with pytest.raises(
+            ValueError, match="already holds a run's ledger.*pass resume_from_checkpoint=True to continue"
+        ):
+            again.train()
+    assert all(torch.equal(before[name], p) for name, p in made.model.named_parameters())
 
     class Besides(fastdp.DPTrainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
@@ -348,15 +344,6 @@ def test_grouping_by_length_orders_micro_batches(tmp_path: Path, column: bool) -
     if column:
         indices = [i for piece, _ in loader.micro_batches(list(range(ROWS))) for i in piece]
         assert [i % 7 for i in indices] == sorted((i % 7 for i in range(ROWS)), reverse=True)
-
-
-def test_a_trainer_that_ended_trains_no_further_without_its_ledger(tmp_path: Path) -> None:
-    made = trainer(tmp_path, num_train_epochs=1)
-    made.train()
-    before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
-    with pytest.raises(ValueError, match="already holds a run's ledger"):
-        made.train()
-    assert all(torch.equal(before[name], p) for name, p in made.model.named_parameters())
 
 
 def test_data_without_an_example_are_refused(tmp_path: Path) -> None:

@@ -49,17 +49,24 @@ def padded(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def packed(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Two examples a row of 20 tokens."""
-    rows = -(-len(items) // 2)
-    ids = torch.zeros(rows, 20, dtype=torch.int64)
+    """Examples one after another in rows of 20 tokens; the space left at the end belongs to nobody."""
+    rows: list[list[int]] = [[]]
+    for index in reversed(range(len(items))):  # packers put examples where they fit, in any order
+        if sum(len(items[i]["input_ids"]) for i in [*rows[-1], index]) > 20:
+            rows.append([])
+        rows[-1].append(index)
+    ids = torch.zeros(len(rows), 20, dtype=torch.int64)
     labels, units = torch.full_like(ids, -100), torch.full_like(ids, -1)
     positions = torch.zeros_like(ids)
-    for index, item in enumerate(items):
-        text, start = item["input_ids"], 10 * (index % 2)
-        here = (index // 2, slice(start, start + len(text)))
-        ids[here] = labels[here] = text
-        units[here], positions[here] = index, torch.arange(len(text))
-        positions[index // 2, start + len(text) : start + 10] = torch.arange(10 - len(text))
+    for number, row in enumerate(rows):
+        at = 0
+        for index in row:
+            text = items[index]["input_ids"]
+            here = (number, slice(at, at + len(text)))
+            ids[here] = labels[here] = text
+            units[here], positions[here] = index, torch.arange(len(text))
+            at += len(text)
+        positions[number, at:] = torch.arange(20 - at)
     return {"input_ids": ids, "labels": labels, "position_ids": positions, "units": units}
 
 

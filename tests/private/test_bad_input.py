@@ -114,6 +114,12 @@ def test_refusals_before_the_start_leave_everything_as_it_was(tmp_path: Path) ->
             {"method": fastdp.DPSGD({"a": 1.0}, groups={"a": ["first.*"], "b": ["*"]})},
             "no entry for the group 'b'",
         ),
+        ({"noise_rounds": 8}, "noise_rounds is 8: noise has 20 rounds of ChaCha, or 12"),
+        ({"noise_rounds": "12"}, "noise_rounds is '12'"),
+        (
+            {"shapes": "public", "unit_map": "units"},
+            "whose lengths decide each other's places. Leave shapes or unit_map",
+        ),
         ({"capture": True}, "capture records CUDA graphs"),
         ({"capture": True, "keep_logits": False}, "capture records the logits as a whole"),
         ({"capture": True, "two_pass": True}, "capture records one backward pass"),

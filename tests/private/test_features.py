@@ -23,13 +23,11 @@ from tests.engine.models import batch as model_batch, build
 from tests.engine.reference import (
     Recording,
     engine_for,
-    norms as reference_norms,
     ticket,
 )
 from tests.engine.runs import (
     CLIPPED,
     EXACT,
-    Batch,
     Classifier,
     Odd,
     clipped_sum,
@@ -44,20 +42,7 @@ from tests.engine.runs import (
     same,
     start,
 )
-
-
-def exact_step(model: nn.Module, data: Batch, bound: float, route: str = "uses", **options: Any) -> None:
-    """Assert that norms and clipped sums of one micro-batch are those of autograd, one example at a time, in float64."""
-    truth = one_by_one(model, data)
-    engine, tickets = engine_for(model, bound, **options)
-    tickets.append(ticket(len(data["labels"])))
-    model(**data)["loss"].backward()
-    assert engine.route == route, engine.reason
-    seen = Recording.seen[-1][0] if route == "uses" else torch.stack([n[0, 0] for n in Recording.seen])
-    assert torch.allclose(seen.double(), reference_norms(truth), rtol=EXACT)
-    got = {n: engine.accumulator.sums.get(n, torch.zeros_like(p)) for n, p in engine.parameters.items()}
-    assert error(got, clipped_sum(truth, bound)) < CLIPPED
-    engine.close()
+from tests.private.ranked import packed, padded, texts
 
 
 @cases("reentrant", [False, True])
@@ -160,42 +145,8 @@ def test_gradient_checkpointing(
     assert error(engine.accumulator.sums, expected) < CLIPPED
 
 
-def _lengths() -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(4)
-    return [{"input_ids": torch.randint(3, 40, (3 + i % 5,), generator=generator)} for i in range(12)]
-
-
-def _unpacked(items: list[dict[str, torch.Tensor]]) -> Batch:
-    ids = nn.utils.rnn.pad_sequence([i["input_ids"] for i in items], batch_first=True)
-    mask = nn.utils.rnn.pad_sequence([torch.ones_like(i["input_ids"]) for i in items], batch_first=True)
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-
-def _packed(items: list[dict[str, torch.Tensor]]) -> Batch:
-    """Examples one after another in rows of 14 tokens; the space left at the end belongs to nobody."""
-    rows: list[list[int]] = [[]]
-    for index, item in reversed(list(enumerate(items))):  # packers put examples where they fit, in any order
-        if sum(len(items[i]["input_ids"]) for i in rows[-1]) + len(item["input_ids"]) > 14:
-            rows.append([])
-        rows[-1].append(index)
-    ids = torch.zeros(len(rows), 14, dtype=torch.int64)
-    labels, units = torch.full_like(ids, -100), torch.full_like(ids, -1)
-    positions = torch.arange(14).repeat(len(rows), 1)
-    for r, row in enumerate(rows):
-        at = 0
-        for index in row:
-            text = items[index]["input_ids"]
-            end = at + len(text)
-            ids[r, at:end] = labels[r, at:end] = text
-            units[r, at:end] = index
-            positions[r, at:end] = torch.arange(len(text))
-            at = end
-        positions[r, at:] = torch.arange(14 - at)
-    return {"input_ids": ids, "labels": labels, "position_ids": positions, "units": units}
-
-
 def test_packed_rows_that_see_each_other_are_refused() -> None:
-    data = loader(_lengths(), batch_size=6, collate_fn=_packed)
+    data = loader(texts(12), batch_size=6, collate_fn=packed)
     private = start(build("llama"), data, unit_map="units", noise_multiplier=1.0)
     batch = next(iter(private.data_loader))
     with pytest.raises(SelfCheckError, match="A packed example's loss changes beside the others of its row"):
@@ -210,7 +161,7 @@ def test_packed_rows_in_which_an_overflow_would_spread_are_refused(half: str) ->
     model.config.use_cache = False
     if half == "a frozen weight":
         model.register_parameter("unused", torch.nn.Parameter(torch.zeros(1, dtype=torch.float16), requires_grad=False))
-    data = loader(_lengths(), batch_size=6, collate_fn=_packed)
+    data = loader(texts(12), batch_size=6, collate_fn=packed)
     private = start(model, data, unit_map="units", noise_multiplier=1.0)
     batch = next(iter(private.data_loader))
     with (
@@ -226,8 +177,8 @@ def test_packed_rows_are_their_examples(tuning: str) -> None:
     name = "phi" if tuning == "bitfit" else "llama"
     method = fastdp.DPSGD(max_grad_norm=1.0)
     gradients = []
-    for unit_map, collator in ((None, _unpacked), ("units", _packed)):
-        data = loader(_lengths(), batch_size=6, collate_fn=collator)
+    for unit_map, collator in ((None, padded), ("units", packed)):
+        data = loader(texts(12), batch_size=6, collate_fn=collator)
         model = build(name, tuning)
         model.config.use_cache = False  # with a cache, transformers lets the examples of a row see each other
         private = start(model, data, unit_map=unit_map, method=method, max_physical_batch_size=4)
@@ -239,6 +190,15 @@ def test_packed_rows_are_their_examples(tuning: str) -> None:
         assert private.route == "uses"
         gradients.append({n: p.grad for n, p in private.model.named_parameters() if p.grad is not None})
     assert error(gradients[1], gradients[0]) < CLIPPED
+
+
+def test_a_batch_that_was_begun_and_left_adds_nothing_to_the_next() -> None:
+    private = start(method=fastdp.DPSGD(max_grad_norm=0.5), max_physical_batch_size=2)
+    private.model(**next(iter(private.data_loader)))["loss"].backward()  # begun, and left
+    got, batches = logical_step(private)
+    assert (
+        error({n: 8 * g for n, g in got.items()}, clipped_sum(one_by_one(private.model, join(batches)), 0.5)) < CLIPPED
+    )
 
 
 def test_users_are_clipped_as_one() -> None:

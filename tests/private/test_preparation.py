@@ -18,7 +18,7 @@ from fastdp.private.observer import Observer
 from fastdp.private.plan import Budget, Plan, SideRelease
 from fastdp.private.preparation import Findings, Outcome, Preparation
 from tests.cases import cases
-from tests.engine.runs import FEATURES, Classifier, examples, loader, start
+from tests.engine.runs import FEATURES, Classifier, examples, loader, logical_step, start
 
 RATE, NOISE, BOUND = 0.5, 2.0, 0.3
 SUM = {"x": torch.zeros(FEATURES)}
@@ -245,7 +245,11 @@ def test_what_is_read_without_noise_leaves_no_guarantee() -> None:
 
     private = run(read, admits=("it reads rows as they are",), concludes=lambda m, f: dict(f.releases[0]))
     assert torch.allclose(private.outcome["x"], torch.stack([e["x"] for e in examples()]).sum(0), atol=1e-4)
-    assert private.card()["guarantee"] == "none"
+    logical_step(private)
+    assert private.epsilon() == float("inf"), "no epsilon is an upper bound for what guarantees nothing"
+    card = private.card()
+    assert card["guarantee"] == "none"
+    assert "it reads rows as they are" in card["why_no_guarantee"]
     # As where the release that was declared has no noise.
     private = run(_of_one(_draw), noise=0.0)
     assert private.epsilon() == float("inf")

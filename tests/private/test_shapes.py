@@ -295,9 +295,3 @@ def test_a_card_says_what_shapes_leave_where_they_are_not_public() -> None:
     assert "GPU" not in found[0]
     assert "on a GPU the route to norms follows it too" in shape_statement(False, on_gpu=True)
     assert all(said.startswith("one unit changes no bit of another's gradient") for said in found[1:])
-
-
-def test_packed_rows_have_no_public_shapes() -> None:
-    loader = torch.utils.data.DataLoader([text(3, 0), text(4, 1)], batch_size=1, collate_fn=Collator(0))
-    with pytest.raises(ValueError, match="whose lengths decide each other's places. Leave shapes or unit_map out"):
-        begun(llama(), loader, shapes="public", unit_map="x")
