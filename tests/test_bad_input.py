@@ -176,6 +176,7 @@ OUTPUTS = [
 
 MODELS = [
     Case("no model", "model is missing", "--model", {"model": None}),
+    Case("model's folder", "there is no folder absent", "by name", {"model": "absent"}),
     Case("no model in it", "no model that can be loaded", "empty-folder", {"model": "empty-folder"}),
     Case("no tokenizer", "has no tokenizer", "put the tokenizer's files beside", {"model": "no-tokenizer"}),
     Case("nothing to pad with", "neither a padding nor an end token", "no-pad", {"model": "no-pad"}),

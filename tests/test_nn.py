@@ -79,6 +79,18 @@ def test_a_layer_without_its_noise_lets_nothing_pass() -> None:
         model(ids())
 
 
+def test_what_the_schedule_does_not_pay_for_is_refused() -> None:
+    model = Users(noise=ewft.dp_forward(1, 4.0, 1e-5))
+    model.noisy.releases.set_epoch(1)
+    model(ids(), torch.arange(ROWS))
+    with pytest.raises(RuntimeError, match="a second time in this epoch"):
+        model(ids(), torch.arange(ROWS))
+    with pytest.raises(ValueError, match="epochs 1 to 1"):
+        model.noisy.releases.set_epoch(2)
+    with pytest.raises(ValueError, match="sequence_length"):
+        model(ids()[:, :2], torch.arange(ROWS))
+
+
 def test_an_embedding_gives_the_rows_of_what_the_privatizer_draws() -> None:
     table = nn.Embedding(30, WIDTH)
     settings: Any = {"eta": 3.0, "mechanism": "exponential", "special_ids": (0,)}

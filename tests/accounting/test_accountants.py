@@ -33,24 +33,6 @@ def test_pld_figures():
 
 
 @cases(
-    ("extra", "expected"),
-    [
-        (None, 1.007),
-        (accounting.selection(2.0, sample_rate=0.02), 1.0078),
-        (accounting.selection(1.0, sample_rate=0.02), 1.0206),
-        (accounting.selection(10.0), 1.0706),
-    ],
-)
-def test_rapft_figures(extra, expected):
-    """A fixed mask at beta .7, sigma .6 has multiplier .986394; private maps are composed with it."""
-    multiplier = 0.6 / math.sqrt(0.7**3 + 0.3**3)
-    assert multiplier == pytest.approx(0.986394, abs=1e-6)
-    event = accounting.dpsgd(multiplier, RATE, STEPS)
-    event = event if extra is None else accounting.compose(event, extra)
-    assert accounting.epsilon(event, 1e-5) == pytest.approx(expected, abs=5e-4)
-
-
-@cases(
     ("multiplier", "selection", "by_rdp", "by_pld"),
     [(2.10175, 1.76514, 0.5, 0.4200), (1.93970, 1.29578, None, 0.5), (1.00436, 0.90683, 2.0, 1.490)],
 )

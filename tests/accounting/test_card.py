@@ -152,7 +152,10 @@ def test_claims_are_read_of_a_card_that_nobody_has_checked():
         assert page.claims(cut) == [cut]
 
 
-@cases("text", ["{", "[]", "{}", '{"format": "fastdp.card", "version": 1}', "[" * 100_000])
+@cases(
+    "text",
+    ["{", "[]", "{}", '{"format": "fastdp.statement"}', '{"format": "fastdp.card", "version": 1}', "[" * 100_000],
+)
 def test_what_is_no_card_is_refused(text, tmp_path):
     assert not verify(text)
     path = tmp_path / "card.json"

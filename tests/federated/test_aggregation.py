@@ -97,7 +97,13 @@ def test_refused_and_the_rest_goes_on(case):
         assert torch.equal(tensor, without.mean()[name])
 
 
-@cases("layout", ["", "[", "{}", "7", "null", '[["a"]]', "[[[],[],[]]]", json.dumps([["x" * 10_000, "f", [1]]])])
+@cases(
+    "layout",
+    [
+        *("", "[", "{}", "7", "null", '[["a"]]', "[[[],[],[]]]", '[["w", "float32", 5]]'),
+        *(json.dumps([["x" * 10_000, "f", [1]]]), "[" * 200_000, '{"a":' * 200_000),
+    ],
+)
 def test_layouts_that_cannot_be_read(layout):
     aggregator = Aggregator(START, BOUNDS)
     with pytest.raises(RefusedUpdate) as refusal:

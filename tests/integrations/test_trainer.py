@@ -164,12 +164,12 @@ def test_users_are_the_unit_and_their_column_reaches_no_batch(tmp_path: Path) ->
         {"user_id_column": "user", "max_examples_per_user": 2},
         users=True,
         per_device_train_batch_size=4,
-        num_train_epochs=1,
+        max_steps=3,
     )
     made.train()
     assert made.private is not None
     assert made.private.sample_rate == 4 / 8
-    assert made.private.total_steps == 2
+    assert made.private.total_steps == made.private.steps_done == 3
 
 
 @cases(

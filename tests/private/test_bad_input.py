@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from transformers import DataCollatorWithFlattening
 
 import fastdp
 from fastdp.engine.errors import SelfCheckError
@@ -206,6 +208,12 @@ def _quantised() -> nn.Module:
     return model
 
 
+def _balanced() -> nn.Module:
+    model = Classifier()
+    model.config = SimpleNamespace(output_router_logits=True, router_aux_loss_coef=0.1)  # type: ignore[assignment]
+    return model
+
+
 def _nothing_trained() -> None:
     start(Classifier().requires_grad_(False), optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
 
@@ -221,6 +229,8 @@ def _lazy() -> None:
         (lambda: start(_with(nn.BatchNorm1d(3))), "extra is a batch normalisation"),
         (lambda: start(_with(nn.Embedding(3, 2, max_norm=1.0))), "extra has max_norm"),
         (lambda: start(nn.DataParallel(Classifier())), "bare model"),
+        (lambda: start(_with(type("AdaLoraLayer", (nn.Linear,), {})(3, 3))), "AdaLoRA chooses its ranks by gradients"),
+        (lambda: start(_balanced()), "output_router_logits = False"),
         (lambda: start(_quantised()), "second.weight is quantised"),
         (_lazy, "0.weight is not initialized yet"),
         (_nothing_trained, "no trained parameter"),
@@ -392,6 +402,16 @@ def test_inputs_that_require_gradients() -> None:
     batch = next(iter(private.data_loader))
     with refused(ValueError, r"An input requires gradients.* model.eval\(\)", private):
         private.model(batch["x"].clone().requires_grad_(), batch["labels"])
+
+
+@cases("told, way", [(True, "$"), (False, " Make the collator with return_seq_idx=True")])
+def test_packed_rows_without_a_map(told: bool, way: str) -> None:
+    rows = [{"input_ids": list(range(3, 5 + number % 5))} for number in range(24)]
+    data = loader(rows, collate_fn=DataCollatorWithFlattening(return_seq_idx=told))
+    private = start(build("llama"), data, **PRIVATE)
+    message = rf"packs examples into one row. Pass unit_map='seq_idx' and set use_cache=False\.{way}"
+    with refused(ValueError, message, private):
+        private.model(**next(iter(private.data_loader)))
 
 
 @cases("late", [False, True])

@@ -349,6 +349,15 @@ def test_whatever_fails_in_make_private_gives_the_model_its_own_forward_back(mon
     model(**collate(examples(3)))["loss"].backward()
 
 
+def test_a_model_compiled_as_a_whole_trains_without_the_compiler() -> None:
+    torch._dynamo.utils.counters.clear()
+    with pytest.warns(UserWarning, match="steps run without the compiler"):
+        private = start(torch.compile(Classifier(), backend="eager"), noise_multiplier=1.0)
+    logical_step(private)
+    assert private.steps_done == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
+
+
 class Halved(torch.optim.lr_scheduler.LRScheduler):
     """By a loss that it is told, as a schedule of one's own may."""
 

@@ -97,6 +97,22 @@ def test_it_is_kept_with_the_spending(tmp_path: Path) -> None:
     assert says(resumed, "changed after a release")
 
 
+def test_a_card_names_the_private_runs_that_trained_the_model_before(tmp_path: Path) -> None:
+    model = Classifier()
+    (untouched := trained(model, steps=0)).detach()
+    (first := trained(model)).detach()
+    assert not says(first, "in private runs before")
+    (second := trained(model, output_dir=tmp_path)).detach()
+    assert says(second, first.ledger.run_id)
+    assert not says(second, untouched.ledger.run_id)
+    # Who goes on with a run in another process has the ledger's word for it; and the run itself is none before.
+    for again in (model, Classifier()):
+        resumed = start(again, **SETTINGS, output_dir=tmp_path, resume=True)
+        assert says(resumed, first.ledger.run_id)
+        assert not says(resumed, second.ledger.run_id)
+        resumed.detach()
+
+
 def test_runs_that_left_their_weights_by_a_copy_or_at_the_same_time_are_named() -> None:
     first = trained()
     first.detach()

@@ -1,7 +1,6 @@
 """The customer's side: each text is released once, whatever happens; and its run is the one it would be without stops."""
 
 import json
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -132,33 +131,10 @@ def test_a_refused_customer_leaves_its_folder_to_others(tmp_path):
         errors.append(refused.value)
 
 
-def test_two_starts_draw_once(service, customer_of, corpus, tmp_path):
-    """A second start waits for no chance: it is refused while the first runs, and goes on once that ended."""
-    texts, labels = corpus
+def test_a_folder_has_one_customer(service, customer_of):
     first = customer_of(service)
     with pytest.raises(ValueError, match="in use by another program"):
         customer_of(service)
-    options = {"insecure": True, "name": "bob", "tokenizer": make_tokenizer(), "batch_size": 8}
-    begun = threading.Barrier(6)
-    drawn, refused = [], []
-
-    def start(_):
-        begun.wait()
-        try:
-            customer = SplitCustomer(service.address, tmp_path / "bob", **options)
-        except ValueError as error:
-            refused.append(str(error))
-            return
-        private = PrivateBottom(customer.bottom, eta=40.0)
-        customer.send(texts, labels, private)
-        drawn.append(private.rows_released)
-        customer.close()
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(start, range(6)))
-    assert all("in use by another program" in reason for reason in refused)
-    assert len(drawn) + len(refused) == 6
-    assert sum(drawn) == sum(len(text.split()) + 2 for text in texts)
     first.close()
     customer_of(service).close()
 
