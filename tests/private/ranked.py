@@ -274,9 +274,9 @@ def shapes(rank: int, size: int, folder: Path) -> dict[str, Any]:
     found = {}
     for name, options in {
         "one example": {"data": examples(1), "batch_size": 1, "epochs": 2},
-        "fewer than ranks": {"data": examples(6), "batch_size": 1, "epochs": 2},
-        "criterion": {"loss_reduction": None, "batch_size": 2, "epochs": 0.5},
-        "shuffled": {"sampling": "shuffled", "data": examples(9), "batch_size": 3, "epochs": 2},
+        "fewer than ranks": {"data": examples(6), "batch_size": 1, "epochs": 1},
+        "criterion": {"loss_reduction": None, "batch_size": 2, "epochs": 0.25},
+        "shuffled": {"sampling": "shuffled", "data": examples(9), "batch_size": 3, "epochs": 1},
     }.items():
         private = small(unsafe_seed=2, **options)
         go_on(private, private.total_steps)

@@ -414,6 +414,19 @@ def test_packed_rows_without_a_map(told: bool, way: str) -> None:
         private.model(**next(iter(private.data_loader)))
 
 
+def test_two_passes_of_one_batch_in_a_loop_are_served() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = [dict(zip(("chosen", "rejected"), torch.randn(2, 5, generator=generator))) for _ in range(24)]
+    body = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+    private = start(body, DataLoader(rows, batch_size=8), loss_reduction="mean", max_physical_batch_size=4, **PRIVATE)  # type: ignore[arg-type]
+    for batch in private.data_loader:
+        (-F.logsigmoid(body(batch["chosen"]) - body(batch["rejected"])).mean()).backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+    assert private.route == "uses"
+    assert private.steps_done == 3
+
+
 @cases("late", [False, True])
 def test_a_mean_over_the_batch_in_the_loop_names_what_divides(late: bool) -> None:
     """`F.cross_entropy(model(x), y)` takes the function before the model runs, `nn.CrossEntropyLoss` after."""

@@ -251,7 +251,7 @@ def test_the_fused_update_of_pieces_is_that_of_one_process(folder: Path) -> None
 
 @in_pieces
 def test_a_packed_base_under_adapters_is_gathered_and_left_as_it_is(folder: Path) -> None:
-    """QLoRA: sums of adapters are one process's, without noise and with, reduced in each microbatch and whole."""
+    """QLoRA: sums of adapters are one process's, reduced in each microbatch and whole."""
     (alone,) = ranks(folder, "quantised", 1)
     for found in ranks(folder, "quantised", 2):
         for name, own in found.items():
