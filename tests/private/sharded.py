@@ -43,6 +43,7 @@ from tests.private.ranked import (
     trained,
     whole,
 )
+from tests.private.test_noise_of_release import NoLedger
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -132,11 +133,6 @@ class Uneven(nn.Module):
         self.tall = nn.Parameter(torch.zeros(1501, 16))
         self.masked = nn.Parameter(torch.zeros(7, 8000))
         self.short = nn.Parameter(torch.zeros(1, 60_000))
-
-
-class NoLedger:
-    def record(self, kind: str = "step") -> None:
-        """Notes nothing."""
 
 
 def noise(rank: int, size: int, folder: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from transformers import DataCollatorWithFlattening
 
 import fastdp
 from fastdp.engine.errors import SelfCheckError
+from fastdp.private.sampler import PoissonSampler
 from tests.cases import cases
 from tests.engine.models import build
 from tests.engine.runs import (
@@ -232,6 +233,7 @@ def _lazy() -> None:
         (lambda: start(_with(type("AdaLoraLayer", (nn.Linear,), {})(3, 3))), "AdaLoRA chooses its ranks by gradients"),
         (lambda: start(_balanced()), "output_router_logits = False"),
         (lambda: start(_quantised()), "second.weight is quantised"),
+        (lambda: PoissonSampler(4, 1.5, fastdp.NoiseStream()), "sample rate 1.5 is outside"),
         (_lazy, "0.weight is not initialized yet"),
         (_nothing_trained, "no trained parameter"),
         (
@@ -412,19 +414,6 @@ def test_packed_rows_without_a_map(told: bool, way: str) -> None:
     message = rf"packs examples into one row. Pass unit_map='seq_idx' and set use_cache=False\.{way}"
     with refused(ValueError, message, private):
         private.model(**next(iter(private.data_loader)))
-
-
-def test_two_passes_of_one_batch_in_a_loop_are_served() -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = [dict(zip(("chosen", "rejected"), torch.randn(2, 5, generator=generator))) for _ in range(24)]
-    body = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
-    private = start(body, DataLoader(rows, batch_size=8), loss_reduction="mean", max_physical_batch_size=4, **PRIVATE)  # type: ignore[arg-type]
-    for batch in private.data_loader:
-        (-F.logsigmoid(body(batch["chosen"]) - body(batch["rejected"])).mean()).backward()
-        private.optimizer.step()
-        private.optimizer.zero_grad()
-    assert private.route == "uses"
-    assert private.steps_done == 3
 
 
 @cases("late", [False, True])
