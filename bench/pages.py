@@ -341,7 +341,7 @@ def clients_rows(clients: int, scheme: str) -> list[Row]:
 
 
 def gpu() -> Table:
-    """Steps of one H200, recorded where that is faster, over torch's fused AdamW run eagerly and over torch's recorded ones."""
+    """Steps of H200s, recorded where that is faster, over torch's fused AdamW run eagerly and over torch's recorded ones."""
     titles = {
         "bert-base-full": "BERT base, 32 x 128",
         "bert-base-masked": "the same with a mask of ones",
@@ -349,6 +349,7 @@ def gpu() -> Table:
         "llama-1b-full": "Llama 1B, 4 x 1,024",
         "llama-1b-tied": "the same, tied",
         "llama-1b-full-checkpointed": "the same, checkpointed",
+        "llama-1b-full-checkpointed-16x2048": "Llama 1B, 16 x 2,048, checkpointed",
         "llama-1b-long-2": "Llama 1B, 2 x 4,096",
         "llama-1b-lora-checkpointed-12x512": "Llama 1B, LoRA, checkpointed, 12 x 512",
         "gemma3-1b-full": "Gemma-3 1B, 8 x 512",

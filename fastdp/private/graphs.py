@@ -266,8 +266,12 @@ class Graphs:
             if device.type == "cuda":
                 # What ordinary passes had is not needed any more, and the release would have to ask for it piece by piece.
                 torch.cuda.empty_cache()
-                if torch.cuda.mem_get_info(device)[0] < needed:
+                free, total = torch.cuda.mem_get_info(device)
+                if free < needed:
                     raise _RecordingRefusal(_NO_MEMORY)
+                if self._passes.checkpointed and not self._force and free < total / 2:
+                    # Whoever checkpoints is short of memory, and gets it rather than time.
+                    raise _RecordingRefusal
             return graph
         except SelfCheckError:
             raise

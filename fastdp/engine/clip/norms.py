@@ -365,7 +365,8 @@ class NormSink(Captures):
         self.require_once(name, entry)
         if launched:
             gradient = own.each(self.layout)
-            self._add_direct(found, ops.instance_sqnorm(gradient))
+            # One call of many reads each entry once; a call of one is torch's, which copies.
+            self._add_direct(found, ops.instance_sqnorm_group([gradient])[0])
         else:
             (gradient,), squared = ops.per_unit_group([own.left], [own.right], offsets)
             gradient = gradient.mT.contiguous() if use.swap and self.keep else gradient
