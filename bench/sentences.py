@@ -25,6 +25,7 @@ from .pages import (
     TUNINGS,
     Row,
     Table,
+    at_true_epsilon,
     cells,
     clients_rows,
     differences,
@@ -32,6 +33,7 @@ from .pages import (
     figures,
     frost,
     in_per_cent,
+    paired,
     rapft_rows,
     spread,
     tokens,
@@ -148,6 +150,11 @@ def _frost_rows() -> Iterator[str]:
         soft, full = (figures("utility/frost-soft", part="accuracy", form=of, epsilon=epsilon) for of in (form, "full"))
         gaps.append(_in_errors(differences(soft, full, "accuracy")))
     yield holds(max(map(abs, gaps)) < 2, "Soft freezing, no longer offered, is level with full")
+    full, ours = (at_true_epsilon(figures("utility/frost-pairs", form=form, epsilon=8.0)) for form in ("full", "frost"))
+    told = (spread(100 * row["accuracy"] for row in rows) for rows in (full, ours))
+    yield "Full has {} and DP-FROST {} ({})".format(*told, paired(ours, full, "accuracy", 100))
+    chosen |= {tuple(sorted(row["selected"])) for row in ours}
+    yield holds(len(chosen) == 1, "the same partitions are selected")
 
 
 def _ewft_rows() -> Iterator[str]:
