@@ -174,7 +174,7 @@ def lora() -> Table:
 
 
 def frost() -> Table:
-    """DP-FROST against full, LoRA and adapter fine-tuning; soft freezing; differences from full of the same seeds."""
+    """DP-FROST against full, LoRA and adapter fine-tuning; differences from full of the same seeds."""
 
     def rows(name: str, form: str, epsilon: Any) -> list[Row]:
         found = figures(f"utility/{name}", part="accuracy", form=form, epsilon=epsilon)
@@ -191,9 +191,6 @@ def frost() -> Table:
         "DP-FROST": ("frost", "frost"),
         "LoRA": ("frost", "lora"),
         "adapter": ("frost", "adapter"),
-        "full, smaller run": ("frost-soft", "full"),
-        "soft freezing, five releases": ("frost-soft", "soft"),
-        "soft freezing, one release": ("frost-soft", "soft once"),
     }
     clear = spread((100 * row["accuracy"] for row in rows("frost", "non-private", "inf")), 2)
     lines = [["full, no privacy", clear, clear, clear]]
@@ -201,7 +198,7 @@ def frost() -> Table:
         cells = []
         for epsilon in (0.5, 2.0, 8.0):
             found = rows(name, form, epsilon)
-            base = rows("frost-soft" if name == "frost-soft" else "frost", "full", epsilon)
+            base = rows("frost", "full", epsilon)
             gap = "" if form == "full" else f" ({paired(found, base, 'accuracy', 100, 2)})"
             cells.append(spread((100 * row["accuracy"] for row in found), 2) + gap)
         lines.append([title, *cells])

@@ -80,6 +80,8 @@ SIZES = {
     "usual": Size(rates=(0.01,), repeats=()),
     # E2E's meanings and references, matched or not.
     "pairs": Size(4672, length=96, rates=(0.01,), repeats=()),
+    # The same, in minutes of a processor.
+    "few-pairs": Size(*(2048, 15, 256, 96, 4, 800, (8.0,), (0.01,), (), ("full", "random"))),
     # Rates are chosen by another seed than those that judge.
     "digits": Size(
         *(720, 60, 256, 0, 0, 176, (2.0, 8.0), (0.05,), (), ("full", "random"), (1e-3, 3e-3, 1e-2, 3e-2)), images=True
