@@ -211,13 +211,13 @@ def groups(draw: Draw) -> Compared:
     return torch.cat([e.flatten() for e, _ in pairs]), torch.cat([b.flatten() for _, b in pairs])
 
 
-def poison(lefts: list[Tensor], weights: Tensor, offsets: Tensor) -> None:
+def poison(factors: list[Tensor], weights: Tensor, offsets: Tensor) -> None:
     """NaN in a token of each matrix whose unit has weight 0, if there is one."""
     bounds = offsets.tolist()
-    for left, own in zip(lefts, weights):
+    for factor, own in zip(factors, weights):
         for unit, (start, end) in enumerate(zip(bounds, bounds[1:])):
-            if own[unit] == 0 and end > start and left.dim() == 2:
-                left[start] = NAN
+            if own[unit] == 0 and end > start:
+                factor[start] = NAN
                 break
 
 
@@ -233,10 +233,12 @@ def weighted_sum(draw: Draw) -> Compared:
     out = draw.laid_out(torch.randn(shape))
     old, weights, others = out.double(), draw.weights(units), draw.weights(units)
     mask = draw.mask(*shape)
+    matrix = left if left.dim() == 2 and draw.chance(0.5) else right
     if draw.chance(0.5):
-        poison([left], weights.unsqueeze(0), offsets)
+        poison([matrix], weights.unsqueeze(0), offsets)
         got = ops.weighted_sum(left, right, weights, out, offsets=offsets)
         return within(got, old + summed(exact, weights), old.abs() + summed(sizes, weights.abs()))
+    poison([matrix], (weights.abs() + others.abs()).unsqueeze(0), offsets)
     got = ops.masked_weighted_sum(left, right, weights, others, mask, out, offsets)
     truth = torch.where(mask, summed(exact, weights), summed(exact, others))
     return within(got, old + truth, old.abs() + summed(sizes, weights.abs() + others.abs()))
