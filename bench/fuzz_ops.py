@@ -228,6 +228,9 @@ def summed(units: Tensor, weights: Tensor) -> Tensor:
 
 def weighted_sum(draw: Draw) -> Compared:
     left, right, offsets, rows = draw.use()
+    if draw.chance(0.3):
+        # A weight for each token: kept tokens lie in short runs.
+        offsets = torch.arange(len(right) + 1)
     exact, sizes = gradients(left, right, offsets, rows)
     units, shape = len(offsets) - 1, (rows, right.shape[1])
     out = draw.laid_out(torch.randn(shape))
@@ -263,16 +266,19 @@ def reductions(draw: Draw) -> Compared:
 
 def instances(draw: Draw) -> Compared:
     units, shape = draw.pick.randint(1, 9), (draw.size(), draw.size(200)) if draw.chance(0.8) else (draw.size(20_000),)
-    x = torch.randn(units, *shape).to(draw.dtype())
+    x = torch.randn(units, *shape).to(torch.float64 if draw.chance(0.1) else draw.dtype())
     if draw.chance(0.2):
         x = x.transpose(0, -1).contiguous().transpose(0, -1)
     truth, mask = x.double().flatten(1), draw.mask(*shape)
     chosen, weights, others = mask.reshape(-1), draw.weights(units), draw.weights(units)
-    kind = draw.pick.choice(("square", "absolute", "masked", "sum", "masked sum", "group"))
+    kind = draw.pick.choice(("square", "absolute", "masked", "sum", "masked sum", "group", "group norms"))
     if kind in ("square", "absolute"):
         terms = truth.square() if kind == "square" else truth.abs()
         got = (ops.instance_sqnorm if kind == "square" else ops.instance_abs_sum)(x)
         return within(got, terms.sum(1), terms.sum(1))
+    if kind == "group norms":
+        squares = truth.square().sum(1).expand(2, -1)
+        return within(ops.instance_sqnorm_group([x, x]), squares, squares)
     if kind == "masked":
         parts = torch.stack([torch.where(one, truth.square(), 0).sum(1) for one in (chosen, ~chosen)])
         return within(ops.instance_masked_sqnorm(x, mask), parts, parts)
