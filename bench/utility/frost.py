@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,6 @@ class Size:
 SIZES = {
     "default": Size(),
     "tiny": Size(300, 2, 16, 12, 4, 24, (2.0,), (0.02,), (2,)),
-    "full": Size(60614, 177, 1024, 64, 0, 3300, rates=(0.02, 1.0, 0.1, 0.05, 0.01)),
 }
 
 
@@ -247,10 +246,5 @@ def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
     return suite.by_seed(rows, seeds)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what is missing."""
-    suite.main(arguments, __doc__, SIZES, Bench, settings, PATHS)
-
-
-if __name__ == "__main__":
-    main()
+#: Measures what is missing, by the arguments of a command line.
+main = partial(suite.main, __doc__, SIZES, Bench, settings, PATHS)

@@ -201,11 +201,12 @@ def tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize(("tokens", "way"), [(tokens, way) for tokens in (1 + WIDTH, 4 * WIDTH + 3) for way in WAYS])
+@cases(*pairs(("tokens", [1 + WIDTH, 4 * WIDTH + 3]), ("way", WAYS)))
 def test_a_head_is_exact_in_the_tiles_of_a_gpu(way: str, tokens: int, tiles_of_a_gpu: list[int]) -> None:
     model, inputs = Speaker(**WAYS[way]), data(tokens=tokens)
     if "ignore_index" in WAYS[way].get("loss", {}):
         inputs["labels"] = inputs["labels"].clamp(min=3)
+    tiles_of_a_gpu.clear()
     casts, plain = WAYS[way].keys().isdisjoint({"between"}), copy.deepcopy(model)
     engine = exact(model, inputs)
     # Other operations than casts are left to torch, and to logits; long units' gradients are kept whole.

@@ -19,7 +19,7 @@ from fastdp.engine.loss.losses import LossTerms, intercepted
 from fastdp.engine.routing import Routing
 from fastdp.engine.uses.layout import Ticket
 from tests.cases import cases
-from tests.engine.nets import EXACT, Net, exact, exact_batches, gap, mixed, mixture, parameter, steps, trained
+from tests.engine.nets import EXACT, Net, exact, exact_batches, gap, mixed, parameter, trained
 from tests.engine.reference import engine_for, feed, stepped, ticket
 from tests.engine.runs import (
     CLIPPED,
@@ -34,71 +34,16 @@ from tests.engine.runs import (
     start,
 )
 
-
-def experts(net: Any, h: torch.Tensor) -> torch.Tensor:
-    """Each row goes to one of two experts."""
-    chances = net.router(h).softmax(-1)
-    out = torch.zeros_like(h)
-    for i, expert in enumerate((net.one, net.two)):
-        where = (chances.argmax(-1) == i).nonzero().flatten()
-        out = out.index_add(0, where, expert(h[where]) * chances[where, i : i + 1])
-    return out
-
-
-class Attending(nn.Module):
-    """Self-attention that returns no weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.attention(h, h, h, need_weights=False)[0]
-        return out
-
-
-def translator() -> nn.Transformer:
-    return nn.Transformer(6, 2, 1, 1, 12, dropout=0.0, batch_first=True)
-
-
 SERVED: dict[str, Callable[[], nn.Module]] = {
-    "a scalar parameter": lambda: Net(lambda net, h: h * net.gate, gate=parameter()),
     "scalars of a batch": lambda: Net(
         lambda net, h: h * (h.sum(1) * net.gate).sigmoid().unsqueeze(1), gate=parameter()
     ),
-    "attention without weights": lambda: Net(lambda net, h: net.inner(steps(h)), inner=Attending()),
-    "an encoder layer": lambda: Net(
-        lambda net, h: net.inner(steps(h)), inner=nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True)
-    ),
-    "a transformer": lambda: Net(lambda net, h: net.inner(steps(h), steps(h)), inner=translator()),
     "vmap": lambda: Net(lambda net, h: torch.vmap(lambda row: torch.tanh(net.inner(row)))(h), inner=nn.Linear(6, 6)),
     "a layer on a parameter": lambda: Net(
         lambda net, h: h + net.inner(net.query).sum(0), inner=nn.Linear(6, 6), query=parameter(2, 6)
     ),
     "a layer on three parameters": lambda: Net(
         lambda net, h: h + net.inner(net.query).sum(0), inner=nn.Linear(6, 6), query=parameter(3, 6)
-    ),
-    "a repeated bias": lambda: Net(lambda net, h: h + net.shift.repeat(len(h), 1), shift=parameter(6)),
-    "a bias in the sequence": lambda: Net(
-        lambda net, h: torch.cat([steps(h), net.shift.repeat(len(h), 1, 1)], 1), shift=parameter(1, 1, 6)
-    ),
-    "a scalar mix": lambda: Net(lambda net, h: mixture(h, net.mix), mix=parameter(3)),
-    "heads before rows": lambda: Net(
-        lambda net, h: (
-            net.inner(h.unflatten(1, (2, 3)).transpose(0, 1).reshape(-1, 3))
-            .view(2, len(h), 3)
-            .transpose(0, 1)
-            .flatten(1)
-        ),
-        inner=nn.Linear(3, 3),
-    ),
-    "time before rows": lambda: Net(
-        lambda net, h: net.inner(steps(h).transpose(0, 1).reshape(-1, 6)).view(4, len(h), 6).transpose(0, 1),
-        inner=nn.Linear(6, 6),
-    ),
-    "experts": lambda: Net(experts, router=nn.Linear(6, 2), one=nn.Linear(6, 6), two=nn.Linear(6, 6)),
-    "rows sorted and put back": lambda: Net(
-        lambda net, h: net.inner(h[h.sum(1).argsort()])[h.sum(1).argsort().argsort()], inner=nn.Linear(6, 6)
     ),
     "a spectral norm": lambda: Net(
         lambda net, h: net.inner(h),

@@ -74,17 +74,6 @@ def test_a_weight_of_zero_keeps_nan_out_of_its_part_only():
     assert bool((got[mask] == 2).all())
 
 
-def test_a_changed_mask_is_packed_again():
-    instances, mask = instances_of(2, (5, 6), 1), torch.zeros(5, 6, dtype=torch.bool)
-    assert ops.instance_masked_sqnorm(instances, mask)[0].tolist() == [0, 0]
-    mask[2, 3] = True
-    assert relative_error(ops.instance_masked_sqnorm(instances, mask), parts_of(instances, mask)) <= BOUND
-    # The same mask over factors has its own layout of bits.
-    left, right, offsets = torch.ones(2, 5), instances[:, 0], torch.tensor([0, 1, 2])
-    truth = parts_of(left[:, :, None] * right[:, None, :], mask)
-    assert relative_error(ops.masked_sqnorm(left, right, offsets, mask), truth) <= BOUND
-
-
 def test_threads_do_not_change_the_result():
     instances, mask, weights = instances_of(3, (50_001,), 1), drawn((50_001,), 2), torch.rand(3)
 

@@ -16,7 +16,7 @@ from fastdp.ops.noise import normal_parts, standard_normals
 from fastdp.ops.stream import CIPHER_ROUNDS
 from fastdp.ops.table import OPS
 from tests.cases import cases, pairs
-from tests.ops.noise_paths import DTYPES, NORMAL_ERROR, ODD_SHAPES, PATHS, inputs, run_path
+from tests.ops.noise_paths import DTYPES, NORMAL_ERROR, PATHS, inputs, run_path
 
 #: Float32 noise as it is, not rounded to a grid (that has tests of its own).
 add_noise_ = partial(ops.add_noise_, secure_rounding=False)
@@ -126,27 +126,6 @@ def test_every_kernel_agrees_across_paths_and_threads(isa):
             a, b = (torch.from_numpy(v).view(DTYPES[low]).double() for v in (value, base[key]))
             ulp = 2 * torch.finfo(DTYPES[low]).eps * a.abs() + 8 * 16 * 2.0**-24
             assert ((a - b).abs() <= ulp).all(), key
-
-
-@cases(*pairs(("secure", [False, True]), ("dtype", DTYPES), ("shape", ODD_SHAPES)))
-def test_add_noise_on_odd_shapes(shape, dtype, secure):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
-    if secure:
-        at = NoiseStream.unsafe_reproducible(3)
-        expected = on_grid(x, 1.7, at.take()).to(dtype)
-        assert torch.equal(add_noise_(x, 1.7, NoiseStream.unsafe_reproducible(3), secure_rounding=True), expected)
-        return
-    z = standard_normals(NoiseStream.unsafe_reproducible(3).take(), x.numel()).reshape(shape)
-    truth = x.double() + 1.7 * z
-    y = x.clone()
-    assert add_noise_(y, 1.7, NoiseStream.unsafe_reproducible(3)) is y
-    # noise in float32, one rounding of the sum in float32, one to the dtype (or to its smallest step)
-    bound = (
-        1.7 * (NORMAL_ERROR + 2.0**-23) * z.abs()
-        + (2.0**-24 + torch.finfo(dtype).eps / 2) * 1.001 * truth.abs()
-        + 2.0**-25
-    )
-    assert ((y.double() - truth).abs() <= bound).all()
 
 
 @given(

@@ -48,12 +48,12 @@ def test_only_rows_that_are_asked_for_are_measured(tmp_path):
 
     path = tmp_path / "t.json"
     main(
-        ["--only", "full", "--seeds", "7", "--json", str(path)],
         "A suite.",
-        {"default": 7, "full": 8},
+        {"default": 7, "tiny": 8},
         Bench,
         settings,
         {},
+        ["--only", "full", "--seeds", "7", "--json", str(path)],
     )
     assert [(row["form"], row["figure"]) for row in Table(path).rows] == [("full", 7)]
 
