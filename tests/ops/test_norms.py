@@ -33,6 +33,8 @@ def test_float64_factors_stay_float64():
     assert relative_error(ops.abs_sum(left, right, offsets), truth.abs().sum((1, 2))) <= 1e-12
     assert relative_error(ops.masked_sqnorm(left, right, offsets, mask)[0], truth.square().sum((1, 2))) <= 1e-12
     assert relative_error(ops.gram_norms([left], [right], [1], offsets)[0][0], truth.square().sum((1, 2))) <= 1e-12
+    chosen = ops.chosen_sqnorm([left], [right], offsets, torch.ones(1, len(RAGGED), dtype=torch.bool))
+    assert relative_error(chosen[0], truth.square().sum((1, 2))) <= 1e-12
     ids, rows = torch.arange(tokens) % 3, torch.rand(3, 13) < 0.5
     table = gradients(ids, right, offsets, 3)
     assert relative_error(ops.abs_sum(ids, right, offsets), table.abs().sum((1, 2))) <= 1e-12

@@ -38,6 +38,10 @@ def test_float64_sums_stay_float64():
     got = ops.weighted_sum(left, right, weights)
     assert got.dtype == torch.float64
     torch.testing.assert_close(got, truth, rtol=1e-13, atol=1e-14)
+    (scaled,), (plain,) = ops.affine_sums(left, left, weights, weights, offsets_of([20]))
+    wanted = (left * (left - weights[:, None]) * weights[:, None]).sum(0)
+    torch.testing.assert_close(scaled, wanted.to(scaled.dtype), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(plain, left.sum(0).to(plain.dtype), rtol=1e-13, atol=1e-13)
 
 
 def test_autocast_does_not_round_a_sum():
