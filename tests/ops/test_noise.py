@@ -194,30 +194,6 @@ def test_zero_std_changes_nothing_and_still_claims():
     assert torch.equal(stream.take(), other.take())
 
 
-@given(
-    cuts=st.lists(st.integers(0, 3000), max_size=4),
-    rounded=st.booleans(),
-    rounds=st.sampled_from(CIPHER_ROUNDS),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)
-def test_pieces_get_the_noise_of_the_whole(cuts, rounded, rounds, dtype):
-    """Wherever a tensor is cut, its pieces' noise is the whole's, to the last bit, and the definition says the same."""
-    x = torch.randn(3000, generator=torch.Generator().manual_seed(2)).to(dtype)
-    whole = add_noise_(x.clone(), 0.7, NoiseStream.unsafe_reproducible(8, rounds), secure_rounding=rounded)
-    bounds = [0, *sorted(cuts), 3000]
-    for first, end in zip(bounds, bounds[1:]):
-        at = NoiseStream.unsafe_reproducible(8, rounds)
-        piece = add_noise_(x[first:end].clone(), 0.7, at, secure_rounding=rounded, first=first)
-        assert torch.equal(piece, whole[first:end])
-        again, position = x[first:end].clone(), NoiseStream.unsafe_reproducible(8, rounds).take()
-        torch.ops.fastdp.add_noise_(again, 0.7, position, rounded, first)
-        assert torch.equal(again, piece)
-        if end > first:
-            defined = OPS["add_noise_"].reference
-            defined(again := x[first:end].clone(), 0.7, position, rounded, first)
-            assert torch.equal(again, piece) if rounded else torch.allclose(again, piece, atol=2e-2)
-
-
 @cases("first, match", [(-1, "counted from 0"), (1.0, "counted from 0"), (1 << 36, "2.36|2.35")])
 def test_a_piece_beyond_the_position_is_refused(first, match):
     with pytest.raises(ValueError, match=match):

@@ -144,15 +144,6 @@ def test_rounded_sums_are_those_of_the_definition(std, rounds):
     assert torch.equal(got, on_grid(x, std, position(rounds)))
 
 
-@pytest.mark.parametrize(*pairs(("rounds", CIPHER_ROUNDS), ("rounded", [False, True]), ("first", [0, 16, 2048, 4099])))
-def test_a_piece_gets_the_noise_that_the_whole_would_give_it(first, rounded, rounds):
-    x = torch.randn(5000)
-    whole, piece = x.clone(), x[first : first + 700].clone()
-    add_noise_(whole, 0.7, position(rounds), rounded)
-    add_noise_(piece, 0.7, position(rounds), rounded, first)
-    assert torch.equal(piece, whole[first : first + 700])
-
-
 @pytest.mark.parametrize("rounds", CIPHER_ROUNDS)
 def test_other_kernels_round_as_the_definition(rounds):
     param, moments = torch.randn(257, 3), (torch.randn(257, 3), torch.randn(257, 3), torch.rand(257, 3))
