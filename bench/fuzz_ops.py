@@ -266,7 +266,7 @@ def reductions(draw: Draw) -> Compared:
 
 def instances(draw: Draw) -> Compared:
     units, shape = draw.pick.randint(1, 9), (draw.size(), draw.size(200)) if draw.chance(0.8) else (draw.size(20_000),)
-    x = torch.randn(units, *shape).to(torch.float64 if draw.chance(0.1) else draw.dtype())
+    x = torch.randn(units, *shape).to(torch.float64 if draw.chance(0.25) else draw.dtype())
     if draw.chance(0.2):
         x = x.transpose(0, -1).contiguous().transpose(0, -1)
     truth, mask = x.double().flatten(1), draw.mask(*shape)
