@@ -54,6 +54,10 @@ class Draw:
         odd = [n for n in (1, 7, 15, 16, 17, 63, 64, 65, 95, 97, 128, 129) if n <= most]
         return self.pick.choice(odd) if self.pick.random() < 0.5 else self.pick.randint(1, most)
 
+    def turn(self, *kinds: str) -> str:
+        """One of several kinds of calls, all of which come in few calls of a family's one or two entries."""
+        return kinds[(self.seed // len(FAMILIES) * 2 + self.seed % 2) % len(kinds)]
+
     def chance(self, probability: float) -> bool:
         """Whether something of this probability happens."""
         return self.pick.random() < probability
@@ -91,7 +95,7 @@ class Draw:
         """Left, right, offsets and the rows of the matrix."""
         tokens, m, n = self.size(300), self.size(), self.size()
         left = (
-            torch.randint(m, (2 * tokens,))[:: self.pick.choice((1, 2))][:tokens] if ids and self.chance(0.3) else None
+            torch.randint(m, (2 * tokens,))[:: self.pick.choice((1, 2))][:tokens] if ids and self.chance(0.5) else None
         )
         return (
             self.factor(tokens, m) if left is None else left,
@@ -136,7 +140,7 @@ def within(got: Tensor, truth: Tensor, size: Tensor, share: float = ROUNDING) ->
 def norms(draw: Draw) -> Compared:
     left, right, offsets, rows = draw.use()
     exact, sizes = gradients(left, right, offsets, rows)
-    kind = draw.pick.choice(("square", "absolute", "masked"))
+    kind = draw.turn("square", "absolute", "masked")
     if kind == "absolute":
         return within(ops.abs_sum(left, right, offsets), exact.abs().sum((1, 2)), sizes.sum((1, 2)))
     if kind == "masked":
@@ -181,7 +185,7 @@ def groups(draw: Draw) -> Compared:
     exact = [gradients(left, right, offsets, 0) for left, right in zip(lefts, rights)]
     squares = torch.stack([g.square().sum((1, 2)) for g, _ in exact])
     products = torch.stack([ops.row_products(left, right, offsets) for left, right in zip(lefts, rights)])
-    kind = draw.pick.choice(("gram", "scaled", "chosen", "per_unit", "sum"))
+    kind = draw.turn("gram", "scaled", "chosen", "per_unit", "sum")
     if kind == "gram":
         got, upper = ops.gram_norms(lefts, rights, [1] * k, offsets)
         return within(torch.cat([got.double(), upper]), torch.cat([squares, products]),
@@ -250,7 +254,7 @@ def weighted_sum(draw: Draw) -> Compared:
 def reductions(draw: Draw) -> Compared:
     left, right, offsets, rows = draw.use(ids=False)
     bounds = list(zip(offsets.tolist(), offsets.tolist()[1:]))
-    kind = draw.pick.choice(("per_unit", "columns", "affine"))
+    kind = draw.turn("per_unit", "columns", "affine")
     if kind == "per_unit":
         return within(ops.per_unit(left, right, offsets), *gradients(left, right, offsets, rows))
     if kind == "columns":
@@ -271,7 +275,7 @@ def instances(draw: Draw) -> Compared:
         x = x.transpose(0, -1).contiguous().transpose(0, -1)
     truth, mask = x.double().flatten(1), draw.mask(*shape)
     chosen, weights, others = mask.reshape(-1), draw.weights(units), draw.weights(units)
-    kind = draw.pick.choice(("square", "absolute", "masked", "sum", "masked sum", "group", "group norms"))
+    kind = draw.turn("square", "absolute", "masked", "sum", "masked sum", "group", "group norms")
     if kind in ("square", "absolute"):
         terms = truth.square() if kind == "square" else truth.abs()
         got = (ops.instance_sqnorm if kind == "square" else ops.instance_abs_sum)(x)

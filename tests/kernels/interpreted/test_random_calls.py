@@ -7,7 +7,7 @@ from fastdp.bench import fuzz_ops
 #: Distances are of 64 bits, which the interpreter takes minutes for.
 ENTRIES = [at for at, family in enumerate(fuzz_ops.FAMILIES) if family.__name__ != "dchi_vectors"]
 #: Of each entry of the families; one with several kinds of calls has several entries.
-CALLS = 6
+CALLS = 8
 
 
 class Small(fuzz_ops.Draw):
