@@ -347,11 +347,11 @@ def adamw(draw: Draw) -> Compared:
     rows, columns = torch.rand(shape[0]) + 0.5, torch.rand(shape[1]) + 0.5
     own, wanted = ([x.clone() for x in (param, total, mean, square)] for _ in range(2))
     numbers = (draw.pick.choice((0.0, 0.5)), 4.0, 0.01, 0.9, 0.99, 1e-6, 0.1, draw.pick.randint(1, 99),
-               draw.chance(0.5), *((rows, columns) if axes else (None, None)))  # fmt: skip
+               draw.chance(0.5), *(([rows], [columns]) if axes else ([], [])))  # fmt: skip
     _, position = draw.streams()
-    op = OPS["adamw_noise_step_"]
-    op(*own, position, *numbers)
-    op.reference(*wanted, position, *numbers)
+    op = OPS["adamw_noise_steps_"]
+    op(*[[x] for x in own], [], position[None], *numbers)
+    op.reference(*[[x] for x in wanted], [], position[None], *numbers)
     errors, bounds = [], []
     for got, truth, old in zip((own[0], *own[2:]), (wanted[0], *wanted[2:]), (param, mean, square)):
         errors.append((got.double() - truth.double()).abs())
@@ -397,7 +397,6 @@ def choice(draw: Draw) -> Compared:
     if prior is not None:
         prior[0] = 0.0
     options: dict[str, Any] = {"cap": draw.pick.choice((None, 1.5)), "log_prior": prior}
-    options["candidate_scale"] = torch.rand(rows) if draw.chance(0.3) else None
     drawn = []
     for threads in (1, 3):
         torch.set_num_threads(threads)

@@ -61,6 +61,7 @@ SUM_CASES = (
 )
 #: What is recorded, and run eagerly beside that; small, so that the host takes longer than the device.
 RECORDED = Case("gpt2", 4, 256, 1024, 4, 4, 512, 32, 128, dropout=0.0, dtype=torch.float32)
+TUNINGS = (("LoRA of rank 16", 16), ("everything", 0))
 INSTANCE_CASES = ((torch.float32, 7, 33, 129),)
 Result = tuple[float, float]
 
@@ -259,8 +260,9 @@ def noise(device: str) -> Iterator[tuple[str, Result]]:
     state = [torch.randn(257, 123, device=device).to(dtype), *torch.rand(3, 257, 123, device=device)]
     host = [x.cpu().clone() for x in state]
     numbers = (0.7, 8.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 5)
-    OPS["adamw_noise_step_"](*state, position(), *numbers, False, *axes)
-    OPS["adamw_noise_step_"].reference(*host, position(), *numbers, False, *(a.cpu() for a in axes))
+    at, here = position()[None], [[a.cpu()] for a in axes]
+    OPS["adamw_noise_steps_"](*[[x] for x in state], [], at, *numbers, False, *[[a] for a in axes])
+    OPS["adamw_noise_steps_"].reference(*[[x] for x in host], [], at, *numbers, False, *here)
     worst = max(apart(a.cpu(), b.double(), b.double().abs() + 0.1) for a, b in zip(state, host))
     yield f"adamw_noise_step_ with axes {label}", (worst, 4 * rounding + 1e-5)
     # Rounded noise and moments in half precision, as models have them.
@@ -304,16 +306,50 @@ def snapping(device: str) -> Iterator[tuple[str, Result]]:
     yield "exponential_choice frequencies, in standard deviations", (float(deviation.max()), 6.5)
 
 
+def _trained(device: str, rank: int, rows: int) -> tuple[Case, torch.nn.Module]:
+    """A small Llama whose adapters, if it has some, are none of them zero."""
+    case = Case("llama", 2, 64, 128, 4, 4, 512, rows, 96, rank=rank, dtype=torch.float32)
+    model = build(case, torch.device(device))
+    for parameter in model.parameters():
+        # The second factor of an untrained adapter is zero, and so would be the gradient of the first.
+        if rank and parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return case, model
+
+
+class _Weights(Policy):
+    """Keeps the weights that it gives."""
+
+    given: Tensor
+
+    def scales(self, upper: Any) -> Tensor:
+        self.given = super().scales(upper)
+        return self.given
+
+
+def others(device: str) -> Iterator[tuple[str, Result]]:
+    """How far one record that gets longer, or leaves, moves the weights of the others, in float32."""
+    for name, rank in TUNINGS:
+        case, model = _trained(device, rank, 33)
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        ids = torch.stack([row["input_ids"] for row in examples(case, 33)]).to(device)
+        found = []
+        for rows, longest in ((33, 24), (33, 96), (32, 24)):
+            policy = _Weights((1e-3,), (0.0,), dict.fromkeys(trained, 0))
+            running = Engine(model, policy, deque([Ticket(torch.arange(rows), torch.ones(rows), True)]))
+            labels = ids[:rows, :longest].clone()
+            labels[:32, 24:] = -100
+            model(input_ids=ids[:rows, :longest], labels=labels).loss.backward()
+            running.close()
+            found.append(policy.given[0, :32].double())
+        for event, other in zip(("gets longer", "leaves"), found[1:]):
+            yield f"others' weights, {name}, one record {event}", (float((other / found[0] - 1).abs().max()), 1e-4)
+
+
 def engine(device: str) -> Iterator[tuple[str, Result]]:
     """The whole engine, against autograd on one example at a time on the same device: LoRA on all layers, and everything."""
-    for name, rank in (("LoRA of rank 16", 16), ("everything", 0)):
-        case = Case("llama", 2, 64, 128, 4, 4, 512, 4, 96, rank=rank, dtype=torch.float32)
-        model = build(case, torch.device(device))
-        if rank:
-            # The second factor of an untrained adapter is zero, and so would be the gradient of the first.
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    torch.nn.init.normal_(parameter, std=0.05)
+    for name, rank in TUNINGS:
+        case, model = _trained(device, rank, 4)
         rows = examples(case, 4)
         batch = {key: torch.stack([row[key] for row in rows]).to(device) for key in rows[0]}
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -475,7 +511,7 @@ def recording(device: str) -> Iterator[tuple[str, Result]]:
 Group = Callable[[str], Iterator[tuple[str, Result]]]
 #: Each in a process of its own.
 GROUPS: dict[str, Group] = {
-    group.__name__: group for group in (engine, sums, norms, instances, heads, noise, snapping, wide, methods)
+    group.__name__: group for group in (engine, others, sums, norms, instances, heads, noise, snapping, wide, methods)
 }
 
 

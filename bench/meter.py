@@ -76,7 +76,7 @@ _BANDWIDTH_SHARES = {
 #: The same of sums over the rows of a matrix, which biases' gradients are, and of the kernel for a layer norm's own gradients.
 _ROWS_SHARE, _NORMS_SHARE = 0.43, 0.3
 #: Ops of ours that read as fast as a copy: norms by Gram matrices, and those that make noise.
-_READ_FAST = ("gram_norms", "add_noise_", "adamw_noise_step_", "adamw_noise_steps_")
+_READ_FAST = ("gram_norms", "add_noise_", "adamw_noise_steps_")
 
 
 class HostWaits(RuntimeError):
@@ -405,23 +405,11 @@ def _fused_updates(params: list[torch.Tensor], *args: Any) -> tuple[float, None]
     return each * sum(p.numel() for p in params), None
 
 
-def _route(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, route: str) -> str:
-    from fastdp.ops.routes import for_norms
-
-    return for_norms(left, right, offsets) if route == "auto" else route
-
-
-def _norms(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, route: str, *_: Any) -> Any:
-    if left.dim() > 1 and _route(left, right, offsets, route) == "gram":
-        return _gram([left], right, offsets)
-    return _products(left, right)
-
-
 def _has_wide_tiles(name: str, args: Any) -> bool:
     """Whether a launcher takes tiles of 128 by 256 for these 16-bit factors, as on Hopper."""
     if name in ("weighted_sum_", "weighted_sum_group_"):
         return max(out.shape[1] for out in ([args[0]] if name == "weighted_sum_" else args[0])) >= 256
-    return name == "norms" and args[1].shape[1] >= 256 and args[0].dim() > 1 and _route(*args[:4]) == "direct"
+    return name == "norms" and args[1].shape[1] >= 256 and args[0].dim() > 1
 
 
 def _reading(*args: Any) -> tuple[float, torch.Tensor]:
@@ -430,13 +418,12 @@ def _reading(*args: Any) -> tuple[float, torch.Tensor]:
 
 #: Operations of each op, and a factor that says at which rate; None for integer operations.
 _WORK: dict[str, Callable[..., tuple[float, torch.Tensor | None]]] = {
-    "norms": _norms,
+    "norms": _products,
     "gram_norms": _gram_groups,
     "chosen_sqnorm": _reading,
     "row_products": _reading,
     "token_counts": _reading,
     "token_counts_group": lambda lefts, *_: _reading(lefts[0]),
-    "column_sums": _reading,
     "cross_entropy_gradient_": _reading,
     "affine_sums_group": _reading,
     "instance_norms": _reading,
@@ -449,7 +436,6 @@ _WORK: dict[str, Callable[..., tuple[float, torch.Tensor | None]]] = {
     "weighted_sum_group_": lambda outs, lefts, rights, *_: _all_products(lefts, rights),
     "cross_inner": _cross,
     "add_noise_": _normals,
-    "adamw_noise_step_": _normals,
     "adamw_noise_steps_": _fused_updates,
 }
 

@@ -76,6 +76,7 @@ def runs() -> Table:
     return ["run", "trained", "epsilon (delta)", "measure", "before", "after"], lines
 
 
+TUNINGS = ("adapter", "bitfit", "lora")
 #: Rap-FT's forms that the page shows.
 RAPFT_FORMS = {
     "dpsgd": "DP-SGD",
@@ -87,21 +88,25 @@ RAPFT_FORMS = {
 
 
 def rapft_200() -> Table:
-    """Rap-FT against DP-SGD by the paper's own rule, 200 steps, one seed: in brackets the difference to DP-SGD."""
-    return _rapft("utility/rapft-200", (3.0, 5.0, 7.0))
+    """Rap-FT against DP-SGD by the paper's own rule, 200 steps; several seeds at the middle epsilon, one elsewhere."""
+    return _rapft(("utility/rapft-200-seeds", "utility/rapft-200"), (3.0, 5.0, 7.0))
 
 
 def rapft_16() -> Table:
     """Rap-FT against DP-SGD by the epsilon rule of relevance, 16 steps, three seeds, at the middle epsilon."""
-    return _rapft("utility/rapft", (5.0,))
+    return _rapft(("utility/rapft",), (5.0,))
 
 
-def _rapft(name: str, epsilons: tuple[float, ...]) -> Table:
+def _rapft(names: tuple[str, ...], epsilons: tuple[float, ...]) -> Table:
+    """Of each cell, the rows of the first file that has them."""
     lines = []
-    for tuning, epsilon in itertools.product(("adapter", "bitfit", "lora"), epsilons):
-        found = {form: rapft_rows(name, tuning, form, epsilon) for form in RAPFT_FORMS}
-        title = tuning.replace("bitfit", "BitFit").replace("lora", "LoRA")
-        lines.append([f"{title}, {epsilon:g}", *(_beside(rows, found["dpsgd"]) for rows in found.values())])
+    for tuning, epsilon in itertools.product(TUNINGS, epsilons):
+        line = [f"{tuning.replace('bitfit', 'BitFit').replace('lora', 'LoRA')}, {epsilon:g}"]
+        for form in RAPFT_FORMS:
+            found = ([rapft_rows(name, tuning, of, epsilon) for of in (form, "dpsgd")] for name in names)
+            rows, base = next((pair for pair in found if pair[0]), ([], []))
+            line.append(_beside(rows, base))
+        lines.append(line)
     return ["trained, epsilon", *RAPFT_FORMS.values()], lines
 
 
@@ -113,13 +118,23 @@ def rapft_rows(name: str, tuning: str, form: str, epsilon: float) -> list[Row]:
 
 
 def _beside(rows: list[Row], others: list[Row]) -> str:
-    """Perplexity; of a single seed, its difference to another form's in per cent too."""
-    if not rows:
-        return ""
-    cell = spread(row["perplexity"] for row in rows)
-    if len(rows) > 1 or not others or rows[0]["form"] == others[0]["form"]:
+    """Perplexity, and its mean difference to another form's of the same seeds."""
+    cell = spread(row["perplexity"] for row in rows) if rows else ""
+    if not rows or not others or rows[0]["form"] == others[0]["form"]:
         return cell
-    return f"{cell} ({rows[0]['perplexity'] / others[0]['perplexity'] - 1:+.1%})"
+    return f"{cell} ({in_per_cent(differences(rows, others, 'perplexity'))})"
+
+
+def differences(rows: list[Row], others: list[Row], value: str) -> list[float]:
+    """Of rows that share a seed, by how much the first is larger, in per cent."""
+    base = {row["seed"]: row[value] for row in others}
+    return [100 * (row[value] / base[row["seed"]] - 1) for row in rows if row["seed"] in base]
+
+
+def in_per_cent(found: list[float]) -> str:
+    """Mean and, of several, its standard error."""
+    error = f"±{statistics.stdev(found) / len(found) ** 0.5:.1f}" if len(found) > 1 else ""
+    return f"{statistics.mean(found):+.1f}{error}%"
 
 
 def _lora(
@@ -306,31 +321,23 @@ def rounds() -> Table:
     return ["texts, what is perturbed", "no privacy", *(f"epsilon {epsilon:g}" for epsilon in budgets)], lines
 
 
+CLIENTS = (2, 4, 16)
+
+
 def typed() -> Table:
-    """Federated, replaced by type: perplexity of the other tokens, by number of clients."""
-    everything = [{**row, "others": row["perplexities_of_others"][-1]} for row in figures("federated/typed-small")]
+    """Federated, by number of clients: perplexity of the tokens outside labelled private spans."""
     lines = []
-    for clients in (2, 4, 16):
-        here = [row for row in everything if row["clients"] == clients]
-        plain = [row for row in here if row["scheme"] == "none"]
-        ours = [row for row in here if row["scheme"] == "typed" and row["epsilon"] == 8.0]
-        ours = [row for row in ours if row["replacement"] == "model" and not row["learned"]]
-        fair = [row for row in here if row["scheme"] == "selective"]
-        base = {row["seed"]: row["others"] for row in plain}
-        ratios = [100 * (row["others"] / base[row["seed"]] - 1) for row in ours]
-        gap = f"{statistics.mean(ratios):+.1f}%±{statistics.stdev(ratios) / len(ratios) ** 0.5:.1f}"
-        fairly = ""
-        if fair:
-            same = next(row for row in ours if row["seed"] == fair[0]["seed"])
-            fairly = f"{fair[0]['others']:.1f} ({same['others'] / fair[0]['others'] - 1:+.1%})"
-        lines.append([str(clients), spread(r["others"] for r in plain), spread(r["others"] for r in ours), gap, fairly])
-    return [
-        "clients",
-        "as they are, learned",
-        "`typed`, not learned",
-        "difference",
-        "kept, not learned (one seed)",
-    ], lines
+    for clients in CLIENTS:
+        plain, ours, kept = (clients_rows(clients, scheme) for scheme in ("none", "typed", "selective"))
+        cells = [spread(row["others"] for row in rows) for rows in (plain, kept, ours)]
+        lines.append([str(clients), *cells, in_per_cent(differences(ours, kept, "others"))])
+    return ["clients", "kept, learned", "kept, not learned", "`typed`, not learned", "over kept, not learned"], lines
+
+
+def clients_rows(clients: int, scheme: str) -> list[Row]:
+    """Rows of a number of clients, with the last perplexity of the other tokens."""
+    rows = figures("utility/federated-clients", clients=clients, scheme=scheme)
+    return [{**row, "others": row["perplexities_of_others"][-1]} for row in rows]
 
 
 def gpu() -> Table:

@@ -87,8 +87,8 @@ def measure(
     on_gpu = torch.cuda.device_count() > 0
     if implementations is None:
         every = (*IMPLEMENTATIONS[:2], *(FUSED if CASES[case].tuning == "full" else ()), *IMPLEMENTATIONS[2:])
-        # Torch does not record checkpointed passes.
-        whole = ON_A_GPU[:2] if CASES[case].checkpointed else ON_A_GPU
+        # Torch's own way does not record checkpointed passes, which read random states.
+        whole = (*FUSED, ON_A_GPU[-1]) if CASES[case].checkpointed else ON_A_GPU
         implementations = whole if on_gpu else every
     measured = _one_by_one if on_gpu else _in_turns
     found = measured(case, implementations, steps, warmup)

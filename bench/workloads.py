@@ -73,6 +73,8 @@ def build(case: Case, device: torch.device) -> torch.nn.Module:
             model = _made(case)
     finally:
         torch.set_default_dtype(usual)
+    if hasattr(model, "config"):
+        model.config.use_cache = False  # type: ignore[union-attr] # as transformers' Trainer does
     with device:
         model = _tuned(case, model)
     if case.checkpointed:
@@ -205,6 +207,7 @@ _half = functools.partial(Case, dtype=torch.bfloat16)
 #: Steps that take a GPU, or are simulated: first those whose figures are the most wanted.
 LARGE = {
     "llama-1b-full-checkpointed": _half("llama", 16, 2048, 8192, 32, 8, 128256, 4, 1024, checkpointed=True),
+    "llama-1b-full-checkpointed-16x2048": _half("llama", 16, 2048, 8192, 32, 8, 128256, 16, 2048, checkpointed=True),
     "llama-1b-lora-checkpointed-12x512": _half(
         "llama", 16, 2048, 8192, 32, 8, 128256, 12, 512, rank=16, checkpointed=True
     ),
@@ -217,7 +220,6 @@ LARGE = {
     "llama-1b-full": _half("llama", 16, 2048, 8192, 32, 8, 128256, 4, 1024),
     "llama-8b-lora-half": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16, half_adapters=True),
     "llama-8b-lora-checkpointed": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16, checkpointed=True),
-    "llama-1b-full-checkpointed-16x2048": _half("llama", 16, 2048, 8192, 32, 8, 128256, 16, 2048, checkpointed=True),
     "llama-1b-long": _half("llama", 16, 2048, 8192, 32, 8, 128256, 1, 4096),
     "llama-8b-lora": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16),
 }

@@ -23,8 +23,7 @@ void outer(const float *a, const float *b, int64_t width, int64_t first, int64_t
 // `start`, a multiple of a block's, of the tensor that the position is of.
 void adamw_noise_step(char *p, Dtype type, const float *g, float *m, float *v, int64_t n, uint64_t start,
                       const Position &at, bool rounded, double std, double divisor, double lr, double beta1, double beta2, double eps,
-                      double weight_decay, int64_t step, bool corrected, double floor, const float *a, const float *b,
-                      int64_t row_width, int threads) {
+                      double weight_decay, int64_t step, const float *a, const float *b, int64_t row_width, int threads) {
     const NoiseLanes &lanes = noise_lanes();
     const bool noisy = std != 0;
     const Grid grid(std);
@@ -38,9 +37,6 @@ void adamw_noise_step(char *p, Dtype type, const float *g, float *m, float *v, i
     s.rest2 = static_cast<float>(1.0 - beta2);
     s.inverse_correction2 = static_cast<float>(1.0 / (1.0 - std::pow(beta2, static_cast<double>(step))));
     s.eps = static_cast<float>(eps);
-    s.corrected = corrected;
-    s.noise_variance = static_cast<float>(std / divisor * (std / divisor));
-    s.floor = static_cast<float>(floor);
     share_out((n + kTile - 1) / kTile, kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
         alignas(64) float room[kTileRoom];
         alignas(64) float axes[kTile];
@@ -69,8 +65,7 @@ void adamw_noise_step(char *p, Dtype type, const float *g, float *m, float *v, i
 
 void bind_adamw(pybind11::module_ &m) {
     bind(m, "adamw_noise_step", &adamw_noise_step, "param", "dtype", "grad", "mean", "square", "n", "start", "position", "rounded",
-         "std", "divisor", "lr", "beta1", "beta2", "eps", "weight_decay", "step", "corrected", "floor", "rows", "columns",
-         "width", "threads");
+         "std", "divisor", "lr", "beta1", "beta2", "eps", "weight_decay", "step", "rows", "columns", "width", "threads");
 }
 
 }  // namespace fastdp

@@ -1,133 +1,21 @@
 #include "block.h"
 
 #include <algorithm>
-#include <cmath>
 #include <stdexcept>
 
 #include "cpu.h"
 #include "team.h"
 
-#if defined(__x86_64__)
+#if FASTDP_HAS_X86
 #include <immintrin.h>
 #endif
 
 namespace fastdp {
 namespace {
 
-#if defined(__x86_64__)
+#if FASTDP_HAS_X86
 
-template <int kRows>
-FASTDP_AVX2 void outer_avx2(Rows left, Rows right, int64_t tokens, int64_t columns, float *block, bool add) {
-    for (int64_t j = 0; j < columns; j += 16) {
-        __m256 sum[kRows][2];
-#pragma GCC unroll 6
-        for (int i = 0; i < kRows; ++i) {
-            sum[i][0] = _mm256_setzero_ps();
-            sum[i][1] = _mm256_setzero_ps();
-        }
-        const float *l = left.data, *r = right.data + j;
-        for (int64_t t = 0; t < tokens; ++t, l += left.pitch, r += right.pitch) {
-            const __m256 r0 = _mm256_loadu_ps(r), r1 = _mm256_loadu_ps(r + 8);
-#pragma GCC unroll 6
-            for (int i = 0; i < kRows; ++i) {
-                const __m256 li = _mm256_broadcast_ss(l + i);
-                sum[i][0] = _mm256_fmadd_ps(li, r0, sum[i][0]);
-                sum[i][1] = _mm256_fmadd_ps(li, r1, sum[i][1]);
-            }
-        }
-#pragma GCC unroll 6
-        for (int i = 0; i < kRows; ++i) {
-            float *held = block + i * kBlockColumns + j;
-            _mm256_storeu_ps(held, add ? _mm256_add_ps(sum[i][0], _mm256_loadu_ps(held)) : sum[i][0]);
-            _mm256_storeu_ps(held + 8, add ? _mm256_add_ps(sum[i][1], _mm256_loadu_ps(held + 8)) : sum[i][1]);
-        }
-    }
-}
-
-void outer_avx2_any(Rows left, Rows right, int64_t tokens, int64_t rows, int64_t columns, float *block, bool add) {
-    static constexpr void (*by_rows[6])(Rows, Rows, int64_t, int64_t, float *, bool) = {
-        outer_avx2<1>, outer_avx2<2>, outer_avx2<3>, outer_avx2<4>, outer_avx2<5>, outer_avx2<6>};
-    by_rows[rows - 1](left, right, tokens, columns, block, add);
-}
-
-FASTDP_AVX2 inline __m256 lanes_of(uint64_t chosen, int group) {
-    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    const __m256i byte = _mm256_set1_epi32(static_cast<int>((chosen >> (8 * group)) & 0xff));
-    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(byte, bit), bit));
-}
-
-FASTDP_AVX2 inline float sum_of(__m256 v) {
-    __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
-}
-
-FASTDP_AVX2 float sum_square_avx2(const float *entries, uint64_t chosen) {
-    __m256 sum = _mm256_setzero_ps();
-    for (int group = 0; group < 8; ++group) {
-        const __m256 x = _mm256_and_ps(_mm256_loadu_ps(entries + 8 * group), lanes_of(chosen, group));
-        sum = _mm256_fmadd_ps(x, x, sum);
-    }
-    return sum_of(sum);
-}
-
-FASTDP_AVX2 float sum_absolute_avx2(const float *entries, uint64_t chosen) {
-    const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-    __m256 sum = _mm256_setzero_ps();
-    for (int group = 0; group < 8; ++group) {
-        const __m256 x = _mm256_and_ps(_mm256_loadu_ps(entries + 8 * group), lanes_of(chosen, group));
-        sum = _mm256_add_ps(sum, _mm256_and_ps(x, magnitude));
-    }
-    return sum_of(sum);
-}
-
-FASTDP_AVX2 void add_weighted_avx2(const float *entries, uint64_t mask, float masked, float unmasked, int64_t columns,
-                                   float *target) {
-    for (int64_t j = 0; j < columns; ++j) {
-        const float weight = (mask >> j) & 1 ? masked : unmasked;
-        if (weight != 0) target[j] += weight * entries[j];
-    }
-}
-
-FASTDP_AVX2 float sum_squares_avx2(const float *entries, int64_t count) {
-    __m256 sum[8] = {};
-    float room[kBlockColumns] = {};
-    for (int64_t j = 0; j < count; j += kBlockColumns) {
-        const float *from = entries + j;
-        if (count - j < kBlockColumns) std::copy(from, entries + count, room), from = room;
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) {
-            const __m256 x = _mm256_loadu_ps(from + 8 * i);
-            sum[i] = _mm256_fmadd_ps(x, x, sum[i]);
-        }
-    }
-    for (int i = 0; i < 4; ++i) sum[i] = _mm256_add_ps(sum[i], sum[4 + i]);
-    return sum_of(_mm256_add_ps(_mm256_add_ps(sum[0], sum[1]), _mm256_add_ps(sum[2], sum[3])));
-}
-
-FASTDP_AVX2 void add_rows_avx2(const float *const *rows, const float *weights, int64_t n, int64_t count, bool add,
-                               float *target) {
-    int64_t j = 0;
-    for (; j + 32 <= count; j += 32) {
-        __m256 sum[4];
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) sum[i] = add ? _mm256_loadu_ps(target + j + 8 * i) : _mm256_setzero_ps();
-        for (int64_t k = 0; k < n; ++k) {
-            const __m256 weight = _mm256_broadcast_ss(weights + k);
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) sum[i] = _mm256_fmadd_ps(weight, _mm256_loadu_ps(rows[k] + j + 8 * i), sum[i]);
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) _mm256_storeu_ps(target + j + 8 * i, sum[i]);
-    }
-    for (; j < count; ++j) {
-        float sum = add ? target[j] : 0;
-        for (int64_t k = 0; k < n; ++k) sum = std::fma(weights[k], rows[k][j], sum);
-        target[j] = sum;
-    }
-}
-
-FASTDP_AVX2 uint64_t mask_word_avx2(const uint8_t *bytes, int64_t count) {
+FASTDP_AVX2 uint64_t mask_word(const uint8_t *bytes, int64_t count) {
     uint8_t room[kBlockColumns] = {};
     if (count < kBlockColumns) std::copy(bytes, bytes + count, room), bytes = room;
     uint64_t zeros = 0;
@@ -139,123 +27,55 @@ FASTDP_AVX2 uint64_t mask_word_avx2(const uint8_t *bytes, int64_t count) {
     return ~zeros;
 }
 
-template <int kRows, int kVectors>
-FASTDP_AVX512 void outer_avx512(Rows left, Rows right, int64_t tokens, float *block, bool add) {
-    __m512 sum[kRows][kVectors];
-#pragma GCC unroll 6
-    for (int i = 0; i < kRows; ++i)
-#pragma GCC unroll 4
-        for (int j = 0; j < kVectors; ++j)
-            sum[i][j] = _mm512_setzero_ps();
-    const float *l = left.data, *r = right.data;
-    for (int64_t t = 0; t < tokens; ++t, l += left.pitch, r += right.pitch) {
-        __m512 x[kVectors];
-#pragma GCC unroll 4
-        for (int j = 0; j < kVectors; ++j) x[j] = _mm512_loadu_ps(r + 16 * j);
-#pragma GCC unroll 6
-        for (int i = 0; i < kRows; ++i) {
-            const __m512 li = _mm512_set1_ps(l[i]);
-#pragma GCC unroll 4
-            for (int j = 0; j < kVectors; ++j) sum[i][j] = _mm512_fmadd_ps(li, x[j], sum[i][j]);
-        }
-    }
-#pragma GCC unroll 6
-    for (int i = 0; i < kRows; ++i)
-#pragma GCC unroll 4
-        for (int j = 0; j < kVectors; ++j) {
-            float *held = block + i * kBlockColumns + 16 * j;
-            _mm512_storeu_ps(held, add ? _mm512_add_ps(sum[i][j], _mm512_loadu_ps(held)) : sum[i][j]);
-        }
+namespace avx2 {
+#define FASTDP_TARGET FASTDP_AVX2
+constexpr int LANES = 8, HELD = 2;
+using vf = __m256;
+FASTDP_AVX2 inline __m256i lanes_of(uint64_t chosen) {
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(chosen & 0xff)), bit), bit);
 }
+FASTDP_AVX2 inline vf all(float x) { return _mm256_set1_ps(x); }
+FASTDP_AVX2 inline vf load(const float *at) { return _mm256_loadu_ps(at); }
+FASTDP_AVX2 inline vf load(const float *at, uint64_t chosen) { return _mm256_maskload_ps(at, lanes_of(chosen)); }
+FASTDP_AVX2 inline void store(float *at, vf x) { _mm256_storeu_ps(at, x); }
+FASTDP_AVX2 inline void store(float *at, uint64_t chosen, vf x) { _mm256_maskstore_ps(at, lanes_of(chosen), x); }
+FASTDP_AVX2 inline vf pick(uint64_t chosen, float yes, float no) {
+    return _mm256_blendv_ps(all(no), all(yes), _mm256_castsi256_ps(lanes_of(chosen)));
+}
+FASTDP_AVX2 inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+FASTDP_AVX2 inline vf magnitude(vf x) { return _mm256_andnot_ps(all(-0.0f), x); }
+FASTDP_AVX2 inline float sum_of(vf v) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+#include "block_lanes.inc"
+#undef FASTDP_TARGET
+}  // namespace avx2
 
-template <int kVectors>
-void outer_avx512_any(Rows left, Rows right, int64_t tokens, int64_t rows, float *block, bool add) {
-    static constexpr void (*by_rows[6])(Rows, Rows, int64_t, float *, bool) = {
-        outer_avx512<1, kVectors>, outer_avx512<2, kVectors>, outer_avx512<3, kVectors>,
-        outer_avx512<4, kVectors>, outer_avx512<5, kVectors>, outer_avx512<6, kVectors>};
-    by_rows[rows - 1](left, right, tokens, block, add);
+namespace avx512 {
+#define FASTDP_TARGET FASTDP_AVX512
+constexpr int LANES = 16, HELD = 4;
+using vf = __m512;
+FASTDP_AVX512 inline vf all(float x) { return _mm512_set1_ps(x); }
+FASTDP_AVX512 inline vf load(const float *at) { return _mm512_loadu_ps(at); }
+FASTDP_AVX512 inline vf load(const float *at, uint64_t chosen) {
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>(chosen), at);
 }
-
-void outer_avx512_any(Rows left, Rows right, int64_t tokens, int64_t rows, int64_t columns, float *block, bool add) {
-    if (columns > 48) outer_avx512_any<4>(left, right, tokens, rows, block, add);
-    else if (columns > 32) outer_avx512_any<3>(left, right, tokens, rows, block, add);
-    else if (columns > 16) outer_avx512_any<2>(left, right, tokens, rows, block, add);
-    else outer_avx512_any<1>(left, right, tokens, rows, block, add);
+FASTDP_AVX512 inline void store(float *at, vf x) { _mm512_storeu_ps(at, x); }
+FASTDP_AVX512 inline void store(float *at, uint64_t chosen, vf x) {
+    _mm512_mask_storeu_ps(at, static_cast<__mmask16>(chosen), x);
 }
-
-FASTDP_AVX512 float sum_square_avx512(const float *entries, uint64_t chosen) {
-    __m512 sum = _mm512_setzero_ps();
-    for (int group = 0; group < 4; ++group) {
-        const __m512 x = _mm512_maskz_loadu_ps(static_cast<__mmask16>(chosen >> (16 * group)), entries + 16 * group);
-        sum = _mm512_fmadd_ps(x, x, sum);
-    }
-    return _mm512_reduce_add_ps(sum);
+FASTDP_AVX512 inline vf pick(uint64_t chosen, float yes, float no) {
+    return _mm512_mask_blend_ps(static_cast<__mmask16>(chosen), all(no), all(yes));
 }
-
-FASTDP_AVX512 float sum_absolute_avx512(const float *entries, uint64_t chosen) {
-    __m512 sum = _mm512_setzero_ps();
-    for (int group = 0; group < 4; ++group) {
-        const __m512 x = _mm512_maskz_loadu_ps(static_cast<__mmask16>(chosen >> (16 * group)), entries + 16 * group);
-        sum = _mm512_add_ps(sum, _mm512_abs_ps(x));
-    }
-    return _mm512_reduce_add_ps(sum);
-}
-
-FASTDP_AVX512 void add_weighted_avx512(const float *entries, uint64_t mask, float masked, float unmasked, int64_t columns,
-                                       float *target) {
-    const uint64_t valid = columns == 64 ? ~uint64_t(0) : (uint64_t(1) << columns) - 1;
-    const uint64_t touched = valid & (masked != 0 ? (unmasked != 0 ? ~uint64_t(0) : mask) : ~mask);
-    for (int64_t j = 0; j < columns; j += 16) {
-        const auto lanes = static_cast<__mmask16>(touched >> j);
-        const __m512 weight =
-            _mm512_mask_blend_ps(static_cast<__mmask16>(mask >> j), _mm512_set1_ps(unmasked), _mm512_set1_ps(masked));
-        const __m512 old = _mm512_maskz_loadu_ps(lanes, target + j);
-        _mm512_mask_storeu_ps(target + j, lanes, _mm512_fmadd_ps(weight, _mm512_maskz_loadu_ps(lanes, entries + j), old));
-    }
-}
-
-FASTDP_AVX512 float sum_squares_avx512(const float *entries, int64_t count) {
-    __m512 sum[4] = {};
-    int64_t j = 0;
-    // Masked loads from beyond the second-level cache took twice as long.
-    for (; j + kBlockColumns <= count; j += kBlockColumns) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-            const __m512 x = _mm512_loadu_ps(entries + j + 16 * i);
-            sum[i] = _mm512_fmadd_ps(x, x, sum[i]);
-        }
-    }
-    for (int i = 0; i < 4 && j + 16 * i < count; ++i) {
-        const auto lanes = static_cast<__mmask16>(first_bits(count - j) >> (16 * i));
-        const __m512 x = _mm512_maskz_loadu_ps(lanes, entries + j + 16 * i);
-        sum[i] = _mm512_fmadd_ps(x, x, sum[i]);
-    }
-    return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_add_ps(sum[2], sum[3])));
-}
-
-FASTDP_AVX512 void add_rows_avx512(const float *const *rows, const float *weights, int64_t n, int64_t count, bool add,
-                                   float *target) {
-    int64_t j = 0;
-    for (; j + 64 <= count; j += 64) {
-        __m512 sum[4];
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) sum[i] = add ? _mm512_loadu_ps(target + j + 16 * i) : _mm512_setzero_ps();
-        for (int64_t k = 0; k < n; ++k) {
-            const __m512 weight = _mm512_set1_ps(weights[k]);
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) sum[i] = _mm512_fmadd_ps(weight, _mm512_loadu_ps(rows[k] + j + 16 * i), sum[i]);
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) _mm512_storeu_ps(target + j + 16 * i, sum[i]);
-    }
-    for (; j < count; j += 16) {
-        const auto lanes = static_cast<__mmask16>(first_bits(count - j));
-        __m512 sum = add ? _mm512_maskz_loadu_ps(lanes, target + j) : _mm512_setzero_ps();
-        for (int64_t k = 0; k < n; ++k)
-            sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[k]), _mm512_maskz_loadu_ps(lanes, rows[k] + j), sum);
-        _mm512_mask_storeu_ps(target + j, lanes, sum);
-    }
-}
+FASTDP_AVX512 inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+FASTDP_AVX512 inline vf magnitude(vf x) { return _mm512_abs_ps(x); }
+FASTDP_AVX512 inline float sum_of(vf v) { return _mm512_reduce_add_ps(v); }
+#include "block_lanes.inc"
+#undef FASTDP_TARGET
+}  // namespace avx512
 #endif
 
 constexpr int64_t kWordsAnItem = 4096;  // of a mask, about 10 us
@@ -276,13 +96,9 @@ Rows packed(const Factor &factor, const Tokens &tokens, int64_t first, int64_t l
 }  // namespace
 
 const BlockKernels &block_kernels() {
-#if defined(__x86_64__)
-    static const BlockKernels avx2{outer_avx2_any, sum_square_avx2, sum_absolute_avx2, add_weighted_avx2,
-                                   sum_squares_avx2, add_rows_avx2, mask_word_avx2};
-    static const BlockKernels avx512{outer_avx512_any, sum_square_avx512, sum_absolute_avx512,
-                                     add_weighted_avx512, sum_squares_avx512, add_rows_avx512, mask_word_avx2};
-    if (isa() == Isa::avx512) return avx512;
-    if (isa() == Isa::avx2) return avx2;
+#if FASTDP_HAS_X86
+    if (isa() == Isa::avx512) return avx512::kernels;
+    if (isa() == Isa::avx2) return avx2::kernels;
 #endif
     throw std::runtime_error("direct kernels need AVX2; the torch route serves other processors");
 }

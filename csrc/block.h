@@ -23,13 +23,15 @@ struct BlockKernels {
     // are read up to the next multiple of 16. The sum is made on its own and then added, so that what was in the block is
     // rounded once a call: the bounds of rounding rely on it.
     void (*outer)(Rows left, Rows right, int64_t tokens, int64_t rows, int64_t columns, float *block, bool add);
-    // Sums over those of 64 entries whose bit is set.
+    // Sums over those of 64 entries whose bit is set; no other is read.
     float (*sum_square)(const float *entries, uint64_t chosen);
     float (*sum_absolute)(const float *entries, uint64_t chosen);
     // target[j] += (bit j of mask ? masked : unmasked) * entries[j] for `columns` entries; a weight of 0 leaves target alone.
     void (*add_weighted)(const float *entries, uint64_t mask, float masked, float unmasked, int64_t columns, float *target);
     // The sum of the squares of `count` entries. Of 8,192 of them, a term goes through at most 136 roundings.
     float (*sum_squares)(const float *entries, int64_t count);
+    // The same of their sizes.
+    float (*sum_sizes)(const float *entries, int64_t count);
     // target[j] = sum over k < n of weights[k] * rows[k][j] for `count` entries, in the order of the rows; `add`: to what is there.
     void (*add_rows)(const float *const *rows, const float *weights, int64_t n, int64_t count, bool add, float *target);
     // The bits of `count` <= 64 bytes, set for each byte but 0.

@@ -1,18 +1,17 @@
-// Sums over each unit's tokens of |L_t| |R_t|, the scale of every rounding error of its gradient: one pass over the rows.
+// Sums over each unit's tokens of |L_t| |R_t|, the scale of every rounding error of its gradient: one pass over the rows; and
+// bounds of norms from them.
 #include "bounds.h"
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <tuple>
 #include <vector>
 
 #include "bindings.h"
-#include "cpu.h"
+#include "block.h"
 #include "factor.h"
 #include "team.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace fastdp {
 namespace {
@@ -20,83 +19,39 @@ namespace {
 constexpr int64_t kChunk = 1024;    // entries summed in float32 before they are added in float64
 constexpr int64_t kTokensAnItem = 32;
 
-// The sum of |x| or of x^2 over at most kChunk entries.
-using RowSum = float (*)(const float *x, int64_t count, bool square);
-
-float row_sum_portable(const float *x, int64_t count, bool square) {
-    float sum = 0;
-    for (int64_t i = 0; i < count; ++i) sum += square ? x[i] * x[i] : std::fabs(x[i]);
-    return sum;
-}
-
-#if defined(__x86_64__)
-FASTDP_AVX512 float row_sum_avx512(const float *x, int64_t count, bool square) {
-    __m512 sum[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
-    int64_t i = 0;
-    for (; i + 64 <= count; i += 64)
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) {
-            const __m512 v = _mm512_loadu_ps(x + i + 16 * j);
-            sum[j] = square ? _mm512_fmadd_ps(v, v, sum[j]) : _mm512_add_ps(sum[j], _mm512_abs_ps(v));
-        }
-    for (; i < count; i += 16) {
-        const auto lanes = static_cast<__mmask16>(count - i >= 16 ? 0xffff : (1 << (count - i)) - 1);
-        const __m512 v = _mm512_maskz_loadu_ps(lanes, x + i);
-        sum[0] = square ? _mm512_fmadd_ps(v, v, sum[0]) : _mm512_add_ps(sum[0], _mm512_abs_ps(v));
-    }
-    return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_add_ps(sum[2], sum[3])));
-}
-
-FASTDP_AVX2 float row_sum_avx2(const float *x, int64_t count, bool square) {
-    const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-    __m256 sum[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
-    int64_t i = 0;
-    for (; i + 32 <= count; i += 32)
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) {
-            const __m256 v = _mm256_loadu_ps(x + i + 8 * j);
-            sum[j] = square ? _mm256_fmadd_ps(v, v, sum[j]) : _mm256_add_ps(sum[j], _mm256_and_ps(v, magnitude));
-        }
-    const __m256 all = _mm256_add_ps(_mm256_add_ps(sum[0], sum[1]), _mm256_add_ps(sum[2], sum[3]));
-    __m128 half = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
-    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half))) + row_sum_portable(x + i, count - i, square);
-}
-#endif
-
 // The L2 norm of row t of a factor, or its L1 norm; padded.
-double row_norm(const Factor &factor, int64_t t, RowSum sum, bool square, std::vector<float> &room) {
+double row_norm(const BlockKernels &kernels, const Factor &factor, int64_t t, bool square, std::vector<float> &room) {
     double total = 0;
     for (int64_t start = 0; start < factor.width; start += kChunk) {
         const int64_t count = std::min(kChunk, factor.width - start);
         const float *x = room.data();
         if (factor.plain()) x = factor.row(t) + start;
         else read_row(factor, t, start, count, room.data());
-        total += sum(x, count, square);
+        total += (square ? kernels.sum_squares : kernels.sum_sizes)(x, count);
     }
     return square ? std::sqrt(padded(total, factor.width)) : total + std::sqrt(kPaddingSquare) * factor.width;
 }
 
 // counts[unit], float64: how many of a unit's tokens add to the gradient by any of the lefts, or by ids where there are none.
 void token_counts(const std::vector<Factor> &lefts, const Factor &right, const std::vector<int64_t> &bounds, double *counts) {
-    const Tokens tokens = nonzero_tokens(lefts, right, bounds);
-    for (int64_t unit = 0; unit < tokens.units(); ++unit)
-        counts[unit] = static_cast<double>(tokens.bounds[unit + 1] - tokens.bounds[unit]);
+    nonzero_tokens(lefts, right, bounds).write_counts(counts);
 }
 
 // out[unit] = sum over its tokens of the norms of R's rows, times those of L's where L is no vector of ids; tokens that add
-// nothing are left out.
+// nothing are left out, and counts[unit] is how many are not.
 void row_products(const Factor &left, const Factor &right, const std::vector<int64_t> &bounds, bool one_hot, bool square,
-                  double *out, int threads) {
+                  double *out, double *counts, int threads) {
     const Tokens kept = nonzero_tokens(one_hot ? std::vector<Factor>{} : std::vector<Factor>{left}, right, bounds);
+    kept.write_counts(counts);
     const int64_t tokens = kept.count();
-    const RowSum sum = FASTDP_BEST(row_sum);
+    const BlockKernels &kernels = block_kernels();
     std::vector<double> products(tokens);
     team_for((tokens + kTokensAnItem - 1) / kTokensAnItem, threads, [&](int64_t item) {
         static thread_local std::vector<float> room(kChunk);
         for (int64_t i = item * kTokensAnItem; i < std::min(tokens, (item + 1) * kTokensAnItem); ++i) {
             const int64_t t = kept.at[i];
-            products[i] = row_norm(right, t, sum, square, room) * (one_hot ? 1 : row_norm(left, t, sum, square, room));
+            products[i] = row_norm(kernels, right, t, square, room) *
+                          (one_hot ? 1 : row_norm(kernels, left, t, square, room));
         }
     });
     for (size_t unit = 0; unit + 1 < bounds.size(); ++unit) {
@@ -105,11 +60,69 @@ void row_products(const Factor &left, const Factor &right, const std::vector<int
     }
 }
 
+// Parts of the gradients: `count` rows of a power of each unit, float32 or float64; and of their products and tokens, or null.
+using Block = std::tuple<Memory, bool, int64_t, Memory, Memory>;
+
+// The bounds of fastdp/ops/bounds.py's upper_norms, float64: `groups` has the group of each row of all blocks, and `errors`
+// [9][rows] what its rounding may hide. `norms` and `measured` are [count][units], and `cancelling` [units].
+void upper_norms(std::vector<Block> blocks, const int64_t *groups, const double *errors, int64_t rows, int64_t count,
+                 int64_t units, bool square, double *norms, double *measured, bool *cancelling) {
+    std::vector<double> added(count * units);
+    std::fill(norms, norms + count * units, 0.0);
+    std::fill(measured, measured + count * units, 0.0);
+    std::fill(cancelling, cancelling + units, false);
+    const auto each = [&](const auto &take) {
+        int64_t row = 0;
+        for (const auto &[powers, wide, own, products, tokens] : blocks)
+            for (int64_t i = 0; i < own; ++i, ++row)
+                for (int64_t unit = 0; unit < units; ++unit) {
+                    const auto entry = [at = i * units + unit](Memory memory) {
+                        return memory.address == 0 ? 0.0 : reinterpret_cast<const double *>(memory.address)[at];
+                    };
+                    const auto *narrow = reinterpret_cast<const float *>(powers.address);
+                    const double power = wide ? entry(powers) : narrow[i * units + unit];
+                    take(row, unit, power, entry(products), entry(tokens));
+                }
+    };
+    each([&](int64_t row, int64_t unit, double power, double product, double tokens) {
+        const auto error = [&](int64_t number) { return errors[number * rows + row]; };
+        const auto gamma = [&](int64_t which) {
+            const double sum = error(3 + which) + error(5 + which) * tokens + error(7 + which) * std::min(tokens, kEarly);
+            return sum < 0.25 ? sum / (1 - sum) : std::numeric_limits<double>::infinity();
+        };
+        const double apart = gamma(1) + error(2);
+        const int64_t at = groups[row] * units + unit;
+        measured[at] += power;
+        norms[at] += power + std::fabs(power) * error(0) + error(1) + (square ? product * product : product) * gamma(0);
+        added[at] += square ? product * product * (apart * apart) : product * apart;
+    });
+    for (int64_t at = 0; at < count * units; ++at) {
+        const double least = norms[at] < 0 ? 0 : norms[at];
+        norms[at] = (square ? std::sqrt(least) + std::sqrt(added[at]) : least + added[at]) * kOwnSlack;
+    }
+    each([&](int64_t row, int64_t unit, double, double product, double) {
+        cancelling[unit] = cancelling[unit] || product > kCancelling * norms[groups[row] * units + unit];
+    });
+}
+
+// weights[group][unit], float32: ratios at most 1 and never rounded up; 0 in every group unless all of a unit are `least`.
+void round_down(const double *ratios, int64_t groups, int64_t units, double least, float *weights) {
+    for (int64_t unit = 0; unit < units; ++unit) {
+        bool kept = true;
+        for (int64_t at = unit; at < groups * units; at += units) kept = kept && ratios[at] >= least;
+        for (int64_t at = unit; at < groups * units; at += units)
+            weights[at] = kept ? std::min(static_cast<float>(ratios[at] * (1 - 0x1p-23)), 1.0f) : 0.0f;
+    }
+}
+
 }  // namespace
 
 void bind_bounds(pybind11::module_ &m) {
     bind(m, "token_counts", &token_counts, "lefts", "right", "bounds", "counts");
-    bind(m, "row_products", &row_products, "left", "right", "bounds", "one_hot", "square", "out", "threads");
+    bind(m, "row_products", &row_products, "left", "right", "bounds", "one_hot", "square", "out", "counts", "threads");
+    bind(m, "upper_norms", &upper_norms, "blocks", "groups", "errors", "rows", "count", "units", "square", "norms",
+         "measured", "cancelling");
+    bind(m, "round_down", &round_down, "ratios", "groups", "units", "least", "weights");
 }
 
 }  // namespace fastdp

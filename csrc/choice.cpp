@@ -1,4 +1,4 @@
-// Draws of the exponential mechanism over a table: Pr[w | i] ~ exp(prior_w - scale c_w min(|t_i - t_w|, cap)), exactly.
+// Draws of the exponential mechanism over a table: Pr[w | i] ~ exp(prior_w - scale min(|t_i - t_w|, cap)), exactly.
 //
 // A distance to every row is needed only to propose; what is proposed is accepted or not by its distance in float64
 // (rejection sampling, von Neumann 1951), so the draws follow the law whatever the proposal's error. Rows are rounded to
@@ -110,7 +110,6 @@ struct Request {
     const int64_t *law_ids;     // [laws], not decreasing
     const double *law_scales;   // [laws]
     const double *log_prior;    // [rows] or null
-    const double *slopes;       // [rows] or null
     double cap;
     Position at;
     int64_t *out;
@@ -177,7 +176,6 @@ class Chooser {
     int64_t width() const { return 4 * quads_; }
     int64_t group_bytes() const { return width() * kLanes; }
     const uint8_t *codes(int64_t group) const { return codes_ + group * group_bytes(); }
-    double slope(int64_t row) const { return r_.slopes ? r_.slopes[row] : 1.0; }
     double prior(int64_t row) const { return r_.log_prior ? r_.log_prior[row] : 0.0; }
 
     void pack(int64_t group) {
@@ -192,7 +190,6 @@ class Chooser {
             terms.step[k] = 2 * bits.step;
             terms.square[k] = bits.square * kSquareKept;
             terms.lost[k] = bits.lost;
-            terms.slope[k] = real ? std::max(0.0f, down(std::min(kLimit, slope(row)))) : 0.0f;
             const bool possible = real && prior(row) > -std::numeric_limits<double>::infinity();
             terms.prior[k] = possible ? up(std::max(-kLimit, (prior(row) - largest_prior_) * kLevelsANat))
                                       : -std::numeric_limits<float>::infinity();
@@ -211,7 +208,7 @@ class Chooser {
         const int64_t lane = id % kLanes;
         int32_t sum = 0;
         for (int64_t i = 0; i < width(); ++i) sum += code[i];
-        // A smaller slope or cap than the true one only loosens the bound, so both may be rounded, and limited, downwards;
+        // A smaller scale or cap than the true one only loosens the bound, so both may be rounded, and limited, downwards;
         // 2^-20 of it is more than float32 loses in the level.
         return {id,
                 own.step[lane] / 2,
@@ -228,7 +225,7 @@ class Chooser {
         const int64_t at_once = kernels_.ids_at_once, laws = static_cast<int64_t>(terms.size());
         alignas(64) int32_t dots[kIdsATile * kGroupsAtOnce * kLanes];
         std::vector<float> sums(laws * kLanes);
-        const bool plain = r_.log_prior == nullptr && r_.slopes == nullptr && std::isinf(r_.cap) &&
+        const bool plain = r_.log_prior == nullptr && std::isinf(r_.cap) &&
                            (block + 1) * kBlockRowsOfTable <= r_.rows;
         const auto weigh = plain ? kernels_.weigh_plain : kernels_.weigh;
         kernels_.enter();
@@ -259,7 +256,7 @@ class Chooser {
         const int64_t id = r_.law_ids[law];
         const double distance =
             row == id ? 0.0 : std::sqrt(squared_distance(r_.table + id * r_.d, r_.table + row * r_.d, r_.d));
-        return (prior(row) - largest_prior_) - r_.law_scales[law] * (slope(row) * std::min(distance, r_.cap));
+        return (prior(row) - largest_prior_) - r_.law_scales[law] * std::min(distance, r_.cap);
     }
 
     double add_up(Weights &w) const {
@@ -415,12 +412,12 @@ class Chooser {
 
 void exponential_choice(const float *table, int64_t rows, int64_t d, const float *centre, int32_t table_bits,
                         const int64_t *order, const int64_t *starts, int64_t laws, const int64_t *law_ids,
-                        const double *law_scales, const double *log_prior, const double *slopes, double cap,
+                        const double *law_scales, const double *log_prior, double cap,
                         const Position &position, int64_t *out, int threads) {
     float largest;
     std::memcpy(&largest, &table_bits, sizeof largest);
     const int exponent = table_bits == 0 ? 0 : std::max(-126, std::min(126, std::ilogb(largest) + 1));
-    Chooser chooser({table, centre, rows, d, exponent, order, starts, laws, law_ids, law_scales, log_prior, slopes, cap,
+    Chooser chooser({table, centre, rows, d, exponent, order, starts, laws, law_ids, law_scales, log_prior, cap,
                      position, out, threads});
     for (int64_t first = 0; first < laws; first += kLawsAtOnce) chooser.choose(first, std::min(laws, first + kLawsAtOnce));
 }
@@ -429,7 +426,7 @@ void exponential_choice(const float *table, int64_t rows, int64_t d, const float
 
 void bind_choice(pybind11::module_ &m) {
     bind(m, "exponential_choice", &exponential_choice, "table", "rows", "d", "centre", "table_bits", "order", "starts",
-         "laws", "law_ids", "law_scales", "log_prior", "slopes", "cap", "position", "out", "threads");
+         "laws", "law_ids", "law_scales", "log_prior", "cap", "position", "out", "threads");
     m.def("has_matrix_tiles", [] { return choice_kernels().ids_at_once == kIdsATile; },
           "whether exponential_choice multiplies in the processor's matrix unit");
 }

@@ -30,7 +30,6 @@ struct GroupTerms {
     float step[kLanes];    // twice the row's
     float square[kLanes];  // lowered by what float32 may lose in a squared distance
     float lost[kLanes];
-    float slope[kLanes];  // c_w, rounded down
     float prior[kLanes];  // of log pi_w, less the largest of them, in levels and rounded up; minus infinity where it is
     float least[kLanes];  // kLeastLevel, or 0 for rows that are never drawn
 };
@@ -63,7 +62,7 @@ struct ChoiceKernels {
     using Weigh = void(const LawTerms *laws, const int64_t *owner, int64_t first, int64_t count, const GroupTerms *groups,
                        const int32_t *dots, uint8_t *levels, float *sums);
     Weigh *weigh;
-    Weigh *weigh_plain;  // for groups whose priors are 0, slopes 1 and rows all drawn, and laws without a cap
+    Weigh *weigh_plain;  // for groups whose priors are 0 and rows all drawn, and laws without a cap
     // The highest level of a group, neither rounded up nor held below 256.
     float (*top)(const LawTerms &law, const GroupTerms &group, const int32_t *dots);
     // Of the 256 levels of a block, the sums of the weights that share a lane: cells[lane].

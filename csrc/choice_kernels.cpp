@@ -132,7 +132,7 @@ constexpr ChoiceKernels kernels_of = {
         fold_body(sums, laws, masses, stride);                                                                       \
     }                                                                                                                \
     /* Levels before they are rounded, from upper bounds of the log weights, from lower bounds of the distances. */  \
-    /* `plain`: without caps, slopes, priors and rows that are never drawn. */                                       \
+    /* `plain`: without caps, priors and rows that are never drawn. */                                               \
     template <bool plain>                                                                                            \
     attribute static inline void height(const LawTerms &law, const f16 *group, const int32_t *dots, f16 &t) {        \
         i16 dot;                                                                                                     \
@@ -147,13 +147,13 @@ constexpr ChoiceKernels kernels_of = {
             t = law.start - t * law.scale;                                                                           \
         } else {                                                                                                     \
             at_most(t, f16{} + law.cap);                                                                             \
-            t = (group[4] + law.start) - t * group[3] * law.scale;                                                   \
+            t = (group[3] + law.start) - t * law.scale;                                                              \
         }                                                                                                            \
     }                                                                                                                \
     template <bool plain>                                                                                            \
     attribute static void weigh(const LawTerms *laws, const int64_t *owner, int64_t first, int64_t count,            \
                                 const GroupTerms *groups, const int32_t *dots, uint8_t *levels, float *sums) {       \
-        f16 group[kGroupsAtOnce][6];                                                                                 \
+        f16 group[kGroupsAtOnce][5];                                                                                 \
         std::memcpy(group, groups, sizeof group);                                                                    \
         for (int64_t l = 0; l < count; ++l, levels += kBlockRowsOfTable, sums += kLanes) {                           \
             const int32_t *mine = dots + (owner[l] - first) * kGroupsAtOnce * kLanes;                                \
@@ -161,7 +161,7 @@ constexpr ChoiceKernels kernels_of = {
             std::memcpy(&sum, sums, sizeof sum);                                                                     \
             for (int h = 0; h < kGroupsAtOnce; ++h) {                                                                \
                 height<plain>(laws[l], group[h], mine + h * kLanes, t);                                              \
-                at_least(t, plain ? f16{} + kLeastLevel : group[h][5]);                                              \
+                at_least(t, plain ? f16{} + kLeastLevel : group[h][4]);                                              \
                 const i16 level = __builtin_convertvector(t, i16);                                                   \
                 store(level, levels + h * kLanes);                                                                   \
                 sum += (f16)(level << kLevelShift);                                                                  \
@@ -170,7 +170,7 @@ constexpr ChoiceKernels kernels_of = {
         }                                                                                                            \
     }                                                                                                                \
     attribute static float top(const LawTerms &law, const GroupTerms &terms, const int32_t *dots) {                  \
-        f16 group[6], t;                                                                                             \
+        f16 group[5], t;                                                                                             \
         std::memcpy(group, &terms, sizeof group);                                                                    \
         height<false>(law, group, dots, t);                                                                          \
         float most = t[0];                                                                                           \

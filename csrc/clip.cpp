@@ -64,78 +64,10 @@ void by_row(int64_t i, int64_t n, int64_t length, const F &body) {
     }
 }
 
-// Rows so short that a call for each would cost more than its work are taken many at a time, widened to float32 in a
-// tile.
-constexpr int64_t kShort = 64;
-
-// As many short rows as fit a tile and end where a block of noise ends.
-int64_t rows_a_tile(int64_t length) { return kTile / length / kBlockWords * kBlockWords; }
-
-double short_dot(const float *x, const float *y, int64_t n) {
-    double sum = 0;
-    for (int64_t i = 0; i < n; ++i) sum += static_cast<double>(x[i]) * y[i];
-    return sum;
-}
-
-void clip_short_rows(const NoiseLanes &lanes, const Position &at, bool rounded, Dtype type, const char *from, char *to,
-                     double *norms, int64_t rows, int64_t length, double bound, double std, int threads) {
-    const int64_t some = rows_a_tile(length);
-    const Grid grid(std);
-    share_out((rows + some - 1) / some, kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
-        alignas(64) float room[kTileRoom];
-        if (std == 0) std::fill(room, room + kTile, 0.f);
-        float *z = room;
-        float work[kTile];
-        for (int64_t group = begin; group < end; ++group) {
-            const int64_t first = group * some, last = std::min(rows, first + some);
-            const int64_t i = first * length, count = (last - first) * length;
-            if (std != 0) z = noise_tile(lanes, at, rounded, i, count, room);
-            lanes.to_float(from + i * width(type), type, work, count);
-            for (int64_t r = first; r < last; ++r) {
-                float *row = work + (r - first) * length;
-                norms[r] = std::sqrt(short_dot(row, row, length));
-                const float root = root_factor(norms[r], bound);
-                for (int64_t j = 0; j < length; ++j) row[j] = root == 0.f ? 0.f : root * (root * row[j]);
-            }
-            if (std != 0 && rounded) {
-                round_to_grid(lanes, at, grid, i, work, Dtype::float32, 1.f, z, count);
-                lanes.from_float(z, to + i * width(type), type, count);
-                continue;
-            }
-            for (int64_t j = 0; j < count; ++j) work[j] += static_cast<float>(std) * z[j];
-            lanes.from_float(work, to + i * width(type), type, count);
-        }
-    });
-}
-
-void short_backward(const NoiseLanes &lanes, Dtype type, const char *grad, const char *from, char *to,
-                    const double *norms, int64_t rows, int64_t length, double bound, int threads) {
-    const int64_t some = rows_a_tile(length);
-    share_out((rows + some - 1) / some, 4 * kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
-        float g[kTile], x[kTile];
-        for (int64_t group = begin; group < end; ++group) {
-            const int64_t first = group * some, last = std::min(rows, first + some);
-            const int64_t i = first * length, count = (last - first) * length;
-            lanes.to_float(grad + i * width(type), type, g, count);
-            lanes.to_float(from + i * width(type), type, x, count);
-            for (int64_t r = first; r < last; ++r) {
-                float *a = g + (r - first) * length;
-                const float *b = x + (r - first) * length;
-                const float root = root_factor(norms[r], bound);
-                const float pull = pull_factor(short_dot(a, b, length), norms[r], bound);
-                for (int64_t j = 0; j < length; ++j) a[j] = root == 0.f ? 0.f : root * (root * (a[j] - pull * b[j]));
-            }
-            lanes.from_float(g, to + i * width(type), type, count);
-        }
-    });
-}
-
 // Per-example clipping and noise.
 void clip_noise(const char *from, char *to, double *norms, Dtype type, int64_t rows, int64_t length, double bound,
                 double std, const Position &at, bool rounded, int threads) {
     const NoiseLanes &lanes = noise_lanes();
-    if (length > 0 && length < kShort)
-        return clip_short_rows(lanes, at, rounded, type, from, to, norms, rows, length, bound, std, threads);
     row_dots(lanes, from, from, type, rows, length, norms, threads);
     std::vector<float> root(rows);
     for (int64_t r = 0; r < rows; ++r) {
@@ -167,8 +99,6 @@ void clip_noise(const char *from, char *to, double *norms, Dtype type, int64_t r
 void clip_backward(const char *g, const char *from, const double *norms, char *to, Dtype type, int64_t rows,
                    int64_t length, double bound, int threads) {
     const NoiseLanes &lanes = noise_lanes();
-    if (length > 0 && length < kShort)
-        return short_backward(lanes, type, g, from, to, norms, rows, length, bound, threads);
     std::vector<double> along(rows);
     row_dots(lanes, g, from, type, rows, length, along.data(), threads);
     std::vector<float> root(rows), pull(rows);

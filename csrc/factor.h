@@ -82,6 +82,10 @@ struct Tokens {
 
     int64_t count() const { return bounds.back(); }
     int64_t units() const { return static_cast<int64_t>(bounds.size()) - 1; }
+    // How many each unit has.
+    void write_counts(double *counts) const {
+        for (int64_t unit = 0; unit < units(); ++unit) counts[unit] = static_cast<double>(bounds[unit + 1] - bounds[unit]);
+    }
     // Whether tokens [first, last) of the list follow each other in memory.
     bool adjacent(int64_t first, int64_t last) const { return last == first || at[last - 1] - at[first] == last - 1 - first; }
 };

@@ -14,13 +14,6 @@ constexpr int64_t kSumChunk = 1 << 11;      // entries of a sum made at a time, 
 constexpr int64_t kRowsAtOnce = 8;          // rows read side by side, as many as are prefetched well
 constexpr int64_t kEntriesAThread = 1 << 15;  // fewer are done before another thread has woken up
 
-// 64 entries from `from`, of which `count` are real. AVX2 reads all of them whatever the mask, so a row's end is copied.
-const float *whole_block(const float *from, int64_t count, float *room) {
-    if (count >= kBlockColumns) return from;
-    std::fill(std::copy(from, from + count, room), room + kBlockColumns, 0.0f);
-    return room;
-}
-
 int threads_for(int64_t entries, int threads) {
     return static_cast<int>(std::clamp<int64_t>(entries / kEntriesAThread, 1, threads));
 }
@@ -36,14 +29,13 @@ void instance_norms(const float *rows, int64_t units, int64_t size, Measure meas
     std::vector<double> parts(units * chunks * 2);
     team_for(units * chunks, team, [&](int64_t item) {
         const int64_t unit = item / chunks, start = item % chunks * kChunk, end = std::min(size, start + kChunk);
-        float sums[2] = {0, 0}, room[kBlockColumns];
-        if (measure == Measure::square) {
-            sums[0] = kernels.sum_squares(rows + unit * size + start, end - start);
-        } else {
+        float sums[2] = {0, 0};
+        const float *row = rows + unit * size;
+        if (measure != Measure::masked_square)
+            sums[0] = (measure == Measure::square ? kernels.sum_squares : kernels.sum_sizes)(row + start, end - start);
+        else
             for (int64_t i = start; i < end; i += kBlockColumns)
-                add_measure(kernels, measure, whole_block(rows + unit * size + i, end - i, room), ~uint64_t(0),
-                            measure == Measure::masked_square ? words[i / kBlockColumns] : 0, sums);
-        }
+                add_measure(kernels, measure, row + i, first_bits(end - i), words[i / kBlockColumns], sums);
         parts[item * 2] = sums[0];
         parts[item * 2 + 1] = sums[1];
     });

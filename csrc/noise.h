@@ -30,9 +30,6 @@ struct AdamWStep {
     float beta2, rest1, rest2;  // rest = 1 - beta, from float64: in float32 1 - .999f is off by 5e-5 of itself
     float inverse_correction2;  // 1 / (1 - beta2^t)
     float eps;
-    bool corrected;        // subtract noise_variance from the second moment, not below `floor`
-    float noise_variance;
-    float floor;
 };
 
 // The grid that noised sums are rounded to: `spacing` is the power of two with 16 spacings <= std < 32 spacings, std
@@ -56,7 +53,7 @@ struct NoiseLanes {
     int64_t (*to_grid)(const void *x, Dtype dtype, float root, float *z, const Grid &grid, int64_t n, int32_t *open);
     // x[i] = root^2 * x[i] + std * z[i], n <= kTile, any dtype; out may be x. A scale of up to 2^-252 has a root in float32.
     void (*scale_add)(const void *x, void *out, Dtype dtype, const float *z, float root, float std, int64_t n);
-    // With `axes`, the noised mean is multiplied by axes[i], and the noise's variance by its square.
+    // With `axes`, the noised mean is multiplied by axes[i].
     void (*adamw)(void *param, Dtype dtype, const float *grad, float *mean, float *square, const float *z,
                   const float *axes, const AdamWStep &step, int64_t n);
     // sum of x[i] * y[i] in float64; y may be x.

@@ -7,6 +7,7 @@
 #include <emmintrin.h>
 #endif
 
+#include "factor.h"
 #include "noise.h"
 
 namespace fastdp {
@@ -40,12 +41,7 @@ inline float float_of(uint32_t bits) {
 
 inline vf from_half(vh x) {
     vf out;
-    for (int l = 0; l < LANES; ++l) {
-        const uint32_t sign = (x[l] & 0x8000u) << 16, rest = x[l] & 0x7fffu;
-        if (rest >= 0x7c00u) out[l] = float_of(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
-        else if (rest >= 0x400u) out[l] = float_of(sign | ((rest << 13) + 0x38000000u));
-        else out[l] = (sign ? -1.f : 1.f) * static_cast<float>(rest) * 0x1p-24f;
-    }
+    for (int l = 0; l < LANES; ++l) out[l] = half_to_float(x[l]);
     return out;
 }
 

@@ -199,10 +199,11 @@ double diagonal_products(const float *left, const float *right, int64_t tokens, 
 // 0 where there are none; lefts [tokens, m_i] and right [tokens, n] as factor.h reads them. Inner products of rows are
 // float32, their products are added up in float64, in an order that neither threads nor zero tokens change. Units with more
 // tokens than `most` that add anything get 0. Unless `sums` is null, float64 [use][unit] of what rounding is measured by goes
-// there: see bounds.h.
+// there: see bounds.h; and unless `counts` is, how many tokens of each unit add anything, float64 [unit].
 void gram_sqnorm(const std::vector<Factor> &lefts, const Factor &right, const std::vector<int64_t> &bounds, int64_t most,
-                 float *out, double *sums, int threads) {
+                 float *out, double *sums, double *counts, int threads) {
     const Tokens tokens = nonzero_tokens(lefts, right, bounds);
+    if (counts != nullptr) tokens.write_counts(counts);
     const int64_t *at = tokens.at.data();
     const int64_t units = tokens.units(), uses = static_cast<int64_t>(lefts.size());
     std::vector<Tile> tiles;
@@ -294,7 +295,8 @@ void cross_inner(const LeftTuple &left1_tuple, const Factor &right1, const LeftT
 }  // namespace
 
 void bind_norms_gram(pybind11::module_ &m) {
-    bind(m, "gram_sqnorm", &gram_sqnorm, "lefts", "right", "bounds", "most", "out", "products", "threads");
+    bind(m, "gram_sqnorm", &gram_sqnorm, "lefts", "right", "bounds", "most", "out", "products", "counts",
+         "threads");
     bind(m, "cross_inner", &cross_inner, "left1", "right1", "left2", "right2", "bounds1", "bounds2", "out", "threads");
 }
 

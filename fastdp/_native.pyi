@@ -50,6 +50,7 @@ def gram_sqnorm(
     most: int,
     out: _Memory,
     products: _Memory,
+    counts: _Memory,
     threads: int,
 ) -> None: ...
 def cross_inner(
@@ -72,8 +73,22 @@ def row_products(
     one_hot: bool,
     square: bool,
     out: _Memory,
+    counts: _Memory,
     threads: int,
 ) -> None: ...
+def upper_norms(
+    blocks: Sequence[tuple[_Memory, bool, int, _Memory, _Memory]],
+    groups: _Memory,
+    errors: _Memory,
+    rows: int,
+    count: int,
+    units: int,
+    square: bool,
+    norms: _Memory,
+    measured: _Memory,
+    cancelling: _Memory,
+) -> None: ...
+def round_down(ratios: _Memory, groups: int, units: int, least: float, weights: _Memory) -> None: ...
 
 # sums.cpp
 def affine_sums(
@@ -188,8 +203,6 @@ def adamw_noise_step(
     eps: float,
     weight_decay: float,
     step: int,
-    corrected: bool,
-    floor: float,
     rows: _Memory,
     columns: _Memory,
     width: int,
@@ -236,7 +249,6 @@ def exponential_choice(
     law_ids: _Memory,
     law_scales: _Memory,
     log_prior: _Memory,
-    slopes: _Memory,
     cap: float,
     position: _Memory,
     out: _Memory,

@@ -52,6 +52,7 @@ from fastdp.private.schedules import refuse_seeing
 from fastdp.private.shapes import PublicShapes
 from fastdp.private.stages import Stages
 from fastdp.private.steps import refuse_warm
+from fastdp.validate import instance, integer, number
 from fastdp.verify import Checks
 
 #: Methods that are no argument of `make_private`, and how each is used.
@@ -91,6 +92,24 @@ class RunOptions:
     shapes: Any = None
     unsafe_seed: int | None = None
     allow_large_delta: bool = False
+
+    def check_types(self) -> None:
+        """Raise ValueError or TypeError for values of other types than the arguments have."""
+        number(
+            target_epsilon=self.target_epsilon,
+            target_delta=self.target_delta,
+            epochs=self.epochs,
+            noise_multiplier=self.noise_multiplier,
+        )
+        integer(
+            1, max_physical_batch_size=self.max_physical_batch_size, max_examples_per_user=self.max_examples_per_user
+        )
+        integer(unsafe_seed=self.unsafe_seed)
+        instance(str | None, "the name of a batch entry", unit_map=self.unit_map)
+        instance(str | os.PathLike | None, "the path of a folder", output_dir=self.output_dir)
+        instance(Callable | None, "a function of (output, batch)", criterion=self.criterion)
+        if self.max_examples_per_user is not None and self.user_ids is None:
+            raise ValueError("max_examples_per_user bounds a user's share, and no user is known: give user_ids as well")
 
     def check(self) -> None:
         """Raise ValueError for values that no model or loader makes right."""
@@ -200,6 +219,10 @@ class Builder:
     # Checks.
 
     def _unwrap(self) -> None:
+        self.options.check_types()
+        instance(torch.nn.Module, "the torch.nn.Module that is trained", model=self.model)
+        if isinstance(self.optimizer, type) or not hasattr(self.optimizer, "param_groups"):
+            instance(torch.optim.Optimizer, "a torch.optim.Optimizer of the model", optimizer=self.optimizer)
         # accelerate's wrapper has no hooks of its own.
         while isinstance(inner := getattr(self.optimizer, "optimizer", None), torch.optim.Optimizer):
             refuse_accumulation(self.optimizer)
@@ -477,7 +500,8 @@ def _central(method: Any) -> Method:
         raise TypeError(f"{kind.__name__} perturbs data before training and is no method of make_private: {call}")
     if not isinstance(method, Method):
         name = f"{kind.__name__}()" if isinstance(method, type) else "DPSGD(), RapFT(...) or DPFrost(...)"
-        raise TypeError(f"method is a {type(method).__name__}, not settings of a method: give fastdp.{name}")
+        given = f"the class {kind.__name__}" if isinstance(method, type) else f"of type {kind.__name__}"
+        raise TypeError(f"method is {given}, not settings of a method: give fastdp.{name}")
     return method
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from fastdp.data import DataError
 from fastdp.methods.public import PublicText
+from fastdp.tables import DataError
 
 #: A run of so many words hardly comes twice unless one text was taken from the other.
 WINDOW = 13

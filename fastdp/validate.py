@@ -5,8 +5,8 @@ from __future__ import annotations
 import ipaddress
 import math
 from collections.abc import Callable, Sequence
-from numbers import Real
-from typing import TYPE_CHECKING
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,29 @@ def fraction(**numbers: float) -> None:
 def rate(**numbers: float) -> None:
     """Raise ValueError, naming the first that is not, unless all are probabilities above 0."""
     _check(lambda value: 0 < value <= 1, "lie in (0, 1]", numbers)
+
+
+def number(**values: Any) -> None:
+    """Raise ValueError, naming the first that is not, unless all are numbers or None."""
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+            raise ValueError(f"{name} is {value!r}: give a number")
+
+
+def integer(low: float = -math.inf, **values: Any) -> None:
+    """Raise ValueError, naming the first that is not, unless all are whole numbers of at least ``low`` or None."""
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < low):
+            least = f" of at least {low}" if math.isfinite(low) else ""
+            raise ValueError(f"{name} is {value!r}: give a whole number{least}")
+
+
+def instance(kind: Any, how: str, **values: object) -> None:
+    """Raise TypeError, naming the first that is not, unless all are instances of ``kind``; ``how`` says what to give."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            kind_given = f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
+            raise TypeError(f"{name} is {'None' if value is None else kind_given}: give {how}")
 
 
 def _check(holds: Callable[[float], bool], what: str, numbers: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""``adamw_noise_step_``: noise and AdamW in one pass over memory, 28 bytes an element in float32."""
+"""``adamw_noise_steps_``: noise and AdamW in one pass over memory, 28 bytes an element in float32."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastdp.ops.adamw import Numbers, firsts_of, unpack_numbers
+from fastdp.ops.adamw import Numbers, unpack
 from fastdp.ops.halves import ELEMENT_FACTOR, MIX_FACTOR, STEP_FACTOR, TENSOR_FACTOR
 
 from .chacha import BLOCKS, POSITION, normals
@@ -181,30 +181,6 @@ def _numbers(of: Numbers) -> tuple[float, ...]:
     )
 
 
-def adamw_noise_step_(
-    param: torch.Tensor,
-    grad_sum: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    position: torch.Tensor,
-    *rest: Any,
-) -> None:
-    """One step of AdamW in place on ``g = (grad_sum + std z) / divisor``, z at ``position`` (int32 [12]).
-
-    With ``rows`` and ``columns``, g is multiplied by their outer product.
-    All tensors have one shape; ``param`` is float32, bfloat16 or float16, the others float32; strided ones are
-    copied once.
-    """
-    numbers, rows, columns = unpack_numbers(rest)
-    written = (param, exp_avg, exp_avg_sq)
-    flat = [x.contiguous() for x in written]
-    axes = ([], []) if rows is None else ([rows], [columns])
-    adamw_noise_steps_([flat[0]], [grad_sum.contiguous()], [flat[1]], [flat[2]], [], position[None], *numbers, *axes)
-    for x, result in zip(written, flat):
-        if result is not x:
-            x.copy_(result)
-
-
 def adamw_noise_steps_(
     params: Sequence[torch.Tensor],
     grad_sums: Sequence[torch.Tensor],
@@ -214,14 +190,13 @@ def adamw_noise_steps_(
     drawn: torch.Tensor,
     *rest: Any,
 ) -> None:
-    """As `adamw_noise_step_` for k contiguous tensors, moments float32 or bfloat16: a launch for each dtype of parameters.
+    """One step of AdamW in place on ``g = (grad_sum + std z) / divisor`` of k contiguous tensors: a launch for each dtype.
 
     Where noise is rounded, another settles what it left open. The numbers of a step are computed in float64 and reach the kernel
     as float32: no step compiles another kernel.
     """
-    numbers, rows, columns = unpack_numbers(rest)
+    numbers, rows, columns, starts = unpack(rest, len(params))
     computed = _numbers(numbers)
-    starts = firsts_of(rest, len(params))
     lists = (params, grad_sums, exp_avgs, exp_avg_sqs, masters or grad_sums, *((rows, columns) if rows else ()))
     kinds: dict[torch.dtype, list[int]] = {}
     for i, param in enumerate(params):

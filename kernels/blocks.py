@@ -10,12 +10,9 @@ import triton.language as tl
 
 from .launch import kept_with, on_device_of
 
-#: Tokens after which a product is added to its sum although its unit goes on: tensor cores truncate what they add to.
-PROMOTED = tl.constexpr(512)
-#: A word of the table: tokens in the block (7 bits), whether the product ends with it (1 bit), its unit.
+#: A word of the table: tokens in the block (7 bits), its unit.
 COUNT_MASK = tl.constexpr(127)
-ENDS = tl.constexpr(128)
-UNIT_SHIFT = tl.constexpr(8)
+UNIT_SHIFT = tl.constexpr(7)
 
 
 @triton.jit(do_not_specialize=["units", "slots", "b_t"])
@@ -36,12 +33,9 @@ def blocks_kernel(p_offsets, p_table, units, slots, b_t):
         o_s = first + tl.arange(0, 128)
         m_s = o_s < here
         count = tl.minimum(length - o_s * b_t, b_t)
-        ends = (o_s == here - 1) | ((o_s + 1) % (PROMOTED // b_t) == 0)
         # [128]
         tl.store(p_table + 1 + before + o_s, start + o_s * b_t, mask=m_s)
-        word = count | tl.where(ends, ENDS, 0) | (unit << UNIT_SHIFT)
-        # [128]
-        tl.store(p_table + 1 + slots + before + o_s, word, mask=m_s)
+        tl.store(p_table + 1 + slots + before + o_s, count | (unit << UNIT_SHIFT), mask=m_s)
     if unit == units - 1:
         tl.store(p_table, before + here)
 
@@ -61,10 +55,3 @@ def blocks_of(offsets: torch.Tensor, tokens: int, b_t: int) -> tuple[torch.Tenso
         return table
 
     return kept_with(offsets, ("blocks", b_t, tokens), make), slots
-
-
-def runs_of(*weights: torch.Tensor) -> torch.Tensor:
-    """Offsets of the runs of tokens over which none of some weights [N] changes, int64 [N + 1]; those left over are empty."""
-    changes = torch.stack([w[1:] != w[:-1] for w in weights]).any(0).cumsum(0)
-    run = torch.cat([changes.new_zeros(1), changes])
-    return torch.searchsorted(run, torch.arange(run.shape[0] + 1, device=run.device))

@@ -62,11 +62,10 @@ def exponential_choice(
     position: torch.Tensor,
     cap: float | None,
     log_prior: torch.Tensor | None,
-    candidate_scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Draws w for token i with probability proportional to ``prior_w exp(-scale_i c_w min(|e_i - e_w|, cap))``.
+    """Draws w for token i with probability proportional to ``prior_w exp(-scale_i min(|e_i - e_w|, cap))``.
 
-    ids int64, rows of table [V, d], finite; scale float64, one or one an id; the others float64 [V] or None.
+    ids int64, rows of table [V, d], finite; scale float64, one or one an id; log_prior float64 [V] or None.
     """
     refuse_non_finite("table", table)
     flat, scales = ids.reshape(-1), scale.expand(ids.shape).reshape(-1)
@@ -87,8 +86,6 @@ def exponential_choice(
         distance[torch.arange(last - first, device=tokens.device), tokens] = 0.0
         if cap is not None:
             distance.clamp_max_(cap)
-        if candidate_scale is not None:
-            distance *= candidate_scale
         weights = distance.mul_(-laws[1, first:last, None])
         if log_prior is not None:
             weights += log_prior

@@ -21,7 +21,7 @@ IDS = tl.constexpr(2)
 def cross_kernel(
     p_left1, p_right1, p_left2, p_right2, p_offsets1, p_offsets2, p_parts, m, n, units, slots, splits,
     stride_lt1, stride_lk1, stride_rt1, stride_rk1, stride_lt2, stride_lk2, stride_rt2, stride_rk2,
-    KIND: tl.constexpr, b_t: tl.constexpr, b_k: tl.constexpr, PRECISION: tl.constexpr,
+    KIND: tl.constexpr, b_t: tl.constexpr, b_k: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
     split = tl.program_id(1)
@@ -42,10 +42,10 @@ def cross_kernel(
             o_col = first + tl.arange(0, b_t)
             m_col = o_col < end2
             right = gram_tile(p_right1, o_row, m_row, stride_rt1, stride_rk1, p_right2, o_col, m_col, stride_rt2,
-                              stride_rk2, n, b_t, b_t, b_k, PRECISION)  # fmt: skip
+                              stride_rk2, n, b_t, b_t, b_k)  # fmt: skip
             if KIND == DENSE:
                 left = gram_tile(p_left1, o_row, m_row, stride_lt1, stride_lk1, p_left2, o_col, m_col, stride_lt2,
-                                 stride_lk2, m, b_t, b_t, b_k, PRECISION)  # fmt: skip
+                                 stride_lk2, m, b_t, b_t, b_k)  # fmt: skip
             elif KIND == IDS:
                 # [b_t]
                 ids2 = tl.load(p_left2 + o_col * stride_lt2, mask=m_col, other=-2)
@@ -65,12 +65,11 @@ def cross_inner(
     right2: torch.Tensor,
     offsets1: torch.Tensor,
     offsets2: torch.Tensor,
-    precision: str = "ieee",
     splits: int | None = None,
 ) -> torch.Tensor:
     """Inner products [B], float32; left [., m] float or ids int64, right [., n] float, any strides; offsets [B + 1] each."""
     if left1.dim() == 2 and left2.dim() == 1:
-        return cross_inner(left2, right2, left1, right1, offsets2, offsets1, precision, splits)
+        return cross_inner(left2, right2, left1, right1, offsets2, offsets1, splits)
     units, tokens = offsets1.shape[0] - 1, right1.shape[0]
     if units == 0 or tokens == 0 or right2.shape[0] == 0:
         return torch.zeros(units, dtype=torch.float32, device=right1.device)
@@ -106,7 +105,6 @@ def cross_inner(
             KIND=kind.value,
             b_t=b_t,
             b_k=32 if wide else 64,
-            PRECISION=precision,
             enable_fp_fusion=True,
             num_warps=8 if wide or b_t == 128 else 4,
             num_stages=stages_of(3, right1.device),

@@ -28,22 +28,21 @@ from .launch import (
     stages_of,
     to_device_of,
 )
-from .mask import load_mask, pack_mask
 from .reduce import sum_slots
-from .tiles import outer_tile
+from .tiles import listed_factors, outer_tile
 
 SQUARE = tl.constexpr(0)
 ABSOLUTE = tl.constexpr(1)
 MASKED_SQUARE = tl.constexpr(2)
-#: Of a line of the table of many matrices: addresses of left and right, sizes, strides.
+#: Of a line of the table of many matrices: see `listed_factors`.
 FIELDS = tl.constexpr(8)
 
 
 @triton.jit(do_not_specialize=["units", "tiles_n", "tiles"])
 def _direct_kernel(
-    p_left, p_right, p_offsets, p_bits, p_parts, units, tiles_n, tiles, m, n, bytes_a_row,
-    stride_lt, stride_lm, stride_rt, stride_rn,
-    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    p_left, p_right, p_offsets, p_mask, p_parts, units, tiles_n, tiles, m, n,
+    stride_lt, stride_lm, stride_rt, stride_rn, stride_mm, stride_mn,
+    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     # All tiles of a unit run close together in time: its factors stay in the second-level cache.
     pid = tl.program_id(0).to(tl.int64)
@@ -56,13 +55,15 @@ def _direct_kernel(
     start = tl.load(p_offsets + unit)
     end = tl.load(p_offsets + unit + 1)
     gradient = outer_tile(p_left, p_right, start, end, o_m, o_n, m_m, m_n, stride_lt, stride_lm, stride_rt, stride_rn,
-                          b_m, b_n, b_t, PRECISION)  # fmt: skip
+                          b_m, b_n, b_t)  # fmt: skip
     if KIND == ABSOLUTE:
         tl.store(p_parts + pid, tl.sum(tl.sum(tl.abs(gradient), 1), 0))
     else:
         square = gradient * gradient
         if KIND == MASKED_SQUARE:
-            inside = load_mask(p_bits, o_m, o_n, m_m, m_n, bytes_a_row)
+            p_inside = p_mask + o_m[:, None].to(tl.int64) * stride_mm + o_n[None, :].to(tl.int64) * stride_mn
+            # [b_m, b_n]
+            inside = tl.load(p_inside, mask=m_m[:, None] & m_n[None, :], other=0) != 0
             tl.store(p_parts + pid, tl.sum(tl.sum(tl.where(inside, square, 0.0), 1), 0))
             square = tl.where(inside, 0.0, square)
             tl.store(p_parts + units.to(tl.int64) * tiles + pid, tl.sum(tl.sum(square, 1), 0))
@@ -74,34 +75,18 @@ def _direct_kernel(
 def chosen_kernel(
     p_lines, p_offsets, p_chosen, p_parts, units, splits,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr,
-    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, PRECISION: tl.constexpr,
+    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr,
 ):  # fmt: skip
     # Every part of a unit's tiles, of one of many matrices; hardly any unit is chosen.
     pid = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     p_line = p_lines + pid // units * FIELDS
     unit = pid % units
-    m = tl.load(p_line + 2).to(tl.int32)
-    n = tl.load(p_line + 3).to(tl.int32)
+    p_left, p_right, m, n, stride_lt, stride_lm, stride_rt, stride_rn = listed_factors(
+        p_line, LEFT, RIGHT, CONTIGUOUS, ALIGNED
+    )
     tiles_n = tl.cdiv(n, b_n)
     tiles = tl.where(tl.load(p_chosen + pid) != 0, tl.cdiv(m, b_m) * tiles_n, 0)
-    p_left = tl.load(p_line).to(tl.pointer_type(LEFT))
-    p_right = tl.load(p_line + 1).to(tl.pointer_type(RIGHT))
-    stride_lt = tl.load(p_line + 4).to(tl.int32)
-    stride_lm = tl.load(p_line + 5).to(tl.int32)
-    stride_rt = tl.load(p_line + 6).to(tl.int32)
-    stride_rn = tl.load(p_line + 7).to(tl.int32)
-    # What the launcher knows of all matrices, said so that Triton believes it: wide loads depend on it.
-    if CONTIGUOUS:
-        stride_lm = 1
-        stride_rn = 1
-    if ALIGNED:
-        p_left = tl.multiple_of(p_left, 16)
-        p_right = tl.multiple_of(p_right, 16)
-        m = m // 8 * 8
-        n = n // 8 * 8
-        stride_lt = stride_lt // 8 * 8
-        stride_rt = stride_rt // 8 * 8
     start = tl.load(p_offsets + unit)
     end = tl.load(p_offsets + unit + 1)
     total = 0.0
@@ -109,7 +94,7 @@ def chosen_kernel(
         o_m = (tile // tiles_n) * b_m + tl.arange(0, b_m)
         o_n = (tile % tiles_n) * b_n + tl.arange(0, b_n)
         gradient = outer_tile(p_left, p_right, start, end, o_m, o_n, o_m < m, o_n < n, stride_lt, stride_lm, stride_rt,
-                              stride_rn, b_m, b_n, b_t, PRECISION)  # fmt: skip
+                              stride_rn, b_m, b_n, b_t)  # fmt: skip
         total += tl.sum(tl.sum(gradient * gradient, 1), 0)
     tl.store(p_parts + pid * splits + split, total)
 
@@ -125,7 +110,6 @@ def direct_norms(
     offsets: torch.Tensor,
     measure: int,
     mask: torch.Tensor | None = None,
-    precision: str = "ieee",
 ) -> torch.Tensor:
     """Norms [1, B], float32, of left [N, m] and right [N, n]; float32, bfloat16 or float16, any strides.
 
@@ -139,7 +123,6 @@ def direct_norms(
     if mask is None:
         left, right = readable([left, right])
         m, n = left.shape[1], right.shape[1]
-    bits = None if mask is None else pack_mask(mask)
     wide = torch.float32 in (left.dtype, right.dtype)
     largest = largest_side(wide, right.device)
     b_m, b_n = min(largest, side_tile(m, wide)), min(largest, side_tile(n, wide))
@@ -153,21 +136,20 @@ def direct_norms(
             left,
             right,
             offsets,
-            parts if bits is None else bits,
+            parts if mask is None else mask.view(torch.uint8),
             parts,
             units,
             tiles_n,
             tiles,
             m,
             n,
-            0 if bits is None else bits.shape[1],
             *left.stride(),
             *right.stride(),
+            *((0, 0) if mask is None else mask.stride()),
             b_m=b_m,
             b_n=b_n,
             b_t=32 if wide else 64,
             KIND=measure,
-            PRECISION=precision,
             enable_fp_fusion=True,
             num_warps=8 if b_m * b_n > 4096 else 4,
             num_stages=stages_of(3, right.device),
@@ -234,7 +216,6 @@ def chosen_norms(
                 b_m=launch.b_m,
                 b_n=launch.b_n,
                 b_t=32 if wide else 64,
-                PRECISION="ieee",
                 enable_fp_fusion=True,
                 num_warps=8 if launch.b_m * launch.b_n > 4096 else 4,
                 num_stages=stages_of(3, device),

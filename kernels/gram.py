@@ -92,7 +92,7 @@ def _lengths(squares, width):
 def _gram_kernel(
     p_rights, p_lefts, p_table, p_squares, p_products, units, most, problems,
     RIGHT: tl.constexpr, LEFT: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr,
-    b_t: tl.constexpr, b_k: tl.constexpr, PRECISION: tl.constexpr,
+    b_t: tl.constexpr, b_k: tl.constexpr,
 ):  # fmt: skip
     pairs = tl.load(p_table + units)
     p_pairs = p_table + units + 1
@@ -119,7 +119,7 @@ def _gram_kernel(
             stride_t = stride_t // 8 * 8
             width = width // 8 * 8
         right = gram_tile(right_at, o_row, m_row, stride_t, stride_k, right_at, o_col, m_col, stride_t, stride_k,
-                          width, b_t, b_t, b_k, PRECISION)  # fmt: skip
+                          width, b_t, b_t, b_k)  # fmt: skip
         of_right = tl.zeros((b_t,), tl.float32)
         if first == first_col:
             of_right = _lengths(_diagonal(right, b_t), width)
@@ -140,7 +140,7 @@ def _gram_kernel(
                 stride_lt = stride_lt // 8 * 8
                 m = m // 8 * 8
             left = gram_tile(left_at, o_row, m_row, stride_lt, stride_lk, left_at, o_col, m_col, stride_lt, stride_lk,
-                             m, b_t, b_t, b_k, PRECISION)  # fmt: skip
+                             m, b_t, b_t, b_k)  # fmt: skip
             o_part = (tl.zeros((), tl.int64) + i) * most + pair
             tl.store(p_squares + o_part, tl.sum(tl.sum(right * left, 1), 0))
             product = 0.0
@@ -244,15 +244,13 @@ def gram_norms(
     rights: Sequence[torch.Tensor],
     counts: Sequence[int],
     offsets: torch.Tensor,
-    precision: str = "ieee",
     b_t: int | None = None,
     programs: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Squared norms [k, B], float32, and row products [k, B], float64, of k uses.
 
     Lefts [N, m_i], of which each of the rights [N, n_j] has ``counts[j]``: float32, bfloat16 or float16, any strides; offsets
-    int64 [B + 1]. One launch for all factors of the same dtypes and alignment. ``precision``: of products of float32 factors,
-    ``ieee`` or ``tf32x3``.
+    int64 [B + 1]. One launch for all factors of the same dtypes and alignment.
     """
     units, (tokens, device), uses = offsets.shape[0] - 1, (rights[0].shape[0], rights[0].device), len(lefts)
     squares = torch.zeros(uses, units, dtype=torch.float32, device=device)
@@ -286,7 +284,6 @@ def gram_norms(
                 ALIGNED=launch.wide_loads,
                 b_t=side,
                 b_k=32 if wide else 64,
-                PRECISION=precision,
                 enable_fp_fusion=True,
                 num_warps=8 if wide or side == 128 else 4,
                 num_stages=stages_of(4, device),

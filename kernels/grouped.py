@@ -38,7 +38,7 @@ _WIDE_TILE = 128
 def _grouped_kernel(
     p_table, p_offsets, p_norms, units, splits,
     NARROW: tl.constexpr, WIDE: tl.constexpr, CONTIGUOUS: tl.constexpr, NARROW_ALIGNED: tl.constexpr,
-    WIDE_ALIGNED: tl.constexpr, b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE_ALIGNED: tl.constexpr, b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr,
 ):  # fmt: skip
     problem = tl.program_id(0).to(tl.int64)
     unit = tl.program_id(1).to(tl.int64)
@@ -81,7 +81,7 @@ def _grouped_kernel(
         for first_n in range(split * b_n, n, splits * b_n):
             o_n = first_n + tl.arange(0, b_n)
             gradient = outer_tile(p_narrow, p_wide, start, end, o_m, o_n, o_m < m, o_n < n, stride_at, stride_ak,
-                                  stride_bt, stride_bk, b_m, b_n, b_t, PRECISION)  # fmt: skip
+                                  stride_bt, stride_bk, b_m, b_n, b_t)  # fmt: skip
             total += tl.sum(tl.sum(gradient * gradient, 1), 0)
             p_tile = p_out + o_m[:, None] * stride_om + o_n[None, :] * stride_on
             # [b_m, b_n]
@@ -137,7 +137,6 @@ def per_unit_group(
     lefts: Sequence[torch.Tensor],
     rights: Sequence[torch.Tensor],
     offsets: torch.Tensor,
-    precision: str = "ieee",
     splits: int | None = None,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Gradients of each unit for k matrices, float32 [B, m_i, n_i] each, and their squared norms, float32 [k, B].
@@ -179,7 +178,6 @@ def per_unit_group(
                 b_m=b_m,
                 b_n=_WIDE_TILE,
                 b_t=32 if single else 64,
-                PRECISION=precision,
                 enable_fp_fusion=True,
                 num_warps=8 if single or b_m > 32 else 4,
                 num_stages=stages_of(3, device),

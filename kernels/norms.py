@@ -2,23 +2,19 @@
 
 import torch
 
-from fastdp.ops.routes import for_norms
-
-from . import cross, direct, gram, onehot
+from . import cross, direct, onehot
 from .launch import assert_ids, serves
 
 
 @serves(2)
 def norms(
-    left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, route: str, measure: int, mask: torch.Tensor | None
+    left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, measure: int, mask: torch.Tensor | None
 ) -> torch.Tensor:
     """Norms [1, B] of ``measure``, or [2, B] inside and outside ``mask``; without asking the device for lengths."""
     if left.dim() == 1:
         if mask is not None:
             assert_ids(left, mask.shape[0])
         return onehot.onehot_norms(left, right, offsets, measure, mask)
-    if (for_norms(left, right, offsets) if route == "auto" else route) == "gram":
-        return gram.gram_norms([left], [right], [1], offsets)[0]
     return direct.direct_norms(left, right, offsets, measure, mask)
 
 

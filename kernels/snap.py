@@ -61,7 +61,7 @@ def nearest_group_kernel(
         e = tl.load(p_e + o_k[None, :].to(tl.int64) * stride_ek, mask=m_v[:, None] & m_k[None, :], other=0.0)
         # [b_k, b_x]
         x = tl.load(p_q + o_k[:, None], mask=m_x[None, :] & m_k[:, None], other=0.0)
-        dot = multiply(e.to(x.dtype), x, dot, "ieee")
+        dot = multiply(e.to(x.dtype), x, dot)
     # [b_v]
     score = tl.load(p_half + o_v, mask=m_v, other=float("inf"))[:, None] - dot
     least = tl.min(tl.reshape(score, (b_v // b_group, b_group, b_x)), 1)

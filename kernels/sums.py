@@ -42,13 +42,6 @@ def per_unit_group(
     return grouped.per_unit_group(lefts, rights, offsets)
 
 
-@serves(1)
-def column_sums(left: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Sums of each unit's rows, float32 [B, m]: its gradient against inputs of 1."""
-    ones = left.new_ones(1, 1).expand(left.shape[0], 1)
-    return grouped.per_unit_group([left], [ones], offsets)[0][0].squeeze(2)
-
-
 affine_sums_group = serves(4)(affine.affine_sums_group)
 
 
@@ -70,10 +63,16 @@ def weighted_sum_(
             weights = weights.index_select(0, units)
             weights_unmasked = None if weights_unmasked is None else weights_unmasked.index_select(0, units)
         onehot.onehot_weighted_sum_(out, left, right, weights, weights_unmasked, mask)
-    elif weights_unmasked is not None or offsets is None:
-        weighted.weighted_sum_(out, left, right, weights, weights_unmasked, mask, offsets)
-    else:
+        return
+    if offsets is None:
+        offsets = torch.arange(right.shape[0] + 1, device=right.device)
+    if mask is None or weights_unmasked is None:
         weighted_sum_group_([out], [left], [right], weights.unsqueeze(0), offsets, [True])
+        return
+    sums = [torch.empty(out.shape, dtype=torch.float32, device=out.device) for _ in range(2)]
+    both = torch.stack([weights, weights_unmasked])
+    weighted_sum_group_(sums, [left] * 2, [right] * 2, both, offsets, [False] * 2)
+    out.add_(sums[0].where(mask, sums[1]))
 
 
 @serves(3)

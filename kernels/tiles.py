@@ -18,18 +18,18 @@ _CHAIN = CHAIN if INTERPRETED.value else tl.constexpr(CHAIN)
 
 
 @triton.jit
-def multiply(a, b, acc, PRECISION: tl.constexpr):
-    """``acc + a @ b`` in float32; 16-bit operands are exact in the products, PRECISION is for float32 ones."""
+def multiply(a, b, acc):
+    """``acc + a @ b`` in float32; 16-bit operands are exact in the products, and float32 ones are not shortened."""
     if a.dtype != b.dtype or INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
 def gram_tile(
     p_a, o_a, m_a, stride_at, stride_ak, p_b, o_b, m_b, stride_bt, stride_bk, width,
-    b_a: tl.constexpr, b_b: tl.constexpr, b_k: tl.constexpr, PRECISION: tl.constexpr,
+    b_a: tl.constexpr, b_b: tl.constexpr, b_k: tl.constexpr,
 ):  # fmt: skip
     """[b_a, b_b]: the inner products of rows ``o_a`` of a [., width] and rows ``o_b`` of b [., width].
 
@@ -47,7 +47,7 @@ def gram_tile(
         a = tl.load(p_rows_a + o_ak[None, :] * stride_ak, mask=m_a[:, None] & m_k[None, :], other=0.0)
         # [b_k, b_b]
         b = tl.load(p_rows_b + o_ak[:, None] * stride_bk, mask=m_b[None, :] & m_k[:, None], other=0.0)
-        acc = multiply(a, b, acc, PRECISION)
+        acc = multiply(a, b, acc)
         if (k + b_k) % _CHAIN == 0:
             total += acc
             acc = tl.zeros((b_a, b_b), tl.float32)
@@ -57,7 +57,7 @@ def gram_tile(
 @triton.jit
 def outer_tile(
     p_left, p_right, start, end, o_m, o_n, m_m, m_n, stride_lt, stride_lm, stride_rt, stride_rn,
-    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, PRECISION: tl.constexpr,
+    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr,
 ):  # fmt: skip
     """[b_m, b_n]: the sum over tokens ``start .. end`` of left[t, o_m] right[t, o_n]."""
     acc = tl.zeros((b_m, b_n), tl.float32)
@@ -70,10 +70,35 @@ def outer_tile(
         left = tl.load(p_l, mask=m_m[:, None] & m_t[None, :], other=0.0)
         # [b_t, b_n]
         right = tl.load(p_r, mask=m_t[:, None] & m_n[None, :], other=0.0)
-        acc = multiply(left, right, acc, PRECISION)
+        acc = multiply(left, right, acc)
         p_l += b_t * stride_lt
         p_r += b_t * stride_rt
     return acc
+
+
+@triton.jit
+def listed_factors(p_line, LEFT: tl.constexpr, RIGHT: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Addresses, widths and strides of two factors, the first eight fields of a line in a table of many matrices."""
+    p_left = tl.load(p_line).to(tl.pointer_type(LEFT))
+    p_right = tl.load(p_line + 1).to(tl.pointer_type(RIGHT))
+    m = tl.load(p_line + 2).to(tl.int32)
+    n = tl.load(p_line + 3).to(tl.int32)
+    stride_lt = tl.load(p_line + 4).to(tl.int32)
+    stride_lm = tl.load(p_line + 5).to(tl.int32)
+    stride_rt = tl.load(p_line + 6).to(tl.int32)
+    stride_rn = tl.load(p_line + 7).to(tl.int32)
+    # What the launcher knows of all matrices, said so that Triton believes it: wide loads depend on it.
+    if CONTIGUOUS:
+        stride_lm = 1
+        stride_rn = 1
+    if ALIGNED:
+        p_left = tl.multiple_of(p_left, 16)
+        p_right = tl.multiple_of(p_right, 16)
+        m = m // 8 * 8
+        n = n // 8 * 8
+        stride_lt = stride_lt // 8 * 8
+        stride_rt = stride_rt // 8 * 8
+    return p_left, p_right, m, n, stride_lt, stride_lm, stride_rt, stride_rn
 
 
 @triton.jit

@@ -1,12 +1,10 @@
 """Weighted sums of all tokens' gradients: products of blocks of tokens, each weight applied once to what its unit adds.
 
 A program has one tile of one matrix and walks over blocks of tokens that belong to one unit each (`blocks`). No row is
-scaled, 16-bit factors meet as they are, and loads and products of the next blocks are under way meanwhile. Without a
-mask the matrix units' own accumulator holds the sum over the weight of the unit that is being added: where the next unit
-has another weight it is multiplied by the quotient of the two, and at the end by the last weight, so that one
-accumulator fills the registers and tiles may be twice as wide. Tokens of weight 0 are not read.
-With a mask a unit has two weights: its product ends with it, or with every 512 tokens of it, is multiplied by the weights
-and added to the tile. What a unit of weight 0 would add is selected out, NaN included.
+scaled, 16-bit factors meet as they are, and loads and products of the next blocks are under way meanwhile. The matrix
+units' own accumulator holds the sum over the weight of the unit that is being added: where the next unit has another
+weight it is multiplied by the quotient of the two, and at the end by the last weight, so that one accumulator fills the
+registers and tiles may be twice as wide. Tokens of weight 0 are not read.
 
 Tiles of many matrices over the same tokens go out in one launch: a table in memory says where each lies. Those that do not
 fill the last round of processors are cut along the tokens; their parts are added up in order by a second launch.
@@ -23,7 +21,7 @@ import triton.language as tl
 
 from fastdp.ops.matrices import Matrices, MatrixForm
 
-from .blocks import COUNT_MASK, ENDS, UNIT_SHIFT, blocks_of, runs_of
+from .blocks import COUNT_MASK, UNIT_SHIFT, blocks_of
 from .direct import side_tile
 from .groups import owner
 from .launch import (
@@ -39,13 +37,12 @@ from .launch import (
     stages_of,
     to_device_of,
 )
-from .mask import load_mask, pack_mask
-from .tiles import multiply
+from .tiles import listed_factors, multiply
 
 _BAND = tl.constexpr(8)
-#: Of a line of the table: addresses of left, right, sum and mask, sizes, strides, whether the sum holds something already, and
+#: Of a line of the table: what `listed_factors` reads, address and strides of the sum, whether it holds something already, and
 #: the number of the matrix's first tile.
-_FIELDS = tl.constexpr(14)
+_FIELDS = tl.constexpr(13)
 #: Strides of rows below this have places within a block that 32 bits hold.
 _NEAR = 1 << 24
 #: Tokens that each part of a cut tile has at least.
@@ -66,7 +63,7 @@ def _corner(tile, m, n, b_m: tl.constexpr, b_n: tl.constexpr):
 @triton.jit
 def _add_tile(p_line, o_m, o_n, m_tile, total, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr):
     # The tile added to what the sum holds, or put there.
-    p_out = tl.load(p_line + 2).to(tl.pointer_type(tl.float32))
+    p_out = tl.load(p_line + 8).to(tl.pointer_type(tl.float32))
     stride_om = tl.load(p_line + 9).to(tl.int32)
     stride_on = tl.load(p_line + 10).to(tl.int32)
     if CONTIGUOUS:
@@ -75,7 +72,7 @@ def _add_tile(p_line, o_m, o_n, m_tile, total, CONTIGUOUS: tl.constexpr, ALIGNED
         p_out = tl.multiple_of(p_out, 16)
         stride_om = stride_om // 8 * 8
     p_tile = p_out + o_m[:, None].to(tl.int64) * stride_om + o_n[None, :].to(tl.int64) * stride_on
-    if tl.load(p_line + 12) != 0:
+    if tl.load(p_line + 11) != 0:
         # [b_m, b_n]
         total += tl.load(p_tile, mask=m_tile, other=0.0)
     # [b_m, b_n]
@@ -97,51 +94,17 @@ def _share(p_blocks, pid, whole, splits):
     return tile, first, last
 
 
-@triton.jit
-def _factors(p_line, LEFT: tl.constexpr, RIGHT: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr):
-    # Addresses, sizes and strides of a line's two factors.
-    p_left = tl.load(p_line).to(tl.pointer_type(LEFT))
-    p_right = tl.load(p_line + 1).to(tl.pointer_type(RIGHT))
-    m = tl.load(p_line + 3).to(tl.int32)
-    n = tl.load(p_line + 4).to(tl.int32)
-    stride_lt = tl.load(p_line + 5).to(tl.int32)
-    stride_lm = tl.load(p_line + 6).to(tl.int32)
-    stride_rt = tl.load(p_line + 7).to(tl.int32)
-    stride_rn = tl.load(p_line + 8).to(tl.int32)
-    # What the launcher knows of all matrices, said so that Triton believes it: wide loads depend on it.
-    if CONTIGUOUS:
-        stride_lm = 1
-        stride_rn = 1
-    if ALIGNED:
-        p_left = tl.multiple_of(p_left, 16)
-        p_right = tl.multiple_of(p_right, 16)
-        m = m // 8 * 8
-        n = n // 8 * 8
-        stride_lt = stride_lt // 8 * 8
-        stride_rt = stride_rt // 8 * 8
-    return p_left, p_right, m, n, stride_lt, stride_lm, stride_rt, stride_rn
-
-
-@triton.jit
-def _masked(acc, p_line, p_inside, p_outside, o_m, o_n, m_m, m_n, n):
-    # A unit's product times its weight, by the mask: [b_m, b_n]. Of weight 0 even NaN is left out.
-    p_bits = tl.load(p_line + 11).to(tl.pointer_type(tl.uint8))
-    inside = load_mask(p_bits, o_m, o_n, m_m, m_n, tl.cdiv(n, 8))
-    weights = tl.where(inside, tl.load(p_inside).to(tl.float32), tl.load(p_outside).to(tl.float32))
-    return tl.where(weights == 0.0, 0.0, acc) * weights
-
-
 @triton.jit(do_not_specialize=["units", "lines", "slots", "whole", "splits"])
 def _weighted_kernel(
-    p_lines, p_blocks, p_weights, p_outside, p_parts, units, lines, slots, whole, splits,
+    p_lines, p_blocks, p_weights, p_parts, units, lines, slots, whole, splits,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr,
-    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     tile, first, last = _share(p_blocks, pid, whole, splits)
     line = owner(p_lines, _FIELDS, lines, tile).to(tl.int64)
     p_line = p_lines + line * _FIELDS
-    p_left, p_right, m, n, stride_lt, stride_lm, stride_rt, stride_rn = _factors(
+    p_left, p_right, m, n, stride_lt, stride_lm, stride_rt, stride_rn = listed_factors(
         p_line, LEFT, RIGHT, CONTIGUOUS, ALIGNED
     )
     from_m, from_n = _corner(tile - tl.load(p_line + _FIELDS - 1).to(tl.int32), m, n, b_m, b_n)
@@ -158,39 +121,26 @@ def _weighted_kernel(
         o_r = o_t[:, None].to(tl.int64) * stride_rt + o_n[None, :].to(tl.int64) * stride_rn
     p_words = p_blocks + 1 + slots
     p_own = p_weights + line * units
-    total = tl.zeros((b_m, b_n), tl.float32)
     acc = tl.zeros((b_m, b_n), tl.float32)
-    held = 1.0
-    if not MASKED:
-        begins = tl.load(p_words + first, mask=first < last, other=0)
-        held = tl.load(p_own + (begins >> UNIT_SHIFT)).to(tl.float32)
-        held = tl.where(held == 0.0, 1.0, held)
+    begins = tl.load(p_words + first, mask=first < last, other=0)
+    held = tl.load(p_own + (begins >> UNIT_SHIFT)).to(tl.float32)
+    held = tl.where(held == 0.0, 1.0, held)
     for at in range(first, last):
         start = tl.load(p_blocks + 1 + at).to(tl.int64)
         word = tl.load(p_words + at)
-        count = word & COUNT_MASK
-        if not MASKED:
-            weight = tl.load(p_own + (word >> UNIT_SHIFT)).to(tl.float32)
-            then = tl.load(p_words + tl.minimum(at + 1, last - 1))
-            follows = tl.load(p_own + (then >> UNIT_SHIFT)).to(tl.float32)
-            count = tl.where(weight == 0.0, 0, count)
-        m_t = o_t < count
+        weight = tl.load(p_own + (word >> UNIT_SHIFT)).to(tl.float32)
+        then = tl.load(p_words + tl.minimum(at + 1, last - 1))
+        follows = tl.load(p_own + (then >> UNIT_SHIFT)).to(tl.float32)
+        m_t = o_t < tl.where(weight == 0.0, 0, word & COUNT_MASK)
         # [b_m, b_t]
         left = tl.load(p_left + start * stride_lt + o_l, mask=m_m[:, None] & m_t[None, :], other=0.0)
         # [b_t, b_n]
         right = tl.load(p_right + start * stride_rt + o_r, mask=m_t[:, None] & m_n[None, :], other=0.0)
-        acc = multiply(left, right, acc, PRECISION)
-        if MASKED:
-            if (at == last - 1) | ((word & ENDS) != 0):
-                p_out = p_outside + line * units + (word >> UNIT_SHIFT)
-                total += _masked(acc, p_line, p_own + (word >> UNIT_SHIFT), p_out, o_m, o_n, m_m, m_n, n)
-                acc = tl.zeros((b_m, b_n), tl.float32)
-        else:
-            if (follows != held) & (follows != 0.0):
-                acc = acc * (held / follows)
-                held = follows
-    if not MASKED:
-        total = acc * held
+        acc = multiply(left, right, acc)
+        if (follows != held) & (follows != 0.0):
+            acc = acc * (held / follows)
+            held = follows
+    total = acc * held
     if pid < whole:
         _add_tile(p_line, o_m, o_n, m_m[:, None] & m_n[None, :], total, CONTIGUOUS, ALIGNED)
     else:
@@ -206,8 +156,8 @@ def add_parts_kernel(
 ):  # fmt: skip
     rest = tl.program_id(0)
     p_line = p_lines + owner(p_lines, _FIELDS, lines, whole + rest).to(tl.int64) * _FIELDS
-    m = tl.load(p_line + 3).to(tl.int32)
-    n = tl.load(p_line + 4).to(tl.int32)
+    m = tl.load(p_line + 2).to(tl.int32)
+    n = tl.load(p_line + 3).to(tl.int32)
     from_m, from_n = _corner(whole + rest - tl.load(p_line + _FIELDS - 1).to(tl.int32), m, n, b_m, b_n)
     o_row = tl.program_id(1) * b_row + tl.arange(0, b_row)
     o_column = tl.arange(0, b_n)
@@ -244,7 +194,6 @@ def _launches(
     wide_rights: bytes,
     wide_outs: bytes,
     begun: tuple[bool, ...],
-    masked: bool,
     wide_tiles: bool,
 ) -> list[Launch]:
     kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
@@ -261,17 +210,15 @@ def _launches(
         wide, widths = torch.float32 in kind, [(lefts.columns[i], rights.columns[i]) for i in members]
         tallest, widest = map(max, zip(*widths))
         b_m, b_n = side_tile(tallest, wide), side_tile(widest, wide)
-        if masked:  # the mask's bits take registers
-            b_n = min(64, b_n)
-        elif not wide and b_m == 128 and wide_tiles and widest >= 256:
+        if not wide and b_m == 128 and wide_tiles and widest >= 256:
             b_n = 256  # reads a quarter fewer bytes for each product, which is what these tiles wait for
         firsts = [0, *itertools.accumulate([-(-m // b_m) * -(-n // b_n) for m, n in widths])]
         lines = [
-            (0, 0, 0, *width, *lefts.strides[i], *rights.strides[i], *outs.strides[i], 0, int(begun[i]), first)
+            (0, 0, *width, *lefts.strides[i], *rights.strides[i], 0, *outs.strides[i], int(begun[i]), first)
             for i, width, first in zip(members, widths, firsts)
         ]
         every, fields = len(members) * _FIELDS.value, _FIELDS.value
-        table = Table(lines, *((range(at, every, fields), members) for at in (0, 1, 2, *([11] if masked else ()))))
+        table = Table(lines, *((range(at, every, fields), members) for at in (0, 1, 8)))
         found.append(Launch(*kind, members, b_m, b_n, firsts[-1], table))
     return found
 
@@ -283,22 +230,19 @@ def weighted_sums_(
     weights: torch.Tensor,
     offsets: torch.Tensor,
     begun: Sequence[bool],
-    weights_unmasked: torch.Tensor | None = None,
-    masks: Sequence[torch.Tensor] = (),
-    precision: str = "ieee",
     dealt: tuple[int, int] | None = None,
 ) -> None:
-    """Of k matrices ``outs[i] += sum over units b of weights[i, b] G_ib``; where a mask is False, of ``weights_unmasked``.
+    """Of k matrices ``outs[i] += sum over units b of weights[i, b] G_ib``.
 
     ``outs`` float32 [m_i, n_i], any strides, are taken as zero where ``begun`` is False; lefts [N, m_i] and rights [N, n_i]
     float32, bfloat16 or float16, any strides; weights [k, B] float, no two of them more than 2^120 apart but for zeros;
-    masks bool [m_i, n_i]; offsets int64 [B + 1]. One launch for all of the same dtypes and alignment. ``dealt``: whole tiles,
-    and parts of each other one, as `deal` has them.
+    offsets int64 [B + 1]. One launch for all of the same dtypes and alignment. ``dealt``: whole tiles, and parts of each other
+    one, as `deal` has them.
     """
     tokens, device = rights[0].shape[0], rights[0].device
     lefts, rights = Matrices.of(lefts), Matrices.of(rights)
-    if not masks and (longer := readable(lefts)) is not lefts:
-        _sums_of_odd_(outs, lefts, longer, rights, weights, offsets, begun, precision, dealt)
+    if (longer := readable(lefts)) is not lefts:
+        _sums_of_odd_(outs, lefts, longer, rights, weights, offsets, begun, dealt)
         return
     totals = Matrices.of(outs)
     if tokens == 0:
@@ -306,14 +250,10 @@ def weighted_sums_(
             if not own:
                 total.zero_()
         return
-    masked = weights_unmasked is not None
-    bits = [Matrices([pack_mask(mask) for mask in masks])] if masked else []
     offsets = to_device_of(offsets, rights[0])
     forms, wides = zip(*((own.form, own.wide) for own in (lefts, rights, totals)))
-    for launch in _launches(*forms, *wides, tuple(begun), masked, has_wide_tiles(device)):
-        # A kernel without a mask never reads the second ones, and has no optional arguments.
-        both = (weights, weights if weights_unmasked is None else weights_unmasked)
-        _launch(launch, [lefts, rights, totals, *bits], both, offsets, tokens, masked, precision, dealt)
+    for launch in _launches(*forms, *wides, tuple(begun), has_wide_tiles(device)):
+        _launch(launch, [lefts, rights, totals], weights, offsets, tokens, dealt)
 
 
 def _sums_of_odd_(
@@ -324,7 +264,6 @@ def _sums_of_odd_(
     weights: torch.Tensor,
     offsets: torch.Tensor,
     begun: Sequence[bool],
-    precision: str,
     dealt: tuple[int, int] | None,
 ) -> None:
     """The sums where some lefts were padded to a readable width: theirs go through sums that are as much wider."""
@@ -333,7 +272,7 @@ def _sums_of_odd_(
     for i in odd:
         wider[i] = outs[i].new_empty(longer[i].shape[1], outs[i].shape[1])
     fresh = [own and i not in odd for i, own in enumerate(begun)]
-    weighted_sums_(wider, longer, rights, weights, offsets, fresh, precision=precision, dealt=dealt)
+    weighted_sums_(wider, longer, rights, weights, offsets, fresh, dealt=dealt)
     for i in odd:
         total = wider[i][: outs[i].shape[0]]
         outs[i].add_(total) if begun[i] else outs[i].copy_(total)
@@ -342,14 +281,12 @@ def _sums_of_odd_(
 def _launch(
     launch: Launch,
     matrices: Sequence[Matrices],
-    weights: Sequence[torch.Tensor],
+    weights: torch.Tensor,
     offsets: torch.Tensor,
     tokens: int,
-    masked: bool,
-    precision: str,
     dealt: tuple[int, int] | None,
 ) -> None:
-    """Sums of the matrices of one launch; ``matrices`` are lefts, rights, sums and, where ``masked``, bits of masks."""
+    """Sums of the matrices of one launch; ``matrices`` are lefts, rights and sums."""
     members, b_m, b_n, units = launch.members, launch.b_m, launch.b_n, offsets.shape[0] - 1
     device, wide = offsets.device, torch.float32 in (launch.of_left, launch.of_right)
     b_t = row_tile(tokens, units, 32 if wide else 64)
@@ -360,13 +297,13 @@ def _launch(
     blocks, slots = blocks_of(offsets, tokens, b_t)
     parts = torch.empty(max(1, rest * splits * b_m * b_n), dtype=torch.float32, device=device)
     table = launch.table.beside(parts, *(own.addresses for own in matrices))
-    own = [w if len(members) == len(matrices[0]) else w[places_beside(members, parts)] for w in weights]
+    own = weights if len(members) == len(matrices[0]) else weights[places_beside(members, parts)]
     kind: dict[str, Any] = {"CONTIGUOUS": launch.contiguous, "ALIGNED": launch.wide_loads, "b_m": b_m, "b_n": b_n}
     with on_device_of(parts):
         _weighted_kernel[(whole + rest * splits,)](
             table,
             blocks,
-            *(w.contiguous() for w in own),
+            own.contiguous(),
             parts,
             units,
             len(members),
@@ -377,10 +314,8 @@ def _launch(
             RIGHT=TRITON[launch.of_right],
             **kind,
             b_t=b_t,
-            MASKED=masked,
-            PRECISION=precision,
             enable_fp_fusion=True,
-            num_warps=8 if large or masked and wide else 4,
+            num_warps=8 if large else 4,
             # The table is read two blocks before the factors it points to, these two before their product, or four.
             num_stages=stages_of(7 if b_n == 256 else 5, device),
         )
@@ -389,27 +324,3 @@ def _launch(
             add_parts_kernel[(rest, -(-b_m // b_row))](
                 table, parts, len(members), whole, splits, **kind, b_row=b_row, num_warps=4
             )
-
-
-def weighted_sum_(
-    out: torch.Tensor,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    weights: torch.Tensor,
-    weights_unmasked: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    offsets: torch.Tensor | None = None,
-    **options: Any,
-) -> None:
-    """`weighted_sums_` of one matrix; without offsets the weights are [N], one a token."""
-    tokens = right.shape[0]
-    if tokens == 0 or out.numel() == 0:
-        return
-    others = [] if weights_unmasked is None else [weights_unmasked]
-    if offsets is None:
-        offsets = runs_of(weights, *others)
-        begins = offsets[:-1].clamp(max=tokens - 1)
-        weights, others = weights[begins], [w[begins] for w in others]
-    masks = () if mask is None else (mask,)
-    outside = others[0].unsqueeze(0) if others else None
-    weighted_sums_([out], [left], [right], weights.unsqueeze(0), offsets, [True], outside, masks, **options)

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 
+import click
 import pytest
+import typer
 import yaml
 from rich.console import Console
 from typer.testing import CliRunner
@@ -141,6 +143,8 @@ def test_finetune_from_flags_alone_and_verify(model_folder, files, tmp_path):  #
     assert "perplexity" in result.output
     assert yaml.safe_load((output / "config.yaml").read_text())["peft"] == "ia3"
     assert "already holds a run" in refused("finetune", *arguments)
+    # The folder alone says which run to go on with.
+    assert "is finished: there is nothing to resume" in refused("finetune", "--resume", "--output", output)
     assert output.stat().st_mode & 0o077 == 0
     readable = {path.name for path in output.iterdir() if path.stat().st_mode & 0o077}
     assert readable == {"card.json", "card.md", "adapter"}, "losses and settings are the owner's"
@@ -171,6 +175,80 @@ def test_finetune_from_flags_alone_and_verify(model_folder, files, tmp_path):  #
     assert run("verify", output / "adapter" / "README.md", "--weights", output / "adapter").exit_code == 0
     assert str(tmp_path) not in (output / "adapter" / "README.md").read_text()
     assert "not passed on" in refused("card", "export", tmp_path / "forged.json", "--format", "html")
+
+
+def test_figures_that_cannot_be_are_refused_in_a_sentence(model_folder, tmp_path):  # noqa: F811
+    plan = ("--examples", 400, "--batch-size", 100, "--epochs", "inf")
+    assert "epochs must be a finite number above 0, not inf" in refused("calibrate", "--epsilon", 8, *plan)
+    assert "epochs must be a finite number above 0, not inf" in refused("epsilon", "--noise-multiplier", 1, *plan)
+    assert "0 examples are too few to plan for" in refused(
+        "plan", "--model", model_folder, "--examples", 0, "--epsilon", 8
+    )
+    rapft = (
+        "--model",
+        model_folder,
+        "--train",
+        "x.csv",
+        "--output",
+        tmp_path / "run",
+        "--epsilon",
+        8,
+        "--method",
+        "rapft",
+    )
+    assert "give method_options such as {source: {kind: public, data: FILE}}" in refused("finetune", *rapft)
+    table = tmp_path / "table.csv"
+    table.write_text("text;label\na;b\n")
+    assert "this is not a card: it holds no JSON: give card.json of a run" in refused("verify", table)
+
+
+def test_a_lack_of_memory_is_told_in_a_sentence():
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 33, 1 << 33)); sys.argv[0] = 'fastdp'\n"
+        "from fastdp.cli import app; app()"
+    )
+    plan = ["--noise-multiplier", "1", "--examples", "400", "--batch-size", "100", "--epochs", "1e9"]
+    done = subprocess.run([sys.executable, "-c", code, "epsilon", *plan], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: memory ran out: take fewer steps or examples")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_time_below_a_second_reads_as_a_person_says_it():
+    assert Forecast(4, 0.2, 2**20, 8.0, 1e-4).in_words().startswith("4 steps, less than 1 s, peak memory about 1 MiB")
+    assert Forecast(4, 20, 2**20, 8.0, 1e-4).in_words().startswith("4 steps, about 20 s, peak")
+
+
+def _every_command(command=None, path=()):
+    command = command or typer.main.get_command(app)
+    if subcommands := getattr(command, "commands", None):
+        return [found for name, own in subcommands.items() for found in _every_command(own, (*path, name))]
+    return [(path, command)]
+
+
+def test_help_names_and_explains_everything_in_80_columns():
+    for path, command in _every_command():
+        shown = runner.invoke(app, [*path, "--help"], env={"COLUMNS": "80", "NO_COLOR": "1"}).output
+        assert max(map(len, shown.splitlines())) <= 80
+        words, cut = set(re.findall(r"[\w|-]+", shown)), re.findall(r".*…", shown)
+        assert (path, cut) == (path, [])
+        for parameter in command.params:
+            if isinstance(parameter, click.Argument):
+                assert re.search(rf"^ {(parameter.metavar or parameter.name).upper()}: ", shown, re.MULTILINE), path
+            elif not parameter.hidden:
+                assert words.issuperset(parameter.opts), path
+
+
+def test_a_switch_of_the_config_is_turned_off_by_a_flag(model_folder, files, tmp_path):  # noqa: F811
+    config = tmp_path / "settings.yaml"
+    config.write_text(yaml.safe_dump({"lora_fixed": True, "gradient_checkpointing": True}))
+    arguments = ["plan", config, "--model", model_folder, "--train", files / "text.jsonl", "--epsilon", 8]
+    arguments += ["--delta", 1e-3, "--max-length", 48, "--write", tmp_path / "out.yaml", "--no-lora-fixed"]
+    assert run(*arguments).exit_code == 0
+    written = yaml.safe_load((tmp_path / "out.yaml").read_text())
+    assert not written.get("lora_fixed")
+    assert written["gradient_checkpointing"]
+    assert "give one of them" in run(*arguments, "--lora-fixed").output
 
 
 def test_finetune_refusals(model_folder, files, tmp_path):  # noqa: F811

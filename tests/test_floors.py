@@ -50,6 +50,7 @@ FOREIGN = {
     "_disable_current_modes": "how torch leaves those who follow operations out of some",
     "_version": "whether a tensor was written to",
     "_foreach_add_": "additions to many tensors in one launch",
+    "_foreach_div_": "divisions of many tensors in one launch",
     "_assert_async": "a check on the device that the host does not wait for",
     "_schema": "the arguments of a registered operator",
     "_forward_pre_hooks": "the order in which a module's hooks run",

@@ -6,8 +6,8 @@ import random
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from fastdp.data import DataError
 from fastdp.public import WINDOW, PublicGate, content_digest
+from fastdp.tables import DataError
 
 words = st.text(st.characters(categories=("L", "N")), min_size=1, max_size=8)
 records = st.lists(st.lists(words, min_size=1, max_size=40).map(" ".join), min_size=1, max_size=12)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastdp.validate import at_least, fraction, one_of, positive, rate, usable_device
+from fastdp.validate import at_least, fraction, instance, integer, number, one_of, positive, rate, usable_device
 from tests.cases import cases
 
 
@@ -23,6 +23,21 @@ def test_ends_of_ranges():
     for check, value in ((positive, 0.0), (positive, True), (fraction, 0), (fraction, 1.0), (rate, 0.0), (rate, 1.1)):
         with pytest.raises(ValueError, match=f"share is {value}: it must"):
             check(delta=0.5, share=value)
+
+
+def test_types_are_refused_by_name():
+    number(share=None, other=1.5)
+    integer(1, share=None, other=3)
+    instance(int | None, "a count", share=None, other=3)
+    for value in ("1", True, [1.0]):
+        with pytest.raises(ValueError, match="share is .*: give a number"):
+            number(other=1.0, share=value)
+    for value in ("1", True, 2.5, 0):
+        with pytest.raises(ValueError, match="share is .*: give a whole number of at least 1"):
+            integer(1, other=1, share=value)
+    for value, said in ((None, "None"), ("1", "of type str"), (int, "the class int")):
+        with pytest.raises(TypeError, match=f"share is {said}: give a count"):
+            instance(int, "a count", other=1, share=value)
 
 
 def test_a_choice_is_refused_with_the_others():

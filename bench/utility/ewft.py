@@ -56,6 +56,8 @@ class Size:
 SIZES = {
     "default": Size(),
     "tiny": Size(train=32, public=32, unlabelled=32, held_out=16, layers=(5, 6), autoencoder_passes=1),
+    # The paper's length, and the rows of the page's table.
+    "long": Size(length=64, layers=(6,)),
 }
 #: Codes without a delta, by their number: two learn from labels, the others from what varies most.
 PURE = {"codebook 2": 2, "codebook 16": 16}
@@ -95,14 +97,16 @@ class Bench:
     def _parts(self, seed: int) -> dict[str, Any]:
         """The model and, by name, the texts."""
         tokenizer, model, size = load_pretrained(AutoTokenizer, self.model), tops.load(self.model, seed), self.size
+        device = suite.device()
         texts = {
             "train": tops.read_texts(self.sst2 / "train.tsv", tokenizer, size.length, size.train, seed),
             "public": tops.read_texts(self.sst2 / "dev.tsv", tokenizer, size.length, size.public, seed),
             "held_out": tops.read_texts(self.sst2 / "test.tsv", tokenizer, size.length, size.held_out, seed),
             "unlabelled": tops.read_public(self.unlabelled, tokenizer, size.length, size.unlabelled),
         }
-        bottom, _ = split_model(model, size.frozen)
-        parts = {name: Part(each, tops.hidden_states(bottom, each)) for name, each in texts.items()}
+        bottom, _ = split_model(model.to(device), size.frozen)
+        placed = {name: each.to(device) for name, each in texts.items()}
+        parts = {name: Part(each, tops.hidden_states(bottom, each)) for name, each in placed.items()}
         return {"model": model, **parts}
 
     def run(self, row: suite.Row) -> suite.Row:
@@ -137,7 +141,8 @@ class Bench:
             layer=row["layer"], mechanism=told, sequence_length=self.size.length, dataset_size=self.size.train
         )
         private = settings.open(top)
-        named = [batch | {"labels": own} for batch, own in zip(public.batches(), public.texts.labels.split(32))]
+        labels = public.texts.labels.cpu().split(32)
+        named = [batch | {"labels": own} for batch, own in zip(public.batches(), labels)]
         private.learn(named, labels=labelled)
         before = self._accuracy(top, seed) if labelled else None
         self._train(top, parts["train"], seed, private)

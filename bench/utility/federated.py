@@ -45,6 +45,8 @@ class Size:
 
 SIZES = {
     "default": Size(),
+    # By number of clients.
+    "small": Size(texts=180, held_out=60, rounds=3, epsilons=()),
     "tiny": Size(texts=24, held_out=8, rounds=2, epsilons=(1.0,), clients=2, more_clients=()),
 }
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ import torch
 import transformers as hf
 
 import fastdp
-from fastdp.data import Collator, Examples, causal_examples, read_rows
+from fastdp.data import Collator, Examples, causal_examples
 from fastdp.finetune.evaluation import evaluate
 from fastdp.integrations.adapters import train_biases_only
 from fastdp.methods import rapft
 from fastdp.private.method import Method
 from fastdp.private.plan import Plan
+from fastdp.tables import read_rows
 from fastdp.untrusted import load_pretrained
 
 from . import suite
@@ -35,10 +36,6 @@ from . import suite
 DELTA = 1e-5
 TUNINGS = ("adapter", "bitfit", "lora")
 FORMS = ("dpsgd", "printed", "optimal")
-#: Forms that are measured at the middle epsilon alone.
-FEWER = ("noised", "paper")
-#: The best for DP-SGD at epsilon 5 of those tried at the default size; the other forms take the same.
-LEARNING_RATES = {"adapter": 1.2e-2, "bitfit": 4e-2, "lora": 1e-2}
 #: The noised map of form ``noised``: sigma_R and q_R.
 NOISED = (2.0, 0.02)
 MIDDLE = 5.0
@@ -46,7 +43,13 @@ MIDDLE = 5.0
 
 @dataclass(frozen=True)
 class Size:
-    """How much is run. Steps and batch size are few, but are drawn from, and accounted over, all training examples."""
+    """How much is run. Steps and batch size are few, but are drawn from, and accounted over, all training examples.
+
+    Args:
+        fewer: forms that are measured at the middle epsilon alone.
+        rates: learning rates by kind of fine-tuning, the best for DP-SGD at epsilon 5 of those tried; the other forms take the
+            same.
+    """
 
     steps: int = 16
     batch_size: int = 64
@@ -57,10 +60,18 @@ class Size:
     epsilons: tuple[float, ...] = (3.0, 5.0, 7.0)
     tunings: tuple[str, ...] = TUNINGS
     ratios: tuple[float, ...] = (0.55, 0.6, 0.7, 0.8, 0.9)
+    fewer: tuple[str, ...] = ("noised", "paper")
+    rates: tuple[float, ...] = (1.2e-2, 4e-2, 1e-2)
 
 
+#: The middle epsilon alone, for a GPU (`bench/results/utility/rapft-200.json`).
+LONG = Size(200, 256, 320, 64, 1000, 64, (5.0,), ratios=(), fewer=("noised",), rates=(6e-3, 4e-2, 5e-3))
 SIZES = {
     "default": Size(),
+    "long": LONG,
+    "faster": replace(LONG, tunings=("bitfit",), rates=(0.0, 8e-2, 0.0)),
+    # What the noised map does with BitFit in few steps.
+    "bitfit": Size(epsilons=(5.0,), tunings=("bitfit",), ratios=(), fewer=("noised",)),
     "tiny": Size(2, 8, 8, 32, 8, 8, (5.0,), ("lora",), (0.7,)),
 }
 
@@ -139,7 +150,7 @@ class Bench:
         size = self.size
         model = self.model(row["tuning"], row["seed"])
         private = row["form"] != "non-private"
-        rate = LEARNING_RATES[row["tuning"]]
+        rate = size.rates[TUNINGS.index(row["tuning"])]
         run = suite.private_run(
             model,
             self.train,
@@ -182,7 +193,7 @@ def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
         own = {**base, "tuning": tuning}
         rows.append({**own, "form": "non-private", "epsilon": "inf"})
         rows += [{**own, "form": form, "epsilon": epsilon} for epsilon in size.epsilons for form in FORMS]
-        rows += [{**own, "form": form, "epsilon": MIDDLE} for form in FEWER]
+        rows += [{**own, "form": form, "epsilon": MIDDLE} for form in size.fewer]
     swept = {**base, "tuning": "lora", "form": "printed", "epsilon": MIDDLE}
     rows += [{**swept, "irrelevance_ratio": ratio} for ratio in size.ratios]
     return suite.by_seed(rows, seeds)

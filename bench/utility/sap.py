@@ -59,6 +59,25 @@ class Size:
 
 SIZES = {
     "default": Size(),
+    # The rows of the page's table, of more texts.
+    "more": Size(
+        train=2048,
+        held_out=872,
+        etas=(50.0, 80.0, 100.0),
+        exponential_etas=(14.0, 17.0, 21.0),
+        quotients=((5, 3.0),),
+        informed=((3, 4.0), (5, 6.0)),
+    ),
+    # E2E's meanings and references, matched or not.
+    "pairs": Size(
+        train=1024,
+        held_out=872,
+        length=96,
+        etas=(80.0, 100.0),
+        exponential_etas=(14.0, 17.0, 21.0),
+        quotients=((5, 3.0),),
+        informed=((3, 4.0), (5, 6.0)),
+    ),
     "tiny": Size(
         train=32,
         held_out=16,
@@ -87,9 +106,10 @@ class Bench:
         """Tokenizer, model, training and held-out texts, and counts for CTI of texts that count as public."""
         size, tokenizer = self.size, load_pretrained(AutoTokenizer, self.model)
         model = tops.load(self.model, seed)
-        train = tops.read_texts(self.sst2 / "train.tsv", tokenizer, size.length, size.train, seed)
-        held_out = tops.read_texts(self.sst2 / "test.tsv", tokenizer, size.length, size.held_out, seed)
-        other = tops.read_texts(self.sst2 / "dev.tsv", tokenizer, size.length, size.counted, seed)
+        train, held_out, other = (
+            tops.read_texts(next(self.sst2.glob(f"{part}.*")), tokenizer, size.length, count, seed)
+            for part, count in (("train", size.train), ("test", size.held_out), ("dev", size.counted))
+        )
         rows = [ids[mask.bool()][1:-1] for ids, mask in zip(other.ids, other.mask)]
         counts = count_tokens(rows, other.labels.tolist(), 2, len(tokenizer))  # type: ignore[arg-type]
         return tokenizer, model, train, held_out, counts
@@ -126,13 +146,14 @@ class Bench:
         return {"EP": self._attack(bottom.eval(), row["seed"])}
 
     def _utility(self, model: Any, train: tops.Texts, held_out: tops.Texts, seed: int) -> float:
-        bottom, top = split_model(model, self.size.trained_from)
-        states = [tops.hidden_states(bottom, texts) for texts in (train, held_out)]
         weights = {name: value.clone() for name, value in model.state_dict().items()}
+        bottom, top = split_model(model.to(suite.device()), self.size.trained_from)
+        train, held_out = train.to(suite.device()), held_out.to(suite.device())
+        states = [tops.hidden_states(bottom, texts) for texts in (train, held_out)]
         torch.manual_seed(seed)
         tops.train_top(top, states[0], train, size=self.size, seed=seed)
         found = tops.accuracy(top, states[1], held_out)
-        model.load_state_dict(weights)
+        model.to("cpu").load_state_dict(weights)
         return found
 
     def _attack(self, bottom: Any, seed: int) -> float:
@@ -205,13 +226,13 @@ def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
     for form, told in ((QUOTIENT, size.quotients), (INFORMED, size.informed)):
         common = {"part": "figure 2", "form": form, "eta": None}
         rows += [{**common, "cells": cells, "epsilon": epsilon} for cells, epsilon in told]
-    rows += [{"part": "figure 4", "after": after} for after in range(5)]
+    rows += [{"part": "figure 4", "after": after} for after in range(7)]
     return suite.by_seed(rows, seeds)
 
 
 PATHS = {
     "model": "folder of all-MiniLM-L6-v2 or another encoder",
-    "sst2": "folder with train.tsv, dev.tsv and test.tsv",
+    "sst2": "folder with train, dev and test, TSV files of SST-2 or CSV files of E2E",
 }
 #: Measures what is missing, by the arguments of a command line.
 main = partial(suite.main, __doc__, SIZES, Bench, settings, PATHS)

@@ -81,8 +81,9 @@ def main(
     parser = record.parser_of(str(doc).splitlines()[0])
     for name, text in paths.items():
         parser.add_argument(f"--{name}", type=Path, required=True, help=text)
-    parser.add_argument("--only", default="", help="only rows with a form or part whose name contains this")
+    parser.add_argument("--only", default="", help="only rows whose words contain one of these: typed 4,LoRA")
     parser.add_argument("--seeds", type=int, default=seeds)
+    parser.add_argument("--first-seed", type=int, default=0, help="leave out the rows of smaller seeds")
     parser.add_argument("--minutes", type=float, default=60.0, help="time limit; the same command resumes")
     parser.add_argument("--size", choices=tuple(sizes), default="default")
     options = parser.parse_args(arguments)
@@ -90,9 +91,10 @@ def main(
     os.environ["FASTDP_AGAIN"] = "1"
     quiet_libraries()
     made = bench(*(getattr(options, name) for name in paths), sizes[options.size])
-    names = ("part", "form", "scheme", "mechanism")
-    rows = settings(made, options.seeds)
-    wanted = (row for row in rows if options.only in " ".join(str(row.get(name, "")) for name in names))
+    names = ("part", "form", "scheme", "mechanism", "tuning", "clients", "data")
+    rows = (row for row in settings(made, options.seeds) if row.get("seed", 0) >= options.first_seed)
+    said = ((row, " ".join(str(row[name]) for name in names if name in row)) for row in rows)
+    wanted = (row for row, text in said if any(part in text for part in options.only.split(",")))
     measure(Table(options.json), wanted, made.run, options.minutes)
 
 
@@ -141,6 +143,8 @@ def private_run(
         method=method,
         # Half a step less is rounded up to a whole one, whatever the rounding of the quotient.
         epochs=(steps - 0.5) / math.ceil(len(data) / batch_size),
+        # Rows are short: recording would take longer than it saves.
+        capture=False,
         **options,
     )
 

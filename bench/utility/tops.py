@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastdp.data import read_rows
 from fastdp.methods.sap import Bottom
+from fastdp.tables import read_rows
 from fastdp.untrusted import load_pretrained
 
 
@@ -27,13 +27,27 @@ class Texts:
         """The same texts with other tokens."""
         return replace(self, ids=ids)
 
+    def to(self, device: torch.device) -> Texts:
+        """The same texts on a device."""
+        return Texts(self.ids.to(device), self.mask.to(device), self.labels.to(device))
 
-def drawn(path: Path, count: int, seed: int) -> tuple[list[str], list[int]]:
-    """``count`` texts of an SST-2 file and their labels, without replacement."""
+
+def drawn(path: Path, count: int, seed: int) -> tuple[list[Any], list[int]]:
+    """``count`` texts of an SST-2 file, or pairs of an E2E file, and their labels, without replacement."""
     table = read_rows(path)
     order = torch.randperm(len(table), generator=torch.Generator().manual_seed(seed))[:count].tolist()
-    sentences, labels = table.column("sentence", "text"), table.column("label", "label")
-    return [sentences[i] for i in order], [int(labels[i]) for i in order]
+    if "ref" in table.columns:
+        texts, labels = matched_pairs(table.column("mr", "meaning"), table.column("ref", "text"))
+    else:
+        texts, labels = table.column("sentence", "text"), [int(label) for label in table.column("label", "label")]
+    return [texts[i] for i in order], [labels[i] for i in order]
+
+
+def matched_pairs(meanings: list[str], references: list[str]) -> tuple[list[Any], list[int]]:
+    """Each reference of E2E with a meaning and a label, by turns: its own (1), and that of a row half the file away (0)."""
+    labels = [i % 2 for i in range(len(references))]
+    own = [i if label else (i + len(labels) // 2) % len(labels) for i, label in enumerate(labels)]
+    return [(meanings[i], reference) for i, reference in zip(own, references)], labels
 
 
 def read_texts(path: Path, tokenizer: Any, length: int, count: int, seed: int) -> Texts:
@@ -48,8 +62,8 @@ def read_public(path: Path, tokenizer: Any, length: int, count: int) -> Texts:
     return encode(lines, tokenizer, length, [0] * len(lines))
 
 
-def encode(texts: list[str], tokenizer: Any, length: int, labels: list[int]) -> Texts:
-    """Cut and padded to ``length``."""
+def encode(texts: list[Any], tokenizer: Any, length: int, labels: list[int]) -> Texts:
+    """Texts, or pairs of texts, cut and padded to ``length``."""
     made = tokenizer(texts, truncation=True, padding="max_length", max_length=length, return_tensors="pt")
     return Texts(made["input_ids"], made["attention_mask"], torch.tensor(labels))
 
@@ -64,9 +78,11 @@ def load(model: Path, seed: int) -> nn.Module:
 
 @torch.no_grad()
 def hidden_states(bottom: Bottom, texts: Texts, rows: int = 64) -> Tensor:
-    """Hidden states [N, T, d] without dropout."""
+    """Hidden states [N, T, d] without dropout, where the texts are."""
     bottom.eval()
-    return torch.cat([bottom(ids, mask) for ids, mask in zip(texts.ids.split(rows), texts.mask.split(rows))])
+    device = next(bottom.parameters()).device
+    pairs = zip(texts.ids.to(device).split(rows), texts.mask.to(device).split(rows))
+    return torch.cat([bottom(ids, mask).to(texts.ids.device) for ids, mask in pairs])
 
 
 def train_top(

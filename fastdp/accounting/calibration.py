@@ -12,6 +12,7 @@ from fastdp.accounting.accountants import Accountant, check_adjacency, check_del
 from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.events import Flat, flatten, squared_ratio
 from fastdp.accounting.pld import Adjacency
+from fastdp.validate import number
 
 #: Noise multipliers a search looks at.
 LEAST, MOST = 1e-3, 1e5
@@ -49,6 +50,8 @@ def calibrate(
     >>> round(calibrate(lambda noise: dpsgd(noise, 0.01, 1000), epsilon=2.0, delta=1e-5), 2)
     0.96
     """
+    if not callable(event_fn):
+        raise TypeError(f"event_fn is a {type(event_fn).__name__}: give a function from a noise multiplier to an event")
     delta = check_delta(delta)
     check_target(epsilon, delta, dataset_size)
     check_adjacency(adjacency)
@@ -62,6 +65,7 @@ def calibrate(
 
 def check_target(epsilon: float, delta: float, dataset_size: int | None) -> None:
     """Raise ValueError for an epsilon that is not positive; warn where delta >= 1/N."""
+    number(epsilon=epsilon)
     if not epsilon > 0:
         raise ValueError(f"target epsilon is {epsilon}: it must be positive")
     if dataset_size is not None and delta >= 1 / dataset_size:
@@ -101,6 +105,9 @@ def _by_pld(
     certified = found.cost - 1.1 * max(found.cost - half, 0.0)
     multiplier, best = found.at, found.at
     for _ in range(_CERTIFICATIONS):
+        if certified <= 0:
+            # Delta alone covers it: there is no figure to come closer to.
+            break
         multiplier *= math.exp(math.log(epsilon * (1 - tolerance / 3) / certified) / found.slope)
         certified = float(epsilon_of(event_fn(multiplier), delta, "pld", adjacency))
         if certified <= epsilon:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex
 
 from fastdp.accounting.event_types import DpEvent, dp_event
+from fastdp.validate import number
 
 Sampling = Literal["poisson", "shuffled"]
 #: Factors of a noise multiplier by the release from which on they hold, the first of them release 0.
@@ -28,6 +29,7 @@ def as_count(value: SupportsIndex, what: str) -> int:
 
 
 def _as_multiplier(value: float) -> float:
+    number(noise_multiplier=value)
     multiplier = float(value)
     if not (math.isfinite(multiplier) and multiplier >= 0):
         raise ValueError(f"noise multiplier is {multiplier}: it must be finite and 0 or more")
@@ -35,6 +37,7 @@ def _as_multiplier(value: float) -> float:
 
 
 def _as_rate(value: float) -> float:
+    number(sample_rate=value)
     rate = float(value)
     if not 0 < rate <= 1:
         raise ValueError(f"sample rate is {rate}: it must lie in (0, 1]")
@@ -189,6 +192,7 @@ def dpsgd_model(
     >>> dpsgd_model(1.0, 0.1).event(20) == dpsgd(1.0, 0.1, 20)
     True
     """
+    number(noise_multiplier=noise_multiplier)
     if sampling == "poisson":
         one, *later = (
             (start, poisson_gaussian(noise_multiplier * factor, sample_rate)) for start, factor in _by_use(factors, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -141,7 +142,8 @@ def _parsed(card: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Mapping[s
             return found
         return parse_json_object(text), []
     except ValueError as error:
-        raise _Refused(f"this is not a card: {error}") from None
+        said = "it holds no JSON: give card.json of a run" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise _Refused(f"this is not a card: {said}") from None
 
 
 def _fields(card: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -105,7 +105,7 @@ def _name_of(key: bytes) -> str:
 
 
 def count_release(
-    parts: Iterable[str], mechanism: str, place: str | os.PathLike[str], again: bool = False
+    parts: Iterable[str], mechanism: str, place: str | os.PathLike[str], again: bool = False, run: str = ""
 ) -> list[str]:
     """Count a release of a data set by a perturbation at its source, before it leaves. Returns the earlier ones, in words.
 
@@ -117,22 +117,29 @@ def count_release(
         parts: the texts.
         mechanism, place: how and to where, for whoever meets the refusal, and for the card.
         again: release it once more all the same; so does ``FASTDP_AGAIN=1`` in the environment, which is its owner's.
+        run: names one release that a stopped program repeats in the same place: it counts once.
 
     Raises ValueError, naming the last release, if there was one and nobody asked for another.
     """
     path, marks, count = _marked(parts)
+    said = f"by {mechanism} to {os.path.realpath(place)}" + (f" in run {run}" if run else "")
     # Of two programs that release the same data at once, the later one finds the note of the earlier.
     with _lock():
-        own, partly = _earlier_releases(path, marks, count, again)
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        notes = _notes(path)
+        own = [note for note in notes if not (run and note.startswith(f"{said} on "))]
+        counted = own != notes
+        partly = _partly_released(path, marks, count, own, again or counted)
+        if not counted:
+            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            files.write_json(path, [*own, f"{said} on {now}"])
         files.write(path.with_suffix(_PARTS), b"".join(sorted(marks)))
-        files.write_json(path, [*own, f"by {mechanism} to {os.path.realpath(place)} on {now}"])
     return own + partly
 
 
 def check_release(parts: Iterable[str], again: bool = False) -> None:
     """Raise ValueError where `count_release` would, before work that ends in a release is begun."""
-    _earlier_releases(*_marked(parts), again)
+    path, marks, count = _marked(parts)
+    _partly_released(path, marks, count, _notes(path), again)
 
 
 def _marked(parts: Iterable[str]) -> tuple[Path, set[bytes], int]:
@@ -142,9 +149,13 @@ def _marked(parts: Iterable[str]) -> tuple[Path, set[bytes], int]:
     return state_folder() / "releases" / f"{_keyed_digest(key, encoded)}.json", marks, len(encoded)
 
 
-def _earlier_releases(path: Path, marks: set[bytes], count: int, again: bool) -> tuple[list[str], list[str]]:
-    """Earlier releases of these data, and of others that share parts with them. Raises ValueError as `count_release`."""
-    own: list[str] = json.loads(path.read_text()) if path.exists() else []
+def _notes(path: Path) -> list[str]:
+    """The releases of one data set, in words."""
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def _partly_released(path: Path, marks: set[bytes], count: int, own: list[str], again: bool) -> list[str]:
+    """Earlier releases of other data that share parts with these. Raises ValueError as `count_release`."""
     shared = _sharing(marks, path)
     before = own + [said for said, known in shared if 2 * known >= count]
     if before and not again and os.environ.get("FASTDP_AGAIN") != "1":
@@ -152,7 +163,7 @@ def _earlier_releases(path: Path, marks: set[bytes], count: int, again: bool) ->
             f"these data were released before, {before[-1]}. Use what was drawn then, or pay for a second release: again=True, "
             "--again or FASTDP_AGAIN=1."
         )
-    return own, [f"in part, {said}" for said, _ in shared]
+    return [f"in part, {said}" for said, _ in shared]
 
 
 def _sharing(marks: set[bytes], own: Path) -> list[tuple[str, int]]:

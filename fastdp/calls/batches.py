@@ -129,6 +129,8 @@ class RowLists:
         #: The axis of rows at each place where it was seen, and the places of the latest call where rows came second.
         self._axes: dict[Path, int] = {}
         self._second: set[Path] = set()
+        #: The places of the latest call whose tensors hold no rows, and have an axis of size 1 in front meanwhile.
+        self._whole: set[Path] = set()
 
     def __bool__(self) -> bool:
         """Whether the latest call had any."""
@@ -136,9 +138,15 @@ class RowLists:
 
     def encode(self, call: Call, rows: int, source: Any = None) -> Call:
         """The call of so many rows, rows first and without such lists; ``source`` is the collation of its batch."""
-        self._second = {path for path, t in leaves(call) if t.dim() > 1 and self._is_second(path, t, rows, source)}
-        if self._second:
-            call = map_leaves(call, lambda path, t: t.movedim(1, 0) if path in self._second else t)
+        held = leaves(call)
+        # As many of something else as rows.
+        chance = [(path, t) for path, t in held if rows > 1 and rows in t.shape[:2] and source is not None]
+        self._whole = {path for path, t in chance if source.predates(t)}
+        told = {p: self._is_second(p, t, rows, source) for p, t in held if t.dim() > 1 and p not in self._whole}
+        # What could be either, such as a mask without padding, lies as the others do.
+        self._second = {path for path, second in told.items() if second or (second is None and True in told.values())}
+        if self._second or self._whole:
+            call = map_leaves(call, self._rows_first)
         self._entries, self._kinds = {}, {}
         args, kwargs = call
         if _FLAT.issuperset(map(type, (*args, *kwargs.values()))):
@@ -154,15 +162,21 @@ class RowLists:
         made: Call = map_leaves(call, lambda _, t: t, lists=numbers)
         return made if self else call
 
-    def _is_second(self, path: Path, t: torch.Tensor, rows: int, source: Any) -> bool:
+    def _rows_first(self, path: Path, t: torch.Tensor) -> torch.Tensor:
+        return t.movedim(1, 0) if path in self._second else t[None] if path in self._whole else t
+
+    def _is_second(self, path: Path, t: torch.Tensor, rows: int, source: Any) -> bool | None:
+        """Whether rows come second; None where nothing tells."""
         # One row of ids is the same for every example: positions, or a prompt.
         first, second = t.shape[0] == rows, t.shape[1] == rows and (t.dim() > 2 or t.shape[0] > 1)
+        found = int(second) if first != second else None
         if first and second and path not in self._axes and source is not None and rows > 1:
-            # As many tokens as rows: one example alone tells which is which.
-            single = [own.shape for _, own in leaves(source.collated(source.items([0])))]
-            return any(len(shape) == t.dim() and shape[0] != 1 and shape[1] == 1 for shape in single)
-        if first != second:
-            self._axes.setdefault(path, int(second))
+            # As many tokens, or layers, as rows.
+            found = source.row_axis(t)
+            if found is None:
+                return None
+        if found is not None:
+            self._axes.setdefault(path, found)
         return second and self._axes.get(path) == 1
 
     def _number(self, entry: Any) -> int:
@@ -179,11 +193,11 @@ class RowLists:
             if path in self._second:
                 return t.movedim(0, 1).contiguous()
             if not isinstance(t, RowNumbers):
-                return t
+                return t[0] if path in self._whole else t
             with torch._C.DisableTorchFunction():
                 return self._kinds[path](self._entries[number] for number in t.tolist())
 
-        made: Call = map_leaves(call, listed) if self or self._second else call
+        made: Call = map_leaves(call, listed) if self or self._second or self._whole else call
         return made
 
 
@@ -246,7 +260,7 @@ def cropped(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     if a.shape == b.shape:
         return starts[0], starts[1]
     ends = [t[tuple(slice(m - n, m) for n, m in zip(sizes, t.shape))] for t in (a, b)]
-    one, two = min(starts, ends, key=lambda pair: float((pair[0] - pair[1]).nan_to_num().abs().sum()))
+    one, two = min(starts, ends, key=lambda pair: float((pair[0].double() - pair[1].double()).nan_to_num().abs().sum()))
     return one, two
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Number
 from typing import Any
 
 import torch
 
-from fastdp.calls.batches import Call, Path, everything, leaves, map_leaves
+from fastdp.calls.batches import Call, Path, cropped, everything, leaves, map_leaves
 from fastdp.calls.errors import SelfCheckError
 from fastdp.calls.generators import SEEDS, HeldGenerators
+from fastdp.calls.marks import Marks
 from fastdp.calls.randomness import rng_state, seeded, version
 
 #: Examples that are read between two reads of one.
@@ -41,6 +42,8 @@ class Collation:
     batch: dict[Path, torch.Tensor]
     versions: tuple[int, ...] = ()
     unit_map: str | None = None
+    #: Tensors that a loop had before it was given this batch, and how often each had been written to.
+    earlier: Marks[int] = field(default_factory=Marks)
 
     @classmethod
     def of(
@@ -83,13 +86,32 @@ class Collation:
         values = (v for _, v in everything(call) if not isinstance(v, (torch.Tensor, bool)))
         return self.sources(call) is None or any(isinstance(v, Number) or hasattr(v, "dtype") for v in values)
 
+    def predates(self, t: torch.Tensor) -> bool:
+        """Whether a loop had a tensor, as it is, before it was given this batch, so that it holds none of its rows."""
+        return self.earlier.get(t) == version(t)
+
+    def row_axis(self, t: torch.Tensor) -> int | None:
+        """The axis, 0 or 1, along which a tensor of equal first sizes has this batch's rows; None where nothing tells."""
+        single = {path: own.shape for path, own in leaves(self.single(*self.items([0])))}
+        for path, own in self.batch.items():
+            shape = single.get(path, ())
+            axis = int(len(shape) > 1 and shape[0] != 1 and shape[1] == 1)
+            if own is t:
+                return axis
+            if own.dim() == t.dim() and own.shape[axis] == t.shape[0]:
+                first, second = (_values_equal(*cropped(t.movedim(n, 0), own.movedim(axis, 0))) for n in (0, 1))
+                if first != second:
+                    return int(second)
+        # Recurrent layers begin with states of zeros, [layers, rows, width].
+        return 1 if t.dim() > 2 and bool((t == t.flatten()[0]).all()) else None
+
     def items(self, rows: Sequence[int]) -> list[Any]:
         """The examples of these rows, read again."""
         return [self.dataset[self.indices[row]] for row in rows]
 
     def collated(self, items: Sequence[Any], seed: int = 0) -> Any:
         """What the user's collator makes of copies of some examples, under this seed."""
-        with seeded(seed), HeldGenerators(self.collate).at(seed):
+        with seeded(seed, self.collate):
             made = self.collate([copy.deepcopy(item) for item in items])
         if self.unit_map is not None and hasattr(made, "pop"):
             made.pop(self.unit_map, None)
@@ -230,6 +252,7 @@ class ProbeBatch:
         role: "together", "beside", "alone", or "still" for the same as alone.
         row: that of the example which is compared.
         seed: of the random states that the loop finds.
+        generators: the loop's own.
     """
 
     source: Collation
@@ -237,6 +260,11 @@ class ProbeBatch:
     role: str
     row: int
     seed: int
+    generators: HeldGenerators = field(default_factory=HeldGenerators)
+
+    def rng_state(self, model: torch.nn.Module) -> tuple[bytes, ...]:
+        """Fingerprint of every generator that the model, a criterion or the loop may draw from."""
+        return *rng_state(model), *self.generators.states()
 
 
 def _watched(make: Callable[[], Any], seed: int) -> tuple[Any, bool]:

@@ -1,4 +1,4 @@
-"""Random generators that a data set or a collator holds: found, held in a check, and drawn from the operating system to train.
+"""Random generators that a data set, a collator or a model holds: found, held in a check, and seeded from the operating system.
 
 With a seed that is known, what an example is given would follow from how many others were read before it.
 """
@@ -10,6 +10,7 @@ import inspect
 import os
 import pickle
 import random
+import sys
 from collections.abc import Iterable
 from types import FunctionType, ModuleType
 from typing import Any
@@ -17,30 +18,73 @@ from typing import Any
 import numpy
 import torch
 
-#: How far they are looked for: a data set in a subset in a data set, and its generator.
-_DEPTH = 4
+#: How far they are looked for: a subset, its data set, transforms, their list, one of them, and its generator.
+_DEPTH = 5
+#: The most entries of a list or mapping that are looked at: transforms, and not examples.
+_ENTRIES = 32
+#: How many functions of a training loop are looked at, and how far their variables: a function, an object, its generator.
+_FRAMES, _REACH = 4, 3
+#: Types of values that hold none.
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 #: The first numbers that any generator draws between 0 and 1 are below .1 under the one seed, and above .9 under the other:
 #: what happens with some chance happens in a check.
 SEEDS = (1630, 2152)
 _ASKED = ("__call__", "__getitem__", "__getitems__")
+_KINDS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 
 
 def own_generators(*owners: Any) -> list[Any]:
     """The generators that objects hold as attributes, or that their functions name; torch's, Python's and numpy's."""
-    found, seen, due = [], set(), [(owner, 0) for owner in owners]
+    return _reachable(owners, _KINDS, _DEPTH)
+
+
+def _reachable(owners: Iterable[Any], kinds: Any, depth: int) -> list[Any]:
+    found: list[Any] = []
+    seen: set[int] = set()
+    due = [(owner, depth) for owner in owners if type(owner) not in _PLAIN]
     while due:
-        owner, depth = due.pop()
-        if id(owner) in seen or isinstance(owner, (ModuleType, torch.Tensor, torch.nn.Module)):
+        owner, left = due.pop()
+        if id(owner) in seen or isinstance(owner, (ModuleType, random.SystemRandom)):
             continue
         seen.add(id(owner))
-        if isinstance(owner, (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)):
+        if isinstance(owner, kinds):
             found.append(owner)
-        elif depth < _DEPTH:
-            due += [(part, depth + 1) for part in _parts(owner)]
+        elif left and not isinstance(owner, torch.Tensor):
+            due += [(part, left - 1) for part in _parts(owner) if type(part) not in _PLAIN]
     return found
 
 
+def callers_generators() -> list[Any]:
+    """The generators that a training loop can reach: by the variables of the functions that ask for a batch."""
+    return _reachable(_variables(), _KINDS, _REACH)
+
+
+def callers_tensors() -> list[torch.Tensor]:
+    """The tensors that a training loop can reach."""
+    return _reachable(_variables(), torch.Tensor, _REACH)
+
+
+def _variables() -> list[Any]:
+    held: list[Any] = []
+    frame, left = inspect.currentframe(), _FRAMES
+    while frame is not None and left:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("fastdp", "torch"):
+            left -= 1
+            held += [frame.f_globals.get(name) for name in frame.f_code.co_names]
+            own = frame.f_locals
+            held += own.values()
+            # Before Python 3.13 this is a copy that the frame keeps, and a batch with it, unless somebody else holds it.
+            if type(own) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(own) == 3:
+                own.clear()
+        frame = frame.f_back
+    return held
+
+
 def _parts(owner: Any) -> Iterable[Any]:
+    if isinstance(owner, torch.nn.Module):
+        # Torch's own mappings hold hooks and tensors, and the engine replaces forwards.
+        own = {k: v for k, v in vars(owner).items() if k != "forward" and not (k[0] == "_" and isinstance(v, dict))}
+        return *own.values(), *owner.modules()
     if isinstance(owner, functools.partial):
         return owner.func, *owner.args, *owner.keywords.values()
     if hasattr(owner, "__self__"):
@@ -52,6 +96,9 @@ def _parts(owner: Any) -> Iterable[Any]:
             # A variable of an outer function that has no value yet.
             return ()
         return *known.nonlocals.values(), *known.globals.values()
+    if isinstance(owner, (list, tuple, dict)):
+        entries = owner.values() if isinstance(owner, dict) else owner
+        return entries if len(owner) <= _ENTRIES else ()
     if isinstance(owner, type):
         return ()
     functions = (vars(kind).get(name) for kind in type(owner).__mro__ for name in _ASKED)
@@ -99,15 +146,18 @@ class HeldGenerators:
                 _set_state(generator, state)
             else:
                 _set_seed(generator, self._seed)
-        self._begun = self._states()
+        self._begun = self.states()
 
     def __exit__(self, *_: object) -> None:
-        self.drawn |= self._states() != self._begun
+        self.drawn |= self.states() != self._begun
         for generator, state in self._held:
             _set_state(generator, state)
 
-    def _states(self) -> list[bytes]:
-        return [pickle.dumps(_state(generator)) for generator, _ in self._held]
+    def states(self) -> list[bytes]:
+        """Fingerprints of their states at this moment."""
+        found = (_state(generator) for generator, _ in self._held)
+        # Torch pickles one state in several ways.
+        return [s.numpy().tobytes() if isinstance(s, torch.Tensor) else pickle.dumps(s) for s in found]
 
 
 def seed_own_generators(*owners: Any) -> None:

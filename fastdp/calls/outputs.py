@@ -9,31 +9,22 @@ import torch
 
 from fastdp.calls.batches import Path, leaves, map_leaves, tensors
 
-LOSS_TERM = (
-    "A loss term was computed from the model's outputs beside its loss. Compute it inside the model, or return "
-    "outputs alone and give make_private criterion=."
-)
 _NO_ROWS = (
-    "The loss uses an output of the model that has no row for each example. Return one value per example, or compute the whole "
-    "loss inside the model."
+    "The loss uses an output that has no row for each example. Return one value per example, or compute the whole loss "
+    "inside the model."
 )
 
 
-class ForbidBackward(torch.autograd.Function):
-    """A model's output that is to be looked at, and not to be differentiated; ``message`` says why."""
+class SharedOutput(torch.autograd.Function):
+    """An output that has no row for each example: no loss may use it."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, message: str) -> torch.Tensor:
-        ctx.message = message
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(ctx.message)
-
-
-class SharedOutput(ForbidBackward):
-    """An output that has no row for each example."""
+        raise RuntimeError(_NO_ROWS)
 
     @classmethod
     def made(cls, t: torch.Tensor) -> bool:
@@ -73,7 +64,7 @@ class OutputRows:
                 if not t.requires_grad:
                     return t
                 if path in self._without:
-                    return SharedOutput.apply(t, _NO_ROWS)
+                    return SharedOutput.apply(t)
                 return t.unsqueeze(0) if rows == 1 and t.shape[:1] != (1,) else t
             fold, dims = self._folds[path]
             if t.dim() < dims:

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy
 import torch
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastdp.calls.composite import opened
+from fastdp.calls.generators import HeldGenerators, own_generators
 
 _WORDS = 624
 
@@ -33,9 +35,9 @@ def devices(model: torch.nn.Module) -> list[int]:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Set every random state of the host to this seed, and restore all of them afterwards."""
-    with _restored(()):
+def seeded(seed: int, *owners: Any) -> Iterator[None]:
+    """Set every random state of the host, and those that ``owners`` hold, to this seed, and restore them afterwards."""
+    with _restored(()), HeldGenerators(*owners).at(seed):
         seed_everything(seed)
         yield
 
@@ -59,23 +61,21 @@ def seed_from_os(devices: Sequence[int] = ()) -> Iterator[None]:
 
 def forget_seeds() -> None:
     """Seed every random state of the host from the operating system, whatever the user's seed."""
-    torch.set_rng_state(_unknown_state())
+    torch.default_generator.set_state(_unknown_state())
     random.seed(os.urandom(32))
     numpy.random.seed(numpy.frombuffer(os.urandom(32), dtype=numpy.uint32))  # noqa: NPY002
 
 
 def _unknown_state() -> torch.Tensor:
     """A state of torch's CPU generator with every word drawn; a seed would set 32 bits of it."""
-    known, start = _known_state()
-    state = known.clone()
-    words = state.numpy()[start : start + 8 * _WORDS].view(numpy.uint64)
+    state, words = _state_and_words()
     words[:] = numpy.frombuffer(os.urandom(4 * _WORDS), numpy.uint32)
     return state
 
 
 @functools.cache
-def _known_state() -> tuple[torch.Tensor, int]:
-    """The state that one seed makes, and the offset of its words."""
+def _state_and_words() -> tuple[torch.Tensor, numpy.ndarray]:
+    """A state of torch's CPU generator, to be written again and again, and its words within it, uint64."""
     state = torch.Generator().manual_seed(5489).get_state()
     # The first words of the state that this seed makes, as the generator's authors print them.
     start = state.numpy().tobytes().find(struct.pack("<QQ", 5489, 1301868182))
@@ -83,18 +83,21 @@ def _known_state() -> tuple[torch.Tensor, int]:
         raise RuntimeError(
             f"the random state of torch {torch.__version__} is not known, so that masks could be guessed"
         )
-    return state, start
+    return state, state.numpy()[start : start + 8 * _WORDS].view(numpy.uint64)
 
 
 @contextmanager
 def _restored(devices: Sequence[int]) -> Iterator[None]:
     # Numpy's bit generator is swapped: copying its state takes longer than a small layer.
     state, own = random.getstate(), numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+    generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
+    states = [generator.get_state() for generator in generators]
     numpy.random.set_bit_generator(numpy.random.MT19937() if own is _spare() else _spare())  # type: ignore[attr-defined]
     try:
-        with torch.random.fork_rng(devices=devices):
-            yield
+        yield
     finally:
+        for generator, before in zip(generators, states):
+            generator.set_state(before)
         random.setstate(state)
         numpy.random.set_bit_generator(own)  # type: ignore[attr-defined]
 
@@ -105,14 +108,24 @@ def _spare() -> numpy.random.BitGenerator:
 
 
 def rng_state(model: torch.nn.Module | None = None) -> tuple[bytes, ...]:
-    """Fingerprint of every generator that a pass of this model may draw from: torch's, Python's and numpy's.
+    """Fingerprint of every generator that a pass of this model may draw from: torch's, Python's, numpy's and its own.
 
     Without a model, of the host's alone.
     """
-    used = () if model is None else devices(model)
+    used, own = ((), []) if model is None else (devices(model), _held_generators(model).states())
     states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(index) for index in used)]
     python, numbers = hash(random.getstate()), numpy.random.get_state(legacy=True)  # noqa: NPY002
-    return *(state.numpy().tobytes() for state in states), repr((python, numbers[2])).encode(), bytes(numbers[1])  # type: ignore[index]
+    return *(state.numpy().tobytes() for state in states), repr((python, numbers[2])).encode(), bytes(numbers[1]), *own  # type: ignore[index]
+
+
+#: The generators that a model holds, as the latest check found them: a walk takes longer than a small layer.
+_OWN: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
+
+
+def _held_generators(model: torch.nn.Module) -> HeldGenerators:
+    if model not in _OWN:
+        _OWN[model] = own_generators(model)
+    return HeldGenerators(*_OWN[model])
 
 
 @contextmanager
@@ -120,7 +133,7 @@ def preserve_rng(model: torch.nn.Module) -> Iterator[None]:
     """Restore every random state afterwards."""
     python, numbers = random.getstate(), numpy.random.get_state()  # noqa: NPY002
     try:
-        with torch.random.fork_rng(devices=devices(model)):
+        with torch.random.fork_rng(devices=devices(model)), _held_generators(model):
             yield
     finally:
         random.setstate(python)
@@ -159,6 +172,7 @@ class BufferSnapshot:
 def unchanged(model: torch.nn.Module) -> Iterator[None]:
     """Restore a model's buffers and every random state afterwards."""
     snapshot = BufferSnapshot(model)
+    _OWN.pop(model, None)
     try:
         with preserve_rng(model):
             yield

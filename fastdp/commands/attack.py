@@ -28,7 +28,7 @@ ATTACK_KINDS = ("membership", "extraction", "reconstruction", "inversion")
 
 @refusing
 def attack_command(
-    model: Annotated[Path, typer.Argument(help="output folder of a run, or a model's folder")],
+    model: Annotated[Path, typer.Argument()],
     kind: Annotated[str, typer.Option(help=f"one of {', '.join(ATTACK_KINDS)}")] = "membership",
     train: Annotated[Path | None, typer.Option(help="the data the model was trained on")] = None,
     held_out: Annotated[Path | None, typer.Option(help="membership: data of the same kind it never saw")] = None,
@@ -59,9 +59,12 @@ def attack_command(
     label_column: Annotated[str | None, typer.Option(help="column with the label, where a run has not set it")] = None,
     batch_size: Annotated[int, typer.Option(help="examples in memory at once")] = 32,
     seed: Annotated[int, typer.Option(help="seed of the rows, names and texts that are drawn")] = 0,
-    json: Annotated[Path | None, typer.Option("--json", help="write the figures")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="file to write the figures to")] = None,
 ) -> None:
-    """Attack a model: membership, extraction or reconstruction of its training data, or inversion of its embeddings."""
+    """Attack a model: membership, extraction or reconstruction of its training data, or inversion of its embeddings.
+
+    MODEL: output folder of a run, or a model's folder.
+    """
     if kind not in ATTACK_KINDS:
         raise ValueError(f"there is no attack named {kind}: choose {', '.join(ATTACK_KINDS)}")
     for name, value in (
@@ -102,6 +105,9 @@ _WORDS = {
     "tpr_at_1_percent": "true-positive rate at FPR 1%",
     "top1": "first guesses that are right",
     "empirical_privacy": "empirical privacy",
+    "extracted": "training names found",
+    "named": "listed names found",
+    "planted": "training names listed",
 }
 
 
@@ -142,8 +148,8 @@ class _Setting:
 
     def examples(self, path: Path) -> Examples:
         """At most ``limit`` rows of a file, drawn at random, encoded as the run did."""
-        from fastdp.data import read_rows
         from fastdp.finetune.tasks import encode_rows
+        from fastdp.tables import read_rows
 
         table = read_rows(path, self.config.encoding)
         return encode_rows(table.take(self.draw(list(range(len(table))))), self.tokenizer, self.config)
@@ -221,7 +227,7 @@ def _extraction(
 
 def _reconstruction(setting: _Setting, train: Path, names: Path, decoys: Path | None, candidates: int) -> FigureTable:
     from fastdp.audit import NameFinder, reconstruction, strike_out
-    from fastdp.data import read_rows
+    from fastdp.tables import read_rows
 
     setting.require("causal-lm", "reconstruction")
     config = setting.config

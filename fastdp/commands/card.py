@@ -17,7 +17,7 @@ card_app = typer.Typer(help="Take a privacy card where people look for it.", no_
 @card_app.command("export")
 @refusing
 def export_command(
-    card: Annotated[Path, typer.Argument(help="folder of a run, card.json of one, or the statement of a perturbation")],
+    card: Annotated[Path, typer.Argument()],
     form: Annotated[
         Literal["huggingface", "registry", "nist", "html"],
         typer.Option(
@@ -26,7 +26,10 @@ def export_command(
     ] = "html",
     output: Annotated[Path | None, typer.Option(help="file to write (by default beside the card)")] = None,
 ) -> None:
-    """Write a card as a model's README, a registry's entry, an evaluation's outline or a page; `fastdp verify` takes each."""
+    """Write a card as a model's README, a registry's entry, an evaluation's outline or a page; `fastdp verify` takes each.
+
+    CARD: folder of a run, its card.json, or the statement of a perturbation.
+    """
     from fastdp.accounting import Card, verify
     from fastdp.accounting.exports import SUFFIXES, export
 

@@ -9,9 +9,11 @@ import typer
 
 from fastdp.commands.refusal import console, refusing
 
-_HELP = "Write an authority, the {server}'s certificate and one for each {client}, each into a folder of its own."
+_HELP = """Write an authority, the {server}'s certificate and one for each {client}, each into a folder of its own.
+
+FOLDER: where to write; what it has already is kept."""
+Folder = Annotated[Path, typer.Argument()]
 _LOCAL = ("localhost", "127.0.0.1", "::1")
-Folder = Annotated[Path, typer.Argument(help="folder of the authority and of every end")]
 
 
 def add_certificate_commands(app: typer.Typer, server: str, client: str, default: str | None = None) -> None:
@@ -24,7 +26,7 @@ def add_certificate_commands(app: typer.Typer, server: str, client: str, default
     @app.command("certificates", help=_HELP.format(server=server, client=client))
     @refusing
     def certificates_command(
-        folder: Annotated[Path, typer.Argument(help="folder to write below; what it has already is kept")],
+        folder: Folder,
         name: list[str] = clients,
         host: Annotated[
             list[str] | None, typer.Option(help="name or address of the server's machine; may be repeated")
@@ -46,7 +48,10 @@ def add_certificate_commands(app: typer.Typer, server: str, client: str, default
         name: Annotated[list[str], typer.Option(help="name of an end; may be repeated")],
         days: Annotated[int, typer.Option(help="how long certificates are valid", min=1)] = 365,
     ) -> None:
-        """Write new keys and certificates for ends that have one. The old ones stay valid until they expire."""
+        """Write new keys and certificates for ends that have one. The old ones stay valid until they expire.
+
+        FOLDER: of the authority and of every end.
+        """
         from fastdp.tls import renew_certificates
 
         for path in renew_certificates(folder, name, days):
@@ -57,7 +62,10 @@ def add_certificate_commands(app: typer.Typer, server: str, client: str, default
     def revoke_command(
         folder: Folder, name: Annotated[list[str], typer.Option(help="name of a client; may be repeated")]
     ) -> None:
-        """Take back every certificate of a client. A running server follows its list within seconds."""
+        """Take back every certificate of a client. A running server follows its list within seconds.
+
+        FOLDER: of the authority and of every end.
+        """
         from fastdp.tls import REVOKED, revoke_certificates
 
         path = revoke_certificates(folder, name, server)

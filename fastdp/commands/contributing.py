@@ -34,16 +34,18 @@ class Contributing:
     cti_noise: Annotated[
         float | None, typer.Option(help="count the private texts, with normal noise of this multiplier")
     ] = None
-    cti_delta: Annotated[float, typer.Option(help="of the epsilon that is stated for noised counts")] = 1e-5
-    cells: Annotated[
-        int | None, typer.Option(help="--cti quotient: into how many cells the vocabulary is cut (5)", min=2)
-    ] = None
+    cti_delta: Annotated[float, typer.Option(help="delta of the epsilon that is stated for noised counts")] = 1e-5
+    cells: Annotated[int | None, typer.Option(help="--cti quotient: number of cells of the vocabulary (5)", min=2)] = (
+        None
+    )
     public_overlap: Annotated[
         int, typer.Option(help="records that --cti-public may share with IN: confirmed to be public", min=0)
     ] = 0
     epsilon: Annotated[
         float | None,
-        typer.Option(help="--cti quotient: of one token, in place of --eta; text adds up over its tokens"),
+        typer.Option(
+            help="--cti quotient: epsilon of one token, in place of --eta; a text costs the sum over its tokens"
+        ),
     ] = None
 
     def chosen(self, eta: float | None) -> Contributing | None:

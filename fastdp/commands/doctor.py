@@ -30,12 +30,15 @@ PACKAGES = (
 
 @refusing
 def doctor_command(
-    model: Annotated[str | None, typer.Argument(help="folder or name of a Hugging Face model")] = None,
+    model: Annotated[str | None, typer.Argument()] = None,
     task: Annotated[str, typer.Option(help=", ".join(CHOICES["task"]))] = "causal-lm",
     peft: Annotated[str, typer.Option(help=", ".join(CHOICES["peft"]))] = "full",
     length: Annotated[int, typer.Option(help="tokens of an example, for the costs")] = 64,
 ) -> None:
-    """Report the environment; with a model, each trained parameter's uses, route and cost, or why it has none."""
+    """Report the environment; with a model, each trained parameter's uses, route and cost, or why it has none.
+
+    MODEL: folder or name of a Hugging Face model.
+    """
     quiet_libraries()
     console.print(_environment())
     if model is not None:

@@ -23,8 +23,8 @@ add_certificate_commands(federated_app, "server", "node")
 def server_command(
     certificates: Annotated[Path, typer.Option(help="the server's own folder of certificates")],
     address: Annotated[str, typer.Option(help="host:port that nodes reach")] = "localhost:8000",
-    folder: Annotated[Path, typer.Option(help="for Flower's settings and log")] = Path("federated-server"),
-    port: Annotated[int, typer.Option(help="of Flower itself, on this machine alone; 0 takes a free one")] = 0,
+    folder: Annotated[Path, typer.Option(help="folder for Flower's settings and log")] = Path("federated-server"),
+    port: Annotated[int, typer.Option(help="port of Flower itself, on this machine alone; 0 takes a free one")] = 0,
 ) -> None:
     """Run Flower on this machine alone, and let nodes with a certificate reach its Fleet API.
 
@@ -44,13 +44,14 @@ def server_command(
 @federated_app.command("node")
 @refusing
 def node_command(
-    config: Annotated[
-        Path, typer.Argument(help="the node's settings (.toml): train, state, perturbation, epsilon, ...")
-    ],
+    config: Annotated[Path, typer.Argument()],
     certificates: Annotated[Path, typer.Option(help="this node's own folder of certificates")],
     server: Annotated[str, typer.Option(help="host:port of the server")] = "localhost:8000",
 ) -> None:
-    """Take part with texts of your own. No other app than this install's runs here."""
+    """Take part with texts of your own. No other app than this install's runs here.
+
+    CONFIG: the node's settings (.toml): train, state, perturbation, epsilon, ...
+    """
     from fastdp.federated.programs import program, run_node
 
     program("flower-supernode")

@@ -27,7 +27,7 @@ _PASSES = {
 @refusing
 def plan_command(
     *,
-    config: Annotated[Path | None, typer.Argument(help="YAML file of settings")] = None,
+    config: Annotated[Path | None, typer.Argument()] = None,
     examples: Annotated[
         int | None, typer.Option(help="examples, or people with --user-column (by default those of train)")
     ] = None,
@@ -37,8 +37,8 @@ def plan_command(
             help="tokens of an example; or the shortest, the median and the longest: 5,18,32 (by default max_length)"
         ),
     ] = None,
-    minutes: Annotated[float | None, typer.Option(help="that the steps may take")] = None,
-    passes: Annotated[float, typer.Option(help="over the data, at most")] = 10.0,
+    minutes: Annotated[float | None, typer.Option(help="time limit in minutes")] = None,
+    passes: Annotated[float, typer.Option(help="most passes over the data")] = 10.0,
     gpu: Annotated[str | None, typer.Option(hidden=True)] = None,
     picture: Annotated[Path | None, typer.Option(hidden=True)] = None,
     write: Annotated[
@@ -46,11 +46,14 @@ def plan_command(
     ] = None,
     overrides: dict[str, Any],
 ) -> None:
-    """What a run with DP-SGD would take and be worth at each batch size, and which settings to begin with; spends nothing."""
+    """Predict the cost and the noise of a DP-SGD run at each batch size, and suggest settings; spends nothing.
+
+    CONFIG: YAML file of settings; each can also be given as a flag. `--no-` before a setting turns it off.
+    """
     from collections import Counter
 
-    from fastdp.data import read_rows
     from fastdp.finetune.plan import plan, with_invented_labels
+    from fastdp.tables import read_rows
 
     quiet_libraries()
     if gpu is not None:
@@ -76,7 +79,7 @@ def plan_command(
     title = f"{examples} {unit}, epsilon {settings.epsilon:g} at delta {settings.delta:g}"
     # Without lines between columns no heading is cut at 80 characters.
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
-    for heading in ("batch", "epochs", "steps", "noise", "noise / signal, a step", "whole run", "time"):
+    for heading in ("batch", "epochs", "steps", "noise", "ratio, step", "ratio, run", "time"):
         table.add_column(heading, justify="right")
     table.add_column("", no_wrap=True)
     for option in found.options:
@@ -91,11 +94,14 @@ def plan_command(
             style_message(("suggested", "bold")) if option == found.best else "",
         )
     console.print(table)
+    console.print(
+        "noise: the multiplier. ratio: the least norm of the noise over that of the signal, in one step and in the whole run."
+    )
     machine = found.machine
     best = found.best
     once, each = machine.once_seconds(best.batch_size, best.steps), machine.step_seconds(best.batch_size)
     console.print(
-        f"time and memory {machine.where}: as suggested {duration(once)} once for looks at the model, and {each:.3g} s a step, "
+        f"time and memory {machine.where}: as suggested {duration(once)} once for checks of the model, and {each:.3g} s a step, "
         f"{1e3 * machine.release_seconds:.3g} ms of it for the release; peak {memory(machine.peak_bytes)} with "
         f"{machine.physical} examples at once",
     )
@@ -119,18 +125,23 @@ def _lengths(text: str) -> list[int]:
 @refusing
 def tune_command(
     *,
-    config: Annotated[Path | None, typer.Argument(help="YAML file of settings")] = None,
+    config: Annotated[Path | None, typer.Argument()] = None,
     candidates: Annotated[
         list[str] | None,
         typer.Option("--try", help="values of a setting, as in learning_rate=1e-3,4e-3; may be repeated"),
     ] = None,
-    trials: Annotated[float, typer.Option(help="how many are expected; the number itself stays secret")] = 6.0,
-    shape: Annotated[float, typer.Option(help="of its distribution: 0 costs least, 1 varies less")] = 0.0,
+    trials: Annotated[float, typer.Option(help="expected number of trials; the number itself stays secret")] = 6.0,
+    shape: Annotated[
+        float, typer.Option(help="shape of that number's distribution: 0 costs least, 1 varies less")
+    ] = 0.0,
     held_out: Annotated[float, typer.Option(help="share of the examples that judge the trials")] = 0.1,
     resume: Annotated[bool, typer.Option("--resume", help="go on with a search that was interrupted")] = False,
     overrides: dict[str, Any],
 ) -> None:
-    """Search settings on the private data within one budget: the best of a secret number of trials, all of it on the card."""
+    """Search settings on the private data within one budget: the best of a secret number of trials, all of it on the card.
+
+    CONFIG: YAML file of settings; each can also be given as a flag. `--no-` before a setting turns it off.
+    """
     from fastdp.finetune.tune import tune
 
     quiet_libraries()
@@ -145,6 +156,7 @@ def tune_command(
         )
     )
     console.print(f"written to {found.output}")
+    console.print("keep secret how many trials ran and how long they took, which the lines above show")
 
 
 def _values(candidates: list[str] | None) -> dict[str, list[str]] | None:

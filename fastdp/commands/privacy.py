@@ -20,7 +20,11 @@ Delta = Annotated[float, typer.Option(help="probability that the guarantee may f
 SamplingOption = Annotated[
     Literal["poisson", "shuffled"], typer.Option(help="shuffled batches are accounted without amplification")
 ]
-AdjacencyOption = Annotated[Literal["add_remove", "replace_one"], typer.Option(help="what neighbouring data sets are")]
+AdjacencyOption = Annotated[
+    # Its usual brackets would break the word at 80 columns.
+    Literal["add_remove", "replace_one"],
+    typer.Option(help="what neighbouring data sets are", metavar="add_remove|replace_one"),
+]
 AccountantName = Literal["pld", "prv", "rdp"]
 
 
@@ -33,8 +37,8 @@ def _event(
 
     if batch_size > examples:
         raise ValueError(f"batch size {batch_size} exceeds the {examples} examples: the sample rate would pass 1")
-    if not epochs > 0:
-        raise ValueError(f"epochs must be greater than 0, not {epochs}")
+    if not 0 < epochs < math.inf:
+        raise ValueError(f"epochs must be a finite number above 0, not {epochs}")
     per_epoch = math.ceil(examples / batch_size)
     steps = math.ceil(epochs * per_epoch)
 
@@ -127,7 +131,7 @@ def card_in(place: Path) -> Path:
 
 @refusing
 def verify_command(
-    card: Annotated[Path, typer.Argument(help="folder of a run, card.json of one, or the statement of a perturbation")],
+    card: Annotated[Path, typer.Argument()],
     weights: Annotated[
         Path | None,
         typer.Option(help="folder or .safetensors file that should hold the weights (by default those of the folder)"),
@@ -137,6 +141,8 @@ def verify_command(
     """Work out again what a card claims, compare it with weights and ledger where given, and say what was not checked.
 
     Ends with exit code 1 unless the card holds and certifies a guarantee.
+
+    CARD: folder of a run, its card.json, or the statement of a perturbation.
     """
     import fastdp.accounting as accounting
 

@@ -20,7 +20,7 @@ from fastdp.untrusted import load_pretrained
 
 if TYPE_CHECKING:
     from fastdp import TextPrivatizer
-    from fastdp.data import Rows
+    from fastdp.tables import Rows
 
 
 _SUFFIXES = (".csv", ".tsv", ".jsonl", ".txt")
@@ -30,8 +30,8 @@ STATEMENT_SUFFIX = ".privacy.json"
 @with_contributing
 @refusing
 def privatize_command(
-    source: Annotated[Path, typer.Argument(help="texts: .csv, .tsv, .jsonl or .txt", metavar="IN")],
-    target: Annotated[Path, typer.Argument(help="file to write, of any of these kinds", metavar="OUT")],
+    source: Annotated[Path, typer.Argument(metavar="IN")],
+    target: Annotated[Path, typer.Argument(metavar="OUT")],
     model: Annotated[str, typer.Option(help="folder or name of the model whose embeddings and tokenizer are used")],
     eta: Annotated[
         float | None, typer.Option(help="privacy parameter in units of 1 / distance; small is private")
@@ -66,15 +66,19 @@ def privatize_command(
 ) -> None:
     """Replace every token of every text by a random near one, so that the file may leave (metric privacy, d_chi).
 
-    Only the text column and the columns named by --keep are written. What holds is written beside OUT.
+    IN: texts, as .csv, .tsv, .jsonl or .txt.
+
+    OUT: file to write, of one of these kinds. What holds is written beside it.
+
+    Only the text column and the columns named by --keep are written.
     """
     quiet_libraries()
     from transformers import AutoModel, AutoTokenizer
 
     from fastdp import TextPrivatizer
     from fastdp.accounting.witness import check_release, count_release
-    from fastdp.data import read_rows
     from fastdp.methods.sap.importance import check_eta
+    from fastdp.tables import read_rows
     from fastdp.validate import usable_device
 
     _check_target(source, target, ids, overwrite, keep)

@@ -24,7 +24,7 @@ QUICKSTART = "quickstart"
 
 @refusing
 def prove_command(
-    model: Annotated[str, typer.Argument(help=f"a model's folder, a run's output folder, or '{QUICKSTART}'")],
+    model: Annotated[str, typer.Argument()],
     data: Annotated[
         Path | None, typer.Option(help="records of the kind it will be trained on; else random tokens")
     ] = None,
@@ -35,11 +35,13 @@ def prove_command(
     label_column: Annotated[str | None, typer.Option(help="column with the label, where a run has not set it")] = None,
     max_length: Annotated[int | None, typer.Option(help="longest record in tokens")] = None,
     max_grad_norm: Annotated[float | None, typer.Option(help="bound on one record's gradient")] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="write every trial")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="file to write every trial to")] = None,
 ) -> None:
     """Remove, replace and add records, extreme ones among them, and see that no release moves by more than its bound.
 
     Ends with exit code 1 if one does, or if nothing could be released at all.
+
+    MODEL: a model's folder, a run's output folder, or 'quickstart'.
     """
     quiet_libraries()
     settings = {
@@ -65,10 +67,11 @@ def _prove(folder: Path, data: Path | None, settings: dict[str, Any], *, own: bo
 
     from fastdp.audit.prove import prove
     from fastdp.audit.saved import settings_of
-    from fastdp.data import Collator, Examples, causal_examples, read_rows
+    from fastdp.data import Collator, Examples, causal_examples
     from fastdp.finetune.models import load_tokenizer, load_trained
     from fastdp.finetune.tasks import encode_rows, invented_label
     from fastdp.methods.dpsgd import DPSGD
+    from fastdp.tables import read_rows
 
     config = settings_of(folder, settings)
     tokenizer = load_tokenizer(config)
@@ -93,7 +96,7 @@ def _prove(folder: Path, data: Path | None, settings: dict[str, Any], *, own: bo
 
 def _table(evidence: Evidence) -> Table:
     table = Table(title="What one record moved, where 1 is allowed", title_justify="left")
-    for heading in ("", "tried", "moved"):
+    for heading in ("change", "of what", "moved"):
         table.add_column(heading, overflow="fold")
     for trial in evidence.trials:
         # Where all others hold, a refused record is as it should be; its error is in the file of --json.

@@ -51,12 +51,17 @@ def refusing(command: Callable[P, R]) -> Callable[P, R]:
         except typer.Exit:
             # It is a RuntimeError too, whose text is its number: the command has said what there is to say.
             raise
-        except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
+        except (ValueError, TypeError, OSError, RuntimeError, ImportError, OverflowError) as error:
             if os.environ.get("FASTDP_TRACEBACK"):
                 raise
             message = _system(error) if isinstance(error, OSError) else str(error)
             message = " ".join(message.split()) or type(error).__name__
             errors.print(style_message(("error:", "bold red"), f" {message}"))
+            raise typer.Exit(1) from None
+        except MemoryError as error:
+            errors.print(
+                style_message(("error:", "bold red"), f" memory ran out: take fewer steps or examples ({error})")
+            )
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             errors.print("stopped")

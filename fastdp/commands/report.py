@@ -13,7 +13,7 @@ from fastdp.commands.refusal import console, refusing
 
 @refusing
 def report_command(
-    runs: Annotated[list[Path], typer.Argument(help="output folders of runs of fastdp finetune, finished or not")],
+    runs: Annotated[list[Path], typer.Argument()],
     output: Annotated[
         Path | None,
         typer.Option(help="page to write (by default report.html in the run's folder, or beside the first)"),
@@ -23,7 +23,10 @@ def report_command(
         typer.Option("--public", help="leave out what the guarantee does not cover, so that it can be shown around"),
     ] = False,
 ) -> None:
-    """Write one HTML page about a run, or several side by side: card, epsilon and loss, what was trained, samples, notes."""
+    """Write one HTML page about a run, or several side by side: card, epsilon and loss, what was trained, samples, notes.
+
+    RUNS: output folders of `fastdp finetune`, finished or not.
+    """
     from fastdp.finetune.report import build_report
 
     page = build_report(runs, public=public)

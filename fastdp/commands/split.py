@@ -38,9 +38,9 @@ Insecure = Annotated[bool, typer.Option("--insecure", help="no TLS and no certif
 @refusing
 def vendor_command(
     model: Annotated[str, typer.Option(help="folder or name of the pretrained model that is served")],
-    folder: Annotated[Path, typer.Option(help="for customers' runs and rows; start again with it to go on")] = Path(
-        "split-vendor"
-    ),
+    folder: Annotated[
+        Path, typer.Option(help="folder for customers' runs and rows; start again with it to go on")
+    ] = Path("split-vendor"),
     address: Address = _ADDRESS,
     certificates: Annotated[
         Path | None,
@@ -92,7 +92,7 @@ def vendor_command(
 @with_contributing
 @refusing
 def customer_command(
-    folder: Annotated[Path, typer.Option(help="for what must survive: run again with it to go on")] = Path(
+    folder: Annotated[Path, typer.Option(help="folder for what must survive: run again with it to go on")] = Path(
         "split-customer"
     ),
     address: Address = _ADDRESS,
@@ -117,7 +117,9 @@ def customer_command(
     ] = "tokens",
     mechanism: Annotated[
         Literal["laplace", "exponential"] | None,
-        typer.Option(help="of tokens: noise and nearest row, or the exponential mechanism (the default without --cti)"),
+        typer.Option(
+            help="draw tokens by noise and nearest row, or by the exponential mechanism (the default without --cti)"
+        ),
     ] = None,
     train: Annotated[Path | None, typer.Option(help="texts and labels to train on: .csv, .tsv, .jsonl")] = None,
     eval: Annotated[
@@ -130,13 +132,13 @@ def customer_command(
     limit: Annotated[int | None, typer.Option(help="use the first so many rows of each file", min=1)] = None,
     epochs: Annotated[int, typer.Option(help="passes over the examples", min=1)] = 3,
     batch_size: Annotated[int, typer.Option(help="examples in a step", min=1)] = 32,
-    learning_rate: Annotated[float, typer.Option(help="of the vendor's AdamW")] = 1e-3,
+    learning_rate: Annotated[float, typer.Option(help="step size of the vendor's AdamW")] = 1e-3,
     max_tokens: Annotated[int, typer.Option(help="longer texts are cut", min=1)] = 64,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option(help="of the rows on the wire")
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="number format of the rows on the wire")
     ] = "float32",
     device: Annotated[str, typer.Option(help="where the bottom runs and draws are made; auto takes a GPU")] = "auto",
-    seed: Annotated[int, typer.Option(help="of the order of examples; never of noise")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the order of examples; never of noise")] = 0,
     patience: Annotated[float, typer.Option(help="seconds to wait for a vendor that does not answer")] = 300.0,
     discard: Annotated[
         bool, typer.Option("--discard", help="have the vendor delete the run and the rows first")
@@ -273,13 +275,13 @@ def _counts(
 
 
 def _texts(path: Path, column: str, limit: int | None) -> list[str]:
-    from fastdp.data import read_rows
+    from fastdp.tables import read_rows
 
     return read_rows(path).column(column, "--text-column")[:limit]
 
 
 def _labelled(path: Path, text_column: str, label_column: str, limit: int | None) -> tuple[list[str], list[int]]:
-    from fastdp.data import read_rows
+    from fastdp.tables import read_rows
 
     rows = read_rows(path)
     texts, labels = (

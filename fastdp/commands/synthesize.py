@@ -14,8 +14,8 @@ from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import console, refusing, style_message
 
 if TYPE_CHECKING:
-    from fastdp.data import Rows
     from fastdp.finetune import FinetuneConfig
+    from fastdp.tables import Rows
 
 _COVERED = (
     "these rows were drawn from weights that the run released, so its claim holds for them as it does for the weights "
@@ -25,7 +25,7 @@ _COVERED = (
 
 @refusing
 def synthesize_command(
-    run: Annotated[Path, typer.Argument(help="output folder of a finished run of fastdp finetune with task causal-lm")],
+    run: Annotated[Path, typer.Argument()],
     output: Annotated[
         Path, typer.Option(help="file to write: JSON lines, one row each; its card is written beside it")
     ],
@@ -33,7 +33,7 @@ def synthesize_command(
         Path | None, typer.Option(help="public rows with the run's prompt columns, such as one for each label")
     ] = None,
     count: Annotated[int, typer.Option(min=1, help="different texts for each prompt")] = 100,
-    temperature: Annotated[float, typer.Option(help="below 1 keeps to what is likely")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="sampling temperature; below 1 prefers likely tokens")] = 1.0,
     top_p: Annotated[float, typer.Option(help="share of the probability that tokens are drawn from")] = 0.95,
     max_new_tokens: Annotated[
         int | None, typer.Option(help="longest text (by default by the run's max_length)")
@@ -46,14 +46,21 @@ def synthesize_command(
     judge: Annotated[
         Path | None, typer.Option(help="folder of a public encoder: train a classifier of the prompt on the rows")
     ] = None,
-    test: Annotated[Path | None, typer.Option(help="judge: rows with prompt and target to test the classifier")] = None,
-    public: Annotated[Path | None, typer.Option(help="judge: public rows of the same form, to compare with")] = None,
+    test: Annotated[
+        Path | None, typer.Option(help="with --judge: rows with prompt and target to test the classifier")
+    ] = None,
+    public: Annotated[
+        Path | None, typer.Option(help="with --judge: public rows of the same form, to compare with")
+    ] = None,
 ) -> None:
-    """Write synthetic rows from a privately tuned model, with the card of its run."""
+    """Write synthetic rows from a privately tuned model, with the card of its run.
+
+    RUN: output folder of a finished `fastdp finetune` with task causal-lm.
+    """
     from fastdp.accounting import Card
     from fastdp.audit.saved import load_saved, settings_of
-    from fastdp.data import read_rows
     from fastdp.finetune.synthesis import Judge, TokenSampling, near_copies, synthesize
+    from fastdp.tables import read_rows
     from fastdp.validate import usable_device
 
     _check(run, output, judge, test, public)

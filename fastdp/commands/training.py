@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,31 +72,52 @@ class ProgressReporter(Reporter):
         self.progress.update(self.bar, completed=done)
 
 
-def _flag(field: dataclasses.Field[Any]) -> inspect.Parameter:
+def _flags(field: dataclasses.Field[Any]) -> Iterator[inspect.Parameter]:
     # Lists and mappings come as one value, as in the YAML file's short form.
     kind: Any = str if TYPES[field.name] in (list, dict) else TYPES[field.name]
-    text = field.metadata["help"]
+    text, name = field.metadata["help"], field.name.replace("_", "-")
     if field.default is not None:
         text += f" (default {field.default!r})"
-    hint = Annotated[kind | None, typer.Option(help=text, show_default=False)]  # type: ignore[valid-type]
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+    # A column of --no-... would leave the others too narrow for their words.
+    negated = [typer.Option(f"--no-{name}", hidden=True)] if kind is bool else []
+    for option in [typer.Option(f"--{name}", help=text, show_default=False), *negated]:
+        named = _NEGATED * (option in negated) + field.name
+        hint = Annotated[kind | None, option]  # type: ignore[valid-type]
+        yield inspect.Parameter(named, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
 
 
-#: One flag for every setting of `FinetuneConfig`, passed on as a dict named `overrides`.
-with_settings = with_flags([_flag(field) for field in dataclasses.fields(FinetuneConfig)], "overrides")
+def _overrides(**values: Any) -> dict[str, Any]:
+    negated = {name.removeprefix(_NEGATED) for name, value in values.items() if name.startswith(_NEGATED) and value}
+    given = {name: value for name, value in values.items() if not name.startswith(_NEGATED)}
+    if both := next((name for name in negated if given[name]), None):
+        raise typer.BadParameter(f"--{both.replace('_', '-')} and --no-{both.replace('_', '-')}: give one of them")
+    return given | dict.fromkeys(negated, False)
+
+
+#: Prefix of the parameter that turns a setting off.
+_NEGATED = "no_"
+#: Flags for every setting of `FinetuneConfig`, passed on as a dict named `overrides`.
+with_settings = with_flags(
+    [flag for field in dataclasses.fields(FinetuneConfig) for flag in _flags(field)], "overrides", _overrides
+)
 
 
 @with_settings
 @refusing
 def finetune_command(
     *,
-    config: Annotated[Path | None, typer.Argument(help="YAML file of settings")] = None,
+    config: Annotated[Path | None, typer.Argument()] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="go on with an interrupted run in the output folder")
     ] = False,
     overrides: dict[str, Any],
 ) -> None:
-    """Fine-tune a model on private data; every setting of the config can also be given as a flag."""
+    """Fine-tune a model on private data; every setting of the config can also be given as a flag.
+
+    CONFIG: YAML file of settings. `--no-` before a setting that it turns on turns it off.
+    """
+    if resume and config is None and overrides["model"] is None and overrides["output"] is not None:
+        config = Path(overrides["output"]) / "config.yaml"
     # Before libraries are imported, which takes seconds.
     settings = load_config(config, overrides)
     settings.check()
@@ -156,7 +177,9 @@ def _print_result(result: Result, before: Collection[str]) -> None:
 def quickstart_command(
     output: Annotated[Path, typer.Option(help="folder for the runs")] = Path("runs/quickstart"),
     seed: Annotated[int, typer.Option(help="seed of the generated records and of new weights")] = 0,
-    records: Annotated[int, typer.Option(help="how many are trained on; fewer are sooner done, and teach less")] = 3072,
+    records: Annotated[
+        int, typer.Option(help="how many records to train on; fewer take less time and teach less")
+    ] = 3072,
 ) -> None:
     """Fine-tune a small model on invented records, without and with privacy, and compare; needs no network."""
     from fastdp.quickstart.run import quickstart

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from fastdp.ops.bounds import EARLY, FLOOR, LARGEST_RATIO, Roundings
+import fastdp.ops.bounds as bounds
+from fastdp.ops.bounds import FLOOR, Part, Roundings, round_down, stack_rows, upper_norms
 from fastdp.ops.placed import CONSTANTS, ReplayCache, copy_to_device
 
 #: Squares found by Gram matrices are found again by the direct route where rounding may hide more than this share of them,
-#: which is 1.6% of the norm: less is not worth a product as large as the weights' gradients.
-REMEASURED = 1 / 32
-# float64 arithmetic on a few thousand numbers, each positive: far below this.
-_SLACK = 1 + 2.0**-30
+#: which is 3% of the norm: less is not worth a product as large as the weights' gradients. Where tokens are orthogonal, the
+#: share is about T / 36,000 for matrices of 2,048 by 8,192 on a GPU.
+REMEASURED = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -32,25 +31,11 @@ class UpperNorms:
     cancelling: torch.Tensor
 
     def weights(self, bounds: Sequence[float]) -> torch.Tensor:
-        """``min(1, bound / norm)`` of each group and unit, rounded down to float32; see `round_down`."""
+        """``min(1, bound / norm)`` of each group and unit, rounded down to float32; see `fastdp.ops.bounds.round_down`."""
         limits = CONSTANTS[tuple(bounds), torch.float64, self.norms.device].unsqueeze(1)
         return round_down(limits / self.norms)
 
 
-def round_down(ratios: torch.Tensor) -> torch.Tensor:
-    """Ratios of a bound to a norm ``[..., units]`` as float32 weights, at most 1 and never rounded up.
-
-    0 in every group for a unit with a NaN among its ratios, or one so small (norms that are infinite or beyond 2^40 bounds)
-    that a float32 weight could not carry it.
-    """
-    kept = (ratios >= 1 / LARGEST_RATIO).reshape(-1, ratios.shape[-1]).all(0)
-    weights = torch.where(ratios >= 1, 1.0, (ratios * (1 - 2.0**-23)).float())
-    return torch.where(kept, weights, 0.0)
-
-
-#: A unit whose products are this many times its norm is added on its own: tokens of a unit that are orthogonal to each other
-#: have the square root of their number.
-CANCELLING = 2.0**7
 #: Of what is measured as it is added.
 NONE = Roundings(0)
 
@@ -65,24 +50,9 @@ class Errors(NamedTuple):
     times: float = 0.0
 
 
-class _Rows(NamedTuple):
-    groups: Sequence[int]
-    powers: torch.Tensor
-    errors: Sequence[Errors]
-    products: torch.Tensor | None
-    tokens: torch.Tensor | None
-
-
 def gammas(roundings: Sequence[Roundings], tokens: torch.Tensor) -> torch.Tensor:
     """`Roundings.gamma` of k parts by the tokens of each unit ``[k, units]``, float64."""
-    return _gammas(_SLOPES[tuple(roundings), tokens.device], tokens)
-
-
-def _gammas(slopes: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """From their `Roundings` as ``[3, ..., k, 1]``."""
-    fixed, token, early = slopes
-    errors = fixed + token * tokens + early * tokens.clamp(max=EARLY)
-    return torch.where(errors < 0.25, errors / (1 - errors), torch.inf)
+    return bounds.gammas_from_slopes(_SLOPES[tuple(roundings), tokens.device], tokens)
 
 
 def _slopes(roundings: tuple[Roundings, ...], device: torch.device) -> torch.Tensor:
@@ -107,9 +77,9 @@ class Norms:
         self.order = order
         self._shape = groups, units
         self._device = device
-        self._rows: list[_Rows] = []
-        self._measured = torch.zeros(self._shape, dtype=torch.float64, device=device)
-        self._counted = 0
+        self._parts: list[Part] = []
+        self._groups: list[int] = []
+        self._errors: list[Errors] = []
 
     def add(
         self,
@@ -151,55 +121,27 @@ class Norms:
         tokens: torch.Tensor | None = None,
     ) -> None:
         """`add` of k parts at once: ``powers``, ``products`` and ``tokens`` are ``[k, units]``, a row each."""
-        self._rows.append(_Rows(groups, powers, errors, products, tokens))
+        self._parts.append(Part(powers, products, tokens))
+        self._groups += groups
+        self._errors += errors
 
     def measured(self) -> torch.Tensor:
         """The computed powers so far ``[groups, units]`` float64: never a bound of anything."""
-        new = self._rows[self._counted :]
-        if new:
-            self._measured.index_add_(0, self._groups(new), stack_rows([rows.powers for rows in new]))
-            self._counted = len(self._rows)
-        return self._measured.clone()
+        found = torch.zeros(self._shape, dtype=torch.float64, device=self._device)
+        if not self._parts:
+            return found
+        return found.index_add_(0, self._group_numbers(), stack_rows([part.powers for part in self._parts]))
 
     def upper(self) -> UpperNorms:
-        """The bounds: the norm of the computed parts with their errors, and that of the errors of what is added.
+        """The bounds, by `fastdp.ops.bounds.upper_norms`."""
+        if not self._parts:
+            none = self.measured()
+            return UpperNorms(none, none, torch.zeros(self._shape[1], dtype=torch.bool, device=self._device))
+        errors = _ERRORS[tuple(self._errors), self.order, self._device]
+        return UpperNorms(*upper_norms(self._parts, self._group_numbers(), errors, self._shape[0], self.order))
 
-        The parts of a group are one vector, the errors of what is added another: the norm of their sum is at most the sum of
-        the two norms.
-        """
-        cancelling = torch.zeros(self._shape[1], dtype=torch.bool, device=self._device)
-        measured, added = self.measured(), torch.zeros(self._shape, dtype=torch.float64, device=self._device)
-        highest = measured.clone()
-        if self._rows:
-            powers, groups = stack_rows([rows.powers for rows in self._rows]), self._groups(self._rows)
-            none = CONSTANTS[(0.0,) * self._shape[1], torch.float64, self._device]
-            products, tokens = (
-                stack_rows(
-                    [none.expand(len(r.groups), -1) if each is None else each for r, each in zip(self._rows, column)]
-                )
-                for column in zip(*[(rows.products, rows.tokens) for rows in self._rows])
-            )
-            reach = products**self.order
-            every = tuple(itertools.chain.from_iterable([rows.errors for rows in self._rows]))
-            constants = _ERRORS[every, self.order, self._device]
-            relative, least, times = constants[:3]
-            gram, apart = _gammas(constants[3:].view(3, 2, -1, 1), tokens)
-            errors = powers.abs() * relative
-            errors += least
-            errors += reach * gram
-            highest.index_add_(0, groups, errors)
-            apart += times
-            added.index_add_(0, groups, reach * apart**self.order)
-        norms = highest.clamp(min=0) ** (1 / self.order) + added ** (1 / self.order)
-        norms = norms * _SLACK
-        if self._rows:
-            cancelling = (products > CANCELLING * norms[groups]).any(0)
-        return UpperNorms(norms, measured, cancelling)
-
-    def _groups(self, every: Sequence[_Rows]) -> torch.Tensor:
-        return CONSTANTS[
-            tuple(itertools.chain.from_iterable([rows.groups for rows in every])), torch.int64, self._device
-        ]
+    def _group_numbers(self) -> torch.Tensor:
+        return CONSTANTS[tuple(self._groups), torch.int64, self._device]
 
 
 def _constants(every: tuple[Errors, ...], order: int, device: torch.device) -> torch.Tensor:
@@ -216,17 +158,3 @@ def _constants(every: tuple[Errors, ...], order: int, device: torch.device) -> t
 
 
 _ERRORS = ReplayCache(_constants, 64)
-
-
-def stack_rows(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Blocks of rows as one of float64, ``[rows, units]``; on a GPU in a few launches, however many there are."""
-    kinds: dict[torch.dtype, list[int]] = {}
-    for at, block in enumerate(blocks):
-        kinds.setdefault(block.dtype, []).append(at)
-    alike = [torch.cat([blocks[at] for at in members]).double() for members in kinds.values()]
-    if len(alike) == 1:
-        return alike[0]
-    begins = [0, *itertools.accumulate(block.shape[0] for block in blocks)]
-    order = [row for members in kinds.values() for at in members for row in range(begins[at], begins[at + 1])]
-    places = sorted(range(len(order)), key=order.__getitem__)
-    return torch.cat(alike).index_select(0, CONSTANTS[tuple(places), torch.int64, blocks[0].device])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fastdp.calls.batches import Call, as_long_as, map_tensors, single_rows, slice_rows
+from fastdp.calls.generators import seed_own_generators
 from fastdp.calls.outputs import differentiable_outputs
 from fastdp.calls.randomness import BufferSnapshot, devices, preserve_rng, rng_state, seed_from_os, unchanged
 from fastdp.distributed.pieces import piece
@@ -152,6 +153,8 @@ class Passes:
     ):
         self.model, self.ranks = model, ranks
         self.chance = partial(seed_from_os, devices(model)) if secret else nullcontext
+        if secret:
+            seed_own_generators(model)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.weights = weights_of(model, ranks)
         #: The same as modules read them in a pass.
@@ -299,7 +302,7 @@ class Passes:
         ``junction`` says what a backward pass does (default: `differentiate`); ``verify`` looks at more on the way.
         """
         layout, junction = layout or self._layout(ticket), junction or Junction(self.differentiate)
-        if self.isolated and ticket.rows == 1:
+        if self.isolated and (ticket.rows == 1 or not self.returns_loss):
             return self._in_isolation(call, ticket, layout, junction)
         if self.isolated or self.route == ONE_EXAMPLE:
             return self._one_at_a_time(call, ticket, layout, junction)
@@ -382,11 +385,12 @@ class Passes:
         return waiting.replace_outputs(output), waiting
 
     def _in_isolation(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass]:
-        """Run a batch of one row as it is; its buffers are restored after the backward pass."""
+        """Run the batch of one unit as it is; its buffers are restored after the backward pass."""
         snapshot = BufferSnapshot(self.model)
         output = self.forwards.root.plain(*call[0], **call[1])
         tops = [require_loss(output)] if self.returns_loss else differentiable_outputs(output)
-        waiting = Pass(call, ticket, layout, Tap(layout), True, junction, [], targets=[tops], restore=snapshot.restore)
+        targets = [tops, *[[]] * (ticket.rows - 1)]
+        waiting = Pass(call, ticket, layout, Tap(layout), True, junction, [], targets=targets, restore=snapshot.restore)
         if self.returns_loss:
             return replace_loss(output, waiting.loss(tops[0].detach())), waiting
         return waiting.replace_outputs(output), waiting
@@ -485,7 +489,8 @@ class Passes:
             elif self.route == ONE_EXAMPLE:
                 self._differentiate_rows(parts)
             else:
-                uses = {name: count * len(parts) for name, count in self._expected.items()}
+                several = len(parts) > 1
+                uses = {n: count * len(parts) for n, count in self._expected.items()} if several else self._expected
                 with repeatable(self.model) if two_pass else nullcontext():
                     self.accumulator.run(backward, open_sink, layout, uses, two_pass=two_pass)
                 self.backward_passes = max(self.backward_passes, 1 + two_pass)

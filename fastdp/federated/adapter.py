@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastdp.accounting.weights import named_digest
-from fastdp.data import Collator, Examples, read_rows
+from fastdp.data import Collator, Examples
 from fastdp.federated.config import FederatedConfig
 from fastdp.federated.wire import AdapterLayout
 from fastdp.finetune.config import FinetuneConfig
@@ -24,6 +24,7 @@ from fastdp.finetune.models import (
 )
 from fastdp.methods.encoding import encode_private
 from fastdp.methods.selective.perturbation import labels_of
+from fastdp.tables import read_rows
 from fastdp.validate import usable_device
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import fastdp
 import fastdp.files as files
-from fastdp.data import Examples, read_rows
+from fastdp.data import Examples
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.config import FederatedConfig
 from fastdp.federated.partitioning import partition
@@ -31,6 +31,7 @@ from fastdp.methods.selective import (
     read_labelled_spans,
 )
 from fastdp.public import PublicGate
+from fastdp.tables import read_rows
 from fastdp.untrusted import load_pretrained
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from fastdp.data import IGNORED, DataError, Examples, Rows, as_text
+from fastdp.data import IGNORED, Examples
+from fastdp.tables import DataError, Rows, as_text
 from fastdp.untrusted import quote
 
 ChatTurn = dict[str, Any]

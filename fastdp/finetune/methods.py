@@ -68,6 +68,13 @@ def choose_method(config: FinetuneConfig, read_public: ReadPublic) -> Method:
                 options[name] = _make_options(nested, _mapping(options[name], name), name)
         if "source" in options:
             options["source"] = _source(_mapping(options["source"], "source"), read_public)
+        elif options.get("mode") != "paper" and options.keys() <= {
+            own.name for own in dataclasses.fields(fastdp.RapFT)
+        }:
+            raise ConfigError(
+                "rapft has no source of its map: give method_options such as {source: {kind: public, data: FILE}}, of public "
+                "examples"
+            )
     return _make_options(kind, {"max_grad_norm": config.max_grad_norm} | options, "method_options")
 
 

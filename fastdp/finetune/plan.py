@@ -127,12 +127,12 @@ def _check(config: FinetuneConfig, examples: int, lengths: Sequence[int], minute
     unit = "people" if config.user_column else "examples"
     if config.epsilon is None or not 0 < config.epsilon < math.inf:
         raise ConfigError(f"epsilon is {config.epsilon}: a plan needs a budget greater than 0")
+    if examples < 2 * LEAST_STEPS:
+        raise ConfigError(f"{examples} {unit} are too few to plan for: give at least {2 * LEAST_STEPS}")
     if not 0 < config.delta < 1 / examples:
         raise ConfigError(f"delta is {config.delta:g}: it must lie between 0 and 1 / {examples} {unit}")
     if config.method == "dpzo":
         raise ConfigError("a plan measures steps of dpsgd, and dpzo's need other settings: leave method out")
-    if examples < 2 * LEAST_STEPS:
-        raise ConfigError(f"{examples} {unit} are too few to plan for: give at least {2 * LEAST_STEPS}")
     if not lengths or min(lengths) < 1:
         raise ConfigError(f"length is {', '.join(map(str, lengths)) or 'empty'}: examples have at least 1 token")
     for name, value in (("minutes", minutes), ("passes", passes)):

@@ -28,7 +28,7 @@ class Forecast:
         """One line, for before the first step."""
         found = [
             f"{self.steps} steps",
-            f"about {duration(self.seconds)}",
+            f"about {duration(self.seconds)}" if self.seconds >= 1 else duration(self.seconds),
             f"peak memory about {memory(self.peak_bytes)}",
         ]
         if self.epsilon is not None:

@@ -19,7 +19,7 @@ import fastdp
 import fastdp.files as files
 from fastdp.accounting import Ledger, LedgerError
 from fastdp.accounting.witness import check_release, count_release, data_digest, knows_ledger, same_data
-from fastdp.data import Collator, DataError, Examples, Rows, read_rows
+from fastdp.data import Collator, Examples
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.curves import Curves
 from fastdp.finetune.evaluation import Quality, autocast, evaluate
@@ -55,6 +55,7 @@ from fastdp.finetune.tasks import encode_rows, messages_column, record_texts
 from fastdp.finetune.usage import add_usage, tokenizer_to_save
 from fastdp.methods.perturbation import Releases
 from fastdp.public import PublicGate
+from fastdp.tables import DataError, Rows, read_rows
 from fastdp.validate import usable_device
 
 EPSILON_POINTS = 20

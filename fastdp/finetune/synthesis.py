@@ -14,10 +14,11 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 
 from fastdp.calls.modes import in_mode
-from fastdp.data import IGNORED, DataError, Rows
+from fastdp.data import IGNORED
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.samples import continue_texts
 from fastdp.finetune.tasks import encode_rows, messages_column
+from fastdp.tables import DataError, Rows
 from fastdp.untrusted import load_pretrained, quote
 
 #: The column of texts that a model writes without a prompt.
@@ -84,16 +85,20 @@ def synthesize(
     given = [{}] if prompts is None else [dict(zip(columns, row)) for row in _distinct(prompts, columns)]
     starts = _starts(tokenizer, config, columns, given, target)
     batches = itertools.count(1_000_003 * sampling.seed)
-    for fields, ids in zip(given, starts):
-        seen: set[str] = set()
-        tries = _TRIES * count
-        while len(seen) < count and tries > 0:
-            size = min(sampling.batch_size, count - len(seen), tries)
-            tries -= size
-            for text in _texts(model, tokenizer, config, [ids] * size, sampling, seed=next(batches)):
-                if text and text not in seen:
-                    seen.add(text)
-                    yield {**fields, target: text}
+
+    def rows() -> Iterator[dict[str, str]]:
+        for fields, ids in zip(given, starts):
+            seen: set[str] = set()
+            tries = _TRIES * count
+            while len(seen) < count and tries > 0:
+                size = min(sampling.batch_size, count - len(seen), tries)
+                tries -= size
+                for text in _texts(model, tokenizer, config, [ids] * size, sampling, seed=next(batches)):
+                    if text and text not in seen:
+                        seen.add(text)
+                        yield {**fields, target: text}
+
+    return rows()
 
 
 def near_copies(texts: Sequence[str], records: Sequence[str], words: int = 8) -> list[int]:

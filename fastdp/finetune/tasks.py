@@ -10,17 +10,10 @@ from typing import Any
 import transformers as hf
 from transformers import PreTrainedTokenizerBase
 
-from fastdp.data import (
-    DataError,
-    Examples,
-    Rows,
-    causal_examples,
-    classification_examples,
-    sequence_examples,
-    word_examples,
-)
+from fastdp.data import Examples, causal_examples, classification_examples, sequence_examples, word_examples
 from fastdp.finetune.chat import chat_examples, conversation_text
 from fastdp.finetune.config import ConfigError, FinetuneConfig, listed
+from fastdp.tables import DataError, Rows
 
 #: Encodes a table; the last argument is whether text is privatized token by token (see `fastdp.methods.encoding`).
 Encode = Callable[[Rows, PreTrainedTokenizerBase, FinetuneConfig, bool], Examples]

@@ -25,7 +25,7 @@ import fastdp.accounting as accounting
 import fastdp.accounting.renyi as renyi
 import fastdp.files as files
 from fastdp.audit.saved import load_saved
-from fastdp.data import Collator, Rows, read_rows
+from fastdp.data import Collator
 from fastdp.finetune.config import TYPES, ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.folder import CONFIG, LEDGER
 from fastdp.finetune.judges import JUDGED, noised_means, scores
@@ -34,6 +34,7 @@ from fastdp.finetune.reporter import Reporter
 from fastdp.finetune.run import finetune
 from fastdp.finetune.tasks import encode_rows
 from fastdp.ops import NoiseStream
+from fastdp.tables import Rows, read_rows
 
 #: Settings that may be searched: what a trial costs does not depend on them.
 FREE = (

@@ -27,6 +27,7 @@ from fastdp.entry import make_private
 from fastdp.private.publish import upload
 from fastdp.private.run import Criterion, Private
 from fastdp.private.schedules import require_unseeing
+from fastdp.validate import instance
 
 _LOG = logging.getLogger(__name__)
 #: The privacy state's file inside a Trainer checkpoint.
@@ -167,6 +168,7 @@ class PrivateTraining(_TrainerBase):
             raise ValueError(
                 f"{type(self).__name__} needs args=, the training arguments: the budget depends on batch size and epochs"
             )
+        instance(PrivacyArguments, "fastdp.PrivacyArguments(target_epsilon=..., target_delta=...)", privacy=privacy)
         self._check_arguments(arguments, kwargs)
         super().__init__(*args, **kwargs)
         self.privacy = privacy

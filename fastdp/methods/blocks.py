@@ -155,8 +155,8 @@ def find_blocks(model: nn.Module, layer: Layer | None = None) -> Blocks:
         if isinstance(layer, nn.Module) or (isinstance(layer, str) and layer not in ("embeddings", "output")):
             return _at_module(model, layer)
         raise ValueError(
-            f"the blocks of a {kind} model are not known: pass layer=model.get_submodule(NAME), or a model of "
-            f"{', '.join(_LAYOUTS)}"
+            f"The blocks of a {kind} model are not known. Give a stock transformers model such as BERT or Llama, or with EWFT "
+            "layer=model.get_submodule(NAME)."
         )
     base: Any = getattr(model, "base_model", model)
     if layout.projection is not None and hasattr(base, layout.projection):

@@ -10,7 +10,7 @@ from typing import Any
 from fastdp.accounting.events import NoiseFactors
 from fastdp.engine.clip.policy import Policy
 from fastdp.private.method import Method
-from fastdp.validate import fraction, positive
+from fastdp.validate import fraction, instance, positive
 
 #: Accounting takes a third of a second for each.
 _MOST_FACTORS = 64
@@ -84,6 +84,7 @@ class Options(Method):
     clipping_schedule: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
+        instance(AdaptiveClipping | None, "fastdp.AdaptiveClipping(...)", adaptive=self.adaptive)
         _factors("noise_schedule", self.noise_schedule)
         _factors("clipping_schedule", self.clipping_schedule)
         if self.clipping_schedule is not None and self.adaptive is not None:
@@ -145,6 +146,10 @@ class Options(Method):
 
 def _factors(name: str, schedule: Mapping[int, float] | None) -> NoiseFactors:
     """A schedule in order, from step 0 on; raises ValueError for one that is out of range."""
+    if not isinstance(schedule, Mapping | None):
+        raise ValueError(
+            f"{name} is {schedule!r}: give factors by the number of the step, such as {{0: 1.0, 500: 0.8}}"
+        )
     given = dict(sorted((schedule or {}).items()))
     if len(given) > _MOST_FACTORS:
         raise ValueError(

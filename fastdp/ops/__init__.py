@@ -12,6 +12,7 @@ from .bounds import (
     direct_norms as direct_norms,
     gram_norms as gram_norms,
     row_products as row_products,
+    sqnorm as sqnorm,
     token_counts as token_counts,
     token_counts_group as token_counts_group,
 )
@@ -29,7 +30,7 @@ from .instances import (
     instance_sum_group as instance_sum_group,
 )
 from .noise import add_noise_ as add_noise_, add_noise_group_ as add_noise_group_
-from .norms import abs_sum as abs_sum, cross_inner as cross_inner, masked_sqnorm as masked_sqnorm, sqnorm as sqnorm
+from .norms import abs_sum as abs_sum, cross_inner as cross_inner, masked_sqnorm as masked_sqnorm
 from .snap import snap as snap
 from .stream import NoiseStream as NoiseStream
 from .sums import (

@@ -8,6 +8,7 @@ docs/clipping.md derives each of them.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -36,6 +37,8 @@ from .factors import (
 )
 from .matrices import Matrices
 from .norms import NORMS, direct_norms_of, gram_norms_of
+from .placed import CONSTANTS
+from .routes import longest_by_gram
 from .stream import native_threads
 from .table import Op
 
@@ -58,6 +61,11 @@ MOST_UNITS = 256
 LARGEST_RATIO = 2.0**40
 #: Products are sums of square roots of sums, all of positive terms: whatever their order, this covers their own rounding.
 _OWN_ROUNDING = 1 + 2.0**-10
+#: A unit whose products are this many times its norm is added on its own: tokens of a unit that are orthogonal to each other
+#: have the square root of their number (csrc/bounds.h has it too).
+CANCELLING = 2.0**7
+# float64 arithmetic on a few thousand numbers, each positive: far below this.
+_SLACK = 1 + 2.0**-30
 
 
 def _row_norms(factor: Tensor, order: int) -> Tensor:
@@ -250,7 +258,7 @@ def _direct_norms_reference(
     lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     pairs, device = list(zip(lefts, rights)), rights[0].device.type
-    squares = torch.stack([NORMS.on(device, *pair, offsets, "direct", SQUARE, None)[0].double() for pair in pairs])
+    squares = torch.stack([NORMS.on(device, *pair, offsets, SQUARE, None)[0].double() for pair in pairs])
     squares[list(known)] = 0
     products, counts = zip(*(ROW_PRODUCTS.on(device, *pair, offsets, 2) for pair in pairs))
     return squares.to(accumulator(*lefts, *rights)), torch.stack(products), torch.stack(counts)
@@ -309,6 +317,14 @@ def direct_norms(
     return squares, products * _OWN_ROUNDING, counts
 
 
+def _gram_squares(left: Tensor, right: Tensor, bounds: Sequence[int]) -> Tensor:
+    squares = right.new_zeros(len(bounds) - 1, dtype=torch.float64)
+    for unit, tokens in enumerate(map(slice, bounds, bounds[1:])):
+        one, two = (factor[tokens].to(accumulator(left, right)) for factor in (left, right))
+        squares[unit] = torch.mul(one @ one.T, two @ two.T).sum(dtype=torch.float64).clamp_min_(0)
+    return squares
+
+
 def _gram_norms_reference(
     lefts: Sequence[Tensor],
     rights: Sequence[Tensor],
@@ -321,7 +337,7 @@ def _gram_norms_reference(
         lefts = [left * scale for left, scale in zip(lefts, scales)]
         rights = [right * scale for right, scale in zip(rights, scales[len(lefts) :])]
     pairs = list(zip(lefts, [right for right, count in zip(rights, counts) for _ in range(count)]))
-    squares = [NORMS.reference(left, right, offsets, "gram", SQUARE, None)[0] for left, right in pairs]
+    squares = [_gram_squares(left, right, unit_bounds(offsets)) for left, right in pairs]
     products = [_row_products_reference(left, right, offsets, 2)[0] for left, right in pairs]
     found, sizes = torch.stack(squares).to(accumulator(*rights, *lefts)), torch.stack(products)
     if most < INT64_MAX:
@@ -417,6 +433,60 @@ def gram_norms(
     """
     squares, products = GRAM_NORMS(Matrices.of(lefts), Matrices.of(rights), list(counts), offsets, list(scales), most)
     return squares, products * _OWN_ROUNDING
+
+
+def sqnorm(left: Tensor, right: Tensor, offsets: Tensor, route: str = "auto") -> Tensor:
+    """Squared Frobenius norm of each unit's gradient, without keeping the gradient.
+
+    ``gram`` sums ``(L L^T o R R^T)[t, s]`` over the pairs of tokens of a unit, T^2 (m + n) flop by symmetry;
+    ``direct`` squares the gradient tile by tile, 2 T m n flop. One-hot factors take neither: tokens of a unit that
+    share an id are added up and squared, one pass over ``right`` whatever the route.
+
+    Args:
+        left: [N, m] float32, bfloat16, float16 or float64, any strides; or int64 ids [N].
+        right: [N, n], float, any strides.
+        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors. An empty unit has norm 0.
+        route: ``gram``, ``direct``, or ``auto`` for the one that is the faster on a processor for units of equal length.
+
+    Returns:
+        [B], float32 (float64 if a factor is float64).
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, device or offset outside the above.
+
+    Source: Goodfellow 2015 (arXiv 1510.01799) for T = 1; Li et al. 2021 (arXiv 2110.05679), section 4, for sequences.
+
+    >>> import torch
+    >>> from fastdp.ops import sqnorm
+    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
+    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
+    >>> sqnorm(left, right, offsets)
+    tensor([ 8., 32.])
+    >>> sqnorm(torch.tensor([5, 7, 7]), right, offsets)  # rows of a table, by id
+    tensor([ 4., 16.])
+    """
+    if route not in ("auto", "gram", "direct"):
+        raise ValueError(f"route is '{route}': use one of auto, gram, direct")
+    if left.dim() != 2 or right.dim() != 2 or route == "direct":
+        return NORMS(left, right, offsets, SQUARE, None)[0]
+    longest = longest_by_gram(left.shape[1], right.shape[1]) if route == "auto" else INT64_MAX
+    if left.shape[0] <= longest * max(1, len(offsets) - 1):
+        return gram_norms([left], [right], [1], offsets)[0][0]
+    return NORMS(left, right, offsets, SQUARE, None)[0]
+
+
+def counted_gram_norms(
+    lefts: Sequence[Tensor], right: Tensor, offsets: Tensor, scales: Sequence[Tensor], most: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`gram_norms` of uses that read one right, and the :func:`token_counts` of all: on a processor from one look."""
+    if right.device.type != "cpu" or not has_kernel(right, *lefts):
+        return *gram_norms(lefts, [right], [len(lefts)], offsets, scales, most), token_counts(lefts, right, offsets)
+    _check_gram_norms(lefts, [right], [len(lefts)], offsets, scales, most)
+    shape = len(lefts), offsets.shape[0] - 1
+    products, counts = torch.empty(shape, dtype=torch.float64), torch.empty(shape[1], dtype=torch.float64)
+    own = [scale.contiguous() for scale in scales]
+    squares = gram_norms_of(lefts, right, unit_bounds(offsets), products, counts, own, most)
+    return squares, products.mul_(_OWN_ROUNDING), counts
 
 
 def _chosen_sqnorm_reference(
@@ -541,12 +611,16 @@ class Rounding:
             return min(width, CHAIN) + _CHAINED + width // CHAIN + 1
         return width + 1
 
-    def gram(self, m: int, n: int) -> Roundings:
-        """Of a squared norm by Gram matrices, against the square of the products; m is 0 for ids."""
+    def gram(self, m: int, n: int, *, crossed: bool = False) -> Roundings:
+        """Of a squared norm by Gram matrices, against the square of the products; m is 0 for ids.
+
+        ``crossed``: with the inner products of different uses of one parameter.
+        """
         # The products of two entries are added up in float64; on a GPU in float32 within a pair of tiles, and of two uses
         # along a row of them.
-        paired, token = (112, 1 / 32) if self.arithmetic == "triton" else (4, 0.0)
-        return Roundings(self._dot(m) + self._dot(n) + paired, token, 0.0, self.unit)
+        on_gpu = self.arithmetic == "triton"
+        token = 1 / 32 if on_gpu and crossed else 0.0
+        return Roundings(self._dot(m) + self._dot(n) + (112 if on_gpu else 4), token, 0.0, self.unit)
 
     def entry(self) -> Roundings:
         """Of the gradient whose entries the direct route squares, against the products."""
@@ -559,15 +633,115 @@ class Rounding:
         """Of what a unit adds to a weighted sum, against its weight times the products."""
         # The order of a BLAS is not known: any order of the unit's terms has at most this many additions in a row.
         # Two more of the weight times a row and of its product. On a GPU what is held is multiplied by a quotient of two
-        # weights where units change; under a mask a product ends after 512 tokens and its pieces, fewer than T / 64 + 4, are
-        # weighted and added: docs/clipping.md. Of what is scaled, two roundings of both factors for the norm, and of the sum
-        # two, and one of adding it to those before.
+        # weights where units change: docs/clipping.md. Of what is scaled, two roundings of both factors for the norm, and of
+        # the sum two, and one of adding it to those before.
         apart = 5 if self.scaled else 0
         return Roundings(apart + (24 + 2 * MOST_UNITS if self.arithmetic == "triton" else 3), 1, 0, self.unit)
 
     def squares(self, entries: int) -> float:
         """Of a sum of this many squares or sizes, against itself, and of adding an instance times its weight."""
         return Roundings(160 + entries / (2**11 if self.arithmetic == "triton" else 2**19), unit=self.unit).gamma(0)
+
+
+class Part(NamedTuple):
+    """Powers of norms of some parts of the units' gradients, ``[parts, units]`` float32 or float64, and what rounding hides.
+
+    ``products`` and ``tokens`` are those of :func:`counted_products`, float64 ``[parts, units]``, or both None.
+    """
+
+    powers: Tensor
+    products: Tensor | None
+    tokens: Tensor | None
+
+
+def upper_norms(
+    parts: Sequence[Part], groups: Tensor, errors: Tensor, count: int, order: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Bounds of the norm of what each unit adds: that of its computed parts with their errors, and that of what adding hides.
+
+    The parts of a group are one vector, the errors of what is added another: the norm of their sum is at most the sum of
+    the two norms.
+
+    Args:
+        parts: of all groups, at least one.
+        groups: the group of each of their rows, int64.
+        errors: float64 ``[9, rows, 1]``: of each row what its powers are off by relative to themselves, and at least; what is
+            added, against its products, besides what depends on tokens; and `Roundings` in order, of each kind that of
+            powers against products to the power of the order, and that of what is added.
+        count: of groups.
+        order: of the norms, 1 or 2.
+
+    Returns:
+        Bounds and computed powers, float64 ``[count, units]``; and of which units the tokens cancel so far that the order of
+        their sum matters, bool ``[units]``.
+    """
+    powers = parts[0].powers
+    if powers.device.type != "cpu":
+        return upper_norms_reference(parts, groups, errors, count, order)
+    units = powers.shape[1]
+    norms, measured = torch.empty(2, count, units, dtype=torch.float64)
+    cancelling = torch.empty(units, dtype=torch.bool)
+    dense = [[None if own is None else own.contiguous() for own in part] for part in parts]
+    blocks = [(p, part.powers.dtype == torch.float64, len(part.powers), x, t) for part, (p, x, t) in zip(parts, dense)]
+    _native.upper_norms(blocks, groups, errors, len(groups), count, units, order == 2, norms, measured, cancelling)
+    return norms, measured, cancelling
+
+
+def upper_norms_reference(
+    parts: Sequence[Part], groups: Tensor, errors: Tensor, count: int, order: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition of `upper_norms`."""
+    powers = stack_rows([part.powers for part in parts])
+    none = [powers.new_zeros(1, 1).expand_as(part.powers) for part in parts]
+    products = stack_rows([zero if own.products is None else own.products for own, zero in zip(parts, none)])
+    tokens = stack_rows([zero if own.tokens is None else own.tokens for own, zero in zip(parts, none)])
+    measured = powers.new_zeros(count, powers.shape[1]).index_add_(0, groups, powers)
+    reach, (relative, least, times) = products**order, errors[:3]
+    gram, apart = gammas_from_slopes(errors[3:].view(3, 2, -1, 1), tokens)
+    highest = measured.index_add(0, groups, powers.abs() * relative + least + reach * gram)
+    added = torch.zeros_like(measured).index_add_(0, groups, reach * (apart + times) ** order)
+    norms = (highest.clamp(min=0) ** (1 / order) + added ** (1 / order)) * _SLACK
+    return norms, measured, (products > CANCELLING * norms[groups]).any(0)
+
+
+def round_down(ratios: Tensor) -> Tensor:
+    """Ratios of a bound to a norm, float64 ``[..., units]``, as float32 weights, at most 1 and never rounded up.
+
+    0 in every group for a unit with a NaN among its ratios, or one so small (norms that are infinite or beyond 2^40 bounds)
+    that a float32 weight could not carry it.
+    """
+    if ratios.device.type != "cpu":
+        return round_down_reference(ratios)
+    weights, units = torch.empty(ratios.shape), ratios.shape[-1]
+    _native.round_down(ratios.double().contiguous(), ratios.numel() // max(units, 1), units, 1 / LARGEST_RATIO, weights)
+    return weights
+
+
+def round_down_reference(ratios: Tensor) -> Tensor:
+    """The definition of `round_down`."""
+    kept = (ratios >= 1 / LARGEST_RATIO).reshape(-1, ratios.shape[-1]).all(0)
+    return (ratios * (1 - 2.0**-23)).float().clamp_(max=1).masked_fill_(~kept, 0)
+
+
+def gammas_from_slopes(slopes: Tensor, tokens: Tensor) -> Tensor:
+    """`Roundings.gamma` of k parts, given as ``[3, ..., k, 1]``, by the tokens of each unit ``[k, units]``: float64."""
+    fixed, token, early = slopes
+    errors = fixed + token * tokens + early * tokens.clamp(max=EARLY)
+    return torch.where(errors < 0.25, errors / (1 - errors), torch.inf)
+
+
+def stack_rows(blocks: Sequence[Tensor]) -> Tensor:
+    """Blocks of rows as one of float64, ``[rows, units]``; on a GPU in a few launches, however many there are."""
+    kinds: dict[torch.dtype, list[int]] = {}
+    for at, block in enumerate(blocks):
+        kinds.setdefault(block.dtype, []).append(at)
+    alike = [torch.cat([blocks[at] for at in members]).double() for members in kinds.values()]
+    if len(alike) == 1:
+        return alike[0]
+    begins = [0, *itertools.accumulate(block.shape[0] for block in blocks)]
+    order = [row for members in kinds.values() for at in members for row in range(begins[at], begins[at + 1])]
+    places = sorted(range(len(order)), key=order.__getitem__)
+    return torch.cat(alike).index_select(0, CONSTANTS[tuple(places), torch.int64, blocks[0].device])
 
 
 # On processors: csrc/bounds.cpp, or as a by-product of the Gram matrices.
@@ -578,10 +752,10 @@ def _row_products_on_cpu(left: Tensor, right: Tensor, offsets: Tensor, order: in
     """:func:`fastdp.ops.row_products` on a processor."""
     if not has_kernel(left, right):
         return NotImplemented
-    products = torch.empty(offsets.shape[0] - 1, dtype=torch.float64)
-    one_hot, counts = is_one_hot(left), _token_counts_on_cpu([left], right, offsets)
-    own, bounds = NO_FACTOR if one_hot else native_factor(left), unit_bounds(offsets)
-    _native.row_products(own, native_factor(right), bounds, one_hot, order == 2, products, native_threads())
+    products, counts = (torch.empty(offsets.shape[0] - 1, dtype=torch.float64) for _ in range(2))
+    one_hot, bounds = is_one_hot(left), unit_bounds(offsets)
+    own = NO_FACTOR if one_hot else native_factor(left)
+    _native.row_products(own, native_factor(right), bounds, one_hot, order == 2, products, counts, native_threads())
     return products, counts
 
 
@@ -608,16 +782,15 @@ def _gram_norms_on_cpu(
     """:func:`fastdp.ops.gram_norms` on a processor: a group after another."""
     if not has_kernel(*rights, *lefts):
         return NotImplemented
-    bounds = unit_bounds(offsets)
-    products = torch.empty(len(lefts), len(bounds) - 1, dtype=torch.float64)
-    squares, first = [], 0
-    scales = [scale.contiguous() for scale in scales]
+    bounds, first = unit_bounds(offsets), 0
+    squares = torch.empty(len(lefts), len(bounds) - 1)
+    products, scales = torch.empty_like(squares, dtype=torch.float64), [scale.contiguous() for scale in scales]
     for group, (right, count) in enumerate(zip(rights, counts)):
         own = slice(first, first + count)
         by = (*scales[own], scales[len(lefts) + group]) if scales else ()
-        squares.append(gram_norms_of(lefts[own], right, bounds, products[own], by, most))
+        squares[own] = gram_norms_of(lefts[own], right, bounds, products[own], None, by, most)
         first += count
-    return squares[0] if len(squares) == 1 else torch.cat(squares), products
+    return squares, products
 
 
 @DIRECT_NORMS.on_cpu
@@ -635,8 +808,7 @@ def _direct_norms_on_cpu(
         if at not in known:
             pair = (right, left) if right[2] <= FEW_COLUMNS < left[2] else (left, right)
             _native.direct_norms(*pair, bounds, SQUARE, None, squares[at : at + 1], None, threads)
-        _native.row_products(left, right, bounds, False, True, products[at], threads)
-        _native.token_counts([left], right, bounds, counts[at])
+        _native.row_products(left, right, bounds, False, True, products[at], counts[at], threads)
     return squares, products, counts
 
 

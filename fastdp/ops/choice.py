@@ -21,16 +21,6 @@ _BLOCKS = 64
 _WIDEST = 1 << 16
 
 
-def _check_rows(name: str, value: Tensor | None, table: Tensor) -> None:
-    if value is None:
-        return
-    if value.shape != table.shape[:1] or value.dtype != torch.float64:
-        raise ValueError(
-            f"{name} is {value.dtype} {list(value.shape)}: "
-            f"it must have one number for each of the table's {table.shape[0]} rows"
-        )
-
-
 def _check_choice(
     ids: Tensor,
     table: Tensor,
@@ -38,32 +28,30 @@ def _check_choice(
     position: Tensor | NoiseStream | Draw,
     cap: float | None,
     log_prior: Tensor | None,
-    candidate_scale: Tensor | None,
 ) -> None:
     check_token_ids(ids, table)
     check_position(position)
     check_per_token("scale", scale, ids, positive=False)
     if cap is not None and not 0.0 < cap < math.inf:
         raise ValueError(f"cap must be finite and above 0, got {cap}")
-    _check_rows("log_prior", log_prior, table)
-    _check_rows("candidate_scale", candidate_scale, table)
+    if log_prior is not None and (log_prior.shape != table.shape[:1] or log_prior.dtype != torch.float64):
+        raise ValueError(
+            f"log_prior is {log_prior.dtype} {list(log_prior.shape)}: "
+            f"it must have one number for each of the table's {table.shape[0]} rows"
+        )
     if log_prior is not None and not (bool((log_prior < math.inf).all()) and bool(torch.isfinite(log_prior).any())):
         raise ValueError("log_prior must hold numbers or -inf, at least one of them a number")
-    if candidate_scale is not None and not bool((torch.isfinite(candidate_scale) & (candidate_scale >= 0)).all()):
-        raise ValueError("candidate_scale must be finite and at least 0")
     if ids.numel() > (1 << 32) // _BLOCKS:
         raise ValueError(f"{ids.numel()} tokens are more than one position has draws for: at most 2^26")
     if table.shape[1] > _WIDEST:
         raise ValueError(f"the table's rows have {table.shape[1]} entries: at most {_WIDEST}")
 
 
-def _log_weights(
-    token: int, wide: Tensor, scale: float, cap: float | None, log_prior: Tensor | None, candidate_scale: Tensor | None
-) -> Tensor:
+def _log_weights(token: int, wide: Tensor, scale: float, cap: float | None, log_prior: Tensor | None) -> Tensor:
     distance = (wide - wide[token]).square().sum(1).sqrt()
     if cap is not None:
         distance = distance.clamp(max=cap)
-    weight = -scale * (distance if candidate_scale is None else candidate_scale * distance)
+    weight = -scale * distance
     return weight if log_prior is None else weight + log_prior
 
 
@@ -74,7 +62,6 @@ def _choice_reference(
     position: Tensor,
     cap: float | None,
     log_prior: Tensor | None,
-    candidate_scale: Tensor | None,
 ) -> Tensor:
     refuse_non_finite("table", table)
     wide = table.double().contiguous()
@@ -85,7 +72,7 @@ def _choice_reference(
     laws, law = torch.stack([flat.double(), scales]).unique(dim=1, return_inverse=True)
     for k in range(laws.shape[1]):
         token, strength = int(laws[0, k]), float(laws[1, k])
-        logs = _log_weights(token, wide, strength, cap, log_prior, candidate_scale)
+        logs = _log_weights(token, wide, strength, cap, log_prior)
         if not math.isfinite(float(logs.max())):
             raise ValueError(f"no row has a weight for id {token}: its scale times every distance is beyond float64")
         weights = logs.softmax(0)
@@ -103,14 +90,12 @@ def _choice_fake(
     position: Tensor,
     cap: float | None = None,
     log_prior: Tensor | None = None,
-    candidate_scale: Tensor | None = None,
 ) -> Tensor:
     return torch.empty_like(ids, memory_format=torch.contiguous_format)
 
 
 EXPONENTIAL_CHOICE = Op(
-    "exponential_choice(Tensor ids, Tensor table, Tensor scale, Tensor position, float? cap, "
-    "Tensor? log_prior, Tensor? candidate_scale) -> Tensor",
+    "exponential_choice(Tensor ids, Tensor table, Tensor scale, Tensor position, float? cap, Tensor? log_prior) -> Tensor",
     reference=_choice_reference,
     fake=_choice_fake,
     check=_check_choice,
@@ -131,7 +116,6 @@ def choice_log_probabilities(
     scale: float,
     cap: float | None = None,
     log_prior: Tensor | None = None,
-    candidate_scale: Tensor | None = None,
 ) -> Tensor:
     """The law that ``exponential_choice`` draws from for one token: log probabilities, float64 [V].
 
@@ -139,7 +123,7 @@ def choice_log_probabilities(
 
     Args:
         token: a single id, in [0, V).
-        table: [V, d]; scale, cap, log_prior [V] and candidate_scale [V] as there.
+        table: [V, d]; scale, cap and log_prior [V] as there.
 
     Raises nothing of its own.
 
@@ -149,8 +133,8 @@ def choice_log_probabilities(
     >>> choice_log_probabilities(0, table, 1.0).exp()
     tensor([0.7311, 0.2689], dtype=torch.float64)
     """
-    prior, slopes = _rows_as_double(log_prior, table), _rows_as_double(candidate_scale, table)
-    return _log_weights(token, table.double().contiguous(), scale, cap, prior, slopes).log_softmax(0)
+    wide, prior = table.double().contiguous(), _rows_as_double(log_prior, table)
+    return _log_weights(token, wide, scale, cap, prior).log_softmax(0)
 
 
 def exponential_choice(
@@ -161,14 +145,13 @@ def exponential_choice(
     cap: float | None = None,
     *,
     log_prior: Tensor | None = None,
-    candidate_scale: Tensor | None = None,
 ) -> Tensor:
     """Draw a row for each token by the exponential mechanism over the whole table (McSherry and Talwar, FOCS 2007).
 
-    Token i becomes w with probability proportional to ``pi_w exp(-scale_i c_w min(dist(i, w), cap))``, dist being the
+    Token i becomes w with probability proportional to ``pi_w exp(-scale_i min(dist(i, w), cap))``, dist being the
     Euclidean distance of their rows. With one scale for all: ``scale = eta / 2`` gives ``eta * distance`` metric privacy,
-    with or without a prior; ``scale = epsilon / (2 R)`` and ``cap = R`` give epsilon-local DP; ``scale = 1 / 2`` and
-    ``candidate_scale = eta_w`` give ``max(eta_w) * distance``. **A scale that depends on the token itself voids these.**
+    with or without a prior; ``scale = epsilon / (2 R)`` and ``cap = R`` give epsilon-local DP. **A scale that depends on the
+    token itself voids these.**
 
     The definition is the inverse of the distribution function in float64, at a 64-bit uniform of the token's own. On a
     CPU the same law is drawn by rejection: an eight-bit bound of every distance proposes, the float64 distance decides
@@ -185,7 +168,6 @@ def exponential_choice(
         stream: a ``NoiseStream`` or one position of it.
         cap: distances above it count as it; None for no cap.
         log_prior: [V], log pi_w up to a constant, -inf for rows never to be drawn; public.
-        candidate_scale: [V], c_w >= 0; public.
 
     Returns:
         int64, of the shape of ``ids``.
@@ -206,9 +188,9 @@ def exponential_choice(
     [0, 1]
     """
     check_tensors(ids=ids, table=table)
-    prior, slopes = _rows_as_double(log_prior, table), _rows_as_double(candidate_scale, table)
+    prior = _rows_as_double(log_prior, table)
     there, limit = ids.to(table.device), None if cap is None else float(cap)
-    return EXPONENTIAL_CHOICE(there, table, as_float64(scale, there), stream, limit, prior, slopes).to(ids.device)
+    return EXPONENTIAL_CHOICE(there, table, as_float64(scale, there), stream, limit, prior).to(ids.device)
 
 
 # On processors: csrc/choice.cpp, handed the tokens in the order of their laws.
@@ -222,7 +204,6 @@ def _exponential_choice_on_cpu(
     position: Tensor,
     cap: float | None,
     log_prior: Tensor | None,
-    candidate_scale: Tensor | None,
 ) -> Tensor:
     """:func:`fastdp.ops.exponential_choice` on a processor."""
     table = table.detach().float().contiguous()
@@ -253,7 +234,6 @@ def _exponential_choice_on_cpu(
         law_ids=law_ids,
         law_scales=law_scales,
         log_prior=None if log_prior is None else log_prior.contiguous(),
-        slopes=None if candidate_scale is None else candidate_scale.contiguous(),
         cap=math.inf if cap is None else cap,
         position=position,
         out=result,

@@ -6,8 +6,10 @@ there each unit's gradient lies in memory, a row of ``instances``. Norms and sum
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,9 @@ import fastdp._native as _native
 from .factors import ABSOLUTE, FLOATS, HAS_KERNELS, MASKED_SQUARE, SQUARE, accumulator, check_measure, check_weights
 from .stream import native_threads
 from .table import Op
+
+#: Numbers that the definitions copy at a time.
+_COPIED = 1 << 24
 
 
 def _check_instances(instances: Tensor, mask: Tensor | None) -> None:
@@ -33,30 +38,38 @@ def _check_instances(instances: Tensor, mask: Tensor | None) -> None:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether a tensor needs no other check than of its shape: small gradients wait for the checks of `Op`."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(x) is Tensor
-        and x.dtype is torch.float32
-        and x.is_cpu
-        and x.is_contiguous()
-        and not x.is_neg()
-    )
+    """Whether a kernel reads a tensor as it is: small gradients do not wait for the checks of `Op`."""
+    return type(x) is Tensor and x.dtype is torch.float32 and x.is_cpu and x.is_contiguous() and not x.is_neg()
+
+
+def _is_direct(op: Op, kernel: Callable[..., Any]) -> bool:
+    """Whether a call may go straight to the kernel: there is one for this processor, and it is what the op runs."""
+    return HAS_KERNELS and op.implementations.get("cpu") is kernel and not torch.compiler.is_compiling()
 
 
 def _rows(instances: Tensor) -> Tensor:
     return instances.to(accumulator(instances)).reshape(instances.shape[0], math.prod(instances.shape[1:]))
 
 
+def _parts(rows: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Columns of all rows, as many as are copied at a time, with their mask."""
+    columns = max(1, _COPIED // max(1, rows.shape[0]))
+    masks = itertools.repeat(None) if mask is None else mask.reshape(-1).split(columns)
+    return zip(rows.split(columns, 1), masks)
+
+
 def _norms_reference(instances: Tensor, measure: int, mask: Tensor | None) -> Tensor:
-    rows = _rows(instances)
-    powers = rows.abs() if measure == ABSOLUTE else rows.square()
-    parts = [powers]
-    if mask is not None:
-        chosen = mask.reshape(-1)
-        parts = [torch.where(chosen, powers, 0), torch.where(chosen, 0, powers)]
-    # In float64: torch does not say in which order it adds.
-    return torch.stack([part.sum(1, dtype=torch.float64) for part in parts]).to(rows.dtype)
+    rows, order = _rows(instances), 1 if measure == ABSOLUTE else 2
+
+    def sums(part: Tensor) -> Tensor:
+        # In float64: torch does not say in which order it adds.
+        return torch.linalg.vector_norm(part, order, 1, dtype=torch.float64).pow(order)
+
+    norms = [
+        torch.stack([sums(part)] if chosen is None else [sums(part.where(chosen, 0)), sums(part.where(~chosen, 0))])
+        for part, chosen in _parts(rows, mask)
+    ]
+    return torch.stack(norms).sum(0).to(rows.dtype)
 
 
 def _norms_fake(instances: Tensor, measure: int, mask: Tensor | None) -> Tensor:
@@ -74,7 +87,8 @@ INSTANCE_NORMS = Op(
     fake=_norms_fake,
     check=_check_norms,
 )
-INSTANCE_NORMS.in_family("instances")
+# On a GPU a launch for one of them takes the host longer than torch's.
+INSTANCE_NORMS.implement("cuda", INSTANCE_NORMS.reference)
 
 
 def instance_sqnorm(instances: Tensor) -> Tensor:
@@ -95,8 +109,8 @@ def instance_sqnorm(instances: Tensor) -> Tensor:
     >>> instance_sqnorm(gradients)
     tensor([25.,  1.])
     """
-    if _is_plain(instances) and instances.dim():
-        return INSTANCE_NORMS.on("cpu", instances, SQUARE, None)[0]
+    if _is_plain(instances) and instances.dim() and _is_direct(INSTANCE_NORMS, _instance_norms_on_cpu):
+        return _squares([instances])[0]
     return INSTANCE_NORMS(instances, SQUARE, None)[0]
 
 
@@ -149,11 +163,13 @@ def _selected_sum(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 def _sum_reference(instances: Tensor, weights: Tensor, weights_unmasked: Tensor | None, mask: Tensor | None) -> Tensor:
-    rows = _rows(instances)
-    total = _selected_sum(rows, weights)
-    if mask is not None and weights_unmasked is not None:
-        total = torch.where(mask.reshape(-1), total, _selected_sum(rows, weights_unmasked))
-    return total.view(instances.shape[1:])
+    totals = []
+    for part, chosen in _parts(_rows(instances), mask):
+        total = _selected_sum(part, weights)
+        if chosen is not None and weights_unmasked is not None:
+            total = total.where(chosen, _selected_sum(part, weights_unmasked))
+        totals.append(total)
+    return torch.cat(totals).view(instances.shape[1:])
 
 
 def _sum_fake(instances: Tensor, weights: Tensor, weights_unmasked: Tensor | None, mask: Tensor | None) -> Tensor:
@@ -175,7 +191,7 @@ INSTANCE_SUM = Op(
     fake=_sum_fake,
     check=_check_sum,
 )
-INSTANCE_SUM.in_family("instances")
+INSTANCE_SUM.implement("cuda", INSTANCE_SUM.reference)
 
 
 def instance_sum(instances: Tensor, weights: Tensor) -> Tensor:
@@ -199,8 +215,9 @@ def instance_sum(instances: Tensor, weights: Tensor) -> Tensor:
     >>> instance_sum(gradients, torch.tensor([0.2, 1.0]))
     tensor([ 1.6000, -0.8000])
     """
-    if _is_plain(instances) and _is_plain(weights) and instances.dim() and weights.shape == instances.shape[:1]:
-        return INSTANCE_SUM.on("cpu", instances, weights, None, None)
+    both = _is_plain(instances) and _is_plain(weights) and instances.dim() and weights.shape == instances.shape[:1]
+    if both and _is_direct(INSTANCE_SUM, _instance_sum_on_cpu):
+        return _sum(instances, weights)
     return INSTANCE_SUM(instances, weights, None, None)
 
 
@@ -247,7 +264,7 @@ def _widest(instances: Sequence[Tensor]) -> torch.dtype:
 
 INSTANCE_NORMS_GROUP = Op(
     "instance_norms_group(Tensor[] instances) -> Tensor",
-    reference=lambda instances: torch.stack([_norms_reference(x, SQUARE, None)[0] for x in instances]),
+    reference=lambda instances: torch.stack([instance_sqnorm(x) for x in instances]),
     fake=lambda instances: instances[0].new_empty(len(instances), instances[0].shape[0], dtype=_widest(instances)),
     check=_check_group,
 )
@@ -287,7 +304,7 @@ def _check_sum_group(instances: Sequence[Tensor], weights: Tensor) -> None:
 
 INSTANCE_SUM_GROUP = Op(
     "instance_sum_group(Tensor[] instances, Tensor weights) -> Tensor[]",
-    reference=lambda instances, weights: [_sum_reference(x, w, None, None) for x, w in zip(instances, weights)],
+    reference=lambda instances, weights: [*map(instance_sum, instances, weights)],
     fake=lambda instances, weights: [_sum_fake(x, weights, None, None) for x in instances],
     check=_check_sum_group,
 )
@@ -343,7 +360,7 @@ def _instance_sum_on_cpu(
     if not (_served(instances) and weights.dtype == torch.float32):
         return NotImplemented
     if mask is None or weights_unmasked is None:
-        return _sum(instances, weights)
+        return _sum(instances, weights.contiguous())
     if weights_unmasked.dtype != torch.float32:
         return NotImplemented
     total = torch.empty([*instances.shape[1:]])
@@ -354,28 +371,33 @@ def _instance_sum_on_cpu(
 
 
 def _sum(instances: Tensor, weights: Tensor) -> Tensor:
-    """The sum of instances that are served, by float32 weights."""
-    total = torch.empty([*instances.shape[1:]])
-    size = total.numel()
-    _native.instance_sum(instances, instances.shape[0], size, weights.contiguous(), total, native_threads())
+    """The sum of instances that are served, by contiguous float32 weights."""
+    units, *shape = instances.shape
+    # Three times as fast as with a list.
+    total = torch.empty(*shape) if shape else torch.empty(())
+    _native.instance_sum(instances, units, total.numel(), weights, total, native_threads())
     return total
+
+
+def _squares(instances: Sequence[Tensor]) -> Tensor:
+    """The squared norms [k, B] of instances that are served, one parameter's after another."""
+    units, threads = instances[0].shape[0], native_threads()
+    norms = torch.empty(len(instances), units)
+    address, row = norms.data_ptr(), norms.itemsize * units
+    for at, x in enumerate(instances):
+        _native.instance_norms(x, units, x.numel() // (units or 1), SQUARE, None, address + at * row, threads)
+    return norms
 
 
 @INSTANCE_NORMS_GROUP.on_cpu
 def _instance_norms_group_on_cpu(instances: Sequence[Tensor]) -> Tensor:
-    """The norms of several parameters' gradients on a processor, one after another."""
-    if not all(map(_served, instances)):
-        return torch.stack([INSTANCE_NORMS.on("cpu", x, SQUARE, None)[0] for x in instances])
-    units, threads = instances[0].shape[0], native_threads()
-    norms = torch.empty(len(instances), units)
-    for at, x in enumerate(instances):
-        _native.instance_norms(x, units, x.numel() // max(1, units), SQUARE, None, norms[at : at + 1], threads)
-    return norms
+    """The norms of several parameters' gradients on a processor."""
+    return _squares(instances) if all(map(_served, instances)) else NotImplemented
 
 
 @INSTANCE_SUM_GROUP.on_cpu
 def _instance_sum_group_on_cpu(instances: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
     """The sums of several parameters' gradients on a processor, one after another."""
     if all(map(_served, instances)) and weights.dtype == torch.float32:
-        return list(map(_sum, instances, weights.unbind()))
-    return [INSTANCE_SUM.on("cpu", x, row, None, None) for x, row in zip(instances, weights)]
+        return list(map(_sum, instances, weights.contiguous().unbind()))
+    return NotImplemented

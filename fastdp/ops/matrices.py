@@ -89,11 +89,9 @@ class Matrices(Tensors):
     def taken(self, order: tuple[int, ...]) -> Matrices:
         """Those with these numbers, as a list that knows what this one knows."""
         found = Matrices([self[at] for at in order])
-        found.rows, found.form, found.addresses = (
-            self.rows,
-            _reordered_form(self.form, order),
-            self.addresses[list(order)],
-        )
+        found.rows, found.form = self.rows, _reordered_form(self.form, order)
+        if "addresses" in vars(self):
+            found.addresses = self.addresses[list(order)]
         return found
 
 

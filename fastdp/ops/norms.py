@@ -27,11 +27,9 @@ from .factors import (
     native_factor,
     unit_bounds,
 )
-from .routes import for_norms
 from .stream import native_threads
 from .table import Op
 
-NORM_ROUTES = ("auto", "gram", "direct")
 _BAND = 256  # rows of a gradient that the definitions hold at a time
 
 
@@ -62,79 +60,34 @@ def _measured(entries: Tensor, measure: int, chosen: Tensor | None) -> Tensor:
     return torch.stack([part.sum(dtype=torch.float64) for part in parts])
 
 
-def _norms_reference(
-    left: Tensor, right: Tensor, offsets: Tensor, route: str, measure: int, mask: Tensor | None
-) -> Tensor:
-    bounds = unit_bounds(offsets)
-    gram = not is_one_hot(left) and (for_norms(left, right, bounds) if route == "auto" else route) == "gram"
-    dtype = accumulator(left, right)
-    norms = torch.zeros_like(_norms_fake(left, right, offsets, route, measure, mask), dtype=torch.float64)
+def _norms_reference(left: Tensor, right: Tensor, offsets: Tensor, measure: int, mask: Tensor | None) -> Tensor:
+    bounds, made = unit_bounds(offsets), _norms_fake(left, right, offsets, measure, mask)
+    norms = torch.zeros_like(made, dtype=torch.float64)
     for unit, (start, end) in enumerate(zip(bounds, bounds[1:])):
-        if gram:
-            one, two = (factor[start:end].to(dtype) for factor in (left, right))
-            norms[0, unit] = torch.mul(one @ one.T, two @ two.T).sum(dtype=torch.float64).clamp_min_(0)
-            continue
         for rows, entries in _bands(left, right, start, end):
             norms[:, unit] += _measured(entries, measure, None if mask is None else mask[rows])
-    return norms.to(dtype)
+    return norms.to(made.dtype)
 
 
-def _norms_fake(left: Tensor, right: Tensor, offsets: Tensor, route: str, measure: int, mask: Tensor | None) -> Tensor:
+def _norms_fake(left: Tensor, right: Tensor, offsets: Tensor, measure: int, mask: Tensor | None) -> Tensor:
     return right.new_empty(1 if mask is None else 2, offsets.shape[0] - 1, dtype=accumulator(left, right))
 
 
-def _check_norms(left: Tensor, right: Tensor, offsets: Tensor, route: str, measure: int, mask: Tensor | None) -> None:
+def _check_norms(left: Tensor, right: Tensor, offsets: Tensor, measure: int, mask: Tensor | None) -> None:
     check_pair(left, right)
     check_offsets(offsets, right.shape[0])
-    if route not in NORM_ROUTES:
-        raise ValueError(f"route is '{route}': use one of {', '.join(NORM_ROUTES)}")
     check_measure(measure, mask)
-    if measure != SQUARE and route != "direct":
-        raise ValueError(f"measure {measure} looks at every entry: its route is 'direct', not '{route}'")
     if mask is not None:
         check_mask(mask, left, right)
 
 
 NORMS = Op(
-    "norms(Tensor left, Tensor right, Tensor offsets, str route, int measure, Tensor? mask) -> Tensor",
+    "norms(Tensor left, Tensor right, Tensor offsets, int measure, Tensor? mask) -> Tensor",
     reference=_norms_reference,
     fake=_norms_fake,
     check=_check_norms,
 )
 NORMS.in_family("norms")
-
-
-def sqnorm(left: Tensor, right: Tensor, offsets: Tensor, route: str = "auto") -> Tensor:
-    """Squared Frobenius norm of each unit's gradient, without keeping the gradient.
-
-    ``gram`` sums ``(L L^T o R R^T)[t, s]`` over the pairs of tokens of a unit, T^2 (m + n) flop by symmetry;
-    ``direct`` squares the gradient tile by tile, 2 T m n flop. One-hot factors take neither: tokens of a unit that
-    share an id are added up and squared, one pass over ``right`` whatever the route.
-
-    Args:
-        left: [N, m] float32, bfloat16, float16 or float64, any strides; or int64 ids [N].
-        right: [N, n], float, any strides.
-        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors. An empty unit has norm 0.
-        route: ``gram``, ``direct``, or ``auto`` for the one that ``fastdp.ops.routes`` predicts to be faster.
-
-    Returns:
-        [B], float32 (float64 if a factor is float64).
-
-    Raises:
-        TypeError, ValueError: a dtype, shape, device or offset outside the above.
-
-    Source: Goodfellow 2015 (arXiv 1510.01799) for T = 1; Li et al. 2021 (arXiv 2110.05679), section 4, for sequences.
-
-    >>> import torch
-    >>> from fastdp.ops import sqnorm
-    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
-    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> sqnorm(left, right, offsets)
-    tensor([ 8., 32.])
-    >>> sqnorm(torch.tensor([5, 7, 7]), right, offsets)  # rows of a table, by id
-    tensor([ 4., 16.])
-    """
-    return NORMS(left, right, offsets, route, SQUARE, None)[0]
 
 
 def abs_sum(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
@@ -158,7 +111,7 @@ def abs_sum(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     >>> abs_sum(left, right, offsets)
     tensor([ 8., 16.])
     """
-    return NORMS(left, right, offsets, "direct", ABSOLUTE, None)[0]
+    return NORMS(left, right, offsets, ABSOLUTE, None)[0]
 
 
 def masked_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) -> Tensor:
@@ -185,7 +138,7 @@ def masked_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) ->
     tensor([[ 4., 16.],
             [ 4., 16.]])
     """
-    return NORMS(left, right, offsets, "direct", MASKED_SQUARE, mask)
+    return NORMS(left, right, offsets, MASKED_SQUARE, mask)
 
 
 def _left_gram(left1: Tensor, left2: Tensor, dtype: torch.dtype) -> Tensor:
@@ -254,13 +207,13 @@ def cross_inner(
     Args:
         left1, left2: [N1, m] and [N2, m] float, or int64 ids; an id against a matrix picks the matrix's column.
         right1, right2: [N1, n] and [N2, n], float, any strides.
-        offsets1, offsets2: int64 [B + 1] each, as in :func:`sqnorm`; the same B units.
+        offsets1, offsets2: int64 [B + 1] each, as in :func:`fastdp.ops.sqnorm`; the same B units.
 
     Returns:
         [B], float32 (float64 if a factor is float64).
 
     Raises:
-        TypeError, ValueError: factors of different matrices, ids outside the table, or what :func:`sqnorm` refuses.
+        TypeError, ValueError: factors of different matrices, ids outside the table, or what :func:`fastdp.ops.sqnorm` refuses.
 
     >>> import torch
     >>> from fastdp.ops import cross_inner
@@ -286,16 +239,18 @@ def gram_norms_of(
     right: Tensor,
     bounds: list[int],
     products: Tensor | None = None,
+    counts: Tensor | None = None,
     scales: Sequence[Tensor | None] = (),
     most: int = INT64_MAX,
 ) -> Tensor:
-    """Squared norms [k, B] by Gram matrices; ``products`` is where the row products go as float64 [k, B], if anywhere.
+    """Squared norms [k, B] by Gram matrices.
 
+    ``products`` is where the row products go as float64 [k, B], and ``counts`` where those of tokens do, [B], if anywhere.
     ``scales`` are of the columns of each left, and of right. Units of more than ``most`` tokens that add anything get 0.
     """
     norms = torch.empty(len(lefts), len(bounds) - 1)
     *own, last = [native_factor(*pair) for pair in zip((*lefts, right), scales or [None] * (len(lefts) + 1))]
-    _native.gram_sqnorm(own, last, bounds, most, norms, products, native_threads())
+    _native.gram_sqnorm(own, last, bounds, most, norms, products, counts, native_threads())
     return norms
 
 
@@ -328,16 +283,11 @@ def kept_norms(left: Tensor, right: Tensor, bounds: list[int]) -> tuple[Tensor, 
 
 
 @NORMS.on_cpu
-def _norms_on_cpu(
-    left: Tensor, right: Tensor, offsets: Tensor, route: str, measure: int, mask: Tensor | None
-) -> Tensor:
+def _norms_on_cpu(left: Tensor, right: Tensor, offsets: Tensor, measure: int, mask: Tensor | None) -> Tensor:
     """The norms of :mod:`fastdp.ops.norms` on a processor: [1, B], or [2, B] under a mask."""
     if not has_kernel(left, right):
         return NotImplemented
-    bounds = unit_bounds(offsets)
-    if not is_one_hot(left) and (for_norms(left, right, bounds) if route == "auto" else route) == "gram":
-        return gram_norms_of([left], right, bounds)
-    return direct_norms_of(left, right, bounds, measure, mask)
+    return direct_norms_of(left, right, unit_bounds(offsets), measure, mask)
 
 
 @CROSS_INNER.on_cpu

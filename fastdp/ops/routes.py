@@ -15,7 +15,6 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
 ROUTES = ("gram", "direct", "instantiate")
 #: The narrower side of matrices whose gradients a GPU makes of many in one launch, at most: wider ones fill it by themselves.
@@ -219,24 +218,3 @@ def longest_by_gram(m: int, n: int) -> int:
         return gram <= _kernel_seconds("direct", m, n, length, length, 1, constants)
 
     return bisect.bisect_left(range(1, most), True, key=lambda length: not faster(length))
-
-
-def for_norms(left: Tensor, right: Tensor, offsets: Tensor | list[int]) -> str:
-    """``gram`` or ``direct`` for the norms of two matrices, where nothing else is wanted.
-
-    The lengths of units are not read off a GPU, which would make the host wait: there they are taken to be equal.
-    """
-    units = len(offsets) - 1
-    if not isinstance(offsets, list):
-        offsets = offsets.tolist() if offsets.device.type == "cpu" else []
-    return _faster(left.shape, right.shape, units, tuple(offsets), right.device.type, right.dtype)
-
-
-@functools.lru_cache(maxsize=1024)
-def _faster(
-    left: torch.Size, right: torch.Size, units: int, bounds: tuple[int, ...], device: str, dtype: torch.dtype
-) -> str:
-    (tokens, m), n, units = left, right[1], max(1, units)
-    squares = sum((end - start) ** 2 for start, end in zip(bounds, bounds[1:])) if bounds else tokens**2 / units
-    sizes = m, n, math.sqrt(squares / units), tokens, units, constants_for(device, dtype)
-    return "gram" if _kernel_seconds("gram", *sizes) <= _kernel_seconds("direct", *sizes) else "direct"

@@ -149,34 +149,6 @@ def per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: T
     return PER_UNIT_GROUP(Matrices.of(lefts), Matrices.of(rights), offsets)
 
 
-def _column_sums_reference(left: Tensor, offsets: Tensor) -> Tensor:
-    bounds = unit_bounds(offsets)
-    sums = torch.zeros_like(_column_sums_fake(left, offsets))
-    for row, start, end in zip(sums, bounds, bounds[1:]):
-        row += left[start:end].to(row.dtype).sum(0)
-    return sums
-
-
-def _column_sums_fake(left: Tensor, offsets: Tensor) -> Tensor:
-    return left.new_empty(offsets.shape[0] - 1, left.shape[1], dtype=accumulator(left))
-
-
-def _check_column_sums(left: Tensor, offsets: Tensor) -> None:
-    check_left(left)
-    if is_one_hot(left):
-        raise ValueError("left is a vector of ids: column sums are of a matrix [tokens, m]")
-    check_offsets(offsets, left.shape[0])
-
-
-COLUMN_SUMS = Op(
-    "column_sums(Tensor left, Tensor offsets) -> Tensor",
-    reference=_column_sums_reference,
-    fake=_column_sums_fake,
-    check=_check_column_sums,
-)
-COLUMN_SUMS.in_family("sums")
-
-
 def column_sums(left: Tensor, offsets: Tensor) -> Tensor:
     """Sum of each unit's rows: the per-unit gradients [B, m] of a bias.
 
@@ -196,7 +168,11 @@ def column_sums(left: Tensor, offsets: Tensor) -> Tensor:
     tensor([[1.],
             [5.]])
     """
-    return COLUMN_SUMS(left, offsets)
+    check_left(left)
+    if is_one_hot(left):
+        raise ValueError("left is a vector of ids: column sums are of a matrix [tokens, m]")
+    # The gradients of a matrix whose inputs are ones.
+    return per_unit(left.new_ones(1).expand(left.shape[0], 1), left, offsets)[:, 0]
 
 
 def _affine_sums_group_reference(
@@ -586,14 +562,6 @@ def _per_unit_group_on_cpu(
     return list(gradients), torch.stack(squares)
 
 
-@COLUMN_SUMS.on_cpu
-def _column_sums_on_cpu(left: Tensor, offsets: Tensor) -> Tensor:
-    """:func:`fastdp.ops.column_sums` on a processor: the gradients of a matrix whose inputs are ones."""
-    if not has_kernel(left):
-        return NotImplemented
-    return kept_norms(left.new_ones(1).expand(left.shape[0], 1), left, unit_bounds(offsets))[0][:, 0]
-
-
 @AFFINE_SUMS_GROUP.on_cpu
 def _affine_sums_group_on_cpu(
     gradients: Sequence[Tensor], xs: Sequence[Tensor], means: Sequence[Tensor], rstds: Sequence[Tensor], offsets: Tensor
@@ -660,18 +628,35 @@ def _weighted_sum_on_cpu(
     offsets: Tensor | None,
 ) -> None:
     """The sums of :mod:`fastdp.ops.sums` into ``out`` on a processor; some, as NotImplemented says, are for torch."""
-    one_hot, tokens = is_one_hot(left), right.shape[0]
-    if mask is not None and weights_unmasked is not None:
-        if not (_native_rows(out) and has_kernel(left, right)):
-            return NotImplemented
-        weights, others = per_token(weights, offsets, tokens), per_token(weights_unmasked, offsets, tokens)
-        return (_onehot_masked if one_hot else _masked)(out, left, right, weights, others, mask)
-    if one_hot and not (_native_rows(out) and right.dtype in ELEMENT and weights.dtype == torch.float32):
+    tokens, threads = right.shape[0], native_threads()
+    if not is_one_hot(left) and (mask is None or weights_unmasked is None):
+        each_token = per_token(weights, offsets, tokens)
+        return _add_kept(out, left, right, each_token, kept_runs(each_token), True)
+    if out.dtype != torch.float32 or out.stride(1) != 1 or right.dtype not in ELEMENT:
         return NotImplemented
-    weights = per_token(weights, offsets, tokens)
-    if one_hot:
-        return _onehot(out, left, right, weights)
-    return _add_kept(out, left, right, weights, kept_runs(weights), True)
+    masked = mask is not None and weights_unmasked is not None
+    if masked and not has_kernel(left):
+        return NotImplemented
+    if is_one_hot(left):
+        each = [
+            per_token(own, offsets, tokens).float().contiguous()
+            for own in (weights, weights_unmasked)
+            if own is not None
+        ]
+        ids, row, factor = left, left.stride(0), native_factor(right)
+        if mask is not None and masked:
+            place = mask.contiguous(), out, out.stride(0), threads
+            _native.onehot_masked_add(ids, row, factor, tokens, each[0], each[1], *place)
+        else:
+            _native.onehot_add(ids, row, factor, tokens, each[0], out, out.stride(0), threads)
+        return None
+    # Of short units torch's products are faster.
+    if mask is None or weights_unmasked is None or offsets is None or len(weights) > tokens // 8:
+        return NotImplemented
+    factors = native_factor(left), native_factor(right)
+    runs = unit_bounds(offsets), weights.tolist(), weights_unmasked.tolist()
+    _native.masked_weighted_sum(*factors, *runs, mask.contiguous(), out, out.stride(0), threads)
+    return None
 
 
 def _add_kept(
@@ -710,37 +695,3 @@ def _weighted_sum_group_on_cpu(
             _add_products(out, left, right, spread, held)
         else:
             _add_kept(out, left, right, spread, kept_runs(spread), held)
-
-
-def _native_rows(out: Tensor) -> bool:
-    return out.dtype == torch.float32 and out.stride(1) == 1
-
-
-def _onehot(out: Tensor, ids: Tensor, right: Tensor, weights: Tensor) -> None:
-    factor, weights, threads = native_factor(right), weights.contiguous(), native_threads()
-    _native.onehot_add(ids, ids.stride(0), factor, right.shape[0], weights, out, out.stride(0), threads)
-
-
-def _onehot_masked(out: Tensor, ids: Tensor, right: Tensor, masked: Tensor, unmasked: Tensor, mask: Tensor) -> None:
-    given = ids, ids.stride(0), native_factor(right), right.shape[0]
-    weights = masked.float().contiguous(), unmasked.float().contiguous()
-    _native.onehot_masked_add(*given, *weights, mask.contiguous(), out, out.stride(0), native_threads())
-
-
-def _runs(*weights: Tensor) -> list[int]:
-    """Bounds of the runs of tokens over which every one of these weights stays the same."""
-    if weights[0].shape[0] == 0:
-        return [0]
-    change = weights[0][1:] != weights[0][:-1]
-    for other in weights[1:]:
-        change |= other[1:] != other[:-1]
-    return [0, *(change.nonzero()[:, 0] + 1).tolist(), weights[0].shape[0]]
-
-
-def _masked(out: Tensor, left: Tensor, right: Tensor, masked: Tensor, unmasked: Tensor, mask: Tensor) -> None:
-    bounds = _runs(masked, unmasked)
-    if len(bounds) - 1 > right.shape[0] // 8:
-        return NotImplemented
-    first = torch.tensor(bounds[:-1], dtype=torch.int64)
-    given = native_factor(left), native_factor(right), bounds, masked[first].tolist(), unmasked[first].tolist()
-    _native.masked_weighted_sum(*given, mask.contiguous(), out, out.stride(0), native_threads())

@@ -17,6 +17,8 @@ from .stream import need_no_threads
 
 #: Operands that the host reads, wherever the others are.
 ON_HOST = frozenset(("position", "drawn", "offsets", "offsets1", "offsets2"))
+#: Operands that a stream may stand for: a position, or a row of them.
+STREAM_OPERANDS = ("position", "drawn")
 #: Tensors that hold data of their own: not fake, functional or distributed.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 #: Tensors of which every pair is compared.
@@ -86,7 +88,7 @@ def inspect(operands: Sequence[Operand], args: Sequence[Any], *, recorded: bool)
         for x in given:
             if type(x) not in _PLAIN:
                 if not isinstance(x, Tensor):
-                    if operand.name == "position":
+                    if operand.name == "position" or (operand.name == "drawn" and hasattr(x, "take")):
                         continue
                     raise TypeError(f"{operand.name} must be a tensor, got {type(x).__name__}")
                 dispatched = True
@@ -204,7 +206,7 @@ class Op:
         self.operands = Operand.all_of(arguments)
         self.writes = any(operand.is_written for operand in self.operands)
         #: Which argument, if any, may be a stream: its next position is taken once the arguments are found good.
-        self._position = next((i for i, a in enumerate(arguments) if a.name == "position"), None)
+        self._position = next((i for i, a in enumerate(arguments) if a.name in STREAM_OPERANDS), None)
         OPS[self.name] = self
 
     def implement(self, device: str, function: Callable[..., Any] | str) -> None:
@@ -277,11 +279,15 @@ class Op:
         at = self._position
         if at is None or isinstance(args[at], torch.Tensor):
             return args
-        return (*args[:at], args[at].take(), *args[at + 1 :])
+        taken = args[at].take()
+        if self._overload._schema.arguments[at].name == "drawn":
+            taken = taken.unsqueeze(0)
+        return (*args[:at], taken, *args[at + 1 :])
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self._overload(*self._drawn(args))
+            # A graph takes no list of a class of its own.
+            return self._overload(*[[*x] if isinstance(x, list) else x for x in self._drawn(args)])
         passed = inspect(self.operands, args, recorded=self.differentiable and torch.is_grad_enabled())
         if not passed.dispatched:
             return self._perform(args, passed)

@@ -176,10 +176,15 @@ def _refuse_layers(model: torch.nn.Module) -> None:
 
 
 def _check_eps(optimizer: torch.optim.Optimizer, trained: Mapping[int, str]) -> None:
-    """Raise ValueError if the optimizer would divide by zero where noise rounds to zero."""
+    """Raise ValueError if the optimizer would divide by zero where noise rounds to zero, or has no finite lr."""
     # Torch's own optimizers calculate in the type of the weights.
     stock = any(kind.__module__.startswith(("torch.optim.", "fastdp.optim")) for kind in type(optimizer).__mro__[:-2])
     for group in optimizer.param_groups:
+        rate = group.get("lr", 0.0)
+        if isinstance(rate, (int, float)) and not math.isfinite(rate):
+            raise ValueError(
+                f"The optimizer's lr is {rate}: give it a finite one, as the first step would spoil all weights"
+            )
         eps = group.get("eps")
         # Adafactor has two, of other meanings.
         if not isinstance(eps, (int, float)) or not stock:

@@ -27,6 +27,7 @@ import torch.utils.checkpoint as checkpoint
 
 import fastdp.engine.loss.boundary as boundary
 from fastdp.calls.batches import Call, everything, leaves, map_tensors
+from fastdp.calls.generators import HeldGenerators
 from fastdp.calls.randomness import rng_state, version
 from fastdp.distributed.pieces import writes
 from fastdp.engine.clip.accumulator import Accumulator
@@ -229,7 +230,7 @@ class Graphs:
             or type(policy) is not Policy
             or any(not isinstance(value, _PLAIN_TYPES) for _, value in others)
             # Hooks do not run in a replay. Those of the model itself do, round it.
-            or not (self._force or all(map(_has_no_hooks, list(passes.model.modules())[1:])))
+            or not (self._force or all(map(_has_no_own_hooks, list(passes.model.modules())[1:])))
         ):
             return None
         inputs = tuple((path, t.shape, t.dtype, t.device) for path, t in leaves(call))
@@ -311,12 +312,13 @@ class Graphs:
         """The sums of both batches of a trial in the ordinary way. Raises RuntimeError for a pass that no replay repeats."""
         device, masked = self._passes.device, trial.given is full_call
         # With this layout: what is made once for a layout is then there.
-        host = rng_state()[device.type == "cpu" :]
+        own = HeldGenerators(self._passes.model)
+        host = *rng_state()[device.type == "cpu" :], *own.states()
         # transformers may warn that a mask is missing, which the user gave.
         with _patched_attribute(logging.getLogger("transformers.modeling_utils"), "disabled", not masked):
             expected = [trial.ordinary(batch) for batch in trial.batches]
         trial.drawn = not torch.equal(trial.random, _random_state(device))
-        if host != rng_state()[device.type == "cpu" :]:
+        if host != (*rng_state()[device.type == "cpu" :], *own.states()):
             raise RuntimeError("the model draws random numbers on the host, which a replay would not")
         if not masked:
             # Clipped sums may be alike where losses are not.
@@ -334,7 +336,12 @@ class Graphs:
         """The recording of a trial's forward and backward pass."""
         model, accumulator = self._passes.model, self._passes.accumulator
         trial.made.clear()
-        with keep_for_graph() as tables, torch.enable_grad(), _generated_masks_disabled(trial.held):
+        with (
+            keep_for_graph() as tables,
+            torch.enable_grad(),
+            _generated_masks_disabled(trial.held),
+            _caches_disabled(model),
+        ):
             self._record = self._record or self._recorder()
             # No recording may read a device's random state, as checkpoints do, in vain where nothing is drawn.
             unread = _patched_attribute(checkpoint, "get_device_states", lambda *args: ([], []))
@@ -454,8 +461,12 @@ def _warn(reason: str) -> None:
     warnings.warn(f"No more microbatches are recorded, and others run one operation at a time: {reason}", stacklevel=5)
 
 
-def _has_no_hooks(module: torch.nn.Module) -> bool:
-    return not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+def _has_no_own_hooks(module: torch.nn.Module) -> bool:
+    """Whether a module has no hooks but transformers', which only shape the pass: an input gradient for checkpoints, outputs."""
+    every = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return all(
+        str(getattr(hook, "__module__", "")).startswith("transformers.") for hooks in every for hook in hooks.values()
+    )
 
 
 def _seconds(device: torch.device, function: Callable[[], object]) -> float:
@@ -570,6 +581,16 @@ def _generated_masks_disabled(call: Call) -> ExitStack:
         kept.enter_context(
             _patched_attribute(masks, "is_tracing", lambda given=None: given is not None and traced(given))
         )
+    return kept
+
+
+def _caches_disabled(model: torch.nn.Module) -> ExitStack:
+    """Keep transformers from making a cache of keys: training reads none, and one of a sliding window copies from the host."""
+    kept = ExitStack()
+    for config in {
+        id(c): c for m in model.modules() if getattr(c := getattr(m, "config", None), "use_cache", False)
+    }.values():
+        kept.enter_context(_patched_attribute(config, "use_cache", False))
     return kept
 
 

@@ -25,8 +25,9 @@ from torch.utils.data import (
 from fastdp.accounting.ledger import STEP
 from fastdp.calls.batches import map_tensors
 from fastdp.calls.collation import Collation, ProbeBatch, example_length
-from fastdp.calls.generators import seed_own_generators
-from fastdp.calls.randomness import forget_seeds, seed_from_os, seeded
+from fastdp.calls.generators import HeldGenerators, callers_generators, callers_tensors, seed_own_generators
+from fastdp.calls.marks import Marks
+from fastdp.calls.randomness import forget_seeds, seed_from_os, seeded, version
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.engine.uses.layout import Ticket
 from fastdp.ops.stream import NoiseStream
@@ -199,13 +200,17 @@ class PrivateLoader:
             seed_own_generators(self.dataset, self.collate_fn)
         inner: DataLoader = DataLoader(read, batch_sampler=_TicketedBatches(self, steps, waiting), **self._options)
         try:
-            for indices, ticket, lengths, batch in self._with_tickets(self._collate_batches(inner), waiting):
+            handed = self._with_tickets(self._collate_batches(inner), waiting)
+            for number, (indices, ticket, lengths, batch) in enumerate(handed):
                 if not self.look_ahead:
                     self.require_consumed()
                     self.owner.require_step()
                 if self._pads:
                     batch = self._buckets.pad(batch)
                 source = Collation.of(self.dataset, self.collate_fn, indices, batch, self.unit_map)
+                if number == 0:
+                    # What is known of the first batch's tensors is known of all.
+                    source = replace(source, earlier=Marks((t, version(t)) for t in callers_tensors()))
                 ticket = replace(ticket, source=source, lengths=tuple(lengths), in_eval=self.owner.evaluates)
                 if self.unit_map is not None:
                     batch, ticket = self._take_unit_map(batch, ticket)
@@ -252,10 +257,11 @@ class PrivateLoader:
             batch, made = probe.source.collated(probe.items), probe.source
             source = Collation.of(made.dataset, made.collate, made.indices, batch)
             ticket = _padding_ticket([1] * len(source.indices), is_last=False)
-            probe = replace(probe, source=source)
+            held = HeldGenerators(*callers_generators())
+            probe = replace(probe, source=source, generators=held)
             self.tickets.append(replace(ticket, source=source, probe=probe, in_eval=self.owner.evaluates))
             batch = self._to_device(batch)
-            with seeded(probe.seed):
+            with seeded(probe.seed), held.at(probe.seed):
                 yield batch
 
     def _to_device(self, batch: Any) -> Any:

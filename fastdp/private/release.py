@@ -131,11 +131,14 @@ class Release:
         totals = dict(zip(names, self._totals(names, sums)))
         totals |= {name: totals[name].clone() for name in names if name in aliased}
         self._add_noise(totals, policy)
+        uneven = {name: axes for name, axes in policy.axes.items() if not axes.even}
+        even = [total for name, total in totals.items() if name not in uneven]
+        if even:
+            torch._foreach_div_(even, self.expected_batch_size)
         for name in names:
-            parameter, total, axes = self.parameters[name], totals.pop(name), policy.axes.get(name)
-            if axes is None or axes.even:
-                total.div_(self.expected_batch_size)
-            else:
+            parameter, total = self.parameters[name], totals.pop(name)
+            if name in uneven:
+                axes = uneven[name]
                 axes.along(total, pieces.part(axes.rows, parameter) / self.expected_batch_size)
             total = total.to(parameter.dtype)
             parameter.grad = pieces.from_piece(total, parameter) if name in self._cut else total

@@ -37,6 +37,7 @@ from fastdp.private.publish import save_beside_card, upload
 from fastdp.private.shapes import shape_statement
 from fastdp.private.stages import Stages
 from fastdp.private.steps import UNCHECKED, Steps
+from fastdp.validate import instance, number
 from fastdp.verify import Checks
 from fastdp.verify.state import StateCheck
 
@@ -308,6 +309,7 @@ class Private:
         inf without noise, with a reproducible key, at a delta that is not below 1/N, and for a method whose guarantee is void
         (the card says why); 0 before the first step.
         """
+        number(delta=delta)
         delta = self.target_delta if delta is None else delta
         if self.ledger.untouched:
             return 0.0
@@ -324,7 +326,8 @@ class Private:
 
     def extend(self, epochs: float) -> None:
         """Add epochs to the budget, and what the method releases in them; epsilon grows and is accounted anew."""
-        if not epochs > 0:
+        number(epochs=epochs)
+        if not 0 < epochs < math.inf:
             raise ValueError(f"epochs is {epochs}: extend by a positive number")
         total = self.total_steps + math.ceil(epochs * self.steps_per_epoch)
         before, after = (sum(map(self.method.prepares_at, range(steps))) for steps in (self.total_steps, total))
@@ -460,6 +463,7 @@ class Private:
 
         Raises ValueError for a state of another version or model, or with another noise level.
         """
+        instance(Mapping, "what state_dict() returned", state=state)
         if state.get("version") != _STATE_VERSION:
             raise ValueError(
                 f"this checkpoint's privacy state has version {state.get('version')}; expected {_STATE_VERSION}"

@@ -7,6 +7,7 @@ import numbers
 import pickle
 from collections.abc import Hashable, Iterator, Sequence
 
+import numpy as np
 import torch
 
 from fastdp.ops.stream import NoiseStream
@@ -27,6 +28,8 @@ class Units:
         self.largest = 1
         if user_ids is None:
             return
+        if isinstance(user_ids, str):
+            raise ValueError(f"user_ids is the text {user_ids!r}: give a list with the user of each example")
         if len(user_ids) != size:
             raise ValueError(f"user_ids has {len(user_ids)} entries for {size} examples; give one an example")
         if max_examples_per_user is None or max_examples_per_user < 1:
@@ -35,7 +38,12 @@ class Units:
         # Where an id of each kind first stands.
         seen: dict[type, int] = {}
         for index, user in enumerate(user_ids):
-            user = user.item() if isinstance(user, torch.Tensor) else user
+            if isinstance(user, torch.Tensor) and user.numel() == 1:
+                user = user.item()
+            if isinstance(user, (list, dict, set, torch.Tensor, np.ndarray)):
+                raise ValueError(
+                    f"user_ids has a {type(user).__name__} at example {index}: give text or a number for each example"
+                )
             if not _equals_its_copy(user):
                 raise ValueError(
                     f"Example {index} has no user: its id is {user}, which equals no other. Give it an id that "

@@ -25,7 +25,7 @@ from fastdp.private.stages import Stages
 from fastdp.verify import Checks
 from fastdp.verify.state import UNDECLARED
 
-_GRADIENT = operator.attrgetter("grad")
+_GRADIENT, _SHAPE = map(operator.attrgetter, ("grad", "shape"))
 #: Under this name the ledger keeps that steps were released without checks of the model.
 UNCHECKED = "unchecked rows"
 _EVALUATES = (
@@ -82,6 +82,7 @@ class Steps:
         self._model, self._optimizer, self._stages = model, optimizer, stages
         self._ledger, self._plan, self._ranks = ledger, plan, ranks
         self._prepare, self._changes = prepare, changes
+        self._shapes = self._current_shapes()
         self._carried = _OptimizerStateGuard(optimizer, resumed=ledger.spent_steps > 0)
         self._observers = observers
         self.done = False
@@ -162,6 +163,7 @@ class Steps:
         engine, release = self._stages.engine, self._stages.release
         self._refuse_unclipped(optimizer)
         self._refuse_left_out()
+        self._refuse_resized()
         try:
             cast(Checks, engine.checks).state.require_settled(engine.parameters)
         except RuntimeError as error:
@@ -273,6 +275,19 @@ class Steps:
             if parameter.requires_grad and name not in chosen:
                 raise RuntimeError(
                     f"{name} was unfrozen, and {stages.method.mechanism} did not choose it: freeze it again. {self._spent()}"
+                )
+
+    def _current_shapes(self) -> list[torch.Size]:
+        return list(map(_SHAPE, self._stages.parameters.values()))
+
+    def _refuse_resized(self) -> None:
+        """Resizing sets `.data`, which torch's version counters do not tell."""
+        now = self._current_shapes()
+        for name, shape, size in () if now == self._shapes else zip(self._stages.parameters, self._shapes, now):
+            if size != shape:
+                raise RuntimeError(
+                    f"{name} was resized from {list(shape)} to {list(size)}. Resize it before make_private, or call detach() and "
+                    f"make_private again. {self._spent()}"
                 )
 
     def _spent(self) -> str:

@@ -22,9 +22,10 @@ EPSILON, DELTA = 8.0, 1e-5
 # One set of settings for both runs, so that nothing but privacy differs between them.
 RUN_SETTINGS = {"epochs": 4, "batch_size": RUN_BATCH, "learning_rate": 8e-3, "schedule": "linear", "max_length": 80}
 
-_BEGIN = """This fine-tunes a small language model on {train} invented medical records, twice: without privacy, and with
-differential privacy at epsilon {epsilon:g}. It needs no network and a minute or two, and ends with a table of what
-privacy cost."""
+_BEGIN = (
+    "This fine-tunes a small language model on {train} invented medical records, twice: without privacy, and with differential "
+    "privacy at epsilon {epsilon:g}. It needs no network and a minute or two, and ends with a table of what privacy cost."
+)
 
 _NEXT = """
 What to try next:
@@ -54,8 +55,7 @@ def quickstart(output: Path, seed: int, console: Console, reporter: Callable[[st
         raise ConfigError(f"{output} already holds a quickstart: remove it, or choose another with --output")
     if train < RUN_BATCH:
         raise ConfigError(f"{train} records are fewer than a batch of {RUN_BATCH}: give more")
-    for line in _BEGIN.format(train=train, epsilon=EPSILON).splitlines():
-        console.print(line)
+    console.print(_BEGIN.format(train=train, epsilon=EPSILON))
     files.make_folder(output)
     records = private_records(train + HELD_OUT, seed)
     for name, part in (("train", records[:train]), ("held_out", records[train:])):

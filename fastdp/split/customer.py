@@ -182,9 +182,10 @@ class SplitCustomer:
         )
         self._labels = torch.tensor([int(label) for label in labels])
         if self.record.get("earlier") is None:
-            # Of what leaves, the bottom's own noise included; kept, since a run that goes on draws nothing anew.
-            parts = [*texts, *(pairs or ())]
-            self.record["earlier"] = count_release(parts, f"split, {privatizer.in_short}", self.folder)
+            # Of what leaves, the bottom's own noise included; kept, since a run that goes on draws nothing anew. A kill before it
+            # is kept does not count twice.
+            parts, how = [*texts, *(pairs or ())], f"split, {privatizer.in_short}"
+            self.record["earlier"] = count_release(parts, how, self.folder, run=self.record["run"])
             self._write_record()
         sent = self._open()["examples"]
         if sent > self.store.count:

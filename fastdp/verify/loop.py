@@ -74,7 +74,7 @@ class LoopCheck:
         self._divisors: list[str] = []
         #: Of the batch at hand: the row that is compared, and the random states before and after its first pass.
         self._row, self._draws, self._rounding = 0, False, 0.0
-        self._start, self._left = rng_state(), rng_state()
+        self._start = self._left = rng_state()
         self._state = ExitStack()
 
     def begin(self, source: Collation, rows: int, *, ahead: bool = False) -> None:
@@ -103,11 +103,11 @@ class LoopCheck:
         self.twice |= again
         snapshot = BufferSnapshot(passes.model)
         if not again:
-            self._start, self._draws, self._rounding = rng_state(passes.model), False, rounding(passes.model)
+            self._start, self._draws, self._rounding = probe.rng_state(passes.model), False, rounding(passes.model)
             self._subject = call if probe.role == "alone" else self._subject
             self._row = row_of(call, ticket.rows, self._subject, probe.row)
         row, terms = self._row, passes.terms(layout := ticket.layout(passes.device))
-        with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL):
+        with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL, passes.model):
             before = rng_state(passes.model)
             if passes.route == ONE_EXAMPLE:
                 outputs, targets = passes.run_rows(call, ticket)
@@ -132,7 +132,7 @@ class LoopCheck:
             divisors = self._state.enter_context(batch_divisors())
             self._divisors = divisors if probe.role == "together" else self._divisors
             seed_everything(_CRITERION)
-            self._left = rng_state(passes.model)
+            self._left = probe.rng_state(passes.model)
         waiting = Pass(call, ticket, layout, Tap(layout), True, junction, tops, self._finish, {row: tops})
         if passes.returns_loss:
             return replace_loss(output, waiting.loss(tops[0].float().mean()))
@@ -141,7 +141,7 @@ class LoopCheck:
     def _finish(self, parts: JoinedPasses, _retain: bool) -> None:
         """Compare what the loop sent back through the passes of a probe batch."""
         passes, probe = self._passes, parts[0][0].ticket.probe
-        drew = self._draws or rng_state(passes.model) != self._left
+        drew = self._draws or probe.rng_state(passes.model) != self._left
         self._state.close()
         found = torch.cat([own.tops[0] for own, _ in parts]) if passes.returns_loss else self._gradients(parts)
         self._makes |= not passes.returns_loss or any(probe.source.makes(own.call) for own, _ in parts)

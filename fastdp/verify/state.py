@@ -74,7 +74,8 @@ class StateCheck:
         before, now = cast(_Parameters, self._settled), self._parameters()
         declared = before[0] if declared is None else declared
         alike = before[1:] == now[1:] and all(map(operator.is_, before[0], now[0]))
-        if alike and sum(now[2]) == sum(map(_TRAINED, declared)):
+        # A module may hold a parameter that another one has too.
+        if alike and {*map(id, itertools.compress(now[0], now[2]))} == {*map(id, filter(_TRAINED, declared))}:
             return
         known, own = {id(p): (c, t) for p, c, t in zip(*before)}, set(map(id, declared))
         lost = not {n for n, (_, t) in known.items() if t or n in self.moved} <= set(map(id, now[0]))
@@ -165,7 +166,7 @@ class StateCheck:
         return {name: tensor for name, tensor in every if name in names}
 
     def _parameters(self, held: list[Any] | None = None) -> _Parameters:
-        held = held or [p for own in self._owned if own for p in own.values() if p is not None]
+        held = held or [p for p in itertools.chain.from_iterable(map(dict.values, self._owned)) if p is not None]
         count = self._count if self.rewritten or self._in_pieces else _VERSION
         return held, list(map(count, held)), list(map(_TRAINED, held))
 

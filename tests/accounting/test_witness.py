@@ -239,6 +239,28 @@ def test_texts_that_were_released_in_other_company_are_refused_or_said(tmp_path,
     assert b"people" not in kept
 
 
+def test_a_stop_while_a_release_is_counted_is_nobody_else_s_fault(tmp_path, monkeypatch):
+    texts = [f"what the {place}th of these people wrote" for place in range(8)]
+    write = files.write
+
+    def stopped(path, *args, **options):
+        write(path, *args, **options)
+        if path.parent.name == "releases":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "write", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        count_release(texts, "split", tmp_path, run="one")
+    monkeypatch.setattr(files, "write", write)
+    count_release(texts[:1] + ["what somebody else wrote, who is alone"] * 3, "laplace", tmp_path / "other.jsonl")
+    with pytest.raises(ValueError, match="released before, by split to .* in run one"):
+        count_release(texts, "split", tmp_path, run="another")
+    for _ in range(2):
+        assert not [said for said in count_release(texts, "split", tmp_path, run="one") if "split" in said]
+    with pytest.raises(ValueError, match="released before, by split to .* in run one"):
+        count_release(texts[::-1], "laplace", tmp_path / "third.jsonl")
+
+
 def test_a_second_draw_into_another_place_is_refused_or_said(tmp_path):
     tokenizer, table = quickstart()
     perturb = fastdp.SelectivePerturbation(2.0)

@@ -1,10 +1,20 @@
 """Calls whose rows are no first axis are encoded with rows first, and decoded as they were."""
 
-from types import SimpleNamespace
+import dataclasses
 
 import torch
 
-from fastdp.calls.batches import RowLists, leaves
+from fastdp.calls.batches import RowLists, as_long_as, leaves, row_of, take_rows
+from fastdp.calls.collation import Collation
+from fastdp.calls.marks import Marks
+
+
+class Batch:
+    """A collation of some examples by torch's own collator, or with time first."""
+
+    def __init__(self, examples, collate=torch.stack):
+        self.made = collate(examples)
+        self.source = Collation.of(examples, lambda rows: [collate(rows)], range(len(examples)), [self.made])
 
 
 def shapes(call):
@@ -37,13 +47,56 @@ def test_an_axis_is_the_one_where_rows_were_seen_alone():
 
 
 def test_of_a_square_first_batch_one_example_tells():
-    square, call = torch.arange(25).view(5, 5), lambda t: ((t,), {})
-    for single, second in ((torch.zeros(5, 1), True), (torch.zeros(1, 5), False)):
-        source = SimpleNamespace(items=lambda rows: rows, collated=lambda items, single=single: [single])
-        found = RowLists().encode(call(square), 5, source)[0][0]
-        assert torch.equal(found, square.t() if second else square)
+    examples = list(torch.arange(25).view(5, 5))
+    for collate, second in ((lambda rows: torch.stack(rows, 1), True), (torch.stack, False)):
+        batch = Batch(examples, collate)
+        found = RowLists().encode(((batch.made,), {}), 5, batch.source)[0][0]
+        assert torch.equal(found, batch.made.t() if second else batch.made)
 
 
 def test_positions_of_all_rows_stay_where_they_are():
     positions = torch.arange(5)[None]
     assert shapes(RowLists().encode(((torch.zeros(5, 7), positions), {}), 5)) == [(5, 7), (1, 5)]
+
+
+def test_the_loaders_own_entries_tell_which_axis_a_loop_has_turned():
+    """A first batch of as many rows as tokens."""
+    batch = Batch(list(torch.arange(30).view(5, 6)))
+    inputs, padding = batch.made[:, :-1].t().contiguous(), torch.ones(5, 5)
+    lists = RowLists()
+    found = lists.encode(((inputs, padding), {}), 5, batch.source)
+    assert torch.equal(found[0][0], batch.made[:, :-1])
+    assert lists.decode(found)[0][0].tolist() == inputs.tolist()
+    # The padding mask is alike either way: cut in two rows, it must still have the inputs' sizes.
+    cut = take_rows(found, torch.tensor([0, 1]), as_long_as(found, 5))
+    assert shapes(lists.decode(cut)) == [(5, 2), (5, 2)]
+    plain = RowLists().encode(((batch.made[:, 1:] / 7,), {}), 5, batch.source)
+    assert torch.equal(plain[0][0], batch.made[:, 1:] / 7)
+
+
+def test_a_table_that_a_loop_had_before_its_batch_has_no_rows():
+    """As many classes as rows, in either order of its axes."""
+    batch, table = Batch(list(torch.rand(5, 3))), torch.rand(5, 4)
+    earlier = [table, written := table.clone(), turned := table.t().contiguous()]
+    batch.source = dataclasses.replace(batch.source, earlier=Marks((t, t._version) for t in earlier))
+    written[0] = batch.made[0, 0]
+    lists, call = RowLists(), ((batch.made, table, turned, written), {})
+    found = lists.encode(call, 5, batch.source)
+    assert as_long_as(found, 5) == {(0, 0), (0, 3)}
+    cut = lists.decode(take_rows(found, torch.tensor([0, 1]), as_long_as(found, 5)))
+    assert shapes(cut) == [(2, 3), (5, 4), (4, 5), (2, 4)]
+    assert all(torch.equal(a, b) for a, b in zip(lists.decode(found)[0], call[0]))
+
+
+def test_states_of_as_many_layers_as_rows_have_rows_second():
+    batch = Batch([torch.arange(3), torch.arange(3)])
+    call = ((batch.made, torch.zeros(2, 2, 4)), {})
+    lists = RowLists()
+    found = take_rows(lists.encode(call, 2, batch.source), torch.tensor([0]), [(0, 0), (0, 1)])
+    assert shapes(lists.decode(found)) == [(1, 3), (2, 1, 4)]
+
+
+def test_a_boolean_mask_is_found_again_in_a_padded_batch():
+    whole = (torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]]), torch.tensor([[True] * 4, [True, True, False, False]]))
+    alone = (torch.tensor([[5, 6]]), torch.tensor([[True, True]]))
+    assert row_of((whole, {}), 2, (alone, {})) == 1

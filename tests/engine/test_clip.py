@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from fastdp.accounting.card import among_units
-from fastdp.engine.bounds import Errors, Norms, round_down
+from fastdp.engine.bounds import Errors, Norms
 from fastdp.engine.clip import norms as norm_sinks
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Ticket
-from fastdp.ops.bounds import LARGEST_RATIO, Roundings
+from fastdp.ops.bounds import LARGEST_RATIO, Roundings, round_down
 from fastdp.ops.factors import in_full_precision
 from tests.cases import cases, pairs
 from tests.engine.records import KINDS, POLICIES, USES, Case, drawn_cases, moved

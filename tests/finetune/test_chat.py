@@ -6,10 +6,11 @@ import peft
 import pytest
 import transformers
 
-from fastdp.data import IGNORED, DataError, read_rows
+from fastdp.data import IGNORED
 from fastdp.finetune import FinetuneConfig, finetune
 from fastdp.finetune.chat import chat_examples
 from fastdp.finetune.tasks import encode_rows, record_texts
+from fastdp.tables import DataError, read_rows
 from tests.cases import cases
 
 TEMPLATE = (

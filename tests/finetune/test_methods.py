@@ -59,7 +59,7 @@ def test_methods_by_their_options(config, files, tmp_path, peft_kind, method, op
     ("method", "options", "message"),
     [
         ("rapft", {"irelevance_ratio": 0.7}, "no option 'irelevance_ratio'; did you mean irrelevance_ratio"),
-        ("rapft", {}, "breaks the guarantee"),
+        ("rapft", {}, r"give method_options such as \{source: \{kind: public, data: FILE\}\}"),
         ("rapft", {"source": {"kind": "public"}}, "needs data"),
         (
             "rapft",

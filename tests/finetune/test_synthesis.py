@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 import fastdp.cli
 from fastdp.accounting import Card, verify
 from fastdp.audit.saved import load_saved
-from fastdp.data import DataError, read_rows
 from fastdp.finetune import ConfigError, FinetuneConfig, finetune
 from fastdp.finetune.synthesis import Judge, TokenSampling, near_copies, synthesize
+from fastdp.tables import DataError, read_rows
 from tests.cases import cases
 
 
@@ -87,12 +87,12 @@ def test_what_does_not_fit_is_refused(trained, prompts, which, given, changes, n
     model, tokenizer, config = load_saved(trained / which)
     config, table = dataclasses.replace(config, **changes), read_rows(prompts) if given else None
     with pytest.raises(ConfigError, match=named):
-        list(synthesize(model, tokenizer, config, table, 1, TokenSampling()))
+        synthesize(model, tokenizer, config, table, 1, TokenSampling())
 
 
 def test_a_prompt_file_without_the_column_is_named(trained, files):
     with pytest.raises(DataError, match="'mr'"):
-        list(synthesize(*load_saved(trained / "prompted"), read_rows(files / "text.jsonl"), 1, TokenSampling()))
+        synthesize(*load_saved(trained / "prompted"), read_rows(files / "text.jsonl"), 1, TokenSampling())
 
 
 @cases("changes", [{"temperature": 0.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"batch_size": 0}])

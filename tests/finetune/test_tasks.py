@@ -10,13 +10,14 @@ import torch
 import transformers as hf
 from tokenizers.processors import TemplateProcessing
 
-from fastdp.data import Collator, DataError, Rows, read_rows, word_examples
+from fastdp.data import Collator, word_examples
 from fastdp.finetune import ConfigError, FinetuneConfig, finetune
 from fastdp.finetune.config import CHOICES
 from fastdp.finetune.evaluation import Quality, evaluate
 from fastdp.finetune.models import check_model_name, load_trained
 from fastdp.finetune.tasks import TASKS, encode_rows, invented_label, record_texts, task_of
 from fastdp.quickstart.corpus import private_records
+from fastdp.tables import DataError, Rows, read_rows
 from tests.cases import cases
 
 ROWS = 48

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from fastdp.accounting import Card, Ledger, chosen, epsilon, gaussian, renyi, verify
 from fastdp.cli import app
-from fastdp.data import DataError
 from fastdp.finetune import judges, tune as tuning
 from fastdp.finetune.config import ConfigError
 from fastdp.finetune.tune import best_of, tune
+from fastdp.tables import DataError
 from tests.cases import cases
 from tests.finetune.runs import Stopped
 

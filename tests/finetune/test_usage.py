@@ -13,11 +13,12 @@ import transformers
 from tokenizers import models, pre_tokenizers, processors
 
 from fastdp.accounting import verify
-from fastdp.data import IGNORED, Collator, causal_examples, read_rows
+from fastdp.data import IGNORED, Collator, causal_examples
 from fastdp.finetune import finetune
 from fastdp.finetune.evaluation import evaluate
 from fastdp.finetune.tasks import encode_rows
 from fastdp.finetune.usage import encodes_as_trained, tokenizer_to_save
+from fastdp.tables import read_rows
 from tests.finetune.runs import classify
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from fastdp.accounting import dpsgd, epsilon
-from fastdp.data import DataError
 from fastdp.finetune import ConfigError, finetune
 from fastdp.quickstart.corpus import private_records
+from fastdp.tables import DataError
 from tests.finetune.runs import RAPFT, StopAfter
 
 

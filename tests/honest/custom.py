@@ -299,11 +299,26 @@ register("outputs_flat", lambda: _of_blocks(lambda z: z.reshape(-1, kit.VOCABULA
 register("inputs_time_first", lambda: _of_blocks(lambda z: z, _time_first, swaps=True))
 
 
-@program()
-def hidden_states_given() -> Case:
-    """The loop makes zero states [layers, rows, width] for each batch."""
+def _states_given(**options: Any) -> Case:
     case = _of_blocks(lambda z: z, _with_states)
-    case.exact = False
+    case.exact, case.options = False, {**case.options, **options}
+    return case
+
+
+# The loop makes zero states [layers, rows, width] for each batch; also with as many rows as layers.
+register("hidden_states_given", _states_given)
+register("hidden_states_of_two_rows", lambda: _states_given(max_physical_batch_size=2))
+
+
+@program()
+def class_embeddings_given() -> Case:
+    """CLIP's classifier: the loop gives one embedding a class, and microbatches have as many rows."""
+    embeddings = torch.randn(kit.CLASSES, kit.WIDTH, generator=torch.Generator().manual_seed(0))
+    model = kit.Wrapped(
+        lambda self, x, given: F.normalize(self.net(x), dim=-1) @ given.t(), net=nn.Linear(12, kit.WIDTH)
+    )
+    case = outside(model, kit.numbers(), loss=lambda m, b: F.cross_entropy(m(b[0], embeddings), b[1]), exact=False)
+    case.options = {**case.options, "max_physical_batch_size": kit.CLASSES}
     return case
 
 

@@ -288,3 +288,74 @@ ONE_LINE: dict[str, Any] = {
     ),
 }
 register_all(ONE_LINE, lambda build: build())
+
+
+@program()
+def masked_autoencoder_own_generator() -> Case:
+    """The model hides half of a picture's patches, by a generator that it keeps."""
+
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        patches = x.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+        ranks = torch.rand(patches.shape[:2], generator=self.generator).argsort(1)
+        hidden = (ranks < patches.shape[1] // 2).unsqueeze(-1).to(patches)
+        found = self.net(self.mix(((1 - hidden) * patches).transpose(1, 2)).transpose(1, 2))
+        return ((found - patches).square() * hidden).mean()
+
+    parts: dict[str, Any] = {"net": kit.mlp(48, 48), "mix": nn.Linear(16, 16), "generator": torch.Generator()}
+    return Case(kit.Wrapped(forward, **parts), kit.images(), None, kit.unpack, exact=False)
+
+
+class _Diffusion:
+    """A noise schedule with numpy's generator, as diffusion tutorials write it."""
+
+    def __init__(self) -> None:
+        self.generator, self.kept = numpy.random.default_rng(0), torch.linspace(0.99, 0.1, 20)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = self.kept[torch.from_numpy(self.generator.integers(0, 20, len(x)))].unsqueeze(1)
+        noise = torch.from_numpy(self.generator.standard_normal(tuple(x.shape))).to(x)
+        return kept.sqrt() * x + (1 - kept).sqrt() * noise, noise
+
+
+@program()
+def diffusion_own_generator() -> Case:
+    """The loop calls an object that draws timesteps and noise."""
+    diffusion = _Diffusion()
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        noised, noise = diffusion(batch[0])
+        return F.mse_loss(model(noised), noise)
+
+    return outside(kit.mlp(12, 12), kit.numbers(), loss=loss, exact=False)
+
+
+class _Erasing(nn.Module):
+    """A transform in torchvision's form, with Python's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = random.Random(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.generator.random() < 0.3:
+            x = x.clone()
+            x[:, : self.generator.randrange(4, 8)] = 0
+        return x
+
+
+class _Transformed(Flipped):
+    def __init__(self) -> None:
+        super().__init__(random.random)
+        self.transforms = [_Erasing(), nn.Identity()]
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        picture, label = self.rows[index]
+        for transform in self.transforms:
+            picture = transform(picture)
+        return picture, label
+
+
+@program()
+def list_of_transforms() -> Case:
+    """A list of transforms, one of which is a module with a generator."""
+    return outside(kit.convnet(), _Transformed(), exact=False)

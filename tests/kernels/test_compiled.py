@@ -34,9 +34,7 @@ from fastdp.kernels import (
     grouped,
     groups,
     heads,
-    instances,
     launch,
-    mask,
     noise,
     onehot,
     reduce,
@@ -65,7 +63,7 @@ POINTERS = {
     **dict.fromkeys("p_offsets p_offsets1 p_offsets2 p_lefts p_rights p_lines p_table p_keys p_order".split(), "*i64"),
     **dict.fromkeys("p_list p_ids p_index p_bad p_target".split(), "*i64"),
     **dict.fromkeys("p_blocks p_position p_positions".split(), "*i32"),
-    **dict.fromkeys("p_mask p_bits p_chosen".split(), "*u8"),
+    **dict.fromkeys("p_mask p_chosen".split(), "*u8"),
     **dict.fromkeys("p_norm p_partial p_counts p_eta p_sizes".split(), "*fp64"),
 }
 FLOATS = {
@@ -114,25 +112,22 @@ class Case:
         return {name: self.own[name] if name in self.own else type_of(name) for name in names}
 
 
-def gram_case(dtype, b_t, b_k, warps, precision="ieee", slow=False):
+def gram_case(dtype, b_t, b_k, warps, slow=False):
     constants = {"RIGHT": dtype, "LEFT": dtype, "CONTIGUOUS": True, "ALIGNED": True, "b_t": b_t, "b_k": b_k}
-    matrix = dtype != tl.float32 or precision != "ieee"
-    constants |= {"PRECISION": precision}
+    matrix = dtype != tl.float32
     case = Case(gram._gram_kernel, {"p_table": "*i32"}, constants, warps, 4, matrix, True, slow=slow)
     return replace(case, loop=310)  # every other round the accumulator is added up and emptied
 
 
-def direct_case(dtype, kind, b_m, b_n, b_t, warps, precision="ieee", slow=False):
+def direct_case(dtype, kind, b_m, b_n, b_t, warps, slow=False):
     own = {"p_left": f"*{dtype}", "p_right": f"*{dtype}"}
-    constants = {"b_m": b_m, "b_n": b_n, "b_t": b_t, "KIND": kind.value, "PRECISION": precision}
-    matrix = dtype != "fp32" or precision != "ieee"
-    return Case(direct._direct_kernel, own, constants, warps, 3, matrix, True, slow=slow)
+    constants = {"b_m": b_m, "b_n": b_n, "b_t": b_t, "KIND": kind.value}
+    return Case(direct._direct_kernel, own, constants, warps, 3, dtype != "fp32", True, slow=slow)
 
 
-def weighted_case(dtype, b_m, b_n, b_t, warps, masked, precision="ieee", slow=False):
+def weighted_case(dtype, b_m, b_n, b_t, warps, slow=False):
     constants = {"LEFT": dtype, "RIGHT": dtype, "CONTIGUOUS": True, "ALIGNED": True, "b_m": b_m, "b_n": b_n, "b_t": b_t}
-    constants |= {"MASKED": masked, "PRECISION": precision}
-    matrix = dtype != tl.float32 or precision != "ieee"
+    matrix = dtype != tl.float32
     return Case(weighted._weighted_kernel, {}, constants, warps, 7 if b_n == 256 else 5, matrix, True, slow=slow)
 
 
@@ -142,13 +137,13 @@ def cross_case(dtype, kind, b_t, b_k, warps, slow=False):
         "p_left2": "*i64" if kind is cross.IDS else f"*{dtype}",
         **{"p_right1": f"*{dtype}", "p_right2": f"*{dtype}"},
     }
-    constants = {"KIND": kind.value, "b_t": b_t, "b_k": b_k, "PRECISION": "ieee"}
+    constants = {"KIND": kind.value, "b_t": b_t, "b_k": b_k}
     return Case(cross.cross_kernel, own, constants, warps, 3, dtype != "fp32", True, slow=slow, loop=310)
 
 
 def grouped_case(dtype, b_m, b_t, warps, slow=False):
     constants = {"NARROW": dtype, "WIDE": dtype, "CONTIGUOUS": True, "NARROW_ALIGNED": True, "WIDE_ALIGNED": True}
-    constants |= {"b_m": b_m, "b_n": 128, "b_t": b_t, "PRECISION": "ieee"}
+    constants |= {"b_m": b_m, "b_n": 128, "b_t": b_t}
     return Case(grouped._grouped_kernel, {}, constants, warps, 3, dtype != tl.float32, True, slow=slow)
 
 
@@ -156,16 +151,6 @@ def snap_case(dtype, b_x, warps, slow=False):
     own = {"p_x": "*bf16", "p_table": f"*{dtype}"}
     constants = {"b_v": 128, "b_x": b_x, "b_k": 64, "b_group": 32}
     return Case(snap.nearest_group_kernel, own, constants, warps, 3, True, True, slow=slow)
-
-
-def instance_norm_case(dtype, kind, slow=False):
-    constants = {"b": instances.INSTANCE_CHUNK, "KIND": kind.value}
-    return Case(instances.instance_norm_kernel, {"p_x": f"*{dtype}"}, constants, slow=slow)
-
-
-def instance_sum_case(dtype, masked, slow=False):
-    constants = {"b": instances.COLUMNS, "MASKED": masked}
-    return Case(instances.instance_sum_kernel, {"p_x": f"*{dtype}"}, constants, slow=slow)
 
 
 def onehot_norm_case(kind, slow=False):
@@ -239,7 +224,6 @@ CASES = {
     "gram-bf16": gram_case(tl.bfloat16, 128, 64, 8),
     "gram-bf16-short": replace(gram_case(tl.bfloat16, 32, 64, 4, slow=True), narrow=True, blocks=4),
     "gram-fp32": replace(gram_case(tl.float32, 64, 32, 8), loop=700, blocks=2),
-    "gram-tf32x3": replace(gram_case(tl.float32, 64, 32, 8, "tf32x3", slow=True), loop=380),
     "gram-pairs": Case(gram.pairs_kernel, {"p_table": "*i32"}, {}, slow=True),
     "gram-sum-pairs": Case(gram.sum_pairs_kernel, {"p_table": "*i32"}, {"b": 128}, slow=True),
     "direct-bf16": replace(direct_case("bf16", direct.SQUARE, 128, 128, 64, 8), blocks=2),
@@ -247,7 +231,7 @@ CASES = {
     "direct-chosen-bf16": Case(
         direct.chosen_kernel,
         {},
-        {"LEFT": tl.bfloat16, "RIGHT": tl.bfloat16, "CONTIGUOUS": True, "ALIGNED": True, "PRECISION": "ieee"}
+        {"LEFT": tl.bfloat16, "RIGHT": tl.bfloat16, "CONTIGUOUS": True, "ALIGNED": True}
         | {"b_m": 128, "b_n": 128, "b_t": 64},
         8,
         matrix=True,
@@ -265,13 +249,11 @@ CASES = {
         {"GRADIENT": tl.bfloat16, "X": tl.bfloat16, "CONTIGUOUS": True, "ALIGNED": True}
         | {"b_t": affine.TOKENS, "b_n": affine.COLUMNS},
     ),
-    "weighted-bf16": replace(weighted_case(tl.bfloat16, 128, 128, 64, 8, False), loop=270),
+    "weighted-bf16": replace(weighted_case(tl.bfloat16, 128, 128, 64, 8), loop=270),
     # An accumulator of 128 registers leaves four words over for the stack once, where the tile is stored.
-    "weighted-bf16-wide": replace(weighted_case(tl.bfloat16, 128, 256, 64, 8, False), loop=400, wide=True, stack=16),
-    "weighted-fp32": replace(weighted_case(tl.float32, 64, 64, 32, 4, False, slow=True), loop=1400, blocks=4),
-    "weighted-bf16-short": replace(weighted_case(tl.bfloat16, 128, 128, 16, 8, False, slow=True), loop=400),
-    "masked-weighted-bf16": replace(weighted_case(tl.bfloat16, 128, 64, 64, 8, True), loop=540),
-    "masked-weighted-fp32": replace(weighted_case(tl.float32, 64, 64, 32, 8, True, slow=True), loop=830),
+    "weighted-bf16-wide": replace(weighted_case(tl.bfloat16, 128, 256, 64, 8), loop=400, wide=True, stack=16),
+    "weighted-fp32": replace(weighted_case(tl.float32, 64, 64, 32, 4, slow=True), loop=1400, blocks=4),
+    "weighted-bf16-short": replace(weighted_case(tl.bfloat16, 128, 128, 16, 8, slow=True), loop=400),
     "weighted-parts": Case(
         weighted.add_parts_kernel,
         {},
@@ -287,11 +269,6 @@ CASES = {
     "grouped-bf16-64": grouped_case(tl.bfloat16, 64, 64, 8, slow=True),
     "grouped-fp32": replace(grouped_case(tl.float32, 16, 32, 8, slow=True), loop=460),
     "head-bf16": Case(heads.gradient_kernel, {"p_logits": "*bf16"}, {"b": heads.HEAD_COLUMNS}, 8),
-    "instance-norm": instance_norm_case("fp32", direct.SQUARE),
-    "instance-masked-norm": instance_norm_case("fp32", direct.MASKED_SQUARE, slow=True),
-    "instance-absolute-bf16": instance_norm_case("bf16", direct.ABSOLUTE, slow=True),
-    "instance-sum": instance_sum_case("fp32", False),
-    "instance-masked-sum": instance_sum_case("fp32", True, slow=True),
     "row-products": Case(
         bounds.products_kernel,
         {**HALF, "p_out": "*fp64"},
@@ -314,7 +291,6 @@ CASES = {
         onehot.long_norm_kernel, {}, {"b_n": onehot.COLUMNS, "KIND": direct.MASKED_SQUARE.value}, slow=True
     ),
     "onehot-long-scatter": Case(onehot.long_scatter_kernel, {}, {"b_n": onehot.COLUMNS, "MASKED": True}, slow=True),
-    "pack": Case(mask.pack_kernel, {"stride_m": "i32"}, {"b": 512}, slow=True),
     "sum-parts": Case(reduce.sum_parts_kernel, {}, {"b": 128}, 1),
     "snap-bf16": snap_case("bf16", 128, 8),
     "snap-fp32": snap_case("fp32", 128, 8),
@@ -339,8 +315,7 @@ def aligned_arguments(case):
     return tuple(
         name
         for name in case.types
-        if name not in VARYING
-        and (name.startswith(("p_", "stride", "lefts", "widths")) or name in ("m", "n", "width", "bytes_a_row"))
+        if name not in VARYING and (name.startswith(("p_", "stride", "lefts", "widths")) or name in ("m", "n", "width"))
     )
 
 
@@ -390,8 +365,7 @@ def check_loops(case, found, capability):
     assert loops or capability >= 100  # products of Blackwell are asked for by one warp, whose waits are barriers
     for loop in loops:
         assert loop.loads is None and capability >= 100 or loop.loads >= 1
-        # Three products of parts that stand for one are waited for before they are added up.
-        if loop.counts.get("HGMMA") and case.constants.get("PRECISION") != "tf32x3":
+        if loop.counts.get("HGMMA"):
             assert loop.products >= 1
         if capability == 90:
             assert loop.instructions <= case.loop
@@ -459,8 +433,6 @@ def test_fits_its_neighbours(name, capability, monkeypatch):
 def test_fits_into_64_kilobytes(name, target, monkeypatch):
     """A T4's programs and an MI300's have so little shared memory; for the latter no limit of registers is compiled."""
     case = CASES[name]
-    if target.backend == "hip" and case.constants.get("PRECISION") == "tf32x3":
-        pytest.skip("AMD's matrix units have no TF32; the default is ieee")
     monkeypatch.setattr(launch, "shared_memory", lambda device: 64 << 10)
     monkeypatch.setattr(torch.version, "hip", "6.0" if target.backend == "hip" else None)
     limit = {} if case.maxnreg is None else launch.registers_of(case.maxnreg)

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
 
 from fastdp import ops
 from fastdp.ops.grid import on_grid
@@ -102,16 +101,6 @@ def test_axes_scale_sum_and_noise(dtype, shape, rows, kernels):
     assert all(torch.equal(x, y) for x, y in zip(plain, even))
 
 
-@given(shape=st.lists(st.integers(1, 12), min_size=2, max_size=3), seed=st.integers(0, 99))
-def test_strides_do_not_matter(shape, seed):
-    generator = torch.Generator().manual_seed(seed)
-    plain = [torch.rand(shape, generator=generator) for _ in range(4)]
-    turned = [x.transpose(0, -1).contiguous().transpose(0, -1) for x in plain]
-    for tensors in (plain, turned):
-        adamw_noise_step_(*tensors, 1.0, stream(seed), divisor=2.0, lr=0.1, step=1)
-    assert all(torch.equal(a, b) for a, b in zip(plain, turned))
-
-
 def test_nothing_next_to_the_tensors_is_written():
     for n in (1, 7, 17, 1023, 1025):
         whole = [torch.full((n + 32,), float("nan")) for _ in range(4)]
@@ -145,18 +134,15 @@ def arguments(**changes):
         ({"eps": -1e-8}, ValueError, "eps must be"),
         ({"weight_decay": -0.1}, ValueError, "weight_decay must be"),
         ({"step": 0}, ValueError, "step counts from 1"),
-        ({"grad_sum": torch.zeros(3, 2)}, ValueError, "grad_sum must have the shape of param"),
-        ({"exp_avg": torch.zeros(2, 3, device="meta")}, ValueError, "exp_avg is on meta and param on cpu"),
-        (
-            {"exp_avg_sq": torch.zeros(2, 3, dtype=torch.bfloat16)},
-            TypeError,
-            "exp_avg_sq must be a dense tensor of float32",
-        ),
+        ({"grad_sum": torch.zeros(3, 2)}, ValueError, "sums and masters must be contiguous float32"),
+        ({"exp_avg": torch.zeros(2, 3, device="meta")}, ValueError, "exp_avgs is on meta and params on cpu"),
+        ({"exp_avg_sq": torch.zeros(2, 3, dtype=torch.bfloat16)}, ValueError, "moments all float32 or all bfloat16"),
+        ({"param": torch.zeros(3, 2).T}, ValueError, "params must be contiguous"),
         ({"param": torch.zeros(2, 3, dtype=torch.float64)}, TypeError, "param must be a dense tensor"),
-        ({"param": torch.zeros(2, 3, requires_grad=True)}, RuntimeError, "param requires grad"),
-        ({"exp_avg": torch.zeros(1, 1).expand(2, 3)}, ValueError, "elements of exp_avg may share memory"),
+        ({"param": torch.zeros(2, 3, requires_grad=True)}, RuntimeError, "params requires grad"),
+        ({"exp_avg": torch.zeros(1, 1).expand(2, 3)}, ValueError, "sums and masters must be contiguous"),
         ({"stream": None}, TypeError, "must be a NoiseStream"),
-        ({"rows": torch.ones(2)}, ValueError, "rows and columns go together"),
+        ({"rows": torch.ones(2)}, ValueError, "rows and columns must be as many"),
         ({"rows": torch.ones(2), "columns": torch.ones(2)}, ValueError, "are no axes of a parameter of 6 elements"),
         ({"rows": torch.ones(2).double(), "columns": torch.ones(3)}, TypeError, "rows must be"),
     ],

@@ -18,7 +18,6 @@ from fastdp.ops.routes import (
     ROUTES,
     RouteConstants,
     constants_for,
-    for_norms,
     longest_by_gram,
     plan_route,
     predicted_seconds,
@@ -120,18 +119,6 @@ def test_units_are_measured_by_gram_matrices_up_to_where_that_is_slower(m: int, 
     assert not any(gram_is_faster(length) for length in range(longest + 5, longest + 60))
     assert 4 <= longest < 2 * (m + n)
     assert longest_by_gram(NARROW, n) == 0
-
-
-@cases(*pairs(("lengths", [[5, 5, 5], [1, 300, 2], [40], [0, 0, 7]]), ("m, n", [(8, 8), (100, 100), (700, 700)])))
-def test_norms_alone_go_by_the_lengths_of_units(m: int, n: int, lengths: list[int]) -> None:
-    """Gram matrices of unequal units cost what those of their root mean square do, in whole blocks."""
-    offsets = torch.tensor([0, *itertools.accumulate(lengths)])
-    left, right = torch.empty(sum(lengths), m), torch.empty(sum(lengths), n)
-    constants = DEFAULTS["cpu", 4]
-    typical = math.ceil((sum(length**2 for length in lengths) / len(lengths)) ** 0.5)
-    gram = 2 * len(lengths) * gram_products(typical) * (m + n) / constants.gram_flops
-    direct = 2 * (sum(lengths) + 3 * len(lengths)) * m * n / constants.direct_flops
-    assert for_norms(left, right, offsets) == ("gram" if gram < direct else "direct")
 
 
 def test_well_known_shapes() -> None:

@@ -1,11 +1,13 @@
 """Norms and weighted sums of instantiated gradients against float64."""
 
+import sys
 import time
 
 import pytest
 import torch
 
 from fastdp import ops
+from fastdp.ops.table import OPS
 from tests.cases import cases
 from tests.ops.uses import by_threads
 
@@ -53,6 +55,32 @@ def test_threads_do_not_change_the_result():
         return torch.cat([*norms, ops.instance_masked_sum(instances, weights, -weights, mask)])
 
     by_threads(compute)
+
+
+def calls_of(function):
+    """How many functions, Python's and others, a call comes to."""
+    function()
+    count = 0
+
+    def seen(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count - 2  # the function itself, and the end of counting
+
+
+def test_small_calls_go_straight_to_their_kernel():
+    """Of a few numbers the way there takes longer than the sum: the checks of `Op` alone come to more calls."""
+    x, weights = torch.randn(8, 64), torch.rand(8)
+    assert calls_of(lambda: ops.instance_sum(x, weights)) <= 18
+    assert calls_of(lambda: ops.instance_sqnorm(x)) <= 17
+    assert torch.equal(ops.instance_sum(x, weights), OPS["instance_sum"](x, weights, None, None))
+    assert torch.equal(ops.instance_sqnorm(x), OPS["instance_norms"](x, 0, None)[0])
 
 
 ROWS, MASK, WEIGHTS = torch.ones(4, 3, 5), torch.ones(3, 5, dtype=torch.bool), torch.ones(4)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastdp import ops
-from fastdp.ops.factors import ABSOLUTE, HAS_KERNELS, MASKED_SQUARE, SQUARE
+from fastdp.ops.factors import HAS_KERNELS, MASKED_SQUARE, SQUARE
 from fastdp.ops.table import OPS
 from tests.cases import cases, pairs
 from tests.ops.uses import by_threads
@@ -174,6 +174,11 @@ def test_compiled_calls_take_the_registered_op():
     offsets, left, right = offsets_of([4, 3]), factor(7, 5, 1), factor(7, 6, 2)
     compiled = torch.compile(lambda a, b: ops.sqnorm(a, b, offsets, "gram") + 1, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(left, right), ops.sqnorm(left, right, offsets, "gram") + 1)
+    weights = torch.rand(2)
+    summed = torch.compile(
+        lambda a, b: ops.weighted_sum(a, b, weights, offsets=offsets), backend="eager", fullgraph=True
+    )
+    torch.testing.assert_close(summed(left, right), ops.weighted_sum(left, right, weights, offsets=offsets))
 
 
 LEFT, RIGHT, OFFSETS = torch.ones(6, 3), torch.ones(6, 4), torch.tensor([0, 2, 6])
@@ -229,9 +234,8 @@ BAD = [
     (lambda: ops.masked_sqnorm(torch.zeros(6).long(), RIGHT, OFFSETS, MASK[0]), ValueError, "mask has shape"),
     (lambda: ops.masked_sqnorm(LEFT, RIGHT, OFFSETS, MASK.T), ValueError, r"mask has shape \(4, 3\)"),
     (lambda: ops.masked_sqnorm(LEFT, RIGHT, OFFSETS, MASK.int()), TypeError, "mask is torch.int32"),
-    (lambda: OPS["norms"](LEFT, RIGHT, OFFSETS, "direct", MASKED_SQUARE, None), ValueError, "measure is 2"),
-    (lambda: OPS["norms"](LEFT, RIGHT, OFFSETS, "direct", SQUARE, MASK), ValueError, "measure is 0"),
-    (lambda: OPS["norms"](LEFT, RIGHT, OFFSETS, "gram", ABSOLUTE, None), ValueError, "its route is 'direct'"),
+    (lambda: OPS["norms"](LEFT, RIGHT, OFFSETS, MASKED_SQUARE, None), ValueError, "measure is 2"),
+    (lambda: OPS["norms"](LEFT, RIGHT, OFFSETS, SQUARE, MASK), ValueError, "measure is 0"),
 ]
 
 

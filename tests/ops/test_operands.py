@@ -40,7 +40,7 @@ def arguments() -> dict[str, tuple]:
     eta = torch.ones(2, dtype=torch.float64)
     two = [left(), left()], [right(), right()]
     return {
-        "norms": (left(), right(), OFFSETS, "direct", 2, MASK),
+        "norms": (left(), right(), OFFSETS, 2, MASK),
         "cross_inner": (ids, right(), left(), right(), OFFSETS, OFFSETS),
         "row_products": (left(), right(), OFFSETS, 2),
         "gram_norms": (*two, [1, 1], OFFSETS, [torch.ones(ROWS)] * 2 + [torch.ones(COLUMNS)] * 2, 1 << 20),
@@ -50,7 +50,6 @@ def arguments() -> dict[str, tuple]:
         "chosen_sqnorm": (*two, OFFSETS, torch.ones(2, UNITS, dtype=torch.bool)),
         "per_unit": (left(), right(), OFFSETS),
         "per_unit_group": (*two, OFFSETS),
-        "column_sums": (left(), OFFSETS),
         "affine_sums_group": ([right()], [right()], [torch.randn(TOKENS)], [torch.rand(TOKENS)], OFFSETS),
         "weighted_sum_": (torch.zeros(ROWS, COLUMNS), left(), right(), weights, weights.clone(), MASK, OFFSETS),
         "weighted_sum_group_": ([torch.zeros(ROWS, COLUMNS) for _ in range(2)], *two, torch.rand(2, UNITS), OFFSETS)
@@ -70,12 +69,11 @@ def arguments() -> dict[str, tuple]:
         ),
         "clip_noise": (torch.randn(3, 70), 0.5, 0.5, position, False),
         "clip_noise_backward": (torch.randn(3, 70), torch.randn(3, 70), torch.ones(3, dtype=torch.float64), 0.5),
-        "adamw_noise_step_": (*moments(), position, *numbers(False), torch.ones(3), torch.ones(1)),
         "adamw_noise_steps_": (*[[y] for y in moments()], [], stream().take_at(0, [0]), *numbers(True), [], []),
         "snap": (torch.randn(3, 16), table),
         "private_snap": (token, table, eta, position),
         "dchi_vectors": (eta, 16, position),
-        "exponential_choice": (token, table, eta, position, None, torch.zeros(7).double(), torch.ones(7).double()),
+        "exponential_choice": (token, table, eta, position, None, torch.zeros(7).double()),
     }
 
 

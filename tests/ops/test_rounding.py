@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fastdp import _native, ops
-from fastdp.ops.bounds import EARLY, PADDING, ROW_PRODUCTS, Roundings
+from fastdp.ops import bounds
+from fastdp.ops.bounds import EARLY, PADDING, ROW_PRODUCTS, Part, Roundings, round_down, upper_norms
 from tests.cases import cases, pairs
 
 UNIT = 2.0**-24
@@ -85,3 +86,28 @@ def test_sums_of_scaled_factors_go_through_more_roundings() -> None:
     assert scaled.fixed - plain.fixed == 5
     assert plain.plus(scaled) == Roundings(plain.fixed + scaled.fixed, 2.0)
     assert plain.larger(scaled) == scaled
+
+
+@cases(*pairs(("order", [1, 2]), ("units", [1, 7])))
+def test_bounds_on_processors_are_as_defined(order: int, units: int) -> None:
+    """Parts with products and without, in both dtypes, some of them infinite or not a number, and counts beyond every bound."""
+    generator = torch.Generator().manual_seed(order)
+    parts = []
+    for rows, dtype, counted in ((2, torch.float32, True), (3, torch.float64, False), (1, torch.float64, True)):
+        powers = torch.rand(rows, units, generator=generator, dtype=torch.float64).to(dtype)
+        products, tokens = 9 * torch.rand(2, rows, units, generator=generator, dtype=torch.float64)
+        parts.append(Part(powers, products if counted else None, (1e3 * tokens).round() if counted else None))
+    parts[0].powers[0, 0], parts[1].powers[1, -1] = -1.0, torch.inf
+    if units > 1:
+        parts[2].products[0, 1], parts[2].tokens[0, 2] = torch.nan, 2.0**26  # type: ignore[index]
+        parts[2].products[0, 3] = 1e9  # type: ignore[index]
+    errors = torch.rand(9, 6, 1, generator=generator, dtype=torch.float64) * 2.0**-24
+    groups = torch.tensor([0, 1, 2, 0, 1, 1])
+    found, defined = upper_norms(parts, groups, errors, 3, order), bounds.upper_norms_reference
+    for own, truth in zip(found, defined(parts, groups, errors, 3, order)):
+        torch.testing.assert_close(own, truth, rtol=1e-14, atol=0, equal_nan=True)
+    assert found[2].any() == (units > 1)
+    ratios = torch.cat(
+        [0.4 / found[0], torch.tensor([[0.0, 1.0, 2.0**-41, 3.0, 0.1, torch.inf, torch.nan]])[:, :units]]
+    )
+    assert torch.equal(round_down(ratios), bounds.round_down_reference(ratios))

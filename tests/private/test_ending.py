@@ -13,6 +13,7 @@ import torch
 
 import fastdp
 from tests.cases import cases
+from tests.engine.models import build
 from tests.engine.runs import Classifier, loader, logical_step, start
 
 PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
@@ -229,3 +230,26 @@ def test_refusals_after_releases_say_what_was_spent_and_the_way_on_works() -> No
     again = start(private.model, **PRIVATE)
     epoch(again)
     assert again.steps_done == 3
+
+
+@cases("make", [torch.optim.SGD, torch.optim.AdamW, fastdp.optim.AdamW])
+def test_resized_embeddings_are_refused_before_a_release_and_the_way_on_works(make: Any) -> None:
+    def begin() -> Any:
+        optimizer = make(model.parameters(), lr=1e-3)
+        batches = torch.utils.data.DataLoader(rows, batch_size=4)
+        return fastdp.make_private(model, optimizer, batches, epochs=2, **PRIVATE)
+
+    model = build("gpt2")
+    rows = [{"input_ids": torch.full((5,), n), "labels": torch.full((5,), n)} for n in range(3, 15)]
+    private = begin()
+    epoch(private)
+    size = model.config.vocab_size
+    model.resize_token_embeddings(size + 1)
+    said = rf"wte.weight was resized from \[{size}, .*Resize it before make_private.* 3 of 6 releases are spent\."
+    with pytest.raises(RuntimeError, match=said):
+        epoch(private)
+    assert private.steps_done == 3
+    fastdp.detach(model)
+    private = begin()
+    epoch(private)
+    assert private.steps_done == 3

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 from fastdp.bench import simulate
 from fastdp.bench.workloads import Case, examples
 
@@ -345,7 +346,8 @@ def test_a_policy_that_changes_before_the_backward_pass_of_a_replay_is_refused()
     engine.close()
 
 
-def test_checkpointed_passes_are_replayed_and_recorded_without_reading_random_states():
+def test_checkpointed_passes_are_replayed_and_recorded_without_reading_random_states(monkeypatch):
+    monkeypatch.setattr(graphs, "MAX_TIME_SHARE", float("inf"))
     case, results, runs, read = (
         dataclasses.replace(CASE, checkpointed=True),
         [],
@@ -363,11 +365,51 @@ def test_checkpointed_passes_are_replayed_and_recorded_without_reading_random_st
         return strict
 
     for recorded in (None, runs):
-        engine = engine_of(simulate.build(case, torch.device("cpu")), tickets_of(8), recorded, recorder)
+        model = simulate.build(case, torch.device("cpu"))
+        # transformers' own, for reentrant checkpoints: no reason to leave a model alone.
+        assert any(module._forward_hooks for module in model.modules())
+        engine = engine_of(model, tickets_of(8), recorded, recorder, force=False)
         results.append(trained_on(engine, [8] * 8))
     require_equal(results)
     assert runs.count("forward") == TRIES + 6
     assert torch.utils.checkpoint.get_device_states is read
+
+
+def test_recorded_passes_make_no_cache_and_the_models_setting_stays(monkeypatch):
+    """A cache of a sliding window copies from the host, which no CUDA graph can repeat."""
+    results, runs, made = [], [], []
+
+    def counted(self, *args, **kwargs):
+        made.append(recording)
+        init(self, *args, **kwargs)
+
+    cache = transformers.cache_utils.DynamicCache
+    init = cache.__init__
+    monkeypatch.setattr(cache, "__init__", counted)
+    recording = False
+
+    def recorder(accumulator, runs):
+        record = again_on_a_processor(accumulator, runs)
+
+        def watched(function):
+            nonlocal recording
+            recording = True
+            try:
+                return record(function)
+            finally:
+                recording = False
+
+        return watched
+
+    for recorded in (None, runs):
+        model = simulate.build(CASE, torch.device("cpu"))
+        model.config.use_cache = True
+        results.append(trained_on(engine_of(model, tickets_of(8), recorded, recorder), [8] * 8))
+        assert model.config.use_cache
+    require_equal(results)
+    assert made
+    assert not any(made)
+    assert runs.count("forward") == TRIES + 6
 
 
 def test_a_loss_made_from_another_output_of_a_replay_is_refused():

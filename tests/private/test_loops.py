@@ -425,7 +425,7 @@ def test_a_reproducible_key_has_no_epsilon() -> None:
         (fastdp.TextPrivatizer, r"TextPrivatizer perturbs data.*call fastdp.TextPrivatizer"),
         (fastdp.SelectivePerturbation, r"SelectivePerturbation perturbs data.*call fastdp.SelectivePerturbation"),
         (fastdp.DPSGD, r"give fastdp.DPSGD\(\)"),
-        ("dpsgd", r"method is a str.*give fastdp.DPSGD\(\)"),
+        ("dpsgd", r"method is of type str.*give fastdp.DPSGD\(\)"),
     ],
 )
 def test_what_is_no_method_of_make_private_is_told_its_own_call(method: Any, match: str) -> None:

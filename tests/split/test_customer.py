@@ -255,6 +255,39 @@ def test_texts_that_another_folder_sent_are_refused_or_said(service, customer_of
     assert "earlier_releases" not in first.statement(noisy_rows(first))
 
 
+def test_a_stop_between_counting_a_release_and_its_record_is_no_second_release(
+    service, customer_of, corpus, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "state"))
+    monkeypatch.delenv("FASTDP_AGAIN")
+    texts, labels = corpus
+    first = customer_of(service)
+    write = first._write_record
+
+    def stopped():
+        if "earlier" in first.record:
+            raise KeyboardInterrupt
+        write()
+
+    monkeypatch.setattr(first, "_write_record", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        first.send(texts, labels, noisy_rows(first))
+    first.close()
+    other = customer_of(service, "elsewhere")
+    with pytest.raises(ValueError, match="these data were released before, by split"):
+        other.send(texts, labels, noisy_rows(other))
+    again = customer_of(service)
+    again.send(texts, labels, noisy_rows(again))
+    assert again.store.count == len(texts)
+    assert "earlier_releases" not in again.statement(noisy_rows(again))
+    again.close()
+    # What the folder forgot, the account did not.
+    (again.folder / "customer.json").unlink()
+    anew = customer_of(service)
+    with pytest.raises(ValueError, match="these data were released before, by split"):
+        anew.send(texts, labels, noisy_rows(anew))
+
+
 def test_a_stopped_customer_goes_on_where_it_was(service, customer_of, corpus):
     texts, labels = corpus
     whole = customer_of(service, "whole")

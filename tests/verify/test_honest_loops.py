@@ -127,3 +127,76 @@ def test_training_that_diverges_goes_on(method: Any, seed: int) -> None:
 
     private = train(gpt2(), texts(), labelled, loop, seed, method=method, rate=1e38, unsafe_seed=seed)
     assert private.nonfinite_examples > 0
+
+
+class Noise(nn.Module):
+    """Adds noise of a generator that it keeps."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        make: Any = {
+            "torch": lambda: torch.Generator().manual_seed(0),
+            "numpy": lambda: numpy.random.default_rng(0),
+            "python": lambda: random.Random(0),
+        }
+        self.generator: Any = make[kind]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.generator, torch.Generator):
+            return x + torch.randn(x.shape, generator=self.generator)
+        if isinstance(self.generator, numpy.random.Generator):
+            return x + torch.from_numpy(self.generator.normal(size=tuple(x.shape))).to(x)
+        return x * torch.tensor([self.generator.random() for _ in x])[:, None]
+
+
+def rows(count: int = 16) -> list[tuple[torch.Tensor, int]]:
+    draw = torch.Generator().manual_seed(0)
+    return [(torch.rand(6, generator=draw), number % 3) for number in range(count)]
+
+
+@seeds(4)
+@pytest.mark.parametrize("kind", ["torch", "numpy", "python"])
+def test_a_model_that_holds_its_generator(kind: str, seed: int) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), Noise(kind), nn.Linear(8, 3))
+    loop: Loop = lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[1])  # noqa: E731
+    private = train(model, rows(), None, loop, seed, loss_reduction="mean")
+    assert any("draws random numbers" in sentence for sentence in private.card()["assumptions"])
+
+
+class Drawing:
+    """A loop with a generator of its own, which sometimes does something to a batch."""
+
+    def __init__(self, seed: int, change: Callable[[torch.Tensor], torch.Tensor]):
+        self.generator, self.change = numpy.random.default_rng(seed), change
+
+    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        x = self.change(batch[0]) if self.generator.random() < 0.15 else batch[0]
+        return nn.functional.cross_entropy(model(x), batch[1])
+
+
+@seeds(12)
+def test_a_loop_that_seldom_flips_by_a_generator_of_its_own(seed: int) -> None:
+    train(nn.Linear(6, 3), rows(), None, Drawing(seed, lambda x: x.flip(1)), seed, loss_reduction="mean")
+
+
+@seeds(4)
+def test_a_loop_that_seldom_mixes_rows_by_a_generator_of_its_own_is_found(seed: int) -> None:
+    with pytest.raises(RuntimeError, match="another gradient beside other examples|another gradient alone"):
+        train(nn.Linear(6, 3), rows(), None, Drawing(seed, lambda x: x + x.roll(1, 0)), seed, loss_reduction="mean")
+
+
+@seeds(3)
+def test_a_loop_that_gives_one_embedding_a_class(seed: int) -> None:
+    """Microbatches of as many rows as there are classes."""
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features = nn.Linear(6, 8)
+
+        def forward(self, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+            return self.features(x) @ classes.t()
+
+    classes = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    loop: Loop = lambda model, batch: nn.functional.cross_entropy(model(batch[0], classes), batch[1])  # noqa: E731
+    train(Scores(), rows(), None, loop, seed, loss_reduction="mean", max_physical_batch_size=3)

@@ -159,6 +159,38 @@ def test_users_with_several_examples(outside: bool) -> None:
     assert error(got, by_autograd(private.model, batches, 0.5, own)) < CLIPPED
 
 
+class Tagger(nn.Module):
+    """Logits for each of a row's entries, in the order that ``arrange`` gives them."""
+
+    def __init__(self, arrange: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.head, self.arrange = nn.Linear(1, CLASSES), arrange
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.arrange(self.head(x.unsqueeze(-1)))
+
+
+@pytest.mark.parametrize("place", ["time first", "flat", "last"])
+def test_outputs_of_users_whose_rows_are_not_first(place: str) -> None:
+    """A criterion reads the outputs of all rows of a user as the model lays them out."""
+    arrange, restore = {
+        "time first": (lambda o: o.transpose(0, 1), lambda o: o.transpose(0, 1)),
+        "flat": (lambda o: o.flatten(0, 1), lambda o: o.unflatten(0, (-1, FEATURES))),
+        "last": (lambda o: o.permute(1, 2, 0), lambda o: o.permute(2, 0, 1)),
+    }[place]
+
+    def own(model: nn.Module, batch: Batch) -> torch.Tensor:
+        rows = restore(model(batch["x"])).transpose(1, 2)
+        labels = batch["labels"].unsqueeze(1).expand(-1, FEATURES)
+        return F.cross_entropy(rows, labels, reduction="none").mean(1).mean()
+
+    users = {"user_ids": [index // 3 for index in range(24)], "max_examples_per_user": 3}
+    method = fastdp.DPSGD(max_grad_norm=0.5)
+    private = start(Tagger(arrange), loader(batch_size=3), method=method, loss_reduction="mean", **users, **ALONE)
+    (got,), batches = stepped(private, own)
+    assert error(got, by_autograd(private.model, batches, 0.5, own)) < CLIPPED
+
+
 def test_dropout_and_noise() -> None:
     """With noise the release moves, and the run spends what it states."""
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.3), nn.Linear(8, CLASSES))

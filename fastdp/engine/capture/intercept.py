@@ -211,12 +211,12 @@ def _embedding(
 def _layer_norm(
     reads: Reads, tap: Tap, input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
-    trained = (reads.is_trained(weight), reads.is_trained(bias))
-    if not any(trained):
+    if not reads.serve(weight, bias):
         return NotImplemented
     if len(normalized_shape) != 1:
         raise UnsupportedUse("layer_norm over several dimensions")
     reads.require_rows("layer_norm", (weight, bias), input, tap)
+    trained = (reads.is_trained(weight), reads.is_trained(bias))
     return layer_norm_with_capture(input, weight, bias, eps, tap, trained)
 
 

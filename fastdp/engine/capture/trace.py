@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from fastdp.calls.batches import Call, Path, as_long_as, leaves, take_rows, tensors
 from fastdp.calls.named import is_metadata, operation as meeting_name
 from fastdp.calls.outputs import OutputRows
-from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state, seed_everything
+from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state, seeded
 from fastdp.engine.capture.follow import Follow
 from fastdp.engine.capture.intercept import OPERATIONS, operand
 from fastdp.engine.errors import Differentiates, FlatBags, UnsupportedUse, Untraceable
@@ -389,15 +389,13 @@ class Tracer:
         data = [t for path, t in leaves(call) if path in carriers]
         recorder = _Recorder(self.trained, data, stack, count, self.vocabulary)
         try:
-            with preserve_rng(self.model), torch.no_grad():
-                if seed is not None:
-                    seed_everything(seed)
-                before = rng_state()
+            with preserve_rng(self.model), torch.no_grad(), nullcontext() if seed is None else seeded(seed, self.model):
+                before = rng_state(self.model)
                 # Masks, which are larger for more rows, would move what is drawn behind them.
                 with recorder, DropoutDisabled():
                     output = forward(*call[0], **call[1])
                 recorder.outputs = {path: recorder.view(t) for path, t in leaves(output)}
-                recorder.draws = rng_state() != before
+                recorder.draws = rng_state(self.model) != before
         finally:
             for handle in handles:
                 handle.remove()

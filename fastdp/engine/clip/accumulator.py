@@ -14,6 +14,7 @@ from fastdp.distributed.ranks import Ranks
 from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.clip.axes import ScalingSink
 from fastdp.engine.clip.norms import Entry, FactorBatch, NormSink
+from fastdp.engine.clip.policy import Policy
 from fastdp.engine.clip.sums import Sums, SumSink
 from fastdp.engine.uses.layout import Layout
 from fastdp.engine.uses.use import Sink
@@ -46,13 +47,27 @@ class Accumulator(Sums):
         """Forget the sums: a new logical batch begins."""
         super().reset()
         self.nonfinite: torch.Tensor | int = 0
-        #: Each unit counts by how far its norm is below the bound: `Policy.unclipped`.
-        self.unclipped: torch.Tensor | float = 0.0
+        #: What `unclipped` comes to so far, and which units have come since, with their norms and the policy.
+        self._unclipped: torch.Tensor | float = 0.0
+        self._clipped: list[tuple[torch.Tensor, UpperNorms, Policy]] = []
         self.units: torch.Tensor | int = 0
         #: The bounds that this batch is clipped by, once its first unit was.
         self.bounds: tuple[float, ...] | None = None
         #: Sums whose memory another batch will write to, without noise: nobody may keep these.
         self.aliased: frozenset[str] = frozenset()
+
+    @property
+    def unclipped(self) -> torch.Tensor | float:
+        """How many units were left whole; each counts by how far its norm is below the bound: `Policy.unclipped`."""
+        for kept, upper, policy in self._clipped:
+            self._unclipped = self._unclipped + torch.where(kept, policy.unclipped(upper), 0.0).sum()
+        self._clipped.clear()
+        return self._unclipped
+
+    @unclipped.setter
+    def unclipped(self, count: torch.Tensor) -> None:
+        self._unclipped = count
+        self._clipped.clear()
 
     def alias_graph_buffers(self, sums: Mapping[str, torch.Tensor]) -> None:
         """Take sums of parameters that have none yet as they lie in a recorded pass, until `copy_aliased`."""
@@ -133,17 +148,15 @@ class Accumulator(Sums):
 
     def _add_batch(self, batch: FactorBatch, unit_scales: torch.Tensor, most: int) -> None:
         """Add the sums of matrices that were measured together, the last captured first, in launches of about ``most`` bytes."""
-        waiting: list[int] = []
-        held = 0
-        for at in reversed(range(len(batch.names))):
-            waiting.append(at)
+        held, end = 0, len(batch.names)
+        for at in reversed(range(end)):
             held += 4 * self.parameters[batch.names[at]].numel()
             if held > most or at == 0:
-                own = batch.taken(tuple(waiting))
+                own = batch.taken(tuple(range(at, end)))
                 lefts, rights = (own.rights, own.lefts) if batch.swap else (own.lefts, own.rights)
                 self.add_matrices(own.names, lefts, rights, unit_scales, batch.offsets)
-                del batch.lefts[at:], batch.rights[at:], own, lefts, rights
-                waiting, held = [], 0
+                del own, lefts, rights, batch.lefts[at:], batch.rights[at:]
+                held, end = 0, at
 
     def _launch_bytes(self, norms: NormSink) -> int:
         """Bytes of sums that are made in one launch: few beside all of them, or beside what captures may hold back."""
@@ -191,11 +204,11 @@ class Accumulator(Sums):
         self.bounds = self.policy.bounds
         real = weights > 0
         scales = self.policy.scales(upper)
-        kept, units = real & (scales > 0).any(0), real.sum()
-        self.nonfinite = self.nonfinite + (units - kept.sum())
-        self.unclipped = self.unclipped + torch.where(kept, self.policy.unclipped(upper), 0.0).sum()
-        self.units = self.units + units
-        return torch.where(real, scales * weights, 0.0)
+        kept = real & (scales > 0).any(0)
+        self.nonfinite = self.nonfinite + (real ^ kept).sum()
+        self._clipped.append((kept, upper, self.policy))
+        self.units = self.units + real.sum()
+        return scales * weights
 
     def require_one_clip(self) -> None:
         """Raise RuntimeError if the policy's bounds are not those that this batch was clipped by so far."""

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import torch
 
 import fastdp.ops as ops
-from fastdp.engine.bounds import REMEASURED, Errors, Norms, gammas, stack_rows
+from fastdp.engine.bounds import REMEASURED, Errors, Norms, gammas
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.clip.sums import Route
 from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Layout
+from fastdp.ops.bounds import counted_gram_norms, stack_rows
 from fastdp.ops.matrices import Matrices
 from fastdp.ops.placed import CONSTANTS
 from fastdp.ops.routes import NARROW, longest_by_gram
@@ -104,8 +105,7 @@ class Grams:
             squares, products = ops.gram_norms(lefts, [right], [len(lefts)], offsets, each)
         else:
             most = longest_by_gram(sum([use.width for use in uses]), right.shape[1])
-            tokens = ops.token_counts(lefts, right, offsets)
-            squares, products = ops.gram_norms(lefts, [right], [len(lefts)], offsets, each, most)
+            squares, products, tokens = counted_gram_norms(lefts, right, offsets, each, most)
             if float(tokens.max()) > most:
                 long = tokens > most
                 products = torch.where(long, torch.stack([use.row_products(self.layout) for use in uses]), products)

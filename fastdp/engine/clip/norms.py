@@ -536,7 +536,8 @@ class NormSink(Captures):
             products += sizes
             # The square of a table's rows is found from their sums, whose error counts twice.
             rows = rounding.entry()
-            gram = gram.larger(rounding.gram(use.width, use.right.shape[1])).larger(rows.plus(rows).plus(rows))
+            squared = rounding.gram(use.width, use.right.shape[1], crossed=True)
+            gram = gram.larger(squared).larger(rows.plus(rows).plus(rows))
             for other in uses[:index]:
                 square += 2 * use.inner(other, self.layout)
         every, scaled = [f for use in uses for f in (use.left, use.right)], any(use.scales for use in uses)

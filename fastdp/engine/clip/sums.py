@@ -185,8 +185,8 @@ class Sums:
         A product over all tokens rounds at the size of the tokens, and in an order that other units change. On processors
         alone, which know the units without waiting.
         """
-        chosen = upper.cancelling & (unit_scales > 0).any(0) if unit_scales.device.type == "cpu" else None
-        self.cancelling = [] if chosen is None else chosen.nonzero()[:, 0].tolist()
+        some = unit_scales.device.type == "cpu" and True in upper.cancelling.tolist()
+        self.cancelling = (upper.cancelling & (unit_scales > 0).any(0)).nonzero()[:, 0].tolist() if some else []
 
     def add_uses(self, name: str, uses: list[Factors], unit_scales: torch.Tensor, layout: Layout) -> None:
         """Add the weighted sums of all uses of a parameter, and let go of them."""
@@ -285,8 +285,9 @@ class Captures:
     def tokens(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, layout: Layout, laned: bool) -> None:
         """A bias's gradient by token, ``[N, m]``."""
         tokens = gradient.shape[0]
-        summed = ops.column_sums(gradient, layout.offsets(tokens, laned=laned)).float()
-        self.take_instances(parameter, summed, "token sums", tokens)
+        single = tokens == layout.units and layout.identity
+        summed = gradient if single else ops.column_sums(gradient, layout.offsets(tokens, laned=laned))
+        self.take_instances(parameter, summed.float(), "token sums", tokens)
 
     def vector(self, parameter: torch.nn.Parameter, lanes: torch.Tensor, layout: Layout) -> None:
         """The gradient of an expanded parameter, ``[lanes, *shape]``."""

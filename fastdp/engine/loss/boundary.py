@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from fastdp.calls.batches import map_tensors, tensors
-from fastdp.calls.outputs import LOSS_TERM, ForbidBackward, differentiable as differentiable
+from fastdp.calls.outputs import differentiable as differentiable
 from fastdp.engine.uses.logits import Logits
+from fastdp.engine.uses.use import Use
 
 
 class Junction:
@@ -37,7 +38,7 @@ class Junction:
         return self._anchor
 
 
-class _Join(torch.autograd.Function):
+class _Join(Use):
     """Runs once every boundary before it has, in one backward pass."""
 
     @staticmethod
@@ -53,7 +54,7 @@ class _Join(torch.autograd.Function):
         return None, None
 
 
-class LossBoundary(torch.autograd.Function):
+class LossBoundary(Use):
     """A scalar loss whose backward tells its `Junction` that a loss has reached this pass, and by what gradient.
 
     The upstream gradient is recorded and divided out: rescaling a loss must not move the clipping threshold.
@@ -79,7 +80,7 @@ def require_positive(upstream: torch.Tensor) -> None:
         )
 
 
-class OutputBoundary(torch.autograd.Function):
+class OutputBoundary(Use):
     """The model's outputs, whose backward hands their gradients to the engine.
 
     They come in a list, where autograd does not see them: it would go on into the graph that the engine has used up.
@@ -218,6 +219,25 @@ FORWARD_AFTER_BACKWARD = (
 )
 
 
+#: Where a loop makes a second loss of a model's outputs.
+LOSS_TERM = (
+    "A loss term was computed from the model's outputs beside its loss. Compute it inside the model, or return "
+    "outputs alone and give make_private criterion=."
+)
+
+
+class ForbidBackward(Use):
+    """A model's output that is to be looked at, and not to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(LOSS_TERM)
+
+
 def replace_loss(output: Any, loss: torch.Tensor) -> Any:
     """The same output around another loss; a term that is made of its other tensors raises RuntimeError in backward()."""
     own = find_loss(output)
@@ -226,7 +246,7 @@ def replace_loss(output: Any, loss: torch.Tensor) -> Any:
         if t is own:
             return loss
         looked_at = isinstance(t, Logits) or not (t.requires_grad and t.is_floating_point())
-        return t if looked_at else ForbidBackward.apply(t, LOSS_TERM)
+        return t if looked_at else ForbidBackward.apply(t)
 
     if isinstance(output, dict):
         for key, value in output.items():

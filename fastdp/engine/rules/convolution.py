@@ -19,7 +19,7 @@ from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Layout
 from fastdp.engine.uses.reads import Reads
-from fastdp.engine.uses.use import Sink, Tap, as_autocast
+from fastdp.engine.uses.use import Sink, Tap, Use, as_autocast
 from fastdp.ops.patches import Convolution, by_image, convolution_gradients, patches
 from fastdp.ops.routes import is_allowed
 
@@ -28,7 +28,7 @@ from fastdp.ops.routes import is_allowed
 _OWN_CALL = 2**24
 
 
-class ConvolutionUse(torch.autograd.Function):
+class ConvolutionUse(Use):
     """A convolution with its weight, its bias or both trained; x is [rows, channels, ...]."""
 
     @staticmethod

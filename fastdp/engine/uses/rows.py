@@ -114,7 +114,7 @@ class BroadcastLayout:
 _MOVING = functions(
     "view reshape transpose permute movedim moveaxis swapaxes swapdims t flatten unflatten squeeze unsqueeze expand "
     "expand_as repeat repeat_interleave contiguous clone chunk split tensor_split unbind select narrow __getitem__ cat "
-    "concat concatenate stack index_select flip roll view_as reshape_as tile adjoint"
+    "concat concatenate stack index_select flip roll view_as reshape_as tile adjoint unfold"
 ) | {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
 #: These compute new dimensions behind those of their argument.
 _APPENDING = frozenset({F.embedding, F.one_hot, torch.embedding, torch.diag_embed})

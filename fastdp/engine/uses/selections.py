@@ -28,14 +28,15 @@ _MASKING = functions("masked_select")
 _GETS = torch.Tensor.__getitem__
 _SORTING = functions("sort argsort")
 #: These keep the entries of a first axis whose length stays, in their order.
-_KEEPING = functions(
+_KEEPS = (
     "view reshape flatten unsqueeze squeeze expand expand_as float double half bfloat16 to type_as long contiguous clone detach "
     "log_softmax softmax sigmoid logsigmoid tanh relu softplus exp log neg abs square pow clamp mul add sub div sum mean "
-    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __neg__ __pow__ __eq__ __ne__ __lt__ __ge__ dropout "
+    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __neg__ __pow__ __eq__ __ne__ eq ne lt le gt ge dropout "
     "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss binary_cross_entropy binary_cross_entropy_with_logits "
-    "silu gelu elu selu mish leaky_relu relu6 hardswish rsqrt sqrt clamp_min clamp_max chunk masked_fill add_ mul_ "
+    "silu gelu elu selu mish leaky_relu relu6 hardswish rsqrt sqrt clamp_min clamp_max chunk masked_fill "
     "__floordiv__ floor_divide multiply layer_norm rms_norm"
 )
+_KEEPING = functions(" ".join(f"{name} {name}_" for name in _KEEPS.split()))  # with the forms that write in place
 #: These keep those of their first argument.
 _FIRST = functions("linear matmul mm __matmul__ bmm addmm") | GROUPED
 _REDUCING = functions("sum mean")

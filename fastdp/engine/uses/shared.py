@@ -145,8 +145,10 @@ def pull_through(
     if not args or (result.dim() != 3 if stacks else result.dim() < 2):
         return None
     stack = args[0].stacks if isinstance(args[0], SharedValue) else None
-    if func is torch.Tensor.__getitem__ and stack is not None and _scalar(args[1]):
-        return lambda f: stack(ExpertFactors.of_matrix(f, int(args[1]), len(args[0].value)))
+    if func is torch.Tensor.__getitem__ and stack is not None and result.dim() == 2 and _scalar(args[1]):
+        # The loop over experts may count in one tensor.
+        count, at = len(args[0].value), int(args[1])
+        return lambda f: stack(ExpertFactors.of_matrix(f, at, count))
     if stacks:
         args = [replace(a, pull=a.stacks) if isinstance(a, SharedValue) else a for a in args]
     first = args[0]

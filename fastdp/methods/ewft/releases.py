@@ -23,7 +23,7 @@ from fastdp.methods.ewft.noise import NoiseSchedule
 from fastdp.methods.ewft.records import EVALUATE, Records
 from fastdp.methods.public import PublicText, describe_origin
 from fastdp.ops.grid import DISTANCE
-from fastdp.validate import one_of, positive
+from fastdp.validate import instance, one_of, positive
 
 _UNCHECKED = (
     "each record was used at most once an epoch: nobody checked, since the run was allowed to go without example_ids"
@@ -67,6 +67,7 @@ class EWFTSettings(NoisePlace):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        instance(NoiseSchedule, "a NoiseSchedule, such as ewft.release_once(epsilon, delta)", noise=self.noise)
         positive(max_norm=self.max_norm)
         one_of(("frozen", "trained"), bottom=self.bottom)
         if self.unchecked_records and self.noise.reuse:

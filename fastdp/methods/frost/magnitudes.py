@@ -8,7 +8,8 @@ from typing import Literal
 
 import torch
 
-from fastdp.engine.bounds import UpperNorms, round_down
+from fastdp.engine.bounds import UpperNorms
+from fastdp.ops.bounds import round_down
 from fastdp.validate import one_of, positive
 
 Kind = Literal["MG", "MGNA"]

@@ -18,7 +18,7 @@ def check_irrelevance_ratio(irrelevance_ratio: float) -> float:
     ratio = float(irrelevance_ratio)
     if not 0.5 < ratio <= 1:
         raise ValueError(
-            f"irrelevance_ratio is {irrelevance_ratio}: it must be above .5 and at most 1, so that most coordinates are weak"
+            f"irrelevance_ratio is {irrelevance_ratio!r}: it must be above .5 and at most 1, so that most coordinates are weak"
         )
     return ratio
 

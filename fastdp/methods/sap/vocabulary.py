@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastdp.methods.encoding import role_ids
+from fastdp.validate import instance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +23,7 @@ def table_of(given: Tensor | nn.Module) -> Tensor:
         if embeddings is None:
             raise ValueError(f"{type(given).__name__} has no input embeddings: give their table")
         table = embeddings.weight
+    instance(Tensor, "a tensor [V, d], or a model", table_or_model=table)
     if table.dim() != 2 or not table.is_floating_point():
         raise ValueError(f"the table is {table.dtype} {list(table.shape)}: it must be rows of floats, [V, d]")
     return table.detach().float()

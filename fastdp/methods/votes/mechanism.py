@@ -16,7 +16,7 @@ import fastdp.accounting as accounting
 from fastdp.accounting.ledger import STEP
 from fastdp.ops import NoiseStream, add_noise_, snap
 from fastdp.ops.grid import DISTANCE
-from fastdp.validate import at_least
+from fastdp.validate import instance, integer, number
 
 Embed = Callable[[list[str]], Tensor]
 #: From here on float32 skips whole numbers, and one vote might move a count by 2.
@@ -79,6 +79,8 @@ class PrivateVotes:
         resume: bool = False,
         unsafe_seed: int | None = None,
     ) -> None:
+        if isinstance(texts, str):
+            raise ValueError("texts is one text: give a list of texts, each of which has a vote")
         if not texts:
             raise ValueError("there is no text, so nobody votes: give at least one")
         if len(texts) >= _MOST_TEXTS:
@@ -87,7 +89,9 @@ class PrivateVotes:
             )
         if labels is not None and len(labels) != len(texts):
             raise ValueError(f"there are {len(texts)} texts and {len(labels)} labels: give each text one")
-        at_least(1, rounds=rounds)
+        integer(1, rounds=rounds)
+        instance(Callable, "a function from k texts to a tensor [k, d]", embed=embed)
+        number(target_epsilon=target_epsilon, target_delta=target_delta)
         if target_delta >= 1 / len(texts):
             raise ValueError(f"target_delta is {target_delta:g}, not below 1/N for {len(texts)} texts: lower it")
         self.rounds, self.target_epsilon, self.target_delta = rounds, target_epsilon, target_delta
@@ -124,6 +128,7 @@ class PrivateVotes:
             ValueError: for a label that no record may have, for no candidate at all, or embeddings that are not finite.
             fastdp.accounting.BudgetExceeded: once all rounds are spent.
         """
+        instance(Mapping, "texts by label", candidates=candidates)
         if unknown := candidates.keys() - set(self.labels):
             raise ValueError(f"no record has the label {min(unknown)!r}: labels are {', '.join(self.labels)}")
         texts = [text for label in candidates for text in candidates[label]]
@@ -140,7 +145,9 @@ class PrivateVotes:
 
     def _embedded(self, texts: list[str]) -> Tensor:
         """One row for each text: with more, a record would have more votes than are accounted for."""
-        found = self._embed(texts).detach().float().cpu()
+        given = self._embed(texts)
+        instance(Tensor, "a tensor [k, d] for k texts", what_embed_returned=given)
+        found = given.detach().float().cpu()
         if found.dim() != 2 or len(found) != len(texts):
             raise ValueError(f"embed gave shape {list(found.shape)} for {len(texts)} texts: return [{len(texts)}, d]")
         return found

@@ -16,7 +16,7 @@ from fastdp.methods.geometry import clip_groups
 from fastdp.methods.zeroth.direction import RandomDirection
 from fastdp.private.method import Method
 from fastdp.private.preparation import Outcome
-from fastdp.validate import positive
+from fastdp.validate import integer, positive
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class DPZO(Method):
 
     def __post_init__(self) -> None:
         positive(max_slope=self.max_slope, smoothing=self.smoothing)
+        integer(seed=self.seed)
 
     def install(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> RandomDirection:
         """Make the step along the direction what is trained."""

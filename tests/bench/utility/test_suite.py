@@ -4,6 +4,7 @@ import json
 
 import pytest
 from fastdp.bench.utility.suite import Table, by_seed, main, measure
+from fastdp.bench.utility.tops import matched_pairs
 
 
 def squares(path, numbers, **options):
@@ -56,6 +57,34 @@ def test_only_rows_that_are_asked_for_are_measured(tmp_path):
         ["--only", "full", "--seeds", "7", "--json", str(path)],
     )
     assert [(row["form"], row["figure"]) for row in Table(path).rows] == [("full", 7)]
+
+
+def test_processes_share_a_suite_by_words_of_rows_and_by_seeds(tmp_path):
+    class Bench:
+        def __init__(self, size):
+            self.size = size
+
+        def run(self, row):
+            return {}
+
+    def settings(bench, seeds):
+        rows = [{"scheme": "typed", "clients": 4}, {"scheme": "typed", "clients": 16}, {"scheme": "none", "clients": 4}]
+        return by_seed(rows, seeds)
+
+    path = tmp_path / "t.json"
+    options = ["--only", "typed 4,none", "--first-seed", "1", "--seeds", "2", "--json", str(path)]
+    main("A suite.", {"default": 1, "tiny": 2}, Bench, settings, {}, options)
+    assert [(row["scheme"], row["clients"], row["seed"]) for row in Table(path).rows] == [
+        ("typed", 4, 1),
+        ("none", 4, 1),
+    ]
+
+
+def test_half_of_the_pairs_are_of_one_row():
+    meanings, references = ["a", "a", "b", "b"], ["1", "2", "3", "4"]
+    pairs, labels = matched_pairs(meanings, references)
+    assert labels == [0, 1, 0, 1]
+    assert pairs == [("b", "1"), ("a", "2"), ("a", "3"), ("b", "4")]
 
 
 def test_the_first_seed_of_everything_comes_first():

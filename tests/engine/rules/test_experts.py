@@ -129,11 +129,11 @@ def test_adapters_beside_frozen_experts_follow_no_selection() -> None:
 class Routed(nn.Module):
     """Tokens go to two experts each, by their ids, so that no rounding decides which."""
 
-    def __init__(self, shape: tuple[int, int] = (12, 8), stored: str = "out first"):
+    def __init__(self, shape: tuple[int, int] = (12, 8), stored: str = "out first", masks: bool = False):
         super().__init__()
         torch.manual_seed(1)
         out, width = shape
-        self.stored = stored
+        self.stored, self.masks = stored, masks
         self.table, self.head = nn.Embedding(WORDS, width), nn.Linear(out, WORDS)
         self.stack = nn.Parameter(torch.randn(EXPERTS, *(shape if stored == "out first" else shape[::-1])))
         self.bias = nn.Parameter(torch.randn(EXPERTS, out))
@@ -146,11 +146,17 @@ class Routed(nn.Module):
         ends = torch.histc(found.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
         stack = self.stack.mT if self.stored == "out first" else self.stack
         given = tokens[order // 2]
+        outside = (found >= EXPERTS).unsqueeze(-1) if self.masks else None
+        if outside is not None:
+            found.clamp_(max=EXPERTS - 1)
+            given.masked_fill_(outside, 0.0)
         if given.dtype == torch.float64:
             product = torch.cat([x @ w for x, w in zip(given.tensor_split(ends[:-1].long()), stack)])
         else:
             product = torch._grouped_mm(given, stack, offs=ends)
         product = torch.tanh(product + self.bias[found])
+        if outside is not None:
+            product = product.masked_fill(outside, 0.0)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order))
         mixed = product[back].view(*ids.shape, 2, -1).sum(2)
@@ -171,6 +177,13 @@ def test_stacks_of_any_shape(shape: tuple[int, int], stored: str) -> None:
     engine = stepped(model, routed(), float(norms(units).median()))
     require_exact(engine, units)
     assert not engine.accumulator.sums["stack"][-1].any()
+
+
+def test_tokens_that_a_mask_leaves_out_keep_their_rows() -> None:
+    """As transformers before 5.18 masks those that another device's experts take."""
+    model = Routed(masks=True)
+    units = one_by_one(model, routed())
+    require_exact(stepped(model, routed(), float(norms(units).median())), units)
 
 
 @cases("shape", [(16, 8), (72, 80)])
@@ -430,3 +443,22 @@ def test_experts_that_a_later_batch_reads_first() -> None:
     assert 4 < int(above.sum()) < 20
     chosen = (above.nonzero().flatten()[:5], torch.arange(6, 12), (~above).nonzero().flatten()[:3])
     exact_batches(model, [{name: t[rows] for name, t in every.items()} for rows in chosen])
+
+
+class Counted(Routed):
+    """A loop over experts that counts in one tensor."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        tokens, kinds = self.table(ids).flatten(0, 1), ids.flatten() % (EXPERTS - 1)
+        mixed, expert = tokens.new_zeros(len(tokens), self.bias.shape[1]), torch.zeros((), dtype=torch.long)
+        for _ in range(EXPERTS - 1):
+            where = (kinds == expert).nonzero().flatten()
+            mixed = mixed.index_add(0, where, F.linear(tokens[where], self.stack[expert]).tanh())
+            expert += 1
+        logits = self.head(mixed + self.bias[0])
+        return {"loss": F.cross_entropy(logits, labels.flatten())}
+
+
+def test_a_loop_over_experts_may_count_in_one_tensor() -> None:
+    units = one_by_one(Counted(), routed())
+    require_exact(stepped(Counted(), routed(), float(norms(units).median())), units)

@@ -1,9 +1,10 @@
-"""Group and instance norm against one example at a time."""
+"""Layer, group and instance norm against one example at a time."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 from torch.utils.data import DataLoader
@@ -33,6 +34,19 @@ from tests.engine.rules.exact import exact_layer
 )
 def test_norms_over_groups_of_channels(layer: nn.Module, shape: tuple[int, ...], rows: int, two_pass: bool) -> None:
     exact_layer(layer, torch.randn(rows, *shape) + 1, two_pass=two_pass)
+
+
+@cases("trained", ["both", "weight", "bias"])
+def test_a_weight_that_is_one_more_than_its_parameter(trained: str) -> None:
+    """As Nemotron's: the weight is computed, the bias is a parameter."""
+
+    def shifted(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, layer.normalized_shape, layer.weight + 1, layer.bias, layer.eps)
+
+    layer = nn.LayerNorm(6)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(trained in (name, "both"))
+    exact_layer(layer, torch.randn(3, 5, 6), call=shifted)
 
 
 def test_a_large_mean_hides_nothing() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fastdp.kernels import bounds, gram, weighted
+from fastdp.kernels import bounds, gram, sums
 
 from fastdp import ops
 from fastdp.ops.bounds import PADDING
@@ -130,8 +130,8 @@ def test_what_a_unit_adds_is_not_rounded_to_16_bits(dtype, masked):
         with_others, without = torch.zeros(40, 50), torch.zeros(40, 50)
         rest = torch.where(torch.arange(4) == unit, 0.0, scales)
         for out, weights in ((with_others, scales), (without, rest)):
-            options = {"weights_unmasked": weights, "mask": mask} if masked else {}
-            weighted.weighted_sum_(out, left, right, weights, offsets=offsets, **options)
+            options = (weights, mask) if masked else (None, None)
+            sums.weighted_sum_(out, left, right, weights, *options, offsets)
         expected = gradients(left, right, offsets)[unit] * float(scales[unit])
         gap = float(((with_others.double() - without.double()) - expected).norm())
         # Of the others' parts the last bit may differ; of its own 16-bit rounding would leave 1e-3.

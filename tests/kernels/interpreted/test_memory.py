@@ -9,8 +9,8 @@ import random
 
 import pytest
 import torch
-from fastdp.kernels import bounds, direct, gram, grouped, instances, onehot, weighted
-from fastdp.kernels.adamw import adamw_noise_step_
+from fastdp.kernels import bounds, direct, gram, grouped, groups, onehot, sums, weighted
+from fastdp.kernels.adamw import adamw_noise_steps_
 from fastdp.kernels.noise import add_noise_
 from triton.runtime import interpreter
 
@@ -84,12 +84,15 @@ def run_all(at_end, dtype):
         bounds.token_counts_group([left], [right], offsets),
         onehot.onehot_norms(ids, right, offsets, SQUARE),
         *grouped.per_unit_group([left], [right], offsets)[0],
-        instances.instance_norms(left, SQUARE, None),
-        instances.instance_sum(left[:4], weights, None, None),
+        groups.instance_norms([left.float()]),
+        *groups.instance_sums([left[:4].float()], weights[None]),
     ]
     for options in ((), (others, mask)):
         out = guarded(torch.zeros(19, 37), at_end)
-        weighted.weighted_sum_(out, left, right, weights, *(options or (None, None)), offsets, dealt=(0, 2))
+        if options:
+            sums.weighted_sum_(out, left, right, weights, *options, offsets)
+        else:
+            weighted.weighted_sums_([out], [left], [right], weights[None], offsets, [True], dealt=(0, 2))
         table = guarded(torch.zeros(19, 37), at_end)
         spread = [each.repeat_interleave(offsets.diff()) for each in (weights, *options[:1])]
         onehot.onehot_weighted_sum_(table, ids, right, *spread, *options[1:])
@@ -97,7 +100,8 @@ def run_all(at_end, dtype):
     param, mean, square = (guarded(torch.ones(1, 19 * 37), at_end) for _ in range(3))
     noisy = guarded(torch.ones(19, 37, dtype=dtype), at_end)
     add_noise_(noisy, 1.0, position(), False)
-    adamw_noise_step_(param, out.view(1, -1), mean, square, position(), 1.0, 8.0, 1e-3, 0.9, 0.99, 1e-8, 0.1, 1, False)
+    state = [param], [out.view(1, -1)], [mean], [square], [], position()[None]
+    adamw_noise_steps_(*state, 1.0, 8.0, 1e-3, 0.9, 0.99, 1e-8, 0.1, 1, False, [], [])
     return [*results, noisy, param, mean, square]
 
 

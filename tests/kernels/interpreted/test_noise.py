@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from fastdp.kernels.adamw import adamw_noise_step_
+from fastdp.kernels.adamw import adamw_noise_steps_
 from fastdp.kernels.chacha import chacha_words, radius_squared, turn, wide_radius_squared
 from fastdp.kernels.choice import uniforms
 from fastdp.kernels.clip import clip_noise, clip_noise_backward
@@ -149,8 +149,8 @@ def test_other_kernels_round_as_the_definition(rounds):
     param, moments = torch.randn(257, 3), (torch.randn(257, 3), torch.randn(257, 3), torch.rand(257, 3))
     numbers = (0.7, 8.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 5, True)
     got, truth = ([param.clone(), *(m.clone() for m in moments)] for _ in range(2))
-    adamw_noise_step_(*got, position(rounds), *numbers)
-    OPS["adamw_noise_step_"].reference(*truth, position(rounds), *numbers)
+    adamw_noise_steps_(*[[x] for x in got], [], position(rounds)[None], *numbers, [], [])
+    OPS["adamw_noise_steps_"].reference(*[[x] for x in truth], [], position(rounds)[None], *numbers, [], [])
     for x, y in zip(got, truth):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
     x = 0.01 * torch.randn(5, 129)  # not clipped, so that both round the same numbers

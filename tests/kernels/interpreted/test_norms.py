@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fastdp.kernels import cross, direct, gram, grouped, instances, launch, mask, onehot, weighted
+from fastdp.kernels import cross, direct, gram, grouped, launch, onehot, weighted
 
 from fastdp import ops
 from fastdp.ops.factors import ABSOLUTE, MASKED_SQUARE, SQUARE
@@ -42,14 +42,13 @@ def test_rows_that_cannot_be_read_16_bytes_at_a_time_are_copied(dtype, monkeypat
         torch.testing.assert_close(out.double(), wanted + 0.5 * begun, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(*pairs(("precision", ["ieee", "tf32x3"]), ("m, n", SHAPES)))
-def test_gram_and_direct_norms_of_ragged_units(m, n, precision):
+@pytest.mark.parametrize(*pairs(("side", [None, 32]), ("m, n", SHAPES)))
+def test_gram_and_direct_norms_of_ragged_units(m, n, side):
     offsets = offsets_of(RAGGED)
     left, right = factor(int(offsets[-1]), m, 0), factor(int(offsets[-1]), n, 1)
     truth = squared(left, right, offsets)
-    side = None if precision == "ieee" else 32
-    assert relative_error(gram.gram_norms([left], [right], [1], offsets, precision, side)[0][0], truth) <= BOUND
-    assert relative_error(direct.direct_norms(left, right, offsets, SQUARE, None, precision)[0], truth) <= BOUND
+    assert relative_error(gram.gram_norms([left], [right], [1], offsets, side)[0][0], truth) <= BOUND
+    assert relative_error(direct.direct_norms(left, right, offsets, SQUARE)[0], truth) <= BOUND
 
 
 def test_one_hot_runs_longer_than_a_chunk():
@@ -79,14 +78,6 @@ def test_a_group_shares_its_right_factor():
     right = factor(73, 12, 1)
     truth = torch.stack([squared(left, right, offsets) for left in lefts])
     assert relative_error(gram.gram_norms(lefts, [right], [len(lefts)], offsets, programs=2)[0], truth) <= BOUND
-
-
-def test_the_packed_mask():
-    for m, n in ((1, 1), (3, 8), (5, 129)):
-        dense = torch.rand(m, 2 * n)[:, ::2] < 0.5
-        columns = torch.arange(n)
-        bits = mask.pack_mask(dense).int()
-        assert torch.equal((bits[:, columns // 8] >> (columns % 8)) & 1 == 1, dense)
 
 
 @pytest.mark.parametrize(*pairs(("kinds", ["dense-dense", "ids-dense", "dense-ids", "ids-ids"]), ("dtype", DTYPES[:2])))
@@ -166,8 +157,8 @@ def test_a_nan_stays_in_its_unit():
         onehot.onehot_norms(ids, right, offsets, SQUARE)[0],
         onehot.onehot_norms(ids, right, offsets, ABSOLUTE)[0],
         onehot.onehot_norms(ids, right, offsets, MASKED_SQUARE, bits[:4]).sum(0),
-        instances.instance_norms(torch.stack([right[0], right[64], right[70]]), SQUARE, None)[0],
-        instances.instance_norms(torch.stack([right[0], right[64], right[70]]), MASKED_SQUARE, bits[0]).sum(0),
+        OPS["instance_norms"].on("cuda", torch.stack([right[0], right[64], right[70]]), SQUARE, None)[0],
+        OPS["instance_norms"].on("cuda", torch.stack([right[0], right[64], right[70]]), MASKED_SQUARE, bits[0]).sum(0),
         cross.cross_inner(left, right, left, right, offsets, offsets),
         grouped.per_unit_group([left], [right], offsets)[1][0],
     ):

@@ -91,12 +91,12 @@ def test_exponential_choice_draw_by_draw(full):
     table, ids = factor(50, 9, 0), torch.randint(0, 50, (61,))
     table[20] = table[3]
     scale = torch.tensor(1.5, dtype=torch.float64)
-    rest = (None, None, None)
+    rest = (None, None)
     if full:
         prior = torch.randn(50, dtype=torch.float64)
         prior[-3:] = -float("inf")
         scale = torch.rand(61, dtype=torch.float64).round(decimals=1)
-        rest = (2.0, prior, torch.rand(50, dtype=torch.float64))
+        rest = (2.0, prior)
     got = ON_GPU["exponential_choice"](ids, table, scale, position(), *rest)
     for i, draw in enumerate(uniforms(position(), 61, torch.device("cpu"))):
         law = choice_log_probabilities(int(ids[i]), table, float(scale.expand(61)[i]), *rest).exp()

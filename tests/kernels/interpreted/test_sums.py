@@ -3,9 +3,10 @@
 import pytest
 import torch
 from fastdp.kernels import affine, sums, weighted
-from fastdp.kernels.blocks import COUNT_MASK, ENDS, UNIT_SHIFT, blocks_of
+from fastdp.kernels.blocks import COUNT_MASK, UNIT_SHIFT, blocks_of
 from fastdp.kernels.onehot import onehot_weighted_sum_
-from fastdp.kernels.weighted import weighted_sum_, weighted_sums_
+from fastdp.kernels.sums import weighted_sum_
+from fastdp.kernels.weighted import weighted_sums_
 
 from fastdp import ops
 from fastdp.ops.table import OPS
@@ -25,6 +26,11 @@ def exact(left, right, weights):
 def bound(tokens):
     """Relative to the absolute terms: float32 sums of exact products, and a weight."""
     return (tokens + 8) * 2.0**-24
+
+
+def add_weighted(out, left, right, weights, offsets, dealt=None):
+    """The sum of one matrix, added to ``out``."""
+    weighted_sums_([out], [left], [right], weights.unsqueeze(0), offsets, [True], dealt=dealt)
 
 
 def spread(weights, offsets):
@@ -54,10 +60,10 @@ def test_weighted_sums(lengths, m, n, dtype, layout):
     # As on one processor; all tiles cut in three; the last one cut in two.
     for dealt in (None, (0, 3), (-(-m // 128) * -(-n // 128) - 1, 2)):
         out = start.clone()
-        weighted_sum_(out, left, right, weights, offsets=offsets, dealt=dealt)
+        add_weighted(out, left, right, weights, offsets, dealt)
         assert bool(((out - start - truth).abs() <= bound(tokens) * size + 1e-6 * (start.abs() + size)).all())
     out = start.clone()
-    weighted_sum_(out, left, right, weights, others, mask, offsets, dealt=(0, 3))
+    weighted_sum_(out, left, right, weights, others, mask, offsets)
     assert bool(((out - start - both[0]).abs() <= bound(tokens) * both[1] + 1e-6 * (start.abs() + both[1])).all())
 
 
@@ -73,7 +79,7 @@ def test_weights_far_apart(dealt):
     for own in (weights, torch.where(weights.abs() > 2.0**-50, 0.0, weights)):
         truth, size = exact(left, right, spread(own, offsets))
         out = torch.zeros(9, 12)
-        weighted_sum_(out, left, right, own, offsets=offsets, dealt=dealt)
+        add_weighted(out, left, right, own, offsets, dealt)
         assert bool(((out - truth).abs() <= (bound(172) + 2 * len(lengths) * 2.0**-24) * size).all())
 
 
@@ -85,7 +91,7 @@ def test_wide_tiles(monkeypatch):
     truth, size = exact(left, right, spread(weights, offsets))
     for dealt in ((4, 1), (0, 2)):
         out = torch.zeros(130, 264)
-        weighted_sum_(out, left, right, weights, offsets=offsets, dealt=dealt)
+        add_weighted(out, left, right, weights, offsets, dealt)
         assert bool(((out - truth).abs() <= bound(70) * size + 1e-6 * size).all())
 
 
@@ -155,25 +161,7 @@ def test_gradients_of_a_layer_norm(dtype, monkeypatch):
         assert bool((((got - truth).abs() <= 40 * 2.0**-24 * size) | truth.isnan()).all())
 
 
-def test_weights_of_tokens():
-    """Without offsets, runs of one weight are units; a mask's two weights change where either does."""
-    left, right = factor(37, 6, 0), factor(37, 9, 1)
-    weights, others = torch.rand(37), torch.rand(5).repeat_interleave(torch.tensor([9, 1, 20, 3, 4]))
-    others[:9] = 0.0
-    mask = torch.rand(6, 9) < 0.5
-    truth, size = exact(left, right, weights)
-    other, other_size = exact(left, right, others)
-    out = torch.zeros(6, 9)
-    weighted_sum_(out, left, right, others)
-    assert bool(((out - other).abs() <= bound(37) * other_size).all())
-    out = torch.zeros(6, 9)
-    weighted_sum_(out, left, right, weights, others, mask)
-    error = (out - torch.where(mask, truth, other)).abs()
-    assert bool((error <= bound(37) * torch.where(mask, size, other_size)).all())
-
-
-def test_long_units_are_added_up_in_pieces():
-    """A product is added to its sum every 512 tokens: what a truncating accumulator loses does not grow with the unit."""
+def test_blocks_hold_tokens_of_one_unit():
     offsets = offsets_of((1100, 530, 40))
     table, slots = blocks_of(offsets, 1670, 64)
     blocks = int(table[0])
@@ -181,8 +169,6 @@ def test_long_units_are_added_up_in_pieces():
     counts = [word & COUNT_MASK.value for word in words]
     assert starts == [sum(counts[:i]) for i in range(blocks)]
     assert sum(counts) == 1670
-    ends = [(start + count) for start, count, word in zip(starts, counts, words) if word & ENDS.value]
-    assert ends == [512, 1024, 1100, 1612, 1630, 1670]
     assert [word >> UNIT_SHIFT.value for word in words] == [0] * 18 + [1] * 9 + [2]
     offsets[1] = 1024
     assert int(blocks_of(offsets, 1670, 64)[0][0]) == 16 + 10 + 1
@@ -196,7 +182,7 @@ def test_masked_selection_on_both_factors():
     inside[2] = 0.0
     mask = torch.rand(6, 7) < 0.5
     out = torch.zeros(6, 7)
-    weighted_sum_(out, left, right, inside, outside, mask)
+    weighted_sum_(out, left, right, inside, outside, mask, None)
     torch.testing.assert_close(out[mask], exact(left, right, inside)[0].float()[mask])
     assert bool(out[~mask].isnan().all())
 

@@ -1,1 +1,0 @@
-"""What each op runs on a processor, by family: its arguments brought to the C++ kernels of ``csrc/``."""
