@@ -2,12 +2,9 @@
 
 import io
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 
 import click
 import pytest
@@ -249,46 +246,6 @@ def test_a_switch_of_the_config_is_turned_off_by_a_flag(model_folder, files, tmp
     assert not written.get("lora_fixed")
     assert written["gradient_checkpointing"]
     assert "give one of them" in run(*arguments, "--lora-fixed").output
-
-
-def test_finetune_refusals(model_folder, files, tmp_path):  # noqa: F811
-    assert "model is missing" in refused("finetune")
-    assert "cannot read the config" in refused("finetune", tmp_path / "absent.yaml")
-    bad = tmp_path / "bad.csv"
-    bad.write_bytes(b"mr,ref\nx,y\nz\n")
-    arguments = ["--model", model_folder, "--train", bad, "--output", tmp_path / "run", "--epsilon", 8]
-    arguments += ["--max-length", 48]
-    assert "bad.csv, line 3" in refused("finetune", *arguments)
-    assert not (tmp_path / "run").exists()
-    assert "verify" in run("--help").output
-    assert refused("verify", tmp_path / "absent.json")
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_within_its_budget(model_folder, files, tmp_path):  # noqa: F811
-    output = tmp_path / "run"
-    command = [sys.executable, "-m", "fastdp", "finetune", "--model", model_folder, "--train", files / "text.jsonl"]
-    command += ["--output", output, "--epsilon", 8, "--delta", 1e-3, "--batch-size", 4, "--epochs", 20]
-    command += ["--max-length", 48, "--checkpoint-every", 5]
-    command = [str(part) for part in command]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for kill_after in (3, 12, 30):
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-        metrics = output / "metrics.jsonl"
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and process.poll() is None:
-            if metrics.exists() and len(metrics.read_text().splitlines()) >= kill_after:
-                break
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-        if "--resume" not in command:
-            command.append("--resume")
-    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-    card = json.loads((output / "card.json").read_text())
-    assert card["epsilon"]["upper_bound"] <= 8
-    result = json.loads((output / "result.json").read_text())
-    assert 0 < result["steps"] < 20 * 12
 
 
 @pytest.mark.parametrize(

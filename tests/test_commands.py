@@ -38,6 +38,7 @@ from fastdp.federated.bundle import app_folder
 from fastdp.finetune.config import load_config
 from fastdp.finetune.reporter import Forecast
 from fastdp.quickstart.corpus import private_records
+from tests.cases import cases
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
@@ -195,7 +196,7 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("line", dict.fromkeys(line for lines in SHOWN.values() for line in lines))
+@cases("line", dict.fromkeys(line for lines in SHOWN.values() for line in lines))
 def test_a_command_is_read_by_its_program(line: str) -> None:
     program, *words = shlex.split(line)
     READ[program](words)
@@ -209,7 +210,7 @@ def spans() -> list[str]:
     return sorted(set(re.findall(r"`((?:fastdp|make|pip|python) [^`]+)`", texts)))
 
 
-@pytest.mark.parametrize("line", spans())
+@cases("line", spans())
 def test_a_command_within_a_sentence_exists_with_its_options(line: str) -> None:
     program, *words = shlex.split(line.split("\\|")[0])
     if program != "fastdp":
@@ -222,7 +223,7 @@ def test_a_command_within_a_sentence_exists_with_its_options(line: str) -> None:
         assert {word for word in words if word.startswith("--")} <= known | {"--help"}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+@cases("page", [page for page in PAGES if page != "CHANGELOG.md"])
 def test_a_suite_that_a_page_names_exists(page: str) -> None:
     assert {*re.findall(r"--suite (\w+)", (ROOT / page).read_text())} <= {*SUITES}
 

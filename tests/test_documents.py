@@ -110,7 +110,7 @@ def test_a_page_is_short_and_so_are_its_sentences(page: str) -> None:
     assert statistics.median(lengths.values()) <= 18
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@cases("page", PAGES)
 def test_no_line_of_code_is_wider_than_the_site(page: Path) -> None:
     code = "".join(re.findall(r"^```.*?^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE))
     assert [line for line in code.splitlines() if len(line) > 88] == []

@@ -17,7 +17,7 @@ from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
 from fastdp import untrusted
-from fastdp.accounting import Card, Gaussian, dpsgd, verify
+from fastdp.accounting import Card, Gaussian, gaussian, verify
 from fastdp.accounting.card import digest
 from fastdp.accounting.exports import FORMATS, export
 from fastdp.audit.saved import load_saved
@@ -124,7 +124,7 @@ def test_a_console_shows_strings_as_plain_text():
 
 
 def card_of(**changes):
-    claim = Gaussian("example", "add_remove", dpsgd(2.0, 0.1, 10), 1e-5)
+    claim = Gaussian("example", "add_remove", gaussian(2.0), 1e-5)
     made = Card.of(claim, mechanism="DP-SGD", noise_source={"key": "operating system"})
     body = {**made, **changes}
     return {**body, "digest": digest(body)}
@@ -200,42 +200,16 @@ def check_page(form, found, honest, place):
         assert not re.search(r"^(?:- )?```(?!json)|^(?:- )?---\s*$", body, re.MULTILINE)
 
 
-RESULT = {
-    **{
-        "epsilon": 8.0,
-        "steps": 40,
-        "trained_parameters": 42,
-        "seconds_per_step": 0.5,
-        "peak_bytes": 9,
-        "privacy": None,
-    },
-    **{"noise_multiplier": 0.7, "before": {"perplexity": 31.0}, "after": {"perplexity": 17.0}, "notes": ["cut"]},
-}
-CARD = {
-    **{"guarantee": "differential privacy", "unit": "example", "adjacency": "add_remove", "why_no_guarantee": []},
-    **{"epsilon": {"upper_bound": 7.98, "delta": 1e-5}, "model": {"trained_parameters": 42}},
-}
-SAMPLES = {"own": ["text"], "unprotected": [{"text": "record", "right": "yes", "answer": "no"}]}
-CONFIG = {
-    "model": "m",
-    "task": "causal-lm",
-    "epsilon": 8.0,
-    "delta": 1e-5,
-    "labels": ["a"],
-    "method_options": {"a": [1]},
-}
-ROW = {"step": 1, "epsilon": 1.0, "learning_rate": 1.0, "unprotected": {"loss": 2.0, "seconds": 0.5}}
-
-
 def test_no_field_of_a_run_writes_markup_into_its_report(tmp_path):
     folder, beside = made(tmp_path / "run"), made(tmp_path / "beside", 4.0)
-    parts = {"result.json": RESULT, "card.json": CARD, "samples.json": SAMPLES, "config.yaml": CONFIG}
-    for name, part in parts.items():
-        (folder / name).write_text(yaml.safe_dump(part) if name == "config.yaml" else json.dumps(part))
+    sample = {"own": ["text"], "unprotected": [{"text": "record", "right": "yes", "answer": "no"}]}
+    (folder / "samples.json").write_text(json.dumps(sample))
+    parts = {name: json.loads((folder / name).read_text()) for name in ("result.json", "card.json", "samples.json")}
+    parts["config.yaml"] = yaml.safe_load((folder / "config.yaml").read_text())
     honest = {tag for run in ([folder], [folder, beside]) for tag in Tags(build_report(run)).found}
     rows = (folder / "metrics.jsonl").read_text()
     written = refused = 0
-    for name, part in {**parts, "metrics.jsonl": ROW}.items():
+    for name, part in {**parts, "metrics.jsonl": json.loads(rows.splitlines()[3])}.items():
         for place in paths(part):
             for key in (False, True):
                 changed = replaced(part, place, HOSTILE, key=key)
@@ -340,7 +314,7 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 """
 
 
-@pytest.mark.parametrize("command", ["finetune", "doctor", "prove", "privatize", "vendor"])
+@pytest.mark.parametrize("command", ["finetune", "vendor"])
 def test_code_that_comes_with_a_model_never_runs(tmp_path, monkeypatch, command):
     """Not even where somebody, or a pipe, answers transformers' question with y."""
     folder, ran = tmp_path / "model", tmp_path / "ran"
@@ -366,9 +340,6 @@ def test_code_that_comes_with_a_model_never_runs(tmp_path, monkeypatch, command)
     data.write_text('{"text": "a", "label": "yes"}\n' * 8)
     arguments = {
         "finetune": ["finetune", "--model", folder, "--train", data, "--output", tmp_path / "out", "--epsilon", "8"],
-        "doctor": ["doctor", folder],
-        "prove": ["prove", folder],
-        "privatize": ["privatize", data, tmp_path / "out.txt", "--model", folder, "--eta", "8"],
         "vendor": ["split", "vendor", "--model", folder, "--insecure", "--folder", tmp_path / "vendor"],
     }[command]
     monkeypatch.setattr("builtins.input", lambda *_: "y")

@@ -13,49 +13,23 @@ from hypothesis import given, settings, strategies as st
 from fastdp import accounting
 from fastdp.accounting import pld
 from fastdp.accounting.events import flatten
-from tests.cases import cases
+from tests.cases import cases, pairs
 
 SST2 = accounting.dpsgd(noise_multiplier=0.5, sample_rate=32 / 67349, steps=6315)
 RATE, STEPS = 256 / 42000, 821
 
 
+@cases(("accountant", "expected", "room"), [("pld", 3.04736, 5e-6), ("prv", 3.058, 5e-4), ("rdp", 4.1525, 5e-5)])
+def test_figures_of_each_accountant(accountant, expected, room):
+    found = accounting.epsilon(SST2, 1e-5, accountant)
+    assert found == pytest.approx(expected, abs=room)
+    assert found.certified == (accountant == "pld")
+
+
 def test_pld_figures():
     assert pld.epsilon_at(flatten(SST2), 1e-5, "add_remove", 1e-3) == pytest.approx(3.0496, abs=5e-5)
-    found = accounting.epsilon(SST2, 1e-5)
-    assert found == pytest.approx(3.04736, abs=5e-6)
-    assert found.certified
-    assert found.interval == 1e-4
+    assert accounting.epsilon(SST2, 1e-5).interval == 1e-4
     assert accounting.epsilon(accounting.dpsgd(0.6, RATE, STEPS), 1e-5) == pytest.approx(4.664, abs=5e-4)
-
-
-def test_prv_reports_its_upper_bound():
-    found = accounting.epsilon(SST2, 1e-5, "prv")
-    assert found == pytest.approx(3.058, abs=5e-4)
-    assert not found.certified
-
-
-def test_rdp_figure():
-    found = accounting.epsilon(SST2, 1e-5, "rdp")
-    assert found == pytest.approx(4.1525, abs=5e-5)
-    assert not found.certified
-
-
-@cases(
-    ("extra", "expected"),
-    [
-        (None, 1.007),
-        (accounting.selection(2.0, sample_rate=0.02), 1.0078),
-        (accounting.selection(1.0, sample_rate=0.02), 1.0206),
-        (accounting.selection(10.0), 1.0706),
-    ],
-)
-def test_rapft_figures(extra, expected):
-    """A fixed mask at beta .7, sigma .6 has multiplier .986394; private maps are composed with it."""
-    multiplier = 0.6 / math.sqrt(0.7**3 + 0.3**3)
-    assert multiplier == pytest.approx(0.986394, abs=1e-6)
-    event = accounting.dpsgd(multiplier, RATE, STEPS)
-    event = event if extra is None else accounting.compose(event, extra)
-    assert accounting.epsilon(event, 1e-5) == pytest.approx(expected, abs=5e-4)
 
 
 @cases(
@@ -73,9 +47,11 @@ def test_frost_figures(multiplier, selection, by_rdp, by_pld):
         assert accounting.epsilon(event, delta, "rdp") == pytest.approx(by_rdp, rel=1e-3)
 
 
-@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
-@pytest.mark.parametrize(
-    ("rate", "multiplier", "count"), [(0.02, 0.8, 50), (0.5, 3.0, 20), (0.001, 0.45, 7), (1.0, 4.0, 1)]
+@cases(
+    *pairs(
+        ("adjacency", ["add_remove", "replace_one"]),
+        ("rate, multiplier, count", [(0.02, 0.8, 50), (0.5, 3.0, 20), (0.001, 0.45, 7), (1.0, 4.0, 1)]),
+    )
 )
 def test_agrees_with_dp_accounting(adjacency, rate, multiplier, count):
     """The divergences computed for all losses at once are those the library computes one by one."""

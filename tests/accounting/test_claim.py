@@ -3,19 +3,17 @@
 import copy
 import json
 import math
-import re
 import shutil
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
 
 from fastdp import accounting
 from fastdp.accounting import Card, Elsewhere, Gaussian, Ledger, Metric, Pure, noise_source, verify
 from fastdp.accounting.card import digest
 from fastdp.accounting.claim import two_decimals
-from fastdp.accounting.exports import FORMATS, export
 from fastdp.accounting.weights import digests, digests_of
 from tests.cases import cases
 
@@ -69,6 +67,7 @@ def test_claims_add_up_on_one_card():
     st.integers(1, 1000),
     st.sampled_from([Pure, Metric]),
 )
+@settings(max_examples=40)
 def test_bounds_of_units_and_releases_add_up_and_are_never_shown_too_small(nats, units, releases, kind):
     claim = kind("unit", nats, units, releases)
     made = card(claim)
@@ -81,6 +80,7 @@ def test_bounds_of_units_and_releases_add_up_and_are_never_shown_too_small(nats,
 
 
 @given(st.sampled_from(["of_a_unit", "units", "releases", "of_a_text"]), st.floats(0.01, 0.99), st.booleans())
+@settings(max_examples=40)
 def test_a_bound_that_does_not_follow_is_found_whoever_renews_the_digest(field, share, metric):
     claim = (Metric if metric else Pure)("unit", 2.0, 70, 50)
     body = copy.deepcopy(dict(card(claim)))
@@ -325,25 +325,6 @@ def test_an_epsilon_is_shown_with_two_decimals_rounded_up(bound, shown):
     assert two_decimals(bound) == shown
 
 
-def test_a_unit_has_one_article():
-    made = Card.build(
-        unit="one user's sequence",
-        adjacency="replace_one",
-        sampling="none claimed",
-        dataset_size=100,
-        noise_multiplier=2.0,
-        event=accounting.gaussian(2.0),
-        delta=1e-5,
-        planned_steps=1,
-        spent_steps=1,
-        mechanism="EW-FT",
-        noise_source=accounting.noise_source(False),
-        model={},
-    )
-    for text in (made.to_markdown(), *(export(made, form) for form in FORMATS)):
-        assert not re.search(r"\b(one|each) (one|each)\b", text.replace("{", " "))
-
-
 def test_another_adjacency_is_another_epsilon(run):
     made, path = run
     body = {**made, "adjacency": "replace_one", "epsilon": {**made["epsilon"], "upper_bound": 100.0}}
@@ -369,16 +350,6 @@ def test_a_ledger_that_counts_more_than_the_card_is_found(run):
     assert any("it was not closed" in entry for entry in result.unchecked)
 
 
-def test_a_ledger_cut_back_behind_the_card_is_found(run):
-    made, path = run
-    lines = path.read_bytes().splitlines(keepends=True)
-    head = next(n for n, line in enumerate(lines) if json.loads(line)["digest"] == made["ledger_head"])
-    path.write_bytes(b"".join(lines[:head]))
-    assert "cut back or replaced" in verify(made, ledger=path).reason
-    path.write_bytes(b"{}\n")
-    assert not verify(made, ledger=path)
-
-
 def test_what_was_noted_after_the_card_is_said_beside_it(tmp_path):
     path = tmp_path / "noted.jsonl"
     ledger = Ledger.create(path, HEADER, event=accounting.dpsgd_model(1.0, 0.02), budget_steps=20)
@@ -392,13 +363,6 @@ def test_what_was_noted_after_the_card_is_said_beside_it(tmp_path):
     assert result.holds, result.reason
     noted = [entry for entry in result.unchecked if "the ledger notes" in entry]
     assert noted == ["what the ledger notes after the card was written: changed weights (not by a release)"]
-
-
-@cases("form", ["fastdp.statement", "fastdp.selective-card", "fastdp.federated-run-card"])
-def test_a_card_of_a_form_that_is_no_longer_read_says_what_to_do(form):
-    result = verify(resealed({"format": form, "guarantee": "none", "why_no_guarantee": ["as printed"]}))
-    assert not result.holds
-    assert "write it anew" in result.reason
 
 
 def test_a_card_of_the_first_version_holds(run):

@@ -371,40 +371,6 @@ def _fork(work):
     return child
 
 
-def _until_killed(path, pipe):
-    """Resume or begin the run and report each release after it is made."""
-    ledger = Ledger.open(path) if path.exists() else Ledger.create(path, {}, event=STEP, budget_steps=10**9, block=50)
-    while ledger.remaining():
-        ledger.record()
-        os.write(pipe, b"x")
-    os._exit(0)
-
-
-def test_sigkill_never_undercounts_nor_overspends(path):
-    """Kill a run again and again, at moments of no choosing: releases seen never exceed what is counted as spent."""
-    seen = 0
-    for delay in (0.05, 0.11, 0.02, 0.17, 0.07):
-        reader, writer = os.pipe()
-        child = _fork(lambda pipe=writer: _until_killed(path, pipe))
-        os.close(writer)
-        made = len(os.read(reader, 1))
-        deadline = time.monotonic() + delay
-        while time.monotonic() < deadline and (got := len(os.read(reader, 65536))):
-            made += got
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        while got := len(os.read(reader, 65536)):
-            made += got
-        os.close(reader)
-        seen += made
-        found = Ledger.read(path)
-        assert made > 0
-        assert seen <= found.spent_steps <= found.budget_steps
-    ledger = Ledger.open(path)
-    assert ledger.spent_steps >= seen
-    ledger.close()
-
-
 def _open_soon(path):
     end = time.monotonic() + 60
     while True:

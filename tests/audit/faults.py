@@ -18,7 +18,7 @@ from fastdp import audit, ops
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.methods.rapft import PrivateSubset, PublicMap, RapFT
 from fastdp.private.observer import Observer
-from fastdp.private.run import Private
+from tests.loops import train
 from tests.noise import noise_ops
 
 CONFIDENCE = 0.95
@@ -35,16 +35,6 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
         return {"loss": F.cross_entropy(self.layer(x), labels)}
-
-
-def train(private: Private) -> None:
-    """Spend the whole budget."""
-    while private.steps_done < private.total_steps:
-        for batch in private.data_loader:
-            output = private.model(**batch)
-            output["loss"].backward()
-            private.optimizer.step()
-            private.optimizer.zero_grad()
 
 
 class Weaker(Observer):

@@ -64,12 +64,3 @@ def start(data: Sequence[Any], tied: bool = True, lr: float = 1e-3, **options: A
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     defaults = {"epochs": 4, "target_delta": 1e-8, "method": fastdp.DPSGD(max_grad_norm=0.1)}
     return fastdp.make_private(model, optimizer, loader, **{**defaults, **options})
-
-
-def train(private: Private) -> None:
-    """Spend the whole budget."""
-    while private.steps_done < private.total_steps:
-        for batch in private.data_loader:
-            private.model(**batch)["loss"].backward()
-            private.optimizer.step()
-            private.optimizer.zero_grad()

@@ -20,8 +20,9 @@ from fastdp.engine.clip import norms
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy
 from fastdp.private.run import Private
-from tests.audit.runs import CANARIES, ORDINARY, Tied, canary, ordinary, start, train
+from tests.audit.runs import CANARIES, Tied, canary, ordinary, start
 from tests.cases import cases
+from tests.loops import train
 from tests.noise import Add, replace_noise
 
 CONFIDENCE = 1 - 1e-5
@@ -143,12 +144,6 @@ def test_a_second_use_left_out_of_the_norm_is_caught(score: str, monkeypatch: py
     join = norms.join_uses
     monkeypatch.setattr(norms, "join_uses", lambda uses, *rest: join([use for use in uses if not use.one_hot], *rest))
     assert examples(score, self_check=False).refuted
-
-
-def test_noise_scaled_as_if_the_sum_were_a_mean_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise for the mean put on the sum: too small by the batch size, which is all of the data here."""
-    replace_noise(monkeypatch, lambda total, std, add: add(total, std / ORDINARY))
-    assert any(gradients().refuted for _ in range(4))
 
 
 def test_noise_whose_size_depends_on_the_data_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,10 +78,3 @@ def test_the_optimisation_refuses_what_it_cannot_use() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             audit.optimised_tokens(released, lambda e: e, torch.zeros(5, 4), steps=steps)
-
-
-def test_a_removed_attack_says_what_to_use() -> None:
-    with pytest.raises(AttributeError, match="removed: use inversion and nearest_tokens on the mean"):
-        _ = audit.repeated_release
-    with pytest.raises(AttributeError, match="there is none of that name"):
-        _ = audit.guess

@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader
 import fastdp
 from fastdp import audit
 from fastdp.methods.rapft import NoisyMap, PublicMap, RapFT
-from fastdp.private.observer import Observer
 from fastdp.private.run import Private
 from tests.audit import faults
+from tests.loops import train
+from tests.private.test_preparation import Drawn
 
 CONFIDENCE = 1 - 1e-5
 
@@ -47,31 +48,12 @@ def start(method: Any) -> Private:
     )
 
 
-def train(private: Private, noise: float = 1.0) -> None:
-    if noise != 1.0:
-        private.observe(faults.Weaker(noise))
-    for _ in range(private.total_steps):
-        for batch in private.data_loader:
-            private.model(**batch)["loss"].backward()
-            private.optimizer.step()
-            private.optimizer.zero_grad()
-
-
-class Drawn(Observer):
-    """Remembers which units took part in which release."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, list[int]]] = []
-
-    def drawn(self, units: list[int], kind: str) -> list[int]:
-        self.seen.append((kind, units))
-        return units
-
-
 def audited(method: Any, noise: float = 1.0) -> audit.AuditResult:
     private = start(method)
     canaries = audit.GradientCanaries(private, 600)
-    train(private, noise)
+    if noise != 1.0:
+        private.observe(faults.Weaker(noise))
+    train(private)
     if isinstance(method, fastdp.DPFrost):
         frozen = [p for p in private.model.parameters() if not p.requires_grad]
         assert frozen, "the selection froze nothing, and the canaries all reached what was trained"
@@ -99,8 +81,9 @@ def test_a_method_prepares_without_the_excluded_canaries() -> None:
     watch = Drawn()
     private.observe(watch)
     private.prepare()
-    assert watch.seen == [("relevance", canaries.included.nonzero().reshape(-1).tolist())]
-    assert 0 < len(watch.seen[0][1]) < 6
+    assert watch.units == canaries.included.nonzero().reshape(-1).tolist()
+    assert watch.kinds == ["relevance"]
+    assert 0 < len(watch.units) < 6
 
 
 @pytest.mark.slow

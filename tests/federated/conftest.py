@@ -1,34 +1,18 @@
 """Federated tests need Flower for what speaks Flower, and nothing for the rest."""
 
 import json
-from importlib import resources
 
 import pytest
-import torch
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from fastdp.quickstart.corpus import private_records
+from tests.tokenizers_for_tests import small_gpt2
 
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
     """A folder with a tiny model, texts to train on and held-out texts."""
     folder = tmp_path_factory.mktemp("world")
-    with resources.as_file(resources.files("fastdp.quickstart") / "model") as quickstart:
-        tokenizer = AutoTokenizer.from_pretrained(quickstart)
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(tokenizer),
-        n_positions=64,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0,
-        embd_pdrop=0,
-        attn_pdrop=0,
-    )
-    GPT2LMHeadModel(config).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    small_gpt2(folder / "model", n_embd=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     records = private_records(36, 0)
     for name, part in (("train", records[:24]), ("eval", records[24:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))

@@ -107,7 +107,7 @@ def session_of(pid):
 
 
 def test_a_stranger_with_the_authority_s_public_certificate_gets_nothing(federation, tmp_path):
-    """`flwr run` of an app, registering a key, and any request at all fail in the handshake."""
+    """`flwr run` of an app and any request at all fail in the handshake."""
     (tmp_path / "app").mkdir()
     for name, content in FOREIGN.items():
         (tmp_path / "app" / name).write_text(content)
@@ -117,13 +117,9 @@ def test_a_stranger_with_the_authority_s_public_certificate_gets_nothing(federat
         f'root-certificates = "{federation.certificates / "server" / tls.CA}"\n'
     )
     environment = flower_environment({"FLWR_HOME": str(tmp_path / "home")})
-    public = tmp_path / "key.pub"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", str(tmp_path / "key")], check=True)
-    for arguments in (["run", str(tmp_path / "app"), "victim"], ["supernode", "register", str(public), "victim"]):
-        found = subprocess.run(
-            [program("flwr"), *arguments], env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert found.returncode != 0, found.stdout
+    command = [program("flwr"), "run", str(tmp_path / "app"), "victim"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert found.returncode != 0, found.stdout
     tls.make_certificates(tmp_path / "foreign", ["hospital"])
     for name, folder in ((None, None), ("hospital", tmp_path / "foreign")):
         for path in ("/health", *PATHS):

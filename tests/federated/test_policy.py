@@ -1,19 +1,14 @@
 """A client's own policy: floors that the run may only tighten, private paths from the node alone, nothing dropped in silence."""
 
 import dataclasses
-import itertools
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
-from safetensors import safe_open
-from transformers import AutoTokenizer
 
 from fastdp.federated import FederatedConfig
-from fastdp.federated.policy import ACCEPTED_MECHANISMS, NodePolicy, NodeSettingError, client_settings
-from fastdp.methods.encoding import encode_private
+from fastdp.federated.policy import NodePolicy, NodeSettingError, client_settings
 from tests.cases import cases
 
 NEEDED = {"model": "m", "output": "o", "eval": "e"}
@@ -30,11 +25,6 @@ def read(run=(), **node):
     """The settings that a node trains by; a value of None takes a key of OWN out."""
     given = {name.replace("_", "-"): value for name, value in (OWN | node).items() if value is not None}
     return client_settings(NEEDED | dict(run), given)
-
-
-def test_a_nodes_floors_rule_where_the_run_asks_for_less():
-    found = read({"perturbation": "none"}, perturbation="all", epsilon=1.0, dpsgd_epsilon=1.0)
-    assert (found.perturbation, found.epsilon, found.mechanism, found.dpsgd_epsilon) == ("all", 1.0, "local", 1.0)
 
 
 def test_a_run_may_be_stricter_than_a_node():
@@ -190,13 +180,6 @@ def test_every_setting_that_could_weaken_a_client_is_decided():
     assert {field.name for field in dataclasses.fields(FederatedConfig)} <= decided
 
 
-def test_the_order_of_mechanisms_is_a_partial_order():
-    for own, run in itertools.product(ACCEPTED_MECHANISMS, ACCEPTED_MECHANISMS):
-        if own != run:
-            assert not (run in ACCEPTED_MECHANISMS[own] and own in ACCEPTED_MECHANISMS[run])
-        assert own in ACCEPTED_MECHANISMS[own]
-
-
 flwr = pytest.importorskip("flwr", reason="flwr is the optional extra 'federated', for Python 3.11 or later")
 
 
@@ -243,28 +226,6 @@ def test_a_deployed_client_perturbs_though_the_server_says_none(settings, node, 
     assert card["settings"]["epsilon"] == 1.0
     assert card["tokens"]["private"] == card["tokens"]["all"]
     assert [row["accepted"] for row in rows] == [1, 1]
-
-
-def test_a_server_s_tokenizer_reads_no_private_text(settings, node, world, tmp_path):
-    """Its normalizer would tell of each text what its maker wants to know: by lengths here, by chosen tokens as well."""
-    hostile = tmp_path / "hostile"
-    shutil.copytree(world / "model", hostile)
-    state = json.loads((hostile / "tokenizer.json").read_text())
-    state["normalizer"] = {"type": "Replace", "pattern": {"Regex": "[a-z ]+"}, "content": "e"}
-    (hostile / "tokenizer.json").write_text(json.dumps(state))
-    config = json.loads((hostile / "tokenizer_config.json").read_text())
-    (hostile / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}))
-    lines = [json.loads(line)["text"] for line in (world / "train.jsonl").read_text().splitlines()]
-    texts = [" ".join(line.split()[: 3 + at % 3]) for at, line in enumerate(lines)]
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    own, foreign = (AutoTokenizer.from_pretrained(folder) for folder in (node["model"], hostile))
-    room = settings["max_length"] - own.num_special_tokens_to_add() - 2
-    lengths, told = ([len(ids[:room]) for ids in encode_private(each, texts)["input_ids"]] for each in (own, foreign))
-    assert lengths != told
-    run = settings | {"model": str(hostile)}
-    server(run, [deployed(run, node | {"train": str(tmp_path / "own.jsonl")})])
-    with safe_open(tmp_path / "state" / "client-0" / "perturbed.safetensors", "pt") as file:
-        assert file.get_tensor("lengths").tolist() == lengths
 
 
 def test_a_refused_client_trains_nothing_and_says_no_more_than_it_may(settings, node, tmp_path, caplog):

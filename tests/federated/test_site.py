@@ -32,12 +32,6 @@ def test_training_changes_the_adapter_alone(settings):
     assert adapted(settings).base == base
 
 
-def test_clients_share_the_data(settings):
-    model = adapted(settings)
-    sizes = [len(Site.of_partition(model, index, 5).examples) for index in range(5)]
-    assert sum(sizes) == 24
-
-
 def test_perturbed_where_the_model_is(settings):
     with elsewhere() as ran:
         site = Site.of_partition(adapted(settings, perturbation="selective", epsilon=0.5, device="meta"), 0, 2)
@@ -86,13 +80,6 @@ def test_a_text_of_replaced_tokens_alone_is_learned(settings):
     assert item["labels"] == item["input_ids"]
     (item,) = model.examples([[5, 6, 7]], [[True, True, False]]).items
     assert [label for label in item["labels"] if label != -100][-1] == 7
-
-
-def test_every_token(settings):
-    model = adapted(settings, perturbation="all", epsilon=0.5)
-    site = Site.of_partition(model, 0, 2)
-    card = Card.load(site.folder / "card.json")
-    assert card["tokens"]["private"] == card["tokens"]["all"]
 
 
 def test_another_epsilon_does_not_reuse_the_draws(settings):

@@ -2,27 +2,20 @@
 
 import csv
 import json
-from importlib import resources
 
 import pytest
 import torch
-import transformers
 
 from fastdp.finetune import FinetuneConfig, run
 from fastdp.quickstart.corpus import private_records
+from tests.tokenizers_for_tests import small_gpt2
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
     """A random GPT-2 of two layers with the tokenizer of the quickstart's model."""
     folder = tmp_path_factory.mktemp("model")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(resources.files("fastdp.quickstart") / "model"))
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=2, n_embd=32, n_head=2, n_positions=64, vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0
-    )
-    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    small_gpt2(folder)
     return folder
 
 

@@ -83,6 +83,7 @@ def test_bad_yaml(tmp_path, text, message):
         ({"shapes": "public", "method": "ewft"}, "shapes: public needs a method that clips rows"),
         ({"warmup": 1.0}, "warmup is 1.0: it must be at least 0 and below 1"),
         ({"task": "classification"}, "labels must list"),
+        ({"task": "classification", "labels": ["a"]}, "labels must list"),
         ({"task": "classification", "labels": ["a", "a", "b"]}, "a label twice"),
         ({"task": "classification", "labels": ["a", "b"], "prompt_column": "x"}, "belongs to causal-lm"),
         ({"labels": ["a", "b"]}, "belongs to classification"),

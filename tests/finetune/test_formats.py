@@ -15,11 +15,9 @@ from fastdp.cli import app
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{{ eos_token }}{% endfor %}"
-#: The settings of each kind of file, the file, and what the card calls the unit.
+#: `tests/test_commands.py` runs the other kinds. The settings of each, the file, and what the card calls the unit.
 FORMATS = {
     "chat": ("messages.jsonl", "example"),
-    "alpaca": ("alpaca.json", "example"),
-    "columns": ("functions.parquet", "example"),
     "people": ("functions.csv", "user"),
 }
 
@@ -49,8 +47,6 @@ def chat_model(model_folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_example_of_each_kind_of_file_trains(name: str, functions: Path, chat_model: Path, tmp_path: Path) -> None:
-    if name == "columns":
-        pytest.importorskip("pyarrow")
     file, unit = FORMATS[name]
     run = tmp_path / name
     words = ["finetune", str(EXAMPLES / f"{name}.yaml"), "--model", str(chat_model), "--train", str(functions / file)]

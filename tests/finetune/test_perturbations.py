@@ -12,10 +12,8 @@ from fastdp import accounting
 from fastdp.accounting import Card, verify
 from fastdp.data import causal_examples
 from fastdp.finetune import ConfigError, finetune
-from fastdp.finetune.perturbations import choose_perturbation
 from fastdp.methods import ewft
 from fastdp.public import content_digest
-from tests.cases import cases
 from tests.finetune.runs import Stopped, classify, public_inputs
 
 
@@ -39,15 +37,6 @@ def test_a_perturbed_forward_pass(config, files, tmp_path, noise):
     (text,) = card["mechanism"]["public_text"]
     assert (text["name"], text["records"], text["shared"]) == ("public.tsv", 48, 0)
     assert text["sha256"] == content_digest(files / "public.tsv")
-
-
-@pytest.mark.parametrize(
-    ("noise", "instead"), [("epoch_weighted", "release_once"), ("uniform", "dp_forward"), ("privunit", "codebook")]
-)
-def test_a_schedule_that_is_gone_names_what_replaces_it(config, files, noise, instead):
-    options = {"layer": 1, "autoencoder": None, "noise": noise}
-    with pytest.raises(ConfigError, match=f"noise {noise}: ewft.{noise} was removed: use {instead}"):
-        finetune(classify(config, files, method="ewft", method_options=options, epochs=2))
 
 
 @pytest.mark.parametrize("rehearsed", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -77,7 +66,12 @@ def test_a_pure_forward_pass(config, files, tmp_path, rehearsed):
 
 
 def test_an_interrupt_before_any_release_leaves_nothing_to_stumble_over(config, files, tmp_path, monkeypatch):
-    """While the autoencoder learns, the ledger is there already; the same command goes on as if nothing had been."""
+    """While the autoencoder learns, the ledger is there already; the same command goes on as if nothing had been.
+
+    Neither the folder nor the account holds that anything was released.
+    """
+    monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "state"))
+    monkeypatch.delenv("FASTDP_AGAIN")
 
     def interrupted(*_, **__):
         raise Stopped
@@ -127,21 +121,28 @@ def test_layers_below_the_noise_learn_from_public_text_alone(config, files, tmp_
             finetune(replace(settings, method_options=options | fault, output=str(tmp_path / "other")))
 
 
-def test_text_is_privatized_before_training(config, files, tmp_path, monkeypatch):
+@pytest.fixture
+def executed(monkeypatch):
+    """The examples that runs train on and are evaluated on."""
     from fastdp.finetune import run
 
-    seen = []
-    original = run.FinetuneRun.execute
+    seen, execute = [], run.FinetuneRun.execute
     monkeypatch.setattr(
-        run.FinetuneRun, "execute", lambda self, resume: (seen.append(self.train), original(self, resume))[1]
+        run.FinetuneRun,
+        "execute",
+        lambda self, resume: seen.extend([self.train, self.held_out]) or execute(self, resume),
     )
+    return seen
+
+
+def test_text_is_privatized_before_training(config, tmp_path, executed):
     settings = replace(config, epsilon=None, method="sap", method_options={"eta": 20.0, "duplicates": "merge"})
     result = finetune(settings)
     tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
     texts = [json.loads(line)["text"] for line in Path(config.train).read_text().splitlines()]
     plain = causal_examples(tokenizer, texts, 48)
     same = total = 0
-    for private, item in zip(seen[0].items, plain.items):
+    for private, item in zip(executed[0].items, plain.items):
         assert len(private["input_ids"]) == len(item["input_ids"])
         assert private["labels"] == private["input_ids"], "labels would give the text away"
         same += sum(a == b for a, b in zip(private["input_ids"], item["input_ids"]))
@@ -154,17 +155,8 @@ def test_text_is_privatized_before_training(config, files, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("task", ["causal-lm", "classification"])
-def test_special_tokens_that_a_text_spells_out_are_privatized(config, files, tmp_path, monkeypatch, task):
+def test_special_tokens_that_a_text_spells_out_are_privatized(config, tmp_path, executed, task):
     """The token itself, anywhere but where the encoder put it, would be text that leaves in the clear."""
-    from fastdp.finetune import run
-
-    seen = []
-
-    def stop(self, resume):
-        seen.extend([self.train, self.held_out])
-        raise Stopped
-
-    monkeypatch.setattr(run.FinetuneRun, "execute", stop)
     tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
     special = tokenizer.eos_token
     texts = tmp_path / "spelled.jsonl"
@@ -176,9 +168,8 @@ def test_special_tokens_that_a_text_spells_out_are_privatized(config, files, tmp
     )
     if task == "classification":
         settings.labels = ["0", "1"]
-    with pytest.raises(Stopped):
-        finetune(settings)
-    for examples in seen:
+    finetune(settings)
+    for examples in executed:
         for item in examples.items:
             assert set(item) == {"input_ids", "labels"} | ({"token_type_ids"} & set(item))
             ends = 0 if task == "classification" else 2
@@ -199,24 +190,8 @@ def test_a_second_run_of_the_same_texts_is_refused_or_said(config, files, tmp_pa
     assert len(Card.load(tmp_path / "second" / "statement.json")["earlier_releases"]) == 1
 
 
-@cases(
-    ("method", "options"),
-    [("sap", {"eta": 20.0, "special": "keep"}), ("selective", {"epsilon": 6.0, "cells": 8, "mechanism": "partition"})],
-)
-def test_options_of_the_last_release_are_replaced_with_a_warning(config, method, options):
-    with pytest.warns(FutureWarning, match="was removed: "):
-        choose_perturbation(replace(config, epsilon=None, method=method, method_options=options))
-
-
-def test_private_tokens_are_replaced_and_not_learned(config, files, tmp_path, monkeypatch):
+def test_private_tokens_are_replaced_and_not_learned(config, tmp_path, executed):
     """What is trained on has the words that no detector found, in their places, and labels for these alone."""
-    from fastdp.finetune import run
-
-    seen = []
-    real = run.FinetuneRun.execute
-    monkeypatch.setattr(
-        run.FinetuneRun, "execute", lambda self, resume: seen.extend([self.train, self.held_out]) or real(self, resume)
-    )
     texts = tmp_path / "private.jsonl"
     lines = [f"Anna paid {1000 + i} at the caf\u00e9 with card 4111 1111 1111 1111 on Monday." for i in range(24)]
     texts.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
@@ -228,7 +203,7 @@ def test_private_tokens_are_replaced_and_not_learned(config, files, tmp_path, mo
     assert accounting.verify(card).guarantee
     assert "Quorra" not in json.dumps(card)
     assert result.privacy.startswith(card["bound"])
-    trained, held_out = seen
+    trained, held_out = executed
     hidden = sum(label == -100 for item in trained.items for label in item["labels"])
     assert hidden == card["tokens"]["private"] > 24 * 8
     for line, item, plain in zip(lines, trained.items, held_out.items, strict=True):

@@ -122,17 +122,14 @@ PLANNED = "--examples 400 --epsilon 8 --delta 1e-4 --max-length 48".split()
 def test_the_command_writes_settings_that_a_run_takes(model_folder, tmp_path):
     written = tmp_path / "plan.yaml"
     arguments = ["plan", "--model", model_folder, "--length", "4,12,20", *PLANNED]
-    arguments += ["--physical-batch-size", 4, "--write", written, "--picture", tmp_path / "plan.png"]
+    arguments += ["--physical-batch-size", 4, "--write", written]
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exit_code == 0, done.output
-    assert "warning: --picture was removed" in done.output
     assert "suggested" in done.output
     assert "measured here" in done.output
     assert "…" not in done.output, "no heading is cut at 80 characters"
     refused = CliRunner().invoke(app, [*map(str, arguments[:3]), "--length", "long", *PLANNED])
     assert "write whole numbers" in refused.output
-    simulated = CliRunner().invoke(app, [*map(str, arguments), "--gpu", "h100"])
-    assert "--gpu was removed: plan on the machine that trains" in simulated.output
     settings = load_config(written)
     assert settings.batch_size in (16, 32, 64, 128)
     assert yaml.safe_load(written.read_text())["model"] == str(model_folder)

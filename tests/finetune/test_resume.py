@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 
 from fastdp import accounting
 from fastdp.accounting import verify
-from fastdp.finetune import ConfigError, Reporter, finetune
+from fastdp.finetune import ConfigError, finetune
 from fastdp.finetune.folder import keep_metrics, read_checkpoint
 from tests.finetune.runs import StopAfter, classify
 
@@ -209,31 +208,6 @@ def test_a_ledger_cut_back_without_a_memory_counts_what_may_have_been_released(
     assert verify(tmp_path / "run" / "card.json", ledger=tmp_path / "run" / "ledger.jsonl").guarantee
 
 
-def load_base(config):
-    return transformers.AutoModelForCausalLM.from_pretrained(config.model)
-
-
-def test_a_stopped_run_resumes_with_the_partitions_it_had_chosen(config, tmp_path):
-    options = {"unfreezing_ratio": 0.5, "selection_steps": 2, "selection_rate": 0.2}
-    settings = replace(config, peft="full", method="frost", method_options=options, epochs=2)
-    with pytest.raises(SystemExit):
-        finetune(settings, reporter=StopAfter(3))
-    [kept] = (tmp_path / "run").glob("preparation-*")
-    before = kept.read_bytes()
-    result = finetune(settings, resume=True)
-    assert kept.read_bytes() == before
-    assert 0 < result.epsilon <= 8
-    assert result.trained_parameters < sum(p.numel() for p in load_base(config).parameters()) / 2
-
-
-class Failing(Reporter):
-    """Refuses as the evaluation before training begins."""
-
-    def phase(self, text):
-        if text == "evaluating before training":
-            raise ConfigError("stopped early")
-
-
 def test_a_stopped_run_of_a_local_method_leaves_a_record_of_what_was_released(config, files, tmp_path):
     options = {"layer": 1, "autoencoder": None, "noise": "release_once"}
     settings = classify(config, files, method="ewft", method_options=options, epochs=2)
@@ -245,17 +219,3 @@ def test_a_stopped_run_of_a_local_method_leaves_a_record_of_what_was_released(co
         finetune(settings, resume=True)
     with pytest.raises(ConfigError, match="already holds a run"):
         finetune(settings)
-
-
-def test_a_run_of_a_local_method_that_was_stopped_before_any_release_may_begin_again(
-    config, files, tmp_path, monkeypatch
-):
-    """Neither the folder nor the account holds that anything was released."""
-    monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "state"))
-    monkeypatch.delenv("FASTDP_AGAIN")
-    options = {"layer": 1, "autoencoder": None, "noise": "release_once"}
-    settings = classify(config, files, method="ewft", method_options=options)
-    with pytest.raises(ConfigError, match="stopped early"):
-        finetune(settings, reporter=Failing())
-    assert not (tmp_path / "run" / "releases").exists()
-    assert finetune(settings).steps == 3

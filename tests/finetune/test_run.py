@@ -201,9 +201,3 @@ def test_refusals_leave_nothing_behind(config, settings, message, tmp_path):
         finetune(replace(config, **settings))
     left = list((tmp_path / "run").iterdir()) if (tmp_path / "run").exists() else []
     assert not left
-
-
-def test_an_unknown_label_names_its_line(config, files):
-    settings = {"task": "classification", "text_column": "sentence", "labels": ["often", "never"]}
-    with pytest.raises(ValueError, match=r"labels\.tsv, line \d+: label 'seldom' is not one of labels: often, never"):
-        finetune(replace(config, **settings, train=str(files / "labels.tsv"), eval=None))

@@ -1,6 +1,7 @@
 """A search over settings: one event pays for it, what it releases verifies, and its choice is audited."""
 
 import dataclasses
+import functools
 import json
 import math
 import random
@@ -21,6 +22,14 @@ from fastdp.finetune.tune import best_of, tune
 from fastdp.tables import DataError
 from tests.cases import cases
 from tests.finetune.runs import Stopped
+
+
+@pytest.fixture(autouse=True, scope="module")
+def moments():
+    """The moments of equal events, most of a search's time, are computed once for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(renyi, "sampled_moment", functools.cache(renyi.sampled_moment))
+        yield
 
 
 def test_a_search_releases_the_best_trial_and_its_card(config, model_folder, tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import tokenizers
-import torch
 import transformers
 from tokenizers import models, pre_tokenizers, processors
 
@@ -85,7 +84,7 @@ def snippet(folder, base):
     return code.replace('"."', repr(str(folder))).replace("path/to/the/base/model", str(base))
 
 
-@pytest.mark.parametrize("kind", ["lora", "full", "bitfit", "bottleneck", "prompt", "ia3"])
+@pytest.mark.parametrize("kind", ["lora", "full", "bottleneck", "prompt"])
 def test_the_page_of_a_causal_model_asks_it_as_training_did(config, files, model_folder, tmp_path, moved, kind):
     data = {"train": str(files / "pairs.csv"), "eval": str(files / "pairs.csv"), "text_column": None, "samples": 1}
     run = replace(config, **data, prompt_column=["mr"], target_column="ref", peft=kind, learning_rate=0.01)
@@ -143,19 +142,3 @@ def test_several_prompt_columns_are_joined_without_the_empty_ones(config, model_
     given = [[i for i, label in zip(e["input_ids"], e["labels"]) if label == IGNORED][1:] for e in examples]
     wanted = ["add\n1 and 2\n", "greet\n"]
     assert given == [tokenizer(text, add_special_tokens=False)["input_ids"] for text in wanted]
-
-
-def test_perplexity_is_the_one_of_training(config, files, model_folder, tmp_path):
-    """What a user measures with the saved tokenizer is what the run measured."""
-    result = finetune(config)
-    folder = tmp_path / "run" / "adapter"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    from peft import PeftModel
-
-    model = PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(model_folder), folder).eval()
-    losses, counts = 0.0, 0
-    for text in read_rows(files / "text.jsonl").column("text", "text"):
-        ids = torch.tensor([tokenizer(text + tokenizer.eos_token)["input_ids"][: config.max_length]])
-        losses += float(model(input_ids=ids, labels=ids).loss) * (ids.shape[1] - 1)
-        counts += ids.shape[1] - 1
-    assert torch.exp(torch.tensor(losses / counts)).item() == pytest.approx(result.after.perplexity, rel=1e-3)

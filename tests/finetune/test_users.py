@@ -9,7 +9,7 @@ from fastdp.accounting import dpsgd, epsilon
 from fastdp.finetune import ConfigError, finetune
 from fastdp.quickstart.corpus import private_records
 from fastdp.tables import DataError
-from tests.finetune.runs import RAPFT, StopAfter
+from tests.finetune.runs import RAPFT
 
 
 @pytest.fixture
@@ -33,15 +33,6 @@ def test_the_person_is_what_the_card_and_the_account_protect(notes, tmp_path):
     event = dpsgd(result.noise_multiplier, 4 / 11, result.steps)
     assert result.epsilon == pytest.approx(epsilon(event, 1e-2), rel=1e-6)
     assert result.epsilon <= 8
-
-
-def test_a_stopped_run_of_people_resumes(notes):
-    notes = replace(notes, epochs=2)
-    with pytest.raises(SystemExit):
-        finetune(notes, reporter=StopAfter(3))
-    with pytest.raises(ConfigError, match="these differ: max_examples_per_user"):
-        finetune(replace(notes, max_examples_per_user=1), resume=True)
-    assert finetune(notes, resume=True).epsilon <= 8
 
 
 def test_a_method_with_two_blocks_takes_people(notes, files):

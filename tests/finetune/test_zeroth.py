@@ -18,7 +18,7 @@ def zeroth(config):
     return replace(config, method="dpzo", shapes="public", learning_rate=1e-3)
 
 
-@pytest.mark.parametrize("peft", ["full", "lora", "dora", "bitfit", "prompt"])
+@pytest.mark.parametrize("peft", ["full", "dora", "prompt"])
 def test_it_trains_what_peft_says_and_its_card_holds(zeroth, moved, peft, tmp_path, monkeypatch):
     backward, steps = torch.Tensor.backward, []
 
@@ -89,16 +89,3 @@ def test_a_stopped_run_goes_on_with_the_weights_and_the_direction_of_its_checkpo
     # Twelve steps are paid for; the fifth was lost.
     assert card["steps"]["spent"] == 12
     assert result.steps == 11
-
-
-def test_flags_are_enough(zeroth, tmp_path):
-    names = ("model", "train", "output", "epsilon", "delta", "max_length", "epochs", "batch_size", "method", "shapes")
-    flags = [f"--{name.replace('_', '-')}={getattr(zeroth, name)}" for name in names]
-    options = ["--method-options={max_slope: 2}", "--samples=0"]
-    assert CliRunner().invoke(app, ["finetune", *flags, *options]).exit_code == 0
-    assert json.loads((tmp_path / "run" / "card.json").read_text())["mechanism"]["max_slope"] == 2
-
-
-def test_without_privacy_a_run_trains_by_its_gradients(zeroth):
-    result = finetune(replace(zeroth, epsilon=float("inf"), peft="full", learning_rate=1e-2))
-    assert result.after.perplexity < 0.9 * result.before.perplexity

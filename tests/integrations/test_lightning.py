@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,108 +40,80 @@ def test_the_example_spends_its_budget(
     assert saved["lr_schedulers"][0]["last_epoch"] == 4
 
 
-class Centring(lightning.LightningModule):
-    """Makes something of each batch before it calls the model: of all its rows, or of each alone."""
+class Module(lightning.LightningModule):
+    """A training step that is a function of the model, the batch and its number."""
 
-    def __init__(self, private: fastdp.Private, together: bool):
+    def __init__(self, private: fastdp.Private, step: Callable[[Any, Any, int], Any] = lambda m, b, i: m(**b)["loss"]):
         super().__init__()
-        self.model, self.private, self.together = private.model, private, together
+        self.model, self.private, self.step = private.model, private, step
 
-    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
-        centre = batch["x"].mean(0 if self.together else 1, keepdim=True)
-        loss: torch.Tensor = self.model(**{**batch, "x": batch["x"] - centre})["loss"]
-        return loss
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.step(self.model, batch, index)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.private.optimizer
 
 
+def centring(axis: int) -> Callable[[Any, Any, int], Any]:
+    """Takes a mean off what the model is called with: of the whole batch along the first axis, of each row along the other."""
+    return lambda model, batch, index: model(**{**batch, "x": batch["x"] - batch["x"].mean(axis, keepdim=True)})["loss"]
+
+
+def fit(module: Module, **options: Any) -> None:
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    lightning.Trainer(accelerator="cpu", max_epochs=1, **quiet, **options).fit(module, Batches(module.private))
+
+
+PRIVACY: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
+
+
 def test_accumulation_is_refused_before_a_release() -> None:
-    private = start(Classifier(), noise_multiplier=1.0, target_delta=1e-3)
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, accumulate_grad_batches=2, **options)
+    private = start(Classifier(), **PRIVACY)
     with pytest.raises(RuntimeError, match=r"step\(\) did not follow backward\(\)"):
-        trainer.fit(Centring(private, together=False), Batches(private))
+        fit(Module(private, centring(1)), accumulate_grad_batches=2)
     assert private.steps_done == 0
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_what_a_training_step_makes_of_a_batch_is_tried_before_the_first(tmp_path: Path, together: bool) -> None:
-    private = start(Classifier(), noise_multiplier=1.0, target_delta=1e-3, max_physical_batch_size=3)
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = lightning.Trainer(
-        max_epochs=1, default_root_dir=tmp_path, accelerator="cpu", enable_model_summary=False, **options
-    )
+def test_what_a_training_step_makes_of_a_batch_is_tried_before_the_first(together: bool) -> None:
+    private = start(Classifier(), max_physical_batch_size=3, **PRIVACY)
     with pytest.raises(SelfCheckError, match="something else for an example") if together else nullcontext():
-        trainer.fit(Centring(private, together), Batches(private))
+        fit(Module(private, centring(0 if together else 1)))
     assert private.steps_done == (0 if together else private.steps_per_epoch)
 
 
-class Counting(lightning.LightningModule):
-    """Calls the model with what it is given."""
-
-    def __init__(self, private: fastdp.Private):
-        super().__init__()
-        self.model, self.private, self.sizes = private.model, private, list[int]()
-
-    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
-        self.sizes.append(len(batch["x"]))
-        loss: torch.Tensor = self.model(**batch)["loss"]
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.private.optimizer
-
-
-def test_a_training_step_that_makes_nothing_gets_four_batches_more(tmp_path: Path) -> None:
-    private = start(Classifier(), noise_multiplier=1.0, target_delta=1e-3, max_physical_batch_size=3)
+def test_a_training_step_that_makes_nothing_gets_four_batches_more() -> None:
+    private = start(Classifier(), max_physical_batch_size=3, **PRIVACY)
     drawn: list[int] = []
+    sizes: list[int] = []
     draw = private.data_loader.micro_batches
     private.data_loader.micro_batches = lambda units: ((drawn.append(len(i)), (i, t))[1] for i, t in draw(units))
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = lightning.Trainer(
-        max_epochs=1, default_root_dir=tmp_path, accelerator="cpu", enable_model_summary=False, **options
-    )
-    trainer.fit(module := Counting(private), Batches(private))
-    assert module.sizes == [1, 3, 3, 3, *drawn]
+    fit(Module(private, lambda model, batch, index: (sizes.append(len(batch["x"])), model(**batch)["loss"])[1]))
+    assert sizes == [1, 3, 3, 3, *drawn]
     assert private.steps_done == private.steps_per_epoch
 
 
-class Skipping(lightning.LightningModule):
-    """Leaves a batch out, as a training step may that returns nothing."""
-
-    def __init__(self, private: fastdp.Private, skipped: int):
-        super().__init__()
-        self.model, self.private, self.skipped = private.model, private, skipped
-
-    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor | None:
-        loss = self.model(**batch)["loss"]
-        return None if index == self.skipped else loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.private.optimizer
-
-
 @pytest.mark.parametrize("skipped", [0, 1])
-def test_a_batch_that_is_skipped_is_never_taken_for_the_next(tmp_path: Path, skipped: int) -> None:
+def test_a_batch_that_is_skipped_is_never_taken_for_the_next(skipped: int) -> None:
     """Its examples would join the logical batch after, and one that is in both would count twice."""
-    private = start(Classifier(), noise_multiplier=1.0, target_delta=1e-3, max_physical_batch_size=3)
-    trainer = lightning.Trainer(
-        max_epochs=1,
-        default_root_dir=tmp_path,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    private = start(Classifier(), max_physical_batch_size=3, **PRIVACY)
+
+    def skip(model: Any, batch: Any, index: int) -> Any:
+        loss = model(**batch)["loss"]
+        return None if index == skipped else loss
+
     with pytest.raises(RuntimeError, match="skipped|without backward"):
-        trainer.fit(Skipping(private, skipped), Batches(private))
+        fit(Module(private, skip))
     assert private.steps_done == 0
 
 
 def test_a_skipped_batch_is_found_by_the_tickets() -> None:
-    private = start(Classifier(), noise_multiplier=1.0, target_delta=1e-3, max_physical_batch_size=3)
+    private = start(Classifier(), max_physical_batch_size=3, **PRIVACY)
     batches = iter(Batches(private))
     next(batches)
     ahead = next(batches)
@@ -149,31 +123,12 @@ def test_a_skipped_batch_is_found_by_the_tickets() -> None:
     assert not private.data_loader.look_ahead
 
 
-class Outside(lightning.LightningModule):
-    """Computes its loss from the model's outputs."""
-
-    def __init__(self, private: fastdp.Private):
-        super().__init__()
-        self.model, self.private = private.model, private
-
-    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(self.model(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.private.optimizer
-
-
-def test_no_release_holds_two_logical_batches(tmp_path: Path) -> None:
+def test_no_release_holds_two_logical_batches() -> None:
     """The loop is verified again while the next batch is out already: it joined this one's release, and one was missing."""
     data = torch.utils.data.TensorDataset(torch.rand(24, 12), torch.arange(24) % 3)
     model = torch.nn.Linear(12, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = torch.utils.data.DataLoader(data, batch_size=8)
-    options = {"loss_reduction": "mean", "noise_multiplier": 1.0, "target_delta": 1e-3, "epochs": 1}
-    private = fastdp.make_private(model, optimizer, loader, **options)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = lightning.Trainer(
-        max_epochs=1, default_root_dir=tmp_path, accelerator="cpu", enable_model_summary=False, **quiet
-    )
-    trainer.fit(Outside(private), Batches(private))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = fastdp.make_private(model, optimizer, loader, loss_reduction="mean", epochs=1, **PRIVACY)
+    fit(Module(private, lambda model, batch, index: torch.nn.functional.cross_entropy(model(batch[0]), batch[1])))
     assert private.steps_done == private.total_steps == 3

@@ -21,11 +21,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase
 from trl import DPOConfig, SFTConfig
 
 import fastdp
-from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.integrations.trl import PackingCollator
-from fastdp.private.observer import Observer
 from tests.cases import cases
-from tests.engine.runs import clipped_sum, error
+from tests.engine.runs import Sums, clipped_sum, error
+from tests.private.test_preparation import Drawn
 from tests.tokenizers_for_tests import word_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -60,34 +59,20 @@ def letters(count: int, start: int) -> str:
     return " ".join("abcdefghij"[(start + i) % 10] for i in range(count))
 
 
-class Sums(Observer):
-    """Keeps the clipped sums of each release, and what it was made of."""
-
-    def __init__(self) -> None:
-        self.sums: list[dict[str, torch.Tensor]] = []
-        self.drawn_units: list[list[int]] = []
-
-    def drawn(self, drawn: list[int], kind: str) -> list[int]:
-        self.drawn_units.append(drawn)
-        return drawn
-
-    def before_release(self, accumulator: Accumulator) -> None:
-        self.sums.append({name: total.clone() for name, total in accumulator.sums.items()})
-
-
 def first_release(trainer: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Clipped sums of the first step for which anything was drawn, and the examples that were."""
-    loader, sums = trainer.get_train_dataloader(), Sums()
+    loader, sums, drawn = trainer.get_train_dataloader(), Sums(), Drawn()
     private = trainer.private
     private.observe(sums)
+    private.observe(drawn)
     for batches in loader:
         trainer.training_step(trainer.model, batches)
         private.optimizer.step()
-        if sums.drawn_units[-1]:
+        if drawn.units:
             break
         private.optimizer.zero_grad()
     private.detach()
-    return sums.sums[-1], sums.drawn_units[-1]
+    return sums.steps[-1], drawn.units
 
 
 def gradients(losses: list[Any], policy: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
@@ -99,13 +84,6 @@ def row_means(output: Any, labels: torch.Tensor) -> torch.Tensor:
     """Each row's cross-entropy over its own labelled tokens, ``[rows]``."""
     losses = F.cross_entropy(output.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
     return losses.sum(1) / (labels[:, 1:] != -100).sum(1).clamp(min=1)
-
-
-class OnTop(fastdp.DPSFTTrainer):
-    """Looks at the trainer's own loss."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
-        return super().compute_loss(model, inputs, return_outputs, **options)
 
 
 class Own(fastdp.DPSFTTrainer):
@@ -121,7 +99,6 @@ class Own(fastdp.DPSFTTrainer):
 #: Where the loss of an example comes from: the trainer's class, its arguments, and those of its privacy.
 SOURCES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "model": (fastdp.DPSFTTrainer, {}, {}),
-    "subclass, on top": (OnTop, {}, {}),
     "subclass": (Own, {}, {}),
     "function": (
         fastdp.DPSFTTrainer,
@@ -233,10 +210,9 @@ def test_dpo_takes_no_loss_of_the_user_s(tmp_path: Path, tokenizer: Any) -> None
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("seed", range(2))
-def test_pairs_in_bf16_take_the_rules(tmp_path: Path, tokenizer: Any, checkpointing: bool, seed: int) -> None:
+def test_pairs_in_bf16_take_the_rules(tmp_path: Path, tokenizer: Any, checkpointing: bool) -> None:
     # accelerate casts within the policy's own forward, so that the engine's comparison sees bf16 whatever it asks for.
-    rows = [{"prompt": letters(2, i), "chosen": " b", "rejected": " " + letters(2, i + seed)} for i in range(24)]
+    rows = [{"prompt": letters(2, i), "chosen": " b", "rejected": " " + letters(2, i)} for i in range(24)]
     trainer = fastdp.DPDPOTrainer(
         model=model(),
         args=DPOConfig(output_dir=str(tmp_path), **(COMMON | {"bf16": True, "gradient_checkpointing": checkpointing})),

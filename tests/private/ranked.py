@@ -49,17 +49,24 @@ def padded(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def packed(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Two examples a row of 20 tokens."""
-    rows = -(-len(items) // 2)
-    ids = torch.zeros(rows, 20, dtype=torch.int64)
+    """Examples one after another in rows of 20 tokens; the space left at the end belongs to nobody."""
+    rows: list[list[int]] = [[]]
+    for index in reversed(range(len(items))):  # packers put examples where they fit, in any order
+        if sum(len(items[i]["input_ids"]) for i in [*rows[-1], index]) > 20:
+            rows.append([])
+        rows[-1].append(index)
+    ids = torch.zeros(len(rows), 20, dtype=torch.int64)
     labels, units = torch.full_like(ids, -100), torch.full_like(ids, -1)
     positions = torch.zeros_like(ids)
-    for index, item in enumerate(items):
-        text, start = item["input_ids"], 10 * (index % 2)
-        here = (index // 2, slice(start, start + len(text)))
-        ids[here] = labels[here] = text
-        units[here], positions[here] = index, torch.arange(len(text))
-        positions[index // 2, start + len(text) : start + 10] = torch.arange(10 - len(text))
+    for number, row in enumerate(rows):
+        at = 0
+        for index in row:
+            text = items[index]["input_ids"]
+            here = (number, slice(at, at + len(text)))
+            ids[here] = labels[here] = text
+            units[here], positions[here] = index, torch.arange(len(text))
+            at += len(text)
+        positions[number, at:] = torch.arange(20 - at)
     return {"input_ids": ids, "labels": labels, "position_ids": positions, "units": units}
 
 
@@ -93,12 +100,8 @@ def trained(
     case: str,
     noise: float,
     prepare: Callable[[nn.Module], None] = lambda model: None,
-    launch: Callable[..., Any] = lambda *given: given,
 ) -> dict[str, Any]:
-    """One run of the matrix: the weights after `STEPS` steps, and what the run says of itself.
-
-    ``launch`` is handed model, optimizer and loader, and returns those that are to be trained with.
-    """
+    """One run of the matrix: the weights after `STEPS` steps, and what the run says of itself."""
     name, tuning, options = CASES[case]
     model: Any = build(name, tuning)
     model.config.use_cache = False
@@ -109,7 +112,6 @@ def trained(
         batch_size=3 if "user_ids" in options else 6,
         collate_fn=packed if "unit_map" in options else padded,
     )
-    model, optimizer, loader = launch(model, optimizer, loader)
     given = {"noise_multiplier": noise, "target_delta": 1e-3, "epochs": 3, "unsafe_seed": 5, **options}
     # Rounded to a grid, a difference in the last digit of a sum may move a weight by a step of the grid.
     private = fastdp.make_private(model, optimizer, loader, max_physical_batch_size=2, secure_rounding=False, **given)
@@ -121,7 +123,6 @@ def trained(
         "processes": card["model"]["processes"],
         "route": private.route,
         "spent": card["steps"]["spent"],
-        "pieces": any(map(pieces.is_cut, model.parameters())),
     }
 
 
@@ -273,9 +274,9 @@ def shapes(rank: int, size: int, folder: Path) -> dict[str, Any]:
     found = {}
     for name, options in {
         "one example": {"data": examples(1), "batch_size": 1, "epochs": 2},
-        "fewer than ranks": {"data": examples(6), "batch_size": 1, "epochs": 2},
-        "criterion": {"loss_reduction": None, "batch_size": 2, "epochs": 0.5},
-        "shuffled": {"sampling": "shuffled", "data": examples(9), "batch_size": 3, "epochs": 2},
+        "fewer than ranks": {"data": examples(6), "batch_size": 1, "epochs": 1},
+        "criterion": {"loss_reduction": None, "batch_size": 2, "epochs": 0.25},
+        "shuffled": {"sampling": "shuffled", "data": examples(9), "batch_size": 3, "epochs": 1},
     }.items():
         private = small(unsafe_seed=2, **options)
         go_on(private, private.total_steps)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -45,6 +43,7 @@ from tests.private.ranked import (
     trained,
     whole,
 )
+from tests.private.test_noise_of_release import NoLedger
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -91,39 +90,6 @@ def ways(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return {name: trained(case, 1.0, way) for name, (case, way) in WAYS.items()}
 
 
-def _accelerator(**options: Any) -> Any:
-    """Accelerate's, set to its FSDP2 plugin, which it takes with GPUs alone."""
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-
-    found: Any = Accelerator(cpu=True)
-    found.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False, **options
-    )
-    found.state.distributed_type = DistributedType.FSDP
-    return found
-
-
-def accelerated(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """Weights that accelerate's FSDP2 plugin has cut, before and after the run is made private."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": str(size)}
-    found: dict[str, Any] = {
-        case: trained(case, 1.0, launch=lambda *given: _accelerator().prepare(*given))
-        for case in ("tied gpt2", "llama", "lora")
-    }
-    private = _started(build("llama"))
-
-    def afterwards() -> None:
-        model, _, data = _accelerator().prepare(*private)
-        for batch in data:
-            model(**batch)["loss"].backward()
-
-    found["afterwards"] = said(afterwards)
-    found["spent"] = private.steps_done
-    return found
-
-
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
@@ -151,28 +117,6 @@ def _go_on(private: Any, steps: int, after: Callable[[], None] = lambda: None) -
                 return
 
 
-def lost(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """Rank 1 ends within a pass of its third step, so that others wait for its piece of a weight."""
-    model: Any = Classifier()
-    released, began = 0, time.monotonic()
-
-    def end(*_: Any) -> None:
-        if rank == 1 and released == 2:
-            os._exit(9)
-
-    model.first.register_forward_hook(end)
-    for module in (model.first, model.second, model):
-        fully_shard(module)
-    private = small(model=model, output_dir=folder / "lost")
-
-    def clock(_moment: str, step: int) -> None:
-        nonlocal released, began
-        released, began = step, time.monotonic()
-
-    ended = said(lambda: go_on(private, 6, clock))
-    return {"said": ended, "seconds": time.monotonic() - began, "released": released, "spent": private.steps_done}
-
-
 def killed_with_pieces(moment: str, rank: int, size: int, folder: Path) -> dict[str, Any]:
     """As `killed`, where each rank has but a piece of every weight."""
     model = Classifier()
@@ -189,11 +133,6 @@ class Uneven(nn.Module):
         self.tall = nn.Parameter(torch.zeros(1501, 16))
         self.masked = nn.Parameter(torch.zeros(7, 8000))
         self.short = nn.Parameter(torch.zeros(1, 60_000))
-
-
-class NoLedger:
-    def record(self, kind: str = "step") -> None:
-        """Notes nothing."""
 
 
 def noise(rank: int, size: int, folder: Path) -> dict[str, Any]:
@@ -395,25 +334,22 @@ def fused(rank: int, size: int, folder: Path) -> dict[str, Any]:
 
 
 def quantised(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """LoRA over a base of four bits, without noise and with: the adapters, and whether the base is what it was."""
+    """LoRA over a base of four bits: the adapters, and whether the base is what it was."""
     found: dict[str, Any] = {}
-    for way in (shard, checkpointed):
-        for noise, share in ((0.0, 0.0), (1.0, 0.0), (1.0, 1.0)):
-            shards.WHOLE_SUMS = share
-            kept: list[Any] = []
+    for way, share in ((checkpointed, 0.0), (shard, 1.0)):
+        shards.WHOLE_SUMS = share
+        base: dict[str, torch.Tensor] = {}
 
-            def prepare(model: Any, way: Any = way, kept: list[Any] = kept) -> None:
-                pack(model)
-                base = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
-                kept += [model, base]
-                if size > 1:
-                    way(model)
+        def prepare(model: Any, way: Any = way, base: dict[str, torch.Tensor] = base) -> None:
+            pack(model)
+            base |= {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+            if size > 1:
+                way(model)
 
-            weights = trained("lora", noise, prepare)["weights"]
-            model, base = kept
-            same = all(torch.equal(weights[name].view(torch.uint8), t.view(torch.uint8)) for name, t in base.items())
-            adapters = {name: weight for name, weight in weights.items() if name not in base}
-            found[f"{way.__name__} {noise} {share}"] = {"adapters": adapters, "base kept": same}
+        weights = trained("lora", 1.0, prepare)["weights"]
+        same = all(torch.equal(weights[name].view(torch.uint8), t.view(torch.uint8)) for name, t in base.items())
+        adapters = {name: weight for name, weight in weights.items() if name not in base}
+        found[f"{way.__name__} {share}"] = {"adapters": adapters, "base kept": same}
     return found
 
 
@@ -590,7 +526,6 @@ class Late(Classifier):
 #: In the order in which they may be run.
 SCENARIOS: dict[str, Callable[[int, int, Path], dict[str, Any]]] = {
     "ways": ways,
-    "accelerated": accelerated,
     "noise": noise,
     **{f"{moment}, of pieces": partial(killed_with_pieces, moment) for moment in MOMENTS},
     "measured": measured,
@@ -598,7 +533,6 @@ SCENARIOS: dict[str, Callable[[int, int, Path], dict[str, Any]]] = {
     "fused": fused,
     "quantised": quantised,
     "looked": looked,
-    "lost": lost,
     "stretched": stretched,
     "pieces refused": refused,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import subprocess
 import sys
 import warnings
@@ -15,6 +16,7 @@ import fastdp
 from tests.cases import cases
 from tests.engine.models import build
 from tests.engine.runs import Classifier, loader, logical_step, start
+from tests.loops import trained
 
 PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
 #: Two scripts that end, after so many epochs were paid for and one was made: forks of a parent that imports everything.
@@ -44,28 +46,8 @@ for x, y in loader:
 
 def epoch(private: Any, most: int | None = None) -> None:
     """One pass over the loader, left after so many batches."""
-    for number, batch in enumerate(private.data_loader):
-        private.model(**batch)["loss"].backward()
-        private.optimizer.step()
-        private.optimizer.zero_grad()
-        if number + 1 == most:
-            break
-
-
-@cases("seed", range(5))
-def test_without_a_limit_a_batch_is_a_logical_batch(seed: int) -> None:
-    """Loops that count batches up to max_train_steps make every release that was paid for."""
-    private = start(unsafe_seed=seed, **PRIVATE)
-    sizes, done = [], 0
-    while done < 2 * len(private.data_loader):
-        for batch in private.data_loader:
-            sizes.append(len(batch["labels"]))
-            private.model(**batch)["loss"].backward()
-            private.optimizer.step()
-            private.optimizer.zero_grad()
-            done += 1
-    assert private.steps_done == private.total_steps == done == 6
-    assert private.data_loader.batch_size == 8
+    for _ in itertools.islice(trained(private), most):
+        pass
 
 
 def test_without_a_limit_all_examples_of_the_drawn_users_are_one_batch() -> None:
@@ -77,19 +59,32 @@ def test_without_a_limit_all_examples_of_the_drawn_users_are_one_batch() -> None
     assert private.steps_done == private.total_steps == 4
 
 
-def test_a_run_that_ends_early_says_so_when_it_is_detached() -> None:
+def test_a_run_that_ends_early_says_so_when_it_is_detached_or_collected() -> None:
     private = start(**PRIVATE)
     epoch(private)
-    with pytest.warns(
-        UserWarning, match=r"3 of 6 releases paid for were made\. Count steps by private\.last_step_done"
-    ):
+    said = r"3 of 6 releases paid for were made\. Count steps by private\.last_step_done"
+    with pytest.warns(UserWarning, match=said):
         private.detach()
-
-
-def test_it_says_so_when_it_is_collected() -> None:
     epoch(start(**PRIVATE), 2)
     with pytest.warns(UserWarning, match="2 of 6 releases paid for were made"):
         gc.collect()
+
+
+@cases(
+    "options, begun, expected",
+    [({"noise_multiplier": 0.0}, True, False), (PRIVATE, False, False), (PRIVATE, True, True)],
+)
+def test_what_was_not_paid_for_not_begun_or_expected_is_not_missed(
+    options: dict[str, Any], begun: bool, expected: bool
+) -> None:
+    private = start(**options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if begun:
+            epoch(private)
+        if expected:
+            private.ending.expect()
+        private.detach()
 
 
 def test_it_says_so_when_the_program_ends() -> None:
@@ -133,25 +128,6 @@ def test_a_run_that_is_not_over_says_nothing() -> None:
     assert private.steps_done == 9
 
 
-@cases("options", [{"noise_multiplier": 0.0}, PRIVATE])
-def test_what_was_not_paid_for_or_not_begun_is_not_missed(options: dict[str, Any]) -> None:
-    private = start(**options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        if not options["noise_multiplier"]:
-            epoch(private)
-        private.detach()
-
-
-def test_whoever_expects_it_is_told_nothing() -> None:
-    private = start(**PRIVATE)
-    epoch(private)
-    private.ending.expect()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        private.detach()
-
-
 def test_a_cell_that_is_run_twice() -> None:
     """The second run takes what the first one returned; nobody holds that one."""
     model: Any = Classifier()
@@ -169,18 +145,13 @@ def test_a_cell_that_is_run_twice() -> None:
             model(**batch)["loss"].backward()
             optimizer.step()
             optimizer.zero_grad()
-    fastdp.detach(model)
-    with pytest.raises(ValueError, match="in no private run"):
-        fastdp.detach(model)
-
-
-def test_a_model_can_be_detached_that_alone_is_left() -> None:
-    model = Classifier()
-    start(model, **PRIVATE)
+    # A wrapper of the model serves as well, and the run may be held by nobody else.
+    optimizer = data = None
     gc.collect()
-    assert "forward" in model.__dict__
     fastdp.detach(torch.nn.parallel.DataParallel(model))
     assert "forward" not in model.__dict__
+    with pytest.raises(ValueError, match="in no private run"):
+        fastdp.detach(model)
 
 
 def accumulate(private: Any) -> None:

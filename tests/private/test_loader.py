@@ -188,9 +188,3 @@ def test_an_order_of_ones_own_is_replaced_and_said_once(make: Any, batch_size: i
 def test_a_sampler_that_chooses_rows_is_refused(make: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         start(data_loader=make(), noise_multiplier=1.0, target_delta=1e-3)
-
-
-def test_the_way_on_from_a_sampler_that_leaves_rows_out() -> None:
-    indices = list(range(0, 20))
-    private = start(data_loader=loader(Subset(examples(), indices)), noise_multiplier=1.0, target_delta=1e-3)
-    assert private.plan.units == 20

@@ -11,6 +11,7 @@ import torch
 
 import fastdp
 from fastdp.accounting import Ledger, LedgerError
+from tests.cases import cases
 from tests.engine.runs import Classifier, examples, loader, start
 
 PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
@@ -22,33 +23,37 @@ def make(method: Any = None, data: Any = None, **options: Any) -> Any:
     return start(model, data or loader(), optimizer, method=method, **{**PRIVATE, **options})
 
 
-def test_a_run_is_continued_by_its_own_mechanism_alone(tmp_path: Path) -> None:
-    make(fastdp.DPSGD(max_grad_norm=1.0), output_dir=tmp_path).detach()
-    with pytest.raises(ValueError, match="another mechanism; resume with the same arguments"):
-        make(fastdp.DPSGD(max_grad_norm=2.0), output_dir=tmp_path, resume=True)
+HALVES = {"first": ("first.*",), "second": ("second.*",)}
+
+
+@cases(
+    "own, other, named",
+    [
+        ({"method": fastdp.DPSGD(max_grad_norm=1.0)}, {"method": fastdp.DPSGD(max_grad_norm=2.0)}, "mechanism"),
+        # One card speaks for all of its noise, and for the shapes of all of its steps.
+        ({"noise_rounds": 12}, {"noise_rounds": 20}, "noise_rounds"),
+        ({"noise_rounds": 20}, {"noise_rounds": 12}, "noise_rounds"),
+        ({"isolation": "per_example"}, {}, "shapes"),
+        # Settings that are tuples are recognised.
+        (
+            {"method": fastdp.DPFrost(partitions=HALVES, unfreezing_ratio=0.9, selection_noise_multiplier=2.0)},
+            {},
+            "mechanism",
+        ),
+    ],
+)
+def test_a_run_is_continued_with_its_own_settings_alone(
+    own: dict[str, Any], other: dict[str, Any], named: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    make(**own, output_dir=folder).detach()
+    with pytest.raises(ValueError, match=f"another {named}; resume with the same arguments"):
+        make(**other, output_dir=folder, resume=True)
     # The refusal let the file go: the right arguments are taken in the same process.
-    make(fastdp.DPSGD(max_grad_norm=1.0), output_dir=tmp_path, resume=True).detach()
-
-
-def test_a_run_is_continued_with_its_own_rounds_alone(tmp_path: Path) -> None:
-    """One card speaks for all of its noise: it names one generator."""
-    for rounds, other in ((12, 20), (20, 12)):
-        folder = tmp_path / str(rounds)
-        make(output_dir=folder, noise_rounds=rounds).detach()
-        with pytest.raises(ValueError, match="another noise_rounds; resume with the same arguments"):
-            make(output_dir=folder, noise_rounds=other, resume=True)
-        resumed = make(output_dir=folder, noise_rounds=rounds, resume=True)
-        assert resumed.card()["noise_source"]["generator"] == f"ChaCha{rounds}"
-        resumed.detach()
-
-
-def test_a_run_is_continued_with_its_own_shapes_alone(tmp_path: Path) -> None:
-    """One sentence of the card speaks for all of its steps, which public shapes and isolation make alike."""
-    make(output_dir=tmp_path, isolation="per_example").detach()
-    with pytest.raises(ValueError, match="another shapes; resume with the same arguments"):
-        make(output_dir=tmp_path, resume=True)
-    make(output_dir=tmp_path, resume=True, isolation="per_example").detach()
-    assert Ledger.read(tmp_path / "ledger.jsonl").header["shapes"] == "public"
+    resumed = make(**own, output_dir=folder, resume=True)
+    assert resumed.card()["noise_source"]["generator"] == f"ChaCha{own.get('noise_rounds', 20)}"
+    resumed.detach()
+    assert Ledger.read(folder / "ledger.jsonl").header["shapes"] == ("public" if "isolation" in own else "own")
 
 
 def test_a_ledger_from_before_there_was_a_choice_has_20_rounds(tmp_path: Path) -> None:
@@ -59,13 +64,6 @@ def test_a_ledger_from_before_there_was_a_choice_has_20_rounds(tmp_path: Path) -
     with pytest.raises(ValueError, match="another noise_rounds"):
         opened(header | {"noise_rounds": 12})
     opened(header | {"noise_rounds": 20}).close()
-
-
-def test_methods_whose_settings_are_tuples_are_recognised(tmp_path: Path) -> None:
-    halves = {"first": ("first.*",), "second": ("second.*",)}
-    method = fastdp.DPFrost(partitions=halves, unfreezing_ratio=0.9, selection_noise_multiplier=2.0)
-    make(method, output_dir=tmp_path).detach()
-    make(method, output_dir=tmp_path, resume=True).detach()
 
 
 def test_a_refusal_after_the_ledger_was_begun_takes_it_back(tmp_path: Path) -> None:

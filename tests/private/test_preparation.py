@@ -18,7 +18,7 @@ from fastdp.private.observer import Observer
 from fastdp.private.plan import Budget, Plan, SideRelease
 from fastdp.private.preparation import Findings, Outcome, Preparation
 from tests.cases import cases
-from tests.engine.runs import FEATURES, Classifier, examples, loader, start
+from tests.engine.runs import FEATURES, Classifier, examples, loader, logical_step, start
 
 RATE, NOISE, BOUND = 0.5, 2.0, 0.3
 SUM = {"x": torch.zeros(FEATURES)}
@@ -72,11 +72,15 @@ def run(acts: Callable[[Any, Preparation], Any], **settings: Any) -> Any:
 
 
 class Drawn(Observer):
+    """Remembers the units that took part last, and the kind of each release."""
+
     def __init__(self) -> None:
         self.units: list[int] = []
+        self.kinds: list[str] = []
 
     def drawn(self, units: list[int], kind: str) -> list[int]:
         self.units = units
+        self.kinds.append(kind)
         return units
 
 
@@ -112,81 +116,79 @@ def test_what_is_released_is_the_clipped_sum_of_the_units_drawn_with_the_noise_o
     assert 10 < sum(sizes) / 40 < 14
 
 
-def refused(acts: Callable[[Any, Preparation], Any], kind: type[Exception], match: str, **settings: Any) -> None:
+def _returned(method: Any, preparation: Preparation) -> Any:
+    kept: list[torch.Tensor] = []
+    preparation.release("rows").total(lambda batch: (kept.append(batch["x"]), rows(batch))[1], BOUND, SUM)
+    return {"x": torch.cat(kept)}
+
+
+def _hidden(method: Any, preparation: Preparation) -> None:
+    def spy(batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+        object.__setattr__(method, "hidden", batch["x"])
+        return rows(batch)
+
+    preparation.release("rows").total(spy, BOUND, SUM)
+    assert method.hidden.shape[1] == FEATURES
+
+
+def _written(method: Any, preparation: Preparation) -> None:
+    def spy(batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+        preparation.parameters["first.weight"].detach()[0] = batch["x"][0]
+        return rows(batch)
+
+    preparation.release("rows").total(spy, BOUND, SUM)
+
+
+def _of_one(*uses: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
+    """Use one release in several ways."""
+
+    def act(method: Any, preparation: Any) -> None:
+        sample = preparation.release("rows")
+        for use in uses:
+            use(sample)
+
+    return act
+
+
+def _draw(sample: Any) -> Any:
+    return sample.total(rows, BOUND, SUM)
+
+
+def _publish(sample: Any, value: float = 0.0, sensitivity: float = 1.0) -> Any:
+    return sample.publish({"x": torch.full((3,), value)}, sensitivity)
+
+
+def _double(batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    yield {"x": batch["x"].repeat(2, 1)}
+
+
+@cases(
+    "acts, settings, kind, match",
+    [
+        (lambda m, p: p.release("other"), {}, ValueError, "no release of kind 'other' was declared"),
+        (lambda m, p: [p.release("rows") for _ in range(2)], {}, BudgetExceeded, "'rows' are spent"),
+        (_of_one(_draw, _draw), {}, RuntimeError, "has drawn its sample already"),
+        (_of_one(_publish, _publish), {}, RuntimeError, "was made already"),
+        (_of_one(_publish, _draw), {}, RuntimeError, "has drawn its sample already"),
+        (_returned, {}, TypeError, "returned something from prepare"),
+        (_hidden, {"concludes": lambda method, findings: {"x": method.hidden}}, AttributeError, "hidden"),
+        (_written, {}, RuntimeError, "first.weight was changed outside of a release"),
+        (_of_one(lambda sample: sample.total(_double, BOUND, SUM)), {}, ValueError, "one row a unit"),
+        (
+            _of_one(_draw),
+            {"user_ids": [0, 0, 0, 0, *range(1, 21)], "max_examples_per_user": 4},
+            ValueError,
+            "one row a unit",
+        ),
+        (_of_one(lambda sample: _publish(sample, value=torch.nan)), {}, ValueError, "not finite"),
+        (_of_one(lambda sample: _publish(sample, value=torch.inf)), {}, ValueError, "not finite"),
+        (_of_one(lambda sample: _publish(sample, sensitivity=torch.inf)), {}, ValueError, "sensitivity"),
+        (lambda m, p: p.unprotected(1.0, rows), {}, ValueError, "why it guarantees nothing"),
+    ],
+)
+def test_what_a_preparation_may_not_do(acts: Any, settings: dict[str, Any], kind: type[Exception], match: str) -> None:
     with pytest.raises(kind, match=match):
         run(acts, **settings)
-
-
-def test_a_release_that_was_not_declared() -> None:
-    refused(lambda m, p: p.release("other"), ValueError, "no release of kind 'other' was declared")
-
-
-def test_more_releases_than_were_paid_for() -> None:
-    refused(lambda m, p: None if p.release("rows") is p.release("rows") else None, BudgetExceeded, "'rows' are spent")
-
-
-def test_a_second_sample_on_one_record() -> None:
-    def twice(method: Any, preparation: Preparation) -> None:
-        sample = preparation.release("rows")
-        sample.total(rows, BOUND, SUM)
-        sample.total(rows, BOUND, SUM)
-
-    refused(twice, RuntimeError, "has drawn its sample already")
-
-
-def test_noise_a_second_time_for_one_record() -> None:
-    def twice(method: Any, preparation: Preparation) -> None:
-        sample = preparation.release("rows")
-        sample.publish({"x": torch.zeros(3)}, 1.0)
-        sample.publish({"x": torch.zeros(3)}, 1.0)
-
-    refused(twice, RuntimeError, "was made already")
-
-
-def test_a_sample_after_its_noise() -> None:
-    def late(method: Any, preparation: Preparation) -> None:
-        sample = preparation.release("rows")
-        sample.publish({"x": torch.zeros(3)}, 1.0)
-        sample.total(rows, BOUND, SUM)
-
-    refused(late, RuntimeError, "has drawn its sample already")
-
-
-def test_rows_returned_beside_a_release() -> None:
-    def keep(method: Any, preparation: Preparation) -> Any:
-        kept: list[torch.Tensor] = []
-
-        def spy(batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-            kept.append(batch["x"])
-            return rows(batch)
-
-        preparation.release("rows").total(spy, BOUND, SUM)
-        return {"x": torch.cat(kept)}
-
-    refused(keep, TypeError, "returned something from prepare")
-
-
-def test_rows_hidden_in_the_method() -> None:
-    def hide(method: Any, preparation: Preparation) -> None:
-        def spy(batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-            object.__setattr__(method, "hidden", batch["x"])
-            return rows(batch)
-
-        preparation.release("rows").total(spy, BOUND, SUM)
-        assert method.hidden.shape[1] == FEATURES
-
-    refused(hide, AttributeError, "hidden", concludes=lambda method, findings: {"x": method.hidden})
-
-
-def test_rows_written_into_the_model() -> None:
-    def write(method: Any, preparation: Preparation) -> None:
-        def spy(batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-            preparation.parameters["first.weight"].detach()[0] = batch["x"][0]
-            return rows(batch)
-
-        preparation.release("rows").total(spy, BOUND, SUM)
-
-    refused(write, RuntimeError, "first.weight was changed outside of a release")
 
 
 def test_a_release_that_is_changed_after_its_noise() -> None:
@@ -237,40 +239,19 @@ def test_a_contribution_that_others_change_is_not_released(weight: float) -> Non
         attempts()
 
 
-def test_more_than_one_contribution_a_unit() -> None:
-    def double(batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-        yield {"x": batch["x"].repeat(2, 1)}
-
-    refused(lambda m, p: p.release("rows").total(double, BOUND, SUM) and None, ValueError, "one row a unit")
-
-    def users(method: Any, preparation: Preparation) -> None:
-        preparation.release("rows").total(rows, BOUND, SUM)
-
-    refused(users, ValueError, "one row a unit", user_ids=[0, 0, 0, 0, *range(1, 21)], max_examples_per_user=4)
-
-
-@cases("value", [torch.nan, torch.inf])
-def test_values_that_no_noise_protects(value: float) -> None:
-    refused(
-        lambda m, p: p.release("rows").publish({"x": torch.tensor([value])}, 1.0) and None, ValueError, "not finite"
-    )
-    refused(lambda m, p: p.release("rows").publish({"x": torch.zeros(1)}, value) and None, ValueError, "sensitivity")
-
-
-def test_reading_without_noise_needs_a_method_that_claims_nothing() -> None:
+def test_what_is_read_without_noise_leaves_no_guarantee() -> None:
     def read(method: Any, preparation: Preparation) -> None:
         preparation.unprotected(1.0, rows)
 
-    refused(read, ValueError, "why it guarantees nothing")
     private = run(read, admits=("it reads rows as they are",), concludes=lambda m, f: dict(f.releases[0]))
     assert torch.allclose(private.outcome["x"], torch.stack([e["x"] for e in examples()]).sum(0), atol=1e-4)
-    assert private.card()["guarantee"] == "none"
-
-
-def test_a_declared_release_without_noise_leaves_no_epsilon() -> None:
-    method = Sneaky(lambda m, p: p.release("rows").total(rows, BOUND, SUM) and None, noise=0.0)
-    private = start(Classifier(), method=method, noise_multiplier=1.0, target_delta=1e-3)
-    private.prepare()
+    logical_step(private)
+    assert private.epsilon() == float("inf"), "no epsilon is an upper bound for what guarantees nothing"
+    card = private.card()
+    assert card["guarantee"] == "none"
+    assert "it reads rows as they are" in card["why_no_guarantee"]
+    # As where the release that was declared has no noise.
+    private = run(_of_one(_draw), noise=0.0)
     assert private.epsilon() == float("inf")
     assert private.card()["guarantee"] == "none"
 

@@ -13,7 +13,7 @@ import fastdp
 from fastdp.accounting import verify
 from fastdp.accounting.card import public_name
 from tests.engine.models import build
-from tests.engine.runs import Classifier, logical_step, start
+from tests.engine.runs import Classifier, logical_step
 
 
 def collate(items):
@@ -138,33 +138,3 @@ def test_names_of_models(tmp_path, monkeypatch):
         "a/b/c": "c",
     }.items():
         assert public_name(given) == named, given
-
-
-def test_a_card_names_the_private_runs_that_trained_the_model_before(tmp_path: Path) -> None:
-    def assumed(private: fastdp.private.run.Private) -> list[str]:
-        return [s for s in private.card()["assumptions"] if "in private runs before" in s]
-
-    settings: dict = {"noise_multiplier": 1.0, "target_delta": 1e-3, "unsafe_seed": None}
-    model = Classifier()
-    untouched = start(model, **settings)
-    untouched.detach()
-    first = start(model, **settings)
-    assert not assumed(first)
-    logical_step(first)
-    first.detach()
-    second = start(model, **settings, output_dir=tmp_path)
-    assert first.ledger.run_id in assumed(second)[0]
-    assert untouched.ledger.run_id not in assumed(second)[0]
-    logical_step(second)
-    second.detach()
-    # Who goes on with a run in another process has the ledger's word for it; and the run itself is none before.
-    for again in (model, Classifier()):
-        resumed = start(again, **settings, output_dir=tmp_path, resume=True)
-        (said,) = assumed(resumed)
-        assert first.ledger.run_id in said
-        assert second.ledger.run_id not in said
-        resumed.detach()
-    # A part of it is enough.
-    other = Classifier(seed=1)
-    other.first = model.first
-    assert second.ledger.run_id in assumed(start(other, **settings))[0]

@@ -85,9 +85,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             run(
                 making,
                 *("matrix:1", "matrix:2", "sharded:2", "refusals:2", "shapes:1", "shapes:2"),
-                *("pieces refused:2", "measured:2", "counted:2", "lost:2", "noise:2"),
+                *("pieces refused:2", "measured:2", "counted:2", "noise:2"),
                 *("fused:1", "fused:2", "quantised:1", "quantised:2", "looked:2"),
-                *(f"{moment}:{size}" for moment in (*MOMENTS, IN_PIECES[-1]) for size in (2, 1)),
+                *(f"{moment}:{size}" for moment in (MOMENTS[1], IN_PIECES[-1]) for size in (2, 1)),
                 CASES="tied gpt2,users,sums",
                 SHARDED="tied gpt2,sums",
             )
@@ -138,20 +138,6 @@ def test_so_do_pieces_of_every_kind(tmp_path: Path) -> None:
                 gap = apart(rank[way]["weights"], alone[case, 1.0]["weights"])
                 assert gap < (2e-3 if way == "half" else ROUNDING), (size, way)
                 assert rank[way]["spent"] == 6
-
-
-@in_pieces
-@pytest.mark.slow
-def test_so_do_pieces_that_accelerate_makes(tmp_path: Path) -> None:
-    """Its FSDP2 plugin before `make_private`, and not after it."""
-    run(tmp_path, "matrix:1", "accelerated:2", CASES="tied gpt2,llama,lora")
-    (alone,) = ranks(tmp_path, "matrix", 1)
-    for rank in ranks(tmp_path, "accelerated", 2):
-        for case in ("tied gpt2", "llama", "lora"):
-            assert apart(rank[case]["weights"], alone[case, 1.0]["weights"]) < ROUNDING, case
-            assert rank[case]["pieces"], case
-        assert "fully_shard was called after make_private" in rank["afterwards"]
-        assert rank["spent"] == 0
 
 
 def require_noise(folder: Path, size: int) -> None:
@@ -265,7 +251,7 @@ def test_the_fused_update_of_pieces_is_that_of_one_process(folder: Path) -> None
 
 @in_pieces
 def test_a_packed_base_under_adapters_is_gathered_and_left_as_it_is(folder: Path) -> None:
-    """QLoRA: sums of adapters are one process's, without noise and with, reduced in each microbatch and whole."""
+    """QLoRA: sums of adapters are one process's, reduced in each microbatch and whole."""
     (alone,) = ranks(folder, "quantised", 1)
     for found in ranks(folder, "quantised", 2):
         for name, own in found.items():
@@ -459,7 +445,7 @@ def require_count(folder: Path, moment: str) -> None:
     assert Ledger.read(folder / moment / "ledger.jsonl").spent_steps == 6
 
 
-@pytest.mark.parametrize("moment", [*MOMENTS, pytest.param(IN_PIECES[-1], marks=in_pieces)])
+@pytest.mark.parametrize("moment", [MOMENTS[1], pytest.param(IN_PIECES[-1], marks=in_pieces)])
 def test_a_rank_that_is_killed_stops_the_others_and_loses_no_count(folder: Path, moment: str) -> None:
     """Rank 1 is killed in its third release; then one process goes on."""
     require_count(folder, moment)
@@ -467,15 +453,7 @@ def test_a_rank_that_is_killed_stops_the_others_and_loses_no_count(folder: Path,
 
 @in_pieces
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", IN_PIECES[:-1])
+@pytest.mark.parametrize("moment", [MOMENTS[0], MOMENTS[2], *IN_PIECES[:-1]])
 def test_so_does_one_that_has_pieces_of_the_weights(tmp_path: Path, moment: str) -> None:
     run(tmp_path, f"{moment}:2", f"{moment}:1")
     require_count(tmp_path, moment)
-
-
-@in_pieces
-def test_a_rank_that_ends_within_a_pass_stops_those_that_wait_for_its_piece(folder: Path) -> None:
-    left = torch.load(folder / "lost-2-0.pt", weights_only=False)
-    assert left["said"].startswith("RankLost: another process of the group ended"), left
-    assert left["seconds"] < 60
-    assert left["released"] == left["spent"] == Ledger.read(folder / "lost" / "ledger.jsonl").spent_steps == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -89,6 +90,13 @@ def run(
     return private, sums, handed[:-1]
 
 
+def twins(make: Callable[[], torch.nn.Module]) -> list[torch.nn.Module]:
+    """Two models of the same weights."""
+    torch.manual_seed(1)
+    model = make()
+    return [model, copy.deepcopy(model)]
+
+
 def require_equal_sums(one: Sums, other: Sums) -> None:
     assert len(one.steps) == len(other.steps)
     for ours, theirs in zip(one.steps, other.steps):
@@ -100,9 +108,7 @@ def test_poisson_batches_are_recorded_to_their_ends(monkeypatch: pytest.MonkeyPa
     record_on_a_processor(monkeypatch)
     generator = torch.Generator().manual_seed(0)
     rows = [{"x": torch.randn(6, generator=generator), "y": torch.randn((), generator=generator)} for _ in range(1280)]
-    torch.manual_seed(1)
-    models = [Regression(), Regression()]
-    models[1].load_state_dict(models[0].state_dict())
+    models = twins(Regression)
     private, recorded, handed = run(models[0], rows, epochs=8)
     eager, plain, drawn = run(models[1], rows, epochs=8, capture=False)
     require_equal_sums(recorded, plain)
@@ -209,7 +215,7 @@ LENGTHS = {
 }
 
 
-@cases("build, kind", [(bert, "equal"), (bert, "padded"), (bert, "varying"), (gpt2, "varying"), (llama, "varying")])
+@cases("build, kind", [(bert, "varying"), (gpt2, "padded"), (llama, "equal")])
 def test_a_mask_of_ones_is_left_out_and_another_one_is_not(
     build: Callable[[], torch.nn.Module], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,9 +240,7 @@ def test_a_mask_of_ones_is_left_out_and_another_one_is_not(
         return capturing
 
     lengths, most, masked = LENGTHS[kind]
-    torch.manual_seed(1)
-    models = [build(), build()]
-    models[1].load_state_dict(models[0].state_dict())
+    models = twins(build)
     rows, options = texts(models[0], lengths), {"epochs": 2, "max_physical_batch_size": most}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -252,9 +256,7 @@ def test_a_loop_that_changes_a_mask_of_ones_is_told_once_and_keeps_its_masks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     record_on_a_processor(monkeypatch)
-    torch.manual_seed(1)
-    models = [gpt2(), gpt2()]
-    models[1].load_state_dict(models[0].state_dict())
+    models = twins(gpt2)
     rows, sums = texts(models[0], [12] * 192), []
     for model, capture in zip(models, ("auto", False)):
         batches = iter(range(1000))
@@ -323,9 +325,7 @@ class NeedsItsMask(torch.nn.Module):
 @cases("refuses", [True, False])
 def test_a_model_that_needs_its_mask_keeps_it(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     record_on_a_processor(monkeypatch)
-    torch.manual_seed(1)
-    models = [NeedsItsMask(refuses), NeedsItsMask(refuses)]
-    models[1].load_state_dict(models[0].state_dict())
+    models = twins(partial(NeedsItsMask, refuses))
     rows = texts(models[0], [12] * 192)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

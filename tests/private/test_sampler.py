@@ -18,7 +18,7 @@ from fastdp.private.loader import PrivateLoader
 from fastdp.private.plan import Plan
 from fastdp.private.sampler import PoissonSampler, ShuffledSampler, Units, steps_per_epoch
 from tests.cases import cases
-from tests.engine.runs import collate, loader, logical_step, start
+from tests.engine.runs import loader, logical_step, start
 
 #: How often a statistical test of this file may fail with nothing wrong; each draws fresh randomness.
 FALSE_ALARM = 1e-9
@@ -41,10 +41,6 @@ def test_poisson_sampling_includes_every_unit_with_the_stated_probability_and_in
     assert 2 * stats.norm.sf(float(pairs.abs().max()) * steps**0.5) * pairs.numel() > FALSE_ALARM
     following = (centred[1:] * centred[:-1]).sum() / centred.square().sum()
     assert 2 * stats.norm.sf(abs(float(following)) * (steps * units) ** 0.5) > FALSE_ALARM
-
-
-def test_poisson_sampling_at_rate_one_takes_everybody() -> None:
-    assert list(PoissonSampler(5, 1.0, fastdp.NoiseStream()).epoch(2)) == [[0, 1, 2, 3, 4]] * 2
 
 
 @given(units=st.integers(1, 40), batch_size=st.integers(1, 40))
@@ -166,13 +162,6 @@ def test_examples_of_like_lengths_share_micro_batches(
     assert sorted(seen) == sorted(i for unit in drawn for i in units.examples(unit)), "and none is lost"
 
 
-def test_lengths_are_one_an_example() -> None:
-    rows = Lengthy(range(8))
-    rows.lengths = [1, 2]
-    with pytest.raises(ValueError, match="2 entries for 8 examples"):
-        _loader(rows, Script([]), 1, 4)
-
-
 def _following(tickets: deque[Ticket]) -> Any:
     while True:
         yield tickets.popleft()
@@ -215,19 +204,6 @@ def test_an_empty_batch_is_one_padding_row() -> None:
     assert second.is_last
     assert first.weights.tolist() == [0.0]
     assert second.weights.tolist() == [1.0]
-
-
-def test_tickets_come_first_in_first_out_and_are_forgotten_on_a_restart() -> None:
-    private = start(max_physical_batch_size=2)
-    private.data_loader.look_ahead = True
-    iterator = iter(private.data_loader)
-    ahead = [next(iterator) for _ in range(3)]
-    assert len(private.data_loader.tickets) == 3
-    losses = [private.model(**ahead[0])["loss"]]
-    losses[0].backward()
-    assert len(private.data_loader.tickets) == 2
-    next(iter(private.data_loader))
-    assert len(private.data_loader.tickets) == 1
 
 
 def test_a_skipped_batch_is_refused_before_its_ticket_can_go_to_another() -> None:
@@ -358,11 +334,6 @@ def test_two_runs_draw_differently_unless_seeded() -> None:
     first = drawn(None)
     torch.manual_seed(0)
     assert drawn(None) != first, "torch's seed is for weights only"
-
-
-def test_the_user_s_collator_is_kept() -> None:
-    private = start()
-    assert private.data_loader.collate_fn is collate
 
 
 def test_text_beside_numbers_among_user_ids_is_refused() -> None:

@@ -18,7 +18,7 @@ from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy
 from fastdp.private.observer import Observer
 from tests.cases import cases
-from tests.engine.runs import logical_step, start
+from tests.engine.runs import start
 
 PRIVATE: dict[str, Any] = {"target_delta": 1e-3, "epochs": 2, "max_physical_batch_size": 3}
 HALVING = {0: 2.0, 2: 1.0, 4: 0.5}
@@ -169,20 +169,6 @@ def test_an_epoch_that_is_shuffled_is_never_counted_below_any_of_its_steps(
     sampled = accounting.dpsgd_model(1.0, 0.5, "poisson", None, given)
     found = Counter({round(z, 9): count for z, count in counted(sampled.event(steps)).items()})
     assert found == Counter(round(at(step), 9) for step in range(steps))
-
-
-class Quiet(fastdp.DPSGD):
-    """Gives its gradients half the noise that it budgets for."""
-
-    def policy(self, parameters: Any, noise_multiplier: float, outcome: Any = None) -> Policy:
-        return super().policy(parameters, noise_multiplier / 2, outcome)
-
-
-def test_a_policy_with_less_noise_than_the_ledger_counts_releases_nothing() -> None:
-    private = start(method=Quiet(), noise_multiplier=1.0, **PRIVATE)
-    with pytest.raises(RuntimeError, match="below the 1 that the ledger counts on"):
-        logical_step(private)
-    assert private.steps_done == 0
 
 
 @cases(

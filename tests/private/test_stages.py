@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-import fastdp
 from fastdp import accounting
 from fastdp.accounting import BudgetExceeded, epsilon
-from fastdp.engine.clip.policy import Policy
 from fastdp.private.method import Method
 from fastdp.private.plan import Budget, Plan, SideRelease
 from fastdp.private.preparation import Findings, Outcome, Preparation
 from tests.engine.runs import Classifier, loader, start
+from tests.private.test_preparation import Sneaky
 
 RATE, NOISE = 0.5, 2.0
 
@@ -29,9 +27,10 @@ def ones(batch: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 @dataclass(frozen=True)
-class Choosy(Method):
+class Choosy(Sneaky):
     """Trains ``first`` or ``second``, by a noisy count of a sample; ``every`` steps anew."""
 
+    acts: Any = None
     every: int = 100
     budgeted: int = 1
     fails: bool = False
@@ -56,14 +55,6 @@ class Choosy(Method):
     def trained(self, parameters: Mapping[str, torch.nn.Parameter], outcome: Outcome) -> Sequence[str]:
         prefix = ("first", "second")[int(outcome["choice"])]
         return [name for name in parameters if name.startswith(prefix)]
-
-    def policy(
-        self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
-    ) -> Policy:
-        return Policy((1.0,), (noise_multiplier,), dict.fromkeys(parameters, 0))
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": self.mechanism}
 
 
 def run(private: Any, steps: int) -> None:
@@ -132,12 +123,6 @@ def test_a_second_preparation_replaces_the_first() -> None:
     assert private.ledger.spent("count") == 2
 
 
-def test_no_more_preparations_than_were_budgeted() -> None:
-    private = make(Choosy(every=2, budgeted=1))
-    with pytest.raises(BudgetExceeded, match="'count' are spent"):
-        run(private, 3)
-
-
 def test_extending_pays_for_the_preparations_to_come() -> None:
     private = make(Choosy(every=2, budgeted=2), epochs=1, unsafe_seed=None)
     assert private.total_steps == 3
@@ -162,17 +147,6 @@ def test_a_method_that_fails_has_spent_and_leaves_a_model_that_works() -> None:
     batch = next(iter(loader()))
     private.model(**batch)["loss"].backward()
     assert all(p.grad is not None for p in private.model.parameters())
-
-
-def test_a_resumed_run_takes_the_outcome_that_was_kept(tmp_path: Path) -> None:
-    first = make(Choosy(), output_dir=tmp_path)
-    run(first, 2)
-    kept = float(first.outcome["count"])
-    first.detach()
-    second = make(Choosy(), output_dir=tmp_path, resume=True)
-    run(second, 4)
-    assert float(second.outcome["count"]) == kept
-    assert second.ledger.spent("count") == 1
 
 
 def test_without_the_kept_outcome_a_resumed_run_is_refused(tmp_path: Path) -> None:
@@ -208,24 +182,6 @@ def test_a_checkpoint_carries_the_outcome_and_what_it_cost() -> None:
     second.optimizer.load_state_dict(first.optimizer.state_dict())
     run(second, 4)
     assert second.ledger.spent("count") == 1
-
-
-def test_the_card_says_what_the_method_says_of_itself() -> None:
-    @dataclass(frozen=True)
-    class Flawed(Choosy):
-        def flaws(self) -> Sequence[str]:
-            return ("its count is not what it seems",)
-
-    private = make(Flawed())
-    run(private, 1)
-    assert private.epsilon() == math.inf, "no epsilon is an upper bound for what guarantees nothing"
-    card = private.card()
-    assert card["guarantee"] == "none"
-    assert "its count is not what it seems" in card["why_no_guarantee"]
-
-
-def test_dpsgd_prepares_nothing() -> None:
-    assert not any(fastdp.DPSGD().prepares_at(step) for step in range(10))
 
 
 def test_a_step_does_not_ask_again_about_all_steps_before() -> None:

@@ -1,7 +1,6 @@
 """The customer's side: each text is released once, whatever happens; and its run is the one it would be without stops."""
 
 import json
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from tokenizers import normalizers
 
 import fastdp
-from fastdp.methods.sap import CTI, PrivateBottom, TextPrivatizer, split_model
+from fastdp.methods.sap import PrivateBottom, TextPrivatizer, split_model
 from fastdp.split import MessageRejected, SplitCustomer, SplitVendor
 from fastdp.split.connection import Connection
 from fastdp.split.customer import batch_of
@@ -132,33 +131,10 @@ def test_a_refused_customer_leaves_its_folder_to_others(tmp_path):
         errors.append(refused.value)
 
 
-def test_two_starts_draw_once(service, customer_of, corpus, tmp_path):
-    """A second start waits for no chance: it is refused while the first runs, and goes on once that ended."""
-    texts, labels = corpus
+def test_a_folder_has_one_customer(service, customer_of):
     first = customer_of(service)
     with pytest.raises(ValueError, match="in use by another program"):
         customer_of(service)
-    options = {"insecure": True, "name": "bob", "tokenizer": make_tokenizer(), "batch_size": 8}
-    begun = threading.Barrier(6)
-    drawn, refused = [], []
-
-    def start(_):
-        begun.wait()
-        try:
-            customer = SplitCustomer(service.address, tmp_path / "bob", **options)
-        except ValueError as error:
-            refused.append(str(error))
-            return
-        private = PrivateBottom(customer.bottom, eta=40.0)
-        customer.send(texts, labels, private)
-        drawn.append(private.rows_released)
-        customer.close()
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(start, range(6)))
-    assert all("in use by another program" in reason for reason in refused)
-    assert len(drawn) + len(refused) == 6
-    assert sum(drawn) == sum(len(text.split()) + 2 for text in texts)
     first.close()
     customer_of(service).close()
 
@@ -224,13 +200,6 @@ def test_texts_of_one_length(service, customer_of, corpus):
     assert all(row[: len(text) - 1].tolist() == text[:-1] for row, text in zip(ids, own))
     assert len({tuple(row[10:15].tolist()) for row in ids}) == 24
     assert private.tokens_released == 24 * 14
-    learns = " ".join(customer.statement(private)["vendor_learns"])
-    for known in ("as private as a word", "the order of the texts", "the seed that shuffles them", "share a batch", "the label",
-                  "every training step and of every prediction"):  # fmt: skip
-        assert known in learns
-    customer.fixed_length = False
-    assert "of a pair, both lengths and the segments" in str(customer.statement(private)["vendor_learns"])
-    customer.fixed_length = True
     with pytest.raises(ValueError, match="single texts"):
         customer.send(texts, labels, private, pairs=texts)
     customer.close()
@@ -340,34 +309,6 @@ def test_tokens_are_replaced_before_the_bottom(service, customer_of, corpus):
     assert kinds["token_type_ids"].tolist() == [[0, 0, 0, 1, 1]]
 
 
-@pytest.mark.parametrize("role", ["additional_special_tokens", "sep_token", "cls_token", "pad_token"])
-def test_words_that_the_vendor_calls_special_do_not_leave(service, customer_of, role):
-    """The vendor's tokenizer names words of its own vocabulary: their rows must not be among those that are sent."""
-    customer = customer_of(service)
-    names = ["w7", "w8", "w9"]
-    if role == "additional_special_tokens":
-        customer.tokenizer.add_special_tokens({role: names})
-    else:
-        names = names[:1]
-        setattr(customer.tokenizer, role, names[0])
-    private = fastdp.TextPrivatizer(
-        customer.bottom.model, eta=1e-3, tokenizer=customer.tokenizer, mechanism="exponential", unsafe_seed=1
-    )
-    seen = []
-    bottom = customer.bottom
-    customer.bottom.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
-    texts = [" ".join(names * (9 // len(names)))] * 40
-    customer.send(texts, [0, 1] * 20, private)
-    assert bottom is customer.bottom
-    ids = torch.cat([part.flatten() for part in seen])
-    for name in names:
-        # 120 or 360 draws from 60 words at nearly equal chances.
-        assert (ids == customer.tokenizer.convert_tokens_to_ids(name)).sum() < 40
-    statement = private.statement()
-    assert statement["displacement"]["unchanged"] < 0.3
-    assert ("w7" in statement["policy"]["kept"]) == (role != "additional_special_tokens")
-
-
 def test_nothing_else_leaves(service, customer_of, corpus, monkeypatch):
     """Every message of a whole run: its fields and tensors, none of which holds ids, labels or texts."""
     texts, labels = corpus
@@ -443,25 +384,6 @@ def test_refusals(service, customer_of, corpus, tmp_path):
         (tmp_path / "lost").rename(tmp_path / "alice")
         with pytest.raises(ValueError, match="another bottom"):
             customer_of(other)
-
-
-def test_a_run_goes_on_with_the_same_counts_and_table_alone(service, customer_of, corpus):
-    texts, labels = corpus
-    customer = customer_of(service)
-    table = customer.bottom.model.get_input_embeddings().weight.detach()
-    counts = torch.ones(2, len(table))
-
-    def words(table, counts):
-        cti = CTI.from_counts(counts, source="public", min_support=1)
-        return fastdp.TextPrivatizer(table, eta=9.0, tokenizer=customer.tokenizer, cti=cti)
-
-    customer.send(texts, labels, words(table, counts))
-    other = counts.clone()
-    other[0, 7] = 50
-    for changed in (words(100 * table, counts), words(table, other)):
-        with pytest.raises(ValueError, match="other privatizer"):
-            customer.send(texts, labels, changed)
-    customer.send(texts, labels, words(table, counts))
 
 
 def test_customers_at_once(service, customer_of, corpus):

@@ -34,13 +34,6 @@ def test_a_loaded_run_goes_on_bit_for_bit(tmp_path):
     assert not torch.equal(whole.parameters["a"], template()["a"])
 
 
-def test_a_kill_while_saving_leaves_the_state_before(tmp_path):
-    run = Run(template(), SETTINGS)
-    run.save(tmp_path)
-    (tmp_path / (RUN_FILE + ".partial")).write_bytes(b"half")
-    assert Run.load(tmp_path, template()).step == 0
-
-
 def test_refusals(tmp_path):
     assert Run.load(tmp_path, template()) is None
     Run(template(), SETTINGS).save(tmp_path)

@@ -2,7 +2,6 @@
 
 import os
 import resource
-import socket
 import subprocess
 import sys
 import threading
@@ -26,15 +25,6 @@ from tests.split.malformed import malformed
 from tests.split.world import LIMITS, ask, make_vendor, noisy_rows
 
 RESULT = Path(__file__).parents[2] / "bench" / "results" / "split" / "fuzz.json"
-
-
-def has_ipv6():
-    try:
-        with socket.socket(socket.AF_INET6) as found:
-            found.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
 
 
 def send_raw(address, chunks, name="mallory", timeout=60.0, method=METHOD):
@@ -100,8 +90,8 @@ def fuzz(service, customer_of, corpus, examples):
     return refused
 
 
-def test_five_hundred_malformed_messages(service, customer_of, corpus):
-    fuzz(service, customer_of, corpus, 500)
+def test_malformed_messages(service, customer_of, corpus):
+    fuzz(service, customer_of, corpus, 150)
 
 
 @pytest.mark.slow
@@ -187,12 +177,6 @@ def test_where_it_may_listen(tmp_path, service):
         Connection("vendor.example:1", insecure=True)
 
 
-@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-def test_it_listens_to_ipv6(tmp_path):
-    with make_vendor(tmp_path).serve("[::1]:0", insecure=True) as service:
-        assert service.address.startswith("[::1]:")
-
-
 class TestCertificates:
     """One service over TLS, and customers with good and bad certificates."""
 
@@ -246,20 +230,6 @@ class TestCertificates:
         with pytest.raises(grpc.RpcError):
             send_raw(secured.address, Outgoing("describe"), timeout=2.0)
         assert self.describe(secured, folders / "own" / "alice", patience=60.0)["classes"] == 2
-
-    def test_a_connection_may_outlive_its_certificate(self, secured, folders, monkeypatch):
-        class Context:
-            def peer(self):
-                return "unix:/late"
-
-        pem = (folders / "own" / "late" / "certificate.pem").read_bytes()
-        monkeypatch.setitem(secured._proxy._by_path, "/late", pem)
-        with pytest.raises(MessageRejected, match="expired on") as refused:
-            secured._name(Context())
-        assert refused.value.code == "UNAUTHENTICATED"
-        monkeypatch.undo()
-        with pytest.raises(MessageRejected, match="has no certificate"):
-            secured._name(Context())
 
     def test_a_revoked_certificate_is_turned_away(self, tmp_path, monkeypatch):
         """Also where its connection was open before: no restart is needed."""

@@ -13,10 +13,8 @@ from safetensors.torch import load
 from fastdp.split import Limits, MessageRejected
 from fastdp.split.customer import batch_of
 from fastdp.split.operations import expecting
-from fastdp.split.run import Run
-from fastdp.split.store import ExampleStore
 from fastdp.split.wire import Outgoing, receive
-from tests.split.world import LIMITS, make_model, make_vendor, train_in_process
+from tests.split.world import LIMITS, make_vendor
 
 WIDTH = 16
 
@@ -73,22 +71,6 @@ def vendor(tmp_path):
     made = make_vendor(tmp_path / "vendor")
     yield made
     made.close()
-
-
-def test_steps_are_those_of_plain_pytorch(vendor, tmp_path):
-    begin(vendor)
-    losses = [take(vendor, step)[0] for step in range(7)]
-    # A file has one owner at a time.
-    found = adapter(vendor)
-    vendor.close()
-    store = ExampleStore(tmp_path / "vendor" / "customers" / "alice", WIDTH, torch.float32)
-    batches = [batch_of(step, 12, 4, 5) for step in range(7)]
-    labels = [at % 2 for at in range(12)]
-    expected, trained = train_in_process(make_model(), store, labels, batches, learning_rate=1e-2)
-    store.close()
-    assert losses == expected
-    assert set(found) == set(trained)
-    assert all(torch.equal(found[key], trained[key]) for key in trained)
 
 
 def revive(vendor, **options):
@@ -347,21 +329,3 @@ def test_an_answer_comes_after_its_place_was_given_back(tmp_path, monkeypatch):
     for step in range(3):
         take(vendor, step)
     vendor.close()
-
-
-def test_a_run_that_cannot_be_kept_goes_back_to_the_disk(vendor, monkeypatch):
-    """The disk is full: the step was computed, but is not acknowledged, and is taken again from what is kept."""
-    begin(vendor)
-    take(vendor, 0)
-    before = adapter(vendor)
-
-    def full(*_):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(Run, "save", full)
-    with pytest.raises(OSError, match="no space"):
-        take(vendor, 1)
-    monkeypatch.undo()
-    assert vendor.customer("alice").run.step == 1
-    assert all(torch.equal(value, before[key]) for key, value in adapter(vendor).items())
-    take(vendor, 1)
