@@ -54,6 +54,10 @@ class Draw:
         odd = [n for n in (1, 7, 15, 16, 17, 63, 64, 65, 95, 97, 128, 129) if n <= most]
         return self.pick.choice(odd) if self.pick.random() < 0.5 else self.pick.randint(1, most)
 
+    def turn(self, *kinds: str) -> str:
+        """One of several kinds of calls, all of which come in few calls of a family's one or two entries."""
+        return kinds[(self.seed // len(FAMILIES) * 2 + self.seed % 2) % len(kinds)]
+
     def chance(self, probability: float) -> bool:
         """Whether something of this probability happens."""
         return self.pick.random() < probability
@@ -91,7 +95,7 @@ class Draw:
         """Left, right, offsets and the rows of the matrix."""
         tokens, m, n = self.size(300), self.size(), self.size()
         left = (
-            torch.randint(m, (2 * tokens,))[:: self.pick.choice((1, 2))][:tokens] if ids and self.chance(0.3) else None
+            torch.randint(m, (2 * tokens,))[:: self.pick.choice((1, 2))][:tokens] if ids and self.chance(0.5) else None
         )
         return (
             self.factor(tokens, m) if left is None else left,
@@ -136,7 +140,7 @@ def within(got: Tensor, truth: Tensor, size: Tensor, share: float = ROUNDING) ->
 def norms(draw: Draw) -> Compared:
     left, right, offsets, rows = draw.use()
     exact, sizes = gradients(left, right, offsets, rows)
-    kind = draw.pick.choice(("square", "absolute", "masked"))
+    kind = draw.turn("square", "absolute", "masked")
     if kind == "absolute":
         return within(ops.abs_sum(left, right, offsets), exact.abs().sum((1, 2)), sizes.sum((1, 2)))
     if kind == "masked":
@@ -181,7 +185,7 @@ def groups(draw: Draw) -> Compared:
     exact = [gradients(left, right, offsets, 0) for left, right in zip(lefts, rights)]
     squares = torch.stack([g.square().sum((1, 2)) for g, _ in exact])
     products = torch.stack([ops.row_products(left, right, offsets) for left, right in zip(lefts, rights)])
-    kind = draw.pick.choice(("gram", "scaled", "chosen", "per_unit", "sum"))
+    kind = draw.turn("gram", "scaled", "chosen", "per_unit", "sum")
     if kind == "gram":
         got, upper = ops.gram_norms(lefts, rights, [1] * k, offsets)
         return within(torch.cat([got.double(), upper]), torch.cat([squares, products]),
@@ -211,13 +215,13 @@ def groups(draw: Draw) -> Compared:
     return torch.cat([e.flatten() for e, _ in pairs]), torch.cat([b.flatten() for _, b in pairs])
 
 
-def poison(lefts: list[Tensor], weights: Tensor, offsets: Tensor) -> None:
+def poison(factors: list[Tensor], weights: Tensor, offsets: Tensor) -> None:
     """NaN in a token of each matrix whose unit has weight 0, if there is one."""
     bounds = offsets.tolist()
-    for left, own in zip(lefts, weights):
+    for factor, own in zip(factors, weights):
         for unit, (start, end) in enumerate(zip(bounds, bounds[1:])):
-            if own[unit] == 0 and end > start and left.dim() == 2:
-                left[start] = NAN
+            if own[unit] == 0 and end > start:
+                factor[start] = NAN
                 break
 
 
@@ -228,15 +232,20 @@ def summed(units: Tensor, weights: Tensor) -> Tensor:
 
 def weighted_sum(draw: Draw) -> Compared:
     left, right, offsets, rows = draw.use()
+    if draw.chance(0.3):
+        # A weight for each token: kept tokens lie in short runs.
+        offsets = torch.arange(len(right) + 1)
     exact, sizes = gradients(left, right, offsets, rows)
     units, shape = len(offsets) - 1, (rows, right.shape[1])
     out = draw.laid_out(torch.randn(shape))
     old, weights, others = out.double(), draw.weights(units), draw.weights(units)
     mask = draw.mask(*shape)
+    matrix = left if left.dim() == 2 and draw.chance(0.5) else right
     if draw.chance(0.5):
-        poison([left], weights.unsqueeze(0), offsets)
+        poison([matrix], weights.unsqueeze(0), offsets)
         got = ops.weighted_sum(left, right, weights, out, offsets=offsets)
         return within(got, old + summed(exact, weights), old.abs() + summed(sizes, weights.abs()))
+    poison([matrix], (weights.abs() + others.abs()).unsqueeze(0), offsets)
     got = ops.masked_weighted_sum(left, right, weights, others, mask, out, offsets)
     truth = torch.where(mask, summed(exact, weights), summed(exact, others))
     return within(got, old + truth, old.abs() + summed(sizes, weights.abs() + others.abs()))
@@ -245,7 +254,7 @@ def weighted_sum(draw: Draw) -> Compared:
 def reductions(draw: Draw) -> Compared:
     left, right, offsets, rows = draw.use(ids=False)
     bounds = list(zip(offsets.tolist(), offsets.tolist()[1:]))
-    kind = draw.pick.choice(("per_unit", "columns", "affine"))
+    kind = draw.turn("per_unit", "columns", "affine")
     if kind == "per_unit":
         return within(ops.per_unit(left, right, offsets), *gradients(left, right, offsets, rows))
     if kind == "columns":
@@ -261,16 +270,19 @@ def reductions(draw: Draw) -> Compared:
 
 def instances(draw: Draw) -> Compared:
     units, shape = draw.pick.randint(1, 9), (draw.size(), draw.size(200)) if draw.chance(0.8) else (draw.size(20_000),)
-    x = torch.randn(units, *shape).to(draw.dtype())
+    x = torch.randn(units, *shape).to(torch.float64 if draw.chance(0.25) else draw.dtype())
     if draw.chance(0.2):
         x = x.transpose(0, -1).contiguous().transpose(0, -1)
     truth, mask = x.double().flatten(1), draw.mask(*shape)
     chosen, weights, others = mask.reshape(-1), draw.weights(units), draw.weights(units)
-    kind = draw.pick.choice(("square", "absolute", "masked", "sum", "masked sum", "group"))
+    kind = draw.turn("square", "absolute", "masked", "sum", "masked sum", "group", "group norms")
     if kind in ("square", "absolute"):
         terms = truth.square() if kind == "square" else truth.abs()
         got = (ops.instance_sqnorm if kind == "square" else ops.instance_abs_sum)(x)
         return within(got, terms.sum(1), terms.sum(1))
+    if kind == "group norms":
+        squares = truth.square().sum(1).expand(2, -1)
+        return within(ops.instance_sqnorm_group([x, x]), squares, squares)
     if kind == "masked":
         parts = torch.stack([torch.where(one, truth.square(), 0).sum(1) for one in (chosen, ~chosen)])
         return within(ops.instance_masked_sqnorm(x, mask), parts, parts)
@@ -288,7 +300,7 @@ def instances(draw: Draw) -> Compared:
 
 def add_noise(draw: Draw) -> Compared:
     x = torch.randn(draw.size(), draw.size(100)).to(draw.dtype())
-    std, first = 10.0 ** draw.pick.uniform(-4, 4), draw.pick.choice((0, 0, 1, 17, 5000))
+    std, first = 10.0 ** draw.pick.uniform(-4, 4), draw.pick.choice((0, 1, 17, draw.pick.randint(0, 9000)))
     before, secure, (stream, at) = x.clone(), draw.chance(0.5), draw.streams()
     ops.add_noise_(x, std, stream, secure_rounding=secure, first=first)
     if secure:

@@ -15,9 +15,9 @@ cost. `sound` and `once` rows spend the printed epsilon, truly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,6 @@ SIZES = {
     "tiny": Size(train=32, public=32, unlabelled=32, held_out=16, layers=(5, 6), autoencoder_passes=1),
     # The paper's length, and the rows of the page's table.
     "long": Size(length=64, layers=(6,)),
-    "full": Size(train=40000, public=20000, length=64, frozen=0, layers=(1, 2, 3, 4, 5, 6)),
 }
 #: Codes without a delta, by their number: two learn from labels, the others from what varies most.
 PURE = {"codebook 2": 2, "codebook 16": 16}
@@ -230,15 +229,10 @@ def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
     return suite.by_seed(rows, seeds)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what is missing."""
-    paths = {
-        "model": "folder of all-MiniLM-L6-v2 or another encoder",
-        "sst2": "folder with train.tsv and test.tsv",
-        "public": "plain text for the autoencoders",
-    }
-    suite.main(arguments, __doc__, SIZES, Bench, settings, paths)
-
-
-if __name__ == "__main__":
-    main()
+PATHS = {
+    "model": "folder of all-MiniLM-L6-v2 or another encoder",
+    "sst2": "folder with train.tsv and test.tsv",
+    "public": "plain text for the autoencoders",
+}
+#: Measures what is missing, by the arguments of a command line.
+main = partial(suite.main, __doc__, SIZES, Bench, settings, PATHS)

@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fastdp.data import Examples
@@ -47,7 +48,6 @@ SIZES = {
     # By number of clients.
     "small": Size(texts=180, held_out=60, rounds=3, epsilons=()),
     "tiny": Size(texts=24, held_out=8, rounds=2, epsilons=(1.0,), clients=2, more_clients=()),
-    "full": Size(texts=2_000, held_out=600, rounds=20, epsilons=(0.1, 1.0, 4.0, 8.0, 16.0, 32.0, 64.0)),
 }
 
 
@@ -160,15 +160,10 @@ def _halves(texts: list[str]) -> tuple[list[str], list[str]]:
     return [t for i, t in enumerate(usable) if i % 4], [t for i, t in enumerate(usable) if not i % 4]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what is missing."""
-    paths = {
-        "model": "folder of a causal model, such as gpt2-mini",
-        "wikitext": "folder with valid.txt and test.txt",
-        "pii": "labelled spans, such as synth_dataset_v2.json",
-    }
-    suite.main(arguments, __doc__, SIZES, Bench, settings, paths, seeds=1)
-
-
-if __name__ == "__main__":
-    main()
+PATHS = {
+    "model": "folder of a causal model, such as gpt2-mini",
+    "wikitext": "folder with valid.txt and test.txt",
+    "pii": "labelled spans, such as synth_dataset_v2.json",
+}
+#: Measures what is missing, by the arguments of a command line.
+main = partial(suite.main, __doc__, SIZES, Bench, settings, PATHS, seeds=1)

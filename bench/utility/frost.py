@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,6 @@ SIZES = {
         *(720, 60, 256, 0, 0, 176, (2.0, 8.0), (0.05,), (), ("full", "random"), (1e-3, 3e-3, 1e-2, 3e-2)), images=True
     ),
     "tiny": Size(300, 2, 16, 12, 4, 24, (2.0,), (0.02,), (2,)),
-    "full": Size(60614, 177, 1024, 64, 0, 3300, rates=(0.02, 1.0, 0.1, 0.05, 0.01)),
 }
 
 
@@ -318,10 +317,5 @@ def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
     return suite.by_seed(rows, seeds)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what is missing."""
-    suite.main(arguments, __doc__, SIZES, Bench, settings, PATHS)
-
-
-if __name__ == "__main__":
-    main()
+#: Measures what is missing, by the arguments of a command line.
+main = partial(suite.main, __doc__, SIZES, Bench, settings, PATHS)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,6 @@ SIZES = {
     # What the noised map does with BitFit in few steps.
     "bitfit": Size(epsilons=(5.0,), tunings=("bitfit",), ratios=(), fewer=("noised",)),
     "tiny": Size(2, 8, 8, 32, 8, 8, (5.0,), ("lora",), (0.7,)),
-    "full": Size(820, 256, 256, 128, 4000, 64),
 }
 
 
@@ -200,15 +199,10 @@ def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
     return suite.by_seed(rows, seeds)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what is missing."""
-    paths = {
-        "model": "folder of a small GPT-2",
-        "train": "CSV with a column ref",
-        "eval": "CSV of the same form, held out",
-    }
-    suite.main(arguments, __doc__, SIZES, Bench, settings, paths)
-
-
-if __name__ == "__main__":
-    main()
+PATHS = {
+    "model": "folder of a small GPT-2",
+    "train": "CSV with a column ref",
+    "eval": "CSV of the same form, held out",
+}
+#: Measures what is missing, by the arguments of a command line.
+main = partial(suite.main, __doc__, SIZES, Bench, settings, PATHS)

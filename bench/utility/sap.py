@@ -1,6 +1,6 @@
 """SAP's figures 2 and 4 at laptop size: MiniLM on a slice of SST-2.
 
-    python -m bench.utility.sap --model MODEL --sst2 FOLDER --json sap.json
+    fastdp bench utility --suite sap --model MODEL --sst2 FOLDER --json sap.json
 
 EP is the paper's empirical privacy: one minus the share of tokens that embedding inversion recovers. UA is the accuracy on
 held-out texts that are privatized as the training texts are. Beside eta stands what it guarantees for the median pair of
@@ -10,9 +10,9 @@ tokens, in nats, and for how many pairs it guarantees nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -91,17 +91,6 @@ SIZES = {
         attacked=1,
         attacked_length=4,
         attack_steps=3,
-    ),
-    "full": Size(
-        train=60614,
-        held_out=872,
-        length=64,
-        counted=60614,
-        etas=(45.0, 50.0, 55.0, 60.0, 65.0, 70.0, 80.0, 90.0, 110.0),
-        exponential_etas=(8.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0, 23.0, 26.0),
-        trained_from=0,
-        attacked=64,
-        attack_steps=400,
     ),
 }
 
@@ -241,14 +230,9 @@ def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
     return suite.by_seed(rows, seeds)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what is missing."""
-    paths = {
-        "model": "folder of all-MiniLM-L6-v2 or another encoder",
-        "sst2": "folder with train, dev and test, TSV files of SST-2 or CSV files of E2E",
-    }
-    suite.main(arguments, __doc__, SIZES, Bench, settings, paths)
-
-
-if __name__ == "__main__":
-    main()
+PATHS = {
+    "model": "folder of all-MiniLM-L6-v2 or another encoder",
+    "sst2": "folder with train, dev and test, TSV files of SST-2 or CSV files of E2E",
+}
+#: Measures what is missing, by the arguments of a command line.
+main = partial(suite.main, __doc__, SIZES, Bench, settings, PATHS)

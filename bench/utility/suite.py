@@ -58,23 +58,24 @@ def measure(table: Table, settings: Iterable[Row], run: Callable[[Row], Row], mi
 
 
 def main(
-    arguments: Sequence[str] | None,
     doc: str | None,
     sizes: Mapping[str, Any],
     bench: Callable[..., Any],
     settings: Callable[[Any, int], Iterable[Row]],
     paths: Mapping[str, str],
+    arguments: Sequence[str] | None = None,
+    *,
     seeds: int = 3,
 ) -> None:
     """Measure what the options ask for and the file lacks.
 
     Args:
-        arguments: of the command line.
         doc: the suite's own docstring, whose first line describes it.
         sizes: what ``--size`` may be.
         bench: makes, of the paths and a size, what has a ``size`` and can ``run`` a row.
         settings: rows of a bench and a number of seeds.
         paths: options that the suite cannot do without, and their help.
+        arguments: of the command line.
         seeds: default of ``--seeds``.
     """
     parser = record.parser_of(str(doc).splitlines()[0])
@@ -85,7 +86,6 @@ def main(
     parser.add_argument("--first-seed", type=int, default=0, help="leave out the rows of smaller seeds")
     parser.add_argument("--minutes", type=float, default=60.0, help="time limit; the same command resumes")
     parser.add_argument("--size", choices=tuple(sizes), default="default")
-    parser.add_argument("--full", dest="size", action="store_const", const="full", help="the paper's size, for a GPU")
     options = parser.parse_args(arguments)
     # The same public texts are drawn in every row of a table.
     os.environ["FASTDP_AGAIN"] = "1"

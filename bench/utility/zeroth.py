@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from . import frost, suite
 
 SIZES = {
     "default": frost.Size(8000, 200, 256, frozen=6, epsilons=(2.0, 8.0)),
-    "full": frost.Size(60000, 1000, 512, frozen=6, epsilons=(2.0, 8.0)),
     "tiny": frost.Size(300, 3, 32, 12, 6, 24, (8.0,)),
 }
 #: Of each form its steps over those of the size, and the best learning rate of those tried on other texts
@@ -95,10 +94,5 @@ def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
     return suite.by_seed(rows, seeds)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what is missing."""
-    suite.main(arguments, __doc__, SIZES, Bench, settings, frost.PATHS)
-
-
-if __name__ == "__main__":
-    main()
+#: Measures what is missing, by the arguments of a command line.
+main = partial(suite.main, __doc__, SIZES, Bench, settings, frost.PATHS)

@@ -112,7 +112,7 @@ def utility_command(
 ) -> None:
     """A paper's comparison at equal true epsilon; rows are written as they come, and the same command goes on from there.
 
-    Suites take --json, --only, --seeds, --minutes, --size default|tiny|full (or --full), and the paths of models and data.
+    Suites take --json, --only, --seeds, --minutes, --size default|tiny, and the paths of models and data.
     """
     if suite not in SUITES:
         raise ValueError(f"there is no suite '{suite}'; choose one of {', '.join(SUITES)}")

@@ -39,10 +39,10 @@ def test_cases_are_chosen_by_name():
     assert len(set(kernels.names())) == len(kernels.names())
 
 
-@pytest.mark.parametrize("case", kernels.cases(CPU, kernels.SIZES["small"]), ids=kernels.names())
-def test_every_op_passes_its_check(case):
-    error, allowed = case.check()
-    assert error <= allowed
+def test_every_op_passes_its_check():
+    for case in kernels.cases(CPU, kernels.SIZES["small"]):
+        error, allowed = case.check()
+        assert error <= allowed, case.op
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

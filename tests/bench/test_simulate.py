@@ -21,11 +21,16 @@ def small(kind, **changes):
 
 
 @pytest.mark.parametrize(
-    "case",
-    [small("llama", rank=4), small("gpt2"), small("llama", rank=4, four_bits=True)],
-    ids=["llama-lora", "gpt2-full", "llama-qlora"],
+    ("case", "private"),
+    [
+        pytest.param(small("gpt2"), False, id="plain gpt2-full"),
+        pytest.param(small("gpt2"), True, id="private gpt2-full", marks=pytest.mark.slow),
+        pytest.param(small("llama", rank=4), False, id="plain llama-lora", marks=pytest.mark.slow),
+        pytest.param(small("llama", rank=4), True, id="private llama-lora", marks=pytest.mark.slow),
+        pytest.param(small("llama", rank=4, four_bits=True), False, id="plain llama-qlora", marks=pytest.mark.slow),
+        pytest.param(small("llama", rank=4, four_bits=True), True, id="private llama-qlora"),
+    ],
 )
-@pytest.mark.parametrize("private", [False, True], ids=["plain", "private"])
 def test_memory_is_that_of_a_real_step(case, private):
     """Within 3%: a processor's kernels hold scratch of their own."""
     gpu = dataclasses.replace(GPUS["h100"], memory=0)
@@ -72,8 +77,9 @@ def test_a_checkpointed_step_is_simulated_with_one_backward_pass_and_with_two():
     assert parts.operations < two.operations
 
 
-def test_a_draw_is_simulated_in_microbatches_of_one_size():
+def test_a_draw_is_simulated_in_microbatches_of_one_size(monkeypatch):
     """Plain steps add up as many rows as are expected; private ones come to a few more, of weight 0."""
+    monkeypatch.setattr(simulate, "_DRAWS", 6)
     case = small("gpt2", layers=1, tokens=64, logical=16, batches=8)
     plain, private, again = (
         simulate.tally(case, GPUS["h100"], private=private, granularity=1) for private in (False, True, True)

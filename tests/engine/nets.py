@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastdp.engine.engine import Engine
-from tests.engine.reference import stepped
+from tests.engine.reference import engine_for, feed, stepped
 from tests.engine.runs import Batch, clipped_sum, error, one_by_one
 
 EXACT = 1e-5
@@ -47,12 +47,35 @@ def trained(model: nn.Module, data: Batch, bound: float = 0.5) -> Engine:
     return engine
 
 
+def gap(engine: Engine, truth: list[Batch], bound: float = 0.5) -> float:
+    """The relative error of an engine's sums against rows' own gradients."""
+    got = {n: engine.accumulator.sums.get(n, torch.zeros_like(p)) for n, p in engine.parameters.items()}
+    return error(got, clipped_sum(truth, bound))
+
+
 def exact(model: nn.Module, data: Batch) -> Engine:
     """Assert that the clipped sum is that of each row's own gradient."""
     truth = one_by_one(model, data)
     engine = trained(model, data)
-    got = {n: engine.accumulator.sums.get(n, torch.zeros_like(p)) for n, p in engine.parameters.items()}
-    assert error(got, clipped_sum(truth, 0.5)) < EXACT
+    assert gap(engine, truth) < EXACT
+    return engine
+
+
+def exact_batches(
+    make: Callable[[], nn.Module],
+    batches: Iterable[Batch],
+    *,
+    plain: Callable[[], nn.Module] | None = None,
+    route: str = "uses",
+    **options: Any,
+) -> Engine:
+    """Assert the same of each batch in turn, whose truth is a fresh (or a plain) model's, and what route the last took."""
+    engine, tickets = engine_for(make(), 0.5, **options)
+    for data in batches:
+        feed(engine, tickets, data)
+        named = {name: value for name, value in data.items() if plain is None or name in ("x", "labels")}
+        assert gap(engine, one_by_one((plain or make)(), named)) < EXACT
+    assert engine.route == route, engine.reason
     return engine
 
 

@@ -59,6 +59,19 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
+def require_exact(engine: Engine, units: list[dict[str, torch.Tensor]], tolerance: float = 1e-5) -> None:
+    """Of a step by uses: units' norms, none of whose part is longer than the bound, and the sum by the scales they gave."""
+    assert engine.route == "uses", engine.reason
+    sizes, scales = norms(units), Recording.given[-1][0].double()
+    assert relative(Recording.seen[-1][0], sizes) < tolerance
+    assert bool((scales * sizes <= engine.accumulator.policy.bounds[0] * (1 + 1e-9)).all())
+    wanted = {name: sum(s * unit[name].double() for s, unit in zip(scales, units)) for name in units[0]}
+    least = 1e-3 * max(float(total.norm()) for total in wanted.values())  # type: ignore[union-attr]
+    for name, total in wanted.items():
+        gap = engine.accumulator.sums.get(name, torch.zeros(())).double() - total
+        assert float(gap.norm()) < tolerance * max(least, float(total.norm())), name  # type: ignore[union-attr]
+
+
 class Recording(Policy):
     """Flat clipping that remembers the norms it saw, as computed, and the scales that their bounds gave."""
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.cases import cases
-from tests.engine.nets import EXACT, Net, trained
+from tests.engine.nets import EXACT, Net, exact, exact_batches, gap, trained
 from tests.engine.reference import engine_for, feed
-from tests.engine.runs import CLIPPED, clipped_sum, collate, error, examples, one_by_one
+from tests.engine.runs import collate, examples, one_by_one
 
 
 class _Back(torch.autograd.Function):
@@ -33,11 +33,8 @@ def backwards(back: Callable[[torch.Tensor], torch.Tensor]) -> Net:
 
 @cases("name", ["batch", "row"])
 def test_a_backward_pass_that_divides_by_the_gradients_of_the_batch_is_taken_row_by_row(name: str) -> None:
-    data = collate(examples(6))
     back = {"batch": lambda g: g / g.norm(), "row": lambda g: g / g.norm(dim=1, keepdim=True).clamp(min=1e-12)}[name]
-    engine = trained(backwards(back), data)
-    assert engine.route == ("one-example" if name == "batch" else "uses")
-    assert error(engine.accumulator.sums, clipped_sum(one_by_one(backwards(back), data), 0.5)) < EXACT
+    assert exact(backwards(back), collate(examples(6))).route == ("one-example" if name == "batch" else "uses")
 
 
 class _Kept(torch.autograd.Function):
@@ -71,12 +68,8 @@ class Switched(Keeping):
 @cases("kind", [Keeping, Switched])
 def test_a_backward_pass_that_goes_by_what_was_kept_of_other_rows_is_taken_row_by_row(kind: type[Keeping]) -> None:
     """The first batch holds nothing large."""
-    data = collate([*examples(6), {"x": torch.full((5,), 300.0), "labels": 0}])
-    engine, tickets = engine_for(kind(), 0.5)
-    for batch in (collate(examples(6)), data):
-        feed(engine, tickets, batch)
-    assert engine.route == "one-example"
-    assert error(engine.accumulator.sums, clipped_sum(one_by_one(kind(), data), 0.5)) < CLIPPED
+    large = {"x": torch.full((5,), 300.0), "labels": 0}
+    exact_batches(kind, [collate(examples(6)), collate([*examples(6), large])], route="one-example")
 
 
 @cases("alone", [False, True])
@@ -91,7 +84,7 @@ def test_hooks_of_the_user_see_no_gradient_of_single_rows(alone: bool) -> None:
     model.second.register_full_backward_hook(lambda module, given, made: print(made[0].norm(), given[0].norm()))
     engine = trained(model, data)
     assert engine.route == ("one-example" if alone else "uses")
-    assert error(engine.accumulator.sums, clipped_sum(one_by_one(made(), data), 0.5)) < EXACT
+    assert gap(engine, one_by_one(made(), data)) < EXACT
     assert not seen
     model.eval()(**data)["loss"].backward()
     assert len(seen) == 8

@@ -8,29 +8,12 @@ from typing import cast
 
 import pytest
 import torch
+from fastdp.bench.fuzz import alone
 
-from fastdp.engine.engine import Engine
 from fastdp.verify import Checks
 from tests.cases import cases
 from tests.engine.models import batch, build, pack
-from tests.engine.reference import Recording, engine_for, norms, relative, stepped, ticket
-
-
-def alone(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Plain autograd's gradients of each row's own loss, in the model's own precision."""
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    rows = next(iter(inputs.values())).shape[0]
-    losses = (model(**{k: v[row : row + 1] for k, v in inputs.items()}).loss for row in range(rows))
-    return [dict(zip(trained, torch.autograd.grad(loss, list(trained.values())))) for loss in losses]
-
-
-def require_exact(engine: Engine, units: list[dict[str, torch.Tensor]], tolerance: float = 1e-5) -> None:
-    assert engine.route == "uses", engine.reason
-    assert relative(Recording.seen[-1][0], norms(units)) < tolerance
-    scales = Recording.given[-1][0]
-    wanted = torch.cat([sum(s * u[n] for s, u in zip(scales, units)).reshape(-1) for n in units[0]])
-    found = torch.cat([engine.accumulator.sums[n].reshape(-1) for n in units[0]])
-    assert relative(found, wanted) < tolerance
+from tests.engine.reference import engine_for, norms, require_exact, stepped, ticket
 
 
 @cases("tuning", ["full", "lora"])

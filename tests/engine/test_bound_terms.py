@@ -6,6 +6,8 @@ A bound must reach the true norm and, on top, what rounding may add where the su
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
@@ -128,6 +130,16 @@ def test_what_is_measured_whole_and_added_as_factors() -> None:
     assert float(upper((8, 8), whole, use, keep=False).norms) >= needed(use, whole)
 
 
+@contextmanager
+def gpu(route: str) -> Iterator[None]:
+    """What is measured so as on a GPU, where every step of a sum costs a launch, and by this route."""
+    answers = {"launches": True, "may_hold": 1 << 30, "plan_route": route}
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(norms, name, return_value=answer))
+        yield
+
+
 @cases("keep", [True, False])
 def test_a_wide_matrix_has_one_bound_by_both_routes_of_a_gpu(keep: bool) -> None:
     """Of the neighbours depends only whether gradients are made by unit."""
@@ -136,11 +148,7 @@ def test_a_wide_matrix_has_one_bound_by_both_routes_of_a_gpu(keep: bool) -> None
     layout = Ticket(torch.arange(3), torch.ones(3), True).layout(torch.device("cpu"))
     use = Factors(torch.randn(900, 66), torch.randn(900, 70))
     for route in ("direct", "instantiate"):
-        with (
-            mock.patch.object(norms, "launches", return_value=True),
-            mock.patch.object(norms, "may_hold", return_value=1 << 30),
-            mock.patch.object(norms, "plan_route", return_value=route),
-        ):
+        with gpu(route):
             sink = NormSink(accumulator, layout, {"w": 1}, keep=keep)
             sink.matrix(parameter, use, layout)
             found[route] = sink.finish()
@@ -162,11 +170,7 @@ def test_a_lone_unit_of_a_gpu_has_the_bound_that_it_has_beside_another(keep: boo
         layout = Ticket(torch.arange(units), torch.ones(units), True).layout(torch.device("cpu"))
         rest = (units - 1) * 900
         use = Factors(nn.functional.pad(left, (0, 0, 0, rest)), nn.functional.pad(right, (0, 0, 0, rest)))
-        with (
-            mock.patch.object(norms, "launches", return_value=True),
-            mock.patch.object(norms, "may_hold", return_value=1 << 30),
-            mock.patch.object(norms, "plan_route", return_value="instantiate"),
-        ):
+        with gpu("instantiate"):
             sink = NormSink(accumulator, layout, {"w": 1}, keep=keep)
             sink.matrix(parameter, use, layout)
             found.append(float(sink.finish().norms[0, 0]))

@@ -1,4 +1,4 @@
-"""No record moves a sum by more than its bound: the attacks that did, each by the public way in."""
+"""No record moves a sum by more than its bound, whatever it holds (what the public way in does of it: `bench/attacks`)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch import nn
 
-import fastdp
 from fastdp.accounting.card import among_units
 from fastdp.engine.bounds import Errors, Norms
 from fastdp.engine.clip import norms as norm_sinks
@@ -21,83 +19,7 @@ from fastdp.engine.uses.layout import Ticket
 from fastdp.ops.bounds import LARGEST_RATIO, Roundings, round_down
 from fastdp.ops.factors import in_full_precision
 from tests.cases import cases, pairs
-from tests.engine.records import KINDS, POLICIES, USES, Case, drawn_cases, moved as record_moved
-from tests.engine.runs import Sums, logical_step, start
-
-CLIP = 1.0
-
-
-def moved(model: nn.Module, record: dict[str, torch.Tensor], method: Any = None) -> float:
-    """How far one record alone moves the clipped sums of a run without noise, in float64 over all parameters."""
-    data = [record]
-    private = start(
-        model,
-        torch.utils.data.DataLoader(data, batch_size=1),  # type: ignore[arg-type]
-        noise_multiplier=0.0,
-        sampling="shuffled",
-        method=fastdp.DPSGD(max_grad_norm=CLIP) if method is None else method,
-        epochs=1,
-        self_check=False,
-    )
-    private.observe(seen := Sums())
-    logical_step(private)
-    (sums,) = ({name: total.double() for name, total in own.items()} for own in seen.steps)
-    assert all(bool(torch.isfinite(total).all()) for total in sums.values())
-    return float(sum(total.square().sum() for total in sums.values()) ** 0.5)
-
-
-class Tokens(nn.Module):
-    """One layer read at every token, whose gradient at a token is the token's own sign."""
-
-    def __init__(self, width: int, out: int, bias: bool = False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(width, out, bias=bias)
-
-    def forward(self, x: torch.Tensor, sign: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        rows = (self.layer(x) * sign.unsqueeze(-1)).sum((1, 2))
-        return {"loss": nn.functional.l1_loss(rows, torch.full_like(rows, -1e30))}
-
-
-class Compared(nn.Module):
-    """score(a) - score(b) with one weight."""
-
-    def __init__(self, width: int, out: int):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(width, out, bias=False)
-
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> Any:
-        rows = self.layer(a).sum((1, 2)) - self.layer(b).sum((1, 2))
-        return {"loss": nn.functional.l1_loss(rows, torch.full_like(rows, -1e30))}
-
-
-def cancelling(size: float, gap: float, tokens: int, width: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x = size * torch.randn(tokens // 2, width, generator=generator)
-    d = gap * torch.randn(tokens // 2, width, generator=generator)
-    sign = torch.cat([torch.ones(tokens // 2), -torch.ones(tokens // 2)])
-    return {"x": torch.cat([x + d, x]), "sign": sign}
-
-
-@cases(
-    *pairs(("size", [1e3, 1e4, 1e5, 1e8, 1e12]), ("tokens, width, out", [(2, 64, 64), (16, 256, 192), (64, 33, 200)]))
-)
-def test_tokens_that_cancel(size: float, tokens: int, width: int, out: int) -> None:
-    worst = max(
-        moved(Tokens(width, out, bias), cancelling(size, gap, tokens, width))
-        for gap in (1e-3 * size, 1e-5 * size, 1e-7 * size, 0.1)
-        for bias in (False, True)
-    )
-    assert worst <= CLIP
-
-
-@cases(*pairs(("gap", [0.0, 1e-7, 1e-5, 1e-3, 0.1]), ("size", [1.0, 1e4, 1e8])))
-def test_one_weight_used_twice(size: float, gap: float) -> None:
-    generator = torch.Generator().manual_seed(2)
-    a = size * torch.randn(24, 96, generator=generator)
-    b = a + gap * size * torch.randn(24, 96, generator=generator)
-    assert moved(Compared(96, 128), {"a": a, "b": b}) <= CLIP
+from tests.engine.records import KINDS, POLICIES, USES, Case, drawn_cases, moved
 
 
 @settings(max_examples=300)
@@ -119,19 +41,27 @@ def test_one_weight_used_twice(size: float, gap: float) -> None:
     )
 )
 def test_no_record_moves_a_sum_by_more_than_its_bound(case: Case) -> None:
-    assert record_moved(case) <= 1
+    assert moved(case) <= 1
 
 
 @pytest.mark.slow
 def test_no_record_among_many_moves_a_sum_by_more_than_its_bound() -> None:
-    assert all(record_moved(case) <= 1 for case in drawn_cases(20_000, seed=1))
+    assert all(moved(case) <= 1 for case in drawn_cases(20_000, seed=1))
+
+
+@cases("tokens, m, n, left, right", [(16, 90, 80, 12.0, 0.0), (16, 90, 80, 4.0, 0.0), (40, 256, 192, 0.0, 3.0)])
+def test_gram_matrices_that_cancel(tokens: int, m: int, n: int, left: float, right: float) -> None:
+    """Without the rounding of their products one record in forty moves a sum by 1.4 to 9 bounds."""
+    for seed in range(40):
+        case = Case(seed, "cancelling", "gram", "flat", torch.float32, tokens, m, n, left, right, 0.0, False)
+        assert moved(case) <= 1
 
 
 @cases("use", [use for use in USES if use not in ("twice", "cross", "tied")])
 def test_ordinary_records_are_clipped_to_their_bound(use: str) -> None:
     """The search would hold for weights of 0 as well: an ordinary record loses at most .2%."""
     case = Case(3, "plain", use, "flat", torch.float32, 48, 40, 56, 0.0, 0.0, -2.0, False)
-    assert 1 - 2e-3 <= record_moved(case) <= 1
+    assert 1 - 2e-3 <= moved(case) <= 1
 
 
 @cases("bad", [float("nan"), float("inf"), -float("inf")])

@@ -25,7 +25,18 @@ from fastdp.ops import heads
 from fastdp.verify import Checks
 from tests.cases import cases, pairs
 from tests.engine.models import MODELS, batch, build
-from tests.engine.reference import Recording, engine_for, norms, one_at_a_time, relative, stepped, ticket
+from tests.engine.reference import (
+    Recording,
+    engine_for,
+    feed,
+    norms,
+    one_at_a_time,
+    relative,
+    require_exact,
+    stepped,
+    ticket,
+)
+from tests.engine.runs import one_by_one
 
 VOCABULARY, WIDTH, TOKENS = 37, 5, 9
 TOLERANCE = 1e-5
@@ -95,31 +106,8 @@ def data(rows: int = 5, tokens: int = TOKENS, seed: int = 0) -> dict[str, torch.
 
 
 def truth(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Autograd's gradients in float64, of each row alone; a row without labels has none."""
-    exact = copy.deepcopy(model).double()
-    trained = {n: p for n, p in exact.named_parameters() if p.requires_grad}
-    found = []
-    for row in range(inputs["ids"].shape[0]):
-        loss = exact(**{k: v[row : row + 1] for k, v in inputs.items()})["loss"]
-        gradients = torch.autograd.grad(loss.nan_to_num(), list(trained.values()), allow_unused=True)
-        found.append({n: torch.zeros(()) if g is None else g.nan_to_num() for n, g in zip(trained, gradients)})
-    return found
-
-
-def require_exact(
-    engine: Engine, sums: dict[str, torch.Tensor], units: list[dict[str, torch.Tensor]], tolerance: float = TOLERANCE
-) -> None:
-    assert engine.route == "uses", engine.reason
-    sizes, scales = norms(units), Recording.given[-1][0].double()
-    assert relative(Recording.seen[-1][0], sizes) < tolerance
-    for name in units[0]:
-        wanted = sum(s * g[name] for s, g in zip(scales, units))
-        got = sums.get(name, torch.zeros(()))
-        largest = max(float(sum(s * g[n] for s, g in zip(scales, units)).norm()) for n in units[0])
-        assert float((got.double() - wanted).norm()) < tolerance * largest, name
-    # No unit's part of the sum is longer than the bound.
-    bound = engine.accumulator.policy.bounds[0]
-    assert bool((scales * sizes <= bound * (1 + 1e-9)).all())
+    """Rows' own gradients; a row without labels has none."""
+    return [{name: g.nan_to_num() for name, g in own.items()} for own in one_by_one(model, inputs)]
 
 
 def step(
@@ -130,6 +118,14 @@ def step(
     output = model(**inputs)
     assert isinstance(output["logits"], Logits) is left_out, engine.reason
     output["loss"].backward()
+    return engine
+
+
+def exact(model: nn.Module, inputs: dict[str, torch.Tensor], **options: Any) -> Engine:
+    """A `step` whose norms and sums are those of each row alone."""
+    units = truth(model, inputs)
+    engine = step(model, inputs, **options)
+    require_exact(engine, units)
     return engine
 
 
@@ -160,11 +156,9 @@ def test_a_head_is_exact_however_a_calls_it(way: str, tokens: int) -> None:
     inputs = data(tokens=tokens)
     if "ignore_index" in WAYS[way].get("loss", {}):
         inputs["labels"] = inputs["labels"].clamp(min=3)
-    units = truth(model, inputs)
-    engine = step(model, inputs)
+    engine = exact(model, inputs)
     if not WAYS[way].get("tied"):
         assert engine.accumulator.routes["head.weight"].name == "tiles"
-    require_exact(engine, engine.accumulator.sums, units)
 
 
 def test_a_longer_text_moves_no_bound_of_the_others_by_their_head() -> None:
@@ -207,19 +201,19 @@ def tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize(("tokens", "way"), [(tokens, way) for tokens in (1 + WIDTH, 4 * WIDTH + 3) for way in WAYS])
+@cases(*pairs(("tokens", [1 + WIDTH, 4 * WIDTH + 3]), ("way", WAYS)))
 def test_a_head_is_exact_in_the_tiles_of_a_gpu(way: str, tokens: int, tiles_of_a_gpu: list[int]) -> None:
     model, inputs = Speaker(**WAYS[way]), data(tokens=tokens)
     if "ignore_index" in WAYS[way].get("loss", {}):
         inputs["labels"] = inputs["labels"].clamp(min=3)
-    units, casts = truth(model, inputs), WAYS[way].keys().isdisjoint({"between"})
-    require_exact(engine := step(model, inputs), engine.accumulator.sums, units)
+    tiles_of_a_gpu.clear()
+    casts, plain = WAYS[way].keys().isdisjoint({"between"}), copy.deepcopy(model)
+    engine = exact(model, inputs)
     # Other operations than casts are left to torch, and to logits; long units' gradients are kept whole.
     assert engine.accumulator.tiles_heads is (casts and tokens <= 2 * WIDTH)
     assert set(tiles_of_a_gpu) == ({48} if casts else set())
     if not casts:
-        again = copy.deepcopy(model)
-        require_exact(engine := step(again, inputs, keep_logits=False), engine.accumulator.sums, units)
+        exact(plain, inputs, keep_logits=False)
         assert not tiles_of_a_gpu
 
 
@@ -229,16 +223,13 @@ def test_what_is_frozen_gets_nothing_and_passes_all_on(trained: list[str], token
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name in trained or name.startswith("layer")
     inputs = data(tokens=tokens)
-    units = truth(model, inputs)
-    require_exact(engine := step(model, inputs), engine.accumulator.sums, units)
+    engine = exact(model, inputs)
     assert set(engine.accumulator.sums) == {"layer.weight", "layer.bias", *trained}
 
 
 @cases(*pairs(("tokens", [1 + WIDTH, 4 * WIDTH + 3]), ("tied", [False, True])))
 def test_two_passes_add_what_they_measured(tied: bool, tokens: int) -> None:
-    model, inputs = Speaker(tied=tied, bias=True), data(tokens=tokens)
-    units = truth(model, inputs)
-    require_exact(engine := step(model, inputs, two_pass=True), engine.accumulator.sums, units)
+    exact(Speaker(tied=tied, bias=True), data(tokens=tokens), two_pass=True)
 
 
 @cases("tokens", [1 + WIDTH, 4 * WIDTH + 3])
@@ -249,7 +240,7 @@ def test_users_of_several_rows_and_padding_rows(tokens: int) -> None:
     units = [{n: sum(rows[row][n] for row in range(7) if owners[row] == unit) for n in rows[0]} for unit in range(3)]
     engine = stepped(model, inputs, 0.7, Ticket(owners, torch.tensor([1.0, 1.0, 1.0, 0.0]), is_last=True))
     Recording.given[-1], Recording.seen[-1] = Recording.given[-1][:, :3], Recording.seen[-1][:, :3]
-    require_exact(engine, engine.accumulator.sums, units)
+    require_exact(engine, units)
 
 
 @cases("tied", [False, True])
@@ -272,7 +263,7 @@ def test_packed_units(tied: bool) -> None:
     owners = torch.tensor(rows)
     tickets.append(Ticket(torch.arange(4), torch.ones(4), is_last=True, token_units=owners))
     model(ids=ids, labels=ids, units=owners)["loss"].backward()
-    require_exact(engine, engine.accumulator.sums, units)
+    require_exact(engine, units)
 
 
 @cases(*pairs(("tokens", [1 + WIDTH, 8 * WIDTH]), ("tied", [False, True])))
@@ -309,7 +300,7 @@ def test_models_of_transformers(name: str, tuning: str) -> None:
     output = model(**inputs)
     output.loss.backward()
     assert isinstance(output.logits, Logits) == (output.logits.dim() == 3)
-    require_exact(engine, engine.accumulator.sums, units)
+    require_exact(engine, units)
 
 
 def test_reading_logits_after_a_private_pass_names_the_switch() -> None:
@@ -360,8 +351,7 @@ def test_other_readers_of_logits_get_them(how: str, trained: bool) -> None:
     model, inputs = Reads(READS[how]), data()
     model.head.weight.requires_grad = trained
     inputs["labels"] = inputs["ids"]
-    units = truth(model, inputs)
-    require_exact(engine := step(model, inputs, left_out=False), engine.accumulator.sums, units)
+    exact(model, inputs, left_out=False)
 
 
 class Writes(Speaker):
@@ -381,8 +371,7 @@ def test_what_logits_are_made_of_may_be_written_afterwards() -> None:
         parameter.requires_grad = False
     model.head.bias = nn.Parameter(torch.zeros(VOCABULARY))
     inputs["labels"] = inputs["ids"]
-    units = truth(model, inputs)
-    require_exact(engine := step(model, inputs, left_out=False), engine.accumulator.sums, units)
+    exact(model, inputs, left_out=False)
 
 
 def test_rows_that_see_each_other_through_the_logits_are_refused() -> None:
@@ -446,10 +435,8 @@ def test_later_batches_of_any_length_take_whatever_way_is_theirs() -> None:
         inputs = data(tokens=tokens, seed=tokens)
         inputs["labels"] = inputs["ids"]
         units = truth(model, inputs)
-        tickets.append(ticket(5))
-        model(**inputs)["loss"].backward()
-        require_exact(engine, engine.accumulator.sums, units)
-        engine.abandon()
+        feed(engine, tickets, inputs)
+        require_exact(engine, units)
 
 
 def test_a_loss_without_whole_rows_of_the_logits_is_no_heads() -> None:

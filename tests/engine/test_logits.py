@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from fastdp.engine.uses.logits import Heads
 from tests.cases import cases
-from tests.engine.test_head import VOCABULARY, Speaker, data, require_exact, small_tiles, step, truth  # noqa: F401
+from tests.engine.test_head import VOCABULARY, Speaker, data, exact, small_tiles  # noqa: F401
 
 ALONG = torch.linspace(0.5, 1.5, VOCABULARY)
 BETWEEN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
@@ -25,9 +25,7 @@ BETWEEN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
 def test_as_many_tokens_as_words(shape: str) -> None:
     """A scale of each token is as long as one of each word: its shape says which it is."""
     between, left_out = BETWEEN[shape]
-    model, inputs = Speaker(between=between), data(tokens=VOCABULARY)
-    engine = step(model, inputs, left_out=left_out)
-    require_exact(engine, engine.accumulator.sums, truth(model, inputs))
+    exact(Speaker(between=between), data(tokens=VOCABULARY), left_out=left_out)
 
 
 @cases("reduction", ["mean", "sum", "none"])

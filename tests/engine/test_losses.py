@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.engine.loss.losses import LossTerms, intercepted
+from tests.cases import cases, pairs
 from tests.engine.reference import ticket
 
 ROWS = 3
@@ -21,8 +22,7 @@ CALLS: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
-@pytest.mark.parametrize("options", [{"reduce": False}, {"size_average": False}, {"size_average": True}, {}], ids=str)
-@pytest.mark.parametrize("name", CALLS)
+@cases(*pairs(("name", CALLS), ("options", [{"reduce": False}, {"size_average": False}, {"size_average": True}, {}])))
 def test_older_arguments_say_how_losses_are_reduced(name: str, options: dict[str, bool]) -> None:
     x = torch.linspace(-1, 1, 2 * ROWS).view(ROWS, 2).requires_grad_()
     wanted = CALLS[name](x, **options)
@@ -36,7 +36,7 @@ def test_older_arguments_say_how_losses_are_reduced(name: str, options: dict[str
         torch.testing.assert_close(total, wanted)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@cases("reduction", ["mean", "sum", "none"])
 def test_a_sequence_loss_is_divided_by_the_length_of_its_own_target(reduction: str) -> None:
     scores = torch.linspace(-1, 1, 8 * ROWS * 4).view(8, ROWS, 4).requires_grad_()
     lengths, targets = torch.tensor([1, 3, 2]), torch.tensor([[1, 1, 1], [1, 2, 3], [3, 2, 1]])

@@ -1,7 +1,7 @@
 """Whether a checkpointed pass keeps its factors: what they take, what is free, and that each way gives exact gradients."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from fastdp.engine.uses import logits
 from fastdp.engine.uses.layout import Ticket
 from tests.cases import cases, pairs
 from tests.engine.models import batch, build
-from tests.engine.reference import engine_for, feed, one_at_a_time
+from tests.engine.reference import engine_for, feed, norms, one_at_a_time
 from tests.engine.runs import CLIPPED, Batch, clipped_sum, error, examples, loader
 
 CPU = torch.device("cpu")
@@ -48,28 +48,49 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Engine, deque[Ticket]]]:
+    """An engine that may keep as many bytes as a function of one that has met the model says, after its first batch."""
+
+    def made(
+        model: torch.nn.Module, data: Batch, limit: Callable[[Engine], int], bound: float, units: Ticket | None = None
+    ) -> tuple[Engine, deque[Ticket]]:
+        engine, tickets = engine_for(model, bound, two_pass=False)
+        feed(engine, tickets, data, units)
+        allowed = limit(engine)
+        engine.close()
+        monkeypatch.setattr("fastdp.engine.passes.allowed_bytes", lambda *_: allowed)
+        engine, tickets = engine_for(model, bound)
+        feed(engine, tickets, data, units)
+        return engine, tickets
+
+    return made
+
+
+Limited = Callable[..., tuple[Engine, deque[Ticket]]]
+#: As much memory as all rows need, as two of five need, and less than one needs.
+LIMITS: dict[str, Callable[[Engine], int]] = {
+    "one pass": lambda engine: PLENTY,
+    "parts": lambda engine: kept(engine, 2),
+    "two passes": lambda engine: kept(engine, 1) - 1,
+}
+
+
 @pytest.mark.parametrize(
     *pairs(
         ("name", ["gpt2", "llama"]),
         ("tuning", ["full", "lora"]),
         ("reentrant", [False, True]),
-        ("way", ["one pass", "parts", "two passes"]),
+        ("way", LIMITS),
     )
 )
 def test_gradients_are_those_of_each_example_alone(
-    name: str, tuning: str, reentrant: bool, way: str, seconds: list[int], monkeypatch: pytest.MonkeyPatch
+    name: str, tuning: str, reentrant: bool, way: str, seconds: list[int], limited: Limited
 ) -> None:
-    """With as much memory as all rows need, as two of five need, and less than one needs."""
     data = batch(name, rows=5)
     truth = one_at_a_time(build(name, tuning), data, shift=True)
-    bound = float(torch.stack([torch.cat([g.flatten() for g in one.values()]).norm() for one in truth]).median())
-    engine, tickets = engine_for(model := checkpointed(name, tuning, reentrant), bound, two_pass=False)
-    feed(engine, tickets, data)
-    limit = {"one pass": PLENTY, "parts": kept(engine, 2), "two passes": kept(engine, 1) - 1}[way]
-    engine.close()
-    monkeypatch.setattr("fastdp.engine.passes.allowed_bytes", lambda *_: limit)
-    engine, tickets = engine_for(model, bound)
-    feed(engine, tickets, data)
+    bound = float(norms(truth).median())
+    engine, tickets = limited(checkpointed(name, tuning, reentrant), data, LIMITS[way], bound)
     seconds.clear()
     feed(engine, tickets, data)
     assert engine.route == "uses", engine.reason
@@ -78,18 +99,14 @@ def test_gradients_are_those_of_each_example_alone(
     assert error(engine.accumulator.sums, clipped_sum(truth, bound)) < CLIPPED
 
 
-def test_parts_hold_whole_units_and_leave_out_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_hold_whole_units_and_leave_out_padding(limited: Limited, monkeypatch: pytest.MonkeyPatch) -> None:
     data = batch("llama", rows=6)
     rows = one_at_a_time(build("llama"), data, shift=True)
     units = [[0, 1], [2], [3, 4]]  # and row 5, which pads
     truth = [{n: sum(rows[row][n] for row in unit) for n in rows[0]} for unit in units]  # type: ignore[misc]
     users = Ticket(torch.tensor([0, 0, 1, 2, 2, 3]), torch.tensor([1.0, 1.0, 1.0, 0.0]), True)
-    engine, tickets = engine_for(model := checkpointed("llama", "full", False), 1.0, two_pass=False)
-    feed(engine, tickets, data, users)
-    limit = kept(engine, 2, 1)
-    engine.close()
-    monkeypatch.setattr("fastdp.engine.passes.allowed_bytes", lambda *_: limit)
-    engine, tickets = engine_for(model, 1.0)
+    model = checkpointed("llama", "full", False)
+    engine, tickets = limited(model, data, lambda engine: kept(engine, 2, 1), 1.0, users)
     parts: list[int] = []
     run = Engine.run_forward
     monkeypatch.setattr(
@@ -98,27 +115,18 @@ def test_parts_hold_whole_units_and_leave_out_padding(monkeypatch: pytest.Monkey
         lambda self, call, ticket, **k: (parts.append(ticket.rows), run(self, call, ticket, **k))[1],
     )
     feed(engine, tickets, data, users)
-    parts.clear()
-    feed(engine, tickets, data, users)
     assert parts == [6, 2, 1, 2, 1]
     assert (int(engine.accumulator.units), engine.backward_passes) == (3, 2)
     assert error(engine.accumulator.sums, clipped_sum(truth, 1.0)) < CLIPPED
 
 
-def test_the_loss_and_the_logits_of_parts_are_those_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_and_the_logits_of_parts_are_those_of_the_batch(limited: Limited) -> None:
     data = batch("llama", rows=5)
     model = build("llama")
-    plain, alone = (
-        model(**data),
-        [model(**{key: value[row : row + 1] for key, value in data.items()}) for row in range(5)],
-    )
-    engine, tickets = engine_for(model := checkpointed("llama", "full", False), 1.0, two_pass=False)
-    feed(engine, tickets, data)
-    limit = kept(engine, 2)
-    engine.close()
-    monkeypatch.setattr("fastdp.engine.passes.allowed_bytes", lambda *_: limit)
-    engine, tickets = engine_for(model, 1.0)
-    feed(engine, tickets, data)
+    plain = model(**data)
+    alone = [model(**{key: value[row : row + 1] for key, value in data.items()}) for row in range(5)]
+    model = checkpointed("llama", "full", False)
+    engine, tickets = limited(model, data, LIMITS["parts"], 1.0)
     engine.abandon()
     tickets.append(Ticket(torch.arange(5), torch.ones(5), True))
     output = model(**data)
@@ -126,20 +134,19 @@ def test_the_loss_and_the_logits_of_parts_are_those_of_the_batch(monkeypatch: py
     assert torch.allclose(output.logits, plain.logits, atol=1e-5)
 
 
-def test_parts_leave_logits_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_leave_logits_out(limited: Limited, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "vocabulary", 8)
     monkeypatch.setattr(logits.Heads, "tile", 0)
     monkeypatch.setattr(logits, "_pays", lambda hidden, weight: True)
     data = batch("llama", rows=5)
     truth = one_at_a_time(build("llama"), data, shift=True)
-    engine, tickets = engine_for(model := checkpointed("llama", "full", False), 1.0, two_pass=False)
-    feed(engine, tickets, data)
-    assert engine.accumulator.tiles_heads
-    limit = kept(engine, 2)
-    engine.close()
-    monkeypatch.setattr("fastdp.engine.passes.allowed_bytes", lambda *_: limit)
-    engine, tickets = engine_for(model, 1.0)
-    feed(engine, tickets, data)
+
+    def without_logits(engine: Engine) -> int:
+        assert engine.accumulator.tiles_heads
+        return kept(engine, 2)
+
+    model = checkpointed("llama", "full", False)
+    engine, tickets = limited(model, data, without_logits, 1.0)
     engine.abandon()
     tickets.append(Ticket(torch.arange(5), torch.ones(5), True))
     output = model(**data)

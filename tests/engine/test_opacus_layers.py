@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from fastdp.bench import fuzz
 
+from tests.cases import cases
 from tests.engine import opacus_layers
 
 pytest.importorskip("opacus")
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 COMMITTED = json.loads((ROOT / "bench" / "results" / "opacus-layers.json").read_text())["figures"]
 
 
-@pytest.mark.parametrize("kind", opacus_layers.KINDS)
+@cases("kind", opacus_layers.KINDS)
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 def test_a_layer_of_each_kind(kind: str) -> None:
     found = fuzz.run(opacus_layers.case(kind, 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -10,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
 from tests.cases import cases
-from tests.engine.reference import Recording, norms, relative, stepped
+from tests.engine.reference import require_exact, stepped
+from tests.engine.runs import one_by_one
 
 WIDTH, EXPERTS, WORDS = 8, 3, 13
 Back = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -60,29 +61,19 @@ class Mixture(nn.Module):
         return {"loss": F.cross_entropy(self.last(found).flatten(0, 1), labels.flatten())}
 
 
-def _run(back: Back) -> tuple[nn.Module, nn.Module, dict[str, torch.Tensor], object]:
+def _run(back: Back) -> tuple[list[dict[str, torch.Tensor]], Engine]:
+    """Rows' own gradients, and the engine after their batch."""
     model = Mixture(back)
-    plain = copy.deepcopy(model).double()
     torch.manual_seed(6)
     ids = torch.randint(0, WORDS, (4, 7))
     inputs = {"ids": ids, "labels": ids}
-    engine = stepped(model, inputs, 0.5)
-    return model, plain, inputs, engine
+    return one_by_one(model, inputs), stepped(model, inputs, 0.5)
 
 
 @cases("back", [by_writing, by_sorting])
 def test_tokens_that_are_put_back_are_whose_they_were(back: Back) -> None:
-    _, plain, inputs, engine = _run(back)
-    assert engine.route == "uses", engine.reason
-    trained = {n: p for n, p in plain.named_parameters() if p.requires_grad}
-    units = []
-    for row in range(4):
-        loss = plain(**{k: v[row : row + 1] for k, v in inputs.items()})["loss"]
-        units.append(dict(zip(trained, torch.autograd.grad(loss, list(trained.values())))))
-    scales = Recording.given[-1][0].double()
-    assert relative(Recording.seen[-1][0], norms(units)) < 1e-5
-    for name in trained:
-        assert relative(engine.accumulator.sums[name], sum(s * u[name] for s, u in zip(scales, units))) < 1e-5, name
+    units, engine = _run(back)
+    require_exact(engine, units)
 
 
 @cases("back", [not_at_all, by_another])

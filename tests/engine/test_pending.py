@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
+from tests.cases import cases, pairs
 from tests.engine.runs import Classifier, start
 
 PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
@@ -49,7 +50,7 @@ HABITS: dict[str, Callable[[torch.nn.Module], float]] = {
 }
 
 
-@pytest.mark.parametrize("habit", HABITS)
+@cases("habit", HABITS)
 def test_gradients_read_as_zeros_before_the_step_and_a_loop_is_told_once(habit: str) -> None:
     private = start(**PRIVATE)
     with warnings.catch_warnings(record=True) as caught:
@@ -81,8 +82,7 @@ def test_pending_gradients_take_no_memory() -> None:
     assert all(parameter.grad is None for parameter in private.model.parameters())
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("unscale", [False, True])
+@cases(*pairs(("fused", [False, True]), ("unscale", [False, True])))
 def test_a_gradient_scaler_changes_no_release(fused: bool, unscale: bool) -> None:
     ends = []
     for enabled in (False, True):
@@ -121,7 +121,7 @@ def test_a_scaler_of_a_loss_outside_the_model_is_refused() -> None:
         scaler.step(private.optimizer)
 
 
-@pytest.mark.parametrize("private", [True, False])
+@cases("private", [True, False])
 def test_other_clipping_is_left_alone(private: bool) -> None:
     run = start(**PRIVATE)
     plain = Classifier()

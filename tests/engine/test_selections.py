@@ -11,9 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.cases import cases
-from tests.engine.nets import EXACT
-from tests.engine.reference import engine_for, feed
-from tests.engine.runs import clipped_sum, error, logical_step, one_by_one, start
+from tests.engine.nets import exact_batches
+from tests.engine.runs import logical_step, start
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -74,15 +73,9 @@ def tokens(lengths: list[int], seed: int) -> dict[str, torch.Tensor]:
 
 @cases("loss", [by_mask, by_label, by_gather, by_where, by_index_select, by_masked_select])
 def test_tokens_that_the_data_select_count_for_their_own_rows(loss: Loss) -> None:
-    model = Tagger(loss)
-    engine, tickets = engine_for(model, 0.3)
     # As many tokens as the rows divide, those of others, and all of them.
-    for number, lengths in enumerate([[2, 6, 3, 5], [1, 6, 1, 6], [4, 3, 6, 2], [6, 6, 6, 6], [1, 1, 1, 1]]):
-        data = tokens(lengths, number)
-        truth = clipped_sum(one_by_one(Tagger(loss), data), 0.3)
-        feed(engine, tickets, data)
-        assert error(engine.accumulator.sums, truth) < EXACT
-    assert engine.route == "uses", engine.reason
+    lengths = [[2, 6, 3, 5], [1, 6, 1, 6], [4, 3, 6, 2], [6, 6, 6, 6], [1, 1, 1, 1]]
+    exact_batches(lambda: Tagger(loss), [tokens(own, number) for number, own in enumerate(lengths)])
 
 
 def test_selected_tokens_in_another_order_are_not_taken_for_their_rows() -> None:
@@ -92,12 +85,7 @@ def test_selected_tokens_in_another_order_are_not_taken_for_their_rows() -> None
         chosen, own = logits[labels >= 0].flip(0), labels[labels >= 0].flip(0)
         return F.cross_entropy(chosen, own)
 
-    data = tokens([2, 6, 3, 5], 0)
-    truth = clipped_sum(one_by_one(Tagger(loss), data), 0.3)
-    engine, tickets = engine_for(Tagger(loss), 0.3)
-    feed(engine, tickets, data)
-    assert engine.route == "one-example"
-    assert error(engine.accumulator.sums, truth) < EXACT
+    exact_batches(lambda: Tagger(loss), [tokens([2, 6, 3, 5], 0)], route="one-example")
 
 
 def by_slice(kinds: torch.Tensor, most: int) -> torch.Tensor:
@@ -128,12 +116,7 @@ def test_places_that_other_rows_can_fill_run_row_by_row(keep: Callable[[torch.Te
             mixed = torch.zeros_like(hidden).index_add(0, kept, self.expert(hidden[kept]))
             return {"loss": self.loss(self.head(mixed.view(*ids.shape, -1)), labels, mask)}
 
-    data = tokens([2, 6, 3, 5], 0)
-    truth = clipped_sum(one_by_one(Capacity(by_label), data), 0.3)
-    engine, tickets = engine_for(Capacity(by_label), 0.3)
-    feed(engine, tickets, data)
-    assert engine.route == "one-example"
-    assert error(engine.accumulator.sums, truth) < EXACT
+    exact_batches(lambda: Capacity(by_label), [tokens([2, 6, 3, 5], 0)], route="one-example")
 
 
 def test_a_constant_table_is_looked_up_by_the_data() -> None:
@@ -146,13 +129,8 @@ def test_a_constant_table_is_looked_up_by_the_data() -> None:
             hidden = self.table(ids) + fixed.index_select(0, places).view(*ids.shape, -1) + fixed[mask]
             return {"loss": F.cross_entropy(self.head(torch.tanh(hidden)).transpose(1, 2), labels)}
 
-    engine, tickets = engine_for(Positions(by_mask), 0.3)
-    for number, lengths in enumerate([[2, 6, 3, 5, 1, 6], [4, 3, 6, 2, 6, 6]]):
-        data = tokens(lengths, number)
-        truth = clipped_sum(one_by_one(Positions(by_mask), data), 0.3)
-        feed(engine, tickets, data)
-        assert error(engine.accumulator.sums, truth) < EXACT
-    assert engine.route == "uses", engine.reason
+    lengths = [[2, 6, 3, 5, 1, 6], [4, 3, 6, 2, 6, 6]]
+    exact_batches(lambda: Positions(by_mask), [tokens(own, number) for number, own in enumerate(lengths)])
 
 
 def test_a_gather_within_rows_is_no_selection_of_rows() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,76 +17,33 @@ from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.loss.losses import LossTerms, intercepted
 from fastdp.engine.routing import Routing
+from fastdp.engine.uses.layout import Ticket
 from tests.cases import cases
-from tests.engine.nets import EXACT, Net, exact, mixed, mixture, parameter, steps, trained
+from tests.engine.nets import EXACT, Net, exact, exact_batches, gap, mixed, parameter, trained
 from tests.engine.reference import engine_for, feed, stepped, ticket
-from tests.engine.runs import CLIPPED, clipped_sum, collate, error, examples, join, logical_step, one_by_one, start
-
-
-def experts(net: Any, h: torch.Tensor) -> torch.Tensor:
-    """Each row goes to one of two experts."""
-    chances = net.router(h).softmax(-1)
-    out = torch.zeros_like(h)
-    for i, expert in enumerate((net.one, net.two)):
-        where = (chances.argmax(-1) == i).nonzero().flatten()
-        out = out.index_add(0, where, expert(h[where]) * chances[where, i : i + 1])
-    return out
-
-
-class Attending(nn.Module):
-    """Self-attention that returns no weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.attention(h, h, h, need_weights=False)[0]
-        return out
-
-
-def translator() -> nn.Transformer:
-    return nn.Transformer(6, 2, 1, 1, 12, dropout=0.0, batch_first=True)
-
+from tests.engine.runs import (
+    CLIPPED,
+    Batch,
+    clipped_sum,
+    collate,
+    error,
+    examples,
+    join,
+    logical_step,
+    one_by_one,
+    start,
+)
 
 SERVED: dict[str, Callable[[], nn.Module]] = {
-    "a scalar parameter": lambda: Net(lambda net, h: h * net.gate, gate=parameter()),
     "scalars of a batch": lambda: Net(
         lambda net, h: h * (h.sum(1) * net.gate).sigmoid().unsqueeze(1), gate=parameter()
     ),
-    "attention without weights": lambda: Net(lambda net, h: net.inner(steps(h)), inner=Attending()),
-    "an encoder layer": lambda: Net(
-        lambda net, h: net.inner(steps(h)), inner=nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True)
-    ),
-    "a transformer": lambda: Net(lambda net, h: net.inner(steps(h), steps(h)), inner=translator()),
     "vmap": lambda: Net(lambda net, h: torch.vmap(lambda row: torch.tanh(net.inner(row)))(h), inner=nn.Linear(6, 6)),
     "a layer on a parameter": lambda: Net(
         lambda net, h: h + net.inner(net.query).sum(0), inner=nn.Linear(6, 6), query=parameter(2, 6)
     ),
     "a layer on three parameters": lambda: Net(
         lambda net, h: h + net.inner(net.query).sum(0), inner=nn.Linear(6, 6), query=parameter(3, 6)
-    ),
-    "a repeated bias": lambda: Net(lambda net, h: h + net.shift.repeat(len(h), 1), shift=parameter(6)),
-    "a bias in the sequence": lambda: Net(
-        lambda net, h: torch.cat([steps(h), net.shift.repeat(len(h), 1, 1)], 1), shift=parameter(1, 1, 6)
-    ),
-    "a scalar mix": lambda: Net(lambda net, h: mixture(h, net.mix), mix=parameter(3)),
-    "heads before rows": lambda: Net(
-        lambda net, h: (
-            net.inner(h.unflatten(1, (2, 3)).transpose(0, 1).reshape(-1, 3))
-            .view(2, len(h), 3)
-            .transpose(0, 1)
-            .flatten(1)
-        ),
-        inner=nn.Linear(3, 3),
-    ),
-    "time before rows": lambda: Net(
-        lambda net, h: net.inner(steps(h).transpose(0, 1).reshape(-1, 6)).view(4, len(h), 6).transpose(0, 1),
-        inner=nn.Linear(6, 6),
-    ),
-    "experts": lambda: Net(experts, router=nn.Linear(6, 2), one=nn.Linear(6, 6), two=nn.Linear(6, 6)),
-    "rows sorted and put back": lambda: Net(
-        lambda net, h: net.inner(h[h.sum(1).argsort()])[h.sum(1).argsort().argsort()], inner=nn.Linear(6, 6)
     ),
     "a spectral norm": lambda: Net(
         lambda net, h: net.inner(h),
@@ -170,9 +127,8 @@ def test_class_weights_stay_in_an_example_s_loss(route: str) -> None:
     truth = one_by_one(plain, data)
     unweighted = one_by_one(Net() if route == "uses" else Weighted(mix=parameter(3)), data)
     engine = trained(model, data, 100.0)
-    got = {n: engine.accumulator.sums.get(n, torch.zeros_like(p)) for n, p in engine.parameters.items()}
     assert engine.route == route
-    assert error(got, clipped_sum(truth, 100.0)) < EXACT
+    assert gap(engine, truth, 100.0) < EXACT
     by_class = [float(w["first.weight"].norm() / u["first.weight"].norm()) for w, u in zip(truth, unweighted)]
     assert by_class == pytest.approx([float(weight[int(y)]) for y in data["labels"]], rel=1e-4)
 
@@ -187,17 +143,13 @@ class Shifted(Net):
 
 
 def test_what_carries_rows_is_decided_once_and_not_by_length() -> None:
-    model = Shifted(mix=parameter(3))
     positions = torch.randn(3, 6, generator=torch.Generator().manual_seed(2))
-    engine, tickets = engine_for(model, 0.5)
-    for rows in (4, 3, 6, 1, 3):
-        data = collate(examples(rows))
-        plain = Net(lambda net, h: mixed(net, h.unsqueeze(1) + positions.to(h)), mix=parameter(3))
-        truth = one_by_one(plain, data)
-        feed(engine, tickets, {**data, "positions": positions})
-        got = {n: engine.accumulator.sums[n] for n in truth[0]}
-        assert error(got, clipped_sum(truth, 0.5)) < EXACT
-    assert engine.route == "one-example"
+    exact_batches(
+        lambda: Shifted(mix=parameter(3)),
+        [{**collate(examples(rows)), "positions": positions} for rows in (4, 3, 6, 1, 3)],
+        plain=lambda: Net(lambda net, h: mixed(net, h.unsqueeze(1) + positions.to(h)), mix=parameter(3)),
+        route="one-example",
+    )
 
 
 class Growing(Net):
@@ -213,28 +165,25 @@ class Growing(Net):
 
 def test_a_use_of_another_shape_takes_the_route_that_needs_none() -> None:
     model, data = Growing(), collate(examples(6))
-    engine, tickets = engine_for(model, 0.5)
-    for tokens in (2, 4):
-        model.tokens = tokens
-        feed(engine, tickets, data)
-        assert error(engine.accumulator.sums, clipped_sum(one_by_one(Net(), data), 0.5)) < EXACT
-    assert engine.route == "one-example"
+
+    def batches() -> Iterator[Batch]:
+        for model.tokens in (2, 4):
+            yield data
+
+    engine = exact_batches(lambda: model, batches(), plain=Net, route="one-example")
     assert "by no reason of the batch's shapes" in str(engine.reason)
 
 
 def test_a_padding_row_whose_gradient_is_nan_adds_nothing() -> None:
-    from fastdp.engine.uses.layout import Ticket
-
     data = collate(examples(4))
     truth = one_by_one(Net(), {k: v[:3] for k, v in data.items()})
     data["x"][3] = float("nan")
+    padded = Ticket(torch.arange(4), torch.tensor([1.0, 1.0, 1.0, 0.0]), is_last=True)
     for model in (Net(), Net(mixed, mix=parameter(3))):
-        engine = stepped(
-            model, data, 0.5, Ticket(torch.arange(4), torch.tensor([1.0, 1.0, 1.0, 0.0]), is_last=True), verify=Routing
-        )
+        engine = stepped(model, data, 0.5, padded, verify=Routing)
         assert all(bool(s.isfinite().all()) for s in engine.accumulator.sums.values())
         if engine.route == "uses":
-            assert error({n: engine.accumulator.sums[n] for n in truth[0]}, clipped_sum(truth, 0.5)) < EXACT
+            assert gap(engine, truth) < EXACT
 
 
 @cases("scale", [float("nan"), float("inf"), 1.0])
@@ -304,10 +253,7 @@ class TimeMajor(nn.Module):
 
 @cases("tokens", [2, 3, 4, 5])
 def test_a_lookup_time_first_is_served_whatever_the_lengths(tokens: int) -> None:
-    data = {"x": torch.randint(0, 11, (4, tokens)), "labels": torch.arange(4) % 3}
-    model = TimeMajor()
-    engine = trained(model, data)
-    assert error(engine.accumulator.sums, clipped_sum(one_by_one(TimeMajor(), data), 0.5)) < EXACT
+    exact(TimeMajor(), {"x": torch.randint(0, 11, (4, tokens)), "labels": torch.arange(4) % 3})
 
 
 def test_a_forward_in_the_place_of_torch_s_own_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:

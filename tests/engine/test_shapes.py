@@ -13,10 +13,9 @@ from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.routing import Routing
 from fastdp.verify import Checks
 from tests.cases import cases, pairs
-from tests.engine.reference import engine_for, feed, ticket
-from tests.engine.runs import clipped_sum, error, one_by_one
+from tests.engine.nets import exact_batches
+from tests.engine.reference import engine_for, feed
 
-EXACT = 1e-5
 WIDTH = 5
 
 
@@ -55,14 +54,9 @@ def sentences(labelled: list[int], tokens: int) -> dict[str, torch.Tensor]:
 @cases(*pairs(("change", ["select", "sort", "index", "gelu"]), ("verify", [Checks, Routing])))
 def test_a_length_that_the_rows_divide_misleads_nobody(change: str, verify: type[Routing]) -> None:
     """The counts of tokens are the rows' multiples throughout."""
-    model = Branching(change)
-    engine, tickets = engine_for(model, 0.5, verify=verify)
-    for labelled, tokens in (([4, 4, 4, 4], 4), ([2, 6, 7, 1], 8), ([8, 8, 8, 8], 8), ([5, 1, 1, 5], 6)):
-        data = sentences(labelled, tokens)
-        feed(engine, tickets, data)
-        truth = clipped_sum(one_by_one(Branching(change), data), 0.5)
-        assert error(engine.accumulator.sums, truth) < EXACT, (labelled, tokens)
-    assert engine.route == ("uses" if change == "gelu" else "one-example")
+    batches = (([4, 4, 4, 4], 4), ([2, 6, 7, 1], 8), ([8, 8, 8, 8], 8), ([5, 1, 1, 5], 6))
+    route = "uses" if change == "gelu" else "one-example"
+    exact_batches(lambda: Branching(change), [sentences(*own) for own in batches], route=route, verify=verify)
 
 
 def test_a_branch_on_the_number_of_rows_is_checked_before_it_counts() -> None:
@@ -70,10 +64,7 @@ def test_a_branch_on_the_number_of_rows_is_checked_before_it_counts() -> None:
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
             return super().forward(x + x.cumsum(0) if len(x) > 4 else x, labels)
 
-    model = Crowded("none")
-    engine, tickets = engine_for(model, 0.5)
+    engine, tickets = engine_for(Crowded("none"), 0.5)
     feed(engine, tickets, sentences([4] * 4, 4))
-    engine.abandon()
-    tickets.append(ticket(24))
     with pytest.raises(SelfCheckError, match="couple examples"):
-        model(**sentences([4] * 24, 4))
+        feed(engine, tickets, sentences([4] * 24, 4))

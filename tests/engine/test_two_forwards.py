@@ -92,15 +92,18 @@ def reference(
     return {name: own / EXPECTED for name, own in total.items()}
 
 
+def begun(model: nn.Module, **options: Any) -> Any:
+    """A run without noise and with a learning rate of 0, on data of 64 bits."""
+    data = [{**item, "x": item["x"].double()} for item in examples()]
+    loader = DataLoader(data, batch_size=EXPECTED, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+    return fastdp.make_private(model, torch.optim.SGD(model.parameters(), lr=0.0), loader, **{**PRIVATE, **options})
+
+
 def trained(
     model: nn.Module, loss: Callable[[nn.Module, Batch], torch.Tensor], clip: float = 1.0, **options: Any
 ) -> Any:
     """The gradients of one logical batch, its microbatches and the run."""
-    data = [{**item, "x": item["x"].double()} for item in examples()]
-    loader = DataLoader(data, batch_size=EXPECTED, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    method = fastdp.DPSGD(max_grad_norm=clip)
-    private = fastdp.make_private(model, optimizer, loader, method=method, **{**PRIVATE, **options})
+    private = begun(model, method=fastdp.DPSGD(max_grad_norm=clip), **options)
     batches: list[Batch] = []
     for batch in private.data_loader:
         real = private.data_loader.tickets[0].probe is None
@@ -108,10 +111,10 @@ def trained(
             torch.manual_seed(SEED + len(batches))
             batches.append(batch)
         loss(model, batch).backward()
-        optimizer.step()
+        private.optimizer.step()
         if private.last_step_done:
             break
-        optimizer.zero_grad()
+        private.optimizer.zero_grad()
     return {name: p.grad for name, p in model.named_parameters()}, batches, private
 
 
@@ -240,11 +243,7 @@ def test_a_second_pass_that_goes_another_way_is_not_taken_for_the_first() -> Non
 def test_passes_of_two_batches_are_no_pair() -> None:
     """A loop that takes two batches, and differentiates both at once: their rows are not each other's."""
     model = Dropped().double()
-    data = [{**item, "x": item["x"].double()} for item in examples()]
-    loader = DataLoader(data, batch_size=EXPECTED, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    options = {**PRIVATE, "max_physical_batch_size": 2, "loss_reduction": "mean"}
-    private = fastdp.make_private(model, optimizer, loader, **options)
+    private = begun(model, max_physical_batch_size=2, loss_reduction="mean")
     iterator = iter(private.data_loader)
     with pytest.raises(RuntimeError, match="Two forward passes ran before one backward|before the backward pass"):
         sum(model(next(iterator)["x"]).sum() for _ in range(2)).backward()  # type: ignore[union-attr]
@@ -254,18 +253,15 @@ def test_passes_of_two_batches_are_no_pair() -> None:
 def test_a_loop_that_begins_to_call_the_model_twice_is_verified_then() -> None:
     """The third batch couples rows by its second pass, which no batch had before."""
     model = Dropped().double()
-    data = [{**item, "x": item["x"].double()} for item in examples()]
-    loader = DataLoader(data, batch_size=EXPECTED, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    private = fastdp.make_private(model, optimizer, loader, loss_reduction="mean", **{**PRIVATE, "epochs": 3})
+    private = begun(model, loss_reduction="mean", epochs=3)
 
     def train() -> None:
         for batch in private.data_loader:
             late = private.steps_done >= 2
             loss = in_batch(model, batch) if late else F.cross_entropy(model(batch["x"]), batch["labels"])
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            private.optimizer.step()
+            private.optimizer.zero_grad()
 
     with pytest.raises(SelfCheckError, match="An example has another gradient"):
         train()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,9 @@ import fastdp.engine.routing as routing
 from fastdp.engine.errors import SelfCheckError
 from tests.cases import cases
 from tests.engine.models import batch, build
-from tests.engine.nets import EXACT, Net, parameter
+from tests.engine.nets import EXACT, Net, exact_batches, gap, parameter
 from tests.engine.reference import engine_for, feed, norms, one_at_a_time, relative
-from tests.engine.runs import clipped_sum, collate, error, examples, one_by_one
+from tests.engine.runs import Batch, clipped_sum, collate, error, examples, one_by_one
 
 
 def padded(which: int) -> dict[str, torch.Tensor]:
@@ -29,7 +29,7 @@ def padded(which: int) -> dict[str, torch.Tensor]:
     return found
 
 
-@cases("order", [(0, 1, 2, 3), (1, 0, 3, 2), (2, 3, 0, 1), (3, 1, 0, 2)])
+@cases("order", [(0, 1, 2, 3), (3, 2, 0, 1)])
 def test_a_model_that_leaves_its_mask_out_where_nothing_is_padded(order: tuple[int, ...]) -> None:
     model = build("t5")
     engine, tickets = engine_for(model, 0.5)
@@ -70,18 +70,18 @@ def scaled(net: Any, h: torch.Tensor) -> torch.Tensor:
 @cases("usual", [True, False])
 def test_a_way_that_keeps_rows_apart(usual: bool) -> None:
     """Whether or not others read what it reads."""
-    model = Ways(scaled, usual)
-    engine, tickets = engine_for(model, 0.5)
-    for number in range(6):
-        model.other = lambda number=number: number % 3 == 2
-        data = collate(examples(6, seed=number))
-        feed(engine, tickets, data)
-        plain = Ways(scaled, usual)
-        plain.other = model.other
-        truth = one_by_one(plain, data)
-        got = {n: engine.accumulator.sums.get(n, torch.zeros_like(p)) for n, p in engine.parameters.items()}
-        assert error(got, clipped_sum(truth, 0.5)) < EXACT
-    assert engine.route == "uses", engine.reason
+    now = [0]
+
+    def model() -> Ways:
+        made = Ways(scaled, usual)
+        made.other = lambda: now[0] % 3 == 2
+        return made
+
+    def batches() -> Iterator[Batch]:
+        for now[0] in range(6):
+            yield collate(examples(6, seed=now[0]))
+
+    exact_batches(model, batches())
 
 
 @cases("at", ["by the batch", "by the pass"])
@@ -135,28 +135,22 @@ class Heads(Net):
         return {"loss": torch.nn.functional.cross_entropy(head(torch.tanh(self.first(x))), labels)}
 
 
+def two_tasks() -> list[Batch]:
+    """Of one and the other in turn."""
+    data = [collate(examples(6, seed=number)) for number in range(4)]
+    return [{**own, "other": own["labels"]} if number % 2 else own for number, own in enumerate(data)]
+
+
 def test_a_layer_that_only_a_later_batch_reads_is_clipped() -> None:
     def net() -> Heads:
         torch.manual_seed(1)
         return Heads(third=torch.nn.Linear(6, 3))
 
-    engine, tickets = engine_for(net(), 0.5)
-    for number in range(4):
-        data = collate(examples(6, seed=number))
-        data |= {"other": data["labels"]} if number % 2 else {}
-        feed(engine, tickets, data)
-        truth = clipped_sum(one_by_one(net(), data), 0.5)
-        got = {n: engine.accumulator.sums.get(n, torch.zeros_like(t)) for n, t in truth.items()}
-        assert error(got, truth) < EXACT
+    exact_batches(net, two_tasks())
 
 
 def test_a_way_whose_loss_is_divided_otherwise_changes_no_other() -> None:
-    engine, tickets = engine_for(Tasks(), 0.5)
-    for number in range(4):
-        data = collate(examples(6, seed=number))
-        feed(engine, tickets, {**data, "other": data["labels"]} if number % 2 else data)
-        assert error(engine.accumulator.sums, clipped_sum(one_by_one(Net(), data), 0.5)) < EXACT
-    assert engine.route == "one-example"
+    exact_batches(Tasks, two_tasks(), plain=Net, route="one-example")
 
 
 def test_a_way_that_was_refused_stays_unknown() -> None:
@@ -194,7 +188,7 @@ def test_a_text_of_another_value_in_each_batch_is_no_choice_among_ways() -> None
         before, data = model.passes, collate(examples(6, seed=number))
         feed(engine, tickets, {**data, "tag": f"batch {number}"})
         passes.append(model.passes - before)
-        assert error(engine.accumulator.sums, clipped_sum(one_by_one(Net(), data), 0.5)) < EXACT
+        assert gap(engine, one_by_one(Net(), data)) < EXACT
     assert passes[1:33] == [2] * 32
     assert passes[-5:] == [1] * 5
 
@@ -206,6 +200,6 @@ def test_of_many_kinds_of_calls_the_latest_are_remembered(monkeypatch: pytest.Mo
     for rows in (*range(2, 8), *range(2, 8)):
         data = collate(examples(rows, seed=rows))
         feed(engine, tickets, data)
-        assert error(engine.accumulator.sums, clipped_sum(one_by_one(Net(), data), 0.5)) < EXACT
+        assert gap(engine, one_by_one(Net(), data)) < EXACT
         assert len(engine.checks.traced.compared) <= 3
     assert engine.route == "uses", engine.reason

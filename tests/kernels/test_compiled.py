@@ -58,12 +58,37 @@ VARYING = {
 }
 
 
+#: Types by the names of arguments; other pointers are to float32, other strides by "k", "m" or "n" 1, and other numbers i32.
+POINTERS = {
+    **dict.fromkeys("p_offsets p_offsets1 p_offsets2 p_lefts p_rights p_lines p_table p_keys p_order".split(), "*i64"),
+    **dict.fromkeys("p_list p_ids p_index p_bad p_target".split(), "*i64"),
+    **dict.fromkeys("p_blocks p_position p_positions".split(), "*i32"),
+    **dict.fromkeys("p_mask p_chosen".split(), "*u8"),
+    **dict.fromkeys("p_norm p_partial p_counts p_eta p_sizes".split(), "*fp64"),
+}
+FLOATS = {
+    *"std spacing inverse max_norm product_error norm_error".split(),
+    *"inverse_divisor keep step_size lerp1 beta2 rest2 inverse_correction2 eps".split(),
+}
+
+
+def type_of(name):
+    if name.startswith("p_"):
+        return POINTERS.get(name, "*fp32")
+    if name.startswith("stride_") and name.rstrip("12")[-1] in "kmn":
+        return 1
+    return "fp32" if name in FLOATS else "i32"
+
+
 @dataclass(frozen=True)
 class Case:
-    """A kernel with the types and constants that its launcher gives it, and what its machine code must hold."""
+    """A kernel with the types (where they are not `type_of` a name) and constants that its launcher gives it.
+
+    And what its machine code must hold.
+    """
 
     kernel: Any
-    types: dict[str, Any]
+    own: dict[str, Any]
     constants: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 3
@@ -80,142 +105,86 @@ class Case:
     #: The fewest blocks that one processor holds at a time.
     blocks: int = 1
 
-
-def numbers(*names, kind="i32"):
-    return dict.fromkeys(names, kind)
-
-
-def strides(*names):
-    """Row strides and inner strides: `stride_lt` a number, `stride_lk` 1."""
-    return {name: (1 if name[-1] in "kmn" else "i32") for name in names}
-
-
-GRID = ("std", "spacing", "inverse")
-ADAMW = "inverse_divisor keep step_size lerp1 beta2 rest2 inverse_correction2 eps".split()
-OFFSETS = {"p_offsets": "*i64", "p_parts": "*fp32"}
+    @functools.cached_property
+    def types(self):
+        """Of every argument that is no constant."""
+        names = [parameter.name for parameter in self.kernel.params if not parameter.is_constexpr]
+        return {name: self.own[name] if name in self.own else type_of(name) for name in names}
 
 
 def gram_case(dtype, b_t, b_k, warps, slow=False):
-    types = {"p_rights": "*i64", "p_lefts": "*i64", "p_table": "*i32", "p_squares": "*fp32", "p_products": "*fp32"}
     constants = {"RIGHT": dtype, "LEFT": dtype, "CONTIGUOUS": True, "ALIGNED": True, "b_t": b_t, "b_k": b_k}
     matrix = dtype != tl.float32
-    types |= numbers("units", "most", "problems")
-    case = Case(gram._gram_kernel, types, constants, warps, 4, matrix, True, slow=slow)
+    case = Case(gram._gram_kernel, {"p_table": "*i32"}, constants, warps, 4, matrix, True, slow=slow)
     return replace(case, loop=310)  # every other round the accumulator is added up and emptied
 
 
 def direct_case(dtype, kind, b_m, b_n, b_t, warps, slow=False):
-    types = {
-        "p_left": f"*{dtype}",
-        "p_right": f"*{dtype}",
-        "p_mask": "*u8",
-        **numbers("units", "tiles_n", "tiles", "m", "n"),
-        **strides("stride_lt", "stride_lm", "stride_rt", "stride_rn", "stride_mm", "stride_mn"),
-        **OFFSETS,
-    }
+    own = {"p_left": f"*{dtype}", "p_right": f"*{dtype}"}
     constants = {"b_m": b_m, "b_n": b_n, "b_t": b_t, "KIND": kind.value}
-    matrix = dtype != "fp32"
-    return Case(direct._direct_kernel, types, constants, warps, 3, matrix, True, slow=slow)
+    return Case(direct._direct_kernel, own, constants, warps, 3, dtype != "fp32", True, slow=slow)
 
 
 def weighted_case(dtype, b_m, b_n, b_t, warps, slow=False):
-    types = {"p_lines": "*i64", "p_blocks": "*i32", "p_weights": "*fp32", "p_parts": "*fp32"}
-    types |= numbers("units", "lines", "slots", "whole", "splits")
     constants = {"LEFT": dtype, "RIGHT": dtype, "CONTIGUOUS": True, "ALIGNED": True, "b_m": b_m, "b_n": b_n, "b_t": b_t}
     matrix = dtype != tl.float32
-    return Case(weighted._weighted_kernel, types, constants, warps, 7 if b_n == 256 else 5, matrix, True, slow=slow)
+    return Case(weighted._weighted_kernel, {}, constants, warps, 7 if b_n == 256 else 5, matrix, True, slow=slow)
 
 
 def cross_case(dtype, kind, b_t, b_k, warps, slow=False):
-    types = {
+    own = {
         "p_left1": f"*{dtype}" if kind is cross.DENSE else "*i64",
         "p_left2": "*i64" if kind is cross.IDS else f"*{dtype}",
         **{"p_right1": f"*{dtype}", "p_right2": f"*{dtype}"},
-        **{"p_offsets1": "*i64", "p_offsets2": "*i64", "p_parts": "*fp32"},
-        **numbers("m", "n", "units", "slots", "splits"),
-        **{f"stride_{s}{i}": 1 if s[1] == "k" else "i32" for s in ("lt", "lk", "rt", "rk") for i in (1, 2)},
     }
     constants = {"KIND": kind.value, "b_t": b_t, "b_k": b_k}
-    return Case(cross.cross_kernel, types, constants, warps, 3, dtype != "fp32", True, slow=slow, loop=310)
+    return Case(cross.cross_kernel, own, constants, warps, 3, dtype != "fp32", True, slow=slow, loop=310)
 
 
 def grouped_case(dtype, b_m, b_t, warps, slow=False):
-    types = {"p_table": "*i64", "p_offsets": "*i64", "p_norms": "*fp32", **numbers("units", "splits")}
     constants = {"NARROW": dtype, "WIDE": dtype, "CONTIGUOUS": True, "NARROW_ALIGNED": True, "WIDE_ALIGNED": True}
     constants |= {"b_m": b_m, "b_n": 128, "b_t": b_t}
-    return Case(grouped._grouped_kernel, types, constants, warps, 3, dtype != tl.float32, True, slow=slow)
+    return Case(grouped._grouped_kernel, {}, constants, warps, 3, dtype != tl.float32, True, slow=slow)
 
 
 def snap_case(dtype, b_x, warps, slow=False):
-    types = {
-        **{"p_x": "*bf16", "p_table": f"*{dtype}", "p_half": "*fp32", "p_least": "*fp32"},
-        **numbers("rows", "size", "groups", "tiles_x", "width", "stride_xt", "stride_et"),
-        "stride_ek": 1,
-    }
+    own = {"p_x": "*bf16", "p_table": f"*{dtype}"}
     constants = {"b_v": 128, "b_x": b_x, "b_k": 64, "b_group": 32}
-    return Case(snap.nearest_group_kernel, types, constants, warps, 3, True, True, slow=slow)
-
-
-RESOLVE = {
-    **{"p_x": "*fp32", "p_table": "*fp32", "p_half_x": "*fp32", "p_most": "*fp32", "p_least": "*fp32"},
-    "p_index": "*i64",
-    **numbers("size", "groups", "width", "stride_xt", "stride_et"),
-    **{"stride_xk": 1, "stride_ek": 1, "product_error": "fp32", "norm_error": "fp32"},
-}
-ROWS = {"p_order": "*i64", "p_keys": "*i64", "p_right": "*bf16", **numbers("tokens", "n", "stride_rt"), "stride_rn": 1}
-LISTED = {"p_list": "*i64", "p_sums": "*fp32", "capacity": "i32"}
-UNLISTED = {"p_list": None, "p_sums": None, "capacity": "i32"}
-APPLY = {
-    "p_x": "*bf16",
-    "p_out": "*bf16",
-    "p_root": "*fp32",
-    "p_position": "*i32",
-    **numbers("n", "width", kind="i64"),
-}
-PULL = {"p_grad": "*bf16", "p_x": "*bf16", "p_out": "*bf16", "p_root": "*fp32", "p_pull": "*fp32"}
-FACTORS = {"p_partial": "*fp64", "p_norm": "*fp64", "p_root": "*fp32", "chunks": "i32", "max_norm": "fp32"}
-DCHI = {"p_table": "*fp32", "p_ids": "*i64", "p_eta": "*fp64", "p_position": "*i32", "p_out": "*fp32"}
+    return Case(snap.nearest_group_kernel, own, constants, warps, 3, True, True, slow=slow)
 
 
 def onehot_norm_case(kind, slow=False):
-    types = {**ROWS, "p_mask": "*u8", "p_parts": "*fp32", "p_sums": "*fp32", "slots": "i32"}
-    types |= strides("stride_mm", "stride_mn")
-    return Case(onehot._norm_kernel, types, {"b_t": 4, "b_n": onehot.COLUMNS, "KIND": kind.value}, slow=slow)
+    constants = {"b_t": 4, "b_n": onehot.COLUMNS, "KIND": kind.value}
+    return Case(onehot._norm_kernel, {"p_right": "*bf16"}, constants, slow=slow)
 
 
 def onehot_scatter_case(masked, slow=False):
-    types = {
-        **ROWS,
-        **{"p_weights": "*fp32", "p_outside": "*fp32", "p_mask": "*u8", "p_out": "*fp32", "p_sums": "*fp32"},
-        **strides("stride_om", "stride_on", "stride_mm", "stride_mn"),
-    }
     constants = {"b_t": 4, "b_n": onehot.COLUMNS, "MASKED": masked}
-    return Case(onehot.scatter_kernel, types, constants, slow=slow)
+    return Case(onehot.scatter_kernel, {"p_right": "*bf16"}, constants, slow=slow)
+
+
+UNLISTED = {"p_list": None, "p_sums": None}
 
 
 def noise_case(dtype, rounded, slow=False):
-    types = {"p_x": f"*{dtype}", "p_position": "*i32", **(LISTED if rounded else UNLISTED), "n": "i64", "begin": "i32"}
-    constants = {"b_blocks": chacha.BLOCKS, "ROUNDED": rounded}
-    return Case(noise.add_noise_kernel, types | numbers(*GRID, kind="fp32"), constants, slow=slow)
+    own = {"p_x": f"*{dtype}", "n": "i64", **({} if rounded else UNLISTED)}
+    return Case(noise.add_noise_kernel, own, {"b_blocks": chacha.BLOCKS, "ROUNDED": rounded}, slow=slow)
 
 
 def adamw_case(rounded, parameter, moments, slow=False, **constants):
     """``rounded`` None: the launch that settles what is open."""
-    types = {"p_table": "*i64", "p_positions": "*i32", "p_list": "*i64", **numbers("capacity", "lines")}
-    types |= numbers(*GRID, *ADAMW, kind="fp32")
     constants = {"MASTER": False, "AXES": False} | constants
     constants |= {"PARAMETER": parameter, "MOMENTS": moments}
     if rounded is None:
-        return Case(adamw.settle_adamw_kernel, types, constants | {"b": settle.SETTLE_BLOCK}, 1, slow=slow, stack=40)
-    types["p_list"] = "*i64" if rounded else None
+        return Case(adamw.settle_adamw_kernel, {}, constants | {"b": settle.SETTLE_BLOCK}, 1, slow=slow, stack=40)
+    own = {} if rounded else {"p_list": None}
     constants |= {"b_blocks": chacha.BLOCKS, "ROUNDED": rounded, "ALIGNED": True}
-    return Case(adamw.adamw_kernel, types, constants, slow=slow, maxnreg=adamw.REGISTERS, blocks=3)
+    return Case(adamw.adamw_kernel, own, constants, slow=slow, maxnreg=adamw.REGISTERS, blocks=3)
 
 
-LONG = {
-    **{"p_keys": "*i64", "p_mask": "*u8", "p_sums": "*fp32", **numbers("tokens", "n")},
-    **strides("stride_mm", "stride_mn"),
-}
+#: Arguments of 16 bits.
+HALF = {"p_x": "*bf16", "p_y": "*bf16", "p_out": "*bf16", "p_grad": "*bf16", "p_left": "*bf16", "p_right": "*bf16"}
+
 
 CASES = {
     "noise": noise_case("fp32", False),
@@ -224,7 +193,7 @@ CASES = {
     # The float64 cosine keeps a path for huge angles, whose table is the stack; angles here are below 2 pi.
     "noise-settle": Case(
         settle.settle_kernel,
-        {"p_x": "*fp32", "p_position": "*i32", **LISTED, "begin": "i32", **numbers(*GRID, kind="fp32")},
+        {},
         {"b": settle.SETTLE_BLOCK},
         1,
         stack=40,
@@ -236,65 +205,32 @@ CASES = {
     "adamw-rounded-axes": adamw_case(True, tl.float32, tl.float32, AXES=True, slow=True),
     "adamw-settle": adamw_case(None, tl.bfloat16, tl.bfloat16, slow=True),
     "adamw-settle-axes": adamw_case(None, tl.float32, tl.float32, AXES=True, slow=True),
-    "instance-norms-many": Case(
-        groups.norms_kernel,
-        {"p_table": "*i64", "p_parts": "*fp32", **numbers("units", "lines", "each")},
-        {"b": groups.COLUMNS},
-    ),
-    "instance-norms-parts": Case(
-        groups.norm_parts_kernel,
-        {"p_table": "*i64", "p_parts": "*fp32", "p_out": "*fp32", **numbers("units", "lines", "programs")},
-        {"b": 128},
-        1,
-        slow=True,
-    ),
-    "instance-sums-many": Case(
-        groups.sums_kernel,
-        {"p_table": "*i64", "p_weights": "*fp32", **numbers("units", "lines")},
-        {"b": groups.COLUMNS},
-    ),
+    "instance-norms-many": Case(groups.norms_kernel, {}, {"b": groups.COLUMNS}),
+    "instance-norms-parts": Case(groups.norm_parts_kernel, {}, {"b": 128}, 1, slow=True),
+    "instance-sums-many": Case(groups.sums_kernel, {}, {"b": groups.COLUMNS}),
     "clip-norms": Case(
-        clip.row_dots_kernel,
-        {"p_x": "*bf16", "p_y": "*bf16", "p_partial": "*fp64", **numbers("width", "chunks")},
-        {"b_step": clip.CLIP_STEP, "b_chunk": clip.CLIP_CHUNK, "ALIGNED": True},
+        clip.row_dots_kernel, HALF, {"b_step": clip.CLIP_STEP, "b_chunk": clip.CLIP_CHUNK, "ALIGNED": True}
     ),
-    "clip-factors": Case(clip.forward_factor_kernel, FACTORS, {"b_chunks": 128}, 1),
-    "clip-factors-backward": Case(
-        clip.backward_factor_kernel, {**FACTORS, "p_pull": "*fp32"}, {"b_chunks": 128}, 1, slow=True
-    ),
+    "clip-factors": Case(clip.forward_factor_kernel, {}, {"b_chunks": 128}, 1),
+    "clip-factors-backward": Case(clip.backward_factor_kernel, {}, {"b_chunks": 128}, 1, slow=True),
     "clip-apply": Case(
         clip.apply_kernel,
-        {**APPLY, **UNLISTED, **numbers(*GRID, kind="fp32")},
+        {**HALF, **UNLISTED, "n": "i64", "width": "i64"},
         {"b_blocks": chacha.BLOCKS, "NOISY": True, "ROUNDED": False},
     ),
     "clip-backward": Case(
-        clip.pull_back_kernel,
-        {**PULL, **numbers("n", "width", kind="i64")},
-        {"b_tile": clip.CLIP_STEP, "ALIGNED": True},
+        clip.pull_back_kernel, {**HALF, "n": "i64", "width": "i64"}, {"b_tile": clip.CLIP_STEP, "ALIGNED": True}
     ),
     "gram-bf16": gram_case(tl.bfloat16, 128, 64, 8),
     "gram-bf16-short": replace(gram_case(tl.bfloat16, 32, 64, 4, slow=True), narrow=True, blocks=4),
     "gram-fp32": replace(gram_case(tl.float32, 64, 32, 8), loop=700, blocks=2),
-    "gram-pairs": Case(
-        gram.pairs_kernel,
-        {"p_offsets": "*i64", "p_table": "*i32", **numbers("units", "most", "b_t")},
-        {},
-        slow=True,
-    ),
-    "gram-sum-pairs": Case(
-        gram.sum_pairs_kernel,
-        {
-            **{"p_parts": "*fp32", "p_products": "*fp32", "p_table": "*i32", "p_out": "*fp32", "p_sizes": "*fp64"},
-            **numbers("units", "most"),
-        },
-        {"b": 128},
-        slow=True,
-    ),
+    "gram-pairs": Case(gram.pairs_kernel, {"p_table": "*i32"}, {}, slow=True),
+    "gram-sum-pairs": Case(gram.sum_pairs_kernel, {"p_table": "*i32"}, {"b": 128}, slow=True),
     "direct-bf16": replace(direct_case("bf16", direct.SQUARE, 128, 128, 64, 8), blocks=2),
     "direct-bf16-wide": replace(direct_case("bf16", direct.SQUARE, 128, 256, 64, 8), wide=True, loop=200),
     "direct-chosen-bf16": Case(
         direct.chosen_kernel,
-        {"p_lines": "*i64", "p_offsets": "*i64", "p_chosen": "*u8", "p_parts": "*fp32", **numbers("units", "splits")},
+        {},
         {"LEFT": tl.bfloat16, "RIGHT": tl.bfloat16, "CONTIGUOUS": True, "ALIGNED": True}
         | {"b_m": 128, "b_n": 128, "b_t": 64},
         8,
@@ -309,10 +245,7 @@ CASES = {
     ),
     "affine-bf16": Case(
         affine.affine_kernel,
-        {
-            **{"p_table": "*i64", "p_offsets": "*i64", "p_out": "*fp32"},
-            **numbers("problems", "units", "splits", "n"),
-        },
+        {},
         {"GRADIENT": tl.bfloat16, "X": tl.bfloat16, "CONTIGUOUS": True, "ALIGNED": True}
         | {"b_t": affine.TOKENS, "b_n": affine.COLUMNS},
     ),
@@ -323,16 +256,11 @@ CASES = {
     "weighted-bf16-short": replace(weighted_case(tl.bfloat16, 128, 128, 16, 8, slow=True), loop=400),
     "weighted-parts": Case(
         weighted.add_parts_kernel,
-        {"p_lines": "*i64", "p_parts": "*fp32", **numbers("lines", "whole", "splits")},
+        {},
         {"CONTIGUOUS": True, "ALIGNED": True, "b_m": 128, "b_n": 128, "b_row": 16},
         slow=True,
     ),
-    "blocks": Case(
-        blocks.blocks_kernel,
-        {"p_offsets": "*i64", "p_table": "*i32", **numbers("units", "slots", "b_t")},
-        {},
-        slow=True,
-    ),
+    "blocks": Case(blocks.blocks_kernel, {"p_table": "*i32"}, {}, slow=True),
     "cross-dense-bf16": cross_case("bf16", cross.DENSE, 128, 64, 8, slow=True),
     "cross-id-dense-bf16": cross_case("bf16", cross.ID_AGAINST_DENSE, 64, 64, 4),
     "cross-ids-bf16": cross_case("bf16", cross.IDS, 128, 64, 8, slow=True),
@@ -340,34 +268,18 @@ CASES = {
     "grouped-bf16": replace(grouped_case(tl.bfloat16, 16, 64, 4), narrow=True),
     "grouped-bf16-64": grouped_case(tl.bfloat16, 64, 64, 8, slow=True),
     "grouped-fp32": replace(grouped_case(tl.float32, 16, 32, 8, slow=True), loop=460),
-    "head-bf16": Case(
-        heads.gradient_kernel,
-        {
-            **{"p_logits": "*bf16", "p_target": "*i64", "p_weights": "*fp32", "p_losses": "*fp32"},
-            **numbers("words", "width", "ignored"),
-        },
-        {"b": heads.HEAD_COLUMNS},
-        8,
-    ),
+    "head-bf16": Case(heads.gradient_kernel, {"p_logits": "*bf16"}, {"b": heads.HEAD_COLUMNS}, 8),
     "row-products": Case(
         bounds.products_kernel,
-        {
-            **{"p_left": "*bf16", "p_right": "*bf16", "p_out": "*fp64"},
-            **numbers("tokens", "m", "n"),
-            **strides("stride_lt", "stride_lk", "stride_rt", "stride_rk"),
-        },
+        {**HALF, "p_out": "*fp64"},
         {"b_t": bounds.TOKENS, "b_k": bounds.COLUMNS, "ORDER": 2, "ONE_HOT": False},
     ),
     "row-products-units": Case(
-        bounds.sum_units_kernel,
-        {"p_products": "*fp64", "p_offsets": "*i64", "p_out": "*fp64", "p_counts": "*fp64"},
-        {"b": 128},
-        1,
-        slow=True,
+        bounds.sum_units_kernel, {"p_products": "*fp64", "p_out": "*fp64"}, {"b": 128}, 1, slow=True
     ),
     "token-counts": Case(
         bounds.counts_kernel,
-        {"p_lines": "*i64", "p_offsets": "*i64", "p_out": "*fp64", **numbers("units")},
+        {"p_out": "*fp64"},
         {"LEFT": tl.bfloat16, "RIGHT": tl.bfloat16, "FIELDS": direct.FIELDS.value, "b_t": 32, "b_k": 128},
     ),
     "onehot-norm": onehot_norm_case(direct.SQUARE),
@@ -376,43 +288,17 @@ CASES = {
     "onehot-scatter": onehot_scatter_case(False, slow=True),
     "onehot-masked-scatter": onehot_scatter_case(True, slow=True),
     "onehot-long-norm": Case(
-        onehot.long_norm_kernel,
-        {**LONG, "p_parts": "*fp32", "slots": "i32"},
-        {"b_n": onehot.COLUMNS, "KIND": direct.MASKED_SQUARE.value},
-        slow=True,
+        onehot.long_norm_kernel, {}, {"b_n": onehot.COLUMNS, "KIND": direct.MASKED_SQUARE.value}, slow=True
     ),
-    "onehot-long-scatter": Case(
-        onehot.long_scatter_kernel,
-        {**LONG, "p_out": "*fp32", **strides("stride_om", "stride_on")},
-        {"b_n": onehot.COLUMNS, "MASKED": True},
-        slow=True,
-    ),
-    "sum-parts": Case(
-        reduce.sum_parts_kernel,
-        {"p_parts": "*fp32", "p_out": "*fp32", "p_offsets": "*i64", **numbers("units", "columns", "parts", "b_tile")},
-        {"b": 128},
-        1,
-    ),
+    "onehot-long-scatter": Case(onehot.long_scatter_kernel, {}, {"b_n": onehot.COLUMNS, "MASKED": True}, slow=True),
+    "sum-parts": Case(reduce.sum_parts_kernel, {}, {"b": 128}, 1),
     "snap-bf16": snap_case("bf16", 128, 8),
     "snap-fp32": snap_case("fp32", 128, 8),
     "snap-few": replace(snap_case("fp32", 16, 4, slow=True), loop=270),
-    "snap-resolve": Case(snap.resolve_kernel, RESOLVE, {"b_scan": 1024, "b_group": 32, "b_k": 64}),
-    "snap-survey": Case(
-        snap.survey_kernel,
-        {"p_x": "*fp32", "p_half": "*fp32", "p_bad": "*i64", **numbers("rows", "width", "stride_t"), "stride_k": 1},
-        {"b_t": 8, "b_k": 256},
-        slow=True,
-    ),
-    "dchi": Case(
-        dchi.dchi_kernel,
-        {**DCHI, **numbers("width", "stride_eta", "stride_et"), "stride_ek": 1},
-        {"b_blocks": 64},
-        2,
-        stack=40,
-    ),
-    "uniforms": Case(
-        choice.uniform_kernel, {"p_position": "*i32", "p_out": "*fp64", "n": "i32"}, {"b": 128}, slow=True
-    ),
+    "snap-resolve": Case(snap.resolve_kernel, {"p_table": "*fp32"}, {"b_scan": 1024, "b_group": 32, "b_k": 64}),
+    "snap-survey": Case(snap.survey_kernel, {}, {"b_t": 8, "b_k": 256}, slow=True),
+    "dchi": Case(dchi.dchi_kernel, {"p_table": "*fp32"}, {"b_blocks": 64}, 2, stack=40),
+    "uniforms": Case(choice.uniform_kernel, {"p_out": "*fp64"}, {"b": 128}, slow=True),
 }
 
 

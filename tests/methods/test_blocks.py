@@ -9,6 +9,7 @@ import transformers
 from fastdp.methods.blocks import MODEL_TYPES, find_blocks
 from fastdp.methods.ewft.mask import hide_padding
 from fastdp.methods.sap import split_model
+from tests.cases import cases
 
 SIZES = {
     **{"vocab_size": 60, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
@@ -40,6 +41,7 @@ SIZES = {
 }
 
 
+@functools.cache
 def build(kind):
     config = transformers.AutoConfig.for_model(kind)
     sizes = SIZES | {"embedding_size": 8 if kind == "electra" else 16}
@@ -49,19 +51,15 @@ def build(kind):
     return transformers.AutoModel.from_config(config).eval()
 
 
-@pytest.fixture(scope="module", params=MODEL_TYPES)
-def model(request):
-    return build(request.param)
+IDS = torch.randint(1, 60, (2, 7), generator=torch.Generator().manual_seed(0))
+INPUTS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+every_kind = cases("kind", MODEL_TYPES)
 
 
-@pytest.fixture
-def inputs():
-    ids = torch.randint(1, 60, (2, 7), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
+@every_kind
 @torch.no_grad()
-def test_the_halves_of_every_architecture_compute_what_the_whole_does(model, inputs):
+def test_the_halves_of_every_architecture_compute_what_the_whole_does(kind):
+    model, inputs = build(kind), INPUTS
     whole = model(**inputs).last_hidden_state
     for after in range(3):
         bottom, top = split_model(model, after)
@@ -73,8 +71,10 @@ def test_the_halves_of_every_architecture_compute_what_the_whole_does(model, inp
 LAYERS = ("embeddings", 1, "output")
 
 
-def test_what_precedes_a_layer_is_what_its_gradient_reaches(model, inputs):
+@every_kind
+def test_what_precedes_a_layer_is_what_its_gradient_reaches(kind):
     """A parameter before the layer that was not frozen would be trained on what the noise hides."""
+    model, inputs = build(kind), INPUTS
     blocks = find_blocks(model)
     for layer in LAYERS:
         seen = []
@@ -93,9 +93,11 @@ def test_what_precedes_a_layer_is_what_its_gradient_reaches(model, inputs):
         assert {name for name, p in model.named_parameters() if p.grad is not None and id(p) not in stated} == set()
 
 
+@every_kind
 @torch.no_grad()
-def test_nothing_of_a_text_passes_by_a_layer(model, inputs):
+def test_nothing_of_a_text_passes_by_a_layer(kind):
     """With the same hidden state there, other ids make no difference."""
+    model, inputs = build(kind), INPUTS
     others = inputs | {"input_ids": inputs["input_ids"] % 59 + 1}
     for layer in LAYERS:
         fixed = []
@@ -111,9 +113,11 @@ def test_nothing_of_a_text_passes_by_a_layer(model, inputs):
             hook.remove()
 
 
+@every_kind
 @torch.no_grad()
-def test_later_blocks_see_no_lengths(model, inputs):
+def test_later_blocks_see_no_lengths(kind):
     """With padding hidden from the blocks after a layer, which tokens are padding makes no difference behind it."""
+    model, inputs = build(kind), INPUTS
     blocks, padded = find_blocks(model), inputs["attention_mask"].clone()
     padded[0, 4:] = 0
     for layer in LAYERS:

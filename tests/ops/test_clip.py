@@ -1,7 +1,6 @@
 """Per-example clip and noise: the definition, its gradient, and what it refuses."""
 
 import math
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given, strategies as st
 from fastdp import ops
 from fastdp.ops.grid import grid
 from fastdp.ops.noise import standard_normals
-from fastdp.ops.table import OPS, definitions
+from fastdp.ops.table import OPS
 from tests.cases import cases, pairs
 from tests.ops.noise_paths import DTYPES, NORMAL_ERROR
 from tests.ops.uses import stream
@@ -20,16 +19,6 @@ from tests.ops.uses import stream
 clip_noise = partial(ops.clip_noise, secure_rounding=False)
 
 SHAPES = [(1, 1), (1,), (5,), (7, 129), (3, 7, 11), (129, 1), (33, 64), (2, 257, 123), (1, 20_001), (0, 4), (4, 0)]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned():
-    """Uninitialised outputs are filled with NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(1).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def noise(shape: tuple[int, ...]) -> torch.Tensor:
@@ -75,23 +64,6 @@ def test_forward_and_gradient_against_float64(shape, dtype, secure):
     assert ((ours.grad.double() - x64.grad).abs() <= limit).all()
 
 
-@cases("shape", [(6, 5), (4, 130)])
-def test_gradient_against_finite_differences(shape):
-    """The reference in float64 pieces: (f(x + h d) - f(x - h d)) / 2h along random directions, noise off."""
-    torch.manual_seed(0)
-    x = torch.randn(shape, dtype=torch.float64)
-    max_norm = 0.9 * math.sqrt(shape[1])
-    g = torch.randn(shape, dtype=torch.float64)
-    norm = torch.linalg.vector_norm(x, dim=1)
-    grad = OPS["clip_noise_backward"](g.float(), x.float(), norm, max_norm).double()
-    for _ in range(5):
-        d = torch.randn(shape, dtype=torch.float64)
-        h = 1e-5
-        zero = torch.zeros(shape, dtype=torch.float64)
-        slope = ((composed(x + h * d, max_norm, 0, zero) - composed(x - h * d, max_norm, 0, zero)) * g).sum() / (2 * h)
-        assert float((grad * d).sum()) == pytest.approx(float(slope), rel=1e-5, abs=1e-4)
-
-
 @cases(*pairs(("length", [9, 100]), ("bad", [float("nan"), float("inf")])))
 def test_an_example_that_is_not_finite_becomes_noise_alone(bad, length):
     x = torch.randn(5, length)
@@ -105,29 +77,6 @@ def test_an_example_that_is_not_finite_becomes_noise_alone(bad, length):
     assert x.grad[2].eq(0).all()
     assert x.grad.isfinite().all()
     assert x.grad[[0, 1, 3, 4]].ne(0).any(dim=1).all()
-
-
-@cases("length", [9, 100])
-def test_a_huge_finite_example_is_clipped_not_removed(length):
-    """Its squares overflow float32: the norm is summed in float64."""
-    x = torch.full((2, length), 1e30)
-    y = clip_noise(x, 1.0, 0.0, stream())
-    torch.testing.assert_close(y, torch.full_like(x, 1 / math.sqrt(length)))
-
-
-@cases(
-    *pairs(("defined", [False, True]), ("max_norm", [1e-30, 2.5e-26, 1e-3, 1.0, 1e30]), ("length", [9, 63, 64, 5000]))
-)
-def test_no_exponent_leaves_a_row_longer_than_the_bound(length, max_norm, defined):
-    """Up to 3e38, where the factor itself is below float32's range; nor does one take a row away."""
-    rows = torch.randn(78, length).double()
-    largest = 10.0 ** torch.arange(-39, 39, dtype=torch.float64)
-    x = (rows / rows.abs().amax(1, keepdim=True) * 3.0 * largest[:, None]).float()
-    with definitions() if defined else nullcontext():
-        y = clip_noise(x, max_norm, 0.0, stream()).double()
-    before, after = x.double().norm(dim=1), y.norm(dim=1)
-    assert float((after / max_norm).max()) <= 1
-    torch.testing.assert_close(after, before.clamp(max=max_norm), rtol=2.0**-19, atol=0)
 
 
 @cases("std", [0.0, 1.0])

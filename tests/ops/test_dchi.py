@@ -136,14 +136,14 @@ def test_eta_of_each_token():
 
 
 def test_place_alone_decides(monkeypatch):
-    table, ids = torch.randn(200, 24), torch.randint(0, 200, (500,))
-    eta = 1 + 6 * torch.rand(500)
+    table, ids = torch.randn(200, 24), torch.randint(0, 200, (200,))
+    eta = 1 + 6 * torch.rand(200)
     tokens = private_snap(ids, table, eta, stream(9))
-    assert 50 < (tokens == ids).sum() < 450
+    assert 20 < (tokens == ids).sum() < 180
     assert torch.equal(tokens[:123], private_snap(ids[:123], table, eta[:123], stream(9)))
-    other = torch.cat([ids[:60], torch.randint(0, 200, (440,))])
+    other = torch.cat([ids[:60], torch.randint(0, 200, (140,))])
     assert torch.equal(tokens[:60], private_snap(other, table, eta, stream(9))[:60])
-    assert torch.equal(tokens.view(20, 25), private_snap(ids.view(20, 25), table, eta.view(20, 25), stream(9)))
+    assert torch.equal(tokens.view(20, 10), private_snap(ids.view(20, 10), table, eta.view(20, 10), stream(9)))
     monkeypatch.setattr(search, "BLOCK_ROWS", 33)
     monkeypatch.setattr(search, "TABLE_ROWS", 48)
     assert torch.equal(tokens, by_threads(lambda: private_snap(ids, table, eta, stream(9))))

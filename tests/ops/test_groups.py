@@ -13,51 +13,6 @@ from tests.ops.uses import stream
 SHAPES = [(3,), (130, 7), (1,), (0,), (2049,), (17, 300)]
 
 
-def instances(units=3, dtype=torch.float32):
-    return [torch.randn(units, *shape).to(dtype) for shape in SHAPES]
-
-
-@cases("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_norms_and_sums(dtype):
-    made, weights = instances(dtype=dtype), torch.rand(len(SHAPES), 3)
-    made[1][2] = float("nan")
-    weights[1, 2] = 0.0
-    torch.testing.assert_close(
-        ops.instance_sqnorm_group(made), torch.stack([ops.instance_sqnorm(x) for x in made]), equal_nan=True
-    )
-    for got, x, row in zip(ops.instance_sum_group(made, weights), made, weights):
-        assert torch.equal(got, ops.instance_sum(x, row))
-
-
-@cases(*pairs(("dtype", [torch.float32, torch.bfloat16, torch.float64]), ("defined", [False, True])))
-def test_weighted_sums_and_norms_of_chosen_units(dtype, defined):
-    """Sums that hold nothing yet are written whole, whatever lies in their memory, also where no unit has a weight."""
-    offsets, sizes = torch.tensor([0, 70, 70, 90, 91, 420]), [(7, 40), (40, 7), (1, 1), (33, 300)]
-    lefts, rights = ([torch.randn(420, size[side]).to(dtype) for size in sizes] for side in (0, 1))
-    weights = torch.rand(4, 5)
-    weights[0, 2], weights[2] = 0.0, 0.0
-    lefts[0][75], lefts[2][:] = float("nan"), float("nan")
-    held = [torch.randn(size, dtype=torch.promote_types(dtype, torch.float32)) for size in sizes]
-    chosen = torch.rand(4, 5) < 0.5
-    torch._C._set_deterministic_algorithms(True)  # what is left uninitialised is NaN
-    try:
-        with definitions() if defined else nullcontext():
-            new = ops.weighted_sum_group(lefts, rights, weights, offsets)
-            outs = [held[0].clone(), None, None, held[3].clone()]
-            both = ops.weighted_sum_group(lefts, rights, weights, offsets, outs)
-            squares = ops.chosen_sqnorm(lefts[1:], rights[1:], offsets, chosen[1:])
-    finally:
-        torch._C._set_deterministic_algorithms(False)
-    assert both[0] is outs[0]
-    for i, (left, right, row) in enumerate(zip(lefts, rights, weights)):
-        alone = ops.weighted_sum(left, right, row, offsets=offsets)
-        torch.testing.assert_close(new[i], alone, rtol=1e-5, atol=3e-4)
-        torch.testing.assert_close(both[i], alone if outs[i] is None else alone + held[i], rtol=1e-5, atol=3e-4)
-        if i in (1, 3):
-            expected = ops.per_unit(left, right, offsets).square().sum((1, 2))
-            torch.testing.assert_close(squares[i - 1], torch.where(chosen[i], expected, 0), rtol=1e-4, atol=0)
-
-
 @cases(*pairs(("masters", [False, True]), ("secure", [False, True]), ("dtype", [torch.float32, torch.bfloat16])))
 def test_steps(dtype, secure, masters):
     params = [torch.randn(shape).to(dtype) for shape in SHAPES]

@@ -16,7 +16,9 @@ from fastdp.ops.noise import normal_parts, standard_normals
 from fastdp.ops.stream import CIPHER_ROUNDS
 from fastdp.ops.table import OPS
 from tests.cases import cases, pairs
-from tests.ops.noise_paths import DTYPES, NORMAL_ERROR, ODD_SHAPES, PATHS, inputs, run_path
+from tests.ops import noise_paths
+from tests.ops.noise_paths import DTYPES, NORMAL_ERROR, PATHS, run_path
+from tests.ops.uses import by_threads
 
 #: Float32 noise as it is, not rounded to a grid (that has tests of its own).
 add_noise_ = partial(ops.add_noise_, secure_rounding=False)
@@ -104,49 +106,17 @@ def test_noise_does_not_depend_on_how_it_is_cut(isa, pieces):
     np.testing.assert_array_equal(np.concatenate(parts).view(np.uint32), whole.view(np.uint32))
 
 
-@cases("isa", PATHS)
-def test_every_kernel_agrees_across_paths_and_threads(isa):
-    """FASTDP_ISA chooses the path; kernels differ by a few float32 roundings, threads by nothing."""
-    given, base = inputs(), run_path("portable", 1)
-    one, three = run_path(isa, 1), run_path(isa, 3)
-    assert given["x0"].size > 3 * 16 * 64
-    for key, value in one.items():
-        np.testing.assert_array_equal(value, three[key], err_msg=key)
-        if key.startswith(("bits", "alone")):
-            continue  # raw halves have tests of their own
-        name, dtype, rounded = key.split("-")
-        if name == "add" and rounded == "True":
-            np.testing.assert_array_equal(value, base[key], err_msg=key)  # rounded to the grid, exactly
-            continue
-        low = int(dtype) if name in ("add", "clip", "back", "param") else 0
-        if low == 0:
-            # 16 roundings of numbers of size at most 8, the largest of these arrays
-            np.testing.assert_allclose(value, base[key], rtol=0, atol=8 * 16 * 2.0**-24, err_msg=key)
-        else:
-            a, b = (torch.from_numpy(v).view(DTYPES[low]).double() for v in (value, base[key]))
-            ulp = 2 * torch.finfo(DTYPES[low]).eps * a.abs() + 8 * 16 * 2.0**-24
-            assert ((a - b).abs() <= ulp).all(), key
+def test_threads_do_not_change_the_result():
+    """Of rows that are no multiple of a vector, in blocks that threads share."""
+    x, more = torch.randn(7, 3001), [torch.rand(7, 3001) for _ in range(3)]
 
+    def compute():
+        clipped = ops.clip_noise(x, 2.5, 0.7, NoiseStream.unsafe_reproducible(1))
+        own, at = [value.clone() for value in (x, *more)], NoiseStream.unsafe_reproducible(2)
+        ops.adamw_noise_step_(*own, 0.7, at, divisor=32.0, lr=1e-2, step=3)
+        return torch.cat([clipped, ops.add_noise_(x.clone(), 0.7, at), *own])
 
-@cases(*pairs(("secure", [False, True]), ("dtype", DTYPES), ("shape", ODD_SHAPES)))
-def test_add_noise_on_odd_shapes(shape, dtype, secure):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
-    if secure:
-        at = NoiseStream.unsafe_reproducible(3)
-        expected = on_grid(x, 1.7, at.take()).to(dtype)
-        assert torch.equal(add_noise_(x, 1.7, NoiseStream.unsafe_reproducible(3), secure_rounding=True), expected)
-        return
-    z = standard_normals(NoiseStream.unsafe_reproducible(3).take(), x.numel()).reshape(shape)
-    truth = x.double() + 1.7 * z
-    y = x.clone()
-    assert add_noise_(y, 1.7, NoiseStream.unsafe_reproducible(3)) is y
-    # noise in float32, one rounding of the sum in float32, one to the dtype (or to its smallest step)
-    bound = (
-        1.7 * (NORMAL_ERROR + 2.0**-23) * z.abs()
-        + (2.0**-24 + torch.finfo(dtype).eps / 2) * 1.001 * truth.abs()
-        + 2.0**-25
-    )
-    assert ((y.double() - truth).abs() <= bound).all()
+    by_threads(compute)
 
 
 @given(
@@ -187,7 +157,7 @@ def test_special_values_pass_through():
 def test_half_precision_round_trip_is_exact(isa, dtype):
     """Every bfloat16 and float16, subnormals and infinities among them, survives noise of a vanishing size."""
     before = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).float()
-    after = torch.from_numpy(run_path(isa, 1)[f"bits-{DTYPES.index(dtype)}"]).view(dtype).float()
+    after = torch.from_numpy(run_path(isa)[f"bits-{DTYPES.index(dtype)}"]).view(dtype).float()
     assert torch.equal(before.isnan(), after.isnan())
     assert torch.equal(before.nan_to_num(7.0), after.nan_to_num(7.0))
 
@@ -195,9 +165,9 @@ def test_half_precision_round_trip_is_exact(isa, dtype):
 @cases(*pairs(("isa", PATHS), ("std", [30000.0, 1e-6])))
 def test_half_precision_rounds_to_nearest_into_overflow_and_subnormals(isa, std):
     """Noise alone, against the definition rounded by torch: equal but where float32's own error crosses a tie."""
-    z = standard_normals(torch.from_numpy(inputs()["position"]), 1 << 16)
+    z = standard_normals(noise_paths.position(), 1 << 16)
     expected = (z * std).half()
-    found = torch.from_numpy(run_path(isa, 1)[f"alone-{std:g}"]).view(torch.float16)
+    found = torch.from_numpy(run_path(isa)[f"alone-{std:g}"]).view(torch.float16)
     steps = (expected.view(torch.int16).int() - found.view(torch.int16).int()).abs()
     if std > 1:
         assert int(expected.isinf().sum()) > 1000
@@ -213,30 +183,6 @@ def test_zero_std_changes_nothing_and_still_claims():
     assert x.tolist() == [1.0, 0.0]
     other.take()
     assert torch.equal(stream.take(), other.take())
-
-
-@given(
-    cuts=st.lists(st.integers(0, 3000), max_size=4),
-    rounded=st.booleans(),
-    rounds=st.sampled_from(CIPHER_ROUNDS),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)
-def test_pieces_get_the_noise_of_the_whole(cuts, rounded, rounds, dtype):
-    """Wherever a tensor is cut, its pieces' noise is the whole's, to the last bit, and the definition says the same."""
-    x = torch.randn(3000, generator=torch.Generator().manual_seed(2)).to(dtype)
-    whole = add_noise_(x.clone(), 0.7, NoiseStream.unsafe_reproducible(8, rounds), secure_rounding=rounded)
-    bounds = [0, *sorted(cuts), 3000]
-    for first, end in zip(bounds, bounds[1:]):
-        at = NoiseStream.unsafe_reproducible(8, rounds)
-        piece = add_noise_(x[first:end].clone(), 0.7, at, secure_rounding=rounded, first=first)
-        assert torch.equal(piece, whole[first:end])
-        again, position = x[first:end].clone(), NoiseStream.unsafe_reproducible(8, rounds).take()
-        torch.ops.fastdp.add_noise_(again, 0.7, position, rounded, first)
-        assert torch.equal(again, piece)
-        if end > first:
-            defined = OPS["add_noise_"].reference
-            defined(again := x[first:end].clone(), 0.7, position, rounded, first)
-            assert torch.equal(again, piece) if rounded else torch.allclose(again, piece, atol=2e-2)
 
 
 @cases("first, match", [(-1, "counted from 0"), (1.0, "counted from 0"), (1 << 36, "2.36|2.35")])

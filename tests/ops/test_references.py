@@ -46,6 +46,8 @@ def test_a_zero_that_meets_what_is_not_finite_counts(bad: float) -> None:
     offsets = torch.tensor([0, 1, 2, 3, 4])
     for found in (ops.token_counts([left], right, offsets), TOKEN_COUNTS.reference([left], right, offsets)):
         assert found.tolist() == [1, 1, 0, 1]
+    # Of uses that read the same input, one may have a gradient where another has none.
+    assert ops.token_counts([left, torch.ones(4, 1)], right, offsets).tolist() == [1, 1, 1, 1]
 
 
 def test_arithmetic_in_an_unknown_order_may_lose_a_rounding_at_each_token_and_column() -> None:

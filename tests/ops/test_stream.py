@@ -29,125 +29,58 @@ def native_words(at: torch.Tensor, first: int, blocks: int, isa: str) -> np.ndar
     return out
 
 
-def reference_words(at: torch.Tensor, first: int, blocks: int, isa: str) -> np.ndarray:
-    return chacha_words(at, first, blocks)
-
-
 COUNTING = bytes(range(32))
-ZERO = bytes(32)
-# (key, nonce, counter, keystream) of RFC 8439: section 2.3.2, then appendix A.1, vectors 1 to 5.
+# (key, nonce, counter, rounds, keystream) of RFC 8439, section 2.3.2 and appendix A.1, vector 5; and, of 12 rounds,
+# TC8 of draft-strombergson-chacha-test-vectors-01.
 VECTORS = [
     (
         COUNTING,
         "000000090000004a00000000",
         1,
+        20,
         "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
         "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e",
     ),
     (
-        ZERO,
-        "000000000000000000000000",
-        0,
-        "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
-        "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586",
-    ),
-    (
-        ZERO,
-        "000000000000000000000000",
-        1,
-        "9f07e7be5551387a98ba977c732d080dcb0f29a048e3656912c6533e32ee7aed"
-        "29b721769ce64e43d57133b074d839d531ed1f28510afb45ace10a1f4b794d6f",
-    ),
-    (
-        ZERO[:31] + b"\x01",
-        "000000000000000000000000",
-        1,
-        "3aeb5224ecf849929b9d828db1ced4dd832025e8018b8160b82284f3c949aa5a"
-        "8eca00bbb4a73bdad192b5c42f73f2fd4e273644c8b36125a64addeb006c13a0",
-    ),
-    (
-        b"\x00\xff" + ZERO[2:],
-        "000000000000000000000000",
-        2,
-        "72d54dfbf12ec44b362692df94137f328fea8da73990265ec1bbbea1ae9af0ca"
-        "13b25aa26cb4a648cb9b9d1be65b2c0924a66c54d545ec1b7374f4872e99f096",
-    ),
-    (
-        ZERO,
+        bytes(32),
         "000000000000000000000002",
         0,
+        20,
         "c2c64d378cd536374ae204b9ef933fcd1a8b2288b3dfa49672ab765b54ee27c7"
         "8a970e0e955c14f3a88e741b97c286f75f8fc299e8148362fa198a39531bed6d",
-    ),
-]
-# (key, nonce, counter, keystream) of draft-strombergson-chacha-test-vectors-01, 256-bit keys and 12 rounds: TC1 and TC8.
-VECTORS_12 = [
-    (
-        ZERO,
-        "000000000000000000000000",
-        0,
-        "9bf49a6a0755f953811fce125f2683d50429c3bb49e074147e0089a52eae155f"
-        "0564f879d27ae3c02ce82834acfa8c793a629f2ca0de6919610be82f411326be",
-    ),
-    (
-        ZERO,
-        "000000000000000000000000",
-        1,
-        "0bd58841203e74fe86fc71338ce0173dc628ebb719bdcbcc151585214cc089b4"
-        "42258dcda14cf111c602b8971b8cc843e91e46ca905151c02744a6b017e69316",
     ),
     (
         bytes.fromhex("c46ec1b18ce8a878725a37e780dfb7351f68ed2e194c79fbc6aebee1a667975d"),
         "000000001ada31d5cf688221",
         0,
+        12,
         "1482072784bc6d06b4e73bdc118bc0103c7976786ca918e06986aa251f7e9cc1"
         "b2749a0a16ee83b4242d2e99b08d7c20092b80bc466c87283b61b1b39d0ffbab",
     ),
 ]
-SUNSCREEN = (
-    b"Ladies and Gentlemen of the class of '99: If I could offer you only one tip for the future, "
-    b"sunscreen would be it."
-)
-SUNSCREEN_CIPHERTEXT = (
-    "6e2e359a2568f98041ba0728dd0d6981e97e7aec1d4360c20a27afccfd9fae0bf91b65c5524733ab8f593dabcd62b3571639d624e65152ab"
-    "8f530c359f0861d807ca0dbf500d6a6156a38e088a22b65e52bc514d16ccf806818ce91ab77937365af90bbf74a35be6b40b8eedf2785e42"
-    "874d"
-)
 
 
 @pytest.fixture(params=["reference", "portable", "avx2", "avx512"])
 def words(request):
     if request.param == "reference":
-        return lambda at, first, blocks: reference_words(at, first, blocks, "")
+        return chacha_words
     order = ["portable", "avx2", "avx512"]
     if order.index(request.param) > order.index(_native.isa()):
         pytest.skip(f"this processor lacks {request.param}")
     return lambda at, first, blocks: native_words(at, first, blocks, request.param)
 
 
-@cases("key, nonce, counter, keystream", VECTORS)
-def test_rfc8439_block_function(words, key, nonce, counter, keystream):
-    block = words(position(key, bytes.fromhex(nonce)), counter, 1)
+@cases("key, nonce, counter, rounds, keystream", VECTORS)
+def test_block_function(words, key, nonce, counter, rounds, keystream):
+    block = words(position(key, bytes.fromhex(nonce), rounds), counter, 1)
     assert block.astype("<u4").tobytes().hex() == keystream
-
-
-@cases("key, nonce, counter, keystream", VECTORS_12)
-def test_block_function_of_12_rounds(words, key, nonce, counter, keystream):
-    block = words(position(key, bytes.fromhex(nonce), 12), counter, 1)
-    assert block.astype("<u4").tobytes().hex() == keystream
-
-
-def test_rfc8439_encryption(words):
-    stream = words(position(COUNTING, bytes.fromhex("000000000000004a00000000")), 1, 2).astype("<u4").tobytes()
-    cipher = bytes(a ^ b for a, b in zip(SUNSCREEN, stream))
-    assert cipher.hex() == SUNSCREEN_CIPHERTEXT
 
 
 @cases(*pairs(("rounds", CIPHER_ROUNDS), ("blocks", [1, 7, 16, 17, 129, 2049])))
 def test_words_are_those_of_the_definition_at_any_count(words, blocks, rounds):
     at = NoiseStream.unsafe_reproducible(1, rounds).take()
     first = (1 << 32) - blocks // 2 - 1  # the counter passes its last value and wraps
-    np.testing.assert_array_equal(words(at, first, blocks), reference_words(at, first, blocks, ""))
+    np.testing.assert_array_equal(words(at, first, blocks), chacha_words(at, first, blocks))
 
 
 def test_domain_flag_changes_the_block():

@@ -49,12 +49,12 @@ def test_only_rows_that_are_asked_for_are_measured(tmp_path):
 
     path = tmp_path / "t.json"
     main(
-        ["--only", "full", "--seeds", "7", "--json", str(path)],
         "A suite.",
-        {"default": 7, "full": 8},
+        {"default": 7, "tiny": 8},
         Bench,
         settings,
         {},
+        ["--only", "full", "--seeds", "7", "--json", str(path)],
     )
     assert [(row["form"], row["figure"]) for row in Table(path).rows] == [("full", 7)]
 
@@ -73,7 +73,7 @@ def test_processes_share_a_suite_by_words_of_rows_and_by_seeds(tmp_path):
 
     path = tmp_path / "t.json"
     options = ["--only", "typed 4,none", "--first-seed", "1", "--seeds", "2", "--json", str(path)]
-    main(options, "A suite.", {"default": 1, "full": 2}, Bench, settings, {})
+    main("A suite.", {"default": 1, "tiny": 2}, Bench, settings, {}, options)
     assert [(row["scheme"], row["clients"], row["seed"]) for row in Table(path).rows] == [
         ("typed", 4, 1),
         ("none", 4, 1),

@@ -63,24 +63,9 @@ def test_a_weight_is_measured_where_that_is_cheap(layer: nn.Module, shape: tuple
     assert engine.accumulator.routes["layer.weight"].name == found
 
 
-def test_rows_that_were_folded_into_images_are_summed() -> None:
-    def folded(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-
-    exact_layer(nn.Conv2d(2, 3, 3), torch.randn(3, 4, 2, 5, 5), call=folded)
-
-
 def test_a_convolution_that_is_called_twice_sums_before_it_measures() -> None:
     def twice(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return layer(torch.tanh(layer(x))[..., 1:])
 
     exact_layer(nn.Conv1d(16, 16, 3), torch.randn(3, 16, 40), call=twice)
     exact_layer(nn.Conv1d(16, 16, 3), torch.randn(3, 16, 9), call=twice)
-
-
-@cases("trained", ["weight", "bias"])
-def test_a_convolution_of_which_one_parameter_is_trained(trained: str) -> None:
-    layer = nn.Conv2d(2, 3, 3)
-    for name, parameter in layer.named_parameters():
-        parameter.requires_grad_(name == trained)
-    exact_layer(layer, torch.randn(3, 2, 5, 5))

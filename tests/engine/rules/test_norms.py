@@ -36,14 +36,6 @@ def test_norms_over_groups_of_channels(layer: nn.Module, shape: tuple[int, ...],
     exact_layer(layer, torch.randn(rows, *shape) + 1, two_pass=two_pass)
 
 
-@cases("trained", ["weight", "bias"])
-def test_one_parameter_of_a_norm(trained: str) -> None:
-    layer = nn.GroupNorm(2, 6)
-    for name, parameter in layer.named_parameters():
-        parameter.requires_grad_(name == trained)
-    exact_layer(layer, torch.randn(3, 6, 5))
-
-
 @cases("trained", ["both", "weight", "bias"])
 def test_a_weight_that_is_one_more_than_its_parameter(trained: str) -> None:
     """As Nemotron's: the weight is computed, the bias is a parameter."""
@@ -60,13 +52,6 @@ def test_a_weight_that_is_one_more_than_its_parameter(trained: str) -> None:
 def test_a_large_mean_hides_nothing() -> None:
     """The weight's gradient is that of the centred input: taking the mean out afterwards would cancel all its digits."""
     exact_layer(nn.GroupNorm(2, 4), 30 + torch.randn(3, 4, 50))
-
-
-def test_rows_that_were_folded_into_images_are_summed() -> None:
-    def folded(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-
-    exact_layer(nn.GroupNorm(1, 2), torch.randn(3, 4, 2, 5, 5), call=folded)
 
 
 def _resnet() -> nn.Module:

@@ -79,14 +79,6 @@ def test_a_learned_first_state() -> None:
     exact_layer(Learned(), torch.randn(3, 5, 3))
 
 
-@cases("trained", ["weight_ih_l0", "weight_hh_l0", "bias_hh_l0"])
-def test_one_parameter_alone(trained: str) -> None:
-    layer = nn.GRU(3, 4, batch_first=True)
-    for name, parameter in layer.named_parameters():
-        parameter.requires_grad_(name == trained)
-    exact_layer(layer, torch.randn(3, 5, 3), call=states)
-
-
 def test_dropout_between_layers_draws_torch_s_masks() -> None:
     """The self-check compares with torch's own layers under the same random state, so the route says that they agree."""
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ from fastdp.kernels import groups
 
 from fastdp import ops
 from fastdp.ops.table import OPS
+from tests.ops.test_groups import test_steps_on_pieces_are_the_step_on_the_whole
 
 ON_GPU = {name: functools.partial(op.on, "cuda") for name, op in OPS.items()}
 SHAPES = [(3,), (0,), (130, 9), (1,), (1025,)]
@@ -67,18 +68,10 @@ def test_adamw_with_moments_in_half_precision():
     assert sum(int((a != b).sum()) for got, wanted in zip(moments, truth[2:]) for a, b in zip(got, wanted)) <= 1 + 8
 
 
-@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-def test_adamw_on_pieces_is_that_on_the_whole(moments):
-    whole = [torch.rand(9, 48), torch.rand(9, 48), *(torch.rand(9, 48).to(moments) for _ in range(2))]
-    cuts = [slice(0, 4), slice(9, 9), slice(4, 9)]
-    pieces = [[x[cut].clone() for cut in cuts] for x in whole]
-    drawn = ops.NoiseStream.unsafe_reproducible(4).take_at(7, [3])
-    numbers = (0.5, 8.0, 0.1, 0.9, 0.999, 1e-8, 0.01, 3, True)
-    ON_GPU["adamw_noise_steps_"](*[[x] for x in whole], [], drawn, *numbers, [], [])
-    firsts = [48 * cut.start for cut in cuts]
-    ON_GPU["adamw_noise_steps_"](*pieces, [], drawn.expand(3, -1).contiguous(), *numbers, [], [], firsts)
-    for got, expected in zip(pieces, whole):
-        assert torch.equal(torch.cat([got[0], got[2]]), expected)
+test_adamw_on_pieces_is_that_on_the_whole = pytest.mark.usefixtures("as_on_a_gpu")(
+    test_steps_on_pieces_are_the_step_on_the_whole
+)
+del test_steps_on_pieces_are_the_step_on_the_whole
 
 
 def test_adamw_with_axes():

@@ -9,9 +9,9 @@ from fastdp import accounting
 from fastdp.methods import ewft
 from fastdp.methods.ewft.pooled import Codes, pool_rows
 from tests.engine.models import batch, build
+from tests.methods.ewft.test_releases import ROWS, TOKENS, numbered, seen_after
 from tests.ops.test_dchi import FALSE_ALARM, chi_square
 
-TOKENS, ROWS = 11, 4
 CODEBOOK = ewft.codebook(3, 2.0)
 
 
@@ -27,19 +27,6 @@ def public(name="bert", rows=24):
     return batch(name, rows=rows, tokens=TOKENS)
 
 
-def numbered(name="bert"):
-    return batch(name, rows=ROWS, tokens=TOKENS) | {"example_ids": torch.arange(ROWS)}
-
-
-def seen_after(private, run):
-    caught = []
-    hook = private.blocks.place(1)[1].register_forward_hook(lambda m, a, output: caught.append(output))
-    run()
-    hook.remove()
-    found = caught[-1]
-    return found[0] if isinstance(found, tuple) else found
-
-
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 @torch.no_grad()
 def test_what_follows_sees_one_state_that_stands_for_the_answer(name):
@@ -47,7 +34,7 @@ def test_what_follows_sees_one_state_that_stands_for_the_answer(name):
     plain = model(**public(name)).logits
     private = attach(model, learned=False, lengths="public")
     private.learn([public(name)])
-    hidden = seen_after(private, lambda: model(**public(name)))
+    hidden = seen_after(private, 1, lambda: model(**public(name)))
     assert torch.equal(hidden, hidden[:, :1].expand_as(hidden))
     assert len(hidden[:, 0].unique(dim=0)) <= 3
     assert private.inference_releases == 24
@@ -59,7 +46,7 @@ def test_a_training_record_is_drawn_once_and_its_draw_kept():
     model = build("bert").train()
     private = attach(model)
     assert private.epsilon() == 0
-    states = [seen_after(private, lambda: model(**numbered())) for _ in range(3)]
+    states = [seen_after(private, 1, lambda: model(**numbered())) for _ in range(3)]
     assert all(torch.equal(states[0], other) for other in states)
     assert private.inference_releases == 0
     assert private.epsilon() == math.inf  # of draws that can be repeated
@@ -67,7 +54,7 @@ def test_a_training_record_is_drawn_once_and_its_draw_kept():
         model(**batch("bert", rows=ROWS, tokens=TOKENS))
     again = attach(build("bert").train(), learned=False)
     again.load_state_dict(private.state_dict())
-    assert torch.equal(seen_after(again, lambda: again.blocks.model(**numbered())), states[0])
+    assert torch.equal(seen_after(again, 1, lambda: again.blocks.model(**numbered())), states[0])
     with pytest.raises(ValueError, match="another thing"):
         private.learn([public()])
 
@@ -76,7 +63,7 @@ def test_training_in_evaluation_mode_draws_once_and_queries_are_said_on_the_card
     model = build("bert").train()
     model.base_model.eval()
     private = attach(model)
-    states = [seen_after(private, lambda: model(**numbered())) for _ in range(3)]
+    states = [seen_after(private, 1, lambda: model(**numbered())) for _ in range(3)]
     assert all(torch.equal(states[0], other) for other in states)
     assert private.inference_releases == 0
     assert private.card()["released_records"] == ROWS

@@ -16,7 +16,7 @@ import fastdp
 from fastdp import accounting, ops
 from fastdp.methods import ewft
 from fastdp.methods.blocks import find_blocks
-from tests.cases import cases
+from tests.cases import cases, pairs
 from tests.engine.models import batch, build, task_type
 
 FAMILIES = ["bert", "roberta", "gpt2", "llama"]
@@ -38,7 +38,7 @@ def full_batch(name, rows=ROWS):
     return inputs
 
 
-def numbered(name):
+def numbered(name="bert"):
     """A batch of all records, for training."""
     return batch(name, rows=ROWS, tokens=TOKENS) | {"example_ids": torch.arange(ROWS)}
 
@@ -49,11 +49,10 @@ def seen_after(private, layer, run):
     hook = private.blocks.place(layer)[1].register_forward_hook(lambda m, a, output: caught.append(output))
     run()
     hook.remove()
-    return caught[-1]
+    return caught[-1][0] if isinstance(caught[-1], tuple) else caught[-1]
 
 
-@pytest.mark.parametrize("layer", ["embeddings", 1, 2, "output"])
-@pytest.mark.parametrize("name", FAMILIES)
+@cases(*pairs(("layer", ["embeddings", 1, 2, "output"]), ("name", FAMILIES)))
 @torch.no_grad()
 def test_without_clip_or_noise_the_model_computes_what_it_did(name, layer):
     model, inputs = build(name).eval(), full_batch(name)
@@ -65,8 +64,7 @@ def test_without_clip_or_noise_the_model_computes_what_it_did(name, layer):
     assert torch.equal(model(**inputs).logits, plain)
 
 
-@pytest.mark.parametrize("layer", ["embeddings", 2, "output"])
-@pytest.mark.parametrize("name", FAMILIES)
+@cases(*pairs(("layer", ["embeddings", 2, "output"]), ("name", FAMILIES)))
 @torch.no_grad()
 def test_each_example_is_clipped_as_a_whole(name, layer):
     model = build(name).eval()
@@ -109,7 +107,7 @@ def test_noise_is_that_of_sensitivity_2_c():
     assert private.inference_releases == rows
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@cases("name", FAMILIES)
 @torch.no_grad()
 def test_positions_that_skip_padding_are_refused_where_later_layers_get_them(name):
     model, inputs = build(name).eval(), full_batch(name)
@@ -153,7 +151,7 @@ def test_frozen_bottom_gets_no_gradient_and_the_decoder_does():
     model = build("bert")
     private = trained(model)
     private.set_epoch(1)
-    model(**numbered("bert")).loss.backward()
+    model(**numbered()).loss.backward()
     assert private.frozen_parameters
     for name, parameter in model.named_parameters():
         below = name in private.frozen_parameters
@@ -168,7 +166,7 @@ def test_a_trained_bottom_gets_gradients_and_voids_the_guarantee():
     model = build("bert")
     private = trained(model, bottom="trained")
     private.set_epoch(1)
-    model(**numbered("bert")).loss.backward()
+    model(**numbered()).loss.backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if "word_embeddings" in name)
     card = private.card()
     assert card["guarantee"] == "none"
@@ -258,15 +256,15 @@ def test_training_is_paid_for_in_any_mode(mode):
     model = mode(build("bert"))
     private = attach(model, ewft.dp_forward(2, 8.0, DELTA), unsafe_seed=None)
     with pytest.raises(RuntimeError, match="set_epoch"):
-        model(**numbered("bert"))
+        model(**numbered())
     private.set_epoch(1)
     with pytest.raises(ValueError, match=r"evaluate under model.eval\(\)"):
         model(**full_batch("bert"))
-    model(**numbered("bert")).loss.backward()
+    model(**numbered()).loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
-        model(**numbered("bert"))
+        model(**numbered())
     private.set_epoch(2)
-    model(**numbered("bert")).loss.backward()
+    model(**numbered()).loss.backward()
     assert private.inference_releases == 0
     assert private.epsilon() == pytest.approx(8.0, rel=1e-4)
     assert not any("inference queries" in assumption for assumption in private.card()["assumptions"])
@@ -286,7 +284,7 @@ def test_records_by_id_are_released_for_training_and_a_refused_pass_leaves_nothi
     private = attach(model, ewft.dp_forward(1, 8.0, DELTA))
     with torch.no_grad():
         with pytest.raises(RuntimeError, match="set_epoch"):
-            model(**numbered("bert"))
+            model(**numbered())
         with pytest.raises(ValueError, match="pad"):
             model(**batch("bert", rows=2, tokens=TOKENS - 1), example_ids=torch.tensor([0, 1]))
         list(private.released_codes([full_batch("bert")]))
@@ -297,7 +295,7 @@ def test_records_by_id_are_released_for_training_and_a_refused_pass_leaves_nothi
 def test_epochs_and_their_counts(tmp_path):
     model = build("bert")
     private = trained(model, output_dir=tmp_path, unsafe_seed=None)
-    inputs = numbered("bert")
+    inputs = numbered()
     assert private.epsilon() == 0
     with pytest.raises(RuntimeError, match="set_epoch"):
         model(**inputs)
@@ -386,7 +384,7 @@ def test_the_card_holds_and_says_what_is_not_covered():
     private = trained(model)
     for epoch in (1, 2):
         private.set_epoch(epoch)
-        model(**numbered("bert"))
+        model(**numbered())
     model.eval()
     with torch.no_grad():
         model(**full_batch("bert"), labels=torch.zeros(ROWS, dtype=torch.int64))
@@ -408,7 +406,7 @@ def test_the_card_holds_and_says_what_is_not_covered():
 def test_noise_that_can_be_drawn_again_protects_nothing():
     private = attach(build("bert").train(), ewft.dp_forward(1, 4.0, DELTA))
     private.set_epoch(1)
-    private.blocks.model(**numbered("bert"))
+    private.blocks.model(**numbered())
     assert private.epsilon() == private.inference_epsilon() == math.inf
 
 
@@ -418,7 +416,7 @@ def test_the_papers_form_states_its_true_epsilon_and_no_guarantee():
     private = attach(model.train(), noise, autoencoder=(4,), bottom="trained", joint_autoencoder=True)
     for epoch in (1, 2, 3):
         private.set_epoch(epoch)
-        model(**numbered("bert"))
+        model(**numbered())
     card = private.card()
     assert card["guarantee"] == "none"
     assert card["epsilon"]["upper_bound"] == pytest.approx(26.18, abs=0.01)
@@ -431,9 +429,9 @@ def test_an_autoencoder_that_was_not_trained_is_refused():
     private = attach(model, ewft.dp_forward(1, 4.0, DELTA), autoencoder=(4,), unsafe_seed=None)
     private.set_epoch(1)
     with pytest.raises(RuntimeError, match="has not been trained"):
-        model(**numbered("bert"))
+        model(**numbered())
     private.autoencoder.trained_on = "public"
-    model(**numbered("bert"))
+    model(**numbered())
     assert private.epsilon() == pytest.approx(4.0, rel=1e-4)
 
 
@@ -469,7 +467,7 @@ def test_checkpointing_releases_once(reentrant, monkeypatch):
     monkeypatch.setattr(
         ops, "clip_noise", lambda code, *rest, **how: drawn.append(len(code)) or noised(code, *rest, **how)
     )
-    model(**numbered("bert")).loss.backward()
+    model(**numbered()).loss.backward()
     assert drawn == [ROWS]
     assert all(p.grad is not None for name, p in model.named_parameters() if "layer.1" in name)
 
@@ -566,8 +564,7 @@ def test_its_signature_spells_every_setting_with_type_and_default(made, settings
         assert str(shown[field.name].annotation) == str(field.type), field.name
 
 
-@pytest.mark.parametrize("layer", ["embeddings", 2, "output"])
-@pytest.mark.parametrize("name", FAMILIES)
+@cases(*pairs(("layer", ["embeddings", 2, "output"]), ("name", FAMILIES)))
 def test_a_layer_may_be_named_by_its_module_or_its_dotted_name(name, layer):
     model = build(name)
     module = find_blocks(model).place(layer)[1]

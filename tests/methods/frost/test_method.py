@@ -162,7 +162,6 @@ def test_a_resumed_run_keeps_its_selection(tmp_path: Path) -> None:
     logical_step(resumed)
     assert torch.equal(resumed.outcome["iteration"], outcome["iteration"])
     assert resumed.ledger.spent("selection") == 2
-    resumed.detach()
 
 
 def test_noise_of_the_stated_size_reaches_the_magnitudes() -> None:
@@ -330,7 +329,6 @@ def test_language_models_and_vit(name: str) -> None:
         < sum(p.numel() for p in model.parameters() if p.requires_grad)
         <= 0.5 * sum(p.numel() for p in model.parameters())
     )
-    private.detach()
 
 
 def test_what_reads_no_private_data_costs_nothing() -> None:

@@ -68,7 +68,6 @@ def test_every_mode_releases_clipped_blocks_with_the_noise_it_accounts_for(name)
         standard.append((noise / std).reshape(-1))
     # 66 squared normals of a fixed seed, in a range that one key in 10^5 leaves; noise at a half or double has .25 or 4.
     assert 0.4 < float(torch.cat(standard).square().mean()) < 2.0
-    private.detach()
 
 
 @settings(max_examples=150)
@@ -120,7 +119,6 @@ def test_the_budget_holds_steps_and_maps():
     steps = accounting.dpsgd(private.noise_multiplier, private.sample_rate, 6)
     both = accounting.compose(steps, accounting.selection(1.5, 3, 0.5))
     assert private.epsilon() == pytest.approx(float(accounting.epsilon(both, 1e-3)))
-    private.detach()
 
 
 def gradients_of(*rows: int) -> PublicGradients:
@@ -152,7 +150,6 @@ def test_axes_release_a_gradient_clipped_and_noised_in_their_own_coordinates(sou
     # 66 squared normals of a fixed seed, in a range that one key in 10^5 leaves; noise at a half or double has .25 or 4.
     assert 0.4 < float(torch.cat(standard).square().mean()) < 2.0
     assert private.card()["mechanism"]["allocation"] == "axes"
-    private.detach()
 
 
 def test_axes_of_ones_are_no_axes_to_the_last_bit():
@@ -227,7 +224,6 @@ def test_axes_of_public_gradients_follow_the_weights_and_cost_nothing():
     assert private.ledger.spent_steps == 4
     assert not private.plan.side
     assert accounting.verify(private.card()).holds
-    private.detach()
 
 
 def test_axes_of_a_few_public_gradients_take_others_by_turns_and_the_same_again():
@@ -278,14 +274,12 @@ def test_masks_follow_the_model():
     first = dict(private.outcome)
     logical_step(private, iterator)
     assert any(not torch.equal(first[n], private.outcome[n]) for n in first)
-    private.detach()
 
 
 def test_the_first_steps_without_a_mask_are_accounted_alike():
     private = start(Classifier(), method=RapFT(public(), map_after=1), noise_multiplier=0.7, target_delta=1e-3)
     iter(private.data_loader)
     assert private.policy.noise_multiplier == pytest.approx(0.7)
-    private.detach()
 
 
 @given(st.floats(1e-300, 1e300), st.floats(0.1, 10))
@@ -305,7 +299,6 @@ def test_a_resumed_run_keeps_its_mask(tmp_path):
     logical_step(again)
     assert all(torch.equal(masks[n], again.outcome[n]) for n in masks)
     assert again.ledger.spent("relevance") == 1
-    again.detach()
 
 
 def test_the_card_of_paper_mode_states_the_flaw_and_the_true_epsilon():
@@ -322,7 +315,6 @@ def test_the_card_of_paper_mode_states_the_flaw_and_the_true_epsilon():
     assert card["epsilon"]["upper_bound"] == pytest.approx(bound)
     assert f"would state epsilon {float(accounting.epsilon(stated, 1e-3)):.4g}" in card["notes"][0]
     assert f"whose epsilon is {bound:.4g}" in card["notes"][0]
-    private.detach()
 
 
 def test_paper_mode_with_a_public_mask_has_a_guarantee():
@@ -334,7 +326,6 @@ def test_paper_mode_with_a_public_mask_has_a_guarantee():
     assert float(accounting.epsilon(stated, 1e-3)) == pytest.approx(4.0, rel=1e-3)
     logical_step(private)
     assert private.epsilon() < 3.0
-    private.detach()
 
 
 @cases(
@@ -398,7 +389,6 @@ def test_nothing_is_spent_on_a_zero_matrix():
     with pytest.raises(ValueError, match="second.weight is zero throughout"):
         next(iter(private.data_loader))
     assert private.epsilon() == 0
-    private.detach()
 
 
 @cases(("ratio", "ranking"), [(1.0, "layer"), (1.0, "map"), (0.999, "layer")])
@@ -428,7 +418,6 @@ def test_the_noise_of_a_map_is_in_the_form_that_the_card_names(secure, monkeypat
     private.prepare()
     assert set(forms) == {secure}
     assert private.card()["noise_source"]["secure_rounding"] is secure
-    private.detach()
 
 
 def test_users_with_several_rows_are_refused():

@@ -33,7 +33,7 @@ def gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[name] - b[name]).abs().max()) for name in b) / size
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "tuning", "rule"),
     [
         *((name, tuning, "epsilon") for name, tuning in MODELS),

@@ -89,8 +89,7 @@ ROLES = [
 ]
 
 
-@pytest.mark.parametrize("roles", ROLES, ids=lambda roles: next(iter(roles), "additional"))
-@pytest.mark.parametrize("mechanism", ["laplace", "exponential"])
+@cases("roles, mechanism", [(roles, ("laplace", "exponential")[at % 2]) for at, roles in enumerate([*ROLES, {}])])
 def test_a_word_that_a_tokenizer_calls_special_does_not_leave_as_it_is(table, roles, mechanism):
     """In text, in ids with the encoder's mask, and in what ``unchanged`` counts."""
     tokenizer = vendors_tokenizer(**roles)

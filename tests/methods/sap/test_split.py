@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastdp.methods.sap import split_model
-from tests.cases import cases
+from tests.cases import cases, pairs
 from tests.engine.models import batch, build, lora_targets, task_type
 
 FAMILIES = ["bert", "roberta", "gpt2", "llama"]
@@ -19,8 +19,7 @@ def inputs_of(name):
     return inputs
 
 
-@pytest.mark.parametrize("after", [0, 1, 2])
-@pytest.mark.parametrize("name", FAMILIES)
+@cases(*pairs(("after", [0, 1, 2]), ("name", FAMILIES)))
 def test_the_halves_compute_what_the_whole_does(name, after):
     model, inputs = build(name).eval(), inputs_of(name)
     plain = model(**inputs).logits

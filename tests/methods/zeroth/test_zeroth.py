@@ -123,12 +123,12 @@ def test_one_example_moves_the_sum_by_the_bound_at_most(seed: int, scale: float,
 def test_noise_is_on_one_number_and_of_the_standard_deviation_that_is_paid_for() -> None:
     """Slopes are clipped to nearly nothing, so that what is released is noise."""
     model = Classifier()
-    options = {"noise_multiplier": 200.0, "target_delta": 1e-3, "epochs": 134, "unsafe_seed": None, "shapes": "public"}
+    options = {"noise_multiplier": 200.0, "target_delta": 1e-3, "epochs": 50, "unsafe_seed": None, "shapes": "public"}
     private = run(
         model, method=fastdp.DPZO(max_slope=1e-3), optimizer=torch.optim.SGD(model.parameters(), 0.0), **options
     )
     draws: list[float] = []
-    while len(draws) < 400:
+    while len(draws) < 150:
         for rows in private.data_loader:
             model(**rows)["loss"].backward()
             private.optimizer.step()
@@ -215,18 +215,18 @@ def test_a_loop_that_unfreezes_what_is_moved_is_refused_and_goes_on() -> None:
 
 
 def released_of_texts(longer: int, shapes: Any) -> float:
-    """The sum of 63 equal texts and of one that is longer, in bounds, under bfloat16 autocast."""
+    """The sum of 31 equal texts and of one that is longer, in bounds, under bfloat16 autocast."""
     generator = torch.Generator().manual_seed(2)
     text, other = (torch.randint(1, 1000, (size,), generator=generator).tolist() for size in (23, 23 + longer))
     config = GPT2Config(
-        n_layer=12, n_embd=128, n_head=4, vocab_size=1000, n_positions=128, bos_token_id=0, eos_token_id=0
+        n_layer=6, n_embd=128, n_head=4, vocab_size=1000, n_positions=128, bos_token_id=0, eos_token_id=0
     )
     torch.manual_seed(0)
     model = GPT2LMHeadModel(config).train()
     for name, p in model.named_parameters():
         p.requires_grad_("ln_f" in name)
-    rows = [{"input_ids": ids, "labels": ids} for ids in (*[text] * 63, other)]
-    data = torch.utils.data.DataLoader(rows, batch_size=64, collate_fn=Collator(0))  # type: ignore[arg-type]
+    rows = [{"input_ids": ids, "labels": ids} for ids in (*[text] * 31, other)]
+    data = torch.utils.data.DataLoader(rows, batch_size=32, collate_fn=Collator(0))  # type: ignore[arg-type]
     trained = [p for p in model.parameters() if p.requires_grad]
     method = fastdp.DPZO(max_slope=0.1)
     private = run(model, data, method, optimizer=torch.optim.SGD(trained, 0.0), epochs=1, shapes=shapes)
@@ -235,7 +235,7 @@ def released_of_texts(longer: int, shapes: Any) -> float:
             loss = model(**batch_of_rows).loss
         loss.backward()
         private.optimizer.step()
-    released = float(private.installed.step.weight.grad) * 64 / 0.1
+    released = float(private.installed.step.weight.grad) * 32 / 0.1
     private.detach()
     return released
 
