@@ -82,15 +82,6 @@ def late_memory_bank(library: Library) -> float:
     return library.moved_late(task, records(16), outlier(30.0), 0.2, 40, first=True)
 
 
-@attack("Dropout draws from the model's own generator, and one more record moves the masks of all after it.")
-def own_generator(library: Library) -> float:
-    def dropped(own: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden * 2 * torch.empty_like(hidden).bernoulli_(0.5, generator=own.generator)
-
-    task = Task(net(between=dropped, parts={"generator": lambda: torch.Generator().manual_seed(0)}))
-    return library.moved(task, records(24), records(1, 1.0, 5)[0], 0.2, first=True)
-
-
 # Padding and positions.
 
 

@@ -119,13 +119,13 @@ def rng_state(model: torch.nn.Module | None = None) -> tuple[bytes, ...]:
 
 
 #: The generators that a model holds, as the latest check found them: a walk takes longer than a small layer.
-_OWN: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
+_GENERATORS: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
 
 
 def _held_generators(model: torch.nn.Module) -> HeldGenerators:
-    if model not in _OWN:
-        _OWN[model] = own_generators(model)
-    return HeldGenerators(*_OWN[model])
+    if model not in _GENERATORS:
+        _GENERATORS[model] = own_generators(model)
+    return HeldGenerators(*_GENERATORS[model])
 
 
 @contextmanager
@@ -172,7 +172,7 @@ class BufferSnapshot:
 def unchanged(model: torch.nn.Module) -> Iterator[None]:
     """Restore a model's buffers and every random state afterwards."""
     snapshot = BufferSnapshot(model)
-    _OWN.pop(model, None)
+    _GENERATORS.pop(model, None)
     try:
         with preserve_rng(model):
             yield

@@ -166,7 +166,7 @@ class StateCheck:
         return {name: tensor for name, tensor in every if name in names}
 
     def _parameters(self, held: list[Any] | None = None) -> _Parameters:
-        held = held or [p for p in itertools.chain.from_iterable(map(dict.values, self._owned)) if p is not None]
+        held = held or [p for own in self._owned for p in own.values() if p is not None]
         count = self._count if self.rewritten or self._in_pieces else _VERSION
         return held, list(map(count, held)), list(map(_TRAINED, held))
 

@@ -208,7 +208,7 @@ class Accumulator(Sums):
         self.nonfinite = self.nonfinite + (real ^ kept).sum()
         self._clipped.append((kept, upper, self.policy))
         self.units = self.units + real.sum()
-        return scales * weights
+        return torch.where(real, scales * weights, 0.0)
 
     def require_one_clip(self) -> None:
         """Raise RuntimeError if the policy's bounds are not those that this batch was clipped by so far."""

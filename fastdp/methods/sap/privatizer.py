@@ -155,7 +155,7 @@ class TextPrivatizer(Releases):
         )
         self.eta, self.epsilon_of_a_token, self.mechanism = own.eta, own.epsilon, str(own.mechanism)
         if isinstance(tokenizer, str):
-            raise TypeError(f"tokenizer is the text {tokenizer!r}: give AutoTokenizer.from_pretrained({tokenizer!r})")
+            raise TypeError(f"tokenizer is the text {tokenizer!r}: give the tokenizer that AutoTokenizer loads from it")
         self.tokenizer, self.cti, self.unknown = tokenizer, cti, unknown
         table = table_of(table_or_model)
         self._unknown_id = unknown_id_of(tokenizer) if unknown_id is None else unknown_id
