@@ -10,7 +10,9 @@ import inspect
 import os
 import pickle
 import random
+import struct
 import sys
+from collections import deque
 from collections.abc import Iterable
 from types import FunctionType, ModuleType
 from typing import Any
@@ -29,6 +31,7 @@ _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 #: The first numbers that any generator draws between 0 and 1 are below .1 under the one seed, and above .9 under the other:
 #: what happens with some chance happens in a check.
 SEEDS = (1630, 2152)
+_WORDS = 624
 _ASKED = ("__call__", "__getitem__", "__getitems__")
 _KINDS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 
@@ -41,9 +44,10 @@ def own_generators(*owners: Any) -> list[Any]:
 def _reachable(owners: Iterable[Any], kinds: Any, depth: int) -> list[Any]:
     found: list[Any] = []
     seen: set[int] = set()
-    due = [(owner, depth) for owner in owners if type(owner) not in _PLAIN]
+    # The nearest first: what is met far away once is then not left unexpanded where it is near.
+    due = deque((owner, depth) for owner in owners if type(owner) not in _PLAIN)
     while due:
-        owner, left = due.pop()
+        owner, left = due.popleft()
         if id(owner) in seen or isinstance(owner, (ModuleType, random.SystemRandom)):
             continue
         seen.add(id(owner))
@@ -163,7 +167,30 @@ class HeldGenerators:
 def seed_own_generators(*owners: Any) -> None:
     """Seed them from the operating system."""
     for generator in own_generators(*owners):
-        _set_seed(generator, int.from_bytes(os.urandom(32), "little"))
+        if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
+            generator.set_state(unknown_state())
+        else:
+            _set_seed(generator, int.from_bytes(os.urandom(32), "little"))
+
+
+def unknown_state() -> torch.Tensor:
+    """A state of torch's CPU generator with every word drawn; a seed would set 32 bits of it."""
+    state, words = _state_and_words()
+    words[:] = numpy.frombuffer(os.urandom(4 * _WORDS), numpy.uint32)
+    return state
+
+
+@functools.cache
+def _state_and_words() -> tuple[torch.Tensor, numpy.ndarray]:
+    """A state of torch's CPU generator, to be written again and again, and its words within it, uint64."""
+    state = torch.Generator().manual_seed(5489).get_state()
+    # The first words of the state that this seed makes, as the generator's authors print them.
+    start = state.numpy().tobytes().find(struct.pack("<QQ", 5489, 1301868182))
+    if start < 0:
+        raise RuntimeError(
+            f"the random state of torch {torch.__version__} is not known, so that masks could be guessed"
+        )
+    return state, state.numpy()[start : start + 8 * _WORDS].view(numpy.uint64)
 
 
 def _set_seed(generator: Any, seed: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import os
 import random
-import struct
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,9 +21,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastdp.calls.composite import opened
-from fastdp.calls.generators import HeldGenerators, own_generators
-
-_WORDS = 624
+from fastdp.calls.generators import HeldGenerators, own_generators, unknown_state
 
 
 def devices(model: torch.nn.Module) -> list[int]:
@@ -61,29 +58,9 @@ def seed_from_os(devices: Sequence[int] = ()) -> Iterator[None]:
 
 def forget_seeds() -> None:
     """Seed every random state of the host from the operating system, whatever the user's seed."""
-    torch.default_generator.set_state(_unknown_state())
+    torch.default_generator.set_state(unknown_state())
     random.seed(os.urandom(32))
     numpy.random.seed(numpy.frombuffer(os.urandom(32), dtype=numpy.uint32))  # noqa: NPY002
-
-
-def _unknown_state() -> torch.Tensor:
-    """A state of torch's CPU generator with every word drawn; a seed would set 32 bits of it."""
-    state, words = _state_and_words()
-    words[:] = numpy.frombuffer(os.urandom(4 * _WORDS), numpy.uint32)
-    return state
-
-
-@functools.cache
-def _state_and_words() -> tuple[torch.Tensor, numpy.ndarray]:
-    """A state of torch's CPU generator, to be written again and again, and its words within it, uint64."""
-    state = torch.Generator().manual_seed(5489).get_state()
-    # The first words of the state that this seed makes, as the generator's authors print them.
-    start = state.numpy().tobytes().find(struct.pack("<QQ", 5489, 1301868182))
-    if start < 0:
-        raise RuntimeError(
-            f"the random state of torch {torch.__version__} is not known, so that masks could be guessed"
-        )
-    return state, state.numpy()[start : start + 8 * _WORDS].view(numpy.uint64)
 
 
 @contextmanager

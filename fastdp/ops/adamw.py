@@ -90,6 +90,10 @@ def _check_steps(
             "params, grad_sums, exp_avgs, exp_avg_sqs and masters (if any) must be as many, and at least one"
         )
     if not isinstance(drawn, torch.Tensor):
+        if count != 1:
+            raise ValueError(
+                f"a stream or draw serves one tensor, not {count}: give positions int32 [{count}, {POSITION_WORDS}]"
+            )
         check_position(drawn)
     elif drawn.dtype != torch.int32 or drawn.shape != (count, POSITION_WORDS):
         raise ValueError(f"drawn is {drawn.dtype} {list(drawn.shape)}: positions are int32 [{count}, {POSITION_WORDS}]")

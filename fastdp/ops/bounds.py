@@ -36,7 +36,7 @@ from .factors import (
     unit_bounds,
 )
 from .matrices import Matrices
-from .norms import NORMS, direct_norms_of, gram_norms_of
+from .norms import NORMS, direct_norms_of
 from .placed import CONSTANTS
 from .routes import longest_by_gram
 from .stream import native_threads
@@ -475,6 +475,26 @@ def sqnorm(left: Tensor, right: Tensor, offsets: Tensor, route: str = "auto") ->
     return NORMS(left, right, offsets, SQUARE, None)[0]
 
 
+def _gram_norms_of(
+    lefts: Sequence[Tensor],
+    right: Tensor,
+    bounds: list[int],
+    products: Tensor | None = None,
+    counts: Tensor | None = None,
+    scales: Sequence[Tensor | None] = (),
+    most: int = INT64_MAX,
+) -> Tensor:
+    """Squared norms [k, B] by Gram matrices.
+
+    ``products`` is where the row products go as float64 [k, B], and ``counts`` where those of tokens do, [B], if anywhere.
+    ``scales`` are of the columns of each left, and of right. Units of more than ``most`` tokens that add anything get 0.
+    """
+    norms = torch.empty(len(lefts), len(bounds) - 1)
+    *own, last = [native_factor(*pair) for pair in zip((*lefts, right), scales or [None] * (len(lefts) + 1))]
+    _native.gram_sqnorm(own, last, bounds, most, norms, products, counts, native_threads())
+    return norms
+
+
 def counted_gram_norms(
     lefts: Sequence[Tensor], right: Tensor, offsets: Tensor, scales: Sequence[Tensor], most: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -485,7 +505,7 @@ def counted_gram_norms(
     shape = len(lefts), offsets.shape[0] - 1
     products, counts = torch.empty(shape, dtype=torch.float64), torch.empty(shape[1], dtype=torch.float64)
     own = [scale.contiguous() for scale in scales]
-    squares = gram_norms_of(lefts, right, unit_bounds(offsets), products, counts, own, most)
+    squares = _gram_norms_of(lefts, right, unit_bounds(offsets), products, counts, own, most)
     return squares, products.mul_(_OWN_ROUNDING), counts
 
 
@@ -788,7 +808,7 @@ def _gram_norms_on_cpu(
     for group, (right, count) in enumerate(zip(rights, counts)):
         own = slice(first, first + count)
         by = (*scales[own], scales[len(lefts) + group]) if scales else ()
-        squares[own] = gram_norms_of(lefts[own], right, bounds, products[own], None, by, most)
+        squares[own] = _gram_norms_of(lefts[own], right, bounds, products[own], None, by, most)
         first += count
     return squares, products
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ import fastdp._native as _native
 from .factors import (
     ABSOLUTE,
     FEW_COLUMNS,
-    INT64_MAX,
     MASKED_SQUARE,
     NO_FACTOR,
     SQUARE,
@@ -232,26 +231,6 @@ def _left(left: Tensor) -> tuple[tuple[int, int, int, int, int, int], int, int]:
     if is_one_hot(left):
         return NO_FACTOR, left.data_ptr(), left.stride(0)
     return native_factor(left), 0, 0
-
-
-def gram_norms_of(
-    lefts: Sequence[Tensor],
-    right: Tensor,
-    bounds: list[int],
-    products: Tensor | None = None,
-    counts: Tensor | None = None,
-    scales: Sequence[Tensor | None] = (),
-    most: int = INT64_MAX,
-) -> Tensor:
-    """Squared norms [k, B] by Gram matrices.
-
-    ``products`` is where the row products go as float64 [k, B], and ``counts`` where those of tokens do, [B], if anywhere.
-    ``scales`` are of the columns of each left, and of right. Units of more than ``most`` tokens that add anything get 0.
-    """
-    norms = torch.empty(len(lefts), len(bounds) - 1)
-    *own, last = [native_factor(*pair) for pair in zip((*lefts, right), scales or [None] * (len(lefts) + 1))]
-    _native.gram_sqnorm(own, last, bounds, most, norms, products, counts, native_threads())
-    return norms
 
 
 def direct_norms_of(left: Tensor, right: Tensor, bounds: list[int], measure: int, mask: Tensor | None = None) -> Tensor:

@@ -159,7 +159,7 @@ class LoopCheck:
         return torch.cat([own if own is not None else torch.zeros(2, dtype=torch.float64) for own in found])
 
     def _compare(self, probe: ProbeBatch, outcome: _Outcome) -> None:
-        """Raise `SelfCheckError` if the example got something else than together with the others."""
+        """Raise `SelfCheckError` if the example got something else than together with the others, whose NaN would hide it."""
         role, row = probe.role, probe.row
         if role == "still":
             self._alone.append(outcome)
@@ -171,8 +171,8 @@ class LoopCheck:
         found = self._seen.get((other, row))
         if found is None or together is None:
             return
-        draws = self._collator_draws or found.draws or together.draws
-        if found.start != together.start or (other == "alone" and draws):
+        unlike = found.start != together.start or not torch.cat([found.values, together.values]).isfinite().all()
+        if unlike or (other == "alone" and (self._collator_draws or found.draws or together.draws)):
             self.undecided = True
         elif self._differ(found, together):
             if self._confirming:

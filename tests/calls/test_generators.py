@@ -153,3 +153,19 @@ def test_what_a_loop_can_reach_is_neither_kept_nor_taken_from_it():
 
     assert lets_go()
     assert keeps_its_variables()
+
+
+def test_a_generator_near_by_is_found_though_a_long_way_leads_to_it_too():
+    """An object that was first met far away is looked into where it is near."""
+
+    class Holder:
+        def __init__(self, **parts):
+            self.__dict__ |= parts
+
+    own = torch.Generator()
+    near = Holder(generator=own)
+    far = near
+    for _ in range(8):
+        far = Holder(inner=far)
+    assert own_generators(Holder(near=near, far=far)) == [own]
+    assert own_generators(Holder(far=far, near=near)) == [own]

@@ -152,3 +152,10 @@ def test_bad_arguments_change_nothing(changes, error, sentence):
     with pytest.raises(error, match=sentence):
         adamw_noise_step_(*tensors, **keywords)
     assert not any(x.any() for x in tensors if not x.is_meta)
+
+
+def test_one_draw_is_no_noise_of_several_tensors():
+    many = [[torch.zeros(3), torch.zeros(3)] for _ in range(4)]
+    with pytest.raises(ValueError, match="serves one tensor, not 2"):
+        ops.adamw_noise_steps_(*many, 1.0, stream(), divisor=8.0, lr=0.1, step=1)
+    assert not any(x.any() for own in many for x in own)

@@ -293,3 +293,25 @@ def test_a_permutation_that_leaves_the_first_row_in_its_place_is_found_under_ano
     with pytest.raises(SelfCheckError, match="this batch was not released"):
         train(private, mixed)
     assert private.steps_done == 0
+
+
+def test_records_of_nan_hide_others_and_are_no_mixing() -> None:
+    """With a mean over the batch, zero times their NaN reaches the weights' gradient of every example."""
+    data = [(torch.full((FEATURES,), float("nan")) if i % 4 == 0 else torch.randn(FEATURES), i % 2) for i in range(16)]
+    model = torch.nn.Linear(FEATURES, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches: Any = torch.utils.data.DataLoader(data, batch_size=4)  # type: ignore[arg-type]
+    private = fastdp.make_private(
+        model,
+        optimizer,
+        batches,
+        noise_multiplier=1.0,
+        target_delta=1e-4,
+        epochs=1,
+        criterion=lambda output, batch: F.cross_entropy(output, batch[1], reduction="none"),
+    )
+    for x, labels in private.data_loader:
+        F.cross_entropy(model(x), labels).backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+    assert all(p.isfinite().all() for p in model.parameters())
