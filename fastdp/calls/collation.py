@@ -43,7 +43,7 @@ class Collation:
     versions: tuple[int, ...] = ()
     unit_map: str | None = None
     #: Tensors that a loop had before it was given this batch, and how often each had been written to.
-    earlier: Marks[int] = field(default_factory=Marks)
+    earlier: Marks[int] | None = None
 
     @classmethod
     def of(
@@ -88,7 +88,7 @@ class Collation:
 
     def predates(self, t: torch.Tensor) -> bool:
         """Whether a loop had a tensor, as it is, before it was given this batch, so that it holds none of its rows."""
-        return self.earlier.get(t) == version(t)
+        return self.earlier is not None and self.earlier.get(t) == version(t)
 
     def row_axis(self, t: torch.Tensor) -> int | None:
         """The axis, 0 or 1, along which a tensor of equal first sizes has this batch's rows; None where nothing tells."""

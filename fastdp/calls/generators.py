@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import pickle
 import random
-import struct
 import sys
 from collections import deque
 from collections.abc import Iterable
@@ -31,7 +29,6 @@ _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 #: The first numbers that any generator draws between 0 and 1 are below .1 under the one seed, and above .9 under the other:
 #: what happens with some chance happens in a check.
 SEEDS = (1630, 2152)
-_WORDS = 624
 _ASKED = ("__call__", "__getitem__", "__getitems__")
 _KINDS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 
@@ -149,7 +146,7 @@ class HeldGenerators:
             if self._seed is None:
                 _set_state(generator, state)
             else:
-                _set_seed(generator, self._seed)
+                set_seed(generator, self._seed)
         self._begun = self.states()
 
     def __exit__(self, *_: object) -> None:
@@ -164,36 +161,8 @@ class HeldGenerators:
         return [s.numpy().tobytes() if isinstance(s, torch.Tensor) else pickle.dumps(s) for s in found]
 
 
-def seed_own_generators(*owners: Any) -> None:
-    """Seed them from the operating system."""
-    for generator in own_generators(*owners):
-        if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
-            generator.set_state(unknown_state())
-        else:
-            _set_seed(generator, int.from_bytes(os.urandom(32), "little"))
-
-
-def unknown_state() -> torch.Tensor:
-    """A state of torch's CPU generator with every word drawn; a seed would set 32 bits of it."""
-    state, words = _state_and_words()
-    words[:] = numpy.frombuffer(os.urandom(4 * _WORDS), numpy.uint32)
-    return state
-
-
-@functools.cache
-def _state_and_words() -> tuple[torch.Tensor, numpy.ndarray]:
-    """A state of torch's CPU generator, to be written again and again, and its words within it, uint64."""
-    state = torch.Generator().manual_seed(5489).get_state()
-    # The first words of the state that this seed makes, as the generator's authors print them.
-    start = state.numpy().tobytes().find(struct.pack("<QQ", 5489, 1301868182))
-    if start < 0:
-        raise RuntimeError(
-            f"the random state of torch {torch.__version__} is not known, so that masks could be guessed"
-        )
-    return state, state.numpy()[start : start + 8 * _WORDS].view(numpy.uint64)
-
-
-def _set_seed(generator: Any, seed: Any) -> None:
+def set_seed(generator: Any, seed: Any) -> None:
+    """Seed a generator of torch's, Python's or numpy's."""
     if isinstance(generator, random.Random):
         generator.seed(seed)
     elif isinstance(generator, numpy.random.Generator):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import struct
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,9 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastdp.calls.composite import opened
-from fastdp.calls.generators import HeldGenerators, own_generators, unknown_state
+from fastdp.calls.generators import HeldGenerators, own_generators, set_seed
+
+_WORDS = 624
 
 
 def devices(model: torch.nn.Module) -> list[int]:
@@ -58,7 +61,7 @@ def seed_from_os(devices: Sequence[int] = ()) -> Iterator[None]:
 
 def forget_seeds() -> None:
     """Seed every random state of the host from the operating system, whatever the user's seed."""
-    torch.default_generator.set_state(unknown_state())
+    torch.default_generator.set_state(_unknown_state())
     random.seed(os.urandom(32))
     numpy.random.seed(numpy.frombuffer(os.urandom(32), dtype=numpy.uint32))  # noqa: NPY002
 
@@ -223,3 +226,32 @@ def seeds_for(tops: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Upstream gradients that are the same whenever the outputs have these shapes."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in tops]
+
+
+def seed_own_generators(*owners: Any) -> None:
+    """Seed them from the operating system."""
+    for generator in own_generators(*owners):
+        if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
+            generator.set_state(_unknown_state())
+        else:
+            set_seed(generator, int.from_bytes(os.urandom(32), "little"))
+
+
+def _unknown_state() -> torch.Tensor:
+    """A state of torch's CPU generator with every word drawn; a seed would set 32 bits of it."""
+    state, words = _state_and_words()
+    words[:] = numpy.frombuffer(os.urandom(4 * _WORDS), numpy.uint32)
+    return state
+
+
+@functools.cache
+def _state_and_words() -> tuple[torch.Tensor, numpy.ndarray]:
+    """A state of torch's CPU generator, to be written again and again, and its words within it, uint64."""
+    state = torch.Generator().manual_seed(5489).get_state()
+    # The first words of the state that this seed makes, as the generator's authors print them.
+    start = state.numpy().tobytes().find(struct.pack("<QQ", 5489, 1301868182))
+    if start < 0:
+        raise RuntimeError(
+            f"the random state of torch {torch.__version__} is not known, so that masks could be guessed"
+        )
+    return state, state.numpy()[start : start + 8 * _WORDS].view(numpy.uint64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,8 +51,6 @@ def plan_command(
 
     CONFIG: YAML file of settings; each can also be given as a flag. `--no-` before a setting turns it off.
     """
-    from collections import Counter
-
     from fastdp.finetune.plan import plan, with_invented_labels
     from fastdp.tables import read_rows
 
@@ -97,13 +96,12 @@ def plan_command(
     console.print(
         "noise: the multiplier. ratio: the least norm of the noise over that of the signal, in one step and in the whole run."
     )
-    machine = found.machine
-    best = found.best
+    machine, best = found.machine, found.best
     once, each = machine.once_seconds(best.batch_size, best.steps), machine.step_seconds(best.batch_size)
     console.print(
         f"time and memory {machine.where}: as suggested {duration(once)} once for checks of the model, and {each:.3g} s a step, "
         f"{1e3 * machine.release_seconds:.3g} ms of it for the release; peak {memory(machine.peak_bytes)} with "
-        f"{machine.physical} examples at once",
+        f"{machine.physical} examples at once"
     )
     if found.config.gradient_checkpointing:
         console.print(f"gradient checkpointing: {_PASSES[machine.backward_passes]}")

@@ -14,9 +14,16 @@ from typing import Any
 import torch
 
 from fastdp.calls.batches import Call, as_long_as, map_tensors, single_rows, slice_rows
-from fastdp.calls.generators import seed_own_generators
 from fastdp.calls.outputs import differentiable_outputs
-from fastdp.calls.randomness import BufferSnapshot, devices, preserve_rng, rng_state, seed_from_os, unchanged
+from fastdp.calls.randomness import (
+    BufferSnapshot,
+    devices,
+    preserve_rng,
+    rng_state,
+    seed_from_os,
+    seed_own_generators,
+    unchanged,
+)
 from fastdp.distributed.pieces import piece
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.distributed.shards import weights_of

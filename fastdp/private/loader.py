@@ -25,9 +25,9 @@ from torch.utils.data import (
 from fastdp.accounting.ledger import STEP
 from fastdp.calls.batches import map_tensors
 from fastdp.calls.collation import Collation, ProbeBatch, example_length
-from fastdp.calls.generators import HeldGenerators, callers_generators, callers_tensors, seed_own_generators
+from fastdp.calls.generators import HeldGenerators, callers_generators, callers_tensors
 from fastdp.calls.marks import Marks
-from fastdp.calls.randomness import forget_seeds, seed_from_os, seeded, version
+from fastdp.calls.randomness import forget_seeds, seed_from_os, seed_own_generators, seeded, version
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.engine.uses.layout import Ticket
 from fastdp.ops.stream import NoiseStream

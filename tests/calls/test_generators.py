@@ -15,9 +15,8 @@ from fastdp.calls.generators import (
     callers_generators,
     callers_tensors,
     own_generators,
-    seed_own_generators,
 )
-from fastdp.calls.randomness import preserve_rng, rng_state, unchanged
+from fastdp.calls.randomness import preserve_rng, rng_state, seed_own_generators, unchanged
 
 KINDS = {
     "python": (lambda: random.Random(0), lambda g: g.random()),
