@@ -131,7 +131,7 @@ class HeldGenerators:
     """
 
     def __init__(self, *owners: Any) -> None:
-        self._held = [(generator, _state(generator)) for generator in own_generators(*owners)]
+        self._generator_states = [(generator, _state(generator)) for generator in own_generators(*owners)]
         self._seed: int | None = None
         self._begun: list[bytes] = []
         self.drawn = False
@@ -142,7 +142,7 @@ class HeldGenerators:
         return self
 
     def __enter__(self) -> None:
-        for generator, state in self._held:
+        for generator, state in self._generator_states:
             if self._seed is None:
                 _set_state(generator, state)
             else:
@@ -151,12 +151,12 @@ class HeldGenerators:
 
     def __exit__(self, *_: object) -> None:
         self.drawn |= self.states() != self._begun
-        for generator, state in self._held:
+        for generator, state in self._generator_states:
             _set_state(generator, state)
 
     def states(self) -> list[bytes]:
         """Fingerprints of their states at this moment."""
-        found = (_state(generator) for generator, _ in self._held)
+        found = (_state(generator) for generator, _ in self._generator_states)
         # Torch pickles one state in several ways.
         return [s.numpy().tobytes() if isinstance(s, torch.Tensor) else pickle.dumps(s) for s in found]
 
