@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from fastdp.accounting import Card
 from fastdp.methods.ewft import EWFT, NoiseSchedule
-from fastdp.methods.removed import replace_removed
 from fastdp.methods.sap import CTI, TextPrivatizer
 
 if TYPE_CHECKING:
@@ -94,7 +93,6 @@ class NoisyHidden(nn.Module):
         return self.releases.card()
 
 
-@replace_removed
 class PrivateEmbedding(nn.Embedding):
     """SAP's table as a layer: each token is replaced at random by one near it, and the row of that one is returned.
 

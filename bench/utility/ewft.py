@@ -188,7 +188,6 @@ class Bench:
             dataset_size=records,
             autoencoder=autoencoder or row["autoencoder"] or None,
             bottom="trained" if trained else "frozen",
-            joint_autoencoder=trained,
         )
         if private.autoencoder is not None and private.autoencoder.trained_on is None:
             unlabelled = self.parts(row["seed"])["unlabelled"]

@@ -197,7 +197,7 @@ def _ewft(config: FinetuneConfig) -> Opening:
         raise ConfigError(f"noise of ewft is {noise!r}: choose one of {', '.join([*_SCHEDULES, 'codebook'])}")
     # Any noise and number of records will do to see whether the rest holds.
     checked = ewft.NoiseSchedule(noise, (1.0,), config.delta, reuse=noise == "release_once")
-    plain = ewft.EWFTPerturbation(noise=checked, sequence_length=config.max_length, dataset_size=1, **options)
+    plain = ewft.EWFTSettings(noise=checked, sequence_length=config.max_length, dataset_size=1, **options)
 
     def opened(subject: Subject) -> Releases:
         schedule = _SCHEDULES[noise](config, len(subject.train))
@@ -246,7 +246,7 @@ def _pure(config: FinetuneConfig) -> Opening:
 
 
 def _rehearse(
-    settings: ewft.EWFTPerturbation | ewft.PureSettings,
+    settings: ewft.EWFTSettings | ewft.PureSettings,
     subject: Subject,
     rehearsal: _Learning,
     batches: Iterable[Mapping[str, Any]],
@@ -264,7 +264,7 @@ def _rehearse(
 
 
 def _open(
-    settings: ewft.EWFTPerturbation, subject: Subject, autoencoder: _Learning | None, rehearsal: _Learning | None
+    settings: ewft.EWFTSettings, subject: Subject, autoencoder: _Learning | None, rehearsal: _Learning | None
 ) -> ewft.EWFT:
     if rehearsal is not None:
         if settings.autoencoder is not None:

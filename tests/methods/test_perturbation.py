@@ -19,7 +19,7 @@ TOKENS, ROWS = 11, 4
 
 
 def opened_ewft():
-    settings = ewft.EWFTPerturbation(
+    settings = ewft.EWFTSettings(
         layer=1, noise=ewft.release_once(8.0, 1e-5), sequence_length=TOKENS, dataset_size=ROWS, autoencoder=None
     )
     model = build("bert")

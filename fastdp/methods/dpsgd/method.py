@@ -12,13 +12,11 @@ import torch
 from fastdp.engine.clip.policy import Policy, Unclipped
 from fastdp.methods.geometry import Bounds, Groups, check_clipping, clip_groups, describe_clipping
 from fastdp.methods.options import AdaptiveClipping as AdaptiveClipping, Options
-from fastdp.methods.removed import replace_removed
 from fastdp.private.method import Method
 from fastdp.private.plan import Budget, Plan
 from fastdp.private.preparation import Outcome
 
 
-@replace_removed
 @dataclass(frozen=True)
 class DPSGD(Options):
     """Per-example clipping and Gaussian noise, for any optimizer.
@@ -51,7 +49,6 @@ class DPSGD(Options):
         return {"name": self.mechanism, **describe_clipping(self.max_grad_norm, self.groups), **self.describe_options()}
 
 
-@replace_removed
 @dataclass(frozen=True)
 class NonPrivate(Method):
     """No clipping and no noise: the baseline, on the same per-example objective, sampling and batch size.

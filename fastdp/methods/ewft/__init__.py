@@ -14,11 +14,7 @@ from fastdp.methods.ewft.noise import (
 from fastdp.methods.ewft.pooled import Codebook as Codebook, codebook as codebook
 from fastdp.methods.ewft.pure import PureEWFT as PureEWFT, PureSettings as PureSettings
 from fastdp.methods.ewft.rehearsal import rehearse as rehearse
-from fastdp.methods.ewft.releases import (
-    EWFT as EWFT,
-    EWFTPerturbation as EWFTPerturbation,
-    EWFTSettings as EWFTSettings,
-)
+from fastdp.methods.ewft.releases import EWFT as EWFT, EWFTSettings as EWFTSettings
 from fastdp.methods.removed import removed_from
 
 __getattr__ = removed_from("ewft")

@@ -169,10 +169,8 @@ class PureEWFT(LayerReleases):
 
     def state_dict(self) -> dict[str, Any]:
         """The codes, and the draws that are used again. They hold answers, and no key."""
-        codes = {} if self._codes is None else vars(self._codes)
         return {
-            "encoder": {name: codes[name] for name in ("centre", "basis")} if codes else None,
-            "learned": {name: codes[name] for name in ("centres", "states") if codes},
+            "learned": None if self._codes is None else vars(self._codes),
             "with_labels": self._with_labels,
             "seen": self._records.seen,
             "codes": self._records.codes,
@@ -186,8 +184,8 @@ class PureEWFT(LayerReleases):
         """
         if len(state["seen"]) != self.settings.dataset_size:
             raise ValueError(f"this state is of {len(state['seen'])} records, not {self.settings.dataset_size}")
-        if state["encoder"] is not None:
-            self._codes = Codes(**state["encoder"], **state["learned"])
+        if state["learned"] is not None:
+            self._codes = Codes(**state["learned"])
         self._with_labels = state["with_labels"]
         self._records.seen, self._records.codes = state["seen"], state["codes"]
         self.inference_releases = max(self.inference_releases, state["inference_releases"])

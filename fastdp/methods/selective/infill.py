@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastdp.calls.modes import in_mode
+from fastdp.methods.response import uniform_fractions
 from fastdp.ops.stream import NoiseStream
 
 #: Texts that go through the model together.
@@ -103,8 +104,7 @@ def _fill(
             raise ValueError(
                 f"the model has {seen.shape[1]} logits for {allowed.shape[1]} tokens: take the tokenizer's own"
             )
-        fractions = torch.from_numpy((stream.uniform64(len(rows)) >> 11).astype("float64") * 2.0**-53)
-        for row, token in zip(rows, choose(seen, allowed[told], fractions).tolist()):
+        for row, token in zip(rows, choose(seen, allowed[told], uniform_fractions(len(rows), stream)).tolist()):
             found[batch[row]][place] = token
 
 

@@ -23,20 +23,17 @@ from torch import Tensor
 
 from fastdp.accounting.weights import named_digest
 from fastdp.methods.exact import log_normalisers
+from fastdp.methods.response import uniform_fractions
 from fastdp.ops.choice import choice_log_probabilities, exponential_choice
 from fastdp.ops.stream import NoiseStream
 from fastdp.validate import one_of, positive
 
 FORMS = ("local", "paper")
-# Rows of distances that one step of the paper's form holds, and pairs of rows compared at once.
+# Rows of distances that one step of the paper's form holds.
 _CHUNK = 64
-_PAIRS = 4096
 # Strengths tried between an epsilon and twice that, and what was found for a table and an epsilon.
 _STEPS = 16
 _STRENGTHS: dict[tuple[str, float], float] = {}
-# Draws for each token, by turns, of which one has to fall within the paper's radius: a further draw for the same token
-# costs far less than the first.
-_TRIES = (1, 16, 128)
 
 
 def paper_probabilities(token: int, table: Tensor, epsilon: float, radius: float, alpha: float = 1.0) -> Tensor:
@@ -182,40 +179,9 @@ class TokenMechanism:
         return exponential_choice(ids, self.table, scale, stream, self.radius, log_prior=self._prior)
 
     def _draw_paper(self, ids: Tensor, epsilons: Tensor, stream: NoiseStream) -> Tensor:
-        """Draws from the whole vocabulary, of which the first within the radius counts, which is the law as printed.
-
-        A token for which none does, or that may not be drawn itself, is drawn from its law entry by entry.
-        """
-        result = torch.full_like(ids, -1)
-        scales = epsilons * self.alpha / (4 * self.radius)
-        left = torch.arange(len(ids)) if self.candidates is None else self.candidates[ids].nonzero().flatten()
-        for tries in _TRIES:
-            if not len(left):
-                break
-            again = left.repeat_interleave(tries)
-            drawn = exponential_choice(ids[again], self.table, scales[again], stream, log_prior=self._prior)
-            near = self._within(ids[again], drawn).view(-1, tries)
-            first = drawn.view(-1, tries).gather(1, near.int().argmax(1, keepdim=True)).flatten()
-            found = near.any(1)
-            result[left[found]] = first[found]
-            left = left[~found]
-        rest = (result < 0).nonzero().flatten()
-        if len(rest):
-            result[rest] = self._draw_from_laws(ids[rest], epsilons[rest], stream)
-        return result
-
-    def _within(self, ids: Tensor, drawn: Tensor) -> Tensor:
-        near = [
-            (self.table[a].double() - self.table[b].double()).norm(dim=1) <= self.radius
-            for a, b in zip(ids.split(_PAIRS), drawn.split(_PAIRS))
-        ]
-        return torch.cat(near).to(ids.device)
-
-    def _draw_from_laws(self, ids: Tensor, epsilons: Tensor, stream: NoiseStream) -> Tensor:
         rows = self.table.double()
         laws, law_of = torch.stack([ids.double(), epsilons]).unique(dim=1, return_inverse=True)
-        # 53 bits of a 64-bit draw: what a float64 in [0, 1) holds.
-        draws = torch.from_numpy((stream.uniform64(len(ids)) >> 11).astype("float64") * 2.0**-53)
+        draws = uniform_fractions(len(ids), stream)
         result = torch.empty_like(ids)
         sharing = torch.argsort(law_of, stable=True).split(torch.bincount(law_of).tolist())
         for start in range(0, laws.shape[1], _CHUNK):

@@ -120,23 +120,15 @@ def merge(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def token_mask(
-    offsets: Sequence[tuple[int, int]], stretches: Sequence[tuple[int, int]], special: Sequence[int] | None = None
-) -> list[bool]:
+def token_mask(offsets: Sequence[tuple[int, int]], stretches: Sequence[tuple[int, int]]) -> list[bool]:
     """Which tokens touch a private stretch of their text.
 
     Args:
         offsets: start and end character of each token, as a fast tokenizer gives them. Several tokens may share a
             character (the bytes of one letter); a token of no characters inside a stretch is private too.
         stretches: disjoint and in order, as `PrivacyPolicy.private` returns them.
-        special: 1 for tokens that the tokenizer added, which stand for no text and are never private.
     """
-    mask = []
-    for index, (start, end) in enumerate(offsets):
-        added = special is not None and bool(special[index])
-        last = max(end, start + 1)
-        mask.append(not added and any(start < to and last > since for since, to in stretches))
-    return mask
+    return [any(start < to and max(end, start + 1) > since for since, to in stretches) for start, end in offsets]
 
 
 def _check(span: Span, text: str) -> None:

@@ -175,7 +175,7 @@ def test_a_trained_bottom_gets_gradients_and_voids_the_guarantee():
 
 def test_the_gradient_is_that_of_encode_clip_decode():
     model = build("bert").eval()
-    private = attach(model, layer=2, max_norm=0.5, autoencoder=(5,), bottom="trained", joint_autoencoder=True)
+    private = attach(model, layer=2, max_norm=0.5, autoencoder=(5,), bottom="trained")
     inputs = full_batch("bert")
     private.set_epoch(1)
     model(**inputs, example_ids=torch.arange(ROWS)).logits.square().sum().backward()
@@ -413,7 +413,7 @@ def test_noise_that_can_be_drawn_again_protects_nothing():
 def test_the_papers_form_states_its_true_epsilon_and_no_guarantee():
     model = build("bert")
     noise = ewft.paper([0.461663, 0.415841, 0.370020], 8.0, DELTA)
-    private = attach(model.train(), noise, autoencoder=(4,), bottom="trained", joint_autoencoder=True)
+    private = attach(model.train(), noise, autoencoder=(4,), bottom="trained")
     for epoch in (1, 2, 3):
         private.set_epoch(epoch)
         model(**numbered())

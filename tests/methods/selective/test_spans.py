@@ -64,6 +64,5 @@ def test_every_private_character_is_covered(text, data):
     assert any(mask)
 
 
-def test_tokens_that_the_tokenizer_added_are_never_private():
-    assert token_mask([(0, 0), (0, 4), (4, 4), (0, 0)], [(0, 4)], [1, 0, 0, 1]) == [False, True, False, False]
-    assert token_mask([(0, 4), (2, 2)], [(0, 4)]) == [True, True]
+def test_a_token_of_no_characters_inside_a_stretch_is_private():
+    assert token_mask([(0, 4), (2, 2), (4, 4)], [(0, 4)]) == [True, True, False]
