@@ -28,7 +28,7 @@ RELEASES = "releases"
 _ALL = 1 << 53
 #: A norm that no hidden state comes near.
 _UNCLIPPED = 1e9
-_CTI = ["public", "form", "noise_multiplier", "max_norm", "min_support", "tilt", "c0", "cells", "told_at"]
+_CTI = ["public", "form", "noise_multiplier", "max_norm", "min_support", "tilt", "cells", "told_at"]
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,6 @@ class DPSGD(Options):
     def policy(
         self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
     ) -> Policy:
-        """The policy for these trained parameters at a total ``noise_multiplier``."""
         return clip_groups(parameters, self.gradient_multiplier(noise_multiplier), self.max_grad_norm, self.groups)
 
     def describe(self) -> dict[str, Any]:
@@ -76,7 +75,6 @@ class NonPrivate(Method):
     def policy(
         self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
     ) -> Policy:
-        """A policy that neither clips nor adds noise."""
         return Unclipped()
 
     def describe(self) -> dict[str, Any]:

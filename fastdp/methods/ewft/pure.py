@@ -27,7 +27,6 @@ class PureSettings(NoisePlace):
     mechanism: Codebook
 
     def open(self, model: nn.Module, /, unsafe_seed: int | None = None) -> PureEWFT:
-        """The perturbation of a model."""
         return PureEWFT(model, unsafe_seed=unsafe_seed, **vars(self))
 
 
@@ -97,7 +96,6 @@ class PureEWFT(LayerReleases):
         self._with_labels = known
 
     def release(self, hidden: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:
-        """Draws of hidden states [B]. Called by the forward pass."""
         if self._codes is None:
             raise RuntimeError("there are no codes yet: call learn with public text")
         code = self._codes.encode(pool_rows(hidden, mask))
@@ -110,7 +108,6 @@ class PureEWFT(LayerReleases):
         return self.mechanism.release(code, self.stream)
 
     def decode(self, code: Tensor) -> Tensor:
-        """The state that stands for an answer, at every position."""
         assert self._codes is not None
         state = self._codes.states[code.cpu()].to(code.device)
         dtype = next(self.blocks.base.parameters()).dtype
@@ -118,7 +115,6 @@ class PureEWFT(LayerReleases):
 
     @property
     def untouched(self) -> bool:
-        """Whether no training record was released."""
         return not bool(self._records.seen.any())
 
     def epsilon(self) -> float:
@@ -132,14 +128,12 @@ class PureEWFT(LayerReleases):
         return math.inf if self.stream.reproducible else self.mechanism.epsilon * queries
 
     def claim(self) -> accounting.Pure:
-        """Of one user's sequence, which is released once."""
         return accounting.Pure("one user's sequence", self.mechanism.epsilon, units=1)
 
     def figure(self) -> str:
         return f"epsilon {self.mechanism.epsilon:g} without a delta for one user's sequence (local)"
 
     def card(self) -> accounting.Card:
-        """What was told of a training record, what it costs, and what is not protected."""
         settings = self.settings
         return accounting.Card.of(
             self.claim(),

@@ -284,7 +284,6 @@ class EWFT(LayerReleases):
                 path.parent.rmdir()
 
     def release(self, hidden: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:
-        """Noisy codes [B, T, k] of hidden states. Called by the forward pass."""
         ae = self.autoencoder
         if ae is not None and ae.trained_on is None and not self.settings.exposed:
             raise RuntimeError(
@@ -297,7 +296,6 @@ class EWFT(LayerReleases):
             return self._released(code if mask is None else code * mask[:, :, None].to(code.dtype), ids)
 
     def decode(self, code: Tensor) -> Tensor:
-        """What the layers that follow go on with."""
         return code if self.autoencoder is None else self.autoencoder.decode(code)
 
     def _released(self, code: Tensor, ids: Tensor | None) -> Tensor:
@@ -355,7 +353,6 @@ class EWFT(LayerReleases):
         return accounting.epsilon(event, self.noise.delta if delta is None else delta, adjacency="replace_one")
 
     def claim(self) -> accounting.Gaussian:
-        """Of one user's sequence, over all releases of training."""
         noise = self.noise
         return accounting.Gaussian(
             "one user's sequence", "replace_one", self.event(), noise.delta, noise.target_epsilon
@@ -366,7 +363,6 @@ class EWFT(LayerReleases):
 
     @property
     def untouched(self) -> bool:
-        """Whether no epoch has begun."""
         return self.ledger.untouched
 
     def card(self) -> accounting.Card:

@@ -203,7 +203,6 @@ class DPFrost(Options):
         return {p.name: int(t) for p, t in zip(partitions, outcome["iteration"].tolist()) if t > 0}
 
     def trained(self, parameters: Mapping[str, torch.nn.Parameter], outcome: Outcome) -> Sequence[str]:
-        """Names of the parameters of the chosen partitions."""
         chosen = zip(split(parameters, self.partitions), outcome["iteration"].tolist())
         names = {name for partition, t in chosen if t > 0 for name in partition.parameters}
         return [name for name in parameters if name in names]

@@ -135,7 +135,6 @@ class RapFT(Options):
             Propagator(moment.model, moment.parameters, self.propagation, self.initialisation).total(row)
 
     def prepare(self, preparation: Preparation) -> None:
-        """Release a map of relevance, if the mask comes from private examples."""
         assert self.source is not None
         self.source.release(self._propagator(preparation), preparation)
 

@@ -464,7 +464,6 @@ class TextPrivatizer(Releases):
         return [] if self.cti is None else self.cti.flaws()
 
     def in_words(self) -> str:
-        """The bound, and how much it leaves as it was."""
         card = self.statement()
         if card["guarantee"] == "none":
             return f"none: {'; '.join(card['why_no_guarantee'])}"
@@ -477,7 +476,6 @@ class TextPrivatizer(Releases):
         return words
 
     def card(self) -> Card:
-        """The `statement`."""
         return self.statement()
 
     def statement(self, releases: int = 1) -> Card:
@@ -527,7 +525,6 @@ class TextPrivatizer(Releases):
 
     @property
     def in_short(self) -> str:
-        """Mechanism and strength, in a few words."""
         if self._quotient is not None:
             return f"quotient of {len(self._quotient.representatives)} cells, epsilon {self.epsilon_of_a_token:g}"
         return f"{self.mechanism}, eta {self.eta:g}"

@@ -124,7 +124,6 @@ class TokenMechanism:
         return _STRENGTHS[key]
 
     def _costs(self, strengths: Sequence[float]) -> list[float]:
-        """By the laws of the whole table."""
         if self.form == "paper":
             return [math.inf] * len(strengths)
         scales = [k / (2 * self.radius) for k in strengths]
@@ -134,7 +133,6 @@ class TokenMechanism:
 
     @cached_property
     def _name(self) -> str:
-        """Tells mechanisms apart whose costs differ."""
         parts = (
             {"table": self.table} if self.candidates is None else {"table": self.table, "candidates": self.candidates}
         )

@@ -33,7 +33,6 @@ class DetectorQuality:
     by_entity: dict[str, dict[str, float | None]]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON values, for the card and for result files."""
         return asdict(self)
 
 

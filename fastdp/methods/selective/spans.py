@@ -43,16 +43,13 @@ class AnyOf:
     detectors: tuple[PrivacyDetector, ...]
 
     def detect(self, texts: Sequence[str]) -> list[list[Span]]:
-        """The spans of all of them."""
         found = [detector.detect(texts) for detector in self.detectors]
         return [[span for spans in own for span in spans] for own in zip(*found, strict=True)]
 
     def describe(self) -> dict[str, Any]:
-        """Each by its name and settings."""
         return {"name": "any of several", "detectors": [detector.describe() for detector in self.detectors]}
 
     def private_settings(self) -> Any:
-        """Those of each that has any."""
         return [getattr(detector, "private_settings", lambda: None)() for detector in self.detectors]
 
 
@@ -101,7 +98,6 @@ class PrivacyPolicy:
         return merge(kept)
 
     def describe(self) -> dict[str, Any]:
-        """The settings, for the card."""
         return {
             "entities": None if self.entities is None else sorted(self.entities),
             "threshold": dict(self.threshold) if isinstance(self.threshold, Mapping) else self.threshold,

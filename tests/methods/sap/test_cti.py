@@ -72,7 +72,7 @@ def test_the_papers_form_is_what_the_privatizer_draws():
     points = np.array([0.0, 0.01, 1.0])
     table = torch.tensor(points, dtype=torch.float32)[:, None]
     importance = torch.tensor([[1.5, -1.5, 0.0]] * 2, dtype=torch.float64)
-    cti = CTI(importance, torch.ones(3, dtype=torch.bool), "private", "paper", c0=0.0)
+    cti = CTI(importance, torch.ones(3, dtype=torch.bool), "private", "paper")
     privatizer = TextPrivatizer(table, eta=4.0, cti=cti, unsafe_seed=5)
     etas = cti.eta_of(None, 4.0)
     assert etas.tolist() == pytest.approx([8 / (1 + math.exp(-1.5)), 8 / (1 + math.exp(1.5)), 4.0])
@@ -100,9 +100,10 @@ def test_draws_follow_the_law_of_each_class():
 def test_rare_tokens_of_one_class_are_not_favoured():
     """A name that one class alone has: importance .72 and eta 67 without support, at most the basic eta with it."""
     counts = torch.tensor([[8, 1, 20, 1], [2, 9, 20, 0]])
-    printed = CTI.from_counts(counts, source="private", form="paper", c0=0.0)
+    printed = CTI.from_counts(counts, source="private", form="paper")
+    # Of two classes importances are each other's negatives, so that the middle of them is 0.
     assert float(printed.eta_of(0, 50.0)[3]) == pytest.approx(67.31, abs=5e-3)
-    sound = CTI.from_counts(counts, source="public", min_support=5, c0=0.0)
+    sound = CTI.from_counts(counts, source="public", min_support=5)
     assert float(sound.importance[0, 3]) <= 0
     assert float(sound.importance[0, 0]) > 0.5
 
@@ -157,7 +158,7 @@ def test_kept_counts_come_back_as_they_were(tmp_path, options):
     found = CTI.load(tmp_path / "counts.pt")
     assert torch.equal(found.importance, made.importance)
     assert torch.equal(found.supported, made.supported)
-    settings = ("source", "form", "tilt", "c0", "delta")
+    settings = ("source", "form", "tilt", "delta")
     assert [getattr(found, name) for name in settings] == [getattr(made, name) for name in settings]
 
 
