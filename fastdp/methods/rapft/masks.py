@@ -65,28 +65,28 @@ def weak_masks(relevance: Mapping[str, torch.Tensor], irrelevance_ratio: float) 
         ValueError: for beta out of range, relevance that cannot be ranked, and where nothing is left strong (r_s = 0).
     """
     ratio = check_irrelevance_ratio(irrelevance_ratio)
-    masks = {name: _least(values, ratio) for name, values in normalised(relevance).items()}
+    masks = {name: _least_relevant(values, ratio) for name, values in normalised(relevance).items()}
     check_strong((mask.numel() for mask in masks.values()), ratio)
     return masks
 
 
 def check_strong(sizes: Iterable[int], irrelevance_ratio: float) -> None:
     """Raise ValueError if no coordinate of parameters of these sizes would be strong (r_s = 0), whatever the data."""
-    if all(_weak(size, irrelevance_ratio) == size for size in sizes):
+    if all(_weak_count(size, irrelevance_ratio) == size for size in sizes):
         raise ValueError(
             f"at irrelevance ratio {irrelevance_ratio:g} every coordinate is weak and none is strong (r_s = 0): lower the "
             "ratio"
         )
 
 
-def _weak(size: int, ratio: float) -> int:
+def _weak_count(size: int, ratio: float) -> int:
     """How many of ``size`` coordinates are weak."""
     # 1e-9 keeps a product such as .7 * 10 = 7.000000000000001 from being rounded up.
     return min(math.ceil(ratio * size - 1e-9), size)
 
 
-def _least(values: torch.Tensor, ratio: float) -> torch.Tensor:
+def _least_relevant(values: torch.Tensor, ratio: float) -> torch.Tensor:
     flat = values.reshape(-1)
     mask = torch.zeros(flat.numel(), dtype=torch.bool, device=flat.device)
-    mask[torch.argsort(flat, stable=True)[: _weak(flat.numel(), ratio)]] = True
+    mask[torch.argsort(flat, stable=True)[: _weak_count(flat.numel(), ratio)]] = True
     return mask.view(values.shape)

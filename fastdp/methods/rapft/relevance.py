@@ -14,7 +14,7 @@ from fastdp.calls.batches import accepted, as_long_as, take_rows, tensors
 from fastdp.calls.modes import in_mode
 from fastdp.distributed.shards import UnshardedParameters
 from fastdp.methods.rapft.initialisation import Initialisation, one_hot
-from fastdp.methods.rapft.rules import Propagation, RelevanceMode, activations_hand_on, begin, stabilised
+from fastdp.methods.rapft.rules import Propagation, RelevanceMode, activations_as_functions, stabilised, track_relevance
 from fastdp.methods.removed import sentence
 
 _IGNORED = -100
@@ -70,12 +70,12 @@ class Propagator:
         if not self._takes_labels():
             inputs.pop("labels", None)
         inputs = accepted(self.model, inputs)[1]
-        flowing = {k: begin(v.detach()) if v.is_floating_point() else v for k, v in inputs.items()}
+        flowing = {k: track_relevance(v.detach()) if v.is_floating_point() else v for k, v in inputs.items()}
         with (
             self.weights.apart(),
             in_mode(self.model, training=False),
             torch.enable_grad(),
-            activations_hand_on(self.model),
+            activations_as_functions(self.model),
         ):
             with RelevanceMode(self.propagation, self.parameters.values(), rows):
                 output = self._forward(**flowing)

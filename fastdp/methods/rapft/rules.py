@@ -60,12 +60,12 @@ def stabilised(z: torch.Tensor, epsilon: float) -> torch.Tensor:
     return z + torch.copysign(z.new_tensor(epsilon), z)
 
 
-def begin(values: torch.Tensor) -> torch.Tensor:
+def track_relevance(values: torch.Tensor) -> torch.Tensor:
     """Let relevance flow through values that the model reads or looks up, and end there."""
     return values if values.requires_grad else values.requires_grad_()
 
 
-class _HandOn(torch.autograd.Function):
+class _Elementwise(torch.autograd.Function):
     """y = f(x) element by element (softmax included), with R_x = R_y: the message becomes s y / x."""
 
     @staticmethod
@@ -236,15 +236,15 @@ def _times(mode: RelevanceMode, func: Any, input: Any, other: Any, **options: An
     return func(_Half.apply(input), _Half.apply(other), **options)
 
 
-def _hand_on(mode: RelevanceMode, func: Any, input: Any, *args: Any, **options: Any) -> Any:
+def _elementwise(mode: RelevanceMode, func: Any, input: Any, *args: Any, **options: Any) -> Any:
     if not mode.flows(input):
         return NotImplemented
     with torch.no_grad():
         y = func(input, *args, **options)
     if func in _SOFTMAX:
         # softmax(0) is not 0, so that here the stabiliser matters.
-        return _HandOn.apply(input, y, max(mode.settings.epsilon, _TINY), False)
-    return _HandOn.apply(input, y)
+        return _Elementwise.apply(input, y, max(mode.settings.epsilon, _TINY), False)
+    return _Elementwise.apply(input, y)
 
 
 def _attention(
@@ -267,20 +267,15 @@ def _attention(
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = _times(mode, torch.matmul, query, key.transpose(-2, -1)) * scale
-    masked = scores
+    least = torch.finfo(query.dtype).min
     if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is not None:
-        with torch.no_grad():
-            closed = attn_mask.logical_not() if attn_mask.dtype == torch.bool else None
-            masked = scores + attn_mask if closed is None else scores.masked_fill(closed, -torch.inf)
-    with torch.no_grad():
-        # A row whose keys are all masked is 0 rather than NaN, as in torch's own kernels.
-        weights = torch.nan_to_num(torch.softmax(masked, -1))
-    weights = _HandOn.apply(scores, weights, max(mode.settings.epsilon, _TINY), False)
-    return _times(mode, torch.matmul, weights, value)
+        attn_mask = query.new_ones(query.shape[-2], key.shape[-2]).tril().bool()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, least)
+    with mode:
+        scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+        # A row whose keys are all masked would be NaN at minus infinity.
+        return F.softmax(scores if attn_mask is None else scores + attn_mask.clamp(min=least), -1) @ value
 
 
 def _layer_norm(
@@ -325,7 +320,7 @@ def _inverse_root(mode: RelevanceMode, func: Any, input: Any, *args: Any, **opti
 
 
 def _embedding(mode: RelevanceMode, func: Any, *args: Any, **options: Any) -> Any:
-    return begin(func(*args, **options))
+    return track_relevance(func(*args, **options))
 
 
 _SOFTMAX = (F.softmax, torch.softmax, torch.Tensor.softmax)
@@ -342,7 +337,9 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     ),
     **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__), _times),
     **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm), _times),
-    **dict.fromkeys((F.gelu, F.silu, F.relu, F.tanh, torch.tanh, torch.Tensor.tanh, torch.relu, *_SOFTMAX), _hand_on),
+    **dict.fromkeys(
+        (F.gelu, F.silu, F.relu, F.tanh, torch.tanh, torch.Tensor.tanh, torch.relu, *_SOFTMAX), _elementwise
+    ),
     **dict.fromkeys((torch.rsqrt, torch.Tensor.rsqrt), _inverse_root),
 }
 
@@ -350,7 +347,7 @@ _ACTIVATIONS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in A
 
 
 @contextmanager
-def activations_hand_on(model: torch.nn.Module) -> Iterator[None]:
+def activations_as_functions(model: torch.nn.Module) -> Iterator[None]:
     """While open, activation modules are one element-wise function each, however many operations they are written in.
 
     GPT-2's GELU multiplies x by a function of x; taken apart, that is a product of two activations.
@@ -361,7 +358,7 @@ def activations_hand_on(model: torch.nn.Module) -> Iterator[None]:
             return original(x)
         with torch.no_grad():
             y = original(x)
-        return _HandOn.apply(x, y)
+        return _Elementwise.apply(x, y)
 
     patched = [m for m in model.modules() if isinstance(m, _ACTIVATIONS) and "forward" not in vars(m)]
     for module in patched:

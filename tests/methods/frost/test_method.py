@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 import fastdp
 from fastdp import accounting
-from fastdp.accounting import BudgetExceeded
 from fastdp.methods.frost import DPFrost, split
 from fastdp.methods.frost.accumulate import magnitude_bound
 from fastdp.private.plan import Plan
@@ -283,14 +282,6 @@ def test_a_criterion_selects_what_the_models_own_loss_does() -> None:
 def test_a_criterion_that_fails_in_the_selection_is_refused_before_anything_is_released() -> None:
     with pytest.raises(ValueError, match="on one example it raised KeyError: 'targets'"):
         start(Outside(), criterion=lambda logits, batch: batch["targets"])
-
-
-def test_a_selection_interrupted_half_way_is_not_made_again_for_free() -> None:
-    method = DPFrost(**SETTINGS)  # type: ignore[arg-type]
-    private = start(method=method)
-    private.ledger.record("selection")
-    with pytest.raises(BudgetExceeded, match="selection"):
-        next(iter(private.data_loader))
 
 
 def test_given_noise_of_the_selection_leaves_the_rest_to_training() -> None:

@@ -44,29 +44,6 @@ def test_sound_forms_keep_their_bound(seed, form, eta, spread):
     assert accounting.verify(statement).guarantee
 
 
-def test_what_each_bound_is():
-    eta = 2.0
-    table, cti = instance(1, "prior")
-    distance = float((table[0].double() - table[1].double()).norm())
-    assert TextPrivatizer(table, eta=eta, cti=cti).bound(0, 1) == pytest.approx(eta * distance)
-
-
-def test_the_papers_form_violates_d_chi():
-    """Two tokens side by side with different etas: the ratio is e^22 where d_chi at the largest eta allows e^0.1.
-
-    Exact probabilities of the nearest of three points to Laplace noise; this must stay so, or the statement's `none`
-    would be wrong.
-    """
-    points, etas = np.array([0.0, 0.01, 5.0]), (10.0, 1.0)
-    laws = [line_law(points, points[x], etas[x]) for x in (0, 1)]
-    ratio = abs(math.log(laws[0][2] / laws[1][2]))
-    assert ratio == pytest.approx(22.5, abs=0.2)
-    assert ratio > 200 * max(etas) * 0.01
-    # With one eta for both the bound holds.
-    equal = [line_law(points, points[x], 10.0) for x in (0, 1)]
-    assert np.abs(np.log(equal[0] / equal[1])).max() <= 10.0 * 0.01 + 1e-4  # cancellation in the far tail
-
-
 def test_the_papers_form_is_what_the_privatizer_draws():
     """The etas of that example come out of equation (6), and the tokens follow their law."""
     points = np.array([0.0, 0.01, 1.0])
