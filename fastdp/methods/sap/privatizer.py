@@ -440,8 +440,8 @@ class TextPrivatizer(Releases):
         if self.mechanism == "laplace":
             return self._eta if self.cti is None else math.inf
         table, scale, extra = self._law(label)
-        logs, error = log_normalisers(table, [scale], None, extra.get("log_prior"))
-        return scale + lipschitz(table, logs, error, [scale])[0]
+        (logs,), error = log_normalisers(table, [scale], None, extra.get("log_prior"))
+        return scale + lipschitz(table, logs, error, scale)
 
     def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
         """Examples with their tokens replaced, once, and their labels too where these are tokens.

@@ -17,7 +17,6 @@ from fastdp.methods.frost.accumulate import magnitude_bound
 from fastdp.private.plan import Plan
 from fastdp.private.run import Private
 from tests.cases import cases
-from tests.engine import models
 from tests.engine.runs import CLASSES, FEATURES, collate, examples, logical_step
 
 SETTINGS = {"unfreezing_ratio": 0.5, "selection_steps": 2, "selection_rate": 0.5, "selection_noise_multiplier": 0.0}
@@ -232,13 +231,6 @@ def test_refuses_a_budget_that_a_selection_without_noise_cannot_meet(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-def test_refuses_an_optimizer_that_holds_a_frozen_parameter() -> None:
-    model = Deep()
-    model.layers[0].requires_grad_(False)
-    with pytest.raises(ValueError, match="layers.0.weight is frozen and stands in the optimizer's groups"):
-        start(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 def test_refuses_a_frozen_partition_given_back_to_the_optimizer() -> None:
     private = start()
     logical_step(private)
@@ -291,34 +283,6 @@ def test_given_noise_of_the_selection_leaves_the_rest_to_training() -> None:
         accounting.dpsgd(budget.noise_multiplier, 0.05, 40), accounting.selection(4.0, 2, sample_rate=0.1)
     )
     assert 1.99 < accounting.epsilon(event, 1e-4) <= 2.0
-
-
-class _Batches(torch.utils.data.Dataset):
-    def __init__(self, batch: Mapping[str, torch.Tensor]):
-        self.batch = batch
-
-    def __len__(self) -> int:
-        return len(next(iter(self.batch.values())))
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {key: value[index] for key, value in self.batch.items()}
-
-
-@pytest.mark.parametrize("name", ["gpt2", "bert", "vit"])
-def test_language_models_and_vit(name: str) -> None:
-    model = models.build(name)
-    data = DataLoader(_Batches(models.batch(name, rows=8)), batch_size=4)
-    private = start(model, DPFrost(**SETTINGS, max_grad_norm=0.5), data)  # type: ignore[arg-type]
-    for batch in private.data_loader:
-        model(**batch).loss.backward()
-        private.optimizer.step()
-        private.optimizer.zero_grad()
-    assert private.route == "uses"
-    assert (
-        0
-        < sum(p.numel() for p in model.parameters() if p.requires_grad)
-        <= 0.5 * sum(p.numel() for p in model.parameters())
-    )
 
 
 def test_what_reads_no_private_data_costs_nothing() -> None:
