@@ -144,8 +144,8 @@ class EWFT(LayerReleases):
         unsafe_seed: noise that whoever knows the seed can repeat: for tests, and the card says so.
 
     Raises:
-        ValueError: for a layer that does not exist, an autoencoder of another width, values out of range, a model that has
-            an EWFT already, or a ledger in ``output_dir`` that is not to be resumed, or not by these arguments.
+        ValueError: for a layer that does not exist, an autoencoder of another width, values out of range, and a model that has
+            an EWFT already. Also for a ledger in ``output_dir`` that is not to be resumed, or not by these arguments.
     """
 
     def __init__(
@@ -208,9 +208,12 @@ class EWFT(LayerReleases):
     def set_epoch(self, epoch: int) -> None:
         """The noise of this epoch, counted from 1, applies from now on. Call it before the epoch's first batch.
 
-        Entering an epoch is recorded as a release of every record, before any is made. Raises ValueError for an epoch
-        beyond the schedule's last, RuntimeError when an epoch is gone back to, and BudgetExceeded when an interrupted one
-        would be released a second time: go on with the next epoch, or pay for it with `allow_again`.
+        Entering an epoch is recorded as a release of every record, before any is made.
+
+        Raises:
+            ValueError: for an epoch beyond the schedule's last.
+            RuntimeError: for one before the present one.
+            BudgetExceeded: for an interrupted one: go on with the next, or pay for it with `allow_again`.
         """
         epochs = self.noise.epochs
         if not 1 <= epoch <= (epochs or epoch):

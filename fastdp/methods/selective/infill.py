@@ -1,8 +1,7 @@
 """Replacements that read like text: a public language model draws them, among the tokens of an answered type.
 
-A private token's type goes by randomised response (`typed`). What is drawn after that depends on the answers, on words that are
-left as they are, on replacements drawn before, and on a public model. None of these tells more than the answers do, so epsilon
-stays what it was, whatever the model.
+A private token's type goes by randomised response (`typed`). What is drawn after that depends on the answers, on other words,
+on replacements drawn before, and on a public model. None of these tells more than the answers do, so epsilon stays what it was.
 """
 
 from __future__ import annotations

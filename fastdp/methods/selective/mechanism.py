@@ -2,13 +2,13 @@
 
 With x the private token, w a candidate, dist their rows' Euclidean distance:
 
-* ``local``: Pr[w | x] ~ exp(-k min(dist, R) / (2 R)) over the whole vocabulary. For any two tokens x, x' and any w
-  the weights differ by a factor of at most exp(k / 2), and so do their sums: k-local DP at the strength k. On the public table
-  the sums differ by less: `TokenMechanism.epsilon` says what a strength really costs, and `TokenMechanism.strength` finds the
-  largest that an epsilon allows.
+* ``local``: Pr[w | x] ~ exp(-k min(dist, R) / (2 R)) over the whole vocabulary. The weights of any two tokens differ by a
+  factor of at most exp(k / 2), and so do their sums: k-local DP at the strength k. On the public table the sums differ by
+  less: `TokenMechanism.epsilon` says what a strength costs, and `TokenMechanism.strength` finds the largest that an epsilon
+  allows.
 * ``paper``: Pr[w | x] ~ exp(-epsilon alpha dist / (4 d)) among the tokens within distance d of x (equations 2 to 5). The
-  candidates differ from token to token, so an outcome may be possible under one and impossible under another, and a token
-  without a neighbour is sent as it is: **no epsilon holds**.
+  candidates differ from token to token, so what one can become, another cannot. A token without a neighbour is sent as it
+  is. **No epsilon holds**.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Typed cells: a private token's public type goes by randomised response, and of the token itself nothing is told.
 
-Types are read off a public tokenizer: whether a token begins a word, and whether it is a number of so many digits, a known
-name, a capitalised or a lower-case word, or a sign. The replacement is any token of the answered type, all equally likely. Tokens
-of one type have the same law: between them epsilon is 0. Any other two differ by the odds of their types' answers, exp(epsilon)
-at most, since the draw that follows sees the answer alone.
+Types are read off a public tokenizer: whether a token begins a word, and whether it is a number, a name, a capitalised or a
+lower-case word, or a sign. The replacement is any token of the answered type, all equally likely. Tokens of one type have the
+same law: between them epsilon is 0. Any other two differ by the odds of their types' answers, exp(epsilon) at most.
 """
 
 from __future__ import annotations
