@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,19 +16,6 @@ from fastdp.methods.ewft.records import Records
 from fastdp.methods.public import PublicText, describe_origin
 
 
-@dataclass(frozen=True, kw_only=True)
-class PureSettings(NoisePlace):
-    """Settings of `PureEWFT`, all public: those of `NoisePlace`, and the ``mechanism``, `ewft.codebook`.
-
-    Each record is released once, and known by its id. Raises ValueError for values out of range.
-    """
-
-    mechanism: Codebook
-
-    def open(self, model: nn.Module, /, unsafe_seed: int | None = None) -> PureEWFT:
-        return PureEWFT(model, unsafe_seed=unsafe_seed, **vars(self))
-
-
 class PureEWFT(LayerReleases):
     """Replaces the hidden states after one layer by what a pure-epsilon draw tells of them, in training and in inference.
 
@@ -38,13 +24,14 @@ class PureEWFT(LayerReleases):
     the layer sees, at every position, the state that stands for the answer.
 
     Args:
-        model, layer: as for `EWFT`; what precedes the layer is frozen.
-        mechanism, sequence_length, dataset_size, lengths, public_texts: as in `PureSettings`.
+        model: as for `EWFT`; what precedes the layer is frozen.
+        mechanism: `ewft.codebook`.
+        layer, sequence_length, dataset_size, lengths, public_texts: as in `NoisePlace`.
         unsafe_seed: draws that whoever knows the seed can repeat: for tests, and the card says so.
 
-    What is training, and what a query, is decided as by `EWFT`.
+    What is training, and what a query, is decided as by `EWFT`. Each record is known by its id.
 
-    Raises ValueError as `PureSettings`, and for a layer that does not exist or a model that is perturbed already.
+    Raises ValueError as `NoisePlace`, and for a layer that does not exist or a model that is perturbed already.
     """
 
     def __init__(
@@ -59,9 +46,8 @@ class PureEWFT(LayerReleases):
         public_texts: Sequence[PublicText] = (),
         unsafe_seed: int | None = None,
     ):
-        self.settings = PureSettings(
+        self.settings = NoisePlace(
             layer=layer_name(model, layer),
-            mechanism=mechanism,
             sequence_length=sequence_length,
             dataset_size=dataset_size,
             lengths=lengths,

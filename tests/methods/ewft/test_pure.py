@@ -17,7 +17,7 @@ CODEBOOK = ewft.codebook(3, 2.0)
 
 def attach(model, mechanism=CODEBOOK, learned=True, **options):
     settings = {"layer": 1, "sequence_length": TOKENS, "dataset_size": ROWS, **options}
-    private = ewft.PureSettings(mechanism=mechanism, **settings).open(model, unsafe_seed=0)
+    private = ewft.PureEWFT(model, mechanism=mechanism, **settings, unsafe_seed=0)
     if learned:
         private.learn([public()])
     return private
@@ -106,7 +106,7 @@ def test_queries_are_counted_by_rows_and_never_rolled_back():
 
 def test_every_query_costs_as_much_again():
     settings = {"layer": 1, "sequence_length": TOKENS, "dataset_size": ROWS}
-    private = ewft.PureSettings(mechanism=CODEBOOK, **settings).open(build("bert"))
+    private = ewft.PureEWFT(build("bert"), mechanism=CODEBOOK, **settings)
     one = CODEBOOK.epsilon
     assert private.inference_epsilon() == one
     assert private.inference_epsilon(3) == 3 * one

@@ -531,7 +531,7 @@ def test_a_classifier_that_reads_the_last_token_needs_padding_on_the_left():
     model(**{key: value.flip(1) for key, value in inputs.items()})
 
 
-@pytest.mark.parametrize(("made", "settings"), [(fastdp.EWFT, ewft.EWFTSettings), (ewft.PureEWFT, ewft.PureSettings)])
+@pytest.mark.parametrize(("made", "settings"), [(fastdp.EWFT, ewft.EWFTSettings), (ewft.PureEWFT, ewft.NoisePlace)])
 def test_its_signature_spells_every_setting_with_type_and_default(made, settings):
     shown = inspect.signature(made).parameters
     assert all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in shown.values())

@@ -22,7 +22,7 @@ from fastdp.methods.rapft import (
     second_moments,
 )
 from fastdp.optim import AdamW
-from fastdp.private.preparation import add_clipped
+from fastdp.private.preparation import Findings, add_clipped
 from tests.cases import cases
 from tests.engine.reference import known
 from tests.engine.runs import Classifier, collate, examples, join, loader, logical_step, one_by_one, start
@@ -216,36 +216,19 @@ def test_axes_of_public_gradients_follow_the_weights_and_cost_nothing():
     assert accounting.verify(private.card()).holds
 
 
-def test_axes_of_a_few_public_gradients_take_others_by_turns_and_the_same_again():
+def test_a_few_public_gradients_are_taken_by_turns_and_the_same_again():
     singles = [collate([row]) for row in examples(4, 9)]
-    runs = []
-    for _ in range(2):
-        method = RapFT(PublicGradients(singles, at_once=1), allocation="axes", map_every=1)
-        private, looked_at, outcomes = start(Classifier(), method=method, noise_multiplier=0.0), [], []
-        for _ in range(6):
-            # At the weights as they are, from one of them alone.
-            then = Classifier()
-            then.load_state_dict(private.model.state_dict())
-            wanted = [rank_one(second_moments(then, [single]), 0.5) for single in singles]
-            logical_step(private)
-            outcomes.append(private.outcome)
-            looked_at.append(wanted)
-        runs.append(outcomes)
-        private.detach()
-        found = [_which(outcome, wanted) for outcome, wanted in zip([outcomes[0], *outcomes], looked_at)]
-        assert None not in found
-        assert len(set(found)) > 1
-    assert all(torch.equal(one[name], other[name]) for one, other in zip(*runs) for name in one)
+    model, source = Classifier(), PublicGradients(singles, at_once=1)
+    parameters = dict(model.named_parameters())
+    each = [second_moments(model, [single])["first.weight"] for single in singles]
+    drawn = []
+    for step in (*range(6), *range(6)):
+        found = source.relevance(None, Findings(None, model, parameters, step, {}))["first.weight"]
+        drawn.append([torch.equal(found, one) for one in each].index(True))
+    assert drawn[:6] == drawn[6:]
+    assert len(set(drawn)) > 1
     with pytest.raises(ValueError, match="at_once is 5: it must lie between 1 and the 4 batches"):
         PublicGradients(singles, at_once=5)
-
-
-def _which(outcome, wanted):
-    for index, axes in enumerate(wanted):
-        whole = {name: torch.cat([own.rows, own.columns]) for name, own in axes.items()}
-        if all(torch.allclose(outcome[name], own, rtol=1e-4) for name, own in whole.items()):
-            return index
-    return None
 
 
 def test_masks_follow_the_model():
