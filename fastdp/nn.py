@@ -101,7 +101,7 @@ class PrivateEmbedding(nn.Embedding):
 
     Args:
         embedding: the model's own; its forward makes the rows.
-        eta, epsilon, tokenizer, mechanism, cti, unknown, duplicates, special_ids, unknown_id, unsafe_seed: as in
+        eta, epsilon, tokenizer, mechanism, cti, unknown, duplicates, special_ids, unsafe_seed: as in
             `fastdp.TextPrivatizer`. Padding stays where a tokenizer, or ``special_ids``, tells it.
 
     Attributes:
@@ -129,7 +129,6 @@ class PrivateEmbedding(nn.Embedding):
         unknown: str = "perturb",
         duplicates: str = "refuse",
         special_ids: Sequence[int] = (),
-        unknown_id: int | None = None,
         unsafe_seed: int | None = None,
     ):
         weight: Any = embedding.weight
@@ -147,7 +146,6 @@ class PrivateEmbedding(nn.Embedding):
             unknown=unknown,
             duplicates=duplicates,
             special_ids=special_ids,
-            unknown_id=unknown_id,
             unsafe_seed=unsafe_seed,
         )
         self.lookups: Counter[bytes] = Counter()

@@ -42,7 +42,6 @@ class DPFrost(Options):
         selection_steps: T; 1 selects at once, without PSEL.
         selection_rate: q_ps, the probability with which an example joins one release of magnitudes.
         gap_coefficient: nu, by how many standard deviations an early choice must stand out.
-        estimation_iterations: J of PGM-EST.
         budget_ratio: r_e, training's share of epsilon, in (0, 1).
         select_every: steps after which all partitions are compared anew; None selects once. The paper's K selections over U
             steps are ceil(U / K).
@@ -62,7 +61,6 @@ class DPFrost(Options):
     selection_steps: int = 5
     selection_rate: float = 0.02
     gap_coefficient: float = 5.0
-    estimation_iterations: int = 1000
     budget_ratio: float = 0.9
     select_every: int | None = None
     partitions: Declared | None = None
@@ -80,7 +78,7 @@ class DPFrost(Options):
         fraction(unfreezing_ratio=self.unfreezing_ratio)
         one_of(("magnitudes", "random"), choose_by=self.choose_by)
         one_of(("sound", "paper"), mode=self.mode)
-        integer(1, estimation_iterations=self.estimation_iterations, select_every=self.select_every)
+        integer(1, select_every=self.select_every)
         at_least(
             0, gap_coefficient=self.gap_coefficient, selection_noise_multiplier=self.selection_noise_multiplier or 0
         )
@@ -182,7 +180,6 @@ class DPFrost(Options):
             gap_coefficient=self.gap_coefficient,
             noise_multiplier=moment.plan.kind(_KIND).noise_multiplier,
             selection_rate=self.selection_rate,
-            estimation_iterations=self.estimation_iterations,
         )
 
     def _observe(self, preparation: Preparation, remaining: Sequence[Partition], *, check: bool) -> Released:

@@ -105,7 +105,7 @@ class SAPPerturbation:
         one_of(("refuse", "merge"), duplicates=self.duplicates)
 
     def open(self, table_or_model: Tensor | nn.Module, /, **where: Any) -> TextPrivatizer:
-        """The privatizer of a public table; ``where`` holds its ``tokenizer``, or ``special_ids`` and ``unknown_id``."""
+        """The privatizer of a public table; ``where`` holds its ``tokenizer``, or ``special_ids``."""
         return TextPrivatizer(table_or_model, **vars(self), **where)
 
 
@@ -125,7 +125,7 @@ class TextPrivatizer(Releases):
         cti: favour tokens that contribute to the task; its sound forms are draws of the exponential mechanism.
         unknown: ``perturb`` replaces the unknown token as any other, ``refuse`` raises ValueError where it occurs.
         duplicates: ``refuse`` a table with equal rows, or ``merge`` them: such tokens answer for one another.
-        special_ids, unknown_id: what a tokenizer would tell, without one.
+        special_ids: tokens that stay, where no tokenizer tells them.
         unsafe_seed: randomness that whoever knows the seed can repeat: for tests.
 
     Attributes:
@@ -150,7 +150,6 @@ class TextPrivatizer(Releases):
         unknown: str = "perturb",
         duplicates: str = "refuse",
         special_ids: Sequence[int] = (),
-        unknown_id: int | None = None,
         unsafe_seed: int | None = None,
     ):
         own = SAPPerturbation(
@@ -161,7 +160,7 @@ class TextPrivatizer(Releases):
             raise TypeError(f"tokenizer is the text {tokenizer!r}: give the tokenizer that AutoTokenizer loads from it")
         self.tokenizer, self.cti, self.unknown = tokenizer, cti, unknown
         table = table_of(table_or_model)
-        self._unknown_id = unknown_id_of(tokenizer) if unknown_id is None else unknown_id
+        self._unknown_id = unknown_id_of(tokenizer)
         self.kept = kept_tokens(table.shape[0], tokenizer, special_ids, self._unknown_id).to(table.device)
         self._decodable = decodable_ids(table.shape[0], tokenizer).to(table.device)
         drawn = ~self.kept & self._decodable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -59,7 +59,7 @@ class PrivacyPolicy:
 
     Args:
         entities: the kinds that are private; None for every kind that the detector knows.
-        threshold: least score, for every kind or by kind (a kind without one has 0).
+        threshold: least score.
         whole_words: widen a span to the words it touches, so that no part of a word is left in the clear.
 
     Raises:
@@ -67,7 +67,7 @@ class PrivacyPolicy:
     """
 
     entities: frozenset[str] | None = None
-    threshold: float | Mapping[str, float] = 0.0
+    threshold: float = 0.0
     whole_words: bool = True
 
     def __post_init__(self) -> None:
@@ -75,10 +75,8 @@ class PrivacyPolicy:
             object.__setattr__(self, "entities", frozenset(self.entities))
             if not self.entities:
                 raise ValueError("entities is empty, so nothing would be private; name some, or give None for all")
-        thresholds = self.threshold.values() if isinstance(self.threshold, Mapping) else [self.threshold]
-        for value in thresholds:
-            if not 0 <= value <= 1:
-                raise ValueError(f"threshold is {value}: a score lies between 0 and 1")
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold is {self.threshold}: a score lies between 0 and 1")
 
     def private(self, text: str, spans: Sequence[Span]) -> list[tuple[int, int]]:
         """The private stretches of ``text``: disjoint, in order; overlapping spans become one.
@@ -89,8 +87,7 @@ class PrivacyPolicy:
         kept = []
         for span in spans:
             _check(span, text)
-            least = self.threshold.get(span.entity, 0.0) if isinstance(self.threshold, Mapping) else self.threshold
-            if span.score >= least and (self.entities is None or span.entity in self.entities):
+            if span.score >= self.threshold and (self.entities is None or span.entity in self.entities):
                 kept.append((span.start, span.end))
         if self.whole_words and kept:
             words = [match.span() for match in _WORD.finditer(text)]
@@ -100,7 +97,7 @@ class PrivacyPolicy:
     def describe(self) -> dict[str, Any]:
         return {
             "entities": None if self.entities is None else sorted(self.entities),
-            "threshold": dict(self.threshold) if isinstance(self.threshold, Mapping) else self.threshold,
+            "threshold": self.threshold,
             "whole_words": self.whole_words,
         }
 
