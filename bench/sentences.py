@@ -241,8 +241,9 @@ def _rapft_page() -> Iterator[str]:
     yield holds(all(abs(row["printed_ratio"] - 1) < 0.05 for row in steps), "`printed` or `optimal` | level")
     more = sorted(100 * (row["step_along_axes"] - 1) for row in axes)
     yield f"a step along axes | {more[0]:.1f} to {more[-1]:.1f}% more"
-    maps, made = [row["map_over_step"] for row in steps], [row["axes_over_step"] for row in axes]
-    yield f"a map of 64 examples | {math.floor(min(maps))} to {math.ceil(max(maps))} steps"
+    kinds, made = ("public_map_over_step", "noised_map_over_step"), [row["axes_over_step"] for row in axes]
+    maps = [row[kind] for row in figures("utility/rapft-map") for kind in kinds]
+    yield f"a map of 64 examples, public or private | {math.floor(min(maps))} to {math.ceil(max(maps))} steps"
     yield f"| {math.floor(min(made))} to {math.ceil(max(made))} steps; a third of a step (LoRA)"
 
 

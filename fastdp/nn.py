@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from fastdp.accounting import Card
 from fastdp.methods.ewft import EWFT, NoiseSchedule
-from fastdp.methods.removed import replace_removed
 from fastdp.methods.sap import CTI, TextPrivatizer
 
 if TYPE_CHECKING:
@@ -94,7 +93,6 @@ class NoisyHidden(nn.Module):
         return self.releases.card()
 
 
-@replace_removed
 class PrivateEmbedding(nn.Embedding):
     """SAP's table as a layer: each token is replaced at random by one near it, and the row of that one is returned.
 
@@ -103,7 +101,7 @@ class PrivateEmbedding(nn.Embedding):
 
     Args:
         embedding: the model's own; its forward makes the rows.
-        eta, epsilon, tokenizer, mechanism, cti, unknown, duplicates, special_ids, unknown_id, unsafe_seed: as in
+        eta, epsilon, tokenizer, mechanism, cti, unknown, duplicates, special_ids, unsafe_seed: as in
             `fastdp.TextPrivatizer`. Padding stays where a tokenizer, or ``special_ids``, tells it.
 
     Attributes:
@@ -131,7 +129,6 @@ class PrivateEmbedding(nn.Embedding):
         unknown: str = "perturb",
         duplicates: str = "refuse",
         special_ids: Sequence[int] = (),
-        unknown_id: int | None = None,
         unsafe_seed: int | None = None,
     ):
         weight: Any = embedding.weight
@@ -149,7 +146,6 @@ class PrivateEmbedding(nn.Embedding):
             unknown=unknown,
             duplicates=duplicates,
             special_ids=special_ids,
-            unknown_id=unknown_id,
             unsafe_seed=unsafe_seed,
         )
         self.lookups: Counter[bytes] = Counter()

@@ -24,7 +24,7 @@ WORDS = {
     "docs/decisions.md": 2500,
     "docs/results.md": 3500,
     "docs/kernels.md": 2500,
-    "docs/federated.md": 1800,
+    "docs/federated.md": 1200,
     "docs/security-parties.md": 900,
     "docs/clipping.md": 2100,
     "docs/rapft.md": 1200,

@@ -137,10 +137,8 @@ class Bench:
         if labelled:
             self._train(top, public, seed)
         told = ewft.codebook(PURE[row["mechanism"]], row["epsilon"])
-        settings = ewft.PureSettings(
-            layer=row["layer"], mechanism=told, sequence_length=self.size.length, dataset_size=self.size.train
-        )
-        private = settings.open(top)
+        length, records = self.size.length, self.size.train
+        private = ewft.PureEWFT(top, layer=row["layer"], mechanism=told, sequence_length=length, dataset_size=records)
         labels = public.texts.labels.cpu().split(32)
         named = [batch | {"labels": own} for batch, own in zip(public.batches(), labels)]
         private.learn(named, labels=labelled)
@@ -188,7 +186,6 @@ class Bench:
             dataset_size=records,
             autoencoder=autoencoder or row["autoencoder"] or None,
             bottom="trained" if trained else "frozen",
-            joint_autoencoder=trained,
         )
         if private.autoencoder is not None and private.autoencoder.trained_on is None:
             unlabelled = self.parts(row["seed"])["unlabelled"]

@@ -134,7 +134,7 @@ class Bench:
             irrelevance_ratio=row["irrelevance_ratio"],
             # Equation 7: relevance passes a layer behind an activation by its positive contributions alone.
             propagation=rapft.Propagation(positive_after_activation=True),
-            initialisation=rapft.Initialisation("top_p", p=0.9),
+            initialisation=rapft.Initialisation(p=0.9),
             map_after=0 if row["tuning"] == "bitfit" else min(2, self.size.steps - 1),
         )
 

@@ -28,7 +28,7 @@ RELEASES = "releases"
 _ALL = 1 << 53
 #: A norm that no hidden state comes near.
 _UNCLIPPED = 1e9
-_CTI = ["public", "form", "noise_multiplier", "max_norm", "min_support", "tilt", "c0", "cells", "told_at"]
+_CTI = ["public", "form", "noise_multiplier", "max_norm", "min_support", "tilt", "cells", "told_at"]
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _ewft(config: FinetuneConfig) -> Opening:
         raise ConfigError(f"noise of ewft is {noise!r}: choose one of {', '.join([*_SCHEDULES, 'codebook'])}")
     # Any noise and number of records will do to see whether the rest holds.
     checked = ewft.NoiseSchedule(noise, (1.0,), config.delta, reuse=noise == "release_once")
-    plain = ewft.EWFTPerturbation(noise=checked, sequence_length=config.max_length, dataset_size=1, **options)
+    plain = ewft.EWFTSettings(noise=checked, sequence_length=config.max_length, dataset_size=1, **options)
 
     def opened(subject: Subject) -> Releases:
         schedule = _SCHEDULES[noise](config, len(subject.train))
@@ -220,21 +220,21 @@ def _pure(config: FinetuneConfig) -> Opening:
             "The encoder of ewft's codebook learns from public text. Name a file as public in method_options, "
             "or as rehearsal."
         )
-    plain = ewft.PureSettings(
-        mechanism=ewft.codebook(cells, _epsilon(config)),
-        sequence_length=config.max_length,
-        dataset_size=1,
-        **options,
-    )
+    mechanism = ewft.codebook(cells, _epsilon(config))
+    plain = ewft.NoisePlace(sequence_length=config.max_length, dataset_size=1, **options)
 
     def opened(subject: Subject) -> Releases:
         found = subject.read_public(learning.public, learning.examples, plain.sequence_length)
-        settings = dataclasses.replace(plain, dataset_size=len(subject.train), public_texts=(found.origin,))
+        place = dataclasses.replace(plain, dataset_size=len(subject.train), public_texts=(found.origin,))
+
+        def attach(model: nn.Module) -> ewft.PureEWFT:
+            return ewft.PureEWFT(model, mechanism=mechanism, **vars(place))
+
         if rehearsal is not None:
             # What tells the classes apart is learned whole; the draw comes after, and of a summary.
             silent = ewft.NoiseSchedule("none", (0.0,), subject.config.delta)
-            _rehearse(plain, subject, rehearsal, found.batches, noise=silent, max_norm=_UNCLIPPED)
-        made = settings.open(subject.model)
+            _rehearse(attach, place, subject, rehearsal, found.batches, noise=silent, max_norm=_UNCLIPPED)
+        made = attach(subject.model)
         try:
             made.learn(found.batches)
         except BaseException:
@@ -246,7 +246,8 @@ def _pure(config: FinetuneConfig) -> Opening:
 
 
 def _rehearse(
-    settings: ewft.EWFTPerturbation | ewft.PureSettings,
+    attach: Callable[[nn.Module], Releases],
+    place: ewft.NoisePlace,
     subject: Subject,
     rehearsal: _Learning,
     batches: Iterable[Mapping[str, Any]],
@@ -254,17 +255,17 @@ def _rehearse(
 ) -> None:
     """Train what lies below the noise. What the model makes EWFT refuse is refused before minutes of it."""
     trained = [p for p in subject.model.parameters() if p.requires_grad]
-    settings.open(subject.model).remove()  # It freezes the layers that are to rehearse.
+    attach(subject.model).remove()  # It freezes the layers that are to rehearse.
     for parameter in trained:
         parameter.requires_grad_()
     if rehearsal.learning_rate is not None:
         others["learning_rate"] = rehearsal.learning_rate
-    shared: dict[str, Any] = {name: getattr(settings, name) for name in ("layer", "sequence_length", "lengths")}
+    shared: dict[str, Any] = {name: getattr(place, name) for name in ("layer", "sequence_length", "lengths")}
     ewft.rehearse(subject.model, batches, passes=rehearsal.passes, **shared, **others)
 
 
 def _open(
-    settings: ewft.EWFTPerturbation, subject: Subject, autoencoder: _Learning | None, rehearsal: _Learning | None
+    settings: ewft.EWFTSettings, subject: Subject, autoencoder: _Learning | None, rehearsal: _Learning | None
 ) -> ewft.EWFT:
     if rehearsal is not None:
         if settings.autoencoder is not None:
@@ -273,7 +274,7 @@ def _open(
             settings = dataclasses.replace(settings, autoencoder=ewft.StackedAutoencoder(width, sizes))
         public = subject.read_public(rehearsal.public, rehearsal.examples, settings.sequence_length)
         shared: dict[str, Any] = {name: getattr(settings, name) for name in ("noise", "max_norm", "autoencoder")}
-        _rehearse(settings, subject, rehearsal, public.batches, **shared)
+        _rehearse(settings.open, settings, subject, rehearsal, public.batches, **shared)
         settings = dataclasses.replace(settings, public_texts=(public.origin,))
     batches: list[Mapping[str, Any]] = []
     if autoencoder is not None and settings.autoencoder is not None:

@@ -62,23 +62,20 @@ def log_normalisers(
     return result, _OF_A_WEIGHT + max(scales) * distance_error(table)
 
 
-def lipschitz(table: Tensor, logs: Tensor, error: float, limits: Sequence[float]) -> list[float]:
-    """The Lipschitz constant of log Z among the rows, at each scale: an upper bound, and at most ``limits``.
+def lipschitz(table: Tensor, logs: Tensor, error: float, limit: float) -> float:
+    """The Lipschitz constant of log Z among the rows, at one scale: an upper bound, and at most ``limit``.
 
     Args:
-        logs, error: as `log_normalisers` returns them.
-        limits: what the triangle inequality promises, which pairs too near to be measured are held to.
+        logs, error: as `log_normalisers` returns them, [V].
+        limit: what the triangle inequality promises, which pairs too near to be measured are held to.
     """
-    found = torch.zeros(len(logs), dtype=torch.float64, device=table.device)
+    found = 0.0
     lost = distance_error(table)
     for rows, distance in _distances(table, None):
         distance = (distance - lost).clamp_min(0.0)
-        near = distance <= 0
-        for at, values in enumerate(logs):
-            steepness = ((values[rows, None] - values).abs() + 2 * error) / distance
-            steepness.clamp_(max=limits[at]).masked_fill_(near, 0.0)
-            found[at] = torch.maximum(found[at], steepness.max())
-    return found.tolist()
+        steepness = ((logs[rows, None] - logs).abs() + 2 * error) / distance
+        found = max(found, float(steepness.clamp_(max=limit).masked_fill_(distance <= 0, 0.0).max()))
+    return found
 
 
 def _distances(table: Tensor, cap: float | None) -> Iterator[tuple[slice, Tensor]]:

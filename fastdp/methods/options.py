@@ -54,7 +54,6 @@ class AdaptiveClipping:
         return rest**-0.5
 
     def adapted(self, policy: Policy, fraction: float) -> Policy:
-        """The policy of the next step, from the noised share of units that were left whole."""
         factor = math.exp(-self.learning_rate * (min(max(fraction, 0.0), 1.0) - self.target_quantile))
         return replace(
             policy,
@@ -92,11 +91,9 @@ class Options(Method):
 
     @property
     def count_noise_std(self) -> float | None:
-        """As `adaptive` says."""
         return None if self.adaptive is None else self.adaptive.count_noise_std
 
     def adapted(self, policy: Policy, fraction: float) -> Policy:
-        """As `adaptive` says."""
         return policy if self.adaptive is None else self.adaptive.adapted(policy, fraction)
 
     def gradient_multiplier(self, noise_multiplier: float) -> float:
@@ -107,12 +104,10 @@ class Options(Method):
 
     @property
     def noise_factors(self) -> NoiseFactors:
-        """As `noise_schedule` says."""
         return _factors("noise_schedule", self.noise_schedule)
 
     @property
     def follows_schedule(self) -> bool:
-        """Whether noise or thresholds follow a schedule."""
         return self.noise_schedule is not None or self.clipping_schedule is not None
 
     def scheduled(self, policy: Policy, begun: Policy, noise_multiplier: float, step: int) -> Policy:

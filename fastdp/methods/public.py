@@ -23,7 +23,6 @@ class PublicText:
     shared: int
 
     def describe(self) -> dict[str, Any]:
-        """For the card."""
         return asdict(self)
 
 

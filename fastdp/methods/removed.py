@@ -10,57 +10,38 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_NO_CORRECTION = "leave it out, since AdamW without it trained better at every learning rate"
-_NO_AVERAGE = "leave it out, or average released checkpoints yourself"
-PRIVATIZERS = ("SAPPerturbation", "TextPrivatizer", "PrivateEmbedding")
 #: What to use, by "Class.setting", by "Class.setting=value" and by "package.name".
 REMOVED_NAMES = {
     "RapFT.bounds": "allocation='optimal' uses the printed bounds",
     "RapFT.weights": "allocation='optimal' weighs both blocks alike",
-    "RapFT.magnitude": "coordinates are ranked by their relevance",
+    "RapFT.ranking": "each layer is ranked by itself",
     "RapFT.allocation=ellipsoid": "use allocation='optimal', which has the same noise",
-    "RapFT.axes_power=None": "use 0.5 for LoRA, and DPSGD for all weights",
-    "Initialisation.kind=top_k": "use 'naive' or 'top_p'",
-    "Initialisation.kind=beam": "use 'naive' or 'top_p'",
-    "rapft.PublicMoments": "use PublicGradients with map_every, which makes axes anew",
-    "rapft.fitted_axes": "use rank_one with a power of 0.5",
-    "rapft.gradient_moments": "use second_moments",
-    "DPFrost.norm_order": "magnitudes are L1 norms",
-    "DPFrost.magnitude=MGN": "use magnitude='MGNA'",
-    "DPFrost.axes_power": "use DPSGD, which trains every partition and did as well",
+    "Initialisation.kind": "p alone says how much of the distribution counts; 1.0 takes all of it (naive)",
+    "Propagation.rule": "linear layers follow the alpha-beta rule, as in the paper's experiments",
+    "Propagator.conservation": "without biases the map of the embeddings sums to the relevance of the output",
+    "rapft.warm_up": "use a few ordinary steps on public data, or set map_after",
+    "DPFrost.magnitude": "magnitudes are MGNA",
     "DPFrost.choose_by=values": "use choose_by='random', which costs no epsilon either",
     "DPFrost.granularity": "use partitions, or DPSGD, which did better than single entries",
-    **{f"{method}.bias_correction": _NO_CORRECTION for method in ("DPSGD", "RapFT", "DPFrost")},
-    **{f"{method}.weight_averaging": _NO_AVERAGE for method in ("DPSGD", "RapFT", "DPFrost", "NonPrivate")},
     "CTI.form=elastic": "use form='prior', which hides as much at the same accuracy",
-    **{f"{kind}.special": "tokens of a role stay" for kind in PRIVATIZERS},
     "SelectivePerturbation.cells": "'local' knows no partition",
     "SelectivePerturbation.mechanism=partition": "use 'local', which holds among all tokens",
     "SelectivePerturbation.mechanism=metric": "use 'local', or TextPrivatizer for a bound that grows with distance",
-    "selective.balanced_partition": "use the mechanism 'local', which holds among all tokens",
     "ewft.TrainedPrivately": "use public text to train the autoencoder",
     "ewft.epoch_weighted": "use release_once, which spends the same epsilon with less noise",
     "ewft.shaped": "use release_once, which spends the same epsilon with less noise",
     "ewft.uniform": "use dp_forward, which is the same noise",
     "ewft.paper_uniform": "use paper_epoch_weighted, or dp_forward for a guarantee",
-    "ewft.privunit": "use codebook, with about sixteen codes where nothing public has labels",
-    "ewft.PrivUnit": "use Codebook, with about sixteen codes where nothing public has labels",
 }
 #: Settings of the last release that are replaced with a warning: by what, or None to leave them out.
 SUBSTITUTES: dict[str, Any] = {
-    "RapFT.bounds": None,
-    "RapFT.weights": None,
-    "RapFT.magnitude": None,
-    "RapFT.axes_power=None": 0.5,
+    **dict.fromkeys(
+        "RapFT.bounds RapFT.weights RapFT.ranking Initialisation.kind Propagation.rule DPFrost.magnitude DPFrost.granularity "
+        "SelectivePerturbation.cells".split()
+    ),
     "CTI.form=elastic": "prior",
-    **{f"{kind}.special": None for kind in PRIVATIZERS},
-    "SelectivePerturbation.cells": None,
     "SelectivePerturbation.mechanism=partition": "local",
-    "DPFrost.norm_order": None,
-    "DPFrost.magnitude=MGN": "MGNA",
-    "DPFrost.axes_power": None,
     "DPFrost.choose_by=values": "random",
-    "DPFrost.granularity": None,
 }
 
 

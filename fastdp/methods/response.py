@@ -53,6 +53,11 @@ def changes_below(k: int, epsilon: float) -> int:
     return min(math.ceil(math.ldexp(change * (1 + _ROOM), 64)) + 1, fair)
 
 
+def uniform_fractions(count: int, stream: NoiseStream) -> Tensor:
+    """Independent fractions, uniform in [0, 1): float64 [count], the 53 bits of 64 drawn that one holds."""
+    return torch.from_numpy((stream.uniform64(count) >> 11).astype("float64") * 2.0**-53)
+
+
 def randomised_response(symbols: Tensor, k: int, epsilon: float, stream: NoiseStream) -> Tensor:
     """Each symbol's own answer, drawn independently: int64 of any shape with entries in [0, k), to the same.
 

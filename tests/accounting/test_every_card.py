@@ -64,7 +64,7 @@ def coded():
     """EW-FT's codebook: each record told once, by randomised response."""
     model = bert()
     settings = {"layer": 1, "sequence_length": 6, "dataset_size": 8}
-    private = ewft.PureSettings(mechanism=ewft.codebook(2, 1.5), **settings).open(model)
+    private = ewft.PureEWFT(model, mechanism=ewft.codebook(2, 1.5), **settings)
     batch = {"input_ids": torch.randint(5, 50, (8, 6)), "attention_mask": torch.ones(8, 6, dtype=torch.int64)}
     private.learn([{**batch, "labels": torch.arange(8) % 2}])
     model(**batch, example_ids=torch.arange(8))

@@ -18,8 +18,7 @@ from fastdp.engine.clip.axes import RankOne
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Layout, Ticket
-from fastdp.methods.frost.accumulate import MagnitudeAccumulator
-from fastdp.methods.frost.magnitudes import Magnitude
+from fastdp.methods.frost.accumulate import MagnitudeAccumulator, magnitude_bound
 from fastdp.methods.frost.partitions import Partition
 
 KINDS = ("plain", "cancelling", "last bits", "aligned", "grid", "spread")
@@ -173,11 +172,9 @@ def _finite_length(policy: Policy, sums: dict[str, torch.Tensor]) -> float:
 def _moved_sizes(
     case: Case, parameters: dict[str, torch.nn.Parameter], layout: Layout, generator: torch.Generator, bound: float
 ) -> float:
-    """The same of DP-FROST's magnitudes in L1 norms, without vectors (MGNA) and with them (MG)."""
-    kind = "MGNA" if case.two_pass else "MG"
+    """The same of DP-FROST's magnitudes in L1 norms."""
     partitions = [Partition(name, (name,), case.m * case.n) for name in parameters]
-    magnitude = Magnitude(kind, bound)  # type: ignore[arg-type]
-    accumulator = MagnitudeAccumulator(parameters, partitions, magnitude)
+    accumulator = MagnitudeAccumulator(parameters, partitions, bound)
     pairs = [_factors(case, generator) for _ in parameters]
     sinks: list[norms.NormSink] = []
 
@@ -186,12 +183,7 @@ def _moved_sizes(
             sinks[-1].matrix(parameter, Factors(*pair), layout)
 
     accumulator.run(backward, sinks.append, layout, {}, two_pass=False)  # type: ignore[arg-type]
-    allowed = magnitude.bound([p.size for p in partitions])
-    if kind == "MGNA":
-        return float(accumulator.totals.sum()) / allowed
-    if not all(bool(torch.isfinite(total).all()) for total in accumulator.sums.values()):
-        return float("inf")
-    return float(sum(total.double().abs().sum() for total in accumulator.sums.values())) / allowed
+    return float(accumulator.magnitudes.sum()) / magnitude_bound(partitions, bound)
 
 
 def drawn_cases(count: int, seed: int = 0) -> Iterator[Case]:

@@ -24,7 +24,6 @@ PAPER = {"mode": "paper", "source": {"kind": "private", "sample_rate": 1.0}}
             "rapft",
             {
                 "allocation": "axes",
-                "axes_power": None,
                 "source": {"kind": "gradients", "data": "PUBLIC", "examples": 6, "at_once": 3},
                 "map_after": 1,
                 "map_every": 2,

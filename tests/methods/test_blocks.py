@@ -1,5 +1,6 @@
 """The places of stock models: split at each, what precedes each, and nothing passes by."""
 
+import contextlib
 import functools
 
 import pytest
@@ -59,12 +60,11 @@ every_kind = cases("kind", MODEL_TYPES)
 @every_kind
 @torch.no_grad()
 def test_the_halves_of_every_architecture_compute_what_the_whole_does(kind):
-    model, inputs = build(kind), INPUTS
-    whole = model(**inputs).last_hidden_state
+    model = build(kind)
+    whole = model(**INPUTS).last_hidden_state
     for after in range(3):
         bottom, top = split_model(model, after)
-        hidden = bottom(**inputs)
-        found = top(inputs_embeds=hidden, attention_mask=inputs["attention_mask"]).last_hidden_state
+        found = top(inputs_embeds=bottom(**INPUTS), attention_mask=INPUTS["attention_mask"]).last_hidden_state
         assert torch.allclose(found, whole, atol=1e-5), after
 
 
@@ -74,66 +74,54 @@ LAYERS = ("embeddings", 1, "output")
 @every_kind
 def test_what_precedes_a_layer_is_what_its_gradient_reaches(kind):
     """A parameter before the layer that was not frozen would be trained on what the noise hides."""
-    model, inputs = build(kind), INPUTS
+    model = build(kind)
     blocks = find_blocks(model)
     for layer in LAYERS:
         seen = []
-
-        def see(_module, _args, out, seen=seen):
-            seen.append(out[0] if isinstance(out, tuple) else out)
-
-        hook = blocks.place(layer)[1].register_forward_hook(see)
-        try:
-            model.zero_grad()
-            model(**inputs)
-        finally:
-            hook.remove()
-        seen[0].square().sum().backward()
+        hook = blocks.place(layer)[1].register_forward_hook(lambda _module, _args, out, seen=seen: seen.append(out))
+        model.zero_grad()
+        model(**INPUTS)
+        hook.remove()
+        hidden = seen[0][0] if isinstance(seen[0], tuple) else seen[0]
+        hidden.square().sum().backward()
         stated = {id(p) for part in blocks.before(layer) for p in part.parameters()}
         assert {name for name, p in model.named_parameters() if p.grad is not None and id(p) not in stated} == set()
+
+
+@contextlib.contextmanager
+def output_fixed(module):
+    """Meanwhile a module returns what it returned first."""
+    first = []
+    hook = module.register_forward_hook(lambda _module, _args, out: first.append(out) or first[0])
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @every_kind
 @torch.no_grad()
 def test_nothing_of_a_text_passes_by_a_layer(kind):
     """With the same hidden state there, other ids make no difference."""
-    model, inputs = build(kind), INPUTS
-    others = inputs | {"input_ids": inputs["input_ids"] % 59 + 1}
+    model, others = build(kind), INPUTS | {"input_ids": IDS % 59 + 1}
     for layer in LAYERS:
-        fixed = []
-
-        def hold(_module, _args, out, fixed=fixed):
-            fixed.append(out)
-            return fixed[0]
-
-        hook = find_blocks(model).place(layer)[1].register_forward_hook(hold)
-        try:
-            assert torch.equal(model(**inputs).last_hidden_state, model(**others).last_hidden_state), layer
-        finally:
-            hook.remove()
+        with output_fixed(find_blocks(model).place(layer)[1]):
+            assert torch.equal(model(**INPUTS).last_hidden_state, model(**others).last_hidden_state), layer
 
 
 @every_kind
 @torch.no_grad()
 def test_later_blocks_see_no_lengths(kind):
     """With padding hidden from the blocks after a layer, which tokens are padding makes no difference behind it."""
-    model, inputs = build(kind), INPUTS
-    blocks, padded = find_blocks(model), inputs["attention_mask"].clone()
-    padded[0, 4:] = 0
+    model = build(kind)
+    blocks, padded = find_blocks(model), INPUTS | {"attention_mask": torch.ones_like(IDS)}
+    padded["attention_mask"][0, 4:] = 0
+    hide = functools.partial(hide_padding, causal=blocks.causal)
     for layer in LAYERS:
-        fixed = []
-
-        def hold(_module, _args, out, fixed=fixed):
-            fixed.append(out)
-            return fixed[0]
-
         after, module = blocks.place(layer)
-        hide = functools.partial(hide_padding, causal=blocks.causal)
         hooks = [block.register_forward_pre_hook(hide, with_kwargs=True) for block in blocks.blocks[after:]]
-        hooks.append(module.register_forward_hook(hold))
-        found = [
-            model(**inputs | {"attention_mask": mask}).last_hidden_state for mask in (inputs["attention_mask"], padded)
-        ]
+        with output_fixed(module):
+            found = [model(**inputs).last_hidden_state for inputs in (INPUTS, padded)]
         for hook in hooks:
             hook.remove()
         assert torch.equal(*found), layer

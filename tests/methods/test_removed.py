@@ -4,31 +4,31 @@ import pytest
 import torch
 
 import fastdp
-from fastdp.methods import ewft, rapft, selective
-from fastdp.methods.rapft import Initialisation, NoisyMap, PublicGradients, RapFT
+from fastdp.methods import ewft, rapft
+from fastdp.methods.rapft import Initialisation, NoisyMap, Propagation, RapFT
 from fastdp.methods.removed import REMOVED_NAMES, SUBSTITUTES
-from fastdp.methods.sap import CTI, SAPPerturbation
+from fastdp.methods.sap import CTI
 from tests.cases import cases
 
 COUNTED = {"importance": torch.zeros(2, 3), "supported": torch.ones(3, dtype=torch.bool), "source": "public"}
-AXES = {"source": PublicGradients([{}]), "allocation": "axes"}
+MAP = {"source": NoisyMap(1.0, 0.1)}
 
 
 @cases(
     ("make", "given", "same"),
     [
-        (RapFT, {"source": NoisyMap(1.0, 0.1), "bounds": (1.0, 2.0)}, {"source": NoisyMap(1.0, 0.1)}),
-        (RapFT, {"source": NoisyMap(1.0, 0.1), "weights": (1.0, 4.0)}, {"source": NoisyMap(1.0, 0.1)}),
-        (RapFT, {"source": NoisyMap(1.0, 0.1), "magnitude": True}, {"source": NoisyMap(1.0, 0.1)}),
-        (RapFT, {**AXES, "axes_power": None}, {**AXES, "axes_power": 0.5}),
-        (fastdp.DPFrost, {"norm_order": 2}, {}),
-        (fastdp.DPFrost, {"magnitude": "MGN"}, {"magnitude": "MGNA"}),
-        (fastdp.DPFrost, {"axes_power": 0.5}, {}),
-        (fastdp.DPFrost, {"granularity": "parameters"}, {}),
+        *(
+            (RapFT, {**MAP, **old}, MAP)
+            for old in ({"bounds": (1.0, 2.0)}, {"weights": (1.0, 4.0)}, {"ranking": "map"})
+        ),
+        (Initialisation, {"kind": "top_p", "p": 0.5}, {"p": 0.5}),
+        (Propagation, {"rule": "epsilon"}, {}),
+        *((fastdp.DPFrost, old, {}) for old in ({"magnitude": "MG"}, {"granularity": "parameters"})),
         (fastdp.DPFrost, {"choose_by": "values"}, {"choose_by": "random"}),
-        (fastdp.SelectivePerturbation, {"epsilon": 1.0, "mechanism": "partition"}, {"epsilon": 1.0}),
-        (fastdp.SelectivePerturbation, {"epsilon": 1.0, "cells": 8}, {"epsilon": 1.0}),
-        (SAPPerturbation, {"eta": 1.0, "special": "keep"}, {"eta": 1.0}),
+        *(
+            (fastdp.SelectivePerturbation, {"epsilon": 1.0, **old}, {"epsilon": 1.0})
+            for old in ({"mechanism": "partition"}, {"cells": 8})
+        ),
         (CTI, {**COUNTED, "form": "elastic"}, {**COUNTED, "form": "prior"}),
     ],
 )
@@ -38,19 +38,11 @@ def test_a_setting_of_the_last_release_is_replaced_with_a_warning(make, given, s
     assert vars(found) == vars(make(**same))
 
 
-def test_a_form_without_a_substitute_is_refused_by_value_and_by_position():
+def test_a_form_without_a_substitute_is_refused_by_name_and_by_position():
     with pytest.raises(ValueError, match="allocation=ellipsoid was removed: use allocation='optimal'"):
         RapFT(NoisyMap(1.0, 0.1), allocation="ellipsoid")
-    for make in (lambda: Initialisation("top_k"), lambda: Initialisation(kind="beam")):
-        with pytest.raises(ValueError, match="was removed: use 'naive' or 'top_p'"):
-            make()
-    for make in (RapFT, fastdp.DPSGD, fastdp.DPFrost, fastdp.NonPrivate):
-        with pytest.raises(ValueError, match=rf"{make.__name__}\.weight_averaging was removed: leave it out"):
-            make(weight_averaging=0.5)
-    with pytest.raises(ValueError, match="bias_correction was removed: leave it out"):
-        fastdp.DPSGD(bias_correction=True)
     with pytest.raises(ValueError, match="mechanism=metric was removed: use 'local', or TextPrivatizer"):
-        fastdp.SelectivePerturbation(1.0, mechanism="metric")
+        fastdp.SelectivePerturbation(1.0, "metric")
     with pytest.raises(TypeError):
         RapFT(NoisyMap(1.0, 0.1), another=1)
 
@@ -59,7 +51,7 @@ def test_a_form_without_a_substitute_is_refused_by_value_and_by_position():
 def test_a_removed_name_of_a_package_says_what_to_use(key):
     package, _, name = key.partition(".")
     with pytest.raises(AttributeError, match=f"{key} was removed: use "):
-        getattr({"ewft": ewft, "rapft": rapft, "selective": selective}[package], name)
+        getattr({"ewft": ewft, "rapft": rapft}[package], name)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = ewft.nothing
 

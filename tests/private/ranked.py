@@ -84,7 +84,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "packed": ("llama", "full", {"unit_map": "units"}),
     "rapft": ("gpt2", "full", {"method": fastdp.RapFT(NoisyMap(2.0, 0.5))}),
     "frost": ("llama", "full", {"method": _selecting(selection_steps=2)}),
-    "sums": ("llama", "lora", {"method": _selecting(selection_steps=2, magnitude="MG", select_every=4)}),
+    "selected anew": ("llama", "lora", {"method": _selecting(selection_steps=2, select_every=4)}),
     "public": ("gpt2", "full", {"method": fastdp.RapFT(PublicMap([padded(texts(3))]), map_after=2, map_every=3)}),
     "axes": ("llama", "full", {"method": fastdp.RapFT(NoisyMap(2.0, 0.5), allocation="axes")}),
     "random": ("phi", "bitfit", {"method": fastdp.DPFrost(0.5, choose_by="random")}),
@@ -93,7 +93,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 #: Those whose methods make releases besides steps.
-SELECTING = ("rapft", "frost", "sums", "public", "axes", "random")
+SELECTING = ("rapft", "frost", "selected anew", "public", "axes", "random")
 
 
 def trained(

@@ -12,13 +12,11 @@ import torch
 from fastdp.engine.clip.policy import Policy, Unclipped
 from fastdp.methods.geometry import Bounds, Groups, check_clipping, clip_groups, describe_clipping
 from fastdp.methods.options import AdaptiveClipping as AdaptiveClipping, Options
-from fastdp.methods.removed import replace_removed
 from fastdp.private.method import Method
 from fastdp.private.plan import Budget, Plan
 from fastdp.private.preparation import Outcome
 
 
-@replace_removed
 @dataclass(frozen=True)
 class DPSGD(Options):
     """Per-example clipping and Gaussian noise, for any optimizer.
@@ -44,14 +42,12 @@ class DPSGD(Options):
     def policy(
         self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
     ) -> Policy:
-        """The policy for these trained parameters at a total ``noise_multiplier``."""
         return clip_groups(parameters, self.gradient_multiplier(noise_multiplier), self.max_grad_norm, self.groups)
 
     def describe(self) -> dict[str, Any]:
         return {"name": self.mechanism, **describe_clipping(self.max_grad_norm, self.groups), **self.describe_options()}
 
 
-@replace_removed
 @dataclass(frozen=True)
 class NonPrivate(Method):
     """No clipping and no noise: the baseline, on the same per-example objective, sampling and batch size.
@@ -79,7 +75,6 @@ class NonPrivate(Method):
     def policy(
         self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
     ) -> Policy:
-        """A policy that neither clips nor adds noise."""
         return Unclipped()
 
     def describe(self) -> dict[str, Any]:

@@ -42,7 +42,6 @@ class StackedAutoencoder(nn.Module):
 
     @property
     def trained_on(self) -> str | None:
-        """What its weights were learned from."""
         return self._trained_on
 
     @trained_on.setter
@@ -60,7 +59,6 @@ class StackedAutoencoder(nn.Module):
         return self.decoder(code)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The reconstruction without noise."""
         return self.decode(self.encode(hidden))
 
     def get_extra_state(self) -> str | None:
@@ -68,7 +66,6 @@ class StackedAutoencoder(nn.Module):
         return self.trained_on
 
     def set_extra_state(self, state: str | None) -> None:
-        """See `get_extra_state`."""
         self.trained_on = state
 
 

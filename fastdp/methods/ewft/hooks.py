@@ -128,7 +128,6 @@ class LayerReleases(Releases, ABC):
 
     @property
     def attached(self) -> bool:
-        """Whether forward passes are perturbed."""
         return bool(self._hooks)
 
     def remove(self) -> None:
@@ -280,7 +279,6 @@ class LayerReleases(Releases, ABC):
         return ids
 
     def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
-        """Examples for training get their ``example_ids``."""
         return [{**item, **({"example_ids": number} if training else {})} for number, item in enumerate(items)]
 
     def released_codes(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:

@@ -52,7 +52,6 @@ class Codebook:
         return randomised_response(codes, self.cells, self.epsilon, stream)
 
     def describe(self) -> dict[str, Any]:
-        """For a card."""
         kept = keep_probability(self.cells, self.epsilon)
         return {"name": "codebook", "cells": self.cells, "epsilon": self.epsilon, "kept": kept}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,20 +16,6 @@ from fastdp.methods.ewft.records import Records
 from fastdp.methods.public import PublicText, describe_origin
 
 
-@dataclass(frozen=True, kw_only=True)
-class PureSettings(NoisePlace):
-    """Settings of `PureEWFT`, all public: those of `NoisePlace`, and the ``mechanism``, `ewft.codebook`.
-
-    Each record is released once, and known by its id. Raises ValueError for values out of range.
-    """
-
-    mechanism: Codebook
-
-    def open(self, model: nn.Module, /, unsafe_seed: int | None = None) -> PureEWFT:
-        """The perturbation of a model."""
-        return PureEWFT(model, unsafe_seed=unsafe_seed, **vars(self))
-
-
 class PureEWFT(LayerReleases):
     """Replaces the hidden states after one layer by what a pure-epsilon draw tells of them, in training and in inference.
 
@@ -39,13 +24,14 @@ class PureEWFT(LayerReleases):
     the layer sees, at every position, the state that stands for the answer.
 
     Args:
-        model, layer: as for `EWFT`; what precedes the layer is frozen.
-        mechanism, sequence_length, dataset_size, lengths, public_texts: as in `PureSettings`.
+        model: as for `EWFT`; what precedes the layer is frozen.
+        mechanism: `ewft.codebook`.
+        layer, sequence_length, dataset_size, lengths, public_texts: as in `NoisePlace`.
         unsafe_seed: draws that whoever knows the seed can repeat: for tests, and the card says so.
 
-    What is training, and what a query, is decided as by `EWFT`.
+    What is training, and what a query, is decided as by `EWFT`. Each record is known by its id.
 
-    Raises ValueError as `PureSettings`, and for a layer that does not exist or a model that is perturbed already.
+    Raises ValueError as `NoisePlace`, and for a layer that does not exist or a model that is perturbed already.
     """
 
     def __init__(
@@ -60,9 +46,8 @@ class PureEWFT(LayerReleases):
         public_texts: Sequence[PublicText] = (),
         unsafe_seed: int | None = None,
     ):
-        self.settings = PureSettings(
+        self.settings = NoisePlace(
             layer=layer_name(model, layer),
-            mechanism=mechanism,
             sequence_length=sequence_length,
             dataset_size=dataset_size,
             lengths=lengths,
@@ -97,7 +82,6 @@ class PureEWFT(LayerReleases):
         self._with_labels = known
 
     def release(self, hidden: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:
-        """Draws of hidden states [B]. Called by the forward pass."""
         if self._codes is None:
             raise RuntimeError("there are no codes yet: call learn with public text")
         code = self._codes.encode(pool_rows(hidden, mask))
@@ -110,7 +94,6 @@ class PureEWFT(LayerReleases):
         return self.mechanism.release(code, self.stream)
 
     def decode(self, code: Tensor) -> Tensor:
-        """The state that stands for an answer, at every position."""
         assert self._codes is not None
         state = self._codes.states[code.cpu()].to(code.device)
         dtype = next(self.blocks.base.parameters()).dtype
@@ -118,7 +101,6 @@ class PureEWFT(LayerReleases):
 
     @property
     def untouched(self) -> bool:
-        """Whether no training record was released."""
         return not bool(self._records.seen.any())
 
     def epsilon(self) -> float:
@@ -132,14 +114,12 @@ class PureEWFT(LayerReleases):
         return math.inf if self.stream.reproducible else self.mechanism.epsilon * queries
 
     def claim(self) -> accounting.Pure:
-        """Of one user's sequence, which is released once."""
         return accounting.Pure("one user's sequence", self.mechanism.epsilon, units=1)
 
     def figure(self) -> str:
         return f"epsilon {self.mechanism.epsilon:g} without a delta for one user's sequence (local)"
 
     def card(self) -> accounting.Card:
-        """What was told of a training record, what it costs, and what is not protected."""
         settings = self.settings
         return accounting.Card.of(
             self.claim(),
@@ -169,10 +149,8 @@ class PureEWFT(LayerReleases):
 
     def state_dict(self) -> dict[str, Any]:
         """The codes, and the draws that are used again. They hold answers, and no key."""
-        codes = {} if self._codes is None else vars(self._codes)
         return {
-            "encoder": {name: codes[name] for name in ("centre", "basis")} if codes else None,
-            "learned": {name: codes[name] for name in ("centres", "states") if codes},
+            "learned": None if self._codes is None else vars(self._codes),
             "with_labels": self._with_labels,
             "seen": self._records.seen,
             "codes": self._records.codes,
@@ -186,8 +164,8 @@ class PureEWFT(LayerReleases):
         """
         if len(state["seen"]) != self.settings.dataset_size:
             raise ValueError(f"this state is of {len(state['seen'])} records, not {self.settings.dataset_size}")
-        if state["encoder"] is not None:
-            self._codes = Codes(**state["encoder"], **state["learned"])
+        if state["learned"] is not None:
+            self._codes = Codes(**state["learned"])
         self._with_labels = state["with_labels"]
         self._records.seen, self._records.codes = state["seen"], state["codes"]
         self.inference_releases = max(self.inference_releases, state["inference_releases"])

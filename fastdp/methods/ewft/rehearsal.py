@@ -63,7 +63,6 @@ def rehearse(
         autoencoder=autoencoder,
         bottom="trained",
         lengths=lengths,
-        joint_autoencoder=autoencoder is not None,
         unsafe_seed=unsafe_seed,
     )
     losses = []

@@ -28,8 +28,6 @@ from fastdp.validate import instance, one_of, positive
 _UNCHECKED = (
     "each record was used at most once an epoch: nobody checked, since the run was allowed to go without example_ids"
 )
-
-
 _TRAINED_BOTTOM = (
     "the layers before the perturbation are trained on sequences without noise: whoever sees them, or an update of them, "
     "learns about the sequences in a way that the noise does not cover"
@@ -47,8 +45,7 @@ class EWFTSettings(NoisePlace):
         autoencoder: sizes of its layers down to the code, such as ``(64,)`` or ``(256, 64, 4)``; a `StackedAutoencoder`
             of the model's width; or None for none (DP-Forward).
         bottom: ``frozen`` turns off the gradients of all that precedes the layer, tied weights included; ``trained`` leaves
-            them, which voids the guarantee, and the card says so.
-        joint_autoencoder: train the autoencoder with the model, as the paper does; this voids the guarantee.
+            them, and the autoencoder's, as the paper does. That voids the guarantee, and the card says so.
         unchecked_records: train without ``example_ids``, if the loader surely uses each record once an epoch. Only the
             number of rows is looked at then, and the card states the assumption.
         secure_rounding: as in `fastdp.ops.clip_noise`.
@@ -61,7 +58,6 @@ class EWFTSettings(NoisePlace):
     max_norm: float = 1.0
     autoencoder: Sequence[int] | StackedAutoencoder | None = (64,)
     bottom: str = "frozen"
-    joint_autoencoder: bool = False
     unchecked_records: bool = False
     secure_rounding: bool = True
 
@@ -82,16 +78,12 @@ class EWFTSettings(NoisePlace):
     @property
     def exposed(self) -> bool:
         """Whether gradients reach what precedes the noise."""
-        return self.bottom == "trained" or self.joint_autoencoder
+        return self.bottom == "trained"
 
     def flaws(self) -> list[str]:
         """Why runs with these settings carry no guarantee; empty if they do."""
-        found = list(self.noise.flaws)
-        if self.bottom == "trained":
-            found.append(_TRAINED_BOTTOM)
-        if self.joint_autoencoder and self.autoencoder is not None:
-            found.append(_JOINT_AUTOENCODER)
-        return found
+        joint = (_JOINT_AUTOENCODER,) if self.autoencoder is not None else ()
+        return [*self.noise.flaws, *((_TRAINED_BOTTOM, *joint) if self.exposed else ())]
 
     def ledger(self, output_dir: str | os.PathLike[str] | None, resume: bool) -> accounting.Ledger:
         """The ledger in a folder, or in memory: one release of every record for each level of noise, by `kind`.
@@ -120,10 +112,6 @@ class EWFTSettings(NoisePlace):
         )
 
 
-#: The name of earlier releases.
-EWFTPerturbation = EWFTSettings
-
-
 def kind(epoch: int) -> str:
     """What the ledger calls the release of every record in an epoch."""
     return STEP if epoch == 1 else f"epoch {epoch}"
@@ -149,15 +137,15 @@ class EWFT(LayerReleases):
         model: of any architecture, with any head; PEFT wrappers may be around it. What precedes the layer is frozen.
         layer: as in `EWFTSettings`, or the module itself. In an architecture that `fastdp.methods.blocks` does not know, it
             is a module, and needs ``lengths="public"``.
-        noise, sequence_length, dataset_size, max_norm, autoencoder, bottom, lengths, joint_autoencoder, unchecked_records,
-            secure_rounding, public_texts: as in `EWFTSettings`.
+        noise, sequence_length, dataset_size, max_norm, autoencoder, bottom, lengths, unchecked_records, secure_rounding,
+            public_texts: as in `EWFTSettings`.
         output_dir: where the ledger is kept; None keeps it in memory.
         resume: go on with the ledger in ``output_dir``, with the same arguments.
         unsafe_seed: noise that whoever knows the seed can repeat: for tests, and the card says so.
 
     Raises:
-        ValueError: for a layer that does not exist, an autoencoder of another width, values out of range, a model that has
-            an EWFT already, or a ledger in ``output_dir`` that is not to be resumed, or not by these arguments.
+        ValueError: for a layer that does not exist, an autoencoder of another width, values out of range, and a model that has
+            an EWFT already. Also for a ledger in ``output_dir`` that is not to be resumed, or not by these arguments.
     """
 
     def __init__(
@@ -172,7 +160,6 @@ class EWFT(LayerReleases):
         autoencoder: Sequence[int] | StackedAutoencoder | None = (64,),
         bottom: str = "frozen",
         lengths: str = "hidden",
-        joint_autoencoder: bool = False,
         unchecked_records: bool = False,
         secure_rounding: bool = True,
         public_texts: Sequence[PublicText] = (),
@@ -189,7 +176,6 @@ class EWFT(LayerReleases):
             autoencoder=autoencoder,
             bottom=bottom,
             lengths=lengths,
-            joint_autoencoder=joint_autoencoder,
             unchecked_records=unchecked_records,
             secure_rounding=secure_rounding,
             public_texts=public_texts,
@@ -204,8 +190,8 @@ class EWFT(LayerReleases):
         #: Numbers that are released of a sequence.
         self._numbers = 0
         if self.autoencoder is not None:
-            self.autoencoder.encoder.requires_grad_(self.settings.joint_autoencoder)
-        self.attach(freeze=self.settings.bottom == "frozen")
+            self.autoencoder.encoder.requires_grad_(self.settings.exposed)
+        self.attach(freeze=not self.settings.exposed)
 
     def _autoencoder(self) -> StackedAutoencoder | None:
         given = self.settings.autoencoder
@@ -222,9 +208,12 @@ class EWFT(LayerReleases):
     def set_epoch(self, epoch: int) -> None:
         """The noise of this epoch, counted from 1, applies from now on. Call it before the epoch's first batch.
 
-        Entering an epoch is recorded as a release of every record, before any is made. Raises ValueError for an epoch
-        beyond the schedule's last, RuntimeError when an epoch is gone back to, and BudgetExceeded when an interrupted one
-        would be released a second time: go on with the next epoch, or pay for it with `allow_again`.
+        Entering an epoch is recorded as a release of every record, before any is made.
+
+        Raises:
+            ValueError: for an epoch beyond the schedule's last.
+            RuntimeError: for one before the present one.
+            BudgetExceeded: for an interrupted one: go on with the next, or pay for it with `allow_again`.
         """
         epochs = self.noise.epochs
         if not 1 <= epoch <= (epochs or epoch):
@@ -262,27 +251,26 @@ class EWFT(LayerReleases):
             yield self.read_layer(batch, "hidden")
 
     def train_autoencoder(
-        self, public_batches: Iterable[Mapping[str, Any]], *, learning_rate: float = 1e-3, with_noise: bool = True
+        self, public_batches: Iterable[Mapping[str, Any]], *, learning_rate: float = 1e-3
     ) -> list[float]:
         """Train the autoencoder on **public** batches of model inputs, one step each; returns the losses.
 
-        With ``with_noise`` the decoder learns from codes clipped and noised as they will be. See `train_autoencoder`.
+        The decoder learns from codes clipped and noised as they will be. See `autoencoder.train_autoencoder`.
         """
         if self.autoencoder is None:
             raise ValueError("there is no autoencoder to train: give its sizes")
         self.autoencoder.requires_grad_(True)
-        std = self.noise.ratios[-1] * self.settings.max_norm if with_noise else 0.0
         try:
             return train_autoencoder(
                 self.autoencoder,
                 self.hidden_states(public_batches),
                 learning_rate=learning_rate,
                 max_norm=self.settings.max_norm,
-                std=std,
+                std=self.noise.ratios[-1] * self.settings.max_norm,
                 stream=self.stream,
             )
         finally:
-            self.autoencoder.encoder.requires_grad_(self.settings.joint_autoencoder)
+            self.autoencoder.encoder.requires_grad_(self.settings.exposed)
 
     def remove(self) -> None:
         """Take the hooks out, so that the model computes as before, and close the ledger. Frozen parameters stay so."""
@@ -299,9 +287,8 @@ class EWFT(LayerReleases):
                 path.parent.rmdir()
 
     def release(self, hidden: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:
-        """Noisy codes [B, T, k] of hidden states. Called by the forward pass."""
         ae = self.autoencoder
-        if ae is not None and ae.trained_on is None and not self.settings.joint_autoencoder:
+        if ae is not None and ae.trained_on is None and not self.settings.exposed:
             raise RuntimeError(
                 "The autoencoder has not been trained. Call train_autoencoder with public text, or set "
                 "trained_on to 'public' if it learned from such text."
@@ -312,7 +299,6 @@ class EWFT(LayerReleases):
             return self._released(code if mask is None else code * mask[:, :, None].to(code.dtype), ids)
 
     def decode(self, code: Tensor) -> Tensor:
-        """What the layers that follow go on with."""
         return code if self.autoencoder is None else self.autoencoder.decode(code)
 
     def _released(self, code: Tensor, ids: Tensor | None) -> Tensor:
@@ -370,7 +356,6 @@ class EWFT(LayerReleases):
         return accounting.epsilon(event, self.noise.delta if delta is None else delta, adjacency="replace_one")
 
     def claim(self) -> accounting.Gaussian:
-        """Of one user's sequence, over all releases of training."""
         noise = self.noise
         return accounting.Gaussian(
             "one user's sequence", "replace_one", self.event(), noise.delta, noise.target_epsilon
@@ -381,7 +366,6 @@ class EWFT(LayerReleases):
 
     @property
     def untouched(self) -> bool:
-        """Whether no epoch has begun."""
         return self.ledger.untouched
 
     def card(self) -> accounting.Card:

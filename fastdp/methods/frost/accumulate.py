@@ -1,4 +1,4 @@
-"""Partition-wise gradient magnitudes of a sample, from the engine's captures (Definition 8)."""
+"""Partition-wise gradient magnitudes of a sample, from the engine's captures (MGNA of Definition 8, in L1 norms)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ import fastdp.ops as ops
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.clip.accumulator import Accumulator
-from fastdp.engine.clip.norms import Entry, NormSink
+from fastdp.engine.clip.norms import NormSink
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.clip.sums import Route
 from fastdp.engine.uses.factors import Factors, PerUnit
 from fastdp.engine.uses.layout import Layout
-from fastdp.methods.frost.magnitudes import Magnitude
 from fastdp.methods.frost.partitions import Partition
+from fastdp.ops.bounds import round_down
+
+
+def magnitude_bound(partitions: Sequence[Partition], max_grad_norm: float) -> float:
+    """c / mean |P|: what an example's normalised gradient is clipped to, and the L2 sensitivity of magnitudes (Lemma 3).
+
+    The partitions are those that remain: with another set's bound the noise would not match.
+    """
+    return max_grad_norm * (len(partitions) / sum(partition.size for partition in partitions))
 
 
 class AbsoluteSink(NormSink):
@@ -57,7 +65,7 @@ class AbsoluteSink(NormSink):
             if entry.factors and (self.expected.get(name, 1) > 1 or entry.instance is not None):
                 whole = PerUnit(entry.factors, entry.instance, self.layout, self.parameters[name].shape)
                 each = [ops.instance_abs_sum(whole[unit][None]) for unit in range(self.layout.units)]
-                # The gradient is put together once more when it is added.
+                # Room for the rounding of the products that it was put together from.
                 for use in entry.factors:
                     self.note_products(name, use, order=1)
                 sizes = torch.cat(each)
@@ -69,40 +77,38 @@ class AbsoluteSink(NormSink):
 
 
 class MagnitudeAccumulator(Accumulator):
-    """Clipped sums over a sample, as the engine runs it, and the magnitudes of the partitions in them.
+    """The magnitudes of partitions over a sample, as the engine runs it.
 
-    With absolute values (MGNA) a partition's magnitude is the sum of its clipped examples' L1 norms, so no gradient is ever
-    formed. MG is a norm of a summed vector, which comes from factor pairs.
+    An example's gradient is divided by the size of each partition, made absolute and clipped. A partition's magnitude is the
+    sum of its clipped examples' L1 norms, so no gradient is formed.
 
     Args:
         parameters: the parameters of the partitions, and no others; all of them trained.
         partitions: what is compared.
-        magnitude: which of them, and the clipping.
+        max_grad_norm: the clipping threshold c.
+
+    Attributes:
+        magnitudes: without noise, float64 ``[partitions]``: private until noise of their sensitivity is added.
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, torch.nn.Parameter],
-        partitions: Sequence[Partition],
-        magnitude: Magnitude,
+        self, parameters: Mapping[str, torch.nn.Parameter], partitions: Sequence[Partition], max_grad_norm: float
     ):
         count = len(partitions)
         owner = {name: index for index, partition in enumerate(partitions) for name in partition.parameters}
         device = next(iter(parameters.values())).device
-        self.magnitude = magnitude
-        self.partitions = partitions
-        self.sizes = torch.tensor([partition.size for partition in partitions], dtype=torch.float64, device=device)
-        self.vectors = magnitude.kind == "MG"
+        self._bound = magnitude_bound(partitions, max_grad_norm)
+        self._sizes = torch.tensor([partition.size for partition in partitions], dtype=torch.float64, device=device)
         super().__init__(parameters, Policy((1.0,) * count, (0.0,) * count, owner))
 
     def reset(self) -> None:
         super().reset()
-        self.totals = torch.zeros_like(self.sizes)
+        self.magnitudes = torch.zeros_like(self._sizes)
 
     def merge(self, ranks: Ranks) -> None:
-        """As `Accumulator.merge`, with what has no vector."""
+        """As `Accumulator.merge`, with the magnitudes."""
         super().merge(ranks)
-        self.totals = ranks.total({"totals": self.totals})["totals"]
+        self.magnitudes = ranks.total({"magnitudes": self.magnitudes})["magnitudes"]
 
     def run(
         self,
@@ -113,23 +119,11 @@ class MagnitudeAccumulator(Accumulator):
         *,
         two_pass: bool,
     ) -> None:
-        """Clip and add one micro-batch; in one pass, so with ``two_pass`` its factors stay for as long as the pass."""
-        sink = AbsoluteSink(self, layout, expected, keep=self.vectors)
+        """Clip and add one micro-batch, in one pass whatever ``two_pass`` is."""
+        sink = AbsoluteSink(self, layout, expected, keep=False)
         open_sink(sink)
         backward(False)
-        upper = sink.finish()
-        scales = self._scales(upper, layout.weights)
-        sink.apart()
-        factors = scales.expand(len(self.partitions), -1)
-        self.take_apart(upper, factors)
-        for name in self.in_order(sink.entries) if self.vectors else ():
-            entry = sink.entries.pop(name, None) or Entry()
-            if entry.instance is not None:
-                self.add_instance(name, entry.instance, factors)
-            self.add_uses(name, entry.factors, factors, layout)
-            self.keep(name)
-        if self.vectors:
-            self.finish()
+        self._add(sink.finish(), layout.weights)
 
     def may_hold(self, layout: Layout) -> int:
         """None, as most magnitudes need no factor once it is measured."""
@@ -137,35 +131,16 @@ class MagnitudeAccumulator(Accumulator):
 
     def add_unit(self, instances: Mapping[str, torch.Tensor], weight: torch.Tensor) -> None:
         """Clip and add one unit from its whole gradients ``[1, ...]``: the one-example route."""
-        norms = Norms(len(self.partitions), 1, weight.device, order=1)
+        norms = Norms(len(self._sizes), 1, weight.device, order=1)
         for name, instance in instances.items():
             group, entries = self.policy.group_of[name], instance.numel()
             assert isinstance(group, int)
             norms.add(group, ops.instance_abs_sum(instance), entries, relative=ops.Rounding(instance).squares(entries))
-        scales = self._scales(norms.upper(), weight)
-        if not self.vectors:
-            return
-        for name, instance in instances.items():
-            self.add_instance(name, instance, scales.expand(len(self.partitions), -1))
+        self._add(norms.upper(), weight)
 
-    def _scales(self, upper: UpperNorms, weights: torch.Tensor) -> torch.Tensor:
-        """Clipping factors ``[units]`` from bounds of the partitions' norms; adds what needs no vector."""
-        scales = torch.where(weights > 0, self.magnitude.scales(upper, self.sizes) * weights, 0.0)
-        if not self.vectors:
-            # What is added is what was measured, which the bound covers.
-            self.totals += (torch.where(scales > 0, upper.measured, 0.0) @ scales.double()) / self.sizes
-        return scales
-
-    def magnitudes(self) -> torch.Tensor:
-        """The magnitudes without noise, float64 ``[partitions]``: private until noise of their sensitivity is added.
-
-        Of weights in pieces every rank must ask.
-        """
-        if not self.vectors:
-            return self.totals
-        norms = torch.zeros_like(self.sizes)
-        for name in filter(self.weights.counts, self.sums):
-            group, total = self.policy.group_of[name], self.sums[name]
-            assert isinstance(group, int)
-            norms[group] += total.abs().sum(dtype=torch.float64)
-        return self.weights.counted(norms) / self.sizes
+    def _add(self, upper: UpperNorms, weights: torch.Tensor) -> None:
+        """Add units by bounds of their partitions' L1 norms; none that is not finite, or 2^40 times as long as the bound."""
+        scales = round_down(self._bound / (upper.norms / self._sizes.unsqueeze(1)).sum(0))
+        scales = torch.where(weights > 0, scales * weights, 0.0)
+        # What is added is what was measured, which the bound covers.
+        self.magnitudes += (torch.where(scales > 0, upper.measured, 0.0) @ scales.double()) / self._sizes

@@ -13,8 +13,7 @@ import torch
 
 import fastdp.accounting as accounting
 from fastdp.engine.clip.policy import Policy
-from fastdp.methods.frost.accumulate import MagnitudeAccumulator
-from fastdp.methods.frost.magnitudes import Kind, Magnitude
+from fastdp.methods.frost.accumulate import MagnitudeAccumulator, magnitude_bound
 from fastdp.methods.frost.partitions import Declared, Partition, split
 from fastdp.methods.frost.selection import PartitionChoice, check_unfreezing_ratio, fill, select_partitions
 from fastdp.methods.frost.sigma import check_selection, split_budget
@@ -23,7 +22,7 @@ from fastdp.methods.options import Options
 from fastdp.methods.removed import replace_removed
 from fastdp.private.plan import Budget, Plan, SideRelease
 from fastdp.private.preparation import Findings, Moment, Outcome, Preparation, Released
-from fastdp.validate import at_least, fraction, one_of
+from fastdp.validate import at_least, fraction, integer, one_of
 
 _KIND = "selection"
 
@@ -40,11 +39,9 @@ class DPFrost(Options):
     Args:
         unfreezing_ratio: gamma, the largest share of the trained parameters that stays trained, in (0, 1).
         max_grad_norm: the clipping threshold c, of training and of the magnitudes.
-        magnitude: ``MG`` or ``MGNA`` (Definition 8), in L1 norms.
         selection_steps: T; 1 selects at once, without PSEL.
         selection_rate: q_ps, the probability with which an example joins one release of magnitudes.
         gap_coefficient: nu, by how many standard deviations an early choice must stand out.
-        estimation_iterations: J of PGM-EST.
         budget_ratio: r_e, training's share of epsilon, in (0, 1).
         select_every: steps after which all partitions are compared anew; None selects once. The paper's K selections over U
             steps are ceil(U / K).
@@ -61,11 +58,9 @@ class DPFrost(Options):
 
     unfreezing_ratio: float = 0.0625
     max_grad_norm: float = 1.0
-    magnitude: Kind = "MGNA"
     selection_steps: int = 5
     selection_rate: float = 0.02
     gap_coefficient: float = 5.0
-    estimation_iterations: int = 1000
     budget_ratio: float = 0.9
     select_every: int | None = None
     partitions: Declared | None = None
@@ -79,18 +74,14 @@ class DPFrost(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_clipping(self.max_grad_norm, self.groups)
-        Magnitude(self.magnitude, self.max_grad_norm)
         check_selection(self.budget_ratio, self.selection_steps, self.selection_rate)
         fraction(unfreezing_ratio=self.unfreezing_ratio)
         one_of(("magnitudes", "random"), choose_by=self.choose_by)
         one_of(("sound", "paper"), mode=self.mode)
+        integer(1, select_every=self.select_every)
         at_least(
-            1,
-            estimation_iterations=self.estimation_iterations,
-            select_every=1 if self.select_every is None else self.select_every,
+            0, gap_coefficient=self.gap_coefficient, selection_noise_multiplier=self.selection_noise_multiplier or 0
         )
-        at_least(0, gap_coefficient=self.gap_coefficient)
-        at_least(0, selection_noise_multiplier=self.selection_noise_multiplier or 0)
 
     @property
     def _private(self) -> bool:
@@ -178,7 +169,7 @@ class DPFrost(Options):
 
         def observed(t: int, remaining: Sequence[int]) -> tuple[np.ndarray, float]:
             left = [partitions[i] for i in remaining]
-            sensitivity = self._sensitivity(left)
+            sensitivity = magnitude_bound(left, self.max_grad_norm)
             return release(t, left)["magnitudes"].double().cpu().numpy() * sensitivity, sensitivity
 
         return select_partitions(
@@ -189,7 +180,6 @@ class DPFrost(Options):
             gap_coefficient=self.gap_coefficient,
             noise_multiplier=moment.plan.kind(_KIND).noise_multiplier,
             selection_rate=self.selection_rate,
-            estimation_iterations=self.estimation_iterations,
         )
 
     def _observe(self, preparation: Preparation, remaining: Sequence[Partition], *, check: bool) -> Released:
@@ -199,17 +189,10 @@ class DPFrost(Options):
         for name, parameter in preparation.parameters.items():
             parameter.requires_grad_(name in names)
         parameters = {name: p for name, p in preparation.parameters.items() if name in names}
-        accumulator = MagnitudeAccumulator(parameters, remaining, self._magnitude)
+        accumulator = MagnitudeAccumulator(parameters, remaining, self.max_grad_norm)
         sample.differentiate(accumulator, check=check)
-        magnitudes = (accumulator.magnitudes() / self._sensitivity(remaining)).float()
+        magnitudes = (accumulator.magnitudes / magnitude_bound(remaining, self.max_grad_norm)).float()
         return sample.publish({"magnitudes": magnitudes}, 1.0)
-
-    def _sensitivity(self, remaining: Sequence[Partition]) -> float:
-        return self._magnitude.sensitivity([partition.size for partition in remaining])
-
-    @property
-    def _magnitude(self) -> Magnitude:
-        return Magnitude(self.magnitude, self.max_grad_norm)
 
     def chosen(self, parameters: Mapping[str, torch.Tensor], outcome: Outcome) -> dict[str, int]:
         """The partitions that stay trained, each with the iteration that chose it, counted from 1."""
@@ -217,7 +200,6 @@ class DPFrost(Options):
         return {p.name: int(t) for p, t in zip(partitions, outcome["iteration"].tolist()) if t > 0}
 
     def trained(self, parameters: Mapping[str, torch.nn.Parameter], outcome: Outcome) -> Sequence[str]:
-        """Names of the parameters of the chosen partitions."""
         chosen = zip(split(parameters, self.partitions), outcome["iteration"].tolist())
         names = {name for partition, t in chosen if t > 0 for name in partition.parameters}
         return [name for name in parameters if name in names]

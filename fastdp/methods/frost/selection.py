@@ -53,8 +53,8 @@ def select_partitions(
 ) -> PartitionChoice:
     """Choose partitions of at most ``unfreezing_ratio`` of all parameters in ``steps`` iterations (PSEL, Algorithm 4).
 
-    Iteration t takes partitions whose estimate exceeds, by ``gap_coefficient`` standard deviations, that of every
-    partition expected to stay frozen, up to t / T of the limit; the last one fills the limit. A partition that does not fit is
+    Iteration t takes partitions up to t / T of the limit, and the last one fills it. Until then an estimate must exceed those
+    of all partitions expected to stay frozen by ``gap_coefficient`` standard deviations. A partition that does not fit is
     skipped. The printed inner loop never ends at one below the threshold; here it stops.
 
     Args:

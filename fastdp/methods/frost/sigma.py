@@ -8,15 +8,14 @@ import fastdp.accounting as accounting
 from fastdp.accounting.accountants import Accountant
 from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.pld import Adjacency
-from fastdp.validate import fraction, rate
+from fastdp.validate import fraction, integer, rate
 
 
 def check_selection(budget_ratio: float, selection_steps: int, selection_rate: float) -> None:
     """Raise ValueError for r_e, T or q_ps out of range."""
     fraction(budget_ratio=budget_ratio)
     rate(selection_rate=selection_rate)
-    if selection_steps < 1 or selection_steps != int(selection_steps):
-        raise ValueError(f"selection_steps is {selection_steps}: it must be a whole number of at least 1")
+    integer(1, selection_steps=selection_steps)
 
 
 def compute_sigma(

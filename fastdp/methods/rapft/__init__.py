@@ -15,14 +15,13 @@ from fastdp.methods.rapft.initialisation import Initialisation as Initialisation
 from fastdp.methods.rapft.masks import weak_masks as weak_masks
 from fastdp.methods.rapft.method import RapFT as RapFT
 from fastdp.methods.rapft.relevance import Propagator as Propagator
-from fastdp.methods.rapft.rules import Conservation as Conservation, Propagation as Propagation
+from fastdp.methods.rapft.rules import Propagation as Propagation
 from fastdp.methods.rapft.sources import (
     NoisyMap as NoisyMap,
     PrivateSubset as PrivateSubset,
     PublicGradients as PublicGradients,
     PublicMap as PublicMap,
 )
-from fastdp.methods.rapft.warmup import warm_up as warm_up
 from fastdp.methods.removed import removed_from
 
 __getattr__ = removed_from("rapft")

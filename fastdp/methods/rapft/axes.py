@@ -34,7 +34,8 @@ def rank_one(sizes: Mapping[str, Tensor], power: float) -> dict[str, RankOne]:
     if not all(bool(torch.isfinite(size).all()) for size in flat.values()):
         raise ValueError("what the axes follow is not finite: raise the epsilon of the propagation rule")
     means = {name: float(size.mean()) for name, size in flat.items()}
-    middle = _mean([mean for mean in means.values() if mean > 0])
+    known = [mean for mean in means.values() if mean > 0]
+    middle = sum(known) / len(known) if known else 1.0
     parts = {}
     for name, size in flat.items():
         mean = means[name] or 1.0
@@ -79,7 +80,3 @@ def axes_of(outcome: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> 
     """The axes that `join_axes` made an outcome of."""
     rows = {name: parameters[name].shape[0] if parameters[name].dim() else 1 for name in outcome}
     return {name: RankOne(both[: rows[name]], both[rows[name] :]) for name, both in outcome.items()}
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 1.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fastdp.methods.removed import replace_removed
-from fastdp.validate import one_of, rate
+from fastdp.validate import rate
 
 _LIKELY = 128
 
@@ -15,21 +15,19 @@ _LIKELY = 128
 @replace_removed
 @dataclass(frozen=True)
 class Initialisation:
-    """The relevance of the output: one-hot for classification, (part of) the distribution of the next token otherwise.
+    """The relevance of a language model's output: the likeliest tokens of each position whose probabilities reach p together.
+
+    For classification it is one-hot (`one_hot`).
 
     Args:
-        kind: ``naive`` takes the whole softmax; ``top_p`` the likeliest tokens of each position whose probabilities reach p
-            together.
-        p: that threshold.
+        p: that threshold, in (0, 1]; 1 takes the whole softmax (the paper's naive form).
 
-    Raises ValueError for an unknown kind or a threshold out of range.
+    Raises ValueError for a threshold out of range.
     """
 
-    kind: str = "top_p"
     p: float = 0.9
 
     def __post_init__(self) -> None:
-        one_of(("naive", "top_p"), kind=self.kind)
         rate(p=self.p)
 
     def generation(self, logits: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
@@ -43,17 +41,16 @@ class Initialisation:
             ``[N, V]``, in the order of ``logits[counted]``; a position's sum is the probability it keeps.
         """
         probabilities = torch.softmax(logits[counted].float(), -1)
-        return probabilities if self.kind == "naive" else self._nucleus(probabilities)
-
-    def _nucleus(self, probabilities: torch.Tensor) -> torch.Tensor:
+        if self.p == 1:
+            return probabilities
         # A few of the likeliest tokens are enough for most positions, and sorting all is most of a map's time.
-        out = self._nucleus_of(probabilities, min(_LIKELY, probabilities.shape[-1]))
+        out = self._nucleus(probabilities, min(_LIKELY, probabilities.shape[-1]))
         short = out.sum(-1) < self.p
         if bool(short.any()):
-            out[short] = self._nucleus_of(probabilities[short], probabilities.shape[-1])
+            out[short] = self._nucleus(probabilities[short], probabilities.shape[-1])
         return out
 
-    def _nucleus_of(self, probabilities: torch.Tensor, most: int) -> torch.Tensor:
+    def _nucleus(self, probabilities: torch.Tensor, most: int) -> torch.Tensor:
         ordered, tokens = probabilities.topk(most, -1)
         # The token that carries the sum past p is kept as well.
         inside = ordered.cumsum(-1) - ordered < self.p

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
-
-from fastdp.validate import one_of
-
-RANKINGS = ("layer", "map")
 
 
 def check_irrelevance_ratio(irrelevance_ratio: float) -> float:
@@ -41,7 +37,7 @@ def normalised(relevance: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
         what = "0" if all(ranges[name] == (0.0, 0.0) for name in tied) else "tied within each layer"
         raise ValueError(
             f"every relevance is {what}, as of parameters that start at zero. Set map_after to some private "
-            "steps, or call methods.rapft.warm_up first."
+            "steps, or train some steps on public data first."
         )
     if tied:
         warnings.warn(
@@ -55,10 +51,8 @@ def normalised(relevance: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     }
 
 
-def weak_masks(
-    relevance: Mapping[str, torch.Tensor], irrelevance_ratio: float, ranking: str = "layer"
-) -> dict[str, torch.Tensor]:
-    """True where a coordinate is weak: among the ceil(beta n) least relevant ones.
+def weak_masks(relevance: Mapping[str, torch.Tensor], irrelevance_ratio: float) -> dict[str, torch.Tensor]:
+    """True where a coordinate is weak: among the ceil(beta n) least relevant ones of its layer (section V-C).
 
     Equal relevances are ranked by position, so that a block's size never depends on the data; the printed "<= threshold"
     would call all of them weak, and all of the map where they are many.
@@ -66,42 +60,33 @@ def weak_masks(
     Args:
         relevance: by trained parameter, of its shape; min-max normalised here.
         irrelevance_ratio: beta, in (.5, 1].
-        ranking: ``layer`` ranks each parameter on its own, as the text of section V-C does; ``map`` ranks all of them
-            together, as algorithm 1 does.
 
     Raises:
         ValueError: for beta out of range, relevance that cannot be ranked, and where nothing is left strong (r_s = 0).
     """
-    one_of(RANKINGS, ranking=ranking)
     ratio = check_irrelevance_ratio(irrelevance_ratio)
-    scaled = normalised(relevance)
-    if ranking == "layer":
-        masks = {name: _least(values, ratio) for name, values in scaled.items()}
-    else:
-        joined = _least(torch.cat([values.reshape(-1) for values in scaled.values()]), ratio)
-        parts = joined.split([values.numel() for values in scaled.values()])
-        masks = {name: part.view(values.shape) for (name, values), part in zip(scaled.items(), parts)}
-    check_strong([mask.numel() for mask in masks.values()], ratio, ranking)
+    masks = {name: _least_relevant(values, ratio) for name, values in normalised(relevance).items()}
+    check_strong((mask.numel() for mask in masks.values()), ratio)
     return masks
 
 
-def check_strong(sizes: Sequence[int], irrelevance_ratio: float, ranking: str) -> None:
+def check_strong(sizes: Iterable[int], irrelevance_ratio: float) -> None:
     """Raise ValueError if no coordinate of parameters of these sizes would be strong (r_s = 0), whatever the data."""
-    if all(_weak(size, irrelevance_ratio) == size for size in (sizes if ranking == "layer" else [sum(sizes)])):
+    if all(_weak_count(size, irrelevance_ratio) == size for size in sizes):
         raise ValueError(
             f"at irrelevance ratio {irrelevance_ratio:g} every coordinate is weak and none is strong (r_s = 0): lower the "
             "ratio"
         )
 
 
-def _weak(size: int, ratio: float) -> int:
+def _weak_count(size: int, ratio: float) -> int:
     """How many of ``size`` coordinates are weak."""
     # 1e-9 keeps a product such as .7 * 10 = 7.000000000000001 from being rounded up.
     return min(math.ceil(ratio * size - 1e-9), size)
 
 
-def _least(values: torch.Tensor, ratio: float) -> torch.Tensor:
+def _least_relevant(values: torch.Tensor, ratio: float) -> torch.Tensor:
     flat = values.reshape(-1)
     mask = torch.zeros(flat.numel(), dtype=torch.bool, device=flat.device)
-    mask[torch.argsort(flat, stable=True)[: _weak(flat.numel(), ratio)]] = True
+    mask[torch.argsort(flat, stable=True)[: _weak_count(flat.numel(), ratio)]] = True
     return mask.view(values.shape)

@@ -20,14 +20,14 @@ from fastdp.methods.rapft.allocation import (
 )
 from fastdp.methods.rapft.axes import axes_of, join_axes, rank_one, second_moments
 from fastdp.methods.rapft.initialisation import Initialisation
-from fastdp.methods.rapft.masks import RANKINGS, check_irrelevance_ratio, check_strong, weak_masks
+from fastdp.methods.rapft.masks import check_irrelevance_ratio, check_strong, weak_masks
 from fastdp.methods.rapft.relevance import Propagator, first_row, require_values
 from fastdp.methods.rapft.rules import Propagation
-from fastdp.methods.rapft.sources import NoisyMap, PrivateSubset, PublicGradients, PublicMap
+from fastdp.methods.rapft.sources import MapSource, PrivateSubset, PublicGradients, PublicMap
 from fastdp.methods.removed import replace_removed
 from fastdp.private.plan import Budget, Plan
 from fastdp.private.preparation import Findings, Moment, Outcome, Preparation
-from fastdp.validate import one_of, positive
+from fastdp.validate import integer, one_of, positive
 
 _PRIVATE_MASK = (
     "the mask was computed from private examples without noise: neighbouring data sets then get noise of different "
@@ -52,7 +52,6 @@ class RapFT(Options):
         allocation: ``printed`` (equations 21 and 22) or ``optimal``; see `allocation.masked_policy`. ``axes``: no
             mask, but an axis for each coordinate (`axes.rank_one`).
         axes_power: how far axes follow relevance, from 0 (even: DP-SGD) to 1.
-        ranking: ``layer`` or ``map``; see `masks.weak_masks`.
         propagation, initialisation: how relevance is computed.
         map_after: steps before the first mask. Parameters that start at zero (LoRA's B) have no relevance at step 0.
         map_every: steps between masks; None keeps the first.
@@ -62,13 +61,12 @@ class RapFT(Options):
         ValueError: for a setting out of range, and for a mask that would be computed from private data unaccounted for.
     """
 
-    source: PublicMap | PublicGradients | NoisyMap | PrivateSubset | None = None
+    source: MapSource | None = None
     mode: str = "sound"
     max_grad_norm: float = 1.0
     irrelevance_ratio: float = 0.7
     allocation: str = "printed"
     axes_power: float = 0.5
-    ranking: str = "layer"
     propagation: Propagation = Propagation()
     initialisation: Initialisation = Initialisation()
     map_after: int = 0
@@ -79,20 +77,18 @@ class RapFT(Options):
         super().__post_init__()
         one_of(("sound", "paper"), mode=self.mode)
         one_of(ALLOCATIONS, allocation=self.allocation)
-        one_of(RANKINGS, ranking=self.ranking)
         check_irrelevance_ratio(self.irrelevance_ratio)
         positive(max_grad_norm=self.max_grad_norm)
         if not 0 <= self.axes_power <= 1:
             raise ValueError(f"axes_power is {self.axes_power}: it must lie between 0, where all axes are even, and 1")
         if isinstance(self.source, PublicGradients) and self.allocation != "axes":
             raise ValueError("PublicGradients say how large gradients are, which makes axes: set allocation='axes'")
-        for steps, least in ((self.map_after, 0), (1 if self.map_every is None else self.map_every, 1)):
-            if steps != int(steps) or steps < least:
-                raise ValueError("map_after must be 0 or more whole steps, and map_every at least 1")
+        integer(0, map_after=self.map_after)
+        integer(1, map_every=self.map_every)
         self._check_source()
 
     def _check_source(self) -> None:
-        if not isinstance(self.source, (PublicMap, PublicGradients, NoisyMap, PrivateSubset, type(None))):
+        if not isinstance(self.source, MapSource | None):
             raise ValueError(
                 f"source is a {type(self.source).__name__}: give PublicMap(batches), NoisyMap(noise_multiplier, sample_rate) "
                 "or, in paper mode, PrivateSubset(sample_rate)"
@@ -122,7 +118,7 @@ class RapFT(Options):
             raise ValueError(
                 f"map_after is {self.map_after} but the run has {plan.steps} steps: no mask would ever be made"
             )
-        if plan.unit != "example" and not isinstance(self.source, (PublicMap, PublicGradients)):
+        if plan.unit != "example" and not isinstance(self.source, PublicMap):
             raise ValueError(f"a relevance map has one row a unit, and the unit is {plan.unit}: take it from PublicMap")
         side = self.source.side(masks)
         multiplier = plan.multiplier(side)
@@ -132,15 +128,13 @@ class RapFT(Options):
 
     def try_passes(self, moment: Moment, one: Callable[[], Any]) -> None:
         """The source's pass on one public row, or on one example."""
-        batch = self.source.batches[0] if isinstance(self.source, (PublicMap, PublicGradients)) else one()
-        row = first_row(batch)
+        row = first_row(self.source.batches[0] if isinstance(self.source, PublicMap) else one())
         if isinstance(self.source, PublicGradients):
             second_moments(moment.model, [row])
         else:
             Propagator(moment.model, moment.parameters, self.propagation, self.initialisation).total(row)
 
     def prepare(self, preparation: Preparation) -> None:
-        """Release a map of relevance, if the mask comes from private examples."""
         assert self.source is not None
         self.source.release(self._propagator(preparation), preparation)
 
@@ -150,7 +144,7 @@ class RapFT(Options):
         relevance = self.source.relevance(self._propagator(findings), findings)
         if self.allocation == "axes":
             return join_axes(rank_one({name: values.abs() for name, values in relevance.items()}, self.axes_power))
-        return weak_masks(relevance, self.irrelevance_ratio, self.ranking)
+        return weak_masks(relevance, self.irrelevance_ratio)
 
     def _propagator(self, moment: Moment) -> Propagator:
         if not isinstance(self.source, PublicGradients):
@@ -170,7 +164,7 @@ class RapFT(Options):
         if self.allocation == "axes":
             return replace(flat, axes=axes_of(chosen, parameters))
         if not chosen:
-            check_strong([p.numel() for p in parameters.values()], self.irrelevance_ratio, self.ranking)
+            check_strong((p.numel() for p in parameters.values()), self.irrelevance_ratio)
             return flat
         return masked_policy(
             chosen,
@@ -188,7 +182,6 @@ class RapFT(Options):
             "irrelevance_ratio": self.irrelevance_ratio,
             "allocation": self.allocation,
             "axes_power": self.axes_power if self.allocation == "axes" else None,
-            "ranking": self.ranking,
             "mask": self.source.describe(),
             "propagation": vars(self.propagation),
             "initialisation": vars(self.initialisation),

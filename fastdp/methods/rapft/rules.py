@@ -14,76 +14,45 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from transformers.activations import ACT2CLS
 
-from fastdp.calls.named import is_metadata
-from fastdp.engine.capture.intercept import Reads, UseMode
-from fastdp.engine.uses.lanes import PerLane
-from fastdp.engine.uses.use import Tap
-from fastdp.validate import at_least, one_of
+from fastdp.calls.composite import opened
+from fastdp.methods.removed import replace_removed
+from fastdp.validate import at_least
 
 #: Keeps quotients of functions that vanish at 0 finite there; too small to absorb relevance.
 _TINY = 1e-9
 
 
+@replace_removed
 @dataclass(frozen=True)
 class Propagation:
-    """The rule for linear layers and the stabiliser of every denominator.
+    """The rule for linear layers, alpha-beta (equation 4), and the stabiliser of other denominators.
 
     Args:
-        rule: ``alpha_beta``: positive and negative contributions apart (equation 4), as in the paper's experiments.
-            ``epsilon``: equation 6 with z + epsilon sign(z) for z.
-        epsilon: added to denominators, in the units of the activation; what it absorbs is lost to conservation.
-        alpha: weight of the positive part; beta is 1 - alpha. The paper's experiments take 0.5 (section VII-D).
-        positive_after_activation: under ``alpha_beta`` a linear layer that reads an activation's output hands relevance to
-            its positive contributions alone, the subset q of equation 7.
+        epsilon: added to the denominators of the model's output and of softmax, in the units of the activation; what it
+            absorbs is lost to conservation.
+        alpha: weight of the positive contributions; beta is 1 - alpha. The paper's experiments take 0.5 (section VII-D).
+        positive_after_activation: a linear layer that reads an activation's output hands relevance to its positive
+            contributions alone, the subset q of equation 7.
 
-    Raises ValueError for an unknown rule, epsilon below 0, alpha below 0, or equation 7 with the other rule.
+    Raises ValueError for epsilon or alpha below 0.
     """
 
-    rule: str = "alpha_beta"
     epsilon: float = 1e-3
     alpha: float = 0.5
     positive_after_activation: bool = False
 
     def __post_init__(self) -> None:
-        one_of(("epsilon", "alpha_beta"), rule=self.rule)
         at_least(0.0, epsilon=self.epsilon, alpha=self.alpha)
-        if self.positive_after_activation and self.rule != "alpha_beta":
-            raise ValueError("positive_after_activation tells contributions apart by sign: it needs rule='alpha_beta'")
-
-
-@dataclass
-class Conservation:
-    """Totals over a batch of the relevance that was put in and of where it went (equations 5 and 9).
-
-    ``absorbed`` stayed in biases and in the stabilisers of denominators.
-    """
-
-    output: float = 0.0
-    inputs: float = 0.0
-    absorbed: float = 0.0
-
-    @property
-    def error(self) -> float:
-        """What is missing, over the relevance that was put in."""
-        return abs(self.output - self.inputs - self.absorbed) / abs(self.output)
-
-
-@dataclass(frozen=True)
-class Context:
-    """What the rules of one pass share: the settings, the number of rows, and an audit of conservation if there is one."""
-
-    settings: Propagation
-    rows: int
-    audit: Conservation | None = None
 
 
 def stabilised(z: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -91,77 +60,26 @@ def stabilised(z: torch.Tensor, epsilon: float) -> torch.Tensor:
     return z + torch.copysign(z.new_tensor(epsilon), z)
 
 
-def begin(values: torch.Tensor, context: Context) -> torch.Tensor:
+def track_relevance(values: torch.Tensor) -> torch.Tensor:
     """Let relevance flow through values that the model reads or looks up, and end there."""
-    values = values if values.requires_grad else values.requires_grad_()
-    audit, found = context.audit, values.detach()
-    if audit is not None:
-
-        def add_inputs(message: torch.Tensor) -> None:
-            audit.inputs += float((found * message).double().sum())
-
-        values.register_hook(add_inputs)
-    return values
+    return values if values.requires_grad else values.requires_grad_()
 
 
-class _Damp(torch.autograd.Function):
-    """Identity whose backward multiplies the message by z / (z + epsilon sign z): the epsilon rule of one layer."""
-
-    @staticmethod
-    def forward(ctx: Any, z: torch.Tensor, context: Context) -> torch.Tensor:
-        ctx.context = context
-        ctx.save_for_backward(z)
-        return z.view_as(z)
-
-    @staticmethod
-    def backward(ctx: Any, *messages: Any) -> Any:
-        (z,) = ctx.saved_tensors
-        epsilon = ctx.context.settings.epsilon
-        damped = z.abs().add_(epsilon).reciprocal_().mul_(-epsilon).add_(1).mul_(messages[0])
-        if ctx.context.audit is not None:
-            _absorb(ctx.context, z, messages[0] - damped)
-        return damped, None
-
-
-class _Absorbs(torch.autograd.Function):
-    """Identity that notes the relevance ``share * s`` which stays in a layer, as a bias's does."""
-
-    @staticmethod
-    def forward(ctx: Any, z: torch.Tensor, share: torch.Tensor, context: Context) -> torch.Tensor:
-        ctx.context = context
-        ctx.save_for_backward(share)
-        return z.view_as(z)
-
-    @staticmethod
-    def backward(ctx: Any, *messages: Any) -> Any:
-        _absorb(ctx.context, ctx.saved_tensors[0], messages[0])
-        return messages[0], None, None
-
-
-def _absorb(context: Context, value: torch.Tensor, message: torch.Tensor) -> None:
-    if context.audit is not None:
-        context.audit.absorbed += float((value * message).double().sum())
-
-
-class _HandOn(torch.autograd.Function):
+class _Elementwise(torch.autograd.Function):
     """y = f(x) element by element (softmax included), with R_x = R_y: the message becomes s y / x."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, y: torch.Tensor, epsilon: float, context: Context, activation: bool = False
+        ctx: Any, x: torch.Tensor, y: torch.Tensor, epsilon: float = _TINY, activation: bool = True
     ) -> torch.Tensor:
-        ctx.epsilon, ctx.context, ctx.activation = epsilon, context, activation
+        ctx.epsilon, ctx.activation = epsilon, activation
         ctx.save_for_backward(x, y)
         return y
 
     @staticmethod
     def backward(ctx: Any, *messages: Any) -> Any:
         x, y = ctx.saved_tensors
-        back = messages[0] * y / stabilised(x, ctx.epsilon)
-        if ctx.context.audit is not None:
-            _absorb(ctx.context, y, messages[0])
-            _absorb(ctx.context, x, -back)
-        return back.to(x.dtype), None, None, None, None
+        return (messages[0] * y / stabilised(x, ctx.epsilon)).to(x.dtype), None, None, None
 
 
 #: Nodes of autograd that leave values as they are, in another shape.
@@ -215,7 +133,7 @@ class _Split(torch.autograd.Function):
 
 
 class _AlphaBeta(torch.autograd.Function):
-    """A linear layer under the alpha-beta rule (equation 4), with the relevance of its own parameters (equation 13).
+    """A linear layer under the alpha-beta rule (equation 4), with the messages of its own parameters (equation 13).
 
     z_ji = x_j w_ji is positive where the signs agree: Z+ = x+ w+ + x- w- + b+, Z- = x+ w- + x- w+ + b-. An output that has
     contributions of one sign only gives it the whole weight. ``weight`` is [m, n]; x is [..., n].
@@ -223,16 +141,9 @@ class _AlphaBeta(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        mode: RelevanceMode,
-        trained: tuple[torch.nn.Parameter | None, torch.nn.Parameter | None],
-        alpha: float,
-        swap: bool,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, alpha: float
     ) -> torch.Tensor:
-        ctx.mode, ctx.trained, ctx.alpha, ctx.swap = mode, trained, alpha, swap
+        ctx.alpha = alpha
         out = F.linear(x, weight, bias)
         ctx.save_for_backward(x, weight, bias, out)
         return out
@@ -240,7 +151,7 @@ class _AlphaBeta(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *messages: Any) -> Any:
         x, weight, bias, out = ctx.saved_tensors
-        alpha, mode = ctx.alpha, ctx.mode
+        alpha = ctx.alpha
         up, down = x.clamp(min=0), x.clamp(max=0)
         grow, shrink = weight.clamp(min=0), weight.clamp(max=0)
         positive = F.linear(up, grow, None if bias is None else bias.clamp(min=0)) + F.linear(down, shrink)
@@ -249,35 +160,44 @@ class _AlphaBeta(torch.autograd.Function):
         relevance = messages[0] * out
         plus = torch.where(some, torch.where(less, alpha * relevance, relevance) / positive, 0.0)
         minus = torch.where(less, torch.where(some, (1 - alpha) * relevance, relevance) / negative, 0.0)
-        if bias is not None:
-            _absorb(mode.context, bias, torch.where(bias > 0, plus, minus))
-        mode.take_signed(ctx.trained, (up, down), (plus, minus), bias, swap=ctx.swap)
         rising = F.linear(plus, grow.t()) + F.linear(minus, shrink.t())
         falling = F.linear(plus, shrink.t()) + F.linear(minus, grow.t())
-        return torch.where(x < 0, falling, rising), None, None, None, None, None, None
+        to_weight = to_bias = None
+        if ctx.needs_input_grad[1]:
+            up, down, plus, minus = (t.reshape(-1, t.shape[-1]) for t in (up, down, plus, minus))
+            growing, shrinking = plus.t() @ up + minus.t() @ down, plus.t() @ down + minus.t() @ up
+            to_weight = torch.where(weight > 0, growing, shrinking)
+        if bias is not None and ctx.needs_input_grad[2]:
+            to_bias = torch.where(bias > 0, plus, minus).reshape(-1, bias.numel()).sum(0)
+        return torch.where(x < 0, falling, rising), to_weight, to_bias, None
 
 
-class RelevanceMode(UseMode):
-    """Active while a model's forward runs: the engine's captures, with the rules above around them.
+class RelevanceMode(TorchFunctionMode):
+    """Active while a model's forward runs: the rules above in the place of torch's own derivatives.
 
     Every activation must require a gradient, which tells two activations from an activation and a constant.
+
+    Args:
+        parameters: the trained ones, which are no activations.
+        rows: examples in the batch.
     """
 
-    def __init__(self, reads: Reads, tap: Tap, context: Context):
-        super().__init__(reads, tap)
-        self.context = context
+    def __init__(self, settings: Propagation, parameters: Iterable[torch.Tensor], rows: int):
+        super().__init__()
+        self.settings, self.rows = settings, rows
+        self._trained = set(map(id, parameters))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        rule = _HANDLERS.get(func)
-        if rule is None or not torch.is_grad_enabled() or is_metadata(func):
-            return self.plain(func, *args, **kwargs)
-        result = rule(self, func, *args, **kwargs)
-        return self.plain(func, *args, **kwargs) if result is NotImplemented else result
-
-    def plain(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """The operation itself, its trained parameters captured."""
-        return super().__torch_function__(func, (), args, kwargs)
+        rule = _HANDLERS.get(func) if torch.is_grad_enabled() else None
+        result = NotImplemented if rule is None else rule(self, func, *args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        inside = None if rule else opened(func)
+        if inside is None:
+            return func(*args, **kwargs)
+        with self:
+            return inside(*args, **kwargs)
 
     def flows(self, value: Any) -> bool:
         """Whether a value is an activation: relevance flows through it, and it is no parameter."""
@@ -285,62 +205,29 @@ class RelevanceMode(UseMode):
             isinstance(value, torch.Tensor)
             and value.requires_grad
             and value.is_floating_point()
-            and not isinstance(value, PerLane)
-            and not self.reads.is_trained(value)
+            and id(value) not in self._trained
         )
-
-    def take_signed(
-        self,
-        trained: tuple[torch.nn.Parameter | None, torch.nn.Parameter | None],
-        inputs: tuple[torch.Tensor, torch.Tensor],
-        messages: tuple[torch.Tensor, torch.Tensor],
-        bias: torch.Tensor | None,
-        *,
-        swap: bool,
-    ) -> None:
-        """Hand the sink a linear layer's parameters under the alpha-beta rule, as the gradient that yields w g = R^w."""
-        matrix, vector = trained
-        if matrix is None and vector is None:
-            return
-        sink: Any = self.tap.open()
-        (up, down), (plus, minus) = ([t.reshape(-1, t.shape[-1]) for t in pair] for pair in (inputs, messages))
-        if vector is not None:
-            assert bias is not None
-            sink.tokens(vector, torch.where(bias > 0, plus, minus), self.tap.layout, False)
-        if matrix is not None:
-            sink.signed(matrix, ((plus, up), (minus, down)), ((plus, down), (minus, up)), self.tap.layout, swap)
 
 
 def _linear(mode: RelevanceMode, func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
     if not mode.flows(input):
         return NotImplemented
-    return _product(mode, func, (input, weight, bias), input, weight, bias, swap=False)
+    settings = mode.settings
+    alpha = 1.0 if settings.positive_after_activation and _of_activation(input) else settings.alpha
+    return _AlphaBeta.apply(input, weight, bias, alpha)
 
 
 def _addmm(mode: RelevanceMode, func: Any, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    if beta != 1 or alpha != 1 or not mode.flows(mat1) or mode.flows(mat2) or mode.flows(input):
+    if beta != 1 or alpha != 1 or mode.flows(mat2) or mode.flows(input):
         return NotImplemented
-    return _product(mode, func, (input, mat1, mat2), mat1, mat2, input, swap=True)
-
-
-def _product(mode: RelevanceMode, func: Any, args: Any, x: Any, weight: Any, bias: Any, *, swap: bool) -> Any:
-    context = mode.context
-    if context.settings.rule == "alpha_beta" and not isinstance(weight, PerLane):
-        alpha = 1.0 if context.settings.positive_after_activation and _of_activation(x) else context.settings.alpha
-        trained = (weight if mode.reads.is_trained(weight) else None, bias if mode.reads.is_trained(bias) else None)
-        matrix = weight.detach().t() if swap else weight.detach()
-        return _AlphaBeta.apply(x, matrix, None if bias is None else bias.detach(), mode, trained, alpha, swap)
-    out = mode.plain(func, *args)
-    if bias is not None and context.audit is not None:
-        out = _Absorbs.apply(out, bias.detach(), context)
-    return _Damp.apply(out, context) if context.settings.epsilon > 0 else out
+    return _linear(mode, func, mat1, mat2.t(), input)
 
 
 def _add(mode: RelevanceMode, func: Any, input: Any, other: Any, **options: Any) -> Any:
     if options or not (mode.flows(input) and mode.flows(other)):
         return NotImplemented
     left, right = torch.broadcast_tensors(input, other)
-    return _Split.apply(left, right, mode.context.rows)
+    return _Split.apply(left, right, mode.rows)
 
 
 def _times(mode: RelevanceMode, func: Any, input: Any, other: Any, **options: Any) -> Any:
@@ -349,15 +236,15 @@ def _times(mode: RelevanceMode, func: Any, input: Any, other: Any, **options: An
     return func(_Half.apply(input), _Half.apply(other), **options)
 
 
-def _hand_on(mode: RelevanceMode, func: Any, input: Any, *args: Any, **options: Any) -> Any:
+def _elementwise(mode: RelevanceMode, func: Any, input: Any, *args: Any, **options: Any) -> Any:
     if not mode.flows(input):
         return NotImplemented
     with torch.no_grad():
         y = func(input, *args, **options)
     if func in _SOFTMAX:
         # softmax(0) is not 0, so that here the stabiliser matters.
-        return _HandOn.apply(input, y, max(mode.context.settings.epsilon, _TINY), mode.context)
-    return _HandOn.apply(input, y, _TINY, mode.context, True)
+        return _Elementwise.apply(input, y, max(mode.settings.epsilon, _TINY), False)
+    return _Elementwise.apply(input, y)
 
 
 def _attention(
@@ -380,20 +267,15 @@ def _attention(
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = _times(mode, torch.matmul, query, key.transpose(-2, -1)) * scale
-    masked = scores
+    least = torch.finfo(query.dtype).min
     if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is not None:
-        with torch.no_grad():
-            closed = attn_mask.logical_not() if attn_mask.dtype == torch.bool else None
-            masked = scores + attn_mask if closed is None else scores.masked_fill(closed, -torch.inf)
-    with torch.no_grad():
-        # A row whose keys are all masked is 0 rather than NaN, as in torch's own kernels.
-        weights = torch.nan_to_num(torch.softmax(masked, -1))
-    weights = _HandOn.apply(scores, weights, max(mode.context.settings.epsilon, _TINY), mode.context)
-    return _times(mode, torch.matmul, weights, value)
+        attn_mask = query.new_ones(query.shape[-2], key.shape[-2]).tril().bool()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, least)
+    with mode:
+        scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+        # A row whose keys are all masked would be NaN at minus infinity.
+        return F.softmax(scores if attn_mask is None else scores + attn_mask.clamp(min=least), -1) @ value
 
 
 def _layer_norm(
@@ -410,7 +292,7 @@ def _layer_norm(
     dims = tuple(range(-len(normalized_shape), 0))
     centred = input - input.mean(dims, keepdim=True)
     held = torch.rsqrt(centred.detach().square().mean(dims, keepdim=True) + eps)
-    return _affine(mode, centred * held, weight, bias)
+    return _affine(centred * held, weight, bias)
 
 
 def _rms_norm(
@@ -421,17 +303,12 @@ def _rms_norm(
     dims = tuple(range(-len(normalized_shape), 0))
     eps = torch.finfo(input.dtype).eps if eps is None else eps
     held = torch.rsqrt(input.detach().square().mean(dims, keepdim=True) + eps)
-    return _affine(mode, input * held, weight, None)
+    return _affine(input * held, weight, None)
 
 
-def _affine(mode: RelevanceMode, normed: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
-    if weight is not None:
-        normed = mode.plain(torch.mul, normed, weight)
-    if bias is not None:
-        normed = mode.plain(torch.add, normed, bias)
-        if mode.context.audit is not None:
-            normed = _Absorbs.apply(normed, bias.detach(), mode.context)
-    return normed
+def _affine(normed: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+    normed = normed if weight is None else normed * weight
+    return normed if bias is None else normed + bias
 
 
 def _inverse_root(mode: RelevanceMode, func: Any, input: Any, *args: Any, **options: Any) -> Any:
@@ -443,11 +320,7 @@ def _inverse_root(mode: RelevanceMode, func: Any, input: Any, *args: Any, **opti
 
 
 def _embedding(mode: RelevanceMode, func: Any, *args: Any, **options: Any) -> Any:
-    out = mode.plain(func, *args, **options)
-    if isinstance(out, PerLane):
-        begin(out.lanes, mode.context)
-        return out
-    return begin(out, mode.context)
+    return track_relevance(func(*args, **options))
 
 
 _SOFTMAX = (F.softmax, torch.softmax, torch.Tensor.softmax)
@@ -464,7 +337,9 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     ),
     **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__), _times),
     **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm), _times),
-    **dict.fromkeys((F.gelu, F.silu, F.relu, F.tanh, torch.tanh, torch.Tensor.tanh, torch.relu, *_SOFTMAX), _hand_on),
+    **dict.fromkeys(
+        (F.gelu, F.silu, F.relu, F.tanh, torch.tanh, torch.Tensor.tanh, torch.relu, *_SOFTMAX), _elementwise
+    ),
     **dict.fromkeys((torch.rsqrt, torch.Tensor.rsqrt), _inverse_root),
 }
 
@@ -472,7 +347,7 @@ _ACTIVATIONS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in A
 
 
 @contextmanager
-def activations_hand_on(model: torch.nn.Module, context: Context) -> Iterator[None]:
+def activations_as_functions(model: torch.nn.Module) -> Iterator[None]:
     """While open, activation modules are one element-wise function each, however many operations they are written in.
 
     GPT-2's GELU multiplies x by a function of x; taken apart, that is a product of two activations.
@@ -483,7 +358,7 @@ def activations_hand_on(model: torch.nn.Module, context: Context) -> Iterator[No
             return original(x)
         with torch.no_grad():
             y = original(x)
-        return _HandOn.apply(x, y, _TINY, context, True)
+        return _Elementwise.apply(x, y)
 
     patched = [m for m in model.modules() if isinstance(m, _ACTIVATIONS) and "forward" not in vars(m)]
     for module in patched:

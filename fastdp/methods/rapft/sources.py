@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,44 +13,51 @@ from fastdp.methods.public import PublicText, describe_origin
 from fastdp.methods.rapft.axes import second_moments
 from fastdp.methods.rapft.relevance import Map, Propagator
 from fastdp.private.plan import SideRelease
-from fastdp.private.preparation import Contributions, Findings, Preparation
+from fastdp.private.preparation import Findings, Preparation
 from fastdp.validate import positive, rate
 
 #: The releases of noised maps, by their name in the ledger.
 RELEVANCE = "relevance"
 
 
-class _Public:
-    """A source that costs no privacy."""
-
-    batches: Sequence[Mapping[str, Any]]
-
-    def __post_init__(self) -> None:
-        if len(self.batches) == 0:
-            raise ValueError(f"{type(self).__name__} has no batches: give some public examples")
+class MapSource(ABC):
+    """What a mask or axes are made from."""
 
     def side(self, count: int) -> tuple[SideRelease, ...]:
-        """Nothing is released."""
+        """What ``count`` maps release besides training steps."""
         return ()
 
-    def release(self, propagator: Propagator, preparation: Preparation) -> None:
-        """Nothing is released."""
+    def release(self, propagator: Propagator, preparation: Preparation) -> None:  # noqa: B027 (public sources release nothing)
+        """Make one of these releases."""
+
+    @abstractmethod
+    def relevance(self, propagator: Propagator, findings: Findings) -> Map:
+        """The size of each trained coordinate's relevance."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """For the card."""
 
 
 @dataclass(frozen=True)
-class PublicMap(_Public):
+class PublicMap(MapSource):
     """Relevance averaged over public examples (equation 18); costs no privacy.
 
     Args:
         batches: mappings of the model's arguments, labels included, such as a collator makes.
         origin: the file that they came from, for the card.
+
+    Raises ValueError without batches.
     """
 
     batches: Sequence[Mapping[str, Any]] = field(repr=False)
     origin: PublicText | None = None
 
+    def __post_init__(self) -> None:
+        if len(self.batches) == 0:
+            raise ValueError(f"{type(self).__name__} has no batches: give some public examples")
+
     def relevance(self, propagator: Propagator, findings: Findings) -> Map:
-        """The sum of the examples' maps."""
         total = propagator.total(self.batches[0])
         for batch in self.batches[1:]:
             for name, values in propagator.total(batch).items():
@@ -57,12 +65,11 @@ class PublicMap(_Public):
         return total
 
     def describe(self) -> dict[str, Any]:
-        """For the card."""
         return {"kind": "public", "batches": len(self.batches), "text": describe_origin(self.origin)}
 
 
 @dataclass(frozen=True)
-class PublicGradients(_Public):
+class PublicGradients(PublicMap):
     """Sizes of public examples' gradients at the weights as they are, for axes that are made anew on the way.
 
     A good axis at the beginning of a run may soon be a bad one (docs/rapft.md). Costs no privacy: weights were released.
@@ -75,8 +82,6 @@ class PublicGradients(_Public):
     Raises ValueError without batches, or for another ``at_once`` than 1 to their number.
     """
 
-    batches: Sequence[Mapping[str, Any]] = field(repr=False)
-    origin: PublicText | None = None
     at_once: int | None = None
 
     def __post_init__(self) -> None:
@@ -93,13 +98,11 @@ class PublicGradients(_Public):
         return second_moments(findings.model, drawn)
 
     def describe(self) -> dict[str, Any]:
-        """For the card."""
-        count = {"batches": len(self.batches), "at_once": self.at_once or len(self.batches)}
-        return {"kind": "public gradients", **count, "text": describe_origin(self.origin)}
+        return super().describe() | {"kind": "public gradients", "at_once": self.at_once or len(self.batches)}
 
 
 @dataclass(frozen=True)
-class NoisyMap:
+class NoisyMap(MapSource):
     """Relevance of a Poisson sample of the private examples, released with noise of its own.
 
     Each example's map, one vector, is clipped to L2 norm c_R; the sum gets N(0, sigma_R^2 c_R^2) in every coordinate. Ranking
@@ -122,24 +125,20 @@ class NoisyMap:
         rate(sample_rate=self.sample_rate)
 
     def side(self, count: int) -> tuple[SideRelease, ...]:
-        """``count`` releases of a noised map."""
         return (SideRelease(RELEVANCE, self.noise_multiplier, self.sample_rate, count),)
 
     def release(self, propagator: Propagator, preparation: Preparation) -> None:
-        """One noised sum of the examples' maps, each clipped to norm c_R."""
-        preparation.release(RELEVANCE).total(_maps(propagator), self.max_norm, propagator.parameters)
+        preparation.release(RELEVANCE).total(propagator.examples, self.max_norm, propagator.parameters)
 
     def relevance(self, propagator: Propagator, findings: Findings) -> Map:
-        """The noised sum."""
         return dict(findings.releases[0])
 
     def describe(self) -> dict[str, Any]:
-        """For the card."""
         return {"kind": "noised", **vars(self)}
 
 
 @dataclass(frozen=True)
-class PrivateSubset:
+class PrivateSubset(MapSource):
     """Relevance averaged over a sample of the private examples, without noise: what algorithm 1 does.
 
     The mask then depends on the data, and no epsilon holds; `RapFT` takes it in ``paper`` mode only.
@@ -153,29 +152,13 @@ class PrivateSubset:
     def __post_init__(self) -> None:
         rate(sample_rate=self.sample_rate)
 
-    def side(self, count: int) -> tuple[SideRelease, ...]:
-        """Not accounted for: the card says that there is no guarantee."""
-        return ()
-
     def release(self, propagator: Propagator, preparation: Preparation) -> None:
-        """The sum of the examples' maps."""
-        preparation.unprotected(self.sample_rate, _maps(propagator))
+        preparation.unprotected(self.sample_rate, propagator.examples)
 
     def relevance(self, propagator: Propagator, findings: Findings) -> Map:
-        """The sum, or a refusal where the sample was empty."""
         if not findings.releases[0]:
             raise ValueError("the sample for the relevance map is empty: raise its sample_rate")
         return dict(findings.releases[0])
 
     def describe(self) -> dict[str, Any]:
-        """For the card."""
         return {"kind": "private, not noised", **vars(self)}
-
-
-def _maps(propagator: Propagator) -> Contributions:
-    def maps(batch: Any) -> Iterator[Map]:
-        if not isinstance(batch, Mapping):
-            raise ValueError(f"relevance needs batches that are mappings, not a {type(batch).__name__}")
-        return propagator.examples(batch)
-
-    return maps

@@ -68,7 +68,6 @@ class PrivateBottom:
 
     @property
     def in_short(self) -> str:
-        """Mechanism and strength, in a few words."""
         return f"noise on rows, eta {self.eta:g}"
 
     def statement(self, releases: int = 1) -> Card:

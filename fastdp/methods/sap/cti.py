@@ -63,7 +63,6 @@ class CTI:
         source: ``public``, ``private`` (allowed in the `paper` form only), or the event of `noised_counts`.
         form: see the module.
         tilt: of the prior, at least 0; 1 makes a token as many times likelier as it is likelier in its class.
-        c0: of equation (6); None for the middle of the importances.
         delta: of the epsilon that is stated for noised counts.
         origin: the file that public counts came from, for the statement.
         cells: int64 [tokens], the cell of each; ``quotient`` only.
@@ -75,7 +74,6 @@ class CTI:
     source: str | DpEvent
     form: str = "prior"
     tilt: float = 1.0
-    c0: float | None = None
     delta: float = 1e-5
     origin: PublicText | None = None
     cells: Tensor | None = None
@@ -107,18 +105,15 @@ class CTI:
         *,
         source: str | DpEvent,
         form: str = "prior",
-        smoothing: float = 1.0,
         min_support: float | None = None,
         tilt: float = 1.0,
-        c0: float | None = None,
         cells: int | None = None,
         told_at: float | None = None,
     ) -> CTI:
         """From counts [classes, tokens].
 
         Args:
-            source, form, tilt, c0: as above.
-            smoothing: as in `utility_importance`.
+            source, form, tilt: as above.
             min_support: ``prior``: occurrences, over all classes, with which a token may be favoured, by default 20. A rare
                 token that one class alone has (a name, say) would otherwise be protected least. ``quotient``: tokens with less
                 have no importance, by default none.
@@ -129,7 +124,7 @@ class CTI:
         Raises ValueError for cells or told_at with another form, or more of them than tokens that occur.
         """
         counts = torch.as_tensor(counts)
-        importance, mass = utility_importance(counts, smoothing), counts.double().sum(0)
+        importance, mass = utility_importance(counts), counts.double().sum(0)
         if form != "quotient" and (cells is not None or told_at is not None):
             raise ValueError("cells and told_at belong to form='quotient': leave them out")
         if form == "quotient":
@@ -139,12 +134,12 @@ class CTI:
                 found = equal_mass_cells(importance, mass, number)
             else:
                 found = informative_cells(counts * supported, importance, number, told_at)
-            return cls(importance, supported, source, form=form, tilt=tilt, c0=c0, cells=found, mass=mass)
+            return cls(importance, supported, source, form=form, tilt=tilt, cells=found, mass=mass)
         supported = torch.ones_like(mass, dtype=torch.bool)
         if form != "paper":
             supported = mass >= (_SUPPORT if min_support is None else min_support)
             importance = torch.where(supported, importance, importance.clamp(max=0.0))
-        return cls(importance, supported, source, form=form, tilt=tilt, c0=c0)
+        return cls(importance, supported, source, form=form, tilt=tilt)
 
     @classmethod
     def from_texts(
@@ -168,7 +163,7 @@ class CTI:
             labels: class of each text, below ``classes``.
             vocabulary: rows of the embedding table.
             noise_multiplier, max_norm: of the counts of private texts; see `noised_counts`.
-            form: form, smoothing, min_support, tilt, c0, cells and told_at, as for `from_counts`. With noise, min_support is
+            form: form, min_support, tilt, cells and told_at, as for `from_counts`. With noise, min_support is
                 by default at least 4 times the std of a token's count over all classes.
 
         Raises ValueError as `from_counts` and `noised_counts` do; for public texts with noise, and for private texts
@@ -197,7 +192,6 @@ class CTI:
 
     @property
     def classes(self) -> int:
-        """Number of classes."""
         return self.importance.shape[0]
 
     def importance_of(self, label: int | None) -> Tensor:
@@ -213,8 +207,7 @@ class CTI:
 
     def eta_of(self, label: int | None, eta0: float) -> Tensor:
         """Eta of each token [tokens] in the `paper` form, equation (6)."""
-        c0 = middle_importance(self.importance) if self.c0 is None else self.c0
-        return adaptive_eta(self.importance_of(label), eta0, c0)
+        return adaptive_eta(self.importance_of(label), eta0, middle_importance(self.importance))
 
     def flaws(self) -> list[str]:
         """Why the form carries no metric bound; empty for the sound ones."""
@@ -243,18 +236,16 @@ class CTI:
     def load(cls, path: str | os.PathLike[str]) -> CTI:
         """What `save` wrote."""
         kept = torch.load(path, weights_only=True)
+        kept.pop("c0", None)  # Of the last release.
         source, origin = kept["source"], kept.get("origin")
         kept["source"] = source if isinstance(source, str) else accounting.deserialise(source)
         return cls(**{**kept, "origin": origin and PublicText(**origin)})
 
     def describe(self) -> dict[str, Any]:
-        """The settings, for a statement."""
         return {
             "form": self.form,
             "tilt": self.tilt if self.form == "prior" else None,
-            "c0": (middle_importance(self.importance) if self.c0 is None else self.c0)
-            if self.form == "paper"
-            else None,
+            "c0": middle_importance(self.importance) if self.form == "paper" else None,
             "cells": None if self.cells is None else int(self.cells.max()) + 1,
             "supported_tokens": int(self.supported.sum()),
             "counts": self.source if isinstance(self.source, str) else "private texts, with noise",

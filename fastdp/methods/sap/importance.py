@@ -78,13 +78,9 @@ def check_eta(eta: float) -> float:
         raise ValueError(
             "eta is one number for all tokens: where it depends on the token itself, no bound holds (see CTI)"
         )
-    try:
-        number = float(eta)
-    except (TypeError, ValueError):
-        raise ValueError(f"eta is {eta!r}: it must be a number, finite and above 0") from None
-    if not (number > 0 and math.isfinite(number)):
-        raise ValueError(f"eta is {number}: it must be finite and above 0")
-    return number
+    number = eta.item() if isinstance(eta, Tensor) else eta
+    positive(eta=number)
+    return float(number)
 
 
 def count_tokens(texts: Sequence[Sequence[int]], labels: Sequence[int], classes: int, vocabulary: int) -> Tensor:

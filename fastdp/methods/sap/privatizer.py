@@ -18,7 +18,6 @@ from fastdp.accounting.serialisation import canonical
 from fastdp.methods.encoding import ADDED, encode_private
 from fastdp.methods.exact import lipschitz, log_normalisers
 from fastdp.methods.perturbation import Releases
-from fastdp.methods.removed import replace_removed
 from fastdp.methods.response import check_response
 from fastdp.methods.sap.cti import CTI
 from fastdp.methods.sap.importance import check_eta
@@ -57,6 +56,8 @@ class Displacement:
     tokens: int
 
 
+#: The class of a token whose text has none.
+_NO_LABEL = -1
 #: What draws by each form of CTI; the first unless another is asked for.
 _DRAWN_BY = {
     None: ("laplace", "exponential"),
@@ -66,7 +67,6 @@ _DRAWN_BY = {
 }
 
 
-@replace_removed
 @dataclass(frozen=True, kw_only=True)
 class SAPPerturbation:
     """Settings of a `TextPrivatizer`, which see; `open` makes one of a public table.
@@ -105,11 +105,10 @@ class SAPPerturbation:
         one_of(("refuse", "merge"), duplicates=self.duplicates)
 
     def open(self, table_or_model: Tensor | nn.Module, /, **where: Any) -> TextPrivatizer:
-        """The privatizer of a public table; ``where`` holds its ``tokenizer``, or ``special_ids`` and ``unknown_id``."""
+        """The privatizer of a public table; ``where`` holds its ``tokenizer``, or ``special_ids``."""
         return TextPrivatizer(table_or_model, **vars(self), **where)
 
 
-@replace_removed
 class TextPrivatizer(Releases):
     """Replaces tokens at random, so that near tokens are hard to tell apart: eta * distance metric privacy a token.
 
@@ -126,8 +125,12 @@ class TextPrivatizer(Releases):
         cti: favour tokens that contribute to the task; its sound forms are draws of the exponential mechanism.
         unknown: ``perturb`` replaces the unknown token as any other, ``refuse`` raises ValueError where it occurs.
         duplicates: ``refuse`` a table with equal rows, or ``merge`` them: such tokens answer for one another.
-        special_ids, unknown_id: what a tokenizer would tell, without one.
+        special_ids: tokens that stay, where no tokenizer tells them.
         unsafe_seed: randomness that whoever knows the seed can repeat: for tests.
+
+    Attributes:
+        kept: which ids stay wherever they stand, bool [V].
+        tokens_released, tokens_kept: how many tokens of texts were replaced, and how many stayed.
 
     Raises:
         ValueError: for eta not above 0, a table with a NaN or an infinity or with equal rows, settings that do not fit.
@@ -147,7 +150,6 @@ class TextPrivatizer(Releases):
         unknown: str = "perturb",
         duplicates: str = "refuse",
         special_ids: Sequence[int] = (),
-        unknown_id: int | None = None,
         unsafe_seed: int | None = None,
     ):
         own = SAPPerturbation(
@@ -158,10 +160,10 @@ class TextPrivatizer(Releases):
             raise TypeError(f"tokenizer is the text {tokenizer!r}: give the tokenizer that AutoTokenizer loads from it")
         self.tokenizer, self.cti, self.unknown = tokenizer, cti, unknown
         table = table_of(table_or_model)
-        self._unknown_id = unknown_id_of(tokenizer) if unknown_id is None else unknown_id
-        self._kept = kept_tokens(table.shape[0], tokenizer, special_ids, self._unknown_id).to(table.device)
+        self._unknown_id = unknown_id_of(tokenizer)
+        self.kept = kept_tokens(table.shape[0], tokenizer, special_ids, self._unknown_id).to(table.device)
         self._decodable = decodable_ids(table.shape[0], tokenizer).to(table.device)
-        drawn = ~self._kept & self._decodable
+        drawn = ~self.kept & self._decodable
         if tokenizer is not None:
             drawn[[token for token in tokenizer.all_special_ids if token != self._unknown_id]] = False
         self._ids = drawn.nonzero().flatten()
@@ -179,11 +181,6 @@ class TextPrivatizer(Releases):
         self.stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
         self.tokens_released, self.tokens_kept = 0, 0
         self._nats: float | None = None
-
-    @property
-    def kept(self) -> Tensor:
-        """Which ids stay wherever they stand, bool ``[V]``."""
-        return self._kept
 
     def __call__(
         self,
@@ -236,20 +233,20 @@ class TextPrivatizer(Releases):
     ) -> Iterator[Any]:
         """Privatize any number of texts, in order, holding about ``batch_tokens`` of them at a time."""
         held: list[str] = []
-        held_labels: list[int | None] = []
+        classes: list[int | None] = []
         size = 0
         for text, label in zip(texts, repeat(None) if labels is None else labels):
             held.append(text)
-            held_labels.append(label)
+            classes.append(label)
             # Four characters a token is near enough to bound memory.
             size += 1 + len(text) // 4
             if size >= batch_tokens:
-                yield from self._texts(held, None if labels is None else held_labels, output)
-                held, held_labels, size = [], [], 0
+                yield from self._texts(held, classes, output)
+                held, classes, size = [], [], 0
         if held:
-            yield from self._texts(held, None if labels is None else held_labels, output)
+            yield from self._texts(held, classes, output)
 
-    def _texts(self, texts: list[str], labels: Sequence[int | None] | None, output: Output | None) -> list[Any]:
+    def _texts(self, texts: Sequence[str], labels: Sequence[int | None] | None, output: Output | None) -> list[Any]:
         if self.tokenizer is None:
             raise ValueError("text needs a tokenizer: give TextPrivatizer one, or give ids")
         encoded = encode_private(self.tokenizer, texts)
@@ -267,45 +264,42 @@ class TextPrivatizer(Releases):
         if labels is not None and len(labels) != len(rows):
             raise ValueError(f"{len(labels)} labels for {len(rows)} texts: give one for each")
         tokens = [token for row in rows for token in row]
-        device = self._table.device
-        flat = torch.tensor(tokens, device=device) if tokens else torch.empty(0, dtype=torch.int64, device=device)
-        spread = None if labels is None else [label for label, n in zip(labels, lengths) for _ in range(n)]
-        marks = None if added is None else torch.tensor([bool(mark) for row in added for mark in row], device=device)
-        private = self._privatize(flat, spread, marks).tolist()
-        ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()
-        return [private[end - n : end] for end, n in zip(ends, lengths)]
+        flat = torch.tensor(tokens) if tokens else torch.empty(0, dtype=torch.int64)
+        spread = None
+        if labels is not None:
+            known = torch.tensor([_NO_LABEL if label is None else int(label) for label in labels], dtype=torch.int64)
+            spread = known.repeat_interleave(torch.tensor(lengths))
+        marks = None if added is None else torch.tensor([bool(mark) for row in added for mark in row], dtype=torch.bool)
+        private = self._privatize(flat, spread, marks).split(lengths) if rows else ()
+        return [own.tolist() for own in private]
 
     def _tensor(self, ids: Tensor, labels: Any, mask: Tensor | None, added: Any) -> Tensor:
-        flat = ids.reshape(-1).to(self._table.device)
         spread = None
         if labels is not None:
             given = torch.as_tensor(labels).reshape(-1)
             if given.numel() not in (1, ids.shape[0] if ids.dim() else 1):
                 raise ValueError(f"{given.numel()} labels for {ids.shape[0]} rows of ids: give one for each")
-            shape = (-1,) + (1,) * (ids.dim() - 1)
-            spread = given.reshape(shape).expand(ids.shape).reshape(-1).tolist()
-        marks = None
-        if added is not None:
-            marks = torch.as_tensor(added).to(flat.device).bool()
-            if marks.shape != ids.shape:
-                raise ValueError(f"special_tokens_mask has shape {list(marks.shape)}, the ids {list(ids.shape)}")
-            marks = marks.reshape(-1)
-        if mask is None:
-            return self._privatize(flat, spread, marks).reshape(ids.shape).to(ids.device)
-        if mask.shape != ids.shape:
-            raise ValueError(f"attention_mask has shape {list(mask.shape)}, the ids {list(ids.shape)}")
-        real = mask.reshape(-1).to(flat.device) != 0
-        chosen = None if spread is None else [label for label, use in zip(spread, real.tolist()) if use]
-        result = flat.clone()
-        result[real] = self._privatize(flat[real], chosen, None if marks is None else marks[real])
-        return result.reshape(ids.shape).to(ids.device)
+            spread = given.reshape((-1,) + (1,) * (ids.dim() - 1)).expand(ids.shape)
+        named = {"special_tokens_mask": added, "attention_mask": mask}
+        marks, real = (_mask_of(name, given, ids) for name, given in named.items())
+        # Padding stays, whatever its ids.
+        text: Any = ... if real is None else real
+        drawn = self._privatize(
+            ids[text], None if spread is None else spread.to(ids.device)[text], None if marks is None else marks[text]
+        )
+        result = ids.to(torch.int64, copy=True)
+        result[text] = drawn
+        return result
 
-    def _privatize(self, ids: Tensor, labels: Sequence[int | None] | None, added: Tensor | None) -> Tensor:
-        """int64 [n] -> [n]: the mechanism on every token that is not kept; ``added`` [n] says which ones may be."""
-        size = len(self._row_of)
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise ValueError(f"the ids are {ids.dtype}: give whole numbers, as a tokenizer does")
-        ids = ids.long()
+    def _privatize(self, given: Tensor, labels: Tensor | None, added: Tensor | None) -> Tensor:
+        """Ids of any shape, to the same on their device: the mechanism on every token that is not kept.
+
+        ``labels`` and ``added``, of the same shape, say the class of each, and which ones may be kept.
+        """
+        size, device = len(self._row_of), self._table.device
+        if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+            raise ValueError(f"the ids are {given.dtype}: give whole numbers, as a tokenizer does")
+        ids = given.to(device, torch.int64)
         outside = ids[(ids < 0) | (ids >= size)]
         if len(outside):
             raise ValueError(
@@ -313,19 +307,19 @@ class TextPrivatizer(Releases):
             )
         if self.unknown == "refuse" and self._unknown_id is not None and bool((ids == self._unknown_id).any()):
             raise ValueError("a text holds an unknown token: pass unknown='perturb' to replace it like any other")
-        moved = ~self._kept[ids] if added is None else ~(self._kept[ids] & added)
+        moved = ~self.kept[ids] if added is None else ~(self.kept[ids] & added.to(device))
         result = ids.clone()
         # The quotient's law is the same for every class.
         of_class: dict[int | None, Tensor] = {None: moved}
         if labels is not None and self.cti is not None and self._quotient is None:
-            given = torch.tensor([-1 if label is None else int(label) for label in labels], device=ids.device)
-            classes = given[moved].unique().tolist()
-            of_class = {None if label == -1 else label: moved & (given == label) for label in classes}
+            labels = labels.to(device)
+            classes = labels[moved].unique().tolist()
+            of_class = {None if label == _NO_LABEL else label: moved & (labels == label) for label in classes}
         for label, mine in of_class.items():
             result[mine] = self._replaced(ids[mine], label)
         self.tokens_released += int(moved.sum())
         self.tokens_kept += int((~moved).sum())
-        return result
+        return result.to(given.device)
 
     def _replaced(self, ids: Tensor, label: int | None) -> Tensor:
         """A draw for each id."""
@@ -370,7 +364,7 @@ class TextPrivatizer(Releases):
         """Share left unchanged, kept tokens included, and mean displacement, tried on tokens spread over the vocabulary."""
         known = self._decodable.nonzero().flatten()
         tried = known[:: max(1, len(known) // max(1, tokens))]
-        kept = self._kept[tried]
+        kept = self.kept[tried]
         drawn = tried.clone()
         drawn[~kept] = self._replaced(tried[~kept], None)
         moved = torch.zeros(len(tried), dtype=torch.float64, device=tried.device)
@@ -397,7 +391,7 @@ class TextPrivatizer(Releases):
         cti = self.cti
         # In the form of earlier releases, whose digests folders hold.
         strength = self.eta if self._quotient is None else ["epsilon", self.epsilon_of_a_token]
-        settings = [strength, self.mechanism, "keep", self.unknown, self._kept.nonzero().flatten().tolist()]
+        settings = [strength, self.mechanism, "keep", self.unknown, self.kept.nonzero().flatten().tolist()]
         found = hashlib.sha256(canonical([*settings, None if cti is None else cti.describe()]).encode())
         parts = [self._ids, self._rows, *(() if cti is None else (cti.importance, cti.supported))]
         if self._quotient is not None:
@@ -445,8 +439,8 @@ class TextPrivatizer(Releases):
         if self.mechanism == "laplace":
             return self._eta if self.cti is None else math.inf
         table, scale, extra = self._law(label)
-        logs, error = log_normalisers(table, [scale], None, extra.get("log_prior"))
-        return scale + lipschitz(table, logs, error, [scale])[0]
+        (logs,), error = log_normalisers(table, [scale], None, extra.get("log_prior"))
+        return scale + lipschitz(table, logs, error, scale)
 
     def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
         """Examples with their tokens replaced, once, and their labels too where these are tokens.
@@ -469,7 +463,6 @@ class TextPrivatizer(Releases):
         return [] if self.cti is None else self.cti.flaws()
 
     def in_words(self) -> str:
-        """The bound, and how much it leaves as it was."""
         card = self.statement()
         if card["guarantee"] == "none":
             return f"none: {'; '.join(card['why_no_guarantee'])}"
@@ -482,7 +475,6 @@ class TextPrivatizer(Releases):
         return words
 
     def card(self) -> Card:
-        """The `statement`."""
         return self.statement()
 
     def statement(self, releases: int = 1) -> Card:
@@ -508,7 +500,7 @@ class TextPrivatizer(Releases):
                 "displacement": asdict(self.displacement()),
                 "policy": {
                     "unknown": self.unknown,
-                    "kept": [self._name(token) for token in self._kept.nonzero().flatten().tolist()],
+                    "kept": [self._name(token) for token in self.kept.nonzero().flatten().tolist()],
                 },
                 "vocabulary": len(self._rows),
                 "tokens_released": self.tokens_released,
@@ -532,10 +524,19 @@ class TextPrivatizer(Releases):
 
     @property
     def in_short(self) -> str:
-        """Mechanism and strength, in a few words."""
         if self._quotient is not None:
             return f"quotient of {len(self._quotient.representatives)} cells, epsilon {self.epsilon_of_a_token:g}"
         return f"{self.mechanism}, eta {self.eta:g}"
+
+
+def _mask_of(name: str, given: Any, ids: Tensor) -> Tensor | None:
+    """A mask of the shape of the ids, as truth values where they are. Raises ValueError for another shape."""
+    if given is None:
+        return None
+    mask = torch.as_tensor(given)
+    if mask.shape != ids.shape:
+        raise ValueError(f"{name} has shape {list(mask.shape)}, the ids {list(ids.shape)}")
+    return mask.to(ids.device) != 0
 
 
 def _quotient(cti: CTI | None, drawn: Tensor, epsilon: float | None) -> Quotient | None:

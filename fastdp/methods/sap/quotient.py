@@ -20,8 +20,8 @@ from fastdp.ops.stream import NoiseStream
 def equal_mass_cells(importance: Tensor, mass: Tensor, cells: int) -> Tensor:
     """Cut tokens into cells of like importance and equal mass: int64 [tokens], each cell with a token that has mass.
 
-    The tokens are halved (in the proportion of the numbers of cells) where mass is, along the class whose importance varies
-    most among them, again and again; for two classes the cells are quantiles.
+    The tokens are halved again and again, by mass in the proportion of the numbers of cells, along the class whose importance
+    varies most among them. For two classes the cells are quantiles.
 
     Args:
         importance: [classes, tokens], public or noised.

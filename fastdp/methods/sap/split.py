@@ -25,7 +25,6 @@ class PassThrough(nn.Module):
         self.attention_type = getattr(block, "attention_type", None)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The hidden state as it came."""
         return (hidden_states,) if self._tuples else hidden_states
 
 
@@ -40,7 +39,6 @@ class HiddenStateInput(nn.Module):
                 setattr(self, name, getattr(embeddings, name))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The hidden state as it came, under whatever name."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3:
                 return value
@@ -63,7 +61,6 @@ class Bottom(nn.Module):
         self.model = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> Tensor:
-        """Hidden states [B, T, d]."""
         return self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs).last_hidden_state
 
 

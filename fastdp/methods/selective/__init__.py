@@ -1,6 +1,5 @@
 """Federated selective DP, the clients' part: private tokens found and perturbed once at the source."""
 
-from fastdp.methods.removed import removed_from
 from fastdp.methods.selective.mechanism import (
     TokenMechanism as TokenMechanism,
     paper_probabilities as paper_probabilities,
@@ -26,5 +25,3 @@ from fastdp.methods.selective.spans import (
 )
 from fastdp.methods.selective.token_classification import TokenClassificationDetector as TokenClassificationDetector
 from fastdp.methods.selective.typed import TypedCells as TypedCells
-
-__getattr__ = removed_from("selective")

@@ -1,8 +1,7 @@
 """Replacements that read like text: a public language model draws them, among the tokens of an answered type.
 
-A private token's type goes by randomised response (`typed`). What is drawn after that depends on the answers, on words that are
-left as they are, on replacements drawn before, and on a public model. None of these tells more than the answers do, so epsilon
-stays what it was, whatever the model.
+A private token's type goes by randomised response (`typed`). What is drawn after that depends on the answers, on other words,
+on replacements drawn before, and on a public model. None of these tells more than the answers do, so epsilon stays what it was.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastdp.calls.modes import in_mode
+from fastdp.methods.response import uniform_fractions
 from fastdp.ops.stream import NoiseStream
 
 #: Texts that go through the model together.
@@ -103,8 +103,7 @@ def _fill(
             raise ValueError(
                 f"the model has {seen.shape[1]} logits for {allowed.shape[1]} tokens: take the tokenizer's own"
             )
-        fractions = torch.from_numpy((stream.uniform64(len(rows)) >> 11).astype("float64") * 2.0**-53)
-        for row, token in zip(rows, choose(seen, allowed[told], fractions).tolist()):
+        for row, token in zip(rows, choose(seen, allowed[told], uniform_fractions(len(rows), stream)).tolist()):
             found[batch[row]][place] = token
 
 

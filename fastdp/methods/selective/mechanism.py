@@ -2,13 +2,13 @@
 
 With x the private token, w a candidate, dist their rows' Euclidean distance:
 
-* ``local``: Pr[w | x] ~ exp(-k min(dist, R) / (2 R)) over the whole vocabulary. For any two tokens x, x' and any w
-  the weights differ by a factor of at most exp(k / 2), and so do their sums: k-local DP at the strength k. On the public table
-  the sums differ by less: `TokenMechanism.epsilon` says what a strength really costs, and `TokenMechanism.strength` finds the
-  largest that an epsilon allows.
+* ``local``: Pr[w | x] ~ exp(-k min(dist, R) / (2 R)) over the whole vocabulary. The weights of any two tokens differ by a
+  factor of at most exp(k / 2), and so do their sums: k-local DP at the strength k. On the public table the sums differ by
+  less: `TokenMechanism.epsilon` says what a strength costs, and `TokenMechanism.strength` finds the largest that an epsilon
+  allows.
 * ``paper``: Pr[w | x] ~ exp(-epsilon alpha dist / (4 d)) among the tokens within distance d of x (equations 2 to 5). The
-  candidates differ from token to token, so an outcome may be possible under one and impossible under another, and a token
-  without a neighbour is sent as it is: **no epsilon holds**.
+  candidates differ from token to token, so what one can become, another cannot. A token without a neighbour is sent as it
+  is. **No epsilon holds**.
 """
 
 from __future__ import annotations
@@ -23,20 +23,17 @@ from torch import Tensor
 
 from fastdp.accounting.weights import named_digest
 from fastdp.methods.exact import log_normalisers
+from fastdp.methods.response import uniform_fractions
 from fastdp.ops.choice import choice_log_probabilities, exponential_choice
 from fastdp.ops.stream import NoiseStream
 from fastdp.validate import one_of, positive
 
 FORMS = ("local", "paper")
-# Rows of distances that one step of the paper's form holds, and pairs of rows compared at once.
+# Rows of distances that one step of the paper's form holds.
 _CHUNK = 64
-_PAIRS = 4096
 # Strengths tried between an epsilon and twice that, and what was found for a table and an epsilon.
 _STEPS = 16
 _STRENGTHS: dict[tuple[str, float], float] = {}
-# Draws for each token, by turns, of which one has to fall within the paper's radius: a further draw for the same token
-# costs far less than the first.
-_TRIES = (1, 16, 128)
 
 
 def paper_probabilities(token: int, table: Tensor, epsilon: float, radius: float, alpha: float = 1.0) -> Tensor:
@@ -127,7 +124,6 @@ class TokenMechanism:
         return _STRENGTHS[key]
 
     def _costs(self, strengths: Sequence[float]) -> list[float]:
-        """By the laws of the whole table."""
         if self.form == "paper":
             return [math.inf] * len(strengths)
         scales = [k / (2 * self.radius) for k in strengths]
@@ -137,7 +133,6 @@ class TokenMechanism:
 
     @cached_property
     def _name(self) -> str:
-        """Tells mechanisms apart whose costs differ."""
         parts = (
             {"table": self.table} if self.candidates is None else {"table": self.table, "candidates": self.candidates}
         )
@@ -182,40 +177,9 @@ class TokenMechanism:
         return exponential_choice(ids, self.table, scale, stream, self.radius, log_prior=self._prior)
 
     def _draw_paper(self, ids: Tensor, epsilons: Tensor, stream: NoiseStream) -> Tensor:
-        """Draws from the whole vocabulary, of which the first within the radius counts, which is the law as printed.
-
-        A token for which none does, or that may not be drawn itself, is drawn from its law entry by entry.
-        """
-        result = torch.full_like(ids, -1)
-        scales = epsilons * self.alpha / (4 * self.radius)
-        left = torch.arange(len(ids)) if self.candidates is None else self.candidates[ids].nonzero().flatten()
-        for tries in _TRIES:
-            if not len(left):
-                break
-            again = left.repeat_interleave(tries)
-            drawn = exponential_choice(ids[again], self.table, scales[again], stream, log_prior=self._prior)
-            near = self._within(ids[again], drawn).view(-1, tries)
-            first = drawn.view(-1, tries).gather(1, near.int().argmax(1, keepdim=True)).flatten()
-            found = near.any(1)
-            result[left[found]] = first[found]
-            left = left[~found]
-        rest = (result < 0).nonzero().flatten()
-        if len(rest):
-            result[rest] = self._draw_from_laws(ids[rest], epsilons[rest], stream)
-        return result
-
-    def _within(self, ids: Tensor, drawn: Tensor) -> Tensor:
-        near = [
-            (self.table[a].double() - self.table[b].double()).norm(dim=1) <= self.radius
-            for a, b in zip(ids.split(_PAIRS), drawn.split(_PAIRS))
-        ]
-        return torch.cat(near).to(ids.device)
-
-    def _draw_from_laws(self, ids: Tensor, epsilons: Tensor, stream: NoiseStream) -> Tensor:
         rows = self.table.double()
         laws, law_of = torch.stack([ids.double(), epsilons]).unique(dim=1, return_inverse=True)
-        # 53 bits of a 64-bit draw: what a float64 in [0, 1) holds.
-        draws = torch.from_numpy((stream.uniform64(len(ids)) >> 11).astype("float64") * 2.0**-53)
+        draws = uniform_fractions(len(ids), stream)
         result = torch.empty_like(ids)
         sharing = torch.argsort(law_of, stable=True).split(torch.bincount(law_of).tolist())
         for start in range(0, laws.shape[1], _CHUNK):

@@ -129,7 +129,6 @@ class SelectivePerturbation:
         return SelectiveReleases(self, table, tokenizer, max_length, cache, stream, again)
 
     def describe(self) -> dict[str, Any]:
-        """The settings, for the card; JSON values."""
         return {
             "name": "selective perturbation",
             "mechanism": self.mechanism,
@@ -206,7 +205,6 @@ class SelectiveReleases(Releases):
         return plain
 
     def in_words(self) -> str:
-        """The bound of a token, how many there are, and what nothing is said of."""
         card = self.card()
         if card["guarantee"] == "none":
             return f"none: {'; '.join(card['why_no_guarantee'])}"
@@ -227,7 +225,6 @@ class SelectiveReleases(Releases):
         return self.released.card()
 
     def flaws(self) -> list[str]:
-        """Of the mechanism's form."""
         return list(PAPER_FLAWS) if self.settings.mechanism == "paper" else []
 
     def _described(self) -> dict[str, Any]:
@@ -258,7 +255,6 @@ class SelectiveReleases(Releases):
         return found
 
     def _private_settings(self) -> Any:
-        """Of the detector, if it is asked and has any."""
         settings = None if self.settings.scope == "all" else getattr(self.settings.detector, "private_settings", None)
         return None if settings is None else settings()
 

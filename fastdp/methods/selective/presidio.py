@@ -30,7 +30,6 @@ class PresidioDetector:
         self.language = language
 
     def detect(self, texts: Sequence[str]) -> list[list[Span]]:
-        """The spans of each text, as Presidio's recognisers report them."""
         return [
             [
                 Span(found.entity_type, found.start, found.end, float(found.score))
@@ -41,7 +40,6 @@ class PresidioDetector:
         ]
 
     def describe(self) -> dict[str, Any]:
-        """Name and settings, for the card."""
         return {
             "name": "presidio",
             "version": version("presidio-analyzer"),

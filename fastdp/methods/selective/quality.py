@@ -21,9 +21,9 @@ class DetectorQuality:
         texts: number of texts.
         span_miss_rate: share of labelled spans not covered whole: each leaves private text in the clear.
         character_miss_rate: share of labelled private characters left in the clear.
-        by_entity: for each entity that was labelled or reported the number of ``labelled`` spans, the shares of them that are
-            covered whole (``recall``) and in part (``touched``), under whatever name; the number of ``reported`` spans, and the
-            share of them that touch labelled text (``precision``). A share of nothing is None.
+        by_entity: for each entity the number of ``labelled`` spans, and the shares of them covered whole (``recall``) and in
+            part (``touched``), under whatever name. Also the number of ``reported`` spans, and the share of them that touch
+            labelled text (``precision``). A share of nothing is None.
     """
 
     corpus: str
@@ -33,7 +33,6 @@ class DetectorQuality:
     by_entity: dict[str, dict[str, float | None]]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON values, for the card and for result files."""
         return asdict(self)
 
 

@@ -139,7 +139,6 @@ class RuleDetector:
         return [self._spans(text) for text in texts]
 
     def describe(self) -> dict[str, Any]:
-        """Name and settings, for the card."""
         return {"name": "rules", "entities": list(self.entities), "own_names": len(self.names)}
 
     def private_settings(self) -> dict[str, Any]:

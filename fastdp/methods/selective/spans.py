@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -43,16 +43,13 @@ class AnyOf:
     detectors: tuple[PrivacyDetector, ...]
 
     def detect(self, texts: Sequence[str]) -> list[list[Span]]:
-        """The spans of all of them."""
         found = [detector.detect(texts) for detector in self.detectors]
         return [[span for spans in own for span in spans] for own in zip(*found, strict=True)]
 
     def describe(self) -> dict[str, Any]:
-        """Each by its name and settings."""
         return {"name": "any of several", "detectors": [detector.describe() for detector in self.detectors]}
 
     def private_settings(self) -> Any:
-        """Those of each that has any."""
         return [getattr(detector, "private_settings", lambda: None)() for detector in self.detectors]
 
 
@@ -62,7 +59,7 @@ class PrivacyPolicy:
 
     Args:
         entities: the kinds that are private; None for every kind that the detector knows.
-        threshold: least score, for every kind or by kind (a kind without one has 0).
+        threshold: least score.
         whole_words: widen a span to the words it touches, so that no part of a word is left in the clear.
 
     Raises:
@@ -70,7 +67,7 @@ class PrivacyPolicy:
     """
 
     entities: frozenset[str] | None = None
-    threshold: float | Mapping[str, float] = 0.0
+    threshold: float = 0.0
     whole_words: bool = True
 
     def __post_init__(self) -> None:
@@ -78,10 +75,8 @@ class PrivacyPolicy:
             object.__setattr__(self, "entities", frozenset(self.entities))
             if not self.entities:
                 raise ValueError("entities is empty, so nothing would be private; name some, or give None for all")
-        thresholds = self.threshold.values() if isinstance(self.threshold, Mapping) else [self.threshold]
-        for value in thresholds:
-            if not 0 <= value <= 1:
-                raise ValueError(f"threshold is {value}: a score lies between 0 and 1")
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold is {self.threshold}: a score lies between 0 and 1")
 
     def private(self, text: str, spans: Sequence[Span]) -> list[tuple[int, int]]:
         """The private stretches of ``text``: disjoint, in order; overlapping spans become one.
@@ -92,8 +87,7 @@ class PrivacyPolicy:
         kept = []
         for span in spans:
             _check(span, text)
-            least = self.threshold.get(span.entity, 0.0) if isinstance(self.threshold, Mapping) else self.threshold
-            if span.score >= least and (self.entities is None or span.entity in self.entities):
+            if span.score >= self.threshold and (self.entities is None or span.entity in self.entities):
                 kept.append((span.start, span.end))
         if self.whole_words and kept:
             words = [match.span() for match in _WORD.finditer(text)]
@@ -101,10 +95,9 @@ class PrivacyPolicy:
         return merge(kept)
 
     def describe(self) -> dict[str, Any]:
-        """The settings, for the card."""
         return {
             "entities": None if self.entities is None else sorted(self.entities),
-            "threshold": dict(self.threshold) if isinstance(self.threshold, Mapping) else self.threshold,
+            "threshold": self.threshold,
             "whole_words": self.whole_words,
         }
 
@@ -120,23 +113,15 @@ def merge(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def token_mask(
-    offsets: Sequence[tuple[int, int]], stretches: Sequence[tuple[int, int]], special: Sequence[int] | None = None
-) -> list[bool]:
+def token_mask(offsets: Sequence[tuple[int, int]], stretches: Sequence[tuple[int, int]]) -> list[bool]:
     """Which tokens touch a private stretch of their text.
 
     Args:
         offsets: start and end character of each token, as a fast tokenizer gives them. Several tokens may share a
             character (the bytes of one letter); a token of no characters inside a stretch is private too.
         stretches: disjoint and in order, as `PrivacyPolicy.private` returns them.
-        special: 1 for tokens that the tokenizer added, which stand for no text and are never private.
     """
-    mask = []
-    for index, (start, end) in enumerate(offsets):
-        added = special is not None and bool(special[index])
-        last = max(end, start + 1)
-        mask.append(not added and any(start < to and last > since for since, to in stretches))
-    return mask
+    return [any(start < to and max(end, start + 1) > since for since, to in stretches) for start, end in offsets]
 
 
 def _check(span: Span, text: str) -> None:

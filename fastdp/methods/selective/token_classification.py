@@ -68,7 +68,6 @@ class TokenClassificationDetector:
         return found
 
     def describe(self) -> dict[str, Any]:
-        """Name and settings, for the card."""
         return {
             "name": "token classification",
             "model": model_name(self.model),

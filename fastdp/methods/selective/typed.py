@@ -1,9 +1,8 @@
 """Typed cells: a private token's public type goes by randomised response, and of the token itself nothing is told.
 
-Types are read off a public tokenizer: whether a token begins a word, and whether it is a number of so many digits, a known
-name, a capitalised or a lower-case word, or a sign. The replacement is any token of the answered type, all equally likely. Tokens
-of one type have the same law: between them epsilon is 0. Any other two differ by the odds of their types' answers, exp(epsilon)
-at most, since the draw that follows sees the answer alone.
+Types are read off a public tokenizer: whether a token begins a word, and whether it is a number, a name, a capitalised or a
+lower-case word, or a sign. The replacement is any token of the answered type, all equally likely. Tokens of one type have the
+same law: between them epsilon is 0. Any other two differ by the odds of their types' answers, exp(epsilon) at most.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastdp.methods.response import check_response, keep_probability, randomised_response
+from fastdp.methods.response import check_response, keep_probability, randomised_response, uniform_fractions
 from fastdp.methods.selective.names import AMBIGUOUS, GIVEN_NAMES, SURNAMES
 from fastdp.ops.stream import NoiseStream
 
@@ -176,9 +175,8 @@ class TypedCells:
         if not ids.numel():
             return ids.clone()
         answers = self.answer(ids, epsilon, stream)
-        # The place among an answer's tokens is a fraction of 53 bits of its number: that some are likelier by a
-        # rounding tells nothing of the token, whose type alone was answered.
-        fractions = torch.from_numpy((stream.uniform64(len(ids)) >> 11).astype("float64") * 2.0**-53)
+        # That some of an answer's tokens are likelier by a rounding tells nothing of the token: only its type was answered.
+        fractions = uniform_fractions(len(ids), stream)
         order = torch.argsort(self.types.masked_fill(~self.candidates, self._count), stable=True)
         starts = self._sizes.cumsum(0) - self._sizes
         return order[starts[answers] + (fractions * self._sizes[answers]).long()].to(ids.device)

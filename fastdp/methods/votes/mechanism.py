@@ -159,7 +159,6 @@ class PrivateVotes:
         return float("inf") if self._stream.reproducible else accounting.epsilon(self.ledger.event(), self.target_delta)
 
     def card(self) -> accounting.Card:
-        """What was released, what it cost, and what is not protected."""
         spent = self.ledger.spent(STEP)
         return accounting.Card.build(
             mechanism={"name": "private votes", "labels": self.labels},
@@ -184,5 +183,4 @@ class PrivateVotes:
         )
 
     def close(self) -> None:
-        """Let go of the ledger."""
         self.ledger.close()

@@ -79,7 +79,6 @@ class RandomDirection:
         self._hook = optimizer.register_step_post_hook(lambda *_: self._move())
 
     def remove(self) -> None:
-        """Give model and optimizer back, with the weights as they are."""
         self._hook.remove()
         for group, own in zip(self.optimizer.param_groups, self._groups):
             group["params"] = own
@@ -92,7 +91,6 @@ class RandomDirection:
             parameter.requires_grad_(True)
 
     def plain(self, twin: nn.Module) -> None:
-        """Take it out of a copy of the model."""
         delattr(twin, NAME)
         for name, parameter in twin.named_parameters():
             parameter.requires_grad_(name in self.trained)

@@ -44,7 +44,6 @@ class DPZO(Method):
         integer(seed=self.seed)
 
     def install(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> RandomDirection:
-        """Make the step along the direction what is trained."""
         return RandomDirection(model, optimizer, self.smoothing, self.seed)
 
     @property
@@ -55,7 +54,6 @@ class DPZO(Method):
     def policy(
         self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
     ) -> Policy:
-        """One number, clipped to ``max_slope``."""
         return clip_groups(parameters, noise_multiplier, self.max_slope)
 
     def describe(self) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """EW-FT at a pure epsilon: what leaves, how often, how it is counted, and that it is all that what follows sees."""
 
+import copy
 import math
 
 import pytest
 import torch
 
-from fastdp import accounting
 from fastdp.methods import ewft
 from fastdp.methods.ewft.pooled import Codes, pool_rows
 from tests.engine.models import batch, build
@@ -17,7 +17,7 @@ CODEBOOK = ewft.codebook(3, 2.0)
 
 def attach(model, mechanism=CODEBOOK, learned=True, **options):
     settings = {"layer": 1, "sequence_length": TOKENS, "dataset_size": ROWS, **options}
-    private = ewft.PureSettings(mechanism=mechanism, **settings).open(model, unsafe_seed=0)
+    private = ewft.PureEWFT(model, mechanism=mechanism, **settings, unsafe_seed=0)
     if learned:
         private.learn([public()])
     return private
@@ -55,6 +55,9 @@ def test_a_training_record_is_drawn_once_and_its_draw_kept():
     again = attach(build("bert").train(), learned=False)
     again.load_state_dict(private.state_dict())
     assert torch.equal(seen_after(again, 1, lambda: again.blocks.model(**numbered())), states[0])
+    assert again.card()["released_records"] == ROWS
+    with pytest.raises(ValueError, match="of 4 records, not 5"):
+        attach(build("bert"), learned=False, dataset_size=5).load_state_dict(private.state_dict())
     with pytest.raises(ValueError, match="another thing"):
         private.learn([public()])
 
@@ -75,6 +78,40 @@ def test_training_in_evaluation_mode_draws_once_and_queries_are_said_on_the_card
         model(**batch("bert", rows=ROWS, tokens=TOKENS))
     assert private.inference_releases == ROWS
     assert any("inference queries" in assumption for assumption in private.card()["assumptions"])
+
+
+def ask(private, rows=ROWS):
+    """Queries, each a release of its own."""
+    model = private.blocks.model.eval()
+    with torch.no_grad():
+        model(**batch("bert", rows=rows, tokens=TOKENS))
+
+
+def test_queries_are_counted_by_rows_and_never_rolled_back():
+    private = attach(build("bert"))
+    early = copy.deepcopy(private.state_dict())
+    ask(private)
+    ask(private, rows=1)
+    assert private.inference_releases == ROWS + 1
+    private.load_state_dict(early)
+    assert private.inference_releases == ROWS + 1
+    late = copy.deepcopy(private.state_dict())
+    again = attach(build("bert"), learned=False)
+    again.load_state_dict(late)
+    assert again.inference_releases == ROWS + 1
+    ask(again)
+    assert again.inference_releases == 2 * ROWS + 1
+    assert any(f"; {2 * ROWS + 1} were made" in note for note in again.card()["notes"])
+
+
+def test_every_query_costs_as_much_again():
+    settings = {"layer": 1, "sequence_length": TOKENS, "dataset_size": ROWS}
+    private = ewft.PureEWFT(build("bert"), mechanism=CODEBOOK, **settings)
+    one = CODEBOOK.epsilon
+    assert private.inference_epsilon() == one
+    assert private.inference_epsilon(3) == 3 * one
+    assert private.epsilon() == 0
+    assert attach(build("bert")).inference_epsilon(3) == math.inf
 
 
 def test_answers_follow_randomised_response_of_the_public_code():
@@ -110,24 +147,6 @@ def test_padding_takes_no_part_and_what_is_not_finite_is_an_answer():
     assert not found[1].any()
     hidden[0, 0, 0] = math.nan
     assert torch.isfinite(pool_rows(hidden, mask)).all()
-
-
-def test_the_card_is_pure_and_verifies():
-    model = build("bert").train()
-    private = ewft.PureSettings(
-        mechanism=ewft.codebook(2, 1.5), layer=1, sequence_length=TOKENS, dataset_size=ROWS
-    ).open(model)
-    private.learn([public()])
-    model(**numbered())
-    card = private.card()
-    assert card["kind"] == "pure"
-    assert card["budget"]["of_a_text"] == 1.5
-    assert card["released_records"] == ROWS
-    assert card["mechanism"]["encoder"] == "public text, with labels"
-    assert private.epsilon() == 1.5
-    assert private.inference_epsilon(4) == 6.0
-    assert accounting.verify(card).guarantee
-    private.remove()
 
 
 def test_refusals():

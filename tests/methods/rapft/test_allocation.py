@@ -30,10 +30,6 @@ def test_effective_multiplier(weak, expected):
     assert rapft.printed_noise_multiplier(expected, weak) == pytest.approx(0.6, rel=1e-5)
 
 
-def test_sound_mode_scales_the_printed_sigma():
-    assert rapft.printed_noise_multiplier(1.0, 0.7) == pytest.approx(0.6083, rel=1e-4)
-
-
 def test_stated_and_true_epsilon():
     assert epsilon(0.6) == pytest.approx(4.664, rel=2e-4)
     assert epsilon(rapft.effective_noise_multiplier(0.6, 0.7)) == pytest.approx(1.007, rel=1e-3)

@@ -10,19 +10,14 @@ from fastdp.methods.rapft import Initialisation, initialisation
 from tests.cases import cases
 
 
-def start(kind: str, logits: torch.Tensor, counted: torch.Tensor | None = None, **options) -> torch.Tensor:
-    counted = torch.ones(logits.shape[:2], dtype=torch.bool) if counted is None else counted
-    return Initialisation(kind, **options).generation(logits, counted)
-
-
 def random_logits(seed: int, rows: int = 2, length: int = 4, words: int = 300, spread: float = 3.0) -> torch.Tensor:
     return spread * torch.randn(rows, length, words, generator=torch.Generator().manual_seed(seed))
 
 
-def test_naive_is_the_softmax_of_the_counted_positions():
+def test_all_of_the_distribution_is_the_softmax_of_the_counted_positions():
     logits = random_logits(0)
     counted = torch.tensor([[True, False, True, True], [False, False, True, False]])
-    assert torch.equal(start("naive", logits, counted), torch.softmax(logits, -1)[counted])
+    assert torch.equal(Initialisation(p=1.0).generation(logits, counted), torch.softmax(logits, -1)[counted])
 
 
 @settings(max_examples=30)
@@ -30,7 +25,8 @@ def test_naive_is_the_softmax_of_the_counted_positions():
 def test_top_p_keeps_the_fewest_likeliest_that_reach_p(seed, p, spread):
     """With logits spread little, more than the first few tokens are needed, and the whole vocabulary is sorted."""
     logits = random_logits(seed, spread=spread)
-    found, probabilities = start("top_p", logits, p=p), torch.softmax(logits, -1).flatten(0, 1)
+    everywhere = torch.ones(logits.shape[:2], dtype=torch.bool)
+    found, probabilities = Initialisation(p).generation(logits, everywhere), torch.softmax(logits, -1).flatten(0, 1)
     for kept, whole in zip(found, probabilities):
         size = int((kept > 0).sum())
         ordered = whole.sort(descending=True).values
@@ -45,7 +41,7 @@ def test_one_hot_of_the_label_or_the_likeliest_class():
     assert initialisation.one_hot(logits, None).tolist() == [[0, 1, 0], [1, 0, 0]]
 
 
-@cases("options", [{"kind": "greedy"}, {"p": 0.0}, {"p": 1.5}])
-def test_bad_settings(options):
+@cases("p", [0.0, 1.5])
+def test_bad_settings(p):
     with pytest.raises(ValueError):
-        Initialisation(**options)
+        Initialisation(p)

@@ -38,15 +38,6 @@ def test_the_size_of_a_block_does_not_depend_on_the_values():
     assert not mask["a"][-1]
 
 
-def test_ranking_the_whole_map_compares_layers_after_min_max():
-    values = {"low": torch.tensor([0.0, 9.0, 10.0]), "high": torch.tensor([100.0, 101.0, 200.0])}
-    mask = weak_masks(values, 0.6, "map")
-    # normalised: 0, .9, 1 and 0, .01, 1; the four least of six are weak
-    assert mask["low"].tolist() == [True, True, False]
-    assert mask["high"].tolist() == [True, True, False]
-    assert weak_masks(values, 0.6)["low"].tolist() == [True, True, False]
-
-
 def test_min_max_by_layer():
     scaled = normalised({"a": torch.tensor([-3.0, 1.0, 5.0]), "b": torch.tensor([[2.0, 4.0]])})
     assert scaled["a"].tolist() == [0.0, 0.5, 1.0]
@@ -66,7 +57,7 @@ def test_nothing_strong():
 
 @pytest.mark.parametrize(("value", "what"), [(0.0, "is 0"), (2.5, "is tied")])
 def test_nothing_to_rank(value, what):
-    with pytest.raises(ValueError, match=f"every relevance {what}.*warm_up"):
+    with pytest.raises(ValueError, match=f"every relevance {what}.*map_after"):
         weak_masks({"a": torch.full((4,), value), "b": torch.full((2, 2), value)}, 0.7)
 
 
@@ -74,8 +65,3 @@ def test_nothing_to_rank(value, what):
 def test_not_finite(value):
     with pytest.raises(ValueError, match="relevance of b is not finite"):
         weak_masks({"a": torch.randn(4), "b": torch.tensor([1.0, value])}, 0.7)
-
-
-def test_unknown_ranking():
-    with pytest.raises(ValueError, match="ranking is 'global'"):
-        weak_masks(relevance(a=10), 0.7, "global")

@@ -196,18 +196,6 @@ def test_displacement_and_the_cliff():
     assert found[0].tokens == 300
 
 
-def test_statement(table, tokenizer):
-    made = fastdp.TextPrivatizer(table, eta=3.0, tokenizer=tokenizer)
-    made(["w1 w2"])
-    statement = made.statement()
-    assert statement["guarantee"].startswith("metric")
-    assert statement["tokens_released"] == 2
-    assert statement["displacement"]["eta"] == 3.0
-    assert 0 <= statement["displacement"]["unchanged"] <= 1
-    assert statement["vocabulary"] == len(tokenizer) - 3
-    assert privatizer(table).statement()["guarantee"] == "none"
-
-
 def test_labels(table, tokenizer):
     counts = torch.ones(2, len(table))
     counts[0, 6] = counts[1, 7] = 1e6

@@ -104,23 +104,6 @@ def test_cells_have_equal_mass_up_to_a_token_and_none_is_empty(seed, cells, clas
         assert bool((order.diff() >= 0).all())
 
 
-def test_the_card_is_a_pure_epsilon_that_verifies():
-    found = privatizer(epsilon=3.0)
-    found(torch.arange(24))
-    card = found.statement()
-    assert card["kind"] == "pure"
-    assert card["guarantee"] != "none"
-    assert card["budget"]["of_a_unit"] == 3.0
-    assert card["mechanism"]["cti"]["cells"] == 4
-    assert accounting.verify(card).guarantee
-    assert card["tokens_released"] == 24
-    assert "epsilon 3" in found.in_words()
-    lower = {**card, "bound": "epsilon 1"}
-    assert not accounting.verify({**lower, "digest": accounting.card.digest(lower)})
-    reproducible = privatizer(unsafe_seed=1).statement()
-    assert reproducible["guarantee"] == "none"
-
-
 def test_special_tokens_neither_move_nor_stand_for_a_cell():
     found = privatizer(special_ids=(0, 5))
     ids = torch.tensor([0, 1, 5] * 200)
