@@ -67,7 +67,6 @@ def _files(root):
     rows = "".join(f'"{record}",{"often" if "twice" in record else "seldom"},1\n' for record in records)
     (root / "good.csv").write_text(f"text,label,number\n{rows}")
     contents = {
-        "ragged.csv": "text,label\na,b\nc\n",
         "null.jsonl": '{"text": "a"}\n{"text": null}\n',
         "blank.csv": "text,label,number\nfine,often,1\n,often,1\n" + rows,
         "tags.jsonl": '{"words": ["a", "b"], "tags": ["O"]}\n',
@@ -138,11 +137,9 @@ def options(method, given):
 
 FILES = [
     bad_file("absent.csv", "no file", "absent.csv"),
-    bad_file("ragged.csv", "line 3: 1 fields", "the header has 2"),
     bad_file("null.jsonl", "line 2: column 'text'", "holds nothing"),
     bad_file("chat.jsonl", "no chat template", "chat_template.jinja"),
     bad_file("set", "several data sets", "name one of them: .*set/train"),
-    bad_file("empty-folder", "is a folder", "save_to_disk"),
     Case("held-out file", "no file", "absent.jsonl", {"eval": "absent.jsonl"}),
     Case("empty text", "line 3: its text is empty", "leave the row out", {**LABELS, "train": "blank.csv"}),
     Case("unknown label", "label '(often|seldom)' is not one of", "labels: yes, no", {**LABELS, "labels": "yes,no"}),

@@ -28,7 +28,7 @@ INFINITE = "inf"
 ROOM = 1e-6
 
 
-class DoesNotFollow(ValueError):
+class UnsupportedFigure(ValueError):
     """A figure on a card that its own fields do not bear out; carries what was claimed and recomputed, as far as known."""
 
     def __init__(self, reason: str, claimed: float | None = None, recomputed: float | None = None):
@@ -37,7 +37,7 @@ class DoesNotFollow(ValueError):
 
 
 @dataclass(frozen=True)
-class Followed:
+class CheckedFigures:
     """A figure that follows: what was claimed, what was recomputed (None where there is no figure), and a sentence."""
 
     claimed: float | None
@@ -74,8 +74,8 @@ class Claim(ABC):
         """The bound and what it holds for, in words, of the figures in its fields."""
 
     @abstractmethod
-    def check(self, fields: Mapping[str, Any]) -> Followed:
-        """Work the figures in its fields out again. Raises `DoesNotFollow` where they claim too little."""
+    def check(self, fields: Mapping[str, Any]) -> CheckedFigures:
+        """Work the figures in its fields out again. Raises `UnsupportedFigure` where they claim too little."""
 
 
 @dataclass(frozen=True)
@@ -143,29 +143,29 @@ class Gaussian(Claim):
             f", for each {without_article(fields['unit'])} ({fields['adjacency'].replace('_', '/')} adjacency).",
         )
 
-    def check(self, fields: Mapping[str, Any]) -> Followed:
+    def check(self, fields: Mapping[str, Any]) -> CheckedFigures:
         claimed = _claimed(fields["epsilon"])
         try:
             found = None if self.delta is None else float(epsilon(self.event, self.delta, adjacency=self.adjacency))
         except (ValueError, TypeError, OverflowError) as error:
-            raise DoesNotFollow(str(error), claimed) from None
+            raise UnsupportedFigure(str(error), claimed) from None
         if self.flaws() or claimed is None or found is None:
             reason = "the card claims a guarantee but states no epsilon"
-            raise DoesNotFollow("; ".join(self.flaws()) if found is not None else reason, claimed, found)
+            raise UnsupportedFigure("; ".join(self.flaws()) if found is not None else reason, claimed, found)
         if claimed < found * (1 - ROOM):
             reason = f"the card claims epsilon {claimed:.6g} but its event costs {found:.6g} at delta {self.delta:g}"
-            raise DoesNotFollow(reason, claimed, found)
+            raise UnsupportedFigure(reason, claimed, found)
         for rate, most in self._membership().items():
             stated = fields.get("membership", {}).get(rate, 1.0)
             if not (isinstance(stated, (int, float)) and stated >= most * (1 - ROOM)):
-                raise DoesNotFollow(
+                raise UnsupportedFigure(
                     f"the card states the true-positive rate {stated!r} at a false-positive rate of {rate}, but its event "
                     f"allows {most:.4g}",
                     claimed,
                     found,
                 )
         reason = f"the claimed epsilon {claimed:.6g} covers the recomputed {found:.6g} at delta {self.delta:g}"
-        return Followed(claimed, found, reason)
+        return CheckedFigures(claimed, found, reason)
 
 
 @dataclass(frozen=True)
@@ -222,23 +222,23 @@ class Pure(Claim):
         added = "" if total is None else f" All units of one text together: {_six(total)}."
         return fields["bound"], f" for {fields['unit']} ({self.words}).{added}"
 
-    def check(self, fields: Mapping[str, Any]) -> Followed:
+    def check(self, fields: Mapping[str, Any]) -> CheckedFigures:
         stated = fields["budget"]["of_a_text"]
         one, total = self.nats * self.releases, self.of_a_text
         if fields["bound"] != self.bound:
-            raise DoesNotFollow(
+            raise UnsupportedFigure(
                 f"the card's bound is {fields['bound']!r}, but its figures give {self.bound!r}", None, one
             )
         reason = f"the bound, {self.bound}, follows from the card's figures"
         if total is None and stated is None:
-            return Followed(one, one, reason)
+            return CheckedFigures(one, one, reason)
         if total is None:
-            raise DoesNotFollow(f"the card states {stated!r} for a text, but not how many units one has", None, one)
+            raise UnsupportedFigure(f"the card states {stated!r} for a text, but not how many units one has", None, one)
         if not isinstance(stated, (int, float)) or stated < total * (1 - ROOM):
-            raise DoesNotFollow(
+            raise UnsupportedFigure(
                 f"the card states {stated!r} for a text, but its units add up to {total:.6g}", stated, total
             )
-        return Followed(stated, total, reason)
+        return CheckedFigures(stated, total, reason)
 
 
 @dataclass(frozen=True)
@@ -301,8 +301,8 @@ class Elsewhere(Claim):
     def headline(self, fields: Mapping[str, Any]) -> tuple[str, str]:
         return fields["promise"], f" ({fields['certified_by']} certifies it)."
 
-    def check(self, fields: Mapping[str, Any]) -> Followed:
-        return Followed(None, None, f"{self.card} certifies: {self.promise}")
+    def check(self, fields: Mapping[str, Any]) -> CheckedFigures:
+        return CheckedFigures(None, None, f"{self.card} certifies: {self.promise}")
 
 
 _KINDS: dict[str, Any] = {kind.kind: kind for kind in (Gaussian, Pure, Metric, Elsewhere)}

@@ -1,8 +1,8 @@
 """Renyi differential privacy of Gaussian releases, and of choosing the best of a secret number of trials.
 
-A choice among trials has no privacy loss distribution that is known in closed form; its Renyi bound is a theorem. Orders are
-whole numbers, where sampled Gaussians have a closed form (Mironov, Talwar and Zhang 2019, section 3.3), and between them the
-logarithm of the moment is convex, so that a chord bounds it from above.
+A choice among trials has no privacy loss distribution that is known in closed form; its Renyi bound is a theorem. At whole
+orders sampled Gaussians have a closed form (Mironov, Talwar and Zhang 2019, section 3.3). Between them the logarithm of the
+moment is convex, so a chord bounds it from above.
 """
 
 from __future__ import annotations

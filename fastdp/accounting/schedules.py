@@ -31,9 +31,9 @@ def epoch_weighted_schedule(
 ) -> list[float]:
     """Noise multipliers of epochs 1 to E, falling, by Algorithm 1 (EWPBA).
 
-    A pivot is calibrated to ``epsilon - 1`` (lines 1-12); the last epoch's multiplier is then lowered, and the earlier
-    ones raised from it, until the whole costs ``epsilon`` (lines 13-33), with releases accounted as Poisson-sampled at
-    rate batch_size / dataset_size. PLD takes the place of the paper's PRV estimate: the result's upper bound is at most
+    A pivot is calibrated to ``epsilon - 1`` (lines 1-12). The last epoch's multiplier is then lowered, and the earlier ones
+    raised from it, until the whole costs ``epsilon`` (lines 13-33). Releases are accounted as Poisson-sampled at rate
+    batch_size / dataset_size. PLD takes the place of the paper's PRV estimate: the result's upper bound is at most
     ``epsilon``. One epoch is calibrated to ``epsilon`` itself, where the printed increment divides by zero.
 
     Args:
@@ -78,8 +78,8 @@ def epoch_weighted_schedule(
 def sound_schedule(epochs: int, epsilon: float, delta: float) -> list[float]:
     """Equal noise multipliers of ``epochs`` releases of one user's record that cost ``epsilon`` in all, without sampling.
 
-    Multipliers are of the *local sensitivity*: for records clipped to norm C any one may become any other, so it is 2 C
-    and the noise std of epoch i is ``2 * C * multiplier``. Several Gaussian releases are one of mu^2 = sum 1/z_i^2.
+    Multipliers are of the *local sensitivity*. A record clipped to norm C may become any other, so it is 2 C, and the noise
+    std of epoch i is ``2 * C * multiplier``. Several Gaussian releases are one of mu^2 = sum 1/z_i^2.
     Releasing once and reusing the release is ``epochs=1``, and the least noise.
 
     Args:

@@ -1,10 +1,10 @@
 """What this account remembers outside every output folder: where each ledger stood, and which data sets were released.
 
-A ledger's own chain of digests shows that a line was altered, but not that its last lines are gone, nor that its folder was
-copied and both copies go on; and a second output folder knows nothing of the first. So each is also noted in a folder of the
-account's own: ``$FASTDP_STATE``, or ``fastdp`` below ``$XDG_STATE_HOME`` or ``~/.local/state``. What happened under another
-account, on another machine, or with another such folder is not known here: there, a checkpoint or a card that holds the
-ledger's head tells whether the ledger was cut back.
+A ledger's own chain of digests shows that a line was altered. It does not show that its last lines are gone, nor that its
+folder was copied and both copies go on. A second output folder knows nothing of the first. So each is also noted in a folder
+of the account's own: ``$FASTDP_STATE``, or ``fastdp`` below ``$XDG_STATE_HOME`` or ``~/.local/state``. What happened under
+another account, on another machine, or with another such folder is not known here: there, a checkpoint or a card that holds
+the ledger's head tells whether the ledger was cut back.
 """
 
 from __future__ import annotations

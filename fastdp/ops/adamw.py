@@ -12,9 +12,9 @@ import torch
 
 import fastdp._native as _native
 from fastdp.ops.grid import on_grid
-from fastdp.ops.halves import keep_moments
 from fastdp.ops.noise import NOISE_DTYPES, check_grid, check_position, check_tensor, standard_normals
-from fastdp.ops.stream import MAX_ELEMENTS, POSITION_WORDS, Draw, NoiseStream, check_rounds, native_threads
+from fastdp.ops.stochastic_rounding import store_moments
+from fastdp.ops.stream import MAX_ELEMENTS, POSITION_WORDS, Draw, NoiseStream, check_positions, native_threads
 from fastdp.ops.table import Op
 from fastdp.validate import at_least, positive
 
@@ -95,10 +95,8 @@ def _check_steps(
                 f"a stream or draw serves one tensor, not {count}: give positions int32 [{count}, {POSITION_WORDS}]"
             )
         check_position(drawn)
-    elif drawn.dtype != torch.int32 or drawn.shape != (count, POSITION_WORDS):
-        raise ValueError(f"drawn is {drawn.dtype} {list(drawn.shape)}: positions are int32 [{count}, {POSITION_WORDS}]")
     else:
-        check_rounds(drawn)
+        check_positions(drawn, count)
     _check_numbers(numbers)
     if len(firsts) != count or any(first < 0 or first % 16 for first in firsts):
         raise ValueError(f"firsts must be multiples of 16, none or one for each of {count} params, got {list(firsts)}")
@@ -189,7 +187,7 @@ def _float32_moments(
     wide = exp_avg.float(), exp_avg_sq.float()
     yield wide
     tensor, step = (int(word) & 0xFFFFFFFF for word in position[8:10])
-    keep_moments((exp_avg, exp_avg_sq), wide, tensor, step, first)
+    store_moments((exp_avg, exp_avg_sq), wide, tensor, step, first)
 
 
 _STEPS = Op(

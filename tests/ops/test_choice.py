@@ -270,17 +270,13 @@ def test_refusals():
     for args, extra, error, message in (
         ((torch.tensor([5]), table, 1.0), {}, IndexError, "id 5 is outside"),
         ((torch.tensor([-1]), table, 1.0), {}, IndexError, "id -1 is outside"),
-        ((ids.int(), table, 1.0), {}, TypeError, "int32"),
-        ((ids, table.double(), 1.0), {}, TypeError, "float64"),
         ((ids, table[:0], 1.0), {}, ValueError, "0 rows"),
         ((ids, nan, 1.0), {}, ValueError, "row 3 of table"),
         ((ids, table, -1.0), {}, ValueError, "at least 0"),
         ((ids, table, float("nan")), {}, ValueError, "at least 0"),
         ((ids, table, torch.tensor([1.0, math.inf])), {}, ValueError, "at least 0"),
-        ((ids, table, torch.tensor([1.0, 1.0, 1.0])), {}, ValueError, "one for each"),
         ((ids, table, 1.0), {"cap": 0.0}, ValueError, "cap"),
         ((ids, table, 1.0), {"cap": float("nan")}, ValueError, "cap"),
-        ((ids, table, 1.0), {"log_prior": torch.zeros(4)}, ValueError, "log_prior"),
         ((ids, table, 1.0), {"log_prior": torch.full((5,), -math.inf)}, ValueError, "log_prior"),
         ((ids, table, 1.0), {"log_prior": torch.full((5,), math.inf)}, ValueError, "log_prior"),
         ((ids, table, 1.0), {"log_prior": torch.full((5,), math.nan)}, ValueError, "log_prior"),
@@ -288,8 +284,6 @@ def test_refusals():
     ):
         with pytest.raises(error, match=message):
             exponential_choice(*args, stream(), **extra)
-    with pytest.raises(TypeError, match="NoiseStream"):
-        exponential_choice(ids, table, 1.0, 7)
 
 
 # Every instruction set below this machine's answers as it does.

@@ -185,11 +185,7 @@ def test_refusals():
     for bad_x, bad_table, error, message in (
         (x, table[:0], ValueError, "0 rows"),
         (x, table[0], ValueError, "1 dimensions"),
-        (x[0], table, ValueError, "must be \\[N, 8\\]"),
         (x[:, :7], table, ValueError, "must be \\[N, 8\\]"),
-        (x.double(), table, TypeError, "x is torch.float64"),
-        (x, table.long(), TypeError, "table is torch.int64"),
-        (x.to("meta"), table, ValueError, "table is on cpu and x on meta"),
     ):
         with pytest.raises(error, match=message):
             snap(bad_x, bad_table)

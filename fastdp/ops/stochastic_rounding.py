@@ -24,7 +24,7 @@ def random_bits(count: int, tensor: int, step: int, device: torch.device, first:
     return x ^ (x >> 16)
 
 
-def kept_in_half(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+def round_to_bfloat16(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """Float32 ``x`` in bfloat16, up with the probability that its distance from below says; ``bits`` int64, sixteen an element.
 
     Infinities and NaN stay what they are.
@@ -35,7 +35,7 @@ def kept_in_half(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), x.to(torch.bfloat16), rounded)
 
 
-def keep_moments(
+def store_moments(
     into: tuple[torch.Tensor, torch.Tensor],
     moments: tuple[torch.Tensor, torch.Tensor],
     tensor: int,
@@ -44,5 +44,5 @@ def keep_moments(
 ) -> None:
     """Write both float32 moments of tensor ``tensor``, from element ``first`` on, into bfloat16 ones at ``step``."""
     bits = random_bits(moments[0].numel(), tensor, step, moments[0].device, first)
-    into[0].copy_(kept_in_half(moments[0], bits >> 16))
-    into[1].copy_(kept_in_half(moments[1], bits & 0xFFFF))
+    into[0].copy_(round_to_bfloat16(moments[0], bits >> 16))
+    into[1].copy_(round_to_bfloat16(moments[1], bits & 0xFFFF))
