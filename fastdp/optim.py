@@ -19,6 +19,8 @@ from fastdp.ops.stochastic_rounding import store_moments
 from fastdp.private.release import ClippedSums, Update
 from fastdp.private.run import Private, drives
 
+#: What torch's own step keeps moments in, of parameters of the same dtype.
+_WIDE = {torch.float32, torch.float64}
 _DTYPE, _COUNTED_IN = operator.attrgetter("dtype"), operator.attrgetter("device", "dtype")
 
 
@@ -219,6 +221,8 @@ class FusedAdamW(torch.optim.AdamW):
         """One step, as torch's; in float32 where torch's own would not keep moments and copies in their dtypes."""
         if self._torch_supports():
             return _without_hooks(torch.optim.AdamW.step)(self, closure)
+        for group in self.param_groups:
+            _check_plain(group)
         loss = None if closure is None else closure()
         every = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
         for number, (group, parameter) in enumerate(every):
@@ -229,18 +233,18 @@ class FusedAdamW(torch.optim.AdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; a group says where its weight decay belongs, which torch's own groups say from 2.7 on."""
         super().add_param_group({"decoupled_weight_decay": True, **param_group})
+        group = self.param_groups[-1]
+        if self.moments != torch.float32 or not {*map(_DTYPE, group["params"])} <= _WIDE:
+            _check_plain(group)
 
     def _torch_supports(self) -> bool:
         """Whether torch's own step does what the groups ask for."""
         groups = self.param_groups
         if not _KNOWS_BOTH and any(group["weight_decay"] and not group["decoupled_weight_decay"] for group in groups):
-            if any(group["amsgrad"] or group["maximize"] for group in groups):
-                raise ValueError("Adam with weight decay and amsgrad or maximize needs torch 2.7 or later: use AdamW")
             return False
         applied = [p for group in groups for p in group["params"] if p.grad is not None]
         # Of other dtypes torch's own step would not keep the moments in theirs.
-        wide = {p.dtype for p in applied} <= {torch.float32, torch.float64}
-        return not applied or (wide and self.moments == torch.float32)
+        return not applied or ({*map(_DTYPE, applied)} <= _WIDE and self.moments == torch.float32)
 
     def _step_in_float32(
         self, number: int, parameter: torch.Tensor, group: dict[str, Any], beta1: float, beta2: float
@@ -265,6 +269,14 @@ class FusedAdamW(torch.optim.AdamW):
             store_moments((halves[0], halves[1]), (pieces.piece(mean), pieces.piece(square)), number, int(step))
         if parameter.dtype != torch.float32:
             parameter.copy_(wide)
+
+
+def _check_plain(group: dict[str, Any]) -> None:
+    """Refuse a group with an option that the step in float32 lacks, and would leave out in silence."""
+    if group["amsgrad"] or group["maximize"]:
+        raise ValueError(
+            "amsgrad and maximize need float32 parameters and moments, and with Adam's weight decay torch 2.7: turn them off"
+        )
 
 
 def _is_fusable(group: dict[str, Any]) -> bool:

@@ -447,7 +447,6 @@ def stack_rows(blocks: Sequence[Tensor]) -> Tensor:
 
 @ROW_PRODUCTS.on_cpu
 def _row_products_on_cpu(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> tuple[Tensor, Tensor]:
-    """:func:`fastdp.ops.row_products` on a processor."""
     if not has_kernel(left, right):
         return NotImplemented
     products, counts = (torch.empty(offsets.shape[0] - 1, dtype=torch.float64) for _ in range(2))
@@ -459,7 +458,6 @@ def _row_products_on_cpu(left: Tensor, right: Tensor, offsets: Tensor, order: in
 
 @TOKEN_COUNTS.on_cpu
 def _token_counts_on_cpu(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
-    """:func:`fastdp.ops.token_counts` on a processor."""
     if not has_kernel(right, *lefts):
         return NotImplemented
     counts = torch.empty(offsets.shape[0] - 1, dtype=torch.float64)

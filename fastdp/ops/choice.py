@@ -194,7 +194,6 @@ def _exponential_choice_on_cpu(
     cap: float | None,
     log_prior: Tensor | None,
 ) -> Tensor:
-    """:func:`fastdp.ops.exponential_choice` on a processor."""
     table = table.detach().float().contiguous()
     bits = survey("table", table)
     result = torch.empty(ids.shape, dtype=torch.int64)

@@ -221,7 +221,6 @@ def private_snap(ids: Tensor, table: Tensor, eta: float | Tensor, stream: NoiseS
 
 @PRIVATE_SNAP.on_cpu
 def _private_snap_on_cpu(ids: Tensor, table: Tensor, eta: Tensor, position: Tensor) -> Tensor:
-    """:func:`fastdp.ops.private_snap` on a processor."""
     table = table.detach().float().contiguous()
     bits = survey("table", table)
     flat, eta = ids.reshape(-1).contiguous(), eta.reshape(-1).contiguous()

@@ -212,7 +212,6 @@ def add_noise_group_(
 def _add_noise_on_cpu(
     x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool, first: int = 0
 ) -> None:
-    """:func:`fastdp.ops.add_noise_` on a processor."""
     _add_noise_group_on_cpu([x], [std], position.unsqueeze(0), secure_rounding, [first])
 
 
@@ -220,7 +219,6 @@ def _add_noise_on_cpu(
 def _add_noise_group_on_cpu(
     xs: Sequence[torch.Tensor], stds: Sequence[float], drawn: torch.Tensor, secure_rounding: bool, firsts: Sequence[int]
 ) -> None:
-    """:func:`fastdp.ops.add_noise_group_` on a processor, one tensor after another."""
     threads = native_threads()
     for x, std, position, first in zip(xs, stds, drawn.unbind(), firsts):
         if std == 0.0:

@@ -580,7 +580,6 @@ def _gram_norms_on_cpu(
     scales: Sequence[Tensor],
     most: int,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`fastdp.ops.gram_norms` on a processor: a group after another."""
     if not has_kernel(*rights, *lefts):
         return NotImplemented
     bounds, first = unit_bounds(offsets), 0
@@ -598,7 +597,6 @@ def _gram_norms_on_cpu(
 def _direct_norms_on_cpu(
     lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`fastdp.ops.direct_norms` on a processor: one matrix after another."""
     if not has_kernel(*lefts, *rights):
         return NotImplemented
     bounds, threads = unit_bounds(offsets), native_threads()
@@ -615,7 +613,6 @@ def _direct_norms_on_cpu(
 
 @CHOSEN_SQNORM.on_cpu
 def _chosen_sqnorm_on_cpu(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor) -> Tensor:
-    """:func:`fastdp.ops.chosen_sqnorm` on a processor."""
     if not has_kernel(*rights, *lefts):
         return NotImplemented
     squares = torch.zeros(chosen.shape)
@@ -630,7 +627,6 @@ def _chosen_sqnorm_on_cpu(lefts: Sequence[Tensor], rights: Sequence[Tensor], off
 def _cross_inner_on_cpu(
     left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor, offsets1: Tensor, offsets2: Tensor
 ) -> Tensor:
-    """:func:`fastdp.ops.cross_inner` on a processor."""
     if not has_kernel(left1, right1, left2, right2):
         return NotImplemented
     bounds1, bounds2 = unit_bounds(offsets1), unit_bounds(offsets2)

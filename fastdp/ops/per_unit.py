@@ -271,7 +271,6 @@ def affine_sums_group(
 
 @PER_UNIT.on_cpu
 def _per_unit_on_cpu(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    """:func:`fastdp.ops.per_unit` on a processor."""
     return kept_norms(left, right, unit_bounds(offsets))[0] if has_kernel(left, right) else NotImplemented
 
 
@@ -279,7 +278,6 @@ def _per_unit_on_cpu(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
 def _per_unit_group_on_cpu(
     lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor
 ) -> tuple[list[Tensor], Tensor]:
-    """:func:`fastdp.ops.per_unit_group` on a processor: one matrix after another."""
     if not has_kernel(*lefts, *rights):
         return NotImplemented
     bounds = unit_bounds(offsets)
@@ -291,7 +289,6 @@ def _per_unit_group_on_cpu(
 def _affine_sums_group_on_cpu(
     gradients: Sequence[Tensor], xs: Sequence[Tensor], means: Sequence[Tensor], rstds: Sequence[Tensor], offsets: Tensor
 ) -> Tensor:
-    """:func:`fastdp.ops.affine_sums_group` on a processor: one after another."""
     if not has_kernel(*gradients, *xs) or {row.dtype for row in (*means, *rstds)} != {torch.float32}:
         return NotImplemented
     bounds, threads = unit_bounds(offsets), native_threads()

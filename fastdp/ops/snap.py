@@ -152,7 +152,6 @@ def search(rows: Callable[[int, int], Tensor], n: int, table: Tensor, table_bits
 
 @SNAP.on_cpu
 def _snap_on_cpu(x: Tensor, table: Tensor) -> Tensor:
-    """:func:`fastdp.ops.snap` on a processor."""
     table = table.detach().float().contiguous()
     bits = survey("table", table)
     x = x.detach().float().contiguous()

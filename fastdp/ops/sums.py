@@ -406,7 +406,6 @@ def _weighted_sum_group_on_cpu(
     offsets: Tensor,
     begun: Sequence[bool],
 ) -> None:
-    """:func:`fastdp.ops.weighted_sum_group` on a processor: a matrix after another."""
     lengths, everywhere = np.diff(offsets.numpy()), bool(weights.all())
     for out, left, right, held, own in zip(
         outs, lefts, rights, begun, weights.detach().numpy().repeat(lengths, axis=1)
