@@ -24,7 +24,7 @@ _WIDE = {torch.float32, torch.float64}
 _DTYPE, _COUNTED_IN = operator.attrgetter("dtype"), operator.attrgetter("device", "dtype")
 
 
-class _Private:
+class _PrivateOptimizer:
     """Common to the three: torch's optimizer, made private by `make_private` or here, and of no use before that.
 
     Args:
@@ -98,7 +98,7 @@ def _trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return trained
 
 
-class SGD(_Private, torch.optim.SGD):
+class SGD(_PrivateOptimizer, torch.optim.SGD):
     """`torch.optim.SGD` with private gradients.
 
     Args:
@@ -321,7 +321,7 @@ def _dtype_of_moments(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-class AdamW(_Private, FusedAdamW):
+class AdamW(_PrivateOptimizer, FusedAdamW):
     """`torch.optim.AdamW` with private gradients.
 
     Args:
@@ -352,7 +352,7 @@ class AdamW(_Private, FusedAdamW):
         self._initialise(torch.optim.AdamW, params, args, options)
 
 
-class Adam(_Private, FusedAdamW):
+class Adam(_PrivateOptimizer, FusedAdamW):
     """`torch.optim.Adam` with private gradients: AdamW's arithmetic with weight decay added to the gradient.
 
     Args as for `AdamW`; ``weight_decay`` is 0 by default; above 0 the update is not fused.

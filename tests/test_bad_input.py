@@ -227,7 +227,6 @@ COMMANDS = [
     Case("card damaged", "card.json", "", command=("verify", "card.json")),
     Case("card of nothing", "other.json", "", command=("verify", "other.json")),
     Case("report of no run", "holds no run", "config.yaml", command=("report", "set")),
-    Case("attack", "no attack named theft", "choose membership", command=("attack", "model", "--kind", "theft")),
     Case("doctor", "no model folder", "absent", command=("doctor", "./absent")),
     Case("quickstart", "already holds", "--output", command=("quickstart", "--output", ".")),
 ]
