@@ -36,7 +36,7 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 NAME_IN_WORDS = "1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit"
 _AUTHORITY_DAYS = 3650
 # Clocks differ between machines.
-_EARLIER = datetime.timedelta(hours=1)
+_CLOCK_SLACK = datetime.timedelta(hours=1)
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ def _signed(
         .issuer_name(subject if ca is None else ca.subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(min(now, end) - _EARLIER)
+        .not_valid_before(min(now, end) - _CLOCK_SLACK)
         .not_valid_after(end)
         .add_extension(x509.BasicConstraints(ca=ca is None, path_length=0 if ca is None else None), critical=True)
         .add_extension(_usage(ca is None), critical=True)

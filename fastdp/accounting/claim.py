@@ -206,7 +206,7 @@ class Pure(Claim):
     @property
     def bound(self) -> str:
         """The bound of one unit in all releases of its text, rounded up."""
-        return f"epsilon {_six(self.nats * self.releases)}"
+        return f"epsilon {_six_digits(self.nats * self.releases)}"
 
     def to_json(self) -> dict[str, Any]:
         budget = {"of_a_unit": self.nats, "units": self.units, "releases": self.releases, "of_a_text": self.of_a_text}
@@ -219,7 +219,7 @@ class Pure(Claim):
 
     def headline(self, fields: Mapping[str, Any]) -> tuple[str, str]:
         total = fields["budget"]["of_a_text"]
-        added = "" if total is None else f" All units of one text together: {_six(total)}."
+        added = "" if total is None else f" All units of one text together: {_six_digits(total)}."
         return fields["bound"], f" for {fields['unit']} ({self.words}).{added}"
 
     def check(self, fields: Mapping[str, Any]) -> CheckedFigures:
@@ -255,14 +255,17 @@ class Metric(Pure):
 
     @property
     def bound(self) -> str:
-        return f"exp({_six(self.nats * self.releases)} * {self.distance})"
+        return f"exp({_six_digits(self.nats * self.releases)} * {self.distance})"
 
     def to_json(self) -> dict[str, Any]:
         return {**super().to_json(), "distance": self.distance}
 
     def headline(self, fields: Mapping[str, Any]) -> tuple[str, str]:
         bound, words = super().headline(fields)
-        return f"epsilon {_six(self.nats * self.releases)} per unit of {fields['distance']}", f", or {bound},{words}"
+        return (
+            f"epsilon {_six_digits(self.nats * self.releases)} per unit of {fields['distance']}",
+            f", or {bound},{words}",
+        )
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Metric:
@@ -356,7 +359,7 @@ def two_decimals(value: float | str | None) -> str:
     return str(Decimal(value).quantize(Decimal("0.01"), ROUND_CEILING))
 
 
-def _six(value: float) -> str:
+def _six_digits(value: float) -> str:
     """Six digits, rounded up."""
     shown = f"{value:.6g}"
     return shown if float(shown) >= value * (1 - 1e-12) else f"{value * (1 + 5e-6):.6g}"
