@@ -53,6 +53,8 @@ def by_reference(ids, table, scale, source, cap=None, log_prior=None):
 
 
 PRIOR = torch.linspace(-8, 3, 129)
+#: The token's own row is out of reach and all others are far: every weight is far below what a prior would allow.
+FAR, OUT_OF_REACH = torch.cat([rows(20, 6), 100 + rows(80, 6)]), torch.where(torch.arange(100) < 20, -math.inf, 0.0)
 CASES = {
     "line": (rows(5, 1), 1.0, {}),
     "one row": (rows(1, 4), 1.0, {}),
@@ -65,22 +67,9 @@ CASES = {
     "prior far above": (rows(129, 7), 0.5, {"log_prior": PRIOR + 500}),
     "prior against the token": (rows(129, 7), 1.0, {"log_prior": torch.where(torch.arange(129) == 3, -300.0, PRIOR)}),
     "all": (rows(129, 7), 0.7, {"cap": 2.0, "log_prior": PRIOR}),
-    # The token's own row is out of reach and all others are far: every weight is far below what a prior would allow.
-    "far from all": (
-        torch.cat([rows(20, 6), 100 + rows(80, 6)]),
-        1.0,
-        {"log_prior": torch.where(torch.arange(100) < 20, -math.inf, 0.0)},
-    ),
-    "far from all, beyond float32": (
-        torch.cat([rows(20, 6), 100 + rows(80, 6)]),
-        300.0,
-        {"log_prior": torch.where(torch.arange(100) < 20, -math.inf, 0.0)},
-    ),
-    "far from all, where float32 counts by thousands": (
-        torch.cat([rows(20, 6), 100 + rows(80, 6)]),
-        1e8,
-        {"log_prior": torch.where(torch.arange(100) < 20, -math.inf, 0.0)},
-    ),
+    "far from all": (FAR, 1.0, {"log_prior": OUT_OF_REACH}),
+    "far from all, beyond float32": (FAR, 300.0, {"log_prior": OUT_OF_REACH}),
+    "far from all, where float32 counts by thousands": (FAR, 1e8, {"log_prior": OUT_OF_REACH}),
     "prior of forty nats": (rows(700, 70), 0.3, {"log_prior": torch.linspace(0, -40, 700).roll(9)}),
     "more rows than a block": (rows(1030, 65), 0.4, {}),
     "equal rows": (torch.ones(50, 6), 3.0, {}),
