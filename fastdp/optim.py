@@ -14,8 +14,9 @@ import torch
 import fastdp.distributed.pieces as pieces
 import fastdp.ops as ops
 from fastdp.entry import make_private
+from fastdp.ops.adamw import Numbers, adamw_update_
 from fastdp.ops.noise import NOISE_DTYPES
-from fastdp.ops.stochastic_rounding import store_moments
+from fastdp.ops.stochastic_rounding import float32_moments
 from fastdp.private.release import ClippedSums, Update
 from fastdp.private.run import Private, drives
 
@@ -251,24 +252,17 @@ class FusedAdamW(torch.optim.AdamW):
     ) -> None:
         state = self._state_of(parameter)
         assert parameter.grad is not None
-        gradient, wide = parameter.grad.float(), state.get("master", parameter).float()
+        target, gradient = pieces.piece(state.get("master", parameter)), pieces.piece(parameter.grad).float()
         state["step"] += 1
-        step = float(state["step"])
-        if group["decoupled_weight_decay"]:
-            wide.mul_(1 - group["lr"] * group["weight_decay"])
-        elif group["weight_decay"]:
-            gradient = gradient.add(wide, alpha=group["weight_decay"])
-        kept = state["exp_avg"], state["exp_avg_sq"]
-        mean, square = (moment.float() for moment in kept)
-        mean.lerp_(gradient, 1 - beta1)
-        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        denominator = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        wide.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**step))
-        if self.moments != torch.float32:
-            halves = [pieces.piece(moment) for moment in kept]
-            store_moments((halves[0], halves[1]), (pieces.piece(mean), pieces.piece(square)), number, int(step))
-        if parameter.dtype != torch.float32:
-            parameter.copy_(wide)
+        step, decay = int(state["step"]), group["weight_decay"]
+        if not group["decoupled_weight_decay"]:
+            gradient, decay = gradient.add(target.float(), alpha=decay), 0.0
+        numbers = Numbers(0.0, 1.0, float(group["lr"]), beta1, beta2, group["eps"], decay, step, False)
+        kept = pieces.piece(state["exp_avg"]), pieces.piece(state["exp_avg_sq"])
+        with float32_moments(*kept, (number, step)) as moments:
+            adamw_update_(target, gradient, *moments, numbers)
+        if "master" in state:
+            pieces.piece(parameter).copy_(target)
 
 
 def _check_plain(group: dict[str, Any]) -> None:

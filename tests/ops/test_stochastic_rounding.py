@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastdp import ops
-from fastdp.ops.stochastic_rounding import random_bits, round_to_bfloat16, store_moments
+from fastdp.ops.stochastic_rounding import float32_moments, random_bits, round_to_bfloat16
 from tests.cases import cases
 
 
@@ -36,7 +36,8 @@ def test_a_second_moment_follows_what_shrinks():
     square, mean = torch.ones(4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
     assert torch.equal((square.float() * 0.999).bfloat16(), square)
     for step in range(300):
-        store_moments((mean, square), (mean.float(), square.float() * 0.999), 1, step)
+        with float32_moments(mean, square, (1, step)) as (_, wide):
+            wide *= 0.999
     assert abs(float(square.float().mean()) / 0.999**300 - 1) < 0.002
 
 
@@ -51,7 +52,9 @@ def test_a_step_with_moments_in_half_precision():
         ops.adamw_noise_steps_([param], [total], [mean], [square], 0.3, drawn, **options)
     assert torch.equal(*params)
     kept = torch.empty_like(moments[0]), torch.empty_like(moments[1])
-    store_moments(kept, (wide[0], wide[1]), 2, 5)
+    with float32_moments(*kept, (2, 5)) as into:
+        for moment, own in zip(into, wide):
+            moment.copy_(own)
     assert all(torch.equal(moment, own) for moment, own in zip(moments, kept))
     with pytest.raises(ValueError, match="all float32 or all bfloat16"):
         ops.adamw_noise_steps_([params[0]], [total], [moments[0]], [wide[1]], 0.3, drawn, **options)
