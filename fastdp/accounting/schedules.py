@@ -103,7 +103,7 @@ def largest_mu(epsilon: float, delta: float) -> float:
     """The largest sensitivity over noise std whose Gaussian release stays within a budget; inf for an infinite epsilon.
 
     Args:
-        epsilon, delta: the budget, as the Gaussian's own trade-off gives it (Balle and Wang 2018), by bisection from below.
+        epsilon, delta: the budget, as the Gaussian's own trade-off gives it (Balle and Wang 2018).
 
     Raises:
         ValueError: for an epsilon that is not positive, or a delta outside (0, 1).
@@ -116,13 +116,8 @@ def largest_mu(epsilon: float, delta: float) -> float:
     check_target(epsilon, delta, None)
     if math.isinf(epsilon):
         return math.inf
-    low, high = 0.0, 1.0
-    while pld.gaussian_epsilon(high, delta) <= epsilon:
-        low, high = high, 2 * high
-    while high - low > 1e-9 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if pld.gaussian_epsilon(middle, delta) <= epsilon else (low, middle)
-    return low
+    noise = least_safe(lambda z: pld.gaussian_epsilon(1 / z, delta), epsilon, 1.0, close=1e-9, least=1e-12, most=1e12)
+    return 1 / noise.at
 
 
 def local_event(multipliers: Sequence[float]) -> DpEvent:
