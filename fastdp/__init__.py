@@ -83,7 +83,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-class _BesidePeft(importlib.abc.MetaPathFinder):
+class _PeftImportHook(importlib.abc.MetaPathFinder):
     """Makes the bottleneck known to peft once peft is imported, which takes four seconds and not every user needs.
 
     It stays in place while peft is only looked for, as transformers does to see whether it is installed.
@@ -97,15 +97,15 @@ class _BesidePeft(importlib.abc.MetaPathFinder):
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
-            def then_adapters(module: Any) -> None:
+            def exec_and_register(module: Any) -> None:
                 run(module)
                 importlib.import_module("fastdp.integrations.adapters")
 
-            spec.loader.exec_module = then_adapters  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_and_register  # type: ignore[method-assign]
         return spec
 
 
 if "peft" in sys.modules:
     importlib.import_module("fastdp.integrations.adapters")
 else:
-    sys.meta_path.insert(0, _BesidePeft())
+    sys.meta_path.insert(0, _PeftImportHook())

@@ -83,13 +83,13 @@ def make_private(
         isolation: "per_example" hands out and runs one example at a time, so that no example can reach another in the model
             or collator. It takes 2 to 3 times as long; use it for code that nobody reviewed.
         keep_logits: True lets the loop read ``output.logits`` of a large vocabulary beside the loss. False never computes them as
-            a whole, which saves three times their memory, and takes up to 2.5 times as long for a trained head whose rows are
+            a whole, which saves three times their memory. It takes up to 2.5 times as long for a trained head whose rows are
             shorter than twice its width. None: they are left out where that takes no longer: on processors, and on GPUs where
             the model does no more to them than to cast them.
         capture: "auto" records microbatches whose shapes come again as CUDA graphs, on a GPU, where a replay is faster; it pads
             rows and lengths to few shapes (docs/loops.md). False, or None, records none. True records whatever the gain, raises
             where it cannot, and lets tensors beside the loss hold until the next microbatch only.
-        shapes: "public" gives every microbatch the same number of rows, and pads sequences to powers of two, so that no record
+        shapes: "public" gives every microbatch the same number of rows, and pads sequences to powers of two. No record then
             decides the rounding of another's gradient (docs/clipping.md). Or a list of sequence lengths, or a mapping of
             "lengths" and "pad", the pad values of batch entries. It takes longer, by the rows and tokens of padding.
             Isolated rows need none; packed rows and several processes are refused.

@@ -14,15 +14,18 @@ import torch
 import fastdp.distributed.pieces as pieces
 import fastdp.ops as ops
 from fastdp.entry import make_private
-from fastdp.ops.halves import keep_moments
+from fastdp.ops.adamw import Numbers, adamw_update_
 from fastdp.ops.noise import NOISE_DTYPES
+from fastdp.ops.stochastic_rounding import float32_moments
 from fastdp.private.release import ClippedSums, Update
 from fastdp.private.run import Private, drives
 
+#: What torch's own step keeps moments in, of parameters of the same dtype.
+_WIDE = {torch.float32, torch.float64}
 _DTYPE, _COUNTED_IN = operator.attrgetter("dtype"), operator.attrgetter("device", "dtype")
 
 
-class _Private:
+class _PrivateOptimizer:
     """Common to the three: torch's optimizer, made private by `make_private` or here, and of no use before that.
 
     Args:
@@ -39,7 +42,7 @@ class _Private:
 
     private: Private | None = None
 
-    def _begin(
+    def _initialise(
         self,
         kind: type[torch.optim.Optimizer],
         params: Any,
@@ -49,7 +52,7 @@ class _Private:
     ) -> None:
         model, loader = options.pop("model", None), options.pop("data_loader", None)
         if isinstance(params, torch.nn.Module):
-            model, params = params, _trained(params)
+            model, params = params, _trained_parameters(params)
             if args and not isinstance(args[0], (float, int, torch.Tensor)):
                 loader, args = args[0], args[1:]
         theirs = inspect.signature(kind.__init__).parameters
@@ -81,22 +84,22 @@ class _Private:
                 f"this {type(self).__name__} is not private yet, and its step would train on gradients as they are: give it to "
                 "fastdp.make_private, or use torch.optim's"
             )
-        return _unhooked(super().step.__func__)(self, closure)  # type: ignore[misc]
+        return _without_hooks(super().step.__func__)(self, closure)  # type: ignore[misc]
 
 
-def _unhooked(step: Any) -> Any:
+def _without_hooks(step: Any) -> Any:
     """``step`` without the wrapper that torch puts round that of every class with instances, which would run hooks twice."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+def _trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise ValueError("the model has no trained parameter: every requires_grad is False")
     return trained
 
 
-class SGD(_Private, torch.optim.SGD):
+class SGD(_PrivateOptimizer, torch.optim.SGD):
     """`torch.optim.SGD` with private gradients.
 
     Args:
@@ -106,7 +109,7 @@ class SGD(_Private, torch.optim.SGD):
     """
 
     def __init__(self, params: Any, *args: Any, **options: Any):
-        self._begin(torch.optim.SGD, params, args, options)
+        self._initialise(torch.optim.SGD, params, args, options)
 
 
 #: Whether torch's AdamW knows weight decay of both kinds, as it does since it is an Adam (2.7).
@@ -140,12 +143,12 @@ class FusedAdamW(torch.optim.AdamW):
     ) -> Sequence[int]:
         """As `Update`, by `fastdp.ops.adamw_noise_steps_`: parameters that share their numbers are one call.
 
-        Left are those with weight decay of Adam's kind or another option that the op lacks, strided ones, and pieces that
-        begin within a block of noise.
+        Returns those that are left: with weight decay of Adam's kind or another option that the op lacks, strided, or pieces
+        that begin within a block of noise.
         """
         parameters, totals, stds, tensors, every_axes = summed
         groups = [*map(group_of.get, map(id, parameters))]
-        served = {id(group): _serves(group) for group in self.param_groups}
+        served = {id(group): _is_fusable(group) for group in self.param_groups}
         # One of each type: a step should not ask every parameter.
         cut = any(map(pieces.is_cut, {type(p): p for p in parameters}.values()))
         firsts = [*map(pieces.first, parameters)] if cut else [0] * len(parameters)
@@ -159,8 +162,8 @@ class FusedAdamW(torch.optim.AdamW):
         # What parameters share that are served together.
         shared = zip(map(id, groups), stds, [axes is None for axes in every_axes])
         kinds = [(*own, "master" in states[at]) for at, own in enumerate(shared) if fused[at]]
-        for alike in _alike(members, kinds):
-            for step, own in _counted(alike, [states[at]["step"] for at in alike]):
+        for alike in _by_kind(members, kinds):
+            for step, own in _by_step_count(alike, [states[at]["step"] for at in alike]):
                 group, their = groups[own[0]], [states[at] for at in own]
                 axes = [(at, found) for at in own if (found := every_axes[at]) is not None]
                 assert group is not None
@@ -217,8 +220,10 @@ class FusedAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One step, as torch's; in float32 where torch's own would not keep moments and copies in their dtypes."""
-        if self._torch_can():
-            return _unhooked(torch.optim.AdamW.step)(self, closure)
+        if self._torch_supports():
+            return _without_hooks(torch.optim.AdamW.step)(self, closure)
+        for group in self.param_groups:
+            _check_plain(group)
         loss = None if closure is None else closure()
         every = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
         for number, (group, parameter) in enumerate(every):
@@ -229,45 +234,46 @@ class FusedAdamW(torch.optim.AdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; a group says where its weight decay belongs, which torch's own groups say from 2.7 on."""
         super().add_param_group({"decoupled_weight_decay": True, **param_group})
+        group = self.param_groups[-1]
+        if self.moments != torch.float32 or not {*map(_DTYPE, group["params"])} <= _WIDE:
+            _check_plain(group)
 
-    def _torch_can(self) -> bool:
+    def _torch_supports(self) -> bool:
         """Whether torch's own step does what the groups ask for."""
         groups = self.param_groups
         if not _KNOWS_BOTH and any(group["weight_decay"] and not group["decoupled_weight_decay"] for group in groups):
-            if any(group["amsgrad"] or group["maximize"] for group in groups):
-                raise ValueError("Adam with weight decay and amsgrad or maximize needs torch 2.7 or later: use AdamW")
             return False
         applied = [p for group in groups for p in group["params"] if p.grad is not None]
         # Of other dtypes torch's own step would not keep the moments in theirs.
-        wide = {p.dtype for p in applied} <= {torch.float32, torch.float64}
-        return not applied or (wide and self.moments == torch.float32)
+        return not applied or ({*map(_DTYPE, applied)} <= _WIDE and self.moments == torch.float32)
 
     def _step_in_float32(
         self, number: int, parameter: torch.Tensor, group: dict[str, Any], beta1: float, beta2: float
     ) -> None:
         state = self._state_of(parameter)
         assert parameter.grad is not None
-        gradient, wide = parameter.grad.float(), state.get("master", parameter).float()
+        target, gradient = pieces.piece(state.get("master", parameter)), pieces.piece(parameter.grad).float()
         state["step"] += 1
-        step = float(state["step"])
-        if group["decoupled_weight_decay"]:
-            wide.mul_(1 - group["lr"] * group["weight_decay"])
-        elif group["weight_decay"]:
-            gradient = gradient.add(wide, alpha=group["weight_decay"])
-        kept = state["exp_avg"], state["exp_avg_sq"]
-        mean, square = (moment.float() for moment in kept)
-        mean.lerp_(gradient, 1 - beta1)
-        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        denominator = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        wide.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**step))
-        if self.moments != torch.float32:
-            halves = [pieces.piece(moment) for moment in kept]
-            keep_moments((halves[0], halves[1]), (pieces.piece(mean), pieces.piece(square)), number, int(step))
-        if parameter.dtype != torch.float32:
-            parameter.copy_(wide)
+        step, decay = int(state["step"]), group["weight_decay"]
+        if not group["decoupled_weight_decay"]:
+            gradient, decay = gradient.add(target.float(), alpha=decay), 0.0
+        numbers = Numbers(0.0, 1.0, float(group["lr"]), beta1, beta2, group["eps"], decay, step, False)
+        kept = pieces.piece(state["exp_avg"]), pieces.piece(state["exp_avg_sq"])
+        with float32_moments(*kept, (number, step)) as moments:
+            adamw_update_(target, gradient, *moments, numbers)
+        if "master" in state:
+            pieces.piece(parameter).copy_(target)
 
 
-def _serves(group: dict[str, Any]) -> bool:
+def _check_plain(group: dict[str, Any]) -> None:
+    """Refuse a group with an option that the step in float32 lacks, and would leave out in silence."""
+    if group["amsgrad"] or group["maximize"]:
+        raise ValueError(
+            "amsgrad and maximize need float32 parameters and moments, and with Adam's weight decay torch 2.7: turn them off"
+        )
+
+
+def _is_fusable(group: dict[str, Any]) -> bool:
     """Whether the fused step does what a group's options ask for."""
     if group["amsgrad"] or group["maximize"] or group["differentiable"]:
         return False
@@ -278,7 +284,7 @@ def _has_no_master(state: dict[str, Any]) -> bool:
     return bool(state) and "master" not in state
 
 
-def _alike(members: list[int], kinds: list[tuple[Any, ...]]) -> Collection[list[int]]:
+def _by_kind(members: list[int], kinds: list[tuple[Any, ...]]) -> Collection[list[int]]:
     """Members of each kind, in order."""
     if len(set(kinds)) == 1:
         return [members]
@@ -288,7 +294,7 @@ def _alike(members: list[int], kinds: list[tuple[Any, ...]]) -> Collection[list[
     return found.values()
 
 
-def _counted(members: list[int], counts: list[torch.Tensor]) -> list[tuple[int, list[int]]]:
+def _by_step_count(members: list[int], counts: list[torch.Tensor]) -> list[tuple[int, list[int]]]:
     """Members whose steps have one number, with it: one more than torch's own counts in their states, which are raised."""
     if len({*map(_COUNTED_IN, counts)}) > 1:
         torch._foreach_add_(counts, 1)
@@ -309,7 +315,7 @@ def _dtype_of_moments(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-class AdamW(_Private, FusedAdamW):
+class AdamW(_PrivateOptimizer, FusedAdamW):
     """`torch.optim.AdamW` with private gradients.
 
     Args:
@@ -337,10 +343,10 @@ class AdamW(_Private, FusedAdamW):
         **options: Any,
     ):
         self.fused, self.master_weights, self.moments = fused, master_weights, _dtype_of_moments(moments)
-        self._begin(torch.optim.AdamW, params, args, options)
+        self._initialise(torch.optim.AdamW, params, args, options)
 
 
-class Adam(_Private, FusedAdamW):
+class Adam(_PrivateOptimizer, FusedAdamW):
     """`torch.optim.Adam` with private gradients: AdamW's arithmetic with weight decay added to the gradient.
 
     Args as for `AdamW`; ``weight_decay`` is 0 by default; above 0 the update is not fused.
@@ -348,7 +354,7 @@ class Adam(_Private, FusedAdamW):
 
     def __init__(self, params: Any, *args: Any, fused: bool = True, master_weights: bool = False, **options: Any):
         self.fused, self.master_weights = fused, master_weights
-        self._begin(torch.optim.AdamW, params, args, options, weight_decay=0.0)
+        self._initialise(torch.optim.AdamW, params, args, options, weight_decay=0.0)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; in every group weight decay belongs to the gradient."""

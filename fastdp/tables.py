@@ -289,12 +289,14 @@ def _read_json(path: Path, text: str) -> Rows:
     """An array of objects, or one object a line."""
     if text.lstrip().startswith("["):
         try:
-            return _objects(path, enumerate(_parse(text), start=1), "row")
+            found = _parse(text)
         except json.JSONDecodeError as error:
             if path.suffix.lower() == ".json":
                 raise DataError(f"{path}, line {error.lineno}, column {error.colno}: not JSON ({error.msg})") from None
         except ValueError as error:
-            raise error if isinstance(error, DataError) else DataError(f"{path}: {error}") from None
+            raise DataError(f"{path}: {error}") from None
+        else:
+            return _objects(path, enumerate(found, start=1), "row")
     return _objects(path, _json_lines(path, text), "line")
 
 

@@ -36,7 +36,7 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 NAME_IN_WORDS = "1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit"
 _AUTHORITY_DAYS = 3650
 # Clocks differ between machines.
-_EARLIER = datetime.timedelta(hours=1)
+_CLOCK_SLACK = datetime.timedelta(hours=1)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def check_certificate(certificate: bytes, authority: bytes | None = None) -> Non
 
 
 def certificate_name(certificate: bytes) -> str:
-    """The one common name of a certificate in PEM or DER. Raises ValueError for none, several, or one that is no `NAME`.
+    """The one common name of a certificate in PEM or DER. Raises ValueError for none, several, or another than `NAME_PATTERN`.
 
     The name is parsed here and compared whole: a C string would end at a NUL.
     """
@@ -98,12 +98,8 @@ def certificate_name(certificate: bytes) -> str:
 
 def server_context(folder: Path) -> ssl.SSLContext:
     """TLS 1.3 for a server that lets in holders of a certificate of its authority alone. Raises as `Credentials.load`."""
-    Credentials.load(folder)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context = _context(folder, ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED
-    context.load_verify_locations(folder / CA)
-    context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
     # A resumed session shows no certificate, and would outlive a revocation.
     context.num_tickets = 0
     return context
@@ -111,8 +107,12 @@ def server_context(folder: Path) -> ssl.SSLContext:
 
 def client_context(folder: Path) -> ssl.SSLContext:
     """TLS 1.3 for a client with a certificate, which believes servers of its authority alone. Raises as `Credentials.load`."""
+    return _context(folder, ssl.PROTOCOL_TLS_CLIENT)
+
+
+def _context(folder: Path, protocol: int) -> ssl.SSLContext:
     Credentials.load(folder)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(folder / CA)
     context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
@@ -307,7 +307,7 @@ def _signed(
         .issuer_name(subject if ca is None else ca.subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(min(now, end) - _EARLIER)
+        .not_valid_before(min(now, end) - _CLOCK_SLACK)
         .not_valid_after(end)
         .add_extension(x509.BasicConstraints(ca=ca is None, path_length=0 if ca is None else None), critical=True)
         .add_extension(_usage(ca is None), critical=True)

@@ -187,7 +187,7 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
         ) from None
 
 
-class _Bounded:
+class _BoundedComposer:
     """Counts values while they are composed, and refuses a key that stands twice."""
 
     def __init__(self, text: str) -> None:
@@ -220,11 +220,11 @@ class _Bounded:
         return node
 
 
-class _BoundedLoader(_Bounded, yaml.SafeLoader):
+class _BoundedLoader(_BoundedComposer, yaml.SafeLoader):
     """Plain types."""
 
 
-class _BoundedTextLoader(_Bounded, yaml.BaseLoader):
+class _BoundedTextLoader(_BoundedComposer, yaml.BaseLoader):
     """Scalars as text."""
 
 

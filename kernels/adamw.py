@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fastdp.ops.adamw import Numbers, unpack
-from fastdp.ops.halves import ELEMENT_FACTOR, MIX_FACTOR, STEP_FACTOR, TENSOR_FACTOR
+from fastdp.ops.stochastic_rounding import ELEMENT_FACTOR, MIX_FACTOR, STEP_FACTOR, TENSOR_FACTOR
 
 from .chacha import BLOCKS, POSITION, normals
 from .grid import numbers_of_grid, on_grid, settle_element
@@ -34,7 +34,7 @@ def _kept_in_half(x, bits):
 
 @triton.jit
 def _random_bits(p_position, o_x):
-    # As fastdp/ops/halves.py has them.
+    # As fastdp/ops/stochastic_rounding.py has them.
     seed = (
         tl.load(p_position + 8).to(tl.uint32, bitcast=True) * _TENSOR
         + tl.load(p_position + 9).to(tl.uint32, bitcast=True) * _STEP

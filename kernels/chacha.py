@@ -7,7 +7,7 @@ give the normals of elements ``16 b .. 16 b + 15``: word k (k < 8) the radius an
 k and k + 8.
 
 Positions are read from memory, never passed as numbers: Triton would compile a kernel for some values of a number. So is how
-long the loop over rounds is. Positions of one launch have one number of rounds (`fastdp.ops.stream.check_rounds`).
+long the loop over rounds is. Positions of one launch have one number of rounds (`fastdp.ops.stream.check_positions`).
 """
 
 import triton

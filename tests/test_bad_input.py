@@ -67,12 +67,9 @@ def _files(root):
     rows = "".join(f'"{record}",{"often" if "twice" in record else "seldom"},1\n' for record in records)
     (root / "good.csv").write_text(f"text,label,number\n{rows}")
     contents = {
-        "ragged.csv": "text,label\na,b\nc\n",
         "null.jsonl": '{"text": "a"}\n{"text": null}\n',
         "blank.csv": "text,label,number\nfine,often,1\n,often,1\n" + rows,
-        "tags.jsonl": '{"words": ["a", "b"], "tags": ["O"]}\n',
         "chat.jsonl": '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
-        "typo.yaml": "lerning_rate: 1\n",
     }
     for name, content in contents.items():
         (root / name).write_text(content)
@@ -111,7 +108,6 @@ class Case:
     fault: str
     fix: str
     changes: dict = field(default_factory=dict)
-    config: str | None = None
     flags: tuple = ()
     command: tuple | None = None
     damage: object = None
@@ -119,13 +115,6 @@ class Case:
 
 CSV = {"train": "good.csv", "text_column": "text"}
 LABELS = {**CSV, "task": "classification", "labels": "often,seldom"}
-WORDS = {
-    "train": "tags.jsonl",
-    "task": "token-classification",
-    "text_column": "words",
-    "label_column": "tags",
-    "labels": "O,X",
-}
 
 
 def bad_file(name, fault, fix, **changes):
@@ -138,22 +127,16 @@ def options(method, given):
 
 FILES = [
     bad_file("absent.csv", "no file", "absent.csv"),
-    bad_file("ragged.csv", "line 3: 1 fields", "the header has 2"),
     bad_file("null.jsonl", "line 2: column 'text'", "holds nothing"),
     bad_file("chat.jsonl", "no chat template", "chat_template.jinja"),
     bad_file("set", "several data sets", "name one of them: .*set/train"),
-    bad_file("empty-folder", "is a folder", "save_to_disk"),
     Case("held-out file", "no file", "absent.jsonl", {"eval": "absent.jsonl"}),
     Case("empty text", "line 3: its text is empty", "leave the row out", {**LABELS, "train": "blank.csv"}),
     Case("unknown label", "label '(often|seldom)' is not one of", "labels: yes, no", {**LABELS, "labels": "yes,no"}),
-    Case("words without labels", "2 words and 1 labels", "one of its own", WORDS),
 ]
 
 SETTINGS = [
-    Case("config with a typo", "unknown setting 'lerning_rate'", "did you mean learning_rate", config="typo.yaml"),
-    Case("config a folder", "cannot read the config", "directory", config="set"),
     Case("unknown flag", "No such option", "--lerning-rate", flags=("--lerning-rate", "1")),
-    Case("no epsilon", "epsilon is missing", "such as 8", {"epsilon": None}),
     Case("large delta", "is not below 1 / 24", "lower it, or confirm with large_delta", {"delta": 0.1}),
     Case("batch", "batch_size 25 exceeds the 24", "lower it", {"batch_size": 25}),
     Case(
@@ -229,8 +212,6 @@ COMMANDS = [
     Case("card", "absent.json: no such file", "check the name", command=("verify", "absent.json")),
     Case("card damaged", "card.json", "", command=("verify", "card.json")),
     Case("card of nothing", "other.json", "", command=("verify", "other.json")),
-    Case("report of no run", "holds no run", "config.yaml", command=("report", "set")),
-    Case("attack", "no attack named theft", "choose membership", command=("attack", "model", "--kind", "theft")),
     Case("doctor", "no model folder", "absent", command=("doctor", "./absent")),
     Case("quickstart", "already holds", "--output", command=("quickstart", "--output", ".")),
 ]
@@ -255,7 +236,7 @@ def command_of(case, root):
     resumes = "--resume" in case.flags
     changes = {**_settings(root), "epsilon": 8, "output": "stopped" if resumes else "new"}
     changes |= {"checkpoint_every": 1} if resumes else {}
-    found = ["finetune", *([case.config] if case.config else [])]
+    found = ["finetune"]
     for name, value in (changes | case.changes).items():
         if value is not None:
             found += [f"--{name.replace('_', '-')}", str(value)]

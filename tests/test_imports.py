@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from fastdp import accounting
+from tests.accounting.test_card import card_of_run
 from tests.cases import cases
 
 #: Each takes from .3 to 5 seconds to import.
@@ -45,22 +45,7 @@ def test_commands_that_need_no_torch(arguments):
 
 
 def test_verify_needs_no_torch(tmp_path):
-    card = accounting.Card.build(
-        mechanism="dpsgd",
-        unit="example",
-        adjacency="add_remove",
-        sampling="poisson",
-        dataset_size=1000,
-        noise_multiplier=2.0,
-        event=accounting.dpsgd(2.0, 0.1, 10),
-        delta=1e-5,
-        planned_steps=10,
-        spent_steps=10,
-        noise_source={"key": "os.urandom"},
-        model={"name": "none"},
-        sample_rate=0.1,
-    )
-    card.save(tmp_path / "card.json")
+    card_of_run().save(tmp_path / "card.json")
     assert by_command("verify", str(tmp_path / "card.json")) == set()
 
 

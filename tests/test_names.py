@@ -17,7 +17,7 @@ BARE = set(
 #: Names that every program, logger, type variable, and module that hands out names lazily, gives to the same thing.
 CONVENTIONS = {"__all__", "__getattr__", "T", "app", "log", "main"}
 #: Folders whose modules define the same things, each for its own device or kind of layer.
-FAMILIES = (("fastdp/ops/", "fastdp/ops/cpu/", "kernels/"), ("fastdp/engine/rules/",))
+FAMILIES = (("fastdp/ops/", "kernels/"), ("fastdp/engine/rules/",))
 
 
 def definitions():

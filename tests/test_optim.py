@@ -134,3 +134,18 @@ def test_moments_in_half_precision_follow_those_in_float32(dtype, fused, monkeyp
 def test_moments_of_another_dtype_are_refused():
     with pytest.raises(ValueError, match=r"keep them in torch.float32 or in torch.bfloat16"):
         made(torch.float32, moments=torch.float16)
+
+
+@cases("option", ["amsgrad", "maximize"])
+def test_an_option_that_a_step_in_float32_lacks_is_refused(option, monkeypatch):
+    """Torch's own step would keep moments in half precision, so these parameters do not get it."""
+    monkeypatch.setattr(fastdp.optim, "drives", lambda optimizer: True)
+    for dtype, moments in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        with pytest.raises(ValueError, match=option):
+            made(dtype, moments=moments, **{option: True})
+    made(torch.float32, **{option: True})
+    params, optimizer = made(torch.bfloat16)
+    optimizer.param_groups[0][option] = True
+    params[0].grad = torch.ones_like(params[0])
+    with pytest.raises(ValueError, match=option):
+        optimizer.step()

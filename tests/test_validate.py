@@ -3,7 +3,18 @@
 import pytest
 import torch
 
-from fastdp.validate import at_least, fraction, instance, integer, number, one_of, positive, rate, usable_device
+from fastdp.validate import (
+    at_least,
+    fraction,
+    host_and_port,
+    instance,
+    integer,
+    number,
+    one_of,
+    positive,
+    rate,
+    usable_device,
+)
 from tests.cases import cases
 
 
@@ -51,6 +62,13 @@ def test_the_device_is_a_gpu_where_there_is_one(monkeypatch, gpu, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     assert usable_device("auto") == torch.device(device)
     assert usable_device("cpu") == torch.device("cpu")
+
+
+def test_ports_end_at_65535():
+    assert host_and_port("[::1]:65535") == ("::1", 65535)
+    for address in ("localhost:65536", "localhost:-1", "localhost:", ":80"):
+        with pytest.raises(ValueError, match="is no address"):
+            host_and_port(address)
 
 
 def test_a_device_that_is_not_there_is_refused():

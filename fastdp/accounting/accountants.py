@@ -93,9 +93,9 @@ def epsilon(
     *upper* bound, never its estimate (Gopi et al. 2021, Theorem 5.5). ``rdp`` is Opacus's RDP accountant. These two
     know no replacement of a unit under sampling.
 
-    Returns 0 where nothing was released, inf where something was released without noise, and inf where an accountant
-    reaches no bound (PRV and RDP overflow at very small multipliers; PRV's grid is capped in size, and above epsilon
-    of some hundreds no grid within the cap is fine enough).
+    Returns 0 where nothing was released, and inf where something was released without noise. It returns inf as well where
+    an accountant reaches no bound. PRV and RDP overflow at very small multipliers. PRV's grid is capped in size, and above
+    epsilon of some hundreds no grid within the cap is fine enough.
 
     Raises:
         ValueError: for an unknown accountant, adjacency or kind of event, and for delta outside (0, 1).

@@ -36,7 +36,7 @@ def calibrate(
 ) -> float:
     """The least noise multiplier at which ``event_fn(multiplier)`` costs at most ``epsilon`` at ``delta``.
 
-    With ``pld`` the search runs on a coarse pessimistic grid and the result is certified on the fine one, so that
+    With ``pld`` the search runs on a coarse pessimistic grid. The result is certified on the fine one:
     `epsilon(event_fn(result), delta)` is at most the target. ``epsilon=inf`` returns 0.
 
     Args:
@@ -157,9 +157,9 @@ def least_safe(
 ) -> SearchEnd:
     """The argument in [least, most] at which a decreasing ``cost`` is at most ``target``, and within ``close`` of it.
 
-    Secants in the logarithms of both, where an epsilon is close to a power of the noise, kept inside a bracket which
-    is halved where they do not help. A cost below the target even at ``least`` ends there. Raises ValueError if it
-    exceeds the target even at ``most``.
+    The search takes secants in the logarithms of both, since an epsilon is close to a power of the noise. They stay inside
+    a bracket, which is halved where they do not help. A cost below the target even at ``least`` ends there. Raises
+    ValueError if it exceeds the target even at ``most``.
     """
     low: float | None = None
     high: float | None = None

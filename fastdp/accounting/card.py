@@ -1,4 +1,4 @@
-"""The card: what privacy a run bought, in a form that a machine can check and a person can read."""
+"""The card: which guarantee a run has, in a form that a machine can check and a person can read."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def rounded_to_grid(distance: float) -> str:
 def among_units(units: int, tokens: int, spread: float) -> float:
     """How far rounding *among* the units of one sum may move it when one unit is left out, in units of the clipping bound.
 
-    What a unit adds is within its bound; that the others' sums then round in other places is not part of it. Each of the
-    others is off by at most gamma_k times its weight times its products, with it and without it, where k counts the
-    additions that a term may go through (docs/clipping.md).
+    What a unit adds is within its bound; that the others' sums then round in other places is not part of it. With the unit
+    and without it, each other one is off by at most gamma_k times its weight times its products. Here k counts the additions
+    that a term may go through (docs/clipping.md).
 
     Args:
         units: in one logical batch.

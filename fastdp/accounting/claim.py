@@ -28,7 +28,7 @@ INFINITE = "inf"
 ROOM = 1e-6
 
 
-class DoesNotFollow(ValueError):
+class UnsupportedFigure(ValueError):
     """A figure on a card that its own fields do not bear out; carries what was claimed and recomputed, as far as known."""
 
     def __init__(self, reason: str, claimed: float | None = None, recomputed: float | None = None):
@@ -37,7 +37,7 @@ class DoesNotFollow(ValueError):
 
 
 @dataclass(frozen=True)
-class Followed:
+class CheckedFigures:
     """A figure that follows: what was claimed, what was recomputed (None where there is no figure), and a sentence."""
 
     claimed: float | None
@@ -74,8 +74,8 @@ class Claim(ABC):
         """The bound and what it holds for, in words, of the figures in its fields."""
 
     @abstractmethod
-    def check(self, fields: Mapping[str, Any]) -> Followed:
-        """Work the figures in its fields out again. Raises `DoesNotFollow` where they claim too little."""
+    def check(self, fields: Mapping[str, Any]) -> CheckedFigures:
+        """Work the figures in its fields out again. Raises `UnsupportedFigure` where they claim too little."""
 
 
 @dataclass(frozen=True)
@@ -143,29 +143,29 @@ class Gaussian(Claim):
             f", for each {without_article(fields['unit'])} ({fields['adjacency'].replace('_', '/')} adjacency).",
         )
 
-    def check(self, fields: Mapping[str, Any]) -> Followed:
+    def check(self, fields: Mapping[str, Any]) -> CheckedFigures:
         claimed = _claimed(fields["epsilon"])
         try:
             found = None if self.delta is None else float(epsilon(self.event, self.delta, adjacency=self.adjacency))
         except (ValueError, TypeError, OverflowError) as error:
-            raise DoesNotFollow(str(error), claimed) from None
+            raise UnsupportedFigure(str(error), claimed) from None
         if self.flaws() or claimed is None or found is None:
             reason = "the card claims a guarantee but states no epsilon"
-            raise DoesNotFollow("; ".join(self.flaws()) if found is not None else reason, claimed, found)
+            raise UnsupportedFigure("; ".join(self.flaws()) if found is not None else reason, claimed, found)
         if claimed < found * (1 - ROOM):
             reason = f"the card claims epsilon {claimed:.6g} but its event costs {found:.6g} at delta {self.delta:g}"
-            raise DoesNotFollow(reason, claimed, found)
+            raise UnsupportedFigure(reason, claimed, found)
         for rate, most in self._membership().items():
             stated = fields.get("membership", {}).get(rate, 1.0)
             if not (isinstance(stated, (int, float)) and stated >= most * (1 - ROOM)):
-                raise DoesNotFollow(
+                raise UnsupportedFigure(
                     f"the card states the true-positive rate {stated!r} at a false-positive rate of {rate}, but its event "
                     f"allows {most:.4g}",
                     claimed,
                     found,
                 )
         reason = f"the claimed epsilon {claimed:.6g} covers the recomputed {found:.6g} at delta {self.delta:g}"
-        return Followed(claimed, found, reason)
+        return CheckedFigures(claimed, found, reason)
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Pure(Claim):
     @property
     def bound(self) -> str:
         """The bound of one unit in all releases of its text, rounded up."""
-        return f"epsilon {_six(self.nats * self.releases)}"
+        return f"epsilon {_six_digits(self.nats * self.releases)}"
 
     def to_json(self) -> dict[str, Any]:
         budget = {"of_a_unit": self.nats, "units": self.units, "releases": self.releases, "of_a_text": self.of_a_text}
@@ -219,26 +219,26 @@ class Pure(Claim):
 
     def headline(self, fields: Mapping[str, Any]) -> tuple[str, str]:
         total = fields["budget"]["of_a_text"]
-        added = "" if total is None else f" All units of one text together: {_six(total)}."
+        added = "" if total is None else f" All units of one text together: {_six_digits(total)}."
         return fields["bound"], f" for {fields['unit']} ({self.words}).{added}"
 
-    def check(self, fields: Mapping[str, Any]) -> Followed:
+    def check(self, fields: Mapping[str, Any]) -> CheckedFigures:
         stated = fields["budget"]["of_a_text"]
         one, total = self.nats * self.releases, self.of_a_text
         if fields["bound"] != self.bound:
-            raise DoesNotFollow(
+            raise UnsupportedFigure(
                 f"the card's bound is {fields['bound']!r}, but its figures give {self.bound!r}", None, one
             )
         reason = f"the bound, {self.bound}, follows from the card's figures"
         if total is None and stated is None:
-            return Followed(one, one, reason)
+            return CheckedFigures(one, one, reason)
         if total is None:
-            raise DoesNotFollow(f"the card states {stated!r} for a text, but not how many units one has", None, one)
+            raise UnsupportedFigure(f"the card states {stated!r} for a text, but not how many units one has", None, one)
         if not isinstance(stated, (int, float)) or stated < total * (1 - ROOM):
-            raise DoesNotFollow(
+            raise UnsupportedFigure(
                 f"the card states {stated!r} for a text, but its units add up to {total:.6g}", stated, total
             )
-        return Followed(stated, total, reason)
+        return CheckedFigures(stated, total, reason)
 
 
 @dataclass(frozen=True)
@@ -255,14 +255,17 @@ class Metric(Pure):
 
     @property
     def bound(self) -> str:
-        return f"exp({_six(self.nats * self.releases)} * {self.distance})"
+        return f"exp({_six_digits(self.nats * self.releases)} * {self.distance})"
 
     def to_json(self) -> dict[str, Any]:
         return {**super().to_json(), "distance": self.distance}
 
     def headline(self, fields: Mapping[str, Any]) -> tuple[str, str]:
         bound, words = super().headline(fields)
-        return f"epsilon {_six(self.nats * self.releases)} per unit of {fields['distance']}", f", or {bound},{words}"
+        return (
+            f"epsilon {_six_digits(self.nats * self.releases)} per unit of {fields['distance']}",
+            f", or {bound},{words}",
+        )
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Metric:
@@ -301,8 +304,8 @@ class Elsewhere(Claim):
     def headline(self, fields: Mapping[str, Any]) -> tuple[str, str]:
         return fields["promise"], f" ({fields['certified_by']} certifies it)."
 
-    def check(self, fields: Mapping[str, Any]) -> Followed:
-        return Followed(None, None, f"{self.card} certifies: {self.promise}")
+    def check(self, fields: Mapping[str, Any]) -> CheckedFigures:
+        return CheckedFigures(None, None, f"{self.card} certifies: {self.promise}")
 
 
 _KINDS: dict[str, Any] = {kind.kind: kind for kind in (Gaussian, Pure, Metric, Elsewhere)}
@@ -356,7 +359,7 @@ def two_decimals(value: float | str | None) -> str:
     return str(Decimal(value).quantize(Decimal("0.01"), ROUND_CEILING))
 
 
-def _six(value: float) -> str:
+def _six_digits(value: float) -> str:
     """Six digits, rounded up."""
     shown = f"{value:.6g}"
     return shown if float(shown) >= value * (1 - 1e-12) else f"{value * (1 + 5e-6):.6g}"

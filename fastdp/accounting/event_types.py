@@ -1,8 +1,8 @@
 """The event classes of `dp_accounting`, without the second and a half that importing the package takes.
 
 Its `__init__` imports every accountant, and with them `scipy.stats` and `scipy.signal`; the events themselves need
-none. The submodule is loaded by itself under its own name, so that its classes are the ones everybody else sees,
-whether `dp_accounting` was imported before or is imported later.
+none. The submodule is loaded by itself under its own name: its classes are those that everybody else sees, whenever they
+import `dp_accounting`.
 """
 
 from __future__ import annotations

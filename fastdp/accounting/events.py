@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex
@@ -130,8 +131,8 @@ class EventModel:
     Attributes:
         one: event of a single use of every unit.
         releases_per_use: how many consecutive releases together touch each unit at most once. 1 with Poisson
-            sampling. With shuffled batches one epoch of ``steps_per_epoch`` releases is one use (the batches are
-            disjoint, so an epoch is one Gaussian mechanism of the same multiplier), and a begun epoch counts whole.
+            sampling. With shuffled batches one epoch of ``steps_per_epoch`` releases is one use: the batches are
+            disjoint, so an epoch is one Gaussian mechanism of the same multiplier. A begun epoch counts whole.
         later: other events, by the use from which on each takes the place of the one before, in order.
     """
 
@@ -320,87 +321,80 @@ class Flat:
         return self.mu_squared + sum(count * squared_ratio(z) for _, z, count in self.sampled)
 
 
-def flatten(event: DpEvent) -> Flat:
-    """Merge the equal releases inside ``event``. Raises ValueError for a kind of event no accountant here supports."""
-    sampled: dict[tuple[float, float], int] = {}
-    unsampled: dict[float, int] = {}
-    choices: list[Choice] = []
-    private = _collect(event, 1, sampled, unsampled, choices)
-    terms = sorted((q, z, count) for (q, z), count in sampled.items())
-    mu_squared = sum(count * squared_ratio(z) for z, count in unsampled.items())
-    return Flat(tuple(terms), mu_squared, private, tuple(choices))
-
-
-def _collect(
-    event: Any,
-    count: int,
-    sampled: dict[tuple[float, float], int],
-    unsampled: dict[float, int],
-    choices: list[Choice],
-) -> bool:
-    if count == 0 or isinstance(event, dp_event.NoOpDpEvent):
-        return True
-    if isinstance(event, dp_event.NonPrivateDpEvent):
-        return False
-    if isinstance(event, dp_event.SelfComposedDpEvent):
-        return _collect(event.event, count * as_count(event.count, "count"), sampled, unsampled, choices)
-    if isinstance(event, dp_event.ComposedDpEvent):
-        private = [_collect(part, count, sampled, unsampled, choices) for part in event.events]
-        return all(private)
-    if isinstance(event, dp_event.GaussianDpEvent):
-        z = _as_multiplier(event.noise_multiplier)
-        if z > 0:
-            unsampled[z] = unsampled.get(z, 0) + count
-        return z > 0
-    if isinstance(event, dp_event.PoissonSampledDpEvent):
-        return _collect_sampled(event, count, sampled, unsampled)
-    if isinstance(event, ChosenDpEvent):
-        return _collect_choice(event, count, choices)
-    raise ValueError(f"{type(event).__name__} is not an event this package can account for")
-
-
 #: A choice stands once for each time that it is made; nobody tunes oftener on one data set.
 _MOST_CHOICES = 1000
 
 
-def _collect_choice(event: ChosenDpEvent, count: int, choices: list[Choice]) -> bool:
-    parts = tuple(flatten(part) for part in event.alternatives)
-    if any(part.choices for part in parts):
-        raise ValueError("a choice among choices is not an event this package can account for")
-    if not all(part.private for part in parts):
-        return False
-    if len(choices) + count > _MOST_CHOICES:
-        raise ValueError(
-            f"more than {_MOST_CHOICES} choices among trials are not an event this package can account for"
-        )
-    choices += [Choice(parts, event.shape, event.stop)] * count
-    return True
+def flatten(event: DpEvent) -> Flat:
+    """Merge the equal releases inside ``event``. Raises ValueError for a kind of event no accountant here supports."""
+    counter = _ReleaseCounter()
+    counter.add(event, 1)
+    counts = counter.counts.items()
+    sampled = sorted((rate, z, count) for (rate, z), count in counts if rate < 1)
+    mu_squared = sum(count * squared_ratio(z) for (rate, z), count in counts if rate == 1)
+    return Flat(tuple(sampled), mu_squared, counter.private, tuple(counter.choices))
 
 
-def _collect_sampled(
-    event: dp_event.PoissonSampledDpEvent,
-    count: int,
-    sampled: dict[tuple[float, float], int],
-    unsampled: dict[float, int],
-) -> bool:
-    rate = float(event.sampling_probability)
-    if not 0 <= rate <= 1:
-        raise ValueError(f"sample rate is {rate}: it must lie in (0, 1]")
-    inner = flatten(event.event)
-    if inner.sampled or inner.choices:
-        raise ValueError(
-            "a Poisson sample of a Poisson sample or of a choice is not an event this package can account for"
-        )
-    if rate == 0 or inner.empty:
-        return True
-    if not inner.private:
-        return False
-    # Gaussian releases of one and the same sample are one Gaussian release of it.
-    z = 1 / math.sqrt(inner.mu_squared)
-    if z == 0:
-        return False
-    if rate == 1:
-        unsampled[z] = unsampled.get(z, 0) + count
-    else:
-        sampled[rate, z] = sampled.get((rate, z), 0) + count
-    return True
+class _ReleaseCounter:
+    """Count the releases of events.
+
+    Attributes:
+        counts: by sample rate, which is 1 without sampling, and noise multiplier.
+        choices: those among trials, each as often as it is made.
+        private: False once anything was released without noise.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[float, float]] = Counter()
+        self.choices: list[Choice] = []
+        self.private = True
+
+    def add(self, event: Any, count: int) -> None:
+        """Count ``count`` releases of an event."""
+        if count == 0 or isinstance(event, dp_event.NoOpDpEvent):
+            return
+        if isinstance(event, dp_event.NonPrivateDpEvent):
+            self.private = False
+        elif isinstance(event, dp_event.SelfComposedDpEvent):
+            self.add(event.event, count * as_count(event.count, "count"))
+        elif isinstance(event, dp_event.ComposedDpEvent):
+            for part in event.events:
+                self.add(part, count)
+        elif isinstance(event, dp_event.GaussianDpEvent):
+            self._add_gaussian(1.0, _as_multiplier(event.noise_multiplier), count)
+        elif isinstance(event, dp_event.PoissonSampledDpEvent):
+            self._add_sampled(float(event.sampling_probability), flatten(event.event), count)
+        elif isinstance(event, ChosenDpEvent):
+            parts = tuple(flatten(part) for part in event.alternatives)
+            self._add_choice(Choice(parts, event.shape, event.stop), count)
+        else:
+            raise ValueError(f"{type(event).__name__} is not an event this package can account for")
+
+    def _add_gaussian(self, rate: float, multiplier: float, count: int) -> None:
+        if multiplier > 0:
+            self.counts[rate, multiplier] += count
+        else:
+            self.private = False
+
+    def _add_sampled(self, rate: float, inner: Flat, count: int) -> None:
+        if not 0 <= rate <= 1:
+            raise ValueError(f"sample rate is {rate}: it must lie in (0, 1]")
+        if inner.sampled or inner.choices:
+            raise ValueError(
+                "a Poisson sample of a Poisson sample or of a choice is not an event this package can account for"
+            )
+        if rate > 0 and not inner.empty:
+            # Gaussian releases of one and the same sample are one Gaussian release of it.
+            self._add_gaussian(rate, 1 / math.sqrt(inner.mu_squared) if inner.private else 0.0, count)
+
+    def _add_choice(self, choice: Choice, count: int) -> None:
+        if any(part.choices for part in choice.alternatives):
+            raise ValueError("a choice among choices is not an event this package can account for")
+        if not all(part.private for part in choice.alternatives):
+            self.private = False
+        elif len(self.choices) + count > _MOST_CHOICES:
+            raise ValueError(
+                f"more than {_MOST_CHOICES} choices among trials are not an event this package can account for"
+            )
+        else:
+            self.choices += [choice] * count

@@ -169,12 +169,7 @@ def _huggingface(card: Mapping[str, Any]) -> str:
     shown = escape_all(dict(card), escape_markdown)
     lines += [title, "", "## Privacy", ""]
     lines += [f"**{line}**" if promised else line for line in page.headlines(shown)]
-    lines += ["", page.mechanism_sentence(shown), ""]
-    paragraph, rates = page.meaning(shown)
-    if rates:
-        lines += [paragraph, "", *page.table((page.ACCUSED, page.FOUND), rates)]
-    for heading, entries in page.remarks(shown):
-        lines += [f"### {heading}", "", *(f"- {entry}" for entry in entries), ""]
+    lines += ["", page.mechanism_sentence(shown), "", *page.meaning_lines(shown), *page.remark_lines(shown, "###")]
     lines += [
         "`fastdp verify README.md` works these figures out again from the card below; `--weights .` looks at the weights too.",
         "",
@@ -310,9 +305,8 @@ def _nist(card: Mapping[str, Any]) -> str:
     shown = escape_all(dict(card), escape_markdown)
     for heading, entries in _outline(shown):
         lines += [f"## {heading}", "", *(entry for entry in entries if entry), ""]
-        paragraph, rates = page.meaning(shown)
-        if heading == "The guarantee" and rates:
-            lines += [paragraph, "", *page.table((page.ACCUSED, page.FOUND), rates)]
+        if heading == "The guarantee":
+            lines += page.meaning_lines(shown)
     lines += ["## Card", "", "```json", _card_line(card), "```", "", f"<!-- {_END} -->", ""]
     return "\n".join(lines)
 
@@ -326,7 +320,7 @@ def _html(card: Mapping[str, Any]) -> str:
     if rates:
         said = paragraph.removeprefix("What that means: ")
         parts.append(f"<h2>What that means</h2><p>{escape_html(said[0].upper() + said[1:])}</p>")
-        parts.append(_rows([(page.ACCUSED, page.FOUND), *rates], head=True))
+        parts.append(_rows([page.RATES, *rates], head=True))
     for heading, entries in page.remarks(card):
         parts.append(
             f"<h2>{heading}</h2><ul>{''.join(f'<li>{escape_html(str(entry))}</li>' for entry in entries)}</ul>"

@@ -170,8 +170,8 @@ class Ledger:
         """The ledger of a run that begins or, with ``resume``, goes on: what every run of the package opens.
 
         A ledger is continued by the run that began it and by no other: with the same header, ``run_id`` aside, and events. It
-        is noted outside its folder (see `fastdp.accounting.witness`), so that one that was cut back, replaced by an older
-        copy, or copied to a second folder is refused.
+        is noted outside its folder (see `fastdp.accounting.witness`). One that was cut back, replaced by an older copy, or
+        copied to a second folder is refused.
 
         Args:
             path: the file; its folder is made if it is missing. None keeps the ledger in memory.
@@ -179,8 +179,8 @@ class Ledger:
             side: event and budget of each further kind of release.
             resume: continue what ``path`` holds.
 
-        Raises ValueError for a folder in use, for one that has nothing to resume, and for a ledger that was begun with another
-        header or event; LedgerError for one that was altered, cut back or copied, or that another process holds.
+        Raises ValueError for a folder in use or with nothing to resume, and for a ledger begun with another header or event;
+        LedgerError for one that was altered, cut back or copied, or that another process holds.
         """
         path = None if path is None else Path(path)
         held = path is not None and path.exists()
@@ -385,8 +385,10 @@ class Ledger:
 
         Args:
             spent: releases of each kind when the checkpoint was written, or of training steps alone.
-            head: `head` when it was written. Raises LedgerError if the file's history does not hold it, as after the
-                file was cut back or replaced by an older copy, and for a kind that was not declared.
+            head: `head` when it was written.
+
+        Raises LedgerError for a kind that was not declared, and where the file's history does not hold ``head``: it was cut
+        back or replaced by an older copy.
         """
         if head is not None and self.path is not None and head not in self._heads:
             raise LedgerError(

@@ -11,7 +11,7 @@ from fastdp.accounting.events import flatten
 from fastdp.accounting.pld import Adjacency, power_rounding, search_epsilon
 from fastdp.accounting.serialisation import canonical, deserialise, serialise
 
-#: Shares of wrong accusations at which a card says how many right ones there can be.
+#: False-positive rates at which a card bounds the true-positive rate.
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
 #: Deltas at which the curve of an event is looked at. Each gives a bound, so more of them only make it tighter.
 _DELTAS = (*(1 - 0.5**k for k in range(7, 1, -1)), *(10 ** (-k / 6) for k in range(1, 42)))
@@ -20,14 +20,14 @@ _DELTAS = (*(1 - 0.5**k for k in range(7, 1, -1)), *(10 ** (-k / 6) for k in ran
 def membership_bound(event: DpEvent, false_positive_rate: float, adjacency: Adjacency = "add_remove") -> float:
     """Largest true-positive rate of any test for whether one unit took part, at a given false-positive rate.
 
-    It holds for one who sees everything released, knows every other unit, and has any computing power. With
-    epsilon(delta) of both directions, the test's rates (a, b) obey ``b <= e^epsilon a + delta`` and
-    ``1 - a <= e^epsilon (1 - b) + delta`` (Wasserman and Zhou 2010, Theorem 2.4; Kairouz et al. 2015); the smallest
-    such b over a grid of deltas is an upper bound of the event's trade-off function (Dong et al. 2019).
+    It holds for one who sees everything released, knows every other unit, and has any computing power. With epsilon(delta)
+    of both directions, the test's rates (a, b) obey two bounds (Wasserman and Zhou 2010, Theorem 2.4; Kairouz et al. 2015):
+    ``b <= e^epsilon a + delta`` and ``1 - a <= e^epsilon (1 - b) + delta``. The smallest such b over a grid of deltas is an
+    upper bound of the event's trade-off function (Dong et al. 2019).
 
     Args:
         event: what was released.
-        false_positive_rate: share of units that took no part and are accused, in [0, 1].
+        false_positive_rate: share of the units that took no part which the test takes for members, in [0, 1].
         adjacency: what neighbouring data sets are.
 
     Returns:
@@ -37,7 +37,7 @@ def membership_bound(event: DpEvent, false_positive_rate: float, adjacency: Adja
         ValueError: for a rate outside [0, 1].
 
     >>> from fastdp.accounting import gaussian, membership_bound
-    >>> round(membership_bound(gaussian(2.0), 0.01), 3)  # whoever accuses one of a hundred innocents finds so many
+    >>> round(membership_bound(gaussian(2.0), 0.01), 3)  # at a false-positive rate of 1%
     0.034
     """
     if not 0 <= false_positive_rate <= 1:

@@ -111,7 +111,23 @@ def meaning(card: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
     )
 
 
-ACCUSED, FOUND = "False-positive rate", "True-positive rate, at most"
+#: Header of the table of rates.
+RATES = ("False-positive rate", "True-positive rate, at most")
+
+
+def meaning_lines(card: Mapping[str, Any]) -> list[str]:
+    """`meaning` in Markdown: a paragraph and a table, or nothing."""
+    paragraph, rates = meaning(card)
+    return [paragraph, "", *table(RATES, rates)] if rates else []
+
+
+def remark_lines(card: Mapping[str, Any], mark: str) -> list[str]:
+    """`remarks` in Markdown: a heading, which begins with ``mark``, and a list each."""
+    return [line for title, entries in remarks(card) for line in (f"{mark} {title}", "", *_list(entries), "")]
+
+
+def _list(entries: list[str]) -> list[str]:
+    return [f"- {entry}" for entry in entries]
 
 
 def facts(card: Mapping[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
@@ -163,18 +179,13 @@ def markdown(card: Mapping[str, Any]) -> str:
     card = escape_all(dict(card), escape_markdown)
     lines = ["# Privacy card", ""]
     if card["guarantee"] == "none":
-        lines += ["**Guarantee: none.**", "", *(f"- {reason}" for reason in card["why_no_guarantee"]), ""]
+        lines += ["**Guarantee: none.**", "", *_list(card["why_no_guarantee"]), ""]
     else:
         found = [read_claim(fields).headline(fields) for fields in claims(card)]
         lines += [line for bound, words in found for line in (f"**{bound}**{words}", "")]
-    lines += [f"How: {mechanism_sentence(card)}", ""]
-    paragraph, rates = meaning(card)
-    if rates:
-        lines += [paragraph, "", *table((ACCUSED, FOUND), rates)]
+    lines += [f"How: {mechanism_sentence(card)}", "", *meaning_lines(card)]
     rows, _ = facts(card)
-    lines += table(("", ""), rows)
-    for heading, entries in remarks(card):
-        lines += [f"## {heading}", "", *(f"- {entry}" for entry in entries), ""]
+    lines += [*table(("", ""), rows), *remark_lines(card, "##")]
     lines += ["`fastdp verify` works its figures out again from the JSON card beside this page.", ""]
     for title, text in sections:
         lines += [f"## {escape_markdown(title)}", "", "```json", text, "```", ""]

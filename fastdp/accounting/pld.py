@@ -122,7 +122,7 @@ def _without_sampling(loss: NDArray[np.float64], q: float) -> NDArray[np.float64
     return np.where(loss > 30, large, small)
 
 
-class Losses(NamedTuple):
+class LossDistribution(NamedTuple):
     """A privacy loss: ``masses`` at ``low``, ``low + 1``, ... times ``interval``, and ``infinite`` at infinity."""
 
     interval: float
@@ -130,13 +130,13 @@ class Losses(NamedTuple):
     masses: NDArray[np.float64]
     infinite: float
 
-    def compose(self, other: Losses) -> Losses:
+    def compose(self, other: LossDistribution) -> LossDistribution:
         """The loss of both releases: the distribution of the sum."""
         size = self.masses.size + other.masses.size - 1
-        length = fast_length(size)
+        length = transform_length(size)
         masses = np.fft.irfft(np.fft.rfft(self.masses, length) * np.fft.rfft(other.masses, length), length)[:size]
         infinite = self.infinite + other.infinite - self.infinite * other.infinite
-        return Losses(self.interval, self.low + other.low, masses, infinite)
+        return LossDistribution(self.interval, self.low + other.low, masses, infinite)
 
     def epsilon(self, delta: float) -> float:
         """The least epsilon >= 0 whose hockey-stick divergence is at most ``delta``; inf if there is none."""
@@ -149,11 +149,11 @@ class Losses(NamedTuple):
         def exceeds(place: int) -> bool:
             """Whether the divergence at the loss of ``place`` is above delta, where only larger losses count."""
             above = masses[place + 1 :]
-            return self.infinite + _product(excess[1 : above.size + 1], above) > delta
+            return self.infinite + _inner_product(excess[1 : above.size + 1], above) > delta
 
         # Places count from the first loss that is not negative; -1 stands for epsilon 0 below it.
         lowest = (first + self.low) * self.interval
-        if self.infinite + _product(-np.expm1(-lowest - self.interval * np.arange(masses.size)), masses) <= delta:
+        if self.infinite + _inner_product(-np.expm1(-lowest - self.interval * np.arange(masses.size)), masses) <= delta:
             return 0.0
         low, high = -1, masses.size - 1
         while high - low > 1:
@@ -162,7 +162,7 @@ class Losses(NamedTuple):
         # Between two losses the divergence is upper - e^epsilon * lower; here lower is scaled by e^loss of ``high``.
         above = masses[high:]
         upper = self.infinite + float(above.sum())
-        lower = _product(1 - excess[: above.size], above)
+        lower = _inner_product(1 - excess[: above.size], above)
         return max(0.0, lowest + high * self.interval + math.log((upper - delta) / lower))
 
 
@@ -183,18 +183,18 @@ def _normal(x: ArrayLike, logarithm: bool) -> NDArray[np.float64]:
     return out
 
 
-def fast_length(least: int) -> int:
+def transform_length(least: int) -> int:
     """A length for Fourier transforms, ``least`` or up to a quarter more: a power of two times 1, 3, 5, 9 or 15."""
     shift = max(0, least.bit_length() - 4)
     return next(m << shift for m in (8, 9, 10, 12, 15, 16) if m << shift >= least)
 
 
-def _product(left: NDArray[np.float64], right: NDArray[np.float64]) -> float:
+def _inner_product(left: NDArray[np.float64], right: NDArray[np.float64]) -> float:
     """The inner product; unlike ``@`` in one thread, since those of a linear algebra library spin between calls."""
     return float(np.einsum("i,i->", left, right))
 
 
-def _single(sigma: float, q: float, interval: float, direction: Direction) -> Losses:
+def _one_release(sigma: float, q: float, interval: float, direction: Direction) -> LossDistribution:
     """One release, rounded up to the grid by connecting the dots (Doroshenko et al. 2022, Algorithm 1).
 
     The masses at which the hockey-stick curve of the grid meets the true one in every grid point, and lies above it in
@@ -211,23 +211,23 @@ def _single(sigma: float, q: float, interval: float, direction: Direction) -> Lo
     masses[0] = 1 - deltas[0] - slopes[0]
     masses[1:] = math.exp(interval) * slopes
     masses[1:-1] -= slopes[1:]
-    return Losses(interval, low, np.maximum(masses, 0), float(deltas[-1]))
+    return LossDistribution(interval, low, np.maximum(masses, 0), float(deltas[-1]))
 
 
-def _self_compose(one: Losses, times: int) -> Losses:
+def _self_compose(one: LossDistribution, times: int) -> LossDistribution:
     """``times`` releases, in a window of losses outside of which `_TAIL` of the mass may lie."""
     if times == 1:
         return one
     interval, low, masses, infinite = one
-    first, last = chernoff(masses, times, -1), chernoff(masses, times, 1)
-    length = fast_length(max(last - first + 1, masses.size))
-    powers = np.fft.irfft(power(np.fft.rfft(masses, length), times), length)
+    first, last = window_end(masses, times, -1), window_end(masses, times, 1)
+    length = transform_length(max(last - first + 1, masses.size))
+    powers = np.fft.irfft(complex_power(np.fft.rfft(masses, length), times), length)
     window = np.roll(powers, -(first % length))[: last - first + 1]
     infinite = _TAIL - math.expm1(times * math.log1p(-infinite))
-    return Losses(interval, low * times + first, window, infinite)
+    return LossDistribution(interval, low * times + first, window, infinite)
 
 
-def power(base: NDArray[np.complex128], exponent: int) -> NDArray[np.complex128]:
+def complex_power(base: NDArray[np.complex128], exponent: int) -> NDArray[np.complex128]:
     """``base`` to a whole power above 0 by squaring: a fifth of what a complex logarithm takes, and as exact."""
     result = None
     while True:
@@ -240,13 +240,13 @@ def power(base: NDArray[np.complex128], exponent: int) -> NDArray[np.complex128]
         base = base * base
 
 
-def chernoff(masses: NDArray[np.float64], times: int, side: int) -> int:
+def window_end(masses: NDArray[np.float64], times: int, side: int) -> int:
     """A place above (``side`` 1) or below (-1) which at most half of `_TAIL` of the ``times``-fold convolution lies."""
     # Each block's mass moves to its ends, with its mean kept: exponentials are convex, so no moment becomes smaller. A
     # block is narrow beside the deviation, which grows by a hundredth or less.
     places = np.arange(masses.size, dtype=np.float64)
-    mean = _product(masses, places)
-    block = max(1, min(_BLOCK, int(0.25 * math.sqrt(_product(masses, (places - mean) ** 2)))))
+    mean = _inner_product(masses, places)
+    block = max(1, min(_BLOCK, int(0.25 * math.sqrt(_inner_product(masses, (places - mean) ** 2)))))
     blocks = np.pad(masses, (0, -masses.size % block)).reshape(-1, block)
     to_the_right = np.einsum("ij,j->i", blocks, np.arange(block) / block)
     ends = np.append(blocks.sum(1) - to_the_right, 0.0)
@@ -271,7 +271,7 @@ def chernoff(masses: NDArray[np.float64], times: int, side: int) -> int:
 
 
 @lru_cache(maxsize=8)
-def distributions(flat: Flat, adjacency: Adjacency, interval: float) -> tuple[Losses, ...]:
+def distributions(flat: Flat, adjacency: Adjacency, interval: float) -> tuple[LossDistribution, ...]:
     """The composed loss distribution in each direction (remove and add, or replace); ``flat`` must not be empty."""
     if flat.choices:
         raise ValueError("a choice among trials has no privacy loss distribution that is known here")
@@ -280,12 +280,12 @@ def distributions(flat: Flat, adjacency: Adjacency, interval: float) -> tuple[Lo
         directions = ("remove", "add")
     composed = []
     for direction in directions:
-        total: Losses | None = None
+        total: LossDistribution | None = None
         for q, z, count in flat.sampled:
-            term = _self_compose(_single(z, q, interval, direction), count)
+            term = _self_compose(_one_release(z, q, interval, direction), count)
             total = term if total is None else total.compose(term)
         if flat.mu_squared > 0:
-            term = _self_compose(_single(flat.mu_squared**-0.5, 1.0, interval, direction), 1)
+            term = _self_compose(_one_release(flat.mu_squared**-0.5, 1.0, interval, direction), 1)
             total = term if total is None else total.compose(term)
         assert total is not None
         composed.append(total)
@@ -346,7 +346,7 @@ def _bounds_by_gaussian(flat: Flat, delta: float, adjacency: Adjacency) -> float
     return gaussian_epsilon(factor * math.sqrt(flat.unamplified_mu_squared), delta)
 
 
-def _coarsest(flat: Flat, adjacency: Adjacency) -> float | None:
+def _least_interval(flat: Flat, adjacency: Adjacency) -> float | None:
     """The grid below which a single loss has over 50,000 points, or None where losses are too wide for any grid."""
     mu = max(math.sqrt(squared_ratio(z)) for _, z, _ in flat.sampled) * (2 if adjacency == "replace_one" else 1)
     width = mu**2 / 2 + 10 * mu
@@ -360,18 +360,18 @@ def search_epsilon(flat: Flat, delta: float, adjacency: Adjacency, interval: flo
     ceiling = _bounds_by_gaussian(flat, delta, adjacency)
     if not flat.sampled:
         return ceiling
-    coarsest = _coarsest(flat, adjacency)
-    if coarsest is None:
+    least = _least_interval(flat, adjacency)
+    if least is None:
         return ceiling
-    return min(ceiling, epsilon_at(flat, delta, adjacency, max(interval, coarsest)))
+    return min(ceiling, epsilon_at(flat, delta, adjacency, max(interval, least)))
 
 
 def certifying_interval(flat: Flat, epsilon: float, adjacency: Adjacency) -> float | None:
     """The finest grid for an ``epsilon`` of this size that fits in memory; None if the closed form is to be used."""
-    coarsest = _coarsest(flat, adjacency) if flat.sampled else None
-    if coarsest is None:
+    least = _least_interval(flat, adjacency) if flat.sampled else None
+    if least is None:
         return None
-    coarse = max(COARSE, coarsest)
+    coarse = max(COARSE, least)
     points = max(losses.masses.size for losses in distributions(flat, adjacency, coarse))
     wanted = FINEST if epsilon < _SMALL_EPSILON else FINE * max(1.0, epsilon / 10)
     return min(coarse, max(wanted, coarse * points / _MAX_POINTS))

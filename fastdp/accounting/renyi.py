@@ -1,8 +1,8 @@
 """Renyi differential privacy of Gaussian releases, and of choosing the best of a secret number of trials.
 
-A choice among trials has no privacy loss distribution that is known in closed form; its Renyi bound is a theorem. Orders are
-whole numbers, where sampled Gaussians have a closed form (Mironov, Talwar and Zhang 2019, section 3.3), and between them the
-logarithm of the moment is convex, so that a chord bounds it from above.
+A choice among trials has no privacy loss distribution that is known in closed form; its Renyi bound is a theorem. At whole
+orders sampled Gaussians have a closed form (Mironov, Talwar and Zhang 2019, section 3.3). Between them the logarithm of the
+moment is convex, so a chord bounds it from above.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def stop_for(trials: float, shape: float) -> float:
     return math.exp(low)
 
 
-def chances(shape: float, stop: float) -> Iterator[float]:
-    """The chances of 1 trial, 2 trials, ... under the same distribution."""
+def trial_probabilities(shape: float, stop: float) -> Iterator[float]:
+    """The probabilities of 1 trial, 2 trials, ... under the same distribution."""
     check_stopping(shape, stop)
     if shape == 0:
         chance = (1 - stop) / math.log(1 / stop)
@@ -62,7 +62,7 @@ def chances(shape: float, stop: float) -> Iterator[float]:
 
 def draw_trials(shape: float, stop: float, uniform: float) -> int:
     """The number of trials that a uniform number in [0, 1) stands for."""
-    for count, chance in enumerate(chances(shape, stop), 1):
+    for count, chance in enumerate(trial_probabilities(shape, stop), 1):
         uniform -= chance
         # Beyond a million nothing is left that a double could hold.
         if uniform < 0 or count == 1_000_000:
@@ -87,14 +87,14 @@ def renyi_epsilon(flat: Flat, delta: float, adjacency: str) -> float:
         return math.inf
     best = math.inf
     for order in _ORDERS:
-        spent = _of_releases(flat, order, adjacency)
-        spent += sum(_of_choice(choice, order, adjacency) for choice in flat.choices)
+        spent = _renyi_of_releases(flat, order, adjacency)
+        spent += sum(_renyi_of_choice(choice, order, adjacency) for choice in flat.choices)
         if spent < math.inf:
             best = min(best, spent + math.log1p(-1 / order) - (math.log(delta) + math.log(order)) / (order - 1))
     return max(best, 0.0)
 
 
-def _of_releases(flat: Flat, order: float, adjacency: str) -> float:
+def _renyi_of_releases(flat: Flat, order: float, adjacency: str) -> float:
     if adjacency == "replace_one" and flat.sampled:
         raise ValueError(
             "what choosing among trials costs is not known for a unit that is replaced under sampling: use add_remove, or "
@@ -104,11 +104,11 @@ def _of_releases(flat: Flat, order: float, adjacency: str) -> float:
     return spent + sum(count * sampled_moment(rate, multiplier, order) for rate, multiplier, count in flat.sampled)
 
 
-def _of_choice(choice: Choice, order: float, adjacency: str) -> float:
+def _renyi_of_choice(choice: Choice, order: float, adjacency: str) -> float:
     """Papernot and Steinke 2022 (arXiv:2110.03620), Theorem 2, for a unit that meets the dearest alternative of a trial."""
 
     def trial(at: float) -> float:
-        return max((_of_releases(part, at, adjacency) for part in choice.alternatives), default=0.0)
+        return max((_renyi_of_releases(part, at, adjacency) for part in choice.alternatives), default=0.0)
 
     over = (1 + choice.shape) * math.log(1 / choice.stop)
     # At order 1 the second term falls away; it is allowed, and bounds the rest.

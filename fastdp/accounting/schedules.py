@@ -31,9 +31,9 @@ def epoch_weighted_schedule(
 ) -> list[float]:
     """Noise multipliers of epochs 1 to E, falling, by Algorithm 1 (EWPBA).
 
-    A pivot is calibrated to ``epsilon - 1`` (lines 1-12); the last epoch's multiplier is then lowered, and the earlier
-    ones raised from it, until the whole costs ``epsilon`` (lines 13-33), with releases accounted as Poisson-sampled at
-    rate batch_size / dataset_size. PLD takes the place of the paper's PRV estimate: the result's upper bound is at most
+    A pivot is calibrated to ``epsilon - 1`` (lines 1-12). The last epoch's multiplier is then lowered, and the earlier ones
+    raised from it, until the whole costs ``epsilon`` (lines 13-33). Releases are accounted as Poisson-sampled at rate
+    batch_size / dataset_size. PLD takes the place of the paper's PRV estimate: the result's upper bound is at most
     ``epsilon``. One epoch is calibrated to ``epsilon`` itself, where the printed increment divides by zero.
 
     Args:
@@ -78,8 +78,8 @@ def epoch_weighted_schedule(
 def sound_schedule(epochs: int, epsilon: float, delta: float) -> list[float]:
     """Equal noise multipliers of ``epochs`` releases of one user's record that cost ``epsilon`` in all, without sampling.
 
-    Multipliers are of the *local sensitivity*: for records clipped to norm C any one may become any other, so it is 2 C
-    and the noise std of epoch i is ``2 * C * multiplier``. Several Gaussian releases are one of mu^2 = sum 1/z_i^2.
+    Multipliers are of the *local sensitivity*. A record clipped to norm C may become any other, so it is 2 C, and the noise
+    std of epoch i is ``2 * C * multiplier``. Several Gaussian releases are one of mu^2 = sum 1/z_i^2.
     Releasing once and reusing the release is ``epochs=1``, and the least noise.
 
     Args:
@@ -103,7 +103,7 @@ def largest_mu(epsilon: float, delta: float) -> float:
     """The largest sensitivity over noise std whose Gaussian release stays within a budget; inf for an infinite epsilon.
 
     Args:
-        epsilon, delta: the budget, as the Gaussian's own trade-off gives it (Balle and Wang 2018), by bisection from below.
+        epsilon, delta: the budget, as the Gaussian's own trade-off gives it (Balle and Wang 2018).
 
     Raises:
         ValueError: for an epsilon that is not positive, or a delta outside (0, 1).
@@ -116,13 +116,8 @@ def largest_mu(epsilon: float, delta: float) -> float:
     check_target(epsilon, delta, None)
     if math.isinf(epsilon):
         return math.inf
-    low, high = 0.0, 1.0
-    while pld.gaussian_epsilon(high, delta) <= epsilon:
-        low, high = high, 2 * high
-    while high - low > 1e-9 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if pld.gaussian_epsilon(middle, delta) <= epsilon else (low, middle)
-    return low
+    noise = least_safe(lambda z: pld.gaussian_epsilon(1 / z, delta), epsilon, 1.0, close=1e-9, least=1e-12, most=1e12)
+    return 1 / noise.at
 
 
 def local_event(multipliers: Sequence[float]) -> DpEvent:

@@ -13,6 +13,16 @@ from fastdp.untrusted import parse_json, quote
 EVENT_FORMAT, EVENT_VERSION = "fastdp.event", 1
 #: Deeper nesting than any run produces; a longer chain is a malformed or hostile file.
 _DEPTH = 32
+#: Each kind of event: its class, and the fields of both forms.
+_KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "gaussian": (dp_event.GaussianDpEvent, ("noise_multiplier",)),
+    "poisson_sampled": (dp_event.PoissonSampledDpEvent, ("sampling_probability", "event")),
+    "self_composed": (dp_event.SelfComposedDpEvent, ("count", "event")),
+    "composed": (dp_event.ComposedDpEvent, ("events",)),
+    "chosen": (ChosenDpEvent, ("alternatives", "shape", "stop")),
+    "no_op": (dp_event.NoOpDpEvent, ()),
+    "non_private": (dp_event.NonPrivateDpEvent, ()),
+}
 
 
 def canonical(value: Any) -> str:
@@ -41,23 +51,18 @@ def serialise(event: DpEvent) -> dict[str, Any]:
 
 
 def _to_json(event: DpEvent) -> dict[str, Any]:
-    if isinstance(event, dp_event.GaussianDpEvent):
-        return {"kind": "gaussian", "noise_multiplier": _number(event.noise_multiplier, "noise_multiplier")}
-    if isinstance(event, dp_event.PoissonSampledDpEvent):
-        rate = _number(event.sampling_probability, "sampling_probability")
-        return {"kind": "poisson_sampled", "sampling_probability": rate, "event": _to_json(event.event)}
-    if isinstance(event, dp_event.SelfComposedDpEvent):
-        return {"kind": "self_composed", "count": as_count(event.count, "count"), "event": _to_json(event.event)}
-    if isinstance(event, dp_event.ComposedDpEvent):
-        return {"kind": "composed", "events": [_to_json(part) for part in event.events]}
-    if isinstance(event, dp_event.NoOpDpEvent):
-        return {"kind": "no_op"}
-    if isinstance(event, dp_event.NonPrivateDpEvent):
-        return {"kind": "non_private"}
-    if isinstance(event, ChosenDpEvent):
-        parts = [_to_json(part) for part in event.alternatives]
-        return {"kind": "chosen", "alternatives": parts, "shape": event.shape, "stop": event.stop}
+    for kind, (form, fields) in _KINDS.items():
+        if isinstance(event, form):
+            return {"kind": kind, **{name: _write(getattr(event, name), name) for name in fields}}
     raise ValueError(f"{type(event).__name__} has no serialised form here")
+
+
+def _write(value: Any, name: str) -> Any:
+    if isinstance(value, DpEvent):
+        return _to_json(value)
+    if isinstance(value, (list, tuple)):
+        return [_to_json(part) for part in value]
+    return as_count(value, name) if name == "count" else _number(value, name)
 
 
 def deserialise(document: dict[str, Any] | str | bytes) -> DpEvent:
@@ -90,55 +95,41 @@ def deserialise(document: dict[str, Any] | str | bytes) -> DpEvent:
     return _from_json(document["event"], _DEPTH)
 
 
-_FIELDS = {
-    "gaussian": {"noise_multiplier"},
-    "poisson_sampled": {"sampling_probability", "event"},
-    "self_composed": {"count", "event"},
-    "composed": {"events"},
-    "chosen": {"alternatives", "shape", "stop"},
-    "no_op": set(),
-    "non_private": set(),
-}
-
-
 def _from_json(node: Any, depth: int) -> DpEvent:
     if depth == 0:
         raise ValueError(f"the serialised event is nested more than {_DEPTH} deep")
-    if not isinstance(node, dict) or not isinstance(node.get("kind"), str) or node["kind"] not in _FIELDS:
+    if not isinstance(node, dict) or not isinstance(node.get("kind"), str) or node["kind"] not in _KINDS:
         kind = node.get("kind") if isinstance(node, dict) else node
-        raise ValueError(f"{quote(kind)} is not a kind of event this package knows: {', '.join(_FIELDS)}")
+        raise ValueError(f"{quote(kind)} is not a kind of event this package knows: {', '.join(_KINDS)}")
     kind = node["kind"]
-    if node.keys() - {"kind"} != _FIELDS[kind]:
-        raise ValueError(f"a {kind} event has exactly these fields: {', '.join(sorted(_FIELDS[kind])) or 'none'}")
-    if kind == "gaussian":
-        return dp_event.GaussianDpEvent(_number(node["noise_multiplier"], "noise_multiplier"))
-    if kind == "poisson_sampled":
-        rate = _number(node["sampling_probability"], "sampling_probability")
-        if rate > 1:
-            raise ValueError(f"sampling_probability is {rate}: it must lie in [0, 1]")
-        return dp_event.PoissonSampledDpEvent(rate, _from_json(node["event"], depth - 1))
-    if kind == "self_composed":
-        count = node["count"]
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise ValueError(f"count is {count!r}: it must be a whole number")
-        return dp_event.SelfComposedDpEvent(_from_json(node["event"], depth - 1), as_count(count, "count"))
-    if kind == "composed":
-        if not isinstance(node["events"], list):
-            raise ValueError("the events of a composed event must be a list")
-        return dp_event.ComposedDpEvent([_from_json(part, depth - 1) for part in node["events"]])
-    if kind == "chosen":
-        if not isinstance(node["alternatives"], list):
-            raise ValueError("the alternatives of a chosen event must be a list")
-        if any(isinstance(node[key], bool) or not isinstance(node[key], (int, float)) for key in ("shape", "stop")):
-            raise ValueError("shape and stop of a chosen event must be numbers")
-        return chosen([_from_json(part, depth - 1) for part in node["alternatives"]], node["shape"], node["stop"])
-    return dp_event.NoOpDpEvent() if kind == "no_op" else dp_event.NonPrivateDpEvent()
+    form, fields = _KINDS[kind]
+    if node.keys() - {"kind"} != {*fields}:
+        raise ValueError(f"a {kind} event has exactly these fields: {', '.join(sorted(fields)) or 'none'}")
+    read = {name: _read(node[name], name, depth - 1) for name in fields}
+    return chosen(**read) if kind == "chosen" else form(**read)
 
 
-def _number(value: Any, what: str) -> float:
+def _read(value: Any, name: str, depth: int) -> Any:
+    if name == "event":
+        return _from_json(value, depth)
+    if name in ("events", "alternatives"):
+        if not isinstance(value, list):
+            raise ValueError(f"the {name} of an event must be a list")
+        return [_from_json(part, depth) for part in value]
+    if name == "count":
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"count is {value!r}: it must be a whole number")
+        return as_count(value, name)
+    return _number(value, name)
+
+
+def _number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{what} is {value!r}: it must be a number")
+        raise ValueError(f"{name} is {value!r}: it must be a number")
     number = float(value)
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"{what} is {number}: it must be finite and 0 or more")
+    if name == "sampling_probability" and number > 1:
+        raise ValueError(f"sampling_probability is {number}: it must lie in [0, 1]")
+    # The shape of a number of trials may be negative; `chosen` checks it.
+    if not math.isfinite(number) or (number < 0 and name != "shape"):
+        raise ValueError(f"{name} is {number}: it must be finite and 0 or more")
     return number

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdp.accounting.card import FORMAT, UNSAFE_KEY, VERSION, digest, large_delta
-from fastdp.accounting.claim import ROOM, DoesNotFollow, Elsewhere, Followed, Gaussian, Pure, read_claim
+from fastdp.accounting.claim import ROOM, CheckedFigures, Elsewhere, Gaussian, Pure, UnsupportedFigure, read_claim
 from fastdp.accounting.events import CONSTANT, Flat, dpsgd_model, flatten
 from fastdp.accounting.exports import read_export
 from fastdp.accounting.journal import LedgerError, read as read_records
@@ -89,8 +89,8 @@ def verify(
         weights: folder or safetensors file that should hold what the card speaks of.
         ledger: the run's ledger file.
 
-    A card that is malformed, altered, of another schema version or inconsistent does not hold, nor does one that weights or
-    ledger contradict, and the reason says so.
+    A card that is malformed, altered, of another schema version or inconsistent does not hold. Nor does one that weights or
+    ledger contradict. The reason says so.
 
     Raises:
         FileNotFoundError: for a path that is not there.
@@ -109,7 +109,7 @@ def verify(
     try:
         parsed, caveats = _parsed(card)
         fields = _fields(parsed)
-        found = _follow(fields)
+        found = _check_claims(fields)
         if found:
             claimed, recomputed = found[0].claimed, found[0].recomputed
         if weights is not None:
@@ -117,7 +117,7 @@ def verify(
         if ledger is not None:
             caveats += _check_ledger(fields, Path(ledger))
         unchecked = (*caveats, *_unchecked(fields, weights is not None, ledger is not None))
-    except DoesNotFollow as error:
+    except UnsupportedFigure as error:
         return VerificationResult(False, False, error.claimed, error.recomputed, str(error))
     except (KeyError, AttributeError, IndexError) as error:
         return VerificationResult(False, False, claimed, recomputed, f"the card is malformed: {quote(error)}")
@@ -169,7 +169,7 @@ def _fields(card: Mapping[str, Any]) -> Mapping[str, Any]:
     return card
 
 
-def _follow(card: Mapping[str, Any]) -> list[Followed]:
+def _check_claims(card: Mapping[str, Any]) -> list[CheckedFigures]:
     """Every claim's figures, worked out again; those of a card without a guarantee, as far as it states any."""
     void = card["guarantee"] == "none"
     if not void:
@@ -198,10 +198,10 @@ def _follow(card: Mapping[str, Any]) -> list[Followed]:
                 _check_run(fields, flatten(claim.event))
         try:
             found.append(claim.check(fields))
-        except DoesNotFollow as error:
+        except UnsupportedFigure as error:
             if not void:
                 raise
-            found.append(Followed(error.claimed, error.recomputed, str(error)))
+            found.append(CheckedFigures(error.claimed, error.recomputed, str(error)))
     return found
 
 

@@ -1,10 +1,10 @@
 """What this account remembers outside every output folder: where each ledger stood, and which data sets were released.
 
-A ledger's own chain of digests shows that a line was altered, but not that its last lines are gone, nor that its folder was
-copied and both copies go on; and a second output folder knows nothing of the first. So each is also noted in a folder of the
-account's own: ``$FASTDP_STATE``, or ``fastdp`` below ``$XDG_STATE_HOME`` or ``~/.local/state``. What happened under another
-account, on another machine, or with another such folder is not known here: there, a checkpoint or a card that holds the
-ledger's head tells whether the ledger was cut back.
+A ledger's own chain of digests shows that a line was altered. It does not show that its last lines are gone, nor that its
+folder was copied and both copies go on. A second output folder knows nothing of the first. So each is also noted in a folder
+of the account's own: ``$FASTDP_STATE``, or ``fastdp`` below ``$XDG_STATE_HOME`` or ``~/.local/state``. What happened under
+another account, on another machine, or with another such folder is not known here: there, a checkpoint or a card that holds
+the ledger's head tells whether the ledger was cut back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastdp.accounting.journal import LedgerError
 from fastdp.locks import Lock
 
 #: Bytes of a text from which on it is hardly another person's as well; of its digest; and the name of a release's digests.
-_TELLING, _MARK, _PARTS = 24, 16, ".parts"
+_LONG_TEXT, _MARK_BYTES, _PARTS_SUFFIX = 24, 16, ".parts"
 #: Seconds to wait for another program that notes a release.
 _LONGEST_WAIT = 60.0
 
@@ -121,7 +121,7 @@ def count_release(
 
     Raises ValueError, naming the last release, if there was one and nobody asked for another.
     """
-    path, marks, count = _marked(parts)
+    path, marks, count = _release_note(parts)
     said = f"by {mechanism} to {os.path.realpath(place)}" + (f" in run {run}" if run else "")
     # Of two programs that release the same data at once, the later one finds the note of the earlier.
     with _lock():
@@ -132,20 +132,20 @@ def count_release(
         if not counted:
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
             files.write_json(path, [*own, f"{said} on {now}"])
-        files.write(path.with_suffix(_PARTS), b"".join(sorted(marks)))
+        files.write(path.with_suffix(_PARTS_SUFFIX), b"".join(sorted(marks)))
     return own + partly
 
 
 def check_release(parts: Iterable[str], again: bool = False) -> None:
     """Raise ValueError where `count_release` would, before work that ends in a release is begun."""
-    path, marks, count = _marked(parts)
+    path, marks, count = _release_note(parts)
     _partly_released(path, marks, count, _notes(path), again)
 
 
-def _marked(parts: Iterable[str]) -> tuple[Path, set[bytes], int]:
+def _release_note(parts: Iterable[str]) -> tuple[Path, set[bytes], int]:
     """The note of a data set, the marks of its longer parts, and the number of its parts."""
     key, encoded = _key(), [_encoded(part) for part in parts]
-    marks = {hmac.digest(key, part, "sha256")[:_MARK] for part in encoded if len(part) >= _TELLING}
+    marks = {hmac.digest(key, part, "sha256")[:_MARK_BYTES] for part in encoded if len(part) >= _LONG_TEXT}
     return state_folder() / "releases" / f"{_keyed_digest(key, encoded)}.json", marks, len(encoded)
 
 
@@ -169,10 +169,10 @@ def _partly_released(path: Path, marks: set[bytes], count: int, own: list[str], 
 def _sharing(marks: set[bytes], own: Path) -> list[tuple[str, int]]:
     """The latest of each earlier release of other data that hold some of these parts, and how many of them."""
     found = []
-    for path in sorted(own.parent.glob(f"*{_PARTS}")):
+    for path in sorted(own.parent.glob(f"*{_PARTS_SUFFIX}")):
         if path.stem != own.stem:
             held = path.read_bytes()
-            shared = sum(held[at : at + _MARK] in marks for at in range(0, len(held), _MARK))
+            shared = sum(held[at : at + _MARK_BYTES] in marks for at in range(0, len(held), _MARK_BYTES))
             if shared:
                 found.append((json.loads(path.with_suffix(".json").read_text())[-1], shared))
     return found

@@ -30,8 +30,8 @@ class _Share:
 class GradientCanaries(Canaries):
     """White-box canaries: canary i stands for a unit whose gradient is plus or minus one number on coordinates of its own.
 
-    The coordinates of all trained parameters are dealt out among the canaries at random, so that their gradients are
-    exactly orthogonal and each reaches into as many parameters as it can. A gradient is far longer than the clipping
+    The coordinates of all trained parameters are dealt out among the canaries at random. Their gradients are exactly
+    orthogonal, and each reaches into as many parameters as it can. A gradient is far longer than the clipping
     bound; it goes through the policy's scales into the sum of the logical batch, and so through the run's own noise. An
     included canary takes part in a logical batch as any unit does: by the run's sampling.
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 import fastdp._native as _native
 from fastdp.ops.grid import on_grid
-from fastdp.ops.halves import keep_moments
 from fastdp.ops.noise import NOISE_DTYPES, check_grid, check_position, check_tensor, standard_normals
-from fastdp.ops.stream import MAX_ELEMENTS, POSITION_WORDS, Draw, NoiseStream, check_rounds, native_threads
+from fastdp.ops.stochastic_rounding import float32_moments
+from fastdp.ops.stream import MAX_ELEMENTS, POSITION_WORDS, Draw, NoiseStream, check_positions, native_threads
 from fastdp.ops.table import Op
 from fastdp.validate import at_least, positive
 
@@ -95,10 +94,8 @@ def _check_steps(
                 f"a stream or draw serves one tensor, not {count}: give positions int32 [{count}, {POSITION_WORDS}]"
             )
         check_position(drawn)
-    elif drawn.dtype != torch.int32 or drawn.shape != (count, POSITION_WORDS):
-        raise ValueError(f"drawn is {drawn.dtype} {list(drawn.shape)}: positions are int32 [{count}, {POSITION_WORDS}]")
     else:
-        check_rounds(drawn)
+        check_positions(drawn, count)
     _check_numbers(numbers)
     if len(firsts) != count or any(first < 0 or first % 16 for first in firsts):
         raise ValueError(f"firsts must be multiples of 16, none or one for each of {count} params, got {list(firsts)}")
@@ -145,14 +142,21 @@ def _step(
     columns: torch.Tensor | None,
 ) -> None:
     """The definition of one parameter's step."""
-    std, divisor, lr, beta1, beta2, eps, weight_decay, step, _ = numbers
     if numbers.rounded:
-        g = on_grid(grad_sum, std, position, first).div_(divisor)
+        g = on_grid(grad_sum, numbers.std, position, first).div_(numbers.divisor)
     else:
         z = standard_normals(position, param.numel(), first).to(param.device, torch.float32)
-        g = torch.add(grad_sum, z.reshape(param.shape), alpha=std).div_(divisor)
+        g = torch.add(grad_sum, z.reshape(param.shape), alpha=numbers.std).div_(numbers.divisor)
     if rows is not None and columns is not None:
         g.mul_(torch.outer(rows, columns).view(param.shape))
+    adamw_update_(param, g, exp_avg, exp_avg_sq, numbers)
+
+
+def adamw_update_(
+    param: torch.Tensor, g: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, numbers: Numbers
+) -> None:
+    """AdamW's step by a gradient ``g``, in float32 as both moments are; ``param`` of any dtype is rounded once."""
+    _, _, lr, beta1, beta2, eps, weight_decay, step, _ = numbers
     exp_avg.lerp_(g, 1.0 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
     update = exp_avg / (exp_avg_sq / (1.0 - beta2**step)).sqrt_().add_(eps)
@@ -172,24 +176,10 @@ def _by_parameter(
     numbers, rows, columns, firsts = unpack(rest, len(params))
     for i, (param, first) in enumerate(zip(params, firsts)):
         target, axes = masters[i] if masters else param, (rows[i], columns[i]) if rows else (None, None)
-        with _float32_moments(exp_avgs[i], exp_avg_sqs[i], drawn[i], first) as moments:
+        with float32_moments(exp_avgs[i], exp_avg_sqs[i], drawn[i][8:10], first) as moments:
             step(target, grad_sums[i], *moments, drawn[i], first, numbers, *axes)
         if masters:
             param.copy_(target)
-
-
-@contextlib.contextmanager
-def _float32_moments(
-    exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, position: torch.Tensor, first: int = 0
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both moments in float32 for an update from element ``first`` on; afterwards those in bfloat16 hold it."""
-    if exp_avg.dtype == torch.float32:
-        yield exp_avg, exp_avg_sq
-        return
-    wide = exp_avg.float(), exp_avg_sq.float()
-    yield wide
-    tensor, step = (int(word) & 0xFFFFFFFF for word in position[8:10])
-    keep_moments((exp_avg, exp_avg_sq), wide, tensor, step, first)
 
 
 _STEPS = Op(

@@ -1,8 +1,8 @@
 """How far rounding may carry a norm, and a unit's part of a sum, from the exact one: what is measured, and the constants.
 
-Every rounding error of a unit's gradient ``sum over t of L_t R_t^T`` is at most a constant times its *products*,
-``sum over t of |L_t| |R_t|``. The constants count the roundings that a term goes through in the arithmetic that ran;
-docs/clipping.md derives each of them.
+A unit's gradient is ``sum over t of L_t R_t^T``, and its *products* are ``sum over t of |L_t| |R_t|``. Every rounding error
+of the gradient is at most a constant times the products. The constants count the roundings that a term goes through in the
+arithmetic that ran; docs/clipping.md derives each of them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,8 @@ import fastdp._native as _native
 
 from .factors import (
     ELEMENT,
-    FEW_COLUMNS,
     HAS_KERNELS,
-    INT64_MAX,
     NO_FACTOR,
-    SQUARE,
     accumulator,
     check_group,
     check_offsets,
@@ -32,13 +29,10 @@ from .factors import (
     has_kernel,
     is_one_hot,
     native_factor,
-    native_factors,
     unit_bounds,
 )
 from .matrices import Matrices
-from .norms import NORMS, direct_norms_of
 from .placed import CONSTANTS
-from .routes import longest_by_gram
 from .stream import native_threads
 from .table import Op
 
@@ -49,9 +43,9 @@ PADDING = 2.0**-42
 FLOOR = 2.0**-50
 #: Columns of a row that a Gram kernel adds up in one accumulator of the matrix units (kernels/tiles.py).
 CHAIN = 128
-#: Roundings of a chain of fused multiply-adds on a GPU above one a term, or of the steps of a tensor core that truncates: it
-#: adds 16 exact products to its accumulator, aligned to the largest with two bits to spare, which costs 17 2^-25 + 2^-23 of the
-#: sum of sizes each time, less than 11 units of rounding for 16 terms (docs/clipping.md).
+#: Roundings of a chain of fused multiply-adds on a GPU above one a term, or of the steps of a tensor core that truncates. It
+#: adds 16 exact products to its accumulator, aligned to the largest with two bits to spare (docs/clipping.md). That costs
+#: 17 2^-25 + 2^-23 of the sum of sizes each time, less than 11 units of rounding for 16 terms.
 _CHAINED = 11
 #: Tokens that the direct route adds up before their sum is added to those before (csrc/block.cpp).
 EARLY = 256
@@ -60,7 +54,7 @@ MOST_UNITS = 256
 #: A unit is left out where its norm is more than this many times its bound: its weight would not survive float32.
 LARGEST_RATIO = 2.0**40
 #: Products are sums of square roots of sums, all of positive terms: whatever their order, this covers their own rounding.
-_OWN_ROUNDING = 1 + 2.0**-10
+PRODUCTS_ROUNDING = 1 + 2.0**-10
 #: A unit whose products are this many times its norm is added on its own: tokens of a unit that are orthogonal to each other
 #: have the square root of their number (csrc/bounds.h has it too).
 CANCELLING = 2.0**7
@@ -84,8 +78,9 @@ def _row_products_reference(left: Tensor, right: Tensor, offsets: Tensor, order:
     return torch.stack(sums) if sums else products.new_zeros(0), _token_counts_reference([left], right, offsets)
 
 
-def _row_products_fake(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> tuple[Tensor, Tensor]:
-    return tuple(right.new_empty(offsets.shape[0] - 1, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
+def _empty(right: Tensor, offsets: Tensor) -> Tensor:
+    """Memory for a number of each unit, float64."""
+    return right.new_empty(offsets.shape[0] - 1, dtype=torch.float64)
 
 
 def _check_row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> None:
@@ -98,7 +93,7 @@ def _check_row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int
 ROW_PRODUCTS = Op(
     "row_products(Tensor left, Tensor right, Tensor offsets, int order) -> (Tensor, Tensor)",
     reference=_row_products_reference,
-    fake=_row_products_fake,
+    fake=lambda left, right, offsets, order: (_empty(right, offsets), _empty(right, offsets)),
     check=_check_row_products,
 )
 ROW_PRODUCTS.in_family("bounds")
@@ -150,7 +145,7 @@ def counted_products(left: Tensor, right: Tensor, offsets: Tensor, order: int = 
     tensor([1., 1.], dtype=torch.float64)
     """
     products, counts = ROW_PRODUCTS(left, right, offsets, order)
-    return products * _OWN_ROUNDING, counts
+    return products * PRODUCTS_ROUNDING, counts
 
 
 def _adds(lefts: Sequence[Tensor], right: Tensor) -> Tensor:
@@ -169,10 +164,6 @@ def _token_counts_reference(lefts: Sequence[Tensor], right: Tensor, offsets: Ten
     return before[offsets.to(before.device)].diff()
 
 
-def _token_counts_fake(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
-    return right.new_empty(offsets.shape[0] - 1, dtype=torch.float64)
-
-
 def _check_token_counts(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> None:
     for number, left in enumerate(lefts):
         check_pair(left, right, (f"lefts[{number}]", "right"))
@@ -182,7 +173,7 @@ def _check_token_counts(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor)
 TOKEN_COUNTS = Op(
     "token_counts(Tensor[] lefts, Tensor right, Tensor offsets) -> Tensor",
     reference=_token_counts_reference,
-    fake=_token_counts_fake,
+    fake=lambda lefts, right, offsets: _empty(right, offsets),
     check=_check_token_counts,
 )
 TOKEN_COUNTS.in_family("bounds")
@@ -218,17 +209,13 @@ def _token_counts_group_reference(lefts: Sequence[Tensor], rights: Sequence[Tens
     return torch.stack([TOKEN_COUNTS.on(device, [left], right, offsets) for left, right in zip(lefts, rights)])
 
 
-def _check_token_counts_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> None:
-    check_group(Matrices.of(lefts), Matrices.of(rights), offsets)
-
-
 TOKEN_COUNTS_GROUP = Op(
     "token_counts_group(Tensor[] lefts, Tensor[] rights, Tensor offsets) -> Tensor",
     reference=_token_counts_group_reference,
     fake=lambda lefts, rights, offsets: rights[0].new_empty(len(lefts), offsets.shape[0] - 1, dtype=torch.float64),
-    check=_check_token_counts_group,
+    check=check_group,
 )
-TOKEN_COUNTS_GROUP.implement("cuda", "fastdp.kernels.bounds")
+TOKEN_COUNTS_GROUP.in_family("bounds")
 
 
 def token_counts_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> Tensor:
@@ -252,315 +239,6 @@ def token_counts_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offset
             [1., 2.]], dtype=torch.float64)
     """
     return TOKEN_COUNTS_GROUP(Matrices.of(lefts), Matrices.of(rights), offsets)
-
-
-def _direct_norms_reference(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    pairs, device = list(zip(lefts, rights)), rights[0].device.type
-    squares = torch.stack([NORMS.on(device, *pair, offsets, SQUARE, None)[0].double() for pair in pairs])
-    squares[list(known)] = 0
-    products, counts = zip(*(ROW_PRODUCTS.on(device, *pair, offsets, 2) for pair in pairs))
-    return squares.to(accumulator(*lefts, *rights)), torch.stack(products), torch.stack(counts)
-
-
-def _direct_norms_fake(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    squares, products = _gram_norms_fake(lefts, rights, [], offsets, [], INT64_MAX)
-    return squares, products, torch.empty_like(products)
-
-
-def _check_direct_norms(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int]
-) -> None:
-    check_group(Matrices.of(lefts), Matrices.of(rights), offsets)
-    if not {*known} <= {*range(len(lefts))}:
-        raise ValueError(f"known are {list(known)}: numbers of the {len(lefts)} matrices")
-
-
-DIRECT_NORMS = Op(
-    "direct_norms(Tensor[] lefts, Tensor[] rights, Tensor offsets, int[] known) -> (Tensor, Tensor, Tensor)",
-    reference=_direct_norms_reference,
-    fake=_direct_norms_fake,
-    check=_check_direct_norms,
-)
-DIRECT_NORMS.implement("cuda", DIRECT_NORMS.reference)
-
-
-def direct_norms(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int] = ()
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Squared norms of uses by the direct route, their :func:`row_products` and their :func:`token_counts`.
-
-    Args:
-        lefts: k matrices [N, m_i] and rights: [N, n_i], float, any strides; offsets: int64 [B + 1], as in
-            :func:`fastdp.ops.sqnorm`.
-        known: numbers of matrices whose squared norms are not wanted, and are 0.
-
-    Returns:
-        Squared norms [k, B], float32 (float64 if a factor is float64); products and counts [k, B], float64.
-
-    Raises:
-        TypeError, ValueError: no matrices, ids, or a dtype, shape, device or offset outside the above.
-
-    >>> import torch
-    >>> from fastdp.ops import direct_norms
-    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
-    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> squares, products, counts = direct_norms([left, 2 * left], [right, right], offsets)
-    >>> squares
-    tensor([[  8.,  32.],
-            [ 32., 128.]])
-    """
-    squares, products, counts = DIRECT_NORMS(Matrices.of(lefts), Matrices.of(rights), offsets, list(known))
-    return squares, products * _OWN_ROUNDING, counts
-
-
-def _gram_squares(left: Tensor, right: Tensor, bounds: Sequence[int]) -> Tensor:
-    squares = right.new_zeros(len(bounds) - 1, dtype=torch.float64)
-    for unit, tokens in enumerate(map(slice, bounds, bounds[1:])):
-        one, two = (factor[tokens].to(accumulator(left, right)) for factor in (left, right))
-        squares[unit] = torch.mul(one @ one.T, two @ two.T).sum(dtype=torch.float64).clamp_min_(0)
-    return squares
-
-
-def _gram_norms_reference(
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    counts: Sequence[int],
-    offsets: Tensor,
-    scales: Sequence[Tensor],
-    most: int,
-) -> tuple[Tensor, Tensor]:
-    if scales:
-        lefts = [left * scale for left, scale in zip(lefts, scales)]
-        rights = [right * scale for right, scale in zip(rights, scales[len(lefts) :])]
-    pairs = list(zip(lefts, [right for right, count in zip(rights, counts) for _ in range(count)]))
-    squares = [_gram_squares(left, right, unit_bounds(offsets)) for left, right in pairs]
-    products = [_row_products_reference(left, right, offsets, 2)[0] for left, right in pairs]
-    found, sizes = torch.stack(squares).to(accumulator(*rights, *lefts)), torch.stack(products)
-    if most < INT64_MAX:
-        first = 0
-        for right, count in zip(rights, counts):
-            long = _token_counts_reference(lefts[first : first + count], right, offsets) > most
-            for part in (found, sizes):
-                part[first : first + count].masked_fill_(long, 0)
-            first += count
-    return found, sizes
-
-
-def _gram_norms_fake(
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    counts: Sequence[int],
-    offsets: Tensor,
-    scales: Sequence[Tensor],
-    most: int,
-) -> tuple[Tensor, Tensor]:
-    shape = len(lefts), offsets.shape[0] - 1
-    return (
-        rights[0].new_empty(shape, dtype=accumulator(*rights, *lefts)),
-        rights[0].new_empty(shape, dtype=torch.float64),
-    )
-
-
-def _check_gram_norms(
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    counts: Sequence[int],
-    offsets: Tensor,
-    scales: Sequence[Tensor],
-    most: int,
-) -> None:
-    if len(rights) != len(counts) or not rights or sum(counts) != len(lefts):
-        raise ValueError(f"{len(lefts)} lefts in groups of {list(counts)} do not belong to {len(rights)} rights")
-    if min(counts) < 1:
-        raise ValueError("lefts is empty: a group has at least one use")
-    check_group(Matrices.of(lefts), Matrices.of(rights), offsets, counts)
-    if scales and [(s.shape, s.dtype) for s in scales] != [((f.shape[1],), torch.float32) for f in (*lefts, *rights)]:
-        raise ValueError("scales must be float32 vectors, a number for each column of every factor")
-
-
-GRAM_NORMS = Op(
-    "gram_norms(Tensor[] lefts, Tensor[] rights, int[] counts, Tensor offsets, Tensor[] scales, int most)"
-    " -> (Tensor, Tensor)",
-    reference=_gram_norms_reference,
-    fake=_gram_norms_fake,
-    check=_check_gram_norms,
-)
-GRAM_NORMS.in_family("bounds")
-
-
-def gram_norms(
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    counts: Sequence[int],
-    offsets: Tensor,
-    scales: Sequence[Tensor] = (),
-    most: int = INT64_MAX,
-) -> tuple[Tensor, Tensor]:
-    """Squared norms of uses by the Gram route of :func:`fastdp.ops.sqnorm`, and the :func:`row_products` of each.
-
-    Uses that read the same right factor (query, key and value projections) stand together: its Gram matrix is computed once.
-    On a GPU one launch makes all of them, so that many matrices keep all processors busy where one does not.
-
-    Args:
-        lefts: k matrices [N, m_i], float, any strides.
-        rights: [N, n_i], float, any strides.
-        counts: how many of the lefts, in order, each of the rights has.
-        offsets: int64 [B + 1], as in :func:`fastdp.ops.sqnorm`.
-        scales: of the lefts and then of the rights, vectors float32 that their columns are multiplied by as they are read, in
-            float32; none for factors as they are. On a GPU the definition runs, which makes copies.
-        most: units of more tokens, as :func:`token_counts` has them, get squares and products of 0: for them the direct
-            route is the faster one.
-
-    Returns:
-        Squared norms [k, B], float32 (float64 if a factor is float64), and products [k, B], float64.
-
-    Raises:
-        TypeError, ValueError: no matrices, a right without lefts, ids among these, scales of other widths, or what
-            :func:`fastdp.ops.sqnorm` refuses.
-
-    >>> import torch
-    >>> from fastdp.ops import gram_norms
-    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
-    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> norms, products = gram_norms([left, 2 * left], [right], [2], offsets)
-    >>> norms
-    tensor([[  8.,  32.],
-            [ 32., 128.]])
-    """
-    squares, products = GRAM_NORMS(Matrices.of(lefts), Matrices.of(rights), list(counts), offsets, list(scales), most)
-    return squares, products * _OWN_ROUNDING
-
-
-def sqnorm(left: Tensor, right: Tensor, offsets: Tensor, route: str = "auto") -> Tensor:
-    """Squared Frobenius norm of each unit's gradient, without keeping the gradient.
-
-    ``gram`` sums ``(L L^T o R R^T)[t, s]`` over the pairs of tokens of a unit, T^2 (m + n) flop by symmetry;
-    ``direct`` squares the gradient tile by tile, 2 T m n flop. One-hot factors take neither: tokens of a unit that
-    share an id are added up and squared, one pass over ``right`` whatever the route.
-
-    Args:
-        left: [N, m] float32, bfloat16, float16 or float64, any strides; or int64 ids [N].
-        right: [N, n], float, any strides.
-        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors. An empty unit has norm 0.
-        route: ``gram``, ``direct``, or ``auto`` for the one that is the faster on a processor for units of equal length.
-
-    Returns:
-        [B], float32 (float64 if a factor is float64).
-
-    Raises:
-        TypeError, ValueError: a dtype, shape, device or offset outside the above.
-
-    Source: Goodfellow 2015 (arXiv 1510.01799) for T = 1; Li et al. 2021 (arXiv 2110.05679), section 4, for sequences.
-
-    >>> import torch
-    >>> from fastdp.ops import sqnorm
-    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
-    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> sqnorm(left, right, offsets)
-    tensor([ 8., 32.])
-    >>> sqnorm(torch.tensor([5, 7, 7]), right, offsets)  # rows of a table, by id
-    tensor([ 4., 16.])
-    """
-    if route not in ("auto", "gram", "direct"):
-        raise ValueError(f"route is '{route}': use one of auto, gram, direct")
-    if left.dim() != 2 or right.dim() != 2 or route == "direct":
-        return NORMS(left, right, offsets, SQUARE, None)[0]
-    longest = longest_by_gram(left.shape[1], right.shape[1]) if route == "auto" else INT64_MAX
-    if left.shape[0] <= longest * max(1, len(offsets) - 1):
-        return gram_norms([left], [right], [1], offsets)[0][0]
-    return NORMS(left, right, offsets, SQUARE, None)[0]
-
-
-def _gram_norms_of(
-    lefts: Sequence[Tensor],
-    right: Tensor,
-    bounds: list[int],
-    products: Tensor | None = None,
-    counts: Tensor | None = None,
-    scales: Sequence[Tensor | None] = (),
-    most: int = INT64_MAX,
-) -> Tensor:
-    """Squared norms [k, B] by Gram matrices.
-
-    ``products`` is where the row products go as float64 [k, B], and ``counts`` where those of tokens do, [B], if anywhere.
-    ``scales`` are of the columns of each left, and of right. Units of more than ``most`` tokens that add anything get 0.
-    """
-    norms = torch.empty(len(lefts), len(bounds) - 1)
-    *own, last = [native_factor(*pair) for pair in zip((*lefts, right), scales or [None] * (len(lefts) + 1))]
-    _native.gram_sqnorm(own, last, bounds, most, norms, products, counts, native_threads())
-    return norms
-
-
-def counted_gram_norms(
-    lefts: Sequence[Tensor], right: Tensor, offsets: Tensor, scales: Sequence[Tensor], most: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`gram_norms` of uses that read one right, and the :func:`token_counts` of all: on a processor from one look."""
-    if right.device.type != "cpu" or not has_kernel(right, *lefts):
-        return *gram_norms(lefts, [right], [len(lefts)], offsets, scales, most), token_counts(lefts, right, offsets)
-    _check_gram_norms(lefts, [right], [len(lefts)], offsets, scales, most)
-    shape = len(lefts), offsets.shape[0] - 1
-    products, counts = torch.empty(shape, dtype=torch.float64), torch.empty(shape[1], dtype=torch.float64)
-    own = [scale.contiguous() for scale in scales]
-    squares = _gram_norms_of(lefts, right, unit_bounds(offsets), products, counts, own, most)
-    return squares, products.mul_(_OWN_ROUNDING), counts
-
-
-def _chosen_sqnorm_reference(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor
-) -> Tensor:
-    bounds, dtype = unit_bounds(offsets), accumulator(*lefts, *rights)
-    squares = torch.zeros(chosen.shape, dtype=dtype, device=chosen.device)
-    for matrix, unit in chosen.nonzero().tolist():
-        tokens = slice(bounds[unit], bounds[unit + 1])
-        gradient = lefts[matrix][tokens].to(dtype).T @ rights[matrix][tokens].to(dtype)
-        squares[matrix, unit] = gradient.square().sum(dtype=torch.float64)
-    return squares
-
-
-def _check_chosen_sqnorm(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor) -> None:
-    check_group(Matrices.of(lefts), Matrices.of(rights), offsets)
-    shape = len(lefts), offsets.shape[0] - 1
-    if chosen.dtype != torch.bool or chosen.shape != shape:
-        raise ValueError("chosen must be bool, one a matrix and unit")
-
-
-CHOSEN_SQNORM = Op(
-    "chosen_sqnorm(Tensor[] lefts, Tensor[] rights, Tensor offsets, Tensor chosen) -> Tensor",
-    reference=_chosen_sqnorm_reference,
-    fake=lambda lefts, rights, offsets, chosen: torch.empty_like(chosen, dtype=accumulator(*lefts, *rights)),
-    check=_check_chosen_sqnorm,
-)
-CHOSEN_SQNORM.in_family("bounds")
-
-
-def chosen_sqnorm(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor) -> Tensor:
-    """Squared norms by the direct route of some units of k matrices, chosen on the device; nothing waits for it.
-
-    On a GPU one launch serves all matrices, and a unit that was not chosen ends its programs at once.
-
-    Args:
-        lefts: k matrices [N, m_i] and rights: [N, n_i], float, any strides; offsets: int64 [B + 1], as in
-            :func:`fastdp.ops.sqnorm`.
-        chosen: bool [k, B], beside the factors.
-
-    Returns:
-        [k, B], float32 (float64 if a factor is float64); 0 for the others.
-
-    Raises:
-        TypeError, ValueError: no matrices, ids, or a dtype, shape, device or offset outside the above.
-
-    >>> import torch
-    >>> from fastdp.ops import chosen_sqnorm
-    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
-    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> chosen_sqnorm([left], [right], offsets, torch.tensor([[False, True]]))
-    tensor([[ 0., 32.]])
-    """
-    return CHOSEN_SQNORM(Matrices.of(lefts), Matrices.of(rights), offsets, chosen)
 
 
 class Roundings(NamedTuple):
@@ -597,8 +275,8 @@ class Roundings(NamedTuple):
 class Rounding:
     """The arithmetic of one use: constants gamma (`Roundings`), each times the products (or their square) a bound of an error.
 
-    A sum of exact products in which a term goes through at most k additions, each rounded to u, differs from the exact one
-    by at most gamma_k = k u / (1 - k u) times the sum of the terms' sizes, whatever the order (Higham 2002, section 3.1).
+    Take a sum of exact products in which a term goes through at most k additions, each rounded to u. Whatever the order, it
+    differs from the exact one by at most gamma_k = k u / (1 - k u) times the sum of the terms' sizes (Higham 2002, section 3.1).
 
     Args:
         factors: of the use, ids included: their device and dtypes say which arithmetic runs.
@@ -727,8 +405,8 @@ def upper_norms_reference(
 def round_down(ratios: Tensor) -> Tensor:
     """Ratios of a bound to a norm, float64 ``[..., units]``, as float32 weights, at most 1 and never rounded up.
 
-    0 in every group for a unit with a NaN among its ratios, or one so small (norms that are infinite or beyond 2^40 bounds)
-    that a float32 weight could not carry it.
+    A unit gets 0 in every group if one of its ratios is NaN, or so small that a float32 weight could not carry it: its norm
+    is infinite, or beyond 2^40 bounds.
     """
     if ratios.device.type != "cpu":
         return round_down_reference(ratios)
@@ -764,12 +442,11 @@ def stack_rows(blocks: Sequence[Tensor]) -> Tensor:
     return torch.cat(alike).index_select(0, CONSTANTS[tuple(places), torch.int64, blocks[0].device])
 
 
-# On processors: csrc/bounds.cpp, or as a by-product of the Gram matrices.
+# On processors: csrc/bounds.cpp.
 
 
 @ROW_PRODUCTS.on_cpu
 def _row_products_on_cpu(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> tuple[Tensor, Tensor]:
-    """:func:`fastdp.ops.row_products` on a processor."""
     if not has_kernel(left, right):
         return NotImplemented
     products, counts = (torch.empty(offsets.shape[0] - 1, dtype=torch.float64) for _ in range(2))
@@ -781,65 +458,9 @@ def _row_products_on_cpu(left: Tensor, right: Tensor, offsets: Tensor, order: in
 
 @TOKEN_COUNTS.on_cpu
 def _token_counts_on_cpu(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
-    """:func:`fastdp.ops.token_counts` on a processor."""
     if not has_kernel(right, *lefts):
         return NotImplemented
     counts = torch.empty(offsets.shape[0] - 1, dtype=torch.float64)
     own = [native_factor(left) for left in lefts if not is_one_hot(left)]
     _native.token_counts(own, native_factor(right), unit_bounds(offsets), counts)
     return counts
-
-
-@GRAM_NORMS.on_cpu
-def _gram_norms_on_cpu(
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    counts: Sequence[int],
-    offsets: Tensor,
-    scales: Sequence[Tensor],
-    most: int,
-) -> tuple[Tensor, Tensor]:
-    """:func:`fastdp.ops.gram_norms` on a processor: a group after another."""
-    if not has_kernel(*rights, *lefts):
-        return NotImplemented
-    bounds, first = unit_bounds(offsets), 0
-    squares = torch.empty(len(lefts), len(bounds) - 1)
-    products, scales = torch.empty_like(squares, dtype=torch.float64), [scale.contiguous() for scale in scales]
-    for group, (right, count) in enumerate(zip(rights, counts)):
-        own = slice(first, first + count)
-        by = (*scales[own], scales[len(lefts) + group]) if scales else ()
-        squares[own] = _gram_norms_of(lefts[own], right, bounds, products[own], None, by, most)
-        first += count
-    return squares, products
-
-
-@DIRECT_NORMS.on_cpu
-def _direct_norms_on_cpu(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`fastdp.ops.direct_norms` on a processor: one matrix after another."""
-    if not has_kernel(*lefts, *rights):
-        return NotImplemented
-    bounds, threads = unit_bounds(offsets), native_threads()
-    shape = len(lefts), len(bounds) - 1
-    # Each has memory of its own, as a registered op's results must.
-    squares, products, counts = torch.zeros(shape), *(torch.empty(shape, dtype=torch.float64) for _ in range(2))
-    for at, (left, right) in enumerate(zip(native_factors(lefts), native_factors(rights))):
-        if at not in known:
-            pair = (right, left) if right[2] <= FEW_COLUMNS < left[2] else (left, right)
-            _native.direct_norms(*pair, bounds, SQUARE, None, squares[at : at + 1], None, threads)
-        _native.row_products(left, right, bounds, False, True, products[at], counts[at], threads)
-    return squares, products, counts
-
-
-@CHOSEN_SQNORM.on_cpu
-def _chosen_sqnorm_on_cpu(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor) -> Tensor:
-    """:func:`fastdp.ops.chosen_sqnorm` on a processor."""
-    if not has_kernel(*rights, *lefts):
-        return NotImplemented
-    squares = torch.zeros(chosen.shape)
-    bounds = unit_bounds(offsets)
-    for matrix, unit in chosen.nonzero().tolist():
-        own = bounds[unit : unit + 2]
-        squares[matrix, unit] = direct_norms_of(lefts[matrix], rights[matrix], own, SQUARE)[0, 0]
-    return squares

@@ -1,10 +1,10 @@
 """The recurrences of LSTM, GRU and plain recurrent nets over all steps, forward and backward.
 
-The backward pass of a cell is linear in the gradient of its state, with factors that are known for all steps at once, so that
-a step back is a few products.
+The backward pass of a cell is linear in the gradient of its state. The factors are known for all steps at once, so a step
+back is a few products.
 
-A step of the LSTM (i, f, g, o) is c' = f c + i g, h' = o tanh c'; of the GRU (r, z, n) it is h' = n + z (h - n) with
-n = tanh(x_n + r h_n), as torch has them.
+As torch has them, a step of the LSTM (i, f, g, o) is c' = f c + i g, h' = o tanh c'. A step of the GRU (r, z, n) is
+h' = n + z (h - n) with n = tanh(x_n + r h_n).
 """
 
 from __future__ import annotations

@@ -83,21 +83,10 @@ def _choice_reference(
     return result.view(ids.shape)
 
 
-def _choice_fake(
-    ids: Tensor,
-    table: Tensor,
-    scale: Tensor,
-    position: Tensor,
-    cap: float | None = None,
-    log_prior: Tensor | None = None,
-) -> Tensor:
-    return torch.empty_like(ids, memory_format=torch.contiguous_format)
-
-
 EXPONENTIAL_CHOICE = Op(
     "exponential_choice(Tensor ids, Tensor table, Tensor scale, Tensor position, float? cap, Tensor? log_prior) -> Tensor",
     reference=_choice_reference,
-    fake=_choice_fake,
+    fake=lambda ids, *_: torch.empty_like(ids, memory_format=torch.contiguous_format),
     check=_check_choice,
 )
 
@@ -205,7 +194,6 @@ def _exponential_choice_on_cpu(
     cap: float | None,
     log_prior: Tensor | None,
 ) -> Tensor:
-    """:func:`fastdp.ops.exponential_choice` on a processor."""
     table = table.detach().float().contiguous()
     bits = survey("table", table)
     result = torch.empty(ids.shape, dtype=torch.int64)

@@ -171,7 +171,6 @@ def _clip_noise_on_cpu(
 def _clip_noise_backward_on_cpu(
     grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, max_norm: float
 ) -> torch.Tensor:
-    """The gradient of :func:`fastdp.ops.clip_noise` on a processor."""
     g, flat, norm = grad.contiguous(), x.contiguous(), norm.contiguous()
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
     rows, length = x.shape[0], x.numel() // max(x.shape[0], 1)

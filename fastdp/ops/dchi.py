@@ -113,7 +113,7 @@ def refuse_overflow(finite: bool) -> None:
 PRIVATE_SNAP = Op(
     "private_snap(Tensor ids, Tensor table, Tensor eta, Tensor position) -> Tensor",
     reference=_private_snap_reference,
-    fake=lambda ids, table, eta, position: torch.empty_like(ids, memory_format=torch.contiguous_format),
+    fake=lambda ids, *_: torch.empty_like(ids, memory_format=torch.contiguous_format),
     check=_check_private_snap,
 )
 
@@ -178,10 +178,10 @@ PRIVATE_SNAP.in_family("dchi")
 def private_snap(ids: Tensor, table: Tensor, eta: float | Tensor, stream: NoiseStream | Draw) -> Tensor:
     """Replace each token by the row nearest to its own row plus noise: the d_chi (multivariate Laplace) mechanism.
 
-    The noise of a token is ``r u``: u uniform on the sphere and one ``r ~ Gamma(d, 1 / eta)`` a token, so its density is
+    The noise of a token is ``r u``: u uniform on the sphere and one ``r ~ Gamma(d, 1 / eta)`` a token. Its density is
     proportional to ``exp(-eta ||noise||)`` (Feyisetan et al., WSDM 2020, section 2.6; text privatization in the SAP paper).
     With one eta for all, replacing a token by another changes the law of its output by a factor of at most
-    ``exp(eta * distance of their rows)``, and the nearest row of a public table is post-processing. **Where eta depends
+    ``exp(eta * distance of their rows)``. The nearest row of a public table is post-processing. **Where eta depends
     on the token itself that bound does not hold.** The mean of r is ``d / eta``: in high dimension tokens change from
     never to always over a narrow range of eta, so report the share left unchanged beside eta.
 
@@ -221,7 +221,6 @@ def private_snap(ids: Tensor, table: Tensor, eta: float | Tensor, stream: NoiseS
 
 @PRIVATE_SNAP.on_cpu
 def _private_snap_on_cpu(ids: Tensor, table: Tensor, eta: Tensor, position: Tensor) -> Tensor:
-    """:func:`fastdp.ops.private_snap` on a processor."""
     table = table.detach().float().contiguous()
     bits = survey("table", table)
     flat, eta = ids.reshape(-1).contiguous(), eta.reshape(-1).contiguous()

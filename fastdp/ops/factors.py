@@ -158,11 +158,12 @@ def check_pair(left: Tensor, right: Tensor, names: tuple[str, str] = ("left", "r
         raise ValueError(f"{names[0]} has {left.shape[0]} tokens and {names[1]} has {right.shape[0]}")
 
 
-def check_group(lefts: Matrices, rights: Matrices, offsets: Tensor, counts: Sequence[int] = ()) -> None:
+def check_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, counts: Sequence[int] = ()) -> None:
     """Raise TypeError or ValueError unless they are pairs of matrices, over the same tokens, cut by offsets.
 
     With ``counts`` each of the rights has so many lefts.
     """
+    lefts, rights = Matrices.of(lefts), Matrices.of(rights)
     if not lefts or (len(lefts) != len(rights) and not counts):
         raise ValueError(f"there are {len(lefts)} lefts and {len(rights)} rights: give as many of each, at least one")
     first, tokens = rights[0], rights.rows

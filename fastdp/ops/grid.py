@@ -1,14 +1,14 @@
 """Noised sums rounded to a grid, exactly: what is released is a function of a real Gaussian release (docs/noise.md).
 
-Floating-point noise on a floating-point sum has gaps that depend on the sum, and an observer of the result can see which
-sums it may have come from. Here the result is ``spacing * round(x / spacing + ratio * z)`` for the *real* number z that
-the words of a position stand for, where ``spacing`` is a public power of two and ``ratio = std / spacing`` lies in [16,
-32). Rounding a Gaussian release is post-processing, so neither sensitivity nor noise multiplier change; the rounding
-itself adds 1 / (12 ratio^2), at most .033%, to the variance.
+Floating-point noise on a floating-point sum has gaps that depend on the sum. An observer of the result can see which sums it
+may have come from. Here the result is ``spacing * round(x / spacing + ratio * z)`` for the *real* number z that the words of
+a position stand for. ``spacing`` is a public power of two, and ``ratio = std / spacing`` lies in [16, 32). Rounding a
+Gaussian release is post-processing, so neither sensitivity nor noise multiplier change. The rounding itself adds
+1 / (12 ratio^2), at most .033%, to the variance.
 
-Every implementation decides the rounding from float32 normals where their error cannot reach the middle between two
-numbers of the grid (all but some 3 in 10,000), and from more digits of the same normal where it can. So all give the same
-numbers, on every device, for the same sum. They stop at 128 bits of the uniforms and 106 of the arithmetic: the result
+Every implementation decides the rounding from float32 normals where their error cannot reach the middle between two numbers
+of the grid. For the others, some 3 in 10,000, it takes more digits of the same normal. So all give the same numbers, on every
+device, for the same sum. They stop at 128 bits of the uniforms and 106 of the arithmetic: the result
 then differs from the real one with a probability below `DISTANCE` an element.
 """
 

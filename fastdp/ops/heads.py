@@ -46,7 +46,7 @@ CROSS_ENTROPY_GRADIENT = Op(
     fake=lambda logits, *_: logits.new_empty(logits.shape[0], dtype=accumulator(logits)),
     check=_check,
 )
-CROSS_ENTROPY_GRADIENT.implement("cuda", "fastdp.kernels.heads")
+CROSS_ENTROPY_GRADIENT.in_family("heads")
 
 
 def cross_entropy_gradient_(

@@ -356,7 +356,6 @@ def _instance_norms_on_cpu(instances: Tensor, measure: int, mask: Tensor | None)
 def _instance_sum_on_cpu(
     instances: Tensor, weights: Tensor, weights_unmasked: Tensor | None, mask: Tensor | None
 ) -> Tensor:
-    """The sums of :mod:`fastdp.ops.instances` on a processor."""
     if not (_served(instances) and weights.dtype == torch.float32):
         return NotImplemented
     if mask is None or weights_unmasked is None:
@@ -391,13 +390,11 @@ def _squares(instances: Sequence[Tensor]) -> Tensor:
 
 @INSTANCE_NORMS_GROUP.on_cpu
 def _instance_norms_group_on_cpu(instances: Sequence[Tensor]) -> Tensor:
-    """The norms of several parameters' gradients on a processor."""
     return _squares(instances) if all(map(_served, instances)) else NotImplemented
 
 
 @INSTANCE_SUM_GROUP.on_cpu
 def _instance_sum_group_on_cpu(instances: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
-    """The sums of several parameters' gradients on a processor, one after another."""
     if all(map(_served, instances)) and weights.dtype == torch.float32:
         return list(map(_sum, instances, weights.contiguous().unbind()))
     return NotImplemented

@@ -11,15 +11,7 @@ import torch
 
 import fastdp._native as _native
 from fastdp.ops.grid import on_grid
-from fastdp.ops.stream import (
-    MAX_ELEMENTS,
-    POSITION_WORDS,
-    Draw,
-    NoiseStream,
-    chacha_words,
-    check_rounds,
-    native_threads,
-)
+from fastdp.ops.stream import MAX_ELEMENTS, Draw, NoiseStream, chacha_words, check_positions, native_threads
 from fastdp.ops.table import Op
 from fastdp.validate import at_least
 
@@ -78,12 +70,7 @@ def check_position(position: torch.Tensor | NoiseStream | Draw) -> None:
         raise TypeError(
             f"the last argument must be a NoiseStream (or stream.at(step, tensor)), got {type(position).__name__}"
         )
-    if position.dtype != torch.int32 or position.shape != (POSITION_WORDS,) or not position.is_contiguous():
-        raise ValueError(
-            f"a position is int32 [{POSITION_WORDS}] from NoiseStream.take(), "
-            f"got {position.dtype} {list(position.shape)}"
-        )
-    check_rounds(position)
+    check_positions(position)
 
 
 def _check_add_noise(
@@ -170,7 +157,7 @@ def _check_add_noise_group(
     if not xs or not len(xs) == len(stds) == len(drawn) == len(firsts):
         sizes = f"{len(xs)} xs, {len(stds)} stds, {len(drawn)} positions and {len(firsts)} firsts"
         raise ValueError(f"there are {sizes}: give as many of each, at least one")
-    check_rounds(drawn)
+    check_positions(drawn, len(xs))
     # The largest of each dtype and layout, with the least and the most noise, stands for all.
     ends = sorted([(first + x.numel(), at) for at, (x, first) in enumerate(zip(xs, firsts))])
     for at in {(xs[at].dtype, xs[at].layout): at for _, at in ends}.values():
@@ -225,7 +212,6 @@ def add_noise_group_(
 def _add_noise_on_cpu(
     x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool, first: int = 0
 ) -> None:
-    """:func:`fastdp.ops.add_noise_` on a processor."""
     _add_noise_group_on_cpu([x], [std], position.unsqueeze(0), secure_rounding, [first])
 
 
@@ -233,7 +219,6 @@ def _add_noise_on_cpu(
 def _add_noise_group_on_cpu(
     xs: Sequence[torch.Tensor], stds: Sequence[float], drawn: torch.Tensor, secure_rounding: bool, firsts: Sequence[int]
 ) -> None:
-    """:func:`fastdp.ops.add_noise_group_` on a processor, one tensor after another."""
     threads = native_threads()
     for x, std, position, first in zip(xs, stds, drawn.unbind(), firsts):
         if std == 0.0:

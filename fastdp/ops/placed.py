@@ -15,8 +15,8 @@ _replay_tensors: list[torch.Tensor] | None = None
 def copy_to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Numbers on a device; the copy is queued, the host does not wait.
 
-    While a step is recorded they are copied beside it instead, and kept: what is replayed finds them where they were, and no copy
-    of memory that the host has long used for something else is part of it.
+    While a step is recorded they are copied beside it instead, and kept. What is replayed finds them where they were, and copies
+    no memory that the host has used for something else since.
     """
     if _replay_tensors is None or device.type != "cuda" or numbers.device == device:
         return numbers.to(device, non_blocking=True)

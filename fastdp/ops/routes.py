@@ -167,6 +167,7 @@ def predicted_seconds(
     return seconds + constants.call_seconds * calls
 
 
+@functools.lru_cache(maxsize=4096)
 def plan_route(
     m: int,
     n: int,
@@ -180,25 +181,9 @@ def plan_route(
     device: torch.device | str = "cpu",
 ) -> str:
     """The allowed route with the least predicted time; arguments as in :func:`predicted_seconds`."""
-    kind = torch.device(device).type
-    return _cheapest(m, n, length, units, one_hot, keeps_factors, dtype, constants or constants_for(kind, dtype), kind)
-
-
-@functools.lru_cache(maxsize=4096)
-def _cheapest(
-    m: int,
-    n: int,
-    length: int,
-    units: int,
-    one_hot: bool,
-    keeps: bool,
-    dtype: torch.dtype,
-    constants: RouteConstants,
-    device: str,
-) -> str:
-    options: Any = {"one_hot": one_hot, "dtype": dtype}
-    routes = [route for route in ROUTES if is_allowed(route, m, n, length, units, device=device, **options)]
-    options |= {"keeps_factors": keeps, "constants": constants}
+    options: Any = {"one_hot": one_hot, "dtype": dtype, "device": device}
+    routes = [route for route in ROUTES if is_allowed(route, m, n, length, units, **options)]
+    options |= {"keeps_factors": keeps_factors, "constants": constants}
     return min(routes, key=lambda route: predicted_seconds(route, m, n, length, units, **options))
 
 

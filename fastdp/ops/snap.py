@@ -67,9 +67,9 @@ def snap(x: Tensor, table: Tensor) -> Tensor:
     """Index of the table's row nearest to each row of ``x`` in Euclidean distance, ties to the lowest index.
 
     Exact: the answer is the row whose squared distance, computed in float64 from the very numbers given, is smallest.
-    Rows as near as that, equal rows above all, count as ties. A first pass in bfloat16 (float32 where the processor has
-    no bfloat16 products) rules out every row that a proven bound on its error allows to; what is left, a few rows for
-    each of ``x``, is compared in float64. Needs O(N) memory beside tiles of a fixed size.
+    Rows as near as that, equal rows above all, count as ties. A first pass rules out every row that a proven bound on its
+    error allows to. It runs in bfloat16, or in float32 where the processor has no bfloat16 products. What is left, a few rows
+    for each of ``x``, is compared in float64. Needs O(N) memory beside tiles of a fixed size.
 
     Args:
         x: [N, d], float32, bfloat16 or float16, any strides.
@@ -152,7 +152,6 @@ def search(rows: Callable[[int, int], Tensor], n: int, table: Tensor, table_bits
 
 @SNAP.on_cpu
 def _snap_on_cpu(x: Tensor, table: Tensor) -> Tensor:
-    """:func:`fastdp.ops.snap` on a processor."""
     table = table.detach().float().contiguous()
     bits = survey("table", table)
     x = x.detach().float().contiguous()

@@ -15,8 +15,8 @@ tensor: for ``k`` in 0..7, with ``v`` the same block under the domain flag,
 
 The largest radius is ``sqrt(2 * 65 * ln 2)`` = 9.49, reached with the probability it should have.
 
-Secure rounding needs the uniforms to more bits: ``w`` and ``v`` are the first 64 of 128, for radius and angle alike, and
-the rest are the same words of block ``b + 2^31``, first under the domain flag and then without (`fastdp.ops.grid`).
+Secure rounding needs the uniforms to more bits (`fastdp.ops.grid`). ``w`` and ``v`` are the first 64 of 128, for radius and
+angle alike. The rest are the same words of block ``b + 2^31``, first under the domain flag and then without.
 """
 
 from __future__ import annotations
@@ -287,8 +287,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_rekey_in_child)
 
 
-def check_rounds(positions: torch.Tensor) -> None:
-    """Refuse positions, int32 [..., 12], whose rounds are none that a stream has, or not the same for all."""
+def check_positions(positions: torch.Tensor, *count: int) -> None:
+    """Refuse what is no position, int32 [12], or not ``count`` of them, [count, 12], all of one number of rounds of a stream."""
+    shape = [*count, POSITION_WORDS]
+    if positions.dtype != torch.int32 or [*positions.shape] != shape or not positions.is_contiguous():
+        raise ValueError(
+            f"positions are int32 {shape} that a NoiseStream gave out, got {positions.dtype} {[*positions.shape]}"
+        )
     double_rounds = sorted(set(positions[..., -1].reshape(-1).tolist()))
     if len(double_rounds) > 1 or not {rounds // 2 for rounds in CIPHER_ROUNDS}.issuperset(double_rounds):
         raise ValueError(
@@ -301,7 +306,7 @@ def chacha_words(position: torch.Tensor, first: int, blocks: int, second: bool =
 
     ``second`` sets the domain flag. RFC 8439, section 2.3, in numpy. Raises ValueError for a position of other rounds.
     """
-    check_rounds(position)
+    check_positions(position)
     at = position.cpu().numpy().view(np.uint32)
     state = np.empty((16, blocks), np.uint32)
     state[:4] = _CONSTANTS[:, None]

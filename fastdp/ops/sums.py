@@ -1,4 +1,4 @@
-"""Sums of token gradients: one gradient a unit, or one weighted sum over all tokens."""
+"""Weighted sums of all tokens' gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from .factors import (
     accumulator,
     check_group,
     check_ids,
-    check_left,
     check_mask,
     check_offsets,
     check_pair,
@@ -31,253 +30,8 @@ from .factors import (
     unit_bounds,
 )
 from .matrices import Matrices
-from .norms import kept_norms
 from .stream import native_threads
 from .table import Op, check_tensors
-
-
-def _per_unit_reference(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    bounds = unit_bounds(offsets)
-    gradients = torch.zeros_like(_per_unit_fake(left, right, offsets))
-    for gradient, start, end in zip(gradients, bounds, bounds[1:]):
-        gradient += left[start:end].to(gradient.dtype).T @ right[start:end].to(gradient.dtype)
-    return gradients
-
-
-def _per_unit_fake(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    return right.new_empty(offsets.shape[0] - 1, left.shape[1], right.shape[1], dtype=accumulator(left, right))
-
-
-def _check_per_unit(left: Tensor, right: Tensor, offsets: Tensor) -> None:
-    check_pair(left, right)
-    if is_one_hot(left):
-        raise ValueError("left is a vector of ids: the gradients of a table are not instantiated, use sqnorm")
-    check_offsets(offsets, right.shape[0])
-
-
-PER_UNIT = Op(
-    "per_unit(Tensor left, Tensor right, Tensor offsets) -> Tensor",
-    reference=_per_unit_reference,
-    fake=_per_unit_fake,
-    check=_check_per_unit,
-)
-PER_UNIT.in_family("sums")
-
-
-def per_unit(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    """The gradient of each unit, instantiated: for matrices smaller than their factors (LoRA).
-
-    Args:
-        left: [N, m], float, any strides.
-        right: [N, n], float, any strides.
-        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
-
-    Returns:
-        [B, m, n], float32 (float64 if a factor is float64); zero for empty units.
-
-    Raises:
-        TypeError, ValueError: a dtype, shape, device or offset outside the above.
-
-    >>> import torch
-    >>> from fastdp.ops import per_unit
-    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
-    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> per_unit(left, right, offsets).shape
-    torch.Size([2, 2, 4])
-    >>> per_unit(left, right, offsets)[:, 0, 0]
-    tensor([1., 2.])
-    """
-    return PER_UNIT(left, right, offsets)
-
-
-def _per_unit_group_reference(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor
-) -> tuple[list[Tensor], Tensor]:
-    gradients = [_per_unit_reference(left, right, offsets) for left, right in zip(lefts, rights)]
-    dtype = accumulator(*lefts, *rights)
-    return gradients, torch.stack(
-        [gradient.square().sum((1, 2), dtype=torch.float64).to(dtype) for gradient in gradients]
-    )
-
-
-def _per_unit_group_fake(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor
-) -> tuple[list[Tensor], Tensor]:
-    gradients = [_per_unit_fake(left, right, offsets) for left, right in zip(lefts, rights)]
-    return gradients, rights[0].new_empty(len(lefts), offsets.shape[0] - 1, dtype=accumulator(*lefts, *rights))
-
-
-def _check_per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> None:
-    check_group(Matrices.of(lefts), Matrices.of(rights), offsets)
-
-
-PER_UNIT_GROUP = Op(
-    "per_unit_group(Tensor[] lefts, Tensor[] rights, Tensor offsets) -> (Tensor[], Tensor)",
-    reference=_per_unit_group_reference,
-    fake=_per_unit_group_fake,
-    check=_check_per_unit_group,
-)
-PER_UNIT_GROUP.in_family("sums")
-
-
-def per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Gradients of each unit for k matrices over the same tokens, and their squared norms: the adapters of a LoRA step.
-
-    On a GPU one launch makes them all; on a processor they are made one after another.
-
-    Args:
-        lefts: k matrices [N, m_i], float, any strides.
-        rights: k matrices [N, n_i], float, any strides.
-        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
-
-    Returns:
-        k gradients [B, m_i, n_i], float32 (float64 if one of the two factors is float64), zero for empty units; and
-        their squared norms [k, B], float32 (float64 if any factor is float64).
-
-    Raises:
-        TypeError, ValueError: no matrices, lists of two lengths, ids, other tokens, or what :func:`per_unit` refuses.
-
-    >>> import torch
-    >>> from fastdp.ops import per_unit_group
-    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
-    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> gradients, norms = per_unit_group([left, 2 * left], [right, right], offsets)
-    >>> norms
-    tensor([[  8.,  32.],
-            [ 32., 128.]])
-    """
-    return PER_UNIT_GROUP(Matrices.of(lefts), Matrices.of(rights), offsets)
-
-
-def column_sums(left: Tensor, offsets: Tensor) -> Tensor:
-    """Sum of each unit's rows: the per-unit gradients [B, m] of a bias.
-
-    Args:
-        left: [N, m], float, any strides.
-        offsets: int64 [B + 1], from 0 to N, not decreasing.
-
-    Returns:
-        [B, m], float32 (float64 if ``left`` is float64); zero for empty units.
-
-    Raises:
-        TypeError, ValueError: a dtype, shape, device or offset outside the above.
-
-    >>> import torch
-    >>> from fastdp.ops import column_sums
-    >>> column_sums(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0, 1, 3]))
-    tensor([[1.],
-            [5.]])
-    """
-    check_left(left)
-    if is_one_hot(left):
-        raise ValueError("left is a vector of ids: column sums are of a matrix [tokens, m]")
-    # The gradients of a matrix whose inputs are ones.
-    return per_unit(left.new_ones(1).expand(left.shape[0], 1), left, offsets)[:, 0]
-
-
-def _affine_sums_group_reference(
-    gradients: Sequence[Tensor], xs: Sequence[Tensor], means: Sequence[Tensor], rstds: Sequence[Tensor], offsets: Tensor
-) -> Tensor:
-    bounds, dtype = unit_bounds(offsets), accumulator(*gradients, *xs)
-    sums = gradients[0].new_zeros(len(xs), 2, len(bounds) - 1, xs[0].shape[1], dtype=dtype)
-    for number, (gradient, x, *rows) in enumerate(zip(gradients, xs, means, rstds)):
-        mean, rstd = (row.to(dtype).reshape(-1, 1) for row in rows)
-        for unit, (start, end) in enumerate(zip(bounds, bounds[1:])):
-            own = slice(start, end)
-            arrived = gradient[own].to(dtype)
-            sums[number, 0, unit] = ((x[own].to(dtype) - mean[own]) * rstd[own] * arrived).sum(0)
-            sums[number, 1, unit] = arrived.sum(0)
-    return sums
-
-
-def _check_affine_sums_group(
-    gradients: Sequence[Tensor], xs: Sequence[Tensor], means: Sequence[Tensor], rstds: Sequence[Tensor], offsets: Tensor
-) -> None:
-    if not xs or not len(gradients) == len(xs) == len(means) == len(rstds):
-        raise ValueError(
-            f"there are {len(gradients)} gradients, {len(xs)} xs, {len(means)} means and {len(rstds)} rstds: give as many of "
-            "each, at least one"
-        )
-    x, tokens = xs[0], xs[0].shape[0]
-    for gradient, own in zip(gradients, xs):
-        check_pair(gradient, own, ("gradient", "x"))
-        if gradient.dim() != 2 or not gradient.shape == own.shape == x.shape:
-            shapes = tuple(gradient.shape), tuple(own.shape)
-            raise ValueError(
-                f"gradient has shape {shapes[0]} and x {shapes[1]}: both are [tokens, n], and all are alike"
-            )
-    for name, rows in (("mean", means), ("rstd", rstds)):
-        for row in rows:
-            if row.numel() != tokens or not row.is_floating_point():
-                raise ValueError(f"{name} is {row.dtype} {list(row.shape)}: one float a token")
-    check_offsets(offsets, tokens)
-
-
-AFFINE_SUMS_GROUP = Op(
-    "affine_sums_group(Tensor[] gradients, Tensor[] xs, Tensor[] means, Tensor[] rstds, Tensor offsets) -> Tensor",
-    reference=_affine_sums_group_reference,
-    fake=lambda gradients, xs, means, rstds, offsets: xs[0].new_empty(
-        len(xs), 2, offsets.shape[0] - 1, xs[0].shape[1], dtype=accumulator(*gradients, *xs)
-    ),
-    check=_check_affine_sums_group,
-)
-AFFINE_SUMS_GROUP.in_family("sums")
-
-
-def affine_sums(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """The per-unit gradients of a layer norm's weight and bias, in one reading of both arguments.
-
-    Args:
-        gradient: [N, n], of the layer's output, float, any strides.
-        x: [N, n], its input, float, any strides.
-        mean, rstd: [N], of each row of ``x``, and the inverse of its standard deviation.
-        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with ``x``.
-
-    Returns:
-        Sums [B, n] of ``gradient (x - mean) rstd`` and of ``gradient`` over each unit's tokens, float32 (float64 if an
-        argument is float64); zero for empty units.
-
-    Raises:
-        TypeError, ValueError: a dtype, shape, device or offset outside the above.
-
-    >>> import torch
-    >>> from fastdp.ops import affine_sums
-    >>> gradient, x, offsets = torch.ones(3, 2), torch.tensor([[1.0, 3.0]] * 3), torch.tensor([0, 1, 3])
-    >>> weight, bias = affine_sums(gradient, x, x.mean(1), 1 / x.std(1, correction=0), offsets)
-    >>> weight, bias
-    (tensor([[-1.,  1.],
-            [-2.,  2.]]), tensor([[1., 1.],
-            [2., 2.]]))
-    """
-    return AFFINE_SUMS_GROUP([gradient], [x], [mean], [rstd], offsets)[0].unbind(0)
-
-
-def affine_sums_group(
-    gradients: Sequence[Tensor], xs: Sequence[Tensor], means: Sequence[Tensor], rstds: Sequence[Tensor], offsets: Tensor
-) -> list[tuple[Tensor, Tensor]]:
-    """:func:`affine_sums` of k layer norms of one shape: on a GPU one launch for all of the same dtypes.
-
-    Args:
-        gradients, xs: k matrices each, all [N, n], float, any strides.
-        means, rstds: k each, of N entries.
-        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with ``xs``.
-
-    Returns:
-        k pairs of sums [B, n], float32 (float64 if an argument is float64).
-
-    Raises:
-        TypeError, ValueError: lists of other lengths, or of several shapes, or what :func:`affine_sums` refuses.
-
-    >>> import torch
-    >>> from fastdp.ops import affine_sums_group
-    >>> gradient, x, offsets = torch.ones(3, 2), torch.tensor([[1.0, 3.0]] * 3), torch.tensor([0, 1, 3])
-    >>> both = [[one] * 2 for one in (gradient, x, x.mean(1), 1 / x.std(1, correction=0))]
-    >>> [bias.tolist() for _, bias in affine_sums_group(*both, offsets)]
-    [[[1.0, 1.0], [2.0, 2.0]], [[1.0, 1.0], [2.0, 2.0]]]
-    """
-    sums = AFFINE_SUMS_GROUP(Matrices.of(gradients), Matrices.of(xs), list(means), list(rstds), offsets)
-    rows = sums.flatten(0, 1).unbind(0)
-    return [*zip(rows[::2], rows[1::2])]
 
 
 def _add_weighted(out: Tensor, left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
@@ -371,7 +125,7 @@ def _check_weighted_sum_group(
     offsets: Tensor,
     begun: Sequence[bool],
 ) -> None:
-    check_group(Matrices.of(lefts), Matrices.of(rights), offsets)
+    check_group(lefts, rights, offsets)
     if not len(outs) == len(lefts) == len(weights) == len(begun):
         raise ValueError(f"there are {len(lefts)} lefts and {len(weights)} rows of weights: give as many of each")
     check_weights(weights[0], rights[0], "unit", count=offsets.shape[0] - 1)
@@ -538,43 +292,10 @@ def masked_weighted_sum(
 
 # On processors: torch's own matrix products, on factors read in place wherever their dtype and layout allow.
 
-# Tokens multiplied at a time: the scaled copy of the narrower factor is used again from the cache, and products this deep
-# lose nothing by reading and writing the sum once more.
+# Tokens multiplied at a time: the scaled copy of the narrower factor is used again from the cache. Products this deep lose
+# nothing by reading and writing the sum once more.
 _SLAB = 256
 _SHORTEST_RUN = 64  # tokens: a product over fewer costs more in reading and writing `out` than copying them together
-
-
-@PER_UNIT.on_cpu
-def _per_unit_on_cpu(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    """:func:`fastdp.ops.per_unit` on a processor."""
-    return kept_norms(left, right, unit_bounds(offsets))[0] if has_kernel(left, right) else NotImplemented
-
-
-@PER_UNIT_GROUP.on_cpu
-def _per_unit_group_on_cpu(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor
-) -> tuple[list[Tensor], Tensor]:
-    """:func:`fastdp.ops.per_unit_group` on a processor: one matrix after another."""
-    if not has_kernel(*lefts, *rights):
-        return NotImplemented
-    bounds = unit_bounds(offsets)
-    gradients, squares = zip(*[kept_norms(left, right, bounds) for left, right in zip(lefts, rights)])
-    return list(gradients), torch.stack(squares)
-
-
-@AFFINE_SUMS_GROUP.on_cpu
-def _affine_sums_group_on_cpu(
-    gradients: Sequence[Tensor], xs: Sequence[Tensor], means: Sequence[Tensor], rstds: Sequence[Tensor], offsets: Tensor
-) -> Tensor:
-    """:func:`fastdp.ops.affine_sums_group` on a processor: one after another."""
-    if not has_kernel(*gradients, *xs) or {row.dtype for row in (*means, *rstds)} != {torch.float32}:
-        return NotImplemented
-    bounds, threads = unit_bounds(offsets), native_threads()
-    sums = torch.empty(len(xs), 2, len(bounds) - 1, xs[0].shape[1])
-    for out, gradient, x, mean, rstd in zip(sums, gradients, xs, means, rstds):
-        rows = mean.contiguous(), rstd.contiguous()
-        _native.affine_sums(native_factor(gradient), native_factor(x), *rows, bounds, out, threads)
-    return sums
 
 
 def kept_runs(weights: Tensor) -> list[tuple[int, int]]:
@@ -685,7 +406,6 @@ def _weighted_sum_group_on_cpu(
     offsets: Tensor,
     begun: Sequence[bool],
 ) -> None:
-    """:func:`fastdp.ops.weighted_sum_group` on a processor: a matrix after another."""
     lengths, everywhere = np.diff(offsets.numpy()), bool(weights.all())
     for out, left, right, held, own in zip(
         outs, lefts, rights, begun, weights.detach().numpy().repeat(lengths, axis=1)

@@ -165,8 +165,8 @@ def _overlaps_itself(x: Tensor) -> bool:
 class Op:
     """One operation: callable on tensors of any device, registered as ``torch.ops.fastdp.<name>``.
 
-    An eager call on plain tensors goes straight to the device's implementation, since the dispatcher would take longer than
-    the many small calls of a LoRA step. Traced calls, tensor subclasses and recorded gradients go through the dispatcher.
+    An eager call on plain tensors goes straight to the device's implementation: the dispatcher would take longer than the many
+    small calls of a LoRA step. Traced calls, tensor subclasses and recorded gradients go through the dispatcher.
 
     Args:
         schema: the schema of ``torch.library``, name included.
@@ -193,6 +193,8 @@ class Op:
         self.reference = in_full_precision(reference)
         self.check = check
         self.implementations: dict[str, Callable[..., Any]] = {}
+        #: The family of kernels that serves it on GPUs, if one does.
+        self.family: str | None = None
         self.__doc__ = reference.__doc__
         _library.define(schema)
         _library.impl(self.name, self._run, "CompositeExplicitAutograd")
@@ -222,6 +224,7 @@ class Op:
 
     def in_family(self, family: str) -> None:
         """Say that a function of the op's name runs on GPUs, in the kernels of a family: see `fastdp.ops`."""
+        self.family = family
         self.implement("cuda", f"fastdp.kernels.{family}")
 
     def on_cpu(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,8 @@ from tests.cases import cases
 RATE, STEPS = 0.02, 40
 
 
-def _card(**changed):
+def card_of_run(**changed):
+    """The card of a small run, with other fields where a test says so."""
     fields = {
         "mechanism": {"name": "DPSGD", "max_grad_norm": 1.0},
         "unit": "example",
@@ -43,7 +44,7 @@ def _resealed(card, **changed):
 
 
 def test_a_card_verifies_from_its_file_alone(tmp_path):
-    card = _card()
+    card = card_of_run()
     found = accounting.epsilon(accounting.dpsgd(1.0, RATE, STEPS), 1e-5)
     assert card["epsilon"]["upper_bound"] == found
     assert card["epsilon"]["accountant"] == "pld"
@@ -59,7 +60,7 @@ def test_a_card_verifies_from_its_file_alone(tmp_path):
 
 
 def test_markdown_states_what_matters():
-    text = _card(notes=["a note"], unprotected=["the mask"]).to_markdown()
+    text = card_of_run(notes=["a note"], unprotected=["the mask"]).to_markdown()
     found = accounting.epsilon(accounting.dpsgd(1.0, RATE, STEPS), 1e-5)
     shown = text.split("epsilon <= ")[1].split(" ")[0]
     assert shown == "1.08"
@@ -92,7 +93,7 @@ def test_markdown_states_what_matters():
     ],
 )
 def test_no_guarantee_is_said_and_verified_as_none(changed, match):
-    card = _card(**changed)
+    card = card_of_run(**changed)
     assert card["guarantee"] == "none"
     assert match in card["why_no_guarantee"][0]
     assert "**Guarantee: none.**" in card.to_markdown()
@@ -104,19 +105,19 @@ def test_no_guarantee_is_said_and_verified_as_none(changed, match):
 
 
 def test_an_infinite_epsilon_is_json():
-    card = _card(noise_multiplier=0.0, event=accounting.dpsgd(0.0, RATE, STEPS))
+    card = card_of_run(noise_multiplier=0.0, event=accounting.dpsgd(0.0, RATE, STEPS))
     assert card["epsilon"]["upper_bound"] == "inf"
     assert verify(json.loads(card.to_json())).claimed == math.inf
 
 
 def test_a_run_that_released_nothing_costs_nothing():
-    result = verify(_card(event=accounting.dpsgd(1.0, RATE, 0), spent_steps=0))
+    result = verify(card_of_run(event=accounting.dpsgd(1.0, RATE, 0), spent_steps=0))
     assert result.guarantee
     assert result.claimed == 0.0
 
 
 def test_shuffled_batches_are_verified_by_epochs():
-    card = _card(
+    card = card_of_run(
         sampling="shuffled",
         sample_rate=0.1,
         noise_multiplier=3.0,
@@ -130,13 +131,13 @@ def test_shuffled_batches_are_verified_by_epochs():
 
 
 def test_a_methods_assumptions_stand_beside_the_cards_own():
-    own = _card()["assumptions"]
-    assert _card(assumptions=("each record came once",))["assumptions"] == [*own, "each record came once"]
+    own = card_of_run()["assumptions"]
+    assert card_of_run(assumptions=("each record came once",))["assumptions"] == [*own, "each record came once"]
 
 
 @cases("factor", [0.0, 0.5, 0.99, 1 - 1e-4])
 def test_a_lower_claim_is_found(factor):
-    card = _card()
+    card = card_of_run()
     claim = {**card["epsilon"], "upper_bound": factor * card["epsilon"]["upper_bound"]}
     result = verify(_resealed(card, epsilon=claim))
     assert not result
@@ -145,7 +146,7 @@ def test_a_lower_claim_is_found(factor):
 
 
 def test_claims_are_read_of_a_card_that_nobody_has_checked():
-    card = _card()
+    card = card_of_run()
     for missing in ({"also"}, {"also", "kind"}):
         cut = Card({key: value for key, value in card.items() if key not in missing})
         assert cut.claims == card.claims
@@ -169,7 +170,7 @@ def test_a_missing_file_is_an_error(tmp_path):
 
 
 def test_a_failed_save_keeps_the_old_card(tmp_path, monkeypatch):
-    card = _card()
+    card = card_of_run()
     card.save(tmp_path / "card")
     before = (tmp_path / "card.json").read_bytes()
 
@@ -178,14 +179,14 @@ def test_a_failed_save_keeps_the_old_card(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OSError, match="no"):
-        _card(unit="user").save(tmp_path / "card")
+        card_of_run(unit="user").save(tmp_path / "card")
     assert (tmp_path / "card.json").read_bytes() == before
     assert sorted(file.name for file in tmp_path.iterdir()) == ["card.json", "card.md"]
 
 
 def test_values_that_are_not_json_are_refused():
     with pytest.raises(TypeError):
-        _card(model={"name": object()})
+        card_of_run(model={"name": object()})
 
 
 def test_rounding_among_units_is_stated():

@@ -15,6 +15,7 @@ from fastdp.accounting import Card, Elsewhere, Gaussian, Ledger, Metric, Pure, n
 from fastdp.accounting.card import digest
 from fastdp.accounting.claim import two_decimals
 from fastdp.accounting.weights import digests, digests_of
+from tests.accounting.test_card import RATE, card_of_run
 from tests.cases import cases
 
 SECRET = noise_source(reproducible=False)
@@ -253,27 +254,26 @@ def test_weights_that_the_card_does_not_speak_of_are_found(tmp_path):
         verify(made, weights=tmp_path / "absent")
 
 
-RUN = {"unit": "example", "adjacency": "add_remove", "sampling": "poisson", "sample_rate": 0.02, "dataset_size": 5000}
-HEADER = {**RUN, "noise_multiplier": 1.0, "noise_rounds": 20, "mechanism": {"name": "DPSGD"}, "fingerprint": "f"}
+HEADER = {
+    **{
+        "unit": "example",
+        "adjacency": "add_remove",
+        "sampling": "poisson",
+        "sample_rate": RATE,
+        "dataset_size": 10_000,
+    },
+    **{"noise_multiplier": 1.0, "noise_rounds": 20, "mechanism": {"name": "DPSGD", "max_grad_norm": 1.0}},
+    "fingerprint": "f",
+}
 
 
 def run_card(ledger, **changed):
-    return Card.build(
-        **{
-            **RUN,
-            "mechanism": {"name": "DPSGD"},
-            "noise_multiplier": 1.0,
-            "event": ledger.event(),
-            "delta": 1e-5,
-            "planned_steps": ledger.budget_steps,
-            "spent_steps": ledger.spent_steps,
-            "noise_source": SECRET,
-            "model": {"name": "gpt2", "fingerprint": "f"},
-            "run_id": ledger.run_id,
-            "ledger_head": ledger.head,
-            **changed,
-        }
-    )
+    """The card of what a ledger counts."""
+    fields = {
+        **{"event": ledger.event(), "planned_steps": ledger.budget_steps, "spent_steps": ledger.spent_steps},
+        **{"run_id": ledger.run_id, "ledger_head": ledger.head, "model": {"name": "gpt2", "fingerprint": "f"}},
+    }
+    return card_of_run(**{**fields, **changed})
 
 
 @pytest.fixture
@@ -296,7 +296,7 @@ def test_a_run_and_its_ledger_agree(run):
     assert any("against the run's ledger" in entry for entry in verify(made).unchecked)
 
 
-def test_a_smaller_share_of_right_accusations_than_the_event_allows_is_found(run):
+def test_a_true_positive_rate_below_what_the_event_allows_is_found(run):
     made, _ = run
     rate, most = next(iter(made["membership"].items()))
     result = verify(resealed({**made, "membership": {**made["membership"], rate: 0.9 * most}}))

@@ -75,7 +75,7 @@ def test_a_trials_own_figure_is_not_enough():
 def test_numbers_of_trials_follow_their_distribution(shape, trials):
     stop = renyi.stop_for(trials, shape)
     assert renyi.mean_trials(shape, stop) == pytest.approx(trials, rel=1e-6)
-    found = np.array([chance for chance, _ in zip(renyi.chances(shape, stop), range(60_000))])
+    found = np.array([chance for chance, _ in zip(renyi.trial_probabilities(shape, stop), range(60_000))])
     assert found.sum() == pytest.approx(1, abs=1e-6)
     assert (found * np.arange(1, len(found) + 1)).sum() == pytest.approx(trials, rel=1e-3)
     for x in (0.3, 0.9):

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from fastdp.cli import app
 from fastdp.finetune import FinetuneConfig
-from tests.accounting.test_card import _card
+from tests.accounting.test_card import card_of_run
 
 runner = CliRunner()
 
@@ -97,7 +97,7 @@ def test_a_runs_folder_is_attacked_with_the_runs_own_settings(
     assert written["membership by loss"]["auc"] == 0.5
     data = ("--train", rows, "--held-out", rows)
     assert "no card beside the model bounds what others may find" in attack(run, *data).output
-    card = _card()
+    card = card_of_run()
     card.save(run / "card.json")
     assert f"its card allows any attack {card['membership']['0.01']:.1%}." in attack(run, *data).output
 

@@ -53,6 +53,8 @@ def by_reference(ids, table, scale, source, cap=None, log_prior=None):
 
 
 PRIOR = torch.linspace(-8, 3, 129)
+#: The token's own row is out of reach and all others are far: every weight is far below what a prior would allow.
+FAR, OUT_OF_REACH = torch.cat([rows(20, 6), 100 + rows(80, 6)]), torch.where(torch.arange(100) < 20, -math.inf, 0.0)
 CASES = {
     "line": (rows(5, 1), 1.0, {}),
     "one row": (rows(1, 4), 1.0, {}),
@@ -65,22 +67,9 @@ CASES = {
     "prior far above": (rows(129, 7), 0.5, {"log_prior": PRIOR + 500}),
     "prior against the token": (rows(129, 7), 1.0, {"log_prior": torch.where(torch.arange(129) == 3, -300.0, PRIOR)}),
     "all": (rows(129, 7), 0.7, {"cap": 2.0, "log_prior": PRIOR}),
-    # The token's own row is out of reach and all others are far: every weight is far below what a prior would allow.
-    "far from all": (
-        torch.cat([rows(20, 6), 100 + rows(80, 6)]),
-        1.0,
-        {"log_prior": torch.where(torch.arange(100) < 20, -math.inf, 0.0)},
-    ),
-    "far from all, beyond float32": (
-        torch.cat([rows(20, 6), 100 + rows(80, 6)]),
-        300.0,
-        {"log_prior": torch.where(torch.arange(100) < 20, -math.inf, 0.0)},
-    ),
-    "far from all, where float32 counts by thousands": (
-        torch.cat([rows(20, 6), 100 + rows(80, 6)]),
-        1e8,
-        {"log_prior": torch.where(torch.arange(100) < 20, -math.inf, 0.0)},
-    ),
+    "far from all": (FAR, 1.0, {"log_prior": OUT_OF_REACH}),
+    "far from all, beyond float32": (FAR, 300.0, {"log_prior": OUT_OF_REACH}),
+    "far from all, where float32 counts by thousands": (FAR, 1e8, {"log_prior": OUT_OF_REACH}),
     "prior of forty nats": (rows(700, 70), 0.3, {"log_prior": torch.linspace(0, -40, 700).roll(9)}),
     "more rows than a block": (rows(1030, 65), 0.4, {}),
     "equal rows": (torch.ones(50, 6), 3.0, {}),
@@ -270,17 +259,13 @@ def test_refusals():
     for args, extra, error, message in (
         ((torch.tensor([5]), table, 1.0), {}, IndexError, "id 5 is outside"),
         ((torch.tensor([-1]), table, 1.0), {}, IndexError, "id -1 is outside"),
-        ((ids.int(), table, 1.0), {}, TypeError, "int32"),
-        ((ids, table.double(), 1.0), {}, TypeError, "float64"),
         ((ids, table[:0], 1.0), {}, ValueError, "0 rows"),
         ((ids, nan, 1.0), {}, ValueError, "row 3 of table"),
         ((ids, table, -1.0), {}, ValueError, "at least 0"),
         ((ids, table, float("nan")), {}, ValueError, "at least 0"),
         ((ids, table, torch.tensor([1.0, math.inf])), {}, ValueError, "at least 0"),
-        ((ids, table, torch.tensor([1.0, 1.0, 1.0])), {}, ValueError, "one for each"),
         ((ids, table, 1.0), {"cap": 0.0}, ValueError, "cap"),
         ((ids, table, 1.0), {"cap": float("nan")}, ValueError, "cap"),
-        ((ids, table, 1.0), {"log_prior": torch.zeros(4)}, ValueError, "log_prior"),
         ((ids, table, 1.0), {"log_prior": torch.full((5,), -math.inf)}, ValueError, "log_prior"),
         ((ids, table, 1.0), {"log_prior": torch.full((5,), math.inf)}, ValueError, "log_prior"),
         ((ids, table, 1.0), {"log_prior": torch.full((5,), math.nan)}, ValueError, "log_prior"),
@@ -288,8 +273,6 @@ def test_refusals():
     ):
         with pytest.raises(error, match=message):
             exponential_choice(*args, stream(), **extra)
-    with pytest.raises(TypeError, match="NoiseStream"):
-        exponential_choice(ids, table, 1.0, 7)
 
 
 # Every instruction set below this machine's answers as it does.

@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 from fastdp.ops import dchi_vectors, private_snap, snap
-from fastdp.ops.dchi import PRIVATE_SNAP, dchi_noise, gamma_variates
+from fastdp.ops.dchi import dchi_noise, gamma_variates
 from tests.cases import cases
 from tests.ops.test_choice import FALSE_ALARM, chi_square
 from tests.ops.uses import by_threads, stream
@@ -181,8 +181,6 @@ def test_refusals():
     for args, error, message in (
         ((torch.tensor([5]), table, 1.0), IndexError, "id 5 is outside"),
         ((torch.tensor([-1]), table, 1.0), IndexError, "id -1 is outside"),
-        ((ids.int(), table, 1.0), TypeError, "int32"),
-        ((ids, table.double(), 1.0), TypeError, "float64"),
         ((ids, table[:0], 1.0), ValueError, "0 rows"),
         ((ids, table[:, :0], 1.0), ValueError, "empty"),
         ((ids, nan, 1.0), ValueError, "row 3 of table"),
@@ -191,18 +189,12 @@ def test_refusals():
         ((ids, table, float("nan")), ValueError, "above 0"),
         ((ids, table, float("inf")), ValueError, "above 0"),
         ((ids, table, torch.tensor([1.0, 0.0])), ValueError, "above 0"),
-        ((ids, table, torch.tensor([1.0, 1.0, 1.0])), ValueError, "one for each"),
         ((ids, table, 1e-40), ValueError, "eta is so small"),
     ):
         with pytest.raises(error, match=message):
             private_snap(*args, stream())
-    with pytest.raises(TypeError, match="NoiseStream"):
-        private_snap(ids, table, 1.0, 7)
     etas = torch.ones(2, dtype=torch.float64)
-    with pytest.raises(ValueError, match="on meta"):
-        PRIVATE_SNAP(ids.to("meta"), table, etas, stream())
     for bad, width, message in (
-        (etas.float(), 3, "float64"),
         (etas, 0, "at least 1"),
         (-etas, 3, "above 0"),
         (1e-39 * etas, 3, "at least"),

@@ -81,42 +81,26 @@ def test_every_parameter_of_a_group_is_checked_for_autograd():
 
 def test_refusals():
     x = torch.ones(2, 3)
-    for bad, message in (([], "empty"), ([x, torch.ones(3, 3)], "same units")):
-        with pytest.raises(ValueError, match=message):
-            ops.instance_sqnorm_group(bad)
-    with pytest.raises(ValueError, match="weights are"):
-        ops.instance_sum_group([x], torch.ones(2, 2))
+    with pytest.raises(ValueError, match="empty"):
+        ops.instance_sqnorm_group([])
     two, ends = [x, x], torch.tensor([0, 1, 2])
     for wrong, message in (
         (([], [], torch.ones(0, 2)), "at least one"),
         ((two, [x], torch.ones(2, 2)), "as many of each"),
-        ((two, two, torch.ones(1, 2)), "as many of each"),
         (([ends[:2]], [x], torch.ones(1, 2)), "vector of ids"),
-        ((two, [x, x[:1]], torch.ones(2, 2)), "tokens"),
         ((two, two, torch.ones(2, 3)), "weights"),
     ):
         with pytest.raises(ValueError, match=message):
             ops.weighted_sum_group(*wrong, ends)
     for args, message in (
         (([], [], ends, torch.ones(0, 2).bool()), "at least one"),
-        ((two, two, ends, torch.ones(2, 2)), "bool"),
-        ((two, two, ends, torch.ones(1, 2).bool()), "bool"),
         (([ends[:2]], [x], ends, torch.ones(1, 2).bool()), "vector of ids"),
     ):
         with pytest.raises(ValueError, match=message):
             ops.chosen_sqnorm(*args)
-    drawn, numbers = stream(4).take_at(0, [0]), {"divisor": 1.0, "lr": 0.1, "step": 1}
-    tensors = [[torch.ones(3)] for _ in range(4)]
-    for changed, message in (
-        ({0: [torch.ones(3)] * 2}, "as many"),
-        ({1: [torch.ones(4)]}, r"contiguous float32 \[3\].*\[4\]"),
-        ({2: [torch.ones(3).bfloat16()]}, "float32"),
-    ):
-        wrong = [changed.get(i, own) for i, own in enumerate(tensors)]
-        with pytest.raises((ValueError, TypeError), match=message):
-            ops.adamw_noise_steps_(*wrong, 1.0, drawn, **numbers)
-    with pytest.raises(ValueError, match="positions are"):
-        ops.adamw_noise_steps_(*tensors, 1.0, drawn[0], **numbers)
+    pair, *others = [[torch.ones(3)] * 2, *([torch.ones(3)] for _ in range(3))]
+    with pytest.raises(ValueError, match="as many"):
+        ops.adamw_noise_steps_(pair, *others, 1.0, stream(4).take_at(0, [0]), divisor=1.0, lr=0.1, step=1)
 
 
 @cases("dtype", [torch.float32, torch.bfloat16, torch.float64])

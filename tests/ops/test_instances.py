@@ -83,24 +83,9 @@ def test_small_calls_go_straight_to_their_kernel():
     assert torch.equal(ops.instance_sqnorm(x), OPS["instance_norms"](x, 0, None)[0])
 
 
-ROWS, MASK, WEIGHTS = torch.ones(4, 3, 5), torch.ones(3, 5, dtype=torch.bool), torch.ones(4)
-BAD = [
-    (lambda: ops.instance_sqnorm(torch.tensor(1.0)), ValueError, "instances has no dimensions"),
-    (lambda: ops.instance_abs_sum(ROWS.int()), TypeError, "instances is torch.int32"),
-    (lambda: ops.instance_masked_sqnorm(ROWS, MASK.T), ValueError, r"mask has shape \(5, 3\): a gradient has \(3, 5\)"),
-    (lambda: ops.instance_masked_sqnorm(ROWS, MASK.int()), TypeError, "mask is torch.int32"),
-    (lambda: ops.instance_masked_sqnorm(ROWS, MASK.to("meta")), ValueError, "mask is on meta"),
-    (lambda: ops.instance_sum(ROWS, WEIGHTS[1:]), ValueError, r"weights have shape \(3,\): one a unit is \(4,\)"),
-    (lambda: ops.instance_sum(ROWS, WEIGHTS.half()), TypeError, "weights are torch.float16"),
-    (lambda: ops.instance_sum(ROWS, WEIGHTS.to("meta")), ValueError, "weights is on meta"),
-    (lambda: ops.instance_masked_sum(ROWS, WEIGHTS, WEIGHTS[:1], MASK), ValueError, "weights_unmasked have shape"),
-]
-
-
-@cases("call, error, message", BAD)
-def test_bad_input(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+def test_a_number_is_no_gradient_of_units():
+    with pytest.raises(ValueError, match="instances has no dimensions"):
+        ops.instance_sqnorm(torch.tensor(1.0))
 
 
 @pytest.mark.slow

@@ -200,20 +200,9 @@ def test_bad_std_is_refused_before_anything_is_drawn(std):
     assert torch.equal(stream.take(), NoiseStream.unsafe_reproducible(7).take())
 
 
-@cases(
-    "x, error, sentence",
-    [
-        (torch.zeros(3, dtype=torch.float64), TypeError, "float32, bfloat16, float16"),
-        (torch.zeros(3, dtype=torch.int32), TypeError, "float32, bfloat16, float16"),
-        (torch.zeros(3).to_sparse(), TypeError, "dense tensor"),
-        ([1.0], TypeError, "must be a tensor"),
-        (torch.zeros(1).expand(3), ValueError, "elements of x may share memory"),
-        (torch.zeros(3, requires_grad=True), RuntimeError, "requires grad"),
-    ],
-)
-def test_bad_tensors_are_refused(x, error, sentence):
-    with pytest.raises(error, match=sentence):
-        add_noise_(x, 1.0, NoiseStream())
+def test_a_sparse_tensor_is_refused():
+    with pytest.raises(TypeError, match="dense tensor"):
+        add_noise_(torch.zeros(3).to_sparse(), 1.0, NoiseStream())
 
 
 def test_too_large_tensors_are_refused():
@@ -226,13 +215,9 @@ def test_too_large_tensors_are_refused():
         )
 
 
-def test_no_stream_is_refused():
+def test_torchs_generator_is_no_stream():
     with pytest.raises(TypeError, match="must be a NoiseStream"):
         add_noise_(torch.zeros(3), 1.0, torch.Generator())
-    with pytest.raises(ValueError, match="a position is int32"):
-        OPS["add_noise_"](torch.zeros(3), 1.0, torch.zeros(12), False)
-    with pytest.raises(ValueError, match="a position is int32"):
-        OPS["add_noise_"](torch.zeros(3), 1.0, position()[:11], False)
 
 
 @cases("double_rounds", [0, 1, 4, 8, 12, 20, -6, 6 - (1 << 31)])

@@ -132,6 +132,45 @@ def test_what_is_no_tensor_is_a_type_error(name):
                 OPS[name](*(good[: operand.index] + (None,) + good[operand.index + 1 :]))
 
 
+#: What is no operand of these, by its dtype: numbers of a law are converted.
+CONVERTED = {("exponential_choice", "scale"), ("private_snap", "eta")}
+#: Operands of any number of rows, which belong to no other operand's.
+ALONE = {
+    *(("instance_norms", "instances"), ("add_noise_", "x"), ("add_noise_group_", "xs"), ("clip_noise", "x")),
+    *(("snap", "x"), ("snap", "table"), ("private_snap", "table"), ("dchi_vectors", "eta")),
+}
+#: Operands of any number of dimensions.
+ANY_SHAPE = {
+    *(("instance_norms_group", "instances"), ("add_noise_", "x"), ("add_noise_group_", "xs"), ("clip_noise", "x")),
+    *(("affine_sums_group", "means"), ("affine_sums_group", "rstds")),
+}
+OTHER_DTYPE = {torch.bool: torch.int64, torch.int64: torch.int32, torch.int32: torch.float32}
+
+
+def wrong(name: str, operand, x: torch.Tensor):
+    """Tensors that an operand may not be, each near to one that it may be."""
+    place = (name, operand.name)
+    if place not in CONVERTED:
+        yield x.to(OTHER_DTYPE.get(x.dtype, torch.int32))
+    if place not in ALONE:
+        yield x[:-1]
+    if place not in ANY_SHAPE:
+        yield x[None]
+    if operand.name in ON_HOST - {"position", "drawn"}:
+        yield x + 1
+        yield torch.cat([x[:1], x[1:].flip(0)])
+
+
+@cases("name", OPS)
+def test_an_operand_of_another_dtype_or_shape_is_refused_by_name(name):
+    names = ["position", *(operand.name.rstrip("s12") for operand in OPS[name].operands)]
+    for operand, place in tensors_of(name, arguments()[name]):
+        for bad in wrong(name, operand, passed_for(operand, arguments()[name])[place]):
+            with pytest.raises((TypeError, ValueError, IndexError)) as refused:
+                OPS[name](*replaced(arguments()[name], operand, place, bad))
+            assert any(word in str(refused.value) for word in names), (operand, bad.dtype, bad.shape)
+
+
 @cases("name", OPS)
 def test_negative_views_are_read_with_their_sign(name):
     for operand, place in tensors_of(name, arguments()[name]):

@@ -37,54 +37,47 @@ def test_exact_over_several_tiles_and_chunks(monkeypatch):
     assert torch.equal(snap(x, table), nearest(x, table))
 
 
-def family(name, n, v, d, gen):
-    x, table = torch.randn(n, d, generator=gen), torch.randn(v, d, generator=gen)
-    if name == "far from the origin":  # differences of 1e-3 in numbers of 1e3
-        return 1e3 + 1e-3 * x, 1e3 + 1e-3 * table
-    if name == "huge":
-        return 1e37 * x, 1e37 * table
-    if name == "tiny":
-        return 1e-36 * x, 1e-36 * table
-    if name == "x huge":
-        return 1e30 * x, 1e-5 * table
-    if name == "x tiny":
-        return 1e-35 * x, 1e5 * table
-    if name == "rows of all sizes":
-        sizes = 10.0 ** (40 * torch.rand(v, 1, generator=gen) - 20)
-        return x * 10.0 ** (40 * torch.rand(n, 1, generator=gen) - 20), table * sizes
-    if name == "outlier dimension":
-        table[:, 0] *= 300
-        return x + table[torch.randint(v, (n,), generator=gen)], table
-    if name == "clusters":  # far more rows within the error of the first pass than a row's list holds
-        centres = torch.randn(3, d, generator=gen)
-        table = centres[torch.randint(3, (v,), generator=gen)] + 1e-6 * table
-        return centres[torch.randint(3, (n,), generator=gen)] + 1e-6 * x, table
-    if name == "ever nearer":  # each row of the table is nearer than the one before
-        return 1e-3 * x, torch.linspace(1, 1e-3, v)[:, None] * torch.ones(v, d)
-    if name == "rows of the table":
-        return table[torch.randint(v, (n,), generator=gen)], table
-    raise AssertionError(name)
+def sizes(rows, gen):
+    """Each row times a number between 1e-20 and 1e20."""
+    return rows * 10.0 ** (40 * torch.rand(len(rows), 1, generator=gen) - 20)
 
 
-FAMILIES = (
-    "far from the origin",
-    "huge",
-    "tiny",
-    "x huge",
-    "x tiny",
-    "rows of all sizes",
-    "outlier dimension",
-    "clusters",
-    "ever nearer",
-    "rows of the table",
-)
+def picked(rows, count, gen):
+    return rows[torch.randint(len(rows), (count,), generator=gen)]
+
+
+def outlier_dimension(x, table, gen):
+    table[:, 0] *= 300
+    return x + picked(table, len(x), gen), table
+
+
+def clusters(x, table, gen):
+    """Far more rows within the error of the first pass than a row's list holds."""
+    centres = torch.randn(3, x.shape[1], generator=gen)
+    return picked(centres, len(x), gen) + 1e-6 * x, picked(centres, len(table), gen) + 1e-6 * table
+
+
+FAMILIES = {
+    "far from the origin": lambda x, table, gen: (1e3 + 1e-3 * x, 1e3 + 1e-3 * table),
+    "huge": lambda x, table, gen: (1e37 * x, 1e37 * table),
+    "tiny": lambda x, table, gen: (1e-36 * x, 1e-36 * table),
+    "x huge": lambda x, table, gen: (1e30 * x, 1e-5 * table),
+    "x tiny": lambda x, table, gen: (1e-35 * x, 1e5 * table),
+    "rows of all sizes": lambda x, table, gen: (sizes(x, gen), sizes(table, gen)),
+    "outlier dimension": outlier_dimension,
+    "clusters": clusters,
+    # Each row of the table is nearer than the one before.
+    "ever nearer": lambda x, table, gen: (1e-3 * x, torch.linspace(1, 1e-3, len(table))[:, None].expand_as(table)),
+    "rows of the table": lambda x, table, gen: (picked(table, len(x), gen), table),
+}
 
 
 @pytest.mark.usefixtures("_first_pass")
 @cases("name", FAMILIES)
 def test_exact_where_rounding_hurts(name):
     for seed, (n, v, d) in enumerate([(33, 1300, 24), (17, 301, 131)]):
-        x, table = family(name, n, v, d, torch.Generator().manual_seed(seed))
+        gen = torch.Generator().manual_seed(seed)
+        x, table = FAMILIES[name](torch.randn(n, d, generator=gen), torch.randn(v, d, generator=gen), gen)
         assert torch.equal(snap(x, table), nearest(x, table))
 
 
@@ -185,11 +178,7 @@ def test_refusals():
     for bad_x, bad_table, error, message in (
         (x, table[:0], ValueError, "0 rows"),
         (x, table[0], ValueError, "1 dimensions"),
-        (x[0], table, ValueError, "must be \\[N, 8\\]"),
         (x[:, :7], table, ValueError, "must be \\[N, 8\\]"),
-        (x.double(), table, TypeError, "x is torch.float64"),
-        (x, table.long(), TypeError, "table is torch.int64"),
-        (x.to("meta"), table, ValueError, "table is on cpu and x on meta"),
     ):
         with pytest.raises(error, match=message):
             snap(bad_x, bad_table)

@@ -14,8 +14,9 @@ from fastdp.engine.clip.policy import Policy
 from fastdp.engine.clip.sums import Route
 from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Layout
-from fastdp.ops.bounds import counted_gram_norms, stack_rows
+from fastdp.ops.bounds import stack_rows
 from fastdp.ops.matrices import Matrices
+from fastdp.ops.norms import counted_gram_norms
 from fastdp.ops.placed import CONSTANTS
 from fastdp.ops.routes import NARROW, longest_by_gram
 

@@ -4,21 +4,21 @@ import pytest
 import torch
 
 from fastdp import ops
-from fastdp.ops.halves import keep_moments, kept_in_half, random_bits
+from fastdp.ops.stochastic_rounding import float32_moments, random_bits, round_to_bfloat16
 from tests.cases import cases
 
 
 def test_both_neighbours_come_as_often_as_the_distance_says():
     """Over all sixteen bits: exactly."""
     x = torch.tensor([1.0, -3.3, 1e-30, 7.7e37]).repeat_interleave(1 << 16)
-    kept = kept_in_half(x, torch.arange(1 << 16).repeat(4)).double().view(4, -1)
+    kept = round_to_bfloat16(x, torch.arange(1 << 16).repeat(4)).double().view(4, -1)
     for own, row in zip(x.double().view(4, -1)[:, 0], kept):
         assert row.unique().numel() == (1 if own == 1.0 else 2)
         torch.testing.assert_close(row.mean(), own, rtol=1e-15, atol=0)
     odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0])
     worst = torch.tensor([2**31 - 1, -1], dtype=torch.int32).view(torch.float32)
     for x in (odd, worst):
-        torch.testing.assert_close(kept_in_half(x, torch.full(x.shape, 0xFFFF)).float(), x, equal_nan=True)
+        torch.testing.assert_close(round_to_bfloat16(x, torch.full(x.shape, 0xFFFF)).float(), x, equal_nan=True)
 
 
 @cases("shift", [0, 16])
@@ -36,7 +36,8 @@ def test_a_second_moment_follows_what_shrinks():
     square, mean = torch.ones(4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
     assert torch.equal((square.float() * 0.999).bfloat16(), square)
     for step in range(300):
-        keep_moments((mean, square), (mean.float(), square.float() * 0.999), 1, step)
+        with float32_moments(mean, square, (1, step)) as (_, wide):
+            wide *= 0.999
     assert abs(float(square.float().mean()) / 0.999**300 - 1) < 0.002
 
 
@@ -51,7 +52,9 @@ def test_a_step_with_moments_in_half_precision():
         ops.adamw_noise_steps_([param], [total], [mean], [square], 0.3, drawn, **options)
     assert torch.equal(*params)
     kept = torch.empty_like(moments[0]), torch.empty_like(moments[1])
-    keep_moments(kept, (wide[0], wide[1]), 2, 5)
+    with float32_moments(*kept, (2, 5)) as into:
+        for moment, own in zip(into, wide):
+            moment.copy_(own)
     assert all(torch.equal(moment, own) for moment, own in zip(moments, kept))
     with pytest.raises(ValueError, match="all float32 or all bfloat16"):
         ops.adamw_noise_steps_([params[0]], [total], [moments[0]], [wide[1]], 0.3, drawn, **options)

@@ -7,6 +7,10 @@ of the step, no secret: what is rounded was released before.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 import torch
 
 _WORD = (1 << 32) - 1
@@ -24,7 +28,7 @@ def random_bits(count: int, tensor: int, step: int, device: torch.device, first:
     return x ^ (x >> 16)
 
 
-def kept_in_half(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+def round_to_bfloat16(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """Float32 ``x`` in bfloat16, up with the probability that its distance from below says; ``bits`` int64, sixteen an element.
 
     Infinities and NaN stay what they are.
@@ -35,14 +39,22 @@ def kept_in_half(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), x.to(torch.bfloat16), rounded)
 
 
-def keep_moments(
-    into: tuple[torch.Tensor, torch.Tensor],
-    moments: tuple[torch.Tensor, torch.Tensor],
-    tensor: int,
-    step: int,
-    first: int = 0,
-) -> None:
-    """Write both float32 moments of tensor ``tensor``, from element ``first`` on, into bfloat16 ones at ``step``."""
-    bits = random_bits(moments[0].numel(), tensor, step, moments[0].device, first)
-    into[0].copy_(kept_in_half(moments[0], bits >> 16))
-    into[1].copy_(kept_in_half(moments[1], bits & 0xFFFF))
+@contextlib.contextmanager
+def float32_moments(
+    exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, place: Iterable[Any], first: int = 0
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both moments in float32 for an update; afterwards those in bfloat16 hold it, rounded at random.
+
+    Args:
+        place: the number of the tensor and that of the step, which say the random bits.
+        first: where the moments begin in the tensor.
+    """
+    if exp_avg.dtype == torch.float32:
+        yield exp_avg, exp_avg_sq
+        return
+    mean, square = exp_avg.float(), exp_avg_sq.float()
+    yield mean, square
+    tensor, step = (int(word) & _WORD for word in place)
+    bits = random_bits(mean.numel(), tensor, step, mean.device, first)
+    exp_avg.copy_(round_to_bfloat16(mean, bits >> 16))
+    exp_avg_sq.copy_(round_to_bfloat16(square, bits & 0xFFFF))
