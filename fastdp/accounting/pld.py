@@ -6,6 +6,7 @@ run takes 0.04 to 0.8 seconds. There it takes 0.5 to 1.6, after an import of 1.8
 
 from __future__ import annotations
 
+import bisect
 import math
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -146,24 +147,21 @@ class LossDistribution(NamedTuple):
         masses = self.masses[first:]
         excess = -np.expm1(-self.interval * np.arange(masses.size + 1))
 
-        def exceeds(place: int) -> bool:
-            """Whether the divergence at the loss of ``place`` is above delta, where only larger losses count."""
+        def suffices(place: int) -> bool:
+            """Whether the divergence at the loss of ``place``, where only larger losses count, is at most delta."""
             above = masses[place + 1 :]
-            return self.infinite + _inner_product(excess[1 : above.size + 1], above) > delta
+            return self.infinite + _inner_product(excess[1 : above.size + 1], above) <= delta
 
-        # Places count from the first loss that is not negative; -1 stands for epsilon 0 below it.
+        # Places count from the first loss that is not negative; epsilon 0 lies below it.
         lowest = (first + self.low) * self.interval
         if self.infinite + _inner_product(-np.expm1(-lowest - self.interval * np.arange(masses.size)), masses) <= delta:
             return 0.0
-        low, high = -1, masses.size - 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if exceeds(middle) else (low, middle)
-        # Between two losses the divergence is upper - e^epsilon * lower; here lower is scaled by e^loss of ``high``.
-        above = masses[high:]
+        found = bisect.bisect_left(range(masses.size - 1), True, key=suffices)
+        # Between two losses the divergence is upper - e^epsilon * lower; here lower is scaled by e^loss of ``found``.
+        above = masses[found:]
         upper = self.infinite + float(above.sum())
         lower = _inner_product(1 - excess[: above.size], above)
-        return max(0.0, lowest + high * self.interval + math.log((upper - delta) / lower))
+        return max(0.0, lowest + found * self.interval + math.log((upper - delta) / lower))
 
 
 def normal_mass_below(x: ArrayLike) -> NDArray[np.float64]:

@@ -117,6 +117,7 @@ def _renyi_of_choice(choice: Choice, order: float, adjacency: str) -> float:
 
 
 def sampled_moment(rate: float, multiplier: float, order: float) -> float:
+    """The Renyi divergence of one sampled release: of a whole ``order`` in closed form, and by the chord between two."""
     below = math.floor(order)
     share = order - below
     moment = (1 - share) * _log_moment(rate, multiplier, below)
