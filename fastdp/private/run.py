@@ -21,7 +21,6 @@ from fastdp.accounting.ledger import STEP
 from fastdp.calls.collation import Collation, ProbeBatch
 from fastdp.calls.modes import LoadedMode
 from fastdp.distributed.pieces import full_tensor, is_cut
-from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
 from fastdp.ops.grid import DISTANCE
@@ -30,10 +29,9 @@ from fastdp.private.ending import Ending
 from fastdp.private.loader import LoaderOwner, PrivateLoader
 from fastdp.private.method import Installed
 from fastdp.private.observer import Observer
-from fastdp.private.plan import Plan, fingerprint
-from fastdp.private.preparation import Access, Moment, Outcome, Preparation
+from fastdp.private.plan import fingerprint
+from fastdp.private.preparation import Access, Outcome, Preparation, RunState
 from fastdp.private.provenance import Provenance
-from fastdp.private.publish import save_beside_card, upload
 from fastdp.private.shapes import shape_statement
 from fastdp.private.stages import Stages
 from fastdp.private.steps import UNCHECKED, Steps
@@ -89,30 +87,23 @@ class Private:
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        data_loader: PrivateLoader,
         stages: Stages,
-        ledger: accounting.Ledger,
-        plan: Plan,
+        data_loader: PrivateLoader,
         open_access: Callable[[], Access],
         open_replay: Callable[..., Private],
         observers: list[Observer],
+        *,
+        given_optimizer: torch.optim.Optimizer,
         criterion: Criterion | None = None,
-        ranks: Ranks = ONE,
         installed: Installed | None = None,
     ):
-        self.model = model
-        self.optimizer = optimizer
+        self.model, self.optimizer, self.data_loader = stages.model, stages.optimizer, data_loader
         #: What `make_private` was given: the same, or a wrapper of accelerate's round it.
-        self.given_optimizer = optimizer
-        self.data_loader = data_loader
-        self.method = stages.method
-        self.ledger = ledger
-        self.plan = plan
+        self.given_optimizer = given_optimizer
+        self.method, self.plan, self.ledger = stages.method, stages.plan, stages.ledger
         self.criterion = criterion
         #: The processes that train together.
-        self.ranks = ranks
+        self.ranks = stages.ranks
         self._stages = stages
         self._release = stages.release
         self._open_access = open_access
@@ -125,21 +116,21 @@ class Private:
         self.installed = installed
         moved = stages.parameters if installed is None else installed.trained
         self._state.moved = frozenset(map(id, () if installed is None else moved.values()))
-        self._provenance = Provenance(model, moved, ledger, lambda: self._state)
+        self._provenance = Provenance(self.model, moved, self.ledger, lambda: self._state)
         self._fingerprint = fingerprint(moved)
         self._epsilons: dict[tuple[tuple[int, ...], float], float] = {}
         changes = stages.prepares or stages.method.follows_schedule or installed is not None
-        self._steps = Steps(model, optimizer, stages, ledger, plan, observers, ranks, self._stepped, changes=changes)
-        for owner in (model, optimizer):
+        self._steps = Steps(stages, observers, self._stepped, changes=changes)
+        for owner in (self.model, self.optimizer):
             _DRIVEN[owner] = weakref.ref(self)
         # As long as the model is driven, its run can be asked to let it go.
         stages.holder = self
-        self._loaded_mode = LoadedMode(model)
+        self._loaded_mode = LoadedMode(self.model)
         #: What is said where the run ends early.
-        self.ending = Ending(ledger, counts=plan.sigma > 0 and ranks.leads)
+        self.ending = Ending(self.ledger, counts=self.plan.sigma > 0 and self.ranks.leads)
         self._collected = weakref.finalize(self, self.ending)
         data_loader.owner = _Owner(self)
-        data_loader.most_tokens = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        data_loader.most_tokens = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
         self._follow_schedule()
 
     def __iter__(self) -> Iterator[Any]:
@@ -272,8 +263,8 @@ class Private:
         Happens by itself when iteration over the loader begins, and after a step.
         """
         if self._stages.prepares and self.steps_done < self.total_steps and self._stages.due(self.steps_done):
-            moment = Moment(self.plan, self.model, self._stages.parameters, self.steps_done, self.outcome)
-            self._stages.prepare(Preparation(moment, self._open_access()))
+            state = RunState(self.plan, self.model, self._stages.parameters, self.steps_done, self.outcome)
+            self._stages.prepare(Preparation(state, self._open_access()))
         self._follow_schedule()
 
     def _follow_schedule(self) -> None:
@@ -410,35 +401,26 @@ class Private:
         """Write model and card to a folder that others can use: weights, ``card.json``, ``card.md`` and ``README.md``.
 
         The README is a model card with metadata and a section on privacy, both written from the claim; it takes the place of
-        what the model's own ``save_pretrained`` wrote there.
+        what the model's own ``save_pretrained`` wrote there. ``options`` are for that. Returns the folder.
 
-        Args:
-            folder: where; made if it is missing.
-            options: for the model's own ``save_pretrained``.
-
-        Returns:
-            The folder.
-
-        Raises:
-            ValueError: for a model without ``save_pretrained``.
+        Raises ValueError for a model without ``save_pretrained``.
         """
-        return save_beside_card(self.model, self.card, folder, **options)
+        save = getattr(self.model, "save_pretrained", None)
+        if not callable(save):
+            name = type(self.model).__name__
+            raise ValueError(f"{name} has no save_pretrained: save its state_dict, and card() beside it")
+        save(str(folder), **options)
+        return self.card().save_beside(folder)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> Any:
-        """Upload what `save_pretrained` writes, the card with it, to a model hub.
+        """Upload what `save_pretrained` writes, the card with it, to a model hub; returns what the hub says of it.
 
         Args:
             repo_id: the name on the hub, such as ``anna/notes``; made if it is missing.
             options: for ``HfApi.upload_folder``, as ``commit_message``.
-
-        Returns:
-            What the hub says of the upload.
-
-        Raises:
-            ValueError: as `save_pretrained`.
         """
         with tempfile.TemporaryDirectory() as folder:
-            return upload(self.save_pretrained(folder), repo_id, **options)
+            return upload_to_hub(self.save_pretrained(folder), repo_id, **options)
 
     def state_dict(self) -> dict[str, Any]:
         """Step counts and spent budget, for a checkpoint; never a key, so a resumed run repeats no noise."""
@@ -619,6 +601,15 @@ def detach(model: torch.nn.Module) -> None:
     run = _DRIVEN[bare]()
     assert run is not None
     run.detach()
+
+
+def upload_to_hub(folder: Path, repo_id: str, **options: Any) -> Any:
+    """Upload a folder as a model's repository, which is made if it is missing; ``options`` are ``HfApi.upload_folder``'s."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    api.create_repo(repo_id, exist_ok=True)
+    return api.upload_folder(repo_id=repo_id, folder_path=folder, **options)
 
 
 def drives(owner: Any) -> bool:

@@ -27,8 +27,9 @@ def add(aggregator, state, examples=1):
 
 def test_mean_is_equation_7():
     aggregator = Aggregator(START, BOUNDS)
-    for value in (1.0, 2.0, 6.0):
-        add(aggregator, update(value), examples=7)
+    for value, examples in ((1.0, 7), (2.0, 90), (6.0, 1)):
+        add(aggregator, update(value), examples)
+    assert aggregator.examples == 98
     mean = aggregator.mean()
     torch.testing.assert_close(mean["a.down"], torch.full((3, 2), 3.0))
     torch.testing.assert_close(mean["b.up"], torch.full((4,), -3.0))
@@ -55,6 +56,12 @@ def test_order_does_not_matter_and_means_are_bounded(values, weighted):
     assert min(values) - 1e-5 <= float(mean(values).min()) <= float(mean(values).max()) <= max(values) + 1e-5
 
 
+def shifted(norm):
+    """An update whose difference from the global adapter has this norm."""
+    entries = sum(tensor.numel() for tensor in START.values())
+    return {name: tensor + norm / entries**0.5 for name, tensor in START.items()}
+
+
 def changed(**tensors):
     return {**update(3.0), **tensors}
 
@@ -77,7 +84,7 @@ REFUSALS = {
     "too many examples": (update(3.0), 101, "outside 1 to 100"),
     "a fraction of an example": (update(3.0), 2.5, "no whole number"),
     "a boolean count": (update(3.0), True, "no whole number"),
-    "a norm beyond the bound": (update(1000.0), 1, "beyond the bound 50"),
+    "a norm a little beyond the bound": (shifted(1.01 * BOUNDS.max_norm), 1, "beyond the bound 50"),
 }
 
 
@@ -87,7 +94,7 @@ def test_refused_and_the_rest_goes_on(case):
     state, examples, message = REFUSALS[case]
     aggregator, without = Aggregator(START, BOUNDS), Aggregator(START, BOUNDS)
     for one in (aggregator, without):
-        add(one, update(1.0))
+        assert add(one, shifted(0.99 * BOUNDS.max_norm)) == pytest.approx(0.99 * BOUNDS.max_norm)
     with pytest.raises(RefusedUpdate, match=message):
         add(aggregator, state, examples)
     for one in (aggregator, without):
@@ -134,6 +141,16 @@ def test_a_failure_that_nobody_foresaw_is_a_refusal(monkeypatch, step):
 def test_buffers_of_another_size(size):
     with pytest.raises(RefusedUpdate, match=f"holds {size} bytes, not 40"):
         Aggregator(START, BOUNDS).add(LAYOUT.to_json(), b"\0" * size, 1)
+
+
+@cases("size", [0.5, 1.0, 1.5, 1.999, 2.5, 8.0])
+def test_one_update_moves_the_sum_by_its_bound_at_most(size):
+    """Norms are given in units of the bound: those a little above it count as much as those far above."""
+    clip = 3.0
+    aggregator = Aggregator(START, BOUNDS, clip=clip)
+    add(aggregator, shifted(size * clip))
+    moved = torch.cat([(aggregator.mean()[name].double() - START[name].double()).flatten() for name in START]).norm()
+    assert float(moved) == pytest.approx(min(size, 1.0) * clip, rel=1e-5)
 
 
 def test_no_mean_of_nothing():

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 import fastdp
-from fastdp.private.schedules import require_unseeing
+from fastdp.private.schedules import require_public_schedule
 from tests.cases import cases, pairs
 from tests.engine.runs import Classifier, collate, examples, loader, logical_step, start
 
@@ -376,7 +376,7 @@ def test_every_schedule_of_steps_is_taken() -> None:
     }
     assert len(kinds) > 12
     for kind in kinds - {module.ReduceLROnPlateau}:
-        require_unseeing(kind.__new__(kind))
+        require_public_schedule(kind.__new__(kind))
 
 
 @cases(*pairs(("before", [True, False]), ("kind", [torch.optim.lr_scheduler.ReduceLROnPlateau, Halved])))

@@ -35,21 +35,14 @@ from tests.engine.runs import (
     one_by_one,
     start,
 )
+from tests.loops import trained
 
 PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-4}
 
 
 def train(private: Any, epochs: int) -> list[float]:
     """Train and return epsilon after each release."""
-    spent = []
-    for _ in range(epochs):
-        for batch in private.data_loader:
-            private.model(**batch)["loss"].backward()
-            private.optimizer.step()
-            private.optimizer.zero_grad()
-            if private.last_step_done:
-                spent.append(private.epsilon())
-    return spent
+    return [private.epsilon() for _ in trained(private, epochs) if private.last_step_done]
 
 
 @cases("sampling", ["poisson", "shuffled"])

@@ -226,7 +226,7 @@ def test_a_non_finite_example_is_left_out() -> None:
 
 
 def test_the_card_says_by_construction() -> None:
-    sentence = "examples are independent by construction"
+    sentence = "units are independent by construction"
     for options, said in ((ALONE, 1), ({}, 0)):
         private = start(noise_multiplier=1.0, target_delta=1e-3, **options)
         stepped(private)
