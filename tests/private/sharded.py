@@ -199,7 +199,6 @@ def measured(rank: int, size: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     shards.WHOLE_SUMS = 0.0
     for name, tuning, way, two_pass in (
-        ("llama", "full", shard, None),
         ("gpt2", "full", checkpointed, None),
         ("gpt2", "full", checkpointed, True),
         ("llama", "lora", shard, None),
@@ -276,7 +275,6 @@ def counted(rank: int, size: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     data = [{"input_ids": item["input_ids"][:6]} for item in texts()]
     for name, way, two_pass, share in (
-        ("full", shard, None, 0.0),
         ("checkpointed", checkpointed, None, 0.0),
         ("two passes", checkpointed, True, 0.0),
         ("whole sums", shard, None, 1.0),
@@ -306,7 +304,7 @@ def counted(rank: int, size: int, folder: Path) -> dict[str, Any]:
 
 
 def fused(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """Weights after four steps of the optimizer that draws noise within its update; of two processes, in pieces."""
+    """Weights after two steps of the optimizer that draws noise within its update; of two processes, in pieces."""
     found: dict[str, Any] = {}
     shards.WHOLE_SUMS = 0.0
     for label, case in {"tied": "tied gpt2", "axes": "axes", "two passes": "tied gpt2"}.items():
@@ -326,7 +324,7 @@ def fused(rank: int, size: int, folder: Path) -> dict[str, Any]:
         def count(parameters: Any = parameters, unfused: list[int] = unfused) -> None:
             unfused.append(sum(p.grad is not None for p in parameters))
 
-        _go_on(private, 4, count)
+        _go_on(private, 2, count)
         moments = {n: pieces.full_tensor(optimizer.state[p]["exp_avg"]) for n, p in private.parameters.items()}
         found[label] = {"weights": whole(model), "moments": moments, "unfused": unfused}
         private.detach()
@@ -335,22 +333,18 @@ def fused(rank: int, size: int, folder: Path) -> dict[str, Any]:
 
 def quantised(rank: int, size: int, folder: Path) -> dict[str, Any]:
     """LoRA over a base of four bits: the adapters, and whether the base is what it was."""
-    found: dict[str, Any] = {}
-    for way, share in ((checkpointed, 0.0), (shard, 1.0)):
-        shards.WHOLE_SUMS = share
-        base: dict[str, torch.Tensor] = {}
+    shards.WHOLE_SUMS = 0.0
+    base: dict[str, torch.Tensor] = {}
 
-        def prepare(model: Any, way: Any = way, base: dict[str, torch.Tensor] = base) -> None:
-            pack(model)
-            base |= {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
-            if size > 1:
-                way(model)
+    def prepare(model: Any) -> None:
+        pack(model)
+        base.update({n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad})
+        if size > 1:
+            checkpointed(model)
 
-        weights = trained("lora", 1.0, prepare)["weights"]
-        same = all(torch.equal(weights[name].view(torch.uint8), t.view(torch.uint8)) for name, t in base.items())
-        adapters = {name: weight for name, weight in weights.items() if name not in base}
-        found[f"{way.__name__} {share}"] = {"adapters": adapters, "base kept": same}
-    return found
+    weights = trained("lora", 1.0, prepare)["weights"]
+    same = all(torch.equal(weights[name].view(torch.uint8), t.view(torch.uint8)) for name, t in base.items())
+    return {"adapters": {n: weight for n, weight in weights.items() if n not in base}, "base kept": same}
 
 
 @contextmanager

@@ -330,12 +330,6 @@ def test_what_is_no_method_of_make_private_is_told_its_own_call(method: Any, mat
         start(method=method, **PRIVATE)
 
 
-def test_lbfgs_is_refused() -> None:
-    model = Classifier()
-    with pytest.raises(ValueError, match="LBFGS differentiates several times"):
-        start(model, optimizer=torch.optim.LBFGS(model.parameters()), **PRIVATE)
-
-
 def test_whatever_fails_in_make_private_gives_the_model_its_own_forward_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Classifier()
 
