@@ -25,6 +25,7 @@ from fastdp.federated.aggregation import Aggregator, RefusedUpdate, UpdateBounds
 from fastdp.federated.checkpoint import Checkpoint
 from fastdp.federated.config import FederatedConfig
 from fastdp.federated.messages import Order, read_update
+from fastdp.federated.wire import pack_adapter
 from fastdp.locks import Lock
 from fastdp.ops.stream import NoiseStream
 from fastdp.untrusted import escape_controls, quote
@@ -207,12 +208,12 @@ class Server:
         if reply.has_error():
             raise RefusedUpdate(f"it reports an error: {quote(reply.error.reason, _LONGEST_REASON)}")
         try:
-            layout, data, examples, metrics = read_update(reply.content)
+            data, examples, metrics = read_update(reply.content)
         except (KeyError, TypeError, ValueError) as error:
             raise RefusedUpdate(f"it is no update: {quote(str(error))}") from None
         except Exception as error:
             raise RefusedUpdate(f"it is no update: {type(error).__name__}") from error
-        aggregator.add(layout, data, examples)
+        aggregator.add(data, examples)
         for name, found, most in (
             ("loss", played.losses, _LARGEST_LOSS),
             ("seconds", played.seconds, self.config.round_seconds),
@@ -257,8 +258,7 @@ class Server:
             yield node, None
 
     def _order(self, number: int) -> RecordDict:
-        layout = self.adapted.layout
-        return Order(layout.pack(self.adapted.adapter), layout.to_json(), number, self.adapted.base).to_record()
+        return Order(pack_adapter(self.adapted.adapter), number, self.adapted.base).to_record()
 
     def _open_ledger(self, found: Checkpoint | None) -> accounting.Ledger:
         config = self.config

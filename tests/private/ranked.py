@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fastdp
+import fastdp.private.prove as proving
 from fastdp.distributed import pieces, shards
 from fastdp.methods.rapft import NoisyMap, PublicMap
 from fastdp.private.preparation import Findings, Outcome
@@ -294,7 +296,9 @@ def shapes(rank: int, size: int, folder: Path) -> dict[str, Any]:
     private.detach()
     # A run that is replayed belongs to its own process.
     if size == 2:
-        private = small()
+        private, extremes = small(), proving.extremes
+        # One unusual record is enough to see whether ranks wait for each other.
+        proving.extremes = lambda *given: islice(extremes(*given), 1)  # type: ignore[assignment]
         found["proved"] = bool(private.prove())
         private.detach()
     # Keys of a group come from rank 0's operating system.
