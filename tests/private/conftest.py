@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             run(
                 making,
                 *("matrix:1", "matrix:2", "sharded:2", "refusals:2", "shapes:1", "shapes:2"),
-                *("pieces refused:2", "measured:2", "counted:2", "noise:2"),
+                *("pieces refused:2", "measured:2", "noise:2"),
                 *("fused:1", "fused:2", "quantised:1", "quantised:2", "looked:2"),
                 *(f"{moment}:{size}" for moment in (MOMENTS[1], f"{MOMENTS[-1]}, of pieces") for size in (2, 1)),
                 *("crashes:1", "ends:1", "ends:2"),

@@ -86,7 +86,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "packed": ("llama", "full", {"unit_map": "units"}),
     "rapft": ("gpt2", "full", {"method": fastdp.RapFT(NoisyMap(2.0, 0.5))}),
     "frost": ("llama", "full", {"method": _selecting(selection_steps=2)}),
-    "sums": ("llama", "lora", {"method": _selecting(selection_steps=2, magnitude="MG", select_every=4)}),
+    "sums": ("llama", "lora", {"method": _selecting(selection_steps=1, magnitude="MG", select_every=4)}),
     "public": ("gpt2", "full", {"method": fastdp.RapFT(PublicMap([padded(texts(3))]), map_after=2, map_every=3)}),
     "axes": ("llama", "full", {"method": fastdp.RapFT(NoisyMap(2.0, 0.5), allocation="axes")}),
     "random": ("phi", "bitfit", {"method": fastdp.DPFrost(0.5, choose_by="random")}),
@@ -407,7 +407,7 @@ def crashes(rank: int, size: int, folder: Path) -> dict[str, Any]:
     from tests.private.killed_run import crashed
 
     (folder / "crashes").mkdir()
-    return crashed(folder / "crashes", int(os.environ.get("SEED", 20261)), int(os.environ.get("BUDGET", 9)))
+    return crashed(folder / "crashes", int(os.environ.get("SEED", 20261)), int(os.environ.get("BUDGET", 6)))
 
 
 def unfinished(epochs: int) -> list[Any]:

@@ -133,9 +133,10 @@ def test_noise_of_pieces_is_independent_between_ranks_and_of_the_stated_size(
 
 
 @in_pieces
-@pytest.mark.parametrize("case", ["gpt2 full", "gpt2 full in two passes", "llama lora"])
-def test_a_step_sends_and_holds_what_the_formulas_say(folder: Path, case: str) -> None:
-    """Sums, gradients and moments are pieces; whole are the sums of the block that is made and of the one that is reduced."""
+@pytest.mark.parametrize("case", ["checkpointed", "two passes", "adapters", "whole sums"])
+def test_a_step_sends_holds_and_waits_as_the_formulas_say(folder: Path, case: str) -> None:
+    """Sums are reduced a block at a time: whole are those of the block that is made and of the one that is reduced."""
+    whole, twice = case == "whole sums", case == "two passes"
     for rank in ranks(folder, "measured", 2):
         found = rank[case]
         shapes, trained = found["shapes"], set(found["trained"])
@@ -145,29 +146,22 @@ def test_a_step_sends_and_holds_what_the_formulas_say(folder: Path, case: str) -
             blocks.setdefault(block[0] if block else "", []).append(shape)
         root = blocks.pop("")
         weights = Weights(root, list(blocks.values()), [shape for name, shape in shapes.items() if name in trained])
-        twice = case.endswith("two passes")
-        assert traffic(weights, 2, two_pass=twice) == Traffic(found["gathered"], found["added"])
+        expected = traffic(weights, 2, two_pass=twice)
+        assert max(len(step["microbatches"]) for step in found["steps"]) > 1
+        reduced = sum(any(shape in weights.learned for shape in block) for block in (root, *blocks.values()))
+        assert reduced <= found["blocks"] < len(trained)
+        for step in found["steps"]:
+            for own in step["microbatches"]:
+                assert whole or Traffic(own["gathered"], own["added"]) == expected
+                assert own["sums"] == (0 if whole else reduced)
+            # What is counted of units goes with the release, in one message more.
+            assert step["sums"] == reduced * (1 if whole else len(step["microbatches"])) + 1
+            # Two passes compare the order of their captures, as sums are reduced within the second.
+            assert step["host reads"] <= 1 + (len(step["microbatches"]) if twice else 0)
         own = held(weights, 2, two_pass=twice)
         assert 4 * sum(found["gradients"]) <= own["pieces of sums, then of gradients"]
         assert found["gradients"] == found["moments"] == found["pieces"]
-        assert 0 < found["whole at once"] <= own["whole sums at once"]
-
-
-@in_pieces
-@pytest.mark.parametrize("case", ["checkpointed", "two passes", "whole sums"])
-def test_sums_are_reduced_a_block_at_a_time_and_the_host_reads_once_a_step(folder: Path, case: str) -> None:
-    """Sums took a collective for each parameter, and each microbatch read numbers back, when this test was written."""
-    for rank in ranks(folder, "counted", 2):
-        found = rank[case]
-        assert found["blocks"] < found["parameters"]
-        assert max(len(step["microbatches"]) for step in found["steps"]) > 1
-        for step in found["steps"]:
-            assert set(step["microbatches"]) == {0 if case == "whole sums" else found["blocks"]}
-            reductions = 1 if case == "whole sums" else len(step["microbatches"])
-            # What is counted of units goes with the release, in one message more.
-            assert step["sums"] == reductions * found["blocks"] + 1
-            # Two passes compare the order of their captures, as sums are reduced within the second.
-            assert step["host reads"] <= 1 + (len(step["microbatches"]) if case == "two passes" else 0)
+        assert whole or 0 < found["whole at once"] <= own["whole sums at once"]
 
 
 @in_pieces
