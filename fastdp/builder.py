@@ -206,7 +206,7 @@ class Builder:
             self._check_method()
         if self.ranks.size > 1:
             self._require_alike()
-        ledger = self.ranks.kept(self._open_ledger, Ledger.mirrored)
+        ledger = self.ranks.open_on_first(self._open_ledger, Ledger.mirrored)
         stages: list[Stages] = []
         try:
             return self._join(ledger, stages)

@@ -101,11 +101,10 @@ class Server:
         self._lock = Lock.of_folder(self.output)
         found = Checkpoint.load(self.output, config)
         self.adapted = AdaptedModel.load(config)
-        self.rounds_done = 0
         self.rows: list[dict[str, Any]] = []
         self.population = 0
         if found is not None:
-            self.rounds_done, self.rows, self.population = found.rounds_done, found.rows, found.population
+            self.rows, self.population = found.rows, found.population
             self.adapted.adapter = found.adapter
         self.ledger = self._open_ledger(found) if config.central else None
         self.held_out: Examples | None = None
@@ -119,7 +118,7 @@ class Server:
             ValueError: if fewer clients connect than a round needs; the checkpoint stays, to resume from.
         """
         try:
-            for number in range(self.rounds_done + 1, self.config.rounds + 1):
+            for number in range(len(self.rows) + 1, self.config.rounds + 1):
                 if self.ledger is not None and not self.ledger.remaining():
                     log.warning("the budget of %d releases is spent: the run ends here", self.ledger.budget_steps)
                     break
@@ -144,9 +143,8 @@ class Server:
         perplexity = None if self.held_out is None else self.adapted.quality(self.held_out).perplexity
         seconds = time.perf_counter() - begin
         self.rows.append(played.row(perplexity, seconds, void=adapter is None))
-        self.rounds_done = number
         head = None if self.ledger is None else self.ledger.head
-        Checkpoint(self.adapted.adapter, number, self.population, self.rows, head).save(self.output, self.config)
+        Checkpoint(self.adapted.adapter, self.population, self.rows, head).save(self.output, self.config)
         files.write_rows(self.output / reports.ROUNDS_FILE, self.rows)
         shown = "not measured" if perplexity is None else f"{perplexity:.2f}"
         log.info("round %d: %d of %d accepted, perplexity %s", number, played.accepted, played.sampled, shown)
@@ -274,7 +272,7 @@ class Server:
         )
         try:
             if found is not None:
-                ledger.restore(found.rounds_done, found.ledger_head)
+                ledger.restore(len(found.rows), found.ledger_head)
             if config.rounds > ledger.budget_steps:
                 ledger.extend(config.rounds)
         except BaseException:

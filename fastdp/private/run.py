@@ -29,7 +29,6 @@ from fastdp.private.ending import Ending
 from fastdp.private.loader import LoaderOwner, PrivateLoader
 from fastdp.private.method import Installed
 from fastdp.private.observer import Observer
-from fastdp.private.plan import fingerprint
 from fastdp.private.preparation import Access, Outcome, Preparation, RunState
 from fastdp.private.provenance import Provenance
 from fastdp.private.shapes import shape_statement
@@ -117,7 +116,6 @@ class Private:
         moved = stages.parameters if installed is None else installed.trained
         self._state.moved = frozenset(map(id, () if installed is None else moved.values()))
         self._provenance = Provenance(self.model, moved, self.ledger, lambda: self._state)
-        self._fingerprint = fingerprint(moved)
         self._epsilons: dict[tuple[tuple[int, ...], float], float] = {}
         changes = stages.prepares or stages.method.follows_schedule or installed is not None
         self._steps = Steps(stages, observers, self._stepped, changes=changes)
@@ -337,8 +335,8 @@ class Private:
         """
         if self.data_loader.cut_short:
             self.ending(stacklevel=3)
-        self._provenance.require()
-        self._provenance.look_back()
+        self._provenance.note_changes()
+        self._provenance.note_earlier_runs()
         stream, plan = self._release.stream, self.plan
         seen = ", ".join(sorted(self._observed))
         moved = self._engine.parameters if self.installed is None else self.installed.trained
@@ -366,7 +364,7 @@ class Private:
                 "trained_parameters": sum(p.numel() for p in moved.values()),
                 "processes": self.ranks.size,
                 **({"backward_passes": self.backward_passes} if self._engine.checkpointed else {}),
-                "fingerprint": self._fingerprint,
+                "fingerprint": self.ledger.header["fingerprint"],
             },
             flaws=self.method.flaws(),
             notes=self.method.notes(plan, self.ledger),
@@ -384,18 +382,14 @@ class Private:
             ],
             remaining=[
                 *([accounting.rounded_to_grid(distance)] if self._release.secure_rounding else []),
-                *(
-                    [among_units_in_words(math.ceil(self.expected_batch_size), self.longest)]
-                    if self.policy.bounds
-                    else []
-                ),
-                *([self._shape_statement()] if self.policy.bounds else []),
+                *(self._rounding_among_units() if self.policy.bounds else ()),
             ],
         )
 
-    def _shape_statement(self) -> str:
+    def _rounding_among_units(self) -> Iterator[str]:
+        yield among_units_in_words(math.ceil(self.expected_batch_size), self.longest)
         on_gpu = any(p.device.type != "cpu" for p in self._engine.parameters.values())
-        return shape_statement(self.data_loader.has_public_shapes, on_gpu=on_gpu)
+        yield shape_statement(self.data_loader.has_public_shapes, on_gpu=on_gpu)
 
     def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> Path:
         """Write model and card to a folder that others can use: weights, ``card.json``, ``card.md`` and ``README.md``.
@@ -424,11 +418,11 @@ class Private:
 
     def state_dict(self) -> dict[str, Any]:
         """Step counts and spent budget, for a checkpoint; never a key, so a resumed run repeats no noise."""
-        self._provenance.require()
+        self._provenance.note_changes()
         return {
             "version": _STATE_VERSION,
-            "model": self._fingerprint,
-            "weights": self._provenance.keep(),
+            "model": self.ledger.header["fingerprint"],
+            "weights": self._provenance.remember(),
             "run_id": self.ledger.run_id,
             "ledger_head": self.ledger.head,
             "steps_done": self.steps_done,
@@ -450,7 +444,7 @@ class Private:
             raise ValueError(
                 f"this checkpoint's privacy state has version {state.get('version')}; expected {_STATE_VERSION}"
             )
-        if state["model"] != self._fingerprint:
+        if state["model"] != self.ledger.header["fingerprint"]:
             raise ValueError("this checkpoint belongs to another model: its trained parameters differ in name or shape")
         if state["noise_multiplier"] != self.noise_multiplier:
             raise ValueError(

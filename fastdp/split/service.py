@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fastdp.split.channel import CUSTOMER, METHOD, OPTIONS, check_insecure, check_one, grpc
+from fastdp.split.channel import CUSTOMER, METHOD, OPTIONS, check_insecure, check_secured, grpc
 from fastdp.split.operations import expecting
 from fastdp.split.wire import MessageRejected, Outgoing, receive
 from fastdp.tls_proxy import ProxyLimits, TlsProxy
@@ -42,7 +42,7 @@ class Service:
         insecure: bool,
         allowed: frozenset[str] | None,
     ):
-        check_one(certificates, insecure)
+        check_secured(certificates, insecure)
         host, port = host_and_port(address)
         if insecure:
             check_insecure(address)
