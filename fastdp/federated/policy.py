@@ -18,7 +18,7 @@ from fastdp.federated.refusal import ClientRefusal
 from fastdp.settings import check, convert_value, setting, suggest_name, types_of
 
 #: From the weakest: ``typed`` holds among all tokens as ``local`` does, with nothing told within a type.
-MECHANISMS = ("local", "typed")
+_MECHANISMS = ("local", "typed")
 #: What marks a client of Flower's simulation, where the owner of the run is the owner of the texts.
 _SIMULATED = {"partition_id", "num_partitions"}
 #: Detectors that come with this install; another is a model, which its owner may have made to mark chosen texts.
@@ -68,7 +68,7 @@ class NodePolicy:
     )
     epsilon: float = setting("largest budget of a private token, or text", 0.0, above=0)
     mechanism: str = setting(
-        "weakest mechanism: local or typed; partition is replaced by local", "local", among=MECHANISMS
+        "weakest mechanism: local or typed; partition is replaced by local", "local", among=_MECHANISMS
     )
     budget: str = setting("token; or text, which a token's budget does not satisfy", "token", among=("token", "text"))
     detector: str = setting("always asked, beside the run's: rules, presidio, or a folder", "rules")
@@ -171,8 +171,8 @@ class NodePolicy:
         own = {"mechanism": self.mechanism, "epsilon": self.epsilon, "budget": self.budget}
         if run.perturbation == "none":
             return found | own | {"detector": self.detector}
-        if run.mechanism in MECHANISMS:
-            own["mechanism"] = max(self.mechanism, run.mechanism, key=MECHANISMS.index)
+        if run.mechanism in _MECHANISMS:
+            own["mechanism"] = max(self.mechanism, run.mechanism, key=_MECHANISMS.index)
         own["epsilon"] = min(self.epsilon, run.epsilon)
         own["budget"] = "text" if "text" in (self.budget, run.budget) else "token"
         return found | own

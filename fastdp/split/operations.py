@@ -34,7 +34,7 @@ _ROWS = 1 << 40
 FieldCheck = Callable[[str, Any], None]
 
 
-def _whole(low: int, high: int) -> FieldCheck:
+def _integer(low: int, high: int) -> FieldCheck:
     """A whole number within bounds, both included."""
 
     def check(name: str, value: Any) -> None:
@@ -101,36 +101,36 @@ HEX64 = _text("[0-9a-f]{64}")
 DESCRIPTION_FIELDS: dict[str, FieldCheck] = {
     "bottom": HEX64,
     "vocabulary": _text("([0-9a-f]{64})?"),
-    "width": _whole(1, 1 << 20),
-    "classes": _whole(2, 1 << 16),
-    "after": _whole(0, 1 << 12),
-    "max_tokens": _whole(1, 1 << 20),
-    "max_batch": _whole(1, 1 << 16),
-    "max_message_bytes": _whole(1, 1 << 32),
+    "width": _integer(1, 1 << 20),
+    "classes": _integer(2, 1 << 16),
+    "after": _integer(0, 1 << 12),
+    "max_tokens": _integer(1, 1 << 20),
+    "max_batch": _integer(1, 1 << 16),
+    "max_message_bytes": _integer(1, 1 << 32),
 }
 RUN_FIELDS: dict[str, FieldCheck] = {
     "run": _text("[0-9a-f]{32}"),
     "bottom": HEX64,
-    "classes": _whole(2, 1 << 16),
+    "classes": _integer(2, 1 << 16),
     "dtype": _text("|".join(VECTOR_TYPES)),
     "learning_rate": _real(1e-9, 10.0),
     "weight_decay": _real(0.0, 10.0),
-    "seed": _whole(0, (1 << 53) - 1),
+    "seed": _integer(0, (1 << 53) - 1),
 }
-_POSITION: dict[str, FieldCheck] = {"step": _whole(0, _COUNT), "examples": _whole(0, _COUNT)}
+_POSITION: dict[str, FieldCheck] = {"step": _integer(0, _COUNT), "examples": _integer(0, _COUNT)}
 
 
 def requests(served: ServiceDescription) -> dict[str, MessageForm]:
     """What the vendor accepts."""
     rows = TensorSpec(FLOAT_TYPES, ((1, _ROWS), served.width))
     lengths = TensorSpec((torch.int64,), ((1, served.max_batch),))
-    step: dict[str, FieldCheck] = {"step": _whole(0, _COUNT)}
+    step: dict[str, FieldCheck] = {"step": _integer(0, _COUNT)}
     gradient = TensorSpec((torch.float32,), ((1, served.max_batch), served.classes))
     return {
         "describe": MessageForm({}, {}),
         "bottom": MessageForm({}, {}),
         "open": MessageForm(RUN_FIELDS, {}),
-        "put": MessageForm({"first": _whole(0, _COUNT)}, {"lengths": lengths, "rows": rows}),
+        "put": MessageForm({"first": _integer(0, _COUNT)}, {"lengths": lengths, "rows": rows}),
         "forward": MessageForm(step, {"indices": TensorSpec((torch.int64,), ((1, served.max_batch),))}),
         "backward": MessageForm(step, {"gradient": gradient}),
         "predict": MessageForm({}, {"lengths": lengths, "rows": rows}),
@@ -141,17 +141,17 @@ def requests(served: ServiceDescription) -> dict[str, MessageForm]:
 def replies(served: ServiceDescription | None) -> dict[str, MessageForm]:
     """What the customer accepts; before it knows what is served, only that and the bottom."""
     first = {
-        "describe": MessageForm({**DESCRIPTION_FIELDS, "open": _whole(0, 1)}, {}),
-        "bottom": MessageForm({"config": _text(".{2,60000}"), "after": _whole(0, 1 << 12)}, None),
+        "describe": MessageForm({**DESCRIPTION_FIELDS, "open": _integer(0, 1)}, {}),
+        "bottom": MessageForm({"config": _text(".{2,60000}"), "after": _integer(0, 1 << 12)}, None),
     }
     if served is None:
         return first
     logits = TensorSpec((torch.float32,), ((1, served.max_batch), served.classes))
     return first | {
         "open": MessageForm(_POSITION, {}),
-        "put": MessageForm({"examples": _whole(0, _COUNT)}, {}),
-        "forward": MessageForm({"step": _whole(0, _COUNT)}, {"logits": logits}),
-        "backward": MessageForm({"step": _whole(0, _COUNT), "replayed": _whole(0, 1)}, {}),
+        "put": MessageForm({"examples": _integer(0, _COUNT)}, {}),
+        "forward": MessageForm({"step": _integer(0, _COUNT)}, {"logits": logits}),
+        "backward": MessageForm({"step": _integer(0, _COUNT), "replayed": _integer(0, 1)}, {}),
         "predict": MessageForm({}, {"logits": logits}),
         "discard": MessageForm({}, {}),
     }
