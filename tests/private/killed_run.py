@@ -71,6 +71,8 @@ def train(folder: Path, budget: int) -> None:
         output_dir=folder,
         resume=(folder / "ledger.jsonl").exists(),
         unsafe_seed=None,
+        # Each call of a function takes long under a trace, and checks make many.
+        self_check=False,
     )
     checkpoint = folder / "checkpoint.pt"
     if checkpoint.exists():
@@ -112,7 +114,8 @@ def crashed(folder: Path, seed: int, budget: int) -> dict[str, Any]:
     observations = []
     for _ in range(200):
         # Sometimes within the first lines of a run, where files are created and read; mostly within a few steps.
-        status = attempt(folder, budget, chance.choice((60, 400, 100 * budget)) * chance.randint(1, 100) // 100 + 1)
+        longest = max(1500, 100 * budget)
+        status = attempt(folder, budget, chance.choice((60, 400, longest, longest)) * chance.randint(1, 100) // 100 + 1)
         released = len(noise.read_text().splitlines()) if noise.exists() else 0
         path = folder / "ledger.jsonl"
         try:

@@ -407,7 +407,7 @@ def crashes(rank: int, size: int, folder: Path) -> dict[str, Any]:
     from tests.private.killed_run import crashed
 
     (folder / "crashes").mkdir()
-    return crashed(folder / "crashes", int(os.environ.get("SEED", 20261)), int(os.environ.get("BUDGET", 6)))
+    return crashed(folder / "crashes", int(os.environ.get("SEED", 20261)), int(os.environ.get("BUDGET", 9)))
 
 
 def unfinished(epochs: int) -> list[Any]:
