@@ -44,14 +44,14 @@ from fastdp.private.loader import PrivateLoader, check_loader
 from fastdp.private.method import Method
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Budget, Plan, SideRelease, fingerprint
-from fastdp.private.preparation import Access, Moment
+from fastdp.private.preparation import Access, RunState
 from fastdp.private.release import Recorder, Release, ReplicatedLedger
 from fastdp.private.run import Private, refuse_driven
 from fastdp.private.sampler import Units, steps_per_epoch
-from fastdp.private.schedules import refuse_seeing
+from fastdp.private.schedules import refuse_private_schedules
 from fastdp.private.shapes import PublicShapes
 from fastdp.private.stages import Stages
-from fastdp.private.steps import refuse_warm
+from fastdp.private.steps import refuse_used_optimizer
 from fastdp.validate import instance, integer, number
 from fastdp.verify import Checks
 
@@ -206,7 +206,7 @@ class Builder:
             self._check_method()
         if self.ranks.size > 1:
             self._require_alike()
-        ledger = self.ranks.kept(self._open_ledger, Ledger.mirrored)
+        ledger = self.ranks.open_on_first(self._open_ledger, Ledger.mirrored)
         stages: list[Stages] = []
         try:
             return self._join(ledger, stages)
@@ -236,8 +236,8 @@ class Builder:
         refuse_driven(self.model, self.optimizer)
         if not options.resume:
             # A resumed run takes the state of its checkpoint, before or after: pieces are loaded before.
-            refuse_warm(self.optimizer)
-        refuse_seeing(self.optimizer)
+            refuse_used_optimizer(self.optimizer)
+        refuse_private_schedules(self.optimizer)
         check_model(self.model, self.optimizer)
         refuse_made_of_examples(self.model)
         if isinstance(self.data_loader, PrivateLoader):
@@ -355,7 +355,7 @@ class Builder:
 
         with kept_modes(self.model), unchanged(self.model):
             try:
-                method.try_passes(Moment(self.plan, self.model, self.trained, 0, {}), one)
+                method.try_passes(RunState(self.plan, self.model, self.trained, 0, {}), one)
                 if method.takes_losses and criterion is not None:
                     batch = one()
                     args, kwargs = accepted(self.model, batch)
@@ -404,22 +404,21 @@ class Builder:
         """The run; its stages are among ``opened`` as soon as they hold something."""
         options, noise = self.options, self._open_stream(rounds=self.options.noise_rounds)
         self.observers: list[Observer] = []
-        self.books: Recorder = ledger if self.ranks.size == 1 else ReplicatedLedger(ledger, self.ranks)
+        self.recorder: Recorder = ledger if self.ranks.size == 1 else ReplicatedLedger(ledger, self.ranks)
         self.loader = self._open_loader(STEP)
-        release = Release(self.trained, self.books, noise, self.batch_size, secure_rounding=options.secure_rounding)
+        release = Release(self.trained, self.recorder, noise, self.batch_size, secure_rounding=options.secure_rounding)
         resumed = options.resume and options.folder is not None
         stages = Stages(
-            *(self.model, self.optimizer, self.method, self.plan.sigma, release, ledger),
+            *(self.model, self.optimizer, self.method, self.plan, release, ledger),
             *(self._open_engine, options.folder, resumed, self.ranks),
         )
         opened.append(stages)
-        private = Private(
-            *(self.model, self.optimizer, self.loader, stages, ledger, self.plan, self._open_access),
-            *(self._open_replay, self.observers, options.criterion, self.ranks),
+        return Private(
+            *(stages, self.loader, self._open_access, self._open_replay, self.observers),
+            given_optimizer=self.given_optimizer,
+            criterion=options.criterion,
             installed=self.installed,
         )
-        private.given_optimizer = self.given_optimizer
-        return private
 
     @cached_property
     def _open_stream(self) -> Callable[..., NoiseStream]:
@@ -454,7 +453,7 @@ class Builder:
 
     def _open_access(self) -> Access:
         return Access(
-            self.books.record,
+            self.recorder.record,
             self._open_loader,
             self._open_stream(),
             secure_rounding=self.options.secure_rounding,

@@ -16,8 +16,11 @@ def trained(private: Any, epochs: int = 1) -> Iterator[Any]:
             private.optimizer.zero_grad()
 
 
-def train(private: Any) -> None:
-    """Spend the whole budget."""
-    while private.steps_done < private.total_steps:
+def train(private: Any, steps: int | None = None) -> None:
+    """Train until so many logical steps are done; spend the whole budget by default."""
+    steps = private.total_steps if steps is None else steps
+    while private.steps_done < steps:
         for _ in trained(private):
-            pass
+            if private.steps_done >= steps and private.last_step_done:
+                private.optimizer.zero_grad()
+                return

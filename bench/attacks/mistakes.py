@@ -467,7 +467,7 @@ def interrupted_backward(library: Library) -> float:
 
 @attack(
     "A schedule lowers the learning rate by the loss on the records.",
-    off={"fastdp.private.schedules.require_unseeing": kit.nothing},
+    off={"fastdp.private.schedules.require_public_schedule": kit.nothing},
 )
 def rate_by_loss(library: Library) -> float:
     def forward(own: Any, x: torch.Tensor, labels: torch.Tensor) -> Any:

@@ -22,6 +22,7 @@ from fastdp.data import Examples
 from fastdp.federated import Aggregator, FederatedConfig, UpdateBounds
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.site import Site
+from fastdp.federated.wire import pack_adapter
 from fastdp.files import write_rows
 from fastdp.methods.selective import PrivacyPolicy, read_labelled_spans, token_mask
 
@@ -103,7 +104,7 @@ class Bench:
                 for site in sites:
                     adapted.adapter = adapter
                     fitted = site.fit(number)
-                    aggregator.add(adapted.layout.to_json(), adapted.layout.pack(adapted.adapter), fitted.examples)
+                    aggregator.add(pack_adapter(adapted.adapter), fitted.examples)
                 adapter = adapted.adapter = aggregator.mean()
                 perplexities.append(adapted.quality(held_out).perplexity)
             tokens = sum(card["tokens"]["all"] for card in cards)

@@ -118,7 +118,7 @@ class Ranks:
             raise said[0].error
         return said[0]  # type: ignore[no-any-return]
 
-    def kept(self, open_it: Callable[[], T], mirrored: Callable[[T], T]) -> T:
+    def open_on_first(self, open_it: Callable[[], T], mirrored: Callable[[T], T]) -> T:
         """What rank 0 opens; on the others, what ``mirrored`` makes of it."""
         opened: list[T] = []
 

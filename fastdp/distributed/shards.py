@@ -212,7 +212,7 @@ class Sharded(UnshardedParameters):
         self.settle()
         usual = [group._all_gather_comm for group in self._groups]
         for index, group in enumerate(self._groups):
-            group._all_gather_comm = _Asking(self, index, usual[index])
+            group._all_gather_comm = _GatherInTurn(self, index, usual[index])
         self._apart = True
         try:
             with self.ranks.together():
@@ -344,7 +344,7 @@ class Sharded(UnshardedParameters):
             group.reduce_grads = reduced
 
 
-class _Asking:
+class _GatherInTurn:
     """A gathering that waits for its turn among those that other ranks ask for."""
 
     def __init__(self, shards: Sharded, index: int, usual: Any):

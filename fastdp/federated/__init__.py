@@ -9,9 +9,8 @@ import os
 from fastdp.federated.aggregation import Aggregator, RefusedUpdate, UpdateBounds
 from fastdp.federated.config import FederatedConfig
 from fastdp.federated.partitioning import partition
-from fastdp.federated.wire import AdapterLayout
 
 # Flower reports starts and ends of runs to its makers unless told not to; it reads this when it is first imported.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
-__all__ = ["AdapterLayout", "Aggregator", "FederatedConfig", "RefusedUpdate", "UpdateBounds", "partition"]
+__all__ = ["Aggregator", "FederatedConfig", "RefusedUpdate", "UpdateBounds", "partition"]

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fastdp.accounting.weights import named_digest
 from fastdp.data import Collator, Examples
 from fastdp.federated.config import FederatedConfig
-from fastdp.federated.wire import AdapterLayout
 from fastdp.finetune.config import FinetuneConfig
 from fastdp.finetune.evaluation import Quality, evaluate
 from fastdp.finetune.models import (
@@ -33,14 +32,12 @@ class AdaptedModel:
     """A base model with its adapter.
 
     Attributes:
-        layout: of the adapter, in the model's own order.
         base: digest of everything that is not trained, by which machines know that they mean the same model.
     """
 
     config: FederatedConfig
     tokenizer: Any
     model: nn.Module
-    layout: AdapterLayout
     base: str
 
     @classmethod
@@ -57,9 +54,8 @@ class AdaptedModel:
         )
         tokenizer = load_tokenizer(settings)
         model = load_trained(settings, tokenizer).to(usable_device(config.device))
-        layout = AdapterLayout.of(trained_state(model, trained_names(model)))
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-        return cls(config, tokenizer, model, layout, named_digest(frozen))
+        return cls(config, tokenizer, model, named_digest(frozen))
 
     @property
     def adapter(self) -> dict[str, Tensor]:
@@ -68,7 +64,7 @@ class AdaptedModel:
 
     @adapter.setter
     def adapter(self, state: dict[str, Tensor]) -> None:
-        names = [name for name, _, _ in self.layout.entries]
+        names = trained_names(self.model)
         restore_trained(self.model, {name: state[name] for name in names}, names)
 
     @property

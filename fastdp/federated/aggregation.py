@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fastdp.ops as ops
-from fastdp.federated.wire import AdapterLayout
+from fastdp.federated.wire import unpack_adapter
 from fastdp.ops.stream import NoiseStream
 from fastdp.untrusted import quote
 
@@ -49,7 +48,7 @@ class Aggregator:
     ) -> None:
         if weighted and clip is not None:
             raise ValueError("central DP needs equal weights: a client's number of examples is unbounded and private")
-        self.layout = AdapterLayout.of(start)
+        self.start = start
         self.bounds = bounds
         self.weighted = weighted
         self.clip = clip
@@ -59,12 +58,11 @@ class Aggregator:
         self._sum = torch.zeros_like(self._start)
         self._weight = 0.0
 
-    def add(self, layout: str, data: bytes, examples: object) -> float:
+    def add(self, data: bytes, examples: object) -> float:
         """Check one update, which may be hostile, and add it; returns the norm of its difference from the global adapter.
 
         Args:
-            layout: what the client says its bytes are, as `Layout.to_json` writes it.
-            data: the client's adapter, whole.
+            data: the client's adapter, whole, as `pack_adapter` writes it.
             examples: the number of examples it claims to have trained on.
 
         Raises:
@@ -72,7 +70,7 @@ class Aggregator:
                 a norm beyond the bound; whatever else keeps it from being read.
         """
         try:
-            change, norm, count = self._checked(layout, data, examples)
+            change, norm, count = self._checked(data, examples)
         except RefusedUpdate:
             raise
         except Exception as error:
@@ -88,18 +86,16 @@ class Aggregator:
         self.examples += count
         return norm
 
-    def _checked(self, layout: str, data: bytes, examples: object) -> tuple[Tensor, float, int]:
+    def _checked(self, data: bytes, examples: object) -> tuple[Tensor, float, int]:
         """The update's difference from the global adapter, the norm of that, and its number of examples."""
         if not isinstance(examples, int) or isinstance(examples, bool):
             raise RefusedUpdate(f"its number of examples is {quote(examples)}, which is no whole number")
         if not 1 <= examples <= self.bounds.max_examples:
             raise RefusedUpdate(f"its number of examples is {examples}, outside 1 to {self.bounds.max_examples}")
-        problem = self.layout.difference(layout)
-        if problem is not None:
-            raise RefusedUpdate(problem)
-        if len(data) != self.layout.nbytes:
-            raise RefusedUpdate(f"it holds {len(data)} bytes, not {self.layout.nbytes}")
-        change = _flat(self.layout.unpack(data)) - self._start
+        try:
+            change = _flat(unpack_adapter(data, self.start)) - self._start
+        except ValueError as error:
+            raise RefusedUpdate(str(error)) from None
         if not bool(torch.isfinite(change).all()):
             raise RefusedUpdate("it holds a NaN or an infinity")
         norm = float(change.norm())
@@ -131,12 +127,8 @@ class Aggregator:
         return self._state(self._start + total.double() / expected)
 
     def _state(self, flat: Tensor) -> dict[str, Tensor]:
-        state, at = {}, 0
-        for name, dtype, shape in self.layout.entries:
-            count = math.prod(shape)
-            state[name] = flat[at : at + count].reshape(shape).to(getattr(torch, dtype))
-            at += count
-        return state
+        parts = flat.split([tensor.numel() for tensor in self.start.values()])
+        return {name: part.view(own.shape).to(own.dtype) for part, (name, own) in zip(parts, self.start.items())}
 
 
 def _flat(state: Mapping[str, Tensor]) -> Tensor:

@@ -23,14 +23,12 @@ class Checkpoint:
 
     Attributes:
         adapter: the global adapter.
-        rounds_done: number of rounds behind it.
         population: clients connected when the run began, which central DP counts on.
-        rows: what was reported of each round.
+        rows: what was reported of each round behind it.
         ledger_head: of central DP's ledger (see `Ledger.restore`).
     """
 
     adapter: dict[str, Tensor]
-    rounds_done: int
     population: int
     rows: list[dict[str, Any]]
     ledger_head: str | None = None
@@ -39,7 +37,6 @@ class Checkpoint:
         """Keep it in ``folder``: a kill leaves the previous checkpoint or this one."""
         metadata = {
             "config": canonical(config.as_dict()),
-            "rounds_done": str(self.rounds_done),
             "population": str(self.population),
             "rows": canonical(self.rows),
             "ledger_head": canonical(self.ledger_head),
@@ -60,10 +57,10 @@ class Checkpoint:
             raise ValueError(f"{folder} already holds a run: set resume to continue it, or name another output")
         with files.kept_tensors(path, "checkpoint that can be read") as (adapter, metadata):
             settings = json.loads(metadata["config"])
-            done, population = int(metadata["rounds_done"]), int(metadata["population"])
-            rows, head = json.loads(metadata["rows"]), json.loads(metadata["ledger_head"])
+            population, rows = int(metadata["population"]), json.loads(metadata["rows"])
+            head = json.loads(metadata["ledger_head"])
         _refuse_other(settings, config, folder)
-        return cls(adapter, done, population, rows, head)
+        return cls(adapter, population, rows, head)
 
 
 def _refuse_other(settings: Mapping[str, Any], config: FederatedConfig, folder: Path) -> None:

@@ -15,6 +15,7 @@ from fastdp.federated.messages import Order, update_record
 from fastdp.federated.policy import NodeSettingError, client_settings
 from fastdp.federated.refusal import ClientRefusal
 from fastdp.federated.site import Site
+from fastdp.federated.wire import unpack_adapter
 
 # After ours: `messages` says what to install where Flower is missing.
 from flwr.app import Context, Message  # isort: skip
@@ -52,17 +53,17 @@ def train(message: Message, context: Context) -> Message:
     site, order = _site(context), Order.from_record(message.content)
     _accept(site.adapted, order)
     fitted = site.fit(order.round_number)
-    return Message(update_record(site.adapted.layout, site.adapted.adapter, fitted), reply_to=message)
+    return Message(update_record(site.adapted.adapter, fitted), reply_to=message)
 
 
 def _accept(adapted: AdaptedModel, order: Order) -> None:
     """Load the server's adapter. Raises ClientRefusal if it is for another model."""
     if order.base != adapted.base:
         raise ClientRefusal("the server's base model is not this client's: both must load the same public model")
-    problem = adapted.layout.difference(order.layout)
-    if problem is not None:
-        raise ClientRefusal(f"the server's adapter is not this client's: {problem}")
-    adapted.adapter = adapted.layout.unpack(order.adapter)
+    try:
+        adapted.adapter = unpack_adapter(order.adapter, adapted.adapter)
+    except ValueError as error:
+        raise ClientRefusal(f"the server's adapter is not this client's: {error}") from None
 
 
 def _config(context: Context) -> FederatedConfig:

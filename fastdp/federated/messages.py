@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fastdp.federated.site import FitResult
-from fastdp.federated.wire import AdapterLayout
+from fastdp.federated.wire import pack_adapter
 from fastdp.untrusted import quote
 
 try:
@@ -18,7 +18,7 @@ except ImportError:
         "federated runs need Flower, on Python 3.11 or later: pip install 'fastdp-lm[federated]'"
     ) from None
 
-_STORED_AS = "fastdp.packed"
+_STORED_AS = "fastdp.safetensors"
 
 
 @dataclass(frozen=True)
@@ -26,46 +26,36 @@ class Order:
     """What the server sends: the global adapter, the round, and the digest of the base model it belongs to."""
 
     adapter: bytes
-    layout: str
     round_number: int
     base: str
 
     def to_record(self) -> RecordDict:
         """As Flower's records."""
-        settings = ConfigRecord({"layout": self.layout, "round": self.round_number, "base": self.base})
+        settings = ConfigRecord({"round": self.round_number, "base": self.base})
         return RecordDict({"arrays": _arrays(self.adapter), "order": settings})
 
     @classmethod
     def from_record(cls, record: RecordDict) -> Order:
         """From a server's message. Raises KeyError or TypeError for another one."""
         settings = record.config_records["order"]
-        return cls(_bytes(record), str(settings["layout"]), int(settings["round"]), str(settings["base"]))  # type: ignore[arg-type]
+        return cls(_bytes(record), int(settings["round"]), str(settings["base"]))  # type: ignore[arg-type]
 
 
-def update_record(layout: AdapterLayout, state: Mapping[str, Tensor], fitted: FitResult) -> RecordDict:
+def update_record(state: Mapping[str, Tensor], fitted: FitResult) -> RecordDict:
     """A client's reply to an order to train."""
     told = {"num-examples": fitted.examples, "seconds": fitted.seconds, "loss": fitted.loss}
     metrics = MetricRecord({name: value for name, value in told.items() if value is not None})
-    return RecordDict(
-        {
-            "arrays": _arrays(layout.pack(state)),
-            "layout": ConfigRecord({"layout": layout.to_json()}),
-            "metrics": metrics,
-        }
-    )
+    return RecordDict({"arrays": _arrays(pack_adapter(state)), "metrics": metrics})
 
 
-def read_update(record: RecordDict) -> tuple[str, bytes, object, dict[str, float]]:
-    """Layout, bytes, claimed number of examples and the other metrics of a reply, unchecked.
+def read_update(record: RecordDict) -> tuple[bytes, object, dict[str, float]]:
+    """Bytes, claimed number of examples and the other metrics of a reply, unchecked.
 
     Raises KeyError or TypeError for a reply of another form.
     """
     metrics = dict(record.metric_records["metrics"])
     examples = metrics.pop("num-examples")
-    layout = record.config_records["layout"]["layout"]
-    if not isinstance(layout, str):
-        raise TypeError("its layout is no text")
-    return layout, _bytes(record), examples, {key: float(value) for key, value in metrics.items()}  # type: ignore[arg-type]
+    return _bytes(record), examples, {key: float(value) for key, value in metrics.items()}  # type: ignore[arg-type]
 
 
 def _arrays(data: bytes) -> ArrayRecord:

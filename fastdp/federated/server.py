@@ -25,6 +25,7 @@ from fastdp.federated.aggregation import Aggregator, RefusedUpdate, UpdateBounds
 from fastdp.federated.checkpoint import Checkpoint
 from fastdp.federated.config import FederatedConfig
 from fastdp.federated.messages import Order, read_update
+from fastdp.federated.wire import pack_adapter
 from fastdp.locks import Lock
 from fastdp.ops.stream import NoiseStream
 from fastdp.untrusted import escape_controls, quote
@@ -100,11 +101,10 @@ class Server:
         self._lock = Lock.of_folder(self.output)
         found = Checkpoint.load(self.output, config)
         self.adapted = AdaptedModel.load(config)
-        self.rounds_done = 0
         self.rows: list[dict[str, Any]] = []
         self.population = 0
         if found is not None:
-            self.rounds_done, self.rows, self.population = found.rounds_done, found.rows, found.population
+            self.rows, self.population = found.rows, found.population
             self.adapted.adapter = found.adapter
         self.ledger = self._open_ledger(found) if config.central else None
         self.held_out: Examples | None = None
@@ -118,7 +118,7 @@ class Server:
             ValueError: if fewer clients connect than a round needs; the checkpoint stays, to resume from.
         """
         try:
-            for number in range(self.rounds_done + 1, self.config.rounds + 1):
+            for number in range(len(self.rows) + 1, self.config.rounds + 1):
                 if self.ledger is not None and not self.ledger.remaining():
                     log.warning("the budget of %d releases is spent: the run ends here", self.ledger.budget_steps)
                     break
@@ -143,9 +143,8 @@ class Server:
         perplexity = None if self.held_out is None else self.adapted.quality(self.held_out).perplexity
         seconds = time.perf_counter() - begin
         self.rows.append(played.row(perplexity, seconds, void=adapter is None))
-        self.rounds_done = number
         head = None if self.ledger is None else self.ledger.head
-        Checkpoint(self.adapted.adapter, number, self.population, self.rows, head).save(self.output, self.config)
+        Checkpoint(self.adapted.adapter, self.population, self.rows, head).save(self.output, self.config)
         files.write_rows(self.output / reports.ROUNDS_FILE, self.rows)
         shown = "not measured" if perplexity is None else f"{perplexity:.2f}"
         log.info("round %d: %d of %d accepted, perplexity %s", number, played.accepted, played.sampled, shown)
@@ -207,12 +206,12 @@ class Server:
         if reply.has_error():
             raise RefusedUpdate(f"it reports an error: {quote(reply.error.reason, _LONGEST_REASON)}")
         try:
-            layout, data, examples, metrics = read_update(reply.content)
+            data, examples, metrics = read_update(reply.content)
         except (KeyError, TypeError, ValueError) as error:
             raise RefusedUpdate(f"it is no update: {quote(str(error))}") from None
         except Exception as error:
             raise RefusedUpdate(f"it is no update: {type(error).__name__}") from error
-        aggregator.add(layout, data, examples)
+        aggregator.add(data, examples)
         for name, found, most in (
             ("loss", played.losses, _LARGEST_LOSS),
             ("seconds", played.seconds, self.config.round_seconds),
@@ -257,8 +256,7 @@ class Server:
             yield node, None
 
     def _order(self, number: int) -> RecordDict:
-        layout = self.adapted.layout
-        return Order(layout.pack(self.adapted.adapter), layout.to_json(), number, self.adapted.base).to_record()
+        return Order(pack_adapter(self.adapted.adapter), number, self.adapted.base).to_record()
 
     def _open_ledger(self, found: Checkpoint | None) -> accounting.Ledger:
         config = self.config
@@ -274,7 +272,7 @@ class Server:
         )
         try:
             if found is not None:
-                ledger.restore(found.rounds_done, found.ledger_head)
+                ledger.restore(len(found.rows), found.ledger_head)
             if config.rounds > ledger.budget_steps:
                 ledger.extend(config.rounds)
         except BaseException:

@@ -24,9 +24,8 @@ from fastdp.calls.randomness import unchanged
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.loss.boundary import find_loss
 from fastdp.entry import make_private
-from fastdp.private.publish import upload
-from fastdp.private.run import Criterion, Private
-from fastdp.private.schedules import require_unseeing
+from fastdp.private.run import Criterion, Private, upload_to_hub
+from fastdp.private.schedules import require_public_schedule
 from fastdp.validate import instance
 
 _LOG = logging.getLogger(__name__)
@@ -355,7 +354,7 @@ class PrivateTraining(_TrainerBase):
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's own; raises ValueError for a schedule that reads a figure."""
         schedule = super().create_scheduler(*args, **kwargs)
-        require_unseeing(schedule)
+        require_public_schedule(schedule)
         return schedule
 
     def _lengths(self) -> list[int] | None:
@@ -410,7 +409,7 @@ class PrivateTraining(_TrainerBase):
             self.save_model(folder)
             # It holds paths of this machine, and whatever else was set.
             (Path(folder) / "training_args.bin").unlink(missing_ok=True)
-            return upload(Path(folder), name, commit_message=commit_message, **options)
+            return upload_to_hub(Path(folder), name, commit_message=commit_message, **options)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """One logical batch; the number of tokens in it stays unsaid, since losses are means by example."""

@@ -253,9 +253,7 @@ def _picks_rows(dataset: Any) -> bool:
 
 def refuse_in_pieces(model: torch.nn.Module, *, keep_logits: bool | None) -> None:
     """Raise ValueError for what needs whole weights, where they are in pieces."""
-    if not any(map(is_cut, model.parameters())):
-        return
-    if keep_logits is False:
+    if keep_logits is False and any(map(is_cut, model.parameters())):
         raise ValueError(
             "keep_logits is False, and tiles of logits need the head's weight after the backward pass, when it is in pieces "
             "again: leave keep_logits out"

@@ -144,7 +144,7 @@ class PrivateLoader:
         self.lengths = _lengths(self.dataset)
         self.tickets: deque[Ticket] = deque()
         #: Whether the latest iteration was complete; and whether the loop left it before its last logical batch.
-        self._whole = self.cut_short = False
+        self._complete = self.cut_short = False
         #: Set by a caller that takes each batch before the backward pass of the one before.
         self.takes_ahead = False
         #: Set by a caller that takes several microbatches before their backward passes, and checks them itself.
@@ -183,8 +183,8 @@ class PrivateLoader:
             options = {**self._options, "collate_fn": self.collate_fn, "worker_init_fn": self.given.worker_init_fn}
             yield from map(self._to_device, DataLoader(self.dataset, self.batch_size, **options))
             return
-        whole, self._whole = self._whole, False
-        if whole:
+        complete, self._complete = self._complete, False
+        if complete:
             # The last batch of the epoch before must have had its backward pass too.
             self.require_consumed()
         self.cut_short = False
@@ -222,7 +222,7 @@ class PrivateLoader:
             # At the interpreter's end `__setattr__` has no globals left.
             vars(self)["cut_short"] = steps > 0
             raise
-        self._whole = True
+        self._complete = True
 
     def _with_tickets(self, inner: Iterator[Any], waiting: deque[tuple[list[int], Ticket]]) -> Iterator[Any]:
         """The example indices, ticket, lengths and batch of each forward pass: one for each public shape in a microbatch."""

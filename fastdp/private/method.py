@@ -12,7 +12,7 @@ import fastdp.accounting as accounting
 from fastdp.accounting.events import CONSTANT, NoiseFactors
 from fastdp.engine.clip.policy import Policy
 from fastdp.private.plan import Budget, Plan
-from fastdp.private.preparation import Findings, Moment, Outcome, Preparation
+from fastdp.private.preparation import Findings, Outcome, Preparation, RunState
 
 
 class Installed(Protocol):
@@ -91,7 +91,7 @@ class Method(ABC):
         """Whether `prepare` differentiates losses, which the model or a criterion must then give."""
         return False
 
-    def try_passes(self, moment: Moment, one: Callable[[], Any]) -> None:  # noqa: B027 (most methods run no model)
+    def try_passes(self, moment: RunState, one: Callable[[], Any]) -> None:  # noqa: B027 (most methods run no model)
         """Raise if passes of the method's own would fail; ``one`` collates one example. Nothing of it may be kept."""
 
     def install(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Installed | None:

@@ -69,7 +69,7 @@ class Released(Mapping[str, torch.Tensor]):
 
 
 @dataclass
-class Moment:
+class RunState:
     """Where a run stands between two logical batches.
 
     Attributes:
@@ -90,7 +90,7 @@ class Moment:
 
 
 @dataclass
-class Findings(Moment):
+class Findings(RunState):
     """What an outcome may be drawn from.
 
     Attributes:
@@ -124,11 +124,11 @@ class Access:
     ranks: Ranks = ONE
 
 
-class Preparation(Moment):
+class Preparation(RunState):
     """What a method's `prepare` may use: the model, and `release`."""
 
-    def __init__(self, moment: Moment, access: Access):
-        super().__init__(**vars(moment))
+    def __init__(self, state: RunState, access: Access):
+        super().__init__(**vars(state))
         self._access = access
         self._releases: list[Released] = []
         self._over = False
@@ -145,7 +145,7 @@ class Preparation(Moment):
         side = self.plan.kind(kind)
         self._access.record(kind)
         self._releases.append(Released({}))
-        return Sample(self, self._access, side, len(self._releases) - 1, self._releases)
+        return Sample(self, self._access, side, self._releases)
 
     def unprotected(self, rate: float, contributions: Contributions) -> Released:
         """The sum of ``contributions`` over one Poisson sample at ``rate``, without noise: for methods as printed.
@@ -169,8 +169,8 @@ class Preparation(Moment):
     def findings(self) -> Findings:
         """End the preparation; what it released."""
         self.end()
-        moment = (self.plan, self.model, self.parameters, self.step, self.outcome, self.weights)
-        return Findings(*moment, tuple(self._releases))
+        state = (self.plan, self.model, self.parameters, self.step, self.outcome, self.weights)
+        return Findings(*state, tuple(self._releases))
 
     def end(self) -> None:
         """From here on nothing is released."""
@@ -188,14 +188,10 @@ class Sample:
     Either `total` does both, and clips; or `differentiate` fills an accumulator, and `publish` adds the noise.
     """
 
-    def __init__(
-        self, preparation: Preparation, access: Access, side: SideRelease, index: int, releases: list[Released]
-    ):
+    def __init__(self, preparation: Preparation, access: Access, side: SideRelease, releases: list[Released]):
         self.side = side
-        self._preparation = preparation
-        self._access = access
-        self._index = index
-        self._releases = releases
+        self._preparation, self._access = preparation, access
+        self._releases, self._index = releases, len(releases) - 1
         self._drawn = self._published = False
 
     def total(self, contributions: Contributions, max_norm: float, like: Mapping[str, torch.Tensor]) -> Released:
@@ -239,14 +235,10 @@ class Sample:
         )
         try:
             for batch in loader:
-                batch = _to_device(batch, self._preparation.parameters)
-                if self._access.criterion is None:
-                    output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
-                    loss = require_loss(output)
-                else:
-                    args, kwargs = accepted(model, batch)
-                    rows = loader.tickets[0].rows
-                    loss = mean_of_rows(self._access.criterion(model(*args, **kwargs), batch), rows)
+                batch, rows = _to_device(batch, self._preparation.parameters), loader.tickets[0].rows
+                args, kwargs = accepted(model, batch)
+                output, criterion = model(*args, **kwargs), self._access.criterion
+                loss = require_loss(output) if criterion is None else mean_of_rows(criterion(output, batch), rows)
                 loss.backward()
             with engine.synchronized():
                 pass

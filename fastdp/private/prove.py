@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from fastdp.calls.batches import accepted
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy
+from fastdp.engine.loss.boundary import require_loss
 from fastdp.private.method import Installed, Method
 from fastdp.private.observer import Observer
 from fastdp.private.preparation import Outcome
@@ -112,7 +114,7 @@ def prove_run(
         raise ValueError(f"{len(units)} records have no neighbours to speak of: give at least 3")
     base, spare = list(units[: 2 * RECORDS_PER_PASS - 1]), units[-1]
     longest = longest or long_length(units)
-    release = _Releases(start, loss or own_loss)
+    release = _Releases(start, loss or _model_loss)
     before = release(base)
     trials = [release.compare("again", "the same records", base, before)]
     for index in (0, len(base) - 1):
@@ -144,13 +146,9 @@ def most_tokens_taken(model: torch.nn.Module, units: Sequence[Unit]) -> int | No
     return min(most, long_length(units)) if isinstance(most, int) else None
 
 
-def own_loss(model: Any, batch: Any) -> torch.Tensor:
-    """The loss that a model returns."""
-    output = model(**batch) if isinstance(batch, Mapping) or hasattr(batch, "keys") else model(*batch)
-    if isinstance(output, torch.Tensor):
-        return output
-    loss: torch.Tensor = output["loss"] if isinstance(output, Mapping) else output[0]
-    return loss
+def _model_loss(model: Any, batch: Any) -> torch.Tensor:
+    args, kwargs = accepted(model, batch)
+    return require_loss(model(*args, **kwargs))
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class Provenance:
         self.ended = self._closed = False
         self._changed = False
 
-    def look_back(self) -> None:
+    def note_earlier_runs(self) -> None:
         """Note which runs trained the model, a part of it or what it is a copy of, until this one begins."""
         if self._found is not None or self._closed:
             return
@@ -96,7 +96,7 @@ class Provenance:
 
     def begin(self) -> None:
         """The run trains from here on."""
-        self.look_back()
+        self.note_earlier_runs()
         if self._found is None:
             self._found = self._bits()
         for module in self._model.modules():
@@ -105,9 +105,9 @@ class Provenance:
     def end(self) -> None:
         """Know the weights as they are from here on: no release comes any more."""
         self.ended = True
-        self.keep()
+        self.remember()
 
-    def keep(self) -> list[int]:
+    def remember(self) -> list[int]:
         """Know the weights as they are, which follow from releases, from here on; returns what they are known by."""
         bits = self._bits()
         self._known.add(bits)
@@ -117,7 +117,7 @@ class Provenance:
         _RELEASED.update({own: run_id for own, before in zip(bits, found) if own != before})
         return list(bits)
 
-    def require(self) -> None:
+    def note_changes(self) -> None:
         """See whether the weights are what releases left: where they are not, the card says so from here on."""
         if self._ledger.untouched:
             return
@@ -138,7 +138,7 @@ class Provenance:
 
     def close(self) -> None:
         """The run gives the model back."""
-        self.require()
+        self.note_changes()
         if not self._ledger.untouched:
             self.begin()
             self.end()

@@ -127,7 +127,7 @@ class Release:
         self.ledger.record(kind)
         names = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         if update is not None:
-            names = self._left(names, sums, policy, update)
+            names = self._update_parameters(names, sums, policy, update)
         totals = dict(zip(names, self._totals(names, sums)))
         totals |= {name: totals[name].clone() for name in names if name in aliased}
         self._add_noise(totals, policy)
@@ -155,7 +155,9 @@ class Release:
             for name, total in zip(names, map(sums.pop, names, itertools.repeat(None)))
         ]
 
-    def _left(self, every: Sequence[str], sums: dict[str, torch.Tensor], policy: Policy, update: Update) -> list[str]:
+    def _update_parameters(
+        self, every: Sequence[str], sums: dict[str, torch.Tensor], policy: Policy, update: Update
+    ) -> list[str]:
         """Names of the parameters that an optimizer's own step leaves to us; the sums of others are gone."""
         masked = policy.masks.keys()
         names = [name for name in every if name not in masked]

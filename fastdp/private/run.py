@@ -21,7 +21,6 @@ from fastdp.accounting.ledger import STEP
 from fastdp.calls.collation import Collation, ProbeBatch
 from fastdp.calls.modes import LoadedMode
 from fastdp.distributed.pieces import full_tensor, is_cut
-from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
 from fastdp.ops.grid import DISTANCE
@@ -30,10 +29,8 @@ from fastdp.private.ending import Ending
 from fastdp.private.loader import LoaderOwner, PrivateLoader
 from fastdp.private.method import Installed
 from fastdp.private.observer import Observer
-from fastdp.private.plan import Plan, fingerprint
-from fastdp.private.preparation import Access, Moment, Outcome, Preparation
+from fastdp.private.preparation import Access, Outcome, Preparation, RunState
 from fastdp.private.provenance import Provenance
-from fastdp.private.publish import save_beside_card, upload
 from fastdp.private.shapes import shape_statement
 from fastdp.private.stages import Stages
 from fastdp.private.steps import UNCHECKED, Steps
@@ -89,30 +86,23 @@ class Private:
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        data_loader: PrivateLoader,
         stages: Stages,
-        ledger: accounting.Ledger,
-        plan: Plan,
+        data_loader: PrivateLoader,
         open_access: Callable[[], Access],
         open_replay: Callable[..., Private],
         observers: list[Observer],
+        *,
+        given_optimizer: torch.optim.Optimizer,
         criterion: Criterion | None = None,
-        ranks: Ranks = ONE,
         installed: Installed | None = None,
     ):
-        self.model = model
-        self.optimizer = optimizer
+        self.model, self.optimizer, self.data_loader = stages.model, stages.optimizer, data_loader
         #: What `make_private` was given: the same, or a wrapper of accelerate's round it.
-        self.given_optimizer = optimizer
-        self.data_loader = data_loader
-        self.method = stages.method
-        self.ledger = ledger
-        self.plan = plan
+        self.given_optimizer = given_optimizer
+        self.method, self.plan, self.ledger = stages.method, stages.plan, stages.ledger
         self.criterion = criterion
         #: The processes that train together.
-        self.ranks = ranks
+        self.ranks = stages.ranks
         self._stages = stages
         self._release = stages.release
         self._open_access = open_access
@@ -125,21 +115,20 @@ class Private:
         self.installed = installed
         moved = stages.parameters if installed is None else installed.trained
         self._state.moved = frozenset(map(id, () if installed is None else moved.values()))
-        self._provenance = Provenance(model, moved, ledger, lambda: self._state)
-        self._fingerprint = fingerprint(moved)
+        self._provenance = Provenance(self.model, moved, self.ledger, lambda: self._state)
         self._epsilons: dict[tuple[tuple[int, ...], float], float] = {}
         changes = stages.prepares or stages.method.follows_schedule or installed is not None
-        self._steps = Steps(model, optimizer, stages, ledger, plan, observers, ranks, self._stepped, changes=changes)
-        for owner in (model, optimizer):
+        self._steps = Steps(stages, observers, self._stepped, changes=changes)
+        for owner in (self.model, self.optimizer):
             _DRIVEN[owner] = weakref.ref(self)
         # As long as the model is driven, its run can be asked to let it go.
         stages.holder = self
-        self._loaded_mode = LoadedMode(model)
+        self._loaded_mode = LoadedMode(self.model)
         #: What is said where the run ends early.
-        self.ending = Ending(ledger, counts=plan.sigma > 0 and ranks.leads)
+        self.ending = Ending(self.ledger, counts=self.plan.sigma > 0 and self.ranks.leads)
         self._collected = weakref.finalize(self, self.ending)
         data_loader.owner = _Owner(self)
-        data_loader.most_tokens = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        data_loader.most_tokens = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
         self._follow_schedule()
 
     def __iter__(self) -> Iterator[Any]:
@@ -272,8 +261,8 @@ class Private:
         Happens by itself when iteration over the loader begins, and after a step.
         """
         if self._stages.prepares and self.steps_done < self.total_steps and self._stages.due(self.steps_done):
-            moment = Moment(self.plan, self.model, self._stages.parameters, self.steps_done, self.outcome)
-            self._stages.prepare(Preparation(moment, self._open_access()))
+            state = RunState(self.plan, self.model, self._stages.parameters, self.steps_done, self.outcome)
+            self._stages.prepare(Preparation(state, self._open_access()))
         self._follow_schedule()
 
     def _follow_schedule(self) -> None:
@@ -346,8 +335,8 @@ class Private:
         """
         if self.data_loader.cut_short:
             self.ending(stacklevel=3)
-        self._provenance.require()
-        self._provenance.look_back()
+        self._provenance.note_changes()
+        self._provenance.note_earlier_runs()
         stream, plan = self._release.stream, self.plan
         seen = ", ".join(sorted(self._observed))
         moved = self._engine.parameters if self.installed is None else self.installed.trained
@@ -375,7 +364,7 @@ class Private:
                 "trained_parameters": sum(p.numel() for p in moved.values()),
                 "processes": self.ranks.size,
                 **({"backward_passes": self.backward_passes} if self._engine.checkpointed else {}),
-                "fingerprint": self._fingerprint,
+                "fingerprint": self.ledger.header["fingerprint"],
             },
             flaws=self.method.flaws(),
             notes=self.method.notes(plan, self.ledger),
@@ -393,60 +382,47 @@ class Private:
             ],
             remaining=[
                 *([accounting.rounded_to_grid(distance)] if self._release.secure_rounding else []),
-                *(
-                    [among_units_in_words(math.ceil(self.expected_batch_size), self.longest)]
-                    if self.policy.bounds
-                    else []
-                ),
-                *([self._shape_statement()] if self.policy.bounds else []),
+                *(self._rounding_among_units() if self.policy.bounds else ()),
             ],
         )
 
-    def _shape_statement(self) -> str:
+    def _rounding_among_units(self) -> Iterator[str]:
+        yield among_units_in_words(math.ceil(self.expected_batch_size), self.longest)
         on_gpu = any(p.device.type != "cpu" for p in self._engine.parameters.values())
-        return shape_statement(self.data_loader.has_public_shapes, on_gpu=on_gpu)
+        yield shape_statement(self.data_loader.has_public_shapes, on_gpu=on_gpu)
 
     def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> Path:
         """Write model and card to a folder that others can use: weights, ``card.json``, ``card.md`` and ``README.md``.
 
         The README is a model card with metadata and a section on privacy, both written from the claim; it takes the place of
-        what the model's own ``save_pretrained`` wrote there.
+        what the model's own ``save_pretrained`` wrote there. ``options`` are for that. Returns the folder.
 
-        Args:
-            folder: where; made if it is missing.
-            options: for the model's own ``save_pretrained``.
-
-        Returns:
-            The folder.
-
-        Raises:
-            ValueError: for a model without ``save_pretrained``.
+        Raises ValueError for a model without ``save_pretrained``.
         """
-        return save_beside_card(self.model, self.card, folder, **options)
+        save = getattr(self.model, "save_pretrained", None)
+        if not callable(save):
+            name = type(self.model).__name__
+            raise ValueError(f"{name} has no save_pretrained: save its state_dict, and card() beside it")
+        save(str(folder), **options)
+        return self.card().save_beside(folder)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> Any:
-        """Upload what `save_pretrained` writes, the card with it, to a model hub.
+        """Upload what `save_pretrained` writes, the card with it, to a model hub; returns what the hub says of it.
 
         Args:
             repo_id: the name on the hub, such as ``anna/notes``; made if it is missing.
             options: for ``HfApi.upload_folder``, as ``commit_message``.
-
-        Returns:
-            What the hub says of the upload.
-
-        Raises:
-            ValueError: as `save_pretrained`.
         """
         with tempfile.TemporaryDirectory() as folder:
-            return upload(self.save_pretrained(folder), repo_id, **options)
+            return upload_to_hub(self.save_pretrained(folder), repo_id, **options)
 
     def state_dict(self) -> dict[str, Any]:
         """Step counts and spent budget, for a checkpoint; never a key, so a resumed run repeats no noise."""
-        self._provenance.require()
+        self._provenance.note_changes()
         return {
             "version": _STATE_VERSION,
-            "model": self._fingerprint,
-            "weights": self._provenance.keep(),
+            "model": self.ledger.header["fingerprint"],
+            "weights": self._provenance.remember(),
             "run_id": self.ledger.run_id,
             "ledger_head": self.ledger.head,
             "steps_done": self.steps_done,
@@ -468,7 +444,7 @@ class Private:
             raise ValueError(
                 f"this checkpoint's privacy state has version {state.get('version')}; expected {_STATE_VERSION}"
             )
-        if state["model"] != self._fingerprint:
+        if state["model"] != self.ledger.header["fingerprint"]:
             raise ValueError("this checkpoint belongs to another model: its trained parameters differ in name or shape")
         if state["noise_multiplier"] != self.noise_multiplier:
             raise ValueError(
@@ -619,6 +595,15 @@ def detach(model: torch.nn.Module) -> None:
     run = _DRIVEN[bare]()
     assert run is not None
     run.detach()
+
+
+def upload_to_hub(folder: Path, repo_id: str, **options: Any) -> Any:
+    """Upload a folder as a model's repository, which is made if it is missing; ``options`` are ``HfApi.upload_folder``'s."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    api.create_repo(repo_id, exist_ok=True)
+    return api.upload_folder(repo_id=repo_id, folder_path=folder, **options)
 
 
 def drives(owner: Any) -> bool:

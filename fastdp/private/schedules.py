@@ -64,7 +64,7 @@ def _from_now_on(begin: Callable[..., None]) -> Any:
         optimizer = _innermost(self)
         if isinstance(optimizer, torch.optim.Optimizer):
             if optimizer in _FOLLOWED:
-                require_unseeing(self)
+                require_public_schedule(self)
             # Releases from before it was made are none of its.
             _ADVANCED[self] = _RELEASES[optimizer].count if optimizer in _RELEASES else 0
 
@@ -80,7 +80,7 @@ def _innermost(schedule: LRScheduler) -> Any:
     return optimizer
 
 
-def require_unseeing(schedule: Any) -> None:
+def require_public_schedule(schedule: Any) -> None:
     """Raise ValueError for a schedule that reads a figure: updates are as long as their learning rate, and tell it to anyone.
 
     It says so by what its ``step`` takes besides the number of an epoch.
@@ -96,11 +96,11 @@ def require_unseeing(schedule: Any) -> None:
         )
 
 
-def refuse_seeing(optimizer: torch.optim.Optimizer) -> None:
+def refuse_private_schedules(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError if an optimizer has a schedule already that reads a figure; torch keeps no list of them."""
     for schedule in gc.get_objects():
         if issubclass(type(schedule), LRScheduler) and _innermost(schedule) is optimizer:
-            require_unseeing(schedule)
+            require_public_schedule(schedule)
 
 
 def _once_a_release(step: Callable[..., None]) -> Any:
@@ -108,7 +108,7 @@ def _once_a_release(step: Callable[..., None]) -> Any:
     def wrapper(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
         optimizer = _innermost(self)
         if optimizer in _FOLLOWED:
-            require_unseeing(self)
+            require_public_schedule(self)
         # A schedule takes its first step as it is made, before there is anything to count; and one's step may call another's.
         if optimizer not in _FOLLOWED or getattr(self, "_step_count", 1) == 0 or self in _STEPPING:
             step(self, *args, **kwargs)

@@ -19,6 +19,7 @@ from fastdp.distributed.shards import weights_of
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
 from fastdp.private.method import Method
+from fastdp.private.plan import Plan
 from fastdp.private.preparation import Outcome, Preparation
 from fastdp.private.release import Release
 from fastdp.verify import Checks
@@ -36,7 +37,7 @@ class Stages:
     Args:
         model, optimizer: the user's own; parameters that a stage does not train are frozen and leave the optimizer.
         method: says when to prepare, and what follows from the outcome.
-        noise_multiplier: of a training step.
+        plan: what is public about the run.
         release: receives the trained parameters of each stage.
         ledger: keeps a digest of each outcome, by which a resumed run knows it.
         open_engine: an engine for a policy over the parameters that are trained just then.
@@ -50,7 +51,7 @@ class Stages:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         method: Method,
-        noise_multiplier: float,
+        plan: Plan,
         release: Release,
         ledger: Ledger,
         open_engine: Callable[[Policy], Engine],
@@ -58,11 +59,8 @@ class Stages:
         resume: bool = False,
         ranks: Ranks = ONE,
     ):
-        self.model = model
-        self.optimizer = optimizer
-        self.method = method
-        self.noise_multiplier = noise_multiplier
-        self.release = release
+        self.model, self.optimizer, self.method, self.plan = model, optimizer, method, plan
+        self.release, self.ledger, self.ranks = release, ledger, ranks
         self.parameters: Mapping[str, torch.nn.Parameter] = dict(release.parameters)
         self.outcome: Outcome = {}
         self._chosen: tuple[Outcome, str] = self.outcome, ""
@@ -74,11 +72,9 @@ class Stages:
         self._idle = -1
         #: Whether the method ever prepares.
         self.prepares = type(method).prepares_at is not Method.prepares_at
-        self._ledger = ledger
         self._open_engine = open_engine
         self._folder = folder
         self._resume = resume
-        self._ranks = ranks
         #: The run: each stage's engine holds it.
         self.holder: Any = None
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
@@ -102,7 +98,7 @@ class Stages:
         self._train(self.parameters)
         # After a step its gradients are still there, and would be taken for ones that nothing has clipped.
         self.model.zero_grad(set_to_none=True)
-        preparation.weights = weights_of(self.model, self._ranks)
+        preparation.weights = weights_of(self.model, self.ranks)
         try:
             with kept_modes(self.model):
                 self._release(preparation)
@@ -142,7 +138,7 @@ class Stages:
 
         Raises LedgerError for one that the ledger does not vouch for; a ledger in memory knows none but its own.
         """
-        known = self._ledger.noted(_NOTE.format(step=step))
+        known = self.ledger.noted(_NOTE.format(step=step))
         if known != named_digest(outcome) and (known is not None or self._folder is not None):
             raise LedgerError(
                 f"{name} is not what this run's ledger says was released: it was edited, or is another run's"
@@ -165,7 +161,7 @@ class Stages:
         self._frozen = self._frozen.difference(map(id, stage)) | frozen
 
     def _adopt_stored(self, step: int) -> bool:
-        found = self._ranks.first(lambda: self._stored(step))
+        found = self.ranks.first(lambda: self._stored(step))
         if found is not None:
             self.adopt(*found)
         return found is not None
@@ -185,7 +181,7 @@ class Stages:
         trained = {name: self.parameters[name] for name in names}
         self._train(trained)
         self.release.parameters = trained
-        self.first_policy = self.method.policy(trained, self.noise_multiplier, self.outcome)
+        self.first_policy = self.method.policy(trained, self.plan.sigma, self.outcome)
         engine = self._open_engine(self.first_policy)
         engine.holder = self
         for parameter in trained.values():
@@ -202,7 +198,7 @@ class Stages:
 
     def _save(self, outcome: Outcome, step: int) -> None:
         chosen = named_digest(outcome)
-        with self._ranks.together({f"what {self.method.mechanism} chose": chosen}):
-            self._ledger.note(_NOTE.format(step=step), chosen)
-        if self._folder is not None and self._ranks.leads:
+        with self.ranks.together({f"what {self.method.mechanism} chose": chosen}):
+            self.ledger.note(_NOTE.format(step=step), chosen)
+        if self._folder is not None and self.ranks.leads:
             files.save_tensors(self._folder / _OUTCOME_FILE.format(step=step), outcome)

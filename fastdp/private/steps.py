@@ -11,15 +11,12 @@ from typing import Any, cast
 import torch
 
 import fastdp.ops as ops
-from fastdp.accounting.ledger import Ledger
 from fastdp.calls.batches import tensors
 from fastdp.distributed.pieces import writes
-from fastdp.distributed.ranks import Ranks
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import gc_paused
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
-from fastdp.private.plan import Plan
 from fastdp.private.schedules import follow_releases, forget_releases
 from fastdp.private.stages import Stages
 from fastdp.verify import Checks
@@ -54,11 +51,8 @@ class Steps:
     """Hooks of torch's round the steps of one optimizer.
 
     Args:
-        model, optimizer: the user's own.
-        stages: of the run.
-        ledger, plan: say with how much noise the next release is counted.
+        stages: of the run; its plan and ledger say with how much noise the next release is counted.
         observers: who looks on; others may join.
-        ranks: the processes that train together.
         prepare: called after the last update of the budget, and where ``changes`` says that anything may differ from one step
             to the next, after each: for what the method may do before the next step.
 
@@ -66,30 +60,19 @@ class Steps:
         done: whether the latest step released a logical batch.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        stages: Stages,
-        ledger: Ledger,
-        plan: Plan,
-        observers: list[Observer],
-        ranks: Ranks,
-        prepare: Callable[[], None],
-        *,
-        changes: bool,
-    ):
-        self._model, self._optimizer, self._stages = model, optimizer, stages
-        self._ledger, self._plan, self._ranks = ledger, plan, ranks
+    def __init__(self, stages: Stages, observers: list[Observer], prepare: Callable[[], None], *, changes: bool):
+        self._stages, optimizer = stages, stages.optimizer
+        self._model, self._optimizer, self._ranks = stages.model, optimizer, stages.ranks
+        self._ledger, self._plan = stages.ledger, stages.plan
         self._prepare, self._changes = prepare, changes
         self._shapes = self._current_shapes()
-        self._carried = _OptimizerStateGuard(optimizer, resumed=ledger.spent_steps > 0)
+        self._carried = _OptimizerStateGuard(optimizer, resumed=stages.ledger.spent_steps > 0)
         self._observers = observers
         self.done = False
         #: On the device: to read it would make the host wait before each release.
         self.nonfinite: torch.Tensor | int = 0
         self._depth = 0
-        self._handed: _WithheldLoss | None = None
+        self._withheld: _WithheldLoss | None = None
         method = stages.method
         self._selects, self._adapts = method.selects, method.count_noise_std is not None
         #: A policy whose noise was found enough for all steps.
@@ -127,17 +110,17 @@ class Steps:
             return None
         # The release needs the closure's backward pass, and the optimizers that are served call a closure once.
         with torch.enable_grad():
-            evaluated = _EvaluatedClosure(self._unread(optimizer, closure()))
+            evaluated = _EvaluatedClosure(self._withhold(optimizer, closure()))
         self._release_if_complete(optimizer)
         return (args[0], evaluated), {name: value for name, value in kwargs.items() if name != "closure"}
 
-    def _unread(self, optimizer: torch.optim.Optimizer, loss: Any) -> Any:
+    def _withhold(self, optimizer: torch.optim.Optimizer, loss: Any) -> Any:
         """The loss of a closure, which somebody's own step may hand on and not read; torch's own steps do no more."""
         own = type(optimizer).step.__module__.startswith(("torch.optim", "fastdp.optim"))
         if own or not isinstance(loss, torch.Tensor):
             return loss
-        self._handed = loss.as_subclass(_WithheldLoss)
-        return self._handed
+        self._withheld = loss.as_subclass(_WithheldLoss)
+        return self._withheld
 
     def _release_if_complete(self, optimizer: torch.optim.Optimizer) -> None:
         engine = self._stages.engine
@@ -174,7 +157,7 @@ class Steps:
             return
         accumulator = engine.accumulator
         alone = self._ranks.size == 1 and not engine.weights.cut
-        with nullcontext() if alone else engine.synchronized(self._stated(accumulator.policy)):
+        with nullcontext() if alone else engine.synchronized(self._shared_state(accumulator.policy)):
             self._carried.require_untouched()
             self._require_noise(accumulator.policy)
             if not engine.checks.enabled and self._ledger.noted(UNCHECKED) is None:
@@ -204,7 +187,7 @@ class Steps:
         accumulator.reset()
         engine.complete = engine.begun = False
 
-    def _stated(self, policy: Policy) -> dict[str, Any]:
+    def _shared_state(self, policy: Policy) -> dict[str, Any]:
         """What must be the same on all ranks at a release, so that they go on alike."""
         groups = self._optimizer.param_groups
         numbers = [{k: v for k, v in g.items() if isinstance(v, (bool, int, float, tuple))} for g in groups]
@@ -303,8 +286,8 @@ class Steps:
         self._depth -= 1
         if self._depth > 0:
             return
-        if self._handed is not None:
-            self._handed.stepping = False
+        if self._withheld is not None:
+            self._withheld.stepping = False
         if not self.done:
             return
         engine = self._stages.engine
@@ -337,7 +320,7 @@ _FUSED = "_step_supports_amp_scaling"
 _LEFT: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[Any], list[int]]] = weakref.WeakKeyDictionary()
 
 
-def refuse_warm(optimizer: torch.optim.Optimizer) -> None:
+def refuse_used_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for an optimizer with a state that neither its settings nor a private run that has ended left there."""
     if _state_values(optimizer)[0] and not _as_left(optimizer) and not _is_initial(optimizer):
         raise ValueError(_WARM)

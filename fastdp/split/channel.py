@@ -29,7 +29,7 @@ def check_insecure(address: str) -> None:
         raise ValueError(f"insecure is for this machine alone, and {host} is not: use certificates, or 127.0.0.1")
 
 
-def check_one(certificates: Path | None, insecure: bool) -> None:
+def check_secured(certificates: Path | None, insecure: bool) -> None:
     """Raises ValueError unless there are certificates, or ``insecure``, and not both."""
     if (certificates is None) != insecure:
         raise ValueError(

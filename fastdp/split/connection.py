@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from fastdp.split.channel import CUSTOMER, METHOD, OPTIONS, check_insecure, check_one, grpc
+from fastdp.split.channel import CUSTOMER, METHOD, OPTIONS, check_insecure, check_secured, grpc
 from fastdp.split.operations import MessageForm, expecting
 from fastdp.split.wire import Message, MessageRejected, Outgoing, receive
 from fastdp.tls import Credentials
@@ -52,7 +52,7 @@ class Connection:
         deadline: float = 120.0,
         patience: float = 300.0,
     ):
-        check_one(certificates, insecure)
+        check_secured(certificates, insecure)
         host_and_port(address)
         self.address, self.deadline, self.patience = address, deadline, patience
         options = [*OPTIONS, *_RECONNECT]

@@ -15,67 +15,60 @@ The customer asks, the vendor answers under the same name:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from fastdp.split.wire import FLOAT_TYPES, Expect, MessageRejected, TensorSpec
 from fastdp.untrusted import quote
 
-#: A customer's name is its folder's too.
 VECTOR_TYPES = ("float32", "bfloat16", "float16")
 _COUNT = 1 << 53
 #: More digits than any sensible number of rows of a message: the payload's limit is what binds.
 _ROWS = 1 << 40
 
 
-@dataclass(frozen=True)
-class IntegerField:
+#: Takes a field's name and value; raises `MessageRejected` for a value that the field may not have.
+FieldCheck = Callable[[str, Any], None]
+
+
+def _integer(low: int, high: int) -> FieldCheck:
     """A whole number within bounds, both included."""
 
-    low: int
-    high: int
+    def check(name: str, value: Any) -> None:
+        if type(value) is not int or not low <= value <= high:
+            raise MessageRejected(f"{name} must be a whole number from {low} to {high}")
 
-    def check(self, name: str, value: Any) -> None:
-        """Raises Rejected for anything else."""
-        if not isinstance(value, int) or isinstance(value, bool) or not self.low <= value <= self.high:
-            raise MessageRejected(f"{name} must be a whole number from {self.low} to {self.high}")
+    return check
 
 
-@dataclass(frozen=True)
-class Real:
+def _real(low: float, high: float) -> FieldCheck:
     """A finite number within bounds, both included."""
 
-    low: float
-    high: float
+    def check(name: str, value: Any) -> None:
+        if type(value) not in (int, float) or not low <= value <= high:
+            raise MessageRejected(f"{name} must be a number from {low:g} to {high:g}")
 
-    def check(self, name: str, value: Any) -> None:
-        """Raises Rejected for anything else."""
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not self.low <= value <= self.high:
-            raise MessageRejected(f"{name} must be a number from {self.low:g} to {self.high:g}")
+    return check
 
 
-@dataclass(frozen=True)
-class Word:
+def _text(pattern: str) -> FieldCheck:
     """A text that a pattern matches whole."""
 
-    pattern: str
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, str) or re.fullmatch(pattern, value, re.DOTALL) is None:
+            raise MessageRejected(f"{name} must be a text of the form {pattern}")
 
-    def check(self, name: str, value: Any) -> None:
-        """Raises Rejected for anything else."""
-        if not isinstance(value, str) or re.fullmatch(self.pattern, value, re.DOTALL) is None:
-            raise MessageRejected(f"{name} must be a text of the form {self.pattern}")
-
-
-FieldKind = IntegerField | Real | Word
+    return check
 
 
 @dataclass(frozen=True)
 class MessageForm:
     """Fields and tensors of a message; tensors of None arrive in a file."""
 
-    fields: Mapping[str, FieldKind]
+    fields: Mapping[str, FieldCheck]
     tensors: Mapping[str, TensorSpec] | None
 
 
@@ -104,41 +97,41 @@ class ServiceDescription:
     max_message_bytes: int
 
 
-HEX64 = Word("[0-9a-f]{64}")
-DESCRIPTION_FIELDS: dict[str, FieldKind] = {
+HEX64 = _text("[0-9a-f]{64}")
+DESCRIPTION_FIELDS: dict[str, FieldCheck] = {
     "bottom": HEX64,
-    "vocabulary": Word("([0-9a-f]{64})?"),
-    "width": IntegerField(1, 1 << 20),
-    "classes": IntegerField(2, 1 << 16),
-    "after": IntegerField(0, 1 << 12),
-    "max_tokens": IntegerField(1, 1 << 20),
-    "max_batch": IntegerField(1, 1 << 16),
-    "max_message_bytes": IntegerField(1, 1 << 32),
+    "vocabulary": _text("([0-9a-f]{64})?"),
+    "width": _integer(1, 1 << 20),
+    "classes": _integer(2, 1 << 16),
+    "after": _integer(0, 1 << 12),
+    "max_tokens": _integer(1, 1 << 20),
+    "max_batch": _integer(1, 1 << 16),
+    "max_message_bytes": _integer(1, 1 << 32),
 }
-RUN_FIELDS: dict[str, FieldKind] = {
-    "run": Word("[0-9a-f]{32}"),
+RUN_FIELDS: dict[str, FieldCheck] = {
+    "run": _text("[0-9a-f]{32}"),
     "bottom": HEX64,
-    "classes": IntegerField(2, 1 << 16),
-    "dtype": Word("|".join(VECTOR_TYPES)),
-    "learning_rate": Real(1e-9, 10.0),
-    "weight_decay": Real(0.0, 10.0),
-    "seed": IntegerField(0, (1 << 53) - 1),
+    "classes": _integer(2, 1 << 16),
+    "dtype": _text("|".join(VECTOR_TYPES)),
+    "learning_rate": _real(1e-9, 10.0),
+    "weight_decay": _real(0.0, 10.0),
+    "seed": _integer(0, (1 << 53) - 1),
 }
-_POSITION: dict[str, FieldKind] = {"step": IntegerField(0, _COUNT), "examples": IntegerField(0, _COUNT)}
+_POSITION: dict[str, FieldCheck] = {"step": _integer(0, _COUNT), "examples": _integer(0, _COUNT)}
 
 
 def requests(served: ServiceDescription) -> dict[str, MessageForm]:
     """What the vendor accepts."""
     rows = TensorSpec(FLOAT_TYPES, ((1, _ROWS), served.width))
-    lengths = TensorSpec(("I64",), ((1, served.max_batch),))
-    step: dict[str, FieldKind] = {"step": IntegerField(0, _COUNT)}
-    gradient = TensorSpec(("F32",), ((1, served.max_batch), served.classes))
+    lengths = TensorSpec((torch.int64,), ((1, served.max_batch),))
+    step: dict[str, FieldCheck] = {"step": _integer(0, _COUNT)}
+    gradient = TensorSpec((torch.float32,), ((1, served.max_batch), served.classes))
     return {
         "describe": MessageForm({}, {}),
         "bottom": MessageForm({}, {}),
         "open": MessageForm(RUN_FIELDS, {}),
-        "put": MessageForm({"first": IntegerField(0, _COUNT)}, {"lengths": lengths, "rows": rows}),
-        "forward": MessageForm(step, {"indices": TensorSpec(("I64",), ((1, served.max_batch),))}),
+        "put": MessageForm({"first": _integer(0, _COUNT)}, {"lengths": lengths, "rows": rows}),
+        "forward": MessageForm(step, {"indices": TensorSpec((torch.int64,), ((1, served.max_batch),))}),
         "backward": MessageForm(step, {"gradient": gradient}),
         "predict": MessageForm({}, {"lengths": lengths, "rows": rows}),
         "discard": MessageForm({}, {}),
@@ -148,17 +141,17 @@ def requests(served: ServiceDescription) -> dict[str, MessageForm]:
 def replies(served: ServiceDescription | None) -> dict[str, MessageForm]:
     """What the customer accepts; before it knows what is served, only that and the bottom."""
     first = {
-        "describe": MessageForm({**DESCRIPTION_FIELDS, "open": IntegerField(0, 1)}, {}),
-        "bottom": MessageForm({"config": Word(".{2,60000}"), "after": IntegerField(0, 1 << 12)}, None),
+        "describe": MessageForm({**DESCRIPTION_FIELDS, "open": _integer(0, 1)}, {}),
+        "bottom": MessageForm({"config": _text(".{2,60000}"), "after": _integer(0, 1 << 12)}, None),
     }
     if served is None:
         return first
-    logits = TensorSpec(("F32",), ((1, served.max_batch), served.classes))
+    logits = TensorSpec((torch.float32,), ((1, served.max_batch), served.classes))
     return first | {
         "open": MessageForm(_POSITION, {}),
-        "put": MessageForm({"examples": IntegerField(0, _COUNT)}, {}),
-        "forward": MessageForm({"step": IntegerField(0, _COUNT)}, {"logits": logits}),
-        "backward": MessageForm({"step": IntegerField(0, _COUNT), "replayed": IntegerField(0, 1)}, {}),
+        "put": MessageForm({"examples": _integer(0, _COUNT)}, {}),
+        "forward": MessageForm({"step": _integer(0, _COUNT)}, {"logits": logits}),
+        "backward": MessageForm({"step": _integer(0, _COUNT), "replayed": _integer(0, 1)}, {}),
         "predict": MessageForm({}, {"logits": logits}),
         "discard": MessageForm({}, {}),
     }
@@ -173,8 +166,8 @@ def expecting(forms: Mapping[str, MessageForm]) -> Expect:
         form = forms[op]
         if set(fields) != set(form.fields):
             raise MessageRejected(f"{op} takes the fields {sorted(form.fields)}, not {quote(sorted(fields))}")
-        for name, kind in form.fields.items():
-            kind.check(name, fields[name])
+        for name, check in form.fields.items():
+            check(name, fields[name])
         return form.tensors
 
     return expect

@@ -12,12 +12,11 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from fastdp.split.channel import CUSTOMER, METHOD, OPTIONS, check_insecure, check_one, grpc
-from fastdp.split.limits import Limits
-from fastdp.split.operations import MessageForm, expecting
-from fastdp.split.wire import Message, MessageRejected, Outgoing, receive
+from fastdp.split.channel import CUSTOMER, METHOD, OPTIONS, check_insecure, check_secured, grpc
+from fastdp.split.operations import expecting
+from fastdp.split.wire import MessageRejected, Outgoing, receive
 from fastdp.tls_proxy import ProxyLimits, TlsProxy
 from fastdp.validate import host_and_port
 
@@ -27,21 +26,8 @@ _GRACE_SECONDS = 5.0
 log = logging.getLogger(__name__)
 
 
-class Vendor(Protocol):
-    """What the network needs of a `SplitVendor`."""
-
-    limits: Limits
-    forms: dict[str, MessageForm]
-
-    def answer(self, name: str, message: Message, seconds: float) -> Outgoing:
-        """Answer one checked message of the customer ``name`` within so many seconds."""
-
-    def close(self) -> None:
-        """Take no more work."""
-
-
 class Service:
-    """A vendor that answers at an address; a context manager. See `SplitVendor.serve`.
+    """A `SplitVendor` that answers at an address; a context manager. See `SplitVendor.serve`.
 
     Attributes:
         address: host and port, with the port that was taken.
@@ -50,13 +36,13 @@ class Service:
 
     def __init__(
         self,
-        vendor: Vendor,
+        vendor: Any,
         address: str,
         certificates: Path | None,
         insecure: bool,
         allowed: frozenset[str] | None,
     ):
-        check_one(certificates, insecure)
+        check_secured(certificates, insecure)
         host, port = host_and_port(address)
         if insecure:
             check_insecure(address)
@@ -66,9 +52,13 @@ class Service:
         self._lock = threading.Lock()
         # A place for every call that is let in: `_take_place` turns away what is more.
         threads = vendor.limits.calls * vendor.limits.max_customers
+        # The one method, whose requests and replies are chunks as they are.
+        service, name = METHOD.strip("/").split("/")
+        exchange = grpc.stream_stream_rpc_method_handler(self._exchange)
+        handler = grpc.method_handlers_generic_handler(service, {name: exchange})
         self._server = grpc.server(
             ThreadPoolExecutor(threads, "fastdp-call"),
-            handlers=[_Methods(self._exchange)],
+            handlers=[handler],
             options=[*OPTIONS, ("grpc.so_reuseport", 0), ("grpc.max_concurrent_streams", 2 * vendor.limits.calls)],
             maximum_concurrent_rpcs=2 * threads,
         )
@@ -175,14 +165,3 @@ class Service:
             self.calls[name] -= 1
             if not self.calls[name]:
                 del self.calls[name]
-
-
-class _Methods(grpc.GenericRpcHandler):
-    """The one method, whose requests and replies are chunks as they are."""
-
-    def __init__(self, exchange: Any):
-        self._handler = grpc.stream_stream_rpc_method_handler(exchange)
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        """The handler of a call, or None for an unknown method."""
-        return self._handler if handler_call_details.method == METHOD else None

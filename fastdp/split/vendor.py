@@ -12,7 +12,6 @@ import re
 import shutil
 import threading
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor, TimeoutError as TooLate
 from contextlib import contextmanager
@@ -52,11 +51,16 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class VendorCustomer:
-    """A customer with a run; its calls take turns."""
+    """A customer with a run; its calls take turns.
+
+    Attributes:
+        forward_pass: step and logits of the one that waits for its gradient, with what its backward pass needs.
+    """
 
     def __init__(self, run: Run, store: ExampleStore):
         self.run, self.store = run, store
         self.lock = threading.Lock()
+        self.forward_pass: tuple[int, Tensor] | None = None
 
 
 class SplitVendor:
@@ -117,8 +121,6 @@ class SplitVendor:
             )
         self.forms = requests(self.served)
         self._customers: dict[str, VendorCustomer] = {}
-        # Of each customer the step and logits of its last forward pass, with what its backward pass needs.
-        self._held: OrderedDict[str, tuple[int, Tensor]] = OrderedDict()
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(limits.queue)
         self._compute = ThreadPoolExecutor(1, "fastdp-top")
@@ -237,17 +239,13 @@ class SplitVendor:
                 raise MessageRejected(f"the run is at step {run.step}, not {step}", "ABORTED")
             if not all(0 <= index < customer.store.count for index in indices):
                 raise MessageRejected(f"an index is out of range: there are {customer.store.count} examples")
-            with self._lock:
-                self._held.pop(name, None)
+            customer.forward_pass = None
 
             def compute() -> Tensor:
                 return self._logits(run, *customer.store.batch(indices, left=self.causal), train=True)
 
             logits = self._submit(compute, seconds)
-            with self._lock:
-                self._held[name] = (step, logits)
-                while len(self._held) > self.limits.max_customers:
-                    self._held.popitem(last=False)
+            customer.forward_pass = step, logits
             return Outgoing.of("forward", {"step": step}, {"logits": logits.float()})
 
     def _backward(self, name: str, message: Message, seconds: float) -> Outgoing:
@@ -261,17 +259,15 @@ class SplitVendor:
                     f"step {step} is taken already, and is not taken twice: the run is at step {run.step}",
                     "ALREADY_EXISTS",
                 )
-            with self._lock:
-                held, logits = self._held.get(name, (-1, torch.empty(0)))
-            if held != step:
+            if customer.forward_pass is None or customer.forward_pass[0] != step:
                 raise MessageRejected(f"no forward pass of step {step} is held: begin the step again", "ABORTED")
+            logits = customer.forward_pass[1]
             if gradient.shape != logits.shape:
                 raise MessageRejected(f"the gradient is for {len(gradient)} examples, the step has {len(logits)}")
 
             def take() -> None:
                 _check_finite("the gradient", gradient)
-                with self._lock:
-                    self._held.pop(name, None)
+                customer.forward_pass = None
                 run.take_step(logits, gradient, message.digest)
 
             with _room_on_disk(), self._dropped_if_it_fails(name):
@@ -307,7 +303,6 @@ class SplitVendor:
     def _put_away(self, name: str) -> None:
         with self._lock:
             customer = self._customers.pop(name, None)
-            self._held.pop(name, None)
             if customer is not None:
                 customer.store.close()
             if (self._runs / name).exists():
@@ -375,9 +370,7 @@ class SplitVendor:
             raise
         except BaseException:
             with self._lock:
-                customer = self._customers.pop(name)
-                self._held.pop(name, None)
-                customer.store.close()
+                self._customers.pop(name).store.close()
             raise
 
     def _submit(self, work: Callable[[], T], seconds: float) -> T:

@@ -25,7 +25,7 @@ from fastdp.verify.loop import LoopCheck
 from fastdp.verify.state import StateCheck
 
 ISOLATED = (
-    "examples are independent by construction, as each was collated and run alone (isolation='per_example'), apart from state "
+    "units are independent by construction, as each was collated and run alone (isolation='per_example'), apart from state "
     "that the data set, the collator, the loop or attributes of the model keep"
 )
 LOOP_WRITES = "frozen parameters that the loop wrote between batches follow from released weights or public values"

@@ -29,6 +29,12 @@ def test_every_row_goes_to_one_client(rows, clients, kind, seed, data):
         )
 
 
+def test_each_source_goes_to_whoever_has_least_the_largest_first():
+    sources = [*"aaaaabbbccdd"]
+    assert sorted(map(len, partition(12, 2, "source", sources=sources))) == [5, 7]
+    assert [len(part) for part in partition(12, 4, "source", sources=sources)] == [5, 3, 2, 2]
+
+
 def test_dirichlet_concentration():
     """A small alpha gives a client few sources, a large one all of them in like shares."""
     sources = [index % 4 for index in range(4000)]

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load
 
 pytest.importorskip("flwr", reason="flwr is the optional extra 'federated', for Python 3.11 or later")
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 
 from fastdp.accounting import Card, Ledger, dpsgd
 from fastdp.federated import FederatedConfig, aggregation, client as client_app, server
 from fastdp.federated.refusal import ClientRefusal
 from fastdp.federated.server import Server
+from fastdp.federated.wire import pack_adapter, unpack_adapter
 from fastdp.ops import NoiseStream
 from tests.cases import cases
 
@@ -67,12 +69,12 @@ def test_the_mean_of_two_rounds_is_equation_7(settings):
     def remember(reply):
         from fastdp.federated.messages import read_update
 
-        seen.append(read_update(reply.content)[1])
+        seen.append(read_update(reply.content)[0])
 
     grid = federation(settings, 2)
     grid.clients = {node: tampering(answer, remember) for node, answer in grid.clients.items()}
     server = run(settings | {"rounds": 1}, grid)
-    returned = [server.adapted.layout.unpack(data) for data in seen]
+    returned = [unpack_adapter(data, server.adapted.adapter) for data in seen]
     for name, tensor in server.adapted.adapter.items():
         expected = (returned[0][name].double() + returned[1][name].double()) / 2
         torch.testing.assert_close(tensor.double(), expected, atol=1e-6, rtol=1e-6)
@@ -94,49 +96,42 @@ def with_bytes(make):
     return change
 
 
-def with_layout(edit):
+def with_name(name):
+    """The first tensor under another name."""
+
+    def renamed(data):
+        (_, first), *rest = load(data).items()
+        return pack_adapter(dict([(name, first), *rest]))
+
+    return with_bytes(renamed)
+
+
+def last_number(value):
+    return with_bytes(lambda data: data[:-4] + torch.tensor([value], dtype=torch.float32).numpy().tobytes())
+
+
+def stored_as(name):
     def change(reply):
-        record = reply.content.config_records["layout"]
-        record["layout"] = json.dumps(edit(json.loads(record["layout"])), sort_keys=True, separators=(",", ":"))
+        record = reply.content.array_records["arrays"]
+        record["adapter"] = Array("uint8", record["adapter"].shape, name, record["adapter"].data)
 
     return change
-
-
-def with_text(text):
-    def change(reply):
-        reply.content.config_records["layout"]["layout"] = text
-
-    return change
-
-
-def other_name(entries):
-    return [["stolen", *entries[0][1:]], *entries[1:]]
-
-
-def first_number(value):
-    return lambda data: torch.tensor([value], dtype=torch.float32).numpy().tobytes() + data[4:]
-
-
-def other_storage(reply):
-    data = reply.content.array_records["arrays"]["adapter"].data
-    reply.content.array_records["arrays"]["adapter"] = Array("uint8", (len(data),), "pickle", data)
 
 
 WRONG_KINDS = {
     "arrays": ArrayRecord(),
-    "layout": ConfigRecord({"layout": 5}),
     "metrics": MetricRecord({"num-examples": 1}),
 }
 
 
 #: What a client changes of an honest reply; `test_aggregation.py` has every way in which an update itself is refused.
 CHANGES = {
-    "'stolen' that the adapter lacks": with_layout(other_name),
-    "its layout cannot be read": with_text("[" * 200_000),
-    "bytes, not": with_bytes(lambda data: data[:-4]),
-    "NaN or an infinity": with_bytes(first_number(math.nan)),
+    "'stolen' that the adapter lacks": with_name("stolen"),
+    "no safetensors file": with_bytes(lambda data: b"[" * len(data)),
+    "bytes, for an adapter": with_bytes(lambda data: data[:100]),
+    "NaN or an infinity": last_number(math.nan),
     "number of examples is 0": put("num-examples", 0),
-    "stored as 'pickle'": other_storage,
+    "stored as 'pickle'": stored_as("pickle"),
 }
 #: Other replies.
 ANSWERS = [
@@ -222,13 +217,9 @@ def test_what_a_client_says_is_one_plain_line_of_the_log(settings, trained, capl
     forged = "\x1b[2J\r\nINFO : round 9: 4 of 4 accepted, perplexity 1.00\u2028\u202e\x9b2J"
     hostile = (
         lambda message: failing(message, forged * 50),
-        tampering(replaying(trained[0]), with_text(json.dumps([[forged, forged, [forged]]]))),
-        tampering(
-            replaying(trained[0]), with_layout(lambda entries: [[entries[0][0], forged, [forged]], *entries[1:]])
-        ),
-        tampering(
-            replaying(trained[0]), with_layout(lambda entries: [[*entries[0][:1], forged, entries[0][2]], *entries[1:]])
-        ),
+        tampering(replaying(trained[0]), with_name(forged)),
+        tampering(replaying(trained[0]), stored_as(forged)),
+        tampering(replaying(trained[0]), with_bytes(lambda data: (forged.encode() * len(data))[: len(data)])),
     )
     grid = LocalGrid(dict(enumerate([*map(replaying, trained[:2]), *hostile])))
     with caplog.at_level(logging.INFO, "flwr"):
@@ -459,7 +450,7 @@ def test_central_dp_killed_after_its_release_forgets_nothing(settings, trained, 
     monkeypatch.undo()
     resumed = Server(grid, FederatedConfig.read(settings | {"resume": True}))
     resumed.run()
-    assert resumed.rounds_done == 1
+    assert len(resumed.rows) == 1
     ledger = Ledger.read(Path(settings["output"]) / "ledger.jsonl")
     assert ledger.spent_steps == 2
 

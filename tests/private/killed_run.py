@@ -1,9 +1,7 @@
-"""A training run that is killed between lines and resumed until its budget is spent; run as a program by its test.
+"""A training run that is killed between lines and resumed until its budget is spent; a scenario of `ranked.py`.
 
-    python -m tests.private.killed_run FOLDER SEED BUDGET
-
-The parent imports everything, runs no backward pass (autograd does not survive a fork) and forks one child an attempt. A
-child kills itself with SIGKILL before a random line of the files that keep the books. Prints one JSON line.
+The parent runs no backward pass (autograd does not survive a fork) and forks one child an attempt. A child kills itself with
+SIGKILL before a random line of the files that keep the books.
 """
 
 from __future__ import annotations
@@ -73,6 +71,8 @@ def train(folder: Path, budget: int) -> None:
         output_dir=folder,
         resume=(folder / "ledger.jsonl").exists(),
         unsafe_seed=None,
+        # Each call of a function takes long under a trace, and checks make many.
+        self_check=False,
     )
     checkpoint = folder / "checkpoint.pt"
     if checkpoint.exists():
@@ -108,14 +108,15 @@ def attempt(folder: Path, budget: int, kill_at: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def main(folder: Path, seed: int, budget: int) -> None:
-    """Kill and resume until a run ends by itself; report every observation as JSON."""
-    chance = random.Random(seed)
+def crashed(folder: Path, seed: int, budget: int) -> dict[str, Any]:
+    """Kill and resume until a run ends by itself: what was seen after each attempt, and the noise of every release."""
+    chance, noise = random.Random(seed), folder / "noise"
     observations = []
     for _ in range(200):
         # Sometimes within the first lines of a run, where files are created and read; mostly within a few steps.
-        status = attempt(folder, budget, chance.choice((60, 400, 100 * budget)) * chance.randint(1, 100) // 100 + 1)
-        released = len((folder / "noise").read_text().splitlines()) if (folder / "noise").exists() else 0
+        longest = max(1500, 100 * budget)
+        status = attempt(folder, budget, chance.choice((60, 400, longest, longest)) * chance.randint(1, 100) // 100 + 1)
+        released = len(noise.read_text().splitlines()) if noise.exists() else 0
         path = folder / "ledger.jsonl"
         try:
             spent = Ledger.read(path).spent_steps if path.exists() else 0
@@ -126,8 +127,4 @@ def main(folder: Path, seed: int, budget: int) -> None:
         observations.append({"status": status, "released": released, "spent": spent})
         if status >= 0:
             break
-    print(json.dumps({"observations": observations, "noise": (folder / "noise").read_text().splitlines()}))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    return {"observations": observations, "noise": [json.loads(line) for line in noise.read_text().splitlines()]}

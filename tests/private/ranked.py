@@ -1,4 +1,4 @@
-"""Private runs in groups of processes, forked from one parent; run as a program by `test_ranks.py`.
+"""Private runs in groups of processes, forked from one parent; run as a program by `conftest.py`.
 
     python -m tests.private.ranked FOLDER SCENARIO SIZE [SIZE ...]
 
@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fastdp
+import fastdp.private.prove as proving
 from fastdp.distributed import pieces, shards
 from fastdp.methods.rapft import NoisyMap, PublicMap
 from fastdp.private.preparation import Findings, Outcome
 from tests.engine.models import build
 from tests.engine.runs import Classifier, collate, examples
 
-#: Steps of every run of the matrix.
-STEPS = 6
+#: Steps of every run of the matrix: one after the second selection of "sums".
+STEPS = 5
 
 
 def texts(count: int = 18, tokens: int = 9) -> list[dict[str, torch.Tensor]]:
@@ -294,7 +296,9 @@ def shapes(rank: int, size: int, folder: Path) -> dict[str, Any]:
     private.detach()
     # A run that is replayed belongs to its own process.
     if size == 2:
-        private = small()
+        private, extremes = small(), proving.extremes
+        # One unusual record is enough to see whether ranks wait for each other.
+        proving.extremes = lambda *given: islice(extremes(*given), 1)  # type: ignore[assignment]
         found["proved"] = bool(private.prove())
         private.detach()
     # Keys of a group come from rank 0's operating system.
@@ -398,6 +402,24 @@ def trainer(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return result
 
 
+def crashes(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """A run of one process that is killed between lines."""
+    from tests.private.killed_run import crashed
+
+    (folder / "crashes").mkdir()
+    return crashed(folder / "crashes", int(os.environ.get("SEED", 20261)), int(os.environ.get("BUDGET", 9)))
+
+
+def unfinished(epochs: int) -> list[Any]:
+    """What a script still holds that made one epoch of so many."""
+    model, optimizer, data = kept = list(small(epochs=epochs))
+    for batch in data:
+        model(**batch)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return kept
+
+
 #: Moments of a release at which a rank is killed.
 MOMENTS = ("before the record", "after the record", "in the reduction")
 Scenario = Callable[[int, int, Path], dict[str, Any]]
@@ -407,6 +429,7 @@ SCENARIOS: dict[str, Scenario] = {
     "refusals": refusals,
     "shapes": shapes,
     "trainer": trainer,
+    "crashes": crashes,
     **{moment: partial(killed, moment) for moment in MOMENTS},
 }
 
@@ -438,8 +461,16 @@ def group(scenario: str, size: int, folder: Path, scenarios: Mapping[str, Scenar
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
-    from tests.private import sharded as cut
+    from tests.private import killed_run as killed_run, sharded as cut
 
     for scenario, size in (each.split(":") for each in sys.argv[2:]):
+        if scenario == "ends":
+            # A script that ends by itself, with its run still there, after one epoch of so many.
+            if (child := os.fork()) == 0:
+                os.dup2(os.open(place / f"ends-{size}.txt", os.O_WRONLY | os.O_CREAT), 2)
+                kept = unfinished(int(size))
+                sys.exit()
+            os.waitpid(child, 0)
+            continue
         statuses = group(scenario, int(size), place, {**SCENARIOS, **cut.SCENARIOS})
         print(scenario, size, statuses, flush=True)

@@ -194,49 +194,6 @@ def stretched(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def measured(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """What microbatches gather and add up, in bytes, and how much of sums is whole at once where memory is short."""
-    found: dict[str, Any] = {}
-    shards.WHOLE_SUMS = 0.0
-    for name, tuning, way, two_pass in (
-        ("llama", "full", shard, None),
-        ("gpt2", "full", checkpointed, None),
-        ("gpt2", "full", checkpointed, True),
-        ("llama", "lora", shard, None),
-    ):
-        model: Any = build(name, tuning)
-        model.config.use_cache = False
-        way(model)
-        data = [{"input_ids": item["input_ids"][:6]} for item in texts()]
-        private = _started(model, self_check=False, data=data, two_pass=two_pass)
-        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        counts = {"gathered": 0, "added": 0, "micro-batches": 0}
-        with _counted(model, counts) as most:
-            for number, batch in enumerate(private.data_loader):
-                private.optimizer.zero_grad()
-                private.model(**batch)["loss"].backward()
-                # The first one is traced, and everything that may be whole then was let go of.
-                counts["micro-batches"] += number > 0
-                if number == 0:
-                    counts.update(gathered=0, added=0)
-                    most.clear()
-                private.optimizer.step()
-                if private.last_step_done and number > 0:
-                    break
-        held = [p.to_local().numel() for p in private.parameters.values()]
-        found[f"{name} {tuning}{' in two passes' if two_pass else ''}"] = {
-            **{key: counts[key] / counts["micro-batches"] for key in ("gathered", "added")},
-            "whole at once": max(most, default=0),
-            "shapes": shapes,
-            "trained": list(private.parameters),
-            "gradients": [p.grad.to_local().numel() for p in private.parameters.values()],
-            "moments": [private.optimizer.state[p]["exp_avg"].to_local().numel() for p in private.parameters.values()],
-            "pieces": held,
-        }
-        private.detach()
-    return found
-
-
 #: Functions of torch that add up sums, and those whose result the host reads.
 _SUMS, _OBJECTS = ("all_reduce", "reduce_scatter_single"), ("all_gather_object", "broadcast_object_list")
 
@@ -271,42 +228,57 @@ def _collectives() -> Iterator[dict[str, int]]:
             setattr(owner, name, call)
 
 
-def counted(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """Reductions of each microbatch and each step after the first, and how often a step reads what others sent."""
+def measured(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """What microbatches after the first gather and add up, what is whole at once, and how often a step's host reads."""
     found: dict[str, Any] = {}
     data = [{"input_ids": item["input_ids"][:6]} for item in texts()]
-    for name, way, two_pass, share in (
-        ("full", shard, None, 0.0),
-        ("checkpointed", checkpointed, None, 0.0),
-        ("two passes", checkpointed, True, 0.0),
-        ("whole sums", shard, None, 1.0),
+    for label, (name, tuning), way, two_pass, share in (
+        ("checkpointed", ("gpt2", "full"), checkpointed, None, 0.0),
+        ("two passes", ("gpt2", "full"), checkpointed, True, 0.0),
+        ("adapters", ("llama", "lora"), shard, None, 0.0),
+        ("whole sums", ("gpt2", "full"), shard, None, 1.0),
     ):
         shards.WHOLE_SUMS = share
-        model: Any = build("gpt2")
+        model: Any = build(name, tuning)
         model.config.use_cache = False
         way(model)
-        private = _started(model, data=data, two_pass=two_pass, max_physical_batch_size=1, unsafe_seed=3)
+        options: dict[str, Any] = {"max_physical_batch_size": 1, "epochs": 1, "unsafe_seed": 3}
+        private = _started(model, data=data, two_pass=two_pass, **options)
         steps: list[dict[str, Any]] = []
-        microbatches: list[int] = []
-        with _collectives() as counts:
+        microbatches: list[dict[str, int]] = []
+        counts = {"gathered": 0, "added": 0}
+        with _counted(model, counts) as most, _collectives() as collectives:
             for batch in private.data_loader:
-                before = counts["sums"]
-                private.model(**batch)["loss"].backward()
-                microbatches.append(counts["sums"] - before)
-                private.optimizer.step()
                 private.optimizer.zero_grad()
+                before = {**counts, "sums": collectives["sums"]}
+                private.model(**batch)["loss"].backward()
+                after = {**counts, "sums": collectives["sums"]}
+                microbatches.append({key: after[key] - before[key] for key in after})
+                private.optimizer.step()
                 if private.last_step_done:
-                    steps.append({**counts, "microbatches": microbatches})
+                    steps.append({**collectives, "microbatches": microbatches})
+                    if len(steps) == 1:
+                        # The first batch is traced and verified, and everything that was whole then was let go of.
+                        most.clear()
                     microbatches = []
-                    counts.update(dict.fromkeys(counts, 0))
-        blocks = sum(isinstance(module, FSDPModule) for module in model.modules())
-        found[name] = {"blocks": blocks, "parameters": len(private.parameters), "steps": steps[1:]}
+                    collectives.update(dict.fromkeys(collectives, 0))
+        trained = list(private.parameters.values())
+        found[label] = {
+            "steps": steps[1:],
+            "blocks": sum(isinstance(module, FSDPModule) for module in model.modules()),
+            "whole at once": max(most, default=0),
+            "shapes": {n: tuple(p.shape) for n, p in model.named_parameters()},
+            "trained": list(private.parameters),
+            "gradients": [p.grad.to_local().numel() for p in trained],
+            "moments": [private.optimizer.state[p]["exp_avg"].to_local().numel() for p in trained],
+            "pieces": [p.to_local().numel() for p in trained],
+        }
         private.detach()
     return found
 
 
 def fused(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """Weights after four steps of the optimizer that draws noise within its update; of two processes, in pieces."""
+    """Weights after two steps of the optimizer that draws noise within its update; of two processes, in pieces."""
     found: dict[str, Any] = {}
     shards.WHOLE_SUMS = 0.0
     for label, case in {"tied": "tied gpt2", "axes": "axes", "two passes": "tied gpt2"}.items():
@@ -320,13 +292,13 @@ def fused(rank: int, size: int, folder: Path) -> dict[str, Any]:
             shard(model)
         parameters = [p for p in model.parameters() if p.requires_grad]
         optimizer = fastdp.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
-        private = _started(model, optimizer, unsafe_seed=5, secure_rounding=False, **options)
+        private = _started(model, optimizer, unsafe_seed=5, secure_rounding=False, self_check=False, **options)
         unfused: list[int] = []
 
         def count(parameters: Any = parameters, unfused: list[int] = unfused) -> None:
             unfused.append(sum(p.grad is not None for p in parameters))
 
-        _go_on(private, 4, count)
+        _go_on(private, 2, count)
         moments = {n: pieces.full_tensor(optimizer.state[p]["exp_avg"]) for n, p in private.parameters.items()}
         found[label] = {"weights": whole(model), "moments": moments, "unfused": unfused}
         private.detach()
@@ -335,22 +307,18 @@ def fused(rank: int, size: int, folder: Path) -> dict[str, Any]:
 
 def quantised(rank: int, size: int, folder: Path) -> dict[str, Any]:
     """LoRA over a base of four bits: the adapters, and whether the base is what it was."""
-    found: dict[str, Any] = {}
-    for way, share in ((checkpointed, 0.0), (shard, 1.0)):
-        shards.WHOLE_SUMS = share
-        base: dict[str, torch.Tensor] = {}
+    shards.WHOLE_SUMS = 0.0
+    base: dict[str, torch.Tensor] = {}
 
-        def prepare(model: Any, way: Any = way, base: dict[str, torch.Tensor] = base) -> None:
-            pack(model)
-            base |= {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
-            if size > 1:
-                way(model)
+    def prepare(model: Any) -> None:
+        pack(model)
+        base.update({n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad})
+        if size > 1:
+            checkpointed(model)
 
-        weights = trained("lora", 1.0, prepare)["weights"]
-        same = all(torch.equal(weights[name].view(torch.uint8), t.view(torch.uint8)) for name, t in base.items())
-        adapters = {name: weight for name, weight in weights.items() if name not in base}
-        found[f"{way.__name__} {share}"] = {"adapters": adapters, "base kept": same}
-    return found
+    weights = trained("lora", 1.0, prepare)["weights"]
+    same = all(torch.equal(weights[name].view(torch.uint8), t.view(torch.uint8)) for name, t in base.items())
+    return {"adapters": {n: weight for n, weight in weights.items() if n not in base}, "base kept": same}
 
 
 @contextmanager
@@ -529,7 +497,6 @@ SCENARIOS: dict[str, Callable[[int, int, Path], dict[str, Any]]] = {
     "noise": noise,
     **{f"{moment}, of pieces": partial(killed_with_pieces, moment) for moment in MOMENTS},
     "measured": measured,
-    "counted": counted,
     "fused": fused,
     "quantised": quantised,
     "looked": looked,

@@ -219,6 +219,11 @@ def _nothing_trained() -> None:
     start(Classifier().requires_grad_(False), optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
 
 
+def _several_times_a_step() -> None:
+    model = Classifier()
+    start(model, optimizer=torch.optim.LBFGS(model.parameters()), **PRIVATE)
+
+
 def _lazy() -> None:
     model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 3))
     start(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss_reduction="mean", **PRIVATE)
@@ -236,6 +241,7 @@ def _lazy() -> None:
         (lambda: PoissonSampler(4, 1.5, fastdp.NoiseStream()), "sample rate 1.5 is outside"),
         (_lazy, "0.weight is not initialized yet"),
         (_nothing_trained, "no trained parameter"),
+        (_several_times_a_step, "LBFGS differentiates several times"),
         (
             lambda: fastdp.optim.AdamW(Classifier().requires_grad_(False), loader(), epochs=1, noise_multiplier=1.0),
             "no trained parameter",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -35,21 +33,15 @@ from tests.engine.runs import (
     one_by_one,
     start,
 )
+from tests.loops import trained
+from tests.private.conftest import Found, ranks, run
 
 PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-4}
 
 
 def train(private: Any, epochs: int) -> list[float]:
     """Train and return epsilon after each release."""
-    spent = []
-    for _ in range(epochs):
-        for batch in private.data_loader:
-            private.model(**batch)["loss"].backward()
-            private.optimizer.step()
-            private.optimizer.zero_grad()
-            if private.last_step_done:
-                spent.append(private.epsilon())
-    return spent
+    return [private.epsilon() for _ in trained(private, epochs) if private.last_step_done]
 
 
 @cases("sampling", ["poisson", "shuffled"])
@@ -335,41 +327,30 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert len(train(resumed, 2)) == 4
 
 
-class TestKilled:
-    """SIGKILL between lines: the books are never below the truth, the total never above the budget."""
+def require_counts(outcome: Found, budget: int) -> None:
+    """The books are never below the truth, the total never above the budget, and no noise comes twice."""
+    observations, noise = outcome["observations"], outcome["noise"]
+    assert observations[-1]["status"] == 0
+    assert len(observations) > 3, "killed a few times at least"
+    for before, after in zip([{"released": 0, "spent": 0}, *observations], observations):
+        assert after["spent"] >= after["released"]
+        assert after["spent"] <= budget
+        assert after["spent"] >= before["spent"]
+    assert len(noise) == observations[-1]["released"] <= budget
+    assert observations[-1]["spent"] == budget
+    assert len({tuple(n) for n in noise}) == len(noise), "noise repeats"
+    assert stats.kstest(torch.tensor(noise).reshape(-1).double().numpy(), "norm").pvalue > 1e-9
 
-    BUDGET = 9
 
-    def run(self, folder: Path, seed: int, budget: int) -> Any:
-        program = [sys.executable, "-m", "tests.private.killed_run", str(folder), str(seed), str(budget)]
-        done = subprocess.run(program, capture_output=True, text=True, timeout=500, cwd=Path(__file__).parents[2])
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1]), done.stderr
+def test_a_run_that_is_killed_between_any_two_lines(folder: Path) -> None:
+    require_counts(ranks(folder, "crashes", 1)[0], 9)
 
-    def judge(self, outcome: Any, budget: int, errors: str) -> None:
-        observations, noise = outcome["observations"], [json.loads(line) for line in outcome["noise"]]
-        assert observations[-1]["status"] == 0, errors
-        assert len(observations) > 3, "killed a few times at least"
-        for before, after in zip([{"released": 0, "spent": 0}, *observations], observations):
-            assert after["spent"] >= after["released"]
-            assert after["spent"] <= budget
-            assert after["spent"] >= before["spent"]
-        assert len(noise) == observations[-1]["released"] <= budget
-        assert observations[-1]["spent"] == budget
-        assert len({tuple(n) for n in noise}) == len(noise), "noise repeats"
-        values = torch.tensor(noise).reshape(-1).double()
-        assert stats.kstest(values.numpy(), "norm").pvalue > 1e-9
 
-    @pytest.mark.timeout(600)
-    def test_killed_between_any_two_lines(self, tmp_path: Path) -> None:
-        outcome, errors = self.run(tmp_path, 20261, self.BUDGET)
-        self.judge(outcome, self.BUDGET, errors)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("seed", range(8))
-    def test_killed_many_times_with_blocks_of_several_steps(self, tmp_path: Path, seed: int) -> None:
-        outcome, errors = self.run(tmp_path, seed, 180)
-        self.judge(outcome, 180, errors)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_a_run_that_is_killed_many_times_with_blocks_of_several_steps(tmp_path: Path, seed: int) -> None:
+    run(tmp_path, "crashes:1", SEED=str(seed), BUDGET="180")
+    require_counts(ranks(tmp_path, "crashes", 1)[0], 180)
 
 
 @cases(

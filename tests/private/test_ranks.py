@@ -9,19 +9,18 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from filelock import FileLock
 from scipy import stats
 from torch.distributed.fsdp import FSDPModule
 
 from fastdp.accounting import Ledger
 from tests.cases import cases
 from tests.engine.runs import Classifier, start
-from tests.private.ranked import CASES, MOMENTS
+from tests.private.conftest import ranks, run
+from tests.private.ranked import CASES, MOMENTS, STEPS
 from tests.private.sharded import WAYS
 from tests.private.test_bad_input import readable
 from tests.private.traffic import Shape, Traffic, Weights, held, traffic
@@ -32,24 +31,10 @@ ROUNDING = 1e-6
 FALSE_ALARM = 1e-9
 #: Moments at which a rank is killed that has pieces.
 IN_PIECES = [f"{moment}, of pieces" for moment in MOMENTS]
-Found = Mapping[str, Any]
 #: Older ones are refused by `fastdp.distributed.shards`, in a sentence; `make minimum` runs the other tests with one.
 in_pieces = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_custom_all_gather"), reason="weights in pieces need torch 2.13 or later"
 )
-
-
-def run(folder: Path, *groups: str, **environment: str) -> None:
-    """Let the program run these groups of processes, one after another."""
-    command = [sys.executable, "-m", "tests.private.ranked", str(folder), *groups]
-    own = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
-    done = subprocess.run(command, env=own, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=3600)
-    assert done.returncode == 0, done.stderr
-
-
-def ranks(folder: Path, scenario: str, size: int) -> list[Found]:
-    """What each rank of a group found."""
-    return [torch.load(folder / f"{scenario}-{size}-{rank}.pt", weights_only=False) for rank in range(size)]
 
 
 def apart(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
@@ -61,10 +46,27 @@ def equal(found: list[Mapping[str, torch.Tensor]]) -> bool:
     return all(torch.equal(other[name], found[0][name]) for other in found for name in found[0])
 
 
-def require_matrix(folder: Path, sizes: tuple[int, ...]) -> None:
-    (alone,) = ranks(folder, "matrix", 1)
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The groups that fast tests share, if the parameter is empty; or those that it names, of every case."""
+    if not request.param:
+        return request.getfixturevalue("folder")  # type: ignore[no-any-return]
+    every = ",".join(CASES)
+    run(tmp_path, *request.param.split("; "), CASES=every, SHARDED=every, FULL="1")
+    return tmp_path
+
+
+def on(*slow: tuple[str, tuple[int, ...]]) -> pytest.MarkDecorator:
+    """Run a test on two processes, and in the slow tier on the groups that are named, of these sizes."""
+    rows = [pytest.param("", (2,), id="two"), *(pytest.param(*row, marks=pytest.mark.slow) for row in slow)]
+    return pytest.mark.parametrize(("place", "sizes"), rows, indirect=["place"])
+
+
+@on(("matrix:1; matrix:2; matrix:4", (2, 4)))
+def test_several_processes_release_what_one_does(place: Path, sizes: tuple[int, ...]) -> None:
+    (alone,) = ranks(place, "matrix", 1)
     for size in sizes:
-        together = ranks(folder, "matrix", size)
+        together = ranks(place, "matrix", size)
         for case in together[0]:
             expected, found = alone[case], [rank[case] for rank in together]
             assert apart(found[0]["weights"], expected["weights"]) < ROUNDING, (size, case)
@@ -73,57 +75,17 @@ def require_matrix(folder: Path, sizes: tuple[int, ...]) -> None:
                 assert (rank["processes"], rank["route"], rank["spent"]) == (size, "uses", expected["spent"])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Groups of one and of two processes, whose parent imports everything once; made once for all of xdist's workers."""
-    base = tmp_path_factory.getbasetemp()
-    place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ranks"
-    with FileLock(f"{place}.lock"):
-        if not place.exists():
-            making = base / "making"
-            making.mkdir()
-            run(
-                making,
-                *("matrix:1", "matrix:2", "sharded:2", "refusals:2", "shapes:1", "shapes:2"),
-                *("pieces refused:2", "measured:2", "counted:2", "noise:2"),
-                *("fused:1", "fused:2", "quantised:1", "quantised:2", "looked:2"),
-                *(f"{moment}:{size}" for moment in (MOMENTS[1], IN_PIECES[-1]) for size in (2, 1)),
-                CASES="tied gpt2,users,sums",
-                SHARDED="tied gpt2,sums",
-            )
-            making.rename(place)
-    return place
-
-
-def test_two_processes_release_what_one_does(folder: Path) -> None:
-    require_matrix(folder, (2,))
-
-
-def require_sharded(folder: Path, sizes: tuple[int, ...]) -> None:
-    (alone,) = ranks(folder, "matrix", 1)
+@in_pieces
+@on(("matrix:1; sharded:1; sharded:2; sharded:4", (1, 2, 4)))
+def test_so_do_those_that_have_pieces_of_the_weights(place: Path, sizes: tuple[int, ...]) -> None:
+    """With `fully_shard`, and with activation checkpointing beside it; with releases of maps and magnitudes too."""
+    (alone,) = ranks(place, "matrix", 1)
     for size in sizes:
-        for rank in ranks(folder, "sharded", size):
+        for rank in ranks(place, "sharded", size):
             for (case, noise, way), found in rank.items():
                 assert apart(found["weights"], alone[case, noise]["weights"]) < ROUNDING, (size, case, noise, way)
-                assert (found["processes"], found["route"], found["spent"]) == (
-                    size,
-                    "uses",
-                    alone[case, noise]["spent"],
-                )
-
-
-@in_pieces
-def test_so_do_two_that_have_half_of_the_weights_each(folder: Path) -> None:
-    """With `fully_shard`, and with activation checkpointing beside it; with releases of maps and magnitudes too."""
-    require_sharded(folder, (2,))
-
-
-@in_pieces
-@pytest.mark.slow
-def test_weights_in_one_and_in_four_pieces_give_the_same(tmp_path: Path) -> None:
-    wanted = ",".join(CASES)
-    run(tmp_path, "matrix:1", "sharded:1", "sharded:2", "sharded:4", CASES=wanted, SHARDED=wanted, FULL="1")
-    require_sharded(tmp_path, (1, 2, 4))
+                said = found["processes"], found["route"], found["spent"]
+                assert said == (size, "uses", alone[case, noise]["spent"])
 
 
 @in_pieces
@@ -137,12 +99,16 @@ def test_so_do_pieces_of_every_kind(tmp_path: Path) -> None:
             for way, (case, _) in WAYS.items():
                 gap = apart(rank[way]["weights"], alone[case, 1.0]["weights"])
                 assert gap < (2e-3 if way == "half" else ROUNDING), (size, way)
-                assert rank[way]["spent"] == 6
+                assert rank[way]["spent"] == STEPS
 
 
-def require_noise(folder: Path, size: int) -> None:
-    """Every piece's noise is standard normal, and independent of other pieces', ranks' and releases'."""
-    every = ranks(folder, "noise", size)
+@in_pieces
+@on(("noise:4", (4,)))
+def test_noise_of_pieces_is_independent_between_ranks_and_of_the_stated_size(
+    place: Path, sizes: tuple[int, ...]
+) -> None:
+    """Every piece's noise is standard normal, and independent of other pieces', ranks' and releases'; of four some are empty."""
+    every = ranks(place, "noise", sizes[0])
     drawn = [torch.cat([part.double().reshape(-1) for part in found.values()]) for found in every]
     assert sum(map(len, drawn)) == 4 * (1501 * 16 + 7 * 8000 + 60_000), "the pieces make up the whole"
     for name in ("tall", "masked", "short"):
@@ -167,33 +133,10 @@ def require_noise(folder: Path, size: int) -> None:
 
 
 @in_pieces
-def test_noise_of_pieces_is_independent_between_ranks_and_of_the_stated_size(folder: Path) -> None:
-    require_noise(folder, 2)
-
-
-@in_pieces
-@pytest.mark.slow
-def test_so_it_is_among_four_some_of_which_have_nothing(tmp_path: Path) -> None:
-    run(tmp_path, "noise:4")
-    require_noise(tmp_path, 4)
-
-
-def require_stretches(folder: Path, *sizes: int) -> None:
-    before, weights = 0, None
-    for size in sizes:
-        stretch = ranks(folder, "stretched", size)
-        for found in stretch:
-            assert (found["before"], found["after"], found["optimizer"]) == (before, before + 2, before + 2)
-            assert weights is None or apart(found["begun"], weights) == 0
-            assert apart(found["begun"], found["left"]) > 0
-        before, weights = before + 2, stretch[0]["left"]
-    assert Ledger.read(folder / "stretched" / "ledger.jsonl").spent_steps == before
-
-
-@in_pieces
-@pytest.mark.parametrize("case", ["llama full", "gpt2 full", "gpt2 full in two passes", "llama lora"])
-def test_a_step_sends_and_holds_what_the_formulas_say(folder: Path, case: str) -> None:
-    """Sums, gradients and moments are pieces; whole are the sums of the block that is made and of the one that is reduced."""
+@pytest.mark.parametrize("case", ["checkpointed", "two passes", "adapters", "whole sums"])
+def test_a_step_sends_holds_and_waits_as_the_formulas_say(folder: Path, case: str) -> None:
+    """Sums are reduced a block at a time: whole are those of the block that is made and of the one that is reduced."""
+    whole, twice = case == "whole sums", case == "two passes"
     for rank in ranks(folder, "measured", 2):
         found = rank[case]
         shapes, trained = found["shapes"], set(found["trained"])
@@ -203,29 +146,22 @@ def test_a_step_sends_and_holds_what_the_formulas_say(folder: Path, case: str) -
             blocks.setdefault(block[0] if block else "", []).append(shape)
         root = blocks.pop("")
         weights = Weights(root, list(blocks.values()), [shape for name, shape in shapes.items() if name in trained])
-        twice = case.endswith("two passes")
-        assert traffic(weights, 2, two_pass=twice) == Traffic(found["gathered"], found["added"])
+        expected = traffic(weights, 2, two_pass=twice)
+        assert max(len(step["microbatches"]) for step in found["steps"]) > 1
+        reduced = sum(any(shape in weights.learned for shape in block) for block in (root, *blocks.values()))
+        assert reduced <= found["blocks"] < len(trained)
+        for step in found["steps"]:
+            for own in step["microbatches"]:
+                assert whole or Traffic(own["gathered"], own["added"]) == expected
+                assert own["sums"] == (0 if whole else reduced)
+            # What is counted of units goes with the release, in one message more.
+            assert step["sums"] == reduced * (1 if whole else len(step["microbatches"])) + 1
+            # Two passes compare the order of their captures, as sums are reduced within the second.
+            assert step["host reads"] <= 1 + (len(step["microbatches"]) if twice else 0)
         own = held(weights, 2, two_pass=twice)
         assert 4 * sum(found["gradients"]) <= own["pieces of sums, then of gradients"]
         assert found["gradients"] == found["moments"] == found["pieces"]
-        assert 0 < found["whole at once"] <= own["whole sums at once"]
-
-
-@in_pieces
-@pytest.mark.parametrize("case", ["full", "checkpointed", "two passes", "whole sums"])
-def test_sums_are_reduced_a_block_at_a_time_and_the_host_reads_once_a_step(folder: Path, case: str) -> None:
-    """Sums took a collective for each parameter, and each microbatch read numbers back, when this test was written."""
-    for rank in ranks(folder, "counted", 2):
-        found = rank[case]
-        assert found["blocks"] < found["parameters"]
-        assert max(len(step["microbatches"]) for step in found["steps"]) > 1
-        for step in found["steps"]:
-            assert set(step["microbatches"]) == {0 if case == "whole sums" else found["blocks"]}
-            reductions = 1 if case == "whole sums" else len(step["microbatches"])
-            # What is counted of units goes with the release, in one message more.
-            assert step["sums"] == reductions * found["blocks"] + 1
-            # Two passes compare the order of their captures, as sums are reduced within the second.
-            assert step["host reads"] <= 1 + (len(step["microbatches"]) if case == "two passes" else 0)
+        assert whole or 0 < found["whole at once"] <= own["whole sums at once"]
 
 
 @in_pieces
@@ -251,12 +187,11 @@ def test_the_fused_update_of_pieces_is_that_of_one_process(folder: Path) -> None
 
 @in_pieces
 def test_a_packed_base_under_adapters_is_gathered_and_left_as_it_is(folder: Path) -> None:
-    """QLoRA: sums of adapters are one process's, reduced in each microbatch and whole."""
+    """QLoRA: sums of adapters are one process's."""
     (alone,) = ranks(folder, "quantised", 1)
     for found in ranks(folder, "quantised", 2):
-        for name, own in found.items():
-            assert own["base kept"]
-            assert apart(own["adapters"], alone[name]["adapters"]) < ROUNDING, name
+        assert found["base kept"]
+        assert apart(found["adapters"], alone["adapters"]) < ROUNDING
 
 
 @in_pieces
@@ -264,20 +199,23 @@ def test_a_packed_base_under_adapters_is_gathered_and_left_as_it_is(folder: Path
 def test_a_checkpoint_of_two_goes_on_in_four_and_then_in_one(tmp_path: Path) -> None:
     """Torch's distributed checkpoints of the pieces, the optimizer's too; what was spent stays spent."""
     run(tmp_path, "stretched:2", "stretched:4", "stretched:1")
-    require_stretches(tmp_path, 2, 4, 1)
+    before, weights = 0, None
+    for size in (2, 4, 1):
+        stretch = ranks(tmp_path, "stretched", size)
+        for found in stretch:
+            assert (found["before"], found["after"], found["optimizer"]) == (before, before + 2, before + 2)
+            assert weights is None or apart(found["begun"], weights) == 0
+            assert apart(found["begun"], found["left"]) > 0
+        before, weights = before + 2, stretch[0]["left"]
+    assert Ledger.read(tmp_path / "stretched" / "ledger.jsonl").spent_steps == before
     assert ranks(tmp_path, "stretched", 1)[0]["said"].startswith("all 6 budgeted steps are spent")
 
 
-@pytest.mark.slow
-def test_so_do_four_for_every_method_and_tuning(tmp_path: Path) -> None:
-    run(tmp_path, "matrix:1", "matrix:2", "matrix:4", CASES=",".join(CASES), FULL="1")
-    require_matrix(tmp_path, (2, 4))
-
-
-def require_shapes(folder: Path, *sizes: int) -> None:
-    (alone,) = ranks(folder, "shapes", 1)
+@on(("shapes:1; shapes:4", (4,)))
+def test_ranks_without_a_unit_take_part_all_the_same(place: Path, sizes: tuple[int, ...]) -> None:
+    (alone,) = ranks(place, "shapes", 1)
     for size in sizes:
-        together = ranks(folder, "shapes", size)
+        together = ranks(place, "shapes", size)
         for name in alone:
             assert equal([rank[name] for rank in together]), (size, name)
             if name == "keyed":
@@ -285,16 +223,6 @@ def require_shapes(folder: Path, *sizes: int) -> None:
                 assert apart(together[0][name], alone[name]) > 0.1
             else:
                 assert apart(together[0][name], alone[name]) < ROUNDING, (size, name)
-
-
-def test_ranks_without_a_unit_take_part_all_the_same(folder: Path) -> None:
-    require_shapes(folder, 2)
-
-
-@pytest.mark.slow
-def test_so_they_do_among_four(tmp_path: Path) -> None:
-    run(tmp_path, "shapes:1", "shapes:4")
-    require_shapes(tmp_path, 4)
 
 
 def test_a_run_is_proved_by_each_process_itself(folder: Path) -> None:
@@ -434,26 +362,24 @@ def test_trainer_and_accelerate_under_a_launcher(tmp_path: Path) -> None:
     assert equal([found["weights"] for found in together])
 
 
-def require_count(folder: Path, moment: str) -> None:
-    left = torch.load(folder / f"{moment}-2-0.pt", weights_only=False)
+@pytest.mark.parametrize(
+    ("place", "moment"),
+    [
+        *(("", MOMENTS[1]), pytest.param("", IN_PIECES[-1], marks=in_pieces)),
+        *(
+            pytest.param(f"{moment}:2; {moment}:1", moment, marks=[in_pieces, pytest.mark.slow])
+            for moment in (MOMENTS[0], MOMENTS[2], *IN_PIECES[:-1])
+        ),
+    ],
+    indirect=["place"],
+)
+def test_a_rank_that_is_killed_stops_the_others_and_loses_no_count(place: Path, moment: str) -> None:
+    """Rank 1 is killed in its third release; then one process goes on."""
+    left = torch.load(place / f"{moment}-2-0.pt", weights_only=False)
     assert left["said"].startswith("RankLost: another process of the group ended"), left
     assert left["seconds"] < 60
     assert left["released"] <= left["spent"]
-    (resumed,) = ranks(folder, moment, 1)
+    (resumed,) = ranks(place, moment, 1)
     assert resumed["said"].startswith("BudgetExceeded"), "the budget of six was spent, by both runs together"
     assert left["spent"] + resumed["released"] <= 6
-    assert Ledger.read(folder / moment / "ledger.jsonl").spent_steps == 6
-
-
-@pytest.mark.parametrize("moment", [MOMENTS[1], pytest.param(IN_PIECES[-1], marks=in_pieces)])
-def test_a_rank_that_is_killed_stops_the_others_and_loses_no_count(folder: Path, moment: str) -> None:
-    """Rank 1 is killed in its third release; then one process goes on."""
-    require_count(folder, moment)
-
-
-@in_pieces
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", [MOMENTS[0], MOMENTS[2], *IN_PIECES[:-1]])
-def test_so_does_one_that_has_pieces_of_the_weights(tmp_path: Path, moment: str) -> None:
-    run(tmp_path, f"{moment}:2", f"{moment}:1")
-    require_count(tmp_path, moment)
+    assert Ledger.read(place / moment / "ledger.jsonl").spent_steps == 6

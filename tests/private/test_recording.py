@@ -241,7 +241,7 @@ def test_a_mask_of_ones_is_left_out_and_another_one_is_not(
 
     lengths, most, masked = LENGTHS[kind]
     models = twins(build)
-    rows, options = texts(models[0], lengths), {"epochs": 2, "max_physical_batch_size": most}
+    rows, options = texts(models[0], lengths), {"epochs": 1, "max_physical_batch_size": most}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         record_on_a_processor(monkeypatch, spied)

@@ -19,6 +19,7 @@ from fastdp.private.plan import Plan
 from fastdp.private.sampler import PoissonSampler, ShuffledSampler, Units, steps_per_epoch
 from tests.cases import cases
 from tests.engine.runs import loader, logical_step, start
+from tests.loops import trained
 
 #: How often a statistical test of this file may fail with nothing wrong; each draws fresh randomness.
 FALSE_ALARM = 1e-9
@@ -268,13 +269,7 @@ def test_len_counts_logical_steps(sampling: str) -> None:
     assert len(private.data_loader) == 4
     assert private.total_steps == 12
     for epoch in range(3):
-        taken = 0
-        for batch in private.data_loader:
-            private.model(**batch)["loss"].backward()
-            private.optimizer.step()
-            private.optimizer.zero_grad()
-            taken += private.last_step_done
-        assert taken == 4, f"epoch {epoch}"
+        assert sum(private.last_step_done for _ in trained(private)) == 4, f"epoch {epoch}"
 
 
 def test_len_counts_users_where_users_are_the_units() -> None:

@@ -19,6 +19,7 @@ from fastdp.engine.clip.policy import Policy
 from fastdp.private.observer import Observer
 from tests.cases import cases
 from tests.engine.runs import start
+from tests.loops import train, trained
 
 PRIVATE: dict[str, Any] = {"target_delta": 1e-3, "epochs": 2, "max_physical_batch_size": 3}
 HALVING = {0: 2.0, 2: 1.0, 4: 0.5}
@@ -35,15 +36,10 @@ class Policies(Observer):
 
 
 def run(private: Any, steps: int) -> list[Policy]:
+    """The policies of the next releases."""
     looker = Policies()
     private.observe(looker)
-    while len(looker.seen) < steps:
-        for batch in private.data_loader:
-            private.model(**batch)["loss"].backward()
-            private.optimizer.step()
-            private.optimizer.zero_grad()
-            if len(looker.seen) == steps:
-                break
+    train(private, private.steps_done + steps)
     private.unobserve(looker)
     return looker.seen
 
@@ -66,12 +62,7 @@ def test_the_noise_itself_follows_the_schedule() -> None:
     """Standard deviations over 66 coordinates in 21 steps each; five of their standard errors, false alarms below 1e-6."""
     method = fastdp.DPSGD(max_grad_norm=1e-6, noise_schedule={0: 4.0, 21: 1.0})
     private = start(method=method, noise_multiplier=1e6, **{**PRIVATE, "epochs": 14, "max_physical_batch_size": 24})
-    found: list[torch.Tensor] = []
-    for batch in (batch for _ in range(14) for batch in private.data_loader):
-        private.model(**batch)["loss"].backward()
-        private.optimizer.step()
-        found.append(torch.cat([p.grad.reshape(-1) * 8 for p in private.parameters.values() if p.grad is not None]))
-        private.optimizer.zero_grad()
+    found = [torch.cat([p.grad.reshape(-1) * 8 for p in private.parameters.values()]) for _ in trained(private, 14)]  # type: ignore[union-attr]
     for part, std in ((found[:21], 4.0), (found[21:], 1.0)):
         values = torch.cat(part).double()
         assert abs(float(values.std()) / std - 1) < 5 / math.sqrt(2 * len(values))

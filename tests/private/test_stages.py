@@ -16,6 +16,7 @@ from fastdp.private.method import Method
 from fastdp.private.plan import Budget, Plan, SideRelease
 from fastdp.private.preparation import Findings, Outcome, Preparation
 from tests.engine.runs import Classifier, loader, start
+from tests.loops import train
 from tests.private.test_preparation import Sneaky
 
 RATE, NOISE = 0.5, 2.0
@@ -57,17 +58,6 @@ class Choosy(Sneaky):
         return [name for name in parameters if name.startswith(prefix)]
 
 
-def run(private: Any, steps: int) -> None:
-    """Train until ``steps`` logical steps are done."""
-    while private.steps_done < steps:
-        for batch in private.data_loader:
-            private.model(**batch)["loss"].backward()
-            private.optimizer.step()
-            private.optimizer.zero_grad()
-            if private.steps_done >= steps and private.last_step_done:
-                return
-
-
 def make(method: Method, **options: Any) -> Any:
     model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -92,7 +82,7 @@ def test_nothing_is_released_before_the_loader_is_iterated() -> None:
 
 def test_a_preparation_is_paid_for_beside_the_steps() -> None:
     private = make(Choosy(), noise_multiplier=None, target_epsilon=4.0, unsafe_seed=None)
-    run(private, private.total_steps)
+    train(private, private.total_steps)
     steps = accounting.dpsgd(private.noise_multiplier, private.sample_rate, private.total_steps)
     both = accounting.compose(steps, accounting.poisson_gaussian(NOISE, RATE))
     assert private.epsilon() == pytest.approx(float(epsilon(both, 1e-3)))
@@ -104,7 +94,7 @@ def test_a_preparation_is_paid_for_beside_the_steps() -> None:
 def test_what_is_not_trained_is_frozen_and_leaves_the_optimizer() -> None:
     private = make(Choosy())
     before = values(private.model)
-    run(private, 2)
+    train(private, 2)
     assert moved(before, private.model) == {"first"}
     held = [p for group in private.optimizer.param_groups for p in group["params"]]
     assert {id(p) for p in held} == {id(p) for p in private.model.first.parameters()}
@@ -116,9 +106,9 @@ def test_what_is_not_trained_is_frozen_and_leaves_the_optimizer() -> None:
 
 def test_a_second_preparation_replaces_the_first() -> None:
     private = make(Choosy(every=3, budgeted=2))
-    run(private, 3)
+    train(private, 3)
     before = values(private.model)
-    run(private, 5)
+    train(private, 5)
     assert moved(before, private.model) == {"second"}
     assert private.ledger.spent("count") == 2
 
@@ -126,10 +116,10 @@ def test_a_second_preparation_replaces_the_first() -> None:
 def test_extending_pays_for_the_preparations_to_come() -> None:
     private = make(Choosy(every=2, budgeted=2), epochs=1, unsafe_seed=None)
     assert private.total_steps == 3
-    run(private, 3)
+    train(private, 3)
     before = private.epsilon()
     private.extend(1.0)
-    run(private, 6)
+    train(private, 6)
     assert private.ledger.spent("count") == private.ledger.budget("count") == 3
     both = accounting.compose(
         accounting.dpsgd(1.0, private.sample_rate, 6), *[accounting.poisson_gaussian(NOISE, RATE)] * 3
@@ -141,7 +131,7 @@ def test_extending_pays_for_the_preparations_to_come() -> None:
 def test_a_method_that_fails_has_spent_and_leaves_a_model_that_works() -> None:
     private = make(Choosy(fails=True))
     with pytest.raises(RuntimeError, match="a fault of the method"):
-        run(private, 1)
+        train(private, 1)
     assert private.ledger.spent("count") == 1
     private.detach()
     batch = next(iter(loader()))
@@ -152,35 +142,35 @@ def test_a_method_that_fails_has_spent_and_leaves_a_model_that_works() -> None:
 def test_without_the_kept_outcome_a_resumed_run_is_refused(tmp_path: Path) -> None:
     """As after a kill between the record and the file: the budget may have been used, so it counts as used."""
     first = make(Choosy(), output_dir=tmp_path)
-    run(first, 1)
+    train(first, 1)
     first.detach()
     for path in tmp_path.glob("preparation-*"):
         path.unlink()
     second = make(Choosy(), output_dir=tmp_path, resume=True)
     with pytest.raises(BudgetExceeded):
-        run(second, 3)
+        train(second, 3)
 
 
 def test_a_new_run_does_not_take_another_runs_outcome(tmp_path: Path) -> None:
     first = make(Choosy(), output_dir=tmp_path)
-    run(first, 1)
+    train(first, 1)
     first.detach()
     (tmp_path / "ledger.jsonl").unlink()
     second = make(Choosy(), output_dir=tmp_path)
-    run(second, 1)
+    train(second, 1)
     assert second.ledger.spent("count") == 1
 
 
 def test_a_checkpoint_carries_the_outcome_and_what_it_cost() -> None:
     first = make(Choosy())
-    run(first, 2)
+    train(first, 2)
     state = first.state_dict()
     second = make(Choosy())
     second.load_state_dict(state)
     assert float(second.outcome["count"]) == float(first.outcome["count"])
     assert second.epsilon() == first.epsilon()
     second.optimizer.load_state_dict(first.optimizer.state_dict())
-    run(second, 4)
+    train(second, 4)
     assert second.ledger.spent("count") == 1
 
 
@@ -193,9 +183,9 @@ def test_a_step_does_not_ask_again_about_all_steps_before() -> None:
             return super().prepares_at(step)
 
     private = make(Counted())
-    run(private, 4)
+    train(private, 4)
     asked.clear()
-    run(private, 6)
+    train(private, 6)
     assert max(map(asked.count, asked)) == 1
     outcome = private.outcome
     private.prepare()

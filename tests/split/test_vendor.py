@@ -222,57 +222,56 @@ def test_prediction_uses_the_customers_adapter_and_keeps_nothing(vendor):
     assert torch.allclose(ask(vendor, "predict", None, rows_of([4], 9), "bob"), first[:1], atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("op", "fields", "tensors", "match"),
-    [
-        ("put", {"first": 13}, rows_of([2]), "comes next"),
-        ("put", {"first": 12}, rows_of([2]) | {"lengths": torch.tensor([3])}, "add up"),
-        ("put", {"first": 12}, rows_of([17]), "length is out of range"),
-        (
-            "put",
-            {"first": 12},
-            {"rows": torch.zeros(2, WIDTH), "lengths": torch.tensor([-1, 3])},
-            "length is out of range",
-        ),
-        ("put", {"first": 12}, {"rows": torch.zeros(2, WIDTH + 1), "lengths": torch.tensor([2])}, "shape"),
-        ("put", {"first": 12}, {"rows": torch.zeros(2, WIDTH).half(), "lengths": torch.tensor([2])}, "rows are"),
-        ("put", {"first": 12}, {"rows": torch.zeros(2, WIDTH).double(), "lengths": torch.tensor([2])}, "dtype"),
-        ("put", {"first": 12}, {"rows": torch.full((2, WIDTH), torch.nan), "lengths": torch.tensor([2])}, "NaN"),
-        ("put", {"first": 12}, {"rows": torch.full((2, WIDTH), torch.inf), "lengths": torch.tensor([2])}, "NaN"),
-        ("put", {"first": -1}, rows_of([2]), "whole number"),
-        ("put", {"first": True}, rows_of([2]), "whole number"),
-        ("put", {}, rows_of([2]), "takes the fields"),
-        ("put", {"first": 12}, rows_of([1] * 9), "shape"),
-        ("predict", {}, {"rows": torch.full((2, WIDTH), torch.nan), "lengths": torch.tensor([2])}, "NaN"),
-        ("forward", {"step": 1}, {"indices": torch.tensor([12])}, "out of range"),
-        ("forward", {"step": 1}, {"indices": torch.tensor([-1])}, "out of range"),
-        ("forward", {"step": 0}, {"indices": torch.tensor([0])}, "at step 1"),
-        ("backward", {"step": 1}, {"gradient": torch.full((4, 2), torch.nan)}, "NaN"),
-        ("backward", {"step": 1}, {"gradient": torch.zeros(3, 2)}, "3 examples"),
-        ("backward", {"step": 1}, {"gradient": torch.zeros(4, 3)}, "shape"),
-        ("backward", {"step": 2}, {"gradient": torch.zeros(4, 2)}, "begin the step again"),
-        ("open", {"learning_rate": 0.5}, None, "learning_rate"),
-        ("open", {"run": "1" * 32}, None, "discard it"),
-        ("open", {"classes": 3}, None, "classes is 3, this vendor's 2"),
-        ("open", {"bottom": "f" * 64}, None, "bottom"),
-        ("open", {"dtype": "float64"}, None, "dtype"),
-        ("open", {"learning_rate": 1e300}, None, "learning_rate must be"),
-        ("train", {}, None, "no operation"),
-    ],
-)
-def test_what_is_rejected_changes_nothing(vendor, op, fields, tensors, match):
+#: Operation, fields and tensors that a vendor turns away, and its words.
+REJECTED = [
+    ("put", {"first": 13}, rows_of([2]), "comes next"),
+    ("put", {"first": 12}, rows_of([2]) | {"lengths": torch.tensor([3])}, "add up"),
+    ("put", {"first": 12}, rows_of([17]), "length is out of range"),
+    (
+        "put",
+        {"first": 12},
+        {"rows": torch.zeros(2, WIDTH), "lengths": torch.tensor([-1, 3])},
+        "length is out of range",
+    ),
+    ("put", {"first": 12}, {"rows": torch.zeros(2, WIDTH + 1), "lengths": torch.tensor([2])}, "shape"),
+    ("put", {"first": 12}, {"rows": torch.zeros(2, WIDTH).half(), "lengths": torch.tensor([2])}, "rows are"),
+    ("put", {"first": 12}, {"rows": torch.zeros(2, WIDTH).double(), "lengths": torch.tensor([2])}, "dtype"),
+    ("put", {"first": 12}, {"rows": torch.full((2, WIDTH), torch.nan), "lengths": torch.tensor([2])}, "NaN"),
+    ("put", {"first": 12}, {"rows": torch.full((2, WIDTH), torch.inf), "lengths": torch.tensor([2])}, "NaN"),
+    ("put", {"first": -1}, rows_of([2]), "whole number"),
+    ("put", {"first": True}, rows_of([2]), "whole number"),
+    ("put", {}, rows_of([2]), "takes the fields"),
+    ("put", {"first": 12}, rows_of([1] * 9), "shape"),
+    ("predict", {}, {"rows": torch.full((2, WIDTH), torch.nan), "lengths": torch.tensor([2])}, "NaN"),
+    ("forward", {"step": 1}, {"indices": torch.tensor([12])}, "out of range"),
+    ("forward", {"step": 1}, {"indices": torch.tensor([-1])}, "out of range"),
+    ("forward", {"step": 0}, {"indices": torch.tensor([0])}, "at step 1"),
+    ("backward", {"step": 1}, {"gradient": torch.full((4, 2), torch.nan)}, "NaN"),
+    ("backward", {"step": 1}, {"gradient": torch.zeros(3, 2)}, "3 examples"),
+    ("backward", {"step": 1}, {"gradient": torch.zeros(4, 3)}, "shape"),
+    ("backward", {"step": 2}, {"gradient": torch.zeros(4, 2)}, "begin the step again"),
+    ("open", {"learning_rate": 0.5}, None, "learning_rate"),
+    ("open", {"run": "1" * 32}, None, "discard it"),
+    ("open", {"classes": 3}, None, "classes is 3, this vendor's 2"),
+    ("open", {"bottom": "f" * 64}, None, "bottom"),
+    ("open", {"dtype": "float64"}, None, "dtype"),
+    ("open", {"learning_rate": 1e300}, None, "learning_rate must be"),
+    ("train", {}, None, "no operation"),
+]
+
+
+def test_what_is_rejected_changes_nothing(vendor):
     begin(vendor)
     take(vendor, 0)
     ask(vendor, "forward", {"step": 1}, {"indices": torch.tensor([0, 1, 2, 3])})
     before = adapter(vendor)
-    if op == "open":
-        fields = settings(vendor, **fields)
-    with pytest.raises(MessageRejected, match=match):
-        ask(vendor, op, fields, tensors)
     run, store = vendor.customer("alice").run, vendor.customer("alice").store
-    assert (run.step, store.count) == (1, 12)
-    assert all(torch.equal(value, adapter(vendor)[key]) for key, value in before.items())
-    # The forward pass is still held, unless it is what was asked for anew.
+    for op, fields, tensors, match in REJECTED:
+        with pytest.raises(MessageRejected, match=match):
+            ask(vendor, op, settings(vendor, **fields) if op == "open" else fields, tensors)
+        assert (run.step, store.count) == (1, 12), (op, match)
+        assert all(torch.equal(value, adapter(vendor)[key]) for key, value in before.items()), (op, match)
+    # The forward pass is still held.
     assert ask(vendor, "backward", {"step": 1}, {"gradient": torch.ones(4, 2)}) == {"step": 2, "replayed": 0}
 
 

@@ -22,7 +22,7 @@ from fastdp.split.wire import (
 )
 from tests.cases import cases
 
-SPECS = {"rows": TensorSpec(FLOAT_TYPES, ((1, 1 << 30), 4)), "lengths": TensorSpec(("I64",), ((1, 9),))}
+SPECS = {"rows": TensorSpec(FLOAT_TYPES, ((1, 1 << 30), 4)), "lengths": TensorSpec((torch.int64,), ((1, 9),))}
 
 
 def expect(op, fields):
@@ -128,28 +128,20 @@ def test_the_hand_made_message_is_good():
         (raw({"op": "put", "fields": {}, "more": 1}, tensors()), "nothing else"),
         (raw(b" " * (MAX_HEADER + 1)), "header takes"),
         (raw(PUT, tensors(), says=1 << 40), "oversized"),
-        (raw(PUT), "too short"),
-        (raw(PUT, tensors()[:44]), "impossible length"),
-        (raw(PUT, struct.pack("<Q", 1 << 60) + bytes(100)), "impossible length"),
+        (raw(PUT), "no safetensors"),
+        (raw(PUT, tensors()[:44]), "no safetensors"),
+        (raw(PUT, struct.pack("<Q", 1 << 60) + bytes(100)), "no safetensors"),
         (raw({"op": "describe", "fields": {}}, tensors()), "takes no tensors"),
-        (raw(PUT, tensors(rows={"dtype": "F64"})), "dtype 'F64'"),
-        (raw(PUT, tensors(rows={"dtype": ["F32"]})), "dtype"),
-        (raw(PUT, tensors(rows={"shape": [2, 5]})), "shape"),
-        (raw(PUT, tensors(rows={"shape": [0, 4]})), "shape"),
-        (raw(PUT, tensors(rows={"shape": [2.0, 4]})), "shape"),
-        (raw(PUT, tensors(rows={"shape": [True, 4]})), "shape"),
+        (raw(PUT, tensors(lengths={"dtype": "F64"})), "dtype torch.float64"),
+        (raw(PUT, tensors(rows={"dtype": "F99"})), "no safetensors"),
+        (raw(PUT, tensors(rows={"shape": [4, 2]})), "shape"),
         (raw(PUT, tensors(rows={"shape": [8]})), "shape"),
-        (raw(PUT, tensors(rows={"shape": "24"})), "shape"),
-        (raw(PUT, tensors(rows={"shape": [3, 4]})), "do not fit"),
-        (raw(PUT, tensors(rows={"shape": [10**30, 4]})), "shape"),
-        (raw(PUT, tensors(rows={"shape": [1 << 29, 4]})), "do not fit"),
-        (raw(PUT, tensors(rows={"data_offsets": [0, 32]})), "overlap"),
-        (raw(PUT, tensors(rows={"data_offsets": [-8, 24]})), "two whole"),
-        (raw(PUT, tensors(rows={"data_offsets": [8]})), "two whole"),
-        (raw(PUT, tensors(rows={"more": 1})), "must have a dtype"),
-        (raw(PUT, tensors(rows=7)), "must have a dtype"),
-        (raw(PUT, tensors(other={"dtype": "F32", "shape": [1], "data_offsets": [0, 4]})), "they must be"),
-        (raw(PUT, tensors() + bytes(8)), "fill the payload"),
+        (raw(PUT, tensors(rows={"shape": [10**30, 4]})), "no safetensors"),
+        (raw(PUT, tensors(rows={"shape": [1 << 62, 4]})), "no safetensors"),
+        (raw(PUT, tensors(rows={"data_offsets": [0, 32]})), "no safetensors"),
+        (raw(PUT, tensors(rows=7)), "no safetensors"),
+        (raw(PUT, tensors(other={"dtype": "F32", "shape": [0], "data_offsets": [40, 40]})), "they must be"),
+        (raw(PUT, tensors() + bytes(8)), "no safetensors"),
     ],
 )
 def test_refusals(chunks, match):
@@ -157,22 +149,19 @@ def test_refusals(chunks, match):
         joined(chunks)
 
 
-def test_nothing_is_allocated_for_what_is_refused():
-    """A first chunk that announces 512 MiB of a dtype that is not taken, or more than may come."""
-    big = 1 << 29
-    entries = {
-        "rows": {"dtype": "F64", "shape": [big // 32, 4], "data_offsets": [0, big]},
-        "lengths": {"dtype": "I64", "shape": [1], "data_offsets": [big, big + 8]},
-    }
-    header = json.dumps(entries).encode()
-    header += b" " * (-len(header) % 8)
-    payload = struct.pack("<Q", len(header)) + header
-    (first,) = raw(PUT, payload, says=len(payload) + big + 8)
-    first += bytes(CHUNK_BYTES - len(first))
-    for most, match in ((1 << 30, "dtype"), (1 << 20, "oversized")):
+def test_nothing_is_allocated_for_what_is_only_announced():
+    """A first chunk that announces 512 MiB, where so much may come and where it may not."""
+    (first,) = raw(PUT, tensors(), says=1 << 29)
+    for most, match in ((1 << 30, "bytes, not 1048576"), (1 << 20, "oversized")):
         tracemalloc.start()
         with pytest.raises(MessageRejected, match=match):
             joined([first], most)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < 4 * CHUNK_BYTES
+        assert peak < CHUNK_BYTES
+    first += bytes(CHUNK_BYTES - len(first))
+    tracemalloc.start()
+    with pytest.raises(MessageRejected, match="is truncated"):
+        joined([first])
+    assert tracemalloc.get_traced_memory()[1] < 4 * CHUNK_BYTES
+    tracemalloc.stop()

@@ -226,8 +226,10 @@ def test_a_non_finite_example_is_left_out() -> None:
 
 
 def test_the_card_says_by_construction() -> None:
-    sentence = "examples are independent by construction"
-    for options, said in ((ALONE, 1), ({}, 0)):
+    """Of users too, whose examples are collated together."""
+    sentence = "units are independent by construction"
+    users: dict[str, Any] = {"user_ids": [i // 2 for i in range(24)], "max_examples_per_user": 2}
+    for options, said in ((ALONE, 1), ({**ALONE, **users}, 1), ({}, 0)):
         private = start(noise_multiplier=1.0, target_delta=1e-3, **options)
         stepped(private)
         assumptions = [own for own in private.card()["assumptions"] if sentence in own]

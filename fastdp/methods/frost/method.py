@@ -21,7 +21,7 @@ from fastdp.methods.geometry import Groups, check_clipping, clip_groups, describ
 from fastdp.methods.options import Options
 from fastdp.methods.removed import replace_removed
 from fastdp.private.plan import Budget, Plan, SideRelease
-from fastdp.private.preparation import Findings, Moment, Outcome, Preparation, Released
+from fastdp.private.preparation import Findings, Outcome, Preparation, Released, RunState
 from fastdp.validate import at_least, fraction, integer, one_of
 
 _KIND = "selection"
@@ -162,7 +162,7 @@ class DPFrost(Options):
     def _select(
         self,
         partitions: Sequence[Partition],
-        moment: Moment,
+        moment: RunState,
         release: Callable[[int, Sequence[Partition]], Released],
     ) -> PartitionChoice:
         """PSEL over releases of magnitudes in units of their sensitivity (lines 3 to 8)."""

@@ -26,7 +26,7 @@ from fastdp.methods.rapft.rules import Propagation
 from fastdp.methods.rapft.sources import MapSource, PrivateSubset, PublicGradients, PublicMap
 from fastdp.methods.removed import replace_removed
 from fastdp.private.plan import Budget, Plan
-from fastdp.private.preparation import Findings, Moment, Outcome, Preparation
+from fastdp.private.preparation import Findings, Outcome, Preparation, RunState
 from fastdp.validate import integer, one_of, positive
 
 _PRIVATE_MASK = (
@@ -126,7 +126,7 @@ class RapFT(Options):
             multiplier = effective_noise_multiplier(multiplier, self.irrelevance_ratio)
         return Budget(multiplier, side)
 
-    def try_passes(self, moment: Moment, one: Callable[[], Any]) -> None:
+    def try_passes(self, moment: RunState, one: Callable[[], Any]) -> None:
         """The source's pass on one public row, or on one example."""
         row = first_row(self.source.batches[0] if isinstance(self.source, PublicMap) else one())
         if isinstance(self.source, PublicGradients):
@@ -146,7 +146,7 @@ class RapFT(Options):
             return join_axes(rank_one({name: values.abs() for name, values in relevance.items()}, self.axes_power))
         return weak_masks(relevance, self.irrelevance_ratio)
 
-    def _propagator(self, moment: Moment) -> Propagator:
+    def _propagator(self, moment: RunState) -> Propagator:
         if not isinstance(self.source, PublicGradients):
             require_values(moment.parameters)
         return Propagator(moment.model, moment.parameters, self.propagation, self.initialisation, moment.weights)
