@@ -155,6 +155,15 @@ SETTINGS = [
     Case("unknown flag", "No such option", "--lerning-rate", flags=("--lerning-rate", "1")),
     Case("no epsilon", "epsilon is missing", "such as 8", {"epsilon": None}),
     Case("large delta", "is not below 1 / 24", "lower it, or confirm with large_delta", {"delta": 0.1}),
+    Case(
+        "lora_fixed", "lora_fixed belongs to peft: lora", "has peft: bitfit", {"lora_fixed": "true", "peft": "bitfit"}
+    ),
+    Case("device", "device abacus cannot be used", "", {"device": "abacus"}),
+    Case("device that is not there", "device cuda:99 cannot be used", "", {"device": "cuda:99"}),
+    Case("column", "has no column 'body'", "its columns are text", {"text_column": "body"}),
+    Case("positions", "has 64 positions, too few for 65", "lower max_length", {"max_length": 65}),
+    Case("prompt's positions", "too few for 80", "lower max_length", {"peft": "prompt", "max_length": 60}),
+    Case("no such modules", "peft: lora does not fit", "absent", {"target_modules": "absent"}),
     Case("batch", "batch_size 25 exceeds the 24", "lower it", {"batch_size": 25}),
     Case(
         "option's value", "it must lie between 0 and 1", "unfreezing_ratio", options("frost", "{unfreezing_ratio: 2}")
@@ -225,14 +234,29 @@ RESUMES = [
     Case("settings damaged", "config.yaml", "", flags=("--resume",), damage=damaged("config.yaml", b"a: [")),
 ]
 
+PLAN = "--examples 400 --batch-size 100 --epochs 3"
+
+
+def command(words, fault, fix=""):
+    return Case(words, fault, fix, command=tuple(words.split()))
+
+
 COMMANDS = [
-    Case("card", "absent.json: no such file", "check the name", command=("verify", "absent.json")),
-    Case("card damaged", "card.json", "", command=("verify", "card.json")),
-    Case("card of nothing", "other.json", "", command=("verify", "other.json")),
-    Case("report of no run", "holds no run", "config.yaml", command=("report", "set")),
-    Case("attack", "no attack named theft", "choose membership", command=("attack", "model", "--kind", "theft")),
-    Case("doctor", "no model folder", "absent", command=("doctor", "./absent")),
-    Case("quickstart", "already holds", "--output", command=("quickstart", "--output", ".")),
+    command("verify absent.json", "absent.json: no such file", "check the name"),
+    command("verify card.json", "card.json"),
+    command("verify other.json", "other.json"),
+    command("verify good.csv", "this is not a card: it holds no JSON", "give card.json of a run"),
+    command("report set", "holds no run", "config.yaml"),
+    command("attack model --kind theft", "'theft' is not one of 'membership'"),
+    command("doctor ./absent", "no model folder", "absent"),
+    command("quickstart --output .", "already holds", "--output"),
+    command(f"calibrate --epsilon -1 {PLAN}", "epsilon"),
+    command(f"calibrate --epsilon 8 {PLAN} --delta 2", "delta"),
+    command("calibrate --epsilon 8 --examples 10 --batch-size 11 --epochs 1", "batch size 11 exceeds the 10 examples"),
+    command(f"calibrate --epsilon 8 {PLAN} --epochs 0", "epochs must be a finite number above 0, not 0"),
+    command(f"epsilon --noise-multiplier 1 {PLAN} --epochs inf", "epochs must be a finite number above 0, not inf"),
+    command(f"epsilon --noise-multiplier 0 {PLAN}", "noise_multiplier must be greater than 0", "epsilon is infinite"),
+    command("plan --model model --examples 0 --epsilon 8", "0 examples are too few to plan for", "at least 36"),
 ]
 
 CASES = FILES + SETTINGS + OUTPUTS + MODELS + RESUMES + COMMANDS

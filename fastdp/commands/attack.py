@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from fastdp.finetune import FinetuneConfig
 
 
-ATTACK_KINDS = ("membership", "extraction", "reconstruction", "inversion")
-
-
 @refusing
 def attack_command(
     model: Annotated[Path, typer.Argument()],
-    kind: Annotated[str, typer.Option(help=f"one of {', '.join(ATTACK_KINDS)}")] = "membership",
+    kind: Annotated[
+        Literal["membership", "extraction", "reconstruction", "inversion"],
+        typer.Option(metavar="KIND", help="membership, extraction, reconstruction or inversion"),
+    ] = "membership",
     train: Annotated[Path | None, typer.Option(help="the data the model was trained on")] = None,
     held_out: Annotated[Path | None, typer.Option(help="membership: data of the same kind it never saw")] = None,
     reference: Annotated[
@@ -45,19 +45,20 @@ def attack_command(
     base: Annotated[
         Path | None, typer.Option(help="extraction: model before training, whose names do not count")
     ] = None,
-    samples: Annotated[int, typer.Option(help="extraction: texts to generate")] = 100,
-    length: Annotated[int, typer.Option(help="extraction: new tokens of a text")] = 256,
-    candidates: Annotated[int, typer.Option(help="reconstruction: names tried for each sentence")] = 64,
+    samples: Annotated[int, typer.Option(min=1, help="extraction: texts to generate")] = 100,
+    length: Annotated[int, typer.Option(min=1, help="extraction: new tokens of a text")] = 256,
+    candidates: Annotated[int, typer.Option(min=1, help="reconstruction: names tried for each sentence")] = 64,
     eta: Annotated[
         float | None, typer.Option(help="inversion: noise of the released embeddings; without it, none")
     ] = None,
     blocks: Annotated[
-        int, typer.Option(help="inversion: blocks below the cut; above 0 by optimisation, which takes seconds a row")
+        int,
+        typer.Option(min=0, help="inversion: blocks below the cut; above 0 by optimisation, which takes seconds a row"),
     ] = 0,
-    limit: Annotated[int, typer.Option(help="most rows taken from a file, at random")] = 1000,
+    limit: Annotated[int, typer.Option(min=1, help="most rows taken from a file, at random")] = 1000,
     text_column: Annotated[str | None, typer.Option(help="column with the text, where a run has not set it")] = None,
     label_column: Annotated[str | None, typer.Option(help="column with the label, where a run has not set it")] = None,
-    batch_size: Annotated[int, typer.Option(help="examples in memory at once")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="examples in memory at once")] = 32,
     seed: Annotated[int, typer.Option(help="seed of the rows, names and texts that are drawn")] = 0,
     json: Annotated[Path | None, typer.Option("--json", help="file to write the figures to")] = None,
 ) -> None:
@@ -65,14 +66,6 @@ def attack_command(
 
     MODEL: output folder of a run, or a model's folder.
     """
-    if kind not in ATTACK_KINDS:
-        raise ValueError(f"there is no attack named {kind}: choose {', '.join(ATTACK_KINDS)}")
-    for name, value in (
-        *(("samples", samples), ("length", length), ("limit", limit)),
-        *(("candidates", candidates), ("batch-size", batch_size)),
-    ):
-        if value < 1:
-            raise ValueError(f"{name} is {value}: it must be at least 1")
     quiet_libraries()
     setting = _Setting(model, {"text_column": text_column, "label_column": label_column}, limit, batch_size, seed)
     if kind == "membership":
@@ -264,8 +257,6 @@ def _inversion(setting: _Setting, train: Path, eta: float | None, blocks: int) -
     from fastdp import NoiseStream, ops
     from fastdp.audit import inversion, nearest_tokens
 
-    if blocks < 0:
-        raise ValueError(f"blocks is {blocks}: it must be 0 (the embeddings alone) or more")
     if blocks and eta is not None:
         raise ValueError("eta is the noise of released embeddings: leave it out where there are blocks below the cut")
     rows = [torch.tensor(example["input_ids"]) for example in setting.examples(train).items]

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import console, refusing, style_message
-from fastdp.commands.training import ProgressReporter, with_settings
+from fastdp.commands.training import with_settings
 from fastdp.finetune.config import ConfigError, listed, load_config
 from fastdp.finetune.reporter import duration, memory
 
@@ -144,8 +144,8 @@ def tune_command(
 
     quiet_libraries()
     settings = load_config(config, overrides)
-    with ProgressReporter() as reporter:
-        found = tune(settings, _values(candidates), trials, shape, held_out, reporter=reporter, resume=resume)
+    with console.status("searching; trials are silent, since their number is secret"):
+        found = tune(settings, _values(candidates), trials, shape, held_out, resume=resume)
     won = ", ".join(f"{name} {value}" for name, value in found.settings.items())
     console.print(style_message("won: ", (won, "bold"), f", noised loss of the judges {found.score:.3f}"))
     console.print(
@@ -154,7 +154,7 @@ def tune_command(
         )
     )
     console.print(f"written to {found.output}")
-    console.print("keep secret how many trials ran and how long they took, which the lines above show")
+    console.print("keep secret how long the search took, which tells how many trials ran")
 
 
 def _values(candidates: list[str] | None) -> dict[str, list[str]] | None:

@@ -10,9 +10,9 @@ import typer
 from rich.table import Table
 
 import fastdp.files as files
+from fastdp.commands.flags import choice_of
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import console, refusing
-from fastdp.finetune.config import CHOICES
 from fastdp.quickstart import MODEL
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ def prove_command(
     data: Annotated[
         Path | None, typer.Option(help="records of the kind it will be trained on; else random tokens")
     ] = None,
-    peft: Annotated[str | None, typer.Option(help=", ".join(CHOICES["peft"]))] = None,
-    task: Annotated[str | None, typer.Option(help=", ".join(CHOICES["task"]))] = None,
+    peft: Annotated[str | None, choice_of("peft")] = None,
+    task: Annotated[str | None, choice_of("task")] = None,
     labels: Annotated[str | None, typer.Option(help="every label of the task, with commas between")] = None,
     text_column: Annotated[str | None, typer.Option(help="column with the text, where a run has not set it")] = None,
     label_column: Annotated[str | None, typer.Option(help="column with the label, where a run has not set it")] = None,
-    max_length: Annotated[int | None, typer.Option(help="longest record in tokens")] = None,
+    max_length: Annotated[int | None, typer.Option(min=1, help="longest record in tokens")] = None,
     max_grad_norm: Annotated[float | None, typer.Option(help="bound on one record's gradient")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="file to write every trial to")] = None,
 ) -> None:

@@ -90,7 +90,7 @@ def test_a_page_about_one_run(tmp_path):
     assert "&lt;script&gt;" in page
     assert "prefers-color-scheme:dark" in page
     assert page.count("<polyline") == 3, "epsilon, and the loss twice"
-    assert "fastdp verify one/card.json" in text
+    assert "fastdp verify one" in text
     assert "At equal epsilon" not in text
 
 
