@@ -113,8 +113,10 @@ class Record:
 
     def at(self, epsilon: float) -> tuple[float, float]:
         """The step at which so much was spent, between those that epsilon is known of, and the running mean of the loss there."""
-        step = float(np.interp(epsilon, [spent for _, spent in self.spent], [step for step, _ in self.spent]))
-        return step, float(np.interp(step, *zip(*self.smooth)))
+        steps, spent = np.transpose(self.spent)
+        step = float(np.interp(epsilon, spent, steps))
+        steps, losses = np.transpose(self.smooth)
+        return step, float(np.interp(step, steps, losses))
 
     def quality(self, when: str) -> tuple[str, float] | None:
         """The figure of the task ``before`` or ``after`` training."""
