@@ -73,6 +73,7 @@ def _files(root):
         "tags.jsonl": '{"words": ["a", "b"], "tags": ["O"]}\n',
         "chat.jsonl": '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
         "typo.yaml": "lerning_rate: 1\n",
+        "blank.txt": "\n\n",
     }
     for name, content in contents.items():
         (root / name).write_text(content)
@@ -158,8 +159,8 @@ SETTINGS = [
     Case(
         "lora_fixed", "lora_fixed belongs to peft: lora", "has peft: bitfit", {"lora_fixed": "true", "peft": "bitfit"}
     ),
-    Case("device", "device abacus cannot be used", "", {"device": "abacus"}),
-    Case("device that is not there", "device cuda:99 cannot be used", "", {"device": "cuda:99"}),
+    Case("device", "device abacus cannot be used", "name one of these", {"device": "abacus"}),
+    Case("device that is not there", "device mps cannot be used", "torch has cpu", {"device": "mps"}),
     Case("column", "has no column 'body'", "its columns are text", {"text_column": "body"}),
     Case("positions", "has 64 positions, too few for 65", "lower max_length", {"max_length": 65}),
     Case("prompt's positions", "too few for 80", "lower max_length", {"peft": "prompt", "max_length": 60}),
@@ -247,6 +248,25 @@ COMMANDS = [
     command("verify other.json", "other.json"),
     command("verify good.csv", "this is not a card: it holds no JSON", "give card.json of a run"),
     command("report set", "holds no run", "config.yaml"),
+    *(
+        command(words, "Invalid value for '--.*': File 'set' is a directory")
+        for words in (
+            *("report stopped --output set", "card export stopped --output set", "attack model --json set"),
+            *("prove model --json set", "plan --model model --write set", "synthesize stopped --output set"),
+        )
+    ),
+    command("attack model --kind extraction --names no-tokenizer/model.safetensors", "is no UTF-8 text", "one name on"),
+    command("attack model --kind extraction --names blank.txt", "holds no names", "one on each line"),
+    command("synthesize stopped --output rows.csv", "writes JSON lines", "ends in .jsonl"),
+    command("doctor good.csv", "model good.csv is a file", "name the folder"),
+    command("doctor empty-folder", "has no tokenizer that can be loaded", "put the tokenizer's files there"),
+    command("doctor model --task clasification", "'clasification' is not one of 'causal-lm'"),
+    command("prove model --peft loar", "'loar' is not one of 'full'"),
+    command("plan --model model --examples 400 --epsilon 8 --peft loar", "peft is 'loar'", "one of full, lora"),
+    command("plan --model model --examples 400", "epsilon is missing", "such as 8"),
+    command(
+        "tune --model model --train good.jsonl --output new --epsilon 8 --try =1", "write a setting and its values"
+    ),
     command("attack model --kind theft", "'theft' is not one of 'membership'"),
     command("doctor ./absent", "no model folder", "absent"),
     command("quickstart --output .", "already holds", "--output"),

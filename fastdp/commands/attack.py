@@ -59,8 +59,8 @@ def attack_command(
     text_column: Annotated[str | None, typer.Option(help="column with the text, where a run has not set it")] = None,
     label_column: Annotated[str | None, typer.Option(help="column with the label, where a run has not set it")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="examples in memory at once")] = 32,
-    seed: Annotated[int, typer.Option(help="seed of the rows, names and texts that are drawn")] = 0,
-    json: Annotated[Path | None, typer.Option("--json", help="file to write the figures to")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="seed of the rows, names and texts that are drawn")] = 0,
+    json: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="file to write the figures to")] = None,
 ) -> None:
     """Attack a model: membership, extraction or reconstruction of its training data, or inversion of its embeddings.
 
@@ -306,8 +306,8 @@ def _require_file(path: Path | None, option: str) -> Path:
 def _lines(path: Path) -> list[str]:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as lines of text: {error}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no UTF-8 text: write one name on each line") from None
     found = list(dict.fromkeys(line for line in lines if line))
     if not found:
         raise ValueError(f"{path} holds no names; put one on each line")

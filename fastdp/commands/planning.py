@@ -43,7 +43,8 @@ def plan_command(
     gpu: Annotated[str | None, typer.Option(hidden=True)] = None,
     picture: Annotated[Path | None, typer.Option(hidden=True)] = None,
     write: Annotated[
-        Path | None, typer.Option(help="YAML file for the suggested settings, for `fastdp finetune`")
+        Path | None,
+        typer.Option(dir_okay=False, help="YAML file for the suggested settings, for `fastdp finetune`"),
     ] = None,
     overrides: dict[str, Any],
 ) -> None:
@@ -163,7 +164,7 @@ def _values(candidates: list[str] | None) -> dict[str, list[str]] | None:
     found: dict[str, list[str]] = {}
     for entry in candidates:
         name, equals, values = entry.partition("=")
-        if not equals:
+        if not (equals and name.strip()):
             raise ConfigError(f"--try {entry}: write a setting and its values, as in learning_rate=1e-3,4e-3")
         found[name.strip()] = listed(values)
     return found

@@ -35,7 +35,7 @@ def prove_command(
     label_column: Annotated[str | None, typer.Option(help="column with the label, where a run has not set it")] = None,
     max_length: Annotated[int | None, typer.Option(min=1, help="longest record in tokens")] = None,
     max_grad_norm: Annotated[float | None, typer.Option(help="bound on one record's gradient")] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="file to write every trial to")] = None,
+    json: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="file to write every trial to")] = None,
 ) -> None:
     """Remove, replace and add records, extreme ones among them, and see that no release moves by more than its bound.
 

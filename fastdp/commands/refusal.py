@@ -96,4 +96,5 @@ _REMEDIES = {
     errno.EISDIR: "name a file",
     errno.ENOTDIR: "name a folder",
     errno.ENOENT: "check the name",
+    errno.ENAMETOOLONG: "choose a shorter name",
 }

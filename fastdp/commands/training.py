@@ -176,7 +176,7 @@ def _print_result(result: Result, before: Collection[str]) -> None:
 @refusing
 def quickstart_command(
     output: Annotated[Path, typer.Option(help="folder for the runs")] = Path("runs/quickstart"),
-    seed: Annotated[int, typer.Option(help="seed of the generated records and of new weights")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="seed of the generated records and of new weights")] = 0,
     records: Annotated[
         int, typer.Option(help="how many records to train on; fewer take less time and teach less")
     ] = 3072,

@@ -93,15 +93,15 @@ class FinetuneConfig:
     target_modules: list[str] | None = setting(
         "modules that lora, dora, bottleneck or ia3 adapt (by default: by model)"
     )
-    lora_r: int = setting("rank of LoRA and DoRA", 8, above=0)
+    lora_r: int = setting("rank of LoRA and DoRA", 8, least=1, most=2**16)
     lora_alpha: float = setting("scale of LoRA and DoRA", 16, above=0)
     lora_fixed: bool = setting(
         "LoRA: freeze its first matrix, with orthonormal rows; half the noise, and norms that do not depend on its scale",
         False,
     )
     lora_dropout: float = setting("dropout of LoRA and DoRA", 0.0, least=0, below=1)
-    bottleneck_size: int = setting("width of bottleneck adapters", 64, above=0)
-    prompt_tokens: int = setting("number of soft prompt tokens", 20, above=0)
+    bottleneck_size: int = setting("width of bottleneck adapters", 64, least=1, most=2**16)
+    prompt_tokens: int = setting("number of soft prompt tokens", 20, least=1, most=2**16)
 
     epsilon: float | None = setting("privacy budget to spend; inf trains without privacy", above=0, finite=False)
     delta: float = setting(
@@ -141,7 +141,12 @@ class FinetuneConfig:
         among=("own", "public"),
     )
     device: str = setting("auto, cpu, cuda, cuda:1, ...", "auto")
-    seed: int = setting("seed of new weights; never of noise or sampling, and of dropout only without privacy", 0)
+    seed: int = setting(
+        "seed of new weights; never of noise or sampling, and of dropout only without privacy",
+        0,
+        least=-(2**63),
+        below=2**63,
+    )
     checkpoint_every: int = setting("steps between checkpoints", 20, above=0)
     eval_batch_size: int = setting("examples in memory during evaluation", 32, above=0)
     samples: int = setting("texts or answers of the trained model to keep for `fastdp report`", 3, least=0)
@@ -287,7 +292,7 @@ def _convert(name: str, value: Any) -> Any:
             return value
         if isinstance(value, (bool, list, dict)):
             raise ValueError
-        if kind is int and int(value) != float(value):
+        if (kind is int and isinstance(value, float) and not value.is_integer()) or "\0" in str(value):
             raise ValueError
         return kind(value)
     except (TypeError, ValueError, OverflowError):

@@ -37,7 +37,9 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
     try:
         tokenizer = load_pretrained(AutoTokenizer, str(config.model))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{config.model} has no tokenizer that can be loaded: {_first_line(error)}") from None
+        raise ConfigError(
+            f"{config.model} has no tokenizer that can be loaded ({type(error).__name__}): put the tokenizer's files there"
+        ) from None
     if len(tokenizer) <= len(tokenizer.all_special_ids) + 1:
         # Without its files transformers makes one that knows no text, and says nothing.
         raise ConfigError(f"{config.model} has no tokenizer: put the tokenizer's files beside the model's")
@@ -251,6 +253,8 @@ def restore_trained(model: nn.Module, state: dict[str, torch.Tensor], names: Seq
 
 def _check_folder(name: str | None) -> None:
     path = Path(str(name))
+    if path.is_file():
+        raise ConfigError(f"model {name} is a file: name the folder that holds it")
     looks_like_path = path.is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1
     if looks_like_path and not path.is_dir():
         raise ConfigError(f"there is no model folder {name}")

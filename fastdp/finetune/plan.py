@@ -128,7 +128,7 @@ def _check(config: FinetuneConfig, examples: int, lengths: Sequence[int], minute
     check(config, ConfigError)
     unit = "people" if config.user_column else "examples"
     if config.epsilon is None or math.isinf(config.epsilon):
-        raise ConfigError(f"epsilon is {config.epsilon}: a plan needs a budget greater than 0")
+        raise ConfigError(f"epsilon is {config.epsilon or 'missing'}: a plan needs a budget, such as 8")
     if examples < 2 * LEAST_STEPS:
         raise ConfigError(f"{examples} {unit} are too few to plan for: give at least {2 * LEAST_STEPS}")
     if config.delta >= 1 / examples:

@@ -126,7 +126,11 @@ def test_without_privacy_the_same_path_learns(config):
         ("rapft", {"irelevance_ratio": 0.7}, "no option 'irelevance_ratio'; did you mean irrelevance_ratio"),
         ("rapft", {}, r"give method_options such as \{source: \{kind: public, data: FILE\}\}"),
         ("rapft", {"source": {"kind": "public"}}, "needs data"),
-        ("rapft", {"source": {"kind": "public", "data": "x", "examples": "many"}}, "examples of source must be a whole number"),
+        (
+            "rapft",
+            {"source": {"kind": "public", "data": "x", "examples": "many"}},
+            "examples of source must be a whole number",
+        ),
         ("rapft", {"source": {"kind": "gradients", "data": "x", "rows": 3}}, "at_once, not rows"),
         ("rapft", AXES | {"source": {"kind": "gradients", "data": "x", "at_once": 65}}, "between 1 and the 64"),
         ("rapft", {"source": {"kind": "nosy"}}, "choose one of public, gradients, noisy"),
