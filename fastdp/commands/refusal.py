@@ -97,4 +97,5 @@ _REMEDIES = {
     errno.ENOTDIR: "name a folder",
     errno.ENOENT: "check the name",
     errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EEXIST: "choose another place",
 }

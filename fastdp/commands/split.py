@@ -16,6 +16,7 @@ from fastdp.commands.progress import bar
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import console, errors, refusing, style_message
 from fastdp.untrusted import load_pretrained
+from fastdp.validate import positive
 
 if TYPE_CHECKING:
     from fastdp import SplitCustomer, TextPrivatizer
@@ -155,6 +156,7 @@ def customer_command(
 
     if output is not None and predict is None:
         raise ValueError("--output is for the classes of --predict: name the texts")
+    positive(patience=patience)
     chosen, epsilon = counting.chosen(eta), counting.epsilon
     if chosen and noise == "rows":
         raise ValueError("--cti chooses among tokens: leave out --noise rows, or --cti")

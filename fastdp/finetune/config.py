@@ -19,15 +19,17 @@ class ConfigError(ValueError):
     """A setting that is unknown, missing or out of range; the message says which and what to write instead."""
 
 
-#: The tasks that some settings belong to.
+#: What some settings belong to.
 PROMPTED = ("causal-lm", "seq2seq")
 PAIRED = ("classification", "multi-label", "regression")
 LABELLED = ("classification", "multi-label", "token-classification")
 _BELONGS = {
-    **dict.fromkeys(("prompt_column", "target_column"), PROMPTED),
-    "messages_column": ("causal-lm",),
-    "text_pair_column": PAIRED,
-    "labels": LABELLED,
+    **dict.fromkeys(("prompt_column", "target_column"), ("task", PROMPTED)),
+    "messages_column": ("task", ("causal-lm",)),
+    "text_pair_column": ("task", PAIRED),
+    "labels": ("task", LABELLED),
+    "target_modules": ("peft", ("lora", "dora", "bottleneck", "ia3")),
+    "lora_fixed": ("peft", ("lora",)),
 }
 #: Methods that perturb the text itself, and the tasks whose text they know how to perturb whole.
 _PERTURBED = {"ewft": ("causal-lm", *PAIRED), "sap": ("causal-lm", *PAIRED), "selective": ("causal-lm",)}
@@ -113,7 +115,7 @@ class FinetuneConfig:
     public_overlap: int = setting(
         "records that a public file of method_options may share with train: confirmed public", 0, least=0
     )
-    max_grad_norm: float = setting("bound on one example's gradient", 1.0, above=0)
+    max_grad_norm: float = setting("bound on one example's gradient", 1.0, least=1e-20, most=1e20)
     private_metrics: float | None = setting(
         "share of epsilon that releases held-out curves with noise, which may be shown (by default none is released)"
     )
@@ -192,8 +194,6 @@ class FinetuneConfig:
             raise ConfigError("shapes: public needs a method that clips rows: choose dpsgd, dpzo, rapft or frost")
         if self.method == "dpzo":
             self._check_zeroth_order()
-        if self.lora_fixed and self.peft != "lora":
-            raise ConfigError(f"lora_fixed belongs to peft: lora; this run has peft: {self.peft}")
         self._check_task()
 
     def _check_zeroth_order(self) -> None:
@@ -223,9 +223,11 @@ class FinetuneConfig:
             )
 
     def _check_task(self) -> None:
-        for name, tasks in _BELONGS.items():
-            if getattr(self, name) and self.task not in tasks:
-                raise ConfigError(f"{name} belongs to {', '.join(tasks)}; this run has task: {self.task}")
+        for name, (other, values) in _BELONGS.items():
+            if getattr(self, name) and getattr(self, other) not in values:
+                raise ConfigError(
+                    f"{name} belongs to {', '.join(values)}; this run has {other}: {getattr(self, other)}"
+                )
         if (self.prompt_column is None) != (self.target_column is None):
             raise ConfigError("prompt_column and target_column go together: set both, or text_column alone")
         if self.prompt_column and self.text_column:
@@ -324,9 +326,13 @@ def load_config(path: str | Path | None, overrides: dict[str, Any] | None = None
     if path is not None:
         try:
             text = read_text(path, MAX_YAML)
-            loaded, written = parse_yaml(text), parse_yaml(text, as_text=True)
         except OSError as error:
             raise ConfigError(f"cannot read the config {path}: {error.strerror}") from None
+        except ValueError as error:
+            wrong = "it is no UTF-8 text" if isinstance(error, UnicodeDecodeError) else error
+            raise ConfigError(f"cannot read the config: {wrong}") from None
+        try:
+            loaded, written = parse_yaml(text), parse_yaml(text, as_text=True)
         except ValueError as error:
             raise ConfigError(f"{path}, {error}") from None
         if not isinstance(loaded, dict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -114,7 +115,10 @@ class Central(Releases):
 
 def check_method(config: FinetuneConfig) -> None:
     """Refuse options of a central method before anything is read or loaded, as `choose_method` would after."""
-    choose_method(config, lambda path, count: Public([{}] * count, PublicText(path, "", 0, 0)))
+    with warnings.catch_warnings():
+        # They come once, when the method is made.
+        warnings.simplefilter("ignore")
+        choose_method(config, lambda path, count: Public([{}] * count, PublicText(path, "", 0, 0)))
 
 
 def _source(options: dict[str, Any], read_public: ReadPublic) -> Any:

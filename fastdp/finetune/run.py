@@ -446,7 +446,7 @@ class FinetuneRun:
         folder = save_weights(self.model, tokenizer_to_save(self.tokenizer, self.config, chat=self.chat), self.output)
         card = card.of_files(folder)
         card.save(self.output / self.releases.card_name)
-        add_usage(card.save_beside(folder), self.model, self.config, chat=self.chat)
+        add_usage(card.save_beside(folder), self.config, chat=self.chat)
         if state := self.releases.state_dict():
             with files.atomic_path(self.output / PERTURBATION) as aside:
                 torch.save(state, aside)

@@ -30,9 +30,10 @@ from fastdp.data import Collator
 from fastdp.finetune.config import TYPES, ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.folder import CONFIG, LEDGER
 from fastdp.finetune.judges import JUDGED, noised_means, scores
-from fastdp.finetune.models import load_tokenizer
+from fastdp.finetune.models import ADAPTER, WHOLE, load_tokenizer
 from fastdp.finetune.run import finetune
-from fastdp.finetune.tasks import cut_note, encode_rows
+from fastdp.finetune.tasks import cut_note, encode_rows, messages_column
+from fastdp.finetune.usage import add_usage
 from fastdp.ops import NoiseStream
 from fastdp.tables import Rows, read_rows
 
@@ -178,7 +179,8 @@ def tune(
             "noise_multiplier_of_a_step": sigma,
             "noise_multiplier_of_a_score": judging,
         }
-        found = _publish(config, best, score, event, ledger, search)
+        chat = messages_column(table, config) is not None
+        found = _publish(config, best, score, event, ledger, search, chat=chat)
         shutil.rmtree(work, ignore_errors=True)
         return found
     finally:
@@ -319,7 +321,14 @@ def _judge(folder: Path, judges: Rows, largest: float, multiplier: float, stream
 
 
 def _publish(
-    config: FinetuneConfig, best: Path, score: float, event: Any, ledger: accounting.Ledger, search: Mapping[str, Any]
+    config: FinetuneConfig,
+    best: Path,
+    score: float,
+    event: Any,
+    ledger: accounting.Ledger,
+    search: Mapping[str, Any],
+    *,
+    chat: bool,
 ) -> TuneResult:
     """Put the best trial's weights in the place of a run's, with the card of the whole ``search``."""
     output = Path(str(config.output))
@@ -328,7 +337,7 @@ def _publish(
         load_config(best / CONFIG), train=config.train, encoding=config.encoding, output=config.output
     )
     settings = {name: getattr(won, name) for name in search["candidates"]}
-    weights = next(best / name for name in ("adapter", "model") if (best / name).is_dir())
+    weights = next(best / name for name in (ADAPTER, WHOLE) if (best / name).is_dir())
     released = [t for file in sorted(weights.glob("*.safetensors")) for t in load_file(file).values()]
     claim = accounting.Gaussian("example", "add_remove", event, config.delta, config.epsilon)
     card = accounting.Card.of(
@@ -350,9 +359,11 @@ def _publish(
             "tuning": {**search, "won": settings, "noised_score": score},
         },
     )
-    shutil.copytree(weights, output / weights.name, dirs_exist_ok=True)
+    folder = output / weights.name
+    shutil.copytree(weights, folder, dirs_exist_ok=True)
+    card = card.of_files(folder)
     card.save(output / "card")
-    card.save_beside(output / weights.name)
+    add_usage(card.save_beside(folder), won, chat=chat)
     won.save(output / CONFIG)
     assert config.epsilon is not None
     spent = card["epsilon"]["upper_bound"]

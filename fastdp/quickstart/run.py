@@ -24,7 +24,8 @@ RUN_SETTINGS = {"epochs": 4, "batch_size": RUN_BATCH, "learning_rate": 8e-3, "sc
 
 _BEGIN = (
     "This fine-tunes a small language model on {train} invented medical records, twice: without privacy, and with differential "
-    "privacy at epsilon {epsilon:g}. It needs no network and a minute or two, and ends with a table of what privacy cost."
+    "privacy at epsilon {epsilon:g}. It needs no network, and ends with a table of what privacy cost. Each run says first how "
+    "long its steps will take."
 )
 
 _NEXT = """
@@ -57,7 +58,7 @@ def quickstart(output: Path, seed: int, console: Console, reporter: Callable[[st
         raise ConfigError(f"{train} records are fewer than a batch of {RUN_BATCH}: give more")
     console.print(_BEGIN.format(train=train, epsilon=EPSILON))
     files.make_folder(output)
-    records = private_records(train + HELD_OUT, seed)
+    records = private_records(train + min(HELD_OUT, train // 4), seed)
     for name, part in (("train", records[:train]), ("held_out", records[train:])):
         files.write_rows(output / f"{name}.jsonl", ({"text": record} for record in part))
     console.print(f"{train} records of people who do not exist, for example:")

@@ -49,7 +49,7 @@ def test_lists_are_read_as_their_message_suggests(given):
     ("text", "message"),
     [
         ("lerning_rate: 1", "unknown setting 'lerning_rate'; did you mean learning_rate"),
-        ("zzzz: 1", "known settings: model"),
+        ("zzzz: 1", "unknown setting 'zzzz'; the documentation lists all"),
         ("learning_rate: fast", "learning_rate must be a number, not 'fast'"),
         ("epochs: [1]", "epochs must be a number"),
         ("batch_size: 1.5", "batch_size must be a whole number"),
@@ -91,6 +91,7 @@ def test_bad_yaml(tmp_path, text, message):
         ({"task": "classification", "labels": ["a", "a", "b"]}, "a label twice"),
         ({"task": "classification", "labels": ["a", "b"], "prompt_column": "x"}, "belongs to causal-lm"),
         ({"labels": ["a", "b"]}, "belongs to classification"),
+        ({"target_modules": ["x"], "peft": "prompt"}, "target_modules belongs to lora, .*; this run has peft: prompt"),
         ({"prompt_column": "x"}, "go together"),
         ({"messages_column": "x", "text_column": "y"}, "not both"),
         ({"messages_column": "x", "method": "ewft"}, "perturbs texts, not conversations"),

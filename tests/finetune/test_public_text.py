@@ -20,7 +20,7 @@ def test_private_data_does_not_pass_for_public(config, files, tmp_path, kind):
     for path, words in (
         (files / "labels.tsv", "is the private data itself"),
         (tmp_path / "copy.tsv", "is the private data itself"),
-        (tmp_path / "dressed.tsv", r"9 of its 9 records are among the private ones \(the first in line 2\)"),
+        (tmp_path / "dressed.tsv", r"9 of 9 records are private ones \(the first: line 2\)"),
     ):
         method, options = public_inputs(str(path))[kind]
         settings = classify(
@@ -36,7 +36,7 @@ def test_shared_records_that_are_confirmed_stand_on_the_card(config, files, tmp_
     (tmp_path / "some.tsv").write_text(rows)
     method, options = public_inputs(str(tmp_path / "some.tsv"))["autoencoder"]
     settings = classify(config, files, method=method, method_options=options, epochs=1)
-    with pytest.raises(ConfigError, match="1 of its 49 records"):
+    with pytest.raises(ConfigError, match="1 of 49 records"):
         finetune(settings)
     finetune(replace(settings, public_overlap=1))
     card = json.loads((tmp_path / "run" / "card.json").read_text())

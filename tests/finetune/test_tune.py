@@ -48,6 +48,8 @@ def test_a_search_releases_the_best_trial_and_its_card(config, model_folder, tmp
     card = Card.load(output / "card.json")
     result = verify(card, weights=output, ledger=output / "ledger.jsonl")
     assert result.guarantee, result.reason
+    assert not any("adapter's config" in said for said in result.unchecked)
+    assert "## Use" in (output / "adapter" / "README.md").read_text()
     assert result.recomputed == pytest.approx(found.epsilon)
     # What one trial costs is much less than what was paid.
     assert epsilon(card.event.alternatives[0], 1e-3) < 0.7 * found.epsilon
