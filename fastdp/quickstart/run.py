@@ -32,7 +32,7 @@ _NEXT = """
 What to try next:
   both runs on one page        {page}
   what was promised            {private}/card.md
-  check that it holds          fastdp verify {private}/card.json --weights {private}/adapter
+  check that it holds          fastdp verify {private}
   what the model gives away    fastdp attack {private} --help
   your own model and data      fastdp finetune --model MODEL --train FILE.csv --epsilon 8 --output runs/first
   in your own training loop    fastdp.make_private(model, optimizer, data_loader, ...), see README.md"""

@@ -91,6 +91,7 @@ def test_bad_yaml(tmp_path, text, message):
         ({"task": "classification", "labels": ["a", "a", "b"]}, "a label twice"),
         ({"task": "classification", "labels": ["a", "b"], "prompt_column": "x"}, "belongs to causal-lm"),
         ({"labels": ["a", "b"]}, "belongs to classification"),
+        ({"lora_fixed": True, "peft": "bitfit"}, "lora_fixed belongs to lora; this run has peft: bitfit"),
         ({"target_modules": ["x"], "peft": "prompt"}, "target_modules belongs to lora, .*; this run has peft: prompt"),
         ({"prompt_column": "x"}, "go together"),
         ({"messages_column": "x", "text_column": "y"}, "not both"),
