@@ -65,7 +65,7 @@ def test_no_more_than_was_confirmed(tmp_path):
     private = [sentence(i, 20) for i in range(10)]
     public = private[:3] + [sentence(100 + i, 20) for i in range(7)]
     assert shared(private, public, tmp_path, 3) == 3
-    with pytest.raises(DataError, match=r"3 of its 10 records .* public_overlap 3"):
+    with pytest.raises(DataError, match=r"3 of 10 records .* public_overlap 3"):
         shared(private, public, tmp_path, 2)
 
 

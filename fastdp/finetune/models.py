@@ -23,7 +23,7 @@ from fastdp.integrations.adapters import BottleneckConfig, fix_lora_projections,
 from fastdp.untrusted import load_pretrained
 
 #: The folder of a run's weights: of an adapter, and of a whole model.
-ADAPTER, WHOLE = "adapter", "model"
+ADAPTER_FOLDER, MODEL_FOLDER = "adapter", "model"
 HEADS = ("classifier", "score", "pre_classifier", "classification_head")
 #: Tasks in peft's words whose head is the model's own.
 _GENERATING = ("CAUSAL_LM", "SEQ_2_SEQ_LM")
@@ -198,7 +198,7 @@ def save_weights(model: nn.Module, tokenizer: PreTrainedTokenizerBase, output: P
         OSError: when it cannot be written.
     """
     adapted = isinstance(model, peft.PeftModel)
-    folder = output / (ADAPTER if adapted else WHOLE)
+    folder = output / (ADAPTER_FOLDER if adapted else MODEL_FOLDER)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=output))
     try:
         # "auto" would ask the model hub whether the vocabulary was resized; here it never is.

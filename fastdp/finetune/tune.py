@@ -30,7 +30,7 @@ from fastdp.data import Collator
 from fastdp.finetune.config import TYPES, ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.folder import CONFIG, LEDGER
 from fastdp.finetune.judges import JUDGED, noised_means, scores
-from fastdp.finetune.models import ADAPTER, WHOLE, load_tokenizer
+from fastdp.finetune.models import ADAPTER_FOLDER, MODEL_FOLDER, load_tokenizer
 from fastdp.finetune.run import finetune
 from fastdp.finetune.tasks import cut_note, encode_rows, messages_column
 from fastdp.finetune.usage import add_usage
@@ -337,7 +337,7 @@ def _publish(
         load_config(best / CONFIG), train=config.train, encoding=config.encoding, output=config.output
     )
     settings = {name: getattr(won, name) for name in search["candidates"]}
-    weights = next(best / name for name in (ADAPTER, WHOLE) if (best / name).is_dir())
+    weights = next(best / name for name in (ADAPTER_FOLDER, MODEL_FOLDER) if (best / name).is_dir())
     released = [t for file in sorted(weights.glob("*.safetensors")) for t in load_file(file).values()]
     claim = accounting.Gaussian("example", "add_remove", event, config.delta, config.epsilon)
     card = accounting.Card.of(

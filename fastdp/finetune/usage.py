@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 import fastdp.files as files
 from fastdp.accounting.card import hub_name
 from fastdp.finetune.config import FinetuneConfig
-from fastdp.finetune.models import ADAPTER
+from fastdp.finetune.models import ADAPTER_FOLDER
 from fastdp.finetune.tasks import TASKS
 
 #: Conversations of prompts and answers, as a run on prompt and target columns encodes them.
@@ -61,7 +61,7 @@ def add_usage(folder: Path, config: FinetuneConfig, *, chat: bool) -> None:
     """Add to the README of a folder of weights, `save_weights`'s, how to load and ask the model."""
     page = folder / "README.md"
     text = page.read_text(encoding="utf-8").rstrip("\n")
-    code = "\n".join(_snippet(folder.name == ADAPTER, config, chat))
+    code = "\n".join(_snippet(folder.name == ADAPTER_FOLDER, config, chat))
     files.write(page, f"{text}\n\n## Use\n\n{_advice(config, chat)}\n\n```python\n{code}\n```\n", public=True)
 
 

@@ -110,17 +110,18 @@ def test_without_a_template_the_way_on_is_named(tokenizer, tmp_path):
 
 def test_the_example_answers_in_plain_transformers(model_folder, functions, tmp_path):
     """The way on that the refusal names: a template beside the tokenizer. The adapter's own then asks as training did."""
-    model, data = tmp_path / "model", str(functions / "messages.jsonl")
+    model, data, held_out = tmp_path / "model", str(functions / "messages.jsonl"), tmp_path / "held_out.jsonl"
+    turns = [say("user", "how is it?"), say("assistant", "well")]
+    held_out.write_text(json.dumps({"messages": turns}))
     shutil.copytree(model_folder, model)
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    settings = {"model": str(model), "train": data, "eval": data, "epsilon": 8, "delta": 1e-3, "samples": 1}
+    settings = {"model": str(model), "train": data, "eval": str(held_out), "epsilon": 8, "delta": 1e-3, "samples": 1}
     sizes = {"max_length": 48, "epochs": 1, "batch_size": 16, "output": str(tmp_path / "run")}
     run = load_config(EXAMPLES / "chat.yaml", settings | sizes)
     finetune(run)
     assert verify(tmp_path / "run" / "card.json").guarantee
-    table = read_rows(data)
-    turns = table.rows[0]["messages"]
-    assert record_texts(table, run)[0] == f"{turns[0]['content']}\n{turns[1]['content']}"
+    table = read_rows(held_out)
+    assert record_texts(table, run) == ["how is it?\nwell"]
     saved = tmp_path / "run" / "adapter"
     tokenizer = transformers.AutoTokenizer.from_pretrained(saved)
     example = encode_rows(table, tokenizer, run)[0]
