@@ -53,7 +53,13 @@ def prove_command(
     with console.status("replaying neighbours"):
         evidence = _prove(Path(MODEL if own else model), data, settings, own=own)
     console.print(_table(evidence))
-    console.print(str(evidence), soft_wrap=True)
+    verdict, worst = str(evidence), evidence.worst
+    if evidence and worst is not None:
+        count = len(evidence.trials)
+        verdict = (
+            f"In {count} trials one record moved a release by at most {worst.moved:.4f} of its bound: within the bound."
+        )
+    console.print(verdict, soft_wrap=True)
     if json is not None:
         trials = [dataclasses.asdict(trial) for trial in evidence.trials]
         files.write_json(json, {"model": model, "holds": evidence.holds, "trials": trials})
