@@ -11,8 +11,7 @@ import typer
 from rich.table import Table
 
 from fastdp.commands.flags import choice_of
-from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, refusing, style_message
+from fastdp.commands.refusal import console, quiet_libraries, refusing, style_message
 from fastdp.distribution import installed_version, version_of, wheel_digest
 
 PACKAGES = (

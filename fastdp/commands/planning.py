@@ -11,8 +11,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, refusing, style_message
+from fastdp.commands.refusal import console, quiet_libraries, refusing, style_message
 from fastdp.commands.training import with_settings
 from fastdp.finetune.config import ConfigError, listed, load_config
 from fastdp.finetune.reporter import duration, memory

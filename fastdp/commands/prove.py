@@ -11,8 +11,7 @@ from rich.table import Table
 
 import fastdp.files as files
 from fastdp.commands.flags import choice_of
-from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, refusing
+from fastdp.commands.refusal import console, quiet_libraries, refusing
 from fastdp.quickstart import MODEL
 
 if TYPE_CHECKING:

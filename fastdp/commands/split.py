@@ -13,8 +13,7 @@ import fastdp.files as files
 from fastdp.commands.certificates import add_certificate_commands
 from fastdp.commands.contributing import Contributing, show_contributing, show_displacement, with_contributing
 from fastdp.commands.progress import bar
-from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, errors, refusing, style_message
+from fastdp.commands.refusal import console, errors, quiet_libraries, refusing, style_message
 from fastdp.untrusted import load_pretrained
 from fastdp.validate import positive
 

@@ -10,8 +10,7 @@ import typer
 
 import fastdp.files as files
 from fastdp.commands.progress import bar
-from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, refusing, style_message
+from fastdp.commands.refusal import console, quiet_libraries, refusing, style_message
 
 if TYPE_CHECKING:
     from fastdp.finetune import FinetuneConfig

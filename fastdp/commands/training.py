@@ -15,8 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from fastdp.commands.flags import with_flags
-from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, errors, refusing, style_message
+from fastdp.commands.refusal import console, errors, quiet_libraries, refusing, style_message
 from fastdp.finetune.config import TYPES, FinetuneConfig, load_config
 from fastdp.finetune.reporter import Forecast, Reporter, duration, memory
 
