@@ -50,10 +50,10 @@ class PublicGate:
                 raise DataError(f"{path} is said to be public, but is the private data itself: name public text")
         found = [at for at, text in enumerate(texts) if self._shared(text)]
         if len(found) > self._confirmed:
-            where = "" if lines is None else f" (the first in line {lines[found[0]]})"
+            where = "" if lines is None else f" (the first: line {lines[found[0]]})"
             raise DataError(
-                f"{path}: {len(found)} of its {len(texts)} records are among the private ones{where}. Take them out, or confirm "
-                f"with public_overlap {len(found)} that these are public."
+                f"{path}: {len(found)} of {len(texts)} records are private ones{where}. Take them out, or confirm with "
+                f"public_overlap {len(found)} that they are public"
             )
         return PublicText(path.name, digest, len(texts), len(found))
 

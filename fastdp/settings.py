@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+#: So many names make a sentence too long.
+_FEW = 12
 #: The types of settings, in words.
 TYPE_WORDS = {
     str: "text",
@@ -97,10 +99,12 @@ def types_of(table: type) -> dict[str, type]:
 
 
 def suggest_name(name: str, known: Iterable[str], otherwise: str = "known settings:") -> str:
-    """What to add to the refusal of an unknown name: the nearest known one, or all."""
+    """What to add to the refusal of an unknown name: the nearest known one, or all where they are few."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; {otherwise} {', '.join(known)}"
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; {otherwise} {', '.join(known)}" if len(known) <= _FEW else f"; the documentation lists all {len(known)}"
 
 
 def convert_value(name: str, value: Any, kinds: Mapping[str, type]) -> Any:

@@ -252,8 +252,10 @@ def _read_delimited(path: Path, text: str, delimiter: str) -> Rows:
                 rows.append(dict(zip(header, fields)))
                 lines.append(begin)
             begin = reader.line_num + 1
-    except csv.Error as error:
-        raise DataError(f"{path}, line {begin}: {error}") from None
+    except csv.Error:
+        raise DataError(
+            f"{path}, line {begin}: a quotation mark that is never closed, or stands inside a field: write it twice"
+        ) from None
     if "quoting" in dialect and any(_is_quoted(value) for row in rows for value in row.values()):
         warnings.warn(
             f"{path}: quotation marks around fields of a .tsv are kept as text: rename it to .csv to remove them",
@@ -361,8 +363,8 @@ def _read_parquet(path: Path) -> Rows:
     try:
         open_regular(path).close()
         table = parquet.read_table(path)
-    except (ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{path} is no Parquet file that can be read: {str(error).splitlines()[0]}") from None
+    except (ArrowException, OSError, ValueError):
+        raise DataError(f"{path} is no Parquet file that can be read: copy or export it again") from None
     features = {}
     if b"huggingface" in (table.schema.metadata or {}):
         kind = _features(path)

@@ -169,17 +169,26 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
         options: for ``from_pretrained``.
 
     Raises:
-        ValueError: for a model that needs code of its own, and a folder whose config names a repository of code or weights.
+        ValueError: for a name that nothing has, a model that needs code of its own, and a folder whose config names a repository
+            of code or weights.
     """
-    local = {}
-    if Path(name).is_dir():
+    place, local = Path(name), {}
+    config = place / "config.json"
+    if place.is_file():
+        raise ValueError(f"model {name} is a file: name the folder that holds it")
+    if place.is_dir():
         local["local_files_only"] = True
-        config = Path(name) / "config.json"
         if config.is_file():
             _check_config(parse_json(read_bytes(config, MAX_YAML), constants=True))
     try:
         return auto.from_pretrained(name, trust_remote_code=False, **local, **options)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
+        if not place.exists():
+            raise ValueError(
+                f"there is no folder {name}, and no model of that name could be loaded: check it, or the connection"
+            ) from None
+        if not config.is_file():
+            raise ValueError(f"{name} holds no config.json: name a model's folder") from None
         if "trust_remote_code" not in str(error):
             raise
         raise ValueError(

@@ -79,8 +79,11 @@ def usable_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name} cannot be used: {str(error).splitlines()[0]}") from None
+    except (RuntimeError, AssertionError):
+        known = "cpu" + "".join(f", cuda:{index}" for index in range(torch.cuda.device_count()))
+        raise ValueError(
+            f"device {name} cannot be used, and torch has {known} here: name one of these, or auto"
+        ) from None
     return device
 
 

@@ -58,14 +58,6 @@ def test_calibrate_is_the_inverse_of_epsilon():
     assert float(re.search(r"epsilon\s+([\d.]+)", output).group(1)) <= 3.05
 
 
-def test_privacy_commands_refuse_what_makes_no_sense():
-    assert "exceeds" in refused("calibrate", "--epsilon", 8, "--examples", 10, "--batch-size", 11, "--epochs", 1)
-    assert "epochs" in refused("calibrate", "--epsilon", 8, "--examples", 10, "--batch-size", 5, "--epochs", 0)
-    assert "epsilon" in refused("calibrate", "--epsilon", -1, *PLAN)
-    assert "delta" in refused("calibrate", "--epsilon", 8, *PLAN, "--delta", 2)
-    assert "infinite" in refused("epsilon", "--noise-multiplier", 0, *PLAN)
-
-
 @pytest.mark.parametrize(
     "command", [("calibrate", "--epsilon", 8), ("epsilon", "--noise-multiplier", 1)], ids=lambda command: command[0]
 )
@@ -172,31 +164,6 @@ def test_finetune_from_flags_alone_and_verify(model_folder, files, tmp_path):  #
     assert run("verify", output / "adapter" / "README.md", "--weights", output / "adapter").exit_code == 0
     assert str(tmp_path) not in (output / "adapter" / "README.md").read_text()
     assert "not passed on" in refused("card", "export", tmp_path / "forged.json", "--format", "html")
-
-
-def test_figures_that_cannot_be_are_refused_in_a_sentence(model_folder, tmp_path):  # noqa: F811
-    plan = ("--examples", 400, "--batch-size", 100, "--epochs", "inf")
-    assert "epochs must be a finite number above 0, not inf" in refused("calibrate", "--epsilon", 8, *plan)
-    assert "epochs must be a finite number above 0, not inf" in refused("epsilon", "--noise-multiplier", 1, *plan)
-    assert "0 examples are too few to plan for" in refused(
-        "plan", "--model", model_folder, "--examples", 0, "--epsilon", 8
-    )
-    rapft = (
-        "--model",
-        model_folder,
-        "--train",
-        "x.csv",
-        "--output",
-        tmp_path / "run",
-        "--epsilon",
-        8,
-        "--method",
-        "rapft",
-    )
-    assert "give method_options such as {source: {kind: public, data: FILE}}" in refused("finetune", *rapft)
-    table = tmp_path / "table.csv"
-    table.write_text("text;label\na;b\n")
-    assert "this is not a card: it holds no JSON: give card.json of a run" in refused("verify", table)
 
 
 def test_a_lack_of_memory_is_told_in_a_sentence():

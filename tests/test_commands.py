@@ -93,7 +93,7 @@ ELSEWHERE = {
     "make docs": (CHECKS, "make docs", "needs a registry"),
     "make ": (CHECKS, "make ${{ matrix.target }}", "needs a registry, or hours"),
     "fastdp verify items-card.json": ("tests/test_tutorial.py", "items-card.json", "the page's Python makes the card"),
-    "examples/chat.yaml": ("tests/finetune/test_formats.py", '"chat": (', "needs a model with a chat template"),
+    "examples/chat.yaml": ("tests/finetune/test_chat.py", '"chat.yaml"', "needs a model with a chat template"),
     "fastdp federated server": (*DEPLOYED, "needs several machines"),
     "fastdp federated node": (*DEPLOYED, "needs several machines"),
     'federated app)" server': (*DEPLOYED, "needs several machines"),

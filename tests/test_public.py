@@ -36,7 +36,7 @@ def test_a_copy_is_refused(tmp_path_factory, dress, rows):
     rows = [row for row in rows if row.upper().casefold() == row.casefold()] or ["one record"]
     folder = tmp_path_factory.mktemp("gate")
     copy = DRESSED[dress](rows)
-    with pytest.raises(DataError, match=f"{len(copy)} of its {len(copy)} records are among the private ones"):
+    with pytest.raises(DataError, match=f"{len(copy)} of {len(copy)} records are private ones"):
         shared(rows, copy, folder)
     assert shared(rows, copy, folder, len(copy)) == len(copy)
 
@@ -50,7 +50,7 @@ def test_long_records_that_were_cut_or_joined_are_refused(tmp_path):
     joined = [" ".join(private[i : i + 2]) for i in range(0, 8, 2)]
     cut = [" ".join(row.split()[5:30]) for row in private]
     for copy in (joined, cut):
-        with pytest.raises(DataError, match="are among the private ones"):
+        with pytest.raises(DataError, match="are private ones"):
             shared(private, copy, tmp_path)
 
 
@@ -65,7 +65,7 @@ def test_no_more_than_was_confirmed(tmp_path):
     private = [sentence(i, 20) for i in range(10)]
     public = private[:3] + [sentence(100 + i, 20) for i in range(7)]
     assert shared(private, public, tmp_path, 3) == 3
-    with pytest.raises(DataError, match=r"3 of its 10 records .* public_overlap 3"):
+    with pytest.raises(DataError, match=r"3 of 10 records .* public_overlap 3"):
         shared(private, public, tmp_path, 2)
 
 

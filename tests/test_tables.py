@@ -64,7 +64,7 @@ def test_saved_dataset(tmp_path):
         ("a.json", '[{"a": 1}, 2]', r"a\.json, row 2: expected an object"),
         ("a.jsonl", '{"a": 1},\n', r"a\.jsonl, line 1: not JSON \(Extra data, column 9\)"),
         ("a.jsonl", '{"a": 1, "a": 2}\n', r"a\.jsonl, line 1: 'a' stands in it twice"),
-        ("a.csv", 'a,b\n1,"2\n', r"a\.csv, line 2: unexpected end of data"),
+        ("a.csv", 'a,b\n1,"2\n', r"a\.csv, line 2: a quotation mark that is never closed"),
         ("a.csv", b"a,b\n1,2\n1,\xff\n", r"a\.csv, line 3: not UTF-8 text \(byte 0xff\)"),
         ("a.csv", "", "holds no rows"),
         ("a.csv", "a,b\n", "holds no rows"),

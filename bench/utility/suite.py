@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fastdp
-from fastdp.commands.quiet import quiet_libraries
+from fastdp.commands.refusal import quiet_libraries
 from fastdp.private.method import Method
 
 from .. import record

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 import fastdp.files as files
 from fastdp.commands.progress import bar
-from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, refusing, style_message
+from fastdp.commands.refusal import console, quiet_libraries, refusing, style_message
 
 if TYPE_CHECKING:
     import torch
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
     from fastdp.finetune import FinetuneConfig
 
 
-ATTACK_KINDS = ("membership", "extraction", "reconstruction", "inversion")
-
-
 @refusing
 def attack_command(
     model: Annotated[Path, typer.Argument()],
-    kind: Annotated[str, typer.Option(help=f"one of {', '.join(ATTACK_KINDS)}")] = "membership",
+    kind: Annotated[
+        Literal["membership", "extraction", "reconstruction", "inversion"],
+        typer.Option(metavar="KIND", help="membership, extraction, reconstruction or inversion"),
+    ] = "membership",
     train: Annotated[Path | None, typer.Option(help="the data the model was trained on")] = None,
     held_out: Annotated[Path | None, typer.Option(help="membership: data of the same kind it never saw")] = None,
     reference: Annotated[
@@ -45,34 +44,27 @@ def attack_command(
     base: Annotated[
         Path | None, typer.Option(help="extraction: model before training, whose names do not count")
     ] = None,
-    samples: Annotated[int, typer.Option(help="extraction: texts to generate")] = 100,
-    length: Annotated[int, typer.Option(help="extraction: new tokens of a text")] = 256,
-    candidates: Annotated[int, typer.Option(help="reconstruction: names tried for each sentence")] = 64,
+    samples: Annotated[int, typer.Option(min=1, help="extraction: texts to generate")] = 100,
+    length: Annotated[int, typer.Option(min=1, help="extraction: new tokens of a text")] = 256,
+    candidates: Annotated[int, typer.Option(min=1, help="reconstruction: names tried for each sentence")] = 64,
     eta: Annotated[
         float | None, typer.Option(help="inversion: noise of the released embeddings; without it, none")
     ] = None,
     blocks: Annotated[
-        int, typer.Option(help="inversion: blocks below the cut; above 0 by optimisation, which takes seconds a row")
+        int,
+        typer.Option(min=0, help="inversion: blocks below the cut; above 0 by optimisation, which takes seconds a row"),
     ] = 0,
-    limit: Annotated[int, typer.Option(help="most rows taken from a file, at random")] = 1000,
+    limit: Annotated[int, typer.Option(min=1, help="most rows taken from a file, at random")] = 1000,
     text_column: Annotated[str | None, typer.Option(help="column with the text, where a run has not set it")] = None,
     label_column: Annotated[str | None, typer.Option(help="column with the label, where a run has not set it")] = None,
-    batch_size: Annotated[int, typer.Option(help="examples in memory at once")] = 32,
-    seed: Annotated[int, typer.Option(help="seed of the rows, names and texts that are drawn")] = 0,
-    json: Annotated[Path | None, typer.Option("--json", help="file to write the figures to")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="examples in memory at once")] = 32,
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="seed of the rows, names and texts that are drawn")] = 0,
+    json: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="file to write the figures to")] = None,
 ) -> None:
     """Attack a model: membership, extraction or reconstruction of its training data, or inversion of its embeddings.
 
     MODEL: output folder of a run, or a model's folder.
     """
-    if kind not in ATTACK_KINDS:
-        raise ValueError(f"there is no attack named {kind}: choose {', '.join(ATTACK_KINDS)}")
-    for name, value in (
-        *(("samples", samples), ("length", length), ("limit", limit)),
-        *(("candidates", candidates), ("batch-size", batch_size)),
-    ):
-        if value < 1:
-            raise ValueError(f"{name} is {value}: it must be at least 1")
     quiet_libraries()
     setting = _Setting(model, {"text_column": text_column, "label_column": label_column}, limit, batch_size, seed)
     if kind == "membership":
@@ -264,8 +256,6 @@ def _inversion(setting: _Setting, train: Path, eta: float | None, blocks: int) -
     from fastdp import NoiseStream, ops
     from fastdp.audit import inversion, nearest_tokens
 
-    if blocks < 0:
-        raise ValueError(f"blocks is {blocks}: it must be 0 (the embeddings alone) or more")
     if blocks and eta is not None:
         raise ValueError("eta is the noise of released embeddings: leave it out where there are blocks below the cut")
     rows = [torch.tensor(example["input_ids"]) for example in setting.examples(train).items]
@@ -315,8 +305,8 @@ def _require_file(path: Path | None, option: str) -> Path:
 def _lines(path: Path) -> list[str]:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as lines of text: {error}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no UTF-8 text: write one name on each line") from None
     found = list(dict.fromkeys(line for line in lines if line))
     if not found:
         raise ValueError(f"{path} holds no names; put one on each line")

@@ -15,7 +15,9 @@ from fastdp.commands.refusal import console, refusing
 bench_app = typer.Typer(help="Measure this machine: steps, kernels, the planner.", no_args_is_help=True)
 SUITES = ("rapft", "frost", "ewft", "sap", "federated", "zeroth")
 
-Json = Annotated[Path | None, typer.Option("--json", help="write the rows, with device, versions and commit")]
+Json = Annotated[
+    Path | None, typer.Option("--json", dir_okay=False, help="write the rows, with device, versions and commit")
+]
 
 
 @bench_app.command("step")

@@ -24,7 +24,9 @@ def export_command(
             "--format", help="README of a model, entry of the deployments registry, NIST SP 800-226, or a page"
         ),
     ] = "html",
-    output: Annotated[Path | None, typer.Option(help="file to write (by default beside the card)")] = None,
+    output: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="file to write (by default beside the card)")
+    ] = None,
 ) -> None:
     """Write a card as a model's README, a registry's entry, an evaluation's outline or a page; `fastdp verify` takes each.
 

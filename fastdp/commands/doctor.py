@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, refusing, style_message
+from fastdp.commands.flags import choice_of
+from fastdp.commands.refusal import console, quiet_libraries, refusing, style_message
 from fastdp.distribution import installed_version, version_of, wheel_digest
-from fastdp.finetune.config import CHOICES
 
 PACKAGES = (
     "torch",
@@ -31,9 +30,9 @@ PACKAGES = (
 @refusing
 def doctor_command(
     model: Annotated[str | None, typer.Argument()] = None,
-    task: Annotated[str, typer.Option(help=", ".join(CHOICES["task"]))] = "causal-lm",
-    peft: Annotated[str, typer.Option(help=", ".join(CHOICES["peft"]))] = "full",
-    length: Annotated[int, typer.Option(help="tokens of an example, for the costs")] = 64,
+    task: Annotated[str, choice_of("task")] = "causal-lm",
+    peft: Annotated[str, choice_of("peft")] = "full",
+    length: Annotated[int, typer.Option(min=1, help="tokens of an example, for the costs")] = 64,
 ) -> None:
     """Report the environment; with a model, each trained parameter's uses, route and cost, or why it has none.
 

@@ -6,7 +6,17 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import click
+import typer
+
+from fastdp.finetune.config import CHOICES
+
 Command = Callable[..., None]
+
+
+def choice_of(name: str) -> Any:
+    """A flag for a setting of `fastdp finetune` that is one of some words."""
+    return typer.Option(click_type=click.Choice(CHOICES[name]), metavar=name.upper(), help=", ".join(CHOICES[name]))
 
 
 def with_flags(

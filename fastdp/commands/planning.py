@@ -11,9 +11,8 @@ import typer
 from rich import box
 from rich.table import Table
 
-from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, refusing, style_message
-from fastdp.commands.training import ProgressReporter, with_settings
+from fastdp.commands.refusal import console, quiet_libraries, refusing, style_message
+from fastdp.commands.training import with_settings
 from fastdp.finetune.config import ConfigError, listed, load_config
 from fastdp.finetune.reporter import duration, memory
 
@@ -43,7 +42,8 @@ def plan_command(
     gpu: Annotated[str | None, typer.Option(hidden=True)] = None,
     picture: Annotated[Path | None, typer.Option(hidden=True)] = None,
     write: Annotated[
-        Path | None, typer.Option(help="YAML file for the suggested settings, for `fastdp finetune`")
+        Path | None,
+        typer.Option(dir_okay=False, help="YAML file for the suggested settings, for `fastdp finetune`"),
     ] = None,
     overrides: dict[str, Any],
 ) -> None:
@@ -144,8 +144,8 @@ def tune_command(
 
     quiet_libraries()
     settings = load_config(config, overrides)
-    with ProgressReporter() as reporter:
-        found = tune(settings, _values(candidates), trials, shape, held_out, reporter=reporter, resume=resume)
+    with console.status("searching; trials are silent, since their number is secret"):
+        found = tune(settings, _values(candidates), trials, shape, held_out, resume=resume)
     won = ", ".join(f"{name} {value}" for name, value in found.settings.items())
     console.print(style_message("won: ", (won, "bold"), f", noised loss of the judges {found.score:.3f}"))
     console.print(
@@ -154,7 +154,7 @@ def tune_command(
         )
     )
     console.print(f"written to {found.output}")
-    console.print("keep secret how many trials ran and how long they took, which the lines above show")
+    console.print("keep secret how long the search took, which tells how many trials ran")
 
 
 def _values(candidates: list[str] | None) -> dict[str, list[str]] | None:
@@ -163,7 +163,7 @@ def _values(candidates: list[str] | None) -> dict[str, list[str]] | None:
     found: dict[str, list[str]] = {}
     for entry in candidates:
         name, equals, values = entry.partition("=")
-        if not equals:
+        if not (equals and name.strip()):
             raise ConfigError(f"--try {entry}: write a setting and its values, as in learning_rate=1e-3,4e-3")
         found[name.strip()] = listed(values)
     return found

@@ -75,7 +75,7 @@ def calibrate_command(
     spent = accounting.epsilon(event(sigma), delta, adjacency=adjacency)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_row("noise multiplier", style_message((f"{sigma:.6f}", "bold")))
-    table.add_row("epsilon", f"{spent:.5f} at delta {delta:g} (upper bound, PLD)")
+    table.add_row("epsilon", f"{spent:.6g} at delta {delta:g} (upper bound, PLD)")
     table.add_row("steps", f"{steps}, sample rate {batch_size / examples:.6g} ({sampling})")
     console.print(table)
 
@@ -110,7 +110,7 @@ def epsilon_command(
         remarks |= {"prv": "upper bound, cross-check", "rdp": "upper bound, loose"}
     for accountant, remark in remarks.items():
         try:
-            figure = f"{accounting.epsilon(event(noise_multiplier), delta, accountant, adjacency=adjacency):.5f}"
+            figure = f"{accounting.epsilon(event(noise_multiplier), delta, accountant, adjacency=adjacency):.6g}"
         except (ValueError, RuntimeError, OverflowError, MemoryError) as error:
             if accountant == "pld":
                 raise

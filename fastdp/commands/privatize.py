@@ -14,8 +14,7 @@ import typer
 import fastdp.files as files
 from fastdp.commands.contributing import Contributing, show_contributing, show_displacement, with_contributing
 from fastdp.commands.progress import bar
-from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, refusing
+from fastdp.commands.refusal import console, quiet_libraries, refusing
 from fastdp.untrusted import load_pretrained
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ import typer
 from rich.table import Table
 
 import fastdp.files as files
-from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, refusing
-from fastdp.finetune.config import CHOICES
+from fastdp.commands.flags import choice_of
+from fastdp.commands.refusal import console, quiet_libraries, refusing
 from fastdp.quickstart import MODEL
 
 if TYPE_CHECKING:
@@ -28,14 +27,14 @@ def prove_command(
     data: Annotated[
         Path | None, typer.Option(help="records of the kind it will be trained on; else random tokens")
     ] = None,
-    peft: Annotated[str | None, typer.Option(help=", ".join(CHOICES["peft"]))] = None,
-    task: Annotated[str | None, typer.Option(help=", ".join(CHOICES["task"]))] = None,
+    peft: Annotated[str | None, choice_of("peft")] = None,
+    task: Annotated[str | None, choice_of("task")] = None,
     labels: Annotated[str | None, typer.Option(help="every label of the task, with commas between")] = None,
     text_column: Annotated[str | None, typer.Option(help="column with the text, where a run has not set it")] = None,
     label_column: Annotated[str | None, typer.Option(help="column with the label, where a run has not set it")] = None,
-    max_length: Annotated[int | None, typer.Option(help="longest record in tokens")] = None,
+    max_length: Annotated[int | None, typer.Option(min=1, help="longest record in tokens")] = None,
     max_grad_norm: Annotated[float | None, typer.Option(help="bound on one record's gradient")] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="file to write every trial to")] = None,
+    json: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="file to write every trial to")] = None,
 ) -> None:
     """Remove, replace and add records, extreme ones among them, and see that no release moves by more than its bound.
 
@@ -53,7 +52,13 @@ def prove_command(
     with console.status("replaying neighbours"):
         evidence = _prove(Path(MODEL if own else model), data, settings, own=own)
     console.print(_table(evidence))
-    console.print(str(evidence), soft_wrap=True)
+    verdict, worst = str(evidence), evidence.worst
+    if evidence and worst is not None:
+        count = len(evidence.trials)
+        verdict = (
+            f"In {count} trials one record moved a release by at most {worst.moved:.4f} of its bound: within the bound."
+        )
+    console.print(verdict, soft_wrap=True)
     if json is not None:
         trials = [dataclasses.asdict(trial) for trial in evidence.trials]
         files.write_json(json, {"model": model, "holds": evidence.holds, "trials": trials})

@@ -39,6 +39,16 @@ def style_message(*parts: str | tuple[str, str]) -> Text:
 console, errors = PlainConsole(highlight=False), PlainConsole(stderr=True, soft_wrap=True, highlight=False)
 
 
+def quiet_libraries() -> None:
+    """Leave errors, and the warnings that Python's `warnings` carries; FASTDP_TRACEBACK=1 leaves everything."""
+    if os.environ.get("FASTDP_TRACEBACK"):
+        return
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def refusing(command: Callable[P, R]) -> Callable[P, R]:
     """Let a command end with its error's message instead of a traceback; FASTDP_TRACEBACK=1 shows the traceback."""
 
@@ -96,4 +106,6 @@ _REMEDIES = {
     errno.EISDIR: "name a file",
     errno.ENOTDIR: "name a folder",
     errno.ENOENT: "check the name",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EEXIST: "choose another place",
 }

@@ -16,7 +16,9 @@ def report_command(
     runs: Annotated[list[Path], typer.Argument()],
     output: Annotated[
         Path | None,
-        typer.Option(help="page to write (by default report.html in the run's folder, or beside the first)"),
+        typer.Option(
+            dir_okay=False, help="page to write (by default report.html in the run's folder, or beside the first)"
+        ),
     ] = None,
     public: Annotated[
         bool,
@@ -31,7 +33,5 @@ def report_command(
 
     page = build_report(runs, public=public)
     path = output or (runs[0] if len(runs) == 1 else runs[0].resolve().parent) / "report.html"
-    if path.is_dir():
-        raise ValueError(f"output {path} is a folder: name the page to write, such as {path / 'report.html'}")
     files.write(path, page, public=public)
     console.print(f"written to {path}", soft_wrap=True)

@@ -13,9 +13,9 @@ import fastdp.files as files
 from fastdp.commands.certificates import add_certificate_commands
 from fastdp.commands.contributing import Contributing, show_contributing, show_displacement, with_contributing
 from fastdp.commands.progress import bar
-from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, errors, refusing, style_message
+from fastdp.commands.refusal import console, errors, quiet_libraries, refusing, style_message
 from fastdp.untrusted import load_pretrained
+from fastdp.validate import positive
 
 if TYPE_CHECKING:
     from fastdp import SplitCustomer, TextPrivatizer
@@ -58,7 +58,7 @@ def vendor_command(
     max_tokens: Annotated[int, typer.Option(help="most tokens of an example", min=1)] = 512,
     max_batch: Annotated[int, typer.Option(help="most examples of a step", min=1)] = 64,
     threads: Annotated[int, typer.Option(help="torch threads; 0 leaves torch's choice", min=0)] = 0,
-    seed: Annotated[int, typer.Option(help="seed of new heads and adapters")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="seed of new heads and adapters")] = 0,
 ) -> None:
     """Serve the top of a model. Each customer trains an adapter of its own over it, and sends no text."""
     quiet_libraries()
@@ -126,7 +126,9 @@ def customer_command(
         Path | None, typer.Option(help="texts and labels to measure accuracy on; they are released too")
     ] = None,
     predict: Annotated[Path | None, typer.Option(help="texts to classify")] = None,
-    output: Annotated[Path | None, typer.Option(help="file for the classes of --predict (.jsonl)")] = None,
+    output: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="file for the classes of --predict (.jsonl)")
+    ] = None,
     text_column: Annotated[str, typer.Option(help="column with the text")] = "sentence",
     label_column: Annotated[str, typer.Option(help="column with the class, 0, 1, ...")] = "label",
     limit: Annotated[int | None, typer.Option(help="use the first so many rows of each file", min=1)] = None,
@@ -138,7 +140,7 @@ def customer_command(
         Literal["float32", "bfloat16", "float16"], typer.Option(help="number format of the rows on the wire")
     ] = "float32",
     device: Annotated[str, typer.Option(help="where the bottom runs and draws are made; auto takes a GPU")] = "auto",
-    seed: Annotated[int, typer.Option(help="seed of the order of examples; never of noise")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="seed of the order of examples; never of noise")] = 0,
     patience: Annotated[float, typer.Option(help="seconds to wait for a vendor that does not answer")] = 300.0,
     discard: Annotated[
         bool, typer.Option("--discard", help="have the vendor delete the run and the rows first")
@@ -153,6 +155,7 @@ def customer_command(
 
     if output is not None and predict is None:
         raise ValueError("--output is for the classes of --predict: name the texts")
+    positive(patience=patience)
     chosen, epsilon = counting.chosen(eta), counting.epsilon
     if chosen and noise == "rows":
         raise ValueError("--cti chooses among tokens: leave out --noise rows, or --cti")

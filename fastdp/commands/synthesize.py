@@ -10,8 +10,7 @@ import typer
 
 import fastdp.files as files
 from fastdp.commands.progress import bar
-from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, refusing, style_message
+from fastdp.commands.refusal import console, quiet_libraries, refusing, style_message
 
 if TYPE_CHECKING:
     from fastdp.finetune import FinetuneConfig
@@ -27,7 +26,8 @@ _COVERED = (
 def synthesize_command(
     run: Annotated[Path, typer.Argument()],
     output: Annotated[
-        Path, typer.Option(help="file to write: JSON lines, one row each; its card is written beside it")
+        Path,
+        typer.Option(dir_okay=False, help="file to write: JSON lines, one row each; its card is written beside it"),
     ],
     prompts: Annotated[
         Path | None, typer.Option(help="public rows with the run's prompt columns, such as one for each label")
@@ -39,7 +39,7 @@ def synthesize_command(
         int | None, typer.Option(help="longest text (by default by the run's max_length)")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="texts in memory at once")] = 64,
-    seed: Annotated[int, typer.Option(help="seed of the draw")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="seed of the draw")] = 0,
     train: Annotated[
         Path | None, typer.Option(help="the run's training data, to count near-copies; the count is unprotected")
     ] = None,
@@ -116,6 +116,8 @@ def _check(run: Path, output: Path, judge: Path | None, test: Path | None, publi
     """Refuse what cannot be done before a model is loaded."""
     from fastdp.accounting import verify
 
+    if output.suffix.lower() != ".jsonl":
+        raise ValueError(f"synthesize writes JSON lines, and {output} says otherwise: name a file that ends in .jsonl")
     if (judge is None) != (test is None):
         raise ValueError("judge and test belong together: give an encoder, and rows to test its classifier on")
     if public is not None and judge is None:
@@ -125,8 +127,6 @@ def _check(run: Path, output: Path, judge: Path | None, test: Path | None, publi
         raise ValueError(f"{run} has no card.json: finish the run first, as its claim is what covers the rows")
     if not (found := verify(card_path)):
         raise ValueError(f"the card of {run} does not hold, so nothing would cover the rows: {found.reason}")
-    if output.is_dir():
-        raise ValueError(f"output {output} is a folder: name the file to write, such as {output / 'synthetic.jsonl'}")
 
 
 def _fields(row: dict[str, Any], config: FinetuneConfig) -> list[str]:

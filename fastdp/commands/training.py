@@ -15,8 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from fastdp.commands.flags import with_flags
-from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, errors, refusing, style_message
+from fastdp.commands.refusal import console, errors, quiet_libraries, refusing, style_message
 from fastdp.finetune.config import TYPES, FinetuneConfig, load_config
 from fastdp.finetune.reporter import Forecast, Reporter, duration, memory
 
@@ -176,7 +175,7 @@ def _print_result(result: Result, before: Collection[str]) -> None:
 @refusing
 def quickstart_command(
     output: Annotated[Path, typer.Option(help="folder for the runs")] = Path("runs/quickstart"),
-    seed: Annotated[int, typer.Option(help="seed of the generated records and of new weights")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="seed of the generated records and of new weights")] = 0,
     records: Annotated[
         int, typer.Option(help="how many records to train on; fewer take less time and teach less")
     ] = 3072,

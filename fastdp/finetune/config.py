@@ -19,15 +19,17 @@ class ConfigError(ValueError):
     """A setting that is unknown, missing or out of range; the message says which and what to write instead."""
 
 
-#: The tasks that some settings belong to.
+#: What some settings belong to.
 PROMPTED = ("causal-lm", "seq2seq")
 PAIRED = ("classification", "multi-label", "regression")
 LABELLED = ("classification", "multi-label", "token-classification")
 _BELONGS = {
-    **dict.fromkeys(("prompt_column", "target_column"), PROMPTED),
-    "messages_column": ("causal-lm",),
-    "text_pair_column": PAIRED,
-    "labels": LABELLED,
+    **dict.fromkeys(("prompt_column", "target_column"), ("task", PROMPTED)),
+    "messages_column": ("task", ("causal-lm",)),
+    "text_pair_column": ("task", PAIRED),
+    "labels": ("task", LABELLED),
+    "target_modules": ("peft", ("lora", "dora", "bottleneck", "ia3")),
+    "lora_fixed": ("peft", ("lora",)),
 }
 #: Methods that perturb the text itself, and the tasks whose text they know how to perturb whole.
 _PERTURBED = {"ewft": ("causal-lm", *PAIRED), "sap": ("causal-lm", *PAIRED), "selective": ("causal-lm",)}
@@ -93,15 +95,15 @@ class FinetuneConfig:
     target_modules: list[str] | None = setting(
         "modules that lora, dora, bottleneck or ia3 adapt (by default: by model)"
     )
-    lora_r: int = setting("rank of LoRA and DoRA", 8, above=0)
+    lora_r: int = setting("rank of LoRA and DoRA", 8, least=1, most=2**16)
     lora_alpha: float = setting("scale of LoRA and DoRA", 16, above=0)
     lora_fixed: bool = setting(
         "LoRA: freeze its first matrix, with orthonormal rows; half the noise, and norms that do not depend on its scale",
         False,
     )
     lora_dropout: float = setting("dropout of LoRA and DoRA", 0.0, least=0, below=1)
-    bottleneck_size: int = setting("width of bottleneck adapters", 64, above=0)
-    prompt_tokens: int = setting("number of soft prompt tokens", 20, above=0)
+    bottleneck_size: int = setting("width of bottleneck adapters", 64, least=1, most=2**16)
+    prompt_tokens: int = setting("number of soft prompt tokens", 20, least=1, most=2**16)
 
     epsilon: float | None = setting("privacy budget to spend; inf trains without privacy", above=0, finite=False)
     delta: float = setting(
@@ -113,7 +115,7 @@ class FinetuneConfig:
     public_overlap: int = setting(
         "records that a public file of method_options may share with train: confirmed public", 0, least=0
     )
-    max_grad_norm: float = setting("bound on one example's gradient", 1.0, above=0)
+    max_grad_norm: float = setting("bound on one example's gradient", 1.0, least=1e-20, most=1e20)
     private_metrics: float | None = setting(
         "share of epsilon that releases held-out curves with noise, which may be shown (by default none is released)"
     )
@@ -141,7 +143,12 @@ class FinetuneConfig:
         among=("own", "public"),
     )
     device: str = setting("auto, cpu, cuda, cuda:1, ...", "auto")
-    seed: int = setting("seed of new weights; never of noise or sampling, and of dropout only without privacy", 0)
+    seed: int = setting(
+        "seed of new weights; never of noise or sampling, and of dropout only without privacy",
+        0,
+        least=-(2**63),
+        below=2**63,
+    )
     checkpoint_every: int = setting("steps between checkpoints", 20, above=0)
     eval_batch_size: int = setting("examples in memory during evaluation", 32, above=0)
     samples: int = setting("texts or answers of the trained model to keep for `fastdp report`", 3, least=0)
@@ -187,8 +194,6 @@ class FinetuneConfig:
             raise ConfigError("shapes: public needs a method that clips rows: choose dpsgd, dpzo, rapft or frost")
         if self.method == "dpzo":
             self._check_zeroth_order()
-        if self.lora_fixed and self.peft != "lora":
-            raise ConfigError(f"lora_fixed belongs to peft: lora; this run has peft: {self.peft}")
         self._check_task()
 
     def _check_zeroth_order(self) -> None:
@@ -218,9 +223,11 @@ class FinetuneConfig:
             )
 
     def _check_task(self) -> None:
-        for name, tasks in _BELONGS.items():
-            if getattr(self, name) and self.task not in tasks:
-                raise ConfigError(f"{name} belongs to {', '.join(tasks)}; this run has task: {self.task}")
+        for name, (other, values) in _BELONGS.items():
+            if getattr(self, name) and getattr(self, other) not in values:
+                raise ConfigError(
+                    f"{name} belongs to {', '.join(values)}; this run has {other}: {getattr(self, other)}"
+                )
         if (self.prompt_column is None) != (self.target_column is None):
             raise ConfigError("prompt_column and target_column go together: set both, or text_column alone")
         if self.prompt_column and self.text_column:
@@ -287,7 +294,7 @@ def _convert(name: str, value: Any) -> Any:
             return value
         if isinstance(value, (bool, list, dict)):
             raise ValueError
-        if kind is int and int(value) != float(value):
+        if (kind is int and isinstance(value, float) and not value.is_integer()) or "\0" in str(value):
             raise ValueError
         return kind(value)
     except (TypeError, ValueError, OverflowError):
@@ -319,9 +326,13 @@ def load_config(path: str | Path | None, overrides: dict[str, Any] | None = None
     if path is not None:
         try:
             text = read_text(path, MAX_YAML)
-            loaded, written = parse_yaml(text), parse_yaml(text, as_text=True)
         except OSError as error:
             raise ConfigError(f"cannot read the config {path}: {error.strerror}") from None
+        except ValueError as error:
+            wrong = "it is no UTF-8 text" if isinstance(error, UnicodeDecodeError) else error
+            raise ConfigError(f"cannot read the config: {wrong}") from None
+        try:
+            loaded, written = parse_yaml(text), parse_yaml(text, as_text=True)
         except ValueError as error:
             raise ConfigError(f"{path}, {error}") from None
         if not isinstance(loaded, dict):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.optimize import nnls
 from torch.utils.data import DataLoader
 
 import fastdp
@@ -129,14 +130,15 @@ def measure(model: torch.nn.Module, tokenizer: Any, config: FinetuneConfig, leng
                     parameter.copy_(kept[name])
     usual = np.median(np.array(rounds[1:]), axis=0)
     first = shapes[: len(usual)]
-    each, a_token = _line([rows * longest for rows, longest in first], usual)
+    # Neither is below zero.
+    (each, a_token), _ = nnls(np.array([(1, rows * longest) for rows, longest in first]), usual)
     extra = np.array(rounds[0]) - usual
     # Micro-batches of a length that none before them had. Other checks fall on some of them too, so the quickest tells.
     new = [k for k in range(1, len(first)) if first[k][1] not in {longest for _, longest in first[:k]}]
     look = max(0.0, float(extra[new].min())) if new else 0.0
     return Machine(
-        microbatch_seconds=each,
-        token_seconds=a_token,
+        microbatch_seconds=float(each),
+        token_seconds=float(a_token),
         release_seconds=float(np.median(releases[1:])),
         look_seconds=look,
         start_seconds=max(0.0, float(extra.sum()) - len(new) * look),
@@ -188,14 +190,6 @@ def _invented(tokenizer: Any, config: FinetuneConfig, lengths: Sequence[int]) ->
     return Examples(
         [{"input_ids": row, "labels": invented_label(config, row, number)} for number, row in enumerate(ids)], 0
     )
-
-
-def _line(tokens: Sequence[int], seconds: Any) -> tuple[float, float]:
-    """Seconds of a micro-batch and of a token in it, neither below zero, that come nearest to those measured."""
-    a, b = np.linalg.lstsq(np.stack([np.ones(len(tokens)), tokens], 1), seconds, rcond=None)[0]
-    if a < 0:
-        return 0.0, float(np.dot(tokens, seconds) / np.dot(tokens, tokens))
-    return (float(a), float(b)) if b >= 0 else (float(np.mean(seconds)), 0.0)
 
 
 def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fastdp.calls.modes import in_mode
-from fastdp.data import Collator, Examples
+from fastdp.data import IGNORED, Collator, Examples
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.evaluation import autocast
 
@@ -94,6 +94,8 @@ def _pass(model: nn.Module, items: Sequence[dict], collator: Collator, config: F
             batch = {key: value.to(device) for key, value in collator(items).items()}
             with autocast(device, config.precision):
                 loss = model(**batch).loss
+            if config.task == "causal-lm" and bool((batch["labels"][:, 1:] == IGNORED).all()):
+                raise ConfigError(f"max_length {config.max_length} leaves no token to predict: raise it")
             if not math.isfinite(value := loss.item()):
                 raise ConfigError(
                     f"{config.model} has a loss of {value} before any training: its weights are damaged, or overflow in "

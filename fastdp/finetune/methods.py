@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -60,12 +61,12 @@ def choose_method(config: FinetuneConfig, read_public: ReadPublic) -> Method:
         return fastdp.NonPrivate()
     options = dict(config.method_options or {})
     if config.method == "dpzo":
-        return _make_options(fastdp.DPZO, options, "method_options")
+        return make_options(fastdp.DPZO, options, "method_options")
     kind = {"dpsgd": fastdp.DPSGD, "rapft": fastdp.RapFT, "frost": fastdp.DPFrost}[config.method]
     if config.method == "rapft":
         for name, nested in _NESTED.items():
             if name in options:
-                options[name] = _make_options(nested, _mapping(options[name], name), name)
+                options[name] = make_options(nested, _mapping(options[name], name), name)
         if "source" in options:
             options["source"] = _source(_mapping(options["source"], "source"), read_public)
         elif options.get("mode") != "paper" and options.keys() <= {
@@ -75,7 +76,7 @@ def choose_method(config: FinetuneConfig, read_public: ReadPublic) -> Method:
                 "rapft has no source of its map: give method_options such as {source: {kind: public, data: FILE}}, of public "
                 "examples"
             )
-    return _make_options(kind, {"max_grad_norm": config.max_grad_norm} | options, "method_options")
+    return make_options(kind, {"max_grad_norm": config.max_grad_norm} | options, "method_options")
 
 
 class Central(Releases):
@@ -114,7 +115,10 @@ class Central(Releases):
 
 def check_method(config: FinetuneConfig) -> None:
     """Refuse options of a central method before anything is read or loaded, as `choose_method` would after."""
-    choose_method(config, lambda path, count: Public([{}] * count, PublicText(path, "", 0, 0)))
+    with warnings.catch_warnings():
+        # They come once, when the method is made.
+        warnings.simplefilter("ignore")
+        choose_method(config, lambda path, count: Public([{}] * count, PublicText(path, "", 0, 0)))
 
 
 def _source(options: dict[str, Any], read_public: ReadPublic) -> Any:
@@ -122,8 +126,11 @@ def _source(options: dict[str, Any], read_public: ReadPublic) -> Any:
     if kind in ("public", "gradients"):
         if "data" not in options:
             raise ConfigError(f"source of kind {kind} needs data: the file with the public examples")
-        path, count = str(options.pop("data")), int(options.pop("examples", _PUBLIC_EXAMPLES))
-        turns = {"at_once": int(options.pop("at_once"))} if kind == "gradients" and "at_once" in options else {}
+        path, count = str(options.pop("data")), options.pop("examples", _PUBLIC_EXAMPLES)
+        turns = {"at_once": options.pop("at_once")} if kind == "gradients" and "at_once" in options else {}
+        for name, value in {"examples": count, **turns}.items():
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} of source must be a whole number above 0, not {value!r}")
         if options:
             known = "data, examples and at_once" if kind == "gradients" else "data and examples"
             raise ConfigError(f"source of kind {kind} has {known}, not {', '.join(options)}")
@@ -131,10 +138,10 @@ def _source(options: dict[str, Any], read_public: ReadPublic) -> Any:
         if kind == "public":
             return PublicMap(public.batches, public.origin)
         singles = [one for batch in public.batches for one in _singly(batch)]
-        return _make_options(PublicGradients, {"batches": singles, "origin": public.origin, **turns}, "source")
+        return make_options(PublicGradients, {"batches": singles, "origin": public.origin, **turns}, "source")
     if kind not in _SOURCES:
         raise ConfigError(f"source has kind {kind!r}: choose one of public, gradients, {', '.join(_SOURCES)}")
-    return _make_options(_SOURCES[kind], options, "source")
+    return make_options(_SOURCES[kind], options, "source")
 
 
 def _singly(batch: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -149,12 +156,22 @@ def _mapping(value: Any, name: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _make_options(kind: Any, options: Mapping[str, Any], where: str) -> Any:
-    known = [field.name for field in dataclasses.fields(kind) if field.init]
+def make_options(kind: Any, options: Mapping[str, Any], where: str) -> Any:
+    """An object of these settings. Raises ConfigError, with their place, for a setting that it lacks or refuses."""
+    check_names(kind, options, where)
     try:
-        for name, value in options.items():
-            if name not in known and removed_key(f"{kind.__name__}.{name}", value) is None:
-                raise ValueError(f"{kind.__name__} has no option {name!r}{suggest_name(str(name), known, 'there are')}")
         return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def check_names(
+    kind: Any, options: Mapping[str, Any], where: str = "method_options", known: Sequence[str] = ()
+) -> None:
+    """Raise ConfigError for the first option that a class lacks, or that is not ``known``; what was removed it tells itself."""
+    known = known or [field.name for field in dataclasses.fields(kind) if field.init]
+    for name, value in options.items():
+        if name not in known and removed_key(f"{kind.__name__}.{name}", value) is None:
+            raise ConfigError(
+                f"{where}: {kind.__name__} has no option {name!r}{suggest_name(str(name), known, 'there are')}"
+            )

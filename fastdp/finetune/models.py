@@ -22,6 +22,8 @@ from fastdp.finetune.tasks import TASKS
 from fastdp.integrations.adapters import BottleneckConfig, fix_lora_projections, train_biases_only
 from fastdp.untrusted import load_pretrained
 
+#: The folder of a run's weights: of an adapter, and of a whole model.
+ADAPTER_FOLDER, MODEL_FOLDER = "adapter", "model"
 HEADS = ("classifier", "score", "pre_classifier", "classification_head")
 #: Tasks in peft's words whose head is the model's own.
 _GENERATING = ("CAUSAL_LM", "SEQ_2_SEQ_LM")
@@ -37,7 +39,9 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
     try:
         tokenizer = load_pretrained(AutoTokenizer, str(config.model))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{config.model} has no tokenizer that can be loaded: {_first_line(error)}") from None
+        whole = (Path(str(config.model)) / "config.json").exists()
+        said = f"{config.model} has no tokenizer that can be loaded: put the tokenizer's files there"
+        raise ConfigError(said if whole else str(error)) from None
     if len(tokenizer) <= len(tokenizer.all_special_ids) + 1:
         # Without its files transformers makes one that knows no text, and says nothing.
         raise ConfigError(f"{config.model} has no tokenizer: put the tokenizer's files beside the model's")
@@ -62,11 +66,9 @@ def check_model_name(config: FinetuneConfig) -> int | None:
     try:
         settings = load_pretrained(AutoConfig, str(config.model))
     except (OSError, ValueError) as error:
-        if not Path(str(config.model)).exists():
-            raise ConfigError(
-                f"there is no folder {config.model}, and no such model could be had by name: {_first_line(error)}"
-            ) from None
-        raise ConfigError(f"{config.model} is no model that can be loaded: {_first_line(error)}") from None
+        whole = Path(str(config.model)) / "config.json"
+        said = f"{config.model} is no model that can be loaded: {_first_line(error)}" if whole.exists() else str(error)
+        raise ConfigError(said) from None
     if type(settings) not in TASKS[config.task].heads:
         fitting = ", ".join(task for task, entry in TASKS.items() if type(settings) in entry.heads)
         raise ConfigError(f"{config.model} ({settings.model_type}) is no model for {config.task}; it fits {fitting}")
@@ -196,7 +198,7 @@ def save_weights(model: nn.Module, tokenizer: PreTrainedTokenizerBase, output: P
         OSError: when it cannot be written.
     """
     adapted = isinstance(model, peft.PeftModel)
-    folder = output / ("adapter" if adapted else "model")
+    folder = output / (ADAPTER_FOLDER if adapted else MODEL_FOLDER)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=output))
     try:
         # "auto" would ask the model hub whether the vocabulary was resized; here it never is.

@@ -14,15 +14,15 @@ from transformers import PreTrainedTokenizerBase
 
 from fastdp.data import Examples
 from fastdp.finetune.config import ConfigError, FinetuneConfig
-from fastdp.finetune.methods import Central, ReadPublic
+from fastdp.finetune.methods import Central, ReadPublic, check_names
 from fastdp.methods import ewft
 from fastdp.methods.blocks import find_blocks
 from fastdp.methods.perturbation import Releases
-from fastdp.methods.removed import SUBSTITUTES, removed_key, sentence
+from fastdp.methods.removed import removed_key, sentence
 from fastdp.methods.response import check_response
 from fastdp.methods.sap import CTI, SAPPerturbation
 from fastdp.methods.selective import RuleDetector, SelectivePerturbation
-from fastdp.settings import suggest_name
+from fastdp.settings import convert_value, types_of
 
 RELEASES = "releases"
 _ALL = 1 << 53
@@ -82,7 +82,7 @@ def _sap(config: FinetuneConfig) -> Opening:
         )
     if "eta" not in options and "epsilon" not in options:
         raise ConfigError("method_options of sap needs eta; `fastdp privatize` shows what one leaves unchanged")
-    _refuse_unknown("sap", options, _names(SAPPerturbation))
+    check_names(SAPPerturbation, options)
     cti = options.pop("cti", None)
     if cti is None:
         settings = SAPPerturbation(**options)
@@ -91,7 +91,7 @@ def _sap(config: FinetuneConfig) -> Opening:
         raise ConfigError(f"cti must be a mapping such as {{form: prior, public: FILE}}, not {cti!r}")
     if config.task != "classification":
         raise ConfigError("cti favours tokens that tell classes apart: it needs task: classification")
-    _refuse_unknown("cti", cti, _CTI)
+    check_names(CTI, cti, "cti", _CTI)
     _check_sap(options, cti.get("form"))
     return lambda subject: SAPPerturbation(**options, cti=_contributing(dict(cti), subject)).open(
         subject.model, tokenizer=subject.tokenizer
@@ -112,9 +112,9 @@ def _selective(config: FinetuneConfig) -> Opening:
         )
     if "epsilon" not in options:
         raise ConfigError("method_options of selective needs epsilon, of a private token")
-    known = [name for name in _names(SelectivePerturbation) if name not in ("detector", "policy")]
-    _refuse_unknown("selective", options, [*known, "names"])
     names = frozenset(str(name) for name in options.pop("names", ()))
+    known = [field.name for field in dataclasses.fields(SelectivePerturbation)]
+    check_names(SelectivePerturbation, options, known=[name for name in known if name not in ("detector", "policy")])
     settings = SelectivePerturbation(**options, detector=RuleDetector(names=names))
     return lambda subject: settings.open(subject.model, tokenizer=subject.tokenizer)
 
@@ -182,7 +182,7 @@ def _ewft(config: FinetuneConfig) -> Opening:
         if name in options:
             raise ConfigError(f"{name} of ewft follows from the run's own settings: leave it out of method_options")
     autoencoder, rehearsal = _autoencoder_text(options), _rehearsal(options.pop("rehearsal", None))
-    _refuse_unknown("ewft", options, _names(ewft.EWFTSettings))
+    check_names(ewft.EWFTSettings, options)
     if options["autoencoder"] is not None and autoencoder is None and rehearsal is None:
         raise ConfigError(
             "ewft's autoencoder must learn from public text: name a file with public in method_options, or set "
@@ -213,7 +213,7 @@ def _pure(config: FinetuneConfig) -> Opening:
     del options["noise"]
     cells = options.pop("cells", 2)
     public, rehearsal = _autoencoder_text(options), _rehearsal(options.pop("rehearsal", None))
-    _refuse_unknown("ewft", options, ["layer", "lengths"])
+    check_names(ewft.PureSettings, options, known=["layer", "lengths"])
     learning = public or rehearsal
     if learning is None or (public is not None and rehearsal is not None):
         raise ConfigError(
@@ -292,17 +292,25 @@ def _open(
 
 
 def _autoencoder_text(options: dict[str, Any]) -> _Learning | None:
-    path, examples, passes = (options.pop(name, None) for name in ("public", "public_examples", "public_passes"))
-    return None if path is None else _Learning(public=str(path), examples=int(examples or 512), passes=int(passes or 3))
+    found = {name: options.pop(f"public_{name}") for name in ("examples", "passes") if f"public_{name}" in options}
+    path = options.pop("public", None)
+    return None if path is None else _learning({"examples": 512, **found, "public": str(path)}, "public_")
 
 
 def _rehearsal(options: Any) -> _Learning | None:
     if options is None:
         return None
-    known = [name for name in _names(_Learning) if name != "public"]
-    if not isinstance(options, Mapping) or "public" not in options or not set(options) <= {"public", *known}:
-        raise ConfigError(f"rehearsal must be a mapping of public, a file, and of {', '.join(known)}; not {options!r}")
-    return _Learning(**{"examples": _ALL, **options, "public": str(options["public"])})
+    known = ("public", "examples", "passes", "learning_rate")
+    if not isinstance(options, Mapping) or "public" not in options or not set(options) <= set(known):
+        raise ConfigError(
+            f"rehearsal must be a mapping of public, a file, and of {', '.join(known[1:])}; not {options!r}"
+        )
+    return _learning({"examples": _ALL, **options, "public": str(options["public"])})
+
+
+def _learning(options: Mapping[str, Any], prefix: str = "") -> _Learning:
+    kinds = {f"{prefix}{name}": kind for name, kind in types_of(_Learning).items()}
+    return _Learning(**{name: convert_value(f"{prefix}{name}", value, kinds) for name, value in options.items()})
 
 
 _SCHEDULES: dict[str, Callable[[FinetuneConfig, int], ewft.NoiseSchedule]] = {
@@ -316,15 +324,3 @@ _SCHEDULES: dict[str, Callable[[FinetuneConfig, int], ewft.NoiseSchedule]] = {
 
 def _epsilon(config: FinetuneConfig) -> float:
     return float(config.epsilon or 0)
-
-
-def _names(table: type) -> list[str]:
-    """The settings of a class, and those of the last release, which it replaces with a warning."""
-    removed = [key.removeprefix(f"{table.__name__}.") for key in SUBSTITUTES if key.startswith(f"{table.__name__}.")]
-    return [field.name for field in dataclasses.fields(table)] + [name for name in removed if "=" not in name]
-
-
-def _refuse_unknown(what: str, options: Iterable[str], known: list[str]) -> None:
-    for name in options:
-        if name not in known:
-            raise ConfigError(f"method_options of {what} has no {name!r}{suggest_name(str(name), known, 'there are')}")

@@ -17,6 +17,7 @@ import fastdp.accounting as accounting
 from fastdp.finetune.config import LABELLED, ConfigError, FinetuneConfig
 from fastdp.finetune.machine import Machine, measure
 from fastdp.finetune.models import load_tokenizer, load_trained
+from fastdp.settings import check
 
 #: Passes over the data beyond which more of them buy little.
 MOST_EPOCHS = 10.0
@@ -124,12 +125,13 @@ def plan(
 
 
 def _check(config: FinetuneConfig, examples: int, lengths: Sequence[int], minutes: float | None, passes: float) -> None:
+    check(config, ConfigError)
     unit = "people" if config.user_column else "examples"
-    if config.epsilon is None or not 0 < config.epsilon < math.inf:
-        raise ConfigError(f"epsilon is {config.epsilon}: a plan needs a budget greater than 0")
+    if config.epsilon is None or math.isinf(config.epsilon):
+        raise ConfigError(f"epsilon is {config.epsilon or 'missing'}: a plan needs a budget, such as 8")
     if examples < 2 * LEAST_STEPS:
         raise ConfigError(f"{examples} {unit} are too few to plan for: give at least {2 * LEAST_STEPS}")
-    if not 0 < config.delta < 1 / examples:
+    if config.delta >= 1 / examples:
         raise ConfigError(f"delta is {config.delta:g}: it must lie between 0 and 1 / {examples} {unit}")
     if config.method == "dpzo":
         raise ConfigError("a plan measures steps of dpsgd, and dpzo's need other settings: leave method out")

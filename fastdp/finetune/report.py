@@ -8,17 +8,22 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jinja2 import Environment, StrictUndefined, TemplateError
+from markupsafe import Markup
+
 from fastdp.accounting.claim import two_decimals, without_article
-from fastdp.finetune.charts import SERIES, Line, chart, running_mean, style
+from fastdp.finetune.charts import Line, chart, running_mean, style
 from fastdp.finetune.config import ConfigError
 from fastdp.finetune.reporter import duration, memory
-from fastdp.untrusted import PAGE_POLICY, escape_html as escape, parse_json, parse_yaml, quote, read_text
+from fastdp.untrusted import PAGE_POLICY, escape_html, parse_json, parse_yaml, quote, read_text
 
 #: Settings that every comparison shows; others appear where the runs differ.
 _ALWAYS = ("task", "peft", "method", "epochs", "batch_size", "learning_rate", "max_length")
@@ -31,6 +36,8 @@ _FIGURES = {
     "f1": "higher is better",
     "accuracy": "higher is better",
 }
+_LIGHT = ("#1f6fb5", "#c2410c", "#15803d", "#7c3aed", "#a16207", "#be185d")
+_DARK = ("#6cb2f0", "#fb923c", "#5fd38d", "#b79bff", "#e2c044", "#f48fb8")
 
 
 @dataclass(frozen=True)
@@ -106,17 +113,17 @@ class Record:
 
     def at(self, epsilon: float) -> tuple[float, float]:
         """The step at which so much was spent, between those that epsilon is known of, and the running mean of the loss there."""
-        before = max((entry for entry in self.spent if entry[1] <= epsilon), default=self.spent[0])
-        after = min((entry for entry in self.spent if entry[1] >= epsilon), default=self.spent[-1])
-        share = (epsilon - before[1]) / (after[1] - before[1]) if after[1] > before[1] else 0.0
-        step = before[0] + share * (after[0] - before[0])
-        return step, min(self.smooth, key=lambda entry: abs(entry[0] - step))[1]
+        steps, spent = np.transpose(self.spent)
+        step = float(np.interp(epsilon, spent, steps))
+        steps, losses = np.transpose(self.smooth)
+        return step, float(np.interp(step, steps, losses))
 
     def quality(self, when: str) -> tuple[str, float] | None:
         """The figure of the task ``before`` or ``after`` training."""
         found = (self.result or {}).get(when) or {}
         return next(((name, found[name]) for name in _FIGURES if name in found), None)
 
+    @cached_property
     def promise(self) -> tuple[str, str]:
         """What was bought, in a few words and in a sentence."""
         card, result = self.card, self.result
@@ -136,6 +143,32 @@ class Record:
             f"Differential privacy at \u03b4 = {card['epsilon']['delta']:g} for each {unit} ({adjacency}), an upper bound.",
         )
 
+    def facts(self, public: bool) -> Iterator[tuple[str, str | Markup]]:
+        """What is known of it, each with its name; what no guarantee covers only where it is not ``public``."""
+        result, before, after = self.result or {}, self.quality("before"), self.quality("after")
+        if after is not None and not public:
+            was = "" if before is None else f"{before[1]:.4g} \u2192 "
+            yield f"held-out {after[0]}", Markup(f"{was}<b>{after[1]:.4g}</b> ({_FIGURES[after[0]]}; unprotected)")
+        if result.get("trained_parameters") is not None:
+            yield "trained", f"{result['trained_parameters']:,} parameters".replace(",", "\u202f")
+        yield "steps", f"{result.get('steps', len(self.rows)):d}"
+        if (each := result.get("seconds_per_step")) and not public:
+            whole, peak = duration(each * result["steps"]), memory(result["peak_bytes"])
+            yield "time", f"{whole}, {each:.2f} s a step, peak {peak}"
+        if result.get("noise_multiplier"):
+            yield "noise multiplier", f"{result['noise_multiplier']:.4f}"
+
+    @property
+    def notes(self) -> list[str]:
+        """What its user was told of the data."""
+        return list(dict.fromkeys((self.result or {}).get("notes", ())))
+
+    @property
+    def command(self) -> str:
+        """What checks it, or goes on with it."""
+        name = shlex.quote(self.name)
+        return f"fastdp verify {name}" if self.card is not None else f"fastdp finetune --resume --output {name}"
+
 
 def build_report(folders: Sequence[Path], *, public: bool = False) -> str:
     """The page, as HTML that needs nothing besides itself.
@@ -148,34 +181,39 @@ def build_report(folders: Sequence[Path], *, public: bool = False) -> str:
         ConfigError: for a folder without a run.
     """
     runs = [Record.read(folder, name) for folder, name in zip(folders, _names(folders))]
+    template = Environment(
+        autoescape=True, finalize=_plain_text, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).from_string(resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8"))
     try:
-        return _page(runs, public)
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, ArithmeticError) as error:
+        samples = [(index, *_samples(run, public)) for index, run in enumerate(runs)]
+        return template.render(
+            **{
+                "runs": runs,
+                "several": len(runs) > 1,
+                "public": public,
+                "style": style,
+                "light": _LIGHT,
+                "dark": _DARK,
+            },
+            title="Report of a run" if len(runs) == 1 else f"Report of {len(runs)} runs",
+            names=", ".join(run.name for run in runs),
+            policy=Markup(PAGE_POLICY),
+            charts=list(_charts(runs, public)),
+            equal=_equal(runs, public),
+            settings=list(_settings(runs)),
+            notes=[(index, run.notes) for index, run in enumerate(runs) if run.notes],
+            samples=[entry for entry in samples if any(entry[1:])],
+            answers=any(answered for _, _, answered in samples),
+        )
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, ArithmeticError, TemplateError) as error:
         raise ConfigError(
             f"a file of {' or '.join(run.name for run in runs)} holds other values than fastdp finetune writes: {quote(error)}"
         ) from None
 
 
-def _page(runs: Sequence[Record], public: bool) -> str:
-    title = "Report of a run" if len(runs) == 1 else f"Report of {len(runs)} runs"
-    sections = [_promises(runs, public), _charts(runs, public)]
-    if len(runs) > 1:
-        sections.append(_equal(runs, public))
-    sections += [_settings(runs), *([] if public else [_notes(runs)]), _samples(runs, public), _checking(runs)]
-    warning = (
-        "This page holds nothing that the guarantee does not cover."
-        if public
-        else "Keep this page with the private data: what is marked <b>unprotected</b> is a function of the records without "
-        "noise. <code>fastdp report --public</code> leaves it out."
-    )
-    return _PAGE.format(
-        title=title,
-        policy=PAGE_POLICY,
-        style=_STYLE,
-        names=escape(", ".join(run.name for run in runs)),
-        warning=warning,
-        body="".join(sections),
-    )
+def _plain_text(value: Any) -> Markup:
+    """What the template is given as text of the page, unless it is HTML already."""
+    return value if isinstance(value, Markup) else Markup(escape_html(value))
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -203,74 +241,31 @@ def _json(text: str) -> Any:
     return parse_json(text, constants=True)
 
 
-def _key(index: int) -> str:
-    return f'<svg class="key" viewBox="0 0 26 10" aria-hidden="true"><path d="M1 5H25" style="{style(index)}"/></svg>'
+def _charts(runs: Sequence[Record], public: bool) -> Iterator[tuple[str, str, Markup]]:
+    """Heading, a sentence and the drawing of each chart."""
 
+    def drawn(lines: Sequence[Line], up: str, **options: Any) -> Markup:
+        return Markup(chart(lines, "step", up, whole=True, **options))
 
-def _legend(runs: Sequence[Record]) -> str:
-    if len(runs) == 1:
-        return ""
-    entries = (f"<li>{_key(index)}{escape(run.name)}</li>" for index, run in enumerate(runs))
-    return f'<ul class="legend">{"".join(entries)}</ul>'
-
-
-def _promises(runs: Sequence[Record], public: bool) -> str:
-    cards = "".join(_promise(run, index, len(runs), public) for index, run in enumerate(runs))
-    return f'<section class="cards">{cards}</section>'
-
-
-def _promise(run: Record, index: int, count: int, public: bool) -> str:
-    short, sentence = run.promise()
-    result = run.result or {}
-    facts: list[tuple[str, str]] = []
-    before, after = run.quality("before"), run.quality("after")
-    if after is not None and not public:
-        was = "" if before is None else f"{before[1]:.4g} \u2192 "
-        facts.append((f"held-out {after[0]}", f"{was}<b>{after[1]:.4g}</b> ({_FIGURES[after[0]]}; unprotected)"))
-    if result.get("trained_parameters") is not None:
-        facts.append(("trained", f"{result['trained_parameters']:,} parameters".replace(",", "\u202f")))
-    facts.append(("steps", f"{result.get('steps', len(run.rows)):d}"))
-    if result.get("seconds_per_step") and not public:
-        whole = duration(result["seconds_per_step"] * result["steps"])
-        facts.append(
-            ("time", f"{whole}, {result['seconds_per_step']:.2f} s a step, peak {memory(result['peak_bytes'])}")
-        )
-    if result.get("noise_multiplier"):
-        facts.append(("noise multiplier", f"{result['noise_multiplier']:.4f}"))
-    table = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts)
-    head = f"{_key(index) if count > 1 else ''}{escape(run.name)}"
-    return f'<article><h2>{head}</h2><p class="figure">{escape(short)}</p><p>{escape(sentence)}</p><dl>{table}</dl></article>'
-
-
-def _charts(runs: Sequence[Record], public: bool) -> str:
     spent = [Line(run.name, run.spent, limit=run.target) for run in runs]
-    figures = []
     if any(line.points for line in spent):
-        figures.append(
-            ("Privacy spent", "Dotted: the budget.", chart(spent, "step", "epsilon spent", from_zero=True, whole=True))
-        )
+        yield "Privacy spent", "Dotted: the budget.", drawn(spent, "epsilon spent", from_zero=True)
     for name, unit in (("held_out_loss", "loss (nats)"), ("held_out_accuracy", "accuracy")):
         lines = [Line(run.name, run.held_out_curve(name)) for run in runs]
         if any(line.points for line in lines):
             about = "May be shown: the guarantee covers it."
-            figures.append((f"Held out, released with noise: {unit}", about, chart(lines, "step", unit, whole=True)))
+            yield f"Held out, released with noise: {unit}", about, drawn(lines, unit)
     if not public:
-        lines = [Line(run.name, run.smooth, run.losses) for run in runs]
         unit = "squared error" if runs[0].config.get("task") == "regression" else "loss (nats)"
         about = "Unprotected. Faint: each step; strong: running mean."
-        figures.append(("Training loss", about, chart(lines, "step", unit, whole=True)))
-    shown = "".join(
-        f"<figure><figcaption><h2>{title}</h2><p>{about}</p></figcaption>{drawn}</figure>"
-        for title, about, drawn in figures
-    )
-    return f'<section>{_legend(runs)}<div class="charts">{shown}</div></section>'
+        yield "Training loss", about, drawn([Line(run.name, run.smooth, run.losses) for run in runs], unit)
 
 
-def _equal(runs: Sequence[Record], public: bool) -> str:
-    """Runs compared at an epsilon that all have spent, which is the only fair place."""
+def _equal(runs: Sequence[Record], public: bool) -> str | dict[str, Any] | None:
+    """Runs compared at an epsilon that all have spent, which is the only fair place; or why they cannot be."""
     private = [(index, run) for index, run in enumerate(runs) if run.by_epsilon and run.target is not None]
     if len(private) < 2:
-        return ""
+        return None
     terms = {
         (
             run.config.get("delta"),
@@ -280,61 +275,35 @@ def _equal(runs: Sequence[Record], public: bool) -> str:
         for _, run in private
     }
     if len(terms) > 1:
-        text = "These runs differ in delta, task, unit or adjacency: neither their epsilons nor their losses compare."
-        return f"<section><h2>At equal epsilon</h2><p>{text}</p></section>"
+        return "These runs differ in delta, task, unit or adjacency: neither their epsilons nor their losses compare."
     if public:
-        return ""
+        return None
     common = min(run.spent[-1][1] for _, run in private)
-    lines = [Line(run.name, run.by_epsilon if run.target is not None else ()) for run in runs]
-    drawn = chart(lines, "epsilon spent", "loss (running mean)")
     rows = []
     for index, run in private:
-        step, loss = run.at(common)
-        after = run.quality("after")
+        (step, loss), after = run.at(common), run.quality("after")
         quality = "" if after is None else f"{after[0]} {after[1]:.4g}"
-        rows.append(
-            f"<tr><th>{_key(index)}{escape(run.name)}</th><td>{step:.0f}</td><td>{loss:.4f}</td>"
-            f"<td>{run.spent[-1][1]:.2f}</td><td>{quality}</td></tr>"
-        )
-    names = ("", f"step at epsilon {common:.2f}", "loss there", "epsilon at its end", "held out at its end")
-    head = "".join(f"<th>{name}</th>" for name in names)
-    return (
-        f"<section><h2>At equal epsilon</h2><p>Every private run has spent {common:.2f}. Unprotected, and to choose among runs "
-        f'by such figures costs privacy that no card counts.</p><div class="charts"><figure>{drawn}</figure></div>'
-        f'<div class="wide below"><table><tr>{head}</tr>{"".join(rows)}</table></div></section>'
-    )
+        rows.append((index, (f"{step:.0f}", f"{loss:.4f}", f"{run.spent[-1][1]:.2f}", quality)))
+    lines = [Line(run.name, run.by_epsilon if run.target is not None else ()) for run in runs]
+    drawn = Markup(chart(lines, "epsilon spent", "loss (running mean)"))
+    return {"epsilon": f"{common:.2f}", "chart": drawn, "rows": rows}
 
 
-def _settings(runs: Sequence[Record]) -> str:
+def _settings(runs: Sequence[Record]) -> Iterator[tuple[str, list[str], bool]]:
+    """Name of each setting to show, its value in each run, and whether these differ."""
+
     def value(run: Record, name: str) -> Any:
         found = run.config.get(name)
         return Path(str(found)).name if name in ("model", "train", "eval") and found else found
 
-    def differs(name: str) -> bool:
-        return any(value(run, name) != value(runs[0], name) for run in runs)
-
-    names = dict.fromkeys(name for run in runs for name in run.config if name not in ("output", "device"))
-    kept = [
-        name
-        for name in names
-        if name in ("model", *_ALWAYS) or differs(name) or (len(runs) == 1 and value(runs[0], name) is not None)
-    ]
-    rows = []
-    for name in kept:
-        cells = "".join(f"<td>{escape(_cell_text(value(run, name)))}</td>" for run in runs)
-        marked = ' class="differs"' if differs(name) else ""
-        rows.append(f"<tr{marked}><th>{escape(name)}</th>{cells}</tr>")
+    for name in dict.fromkeys(name for run in runs for name in run.config if name not in ("output", "device")):
+        values = [value(run, name) for run in runs]
+        differs = any(other != values[0] for other in values)
+        if name in ("model", *_ALWAYS) or differs or (len(runs) == 1 and values[0] is not None):
+            yield name, [_cell_text(each) for each in values], differs
     models: list[dict[str, Any]] = [(run.card or {}).get("model", {}) for run in runs]
     if any("trained_parameters" in model for model in models):
-        cells = "".join(f"<td>{escape(_cell_text(model.get('trained_parameters')))}</td>" for model in models)
-        rows.append(f"<tr><th>trained parameters</th>{cells}</tr>")
-    heads = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
-    head = f"<tr><th></th>{heads}</tr>" if len(runs) > 1 else ""
-    table = f'<div class="wide"><table>{head}{"".join(rows)}</table></div>'
-    if len(runs) == 1:
-        return f"<section><details><summary><h2>What was trained, and how</h2></summary>{table}</details></section>"
-    about = "What differs is marked; settings that all share and few ask for are left out."
-    return f"<section><h2>What was trained, and how</h2><p>{about}</p>{table}</section>"
+        yield "trained parameters", [_cell_text(model.get("trained_parameters")) for model in models], False
 
 
 def _cell_text(value: Any) -> str:
@@ -345,113 +314,8 @@ def _cell_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
 
 
-def _notes(runs: Sequence[Record]) -> str:
-    told = [(run, dict.fromkeys((run.result or {}).get("notes", ()))) for run in runs]
-    parts = []
-    for run, notes in told:
-        if notes:
-            head = f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
-            parts.append(f"{head}<ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>")
-    return f"<section><h2>Notes on the data</h2><p>Unprotected.</p>{''.join(parts)}</section>" if parts else ""
-
-
-def _samples(runs: Sequence[Record], public: bool) -> str:
-    parts = []
-    for index, run in enumerate(runs):
-        # What a model without a guarantee writes may be a record.
-        own = () if public and not run.guaranteed else run.samples.get("own", ())
-        shown = [f"<blockquote>{escape(text) or '(nothing)'}</blockquote>" for text in own]
-        for entry in () if public else run.samples.get("unprotected", ()):
-            shown.append(
-                f"<blockquote>{escape(entry['text'])}<dl><dt>right</dt><dd>{escape(entry['right'])}</dd>"
-                f"<dt>model</dt><dd>{escape(entry['answer']) or '(nothing)'}</dd></dl></blockquote>"
-            )
-        if shown:
-            head = f"<h3>{_key(index)}{escape(run.name)}</h3>" if len(runs) > 1 else ""
-            parts.append(f"<div>{head}{''.join(shown)}</div>")
-    if not parts:
-        return ""
-    unprotected = not public and any(run.samples.get("unprotected") for run in runs)
-    about = (
-        "Held-out examples, and what the model says. Unprotected: they show records."
-        if unprotected
-        else "Written by the model from nothing: whatever guarantee the weights have covers them too."
-    )
-    return f'<section><h2>Samples</h2><p>{about}</p><div class="samples">{"".join(parts)}</div></section>'
-
-
-def _checking(runs: Sequence[Record]) -> str:
-    commands = []
-    for run in runs:
-        name = shlex.quote(run.name)
-        if run.card is None:
-            commands.append("fastdp finetune ... --resume   # goes on with " + name)
-            continue
-        weights = next((name for name in ("adapter", "model") if (run.folder / name).is_dir()), None)
-        options = (f" --weights {name}/{weights}" if weights else "") + f" --ledger {name}/ledger.jsonl"
-        commands.append(f"fastdp verify {name}/card.json{options}")
-    about = "Works the figures out again, from the event on the card:"
-    text = escape("\n".join(commands))
-    return f"<section><h2>To check it</h2><p>{about}</p><pre>{text}</pre></section>"
-
-
-_LIGHT = ("#1f6fb5", "#c2410c", "#15803d", "#7c3aed", "#a16207", "#be185d")
-_DARK = ("#6cb2f0", "#fb923c", "#5fd38d", "#b79bff", "#e2c044", "#f48fb8")
-
-
-def _colours(palette: Sequence[str]) -> str:
-    assert len(palette) == SERIES
-    return "".join(f"--series-{number}:{colour};" for number, colour in enumerate(palette, start=1))
-
-
-_STYLE = f"""
-:root{{--ink:#1c2430;--quiet:#566173;--paper:#f6f7f9;--sheet:#fff;--line:#dbe0e7;--mark:#fff4d6;{_colours(_LIGHT)}}}
-@media (prefers-color-scheme:dark){{
-:root{{--ink:#e6eaf0;--quiet:#a3adbb;--paper:#12161c;--sheet:#1b2129;--line:#333c48;--mark:#3a3320;{_colours(_DARK)}}}}}
-*{{box-sizing:border-box}}
-body{{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}}
-main{{max-width:1120px;margin:0 auto;padding:28px 18px 48px}}
-h1{{font-size:1.6rem;line-height:1.2;margin:0 0 4px}}
-h2{{font-size:1.1rem;margin:0 0 4px}}
-h3{{font-size:1rem;margin:14px 0 4px}}
-h1,h2,h3,th,dd,td,li,p{{overflow-wrap:anywhere}}
-p{{margin:0 0 8px}}
-.quiet,figcaption p,header p{{color:var(--quiet)}}
-header .warning{{color:var(--ink);background:var(--mark);border-radius:8px;padding:10px 14px;margin:14px 0 0}}
-section{{margin:26px 0 0}}
-article,figure,.wide,blockquote,pre,details{{background:var(--sheet);border:1px solid var(--line)}}
-article,figure,.wide,blockquote,pre,details{{border-radius:10px;padding:16px}}
-.cards,.charts,.samples{{display:grid;gap:16px;grid-template-columns:repeat(auto-fit,minmax(min(100%,330px),1fr))}}
-.charts{{grid-template-columns:repeat(auto-fill,minmax(min(100%,420px),1fr))}}
-figure{{margin:0}}
-.figure{{font-size:2rem;font-weight:650;margin:2px 0}}
-dl{{display:grid;grid-template-columns:auto 1fr;gap:4px 14px;margin:10px 0 0}}
-dt{{color:var(--quiet)}}dd{{margin:0}}
-.legend{{list-style:none;display:flex;flex-wrap:wrap;gap:4px 20px;padding:0;margin:0 0 12px}}
-.key{{width:26px;height:10px;margin-right:8px;vertical-align:middle}}
-.key path{{stroke-width:3;fill:none}}
-figure svg{{display:block;width:100%;height:auto}}
-figure text{{fill:var(--ink);font-size:15px}}
-figure .axis{{fill:var(--quiet)}}
-.grid{{stroke:var(--line);fill:none}}
-.line{{fill:none;stroke-width:2.4;stroke-linejoin:round}}
-.reading{{fill:none;stroke-width:1;opacity:.35}}
-.limit{{fill:none;stroke-width:1.6;stroke-dasharray:1 5;stroke-linecap:round}}
-.wide{{overflow-x:auto}}.below{{margin-top:16px}}
-table{{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}}
-th,td{{text-align:left;padding:5px 14px 5px 0;border-bottom:1px solid var(--line);vertical-align:top;min-width:5.5em}}
-th{{font-weight:550}}
-.differs td{{background:var(--mark);padding-left:8px}}
-blockquote{{margin:0 0 10px}}
-code{{white-space:nowrap}}
-.wide th,.wide td{{overflow-wrap:normal}}
-@media (max-width:500px){{figure text{{font-size:20px}}}}
-pre{{overflow-x:auto;margin:0;font-size:.9rem}}
-summary h2{{display:inline}}details table{{margin-top:10px}}
-"""
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">{policy}<meta name="viewport" content="width=device-width,initial-scale=1">
-<meta name="color-scheme" content="light dark"><title>{title}: {names}</title><style>{style}</style></head>
-<body><main><header><h1>{title}</h1><p>{names}</p><p class="warning">{warning}</p></header>{body}</main></body></html>
-"""
+def _samples(run: Record, public: bool) -> tuple[Sequence[str], Sequence[dict[str, str]]]:
+    """Texts of the model's own, and held-out examples with its answers, that the page may show."""
+    # What a model without a guarantee writes may be a record.
+    own = () if public and not run.guaranteed else run.samples.get("own", ())
+    return own, () if public else run.samples.get("unprotected", ())

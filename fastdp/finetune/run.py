@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Subset
-from transformers import PreTrainedTokenizerBase
 
 import fastdp
 import fastdp.files as files
@@ -48,10 +46,10 @@ from fastdp.finetune.models import (
     save_weights,
     trained_state,
 )
-from fastdp.finetune.perturbations import Opening, Subject, choose_perturbation
+from fastdp.finetune.perturbations import Subject, choose_perturbation
 from fastdp.finetune.reporter import Forecast, Reporter
 from fastdp.finetune.samples import draw_samples
-from fastdp.finetune.tasks import encode_rows, messages_column, record_texts
+from fastdp.finetune.tasks import cut_note, encode_rows, messages_column, record_texts
 from fastdp.finetune.usage import add_usage, tokenizer_to_save
 from fastdp.methods.perturbation import Releases
 from fastdp.public import PublicGate
@@ -84,44 +82,14 @@ def finetune(
             f"a run of {config.method} cannot be resumed; a new run in another output releases every record a "
             "second time, at the full price again."
         )
-    output = Path(str(config.output))
-    check_output(output, config, resume)
-    device = _device(config)
-    check_method(config)
-    opening = choose_perturbation(config)
-    ends = check_model_name(config)
-    tokenizer = load_tokenizer(config)
-    reporter.phase("reading data")
-    table = read_rows(str(config.train), config.encoding)
-    train = _encode(table, tokenizer, config, reporter, ends)
-    held_out = None
-    if config.eval:
-        held_out = _encode(read_rows(config.eval, config.encoding), tokenizer, config, reporter, ends)
-    users = table.column(config.user_column, "user_column") if config.user_column else None
-    _check_size(config, len(train), users, table)
-    reporter.phase("loading the model")
-    model = load_trained(config, tokenizer)
-    model.to(device)
-    reporter.phase("rehearsing a step")
-    measured = rehearse_step(model, train, Collator(_pad(tokenizer)), config)
-    texts = record_texts(table, config)
-    gate = PublicGate(texts, [str(config.train)], config.public_overlap)
-    run = FinetuneRun(
-        config, output, model, tokenizer, train, held_out, gate, opening, measured, reporter, noise_multiplier
-    )
-    run.texts, run.users, run.chat = texts, users, messages_column(table, config) is not None
+    check_output(Path(str(config.output)), config, resume)
+    run = FinetuneRun(config, reporter, noise_multiplier)
     try:
         # Before the ledger is opened: a run that cannot go on stays as it is.
-        if resume:
-            run.check_data()
-        checkpoint = read_checkpoint(output) if resume else None
-        if resume:
-            if checkpoint is None:
-                reporter.note("the run was interrupted before its first checkpoint: it starts anew, its spending kept")
-            run.count_unproven(checkpoint)
+        checkpoint = run.last_checkpoint() if resume else None
         run.make_private(resume)
         if run.releases.once_an_epoch:
-            check_release(texts)
+            check_release(run.texts)
         return run.execute(checkpoint)
     except BaseException:
         if not resume:
@@ -171,88 +139,95 @@ class _Noting(Reporter):
         self._note(text)
 
 
-def _pad(tokenizer: PreTrainedTokenizerBase) -> int:
-    assert isinstance(tokenizer.pad_token_id, int)
-    return tokenizer.pad_token_id
-
-
-def _encode(
-    table: Rows,
-    tokenizer: PreTrainedTokenizerBase,
-    config: FinetuneConfig,
-    reporter: Reporter,
-    ends: int | None = None,
-) -> Examples:
-    examples = encode_rows(table, tokenizer, config, ends)
-    if examples.truncated:
-        reporter.note(
-            f"{examples.truncated} of {len(examples)} examples of {table.path} are longer than {config.max_length} "
-            "tokens and were cut (max_length)"
-        )
-    return examples
-
-
 class FinetuneRun:
-    """The state that the parts of one run share."""
+    """A run with its data read, its model loaded and a step rehearsed, of which nothing was released yet.
 
-    def __init__(
-        self,
-        config: FinetuneConfig,
-        output: Path,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        train: Examples,
-        held_out: Examples | None,
-        gate: PublicGate,
-        opening: Opening,
-        measured: tuple[float, int],
-        reporter: _Noting,
-        noise_multiplier: float | None,
-    ) -> None:
+    Args:
+        config: checked settings, whose output may hold a run.
+        reporter: told how it goes.
+        noise_multiplier: as in `finetune`.
+
+    Attributes:
+        texts: all text of each record.
+        users: whose each example is, if people are protected.
+        chat: whether the examples are conversations.
+        measured: seconds of a step and peak bytes, by the rehearsal.
+        made: whether the output folder was not there before.
+        earlier: releases of the same texts by earlier runs, in words.
+
+    Raises:
+        ConfigError, DataError: as `finetune`.
+    """
+
+    def __init__(self, config: FinetuneConfig, reporter: _Noting, noise_multiplier: float | None) -> None:
+        self.config, self.reporter, self.output = config, reporter, Path(str(config.output))
+        self.device = _device(config)
+        check_method(config)
+        opening = choose_perturbation(config)
+        ends = check_model_name(config)
+        self.tokenizer = load_tokenizer(config)
+        reporter.phase("reading data")
+        table = read_rows(str(config.train), config.encoding)
+        train = self._encode(table, ends)
+        held_out = self._encode(read_rows(config.eval, config.encoding), ends) if config.eval else None
+        self.users = table.column(config.user_column, "user_column") if config.user_column else None
+        _check_size(config, len(train), self.users, table)
+        reporter.phase("loading the model")
+        self.model: Any = load_trained(config, self.tokenizer).to(self.device)
+        reporter.phase("rehearsing a step")
+        self.measured = rehearse_step(self.model, train, self._collator(None), config)
+        self.texts, self.chat = record_texts(table, config), messages_column(table, config) is not None
+        self.gate = PublicGate(self.texts, [str(config.train)], config.public_overlap)
         self.curves = Curves(config, len(train)) if config.private_metrics is not None else None
         self.noise_multiplier = noise_multiplier if self.curves is None else self.curves.step_multiplier
-        self.config, self.output, self.model, self.tokenizer, self.gate = config, output, model, tokenizer, gate
-        self.train, self.held_out, self.reporter = train, held_out, reporter
-        self.examples = train.items
-        self.measured = measured
-        self.device = next(model.parameters()).device
-        self.updates = 0
-        #: Whether the output folder was not there before.
-        self.made = False
+        self.examples, self.updates, self.made = train.items, 0, False
         self.before: Quality | None = None
         self.private: Any = None
-        #: All text of each record.
-        self.texts: list[str] = []
-        #: Whose each example is, if people are protected; and whether the examples are conversations.
-        self.users: list[str] | None = None
-        self.chat = False
-        #: Releases of the same texts by earlier runs, in words.
         self.earlier: list[str] = []
-        self.releases: Releases = opening(Subject(config, model, tokenizer, train, self._read_public))
+        self.releases: Releases = opening(Subject(config, self.model, self.tokenizer, train, self._read_public))
         self.train = self._seen(train, training=True)
         self.held_out = None if held_out is None else self._seen(held_out, training=False)
         self.collator = self._collator(self.releases.padded_length)
+
+    def _encode(self, table: Rows, ends: int | None = None) -> Examples:
+        examples = encode_rows(table, self.tokenizer, self.config, ends)
+        if note := cut_note(examples, table, self.config):
+            self.reporter.note(note)
+        return examples
 
     def _seen(self, examples: Examples, *, training: bool) -> Examples:
         """Examples as the method lets the model see them."""
         return Examples(self.releases.examples(examples.items, training=training), examples.truncated)
 
     def _collator(self, length: int | None) -> Collator:
-        return Collator(_pad(self.tokenizer), length)
+        assert isinstance(self.tokenizer.pad_token_id, int)
+        return Collator(self.tokenizer.pad_token_id, length)
 
     def _data(self) -> str:
         """Tells these examples from others, and nothing more (see `fastdp.accounting.witness.data_digest`)."""
         return data_digest([json.dumps([self.examples, self.users])])
 
-    def check_data(self) -> None:
-        """Raise ConfigError for other examples than those that the run began with."""
+    def last_checkpoint(self) -> dict[str, Any] | None:
+        """Where an interrupted run goes on, with all that may have been released since then counted.
+
+        Raises:
+            ConfigError: for a damaged checkpoint, and for other examples than those that the run began with.
+        """
         try:
-            noted = Ledger.read(self.output / LEDGER).noted(DATA)
+            known = Ledger.read(self.output / LEDGER)
         except (LedgerError, OSError, ValueError):
             # Opening it says what is wrong with it.
-            return
-        if noted is None:
-            return
+            return read_checkpoint(self.output)
+        if (noted := known.noted(DATA)) is not None:
+            self._check_data(noted)
+        checkpoint = read_checkpoint(self.output)
+        if checkpoint is None:
+            self.reporter.note("the run was interrupted before its first checkpoint: it starts anew, its spending kept")
+        if not knows_ledger(known.run_id):
+            self._count_unproven(known, checkpoint)
+        return checkpoint
+
+    def _check_data(self, noted: str) -> None:
         same = same_data(noted, self._data())
         if same is False:
             raise ConfigError(
@@ -333,7 +308,7 @@ class FinetuneRun:
             raise ConfigError(f"there is no public text {path}: name one file or folder")
         table = read_rows(path, self.config.encoding)
         origin = self.gate.admit(path, record_texts(table, self.config), table.lines)
-        examples = _encode(table, self.tokenizer, self.config, self.reporter)
+        examples = self._encode(table)
         chosen = Subset(examples, range(min(count, len(examples))))
         loader = DataLoader(chosen, batch_size=self.config.physical_batch_size, collate_fn=self._collator(length))
         return Public([{key: value.to(self.device) for key, value in batch.items()} for batch in loader], origin)
@@ -471,7 +446,7 @@ class FinetuneRun:
         folder = save_weights(self.model, tokenizer_to_save(self.tokenizer, self.config, chat=self.chat), self.output)
         card = card.of_files(folder)
         card.save(self.output / self.releases.card_name)
-        add_usage(card.save_beside(folder), self.model, self.config, chat=self.chat)
+        add_usage(card.save_beside(folder), self.config, chat=self.chat)
         if state := self.releases.state_dict():
             with files.atomic_path(self.output / PERTURBATION) as aside:
                 torch.save(state, aside)
@@ -531,19 +506,12 @@ class FinetuneRun:
         self.updates = checkpoint["updates"]
         self.before = Quality(**checkpoint["before"]) if checkpoint["before"] else None
 
-    def count_unproven(self, checkpoint: dict[str, Any] | None) -> None:
+    def _count_unproven(self, known: Ledger, checkpoint: dict[str, Any] | None) -> None:
         """Count what may have been released since the last checkpoint, of a ledger that nothing shows to be whole."""
-        path = self.output / LEDGER
-        try:
-            known = Ledger.read(path)
-        except (LedgerError, OSError, ValueError):
-            return
-        if knows_ledger(known.run_id):
-            return
         begun = checkpoint["private"]["steps_done"] if checkpoint else 0
         most = min(known.budget_steps, begun + self.config.checkpoint_every)
         if most > known.spent_steps:
-            with Ledger.open(path) as ledger:
+            with Ledger.open(self.output / LEDGER) as ledger:
                 ledger.restore(most)
         self.reporter.note(
             "this account's memory of the run is lost, so its ledger may have been cut back: "

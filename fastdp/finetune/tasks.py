@@ -80,6 +80,16 @@ def encode_rows(
     return examples
 
 
+def cut_note(examples: Examples, table: Rows, config: FinetuneConfig) -> str | None:
+    """How many examples of a table were cut; None if none was."""
+    if not examples.truncated:
+        return None
+    return (
+        f"{examples.truncated} of {len(examples)} examples of {table.path} are longer than {config.max_length} tokens and were "
+        "cut (max_length)"
+    )
+
+
 def record_texts(table: Rows, config: FinetuneConfig) -> list[str]:
     """All text of each record that the model may see, as one."""
     if config.task == "token-classification":

@@ -14,6 +14,7 @@ import json
 import math
 import secrets
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +30,10 @@ from fastdp.data import Collator
 from fastdp.finetune.config import TYPES, ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.folder import CONFIG, LEDGER
 from fastdp.finetune.judges import JUDGED, noised_means, scores
-from fastdp.finetune.models import load_tokenizer
-from fastdp.finetune.reporter import Reporter
+from fastdp.finetune.models import ADAPTER_FOLDER, MODEL_FOLDER, load_tokenizer
 from fastdp.finetune.run import finetune
-from fastdp.finetune.tasks import encode_rows
+from fastdp.finetune.tasks import cut_note, encode_rows, messages_column
+from fastdp.finetune.usage import add_usage
 from fastdp.ops import NoiseStream
 from fastdp.tables import Rows, read_rows
 
@@ -102,7 +103,6 @@ def tune(
     shape: float = 0.0,
     held_out: float = 0.1,
     largest_loss: float = 10.0,
-    reporter: Reporter | None = None,
     resume: bool = False,
 ) -> TuneResult:
     """Train with the settings that suit the data best, within one budget, and write weights and card to the output folder.
@@ -114,9 +114,10 @@ def tune(
         shape: of its distribution: 0 (logarithmic) costs least, 1 (geometric) varies less.
         held_out: share of the examples that judge and are not trained on, each chosen by a coin.
         largest_loss: of one example, in nats; larger ones count as this.
-        reporter: told how trials go, which is not protected.
         resume: go on with a search that was interrupted. Its number of trials, its judges and the scores it had stay; the trial
             that was cut short begins anew, so that all remain independent runs of one mechanism, and nothing more is paid.
+
+    Trials say nothing while they run, since their number is secret.
 
     Raises:
         ConfigError: for settings that cannot be searched or do not hold, before anything is spent.
@@ -139,8 +140,9 @@ def tune(
     state = _State.read(work, asked) if resume else _State.begin(work, asked, table, held_out)
     train, judges = _split(table, state.judging)
     _check_counts(config, len(table), len(judges), len(train))
-    # What a row may be wrong in is found before anything is paid, not by a trial.
-    encode_rows(table, load_tokenizer(config), config)
+    # A wrong row is found, and cut examples are told of, before anything is paid: trials are silent.
+    if note := cut_note(encode_rows(table, load_tokenizer(config), config), table, config):
+        warnings.warn(note, stacklevel=2)
     stop = renyi.stop_for(trials, shape)
     cost = _cost(config, len(train), shape, stop)
     assert config.epsilon is not None
@@ -160,7 +162,9 @@ def tune(
         def trial(number: int) -> tuple[float, Path]:
             if number == len(state.done):
                 folder = work / f"{number}-{secrets.token_hex(4)}"
-                finetune(_drawn_config(config, options, folder), reporter=reporter, noise_multiplier=sigma)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    finetune(_drawn_config(config, options, folder), noise_multiplier=sigma)
                 state.done.append((_judge(folder, judges, largest_loss, judging, stream), folder.name))
                 state.save()
             score, name = state.done[number]
@@ -175,7 +179,8 @@ def tune(
             "noise_multiplier_of_a_step": sigma,
             "noise_multiplier_of_a_score": judging,
         }
-        found = _publish(config, best, score, event, ledger, search)
+        chat = messages_column(table, config) is not None
+        found = _publish(config, best, score, event, ledger, search, chat=chat)
         shutil.rmtree(work, ignore_errors=True)
         return found
     finally:
@@ -316,7 +321,14 @@ def _judge(folder: Path, judges: Rows, largest: float, multiplier: float, stream
 
 
 def _publish(
-    config: FinetuneConfig, best: Path, score: float, event: Any, ledger: accounting.Ledger, search: Mapping[str, Any]
+    config: FinetuneConfig,
+    best: Path,
+    score: float,
+    event: Any,
+    ledger: accounting.Ledger,
+    search: Mapping[str, Any],
+    *,
+    chat: bool,
 ) -> TuneResult:
     """Put the best trial's weights in the place of a run's, with the card of the whole ``search``."""
     output = Path(str(config.output))
@@ -325,7 +337,7 @@ def _publish(
         load_config(best / CONFIG), train=config.train, encoding=config.encoding, output=config.output
     )
     settings = {name: getattr(won, name) for name in search["candidates"]}
-    weights = next(best / name for name in ("adapter", "model") if (best / name).is_dir())
+    weights = next(best / name for name in (ADAPTER_FOLDER, MODEL_FOLDER) if (best / name).is_dir())
     released = [t for file in sorted(weights.glob("*.safetensors")) for t in load_file(file).values()]
     claim = accounting.Gaussian("example", "add_remove", event, config.delta, config.epsilon)
     card = accounting.Card.of(
@@ -339,7 +351,7 @@ def _publish(
             *own["assumptions"],
             "how many trials were made, and how long they took, stays secret: the best one alone is released",
         ],
-        unprotected=["what was shown of trials while they ran: losses, and the settings of those that did not win"],
+        unprotected=["how long the search took, which tells how many trials were made"],
         remaining=own["remaining"],
         facts={
             "dataset_size": ledger.header["dataset_size"],
@@ -347,9 +359,11 @@ def _publish(
             "tuning": {**search, "won": settings, "noised_score": score},
         },
     )
-    shutil.copytree(weights, output / weights.name, dirs_exist_ok=True)
+    folder = output / weights.name
+    shutil.copytree(weights, folder, dirs_exist_ok=True)
+    card = card.of_files(folder)
     card.save(output / "card")
-    card.save_beside(output / weights.name)
+    add_usage(card.save_beside(folder), won, chat=chat)
     won.save(output / CONFIG)
     assert config.epsilon is not None
     spent = card["epsilon"]["upper_bound"]

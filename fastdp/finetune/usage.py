@@ -6,14 +6,13 @@ import copy
 import json
 from pathlib import Path
 
-from peft import PeftModel
 from tokenizers import processors
-from torch import nn
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import fastdp.files as files
 from fastdp.accounting.card import hub_name
 from fastdp.finetune.config import FinetuneConfig
+from fastdp.finetune.models import ADAPTER_FOLDER
 from fastdp.finetune.tasks import TASKS
 
 #: Conversations of prompts and answers, as a run on prompt and target columns encodes them.
@@ -58,11 +57,11 @@ def tokenizer_to_save(
     return saved
 
 
-def add_usage(folder: Path, model: nn.Module, config: FinetuneConfig, *, chat: bool) -> None:
-    """Add to the README of a model's folder how to load and ask it."""
+def add_usage(folder: Path, config: FinetuneConfig, *, chat: bool) -> None:
+    """Add to the README of a folder of weights, `save_weights`'s, how to load and ask the model."""
     page = folder / "README.md"
     text = page.read_text(encoding="utf-8").rstrip("\n")
-    code = "\n".join(_snippet(model, config, chat))
+    code = "\n".join(_snippet(folder.name == ADAPTER_FOLDER, config, chat))
     files.write(page, f"{text}\n\n## Use\n\n{_advice(config, chat)}\n\n```python\n{code}\n```\n", public=True)
 
 
@@ -74,10 +73,9 @@ def _advice(config: FinetuneConfig, chat: bool) -> str:
     return "The tokenizer of this folder encodes texts as training did."
 
 
-def _snippet(model: nn.Module, config: FinetuneConfig, chat: bool) -> list[str]:
+def _snippet(adapted: bool, config: FinetuneConfig, chat: bool) -> list[str]:
     task = TASKS[config.task]
     auto = task.auto.__name__
-    adapted = isinstance(model, PeftModel)
     base = hub_name(str(config.model)) or "path/to/the/base/model"
     lines = ["import fastdp  # for its kind of adapter"] if config.peft == "bottleneck" else []
     lines += ["from peft import PeftModel"] if adapted else []

@@ -24,14 +24,15 @@ RUN_SETTINGS = {"epochs": 4, "batch_size": RUN_BATCH, "learning_rate": 8e-3, "sc
 
 _BEGIN = (
     "This fine-tunes a small language model on {train} invented medical records, twice: without privacy, and with differential "
-    "privacy at epsilon {epsilon:g}. It needs no network and a minute or two, and ends with a table of what privacy cost."
+    "privacy at epsilon {epsilon:g}. It needs no network, and ends with a table of what privacy cost. Each run says first how "
+    "long its steps will take."
 )
 
 _NEXT = """
 What to try next:
   both runs on one page        {page}
   what was promised            {private}/card.md
-  check that it holds          fastdp verify {private}/card.json --weights {private}/adapter
+  check that it holds          fastdp verify {private}
   what the model gives away    fastdp attack {private} --help
   your own model and data      fastdp finetune --model MODEL --train FILE.csv --epsilon 8 --output runs/first
   in your own training loop    fastdp.make_private(model, optimizer, data_loader, ...), see README.md"""
@@ -57,7 +58,7 @@ def quickstart(output: Path, seed: int, console: Console, reporter: Callable[[st
         raise ConfigError(f"{train} records are fewer than a batch of {RUN_BATCH}: give more")
     console.print(_BEGIN.format(train=train, epsilon=EPSILON))
     files.make_folder(output)
-    records = private_records(train + HELD_OUT, seed)
+    records = private_records(train + min(HELD_OUT, train // 4), seed)
     for name, part in (("train", records[:train]), ("held_out", records[train:])):
         files.write_rows(output / f"{name}.jsonl", ({"text": record} for record in part))
     console.print(f"{train} records of people who do not exist, for example:")

@@ -102,7 +102,7 @@ def test_the_miss_rate_is_not_measured_on_the_private_texts(settings, tmp_path):
     labelled = tmp_path / "labelled.json"
     labelled.write_text(json.dumps([{"full_text": first, "spans": []}]))
     model = adapted(settings, perturbation="selective", labelled_spans=str(labelled))
-    with pytest.raises(ValueError, match="1 of its 1 records are among the private ones"):
+    with pytest.raises(ValueError, match="1 of 1 records are private ones"):
         Site.of_partition(model, 0, 1)
 
 

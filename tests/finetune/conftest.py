@@ -2,6 +2,8 @@
 
 import csv
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ import torch
 from fastdp.finetune import FinetuneConfig, run
 from fastdp.quickstart.corpus import private_records
 from tests.tokenizers_for_tests import small_gpt2
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +39,18 @@ def files(tmp_path_factory):
     (folder / "public.jsonl").write_text("".join(json.dumps({"text": record}) + "\n" for record in others))
     lines = [f"{record}\t{'often' if 'twice' in record else 'seldom'}\n" for record in others]
     (folder / "public.tsv").write_text("sentence\tlabel\n" + "".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def functions(tmp_path_factory):
+    """Files of each kind, as the examples' own program writes them, of some modules."""
+    program = runpy.run_path(str(EXAMPLES / "functions.py"))
+    program["MODULES"][24:] = []
+    every = list(program["functions"]())[::4]
+    program["write"].__globals__["functions"] = lambda: every
+    folder = tmp_path_factory.mktemp("functions")
+    assert program["write"](folder) > 64
     return folder
 
 

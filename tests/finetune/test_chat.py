@@ -1,17 +1,20 @@
 """Conversations: what of them is learned, which are refused, and how others ask the model that learned them."""
 
 import json
+import shutil
 
 import peft
 import pytest
 import transformers
 
+from fastdp.accounting import verify
 from fastdp.data import IGNORED
-from fastdp.finetune import FinetuneConfig, finetune
+from fastdp.finetune import finetune, load_config
 from fastdp.finetune.chat import chat_examples
 from fastdp.finetune.tasks import encode_rows, record_texts
 from fastdp.tables import DataError, read_rows
 from tests.cases import cases
+from tests.finetune.conftest import EXAMPLES
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{{ eos_token }}{% endfor %}"
@@ -105,30 +108,27 @@ def test_without_a_template_the_way_on_is_named(tokenizer, tmp_path):
         examples_of(tokenizer, tmp_path, [say("user", "a"), say("assistant", "b")])
 
 
-def test_a_run_on_conversations_answers_in_plain_transformers(config, model_folder, tmp_path):
+def test_the_example_answers_in_plain_transformers(model_folder, functions, tmp_path):
     """The way on that the refusal names: a template beside the tokenizer. The adapter's own then asks as training did."""
-    model = tmp_path / "model"
-    transformers.AutoModelForCausalLM.from_pretrained(model_folder).save_pretrained(model)
-    transformers.AutoTokenizer.from_pretrained(model_folder).save_pretrained(model)
+    model, data, held_out = tmp_path / "model", str(functions / "messages.jsonl"), tmp_path / "held_out.jsonl"
+    turns = [say("user", "how is it?"), say("assistant", "well")]
+    held_out.write_text(json.dumps({"messages": turns}))
+    shutil.copytree(model_folder, model)
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    path = tmp_path / "chat.jsonl"
-    turns = [[say("user", f"how is patient {n}?"), say("assistant", "well")] for n in range(24)]
-    path.write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
-    settings = {"model": str(model), "train": str(path), "eval": str(path), "samples": 1}
-    run = FinetuneConfig(**{**vars(config), **settings})
+    settings = {"model": str(model), "train": data, "eval": str(held_out), "epsilon": 8, "delta": 1e-3, "samples": 1}
+    sizes = {"max_length": 48, "epochs": 1, "batch_size": 16, "output": str(tmp_path / "run")}
+    run = load_config(EXAMPLES / "chat.yaml", settings | sizes)
     finetune(run)
-    table = read_rows(path)
-    assert record_texts(table, run)[0] == "how is patient 0?\nwell"
+    assert verify(tmp_path / "run" / "card.json").guarantee
+    table = read_rows(held_out)
+    assert record_texts(table, run) == ["how is it?\nwell"]
     saved = tmp_path / "run" / "adapter"
     tokenizer = transformers.AutoTokenizer.from_pretrained(saved)
     example = encode_rows(table, tokenizer, run)[0]
-    asked = tokenizer.apply_chat_template(
-        turns[0][:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    given = example["labels"].count(IGNORED)
+    given = max(place for place, label in enumerate(example["labels"]) if label == IGNORED) + 1
+    asked = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True)
     assert asked["input_ids"][0].tolist() == example["input_ids"][:given]
     plain = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(model), saved)
     answer = plain.generate(**asked, max_new_tokens=run.max_length - given, do_sample=False)[0, given:]
     kept = json.loads((tmp_path / "run" / "samples.json").read_text())["unprotected"][0]
-    assert kept["right"] == "well"
     assert kept["answer"] == tokenizer.decode(answer, skip_special_tokens=True).strip()

@@ -22,6 +22,7 @@ def test_settings_from_yaml_and_flags(tmp_path):
     assert config.epsilon == 3
     assert config.labels == ["yes", "no"]
     assert config.max_length == 64
+    assert load_config(None, {"batch_size": 10**20}).batch_size == 10**20
     assert config.model is None
 
 
@@ -48,10 +49,11 @@ def test_lists_are_read_as_their_message_suggests(given):
     ("text", "message"),
     [
         ("lerning_rate: 1", "unknown setting 'lerning_rate'; did you mean learning_rate"),
-        ("zzzz: 1", "known settings: model"),
+        ("zzzz: 1", "unknown setting 'zzzz'; the documentation lists all"),
         ("learning_rate: fast", "learning_rate must be a number, not 'fast'"),
         ("epochs: [1]", "epochs must be a number"),
         ("batch_size: 1.5", "batch_size must be a whole number"),
+        ('output: "a\\0b"', "output must be text"),
         ("gradient_checkpointing: maybe", "must be true or false"),
         ("method_options: 3", "must be a mapping"),
         ("- a", "must hold settings"),
@@ -77,6 +79,8 @@ def test_bad_yaml(tmp_path, text, message):
         ({"delta": 1.0}, "delta is 1.0: it must be greater than 0 and below 1"),
         ({"peft": "loar"}, "peft is 'loar': it must be one of full, lora"),
         ({"epochs": 0}, "epochs is 0: it must be greater than 0"),
+        ({"lora_r": 10**8}, "lora_r is .*: it must be at least 1 and at most 65536"),
+        ({"seed": 2**70}, "seed is .*: it must be at least .* and below"),
         ({"noise_rounds": 14}, "noise_rounds is 14: it must be 20 or 12"),
         ({"noise_rounds": 12, "method": "ewft"}, "ewft adds none there: leave it out"),
         ({"shapes": "fixed"}, "shapes is 'fixed': it must be one of own, public"),
@@ -87,6 +91,8 @@ def test_bad_yaml(tmp_path, text, message):
         ({"task": "classification", "labels": ["a", "a", "b"]}, "a label twice"),
         ({"task": "classification", "labels": ["a", "b"], "prompt_column": "x"}, "belongs to causal-lm"),
         ({"labels": ["a", "b"]}, "belongs to classification"),
+        ({"lora_fixed": True, "peft": "bitfit"}, "lora_fixed belongs to lora; this run has peft: bitfit"),
+        ({"target_modules": ["x"], "peft": "prompt"}, "target_modules belongs to lora, .*; this run has peft: prompt"),
         ({"prompt_column": "x"}, "go together"),
         ({"messages_column": "x", "text_column": "y"}, "not both"),
         ({"messages_column": "x", "method": "ewft"}, "perturbs texts, not conversations"),

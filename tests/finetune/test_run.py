@@ -11,9 +11,11 @@ import torch
 import transformers
 
 import fastdp
-from fastdp.finetune import ConfigError, finetune, load_config
+from fastdp.finetune import ConfigError, finetune, load_config, run
 from tests.cases import cases
 from tests.finetune.runs import Stopped
+
+AXES = {"allocation": "axes"}
 
 
 def logits(model, ids):
@@ -38,8 +40,6 @@ def test_lora_run_writes_everything_and_loads_in_plain_peft(config, model_folder
     def remember(model, *args):
         seen["logits"] = logits(model, torch.arange(1, 13).reshape(2, 6))
         return original(model, *args)
-
-    from fastdp.finetune import run
 
     original = run.save_weights
     monkeypatch.setattr(run, "save_weights", remember)
@@ -69,7 +69,6 @@ def test_lora_run_writes_everything_and_loads_in_plain_peft(config, model_folder
 
 
 def test_micro_batches_are_recorded_by_default_where_a_run_may(config, tmp_path, monkeypatch):
-    from fastdp.finetune import run
     from fastdp.private import graphs
 
     recorded = []
@@ -97,8 +96,6 @@ def test_a_run_without_a_gpu_records_nothing(config, tmp_path):
 
 
 def test_micro_batches_of_public_shapes(config, tmp_path, monkeypatch):
-    from fastdp.finetune import run
-
     with pytest.raises(ConfigError, match="the model takes 64: lower max_length to 63"):
         finetune(replace(config, shapes="public", max_length=64))
     seen = []
@@ -123,42 +120,53 @@ def test_without_privacy_the_same_path_learns(config):
     assert json.loads((Path(config.output) / "result.json").read_text())["epsilon"] == "inf"
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
+@cases(
+    ("method", "options", "words"),
     [
-        ({"method": "rapft", "method_options": {"relevance": 1}}, "has no option 'relevance'"),
-        ({"method": "frost", "method_options": {"gamma": 1}}, "has no option 'gamma'"),
-        ({"method": "rapft", "method_options": {"source": {"kind": "nosy"}}}, "choose one of public, gradients, noisy"),
-        ({"method": "ewft", "method_options": {"laier": 1}}, "laier"),
-        ({"method": "ewft", "method_options": {"autoencoder": None, "noise": "loud"}}, "noise of ewft is 'loud'"),
-        ({"method": "sap", "epsilon": None, "method_options": {"eta": 1.0, "teta": 1}}, "teta"),
-        ({"method": "sap", "epsilon": None, "method_options": {}}, "needs eta"),
-        ({"method": "selective", "epsilon": None, "method_options": {}}, "needs epsilon, of a private token"),
+        ("rapft", {"irelevance_ratio": 0.7}, "no option 'irelevance_ratio'; did you mean irrelevance_ratio"),
+        ("rapft", {}, r"give method_options such as \{source: \{kind: public, data: FILE\}\}"),
+        ("rapft", {"source": {"kind": "public"}}, "needs data"),
         (
-            {"method": "selective", "epsilon": None, "method_options": {"epsilon": 1, "mechanism": "tiped"}},
-            "mechanism is 'tiped'",
+            "rapft",
+            {"source": {"kind": "public", "data": "x", "examples": "many"}},
+            "examples of source must be a whole number",
         ),
-        ({"lora_fixed": True, "peft": "bitfit"}, "lora_fixed belongs to peft: lora"),
-        ({"method": "sap", "epsilon": None, "method_options": {"eta": -1.0}}, "eta is -1.0"),
-        ({"method": "sap", "epsilon": None, "method_options": {"epsilon": 1.0}}, "quotient"),
-        ({"method": "ewft", "method_options": {"autoencoder": None, "max_norm": -1.0}}, "max_norm is -1.0"),
-        ({"device": "abacus"}, "device abacus cannot be used"),
+        ("rapft", {"source": {"kind": "gradients", "data": "x", "rows": 3}}, "at_once, not rows"),
+        ("rapft", AXES | {"source": {"kind": "gradients", "data": "x", "at_once": 65}}, "between 1 and the 64"),
+        ("rapft", {"source": {"kind": "nosy"}}, "choose one of public, gradients, noisy"),
+        ("rapft", {"source": "noisy"}, "must be a mapping"),
+        ("rapft", {"source": {"kind": "noisy", "noise_multiplier": 1.0}}, "sample_rate"),
+        ("frost", {"unfreezing_ratio": 2.0}, "unfreezing_ratio is 2.0"),
+        ("frost", {"gamma": 1}, "has no option 'gamma'"),
+        ("dpsgd", {"groups": "each"}, "per_layer"),
+        ("ewft", {}, "must learn from public text"),
+        ("ewft", {"autoencoder": None, "noise": "brown"}, "choose one of release_once"),
+        ("ewft", {"autoencoder": None, "depth": 7}, "no option 'depth'"),
+        ("ewft", {"autoencoder": None, "max_norm": -1.0}, "max_norm is -1.0"),
+        ("ewft", {"public": "x", "public_examples": "many"}, "public_examples .*whole number"),
+        ("sap with epsilon", {"eta": 1.0}, "leave epsilon out"),
+        ("sap", {"eta": 1.0, "teta": 1}, "no option 'teta'; did you mean eta"),
+        ("sap", {}, "needs eta"),
+        ("sap", {"eta": -1.0}, "eta is -1.0"),
+        ("sap", {"epsilon": 1.0}, "quotient"),
+        ("selective", {}, "needs epsilon, of a private token"),
+        ("selective", {"epsilon": 1, "mechanism": "tiped"}, "mechanism is 'tiped'"),
     ],
 )
-def test_settings_are_refused_before_anything_is_read_loaded_or_made(config, tmp_path, monkeypatch, changes, words):
-    from fastdp.finetune import run
-
+def test_options_are_refused_before_anything_is_read_loaded_or_made(
+    config, tmp_path, monkeypatch, method, options, words
+):
     for name in ("read_rows", "check_model_name", "load_tokenizer", "load_trained"):
         monkeypatch.setattr(run, name, lambda *_, name=name: pytest.fail(f"{name} came before the refusal"))
+    epsilon = None if method in ("sap", "selective") else 8.0
+    config = replace(config, method=method.split()[0], epsilon=epsilon, method_options=options)
     with pytest.raises(ConfigError, match=words):
-        finetune(replace(config, **changes))
+        finetune(config)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("delta", "refused"), [(1 / 48, True), (0.5, True), (1 / 49, False)])
 def test_a_delta_that_would_publish_whole_records_is_refused_unless_confirmed(config, monkeypatch, delta, refused):
-    from fastdp.finetune import run
-
     def loading(*_):
         raise Stopped
 
@@ -181,23 +189,3 @@ def test_an_output_that_cannot_be_written_is_refused_in_words(config, tmp_path, 
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(ConfigError, match="nothing can be written to"):
         finetune(config)
-
-
-@cases(
-    ("settings", "message"),
-    [
-        ({"model": "./absent/model"}, "there is no model folder"),
-        ({"train": "absent.csv"}, "there is no file absent.csv"),
-        ({"text_column": "body"}, "has no column 'body'"),
-        ({"batch_size": 49}, "exceeds the 48 training examples"),
-        ({"max_length": 65}, "has 64 positions, too few for 65"),
-        ({"peft": "prompt", "max_length": 62}, "too few for 65"),
-        ({"peft": "lora", "target_modules": ["absent"]}, "does not fit"),
-        ({"device": "cuda:99"}, "cannot be used"),
-    ],
-)
-def test_refusals_leave_nothing_behind(config, settings, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        finetune(replace(config, **settings))
-    left = list((tmp_path / "run").iterdir()) if (tmp_path / "run").exists() else []
-    assert not left

@@ -48,6 +48,8 @@ def test_a_search_releases_the_best_trial_and_its_card(config, model_folder, tmp
     card = Card.load(output / "card.json")
     result = verify(card, weights=output, ledger=output / "ledger.jsonl")
     assert result.guarantee, result.reason
+    assert not any("adapter's config" in said for said in result.unchecked)
+    assert "## Use" in (output / "adapter" / "README.md").read_text()
     assert result.recomputed == pytest.approx(found.epsilon)
     # What one trial costs is much less than what was paid.
     assert epsilon(card.event.alternatives[0], 1e-3) < 0.7 * found.epsilon
@@ -78,6 +80,8 @@ def test_the_command_searches_and_says_what_won(config, tmp_path, monkeypatch):
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     said = " ".join(done.output.split())
+    # How many trials ran would be read off whatever each of them says.
+    assert not re.search("reading data|loading the model|rehearsing|to come|evaluating|writing", said)
     assert re.search(r"won: learning_rate 0\.001, lora_r [12], noised loss of the judges [\d.-]+", said)
     assert re.search(r"privacy of the whole search: epsilon [\d.]+ at delta 0\.001", said)
     assert Card.load(tmp_path / "run" / "card.json")["tuning"]["expected_trials"] == 6.0

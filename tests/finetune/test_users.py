@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from fastdp.accounting import dpsgd, epsilon
-from fastdp.finetune import ConfigError, finetune
+from fastdp.finetune import ConfigError, finetune, load_config
 from fastdp.quickstart.corpus import private_records
-from fastdp.tables import DataError
+from fastdp.tables import DataError, read_rows
+from tests.finetune.conftest import EXAMPLES
 from tests.finetune.runs import RAPFT
 
 
@@ -24,13 +25,15 @@ def notes(config, tmp_path):
     )
 
 
-def test_the_person_is_what_the_card_and_the_account_protect(notes, tmp_path):
-    result = finetune(notes)
+def test_the_example_s_card_and_account_are_of_people(model_folder, functions, tmp_path):
+    settings = {"model": str(model_folder), "train": str(functions / "functions.csv"), "epsilon": 8, "delta": 1e-2}
+    sizes = {"max_length": 48, "epochs": 1, "batch_size": 4, "samples": 0, "output": str(tmp_path / "run")}
+    result = finetune(load_config(EXAMPLES / "people.yaml", settings | sizes))
     card = json.loads((tmp_path / "run" / "card.json").read_text())
-    assert card["unit"] == "user (at most 2 examples)"
-    assert card["dataset_size"] == 11
-    assert card["sample_rate"] == pytest.approx(4 / 11)
-    event = dpsgd(result.noise_multiplier, 4 / 11, result.steps)
+    assert card["unit"] == "user (at most 4 examples)"
+    people = len(set(read_rows(functions / "functions.csv", "latin-1").column("module", "")))
+    assert card["dataset_size"] == people > 8
+    event = dpsgd(result.noise_multiplier, 4 / people, result.steps)
     assert result.epsilon == pytest.approx(epsilon(event, 1e-2), rel=1e-6)
     assert result.epsilon <= 8
 
