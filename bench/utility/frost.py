@@ -8,7 +8,6 @@ frozen for every method and computed once, which leaves time for the batch sizes
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Iterator
@@ -17,11 +16,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy
 import peft
 import torch
-import transformers as hf
 from torch.utils.data import Dataset
+from transformers import AutoTokenizer
 
 import fastdp
 from fastdp.methods.sap import split_model
@@ -39,11 +37,6 @@ LEARNING_RATES = {
     "frost": 2e-2,
 }
 PEFT = ("lora", "adapter")
-#: A small ViT for images of 8 x 8 pixels.
-VIT: dict[str, Any] = {
-    **{"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10},
-    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4},
-}
 
 
 @dataclass(frozen=True)
@@ -56,8 +49,6 @@ class Size:
         rates: selection rates that are compared; the first is the usual one.
         repeats: numbers of selections that are compared.
         forms: private methods that DP-FROST is compared with.
-        learning_rates: those that every form is run at, in the place of `LEARNING_RATES`.
-        images: whether the data are the handwritten digits 5 to 9, and the model a small ViT that learned 0 to 4.
     """
 
     train: int = 20000
@@ -70,8 +61,6 @@ class Size:
     rates: tuple[float, ...] = (0.01, 0.003, 0.03)
     repeats: tuple[int, ...] = (2, 4)
     forms: tuple[str, ...] = ("full", "random", *PEFT)
-    learning_rates: tuple[float, ...] = ()
-    images: bool = False
 
 
 SIZES = {
@@ -82,18 +71,14 @@ SIZES = {
     "pairs": Size(4672, length=96, rates=(0.01,), repeats=()),
     # The same, in minutes of a processor.
     "few-pairs": Size(*(2048, 15, 256, 96, 4, 800, (8.0,), (0.01,), (), ("full", "random"))),
-    # Rates are chosen by another seed than those that judge.
-    "digits": Size(
-        *(720, 60, 256, 0, 0, 176, (2.0, 8.0), (0.05,), (), ("full", "random"), (1e-3, 3e-3, 1e-2, 3e-2)), images=True
-    ),
     "tiny": Size(300, 2, 16, 12, 4, 24, (2.0,), (0.02,), (2,)),
 }
 
 
 PATHS = {
-    "model": "folder of all-MiniLM-L6-v2 or another encoder; images need none",
-    "train": "TSV with the columns sentence and label, CSV of E2E, or scikit-learn's digits.csv.gz",
-    "eval": "file of the same form, held out; of images the same file",
+    "model": "folder of all-MiniLM-L6-v2 or another encoder",
+    "train": "TSV with the columns sentence and label, or CSV of E2E",
+    "eval": "file of the same form, held out",
 }
 
 
@@ -122,23 +107,6 @@ class Rows(Dataset):
         return {**named, "attention_mask": self.texts.mask[rows, :width], "labels": self.texts.labels[rows]}
 
 
-class Images(Dataset):
-    """Handwritten digits; an example is its index until it is collated."""
-
-    def __init__(self, rows: torch.Tensor):
-        self.pixels, self.labels = rows[:, :64].reshape(-1, 1, 8, 8) / 16, rows[:, 64].long()
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def collate(self, indices: list[int]) -> dict[str, torch.Tensor]:
-        """The batch of these examples."""
-        return {"pixel_values": self.pixels[indices], "labels": self.labels[indices]}
-
-
 class Bench:
     """The data, and one run of any row.
 
@@ -149,24 +117,15 @@ class Bench:
 
     def __init__(self, model: Path, train: Path, held_out: Path, size: Size):
         self.folder, self.size = model, size
-        self.train: Rows | Images
-        self.held_out: Rows | Images
-        if size.images:
-            rows = torch.from_numpy(numpy.loadtxt(train, delimiter=",", dtype=numpy.float32))
-            rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
-            public = rows[:, 64] < 5
-            self.public, private = Images(rows[public]), rows[~public]
-            self.train, self.held_out = Images(private[: size.train]), Images(private[size.train :])
-        else:
-            tokenizer = load_pretrained(hf.AutoTokenizer, model)
-            self.train, self.held_out = (
-                self._rows(tops.read_texts(path, tokenizer, size.length, count, seed=0))
-                for path, count in ((train, size.train), (held_out, size.held_out))
-            )
+        tokenizer = load_pretrained(AutoTokenizer, model)
+        self.train, self.held_out = (
+            self._rows(tops.read_texts(path, tokenizer, size.length, count, seed=0))
+            for path, count in ((train, size.train), (held_out, size.held_out))
+        )
         if len(self.held_out) < size.held_out:
             raise ValueError(f"{held_out} needs {size.held_out} rows for this size of the benchmark")
         self.delta = 1 / (2 * len(self.train))
-        self.budget, self.vit = cache(self._budget), cache(self._vit)
+        self.budget = cache(self._budget)
 
     def _rows(self, texts: tops.Texts) -> Rows:
         if self.size.frozen == 0:
@@ -179,8 +138,6 @@ class Bench:
         """A fresh model, or what of it lies above the frozen blocks, in training mode without dropout, which would differ
         between the methods.
         """
-        if self.size.images:
-            return copy.deepcopy(self.vit(seed))
         model: Any = tops.load(self.folder, seed)
         if self.size.frozen:
             _, model = split_model(model, self.size.frozen)
@@ -190,18 +147,6 @@ class Bench:
             lora = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["query", "key", "value", "dense"], **task)
             model = peft.get_peft_model(model, lora if form == "lora" else fastdp.BottleneckConfig(**task))
         return suite.without_dropout(model)
-
-    def _vit(self, seed: int) -> torch.nn.Module:
-        """A ViT that knows the digits 0 to 4."""
-        torch.manual_seed(seed)
-        model = suite.without_dropout(hf.ViTForImageClassification(hf.ViTConfig(**VIT)))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for _ in range(20):
-            for rows in torch.randperm(len(self.public)).split(64):
-                model(**suite.placed(self.public.collate(rows.tolist()))).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return model
 
     def method(self, row: suite.Row, **options: Any) -> Method:
         """The method of a row."""
@@ -221,10 +166,6 @@ class Bench:
             selection_rate=row["selection_rate"],
             **options,
         )
-
-    def rate(self, row: suite.Row) -> float:
-        """The learning rate of a row."""
-        return float(row.get("learning_rate", LEARNING_RATES[row["form"]]))
 
     def _budget(self, method: Method, epsilon: float) -> Budget:
         """The noise of a method; the same for all seeds, so found once."""
@@ -253,7 +194,7 @@ class Bench:
             data,
             data.collate,
             method,
-            rate=self.rate(row),
+            rate=LEARNING_RATES[row["form"]],
             batch_size=size.batch_size,
             steps=size.steps,
             target_delta=self.delta,
@@ -276,7 +217,7 @@ class Bench:
             "accuracy": self._accuracy(model, self.held_out),
             "true_epsilon": suite.spent_epsilon(run, self.delta),
             "noise_multiplier": run.noise_multiplier,
-            "used_learning_rate": self.rate(row),
+            "used_learning_rate": LEARNING_RATES[row["form"]],
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "selection_seconds": selection,
             "training_seconds": training,
@@ -288,7 +229,7 @@ class Bench:
         return found
 
     @torch.no_grad()
-    def _accuracy(self, model: torch.nn.Module, rows: Rows | Images) -> float:
+    def _accuracy(self, model: torch.nn.Module, rows: Rows) -> float:
         model.eval()
         right = 0
         for indices in torch.arange(len(rows)).split(64):
@@ -312,8 +253,6 @@ def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
         rows += [{**frost, "magnitude": kind, "selection_steps": n} for kind in ("MG", "MGNA") for n in (1, 5)]
     rows += [{**frost, "selections": repeats} for repeats in size.repeats]
     rows += [{**frost, "selection_rate": rate} for rate in size.rates]
-    if size.learning_rates:
-        rows = [{**row, "learning_rate": rate} for row in rows for rate in size.learning_rates]
     return suite.by_seed(rows, seeds)
 
 
