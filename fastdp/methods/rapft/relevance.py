@@ -61,10 +61,10 @@ class _MapSink:
         self._add(parameter, ops.per_unit(left, right, offsets))
 
     def _rows(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
-        count = parameter.shape[0]
+        count, tokens = parameter.shape[0], factors.left.shape[0]
         units = torch.arange(layout.units, device=factors.left.device)
-        owner = layout.per_token(units, factors.left.shape[0], laned=factors.laned)
-        every = torch.ones(factors.left.shape[0], device=factors.left.device)
+        owner = units.repeat_interleave(factors.offsets(layout).diff(), output_size=tokens)
+        every = torch.ones(tokens, device=factors.left.device)
         keys = owner * count + factors.left
         self._add(parameter, ops.weighted_sum(keys, factors.right, every, rows=layout.units * count))
 
