@@ -7,6 +7,7 @@ behind it print their rows alone. Every model is a small random one of transform
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import sys
 import warnings
@@ -49,9 +50,29 @@ _IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": 3}
 _NO_LAYERS = {"num_attention_heads": None, "num_hidden_layers": None, "hidden_size": None}
 _STAGES = {**_NO_LAYERS, "depths": [1, 1], "num_heads": [2, 2], "embed_dim": 16, "window_size": 2}
 
+_BERT = {"num_labels": 3, "num_key_value_heads": None}
+_T5 = {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+
 #: Name, transformers' prefix of configuration and model, what the model does, and settings beside the small ones; None
-#: takes one away.
+#: takes one away. Those of the tests' matrix come first.
 _LISTED: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("gpt2", "GPT2", "LMHeadModel", {**_GPT, "pad_token_id": None}),
+    ("llama", "Llama", "CausalLM", {}),
+    ("mistral", "Mistral", "CausalLM", {}),
+    ("qwen3", "Qwen3", "CausalLM", _HEADS),
+    ("gemma3", "Gemma3Text", "CausalLM", _HEADS),
+    ("phi", "Phi", "CausalLM", {"num_key_value_heads": None}),
+    ("opt", "OPT", "CausalLM", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    ("gpt-neox", "GPTNeoX", "CausalLM", {}),
+    ("bert", "Bert", "SequenceClassification", _BERT),
+    ("bert-mlm", "Bert", "MaskedLM", _BERT),
+    ("roberta", "Roberta", "SequenceClassification", _BERT),
+    ("distilbert", "DistilBert", "SequenceClassification", {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}),
+    ("electra", "Electra", "SequenceClassification", {"embedding_size": 16}),
+    ("albert", "Albert", "SequenceClassification", {"embedding_size": 16}),
+    ("t5", "T5", "ConditionalGeneration", {**_T5, "decoder_start_token_id": 0}),
+    ("bart", "Bart", "ConditionalGeneration", {}),
+    ("vit", "ViT", "ImageClassification", _IMAGE),
     ("gemma", "Gemma", "CausalLM", _HEADS),
     ("gemma2", "Gemma2", "CausalLM", _HEADS),
     ("qwen2", "Qwen2", "CausalLM", {}),
@@ -96,7 +117,7 @@ _LISTED: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("mbart", "MBart", "ConditionalGeneration", {}),
     ("pegasus", "Pegasus", "ConditionalGeneration", {}),
     ("blenderbot", "Blenderbot", "ConditionalGeneration", {}),
-    ("mt5", "MT5", "ConditionalGeneration", {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}),
+    ("mt5", "MT5", "ConditionalGeneration", _T5),
     ("whisper", "Whisper", "Speech", {"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16}),
     ("deit", "DeiT", "ImageClassification", _IMAGE),
     ("beit", "Beit", "ImageClassification", _IMAGE),
@@ -111,15 +132,19 @@ _LISTED: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 )
 
 _SUFFIX = {"ConditionalGeneration": "ForConditionalGeneration", "Speech": "ForConditionalGeneration"}
+TASKS = {name: task for name, _, task, _ in _LISTED}
 
 
-def _small(prefix: str, task: str, options: dict[str, Any]) -> torch.nn.Module:
+def small(name: str) -> torch.nn.Module:
+    """The model of this name."""
+    _, prefix, task, options = next(own for own in _LISTED if own[0] == name)
     base = _PAIR if task in _SUFFIX else _SMALL
     if task == "ImageClassification":
         base = {k: v for k, v in _SMALL.items() if k not in ("vocab_size", "num_key_value_heads")}
     settings = {name: value for name, value in {**base, **options}.items() if value is not None}
     config = getattr(hf, f"{prefix}Config")(**settings)
-    model: torch.nn.Module = getattr(hf, prefix + _SUFFIX.get(task, f"For{task}"))(config)
+    suffix = _SUFFIX.get(task, task if task == "LMHeadModel" else f"For{task}")
+    model: torch.nn.Module = getattr(hf, prefix.removesuffix("Text") + suffix)(config)
     return model
 
 
@@ -137,13 +162,13 @@ def _batch(task: str) -> dict[str, torch.Tensor]:
 
 
 def cases() -> dict[str, tuple[Callable[[], torch.nn.Module], dict[str, torch.Tensor]]]:
-    """Of the tests' matrix, and of the list above."""
+    """What makes each model, and its batch: of the tests' matrix as it is there."""
     from tests.engine.models import MODELS, batch
 
-    found: dict[str, Any] = {name: (build, batch(name)) for name, build in MODELS.items()}
-    for name, prefix, task, options in _LISTED:
-        found[name] = (lambda p=prefix, t=task, o=options: _small(p, t, o), _batch(task))
-    return found
+    return {
+        name: (functools.partial(small, name), batch(name) if name in MODELS else _batch(task))
+        for name, task in TASKS.items()
+    }
 
 
 def _tuned(model: torch.nn.Module, tuning: str) -> torch.nn.Module | None:

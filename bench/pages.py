@@ -337,6 +337,52 @@ def clients_rows(clients: int, scheme: str) -> list[Row]:
     return [{**row, "others": row["perplexities_of_others"][-1]} for row in rows]
 
 
+def steps(machine: str) -> dict[tuple[str, str], Row]:
+    """Rows of steps by case and implementation; without times where an implementation failed."""
+    return {(row["case"], row["implementation"]): row for row in figures(f"{machine}/step")}
+
+
+#: The rows of README's table, by case.
+CPU_CASES = {
+    "gpt2-6x512-lora": "GPT-2, LoRA",
+    "gpt2-6x512-full": "GPT-2, full (tied)",
+    "llama-6x512-lora": "Llama, LoRA",
+    "llama-6x512-full": "Llama, full",
+    "bert-6x384-full": "BERT, full",
+    "bert-6x384-bitfit": "BERT, BitFit",
+    "vit-6x384-full": "ViT, full",
+}
+#: Opacus was not run there.
+GPU_CASES = {
+    "llama-8b-lora-half": "Llama 8B, LoRA",
+    "llama-1b-long-2": "Llama 1B, 2 x 4,096",
+    "llama-1b-full": "Llama 1B, 4 x 1,024",
+    "llama-1b-full-checkpointed": "the same, checkpointed",
+    "gemma3-1b-full": "Gemma-3 1B",
+    "gpt2-124m-full": "GPT-2 124M",
+    "bert-base-full": "BERT base",
+}
+SYSTEMS = {"fastdp": "fastdp", "opacus-hooks": "Opacus, hooks", "opacus-ghost": "Opacus, ghost"}
+
+
+def readme() -> Table:
+    """Time and memory of a private step over those of an ordinary one."""
+    cpu, h200 = steps("cpu"), steps("gpu")
+
+    def cell(row: Row, absent: str = "") -> str:
+        return f"{row['ratio_time']:.2f},\u00a0{row['ratio_memory']:.2f}" if "ratio_time" in row else absent
+
+    lines = []
+    for case, title in GPU_CASES.items():
+        ours, recorded = h200[case, "fastdp-fused"], h200.get((case, "non-private-captured"), {})
+        over = f"{ours['seconds'] / recorded['seconds']:.2f}" if "seconds" in recorded else ""
+        lines.append([f"H200, {title}", cell(ours), over, "", ""])
+    for case, title in CPU_CASES.items():
+        first, *others = (cell(cpu.get((case, system), {}), "fails") for system in SYSTEMS)
+        lines.append([f"CPU, {title}", first, "", *others])
+    return ["time, memory", "fastdp", "over graphs", "Opacus, hooks", "Opacus, ghost"], lines
+
+
 def gpu() -> Table:
     """Steps of H200s, recorded where that is faster, over torch's fused AdamW run eagerly and over torch's recorded ones."""
     titles = {
@@ -352,8 +398,7 @@ def gpu() -> Table:
         "gemma3-1b-full": "Gemma-3 1B, 8 x 512",
         "llama-8b-lora-half": "Llama 8B, LoRA in bfloat16, 4 x 2,048",
     }
-    found = {(row["case"], row["implementation"]): row for row in figures("gpu/step")}
-    lines = []
+    found, lines = steps("gpu"), []
     for case, title in titles.items():
         plain, ours = found[case, "non-private-fused"], found[case, "fastdp-fused"]
         torchs, eager = found.get((case, "non-private-captured"), {}), found.get((case, "fastdp-eager"), {})
@@ -419,6 +464,7 @@ def rounded_up(value: float) -> str:
 
 FUNCTIONS = (runs, lora, rapft_200, rapft_16, frost, ewft, cells, tokens, rounds, typed)
 TABLES: dict[Path, dict[str, Callable[[], Table]]] = {
+    Path("README.md"): {"table": readme},
     RESULTS_PAGE: {function.__name__: function for function in FUNCTIONS},
     Path("docs/kernels.md"): {"gpu": gpu},
     Path("docs/clipping.md"): {"shapes": shapes},

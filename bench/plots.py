@@ -1,4 +1,4 @@
-"""Committed results for the eye: the look of all pictures, the planner's predictions against measurements, the table of ops."""
+"""Committed results for the eye: the look of all pictures, README's, the planner's predictions, and the table of ops."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from cycler import cycler
 from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 
+from .pages import CPU_CASES, SYSTEMS, figures, steps
 from .record import markdown
 
 #: One look for every picture. Lines differ in mark and stroke as well as in colour, so that those which coincide are seen, and
@@ -74,6 +75,43 @@ def planner(results: Path, picture_path: Path) -> None:
         axes.plot(ends, ends, color="grey", linewidth=1, marker="", linestyle="-")
         axes.set(xscale="log", yscale="log", xlabel="predicted time (s)", ylabel="measured time (s)")
         axes.set_title(f"{found['environment']['device']}, {found['environment']['threads']} threads")
+
+
+def perplexities() -> dict[str, float]:
+    """Held-out perplexity on E2E: before training, and after training with and without privacy at one setting."""
+    rows = {row["run"]: row for row in figures("finetune")}
+    private, plain = rows["e2e-8"], rows["e2e-inf"]
+    apart = {key for key, value in private["settings"].items() if plain["settings"][key] != value}
+    assert apart == {"epsilon", "output"}, apart
+    return {
+        "before": private["figures"]["before"]["perplexity"],
+        "epsilon 8": private["figures"]["after"]["perplexity"],
+        "no privacy": plain["figures"]["after"]["perplexity"],
+    }
+
+
+def overview(path: Path) -> None:
+    """What a step costs, and what privacy costs in quality."""
+    found = steps("cpu")
+    with picture(path, rows=2, panel=(7.2, 3.4), legends=3) as (left, right):
+        width = 0.26
+        for place, (system, title) in enumerate(SYSTEMS.items()):
+            rows = [found.get((case, system), {}).get("ratio_time") for case in CPU_CASES]
+            at = [index + (place - 1) * width for index in range(len(rows))]
+            left.bar(at, [row or 0 for row in rows], width, label=title)
+            for x, row in zip(at, rows):
+                if row is None:
+                    left.text(x, 0.05, "fails", rotation=90, ha="center", va="bottom", fontsize=9)
+        left.axhline(1, color="#566173", linewidth=1)
+        left.set_xticks(range(len(CPU_CASES)), [t.replace(", ", "\n") for t in CPU_CASES.values()], fontsize=9)
+        left.set_title("Time of a step, over non-private")
+        values = perplexities()
+        before = values.pop("before")
+        bars = right.barh(list(values), list(values.values()), color=["#1f6fb5", "#566173"])
+        right.bar_label(bars, fmt="%.0f", padding=4)
+        right.set_xlim(0, 1.15 * max(values.values()))
+        right.invert_yaxis()
+        right.set_title(f"Held-out perplexity on E2E ({before:.0f} before training)")
 
 
 def table(results: Path) -> str:

@@ -18,8 +18,8 @@ from typing import Any
 
 import peft
 import torch
-import transformers as hf
 from torch.utils.data import Dataset
+from transformers import AutoTokenizer
 
 import fastdp
 from fastdp.methods.sap import split_model
@@ -117,7 +117,7 @@ class Bench:
 
     def __init__(self, model: Path, train: Path, held_out: Path, size: Size):
         self.folder, self.size = model, size
-        tokenizer = load_pretrained(hf.AutoTokenizer, model)
+        tokenizer = load_pretrained(AutoTokenizer, model)
         self.train, self.held_out = (
             self._rows(tops.read_texts(path, tokenizer, size.length, count, seed=0))
             for path, count in ((train, size.train), (held_out, size.held_out))
@@ -166,10 +166,6 @@ class Bench:
             **options,
         )
 
-    def rate(self, row: suite.Row) -> float:
-        """The learning rate of a row."""
-        return LEARNING_RATES[row["form"]]
-
     def _budget(self, method: Method, epsilon: float) -> Budget:
         """The noise of a method; the same for all seeds, so found once."""
         size, units = self.size, len(self.train)
@@ -197,7 +193,7 @@ class Bench:
             data,
             data.collate,
             method,
-            rate=self.rate(row),
+            rate=LEARNING_RATES[row["form"]],
             batch_size=size.batch_size,
             steps=size.steps,
             target_delta=self.delta,
@@ -220,7 +216,7 @@ class Bench:
             "accuracy": self._accuracy(model, self.held_out),
             "true_epsilon": suite.spent_epsilon(run, self.delta),
             "noise_multiplier": run.noise_multiplier,
-            "used_learning_rate": self.rate(row),
+            "used_learning_rate": LEARNING_RATES[row["form"]],
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "selection_seconds": selection,
             "training_seconds": training,

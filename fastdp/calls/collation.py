@@ -311,7 +311,8 @@ def example_length(item: Any) -> int:
     if isinstance(item, torch.Tensor):
         return item.numel()
     if isinstance(item, (dict, Mapping)):
-        return max(map(example_length, item.values()), default=0)
+        # A step asks this of each of its examples, most of whose fields are tensors.
+        return max([v.numel() if type(v) is torch.Tensor else example_length(v) for v in item.values()], default=0)
     if isinstance(item, (tuple, list)):
         plain = not item or isinstance(item[0], (int, float))
         return len(item) if plain else max(map(example_length, item))

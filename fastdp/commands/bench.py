@@ -13,7 +13,7 @@ from rich.table import Table
 from fastdp.commands.refusal import console, refusing
 
 bench_app = typer.Typer(help="Measure this machine: steps, kernels, the planner.", no_args_is_help=True)
-SUITES = ("rapft", "frost", "ewft", "sap", "federated", "zeroth")
+SUITES = ("rapft", "frost", "ewft", "sap", "federated")
 
 Json = Annotated[
     Path | None, typer.Option("--json", dir_okay=False, help="write the rows, with device, versions and commit")
@@ -156,13 +156,14 @@ def plot_command(
     output: Annotated[Path, typer.Option(help="folder for the pictures")] = Path("docs/pictures"),
     document: Annotated[Path, typer.Option(help="page whose table of ops is written anew")] = Path("docs/kernels.md"),
 ) -> None:
-    """Write the table of ops from result files, and draw the planner's predictions."""
+    """Write the table of ops from result files, and draw the planner's predictions and README's picture."""
     from fastdp.bench import plots
     from fastdp.bench.record import insert
 
     insert(document, plots.table(results / "kernels.json"))
     plots.planner(results / "planner.json", output / "planner.png")
-    console.print(f"wrote the table of {document}", f"wrote {output / 'planner.png'}", sep="\n")
+    plots.overview(output / "overview.png")
+    console.print(f"wrote the table of {document}", f"wrote {output}/planner.png and overview.png", sep="\n")
 
 
 def _each(status: str, measured: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -294,17 +294,22 @@ class PrivateLoader:
         microbatches, each = self._own_microbatches(drawn), 1 if self._places is None else self._place_rows
         for number, places in enumerate(microbatches):
             # Padding repeats rows, so that it has no shape of its own.
-            filler = self.units.examples(next((unit for unit in places if unit is not None), 0))
-            owns = [filler[:each] if unit is None else self.units.examples(unit) for unit in places]
+            filler = next((unit for unit in places if unit is not None), 0)
+            weights, last = [float(unit is not None) for unit in places], number == len(microbatches) - 1
+            if self.units.members is None:
+                ticket = Ticket(torch.arange(len(places)), torch.tensor(weights), last)
+                yield [filler if unit is None else unit for unit in places], ticket
+                continue
+            owns = [self.units.members[filler][:each] if unit is None else self.units.members[unit] for unit in places]
             rest = [max(0, each - len(own)) for own in owns]
             groups = [
                 group
-                for unit, own, padding in zip(places, owns, rest)
-                for group in ((len(own), float(unit is not None)), (padding, 0.0))
+                for weight, own, padding in zip(weights, owns, rest)
+                for group in ((len(own), weight), (padding, 0.0))
                 if group[0]
             ]
-            sizes, weights = zip(*groups)
-            ticket = _padding_ticket([*sizes], is_last=number == len(microbatches) - 1)
+            sizes, weights = map(list, zip(*groups))  # type: ignore[arg-type]
+            ticket = _padding_ticket(sizes, is_last=last)
             rows = [row for own, padding in zip(owns, rest) for row in own + own[:1] * padding]
             yield rows, replace(ticket, weights=torch.tensor(weights))
 
@@ -339,11 +344,14 @@ class PrivateLoader:
 
     def _cut(self, drawn: list[int]) -> list[list[int | None]]:
         """Cut units into microbatches; the first is empty if there are none."""
+        most = 1 if self.one_unit else self.max_physical_batch_size
+        if self.units.members is None or self.one_unit:
+            return [[*drawn[first : first + most]] for first in range(0, len(drawn), most)] or [[]]
         pieces: list[list[int | None]] = [[]]
         filled = 0
         for unit in drawn:
-            size = len(self.units.examples(unit))
-            if pieces[-1] and (self.one_unit or filled + size > self.max_physical_batch_size):
+            size = len(self.units.members[unit])
+            if pieces[-1] and filled + size > most:
                 pieces.append([])
                 filled = 0
             pieces[-1].append(unit)

@@ -119,7 +119,7 @@ class ShuffledSampler:
             self.stream.permutation(steps_per_epoch(self.units, self.batch_size) * self.batch_size)
         )
         for batch in places.split(self.batch_size)[:steps]:
-            yield batch[batch < self.units].tolist()
+            yield [unit for unit in batch.tolist() if unit < self.units]
 
     def most(self, tail: float) -> int:
         """A number of units that no batch exceeds."""

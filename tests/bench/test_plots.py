@@ -24,6 +24,13 @@ def test_the_documents_show_the_committed_results():
     assert plots.table(ROOT / "bench" / "results" / "cpu" / "kernels.json") in shown
 
 
+def test_the_picture_of_readme_shows_what_results_say(tmp_path):
+    text = (ROOT / "docs" / "results.md").read_text()
+    assert all(f"{value:.1f}" in text for value in plots.perplexities().values())
+    plots.overview(tmp_path / "overview.png")
+    assert (tmp_path / "overview.png").stat().st_size > 10_000
+
+
 def test_a_line_an_op(tmp_path):
     other = {"speedup over cdist": 3.0}
     rows = [{**ROW, **other}, {**ROW, "op": "y"}, {"op": "x", "size": "", "failed": "bad"}]

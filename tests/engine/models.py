@@ -2,101 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import peft
 import torch
-import transformers as hf
+from fastdp.bench.models import small
 
 import fastdp
 
-VOCABULARY = 61
-
-
-def _decoder(config: type, model: type, **options: Any) -> Callable[[], torch.nn.Module]:
-    def build() -> torch.nn.Module:
-        settings = {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 64,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        }
-        return model(config(**{**settings, **options}))
-
-    return build
-
-
-def _t5() -> torch.nn.Module:
-    return hf.T5ForConditionalGeneration(
-        hf.T5Config(
-            vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
-        )
-    )
-
-
-def _bart() -> torch.nn.Module:
-    return hf.BartForConditionalGeneration(
-        hf.BartConfig(
-            vocab_size=VOCABULARY,
-            d_model=32,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=48,
-            decoder_ffn_dim=48,
-            max_position_embeddings=64,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=2,
-            forced_eos_token_id=2,
-        )
-    )
-
-
-MODELS: dict[str, Callable[[], torch.nn.Module]] = {
-    "gpt2": lambda: hf.GPT2LMHeadModel(
-        hf.GPT2Config(
-            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
-        )
-    ),
-    "llama": _decoder(hf.LlamaConfig, hf.LlamaForCausalLM, num_key_value_heads=2),
-    "mistral": _decoder(hf.MistralConfig, hf.MistralForCausalLM, num_key_value_heads=2),
-    "qwen3": _decoder(hf.Qwen3Config, hf.Qwen3ForCausalLM, num_key_value_heads=2, head_dim=8),
-    "gemma3": _decoder(hf.Gemma3TextConfig, hf.Gemma3ForCausalLM, num_key_value_heads=2, head_dim=8),
-    "phi": _decoder(hf.PhiConfig, hf.PhiForCausalLM),
-    "opt": _decoder(hf.OPTConfig, hf.OPTForCausalLM, ffn_dim=48, word_embed_proj_dim=32),
-    "gpt-neox": _decoder(hf.GPTNeoXConfig, hf.GPTNeoXForCausalLM),
-    "bert": _decoder(hf.BertConfig, hf.BertForSequenceClassification, num_labels=3),
-    "bert-mlm": _decoder(hf.BertConfig, hf.BertForMaskedLM),
-    "roberta": _decoder(hf.RobertaConfig, hf.RobertaForSequenceClassification, num_labels=3),
-    "distilbert": _decoder(
-        hf.DistilBertConfig, hf.DistilBertForSequenceClassification, dim=32, hidden_dim=48, n_layers=2, n_heads=4
-    ),
-    "electra": _decoder(hf.ElectraConfig, hf.ElectraForSequenceClassification, embedding_size=16),
-    "albert": _decoder(hf.AlbertConfig, hf.AlbertForSequenceClassification, embedding_size=16),
-    "t5": _t5,
-    "bart": _bart,
-    "vit": lambda: hf.ViTForImageClassification(
-        hf.ViTConfig(
-            image_size=16,
-            patch_size=4,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_labels=3,
-        )
-    ),
-}
-
+#: Of `bench.models`, which tries more.
+MODELS = (
+    *("gpt2", "llama", "mistral", "qwen3", "gemma3", "phi", "opt", "gpt-neox", "bert", "bert-mlm", "roberta"),
+    *("distilbert", "electra", "albert", "t5", "bart", "vit"),
+)
 _CLASSIFIERS = frozenset({"bert", "roberta", "distilbert", "electra", "albert", "vit"})
 _TARGETS = {
     "gpt2": ["c_attn", "c_proj"],
@@ -127,7 +45,7 @@ def lora_targets(name: str) -> list[str]:
 def build(name: str, tuning: str = "full", seed: int = 0) -> torch.nn.Module:
     """A model in training mode without dropout; ``tuning`` is full or the name of a parameter-efficient method."""
     torch.manual_seed(seed)
-    model = MODELS[name]()
+    model = small(name)
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
             if "drop" in attribute and isinstance(value, float):

@@ -127,6 +127,9 @@ class LossTerms:
     ) -> torch.Tensor:
         """Each unit's loss ``[units]``: the mean or the sum of its tokens', of the rows ``whose`` they are if not in order."""
         losses = losses.reshape(-1).float()
+        if whose is None and len(losses) == self.layout.rows and self.layout.token_segments is None:
+            # A row's only loss is its mean: torch's is 0 of a label that is ignored.
+            return self.layout.sum_lanes(losses)
         valid = torch.ones_like(losses) if valid is None else valid.reshape(-1).to(losses.dtype)
         if whose is not None:
             units = self.layout.lane_units[whose.repeat_interleave(len(losses) // max(len(whose), 1))]
@@ -177,7 +180,7 @@ def masked_mean(per_unit: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Mean over the units of weight 1 with a finite value; 0 if there are none."""
     # Torch's own isfinite takes four launches.
     counted = (weights > 0) & (per_unit - per_unit == 0)
-    return per_unit.masked_fill(~counted, 0).sum() / counted.sum().clamp_(min=1)
+    return torch.where(counted, per_unit, 0).sum() / counted.sum().clamp_(min=1)
 
 
 @contextmanager

@@ -83,8 +83,9 @@ class Ticket:
         """The layout on ``device``; raises ValueError if a packed unit is not one contiguous run."""
         if self.token_units is None:
             units = self.weights.shape[0]
-            counts = torch.bincount(self.row_units, minlength=units)
+            # No unit is without a row.
             identity = units == self.row_units.shape[0]
+            counts = torch.ones_like(self.row_units) if identity else torch.bincount(self.row_units, minlength=units)
             units_of = self.row_units.to(device, non_blocking=True)
             return Layout(self.rows, units_of, self.weights.to(device, non_blocking=True), counts, identity)
         flat = self.token_units.reshape(-1).cpu()
@@ -168,14 +169,6 @@ class Layout:
             device = torch.device("cpu") if host else self.weights.device
             self._offsets[key] = _OFFSETS[tuple(counts), device]
         return self._offsets[key]
-
-    def per_token(self, per_unit: torch.Tensor, tokens: int, *, laned: bool = False) -> torch.Tensor:
-        """``per_unit`` [units] repeated for every token of a flat axis: ``[tokens]``."""
-        if laned or self.token_segments is None:
-            repeats = tokens // self.lanes
-            per_lane = per_unit if self.identity else per_unit[self.lane_units]
-            return per_lane.repeat_interleave(repeats) if repeats != 1 else per_lane
-        return per_unit[self.token_segments.reshape(-1)]
 
     def sum_lanes(self, values: torch.Tensor) -> torch.Tensor:
         """Sum ``[lanes, ...]`` to ``[units, ...]``."""
