@@ -184,7 +184,7 @@ IN_TESTS = {
     "accounting": (1, "a ledger's open file, which a kill closes"),
     "finetune": (2, "the recorder of a GPU, and the device that a run takes for one"),
     "methods": (3, "a route that is chosen, and one draw of a mechanism on a stream that can be drawn again"),
-    "split": (7, "what a vendor and a customer keep between calls"),
+    "split": (6, "what a vendor and a customer keep between calls"),
 }
 
 

@@ -205,7 +205,6 @@ class Sharded(UnshardedParameters):
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Meanwhile each rank may run passes of its own, or none; what fails on one fails on all."""
         if self._apart:
             yield
             return
@@ -333,12 +332,10 @@ class Sharded(UnshardedParameters):
         return found["counted"]
 
     def measured(self, name: str, gradient: torch.Tensor) -> Measured:
-        """The part of a gradient that this rank would keep of a sum, and the norm of the whole of it."""
         own = pieces.part(gradient, self._parameters[name])
         return Measured(own, norm(gradient))
 
     def release(self) -> None:
-        """Let torch add up gradients again."""
         self.settle()
         for group, reduced in zip(self._groups, self._reduced):
             group.reduce_grads = reduced
@@ -351,7 +348,6 @@ class _GatherInTurn:
         self.shards, self.index, self.usual = shards, index, usual
 
     def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As torch does."""
         return self.usual.allocate(*args, **kwargs)  # type: ignore[no-any-return]
 
     def __call__(
@@ -364,7 +360,6 @@ class _GatherInTurn:
 
 
 def weights_of(model: torch.nn.Module, ranks: Ranks) -> UnshardedParameters:
-    """A model's weights, in pieces or whole."""
     return Sharded(model, ranks) if any(map(pieces.is_cut, model.parameters())) else UnshardedParameters()
 
 

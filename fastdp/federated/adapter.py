@@ -73,7 +73,6 @@ class AdaptedModel:
         return Collator(self.tokenizer.pad_token_id)
 
     def texts(self, path: str) -> list[str]:
-        """The text column of a file."""
         return read_rows(path).column(self.config.text_column, "text_column")
 
     def examples(self, ids: list[list[int]], read_only: list[list[bool]] | None = None) -> Examples:
@@ -102,7 +101,6 @@ class AdaptedModel:
         return max(1, self.config.max_length - self.tokenizer.num_special_tokens_to_add() - 2)
 
     def quality(self, examples: Examples) -> Quality:
-        """Perplexity on held-out examples."""
         return evaluate(self.model, examples, self.collator, self.config.eval_batch_size, "causal-lm")
 
     def save(self, output: Path) -> Path:

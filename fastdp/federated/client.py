@@ -49,7 +49,6 @@ def discreet(handler: MessageHandler) -> MessageHandler:
 @app.train()
 @discreet
 def train(message: Message, context: Context) -> Message:
-    """One round of local fine-tuning."""
     site, order = _site(context), Order.from_record(message.content)
     _accept(site.adapted, order)
     fitted = site.fit(order.round_number)

@@ -158,7 +158,6 @@ class FederatedConfig:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """Every setting."""
         return dataclasses.asdict(self)
 
 

@@ -180,7 +180,6 @@ class Gateway:
         return reply.status < 500
 
     def close(self) -> None:
-        """End every connection."""
         self.listener.close()
 
     def __enter__(self) -> Gateway:

@@ -30,7 +30,6 @@ class Order:
     base: str
 
     def to_record(self) -> RecordDict:
-        """As Flower's records."""
         settings = ConfigRecord({"round": self.round_number, "base": self.base})
         return RecordDict({"arrays": _arrays(self.adapter), "order": settings})
 

@@ -64,7 +64,6 @@ class Round:
     seconds: list[float] = field(default_factory=list)
 
     def row(self, perplexity: float | None, seconds: float, void: bool) -> dict[str, Any]:
-        """JSON values."""
         return {
             "round": self.number,
             "sampled": self.sampled,

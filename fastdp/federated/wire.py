@@ -15,7 +15,6 @@ _HEADER = 1024
 
 
 def pack_adapter(state: Mapping[str, Tensor]) -> bytes:
-    """The tensors of an adapter as one buffer."""
     return safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
 
 

@@ -337,7 +337,6 @@ class Graphs:
         return expected
 
     def _recorded(self, trial: _Trial) -> _Graph:
-        """The recording of a trial's forward and backward pass."""
         model, accumulator = self._passes.model, self._passes.accumulator
         trial.made.clear()
         with (
@@ -413,7 +412,6 @@ class _Trial:
 
     @property
     def output(self) -> Any:
-        """What the model returned."""
         return self.made["output"]
 
     def forward(self, call: Call | None = None) -> list[torch.Tensor]:
@@ -453,7 +451,6 @@ class _Trial:
         return _copy_to_host(self.made.pop("sums"))
 
     def replayed(self, graph: _Graph, batch: int) -> dict[str, torch.Tensor]:
-        """The sums of a replay of one of the batches."""
         _copy(graph.call, self.batches[batch])
         _set_random_state(self._passes.device, self.random)
         graph.forward()
@@ -561,7 +558,6 @@ def _fill(graph: _Graph, call: Call, ticket: Ticket) -> None:
 
 @contextmanager
 def _patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set another value of an attribute within the context."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

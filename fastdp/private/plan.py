@@ -39,7 +39,6 @@ class SideRelease:
 
     @property
     def event(self) -> accounting.EventModel:
-        """The event of one release."""
         return accounting.EventModel(accounting.poisson_gaussian(self.noise_multiplier, self.sample_rate))
 
 
@@ -138,7 +137,6 @@ class Plan:
         )
 
     def event(self, kind: str = STEP) -> accounting.EventModel:
-        """The event of a kind of release."""
         return self.step(self.sigma) if kind == STEP else self.kind(kind).event
 
     def sampler(self, stream: NoiseStream, kind: str = STEP) -> Sampler:

@@ -349,7 +349,6 @@ def _require_independence(
 
 
 def _first(parts: Iterator[Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
-    """The contribution of the first unit."""
     return {name: tensor[0] for name, tensor in next(parts).items()}
 
 

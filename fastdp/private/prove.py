@@ -341,7 +341,6 @@ def _numbers(change: Callable[[torch.Tensor], torch.Tensor], path: str, leaf: An
 
 
 def _cancelling(x: torch.Tensor) -> torch.Tensor:
-    """Large tokens in pairs that differ by a little."""
     x = 1e4 * x
     if x.dim() and x.shape[0] > 1:
         even = x[: 2 * (x.shape[0] // 2) : 2]

@@ -181,7 +181,6 @@ class Release:
         return [name for name in every if name in masked] + [names[at] for at in left]
 
     def _add_noise(self, totals: Mapping[str, torch.Tensor], policy: Policy) -> None:
-        """Add each total's noise."""
         stds, groups = policy.stds or (0.0,), policy.group_of
         due = [name for name in totals if name not in policy.masks and stds[groups.get(name, 0)] > 0]  # type: ignore[index]
         if due:

@@ -117,7 +117,6 @@ class Connection:
             ) from None
 
     def close(self) -> None:
-        """Let the connection go."""
         self._channel.close()
 
 

@@ -35,7 +35,6 @@ FieldCheck = Callable[[str, Any], None]
 
 
 def _integer(low: int, high: int) -> FieldCheck:
-    """A whole number within bounds, both included."""
 
     def check(name: str, value: Any) -> None:
         if type(value) is not int or not low <= value <= high:
@@ -45,7 +44,6 @@ def _integer(low: int, high: int) -> FieldCheck:
 
 
 def _real(low: float, high: float) -> FieldCheck:
-    """A finite number within bounds, both included."""
 
     def check(name: str, value: Any) -> None:
         if type(value) not in (int, float) or not low <= value <= high:
@@ -55,7 +53,6 @@ def _real(low: float, high: float) -> FieldCheck:
 
 
 def _text(pattern: str) -> FieldCheck:
-    """A text that a pattern matches whole."""
 
     def check(name: str, value: Any) -> None:
         if not isinstance(value, str) or re.fullmatch(pattern, value, re.DOTALL) is None:
@@ -121,7 +118,6 @@ _POSITION: dict[str, FieldCheck] = {"step": _integer(0, _COUNT), "examples": _in
 
 
 def requests(served: ServiceDescription) -> dict[str, MessageForm]:
-    """What the vendor accepts."""
     rows = TensorSpec(FLOAT_TYPES, ((1, _ROWS), served.width))
     lengths = TensorSpec((torch.int64,), ((1, served.max_batch),))
     step: dict[str, FieldCheck] = {"step": _integer(0, _COUNT)}

@@ -54,7 +54,6 @@ class Run:
 
     @staticmethod
     def is_in(folder: Path) -> bool:
-        """Whether a run is kept there."""
         return (folder / RUN_FILE).exists()
 
     @classmethod

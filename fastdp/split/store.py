@@ -54,12 +54,10 @@ class ExampleStore:
 
     @property
     def count(self) -> int:
-        """Number of examples."""
         return len(self._ends) - 1
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows."""
         return self._ends[-1] * self._row_bytes
 
     @property
@@ -121,7 +119,6 @@ class ExampleStore:
         return rows, mask
 
     def _fill(self, rows: Tensor, begin: int) -> None:
-        """Read into a contiguous tensor."""
         view = rows.view(torch.uint8).numpy().data.cast("B")
         at = begin * self._row_bytes
         while view:
@@ -166,7 +163,6 @@ class ExampleStore:
         self._digests[first] = digest
 
     def close(self) -> None:
-        """Let the files go, once."""
         if self._rows >= 0:
             os.close(self._records)
             os.close(self._rows)
