@@ -183,16 +183,16 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
     try:
         return auto.from_pretrained(name, trust_remote_code=False, **local, **options)
     except (OSError, ValueError) as error:
-        if not place.exists():
+        if "trust_remote_code" in str(error):
             raise ValueError(
-                f"there is no folder {name}, and no model of that name could be loaded: check it, or the connection"
+                "it needs code of its own, which is not run here: load it in Python, and use fastdp.make_private"
             ) from None
-        if not config.is_file():
+        if place.is_dir() and not config.is_file():
             raise ValueError(f"{name} holds no config.json: name a model's folder") from None
-        if "trust_remote_code" not in str(error):
+        if place.is_dir() or "gated" in str(error):
             raise
         raise ValueError(
-            "it needs code of its own, which is not run here: load it in Python, and use fastdp.make_private"
+            f"there is no folder {name}, and no model of that name could be loaded: check it, or the connection"
         ) from None
 
 

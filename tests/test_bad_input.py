@@ -264,6 +264,7 @@ COMMANDS = [
         )
     ),
     command("attack model --kind extraction --names no-tokenizer/model.safetensors", "is no UTF-8 text", "one name on"),
+    command("attack model --kind inversion --eta nan --train good.jsonl", "eta must be finite and above 0, got nan"),
     command("attack model --kind extraction --names blank.txt", "holds no names", "one on each line"),
     command("synthesize stopped --output rows.csv", "writes JSON lines", "ends in .jsonl"),
     command("doctor good.csv", "model good.csv is a file", "name the folder"),
@@ -278,6 +279,7 @@ COMMANDS = [
         "tune --model model --train good.jsonl --output new --epsilon 8 --try =1", "write a setting and its values"
     ),
     command("attack model --kind theft", "'theft' is not one of 'membership'"),
+    command("attack model --limit 0", "Invalid value for '--limit': 0 is not in the range"),
     command("doctor ./absent", "no model folder", "absent"),
     command("quickstart --output earlier", "already holds", "--output"),
     command(f"calibrate --epsilon -1 {PLAN}", "epsilon"),

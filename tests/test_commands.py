@@ -51,6 +51,10 @@ OTHERS = {"python", "yaml", "text", "diff"}
 CUT = {
     "fastdp quickstart": ("--records 256", "one batch; the default takes minutes"),
     "fastdp tune": ("--trials 2", "their number is drawn anew each time, and may be several times that"),
+    "fastdp synthesize": (
+        "--count 4",
+        "two rows of labels get so many texts; tests/finetune/test_synthesis.py draws more",
+    ),
     "fastdp bench attacks": ("--only padding", "tests/bench/test_attacks.py runs each of them"),
     "--wikitext wikitext2": ("--size tiny", "the suite's own size for a try"),
     "examples/ddp_e2e.py": ("--records 256 --epochs 1", "tests/private/test_ranks.py trains longer"),
@@ -292,6 +296,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     table("reviews.csv", ("text", "label"), labelled(records[:200]))
     table("public.csv", ("text", "label"), labelled(records[200:1200]))
     names = [record[len("Patient: ") :].split(",")[0] for record in records]
+    (folder / "labels.csv").write_text("label\n0\n1\n")
     (folder / "planted.txt").write_text("\n".join(names[:400]))
     (folder / "others.txt").write_text("\n".join(names[400:800]))
     spans = [

@@ -301,6 +301,24 @@ def test_files_are_regular_and_bounded(tmp_path):
         untrusted.read_bytes(tmp_path)
 
 
+@cases(
+    ("error", "said"),
+    [
+        (ValueError("pass the argument `trust_remote_code=True`"), "it needs code of its own"),
+        (OSError("You are trying to access a gated repo"), "a gated repo"),
+        (OSError("We couldn't connect"), "there is no folder some/name, and no model of that name could be loaded"),
+    ],
+)
+def test_a_name_on_the_hub_that_cannot_be_loaded_is_told_why(error, said):
+    class Hub:
+        @staticmethod
+        def from_pretrained(*_, **__):
+            raise error
+
+    with pytest.raises((ValueError, OSError), match=said):
+        untrusted.load_pretrained(Hub, "some/name")
+
+
 CODE = """
 import pathlib
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast

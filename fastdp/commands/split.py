@@ -153,14 +153,13 @@ def customer_command(
     from fastdp.methods.sap import PrivateBottom, TextPrivatizer
     from fastdp.split.customer import SplitCustomer
 
-    if output is not None and predict is None:
-        raise ValueError("--output is for the classes of --predict: name the texts")
     positive(patience=patience)
     chosen, epsilon = counting.chosen(eta), counting.epsilon
+    if output is not None and predict is None:
+        raise ValueError("--output is for the classes of --predict: name the texts")
     if chosen and noise == "rows":
         raise ValueError("--cti chooses among tokens: leave out --noise rows, or --cti")
-    if train or eval or predict:
-        _check_present(eta if epsilon is None else epsilon, tokenizer)
+    _check_present(train or eval or predict, eta if epsilon is None else epsilon, tokenizer)
     with SplitCustomer(
         address,
         folder,
@@ -212,7 +211,10 @@ def customer_command(
         console.print(f"wrote {customer.save_statement(privatizer)}")
 
 
-def _check_present(budget: float | None, tokenizer: str | None) -> None:
+def _check_present(texts: Path | None, budget: float | None, tokenizer: str | None) -> None:
+    """Raise ValueError unless what is needed to send texts is there, if any are named."""
+    if texts is None:
+        return
     if budget is None:
         raise ValueError(
             "--eta is missing: choose how much a text's tokens are changed (fastdp privatize shows what it does)"

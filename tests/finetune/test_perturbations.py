@@ -233,7 +233,7 @@ def test_contributing_tokens_of_a_text(config, files, tmp_path):
     assert result.privacy.startswith("none: eta depends on the token")
     for wrong, match in (
         ({"form": "prior"}, "reveal them"),
-        ({"form": "prior", "noise": 2.0}, "cti has no 'noise'"),
+        ({"form": "prior", "noise": 2.0}, "CTI has no option 'noise'"),
         ("prior", "must be a mapping"),
     ):
         with pytest.raises(ConfigError, match=match):
