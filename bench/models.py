@@ -50,26 +50,32 @@ _IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": 3}
 _NO_LAYERS = {"num_attention_heads": None, "num_hidden_layers": None, "hidden_size": None}
 _STAGES = {**_NO_LAYERS, "depths": [1, 1], "num_heads": [2, 2], "embed_dim": 16, "window_size": 2}
 
-_BERT = {"num_labels": 3, "num_key_value_heads": None}
+_PLAIN = {"num_key_value_heads": None}
+_BERT = {**_PLAIN, "num_labels": 3}
 _T5 = {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 
 #: Name, transformers' prefix of configuration and model, what the model does, and settings beside the small ones; None
 #: takes one away. Those of the tests' matrix come first.
 _LISTED: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
-    ("gpt2", "GPT2", "LMHeadModel", {**_GPT, "pad_token_id": None}),
+    ("gpt2", "GPT2", "LMHeadModel", {**_PLAIN, **_GPT, "pad_token_id": None}),
     ("llama", "Llama", "CausalLM", {}),
     ("mistral", "Mistral", "CausalLM", {}),
     ("qwen3", "Qwen3", "CausalLM", _HEADS),
     ("gemma3", "Gemma3Text", "CausalLM", _HEADS),
-    ("phi", "Phi", "CausalLM", {"num_key_value_heads": None}),
-    ("opt", "OPT", "CausalLM", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
-    ("gpt-neox", "GPTNeoX", "CausalLM", {}),
+    ("phi", "Phi", "CausalLM", _PLAIN),
+    ("opt", "OPT", "CausalLM", {**_PLAIN, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+    ("gpt-neox", "GPTNeoX", "CausalLM", _PLAIN),
     ("bert", "Bert", "SequenceClassification", _BERT),
     ("bert-mlm", "Bert", "MaskedLM", _BERT),
     ("roberta", "Roberta", "SequenceClassification", _BERT),
-    ("distilbert", "DistilBert", "SequenceClassification", {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}),
-    ("electra", "Electra", "SequenceClassification", {"embedding_size": 16}),
-    ("albert", "Albert", "SequenceClassification", {"embedding_size": 16}),
+    (
+        "distilbert",
+        "DistilBert",
+        "SequenceClassification",
+        {**_PLAIN, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+    ),
+    ("electra", "Electra", "SequenceClassification", {**_PLAIN, "embedding_size": 16}),
+    ("albert", "Albert", "SequenceClassification", {**_PLAIN, "embedding_size": 16}),
     ("t5", "T5", "ConditionalGeneration", {**_T5, "decoder_start_token_id": 0}),
     ("bart", "Bart", "ConditionalGeneration", {}),
     ("vit", "ViT", "ImageClassification", _IMAGE),

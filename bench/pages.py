@@ -24,7 +24,8 @@ Table = tuple[list[str], list[list[str]]]
 
 def figures(name: str, **wanted: Any) -> list[Row]:
     """The rows of a result file in which each of ``wanted`` has the given value; an absent key counts as None."""
-    rows = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
+    found = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
+    rows = found["rows"] if isinstance(found, dict) else found
     return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
 
 
@@ -409,6 +410,17 @@ def gpu() -> Table:
     return ["step", "plain, ms", "private, ms", "time", "memory", "over graphs", "eager"], lines
 
 
+def simulated() -> Table:
+    """Cases that were simulated on an H100, private over plain."""
+    lines = []
+    for file in sorted((RESULTS / "simulated").glob("*h100*.json")):
+        passes = ", two passes" if file.stem.endswith("two-passes") else ""
+        for row in figures(f"simulated/{file.stem}", step="private"):
+            ratios = [f"{row[f'ratio_{name}']:.3f}" for name in ("seconds", "captured", "launches", "memory")]
+            lines.append([f"{row['case']}{passes}", *ratios])
+    return ["simulated H100, private over plain", "time", "captured", "launches", "peak memory"], lines
+
+
 def synthesis() -> Table:
     """What synthetic rows teach a classifier on SST-2; two seeds, whose near-copies are counted apart."""
     titles = {"full": "all weights", "lora": "LoRA"}
@@ -466,7 +478,7 @@ FUNCTIONS = (runs, lora, rapft_200, rapft_16, frost, ewft, cells, tokens, rounds
 TABLES: dict[Path, dict[str, Callable[[], Table]]] = {
     Path("README.md"): {"table": readme},
     RESULTS_PAGE: {function.__name__: function for function in FUNCTIONS},
-    Path("docs/kernels.md"): {"gpu": gpu},
+    Path("docs/kernels.md"): {"gpu": gpu, "simulated": simulated},
     Path("docs/clipping.md"): {"shapes": shapes},
     Path("docs/finetune.md"): {"synthesis": synthesis},
     Path("docs/zeroth.md"): {"zeroth": zeroth},

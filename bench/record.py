@@ -65,9 +65,9 @@ def with_table(text: str, table: str, name: str = "table") -> str:
     return f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
 
 
-def insert(page: Path, table: str) -> None:
+def insert(page: Path, table: str, name: str = "table") -> None:
     """Write a page with this table. Raises ValueError as `with_table` does."""
-    page.write_text(with_table(page.read_text(), table))
+    page.write_text(with_table(page.read_text(), table, name))
 
 
 def _processor() -> str:

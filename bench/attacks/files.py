@@ -21,8 +21,7 @@ from fastdp.accounting import verify
 from fastdp.accounting.card import digest
 
 from . import kit
-from .kit import Net, Task, equal, net, nothing, records, unless
-from .systems import NOISE, Library
+from .kit import NOISE, Library, Net, Task, equal, net, nothing, records, unless
 
 attack = kit.register("files")
 

@@ -8,8 +8,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from . import kit
-from .kit import Net, Task, constant, net, outlier, records
-from .systems import Library
+from .kit import Library, Net, Task, constant, net, outlier, records
 
 attack = kit.register("leaks", mode={"isolation": "per_example"}, unmode={"self_check": False})
 

@@ -12,8 +12,21 @@ from torch import nn
 
 from . import kit
 from .data import Pairs, pair
-from .kit import UNWATCHED, Classes, Net, Record, Recording, Task, distance, net, outlier, padded, records, tokens
-from .systems import Library
+from .kit import (
+    UNWATCHED,
+    Classes,
+    Library,
+    Net,
+    Record,
+    Recording,
+    Task,
+    distance,
+    net,
+    outlier,
+    padded,
+    records,
+    tokens,
+)
 
 attack = kit.register("mistakes", unmode={"self_check": False})
 _UNCOMPARED = {f"fastdp.private.preparation.{name}": kit.nothing for name in ("_require_independence", "_require_same")}

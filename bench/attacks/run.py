@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..record import markdown
 from . import data, files, leaks, mistakes
-from .kit import ATTACKS, Attack, is_refusal
-from .systems import Library
+from .kit import ATTACKS, Attack, Library, is_refusal
 
 #: Rounding of float32 in sums of at most 64 clipped records, which the bound of one record does not hold.
 ROUNDING = 1e-4
@@ -76,12 +76,13 @@ def cell(row: Mapping[str, Any]) -> str:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The tables in Markdown: one line for each class, and one for each attack."""
-    lines = ["| class | attacks | refused | at most 1.00 |", "|---|---|---|---|"]
-    for kind, (_, title) in KINDS.items():
-        own = [row for row in rows if row["kind"] == kind]
+    by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
+    classes = []
+    for kind, own in by_kind.items():
         refused = sum(row["verdict"] == "refused" for row in own)
-        lines.append(f"| {title} | {len(own)} | {refused} | {sum(map(is_held, own)) - refused} |")
-    for kind, (_, title) in KINDS.items():
-        lines += ["", f"**{title}**", "", "| attack | outcome |", "|---|---|"]
-        lines += [f"| `{row['attack']}` | {cell(row)} |" for row in rows if row["kind"] == kind]
+        classes.append([KINDS[kind][1], len(own), refused, sum(map(is_held, own)) - refused])
+    lines = markdown(["class", "attacks", "refused", "at most 1.00"], classes)
+    for kind, own in by_kind.items():
+        each = markdown(["attack", "outcome"], ([f"`{row['attack']}`", cell(row)] for row in own))
+        lines += ["", f"**{KINDS[kind][1]}**", "", *each]
     return "\n".join(lines) + "\n"

@@ -1,8 +1,7 @@
-"""The layers, and the ranges of their arguments, that Opacus tests its per-sample gradients on; each drawn anew and run by us.
+"""Layers that Opacus tests its per-sample gradients on and `bench.fuzz` does not draw: its own, packed rows, attention.
 
 A case is one layer of a kind with random arguments, a linear head and a cross-entropy, on two batches of random sizes; its
-norms and its clipped sum are compared with one example at a time in float64, as in `fuzz`. Opacus's own layers (its
-recurrent nets, its attention and its sequence bias) are run beside torch's.
+norms and its clipped sum are compared with one example at a time in float64, as in `bench.fuzz`.
 """
 
 from __future__ import annotations
@@ -65,74 +64,6 @@ def _turned(module: nn.Module) -> nn.Module:
     return Block(lambda own, x: own.inner(x.transpose(0, 1)).transpose(0, 1), inner=module)
 
 
-def _convolution(count: int) -> Callable[[Choice], Case]:
-    kinds = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-    sizes = {1: ((6, 10),), 2: ((11, 17),) * 2, 3: ((3, 6), (6, 10), (6, 10))}
-
-    def make(pick: Choice) -> Case:
-        into = pick.choice((1, 3, 32))
-        groups = pick.choice([g for g in range(1, 17) if into % g == 0])
-        out = into * pick.choice((2, 3)) if pick.random() < 0.5 else max(groups, into // 2 // groups * groups)
-        padding = pick.choice((0, 1, 2, "same", "valid"))
-        stride = 1 if padding == "same" else pick.choice((1, 2))
-        options: dict[str, Any] = {
-            "dilation": pick.choice((1, 2)) if count < 3 else 1,
-            "stride": stride,
-            "groups": groups,
-        }
-        layer = kinds[count](into, out, pick.choice((2, 3)), padding=padding, **options)
-        return _headed(_plain(layer), _x(pick, into, *(pick.randint(*size) for size in sizes[count])))
-
-    return make
-
-
-def _linear(pick: Choice) -> Case:
-    width, words = pick.randint(10, 17), [pick.randint(1, 4) for _ in range(pick.randint(0, 2))]
-    first = bool(words) and pick.random() < 0.5
-    layer = nn.Linear(width, width + 2, bias=pick.random() < 0.5)
-    return _headed((_turned if first else _plain)(layer), _x(pick, *words, width))
-
-
-def _embedding(pick: Choice) -> Case:
-    size, words = pick.randint(2, 32), [pick.randint(1, 5) for _ in range(pick.randint(1, 3))]
-    first = pick.random() < 0.5
-    layer = nn.Embedding(size, pick.randint(10, 17))
-    return _headed(
-        (_turned if first else _plain)(layer), lambda: {"x": torch.randint(0, size, (pick.randint(1, 4), *words))}
-    )
-
-
-def _bags(pick: Choice) -> Case:
-    size, words = pick.randint(10, 32), pick.randint(3, 7)
-    layer = nn.EmbeddingBag(size, pick.randint(10, 17), mode=pick.choice(("sum", "mean", "max")))
-    return _headed(_plain(layer), lambda: {"x": torch.randint(0, size, (pick.randint(4, 8), words))})
-
-
-def _group_norm(pick: Choice) -> Case:
-    channels = pick.choice((1, 4, 8))
-    groups = pick.choice([g for g in (1, 4, channels) if channels % g == 0])
-    return _headed(_plain(nn.GroupNorm(groups, channels)), _x(pick, channels, *(pick.randint(4, 10) for _ in range(2))))
-
-
-def _instance_norm(count: int) -> Callable[[Choice], Case]:
-    kinds = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
-
-    def make(pick: Choice) -> Case:
-        channels = pick.randint(1, 3)
-        layer = kinds[count](channels, affine=True)
-        return _headed(_plain(layer), _x(pick, channels, *(pick.randint(4, 8) for _ in range(count))))
-
-    return make
-
-
-def _last_norm(kind: Callable[..., nn.Module]) -> Callable[[Choice], Case]:
-    def make(pick: Choice) -> Case:
-        sizes = [pick.randint(1, 4) for _ in range(pick.randint(0, 2))] + [pick.randint(5, 10)]
-        return _headed(_plain(kind(sizes[-pick.randint(1, len(sizes)) :])), _x(pick, *sizes))
-
-    return make
-
-
 def _recurrent(kind: str, *, own: bool, packed: bool = False) -> Callable[[Choice], Case]:
     def make(pick: Choice) -> Case:
         from opacus import layers
@@ -192,19 +123,6 @@ def _sequence_bias(pick: Choice) -> Case:
 
 
 KINDS: dict[str, Callable[[Choice], Case]] = {
-    "Conv1d": _convolution(1),
-    "Conv2d": _convolution(2),
-    "Conv3d": _convolution(3),
-    "Linear": _linear,
-    "Embedding": _embedding,
-    "EmbeddingBag": _bags,
-    "GroupNorm": _group_norm,
-    "InstanceNorm1d": _instance_norm(1),
-    "InstanceNorm2d": _instance_norm(2),
-    "InstanceNorm3d": _instance_norm(3),
-    "LayerNorm": _last_norm(nn.LayerNorm),
-    "RMSNorm": _last_norm(nn.RMSNorm),
-    **{kind: _recurrent(kind, own=False) for kind in ("RNN", "GRU", "LSTM")},
     **{f"{kind}, packed": _recurrent(kind, own=False, packed=True) for kind in ("RNN", "GRU", "LSTM")},
     **{f"DP{kind}": _recurrent(kind, own=True) for kind in ("RNN", "GRU", "LSTM")},
     **{f"DP{kind}, packed": _recurrent(kind, own=True, packed=True) for kind in ("RNN", "GRU", "LSTM")},

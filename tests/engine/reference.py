@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from fastdp.bench.fuzz import alone
 
 from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.clip.policy import Policy
@@ -121,4 +122,18 @@ def stepped(
     """An engine after one micro-batch of a model that returns its loss."""
     engine, tickets = engine_for(model, bound, **options)
     feed(engine, tickets, batch, units)
+    return engine
+
+
+def exactly(
+    model: torch.nn.Module,
+    batch: Mapping[str, Any],
+    units: list[dict[str, torch.Tensor]] | None = None,
+    given: Ticket | None = None,
+    **options: object,
+) -> Engine:
+    """The same, clipped at the median norm: exact against the gradients of ``units``, by default of each row alone."""
+    units = alone(copy.deepcopy(model).double(), dict(batch)) if units is None else units
+    engine = stepped(model, batch, float(norms(units).median()), given, **options)
+    require_exact(engine, units)
     return engine

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
 from fastdp.bench.fuzz import alone
 
-from fastdp.verify import Checks
 from tests.cases import cases
 from tests.engine.models import batch, build, pack
-from tests.engine.reference import engine_for, norms, require_exact, stepped, ticket
+from tests.engine.reference import engine_for, exactly, norms, require_exact, ticket
 
 
 @cases("tuning", ["full", "lora"])
@@ -48,42 +46,10 @@ def test_a_base_of_four_bits(tmp_path: Path) -> None:
                 parameter.add_(0.05 * torch.randn_like(parameter))
     model.train()
     inputs = batch("llama")
-    units = alone(model, inputs)
-    engine = stepped(model, inputs, float(norms(units).median()))
-    require_exact(engine, units)
+    exactly(model, inputs, alone(model, inputs))
 
 
 def test_a_base_whose_weights_are_packed() -> None:
     """What `test_a_base_of_four_bits` looks at, without its library."""
     model, inputs = pack(build("llama", "lora")), batch("llama")
-    units = alone(model, inputs)
-    engine = stepped(model, inputs, float(norms(units).median()))
-    require_exact(engine, units)
-
-
-def experts() -> torch.nn.Module:
-    """Two layers of experts, whose single tensors PEFT adapts by setting them to themselves in every forward."""
-    import peft
-    import transformers as hf
-
-    torch.manual_seed(3)
-    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
-    base = hf.GptOssForCausalLM(hf.GptOssConfig(**shape, **heads, pad_token_id=0))
-    own = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=own))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.05 * torch.randn_like(parameter))
-    return model.train()
-
-
-def test_adapters_of_single_parameters_of_experts() -> None:
-    model, inputs = experts(), batch("llama")
-    units = alone(model, inputs)
-    engine = stepped(model, inputs, float(norms(units).median()))
-    require_exact(engine, units)
-    state = cast(Checks, engine.checks).state
-    assert len(state.rewritten) == 4
-    state.require_settled(engine.parameters)
+    exactly(model, inputs, alone(model, inputs))

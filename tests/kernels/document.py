@@ -5,20 +5,20 @@ Shares of floors are estimates for an H100 by the rates below: nothing here has 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import triton
+from fastdp.bench.record import insert, markdown
 from fastdp.kernels import gram, weighted
 
 from .resources import Resources
 from .test_compiled import CASES, Case, built
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
-SIMULATED_ROWS = Path(__file__).parents[2] / "bench" / "results" / "simulated"
-KERNELS, WAVES, SIMULATED = "compiled", "waves", "simulated"
+KERNELS, WAVES = "compiled", "waves"
 PROCESSORS = 132
 #: Of one H100 processor, a clock: multiply-adds of 16-bit matrices and of float32, warps' instructions, operations of the pipe
 #: for logic, bytes from the second-level cache (assumed) and from memory (2.95 TB/s of copying at 1.755 GHz).
@@ -82,7 +82,7 @@ def allowed_rate(name: str) -> float:
     return share[0] / share[1] * MATRIX * 2 * PROCESSORS * 1.755e9
 
 
-def _row(name: str) -> str | None:
+def _row(name: str) -> list[Any] | None:
     """A kernel's line; None of one without a loop over products or rounds of noise."""
     case, found = CASES[name], built(name, 90)
     loops = [loop for loop in found.loops if loop.multiplies or loop.counts.get("SHF", 0) >= 32]
@@ -107,52 +107,28 @@ def _row(name: str) -> str | None:
         width = {"noise": 8, "noise-rounded": 8, "adamw": 16, "adamw-rounded": 16}.get(name, 4)
         memory = elements * width / MEMORY
         estimate = f"{min(1.0, memory / logic):.0%} of copying; bound by {'logic' if logic > memory else 'memory'}"
-    return f"| `{name}` | {found.registers} | {found.blocks} | {loop.instructions} | {estimate} |"
+    return [f"`{name}`", found.registers, found.blocks, loop.instructions, estimate]
 
 
 def kernels_table() -> str:
     """One line for each kernel of the default cases that has such a loop."""
     names = [name for name, case in CASES.items() if not case.slow]
-    head = "| kernel | registers | blocks a processor | instructions of its loop | estimate |"
-    rows = [head, "|---|---|---|---|---|", *filter(None, map(_row, names))]
-    return f"Triton {triton.__version__}, sm_90.\n\n" + "\n".join(rows)
+    head = ["kernel", "registers", "blocks a processor", "instructions of its loop", "estimate"]
+    return f"Triton {triton.__version__}, sm_90.\n\n" + "\n".join(markdown(head, filter(None, map(_row, names))))
 
 
 def waves_table() -> str:
     """Busy processors at the shapes of DESIGN's goals."""
-    rows = ["| model | Gram, one matrix | Gram, all layers | weighted sums, by time |", "|---|---|---|---|"]
+    rows = []
     for name, (layers, groups, length, units) in SHAPES.items():
         alone = min(gram_busy([group], length, units) for group in groups)
         matrices = [(m, n) for n, lefts in groups for m in lefts]
         work = [m * n for m, n in matrices]
         sums = sum(work) / sum(w / sum_busy(m, n, length * units) for w, (m, n) in zip(work, matrices))
-        rows.append(f"| {name} | {alone:.0%} | {gram_busy(groups * layers, length, units):.0%} | {sums:.0%} |")
-    return "\n".join(rows)
-
-
-def simulated_table() -> str:
-    """One line for each case that was simulated on an H100, from the files of `fastdp bench simulate`."""
-    rows = [
-        "| simulated H100, private over plain | time | captured | launches | peak memory |",
-        "|---|---|---|---|---|",
-    ]
-    for file in sorted(SIMULATED_ROWS.glob("*h100*.json")):
-        passes = ", two passes" if file.stem.endswith("two-passes") else ""
-        for row in json.loads(file.read_text())["figures"]["rows"]:
-            if row["step"] == "private":
-                ratios = [f"{row[f'ratio_{name}']:.3f}" for name in ("seconds", "captured", "launches", "memory")]
-                rows.append(f"| {row['case']}{passes} | " + " | ".join(ratios) + " |")
-    return "\n".join(rows)
-
-
-def between(text: str, name: str) -> tuple[int, int]:
-    """Where the part of the page is that stands between the marks of this name."""
-    start = text.index(f"<!-- {name}: begin -->\n") + len(f"<!-- {name}: begin -->\n")
-    return start, text.index(f"<!-- {name}: end -->")
+        rows.append([name, f"{alone:.0%}", f"{gram_busy(groups * layers, length, units):.0%}", f"{sums:.0%}"])
+    return "\n".join(markdown(["model", "Gram, one matrix", "Gram, all layers", "weighted sums, by time"], rows))
 
 
 if __name__ == "__main__":
-    for name, made in ((SIMULATED, simulated_table), (WAVES, waves_table), (KERNELS, kernels_table)):
-        text = PAGE.read_text()
-        start, end = between(text, name)
-        PAGE.write_text(text[:start] + made() + "\n" + text[end:])
+    for name, made in ((WAVES, waves_table), (KERNELS, kernels_table)):
+        insert(PAGE, made(), name)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import fastdp
 from fastdp.engine.errors import SelfCheckError
 from fastdp.private.run import Private
+from tests.cases import pairs
 from tests.engine.nets import EXACT, Net, Step, parameter, steps, trained
 from tests.engine.reference import engine_for, feed
 from tests.engine.runs import CLIPPED, Batch, clipped_sum, collate, error, examples, one_by_one, start
@@ -240,9 +241,7 @@ SPREADING: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("first", [True, False], ids=["in the first batch", "in a later batch"])
-@pytest.mark.parametrize("name", SPREADING)
+@pytest.mark.parametrize(*pairs(("value", [float("nan"), float("inf")]), ("first", [True, False]), ("name", SPREADING)))
 def test_a_record_that_is_not_finite_takes_no_other_along(name: str, first: bool, value: float) -> None:
     data = collate(examples(6))
     truth = clipped_sum(one_by_one(SPREADING[name](), data), BOUND)
@@ -308,9 +307,7 @@ def own_gradients(data: list[list[int]]) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("masked", [True, False], ids=["with a mask", "without"])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("long", [0, 1, None], ids=["long in the first batch", "in a later one", "in none"])
+@pytest.mark.parametrize(*pairs(("masked", [True, False]), ("side", ["left", "right"]), ("long", [0, 1, None])))
 def test_padding_that_moves_positions_changes_no_clipped_sum(long: int | None, side: str, masked: bool) -> None:
     """GPT-2 counts positions from the first token of the row, padding included."""
     data = texts([6] * 8)
@@ -393,9 +390,7 @@ class AlongTime(nn.Module):
         return self.layer(self.embed(ids))[0]
 
 
-@pytest.mark.parametrize("tokens", [12, 8], ids=["oblong", "as many tokens as rows"])
-@pytest.mark.parametrize("rows_first", [True, False])
-@pytest.mark.parametrize("mistaken", [False, True])
+@pytest.mark.parametrize(*pairs(("tokens", [12, 8]), ("rows_first", [True, False]), ("mistaken", [False, True])))
 def test_time_may_run_along_either_axis_and_never_along_the_rows(tokens: int, rows_first: bool, mistaken: bool) -> None:
     model = AlongTime(batch_first=rows_first != mistaken)
     data = list(torch.randint(0, 96, (16, tokens), generator=torch.Generator().manual_seed(0)))

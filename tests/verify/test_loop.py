@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import fastdp
 from fastdp.engine.errors import SelfCheckError
 from fastdp.private.run import Private
+from tests.cases import pairs
 from tests.engine.runs import (
     CLIPPED,
     FEATURES,
@@ -196,9 +197,7 @@ def test_rows_mixed_with_those_of_the_batch_before_are_refused(loss: str) -> Non
         train(private, with_the_batch_before(), loss)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("most", [8, 3])
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize(*pairs(("loss", LOSSES), ("most", [8, 3]), ("name", TOGETHER)))
 def test_what_is_made_of_all_rows_together_is_refused_before_a_release(name: str, most: int, loss: str) -> None:
     model, options, _ = LOSSES[loss]
     private = start(model(), max_physical_batch_size=most, **options)

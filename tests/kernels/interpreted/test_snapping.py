@@ -75,7 +75,7 @@ def test_dchi_vectors():
 
 @pytest.mark.parametrize("mechanism", ["laplace", "exponential"])
 def test_a_privatizer_runs_the_kernels_of_its_tables_device(mechanism):
-    table, ids = factor(30, 12, 0), torch.arange(30)
+    table, ids = factor(10, 12, 0), torch.arange(10)
     here = TextPrivatizer(table, eta=1.0, mechanism=mechanism, unsafe_seed=1)
     with elsewhere("cuda") as ran:
         there = TextPrivatizer(table.to(DEVICE), eta=1.0, mechanism=mechanism, unsafe_seed=1)
