@@ -98,12 +98,8 @@ def certificate_name(certificate: bytes) -> str:
 
 def server_context(folder: Path) -> ssl.SSLContext:
     """TLS 1.3 for a server that lets in holders of a certificate of its authority alone. Raises as `Credentials.load`."""
-    Credentials.load(folder)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context = _context(folder, ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED
-    context.load_verify_locations(folder / CA)
-    context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
     # A resumed session shows no certificate, and would outlive a revocation.
     context.num_tickets = 0
     return context
@@ -111,8 +107,12 @@ def server_context(folder: Path) -> ssl.SSLContext:
 
 def client_context(folder: Path) -> ssl.SSLContext:
     """TLS 1.3 for a client with a certificate, which believes servers of its authority alone. Raises as `Credentials.load`."""
+    return _context(folder, ssl.PROTOCOL_TLS_CLIENT)
+
+
+def _context(folder: Path, protocol: int) -> ssl.SSLContext:
     Credentials.load(folder)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(folder / CA)
     context.load_cert_chain(folder / CERTIFICATE, folder / KEY)

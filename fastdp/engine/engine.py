@@ -169,7 +169,12 @@ class Engine(Passes):
             self.weights.settle()
         self.begun = True
         first = self.route is None
-        checked = self.checks.before(call, ticket, inputs)
+        try:
+            checked = self.checks.before(call, ticket, inputs)
+        except IndexError:
+            # An id or a label is out of range: rows alone tell whose.
+            self.run_rows(call, ticket)
+            raise
         if self.graphs is not None and self.route == USES and not (checked or self.forwards.lists):
             replayed = self.graphs.forward(call, ticket, junction)
             if replayed is not None:

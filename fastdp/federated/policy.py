@@ -17,18 +17,13 @@ from fastdp.federated.config import PERTURBATIONS, FederatedConfig
 from fastdp.federated.refusal import ClientRefusal
 from fastdp.settings import check, convert_value, setting, suggest_name, types_of
 
-#: For each mechanism those whose bound implies its own: ``local`` holds among all tokens, so also among those of a cell, and
-#: ``typed`` as well, with nothing told within a type.
-ACCEPTED_MECHANISMS = {
-    "local": ("local", "typed"),
-    "partition": ("partition", "local", "typed"),
-    "typed": ("typed",),
-}
+#: For each mechanism those whose bound implies its own: ``typed`` holds among all tokens too, with nothing told within a type.
+ACCEPTED_MECHANISMS = {"local": ("local", "typed"), "typed": ("typed",)}
 #: What marks a client of Flower's simulation, where the owner of the run is the owner of the texts.
 _SIMULATED = {"partition_id", "num_partitions"}
 #: Detectors that come with this install; another is a model, which its owner may have made to mark chosen texts.
 _OWN_DETECTORS = ("rules", "presidio")
-_OF_A_PERTURBATION = ("epsilon", "mechanism", "budget", "cells")
+_OF_A_PERTURBATION = ("epsilon", "mechanism", "budget")
 _OF_A_DETECTOR = ("detector", "threshold", "names", "labelled_spans")
 
 
@@ -73,10 +68,12 @@ class NodePolicy:
     )
     epsilon: float = setting("largest budget of a private token, or text", 0.0, above=0)
     mechanism: str = setting(
-        "weakest mechanism: local or typed; partition is replaced by local", "local", among=tuple(ACCEPTED_MECHANISMS)
+        "weakest mechanism: local or typed; partition is replaced by local",
+        "local",
+        among=(*ACCEPTED_MECHANISMS, "partition"),
     )
     budget: str = setting("token; or text, which a token's budget does not satisfy", "token", among=("token", "text"))
-    cells: int = setting("most cells of the partition", 0, above=0)
+    cells: int = setting("of the partition of the last release; without effect", 0, above=0)
     detector: str = setting("always asked, beside the run's: rules, presidio, or a folder", "rules")
     threshold: float = setting("largest least score of a span that counts as private", 0.0, least=0, most=1)
     dpsgd_epsilon: float = setting("largest budget of DP-SGD at this node; 0 asks for none", 0.0, least=0)
@@ -124,16 +121,14 @@ class NodePolicy:
         self._check_effects(given)
         if not Path(self.model).is_dir():
             raise NodeSettingError(f"model is {self.model!r}: name a folder of this machine, which nobody else changes")
-        for name, wanted in (("epsilon", self.perturbation != "none"), ("cells", self.mechanism == "partition")):
-            if wanted and name not in given:
-                raise NodeSettingError(f"{name} is missing: set the largest that you allow in the node config")
+        if self.perturbation != "none" and "epsilon" not in given:
+            raise NodeSettingError("epsilon is missing: set the largest that you allow in the node config")
 
     def _check_effects(self, given: Mapping[str, Any]) -> None:
         """A setting that changes nothing is a promise that nobody keeps."""
         idle: list[tuple[tuple[str, ...], bool, str]] = [
             (_OF_A_PERTURBATION, self.perturbation == "none", "perturbation is none"),
             (_OF_A_DETECTOR, self.perturbation != "selective", f"perturbation is {self.perturbation}"),
-            (("cells",), self.mechanism != "partition", f"the mechanism is {self.mechanism}"),
             (("names",), self.detector != "rules", "the detector has no list of names"),
             (("dpsgd_delta",), self.dpsgd_epsilon == 0, "dpsgd_epsilon asks for no DP-SGD"),
         ]
@@ -173,17 +168,14 @@ class NodePolicy:
             "threshold": min(self.threshold, run.threshold),
             "detector": " + ".join(dict.fromkeys([self.detector, *run.detector.split(" + ")])),
         }
-        own = {"mechanism": self.mechanism, "epsilon": self.epsilon, "budget": self.budget}
-        if self.mechanism == "partition":
-            own["cells"] = self.cells
+        mechanism = "local" if self.mechanism == "partition" else self.mechanism
+        own = {"mechanism": mechanism, "epsilon": self.epsilon, "budget": self.budget}
         if run.perturbation == "none":
             return found | own | {"detector": self.detector}
-        if run.mechanism in ACCEPTED_MECHANISMS[self.mechanism]:
+        if run.mechanism in ACCEPTED_MECHANISMS[mechanism]:
             own["mechanism"] = run.mechanism
         own["epsilon"] = min(self.epsilon, run.epsilon)
         own["budget"] = "text" if "text" in (self.budget, run.budget) else "token"
-        if "cells" in own:
-            own["cells"] = min(self.cells, run.cells)
         return found | own
 
 

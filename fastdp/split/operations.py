@@ -19,10 +19,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fastdp.split.wire import FLOAT_TYPES, Expect, MessageRejected, TensorSpec
 from fastdp.untrusted import quote
 
-#: A customer's name is its folder's too.
 VECTOR_TYPES = ("float32", "bfloat16", "float16")
 _COUNT = 1 << 53
 #: More digits than any sensible number of rows of a message: the payload's limit is what binds.
@@ -130,15 +131,15 @@ _POSITION: dict[str, FieldKind] = {"step": IntegerField(0, _COUNT), "examples": 
 def requests(served: ServiceDescription) -> dict[str, MessageForm]:
     """What the vendor accepts."""
     rows = TensorSpec(FLOAT_TYPES, ((1, _ROWS), served.width))
-    lengths = TensorSpec(("I64",), ((1, served.max_batch),))
+    lengths = TensorSpec((torch.int64,), ((1, served.max_batch),))
     step: dict[str, FieldKind] = {"step": IntegerField(0, _COUNT)}
-    gradient = TensorSpec(("F32",), ((1, served.max_batch), served.classes))
+    gradient = TensorSpec((torch.float32,), ((1, served.max_batch), served.classes))
     return {
         "describe": MessageForm({}, {}),
         "bottom": MessageForm({}, {}),
         "open": MessageForm(RUN_FIELDS, {}),
         "put": MessageForm({"first": IntegerField(0, _COUNT)}, {"lengths": lengths, "rows": rows}),
-        "forward": MessageForm(step, {"indices": TensorSpec(("I64",), ((1, served.max_batch),))}),
+        "forward": MessageForm(step, {"indices": TensorSpec((torch.int64,), ((1, served.max_batch),))}),
         "backward": MessageForm(step, {"gradient": gradient}),
         "predict": MessageForm({}, {"lengths": lengths, "rows": rows}),
         "discard": MessageForm({}, {}),
@@ -153,7 +154,7 @@ def replies(served: ServiceDescription | None) -> dict[str, MessageForm]:
     }
     if served is None:
         return first
-    logits = TensorSpec(("F32",), ((1, served.max_batch), served.classes))
+    logits = TensorSpec((torch.float32,), ((1, served.max_batch), served.classes))
     return first | {
         "open": MessageForm(_POSITION, {}),
         "put": MessageForm({"examples": IntegerField(0, _COUNT)}, {}),

@@ -1,14 +1,13 @@
 """Messages as bytes: a preamble with the version, a JSON header, a safetensors payload, cut into chunks of 1 MiB.
 
-A message says all its lengths in its first chunk, and that chunk holds every dtype and shape. Nothing is allocated before
-they have been compared with what the operation takes; after that every chunk has one length it may have.
+A message says its lengths in its first chunk; after that every chunk has one length it may have. What is kept of it is what
+has come, up to a limit, and dtypes and shapes are those that the operation takes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,8 +28,7 @@ MAX_HEADER = 1 << 16
 MAGIC = b"fdps"
 PREAMBLE = struct.Struct(">4sHIQ")
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
-FLOAT_TYPES = ("F32", "BF16", "F16")
+FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class MessageRejected(ValueError):
@@ -50,21 +48,21 @@ class TensorSpec:
     """What a tensor of a message must be.
 
     Attributes:
-        dtypes: safetensors' names.
+        dtypes: any of them.
         shape: of each dimension the size, or the least and the most.
     """
 
-    dtypes: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
     shape: tuple[int | tuple[int, int], ...]
 
-    def check(self, name: str, dtype: Any, shape: Any) -> None:
+    def check(self, name: str, tensor: Tensor) -> None:
         """Raises Rejected for another dtype or shape."""
-        if dtype not in self.dtypes:
-            raise MessageRejected(f"{name} has dtype {quote(dtype)}: it must be {' or '.join(self.dtypes)}")
-        fits = isinstance(shape, list) and len(shape) == len(self.shape)
-        if not fits or not all(_fits(size, wanted) for size, wanted in zip(shape, self.shape)):
+        if tensor.dtype not in self.dtypes:
+            raise MessageRejected(f"{name} has dtype {tensor.dtype}: it must be {' or '.join(map(str, self.dtypes))}")
+        ranges = [size if isinstance(size, tuple) else (size, size) for size in self.shape]
+        if tensor.dim() != len(ranges) or not all(low <= n <= high for n, (low, high) in zip(tensor.shape, ranges)):
             raise MessageRejected(
-                f"{name} has shape {quote(shape)}: it must be [{', '.join(map(_size_text, self.shape))}]"
+                f"{name} has shape {list(tensor.shape)}: it must be [{', '.join(map(_size_text, self.shape))}]"
             )
 
 
@@ -79,7 +77,7 @@ class Message:
     Attributes:
         op: what it asks for, or answers.
         fields: its settings.
-        tensors: views of one buffer; none where the payload went to a file.
+        tensors: by name; none where the payload went to a file.
         digest: SHA-256 of header and payload, in hex.
     """
 
@@ -127,8 +125,9 @@ class Outgoing:
 def receive(chunks: Iterator[bytes], expect: Expect, max_payload: int, file: IO[bytes] | None = None) -> Message:
     """Take a message in, chunk by chunk; its payload goes to ``file`` if there is one.
 
-    Raises Rejected, at the first chunk that shows it, for another version, a header that cannot be read, fields, dtypes or
-    shapes that the operation does not take, more than ``max_payload`` bytes, and chunks cut short or too many.
+    Raises Rejected, at the first chunk that shows it, for another version, a header that cannot be read, fields that the
+    operation does not take, more than ``max_payload`` bytes, and chunks cut short or too many; and at the end for tensors of
+    another name, dtype or shape.
     """
     first = next(chunks, None)
     if first is None:
@@ -136,20 +135,21 @@ def receive(chunks: Iterator[bytes], expect: Expect, max_payload: int, file: IO[
     at, total = _read_preamble(first, max_payload)
     op, fields = _read_header(first[PREAMBLE.size : at])
     specs = expect(op, fields)
-    layout = {} if specs is None else _read_layout(first[at:], total - at, specs)
+    if specs == {} and total > at:
+        raise MessageRejected("the operation takes no tensors, and the message has a payload")
     digest = hashlib.sha256(first[PREAMBLE.size :])
-    buffer = bytearray(0 if file else total - at)
-    held = memoryview(buffer)
+    kept = io.BytesIO() if file is None else file
+    kept.write(first[at:])
     seen = len(first)
-    _keep(first[at:], 0, held, file)
     for chunk in chunks:
         _check_chunk(len(chunk), seen, total)
         digest.update(chunk)
-        _keep(chunk, seen - at, held, file)
+        kept.write(chunk)
         seen += len(chunk)
     if seen != total:
         raise MessageRejected(f"the message is truncated: {seen} of {total} bytes came")
-    return Message(op, fields, _views(buffer, layout), digest.hexdigest())
+    tensors = _read_tensors(kept.getvalue(), specs) if specs and isinstance(kept, io.BytesIO) else {}
+    return Message(op, fields, tensors, digest.hexdigest())
 
 
 def _read_preamble(first: bytes, max_payload: int) -> tuple[int, int]:
@@ -194,40 +194,19 @@ def _read_header(data: bytes) -> tuple[str, dict[str, Any]]:
     return op, fields
 
 
-def _read_layout(
-    first: bytes, length: int, specs: Mapping[str, TensorSpec]
-) -> dict[str, tuple[torch.dtype, list[int], int]]:
-    """Dtype, shape and place in the payload of each tensor, after checking that they are those of ``specs``."""
-    if not specs:
-        if length:
-            raise MessageRejected("the operation takes no tensors, and the message has a payload")
-        return {}
-    if length < 8:
-        raise MessageRejected("the payload is no safetensors: it is too short")
-    (size,) = struct.unpack_from("<Q", first)
-    if size > MAX_HEADER or 8 + size > length or size % 8:
-        raise MessageRejected("the payload is no safetensors: its header has an impossible length")
-    entries = _json(first[8 : 8 + size], "the payload's header")
-    if set(entries) != set(specs):
-        raise MessageRejected(f"the tensors are {quote(sorted(entries))}: they must be {sorted(specs)}")
-    layout, spans = {}, []
+def _read_tensors(payload: bytes, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+    if int.from_bytes(payload[:8], "little") > MAX_HEADER:
+        raise MessageRejected(f"the payload's header is too large: {MAX_HEADER} bytes are the most")
+    try:
+        found = safetensors.torch.load(payload)
+    # Of a dtype that torch lacks the library raises KeyError.
+    except (safetensors.SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise MessageRejected(f"the payload is no safetensors that can be read: {quote(str(error))}") from None
+    if found.keys() != specs.keys():
+        raise MessageRejected(f"the tensors are {quote(sorted(found))}: they must be {sorted(specs)}")
     for name, spec in specs.items():
-        entry = entries[name]
-        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise MessageRejected(f"{name} must have a dtype, a shape and data_offsets")
-        spec.check(name, entry["dtype"], entry["shape"])
-        dtype, offsets = _DTYPES[entry["dtype"]], entry["data_offsets"]
-        nbytes = math.prod(entry["shape"]) * dtype.itemsize
-        if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(o) for o in offsets):
-            raise MessageRejected(f"{name} has data_offsets {quote(offsets)}: they must be two whole numbers")
-        if offsets[1] - offsets[0] != nbytes or offsets[0] % dtype.itemsize:
-            raise MessageRejected(f"{name} has {quote(offsets)} as its bytes, which do not fit its shape and dtype")
-        spans.append(tuple(offsets))
-        layout[name] = (dtype, entry["shape"], 8 + size + offsets[0])
-    spans.sort()
-    if [0, *(end for _, end in spans)] != [*(begin for begin, _ in spans), length - 8 - size]:
-        raise MessageRejected("the tensors overlap, or do not fill the payload")
-    return layout
+        spec.check(name, found[name])
+    return found
 
 
 def _json(data: bytes, what: str) -> dict[str, Any]:
@@ -235,29 +214,6 @@ def _json(data: bytes, what: str) -> dict[str, Any]:
         return parse_json_object(data)
     except ValueError:
         raise MessageRejected(f"{what} is no JSON object that can be read") from None
-
-
-def _keep(part: bytes, at: int, held: memoryview, file: IO[bytes] | None) -> None:
-    if file is not None:
-        file.write(part)
-    else:
-        held[at : at + len(part)] = part
-
-
-def _views(buffer: bytearray, layout: Mapping[str, tuple[torch.dtype, list[int], int]]) -> dict[str, Tensor]:
-    return {
-        name: torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=at).reshape(shape)
-        for name, (dtype, shape, at) in layout.items()
-    }
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _fits(size: Any, wanted: int | tuple[int, int]) -> bool:
-    low, high = wanted if isinstance(wanted, tuple) else (wanted, wanted)
-    return _is_count(size) and low <= size <= high
 
 
 def _size_text(size: int | tuple[int, int]) -> str:

@@ -38,13 +38,14 @@ def test_a_run_may_be_stricter_than_a_node():
         ("local", "paper", "local"),
         ("local", "partition", "local"),
         ("partition", "local", "local"),
-        ("partition", "paper", "partition"),
+        ("partition", "paper", "local"),
+        ("partition", "typed", "typed"),
         ("local", "typed", "typed"),
         ("typed", "local", "typed"),
     ],
 )
 def test_the_stricter_mechanism_is_used(own, run, found):
-    assert read({"mechanism": run}, mechanism=own, cells=8 if own == "partition" else None).mechanism == found
+    assert read({"mechanism": run}, mechanism=own, cells=8).mechanism == found
 
 
 def test_a_mechanism_of_a_run_that_perturbs_nothing_does_not_matter():
@@ -76,17 +77,14 @@ settings_of_runs = st.fixed_dictionaries(
 @given(settings_of_runs, st.sampled_from(("selective", "all")), st.sampled_from(("local", "partition")))
 def test_no_run_loosens_a_nodes_policy(run, perturbation, mechanism):
     """Whatever the server asks for: refused, or at least as strict in everything, and no path but the node's own."""
-    node = {"perturbation": perturbation, "mechanism": mechanism, "epsilon": 2.0, "cells": 8}
-    node = node | {"cells": 8 if mechanism == "partition" else None, "dpsgd_epsilon": 3.0}
-    found = read(run, **node)
+    found = read(run, perturbation=perturbation, mechanism=mechanism, epsilon=2.0, dpsgd_epsilon=3.0)
     order = ("none", "selective", "all")
     assert order.index(found.perturbation) >= order.index(perturbation)
-    assert found.mechanism in {"local": ("local", "typed"), "partition": ("local", "partition", "typed")}[mechanism]
+    assert found.mechanism in ("local", "typed")
     assert found.epsilon <= 2.0
     assert found.threshold == 0.0
     assert 0 < found.dpsgd_epsilon <= 3.0
     assert found.dpsgd_delta <= 1e-5
-    assert mechanism == "local" or found.cells <= 8
     assert (found.train, found.eval, found.state, found.names, found.labelled_spans) == ("own.csv", "", "kept", "", "")
     assert found.text_column == "text"
     assert "rules" in found.detector.split(" + ")
@@ -130,8 +128,6 @@ def test_private_paths_come_from_the_node_alone():
         ({"perturbation": "none"}, "epsilon has no effect"),
         ({"perturbation": "none", "epsilon": None, "mechanism": "local"}, "mechanism has no effect"),
         ({"perturbation": "all", "detector": "rules"}, "detector has no effect"),
-        ({"cells": 8}, "cells has no effect"),
-        ({"mechanism": "partition"}, "cells is missing"),
         ({"dpsgd_delta": 1e-6}, "dpsgd_delta has no effect"),
         ({"detector": "presidio", "names": "names.txt"}, "names has no effect"),
         ({"mechanism": "paper"}, "mechanism is 'paper'"),
