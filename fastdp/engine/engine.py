@@ -158,6 +158,10 @@ class Engine(Passes):
         with self.chance(), gc_paused():
             try:
                 return self._checked_forward(call, ticket, inputs, junction)
+            except IndexError:
+                # An id or a label is out of range: rows alone tell whose.
+                self.run_rows(call, ticket)
+                raise
             except torch.OutOfMemoryError:
                 if self.graphs is None or not self.graphs.give_up():
                     raise
@@ -169,12 +173,7 @@ class Engine(Passes):
             self.weights.settle()
         self.begun = True
         first = self.route is None
-        try:
-            checked = self.checks.before(call, ticket, inputs)
-        except IndexError:
-            # An id or a label is out of range: rows alone tell whose.
-            self.run_rows(call, ticket)
-            raise
+        checked = self.checks.before(call, ticket, inputs)
         if self.graphs is not None and self.route == USES and not (checked or self.forwards.lists):
             replayed = self.graphs.forward(call, ticket, junction)
             if replayed is not None:

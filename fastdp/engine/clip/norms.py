@@ -67,7 +67,6 @@ class _Plan(NamedTuple):
     small: tuple[int, ...]
     #: Small ones on a GPU whose gradients take more memory than their factors.
     repeats: tuple[int, ...]
-    rest: tuple[int, ...]
     routes: dict[str, Route]
     errors: tuple[RouteErrors, ...]
 
@@ -182,8 +181,6 @@ class NormSink(Captures):
                 if len(self.plans) >= _PLANS:
                     self.plans.clear()
                 plan = self.plans[key] = self._planned(names, members)
-            for at in plan.rest:
-                self._take_alone(*members[at])
             self.routes.update(plan.routes)
             every = FactorBatch(names, lefts, rights, swap, self.layout.offsets(tokens, laned=laned), plan.errors)
             if not self._launches:
@@ -205,9 +202,9 @@ class NormSink(Captures):
 
     def _planned(self, names: Sequence[str], members: Sequence[tuple[torch.nn.Parameter, Factors]]) -> _Plan:
         found = [self._routed(name, use) for name, (_, use) in zip(names, members)]
-        numbers: dict[str, list[int]] = {"gram": [], "direct": [], "instantiate": [], "repeat": [], "rest": []}
-        for at, (name, use, route, _) in enumerate(found):
-            chosen = "rest" if route.name == "instantiate" and name in self.tables else route.name
+        numbers: dict[str, list[int]] = {"gram": [], "direct": [], "instantiate": [], "repeat": []}
+        for at, (_, use, route, _) in enumerate(found):
+            chosen = route.name
             # A processor has narrow ones alone here.
             if not self._launches:
                 chosen = chosen if chosen == "instantiate" else "direct"
@@ -215,7 +212,8 @@ class NormSink(Captures):
                 chosen = "repeat"
             numbers[chosen].append(at)
         routes, errors = {own.name: own.route for own in found}, tuple([own.errors for own in found])
-        return _Plan(*map(tuple, numbers.values()), routes, errors)
+        gram, direct, small, repeats = (tuple(own) for own in numbers.values())
+        return _Plan(gram, direct, small, repeats, routes, errors)
 
     def _take_in_order(self, batch: FactorBatch, small: tuple[int, ...]) -> None:
         """Measure narrow matrices on a processor in the order of their captures, and make the gradients of the small ones.
@@ -246,14 +244,12 @@ class NormSink(Captures):
             factors = factors.dense()
         found = self._routed(name, factors)
         route = found.route.name
-        # The gradient of a table has no small form, and its cross term with this use needs both as factors.
         several = masked or self.expected.get(name, 1) > 1
-        small = route == "instantiate" and name not in self.tables
         # How several uses are measured must not depend on their length; that of one does not.
-        small &= not several or (self._launches and min(found.route.rows, found.route.columns) <= NARROW)
+        small = route == "instantiate" and (not several or (self._launches and not found.wide))
         self.routes[name] = Route("masked", *found.route[1:]) if masked and not small else found.route
         if small:
-            self._instantiate(found, several=several)
+            self._instantiate(found)
             return
         entry.factors.append(factors)
         if several:
@@ -270,8 +266,8 @@ class NormSink(Captures):
     def _routed(self, name: str, use: Factors) -> RoutedUse:
         """A use with what its sizes and its arithmetic say of it."""
         left, right, entries, table = use.left, use.right, self.parameters[name].numel(), name in self.tables
-        kind = (entries, left.shape, left.dtype, right.shape, right.dtype, right.device)
-        kind = (*kind, use.laned, use.tiled, use.scales is not None, table)
+        sizes = entries, left.shape, left.dtype, right.shape, right.dtype, right.device
+        kind = (*sizes, use.laned, use.tiled, use.scales is not None, table)
         known = self._kinds.get(kind)
         if known is None:
             rows = use.width or self.parameters[name].shape[0]
@@ -286,11 +282,13 @@ class NormSink(Captures):
         if use.one_hot:
             return "row sums"
         # A GPU adds what it measures of a narrow one: its bound is the same whatever the lengths of others.
-        if use.right.shape[1] == 1 or (self._launches and not table and min(rows, use.right.shape[1]) <= NARROW):
-            return "instantiate"
         right, units = use.right, self.layout.units
+        if not table and (right.shape[1] == 1 or (self._launches and min(rows, right.shape[1]) <= NARROW)):
+            return "instantiate"
         sizes = rows, right.shape[1], right.shape[0] // max(1, units), units
-        return plan_route(*sizes, keeps_factors=self.keep, dtype=right.dtype, device=right.device)
+        found = plan_route(*sizes, keeps_factors=self.keep, dtype=right.dtype, device=right.device)
+        # The gradient of a table has no small form, and its cross term with a lookup needs both as factors.
+        return "direct" if table and found == "instantiate" else found
 
     def apart(self) -> None:
         """Put what was measured together among the entries."""
@@ -302,8 +300,7 @@ class NormSink(Captures):
 
     def _require_once(self) -> None:
         """As `require_once`, of all that came together."""
-        together = itertools.chain.from_iterable([batch.names for batch in (*self.batches, *self.repeats)])
-        names = [*together, *self.wholes]
+        names = [*itertools.chain(*[batch.names for batch in (*self.batches, *self.repeats)]), *self.wholes]
         if len({*names, *self.entries}) < len(names) + len(self.entries):
             seen = Counter([*names, *self.entries])
             self.require_once(next(name for name, times in seen.items() if times > 1), Entry(uses=2))
@@ -364,7 +361,7 @@ class NormSink(Captures):
             relative = rounding.squares(entries)
             self.norms.add(own, power, entries, relative=relative, products=products, **errors)
 
-    def _instantiate(self, found: RoutedUse, *, several: bool) -> None:
+    def _instantiate(self, found: RoutedUse) -> None:
         """Make the gradients of a small matrix at once."""
         name, use, entry = found.name, found.use, self.entries[found.name]
         offsets, own, launched = use.offsets(self.layout), use.dense(), self._launches
