@@ -172,7 +172,8 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
         options: for ``from_pretrained``.
 
     Raises:
-        ValueError: for a model that needs code of its own, and a folder whose config names a repository of code or weights.
+        ValueError: for a model that needs code of its own, a folder whose config names a repository of code or weights, and
+            files that a library fails on.
     """
     local = {}
     if Path(name).is_dir():
@@ -182,12 +183,17 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
             _check_config(parse_json(read_bytes(config, MAX_YAML), constants=True))
     try:
         return auto.from_pretrained(name, trust_remote_code=False, **local, **options)
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
+    except (OSError, RuntimeError, ImportError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    # A config of odd values meets any error of Python's, and a panic of the tokenizers library is no Exception.
+    except BaseException as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                "it needs code of its own, which is not run here: load it in Python, and use fastdp.make_private"
+            ) from None
+        if isinstance(error, ValueError):
             raise
-        raise ValueError(
-            "it needs code of its own, which is not run here: load it in Python, and use fastdp.make_private"
-        ) from None
+        raise ValueError(f"a library failed on its files ({type(error).__name__}: {quote(str(error), 160)})") from None
 
 
 class _Bounded:

@@ -29,7 +29,7 @@ from fastdp.finetune.config import load_config
 from fastdp.finetune.report import build_report
 from tests.cases import cases
 from tests.finetune.test_report import made
-from tests.tokenizers_for_tests import quickstart
+from tests.tokenizers_for_tests import quickstart, small_gpt2
 
 ROOT = Path(__file__).parent.parent
 #: Every way that was found to leave a sentence: escape sequences, line ends, rich's and HTML's markup, Markdown, page marks.
@@ -381,6 +381,30 @@ def test_a_folder_that_names_a_repository_is_refused(tmp_path, key):
         untrusted.load_pretrained(transformers.AutoConfig, tmp_path)
 
 
+@cases(
+    "file, change",
+    [
+        ("config.json", {"n_head": 0}),
+        ("config.json", {"n_embd": "16"}),
+        ("config.json", {"dtype": "float7"}),
+        ("config.json", {"activation_function": "__import__"}),
+        ("config.json", {"quantization_config": {"quant_method": "gptq"}}),
+        ("tokenizer.json", {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}),
+        ("tokenizer.json", {"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": "x"}}),
+        ("tokenizer_config.json", {"eos_token": {"a": 1}}),
+    ],
+)
+def test_a_model_s_files_that_a_library_fails_on_are_refused_in_a_sentence(tmp_path_factory, file, change):
+    """Zero heads divided by zero, and a panic of the tokenizers library is no Exception."""
+    folder = tmp_path_factory.mktemp("model")
+    small_gpt2(folder, n_layer=1, n_embd=16)
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    auto = transformers.AutoModelForCausalLM if file == "config.json" else transformers.AutoTokenizer
+    with pytest.raises((ValueError, RuntimeError, OSError)):
+        untrusted.load_pretrained(auto, folder)
+
+
 def test_models_are_loaded_by_one_function_alone():
     calls = {
         path.relative_to(ROOT).as_posix()
@@ -406,6 +430,16 @@ def test_an_adapter_imports_no_module_and_is_looked_for_nowhere_else(tmp_path):
         (
             json.dumps({"peft_type": "XLORA", "adapters": {"0": "stranger/adapter"}}),
             "of no kind that a run writes: 'XLORA'",
+        ),
+        # On the names of a model's modules this expression takes longer than anyone waits.
+        *(
+            (json.dumps({"peft_type": "LORA", key: value}), f"a pattern of its own: list their names in {key}")
+            for key, value in (
+                ("target_modules", "(([a-z0-9._])+)+!"),
+                ("exclude_modules", "(.*)*(.*)*!"),
+                ("rank_pattern", {"(([a-z0-9._])+)+!": 1}),
+                ("layers_pattern", ["(([a-z0-9._])+)+!"]),
+            )
         ),
     ):
         if config is not None:
