@@ -273,7 +273,7 @@ def instances(draw: Draw) -> Compared:
     x = torch.randn(units, *shape).to(torch.float64 if draw.chance(0.25) else draw.dtype())
     if draw.chance(0.2):
         x = x.transpose(0, -1).contiguous().transpose(0, -1)
-    truth, mask = x.double().flatten(1), draw.mask(*shape)
+    truth, mask = x.double().flatten(1).clone(), draw.mask(*shape)
     chosen, weights, others = mask.reshape(-1), draw.weights(units), draw.weights(units)
     kind = draw.turn("square", "absolute", "masked", "sum", "masked sum", "group", "group norms")
     if kind in ("square", "absolute"):

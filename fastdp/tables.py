@@ -20,6 +20,10 @@ from typing import Any
 from fastdp.untrusted import escape_controls, open_regular, parse_json, quote, read_text
 
 _PARQUET = ".parquet"
+#: Most values of a Parquet file, and characters of its text, for each of its bytes once they are many: few bytes may say that
+#: they are billions.
+_MOST_VALUES, _MOST_TEXT = 100, 1000
+_MANY_VALUES, _MUCH_TEXT = 1 << 24, 1 << 30
 
 
 class DataError(ValueError):
@@ -68,7 +72,7 @@ class Rows:
             DataError: if there is no such column.
         """
         if name not in self.columns:
-            raise DataError(f"{self.path} has no column {name!r} ({role}); its columns are {', '.join(self.columns)}")
+            raise DataError(f"{self.path} has no column {name!r} ({role}); its columns are {_listed(self.columns)}")
         return [row.get(name) for row in self.rows]
 
     def column(self, name: str, role: str) -> list[str]:
@@ -195,7 +199,7 @@ def _join_tables(path: Path, tables: Sequence[Rows]) -> Rows:
         # Objects of JSON may lack a field; a table's header says what every row has.
         if {table.path.suffix, first.path.suffix} - _JSON and set(table.columns) != set(first.columns):
             raise DataError(
-                f"{table.path} has the columns {', '.join(table.columns)}, but {first.path} has {', '.join(first.columns)}: "
+                f"{table.path} has the columns {_listed(table.columns)}, but {first.path} has {_listed(first.columns)}: "
                 "name files of one table"
             )
     return Rows(
@@ -208,7 +212,11 @@ def _join_tables(path: Path, tables: Sequence[Rows]) -> Rows:
 
 
 def _decode(path: Path, encoding: str) -> str:
-    content = path.read_bytes()
+    try:
+        with open_regular(path) as file:
+            content = file.read()
+    except ValueError as error:
+        raise DataError(str(error)) from None
     advice = "set encoding to what it is written in, such as latin-1 or utf-16"
     try:
         text = content.decode(encoding)
@@ -276,11 +284,18 @@ def _delimiter(text: str, usual: str) -> str:
 
 
 def _check_header(path: Path, header: Sequence[str], line: int) -> None:
+    seen: set[str] = set()
     for column, name in enumerate(header, start=1):
-        if name in header[: column - 1]:
+        if name in seen:
             what = f"two columns have the same name {name!r}: rename one"
             what = what if name.strip() else "two columns have no name: name them, or remove the separators at the end"
             raise DataError(f"{path}, line {line}, column {column}: {what}")
+        seen.add(name)
+
+
+def _listed(columns: Sequence[str]) -> str:
+    """The names of columns for a message, the first of many."""
+    return ", ".join([quote(name, 40)[1:-1] for name in columns[:20]] + ["..."] * (len(columns) > 20))
 
 
 def _is_quoted(value: str) -> bool:
@@ -362,6 +377,9 @@ def _read_parquet(path: Path) -> Rows:
         raise DataError(f"reading {path} needs pyarrow: pip install 'fastdp-lm[trainer]'") from None
     try:
         open_regular(path).close()
+        shape, size = parquet.read_metadata(path), path.stat().st_size
+        if shape.num_rows * shape.num_columns > max(_MANY_VALUES, _MOST_VALUES * size):
+            raise ValueError(f"it says that its {size} bytes hold {shape.num_rows} rows of {shape.num_columns} columns")
         table = parquet.read_table(path)
     except (ArrowException, OSError, ValueError):
         raise DataError(f"{path} is no Parquet file that can be read: copy or export it again") from None
@@ -371,7 +389,14 @@ def _read_parquet(path: Path) -> Rows:
         with _refusing(path, "Parquet file of the datasets package"):
             features = kind.from_arrow_schema(table.schema)
     with _refusing(path, "Parquet file"):
-        return _arrow_rows(path, table.column_names, table.to_pylist(), features)
+        rows: list[dict[str, Any]] = []
+        room = max(_MUCH_TEXT, _MOST_TEXT * size)
+        for batch in table.to_batches(max_chunksize=1024):
+            rows += batch.to_pylist()
+            room -= sum(len(v) for row in rows[-len(batch) :] for v in row.values() if isinstance(v, (str, bytes)))
+            if room < 0:
+                raise ValueError(f"its {size} bytes hold too much text")
+        return _arrow_rows(path, table.column_names, rows, features)
 
 
 def _read_saved_dataset(path: Path) -> Rows:

@@ -13,6 +13,7 @@ import os
 import re
 import stat
 import unicodedata
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -26,8 +27,8 @@ PAGE_POLICY = (
 )
 #: Most bytes of a file, and of YAML, whose parser is slow.
 MAX_FILE, MAX_YAML = 1 << 28, 1 << 22
-#: Most values of a YAML document with every alias written out, and how deep they may be nested.
-MAX_YAML_NODES, MAX_YAML_DEPTH = 20_000, 64
+#: Most values of a YAML document with every alias written out; and how deep those of YAML and JSON may be nested.
+MAX_YAML_NODES, MAX_DEPTH = 20_000, 64
 
 _MARKDOWN = re.compile(r"[\\`\[\]]|(?<! )\*|\*(?! )|(?<![^\W_])_|_(?![^\W_])|<(?=[A-Za-z/!?])|&(?=[#\w]+;)")
 _MARKDOWN_BLOCK = re.compile(r"^(#|>|~|[-+=](?=[-+=\s]|$)|\d+(?=[.)](?:\s|$)))")
@@ -112,7 +113,7 @@ def read_text(path: str | os.PathLike[str], most: int = MAX_FILE) -> str:
 
 
 def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
-    """A JSON value with unique keys and finite numbers.
+    """A JSON value with unique keys and finite numbers, within this module's depth.
 
     Args:
         text: UTF-8 if it is bytes.
@@ -123,9 +124,11 @@ def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
     """
     refuse = {} if constants else {"parse_constant": _refuse_constant, "parse_float": _finite}
     try:
-        return json.loads(text, object_pairs_hook=_unique, **refuse)  # type: ignore[arg-type]
+        found = json.loads(text, object_pairs_hook=_unique, **refuse)  # type: ignore[arg-type]
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+    _check_depth(found, MAX_DEPTH)
+    return found
 
 
 def parse_json_object(text: str | bytes) -> dict[str, Any]:
@@ -170,7 +173,7 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
 
     Raises:
         ValueError: for a name that nothing has, a model that needs code of its own, and a folder whose config names a repository
-            of code or weights.
+            of code or weights, or files that a library fails on.
     """
     place, local = Path(name), {}
     config = place / "config.json"
@@ -182,6 +185,8 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
             _check_config(parse_json(read_bytes(config, MAX_YAML), constants=True))
     try:
         return auto.from_pretrained(name, trust_remote_code=False, **local, **options)
+    except (RuntimeError, ImportError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
@@ -194,6 +199,9 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
         raise ValueError(
             f"there is no folder {name}, and no model of that name could be loaded: check it, or the connection"
         ) from None
+    # A config of odd values meets any error of Python's, and a panic of the tokenizers library is no Exception.
+    except BaseException as error:
+        raise ValueError(f"a library failed on its files ({type(error).__name__}: {quote(str(error), 160)})") from None
 
 
 class _BoundedComposer:
@@ -207,7 +215,7 @@ class _BoundedComposer:
     def compose_node(self, parent: Any, index: Any) -> Any:
         is_alias = self.check_event(yaml.AliasEvent)  # type: ignore[attr-defined]
         self._depth += 1
-        if self._depth > MAX_YAML_DEPTH:
+        if self._depth > MAX_DEPTH:
             raise ValueError("it is nested too deep")
         begin = self._total
         node = super().compose_node(parent, index)  # type: ignore[misc]
@@ -225,7 +233,7 @@ class _BoundedComposer:
         node = super().compose_mapping_node(anchor)  # type: ignore[misc]
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if len(set(keys)) < len(keys):
-            raise ValueError(f"a key stands twice: {quote(max(keys, key=keys.count))}")
+            raise ValueError(f"a key stands twice: {quote(Counter(keys).most_common(1)[0][0])}")
         return node
 
 
@@ -252,10 +260,18 @@ def _is_visible(character: str) -> bool:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen = [key for key, _ in pairs]
-        twice = next(key for key in seen if seen.count(key) > 1)
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"{quote(twice)} stands in it twice, and readers differ in which they take")
     return found
+
+
+def _check_depth(value: Any, most: int) -> None:
+    """Refuse what a reader that follows it would run out of stack for."""
+    if isinstance(value, (dict, list)):
+        if not most:
+            raise ValueError("it is nested too deep")
+        for entry in value.values() if isinstance(value, dict) else value:
+            _check_depth(entry, most - 1)
 
 
 def _refuse_constant(name: str) -> Any:

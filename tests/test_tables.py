@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -273,3 +274,32 @@ def test_parquet(tmp_path):
     path.write_bytes(b"PAR1 but no more")
     with pytest.raises(DataError, match="no Parquet file that can be read"):
         read_rows(path)
+    # A few kilobytes that say they are billions.
+    parquet.write_table(pyarrow.table({"text": pyarrow.nulls(2 * 10**7, pyarrow.string())}), path)
+    with pytest.raises(DataError, match="bytes hold 20000000 rows of 1 columns"):
+        read_rows(path)
+    many = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 10_000, "int32"), pyarrow.array(["a" * 10**6]))
+    parquet.write_table(pyarrow.table({"text": many}), path)
+    with pytest.raises(DataError, match="bytes hold too much text"):
+        read_rows(path)
+
+
+@cases("name", ["pipe.csv", "zeros.jsonl"])
+def test_what_is_no_file_is_not_waited_for(tmp_path_factory, name):
+    path = tmp_path_factory.mktemp("devices") / name
+    os.mkfifo(path) if name == "pipe.csv" else path.symlink_to("/dev/zero")
+    with pytest.raises(DataError, match="is no regular file: name a file"):
+        read_rows(path)
+
+
+@cases("name", ["wide.csv", "wide.jsonl"])
+def test_many_columns_are_read_at_once_and_named_in_short(tmp_path_factory, name):
+    names = [f"c{i}" for i in range(100_000)]
+    content = (
+        f"{','.join(names)}\n{','.join('1' * len(names))}\n" if "csv" in name else json.dumps(dict.fromkeys(names, 1))
+    )
+    path = write(tmp_path_factory.mktemp("wide"), name, content)
+    begin = time.process_time()
+    with pytest.raises(DataError, match=r"its columns are c0, c1, .*, c19, \.\.\.$"):
+        read_rows(path).column("text", "text_column")
+    assert time.process_time() - begin < 10

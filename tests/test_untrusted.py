@@ -1,5 +1,6 @@
 """What other parties wrote, everywhere it is read or shown: bounded, parsed strictly, and inert on screens and pages."""
 
+import contextlib
 import copy
 import io
 import json
@@ -28,7 +29,7 @@ from fastdp.finetune.config import load_config
 from fastdp.finetune.report import build_report
 from tests.cases import cases
 from tests.finetune.test_report import made
-from tests.tokenizers_for_tests import quickstart
+from tests.tokenizers_for_tests import quickstart, small_gpt2
 
 ROOT = Path(__file__).parent.parent
 #: Every way that was found to leave a sentence: escape sequences, line ends, rich's and HTML's markup, Markdown, page marks.
@@ -168,6 +169,17 @@ FULL = {
 }
 
 
+@cases("value", [10**400, 1e308, float("inf"), -1, [[1]], {}])
+def test_a_card_of_impossible_numbers_is_written_or_refused_in_a_sentence(value):
+    """Python's decimal numbers and infinities raised errors of their own."""
+    honest = dict(card_of(**FULL))
+    for place in paths(honest):
+        changed = replaced(honest, place, value, key=False)
+        for form in FORMATS if isinstance(changed, dict) else ():
+            with contextlib.suppress(ValueError):
+                export(changed, form)
+
+
 @cases("key", [False, True])
 def test_no_field_of_a_card_writes_markup_into_a_page(key):
     honest = card_of(**FULL)
@@ -280,10 +292,21 @@ def test_aliases_of_an_honest_file_are_read():
     assert found["list"] == [{"b": 2, "d": 0}, {"b": 1, "d": 0}]
 
 
-@cases("text", ['{"a": 1, "a": 2}', "NaN", "1e999", "[" * 200_000, "9" * 10_000, "{", "\ud800{"])
+@cases(
+    "text",
+    [
+        *('{"a": 1, "a": 2}', "NaN", "1e999", "9" * 10_000, "{", "\ud800{"),
+        *("[" * 200_000, "[" * 500 + "]" * 500, '{"a": ' * 65 + "1" + "}" * 65),
+        "{" + ", ".join(f'"k{i}": 1' for i in range(100_000)) + ', "k99999": 2}',
+    ],
+)
 def test_json_that_readers_take_differently_is_refused(text):
+    """And at once: finding which of 100,000 keys stands twice took an hour."""
+    begin = time.process_time()
     with pytest.raises(ValueError):
         untrusted.parse_json(text)
+    assert time.process_time() - begin < 10
+    assert untrusted.parse_json("[" * 64 + "]" * 64)
 
 
 def test_files_are_regular_and_bounded(tmp_path):
@@ -376,6 +399,30 @@ def test_a_folder_that_names_a_repository_is_refused(tmp_path, key):
         untrusted.load_pretrained(transformers.AutoConfig, tmp_path)
 
 
+@cases(
+    "file, change",
+    [
+        ("config.json", {"n_head": 0}),
+        ("config.json", {"n_embd": "16"}),
+        ("config.json", {"dtype": "float7"}),
+        ("config.json", {"activation_function": "__import__"}),
+        ("config.json", {"quantization_config": {"quant_method": "gptq"}}),
+        ("tokenizer.json", {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}),
+        ("tokenizer.json", {"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": "x"}}),
+        ("tokenizer_config.json", {"eos_token": {"a": 1}}),
+    ],
+)
+def test_a_model_s_files_that_a_library_fails_on_are_refused_in_a_sentence(tmp_path_factory, file, change):
+    """Zero heads divided by zero, and a panic of the tokenizers library is no Exception."""
+    folder = tmp_path_factory.mktemp("model")
+    small_gpt2(folder, n_layer=1, n_embd=16)
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    auto = transformers.AutoModelForCausalLM if file == "config.json" else transformers.AutoTokenizer
+    with pytest.raises((ValueError, RuntimeError, OSError)):
+        untrusted.load_pretrained(auto, folder)
+
+
 def test_models_are_loaded_by_one_function_alone():
     calls = {
         path.relative_to(ROOT).as_posix()
@@ -401,6 +448,16 @@ def test_an_adapter_imports_no_module_and_is_looked_for_nowhere_else(tmp_path):
         (
             json.dumps({"peft_type": "XLORA", "adapters": {"0": "stranger/adapter"}}),
             "of no kind that a run writes: 'XLORA'",
+        ),
+        # On the names of a model's modules this expression takes longer than anyone waits.
+        *(
+            (json.dumps({"peft_type": "LORA", key: value}), f"a pattern of its own: list their names in {key}")
+            for key, value in (
+                ("target_modules", "(([a-z0-9._])+)+!"),
+                ("exclude_modules", "(.*)*(.*)*!"),
+                ("rank_pattern", {"(([a-z0-9._])+)+!": 1}),
+                ("layers_pattern", ["(([a-z0-9._])+)+!"]),
+            )
         ),
     ):
         if config is not None:

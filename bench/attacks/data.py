@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastdp
+from fastdp.engine.errors import SelfCheckError
 
 from .kit import (
     Library,
@@ -83,6 +84,21 @@ def huge_record(library: Library) -> float:
 def nan_record(library: Library) -> float:
     values = (math.nan, math.inf, -math.inf)
     return weakest(lambda value: library.moved(Task(Net), records(), constant(value)), values)
+
+
+@attack("A record's loss is finite and its gradient is not, and it reaches every parameter or has the model refused.")
+def infinite_slope(library: Library) -> float:
+    def between(_: Any, hidden: torch.Tensor) -> torch.Tensor:
+        # The slope of a root at 0 is infinite, and 0 times that is no number.
+        return hidden + 0 * torch.where(hidden.abs() > 0.999999, 0 * hidden, hidden).abs().sqrt()
+
+    try:
+        return max(
+            library.moved(Task(net(between=between)), records(), outlier(1e9), first=first) for first in (False, True)
+        )
+    except SelfCheckError:
+        # What is refused is the model, for what a record did.
+        return math.inf
 
 
 @attack("A record without a single label, or of one token, takes others with it.")

@@ -62,7 +62,7 @@ def export(card: Mapping[str, Any], form: Format) -> str:
         raise ValueError(f"{form!r} is no form of a card: choose {', '.join(FORMATS)}")
     try:
         return _WRITERS[form](card)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
         raise ValueError(f"the card is malformed: it cannot be written as {form} ({error!r})") from None
 
 

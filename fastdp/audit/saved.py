@@ -14,13 +14,22 @@ from fastdp.finetune.config import LABELLED, ConfigError, FinetuneConfig, load_c
 from fastdp.finetune.folder import CONFIG
 from fastdp.finetune.models import load_model, load_tokenizer
 from fastdp.finetune.tasks import task_of
-from fastdp.integrations.adapters import PEFT_TYPE
+from fastdp.integrations.adapters import FEED_FORWARD_OUTPUTS, PEFT_TYPE
 from fastdp.untrusted import MAX_YAML, load_pretrained, parse_json_object, quote, read_bytes
 
 #: Longest example, in tokens, for a model that no run has set one for.
 _LENGTH = 128
 #: Of adapters that runs write. peft knows others, whose configs name further adapters, which it would look for anywhere.
 _KINDS = ("LORA", "IA3", "PROMPT_TUNING", PEFT_TYPE)
+#: Settings whose text, or keys, peft matches with the names of modules as regular expressions, for as long as that takes.
+_PATTERNS = (
+    "target_modules",
+    "exclude_modules",
+    "feedforward_modules",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_pattern",
+)
 
 
 def load_saved(
@@ -49,7 +58,11 @@ def load_saved(
     _check_adapter(adapter)
     tokenizer = load_tokenizer(dataclasses.replace(config, model=str(adapter)))
     base: Any = load_model(config, tokenizer)
-    return peft.PeftModel.from_pretrained(base, str(adapter), local_files_only=True).eval(), tokenizer, config
+    try:
+        return peft.PeftModel.from_pretrained(base, str(adapter), local_files_only=True).eval(), tokenizer, config
+    # Whatever peft, or a file's own reader, raises on values that no run writes.
+    except Exception as error:
+        raise ConfigError(f"the adapter in {adapter} does not fit its model: {quote(str(error), 160)}") from None
 
 
 def _check_adapter(folder: Path) -> None:
@@ -66,6 +79,12 @@ def _check_adapter(folder: Path) -> None:
         )
     if settings.get("megatron_config"):
         raise ConfigError(f"the adapter in {folder} imports a module of its own choice: remove megatron_config")
+    for key in _PATTERNS:
+        names = isinstance(settings.get(key), list) and key != "layers_pattern"
+        if settings.get(key) and not names and settings[key] != FEED_FORWARD_OUTPUTS:
+            raise ConfigError(
+                f"the adapter in {folder} chooses modules by a pattern of its own: list their names in {key}"
+            )
 
 
 def settings_of(folder: str | Path, overrides: dict[str, Any] | None = None) -> FinetuneConfig:

@@ -158,6 +158,10 @@ class Engine(Passes):
         with self.chance(), gc_paused():
             try:
                 return self._checked_forward(call, ticket, inputs, junction)
+            except IndexError:
+                # An id or a label is out of range: rows alone tell whose.
+                self.run_rows(call, ticket)
+                raise
             except torch.OutOfMemoryError:
                 if self.graphs is None or not self.graphs.give_up():
                     raise

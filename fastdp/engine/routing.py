@@ -256,9 +256,6 @@ class Routing:
                     with torch.no_grad():
                         self.passes.plain_forward(*call[0], **call[1])
                 except Exception:
-                    if isinstance(error, IndexError):
-                        # An id or a label is out of range: rows alone tell whose.
-                        self.passes.run_rows(call, ticket)
                     raise error from None
                 reason = f"the model fails on some rows of a batch: {first_line(error)}"
                 self.passes.recollates = alone

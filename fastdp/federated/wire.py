@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import safetensors.torch
 from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from fastdp.untrusted import quote
@@ -15,7 +15,7 @@ _HEADER = 1024
 
 
 def pack_adapter(state: Mapping[str, Tensor]) -> bytes:
-    return safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
+    return save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
 
 
 def unpack_adapter(data: bytes, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -27,8 +27,8 @@ def unpack_adapter(data: bytes, like: Mapping[str, Tensor]) -> dict[str, Tensor]
     if not size <= len(data) <= size + _HEADER * (1 + len(like)):
         raise ValueError(f"it holds {len(data)} bytes, for an adapter of {size}")
     try:
-        found = safetensors.torch.load(data)
-    except (SafetensorError, ValueError, KeyError):
+        found = load(data)
+    except (SafetensorError, KeyError, ValueError, RuntimeError):
         raise ValueError("it is no safetensors file that can be read") from None
     for name in found.keys() - like.keys():
         raise ValueError(f"it has a tensor {quote(name)} that the adapter lacks")

@@ -8,6 +8,7 @@ import math
 import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -118,10 +119,9 @@ class SplitCustomer:
             deadline=deadline,
             patience=patience,
         )
-        opened: list[Lock] = []
-        try:
-            self._lock = Lock.of_folder(self.folder)
-            opened.append(self._lock)
+        with ExitStack() as undo:
+            undo.callback(self._connection.close)
+            self._lock = undo.enter_context(Lock.of_folder(self.folder))
             described = self._connection.call(Outgoing("describe"), replies(None)).fields
             self.served = ServiceDescription(**{key: described[key] for key in DESCRIPTION_FIELDS})
             self._forms = replies(self.served)
@@ -135,11 +135,7 @@ class SplitCustomer:
                 check_published(self.bottom, Path(published))
             self.bottom.to(self.device)
             self.store = ExampleStore(self.folder / "released", self.served.width, getattr(torch, dtype))
-        except BaseException:
-            self._connection.close()
-            for lock in opened:
-                lock.close()
-            raise
+            undo.pop_all()
         self._labels: Tensor | None = None
 
     def send(
@@ -227,7 +223,7 @@ class SplitCustomer:
         with files.appending(self.folder / LOSSES_FILE) as log:
             while step < total:
                 try:
-                    done, loss = self._step(step, labels)
+                    loss = self._step(step, labels)
                 except MessageRejected as refusal:
                     # The vendor was killed, and holds the step's forward pass no more, or none of the last steps.
                     failed += 1
@@ -235,7 +231,7 @@ class SplitCustomer:
                         raise
                     step = self._open()["step"]
                     continue
-                step, failed = done, 0
+                step, failed = step + 1, 0
                 losses.append(loss)
                 log.write(canonical({"step": step, "loss": loss}) + "\n")
                 log.flush()
@@ -300,8 +296,8 @@ class SplitCustomer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _step(self, step: int, labels: Tensor) -> tuple[int, float]:
-        """Steps taken after this one, and its loss."""
+    def _step(self, step: int, labels: Tensor) -> float:
+        """Take a step; its loss."""
         indices = batch_of(step, len(labels), self.batch_size, self.seed)
         message = Outgoing.of("forward", {"step": step}, {"indices": indices})
         logits = self._call(message).tensors["logits"]
@@ -311,14 +307,21 @@ class SplitCustomer:
         loss = F.cross_entropy(logits, labels[indices])
         (gradient,) = torch.autograd.grad(loss, logits)
         answer = self._call(Outgoing.of("backward", {"step": step}, {"gradient": gradient}))
-        return answer.fields["step"], float(loss.detach())
+        if answer.fields["step"] != step + 1:
+            raise ValueError(f"the vendor answered step {step} as if it were at {answer.fields['step']}: use another")
+        return float(loss.detach())
 
     def _put(self, first: int) -> int:
         """Send kept examples from ``first`` on, as many as a message takes. Returns the number that the vendor has."""
         lengths = self.store.lengths(first, self._block())
         rows, lengths = self.store.read(first, len(lengths))
         message = Outgoing.of("put", {"first": first}, {"rows": rows, "lengths": torch.tensor(lengths)})
-        return self._call(message).fields["examples"]
+        sent = self._call(message).fields["examples"]
+        if not first < sent <= self.store.count:
+            raise ValueError(
+                f"the vendor counts {sent} examples, of {first + len(lengths)} that it was sent: use another"
+            )
+        return sent
 
     def _block(self) -> int:
         """Examples that fit in any message, however long they are."""
@@ -436,7 +439,15 @@ class SplitCustomer:
             files.write_json(self.folder / BOTTOM, known)
         if known["after"] != self.served.after:
             raise ValueError(f"the bottom has {known['after']} blocks, and the vendor says {self.served.after}")
-        return unpack_bottom(PackedBottom(path, known["config"], known["digest"]), known["after"])
+        bottom = unpack_bottom(PackedBottom(path, known["config"], known["digest"]), known["after"])
+        config: Any = bottom.model.config
+        width, positions = config.hidden_size, getattr(config, "max_position_embeddings", self.served.max_tokens)
+        if width != self.served.width or positions < self.served.max_tokens:
+            raise ValueError(
+                f"the bottom is {width} wide with {positions} positions, and the vendor says {self.served.width} and "
+                f"{self.served.max_tokens}: use another vendor"
+            )
+        return bottom
 
     def _read_record(self) -> dict[str, Any]:
         path = self.folder / RECORD

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-import safetensors.torch
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from fastdp.accounting.serialisation import canonical
@@ -105,7 +105,7 @@ class Outgoing:
     def of(cls, op: str, fields: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> Outgoing:
         """With tensors, which are copied."""
         ready = {name: tensor.detach().cpu().contiguous() for name, tensor in (tensors or {}).items()}
-        return cls(op, fields, safetensors.torch.save(ready) if ready else b"")
+        return cls(op, fields, save(ready) if ready else b"")
 
     def __iter__(self) -> Iterator[bytes]:
         header = canonical({"op": self.op, "fields": dict(self.fields)}).encode()
@@ -195,9 +195,12 @@ def _read_header(data: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def _read_tensors(payload: bytes, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+    if int.from_bytes(payload[:8], "little") > MAX_HEADER:
+        raise MessageRejected(f"the payload's header is too large: {MAX_HEADER} bytes are the most")
     try:
-        found = safetensors.torch.load(payload)
-    except (SafetensorError, KeyError, ValueError):
+        found = load(payload)
+    # Of a dtype that torch lacks the library raises KeyError.
+    except (SafetensorError, KeyError, ValueError, RuntimeError):
         raise MessageRejected("the payload is no safetensors that can be read") from None
     if found.keys() != specs.keys():
         raise MessageRejected(f"the tensors are {quote(sorted(found))}: they must be {sorted(specs)}")

@@ -73,16 +73,16 @@ class RowValues:
         return [*map(abs, self.shares)] if any(self.shares) else None
 
     def input_gap(self, row: int, other: RowValues, at: int) -> float:
-        """The same of the gradients at a row's inputs, compared where both have tokens, relative to their norm."""
+        """The same of the gradients at a row's inputs where both have tokens, relative to their norm; 0 if neither is finite."""
         worst = 0.0
         for a, b in zip(self.inputs, other.inputs):
             if a.dim() != b.dim() or row >= a.shape[0] or at >= b.shape[0]:
                 continue
             one, two = cropped(a[row].double(), b[at].double())
             sizes = float(one.norm()), float(two.norm())
-            if not all(map(math.isfinite, sizes)):
+            if sum(map(math.isfinite, sizes)) == 1:
                 return math.inf
-            if max(sizes) > 1e-30:
+            if 1e-30 < max(sizes) < math.inf:
                 worst = max(worst, float((one - two).norm()) / max(sizes))
         return worst
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fastdp import ops
+from fastdp.ops.factors import HAS_KERNELS
 from fastdp.ops.table import OPS
 from tests.cases import cases
 from tests.ops.uses import by_threads
@@ -74,6 +75,7 @@ def calls_of(function):
     return count - 2  # the function itself, and the end of counting
 
 
+@pytest.mark.skipif(not HAS_KERNELS, reason="there is no kernel to go to")
 def test_small_calls_go_straight_to_their_kernel():
     """Of a few numbers the way there takes longer than the sum: the checks of `Op` alone come to more calls."""
     x, weights = torch.randn(8, 64), torch.rand(8)

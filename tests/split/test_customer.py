@@ -1,7 +1,11 @@
 """The customer's side: each text is released once, whatever happens; and its run is the one it would be without stops."""
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +17,13 @@ from fastdp.split import MessageRejected, SplitCustomer, SplitVendor
 from fastdp.split.connection import Connection
 from fastdp.split.customer import batch_of
 from fastdp.split.wire import Outgoing
+from tests.cases import cases
 from tests.elsewhere import elsewhere
 from tests.split.world import (
     LIMITS,
     ask,
     make_model,
+    make_texts,
     make_tokenizer,
     make_vendor,
     merged_model,
@@ -400,3 +406,41 @@ def test_customers_at_once(service, customer_of, corpus):
     for customer, found in zip(customers, losses):
         batches = [batch_of(step, 24, 8, customer.seed) for step in range(6)]
         assert found == train_in_process(make_model(), customer.store, labels, batches)[0]
+
+
+class Lying(SplitVendor):
+    """Answers one operation with other fields than are true."""
+
+    lies: dict = {}
+
+    def answer(self, name, message, seconds):
+        found = super().answer(name, message, seconds)
+        return replace(found, fields={**found.fields, **self.lies.get(message.op, {})})
+
+
+@cases(
+    ("lies", "words"),
+    [
+        ({"put": {"examples": 0}}, "counts 0 examples, of 8 that it was sent"),
+        ({"put": {"examples": 1 << 53}}, "examples, of 8 that it was sent"),
+        ({"backward": {"step": 0}}, "answered step 0 as if it were at 0"),
+        ({"backward": {"step": 1 << 53}}, "answered step 0 as if it were at 9007199254740992"),
+        ({"describe": {"width": 64}}, "the bottom is 16 wide with 32 positions, and the vendor says 64 and 16"),
+        ({"describe": {"max_tokens": 1 << 20}}, "with 32 positions, and the vendor says 16 and 1048576"),
+    ],
+)
+def test_a_vendor_that_counts_wrong_is_left(lies, words):
+    """One that answered with no progress was asked for ever, and one that named another width met an assertion."""
+    texts, labels = make_texts(24)
+    with TemporaryDirectory() as place, mock.patch.dict(os.environ, {"FASTDP_STATE": f"{place}/state"}):
+        vendor = Lying(make_model(), f"{place}/vendor", tokenizer=make_tokenizer(), limits=LIMITS)
+        vendor.lies = lies
+        options = {"insecure": True, "tokenizer": make_tokenizer(), "batch_size": 8, "patience": 5.0}
+
+        def train(address):
+            with SplitCustomer(address, f"{place}/customer", **options) as customer:
+                customer.send(texts, labels, noisy_rows(customer))
+                customer.train(1)
+
+        with vendor.serve("127.0.0.1:0", insecure=True) as service, pytest.raises(ValueError, match=words):
+            train(service.address)

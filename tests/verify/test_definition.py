@@ -411,3 +411,18 @@ def test_time_may_run_along_either_axis_and_never_along_the_rows(tokens: int, ro
     else:
         train()
     assert private.steps_done == (0 if mistaken else 2)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_record_whose_gradient_alone_is_not_finite_is_left_out(at: int) -> None:
+    """Its loss is finite. It was taken for a model that keeps state between batches, and ended the run."""
+
+    def rooted(net: Net, h: torch.Tensor) -> torch.Tensor:
+        # The slope of a root at 0 is infinite, and 0 times that is no number.
+        return h + 0 * torch.where(h.abs() > 0.999999, 0 * h, h).abs().sqrt()
+
+    data = collate(examples(6))
+    data["x"][at] = 1e6
+    engine = trained(Net(rooted), data)
+    assert int(engine.accumulator.nonfinite) == 1
+    assert all(bool(total.isfinite().all()) for total in engine.accumulator.sums.values())

@@ -132,6 +132,10 @@ class Accumulator(Sums):
             norms.apart()
         for batch in reversed(norms.batches):
             self._add_batch(batch, unit_scales, most)
+        while norms.repeats:
+            batch = norms.repeats.pop()
+            gradients, _ = ops.per_unit_group(*batch.straight, batch.offsets)
+            self.add_instances(dict(zip(batch.names, gradients)), unit_scales)
         whole, held = norms.wholes, 0
         for name in self.in_order(norms.entries):
             entry = norms.entries.pop(name, None) or Entry()
@@ -153,9 +157,8 @@ class Accumulator(Sums):
             held += 4 * self.parameters[batch.names[at]].numel()
             if held > most or at == 0:
                 own = batch.taken(tuple(range(at, end)))
-                lefts, rights = (own.rights, own.lefts) if batch.swap else (own.lefts, own.rights)
-                self.add_matrices(own.names, lefts, rights, unit_scales, batch.offsets)
-                del own, lefts, rights, batch.lefts[at:], batch.rights[at:]
+                self.add_matrices(own.names, *own.straight, unit_scales, batch.offsets)
+                del own, batch.lefts[at:], batch.rights[at:]
                 held, end = 0, at
 
     def _launch_bytes(self, norms: NormSink) -> int:

@@ -52,6 +52,11 @@ class FactorBatch(NamedTuple):
     offsets: torch.Tensor
     errors: Sequence[RouteErrors]
 
+    @property
+    def straight(self) -> tuple[Matrices, Matrices]:
+        """Left and right factors of the parameters as they lie."""
+        return (self.rights, self.lefts) if self.swap else (self.lefts, self.rights)
+
     def taken(self, order: tuple[int, ...]) -> FactorBatch:
         """Those with these numbers."""
         if order == tuple(range(len(self.names))):

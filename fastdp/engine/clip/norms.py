@@ -20,7 +20,7 @@ from fastdp.engine.uses.factors import Factors, PerUnit, join_uses
 from fastdp.engine.uses.layout import Layout
 from fastdp.ops.matrices import Matrices
 from fastdp.ops.placed import CONSTANTS
-from fastdp.ops.routes import NARROW, plan_route
+from fastdp.ops.routes import NARROW, is_allowed, plan_route
 
 _T = TypeVar("_T")
 #: Sizes of uses whose constants are kept, at most.
@@ -65,9 +65,8 @@ class _Plan(NamedTuple):
     gram: tuple[int, ...]
     direct: tuple[int, ...]
     small: tuple[int, ...]
-    rest: tuple[int, ...]
-    #: Those by Gram matrices and by the direct route: their factors are kept.
-    kept: tuple[int, ...]
+    #: Small ones on a GPU whose gradients take more memory than their factors.
+    repeats: tuple[int, ...]
     routes: dict[str, Route]
     errors: tuple[RouteErrors, ...]
 
@@ -86,6 +85,12 @@ def _cached(sizes: tuple[object, ...], find: Callable[[], _T]) -> _T:
     return found  # type: ignore[no-any-return]
 
 
+def _is_small(route: Route, right: torch.Tensor) -> bool:
+    """Whether gradients by unit take little memory beside their factors."""
+    sizes = route.rows, route.columns, route.tokens // max(1, route.units), route.units
+    return route.columns == 1 or is_allowed("instantiate", *sizes, dtype=right.dtype, device=right.device)
+
+
 class NormSink(Captures):
     """Computes upper bounds of norms as captures arrive; keeps what the weighted sums will need unless a second pass follows."""
 
@@ -94,7 +99,7 @@ class NormSink(Captures):
         self.layout = layout
         self.expected = expected
         self.keep = keep
-        self.routes = sums.routes
+        self.routes, self._cuts_sums = sums.routes, sums.weights.cuts_sums
         self.tables, self.plans = sums.tables, sums.plans
         self.entries: dict[str, Entry] = {}
         self.norms = Norms(len(self.policy.bounds), layout.units, layout.weights.device)
@@ -103,6 +108,8 @@ class NormSink(Captures):
         #: What many were measured together: factors, and whole gradients by name.
         self.batches: list[FactorBatch] = []
         self.wholes: dict[str, torch.Tensor] = {}
+        #: Of what was measured as whole gradients the factors, of which the sums make the same gradients again.
+        self.repeats: list[FactorBatch] = []
         #: Those of them that wait for their Gram matrices; and single uses that do, all of which read the same input.
         self._by_gram: list[FactorBatch] = []
         self._waiting: list[RoutedUse] = []
@@ -174,32 +181,39 @@ class NormSink(Captures):
                 if len(self.plans) >= _PLANS:
                     self.plans.clear()
                 plan = self.plans[key] = self._planned(names, members)
-            for at in plan.rest:
-                self._take_alone(*members[at])
             self.routes.update(plan.routes)
             every = FactorBatch(names, lefts, rights, swap, self.layout.offsets(tokens, laned=laned), plan.errors)
             if not self._launches:
                 self._take_in_order(every, plan.small)
             elif plan.small:
-                self._take_small(every.taken(plan.small))
+                self.wholes.update(zip([names[at] for at in plan.small], self._measure_small(every.taken(plan.small))))
+            held = itertools.accumulate(
+                4 * self.layout.units * self.parameters[names[at]].numel() for at in plan.repeats
+            )
+            for _, part in itertools.groupby(zip(held, plan.repeats), lambda own: 32 * own[0] // self.may_hold_bytes):
+                self.repeats.append(every.taken(tuple([at for _, at in part])))
+                self._measure_small(self.repeats[-1])
             for at in plan.direct if self._launches else ():
                 self._add_direct(RoutedUse(names[at], members[at][1], plan.routes[names[at]], plan.errors[at]))
-            if plan.kept:
-                self.batches.append(every.taken(plan.kept))
+            if plan.gram or plan.direct:
+                self.batches.append(every.taken(tuple(sorted(plan.gram + plan.direct))))
             if plan.gram:
                 self._by_gram.append(every.taken(plan.gram))
 
     def _planned(self, names: Sequence[str], members: Sequence[tuple[torch.nn.Parameter, Factors]]) -> _Plan:
         found = [self._routed(name, use) for name, (_, use) in zip(names, members)]
-        numbers: dict[str, list[int]] = {"gram": [], "direct": [], "instantiate": [], "rest": []}
-        for at, (name, _, route, _) in enumerate(found):
-            chosen = "rest" if route.name == "instantiate" and name in self.tables else route.name
+        numbers: dict[str, list[int]] = {"gram": [], "direct": [], "instantiate": [], "repeat": []}
+        for at, (_, use, route, _) in enumerate(found):
+            chosen = route.name
             # A processor has narrow ones alone here.
-            numbers[chosen if self._launches or chosen == "instantiate" else "direct"].append(at)
-        gram, direct, small, rest = (tuple(own) for own in numbers.values())
-        kept = tuple(sorted(gram + direct))
+            if not self._launches:
+                chosen = chosen if chosen == "instantiate" else "direct"
+            elif chosen == "instantiate" and not (self._cuts_sums or _is_small(route, use.right)):
+                chosen = "repeat"
+            numbers[chosen].append(at)
         routes, errors = {own.name: own.route for own in found}, tuple([own.errors for own in found])
-        return _Plan(gram, direct, small, rest, kept, routes, errors)
+        gram, direct, small, repeats = (tuple(own) for own in numbers.values())
+        return _Plan(gram, direct, small, repeats, routes, errors)
 
     def _take_in_order(self, batch: FactorBatch, small: tuple[int, ...]) -> None:
         """Measure narrow matrices on a processor in the order of their captures, and make the gradients of the small ones.
@@ -215,13 +229,12 @@ class NormSink(Captures):
         errors = [each.direct for each in batch.errors]
         self.norms.add_rows(self.policy.groups(batch.names), squares, errors, products, tokens)
 
-    def _take_small(self, batch: FactorBatch) -> None:
-        """Make and measure the gradients of small matrices (LoRA's) in one launch; nothing else of them is kept."""
-        lefts, rights = (batch.rights, batch.lefts) if batch.swap else (batch.lefts, batch.rights)
-        gradients, squared = ops.per_unit_group(lefts, rights, batch.offsets)
+    def _measure_small(self, batch: FactorBatch) -> list[torch.Tensor]:
+        """Make and measure the gradients of small matrices (LoRA's) in one launch."""
+        gradients, squared = ops.per_unit_group(*batch.straight, batch.offsets)
         errors = [self._of_instance(name, gradient) for name, gradient in zip(batch.names, gradients)]
         self.norms.add_rows(self.policy.groups(batch.names), squared, errors)
-        self.wholes.update(zip(batch.names, gradients))
+        return gradients
 
     def _take_alone(self, parameter: torch.nn.Parameter, factors: Factors) -> None:
         name, entry = self.entry(parameter)
@@ -231,14 +244,12 @@ class NormSink(Captures):
             factors = factors.dense()
         found = self._routed(name, factors)
         route = found.route.name
-        # The gradient of a table has no small form, and its cross term with this use needs both as factors.
         several = masked or self.expected.get(name, 1) > 1
-        small = route == "instantiate" and name not in self.tables
         # How several uses are measured must not depend on their length; that of one does not.
-        small &= not several or (self._launches and min(found.route.rows, found.route.columns) <= NARROW)
+        small = route == "instantiate" and (not several or (self._launches and not found.wide))
         self.routes[name] = Route("masked", *found.route[1:]) if masked and not small else found.route
         if small:
-            self._instantiate(found, several=several)
+            self._instantiate(found)
             return
         entry.factors.append(factors)
         if several:
@@ -254,30 +265,30 @@ class NormSink(Captures):
 
     def _routed(self, name: str, use: Factors) -> RoutedUse:
         """A use with what its sizes and its arithmetic say of it."""
-        left, right, entries = use.left, use.right, self.parameters[name].numel()
-        scaled = use.scales is not None
-        kind = (entries, left.shape, left.dtype, right.shape, right.dtype, right.device, use.laned, use.tiled, scaled)
+        left, right, entries, table = use.left, use.right, self.parameters[name].numel(), name in self.tables
+        sizes = entries, left.shape, left.dtype, right.shape, right.dtype, right.device
+        kind = (*sizes, use.laned, use.tiled, use.scales is not None, table)
         known = self._kinds.get(kind)
         if known is None:
             rows = use.width or self.parameters[name].shape[0]
-            route = Route(self._route(use, rows), rows, right.shape[1], right.shape[0], self.layout.units)
+            route = Route(self._route(use, rows, table), rows, right.shape[1], right.shape[0], self.layout.units)
             known = self._kinds[kind] = route, self._constants(use, entries)
         return RoutedUse(name, use, *known)
 
-    def _route(self, use: Factors, rows: int) -> str:
+    def _route(self, use: Factors, rows: int, table: bool) -> str:
         """How the norms of one use are found."""
         if use.finds_norms:
             return "tiles" if use.tiled else "experts"
         if use.one_hot:
             return "row sums"
-        if use.right.shape[1] == 1:
-            return "instantiate"
+        # A GPU adds what it measures of a narrow one: its bound is the same whatever the lengths of others.
         right, units = use.right, self.layout.units
-        length = right.shape[0] // max(1, units)
-        # What is made of a narrow one by unit is added as well: see `SumSink`.
-        keeps = self.keep or (self._launches and min(rows, right.shape[1]) <= NARROW)
-        options: dict[str, Any] = {"keeps_factors": keeps, "dtype": right.dtype, "device": right.device}
-        return plan_route(rows, right.shape[1], length, units, **options)
+        if not table and (right.shape[1] == 1 or (self._launches and min(rows, right.shape[1]) <= NARROW)):
+            return "instantiate"
+        sizes = rows, right.shape[1], right.shape[0] // max(1, units), units
+        found = plan_route(*sizes, keeps_factors=self.keep, dtype=right.dtype, device=right.device)
+        # The gradient of a table has no small form, and its cross term with a lookup needs both as factors.
+        return "direct" if table and found == "instantiate" else found
 
     def apart(self) -> None:
         """Put what was measured together among the entries."""
@@ -289,7 +300,7 @@ class NormSink(Captures):
 
     def _require_once(self) -> None:
         """As `require_once`, of all that came together."""
-        names = [*itertools.chain.from_iterable([batch.names for batch in self.batches]), *self.wholes]
+        names = [*itertools.chain(*[batch.names for batch in (*self.batches, *self.repeats)]), *self.wholes]
         if len({*names, *self.entries}) < len(names) + len(self.entries):
             seen = Counter([*names, *self.entries])
             self.require_once(next(name for name, times in seen.items() if times > 1), Entry(uses=2))
@@ -350,12 +361,13 @@ class NormSink(Captures):
             relative = rounding.squares(entries)
             self.norms.add(own, power, entries, relative=relative, products=products, **errors)
 
-    def _instantiate(self, found: RoutedUse, *, several: bool) -> None:
+    def _instantiate(self, found: RoutedUse) -> None:
         """Make the gradients of a small matrix at once."""
         name, use, entry = found.name, found.use, self.entries[found.name]
         offsets, own, launched = use.offsets(self.layout), use.dense(), self._launches
         if launched and not found.wide:
-            if several and not self.keep:
+            if self.expected.get(name, 1) > 1:
+                # A second pass would add uses one by one: the bound is the same where there is none.
                 self.note_products(name, use)
             left, right = own.oriented
             (gradient,), squared = ops.per_unit_group([left], [right], offsets)
@@ -506,9 +518,9 @@ class NormSink(Captures):
     def _put_together(self, name: str, entry: Entry) -> None:
         """Make one whole gradient by unit of all that a parameter has collected."""
         uses = [use.dense() for use in entry.factors]
-        if not self.keep:
-            for use, own in zip(entry.factors, uses):
-                self.note_products(name, own if use.tiled else use)
+        # Also where no second pass adds them apart: memory decides that, and so the lengths of others.
+        for use, own in zip(entry.factors, uses):
+            self.note_products(name, own if use.tiled else use)
         shape = self.parameters[name].shape
         if entry.instance is None:
             total = torch.zeros(self.layout.units, *shape, device=self.layout.weights.device)
