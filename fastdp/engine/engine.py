@@ -18,7 +18,13 @@ from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import RankLost
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.errors import SelfCheckError, UnseenUse
-from fastdp.engine.loss.boundary import FORWARD_AFTER_BACKWARD, TWO_FORWARDS, UNEQUAL_LOSSES, Junction
+from fastdp.engine.loss.boundary import (
+    CALLED_ON_OUTPUTS,
+    FORWARD_AFTER_BACKWARD,
+    TWO_FORWARDS,
+    UNEQUAL_LOSSES,
+    Junction,
+)
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, JoinedPasses, Passes
 from fastdp.engine.routing import Routing
 from fastdp.engine.uses.layout import Ticket
@@ -75,6 +81,8 @@ class Engine(Passes):
         self.begun = False
         #: Whether a backward pass of this logical batch failed, perhaps after it had added something.
         self.broken = False
+        #: Whether a backward pass runs.
+        self._differentiates = False
         #: Whether the last microbatch of this logical batch had its backward pass; probe batches may still follow it.
         self._ended = False
         #: The batch that went through the model latest, how often in a row it has, and where these passes meet.
@@ -208,6 +216,8 @@ class Engine(Passes):
 
     def _backward(self, parts: JoinedPasses) -> None:
         ticket, every = parts[0][0].ticket, [own for own, _ in parts]
+        if self._differentiates:
+            raise RuntimeError(CALLED_ON_OUTPUTS)
         if any(own.used for own in every):
             raise RuntimeError(
                 "A second backward() ran on one batch. Add its losses up, and call backward() once on their sum."
@@ -241,12 +251,15 @@ class Engine(Passes):
             )
         self.drop_zero_gradients()
         self.refuse_foreign_gradients("before the backward pass")
-        self.broken = True
-        with gc_paused(), self._watched():
-            if ticket.probe is None:
-                self.differentiate(parts)
-            else:
-                parts[0][0].backward(parts, False)
+        self.broken = self._differentiates = True
+        try:
+            with gc_paused(), self._watched():
+                if ticket.probe is None:
+                    self.differentiate(parts)
+                else:
+                    parts[0][0].backward(parts, False)
+        finally:
+            self._differentiates = False
         self.broken = False
         self.backwards += 1
         self.tickets.popleft()

@@ -219,6 +219,10 @@ FORWARD_AFTER_BACKWARD = (
 )
 
 
+#: Where a loop feeds the model's outputs to it, step by step.
+CALLED_ON_OUTPUTS = "The model was called on its own outputs of the same batch. Call it once, and run all of its steps inside its forward()."
+
+
 #: Where a loop makes a second loss of a model's outputs.
 LOSS_TERM = (
     "A loss term was computed from the model's outputs beside its loss. Compute it inside the model, or return "
