@@ -220,7 +220,9 @@ FORWARD_AFTER_BACKWARD = (
 
 
 #: Where a loop feeds the model's outputs to it, step by step.
-CALLED_ON_OUTPUTS = "The model was called on its own outputs of the same batch. Call it once, and run all of its steps inside its forward()."
+CALLED_ON_OUTPUTS = (
+    "The model was called on its own outputs of the same batch. Call it once: run all steps inside its forward()."
+)
 
 
 #: Where a loop makes a second loss of a model's outputs.
