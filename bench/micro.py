@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.errors import first_line
+from fastdp.validate import first_line
 
 from .kernels import SIZES, Case, Function, cases, names
 

@@ -102,3 +102,8 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def first_line(error: Exception) -> str:
+    """What an error of the user's code or of a library says, for a message of one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -272,7 +272,8 @@ def row_of(call: Call, rows: int, single: Call | None, otherwise: int = 0) -> in
     if single is None or rows == 1 or any(t.shape[0] != 1 for t in tensors(single) if t.dim()):
         return otherwise
     pairs = [(t, own) for (_, t), (_, own) in zip(leaves(call), leaves(single)) if t.dim() and t.shape[0] == rows]
-    for row in range(rows):
+    # Of rows with equal inputs, whose labels may differ, it is the expected one.
+    for row in (otherwise, *range(rows)):
         if all(t.dim() == own.dim() and torch.equal(*cropped(t[row], own[0])) for t, own in pairs if own.dim()):
             return row
     return otherwise

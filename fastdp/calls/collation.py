@@ -88,20 +88,25 @@ class Collation:
 
     def predates(self, t: torch.Tensor) -> bool:
         """Whether a loop had a tensor, as it is, before it was given this batch, so that it holds none of its rows."""
-        return self.earlier is not None and self.earlier.get(t) == version(t)
+        # A collator may hand out the data set's own tensors.
+        handed_out = any(own is t for own in self.batch.values())
+        return self.earlier is not None and self.earlier.get(t) == version(t) and not handed_out
 
     def row_axis(self, t: torch.Tensor) -> int | None:
         """The axis, 0 or 1, along which a tensor of equal first sizes has this batch's rows; None where nothing tells."""
         single = {path: own.shape for path, own in leaves(self.single(*self.items([0])))}
+        found = [(0, 0)]
         for path, own in self.batch.items():
             shape = single.get(path, ())
             axis = int(len(shape) > 1 and shape[0] != 1 and shape[1] == 1)
             if own is t:
                 return axis
             if own.dim() == t.dim() and own.shape[axis] == t.shape[0]:
-                first, second = (_values_equal(*cropped(t.movedim(n, 0), own.movedim(axis, 0))) for n in (0, 1))
-                if first != second:
-                    return int(second)
+                first, second = (_evidence(t.movedim(n, 0), own.movedim(axis, 0)) for n in (0, 1))
+                found.append((abs(first - second), int(second > first)))
+        evidence, axis = max(found)
+        if evidence:
+            return axis
         # Recurrent layers begin with states of zeros, [layers, rows, width].
         return 1 if t.dim() > 2 and bool((t == t.flatten()[0]).all()) else None
 
@@ -298,6 +303,26 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _values_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _evidence(t: torch.Tensor, own: torch.Tensor) -> int:
+    """By how many entries one tensor follows from another, as a mask does from ids: those that equal others; 0 if it does not.
+
+    Both are cut to the sizes that they share, at the end or at the start: a loop may leave the last token out.
+    """
+    if _values_equal(*cropped(t, own)):
+        return 2 * own.numel()
+    found, sizes = 0, [min(n, m) for n, m in zip(t.shape, own.shape)]
+    for ends in (False, True):
+        made, given = (
+            x[tuple(slice((m - n) * ends, m if ends else n) for n, m in zip(sizes, x.shape))].nan_to_num()
+            for x in (t, own)
+        )
+        distinct, places = torch.unique(given, return_inverse=True)
+        values = torch.zeros(len(distinct), dtype=t.dtype, device=t.device)
+        values[places] = made
+        found = max(found, (given.numel() - len(distinct)) * torch.equal(values[places], made))
+    return found
 
 
 def _is_copy(t: torch.Tensor, own: torch.Tensor) -> bool:

@@ -7,9 +7,11 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
-_COMPOSITE = frozenset({F.multi_head_attention_forward})
+#: A backward pass computes checkpointed pieces again.
+COMPOSITE = frozenset({F.multi_head_attention_forward, torch.autograd.backward})
 
 
 def opened(function: Any) -> Callable[..., Any] | None:
@@ -18,7 +20,7 @@ def opened(function: Any) -> Callable[..., Any] | None:
     Its formula stays torch's own, whatever version: only its question whether somebody overrides it is answered with no.
     """
     # The set is asked first: a cache would keep other functions, and bound methods among them keep their tensors.
-    return _opened(function) if function in _COMPOSITE else None
+    return _opened(function) if function in COMPOSITE else None
 
 
 @functools.cache

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from fastdp.calls.composite import opened
+from fastdp.calls.composite import COMPOSITE, opened
 from fastdp.calls.generators import HeldGenerators, own_generators, set_seed
 
 _WORDS = 624
@@ -184,7 +184,7 @@ class _Changed(TorchFunctionMode):
     functions: frozenset[Any]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.multi_head_attention_forward:
+        if func in COMPOSITE:
             inside = opened(func)
             assert inside is not None
             with self:

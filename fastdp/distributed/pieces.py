@@ -54,6 +54,13 @@ def part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return whole[start:end]
 
 
+def row(tensor: torch.Tensor, index: int) -> torch.Tensor:
+    """The row ``index`` of a tensor's first axis where its piece holds it, and no row elsewhere: a view."""
+    start = _rows(tensor)[0] if is_cut(tensor) else 0
+    held = piece(tensor)
+    return held[index - start : index - start + 1] if start <= index < start + len(held) else held[:0]
+
+
 def padded_numel(tensor: torch.Tensor) -> int:
     """The numbers of a piece before the last ones, to which all are filled up where they are exchanged."""
     return _rows(tensor)[2] * math.prod(tensor.shape[1:])

@@ -17,8 +17,16 @@ from fastdp.calls.pending import PendingGradients
 from fastdp.distributed.pieces import is_cut
 from fastdp.distributed.ranks import RankLost
 from fastdp.engine.clip.policy import Policy
-from fastdp.engine.errors import SelfCheckError, UnseenUse
-from fastdp.engine.loss.boundary import FORWARD_AFTER_BACKWARD, TWO_FORWARDS, UNEQUAL_LOSSES, Junction
+from fastdp.engine.errors import (
+    CALLED_ON_OUTPUTS,
+    FAILED_BACKWARD,
+    FORWARD_AFTER_BACKWARD,
+    TWO_FORWARDS,
+    UNEQUAL_LOSSES,
+    SelfCheckError,
+    UnseenUse,
+)
+from fastdp.engine.loss.boundary import Junction
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, JoinedPasses, Passes
 from fastdp.engine.routing import Routing
 from fastdp.engine.uses.layout import Ticket
@@ -73,8 +81,8 @@ class Engine(Passes):
         self.complete = False
         #: Whether the model has seen some of a logical batch that is not released yet.
         self.begun = False
-        #: Whether a backward pass of this logical batch failed, perhaps after it had added something.
-        self.broken = False
+        #: Why no backward pass may begin: one runs, or one of this logical batch failed after it had perhaps added something.
+        self.blocked = ""
         #: Whether the last microbatch of this logical batch had its backward pass; probe batches may still follow it.
         self._ended = False
         #: The batch that went through the model latest, how often in a row it has, and where these passes meet.
@@ -102,7 +110,8 @@ class Engine(Passes):
         self.accumulator.reset()
         self.checks.abandon()
         self.checks.deferred_checks.clear()
-        self.complete = self.broken = self._ended = False
+        self.complete = self._ended = False
+        self.blocked = ""
         self.followed = self.backwards
         return begun
 
@@ -212,6 +221,8 @@ class Engine(Passes):
 
     def _backward(self, parts: JoinedPasses) -> None:
         ticket, every = parts[0][0].ticket, [own for own, _ in parts]
+        if self.blocked:
+            raise RuntimeError(self.blocked)
         if any(own.used for own in every):
             raise RuntimeError(
                 "A second backward() ran on one batch. Add its losses up, and call backward() once on their sum."
@@ -238,20 +249,19 @@ class Engine(Passes):
             raise RuntimeError(
                 "Two logical batches came to one release, which was not made. Take a batch after the step of the one before."
             )
-        if self.broken:
-            raise RuntimeError(
-                "A backward pass of this logical batch failed, and a repetition could count examples twice. "
-                "Begin the loader's iteration anew."
-            )
         self.drop_zero_gradients()
         self.refuse_foreign_gradients("before the backward pass")
-        self.broken = True
-        with gc_paused(), self._watched():
-            if ticket.probe is None:
-                self.differentiate(parts)
-            else:
-                parts[0][0].backward(parts, False)
-        self.broken = False
+        self.blocked = CALLED_ON_OUTPUTS
+        try:
+            with gc_paused(), self._watched():
+                if ticket.probe is None:
+                    self.differentiate(parts)
+                else:
+                    parts[0][0].backward(parts, False)
+        except BaseException:
+            self.blocked = FAILED_BACKWARD
+            raise
+        self.blocked = ""
         self.backwards += 1
         self.tickets.popleft()
         self._ended |= ticket.is_last

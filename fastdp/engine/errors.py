@@ -2,6 +2,30 @@
 
 from fastdp.calls.errors import SelfCheckError as SelfCheckError
 
+#: Where a loop differentiates passes that cannot be one: of several batches, say.
+TWO_FORWARDS = (
+    "Two forward passes ran before one backward. Run one forward per batch, then backward(). Or call the model twice inside one "
+    "wrapper module's forward()."
+)
+#: Where the losses of a batch's passes count by what the loop says, which may follow the whole batch.
+UNEQUAL_LOSSES = (
+    "The loop gives the losses of two forward passes different weights. Weigh them inside one wrapper module's forward(), or add "
+    "them up as they are."
+)
+#: Where a loop calls the model again after the backward pass.
+FORWARD_AFTER_BACKWARD = (
+    "A forward pass ran after its batch's backward(). Run all passes of a batch before, and call backward() once on the sum of "
+    "their losses."
+)
+#: Where a loop feeds the model's outputs to it, step by step.
+CALLED_ON_OUTPUTS = (
+    "The model was called on its own outputs of a batch. Run all steps inside its forward(), called once."
+)
+#: Where a backward pass failed, and the loop goes on.
+FAILED_BACKWARD = (
+    "A backward pass failed, and a repetition could count examples twice. Begin the loader's iteration anew."
+)
+
 
 class UnsupportedUse(Exception):
     """An operation for which no per-example rule is known, or none that fits; the one-example route then takes over."""
@@ -25,8 +49,3 @@ class Differentiates(UnsupportedUse):
 
 class OwnLoss(UnsupportedUse):
     """A loss that torch's loss functions alone do not explain; means and sums over rows may."""
-
-
-def first_line(error: Exception) -> str:
-    """What an error of the user's code says, for a message of one line."""
-    return str(error).partition("\n")[0] or type(error).__name__

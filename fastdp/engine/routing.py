@@ -28,12 +28,12 @@ from fastdp.engine.errors import (
     UnseenUse,
     UnsupportedUse,
     Untraceable,
-    first_line,
 )
 from fastdp.engine.loss.boundary import Junction
 from fastdp.engine.passes import ORDINARY, USES, Pass, Passes
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import Tap
+from fastdp.validate import first_line
 
 #: Each is checked as the first batch is.
 _MOST_WAYS = 16

@@ -21,6 +21,7 @@ from fastdp.finetune.config import PAIRED, ConfigError, FinetuneConfig
 from fastdp.finetune.tasks import TASKS
 from fastdp.integrations.adapters import BottleneckConfig, fix_lora_projections, train_biases_only
 from fastdp.untrusted import load_pretrained
+from fastdp.validate import first_line
 
 #: The folder of a run's weights: of an adapter, and of a whole model.
 ADAPTER_FOLDER, MODEL_FOLDER = "adapter", "model"
@@ -67,7 +68,7 @@ def check_model_name(config: FinetuneConfig) -> int | None:
         settings = load_pretrained(AutoConfig, str(config.model))
     except (OSError, ValueError) as error:
         whole = Path(str(config.model)) / "config.json"
-        said = f"{config.model} is no model that can be loaded: {_first_line(error)}" if whole.exists() else str(error)
+        said = f"{config.model} is no model that can be loaded: {first_line(error)}" if whole.exists() else str(error)
         raise ConfigError(said) from None
     if type(settings) not in TASKS[config.task].heads:
         fitting = ", ".join(task for task, entry in TASKS.items() if type(settings) in entry.heads)
@@ -115,7 +116,7 @@ def load_trained(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> 
             fix_lora_projections(adapted)
         return adapted
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"peft: {config.peft} does not fit {config.model}: {_first_line(error)}") from None
+        raise ConfigError(f"peft: {config.peft} does not fit {config.model}: {first_line(error)}") from None
 
 
 def _load(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[nn.Module, list[str]]:
@@ -133,7 +134,7 @@ def _load(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[n
             **task.arguments(config),
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"cannot load {config.model}: {_first_line(error)}") from None
+        raise ConfigError(f"cannot load {config.model}: {first_line(error)}") from None
     if info["mismatched_keys"]:
         name, has, needs = min(info["mismatched_keys"])
         raise ConfigError(
@@ -214,7 +215,7 @@ def save_weights(model: nn.Module, tokenizer: PreTrainedTokenizerBase, output: P
     except Exception as error:
         # Each library has an error of its own for a disk that is full.
         raise OSError(
-            f"{folder} cannot be written ({_first_line(error)}): make room, then go on with --resume"
+            f"{folder} cannot be written ({first_line(error)}): make room, then go on with --resume"
         ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -256,7 +257,3 @@ def _check_folder(name: str | None) -> None:
     looks_like_path = path.is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1
     if looks_like_path and not path.is_dir():
         raise ConfigError(f"there is no model folder {name}")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

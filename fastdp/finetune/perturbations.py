@@ -213,7 +213,7 @@ def _pure(config: FinetuneConfig) -> Opening:
     del options["noise"]
     cells = options.pop("cells", 2)
     public, rehearsal = _autoencoder_text(options), _rehearsal(options.pop("rehearsal", None))
-    check_names(ewft.PureSettings, options, known=["layer", "lengths"])
+    check_names(ewft.PureEWFT, options, known=["layer", "lengths"])
     learning = public or rehearsal
     if learning is None or (public is not None and rehearsal is not None):
         raise ConfigError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -12,7 +13,8 @@ import torch
 
 import fastdp.ops as ops
 from fastdp.calls.batches import tensors
-from fastdp.distributed.pieces import writes
+from fastdp.distributed.pieces import row, writes
+from fastdp.engine.capture.trace import LOOKUPS, Trace
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import gc_paused
 from fastdp.ops.stream import NoiseStream
@@ -72,6 +74,11 @@ class Steps:
         #: On the device: to read it would make the host wait before each release.
         self.nonfinite: torch.Tensor | int = 0
         self._depth = 0
+        #: Parameters by group, which the optimizer does not see in a step that releases nothing.
+        self._hidden: list[list[Any]] = []
+        #: Tables whose rows of padding have no gradient and so need no noise; and these rows' values before a release.
+        self._tables: list[Any] | None = None
+        self._padding: list[torch.Tensor] = []
         self._withheld: _WithheldLoss | None = None
         method = stages.method
         self._selects, self._adapts = method.selects, method.count_noise_std is not None
@@ -154,6 +161,10 @@ class Steps:
         engine.followed = engine.backwards
         self.done = engine.complete
         if not engine.complete:
+            # An optimizer may decay weights that have no gradient, or require one.
+            self._hidden = self._hidden or [group["params"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["params"] = []
             return
         accumulator = engine.accumulator
         alone = self._ranks.size == 1 and not engine.weights.cut
@@ -178,6 +189,9 @@ class Steps:
         # Whoever else looks on before the step, a hook or an observer, wants to see gradients.
         unseen = len(optimizer._optimizer_step_pre_hooks) == 1 and not self._observers
         update = optimizer.noisy_update() if unseen and hasattr(optimizer, "noisy_update") else None
+        if self._tables is None:
+            self._tables = list(padded_tables(self._model, engine.trace))
+        self._padding = [row(table.weight, table.padding_idx).clone() for table in self._tables]
         release(accumulator.sums, accumulator.policy, update=update, aliased=accumulator.aliased)
         self._releases.count += 1
         for observer in self._observers:
@@ -288,14 +302,30 @@ class Steps:
             return
         if self._withheld is not None:
             self._withheld.stepping = False
+        for group, parameters in zip(optimizer.param_groups, self._hidden):
+            group["params"] = parameters
+        self._hidden = []
         if not self.done:
             return
         engine = self._stages.engine
+        for table, values in zip(self._tables or (), self._padding):
+            row(table.weight, table.padding_idx).copy_(values)
         with gc_paused():
             self._carried.keep()
             cast(Checks, engine.checks).state.settle()
         if self._changes or self._ledger.spent_steps >= self._ledger.budget_steps:
             self._prepare()
+
+
+def padded_tables(model: torch.nn.Module, trace: Trace | None) -> Iterator[Any]:
+    """Trained tables of embeddings with ``padding_idx``, whose row of padding has no gradient as nothing but lookups reads it."""
+    owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    others = {read.parameter for read in trace.reads if read.operation not in LOOKUPS} if trace else set()
+    for name, module in model.named_modules():
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.padding_idx is not None:
+            alone = owners[id(module.weight)] == 1 and f"{name}.weight".lstrip(".") not in others
+            if alone and module.weight.requires_grad:
+                yield module
 
 
 def noised_fraction(unclipped: float, units: float, std: float, divisor: float, stream: NoiseStream) -> float:

@@ -20,11 +20,12 @@ from fastdp.calls.flow import module_outputs
 from fastdp.calls.modes import in_mode, rounding
 from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state, seeds_for
 from fastdp.engine.capture.follow import InputGradients
-from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse, first_line
+from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse
 from fastdp.engine.loss.boundary import require_loss
 from fastdp.engine.loss.losses import LossTerms, graph_of, intercepted
 from fastdp.engine.passes import Passes
 from fastdp.engine.uses.layout import Ticket
+from fastdp.validate import first_line
 from fastdp.verify.probe import GRADIENTS, Probe, RowValues
 
 #: Rows of a microbatch that are checked.
@@ -82,8 +83,8 @@ def check_definition(
         comparison = _Comparison(probe, calls, rows, training, gradients and ticket.rows > 1)
         try:
             compared = comparison.run()
-        except Exception:
-            if training:
+        except Exception as error:
+            if training or PADDING_ERROR in str(error):
                 raise
             return [UNDECIDED]
         if compared:
@@ -216,8 +217,7 @@ def check_companions(passes: Passes, call: Call, ticket: Ticket) -> None:
     if ticket.rows < 2:
         return
     probe, beside = Probe(passes, call, ticket), sorted({1, ticket.rows - 1})
-    # First and last, as a row may depend on those before it, or on those behind. A model that pads lists draws other masks
-    # where companions are longer.
+    # First and last, as a row may depend on those before or behind. Longer companions change the masks of padded lists.
     calls = [probe.rows([0, *companions, 0]) for companions in (beside, [0] * len(beside))]
     try:
         one, two = (probe.run(made, 2 + len(beside), dropout=not passes.forwards.lists) for made in calls)

@@ -155,7 +155,8 @@ class LoopCheck:
     def _gradients(self, parts: JoinedPasses) -> torch.Tensor:
         """Two numbers of each parameter's gradient that a row's outputs send back ``[k]``, float64."""
         starts = backward_starts([self._row], parts, self._passes.scale(parts[0][0].ticket), False)
-        found = plain_gradients(*starts, self._passes.read.values(), keep=_sketch)
+        with DropoutDisabled():
+            found = plain_gradients(*starts, self._passes.read.values(), keep=_sketch)
         return torch.cat([own if own is not None else torch.zeros(2, dtype=torch.float64) for own in found])
 
     def _compare(self, probe: ProbeBatch, outcome: _Outcome) -> None:

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointError
 
 from fastdp.calls.batches import Call, cropped, take_rows
 from fastdp.calls.modes import in_mode
@@ -222,12 +221,12 @@ def starts(output: Any, losses: torch.Tensor | None) -> tuple[list[torch.Tensor]
 
 
 def _input_gradients(losses: torch.Tensor, upstream: torch.Tensor, inputs: InputGradients) -> list[torch.Tensor]:
-    """Gradients at these inputs alone; none where checkpoints are reentrant, or see other modes when they compute again."""
+    """Gradients at these inputs alone; none where checkpoints are reentrant."""
     try:
         if inputs.tensors:
             torch.autograd.backward([losses], [upstream.to(losses)], inputs=inputs.tensors)
     except RuntimeError as error:
-        if not isinstance(error, CheckpointError) and "use_reentrant=True" not in str(error):
+        if "use_reentrant=True" not in str(error):
             raise
         inputs.clear()
     return inputs.taken()

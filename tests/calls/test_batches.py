@@ -100,3 +100,26 @@ def test_a_boolean_mask_is_found_again_in_a_padded_batch():
     whole = (torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]]), torch.tensor([[True] * 4, [True, True, False, False]]))
     alone = (torch.tensor([[5, 6]]), torch.tensor([[True, True]]))
     assert row_of((whole, {}), 2, (alone, {})) == 1
+
+
+def test_of_rows_with_equal_inputs_the_expected_one_is_found():
+    """Their labels may differ."""
+    whole, alone = torch.tensor([[1, 2], [3, 4], [1, 2]]), torch.tensor([[1, 2]])
+    assert [row_of((whole,), 3, (alone,), row) for row in range(3)] == [0, 0, 2]
+
+
+def test_a_mask_of_as_many_tokens_as_rows_lies_as_its_ids():
+    ids = torch.tensor([[5, 6, 7], [5, 0, 8], [4, 0, 0]])
+    batch = Batch(list(ids), lambda rows: torch.stack(rows, 1))
+    call, lists = ((batch.made, (batch.made == 0).t()), {}), RowLists()
+    one = lists.decode(take_rows(lists.encode(call, 3, batch.source), torch.tensor([1]), [(0, 0), (0, 1)]))
+    assert torch.equal(one[0][0], ids[1:2].t())
+    assert torch.equal(one[0][1], ids[1:2] == 0)
+
+
+def test_an_example_as_long_as_the_batch_is_its_own_row_in_a_list():
+    """A collator may hand out the data set's own tensors, which were there before the batch."""
+    examples = [torch.arange(2), torch.arange(5)]
+    collation = Collation.of(examples, list, [0, 1], list(examples))
+    source, lists = dataclasses.replace(collation, earlier=Marks((t, 0) for t in examples)), RowLists()
+    assert shapes(lists.decode(lists.encode(((examples,), {}), 2, source))) == [(2,), (5,)]

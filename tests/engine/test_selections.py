@@ -146,3 +146,26 @@ def test_a_gather_within_rows_is_no_selection_of_rows() -> None:
     private = start(Relative(by_gather), DataLoader(data, batch_size=8))  # type: ignore[arg-type]
     logical_step(private)
     assert private.route == "uses"
+
+
+def test_an_expert_that_a_later_batch_uses_twice() -> None:
+    """Each row chooses two of the experts; only in the second batch is one of them somebody's first and another's second."""
+
+    class Experts(Tagger):
+        def __init__(self) -> None:
+            super().__init__(by_label)
+            self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> Any:
+            hidden = torch.tanh(self.table(ids)).flatten(0, 1)
+            first = (ids.flatten() > 9).long()
+            mixed = torch.zeros_like(hidden)
+            for number, expert in enumerate(self.experts):
+                for weight, chosen in ((0.7, first), (0.3, 1 - first)):
+                    own = chosen == number
+                    if own.any():
+                        mixed[own] += weight * expert(hidden[own])
+            return {"loss": self.loss(self.head(mixed.view(*ids.shape, -1)), labels, mask)}
+
+    one, two = tokens([2, 6, 3, 5], 0), tokens([4, 3, 6, 2], 1)
+    exact_batches(Experts, [{**one, "ids": one["ids"] % 10}, two])

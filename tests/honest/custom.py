@@ -416,6 +416,104 @@ def double_precision() -> Case:
     return outside(kit.mlp().double(), TensorDataset(x.double(), y))
 
 
+@program()
+def experts_in_a_loop() -> Case:
+    """Each row goes to the two experts of the largest scores, one after the other."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        scores, chosen = self.gate(x).softmax(-1).topk(2, dim=-1)
+        mixed = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            for place in range(2):
+                own = chosen[:, place] == number
+                if own.any():
+                    mixed[own] += scores[own, place, None] * expert(x[own])
+        return self.head(mixed)
+
+    experts = nn.ModuleList(kit.mlp(12, 12) for _ in range(4))
+    model = kit.Wrapped(forward, gate=nn.Linear(12, 4), experts=experts, head=nn.Linear(12, kit.CLASSES))
+    return outside(model, kit.numbers())
+
+
+@program()
+def checkpointed_pieces() -> Case:
+    """torch.utils.checkpoint by hand, with dropout in what is computed again."""
+    piece = nn.Sequential(nn.Linear(kit.WIDTH, kit.WIDTH), nn.ReLU(), nn.Dropout(0.1), nn.Linear(kit.WIDTH, kit.WIDTH))
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.utils.checkpoint.checkpoint(self.piece, self.first(x), use_reentrant=False))
+
+    head = nn.Linear(kit.WIDTH, kit.CLASSES)
+    return outside(kit.Wrapped(forward, first=nn.Linear(12, kit.WIDTH), piece=piece, head=head), kit.numbers())
+
+
+@program("refused: own outputs", "each pass of a batch is clipped by itself")
+def one_letter_at_a_time() -> Case:
+    """A tutorial's recurrent model, which the loop calls once a letter."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        ids, targets = batch
+        hidden, losses = torch.zeros(1, len(ids), kit.WIDTH), torch.zeros(())
+        for place in range(ids.shape[1]):
+            scores, hidden = model(ids[:, place], hidden)
+            losses = losses + F.cross_entropy(scores, targets[:, place])
+        return losses
+
+    def forward(self: Any, ids: torch.Tensor, state: torch.Tensor) -> Any:
+        found, state = self.layer(self.embed(ids)[None], state)
+        return self.head(found[0]), state
+
+    parts = {"layer": nn.GRU(8, kit.WIDTH), "head": nn.Linear(kit.WIDTH, kit.VOCABULARY)}
+    return outside(kit.Wrapped(forward, embed=nn.Embedding(kit.VOCABULARY, 8), **parts), blocks(), loss=loss)
+
+
+@program()
+def time_first_translation() -> Case:
+    """torch's tutorial: a collator with time first, and masks that the loop makes."""
+
+    def collate(rows: list[Any]) -> Any:
+        return tuple(rnn.pad_sequence([torch.tensor(row[key]) for row in rows]) for key in ("input_ids", "labels"))
+
+    def forward(self: Any, source: torch.Tensor, target: torch.Tensor, later: torch.Tensor, *padding: Any) -> Any:
+        given = self.source(source), self.target(target)
+        masks = dict(zip(("src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask"), padding))
+        return self.head(self.layers(*given, tgt_mask=later, **masks))
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        source, given, wanted = batch[0], batch[1][:-1], batch[1][1:]
+        later = torch.triu(torch.ones(len(given), len(given)), 1).bool()
+        padding = (source == 0).t(), (given == 0).t(), (source == 0).t()
+        scores = model(source, given, later, *padding)
+        losses = F.cross_entropy(scores.permute(1, 2, 0), wanted.t(), ignore_index=0, reduction="none")
+        return (losses.sum(1) / (wanted != 0).sum(0)).mean()
+
+    tables = {name: nn.Embedding(kit.VOCABULARY, kit.WIDTH) for name in ("source", "target")}
+    layers, head = nn.Transformer(kit.WIDTH, 2, 1, 1, 24), nn.Linear(kit.WIDTH, kit.VOCABULARY)
+    return outside(kit.Wrapped(forward, layers=layers, head=head, **tables), kit.pair_rows(), collate, loss)
+
+
+def _summed(pads_itself: bool) -> Case:
+    """Sums of embeddings, whose row of padding is zero, over the texts' own lengths."""
+
+    def collate(rows: list[Any]) -> Any:
+        texts, labels = zip(*rows)
+        return list(texts) if pads_itself else kit.padded(texts), torch.tensor(labels)
+
+    def forward(self: Any, texts: Any, lengths: list[int]) -> torch.Tensor:
+        ids = kit.padded(texts) if pads_itself else texts
+        return self.head(self.embed(ids).sum(1) / torch.tensor(lengths)[:, None])
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        texts, labels = batch
+        return F.cross_entropy(model(texts, [int((own != 0).sum()) for own in texts]), labels)
+
+    model = kit.Wrapped(forward, embed=nn.Embedding(kit.VOCABULARY, 8, padding_idx=0), head=nn.Linear(8, kit.CLASSES))
+    return outside(model, names(), collate, loss)
+
+
+register_all({"list_of_texts": True, "list_of_lengths": False}, _summed, "summed_embeddings_")
+
+
 #: Programs of one line.
 ONE_LINE: dict[str, Any] = {
     "convolutions": lambda: outside(kit.convnet(), kit.images()),

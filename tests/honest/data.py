@@ -232,6 +232,19 @@ def iterable_dataset() -> Case:
     return classifier(Stream(), loader={"shuffle": False})
 
 
+@program()
+def repeated_pairs() -> Case:
+    """A recommender: users who rated one film several times, and not alike."""
+
+    def forward(self: Any, users: torch.Tensor, films: torch.Tensor) -> torch.Tensor:
+        return (self.users(users) * self.films(films)).sum(1) + self.bias(films).squeeze(1)
+
+    tables = {"users": nn.Embedding(4, 8), "films": nn.Embedding(3, 8), "bias": nn.Embedding(3, 1)}
+    stars = torch.rand(ROWS, generator=torch.Generator().manual_seed(0))
+    rows = TensorDataset(torch.arange(ROWS) % 4, torch.arange(ROWS) % 3, stars)
+    return outside(kit.Wrapped(forward, **tables), rows, loss=lambda m, b: F.mse_loss(m(b[0], b[1]), b[2]))
+
+
 #: Programs of one line.
 ONE_LINE: dict[str, Any] = {
     "sorted_rows": lambda: classifier(

@@ -360,6 +360,23 @@ OPTIMIZERS = {
 register_all(OPTIMIZERS, lambda make: habit(optimizer=lambda m: make(m.parameters()), epochs=1), "optimizer_")
 
 
+class Signed(torch.optim.SGD):
+    """Steps by signs, and takes every parameter's gradient for granted."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
+
+
+@program()
+def optimizer_by_signs() -> Case:
+    """An optimizer of one's own."""
+    own = lambda m: Signed(m.parameters(), lr=1e-3)  # noqa: E731
+    return Case(mlp(), numbers(), None, crossentropy, optimizer=own, options=MEAN, exact=False)
+
+
 def _frozen(begin: bool, end: bool) -> Case:
     """Embeddings are trained or frozen at first, and in the second epoch."""
     model = bert()

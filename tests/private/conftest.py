@@ -47,8 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 *("fused:1", "fused:2", "quantised:1", "quantised:2", "looked:2"),
                 *(f"{moment}:{size}" for moment in (MOMENTS[1], f"{MOMENTS[-1]}, of pieces") for size in (2, 1)),
                 *("crashes:1", "ends:1", "ends:2"),
-                CASES="tied gpt2,users,sums",
-                SHARDED="tied gpt2,sums",
+                CASES="tied gpt2,users,selected anew",
+                SHARDED="tied gpt2,selected anew",
             )
             making.rename(place)
     return place

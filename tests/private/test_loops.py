@@ -395,3 +395,64 @@ def test_a_schedule_that_reads_a_figure_is_refused(before: bool, kind: Any) -> N
         private.detach()
         schedule = make()
     schedule.step(1.0)
+
+
+class Undoubting(torch.optim.SGD):
+    """Takes every parameter's gradient for granted, and decays weights whatever it is."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.5).sub_(parameter.grad)
+
+
+def test_an_optimizer_sees_no_parameters_where_a_step_releases_nothing() -> None:
+    model = Classifier()
+    optimizer = Undoubting(model.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    private = start(model, optimizer=optimizer, max_physical_batch_size=3)
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    iterator, steps = iter(private.data_loader), 0
+    while not private.last_step_done:
+        private.model(**next(iterator))["loss"].backward()
+        optimizer.step()
+        steps += 1
+        assert [list(map(id, g["params"])) for g in optimizer.param_groups] == [list(map(id, g)) for g in groups]
+        if not private.last_step_done:
+            assert all(map(torch.equal, model.parameters(), before))
+    assert steps > 1
+    assert not all(map(torch.equal, model.parameters(), before))
+
+
+class Bag(torch.nn.Module):
+    """Sums the embeddings of ids and of padding; a head may read the table too."""
+
+    def __init__(self, reads: bool):
+        super().__init__()
+        self.table = torch.nn.Embedding(9, 4, padding_idx=0)
+        self.head, self.reads = torch.nn.Linear(4, 3), reads
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        hidden = self.table(ids).sum(1)
+        scores = torch.nn.functional.linear(hidden, self.table.weight)[:, :3] if self.reads else self.head(hidden)
+        return {"loss": torch.nn.functional.cross_entropy(scores + self.head(hidden), labels)}
+
+
+@cases("reads", [False, True])
+def test_a_row_of_padding_without_a_gradient_takes_no_noise(reads: bool) -> None:
+    """Its noise would let a row's loss depend on the longest of its batch, as the sum over padding does."""
+    torch.manual_seed(0)
+    data = [{"ids": [1 + (n + k) % 8 for k in range(2 + n % 4)], "labels": n % 3} for n in range(24)]
+
+    def pad(rows: Any) -> Any:
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row["ids"]) for row in rows], batch_first=True)
+        return {"ids": ids, "labels": torch.tensor([row["labels"] for row in rows])}
+
+    model = Bag(reads)
+    before = model.table.weight.detach().clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    private = start(model, DataLoader(data, 8, collate_fn=pad), optimizer, noise_multiplier=1.0, target_delta=1e-3)
+    logical_step(private)
+    moved = (model.table.weight.detach() != before).any(1)
+    assert moved.tolist() == [reads] + [True] * 8

@@ -21,7 +21,7 @@ from fastdp.private.run import Private
 from tests.cases import pairs
 from tests.engine.nets import EXACT, Net, Step, parameter, steps, trained
 from tests.engine.reference import engine_for, feed
-from tests.engine.runs import CLIPPED, Batch, clipped_sum, collate, error, examples, one_by_one, start
+from tests.engine.runs import CLIPPED, Batch, clipped_sum, collate, error, examples, logical_step, one_by_one, start
 
 BOUND = 0.5
 
@@ -426,3 +426,24 @@ def test_a_record_whose_gradient_alone_is_not_finite_is_left_out(at: int) -> Non
     engine = trained(Net(rooted), data)
     assert int(engine.accumulator.nonfinite) == 1
     assert all(bool(total.isfinite().all()) for total in engine.accumulator.sums.values())
+
+
+def test_padding_that_changes_a_loss_is_found_where_training_draws_random_numbers() -> None:
+    """wav2vec2 normalizes speech over time, without a mask, and skips layers at random."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    convolutions = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    config = hf.Wav2Vec2Config(vocab_size=12, mask_time_prob=0.0, pad_token_id=0, **sizes, **convolutions, **positions)
+    model = hf.Wav2Vec2ForCTC(config)
+    model.freeze_feature_encoder()
+
+    def pad(rows: Any) -> Any:
+        speech = nn.utils.rnn.pad_sequence([row["speech"] for row in rows], batch_first=True)
+        return {"input_values": speech, "labels": torch.tensor([row["labels"] for row in rows])}
+
+    draw = torch.Generator().manual_seed(0)
+    data = [{"speech": torch.randn(160 + 20 * (n % 4), generator=draw), "labels": [1 + n % 11, 2]} for n in range(24)]
+    private = start(model.train(), DataLoader(data, batch_size=8, collate_fn=pad))
+    with pytest.warns(UserWarning, match="padding changes this row's loss"):
+        logical_step(private)
+    assert private.route == "one-example"

@@ -410,8 +410,8 @@ def _compare(
     uses: Counter[str] = Counter()
     for read, a, b in zip(two.reads, two.inputs, three.inputs):
         what, handled = read.parameter or "the loss", read.operation in OPERATIONS.values()
-        # What is computed from a parameter may be used more than once.
-        uses[read.parameter] += 1 if handled else 2
+        # What is computed from a parameter, or selected by the data, may be used more than once.
+        uses[read.parameter] += 1 if handled and not (a and a.owned) else 2
         if read.chosen:
             mapped = mapped and bool(read.parameter)
             conflict = f"{what}: the data choose which tokens {read.operation} sees"

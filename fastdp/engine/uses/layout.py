@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from fastdp.calls.batches import Call, take_tokens
-from fastdp.engine.errors import UnsupportedUse, first_line
+from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.uses.rows import BroadcastLayout
 from fastdp.ops.placed import ReplayCache, copy_to_device
+from fastdp.validate import first_line
 
 
 @dataclass(frozen=True)
