@@ -379,8 +379,10 @@ def _read_parquet(path: Path) -> Rows:
         open_regular(path).close()
         shape, size = parquet.read_metadata(path), path.stat().st_size
         if shape.num_rows * shape.num_columns > max(_MANY_VALUES, _MOST_VALUES * size):
-            raise ValueError(f"it says that its {size} bytes hold {shape.num_rows} rows of {shape.num_columns} columns")
+            raise DataError(f"{path}: its {size} bytes hold {shape.num_rows} rows of {shape.num_columns} columns")
         table = parquet.read_table(path)
+    except DataError:
+        raise
     except (ArrowException, OSError, ValueError):
         raise DataError(f"{path} is no Parquet file that can be read: copy or export it again") from None
     features = {}

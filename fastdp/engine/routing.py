@@ -16,19 +16,12 @@ from typing import Any
 import torch
 
 from fastdp.calls.batches import Call, Inputs, Path, RowNumbers, as_long_as, leaves, options, wrong_rows
+from fastdp.calls.errors import SelfCheckError
 from fastdp.calls.modes import autocast_now, refuse_mixing
 from fastdp.calls.randomness import unchanged
 from fastdp.distributed.ranks import RankLost
 from fastdp.engine.capture.trace import Trace, Tracer
-from fastdp.engine.errors import (
-    Differentiates,
-    FlatBags,
-    OwnLoss,
-    SelfCheckError,
-    UnseenUse,
-    UnsupportedUse,
-    Untraceable,
-)
+from fastdp.engine.errors import Differentiates, FlatBags, OwnLoss, UnseenUse, UnsupportedUse, Untraceable
 from fastdp.engine.loss.boundary import Junction
 from fastdp.engine.passes import ORDINARY, USES, Pass, Passes
 from fastdp.engine.uses.layout import Ticket

@@ -167,7 +167,7 @@ class NormSink(Captures):
 
     def _take_together(self) -> None:
         """Sort what was captured: many matrices are measured in one launch, or one call."""
-        captured, self._captured, self._held_bytes = self._captured, [], 0
+        captured, self._captured, self._held_bytes, units = self._captured, [], 0, self.layout.units
         axes: dict[tuple[int, bool, bool], list[tuple[torch.nn.Parameter, Factors]]] = {}
         for own in captured:
             use = own[1]
@@ -175,7 +175,7 @@ class NormSink(Captures):
         for (tokens, laned, swap), members in axes.items():
             names = tuple([self.names[id(parameter)] for parameter, _ in members])
             lefts, rights = Matrices([use.left for _, use in members]), Matrices([use.right for _, use in members])
-            key = names, lefts.form, rights.form, tokens, laned, self.layout.units
+            key = names, lefts.form, rights.form, tokens, laned, units
             plan = self.plans.get(key)
             if plan is None:
                 if len(self.plans) >= _PLANS:
@@ -187,9 +187,7 @@ class NormSink(Captures):
                 self._take_in_order(every, plan.small)
             elif plan.small:
                 self.wholes.update(zip([names[at] for at in plan.small], self._measure_small(every.taken(plan.small))))
-            held = itertools.accumulate(
-                4 * self.layout.units * self.parameters[names[at]].numel() for at in plan.repeats
-            )
+            held = itertools.accumulate(4 * units * self.parameters[names[at]].numel() for at in plan.repeats)
             for _, part in itertools.groupby(zip(held, plan.repeats), lambda own: 32 * own[0] // self.may_hold_bytes):
                 self.repeats.append(every.taken(tuple([at for _, at in part])))
                 self._measure_small(self.repeats[-1])
