@@ -78,9 +78,9 @@ def close_in_children(holder: Any) -> None:
     _LOCK_HOLDERS.add(holder)
 
 
-def _close_held() -> None:
+def _close_holders() -> None:
     for holder in list(_LOCK_HOLDERS):
         holder.close()
 
 
-os.register_at_fork(after_in_child=_close_held)
+os.register_at_fork(after_in_child=_close_holders)

@@ -72,7 +72,7 @@ class PendingGradients:
     def __init__(self, model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter], *, scaled: bool):
         self._model, self._scaled = weakref.ref(model), scaled
         self._parameters = list(parameters)
-        self._held: list[PendingGradient] = []
+        self._gradients: list[PendingGradient] = []
         #: Whether some parameter may hold one: at first one of an earlier run.
         self.placed = True
         self._kinds: list[Any] = []
@@ -83,8 +83,8 @@ class PendingGradients:
         kinds = [(p.shape, p.dtype, p.device) for p in self._parameters]
         if kinds != self._kinds:
             self._kinds = kinds
-            self._held = [] if any(map(is_cut, self._parameters)) else list(map(self._zeros, self._parameters))
-        for parameter, pending in zip(self._parameters, self._held):
+            self._gradients = [] if any(map(is_cut, self._parameters)) else list(map(self._zeros, self._parameters))
+        for parameter, pending in zip(self._parameters, self._gradients):
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = pending
 

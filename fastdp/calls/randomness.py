@@ -130,14 +130,14 @@ class BufferSnapshot:
 
     def __init__(self, model: torch.nn.Module, only: Collection[str] | None = None):
         every = [] if only == frozenset() else list(model.named_buffers())
-        self._held = [
+        self._module_buffers = [
             (m, dict(m._buffers)) for m in model.modules() if only is None and m._buffers and not _is_scripted(m)
         ]
         self._copies = [(b, version(b), b.detach().clone()) for n, b in every if only is None or n in only]
 
     def restore(self) -> None:
         """Put back what was replaced or written in place since."""
-        for module, held in self._held:
+        for module, held in self._module_buffers:
             if any(module._buffers.get(name) is not buffer for name, buffer in held.items()):
                 module._buffers.update(held)
         with torch.no_grad():

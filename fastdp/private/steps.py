@@ -145,6 +145,8 @@ class Steps:
                 raise RuntimeError(_PARTS)
             raise RuntimeError("step() without backward(): call backward() on the loss of this batch first")
         self._depth = 1
+        # The step before may have failed.
+        self._show_parameters(optimizer)
         with gc_paused():
             self._release(optimizer)
 
@@ -162,7 +164,7 @@ class Steps:
         self.done = engine.complete
         if not engine.complete:
             # An optimizer may decay weights that have no gradient, or require one.
-            self._hidden = self._hidden or [group["params"] for group in optimizer.param_groups]
+            self._hidden = [group["params"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["params"] = []
             return
@@ -296,15 +298,18 @@ class Steps:
         found = {id(p): name for name, p in self._model.named_parameters()}
         return found.get(id(parameter), "a parameter of the optimizer that is not the model's")
 
+    def _show_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        for group, parameters in zip(optimizer.param_groups, self._hidden):
+            group["params"] = parameters
+        self._hidden = []
+
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         if self._depth > 0:
             return
         if self._withheld is not None:
             self._withheld.stepping = False
-        for group, parameters in zip(optimizer.param_groups, self._hidden):
-            group["params"] = parameters
-        self._hidden = []
+        self._show_parameters(optimizer)
         if not self.done:
             return
         engine = self._stages.engine

@@ -202,6 +202,6 @@ def _pass_writes(name: str) -> SelfCheckError:
 
 def _changed(name: str) -> RuntimeError:
     return RuntimeError(
-        f"{name} was changed outside of a release, so no noise covers it. After loading released weights call "
+        f"{name} was changed outside of a release, which the guarantee may not cover. After loading released weights call "
         "private.load_state_dict, or detach() and make_private again."
     )

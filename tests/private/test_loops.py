@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -421,6 +422,33 @@ def test_an_optimizer_sees_no_parameters_where_a_step_releases_nothing() -> None
         assert [list(map(id, g["params"])) for g in optimizer.param_groups] == [list(map(id, g)) for g in groups]
         if not private.last_step_done:
             assert all(map(torch.equal, model.parameters(), before))
+    assert steps > 1
+    assert not all(map(torch.equal, model.parameters(), before))
+
+
+class FailingOnce(torch.optim.SGD):
+    """Its first step fails, which a loop may catch."""
+
+    failed = False
+
+    def step(self, closure: Any = None) -> None:
+        if not self.failed:
+            self.failed = True
+            raise OSError("a log is full")
+        super().step()
+
+
+def test_a_step_that_fails_leaves_the_next_one_its_parameters() -> None:
+    model = Classifier()
+    optimizer = FailingOnce(model.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    private = start(model, optimizer=optimizer, max_physical_batch_size=3)
+    iterator, steps = iter(private.data_loader), 0
+    while not private.last_step_done:
+        private.model(**next(iterator))["loss"].backward()
+        with contextlib.suppress(OSError):
+            optimizer.step()
+        steps += 1
     assert steps > 1
     assert not all(map(torch.equal, model.parameters(), before))
 

@@ -1,4 +1,4 @@
-"""Layers of which one parameter is trained, against one example at a time."""
+"""Layers of which one parameter is trained, against one example at a time: `exact_layer` asserts."""
 
 from __future__ import annotations
 
