@@ -110,6 +110,23 @@ class Collation:
         # Recurrent layers begin with states of zeros, [layers, rows, width].
         return 1 if t.dim() > 2 and bool((t == t.flatten()[0]).all()) else None
 
+    def adjacent_rows(self, given: Sequence[torch.Tensor], count: int) -> tuple[bool, bool]:
+        """Whether the ``count`` rows that a loop made of each example lie side by side, and whether this batch shows it exactly.
+
+        Otherwise the first rows of all examples come first, as `torch.cat` leaves them.
+        """
+        nearest = [float("inf")] * 2
+        for t, own in itertools.product(given, self.batch.values()):
+            rows = t.shape[0] // count
+            orders = t.unflatten(0, (count, rows)).transpose(0, 1), t.unflatten(0, (rows, count))
+            for order, made in enumerate(orders):
+                # Either all rows of an example are one entry of the batch, or each is one.
+                for view in (made, *made.unbind(1)):
+                    if view.dim() == own.dim() and view.shape[0] == own.shape[0] and len(own.unique()) > 1:
+                        one, other = (x.detach().cpu().double() for x in cropped(view, own))
+                        nearest[order] = min(nearest[order], float((one - other).abs().mean()))
+        return nearest[1] < nearest[0], min(nearest) == 0
+
     def items(self, rows: Sequence[int]) -> list[Any]:
         """The examples of these rows, read again."""
         return [self.dataset[self.indices[row]] for row in rows]
