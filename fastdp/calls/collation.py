@@ -110,6 +110,26 @@ class Collation:
         # Recurrent layers begin with states of zeros, [layers, rows, width].
         return 1 if t.dim() > 2 and bool((t == t.flatten()[0]).all()) else None
 
+    def joins_examples(self, call: Call) -> bool:
+        """Whether the collator joins what examples have several of, as the nodes of graphs, along one axis of a call's tensor.
+
+        Rows cannot be cut from such a tensor. Where all of them have equally many in all tensors, they can.
+        """
+        sources = self.sources(call)
+        if sources is None:
+            return False
+        item = max(self.items(range(len(self.indices))[:_SAMPLED]), key=example_length)
+        one, two = (dict(leaves(self.collated([item] * count))) for count in (1, 2))
+        if {t.shape[0] for t in two.values() if t.dim() > 1} == {1}:
+            # Packed rows want a unit map, which is faster.
+            return False
+        joined, uniform = False, True
+        for path, own in ((path, self.batch[path]) for path in sources.values() if self.batch[path].dim()):
+            pairs = list(zip(one[path].shape, two[path].shape)) if path in one and path in two else []
+            joined |= any(a > 1 and b == 2 * a for a, b in pairs)
+            uniform &= bool(pairs) and pairs[0][0] > 1 and own.shape[0] == pairs[0][0] * len(self.indices)
+        return joined and not uniform
+
     def adjacent_rows(self, given: Sequence[torch.Tensor], count: int) -> tuple[bool, bool]:
         """Whether the ``count`` rows that a loop made of each example lie side by side, and whether this batch shows it exactly.
 
