@@ -564,8 +564,8 @@ class Passes:
                         f"{name} is read where no module's forward runs, as in a checkpointed function"
                     )
                 raise RuntimeError(
-                    f"{name} holds a gradient {when} that was not clipped: call zero_grad() after step(), penalize weights by "
-                    "weight_decay, and use the model's parts inside it"
+                    f"{name} holds a gradient {when} that was not clipped. Call zero_grad() after step(); penalize weights, and use "
+                    "parts of the model, inside its forward()."
                 )
 
 

@@ -135,7 +135,7 @@ class RootForward(_Forward):
         self.place()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._given_order(self._train(args, kwargs)) if self._trains() else self.plain(*args, **kwargs)
+        return self._given_order(self._train(args, kwargs)) if self._trains() else self.given(*args, **kwargs)
 
 
 class RootCall:
