@@ -119,7 +119,7 @@ class Collation:
         if sources is None:
             return False
         item = max(self.items(range(len(self.indices))[:_SAMPLED]), key=example_length)
-        one, two = (dict(leaves(self.collated([item] * count))) for count in (1, 2))
+        one, two = (dict(leaves(made)) for made in (self.single(item), self.collated([item] * 2)))
         if {t.shape[0] for t in two.values() if t.dim() > 1} == {1}:
             # Packed rows want a unit map, which is faster.
             return False
