@@ -314,7 +314,8 @@ class Steps:
             self._withheld.stepping = False
         self._show_parameters(optimizer)
         engine = self._stages.engine
-        checks, hooked = cast(Checks, engine.checks), len(optimizer._optimizer_step_post_hooks) > 1
+        checks, hooks = cast(Checks, engine.checks), optimizer._optimizer_step_post_hooks.values()
+        hooked = any(not str(getattr(hook, "__module__", "")).startswith("fastdp.") for hook in hooks)
         if hooked:
             checks.assumptions[HOOK_WRITES] = None
         if not self.done:
