@@ -35,7 +35,7 @@ REVOKED, ISSUED = "revoked.pem", "issued.jsonl"
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 NAME_IN_WORDS = "1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit"
 #: A server's certificate is for its own machine's names too.
-LOCAL = ("localhost", "127.0.0.1", "::1")
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 _AUTHORITY_DAYS = 3650
 # Clocks differ between machines.
 _CLOCK_SLACK = datetime.timedelta(hours=1)
@@ -185,7 +185,7 @@ def _revoked(path: Path, authority: x509.Certificate) -> frozenset[int]:
 def make_certificates(
     folder: Path,
     clients: Iterable[str] = (),
-    hosts: Iterable[str] = LOCAL,
+    hosts: Iterable[str] = LOOPBACK_HOSTS,
     days: float = 365,
     *,
     server: str = "vendor",
@@ -211,7 +211,7 @@ def make_certificates(
     issue, hosts = _Issuer(authority), list(hosts)
     end = folder / server
     if (end / KEY).exists():
-        known = [*LOCAL, *_hosts(_current(end))]
+        known = [*LOOPBACK_HOSTS, *_hosts(_current(end))]
         if missing := [host for host in hosts if _host(host) not in map(_host, known)]:
             raise ValueError(
                 f"the certificate in {end} is not for {missing[0]}: remove that folder, and run this again"

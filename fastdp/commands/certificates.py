@@ -32,9 +32,9 @@ def add_certificate_commands(app: typer.Typer, server: str, client: str, default
         ] = None,
         days: Annotated[int, typer.Option(help="how long certificates are valid", min=1)] = 365,
     ) -> None:
-        from fastdp.tls import LOCAL, make_certificates
+        from fastdp.tls import LOOPBACK_HOSTS, make_certificates
 
-        made = make_certificates(folder, name, dict.fromkeys([*(host or []), *LOCAL]), days, server=server)
+        made = make_certificates(folder, name, dict.fromkeys([*(host or []), *LOOPBACK_HOSTS]), days, server=server)
         for path in made:
             console.print(f"wrote {path}")
         if not made:
