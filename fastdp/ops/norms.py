@@ -185,11 +185,11 @@ DIRECT_NORMS.implement("cuda", DIRECT_NORMS.reference)
 def direct_norms(
     lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Squared norms of uses by the direct route, their :func:`row_products` and their :func:`token_counts`.
+    """Squared norms of uses by the direct route, their `row_products` and their `token_counts`.
 
     Args:
         lefts: k matrices [N, m_i] and rights: [N, n_i], float, any strides; offsets: int64 [B + 1], as in
-            :func:`fastdp.ops.sqnorm`.
+            `fastdp.ops.sqnorm`.
         known: numbers of matrices whose squared norms are not wanted, and are 0.
 
     Returns:
@@ -279,7 +279,7 @@ def gram_norms(
     scales: Sequence[Tensor] = (),
     most: int = INT64_MAX,
 ) -> tuple[Tensor, Tensor]:
-    """Squared norms of uses by the Gram route of :func:`fastdp.ops.sqnorm`, and the :func:`row_products` of each.
+    """Squared norms of uses by the Gram route of `fastdp.ops.sqnorm`, and the `row_products` of each.
 
     Uses that read the same right factor (query, key and value projections) stand together: its Gram matrix is computed once.
     On a GPU one launch makes all of them, so that many matrices keep all processors busy where one does not.
@@ -288,10 +288,10 @@ def gram_norms(
         lefts: k matrices [N, m_i], float, any strides.
         rights: [N, n_i], float, any strides.
         counts: how many of the lefts, in order, each of the rights has.
-        offsets: int64 [B + 1], as in :func:`fastdp.ops.sqnorm`.
+        offsets: int64 [B + 1], as in `fastdp.ops.sqnorm`.
         scales: of the lefts and then of the rights, vectors float32 that their columns are multiplied by as they are read, in
             float32; none for factors as they are. On a GPU the definition runs, which makes copies.
-        most: units of more tokens, as :func:`token_counts` has them, get squares and products of 0: for them the direct
+        most: units of more tokens, as `token_counts` has them, get squares and products of 0: for them the direct
             route is the faster one.
 
     Returns:
@@ -299,7 +299,7 @@ def gram_norms(
 
     Raises:
         TypeError, ValueError: no matrices, a right without lefts, ids among these, scales of other widths, or what
-            :func:`fastdp.ops.sqnorm` refuses.
+            `fastdp.ops.sqnorm` refuses.
 
     >>> import torch
     >>> from fastdp.ops import gram_norms
@@ -377,7 +377,7 @@ def _gram_norms_of(
 def counted_gram_norms(
     lefts: Sequence[Tensor], right: Tensor, offsets: Tensor, scales: Sequence[Tensor], most: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`gram_norms` of uses that read one right, and the :func:`token_counts` of all: on a processor from one look."""
+    """`gram_norms` of uses that read one right, and the `token_counts` of all: on a processor from one look."""
     if right.device.type != "cpu" or not has_kernel(right, *lefts):
         return *gram_norms(lefts, [right], [len(lefts)], offsets, scales, most), token_counts(lefts, right, offsets)
     _check_gram_norms(lefts, [right], [len(lefts)], offsets, scales, most)
@@ -423,7 +423,7 @@ def chosen_sqnorm(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Te
 
     Args:
         lefts: k matrices [N, m_i] and rights: [N, n_i], float, any strides; offsets: int64 [B + 1], as in
-            :func:`fastdp.ops.sqnorm`.
+            `fastdp.ops.sqnorm`.
         chosen: bool [k, B], beside the factors.
 
     Returns:
@@ -508,13 +508,13 @@ def cross_inner(
     Args:
         left1, left2: [N1, m] and [N2, m] float, or int64 ids; an id against a matrix picks the matrix's column.
         right1, right2: [N1, n] and [N2, n], float, any strides.
-        offsets1, offsets2: int64 [B + 1] each, as in :func:`fastdp.ops.sqnorm`; the same B units.
+        offsets1, offsets2: int64 [B + 1] each, as in `fastdp.ops.sqnorm`; the same B units.
 
     Returns:
         [B], float32 (float64 if a factor is float64).
 
     Raises:
-        TypeError, ValueError: factors of different matrices, ids outside the table, or what :func:`fastdp.ops.sqnorm` refuses.
+        TypeError, ValueError: factors of different matrices, ids outside the table, or what `fastdp.ops.sqnorm` refuses.
 
     >>> import torch
     >>> from fastdp.ops import cross_inner
@@ -565,7 +565,7 @@ def kept_norms(left: Tensor, right: Tensor, bounds: list[int]) -> tuple[Tensor, 
 
 @NORMS.on_cpu
 def _norms_on_cpu(left: Tensor, right: Tensor, offsets: Tensor, measure: int, mask: Tensor | None) -> Tensor:
-    """The norms of :mod:`fastdp.ops.norms` on a processor: [1, B], or [2, B] under a mask."""
+    """The norms of `fastdp.ops.norms` on a processor: [1, B], or [2, B] under a mask."""
     if not has_kernel(left, right):
         return NotImplemented
     return direct_norms_of(left, right, unit_bounds(offsets), measure, mask)

@@ -152,7 +152,7 @@ def weighted_sum_group(
     offsets: Tensor,
     outs: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
-    """:func:`weighted_sum` of k matrices over the same tokens: on a GPU in one launch.
+    """`weighted_sum` of k matrices over the same tokens: on a GPU in one launch.
 
     Args:
         lefts: k matrices [N, m_i], float, any strides.
@@ -165,7 +165,7 @@ def weighted_sum_group(
         k matrices: those of ``outs``, and new ones, float32 (float64 if a factor is float64).
 
     Raises:
-        TypeError, ValueError: no matrices, lists of other lengths, ids, other tokens, or what :func:`weighted_sum` refuses.
+        TypeError, ValueError: no matrices, lists of other lengths, ids, other tokens, or what `weighted_sum` refuses.
 
     >>> import torch
     >>> from fastdp.ops import weighted_sum_group
@@ -257,7 +257,7 @@ def masked_weighted_sum(
 ) -> Tensor:
     """Sum of all tokens' gradients, with one weight for masked and another for unmasked entries (Rap-FT's two blocks).
 
-    A token whose weight is 0 for an entry is left out of it by selection, as in :func:`weighted_sum`.
+    A token whose weight is 0 for an entry is left out of it by selection, as in `weighted_sum`.
 
     Args:
         left: [N, m], float, any strides; or int64 ids [N] of rows of a table, the mask's.
@@ -266,7 +266,7 @@ def masked_weighted_sum(
         weights_unmasked: [N] or [B] likewise: weights where it is False.
         mask: bool [m, n].
         out: [m, n], float32 or float64: the sum is added to it, in place.
-        offsets: int64 [B + 1], as in :func:`weighted_sum`.
+        offsets: int64 [B + 1], as in `weighted_sum`.
 
     Returns:
         ``out``, or a new [m, n] matrix, float32 (float64 if a factor is float64).
@@ -348,7 +348,7 @@ def _weighted_sum_on_cpu(
     mask: Tensor | None,
     offsets: Tensor | None,
 ) -> None:
-    """The sums of :mod:`fastdp.ops.sums` into ``out`` on a processor; some, as NotImplemented says, are for torch."""
+    """The sums of `fastdp.ops.sums` into ``out`` on a processor; some, as NotImplemented says, are for torch."""
     tokens, threads = right.shape[0], native_threads()
     if not is_one_hot(left) and (mask is None or weights_unmasked is None):
         each_token = per_token(weights, offsets, tokens)
