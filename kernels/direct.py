@@ -105,11 +105,7 @@ def side_tile(width: int, wide: bool) -> int:
 
 
 def direct_norms(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    offsets: torch.Tensor,
-    measure: int,
-    mask: torch.Tensor | None = None,
+    left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, measure: int, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Norms [1, B], float32, of left [N, m] and right [N, n]; float32, bfloat16 or float16, any strides.
 

@@ -134,10 +134,7 @@ def _launches(lefts: MatrixForm, rights: MatrixForm, wide_lefts: bytes, wide_rig
 
 
 def per_unit_group(
-    lefts: Sequence[torch.Tensor],
-    rights: Sequence[torch.Tensor],
-    offsets: torch.Tensor,
-    splits: int | None = None,
+    lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], offsets: torch.Tensor, splits: int | None = None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Gradients of each unit for k matrices, float32 [B, m_i, n_i] each, and their squared norms, float32 [k, B].
 

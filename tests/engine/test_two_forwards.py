@@ -162,10 +162,7 @@ def test_losses_of_the_model_count_by_their_mean() -> None:
     agree(model, found, reference(plain, batches, lambda m, b: 0.5 * by_row(m, b), CLIPS["own"]))
 
 
-@cases(
-    "weights, match",
-    [((1.0, 0.5), "different weights"), ((1.0, -1.0), "The scale must be positive")],
-)
+@cases("weights, match", [((1.0, 0.5), "different weights"), ((1.0, -1.0), "The scale must be positive")])
 def test_losses_of_unequal_weight(weights: tuple[float, float], match: str) -> None:
     """The weights of whole losses may follow the batch."""
 
