@@ -21,7 +21,7 @@ _RECONNECT = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_b
 _PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 #: Most characters of what a vendor says.
 _LONGEST_REASON = 1000
-#: In gRPC's details when this end rejected the other's certificate.
+#: How gRPC says that this end turned the other's certificate down.
 _UNTRUSTED = "TSI_PROTOCOL_FAILURE"
 
 log = logging.getLogger(__name__)
