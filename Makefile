@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 OUT ?= bench/results
 ARCH ?= $(shell uname -m)
-PIP = $(VENV)/bin/python -m pip --disable-pip-version-check -q
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 SOURCES = $(wildcard csrc/*) setup.py pyproject.toml constraints.txt
 
 .PHONY: quickstart test test-full extras mutants sanitize minimum bench gpu wheel notebooks docs clean
@@ -31,7 +31,7 @@ test-full: $(VENV)/.fastdp-test
 EXTRAS = build/extras
 extras: constraints.txt
 	test -x $(EXTRAS)/bin/python || $(PYTHON) -m venv $(EXTRAS)
-	$(EXTRAS)/bin/python -m pip --disable-pip-version-check -q install -c constraints.txt -e ".[test,pii]" bitsandbytes==0.50.2 nbclient==0.11.0 mkdocs==1.6.1 mkdocs-material==9.8.1
+	$(EXTRAS)/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e ".[test,pii]" bitsandbytes==0.50.2 nbclient==0.11.0 mkdocs==1.6.1 mkdocs-material==9.8.1
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(EXTRAS)/bin/python -m pytest -q -rs tests/methods/selective tests/engine/test_bases.py tests/test_doctests.py tests/test_notebooks.py tests/test_snippets.py
 
 # Careless changes, one at a time: tests must fail for each (tests/mutants.yaml). It takes about half an hour on two cores.
@@ -84,7 +84,7 @@ CROSS = $(CURDIR)/$(TOOLS)/bin/python -m ziglang c++ -target $(ARCH)-linux-gnu.2
 wheel: constraints.txt requirements-build.txt requirements-wheel.txt
 	rm -rf build/wheel $(TRIED) dist/*_$(ARCH).whl
 	test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
-	$(TOOLS)/bin/python -m pip --disable-pip-version-check -q install --require-hashes -r requirements-wheel.txt
+	$(TOOLS)/bin/python -m pip --disable-pip-version-check install --require-hashes -r requirements-wheel.txt
 	CC="$(CROSS)" CXX="$(CROSS)" LDSHARED="$(CROSS) -shared -s" LDCXXSHARED="$(CROSS) -shared -s" _PYTHON_HOST_PLATFORM=linux-$(ARCH) \
 	SETUPTOOLS_EXT_SUFFIX=$$($(TOOLS)/bin/python -c "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))" | sed "s/$$(uname -m)/$(ARCH)/") \
 	$(TOOLS)/bin/python setup.py -q build --build-base build/wheel bdist_wheel --dist-dir build/wheel/dist
@@ -92,9 +92,9 @@ wheel: constraints.txt requirements-build.txt requirements-wheel.txt
 	cd dist && sha256sum *.whl > SHA256SUMS
 ifeq ($(ARCH),$(shell uname -m))
 	$(PYTHON) -m venv $(TRIED)
-	$(TRIED)/bin/python -m pip --disable-pip-version-check -q install --report build/wheel/torch.json $$(grep '^torch==' constraints.txt)
+	$(TRIED)/bin/python -m pip --disable-pip-version-check install --report build/wheel/torch.json $$(grep '^torch==' constraints.txt)
 	grep -v '^torch==' constraints.txt > build/wheel/constraints.txt
-	$(TRIED)/bin/python -m pip --disable-pip-version-check -q install --report build/wheel/rest.json -c build/wheel/constraints.txt dist/*manylinux*_$(ARCH).whl
+	$(TRIED)/bin/python -m pip --disable-pip-version-check install --report build/wheel/rest.json -c build/wheel/constraints.txt dist/*manylinux*_$(ARCH).whl
 	$(TOOLS)/bin/cyclonedx-py environment --of JSON -o dist/sbom.json $(TRIED)
 	$(TOOLS)/bin/python tests/sbom.py dist/sbom.json build/wheel/torch.json build/wheel/rest.json
 	mkdir $(TRIED)/elsewhere
@@ -106,7 +106,7 @@ endif
 OLDEST = build/oldest
 minimum: constraints-minimum.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip --disable-pip-version-check -q install -c constraints-minimum.txt -e ".[trainer]" torch pytest pytest-timeout hypothesis
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check install -c constraints-minimum.txt -e ".[trainer]" torch pytest pytest-timeout hypothesis
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -q tests/private tests/integrations/test_adapters.py tests/integrations/test_trainer.py tests/finetune tests/accounting
 
 # The notebooks of examples/notebooks, run from top to bottom and saved with what they show; each in less than four minutes.
@@ -117,7 +117,7 @@ notebooks: $(VENV)/.fastdp-test
 # The site, in build/site; a broken link, or a page that is on no list, fails. It needs neither torch nor the extension.
 docs:
 	test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
-	$(TOOLS)/bin/python -m pip --disable-pip-version-check -q install mkdocs-material==9.8.1 mkdocs==1.6.1 mkdocstrings==1.0.8 mkdocstrings-python==2.0.11 ruff
+	$(TOOLS)/bin/python -m pip --disable-pip-version-check install mkdocs-material==9.8.1 mkdocs==1.6.1 mkdocstrings==1.0.8 mkdocstrings-python==2.0.11 ruff
 	$(TOOLS)/bin/mkdocs build --quiet
 
 clean:

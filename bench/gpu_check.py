@@ -51,14 +51,8 @@ ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0
 LENGTHS = {"ragged": (7, 0, 1, 65, 4, 129, 16, 0, 300), "equal": (128,) * 6}
 #: dtype, lengths, rows and columns, whether the left factor is strided. Every dtype and layout of a kernel is a compilation
 #: of seconds, and the suite has them all under the interpreter: here are those that models use, and one that none does.
-NORM_CASES = (
-    (torch.bfloat16, "equal", 768, 768, False),
-    (torch.float32, "ragged", 257, 123, True),
-)
-SUM_CASES = (
-    (torch.bfloat16, 1024, 768, 768),
-    (torch.float32, 129, 7, 133),
-)
+NORM_CASES = ((torch.bfloat16, "equal", 768, 768, False), (torch.float32, "ragged", 257, 123, True))
+SUM_CASES = ((torch.bfloat16, 1024, 768, 768), (torch.float32, 129, 7, 133))
 #: What is recorded, and run eagerly beside that; small, so that the host takes longer than the device.
 RECORDED = Case("gpt2", 4, 256, 1024, 4, 4, 512, 32, 128, dropout=0.0, dtype=torch.float32)
 TUNINGS = (("LoRA of rank 16", 16), ("everything", 0))
@@ -241,10 +235,7 @@ def noise(device: str) -> Iterator[tuple[str, Result]]:
     OPS["add_noise_"](found, 1.0, at, True)
     yield "add_noise_ rounded, 12 rounds", (float((found.cpu() != on_grid(x, 1.0, at)).sum()), 0.0)
     dtype, rounding = torch.bfloat16, ROUNDING[torch.bfloat16]
-    x, grad = (
-        (3 * torch.randn(5, 129, 17, device=device)).to(dtype),
-        torch.randn(5, 129, 17, device=device).to(dtype),
-    )
+    x, grad = ((3 * torch.randn(5, 129, 17, device=device)).to(dtype), torch.randn(5, 129, 17, device=device).to(dtype))
     x[1, 0, 0] = float("nan")
     clip, back = OPS["clip_noise"], OPS["clip_noise_backward"]
     got, norm = clip(x, 2.0, 0.5, position(), False)

@@ -68,11 +68,7 @@ _LIST_LIMITS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 
 
 #: Shares of a copy's bandwidth that these operations of torch's reach.
-_BANDWIDTH_SHARES = {
-    "aten::_fused_adamw_": 0.75,
-    "aten::_log_softmax": 0.52,
-    "aten::_log_softmax_backward_data": 0.74,
-}
+_BANDWIDTH_SHARES = {"aten::_fused_adamw_": 0.75, "aten::_log_softmax": 0.52, "aten::_log_softmax_backward_data": 0.74}
 #: The same of sums over the rows of a matrix, which biases' gradients are, and of the kernel for a layer norm's own gradients.
 _ROWS_SHARE, _NORMS_SHARE = 0.43, 0.3
 #: Ops of ours that read as fast as a copy: norms by Gram matrices, and those that make noise.

@@ -56,12 +56,7 @@ def measure(
 
 
 def measure_case(
-    case: Case,
-    alternatives: dict[str, Function],
-    turns: int,
-    device: torch.device,
-    bandwidth: float,
-    matmul: float,
+    case: Case, alternatives: dict[str, Function], turns: int, device: torch.device, bandwidth: float, matmul: float
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"op": case.op, "size": case.size}
     error, allowed = case.check()

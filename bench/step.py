@@ -281,12 +281,7 @@ def _build(case: Case, implementation: str) -> Callable[[], Any]:
 
 
 def _opacus(
-    case: Case,
-    model: torch.nn.Module,
-    optimizer: Any,
-    batches: Iterator[dict[str, torch.Tensor]],
-    *,
-    ghost: bool,
+    case: Case, model: torch.nn.Module, optimizer: Any, batches: Iterator[dict[str, torch.Tensor]], *, ghost: bool
 ) -> Callable[[], None]:
     from opacus import PrivacyEngine
 

@@ -1,4 +1,5 @@
-// Bounds of the weights of the rows of a table: the inner loops of the exponential mechanism.
+// Bounds of the weights of the rows of a table: the inner loops of the exponential mechanism. A law is the distribution
+// from which one token's replacement is drawn, over all rows.
 //
 // A bound is kept as its level, one byte: level k is the float whose bits are k << 21. These lie on the chords between powers
 // of two, so level k is at least 2^(k / 4 - 127), and a logarithm rounded up to a level is an upper bound.
@@ -25,7 +26,7 @@ struct EightBits {
     float lost;    // upper bound of the norm of what was rounded away
 };
 
-// Of a group of sixteen rows.
+// A group of sixteen rows of the table.
 struct GroupTerms {
     float step[kLanes];    // twice the row's
     float square[kLanes];  // lowered by what float32 may lose in a squared distance
@@ -34,7 +35,7 @@ struct GroupTerms {
     float least[kLanes];  // kLeastLevel, or 0 for rows that are never drawn
 };
 
-// Of a law: its token's rounded row, its scale and cap in units of the table's scale.
+// One law: its token's rounded row, and its scale and cap in units of the table's scale.
 struct LawTerms {
     int64_t id;
     float step, square, lost;

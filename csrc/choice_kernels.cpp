@@ -1,4 +1,5 @@
-// Integer products by AMX or VNNI where there is one, by multiply-add of pairs with AVX2, in plain C++ elsewhere: all equal.
+// The functions of choice.h, once for each instruction set (AMX, AVX-512 VNNI, AVX2, portable C++), with equal results.
+// Functions named *_body are compiled into each of them.
 #include "choice.h"
 
 #include <algorithm>
@@ -38,6 +39,7 @@ FASTDP_BODY float total_body(const f16 &x) {
     return sum;
 }
 
+// See ChoiceKernels::round.
 FASTDP_BODY EightBits round_body(const float *row, const float *centre, int64_t d, float scale, uint8_t *to) {
     f16 most = {}, squares = {}, losses = {};
     for (int64_t i = 0; i < d; i += kLanes) {
@@ -122,7 +124,7 @@ constexpr ChoiceKernels kernels_of = {
     &Target::dots, &Target::one,   &Target::template weigh<false>, &Target::template weigh<true>, &Target::top,
     &Target::cells, &Target::fold};
 
-// What is the same for every instruction set but for `at_least`, `at_most` and `store`, which each names its own.
+// What all instruction sets share; each defines `at_least`, `at_most` and `store` itself.
 #define FASTDP_COMMON(attribute)                                                                                     \
     attribute static EightBits round(const float *row, const float *centre, int64_t d, float scale, uint8_t *to) {   \
         return round_body(row, centre, d, scale, to);                                                                \

@@ -21,6 +21,16 @@ def names_apart(docstring: str) -> str:
     return lists.sub(lambda section: several.sub(apart, section[0]), docstring)
 
 
+def fenced_examples(docstring: str) -> str:
+    """A docstring whose doctests are blocks of code: Markdown takes ``>>>`` for a quotation in a quotation."""
+    return re.sub(
+        r"^>>> .*(?:\n\S.*|\n +\S.*)*",
+        "```pycon\n\\g<0>\n```",
+        docstring,
+        flags=re.MULTILINE,
+    )
+
+
 def public_names() -> list[tuple[str, str]]:
     """Each public name with the place it is defined in, read without importing anything."""
     tree = ast.parse((ROOT / "fastdp" / "__init__.py").read_text())

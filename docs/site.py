@@ -72,13 +72,14 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
     return output
 
 
-class NamesApart(Extension):
-    """Several names that share a line of a docstring, "a, b: of both", have a line each on their page."""
+class ReadableDocstrings(Extension):
+    """Give names that share a line of a docstring a line each on their page, and show doctests as code."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Told of each object as it is read."""
         if obj.docstring is not None:
-            obj.docstring.value = reference.names_apart(obj.docstring.value)
+            text = reference.names_apart(obj.docstring.value)
+            obj.docstring.value = reference.fenced_examples(text)
 
 
 def _linked(text: str) -> str:

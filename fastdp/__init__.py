@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 if os.path.exists(os.path.join(_FOLDER, "privacy_engine.py")):
     raise ImportError(
-        f"{_FOLDER} holds awslabs' fastDP as well, whose folder this disk takes for the same: give each an environment of its own"
+        f"{_FOLDER} also holds awslabs' fastDP, because this disk ignores the case of names. Give each an environment of its own"
     )
 if os.path.exists(os.path.join(os.path.dirname(_FOLDER), "fastDP", "privacy_engine.py")):
     warnings.warn(
@@ -84,7 +84,7 @@ def __dir__() -> list[str]:
 
 
 class _PeftImportHook(importlib.abc.MetaPathFinder):
-    """Makes the bottleneck known to peft once peft is imported, which takes four seconds and not every user needs.
+    """Registers `BottleneckConfig` with peft when peft is imported: importing it takes four seconds, and not every user needs it.
 
     It stays in place while peft is only looked for, as transformers does to see whether it is installed.
     """

@@ -23,11 +23,7 @@ from fastdp.distribution import installed_version
 
 _HELP = "Fine-tune language models on private data, and state exactly what privacy was bought."
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
 
 def _show_version(wanted: bool) -> None:

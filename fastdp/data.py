@@ -15,12 +15,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from fastdp.methods.encoding import ADDED, encode_private
-from fastdp.tables import (
-    DataError as DataError,
-    Rows as Rows,
-    as_text as as_text,
-    read_rows as read_rows,
-)
+from fastdp.tables import DataError as DataError, Rows as Rows, as_text as as_text, read_rows as read_rows
 
 IGNORED = -100
 

@@ -14,7 +14,7 @@ from fastdp.ops.stochastic_rounding import ELEMENT_FACTOR, MIX_FACTOR, STEP_FACT
 from .chacha import BLOCKS, POSITION, normals
 from .grid import numbers_of_grid, on_grid, settle_element
 from .groups import first_programs, owner
-from .launch import TRITON, cdiv, on_device_of, registers_of, to_device_of
+from .launch import TRITON_DTYPES, cdiv, on_device_of, registers_of, to_device_of
 from .settle import NO_LIST, SETTLE_BLOCK, lowest, new_list, own_entries, put_on_list
 from .tiles import load_flat, store_flat
 
@@ -216,8 +216,8 @@ def adamw_noise_steps_(
         table[:, 7] = list(map(torch.Tensor.numel, own[6])) if rows else 1
         table[:, 8], table[:, 9], table[:, 10] = lengths, [starts[i] // 16 for i in members], firsts
         kind: dict[str, Any] = {
-            "PARAMETER": TRITON[dtype],
-            "MOMENTS": TRITON[exp_avgs[0].dtype],
+            "PARAMETER": TRITON_DTYPES[dtype],
+            "MOMENTS": TRITON_DTYPES[exp_avgs[0].dtype],
             "MASTER": bool(masters),
             "AXES": bool(rows),
             "enable_fp_fusion": True,

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from fastdp.ops.matrices import Matrices, MatrixForm, Tensors
 
-from .launch import TRITON, Table, on_device_of, splits_to_fill, to_device_of
+from .launch import TRITON_DTYPES, Table, on_device_of, splits_to_fill, to_device_of
 
 _FIELDS = tl.constexpr(9)
 
@@ -131,15 +131,15 @@ def affine_sums_group(
         for launch in _launches(gradients.form, xs.form, gradients.wide, xs.wide):
             with on_device_of(like):
                 affine_kernel[(len(launch.members) * units, columns, splits)](
-                    launch.table.beside(like, *addresses),
+                    launch.table.on_device_of(like, *addresses),
                     offsets,
                     sums,
                     len(xs),
                     units,
                     splits,
                     n,
-                    GRADIENT=TRITON[launch.gradient],
-                    X=TRITON[launch.x],
+                    GRADIENT=TRITON_DTYPES[launch.gradient],
+                    X=TRITON_DTYPES[launch.x],
                     CONTIGUOUS=launch.contiguous,
                     ALIGNED=launch.aligned,
                     b_t=TOKENS,

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import kept_with, on_device_of
+from .launch import cached_with, on_device_of
 
 #: A word of the table: tokens in the block (7 bits), its unit.
 COUNT_MASK = tl.constexpr(127)
@@ -54,4 +54,4 @@ def blocks_of(offsets: torch.Tensor, tokens: int, b_t: int) -> tuple[torch.Tenso
             blocks_kernel[(units,)](offsets, table, units, slots, b_t=b_t, num_warps=4)
         return table
 
-    return kept_with(offsets, ("blocks", b_t, tokens), make), slots
+    return cached_with(offsets, ("blocks", b_t, tokens), make), slots

@@ -14,7 +14,7 @@ from fastdp.ops.factors import INT64_MAX
 from fastdp.ops.matrices import Matrices
 
 from . import direct, gram
-from .launch import TRITON, cdiv, on_device_of, places_beside, serves, to_device_of
+from .launch import TRITON_DTYPES, cdiv, indices_on_device, on_device_of, serves, to_device_of
 
 TOKENS = 16
 COLUMNS = 256
@@ -166,19 +166,19 @@ def token_counts_group(
         out = counts if every else counts.new_empty(len(launch.members), units)
         with on_device_of(counts):
             counts_kernel[(len(launch.members) * units,)](
-                launch.table.beside(counts, lefts.addresses, rights.addresses),
+                launch.table.on_device_of(counts, lefts.addresses, rights.addresses),
                 offsets,
                 out,
                 units,
-                LEFT=TRITON[launch.of_left],
-                RIGHT=TRITON[launch.of_right],
+                LEFT=TRITON_DTYPES[launch.of_left],
+                RIGHT=TRITON_DTYPES[launch.of_right],
                 FIELDS=direct.FIELDS.value,
                 b_t=32,
                 b_k=128,
                 num_warps=4,
             )
         if not every:
-            counts[places_beside(launch.members, counts)] = out
+            counts[indices_on_device(launch.members, counts)] = out
     return counts
 
 

@@ -202,7 +202,7 @@ def clip_noise(
 
 
 def clip_noise_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Gradient of the clip of :func:`clip_noise`: ``factor (g - x <g, x> / |x|^2)`` where an example was clipped."""
+    """Gradient of the clip of `clip_noise`: ``factor (g - x <g, x> / |x|^2)`` where an example was clipped."""
     grad, flat = grad.contiguous(), x.contiguous()
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
     if x.numel() == 0:

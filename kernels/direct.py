@@ -14,19 +14,19 @@ import triton.language as tl
 from fastdp.ops.matrices import MatrixForm
 
 from .launch import (
-    TRITON,
+    TRITON_DTYPES,
     Launch,
     Table,
     cdiv,
     has_wide_tiles,
+    indices_on_device,
     largest_side,
     next_power_of_2,
     on_device_of,
-    places_beside,
-    readable,
     splits_to_fill,
     stages_of,
     to_device_of,
+    with_wide_rows,
 )
 from .reduce import sum_slots
 from .tiles import listed_factors, outer_tile
@@ -105,11 +105,7 @@ def side_tile(width: int, wide: bool) -> int:
 
 
 def direct_norms(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    offsets: torch.Tensor,
-    measure: int,
-    mask: torch.Tensor | None = None,
+    left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, measure: int, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Norms [1, B], float32, of left [N, m] and right [N, n]; float32, bfloat16 or float16, any strides.
 
@@ -121,7 +117,7 @@ def direct_norms(
         return torch.zeros(rows, units, dtype=torch.float32, device=right.device)
     offsets = to_device_of(offsets, right)
     if mask is None:
-        left, right = readable([left, right])
+        left, right = with_wide_rows([left, right])
         m, n = left.shape[1], right.shape[1]
     wide = torch.float32 in (left.dtype, right.dtype)
     largest = largest_side(wide, right.device)
@@ -193,24 +189,24 @@ def chosen_norms(
     norms = torch.zeros(chosen.shape, dtype=torch.float32, device=device)
     if rights[0].shape[0] == 0:
         return norms
-    lefts, rights, offsets = readable(lefts), readable(rights), to_device_of(offsets, norms)
+    lefts, rights, offsets = with_wide_rows(lefts), with_wide_rows(rights), to_device_of(offsets, norms)
     sides = largest_side(False, device), largest_side(True, device)
     for launch in tables_of(lefts.form, rights.form, lefts.wide, rights.wide, sides):
         wide, members = torch.float32 in (launch.of_left, launch.of_right), launch.members
         splits = splits_to_fill(norms, len(members) * units, launch.tiles)
         every = len(members) == len(lefts)
-        into = members if every else places_beside(members, norms)
+        into = members if every else indices_on_device(members, norms)
         parts = torch.empty(1, len(members) * units * splits, dtype=torch.float32, device=device)
         with on_device_of(norms):
             chosen_kernel[(len(members) * units, splits)](
-                launch.table.beside(norms, lefts.addresses, rights.addresses),
+                launch.table.on_device_of(norms, lefts.addresses, rights.addresses),
                 offsets,
                 (chosen if every else chosen[into]).contiguous().view(torch.uint8),
                 parts,
                 units,
                 splits,
-                LEFT=TRITON[launch.of_left],
-                RIGHT=TRITON[launch.of_right],
+                LEFT=TRITON_DTYPES[launch.of_left],
+                RIGHT=TRITON_DTYPES[launch.of_right],
                 CONTIGUOUS=launch.contiguous,
                 ALIGNED=launch.wide_loads,
                 b_m=launch.b_m,

@@ -19,17 +19,17 @@ import triton.language as tl
 from fastdp.ops.matrices import MatrixForm
 
 from .launch import (
-    TRITON,
+    TRITON_DTYPES,
     Table,
-    kept_with,
+    cached_with,
+    indices_on_device,
     largest_side,
+    multiprocessors,
     on_device_of,
-    places_beside,
-    processors,
-    readable,
     row_tile,
     stages_of,
     to_device_of,
+    with_wide_rows,
 )
 from .tiles import gram_tile
 
@@ -179,7 +179,7 @@ def pairs_of(offsets: torch.Tensor, tokens: int, b_t: int) -> tuple[torch.Tensor
             pairs_kernel[(units,)](offsets, table, units, most, b_t=b_t, num_warps=4)
         return table
 
-    return kept_with(offsets, ("pairs", b_t, tokens), make), most
+    return cached_with(offsets, ("pairs", b_t, tokens), make), most
 
 
 def jobs_of(length: int, units: int, problems: int, b_t: int) -> int:
@@ -257,13 +257,13 @@ def gram_norms(
     products = torch.zeros(uses, units, dtype=torch.float64, device=device)
     if units == 0 or tokens == 0:
         return squares, products
-    offsets, lefts, rights = to_device_of(offsets, squares), readable(lefts), readable(rights)
+    offsets, lefts, rights = to_device_of(offsets, squares), with_wide_rows(lefts), with_wide_rows(rights)
     for launch in _launches(lefts.form, rights.form, tuple(counts), lefts.wide, rights.wide):
         wide = torch.float32 in (launch.of_right, launch.of_left)
-        count = processors(device)
+        count = multiprocessors(device)
         side = b_t or tile_of(tokens, units, launch.problems, largest_side(wide, device), count)
         pairs, most = pairs_of(offsets, tokens, side)
-        table, order = launch.table.beside(squares, rights.addresses, lefts.addresses), launch.order
+        table, order = launch.table.on_device_of(squares, rights.addresses, lefts.addresses), launch.order
         parts = torch.empty(2, len(order), most, dtype=torch.float32, device=device)
         all_of_it = order == tuple(range(uses))
         out = squares if all_of_it else torch.empty(len(order), units, dtype=torch.float32, device=device)
@@ -278,8 +278,8 @@ def gram_norms(
                 units,
                 most,
                 launch.problems,
-                RIGHT=TRITON[launch.of_right],
-                LEFT=TRITON[launch.of_left],
+                RIGHT=TRITON_DTYPES[launch.of_right],
+                LEFT=TRITON_DTYPES[launch.of_left],
                 CONTIGUOUS=launch.contiguous,
                 ALIGNED=launch.wide_loads,
                 b_t=side,
@@ -292,6 +292,6 @@ def gram_norms(
                 parts[0], parts[1], pairs, out, sizes, units, most, b=128, num_warps=4
             )
         if not all_of_it:
-            into = places_beside(order, squares)
+            into = indices_on_device(order, squares)
             squares[into], products[into] = out, sizes
     return squares, products

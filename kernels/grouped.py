@@ -16,13 +16,13 @@ import triton.language as tl
 from fastdp.ops.matrices import Matrices, MatrixForm
 
 from .launch import (
-    TRITON,
+    TRITON_DTYPES,
     Table,
     cdiv,
+    indices_on_device,
     largest_side,
     next_power_of_2,
     on_device_of,
-    places_beside,
     splits_to_fill,
     stages_of,
     to_device_of,
@@ -134,10 +134,7 @@ def _launches(lefts: MatrixForm, rights: MatrixForm, wide_lefts: bytes, wide_rig
 
 
 def per_unit_group(
-    lefts: Sequence[torch.Tensor],
-    rights: Sequence[torch.Tensor],
-    offsets: torch.Tensor,
-    splits: int | None = None,
+    lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], offsets: torch.Tensor, splits: int | None = None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Gradients of each unit for k matrices, float32 [B, m_i, n_i] each, and their squared norms, float32 [k, B].
 
@@ -165,13 +162,13 @@ def per_unit_group(
         parts = torch.empty(1, programs * dealt, dtype=torch.float32, device=device)
         with on_device_of(norms):
             _grouped_kernel[(len(members), units, dealt)](
-                launch.table.beside(norms, lefts.addresses, rights.addresses, results.addresses),
+                launch.table.on_device_of(norms, lefts.addresses, rights.addresses, results.addresses),
                 offsets,
                 parts,
                 units,
                 dealt,
-                NARROW=TRITON[launch.narrow],
-                WIDE=TRITON[launch.wide],
+                NARROW=TRITON_DTYPES[launch.narrow],
+                WIDE=TRITON_DTYPES[launch.wide],
                 CONTIGUOUS=launch.contiguous,
                 NARROW_ALIGNED=launch.narrow_aligned,
                 WIDE_ALIGNED=launch.wide_aligned,
@@ -185,5 +182,5 @@ def per_unit_group(
         of_members = parts if dealt == 1 else sum_slots(parts, programs, dealt)
         if len(launches) == 1:
             return gradients, of_members.view(len(lefts), units)
-        norms[places_beside(members, norms)] = of_members.view(len(members), units)
+        norms[indices_on_device(members, norms)] = of_members.view(len(members), units)
     return gradients, norms

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import on_device_of, table_beside
+from .launch import on_device_of, table_on_device
 
 COLUMNS = 1024
 #: Elements of a gradient that one program measures.
@@ -99,7 +99,7 @@ def instance_norms(instances: Sequence[torch.Tensor]) -> torch.Tensor:
         lengths = [x.numel() // units for x in instances]
         firsts, programs = first_programs(lengths, LONG)
         lines = [(x.data_ptr(), n, first) for x, n, first in zip(instances, lengths, firsts)]
-        table = table_beside(lines, out)
+        table = table_on_device(lines, out)
         parts = torch.empty(units, programs, dtype=torch.float32, device=device)
         with on_device_of(out):
             if programs:
@@ -122,7 +122,7 @@ def instance_sums(instances: Sequence[torch.Tensor], weights: torch.Tensor) -> l
         lines = [(x.data_ptr(), t.data_ptr(), n, first) for x, t, n, first in zip(instances, sums, lengths, firsts)]
         with on_device_of(weights):
             sums_kernel[(programs,)](
-                table_beside(lines, weights),
+                table_on_device(lines, weights),
                 weights.contiguous(),
                 units,
                 len(lines),

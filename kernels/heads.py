@@ -1,4 +1,4 @@
-"""Losses and gradients of a head's logits: a program has one token, reads its logits twice and writes them once."""
+"""Cross-entropy and its gradient, in place of the logits. A program has one token: it reads the logits twice, writes once."""
 
 import torch
 import triton
@@ -10,8 +10,8 @@ HEAD_COLUMNS = 4096
 
 
 @triton.jit
-def _part(p_row, o_v, words, width):
-    # The mask is of the width, a multiple of 16 for wide loads, which that of the words would forbid.
+def _load_logits(p_row, o_v, words, width):
+    # Columns from `words` to `width` are padding. Masking by the width, a multiple of 16, keeps loads wide.
     # [b]
     z = tl.load(p_row + o_v, mask=o_v < width, other=0.0).to(tl.float32)
     return tl.where(o_v < words, z, float("-inf"))
@@ -24,15 +24,15 @@ def gradient_kernel(p_logits, p_target, p_weights, p_losses, words, width, ignor
     weight = tl.load(p_weights + row).to(tl.float32)
     labelled = target != ignored
     p_row = p_logits + row * width
-    # Loaded before the reductions, after which other warps write here.
+    # Read before the second loop, in which another warp may overwrite it.
     own = tl.load(p_row + target, mask=labelled, other=0.0).to(tl.float32)
     o_v = tl.arange(0, b)
     most = tl.full((b,), float("-inf"), tl.float32)
     total = tl.zeros((b,), tl.float32)
     for first in range(0, words, b):
-        z = _part(p_row, first + o_v, words, width)
+        z = _load_logits(p_row, first + o_v, words, width)
         higher = tl.maximum(most, z)
-        # Columns that hold nothing but -inf yet.
+        # Without this, a column that has only seen -inf would give -inf - -inf = NaN.
         base = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(most - base) + tl.exp(z - base)
         most = higher
@@ -42,7 +42,7 @@ def gradient_kernel(p_logits, p_target, p_weights, p_losses, words, width, ignor
     share = weight / whole
     kept = labelled & (weight != 0.0)
     for first in range(0, width, b):
-        z = _part(p_row, first + o_v, words, width)
+        z = _load_logits(p_row, first + o_v, words, width)
         gradient = tl.exp(z - top) * share - tl.where(first + o_v == target, weight, 0.0)
         # [b]
         gradient = tl.where(kept & (first + o_v < words), gradient, 0.0)
@@ -53,7 +53,13 @@ def gradient_kernel(p_logits, p_target, p_weights, p_losses, words, width, ignor
 def cross_entropy_gradient_(
     logits: torch.Tensor, target: torch.Tensor, weights: torch.Tensor, ignored: int, words: int
 ) -> torch.Tensor:
-    """Losses float32 [N] of logits [N, V], which become their gradient; target int64 [N], weights [N]."""
+    """Overwrite logits [N, V] by the gradient of their weighted losses; return the losses, float32 [N].
+
+    Args:
+        target: int64 [N]; a token whose target is ``ignored`` has loss and gradient 0.
+        weights: [N], factor of each token's gradient.
+        words: size of the vocabulary; columns from there on are padding.
+    """
     tokens, width = logits.shape
     losses = torch.empty(tokens, dtype=torch.float32, device=logits.device)
     if logits.numel() == 0:

@@ -1,6 +1,4 @@
-"""What every launcher needs: the arguments it serves, the device a launch goes to, small tensors moved there, how many
-programs fill it.
-"""
+"""Helpers of all launchers: which arguments a kernel serves, tensors for the device, and how many programs fill it."""
 
 import contextlib
 import functools
@@ -18,17 +16,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fastdp.ops.matrices import Matrices
 from fastdp.ops.placed import CONSTANTS, copy_to_device
 
-#: What a kernel that finds addresses in memory is told of the dtypes behind them.
-TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+#: Triton's names of torch's dtypes, for kernels that get addresses instead of tensors.
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-#: Numbers of a matrix from which on a copy of it is cheap beside its products.
-MANY = 1 << 20
+#: Elements from which a matrix costs little to copy, compared with its products.
+LARGE_MATRIX = 1 << 20
 
 _Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
 
 
 def serves(factors: int) -> Callable[[_Launcher], _Launcher]:
-    """Decorate what an op runs on a GPU: without autograd, and only if none of its first ``factors`` arguments is float64."""
+    """Decorate a launcher: run it without autograd, and leave the op to torch if one of its ``factors`` factors is float64."""
 
     def is_double(argument: Any) -> bool:
         if isinstance(argument, Matrices):
@@ -63,30 +61,30 @@ def to_device_of(small: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return copy_to_device(small, tensor.device)
 
 
-def places_beside(numbers: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
-    """Which of several tensors are meant, int64 on the device of ``tensor``: the same in every step, and sent once."""
+def indices_on_device(numbers: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
+    """Indices that are the same in every step: int64 on the device of ``tensor``, copied there once."""
     return CONSTANTS[tuple(numbers), torch.int64, tensor.device]
 
 
-def table_beside(lines: Iterable[Iterable[int]], tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of lines, one behind the other, int64 on the device of ``tensor``: by numpy, in a third of torch's time."""
+def table_on_device(lines: Iterable[Iterable[int]], tensor: torch.Tensor) -> torch.Tensor:
+    """All lines' integers in one int64 vector on the device of ``tensor``. Numpy builds it in a third of torch's time."""
     return to_device_of(torch.from_numpy(np.array([*itertools.chain.from_iterable(lines)], np.int64)), tensor)
 
 
 class Table:
-    """A table of many matrices, made once for those of a form: what is new in each step are their addresses.
+    """A launch's table of matrices, made once for all lists of one form. Only the matrices' addresses are new in each step.
 
     Args:
-        lines: int64, with 0 for each address.
-        places: of each list of matrices where in the table, taken as one row, addresses go, and of which matrices.
+        lines: the table's integers, with 0 in place of each address.
+        places: for each list of matrices, positions in the flattened table, and the index of the matrix whose address goes there.
     """
 
     def __init__(self, lines: Iterable[Iterable[int]], *places: tuple[Sequence[int], Sequence[int]]):
         self._lines = np.array([*itertools.chain.from_iterable(lines)], np.int64)
         self._places = [(np.array(at, np.intp), np.array(of, np.intp)) for at, of in places]
 
-    def beside(self, tensor: torch.Tensor, *addresses: np.ndarray) -> torch.Tensor:
-        """The table on the device of a tensor, with the addresses of the lists' matrices."""
+    def on_device_of(self, tensor: torch.Tensor, *addresses: np.ndarray) -> torch.Tensor:
+        """The table on the device of ``tensor``, filled with each list's addresses (`Matrices.addresses`)."""
         table = self._lines.copy()
         for (at, of), own in zip(self._places, addresses):
             table[at] = own[of]
@@ -94,7 +92,14 @@ class Table:
 
 
 class Launch(NamedTuple):
-    """Matrices of the same dtypes and alignment, and the tiles that what is made of them is cut into."""
+    """One launch: the pairs of matrices that share dtypes and alignment, and the tiles of their results.
+
+    Attributes:
+        members: indices of the pairs among all pairs of the op.
+        b_m: rows of a tile.
+        b_n: columns of a tile.
+        tiles: number of tiles of all members.
+    """
 
     of_left: torch.dtype
     of_right: torch.dtype
@@ -117,17 +122,17 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def readable(matrices: Sequence[torch.Tensor]) -> Matrices:
-    """The matrices; a copy with columns of zeros behind of each whose many numbers cannot be read 16 bytes at a time.
+def with_wide_rows(matrices: Sequence[torch.Tensor]) -> Matrices:
+    """The matrices, where each large one whose rows cannot be read 16 bytes at a time is copied and padded with zero columns.
 
-    The gradient of 50,257 logits is one: reading it number by number takes nine times as long as all products.
+    The gradient of 50,257 logits is such a matrix: reading single elements takes nine times as long as all products.
     """
     matrices = Matrices.of(matrices)
-    if max(matrices.form.columns, default=0) * (matrices.rows or 0) < MANY:
+    if max(matrices.form.columns, default=0) * (matrices.rows or 0) < LARGE_MATRIX:
         return matrices
     padded = [
         torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % 8))
-        if matrix.numel() >= MANY and step == 1 and not wide
+        if matrix.numel() >= LARGE_MATRIX and step == 1 and not wide
         else matrix
         for matrix, (_, step), wide in zip(matrices, matrices.form.strides, matrices.wide)
     ]
@@ -135,20 +140,23 @@ def readable(matrices: Sequence[torch.Tensor]) -> Matrices:
 
 
 def write_count(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to, where torch counts it: part of what results that are kept depend on."""
+    """How often a tensor was written in place, where torch counts it. Part of the key of cached results."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def is_recorded(tensor: torch.Tensor) -> bool:
-    """Whether what is launched now is only recorded: a table is then not there before the record is replayed, for nobody else."""
+    """Whether a CUDA graph is recording. Kernels then run at replay only, so that nothing they write may be cached for others."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 _kept_tables: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def kept_with(offsets: torch.Tensor, which: tuple[object, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What is made of a tensor of offsets alone: once, and kept as long as these are, unless it is only recorded."""
+def cached_with(offsets: torch.Tensor, which: tuple[object, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return ``make()``, cached while ``offsets`` lives unchanged, or uncached while a CUDA graph records.
+
+    ``which`` names the result among those made of the same offsets.
+    """
     known = _kept_tables.setdefault(offsets, {})
     key = (*which, write_count(offsets))
     found = known.get(key)
@@ -160,7 +168,7 @@ def kept_with(offsets: torch.Tensor, which: tuple[object, ...], make: Callable[[
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
@@ -173,7 +181,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of a multiprocessor's own memory that one program may have: an H100's for the interpreter."""
+    """Bytes of shared memory that one program may use; an H100's for the interpreter."""
     if device.type != "cuda":
         return 227 << 10
     # Torch says nothing of it on AMD's GPUs, whose programs have 64 KB.
@@ -181,7 +189,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 def stages_of(most: int, device: torch.device) -> int:
-    """How many blocks of a loop are under way: ``most``, or two where programs have 64 KB of shared memory (T4, MI300)."""
+    """Pipeline stages of a loop: at most ``most``, and two where programs have 64 KB of shared memory (T4, MI300)."""
     return most if shared_memory(device) > 64 << 10 else min(most, 2)
 
 
@@ -191,7 +199,7 @@ def registers_of(most: int) -> dict[str, int]:
 
 
 def largest_side(wide: bool, device: torch.device) -> int:
-    """Side of the largest tiles whose products go on within the program: registers hold them, and Triton compiles."""
+    """Side of the largest tile whose products a program uses again: registers hold it, and Triton compiles it."""
     if wide:
         return 64
     # Triton 3.7 ends with an error where it would put such products into the tensor memory of sm_100; smaller ones use none.
@@ -199,17 +207,17 @@ def largest_side(wide: bool, device: torch.device) -> int:
 
 
 def has_wide_tiles(device: torch.device) -> bool:
-    """Whether matrix units read both factors from shared memory, and that holds three stages of 128 by 256 tiles."""
+    """Whether matrix units read both factors from shared memory, which holds three stages of 128 by 256 tiles."""
     # AMD's GPUs number their generations alike: an MI300 says 9.4.
     return not torch.version.hip and capability_of(device)[0] in (9, 10)
 
 
 def splits_to_fill(tensor: torch.Tensor, programs: int, most: int) -> int:
-    """In how many parts, at most ``most``, the work of each of ``programs`` programs is cut so that all processors have some.
+    """Into how many parts (at most ``most``) to cut each of ``programs`` programs so that all multiprocessors have work.
 
     Depends on shapes and the device alone, so the order of a sum is the same in every run.
     """
-    wanted = 4 * processors(tensor.device)
+    wanted = 4 * multiprocessors(tensor.device)
     return max(1, min(most, cdiv(wanted, max(1, programs))))
 
 

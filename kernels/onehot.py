@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .direct import ABSOLUTE, MASKED_SQUARE
-from .launch import kept_with, on_device_of, to_device_of
+from .launch import cached_with, on_device_of, to_device_of
 from .reduce import sum_parts
 
 COLUMNS = 256
@@ -234,7 +234,7 @@ def units_of_tokens(offsets: torch.Tensor, tokens: int) -> torch.Tensor:
     def make() -> torch.Tensor:
         return torch.searchsorted(offsets[1:], torch.arange(tokens, device=offsets.device), right=True)
 
-    return kept_with(offsets, ("units", tokens), make)
+    return cached_with(offsets, ("units", tokens), make)
 
 
 def onehot_norms(

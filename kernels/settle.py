@@ -122,12 +122,5 @@ def new_list(n: int, device: torch.device, *, with_sums: bool) -> OpenElements:
 def settle(x: torch.Tensor, position: torch.Tensor, opened: OpenElements, begin: int, std: float) -> None:
     """Write into contiguous ``x``, whose first block is ``begin``, the rounded sum of each element that is on the list."""
     settle_kernel[(cdiv(opened.capacity, SETTLE_BLOCK),)](
-        x,
-        position,
-        *opened,
-        begin,
-        *numbers_of_grid(std),
-        b=SETTLE_BLOCK,
-        enable_fp_fusion=True,
-        num_warps=1,
+        x, position, *opened, begin, *numbers_of_grid(std), b=SETTLE_BLOCK, enable_fp_fusion=True, num_warps=1
     )

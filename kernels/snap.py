@@ -148,7 +148,7 @@ def named_bad_row(bad: torch.Tensor) -> int | None:
 def nearest_row(x: torch.Tensor, table: torch.Tensor, half_x: torch.Tensor, half_table: torch.Tensor) -> torch.Tensor:
     """Index int64 [N] of the row of table [V, d] nearest to each row of x [N, d] in float64, ties to the lowest index.
 
-    Both finite, float32, bfloat16 or float16, any strides; ``half_*`` as :func:`survey` returns them. Scratch: x in
+    Both finite, float32, bfloat16 or float16, any strides; ``half_*`` as `survey` returns them. Scratch: x in
     bfloat16 and one float32 for each x and 32 rows of the table.
     """
     (rows, width), size = x.shape, table.shape[0]
@@ -218,6 +218,6 @@ def finite(**rows: torch.Tensor) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def snap(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The op: as :func:`nearest_row`, after a look whether all rows are finite, which waits for the device."""
+    """The op: as `nearest_row`, after a look whether all rows are finite, which waits for the device."""
     half_table, half_x = finite(table=table, x=x)
     return nearest_row(x, table, half_x, half_table)

@@ -9,7 +9,7 @@ from fastdp.ops.heads import widens
 from fastdp.ops.routes import NARROW
 
 from . import affine, grouped, onehot, weighted
-from .launch import assert_ids, kept_with, serves, to_device_of
+from .launch import assert_ids, cached_with, serves, to_device_of
 
 
 @serves(2)
@@ -94,6 +94,6 @@ def weighted_sum_group_(
         return
     for first in range(0, units, MOST_UNITS):
         last = min(units, first + MOST_UNITS)
-        own = kept_with(offsets, ("units", first), offsets[first : last + 1].clone)
+        own = cached_with(offsets, ("units", first), offsets[first : last + 1].clone)
         weighted.weighted_sums_(outs, lefts, rights, weights[:, first:last], own, begun)
         begun = [True] * len(outs)

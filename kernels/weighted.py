@@ -25,17 +25,17 @@ from .blocks import COUNT_MASK, UNIT_SHIFT, blocks_of
 from .direct import side_tile
 from .groups import owner
 from .launch import (
-    TRITON,
+    TRITON_DTYPES,
     Launch,
     Table,
     has_wide_tiles,
+    indices_on_device,
+    multiprocessors,
     on_device_of,
-    places_beside,
-    processors,
-    readable,
     row_tile,
     stages_of,
     to_device_of,
+    with_wide_rows,
 )
 from .tiles import listed_factors, multiply
 
@@ -241,7 +241,7 @@ def weighted_sums_(
     """
     tokens, device = rights[0].shape[0], rights[0].device
     lefts, rights = Matrices.of(lefts), Matrices.of(rights)
-    if (longer := readable(lefts)) is not lefts:
+    if (longer := with_wide_rows(lefts)) is not lefts:
         _sums_of_odd_(outs, lefts, longer, rights, weights, offsets, begun, dealt)
         return
     totals = Matrices.of(outs)
@@ -292,12 +292,12 @@ def _launch(
     b_t = row_tile(tokens, units, 32 if wide else 64)
     large = b_m * b_n > 4096
     most = max(1, tokens // _SHORTEST_PART)
-    whole, splits = dealt or deal(launch.tiles, (1 if large else 4) * processors(device), most)
+    whole, splits = dealt or deal(launch.tiles, (1 if large else 4) * multiprocessors(device), most)
     rest = launch.tiles - whole
     blocks, slots = blocks_of(offsets, tokens, b_t)
     parts = torch.empty(max(1, rest * splits * b_m * b_n), dtype=torch.float32, device=device)
-    table = launch.table.beside(parts, *(own.addresses for own in matrices))
-    own = weights if len(members) == len(matrices[0]) else weights[places_beside(members, parts)]
+    table = launch.table.on_device_of(parts, *(own.addresses for own in matrices))
+    own = weights if len(members) == len(matrices[0]) else weights[indices_on_device(members, parts)]
     kind: dict[str, Any] = {"CONTIGUOUS": launch.contiguous, "ALIGNED": launch.wide_loads, "b_m": b_m, "b_n": b_n}
     with on_device_of(parts):
         _weighted_kernel[(whole + rest * splits,)](
@@ -310,8 +310,8 @@ def _launch(
             slots,
             whole,
             splits,
-            LEFT=TRITON[launch.of_left],
-            RIGHT=TRITON[launch.of_right],
+            LEFT=TRITON_DTYPES[launch.of_left],
+            RIGHT=TRITON_DTYPES[launch.of_right],
             **kind,
             b_t=b_t,
             enable_fp_fusion=True,

@@ -78,10 +78,7 @@ def test_a_wrong_key_is_found_before_libraries_are_imported(tmp_path):
     needed = ["--model=m", "--train=t", "--output=o", "--epsilon=8"]
     for words, arguments in (
         ("did you mean learning_rate", [str(tmp_path / "typo.yaml")]),
-        (
-            "user_column and max_examples_per_user go together",
-            [*needed, "--user-column=p"],
-        ),
+        ("user_column and max_examples_per_user go together", [*needed, "--user-column=p"]),
     ):
         code = (
             "import sys; from typer.testing import CliRunner; from fastdp.cli import app\n"

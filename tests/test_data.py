@@ -57,9 +57,7 @@ def test_a_target_ends_once_whether_its_tokenizer_says_so_or_not(tokenizer, ends
 
 @settings(max_examples=200)
 @given(
-    prompt=st.text(alphabet="abc ", max_size=60),
-    target=st.text(alphabet="xyz ", max_size=60),
-    limit=st.integers(4, 40),
+    prompt=st.text(alphabet="abc ", max_size=60), target=st.text(alphabet="xyz ", max_size=60), limit=st.integers(4, 40)
 )
 def test_cutting_keeps_to_the_limit_and_leaves_something_to_learn(tokenizer, prompt, target, limit):
     examples = causal_examples(tokenizer, [target], limit, prompts=[prompt])

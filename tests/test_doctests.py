@@ -40,6 +40,10 @@ def test_the_sites_build_knows_what_a_page_must_say(tmp_path, monkeypatch):
     each = [f"    {name}: of both,\n        in two lines.\n" for name in "ab"]
     apart = shared.replace("    a, b: of both,\n        in two lines.\n", "".join(each))
     assert site.names_apart(shared) == apart
+    assert (
+        site.fenced_examples("A.\n\n>>> f(\n...     1)\n  2\n\nB.")
+        == "A.\n\n```pycon\n>>> f(\n...     1)\n  2\n```\n\nB."
+    )
     (tmp_path / "fastdp").mkdir()
     (tmp_path / "fastdp" / "new.py").write_text('def new(x):\n    """Something."""\n')
     monkeypatch.setattr(site, "ROOT", tmp_path)

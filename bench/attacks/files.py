@@ -130,10 +130,7 @@ def seeded_noise(library: Library) -> float:
     return unless(not all(equal(first[name], second[name]) for name in first))
 
 
-@attack(
-    "The low bits of noised zeros tell which rows of a table got no gradient.",
-    unmode={"secure_rounding": False},
-)
+@attack("The low bits of noised zeros tell which rows of a table got no gradient.", unmode={"secure_rounding": False})
 def zero_sum_noise(library: Library) -> float:
     def mean(own: Any, ids: torch.Tensor) -> torch.Tensor:
         return own.head(own.table(ids).mean(1))

@@ -32,10 +32,7 @@ from . import suite, tops
 RATIO = 0.25**2
 #: The best at the middle epsilon of those tried, between worse ones (`bench/results/utility/frost*.json`). Like the paper's own
 #: choice of them, that is not accounted for.
-LEARNING_RATES = {
-    **{"non-private": 3e-4, "full": 5e-3, "random": 2e-2, "lora": 5e-3, "adapter": 4e-2},
-    "frost": 2e-2,
-}
+LEARNING_RATES = {**{"non-private": 3e-4, "full": 5e-3, "random": 2e-2, "lora": 5e-3, "adapter": 4e-2}, "frost": 2e-2}
 PEFT = ("lora", "adapter")
 
 

@@ -199,10 +199,6 @@ def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
     return suite.by_seed(rows, seeds)
 
 
-PATHS = {
-    "model": "folder of a small GPT-2",
-    "train": "CSV with a column ref",
-    "eval": "CSV of the same form, held out",
-}
+PATHS = {"model": "folder of a small GPT-2", "train": "CSV with a column ref", "eval": "CSV of the same form, held out"}
 #: Measures what is missing, by the arguments of a command line.
 main = partial(suite.main, __doc__, SIZES, Bench, settings, PATHS)

@@ -13,7 +13,7 @@ from fastdp.accounting.event_types import DpEvent, dp_event
 from fastdp.validate import number
 
 Sampling = Literal["poisson", "shuffled"]
-#: Factors of a noise multiplier by the release from which on they hold, the first of them release 0.
+#: (first release, factor of the noise multiplier from there on), in order; the first entry begins at release 0.
 NoiseFactors = tuple[tuple[int, float], ...]
 CONSTANT: NoiseFactors = ((0, 1.0),)
 
@@ -133,7 +133,7 @@ class EventModel:
         releases_per_use: how many consecutive releases together touch each unit at most once. 1 with Poisson
             sampling. With shuffled batches one epoch of ``steps_per_epoch`` releases is one use: the batches are
             disjoint, so an epoch is one Gaussian mechanism of the same multiplier. A begun epoch counts whole.
-        later: other events, by the use from which on each takes the place of the one before, in order.
+        later: (first use, event) in order: from that use on, the event replaces the one before.
     """
 
     one: DpEvent
@@ -180,8 +180,8 @@ def dpsgd_model(
 
     Args:
         noise_multiplier: noise std over sensitivity of one step; 0 is no privacy.
-        factors: what it is multiplied with, by the step from which on. A shuffled epoch counts at its least noise, since
-            nobody knows in which of its steps a unit is used.
+        factors: factors of the multiplier, as `NoiseFactors`. A shuffled epoch counts at its least noise, since nobody knows
+            in which of its steps a unit is used.
         sample_rate: expected batch size over the number of units, in (0, 1].
         sampling: ``poisson`` is amplified by sampling; ``shuffled`` is accounted without amplification.
         steps_per_epoch: releases in one pass over the shuffled units; needed for ``shuffled`` only.
@@ -212,7 +212,7 @@ def dpsgd_model(
 
 
 def _by_use(factors: Sequence[tuple[int, float]], steps: int) -> NoiseFactors:
-    """The least factor within each use of ``steps`` steps, by the use from which on."""
+    """(first use, least factor within a use of ``steps`` steps) for each change of that factor."""
     ends = [start for start, _ in factors[1:]] + [math.inf]
     found: list[tuple[int, float]] = []
     for use in sorted({start // steps for start, _ in factors} | {-(-start // steps) for start, _ in factors}):
@@ -253,7 +253,7 @@ class ChosenDpEvent(DpEvent):
     """The best of a secret number of trials, drawn from a truncated negative binomial distribution.
 
     Attributes:
-        alternatives: what one trial costs a unit, which meets one of these: it is trained on, or judged by.
+        alternatives: events of one trial, of which a unit takes part in one: its training, or the score that judges it.
         shape: eta of the number of trials, above -1.
         stop: gamma of the number of trials, in (0, 1).
     """
@@ -267,7 +267,7 @@ def chosen(alternatives: Sequence[DpEvent], shape: float, stop: float) -> DpEven
     """Event of random stopping (Papernot and Steinke 2022): trials until a secret number is reached, the best one released.
 
     Args:
-        alternatives: events of one trial, of which a unit meets one.
+        alternatives: events of one trial, of which a unit takes part in one, as in `ChosenDpEvent`.
         shape: eta, above -1; 0 is the logarithmic distribution of the number of trials, 1 the geometric one.
         stop: gamma, in (0, 1); see `fastdp.accounting.renyi.stop_for`.
 
@@ -302,7 +302,7 @@ class Flat:
         sampled: (sample rate, noise multiplier, count) of the Poisson-sampled Gaussian releases, sorted.
         mu_squared: sum of 1/z^2 over the Gaussian releases without sampling; they are one release of 1/sqrt of it.
         private: False if anything was released without noise.
-        choices: among trials, which only Renyi bounds are known of.
+        choices: choices among trials, for which only Renyi bounds are known.
     """
 
     sampled: tuple[tuple[float, float, int], ...]
@@ -321,7 +321,7 @@ class Flat:
         return self.mu_squared + sum(count * squared_ratio(z) for _, z, count in self.sampled)
 
 
-#: A choice stands once for each time that it is made; nobody tunes oftener on one data set.
+#: Most choices in one event: each is kept as an entry of its own, and nobody tunes oftener on one data set.
 _MOST_CHOICES = 1000
 
 

@@ -22,12 +22,7 @@ _TOLERANCE = 1e-4
 
 
 def epoch_weighted_schedule(
-    dataset_size: int,
-    batch_size: int,
-    epochs: int,
-    epsilon: float,
-    delta: float,
-    step_distance: float,
+    dataset_size: int, batch_size: int, epochs: int, epsilon: float, delta: float, step_distance: float
 ) -> list[float]:
     """Noise multipliers of epochs 1 to E, falling, by Algorithm 1 (EWPBA).
 

@@ -1,4 +1,4 @@
-"""`verify`: whether what a card claims follows from what it holds, and from weights and ledger where they are given."""
+"""`verify`: recompute a card's claims from its own fields, and compare it with weights and ledger where they are given."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastdp.accounting.page import claims
 from fastdp.accounting.weights import digests_of, model_files
 from fastdp.untrusted import parse_json_object, quote, read_bytes
 
-#: Fields of every card; of one of the second version; of a claim of an epsilon; and of a run that trained a model.
+#: Required fields: of every card, of schema version 2, of a claim of an epsilon, and of a run that trained a model.
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "guarantee": str,
     "why_no_guarantee": list,
@@ -44,7 +44,7 @@ _RUN: dict[str, type | tuple[type, ...]] = {
 _OLD_FORMATS = ("fastdp.selective-card", "fastdp.statement", "fastdp.federated-run-card")
 #: What a ledger's header and a card both state.
 _IN_BOTH = ("unit", "adjacency", "sampling", "sample_rate", "dataset_size", "noise_multiplier")
-#: Notes of a ledger under names that begin so hold the digest of an outcome, or of the data.
+#: Prefixes of a ledger's notes that are expected after the card: digests of a preparation's outcome, or of the data.
 _OUTCOMES = ("preparation-", "data")
 
 
@@ -133,7 +133,7 @@ def verify(
 
 
 def _parsed(card: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Mapping[str, Any], list[str]]:
-    """The card's fields, and what the form that it came in leaves open."""
+    """The card's fields, and what cannot be checked in the format that it came in (an export leaves fields out)."""
     if isinstance(card, Mapping):
         return card, []
     text = card if isinstance(card, str) and card.lstrip().startswith(("{", "[")) else read_bytes(card)
@@ -170,7 +170,7 @@ def _fields(card: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check_claims(card: Mapping[str, Any]) -> list[CheckedFigures]:
-    """Every claim's figures, worked out again; those of a card without a guarantee, as far as it states any."""
+    """Recompute the figures of every claim. A card without a guarantee may state some too, and they may be wrong."""
     void = card["guarantee"] == "none"
     if not void:
         if card["noise_source"].get("key") == UNSAFE_KEY:
@@ -190,7 +190,7 @@ def _check_claims(card: Mapping[str, Any]) -> list[CheckedFigures]:
         if not void and not number and card["guarantee"] != claim.guarantee:
             raise _Refused(f"the card names its guarantee {card['guarantee']!r}, but its claim is {claim.guarantee!r}")
         if isinstance(claim, Gaussian):
-            # Of how many units a claim speaks is not always known; of a single one there is nothing to protect.
+            # A card may leave the number of units out. At least two are assumed: with one there is nothing to protect.
             units = max(fields.get("dataset_size", 2), 2)
             if not void and claim.delta is not None and claim.delta >= 1 / units:
                 raise _Refused(large_delta(claim.delta, units))

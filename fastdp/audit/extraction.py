@@ -129,10 +129,7 @@ def generate(
 
 
 def extraction(
-    texts: Sequence[str],
-    planted: Collection[str],
-    decoys: Collection[str],
-    known: Collection[str] = (),
+    texts: Sequence[str], planted: Collection[str], decoys: Collection[str], known: Collection[str] = ()
 ) -> ExtractionResult:
     """Precision and recall of the training data's names among all the names that the texts hold.
 

@@ -19,7 +19,7 @@ from fastdp.calls.randomness import rng_state, seeded, version
 
 #: Examples that are read between two reads of one.
 _READ_BETWEEN = 3
-#: Examples of a data set among which those are that stand beside another in a probe batch.
+#: Examples of the data set from which a probe batch takes companions, spread over it by multiples of the golden ratio.
 _SAMPLED = 8
 _GOLDEN = 0.6180339887498949
 

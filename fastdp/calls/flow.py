@@ -1,4 +1,4 @@
-"""What descends from the data in a forward pass, and what its modules return."""
+"""Follow which tensors of a forward pass are computed from the data, and what each module returns."""
 
 from __future__ import annotations
 
@@ -15,24 +15,28 @@ from fastdp.calls.randomness import DropoutDisabled, preserve_rng
 
 _RANKING = functions("topk")
 _SCANNING = _RANKING | functions("cumsum cumprod cummax cummin logcumsumexp")
-#: Of these only the first argument has an axis of tokens; the others are a stack of weights, and where groups end.
+#: Only the first argument of these has an axis of tokens. The others are stacked weights, and where groups end.
 GROUPED = functions("grouped_mm _grouped_mm")
 
 
 class DataFlow(TorchFunctionMode):
-    """Follows what is computed from the data through one forward pass.
+    """Marks the tensors that one forward pass computes from the data.
 
     Args:
         inputs: the tensors that carry rows.
+
+    Attributes:
+        data: tensors computed from the inputs.
+        cut: those of them that may depend on other rows: values selected by position or rank in a batch, as an expert with a
+            capacity keeps the first tokens that reach it.
+        listed: whether an input is a plain list. An operation without tensor arguments may then have read it.
     """
 
     def __init__(self, inputs: Iterable[torch.Tensor]):
         super().__init__()
         inputs = list(inputs)
         self.data: Marks[None] = Marks((t, None) for t in inputs)
-        #: What follows from the number of entries before one, or from a rank among all: rows then decide about others.
         self.cut: Marks[None] = Marks()
-        #: Whether some inputs are lists: what is made of no tensor may be made of them.
         self.listed = any(isinstance(t, RowNumbers) for t in inputs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,7 +47,7 @@ class DataFlow(TorchFunctionMode):
         return out
 
     def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> bool:
-        """Look at what one operation returned. True if it was given data."""
+        """Mark what one operation returned. True if any of its arguments was computed from the data."""
         found = any(map(self.data.__contains__, given)) or (self.listed and not given)
         # What is written into becomes data too.
         for result in (given[:1] if func is torch.Tensor.__setitem__ else tensors(out)) if found else ():
@@ -57,7 +61,7 @@ class DataFlow(TorchFunctionMode):
 
 
 def _cuts(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation keeps entries of a first axis by their number, or makes of each what those before it decide."""
+    """Whether an operation slices, scans or ranks the first axis, so that an entry's result depends on how many precede it."""
     if func is torch.Tensor.__getitem__:
         first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
         return isinstance(first, slice) and first != slice(None)

@@ -42,8 +42,7 @@ def plan_command(
     gpu: Annotated[str | None, typer.Option(hidden=True)] = None,
     picture: Annotated[Path | None, typer.Option(hidden=True)] = None,
     write: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, help="YAML file for the suggested settings, for `fastdp finetune`"),
+        Path | None, typer.Option(dir_okay=False, help="YAML file for the suggested settings, for `fastdp finetune`")
     ] = None,
     overrides: dict[str, Any],
 ) -> None:

@@ -48,9 +48,9 @@ def prove_command(
         **{"text_column": text_column, "label_column": label_column},
         **{"max_length": max_length, "max_grad_norm": max_grad_norm},
     }
-    own = model == QUICKSTART
+    is_quickstart = model == QUICKSTART
     with console.status("replaying neighbours"):
-        evidence = _prove(Path(MODEL if own else model), data, settings, own=own)
+        evidence = _prove(Path(MODEL if is_quickstart else model), data, settings, is_quickstart=is_quickstart)
     console.print(_table(evidence))
     verdict, worst = str(evidence), evidence.worst
     if evidence and worst is not None:
@@ -66,7 +66,7 @@ def prove_command(
         raise typer.Exit(1)
 
 
-def _prove(folder: Path, data: Path | None, settings: dict[str, Any], *, own: bool) -> Evidence:
+def _prove(folder: Path, data: Path | None, settings: dict[str, Any], *, is_quickstart: bool) -> Evidence:
     import torch
     from torch.utils.data import DataLoader
 
@@ -81,7 +81,7 @@ def _prove(folder: Path, data: Path | None, settings: dict[str, Any], *, own: bo
     config = settings_of(folder, settings)
     tokenizer = load_tokenizer(config)
     model = load_trained(config, tokenizer)
-    if own and data is None:
+    if is_quickstart and data is None:
         from fastdp.quickstart.corpus import private_records
 
         examples = causal_examples(tokenizer, private_records(64, 0), config.max_length)

@@ -1,4 +1,4 @@
-"""Float32 sums added up over all processes a block of `fully_shard` at a time, each while the next one is made."""
+"""Reduce float32 sums over all processes, one block of `fully_shard` at a time, while the next block's sums are computed."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ Keep = Callable[[str, torch.Tensor], None]
 
 
 class _Block:
-    """The sums of one block in one buffer, laid out by the rank that keeps each piece.
+    """The sums of one block's parameters in one buffer, whose row r holds the pieces that rank r keeps.
 
     Args:
-        parameters: in pieces, by name, all on one mesh.
+        parameters: sharded parameters (`DTensor`) by name, all on one mesh.
         device: of the sums.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], device: torch.device):
         self._parameters = parameters
         self.missing = set(parameters)
-        held: Any = next(iter(parameters.values()))
-        axes = [(held.device_mesh.get_group(axis), placement) for axis, placement in enumerate(held.placements)]
+        one: Any = next(iter(parameters.values()))
+        axes = [(one.device_mesh.get_group(axis), placement) for axis, placement in enumerate(one.placements)]
         self._group = next((group for group, placement in axes if placement.is_shard()), None)
         self._replicas = [group for group, placement in axes if not placement.is_shard()]
         ranks = 1 if self._group is None else self._group.size()
         self._sizes = [pieces.padded_numel(parameter) for parameter in parameters.values()]
-        # [ranks, numbers of a piece of each parameter]
+        # [ranks, elements of one rank's pieces of all parameters]
         self.sums = torch.zeros(ranks, sum(self._sizes), device=device)
         self._columns = dict(zip(parameters, self.sums.split(self._sizes, 1)))
         self._own = self.sums[0] if self._group is None else self.sums.new_empty(sum(self._sizes))
@@ -50,14 +50,14 @@ class _Block:
         column.add_(flat.view(column.shape))
 
     def start(self) -> None:
-        """Begin to add up over all processes; the host does not wait."""
+        """Start the reduce-scatter; the host does not wait for it."""
         if self._group is None:
             return
         with peers_required():
             self._work = dist.reduce_scatter_single(self._own, self.sums.view(-1), group=self._group, async_op=True)
 
     def finish(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This process's pieces, by name. On a GPU the stream waits for them, and not the host."""
+        """This process's pieces of the totals, by name. On a GPU the stream waits for them, the host does not."""
         with peers_required():
             if self._work is not None:
                 self._work.wait()
@@ -70,9 +70,9 @@ class _Block:
 
 
 class BlockReducer:
-    """Reduce whole sums to this process's pieces of their totals over all processes.
+    """Reduce sums of whole parameters to this process's pieces of the totals over all processes.
 
-    Blocks are reduced in one order on all ranks, whatever the order of sums. One is under way at a time.
+    All ranks reduce the blocks in the same order, whatever the order in which sums arrive. One is under way at a time.
 
     Args:
         blocks: parameters in pieces by name, of each block.
@@ -125,7 +125,7 @@ class BlockReducer:
 
 
 class CaptureOrder:
-    """Record the parameters of captures, in order, on their way to a sink.
+    """Record the order in which parameters are captured, so that ranks can compare it, and pass each capture on to a sink.
 
     Args:
         sink: takes every capture.

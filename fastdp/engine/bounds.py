@@ -101,9 +101,9 @@ class Norms:
             powers: sums of squares or sizes over the part, ``[units]``.
             entries: how many there are.
             relative: error of ``powers`` against themselves.
-            products: ``[units]`` float64, of :func:`fastdp.ops.row_products`; None for an instance, which is added as it
+            products: ``[units]`` float64, of `fastdp.ops.row_products`; None for an instance, which is added as it
                 was measured.
-            tokens: ``[units]`` float64, of :func:`fastdp.ops.token_counts`: those that the unit's own roundings go by.
+            tokens: ``[units]`` float64, of `fastdp.ops.token_counts`: those that the unit's own roundings go by.
             gram: roundings of ``powers`` against the products to the power of the order.
             added: roundings of the norm, and of what is added to the sum, against the products.
             times: error besides, as a multiple of the products.

@@ -47,11 +47,7 @@ class FederatedConfig:
         "mean",
         among=("mean", "examples"),
     )
-    evaluation: str = setting(
-        "where perplexity is computed: server or none",
-        "server",
-        among=("server", "none"),
-    )
+    evaluation: str = setting("where perplexity is computed: server or none", "server", among=("server", "none"))
     max_update_norm: float = setting("largest L2 norm of an update that is accepted", 1e3, above=0)
     max_examples: int = setting("largest number of examples that a client may claim", 1_000_000, above=0)
     resume: bool = setting("continue the run whose checkpoint is in output", False)

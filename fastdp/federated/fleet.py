@@ -52,11 +52,11 @@ PROTOBUF = "application/protobuf"
 _OWN_HEADERS = "flwr-"
 _PUBLIC_KEY = "flwr-public-key"
 #: Flower cuts tensors into objects of at most 20 MiB.
-_MOST = 64 << 20
+_LARGEST_BODY = 64 << 20
 _IDLE_SECONDS, _REQUEST_SECONDS = 120.0, 60.0
-#: Flower waits 30 seconds for a sign of a reply, which a large object on a slow line takes longer to make.
+#: Interval of interim responses (HTTP 102). Flower gives up after 30 silent seconds, and a large object can take longer.
 SIGN_SECONDS = 10.0
-#: Fewer than a certificate may have at once: what is more waits for its turn.
+#: Below the gateway's limit of connections for one certificate; further requests wait.
 _CONNECTIONS = ProxyLimits.connections - 2
 
 log = logging.getLogger("flwr")
@@ -86,12 +86,12 @@ class Reply:
 
 
 class Upstream:
-    """Where requests go on to.
+    """A client that passes requests on to a server.
 
     Args:
         address: host and port.
         context: for TLS to it.
-        connections: most of them at once.
+        connections: most connections at once.
     """
 
     def __init__(self, address: str, context: ssl.SSLContext, connections: int = 100):
@@ -111,7 +111,7 @@ class Upstream:
                 body = bytearray()
                 async for part in found.aiter_raw():
                     body += part
-                    if len(body) > _MOST:
+                    if len(body) > _LARGEST_BODY:
                         return Reply.refusal(502, "the reply is too large")
                 return Reply(found.status_code, bytes(body), found.headers.get("content-type", PROTOBUF))
         except httpx.HTTPError as error:
@@ -125,7 +125,7 @@ class Upstream:
 
 
 class Gateway:
-    """The server's end: Fleet for holders of a certificate, at an address that nodes reach; a context manager.
+    """The server's end: serves Flower's Fleet API to holders of a certificate, at an address that nodes reach; a context manager.
 
     A node signs with the key of its certificate, so that one certificate is one node. The gateway registers it with Flower.
 
@@ -195,7 +195,7 @@ class Gateway:
 
 @dataclass
 class NodeProxy:
-    """A node's end: what its SuperNode talks to on this machine; a context manager.
+    """A node's end: a proxy on this machine between its SuperNode and the gateway; a context manager.
 
     Args:
         server: host and port of the gateway.
@@ -214,7 +214,7 @@ class NodeProxy:
     def __enter__(self) -> NodeProxy:
         self._upstream = Upstream(self.server, client_context(self.certificates), _CONNECTIONS)
         context = server_context(self.local)
-        # The requests are signed; other users of this machine have no key that the server knows.
+        # No client certificate is asked for: requests are signed with a key that other users of this machine lack.
         context.verify_mode = ssl.CERT_NONE
         self._loop = asyncio.new_event_loop()
         listener = asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=context, limit=RELAY_BYTES)
@@ -298,7 +298,7 @@ async def _read_request(connection: h11.Connection, reader: asyncio.StreamReader
                 return Reply.refusal(404, "there is Flower's Fleet API here, and nothing else")
         elif isinstance(event, h11.Data):
             body += event.data
-            if len(body) > _MOST:
+            if len(body) > _LARGEST_BODY:
                 return Reply.refusal(413, "the request is too large")
         elif isinstance(event, h11.EndOfMessage):
             assert head is not None

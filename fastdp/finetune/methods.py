@@ -14,14 +14,7 @@ from fastdp.accounting.claim import read_claim
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.methods.perturbation import Releases
 from fastdp.methods.public import PublicText
-from fastdp.methods.rapft import (
-    Initialisation,
-    NoisyMap,
-    PrivateSubset,
-    Propagation,
-    PublicGradients,
-    PublicMap,
-)
+from fastdp.methods.rapft import Initialisation, NoisyMap, PrivateSubset, Propagation, PublicGradients, PublicMap
 from fastdp.methods.removed import removed_key
 from fastdp.private.method import Method
 from fastdp.private.run import Private

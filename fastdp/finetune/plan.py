@@ -1,7 +1,7 @@
-"""What a run would take and be worth, before it is run: for each batch size steps, noise, time and memory, and a suggestion.
+"""`fastdp plan`: compare batch sizes by steps, noise, time and memory before a run, and suggest settings.
 
-Noise, steps and noise-to-signal ratios are computed. Time and memory are those of private steps on invented tokens, run on this
-machine. What is suggested follows rules, which `PlanReport.reasons` says apart.
+Noise, steps and noise-to-signal ratios are computed. Time and memory are measured on private steps over invented tokens.
+`PlanReport.reasons` states the rule behind each suggestion.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Option:
     """One batch size.
 
     Attributes:
-        noise_multiplier: that the budget allows.
-        step_ratio: noise over signal in one step: the norm of the noise over that of a sum of gradients which all agree and are
-            all clipped. Real gradients agree less, so that it is a lower bound.
-        run_ratio: the same of the sum over all steps.
-        seconds: of all steps.
+        noise_multiplier: the smallest that the budget allows.
+        step_ratio: noise over signal in one step: the norm of the noise over that of a sum of clipped gradients that all agree.
+            Real gradients agree less, so it is a lower bound.
+        run_ratio: the same ratio for the sum over all steps.
+        seconds: predicted time of all steps.
     """
 
     batch_size: int
@@ -53,7 +53,7 @@ class Option:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Options, what they rest on, and which one is suggested.
+    """The options, the measurements behind them, and the suggested one.
 
     Attributes:
         config: the suggested settings; `FinetuneConfig.save` writes them for ``fastdp finetune``.
@@ -79,14 +79,14 @@ def plan(
     """Plan a run of `fastdp finetune` with DP-SGD.
 
     Args:
-        config: ``model``, ``task``, ``peft``, ``epsilon``, ``delta`` and what is not to be suggested; batch size, epochs,
-            learning rate, bound, rank and scale are.
-        examples: in the training data; the people in them, if ``user_column`` protects people.
-        lengths: of examples, in tokens: one, if all are alike, or the shortest, those at equal shares of the examples, and the
-            longest (shortest, median, longest are three).
-        minutes: that the steps may take.
-        passes: over the data, at most.
-        rows: of a person, on average.
+        config: the run's settings. Batch size, epochs, learning rate, clipping bound, LoRA rank and alpha are suggested; all
+            others are used as given.
+        examples: number of examples in the training data; of people, if ``user_column`` protects people.
+        lengths: of examples, in tokens: one number if all are alike, or quantiles at equal distances, such as shortest, median
+            and longest.
+        minutes: time limit for the steps.
+        passes: most passes over the data.
+        rows: average number of rows of a person.
 
     Raises:
         ConfigError: for settings that do not hold, a model that cannot be loaded, or a time too short for `LEAST_STEPS`.
@@ -161,7 +161,7 @@ def _option(
     if minutes is not None:
         left = 60 * minutes - machine.once_seconds(batch, math.ceil(passes * per_epoch))
         epochs = min(epochs, left / (per_epoch * machine.step_seconds(batch)))
-    # A tenth of a pass, and never none: what does not fit in the time is seen in the table.
+    # Round to tenths of a pass, at least one; the table shows what does not fit in the time.
     epochs = max(math.floor(10 * epochs) / 10, 0.1)
     steps = max(1, math.ceil(epochs * per_epoch))
     assert config.epsilon is not None
@@ -191,5 +191,5 @@ def _suggested(options: Sequence[Option], machine: Machine, minutes: float | Non
 
 
 def with_invented_labels(config: FinetuneConfig) -> FinetuneConfig:
-    """The settings with labels where the task needs some, which a plan does not look at."""
+    """Fill in labels where the task needs some; a plan only measures, so any will do."""
     return dataclasses.replace(config, labels=config.labels or ["no", "yes"]) if config.task in LABELLED else config

@@ -1,4 +1,4 @@
-"""What a run says of itself while it goes on."""
+"""Progress of a run: the forecast of what is left, and the interface that a display implements."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Forecast:
 
     Attributes:
         steps: logical steps that are left.
-        seconds: that they will take; before the first step by a rehearsal of ordinary training, then by the steps done.
-        peak_bytes: most memory that the run takes, on its device; by the rehearsal, and never below what was seen.
-        epsilon: spent on a record when all is done, at most; None where the guarantee is no epsilon.
-        delta: at which.
+        seconds: time that they will take: from a rehearsal of ordinary training, and later from the steps done.
+        peak_bytes: most memory on the run's device: from the rehearsal, and at least what was seen.
+        epsilon: most that a record's privacy costs when all is done; None where the guarantee is no epsilon.
+        delta: the delta of that epsilon.
     """
 
     steps: int
@@ -51,7 +51,7 @@ def memory(size: int) -> str:
 
 
 class Reporter:
-    """Told what a run is doing; this one says nothing. The command line's draws progress bars."""
+    """Receives a run's progress and shows nothing. The command line's subclass draws progress bars."""
 
     def phase(self, text: str) -> None:
         """A part of the run begins."""
@@ -60,7 +60,7 @@ class Reporter:
         """Something the user should know, such as examples that were cut."""
 
     def forecast(self, expected: Forecast) -> None:
-        """Told before the first step."""
+        """Called before the first step."""
 
     def step(self, done: int, total: int, loss: float, epsilon: float | None, left: Forecast) -> None:
         """A logical step is done; `loss` is not protected by the guarantee."""

@@ -422,10 +422,7 @@ class FinetuneRun:
     def _metrics_row(
         self, seconds: float, epsilon: float | None, loss: float, released: dict[str, float] | None
     ) -> dict[str, Any]:
-        row: dict[str, Any] = {
-            "step": self.updates,
-            "learning_rate": self.scheduler.get_last_lr()[0],
-        }
+        row: dict[str, Any] = {"step": self.updates, "learning_rate": self.scheduler.get_last_lr()[0]}
         if epsilon is not None:
             row["epsilon"] = epsilon if math.isfinite(epsilon) else "inf"
         if released is not None:

@@ -33,12 +33,7 @@ FEED_FORWARD_OUTPUTS = (
     r")"
 )
 
-NONLINEARITIES: dict[str, type[nn.Module]] = {
-    "gelu": nn.GELU,
-    "relu": nn.ReLU,
-    "silu": nn.SiLU,
-    "tanh": nn.Tanh,
-}
+NONLINEARITIES: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh}
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """trl's trainers, private: `DPSFTTrainer`, which packs by the example, and `DPDPOTrainer`, whose unit is a pair.
 
-Both are `fastdp.integrations.trainer.PrivateTraining` before trl's own class: data preparation, evaluation, saving and callbacks
-are trl's; a training step is the engine's.
+Both put the mixin `fastdp.integrations.trainer.PrivateTraining` in front of trl's class. Data preparation, evaluation, saving
+and callbacks are trl's; a training step is the engine's.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class DPSFTTrainer(PrivateTraining, SFTTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         arguments: Any = kwargs.get("args") or (args[1] if len(args) > 1 else None)
-        # trl packs before anything is drawn, so that a draw would be of rows and not of examples.
+        # trl packs before the loader samples, so its samples would be packed rows. We pack after sampling examples.
         self._packs, evaluates = bool(getattr(arguments, "packing", False)), None
         if self._packs:
             evaluates = arguments.eval_packing
@@ -168,15 +168,15 @@ class PairLoss(torch.nn.Module):
         ids, mask = input_ids.flatten(0, 1), attention_mask.flatten(0, 1)
         logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
         completion = completion_mask.flatten(0, 1)[:, 1:]
-        chances = -F.cross_entropy(logits.transpose(1, 2).float(), ids[:, 1:], reduction="none")
-        logps = (chances * completion).sum(1).unflatten(0, (-1, 2))
+        token_logps = -F.cross_entropy(logits.transpose(1, 2).float(), ids[:, 1:], reduction="none")
+        logps = (token_logps * completion).sum(1).unflatten(0, (-1, 2))
         ratios = logps - torch.stack([ref_chosen_logps, ref_rejected_logps], 1)
         if self.kind == "ipo":
             ratios = ratios / completion.sum(1).unflatten(0, (-1, 2)).clamp(min=1)
             margins = ratios[:, 0] - ratios[:, 1]
             return {"loss": F.mse_loss(margins, torch.full_like(margins, 1 / (2 * self.beta)))}
         margins = self.beta * (ratios[:, 0] - ratios[:, 1])
-        # -log sigmoid of the margins, by a function whose rows the engine knows.
+        # -log sigmoid of the margins, by a loss function that the engine splits by rows.
         return {"loss": F.binary_cross_entropy_with_logits(margins, torch.ones_like(margins))}
 
 
@@ -227,6 +227,6 @@ class DPDPOTrainer(PrivateTraining, DPOTrainer):
 
     def private_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         """The mean over the pairs of their losses."""
-        # accelerate wraps the policy's forward alone, and what is compared must be computed in one precision.
+        # accelerate's autocast covers the policy alone. The reference ran under autocast too, and both must agree.
         with self.accelerator.autocast():
             return self._pairs(**inputs)["loss"]

@@ -28,10 +28,7 @@ def distance_error(table: Tensor) -> float:
 
 
 def log_normalisers(
-    table: Tensor,
-    scales: Sequence[float],
-    cap: float | None = None,
-    log_prior: Tensor | None = None,
+    table: Tensor, scales: Sequence[float], cap: float | None = None, log_prior: Tensor | None = None
 ) -> tuple[Tensor, float]:
     """log Z of every row at each scale, float64 [len(scales), V], and an upper bound of their errors.
 

@@ -14,7 +14,9 @@ from .bounds import (
 )
 from .choice import choice_log_probabilities as choice_log_probabilities, exponential_choice as exponential_choice
 from .clip import clip_noise as clip_noise
+from .cross import cross_inner as cross_inner
 from .dchi import dchi_vectors as dchi_vectors, private_snap as private_snap
+from .gram import gram_norms as gram_norms
 from .heads import cross_entropy_gradient_ as cross_entropy_gradient_
 from .instances import (
     instance_abs_sum as instance_abs_sum,
@@ -29,9 +31,7 @@ from .noise import add_noise_ as add_noise_, add_noise_group_ as add_noise_group
 from .norms import (
     abs_sum as abs_sum,
     chosen_sqnorm as chosen_sqnorm,
-    cross_inner as cross_inner,
     direct_norms as direct_norms,
-    gram_norms as gram_norms,
     masked_sqnorm as masked_sqnorm,
     sqnorm as sqnorm,
 )

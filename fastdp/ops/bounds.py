@@ -127,16 +127,16 @@ def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int = 2) -
 
 
 def counted_products(left: Tensor, right: Tensor, offsets: Tensor, order: int = 2) -> tuple[Tensor, Tensor]:
-    """:func:`row_products`, and the :func:`token_counts` of the same use, which come for nothing.
+    """`row_products`, and the `token_counts` of the same use, which come for nothing.
 
     Args:
-        left, right, offsets, order: as of :func:`row_products`.
+        left, right, offsets, order: as of `row_products`.
 
     Returns:
         Both, [B] float64 each.
 
     Raises:
-        TypeError, ValueError: as :func:`row_products`.
+        TypeError, ValueError: as `row_products`.
 
     >>> import torch
     >>> from fastdp.ops import counted_products
@@ -219,11 +219,11 @@ TOKEN_COUNTS_GROUP.in_family("bounds")
 
 
 def token_counts_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> Tensor:
-    """:func:`token_counts` of k uses over the same tokens; on a GPU in one launch.
+    """`token_counts` of k uses over the same tokens; on a GPU in one launch.
 
     Args:
         lefts: k matrices [N, m_i] and rights: [N, n_i], float, any strides; offsets: int64 [B + 1], as in
-            :func:`token_counts`.
+            `token_counts`.
 
     Returns:
         [k, B], float64.
@@ -344,7 +344,7 @@ class Rounding:
 class Part(NamedTuple):
     """Powers of norms of some parts of the units' gradients, ``[parts, units]`` float32 or float64, and what rounding hides.
 
-    ``products`` and ``tokens`` are those of :func:`counted_products`, float64 ``[parts, units]``, or both None.
+    ``products`` and ``tokens`` are those of `counted_products`, float64 ``[parts, units]``, or both None.
     """
 
     powers: Tensor

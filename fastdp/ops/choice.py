@@ -56,12 +56,7 @@ def _log_weights(token: int, wide: Tensor, scale: float, cap: float | None, log_
 
 
 def _choice_reference(
-    ids: Tensor,
-    table: Tensor,
-    scale: Tensor,
-    position: Tensor,
-    cap: float | None,
-    log_prior: Tensor | None,
+    ids: Tensor, table: Tensor, scale: Tensor, position: Tensor, cap: float | None, log_prior: Tensor | None
 ) -> Tensor:
     refuse_non_finite("table", table)
     wide = table.double().contiguous()
@@ -100,11 +95,7 @@ def _rows_as_double(value: Tensor | None, table: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def choice_log_probabilities(
-    token: int,
-    table: Tensor,
-    scale: float,
-    cap: float | None = None,
-    log_prior: Tensor | None = None,
+    token: int, table: Tensor, scale: float, cap: float | None = None, log_prior: Tensor | None = None
 ) -> Tensor:
     """The law that ``exponential_choice`` draws from for one token: log probabilities, float64 [V].
 
@@ -187,12 +178,7 @@ def exponential_choice(
 
 @EXPONENTIAL_CHOICE.on_cpu
 def _exponential_choice_on_cpu(
-    ids: Tensor,
-    table: Tensor,
-    scale: Tensor,
-    position: Tensor,
-    cap: float | None,
-    log_prior: Tensor | None,
+    ids: Tensor, table: Tensor, scale: Tensor, position: Tensor, cap: float | None, log_prior: Tensor | None
 ) -> Tensor:
     table = table.detach().float().contiguous()
     bits = survey("table", table)

@@ -155,7 +155,7 @@ def clip_noise(
 def _clip_noise_on_cpu(
     x: torch.Tensor, max_norm: float, std: float, position: torch.Tensor, secure_rounding: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`fastdp.ops.clip_noise` on a processor, and the norms."""
+    """`fastdp.ops.clip_noise` on a processor, and the norms."""
     flat = x.contiguous()
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
     rows = x.shape[0]

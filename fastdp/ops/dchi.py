@@ -237,7 +237,7 @@ def _private_snap_on_cpu(ids: Tensor, table: Tensor, eta: Tensor, position: Tens
 
 @DCHI_VECTORS.on_cpu
 def _dchi_vectors_on_cpu(eta: Tensor, width: int, position: Tensor) -> Tensor:
-    """:func:`fastdp.ops.dchi_vectors` on a processor: a row of zeros with noise."""
+    """`fastdp.ops.dchi_vectors` on a processor: a row of zeros with noise."""
     eta = eta.contiguous()
     return _rows(torch.zeros(1, width), torch.zeros(eta.numel(), dtype=torch.int64), eta, 1, 0, position)
 

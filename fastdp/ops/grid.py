@@ -39,7 +39,7 @@ def grid(std: float) -> tuple[float, float]:
 
 
 def exact_spacing(count: int, largest: float) -> float:
-    """The smallest power of two of whose multiples, ``count`` of them up to ``largest`` in size, float32 holds every sum.
+    """The smallest power of two such that float32 holds any sum of ``count`` of its multiples, each at most ``largest``.
 
     Such a sum is rounded nowhere, so that one summand moves it by exactly its own size.
     """
@@ -56,16 +56,16 @@ def on_grid(x: torch.Tensor, std: float, position: torch.Tensor, first: int = 0)
     spacing, ratio = grid(std)
     values = x.detach().cpu().float().reshape(-1).numpy().astype(np.float64)
     steps = values / spacing
-    divided = np.abs(steps) < 2.0**23
+    divided = np.abs(steps) < 2.0**23  # a larger float32 is a multiple of the spacing already
     with np.errstate(invalid="ignore"):
-        past = np.where(divided, steps - np.rint(steps), 0.0)
+        rest = np.where(divided, steps - np.rint(steps), 0.0)
     z, rough = _normals(position, values.size, first)
-    y = past + ratio * z
-    moved = np.rint(y)
+    y = rest + ratio * z
+    moved = np.rint(y)  # grid steps that noise moves an element by
     with decimal.localcontext() as context:
         context.prec = _DIGITS
         for i in np.flatnonzero((np.abs(y - moved) > 0.5 - 2.0**-30) | rough):
-            exact = Decimal(float(past[i])) + Decimal(ratio) * exact_normal(position, first + int(i))
+            exact = Decimal(float(rest[i])) + Decimal(ratio) * exact_normal(position, first + int(i))
             moved[i] = float(exact.to_integral_value(decimal.ROUND_HALF_EVEN))
     whole = np.where(divided, np.rint(steps) * spacing, values).astype(np.float32)
     released = whole + (moved * spacing).astype(np.float32)
@@ -73,7 +73,7 @@ def on_grid(x: torch.Tensor, std: float, position: torch.Tensor, first: int = 0)
 
 
 def _normals(position: torch.Tensor, n: int, first: int) -> tuple[np.ndarray, np.ndarray]:
-    """Normals from 64 bits of each uniform, float64 [n], and where these are too few for float64's accuracy."""
+    """Normals from 64 bits of each uniform, float64 [n]; and bool [n], where a tail needs more bits than these."""
     begin = first // 16
     blocks = -(-(first + n) // 16) - begin
     words, second = chacha_words(position, begin, blocks), chacha_words(position, begin, blocks, second=True)

@@ -222,7 +222,7 @@ def instance_sum(instances: Tensor, weights: Tensor) -> Tensor:
 
 
 def instance_masked_sum(instances: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor) -> Tensor:
-    """As :func:`instance_sum`, with one weight a unit for masked and another for unmasked entries.
+    """As `instance_sum`, with one weight a unit for masked and another for unmasked entries.
 
     Args:
         instances: [B, ...], float, any strides.
@@ -342,7 +342,7 @@ def _served(instances: Tensor) -> bool:
 
 @INSTANCE_NORMS.on_cpu
 def _instance_norms_on_cpu(instances: Tensor, measure: int, mask: Tensor | None) -> Tensor:
-    """The norms of :mod:`fastdp.ops.instances` on a processor: [1, B], or [2, B] under a mask."""
+    """The norms of `fastdp.ops.instances` on a processor: [1, B], or [2, B] under a mask."""
     if not _served(instances):
         return NotImplemented
     units, mask = instances.shape[0], None if mask is None else mask.contiguous()

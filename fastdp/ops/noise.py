@@ -182,7 +182,7 @@ def add_noise_group_(
     secure_rounding: bool = True,
     firsts: Sequence[int] | None = None,
 ) -> None:
-    """:func:`add_noise_` to several tensors in place, each with its own noise.
+    """`add_noise_` to several tensors in place, each with its own noise.
 
     Args:
         xs: k tensors, as ``x`` there.
@@ -191,7 +191,7 @@ def add_noise_group_(
         secure_rounding, firsts: as there; by default each tensor is the whole that its position is of.
 
     Raises:
-        ValueError, TypeError, RuntimeError: lists of other lengths, and what :func:`add_noise_` refuses.
+        ValueError, TypeError, RuntimeError: lists of other lengths, and what `add_noise_` refuses.
 
     >>> import torch
     >>> from fastdp import NoiseStream

@@ -1,4 +1,4 @@
-"""Norms of per-unit gradients, by Gram matrices or directly, and inner products of two uses, without keeping the gradients."""
+"""Norms of per-unit gradients, computed tile by tile without keeping the gradients, and the choice between the routes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from torch import Tensor
 
 import fastdp._native as _native
 
-from .bounds import PRODUCTS_ROUNDING, ROW_PRODUCTS, TOKEN_COUNTS, token_counts
+from .bounds import PRODUCTS_ROUNDING, ROW_PRODUCTS
 from .factors import (
     ABSOLUTE,
     FEW_COLUMNS,
     INT64_MAX,
     MASKED_SQUARE,
-    NO_FACTOR,
     SQUARE,
     accumulator,
     check_group,
-    check_ids,
     check_mask,
     check_measure,
     check_offsets,
@@ -30,6 +28,7 @@ from .factors import (
     native_factors,
     unit_bounds,
 )
+from .gram import empty_norms, gram_norms
 from .matrices import Matrices
 from .routes import longest_by_gram
 from .stream import native_threads
@@ -156,12 +155,6 @@ def _direct_norms_reference(
     return squares.to(accumulator(*lefts, *rights)), torch.stack(products), torch.stack(counts)
 
 
-def _empty_norms(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for squared norms and products of uses, ``[uses, units]`` each."""
-    squares = rights[0].new_empty(len(lefts), offsets.shape[0] - 1, dtype=accumulator(*rights, *lefts))
-    return squares, torch.empty_like(squares, dtype=torch.float64)
-
-
 def _check_direct_norms(
     lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int]
 ) -> None:
@@ -174,8 +167,8 @@ DIRECT_NORMS = Op(
     "direct_norms(Tensor[] lefts, Tensor[] rights, Tensor offsets, int[] known) -> (Tensor, Tensor, Tensor)",
     reference=_direct_norms_reference,
     fake=lambda lefts, rights, offsets, known: (
-        *_empty_norms(lefts, rights, offsets),
-        _empty_norms(lefts, rights, offsets)[1],
+        *empty_norms(lefts, rights, offsets),
+        empty_norms(lefts, rights, offsets)[1],
     ),
     check=_check_direct_norms,
 )
@@ -185,11 +178,11 @@ DIRECT_NORMS.implement("cuda", DIRECT_NORMS.reference)
 def direct_norms(
     lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Squared norms of uses by the direct route, their :func:`row_products` and their :func:`token_counts`.
+    """Squared norms of uses by the direct route, their `row_products` and their `token_counts`.
 
     Args:
         lefts: k matrices [N, m_i] and rights: [N, n_i], float, any strides; offsets: int64 [B + 1], as in
-            :func:`fastdp.ops.sqnorm`.
+            `fastdp.ops.sqnorm`.
         known: numbers of matrices whose squared norms are not wanted, and are 0.
 
     Returns:
@@ -209,109 +202,6 @@ def direct_norms(
     """
     squares, products, counts = DIRECT_NORMS(Matrices.of(lefts), Matrices.of(rights), offsets, list(known))
     return squares, products * PRODUCTS_ROUNDING, counts
-
-
-def _gram_squares(left: Tensor, right: Tensor, bounds: Sequence[int]) -> Tensor:
-    squares = right.new_zeros(len(bounds) - 1, dtype=torch.float64)
-    for unit, tokens in enumerate(map(slice, bounds, bounds[1:])):
-        one, two = (factor[tokens].to(accumulator(left, right)) for factor in (left, right))
-        squares[unit] = torch.mul(one @ one.T, two @ two.T).sum(dtype=torch.float64).clamp_min_(0)
-    return squares
-
-
-def _gram_norms_reference(
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    counts: Sequence[int],
-    offsets: Tensor,
-    scales: Sequence[Tensor],
-    most: int,
-) -> tuple[Tensor, Tensor]:
-    if scales:
-        lefts = [left * scale for left, scale in zip(lefts, scales)]
-        rights = [right * scale for right, scale in zip(rights, scales[len(lefts) :])]
-    pairs = list(zip(lefts, [right for right, count in zip(rights, counts) for _ in range(count)]))
-    squares = [_gram_squares(left, right, unit_bounds(offsets)) for left, right in pairs]
-    products = [ROW_PRODUCTS.reference(left, right, offsets, 2)[0] for left, right in pairs]
-    found, sizes = torch.stack(squares).to(accumulator(*rights, *lefts)), torch.stack(products)
-    if most < INT64_MAX:
-        first = 0
-        for right, count in zip(rights, counts):
-            long = TOKEN_COUNTS.reference(lefts[first : first + count], right, offsets) > most
-            for part in (found, sizes):
-                part[first : first + count].masked_fill_(long, 0)
-            first += count
-    return found, sizes
-
-
-def _check_gram_norms(
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    counts: Sequence[int],
-    offsets: Tensor,
-    scales: Sequence[Tensor],
-    most: int,
-) -> None:
-    if len(rights) != len(counts) or not rights or sum(counts) != len(lefts):
-        raise ValueError(f"{len(lefts)} lefts in groups of {list(counts)} do not belong to {len(rights)} rights")
-    if min(counts) < 1:
-        raise ValueError("lefts is empty: a group has at least one use")
-    check_group(lefts, rights, offsets, counts)
-    if scales and [(s.shape, s.dtype) for s in scales] != [((f.shape[1],), torch.float32) for f in (*lefts, *rights)]:
-        raise ValueError("scales must be float32 vectors, a number for each column of every factor")
-
-
-GRAM_NORMS = Op(
-    "gram_norms(Tensor[] lefts, Tensor[] rights, int[] counts, Tensor offsets, Tensor[] scales, int most)"
-    " -> (Tensor, Tensor)",
-    reference=_gram_norms_reference,
-    fake=lambda lefts, rights, counts, offsets, *_: _empty_norms(lefts, rights, offsets),
-    check=_check_gram_norms,
-)
-GRAM_NORMS.in_family("bounds")
-
-
-def gram_norms(
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    counts: Sequence[int],
-    offsets: Tensor,
-    scales: Sequence[Tensor] = (),
-    most: int = INT64_MAX,
-) -> tuple[Tensor, Tensor]:
-    """Squared norms of uses by the Gram route of :func:`fastdp.ops.sqnorm`, and the :func:`row_products` of each.
-
-    Uses that read the same right factor (query, key and value projections) stand together: its Gram matrix is computed once.
-    On a GPU one launch makes all of them, so that many matrices keep all processors busy where one does not.
-
-    Args:
-        lefts: k matrices [N, m_i], float, any strides.
-        rights: [N, n_i], float, any strides.
-        counts: how many of the lefts, in order, each of the rights has.
-        offsets: int64 [B + 1], as in :func:`fastdp.ops.sqnorm`.
-        scales: of the lefts and then of the rights, vectors float32 that their columns are multiplied by as they are read, in
-            float32; none for factors as they are. On a GPU the definition runs, which makes copies.
-        most: units of more tokens, as :func:`token_counts` has them, get squares and products of 0: for them the direct
-            route is the faster one.
-
-    Returns:
-        Squared norms [k, B], float32 (float64 if a factor is float64), and products [k, B], float64.
-
-    Raises:
-        TypeError, ValueError: no matrices, a right without lefts, ids among these, scales of other widths, or what
-            :func:`fastdp.ops.sqnorm` refuses.
-
-    >>> import torch
-    >>> from fastdp.ops import gram_norms
-    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
-    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> norms, products = gram_norms([left, 2 * left], [right], [2], offsets)
-    >>> norms
-    tensor([[  8.,  32.],
-            [ 32., 128.]])
-    """
-    squares, products = GRAM_NORMS(Matrices.of(lefts), Matrices.of(rights), list(counts), offsets, list(scales), most)
-    return squares, products * PRODUCTS_ROUNDING
 
 
 def sqnorm(left: Tensor, right: Tensor, offsets: Tensor, route: str = "auto") -> Tensor:
@@ -354,40 +244,6 @@ def sqnorm(left: Tensor, right: Tensor, offsets: Tensor, route: str = "auto") ->
     return NORMS(left, right, offsets, SQUARE, None)[0]
 
 
-def _gram_norms_of(
-    lefts: Sequence[Tensor],
-    right: Tensor,
-    bounds: list[int],
-    products: Tensor | None = None,
-    counts: Tensor | None = None,
-    scales: Sequence[Tensor | None] = (),
-    most: int = INT64_MAX,
-) -> Tensor:
-    """Squared norms [k, B] by Gram matrices.
-
-    ``products`` is where the row products go as float64 [k, B], and ``counts`` where those of tokens do, [B], if anywhere.
-    ``scales`` are of the columns of each left, and of right. Units of more than ``most`` tokens that add anything get 0.
-    """
-    norms = torch.empty(len(lefts), len(bounds) - 1)
-    *own, last = [native_factor(*pair) for pair in zip((*lefts, right), scales or [None] * (len(lefts) + 1))]
-    _native.gram_sqnorm(own, last, bounds, most, norms, products, counts, native_threads())
-    return norms
-
-
-def counted_gram_norms(
-    lefts: Sequence[Tensor], right: Tensor, offsets: Tensor, scales: Sequence[Tensor], most: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`gram_norms` of uses that read one right, and the :func:`token_counts` of all: on a processor from one look."""
-    if right.device.type != "cpu" or not has_kernel(right, *lefts):
-        return *gram_norms(lefts, [right], [len(lefts)], offsets, scales, most), token_counts(lefts, right, offsets)
-    _check_gram_norms(lefts, [right], [len(lefts)], offsets, scales, most)
-    shape = len(lefts), offsets.shape[0] - 1
-    products, counts = torch.empty(shape, dtype=torch.float64), torch.empty(shape[1], dtype=torch.float64)
-    own = [scale.contiguous() for scale in scales]
-    squares = _gram_norms_of(lefts, right, unit_bounds(offsets), products, counts, own, most)
-    return squares, products.mul_(PRODUCTS_ROUNDING), counts
-
-
 def _chosen_sqnorm_reference(
     lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor
 ) -> Tensor:
@@ -423,7 +279,7 @@ def chosen_sqnorm(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Te
 
     Args:
         lefts: k matrices [N, m_i] and rights: [N, n_i], float, any strides; offsets: int64 [B + 1], as in
-            :func:`fastdp.ops.sqnorm`.
+            `fastdp.ops.sqnorm`.
         chosen: bool [k, B], beside the factors.
 
     Returns:
@@ -442,97 +298,7 @@ def chosen_sqnorm(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Te
     return CHOSEN_SQNORM(Matrices.of(lefts), Matrices.of(rights), offsets, chosen)
 
 
-def _left_gram(left1: Tensor, left2: Tensor, dtype: torch.dtype) -> Tensor:
-    """``<left1[t], left2[s]>`` for all t, s; ids stand for one-hot rows."""
-    if is_one_hot(left1) and is_one_hot(left2):
-        return (left1[:, None] == left2[None, :]).to(dtype)
-    if is_one_hot(left1):
-        return left2[:, left1].T.to(dtype)
-    if is_one_hot(left2):
-        return left1[:, left2].to(dtype)
-    return left1.to(dtype) @ left2.to(dtype).T
-
-
-def _cross_reference(
-    left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor, offsets1: Tensor, offsets2: Tensor
-) -> Tensor:
-    bounds1, bounds2 = unit_bounds(offsets1), unit_bounds(offsets2)
-    products = torch.zeros_like(_cross_fake(left1, right1, left2, right2, offsets1, offsets2))
-    dtype = products.dtype
-    for unit, (a, b, c, d) in enumerate(zip(bounds1, bounds1[1:], bounds2, bounds2[1:])):
-        rights = right1[a:b].to(dtype) @ right2[c:d].to(dtype).T
-        products[unit] = torch.mul(_left_gram(left1[a:b], left2[c:d], dtype), rights).sum(dtype=torch.float64)
-    return products
-
-
-def _cross_fake(
-    left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor, offsets1: Tensor, offsets2: Tensor
-) -> Tensor:
-    return right1.new_empty(offsets1.shape[0] - 1, dtype=accumulator(left1, right1, left2, right2))
-
-
-def _check_cross(
-    left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor, offsets1: Tensor, offsets2: Tensor
-) -> None:
-    check_pair(left1, right1, ("left1", "right1"))
-    check_pair(left2, right2, ("left2", "right2"))
-    if right1.shape[1] != right2.shape[1]:
-        raise ValueError(f"right1 is {right1.shape[1]} wide and right2 {right2.shape[1]}: two uses of one matrix agree")
-    if not is_one_hot(left1) and not is_one_hot(left2) and left1.shape[1] != left2.shape[1]:
-        raise ValueError(f"left1 is {left1.shape[1]} wide and left2 {left2.shape[1]}: two uses of one matrix agree")
-    check_offsets(offsets1, right1.shape[0], "offsets1")
-    check_offsets(offsets2, right2.shape[0], "offsets2")
-    if offsets1.shape != offsets2.shape:
-        raise ValueError(f"offsets1 cut {offsets1.shape[0] - 1} units and offsets2 {offsets2.shape[0] - 1}")
-    for ids, other, name in ((left1, left2, "left1"), (left2, left1, "left2")):
-        if is_one_hot(ids) and not is_one_hot(other):
-            check_ids(ids, other.shape[1], name)
-
-
-CROSS_INNER = Op(
-    "cross_inner(Tensor left1, Tensor right1, Tensor left2, Tensor right2, Tensor offsets1, Tensor offsets2) -> Tensor",
-    reference=_cross_reference,
-    fake=_cross_fake,
-    check=_check_cross,
-)
-CROSS_INNER.in_family("norms")
-
-
-def cross_inner(
-    left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor, offsets1: Tensor, offsets2: Tensor
-) -> Tensor:
-    """Inner product of the gradients that two uses of one matrix give each unit (tied weights).
-
-    The sum over tokens t of use 1 and s of use 2, in the unit, of ``<left1[t], left2[s]> <right1[t], right2[s]>``.
-
-    Args:
-        left1, left2: [N1, m] and [N2, m] float, or int64 ids; an id against a matrix picks the matrix's column.
-        right1, right2: [N1, n] and [N2, n], float, any strides.
-        offsets1, offsets2: int64 [B + 1] each, as in :func:`fastdp.ops.sqnorm`; the same B units.
-
-    Returns:
-        [B], float32 (float64 if a factor is float64).
-
-    Raises:
-        TypeError, ValueError: factors of different matrices, ids outside the table, or what :func:`fastdp.ops.sqnorm` refuses.
-
-    >>> import torch
-    >>> from fastdp.ops import cross_inner
-    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
-    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> cross_inner(left, right, 2 * left, right, offsets, offsets)
-    tensor([16., 64.])
-    """
-    return CROSS_INNER(left1, right1, left2, right2, offsets1, offsets2)
-
-
 # On processors: csrc/norms_*.cpp, where the instruction set has kernels and no factor is float64.
-
-
-def _left(left: Tensor) -> tuple[tuple[int, int, int, int, int, int], int, int]:
-    if is_one_hot(left):
-        return NO_FACTOR, left.data_ptr(), left.stride(0)
-    return native_factor(left), 0, 0
 
 
 def direct_norms_of(left: Tensor, right: Tensor, bounds: list[int], measure: int, mask: Tensor | None = None) -> Tensor:
@@ -565,32 +331,10 @@ def kept_norms(left: Tensor, right: Tensor, bounds: list[int]) -> tuple[Tensor, 
 
 @NORMS.on_cpu
 def _norms_on_cpu(left: Tensor, right: Tensor, offsets: Tensor, measure: int, mask: Tensor | None) -> Tensor:
-    """The norms of :mod:`fastdp.ops.norms` on a processor: [1, B], or [2, B] under a mask."""
+    """[1, B], or [2, B] under a mask."""
     if not has_kernel(left, right):
         return NotImplemented
     return direct_norms_of(left, right, unit_bounds(offsets), measure, mask)
-
-
-@GRAM_NORMS.on_cpu
-def _gram_norms_on_cpu(
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    counts: Sequence[int],
-    offsets: Tensor,
-    scales: Sequence[Tensor],
-    most: int,
-) -> tuple[Tensor, Tensor]:
-    if not has_kernel(*rights, *lefts):
-        return NotImplemented
-    bounds, first = unit_bounds(offsets), 0
-    squares = torch.empty(len(lefts), len(bounds) - 1)
-    products, scales = torch.empty_like(squares, dtype=torch.float64), [scale.contiguous() for scale in scales]
-    for group, (right, count) in enumerate(zip(rights, counts)):
-        own = slice(first, first + count)
-        by = (*scales[own], scales[len(lefts) + group]) if scales else ()
-        squares[own] = _gram_norms_of(lefts[own], right, bounds, products[own], None, by, most)
-        first += count
-    return squares, products
 
 
 @DIRECT_NORMS.on_cpu
@@ -621,16 +365,3 @@ def _chosen_sqnorm_on_cpu(lefts: Sequence[Tensor], rights: Sequence[Tensor], off
         own = bounds[unit : unit + 2]
         squares[matrix, unit] = direct_norms_of(lefts[matrix], rights[matrix], own, SQUARE)[0, 0]
     return squares
-
-
-@CROSS_INNER.on_cpu
-def _cross_inner_on_cpu(
-    left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor, offsets1: Tensor, offsets2: Tensor
-) -> Tensor:
-    if not has_kernel(left1, right1, left2, right2):
-        return NotImplemented
-    bounds1, bounds2 = unit_bounds(offsets1), unit_bounds(offsets2)
-    products = torch.empty(len(bounds1) - 1)
-    one, two = (_left(left1), native_factor(right1)), (_left(left2), native_factor(right2))
-    _native.cross_inner(*one, *two, bounds1, bounds2, products, native_threads())
-    return products

@@ -121,7 +121,7 @@ def per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: T
         their squared norms [k, B], float32 (float64 if any factor is float64).
 
     Raises:
-        TypeError, ValueError: no matrices, lists of two lengths, ids, other tokens, or what :func:`per_unit` refuses.
+        TypeError, ValueError: no matrices, lists of two lengths, ids, other tokens, or what `per_unit` refuses.
 
     >>> import torch
     >>> from fastdp.ops import per_unit_group
@@ -241,7 +241,7 @@ def affine_sums(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, offsets
 def affine_sums_group(
     gradients: Sequence[Tensor], xs: Sequence[Tensor], means: Sequence[Tensor], rstds: Sequence[Tensor], offsets: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """:func:`affine_sums` of k layer norms of one shape: on a GPU one launch for all of the same dtypes.
+    """`affine_sums` of k layer norms of one shape: on a GPU one launch for all of the same dtypes.
 
     Args:
         gradients, xs: k matrices each, all [N, n], float, any strides.
@@ -252,7 +252,7 @@ def affine_sums_group(
         k pairs of sums [B, n], float32 (float64 if an argument is float64).
 
     Raises:
-        TypeError, ValueError: lists of other lengths, or of several shapes, or what :func:`affine_sums` refuses.
+        TypeError, ValueError: lists of other lengths, or of several shapes, or what `affine_sums` refuses.
 
     >>> import torch
     >>> from fastdp.ops import affine_sums_group

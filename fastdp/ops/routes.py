@@ -180,7 +180,7 @@ def plan_route(
     constants: RouteConstants | None = None,
     device: torch.device | str = "cpu",
 ) -> str:
-    """The allowed route with the least predicted time; arguments as in :func:`predicted_seconds`."""
+    """The allowed route with the least predicted time; arguments as in `predicted_seconds`."""
     options: Any = {"one_hot": one_hot, "dtype": dtype, "device": device}
     routes = [route for route in ROUTES if is_allowed(route, m, n, length, units, **options)]
     options |= {"keeps_factors": keeps_factors, "constants": constants}

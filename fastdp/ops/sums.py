@@ -152,7 +152,7 @@ def weighted_sum_group(
     offsets: Tensor,
     outs: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
-    """:func:`weighted_sum` of k matrices over the same tokens: on a GPU in one launch.
+    """`weighted_sum` of k matrices over the same tokens: on a GPU in one launch.
 
     Args:
         lefts: k matrices [N, m_i], float, any strides.
@@ -165,7 +165,7 @@ def weighted_sum_group(
         k matrices: those of ``outs``, and new ones, float32 (float64 if a factor is float64).
 
     Raises:
-        TypeError, ValueError: no matrices, lists of other lengths, ids, other tokens, or what :func:`weighted_sum` refuses.
+        TypeError, ValueError: no matrices, lists of other lengths, ids, other tokens, or what `weighted_sum` refuses.
 
     >>> import torch
     >>> from fastdp.ops import weighted_sum_group
@@ -257,7 +257,7 @@ def masked_weighted_sum(
 ) -> Tensor:
     """Sum of all tokens' gradients, with one weight for masked and another for unmasked entries (Rap-FT's two blocks).
 
-    A token whose weight is 0 for an entry is left out of it by selection, as in :func:`weighted_sum`.
+    A token whose weight is 0 for an entry is left out of it by selection, as in `weighted_sum`.
 
     Args:
         left: [N, m], float, any strides; or int64 ids [N] of rows of a table, the mask's.
@@ -266,7 +266,7 @@ def masked_weighted_sum(
         weights_unmasked: [N] or [B] likewise: weights where it is False.
         mask: bool [m, n].
         out: [m, n], float32 or float64: the sum is added to it, in place.
-        offsets: int64 [B + 1], as in :func:`weighted_sum`.
+        offsets: int64 [B + 1], as in `weighted_sum`.
 
     Returns:
         ``out``, or a new [m, n] matrix, float32 (float64 if a factor is float64).
@@ -290,7 +290,8 @@ def masked_weighted_sum(
     return out
 
 
-# On processors: torch's own matrix products, on factors read in place wherever their dtype and layout allow.
+# On CPUs: torch's own matrix products, on factors read in place where dtype and layout allow. A sum is `begun` once it holds
+# something; until then the first product overwrites it, whatever its memory held.
 
 # Tokens multiplied at a time: the scaled copy of the narrower factor is used again from the cache. Products this deep lose
 # nothing by reading and writing the sum once more.
@@ -315,7 +316,7 @@ def _add_products(out: Tensor, left: Tensor, right: Tensor, weights: Tensor, beg
     weights = weights.unsqueeze(1)
     scaled = out.new_empty(min(_SLAB, left.shape[0]), min(left.shape[1], right.shape[1]))
     if left.shape[0] == len(scaled):
-        # Each slice takes the host as long as a small product.
+        # One slab: skip the slices, each of which costs as much host time as a small product.
         _add_slab(out, left, right, weights, scaled, begun)
         return
     for start in range(0, left.shape[0], _SLAB):
@@ -325,7 +326,7 @@ def _add_products(out: Tensor, left: Tensor, right: Tensor, weights: Tensor, beg
 
 
 def _add_slab(out: Tensor, left: Tensor, right: Tensor, weights: Tensor, scaled: Tensor, begun: bool) -> None:
-    """Add the weighted sum of a few tokens, by way of the memory ``scaled``; one that is not ``begun`` is written."""
+    """Add the weighted sum of at most `_SLAB` tokens, using ``scaled`` as scratch; a sum not ``begun`` is overwritten."""
     if out.shape[0] < out.shape[1]:
         torch.addmm(out, torch.mul(left, weights, out=scaled).T, right.to(out.dtype), beta=int(begun), out=out)
         return
@@ -348,7 +349,7 @@ def _weighted_sum_on_cpu(
     mask: Tensor | None,
     offsets: Tensor | None,
 ) -> None:
-    """The sums of :mod:`fastdp.ops.sums` into ``out`` on a processor; some, as NotImplemented says, are for torch."""
+    """Add the weighted sum to ``out`` by products or C++; NotImplemented leaves the rest to the definition."""
     tokens, threads = right.shape[0], native_threads()
     if not is_one_hot(left) and (mask is None or weights_unmasked is None):
         each_token = per_token(weights, offsets, tokens)
@@ -371,7 +372,7 @@ def _weighted_sum_on_cpu(
         else:
             _native.onehot_add(ids, row, factor, tokens, each[0], out, out.stride(0), threads)
         return None
-    # Of short units torch's products are faster.
+    # With fewer than 8 tokens a unit, torch's products are faster.
     if mask is None or weights_unmasked is None or offsets is None or len(weights) > tokens // 8:
         return NotImplemented
     factors = native_factor(left), native_factor(right)
@@ -383,7 +384,7 @@ def _weighted_sum_on_cpu(
 def _add_kept(
     out: Tensor, left: Tensor, right: Tensor, weights: Tensor, runs: list[tuple[int, int]], begun: bool
 ) -> None:
-    """Add the weighted sum of the tokens of these runs; one that is not ``begun`` is written."""
+    """Add the weighted sum of the tokens in ``runs``; a sum not ``begun`` is overwritten."""
     if len(runs) * _SHORTEST_RUN > right.shape[0] and len(runs) > 1:
         kept = weights.nonzero()[:, 0]
         left, right, weights = left.index_select(0, kept), right.index_select(0, kept), weights[kept]

@@ -24,6 +24,7 @@ class _MeanBoundary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (upstream,) = gradients
+        # Reading the value would synchronize with a GPU.
         if upstream.device.type == "cpu":
             require_positive(upstream)
         return torch.full_like(upstream, 1 / ctx.rows).expand(ctx.rows)

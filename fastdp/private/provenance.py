@@ -148,10 +148,7 @@ class Provenance:
         """For the card."""
         before = self._ledger.noted(_TRAINED_BEFORE)
         changed = self._changed or self._ledger.noted(_CHANGED) is not None
-        return [
-            *([] if before is None else [_TRAINED_BEFORE.format(before)]),
-            *([_CHANGED_WEIGHTS] if changed else []),
-        ]
+        return [*([] if before is None else [_TRAINED_BEFORE.format(before)]), *([_CHANGED_WEIGHTS] if changed else [])]
 
     def _bits(self) -> tuple[int, ...]:
         return checksums(self._parameters.values())

@@ -1,4 +1,4 @@
-"""The customer's end of the network: a call is repeated, as it was, until it is answered or refused."""
+"""The customer's end of the network: repeat a call unchanged until it is answered or refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastdp.tls import Credentials
 from fastdp.untrusted import escape_controls
 from fastdp.validate import host_and_port
 
-#: Logits are small; the bottom goes to a file.
+#: Largest answer in memory (logits), and in a file (the bottom of a model).
 _MOST_OF_AN_ANSWER, _MOST_OF_A_FILE = 1 << 28, 1 << 36
 _RECONNECT = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000)]
 _PAUSE, _LONGEST_PAUSE = 0.05, 2.0

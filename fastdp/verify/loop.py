@@ -1,7 +1,7 @@
-"""Loop check: what a training loop makes of an example, or sends back for it, must not depend on other examples.
+"""Loop check: neither the inputs that a training loop makes of an example nor its gradient may depend on other examples.
 
-If the loader's own tensors reach the model and it returns its loss, there is nothing to check. Otherwise the loop is given small
-batches of real examples that add to no sum: one alone, with others, and beside different ones, as the first row and as the last.
+If the loader's own tensors reach the model and it returns its loss, there is nothing to check. Otherwise the loop gets probe
+batches of real examples that add to no sum: one alone, together with others, beside different ones, as first row and as last.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import Tap
 from fastdp.verify.probe import GRADIENTS
 
-#: How often an example is given alone to tell that a loop does not change it by itself or by chance; to one that takes batches
-#: ahead, always. How far it still moved in the last ones must be exceeded five times beside others.
+#: Repeats of the example alone (role "still"), which show whether the loop changes it by itself or at random; `_AHEAD` of them
+#: for loops that prefetch. Beside others it must then move `_EXCEEDS` times as far as in the `_LAST` repeats.
 _REPEATS, _AHEAD, _LAST, _EXCEEDS = 10, 3, 6, 5
 #: Seeds of the model's random state and the criterion's.
 _MODEL, _CRITERION = 1, 2
@@ -41,7 +41,7 @@ _HOW = {"beside": "beside other examples", "alone": "alone than in its batch"}
 
 
 class _Outcome(NamedTuple):
-    """What a probe batch gave the example, the random state in which the model found it, and whether more was drawn."""
+    """The example's inputs or gradient in one probe batch, the random state before it, and whether the loop drew more."""
 
     values: torch.Tensor
     start: tuple[bytes, ...]
@@ -49,7 +49,7 @@ class _Outcome(NamedTuple):
 
 
 class LoopCheck:
-    """Compares what a loop did with the probe batches that it was given.
+    """Compares an example's inputs or gradient between the probe batches that a loop was given.
 
     Attributes:
         waiting: probe batches that have not gone through the loop yet.
@@ -153,7 +153,7 @@ class LoopCheck:
         self._compare(probe, _Outcome(found, self._start, drew))
 
     def _gradients(self, parts: JoinedPasses) -> torch.Tensor:
-        """Two numbers of each parameter's gradient that a row's outputs send back ``[k]``, float64."""
+        """The row's gradient as two numbers for each parameter (`_sketch`), float64 ``[k]``."""
         starts = backward_starts([self._row], parts, self._passes.scale(parts[0][0].ticket), False)
         with DropoutDisabled():
             found = plain_gradients(*starts, self._passes.read.values(), keep=_sketch)
@@ -189,12 +189,12 @@ class LoopCheck:
 
     def _decide(self) -> None:
         """Annealing and random draws change an example alone too; a loop that changes it only beside others mixes them."""
-        # What a loop keeps of the batch before, the first one still has of other examples.
+        # The first is left out: a loop that keeps state of the batch before still has that of other examples in it.
         _, one, *others = self._alone
         if any(outcome.start != one.start or (self._differ(outcome, one) and not self._repeats) for outcome in others):
             self.undecided = True
         elif self._repeats:
-            # A schedule may have ended, and a carried state fades: what differs once more, by more than alone, is refused.
+            # A schedule may have ended and a carried state fades, so a difference beyond the drift must occur twice.
             self._drift = _EXCEEDS * max(_distance(a.values, b.values) for a, b in itertools.pairwise(others[-_LAST:]))
             self.undecided = self._confirming = True
             self._seen.clear()
@@ -214,7 +214,7 @@ class LoopCheck:
 
 
 def _shrunk(t: torch.Tensor) -> torch.Tensor:
-    """An output whose entries are up to a quarter smaller, each in its own measure."""
+    """Scale the entries of the last axis by factors between 0.75 and 1."""
     factors = torch.linspace(0.75, 1, t.shape[-1] if t.dim() > 1 else 1, device=t.device)
     return t * factors.to(t.dtype) if t.is_floating_point() and t.dim() else t
 

@@ -55,10 +55,9 @@ def test_frost_figures(multiplier, selection, by_rdp, by_pld):
 )
 def test_agrees_with_dp_accounting(adjacency, rate, multiplier, count):
     """The divergences computed for all losses at once are those the library computes one by one."""
-    relation = {
-        "add_remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
-        "replace_one": NeighboringRelation.REPLACE_ONE,
-    }[adjacency]
+    relation = {"add_remove": NeighboringRelation.ADD_OR_REMOVE_ONE, "replace_one": NeighboringRelation.REPLACE_ONE}[
+        adjacency
+    ]
     event = accounting.dpsgd(multiplier, rate, count)
     theirs = PLDAccountant(relation, value_discretization_interval=1e-3).compose(event).get_epsilon(1e-5)
     ours = pld.epsilon_at(flatten(event), 1e-5, adjacency, 1e-3)

@@ -46,10 +46,6 @@ def test_a_card_states_the_last_row_of_the_table_on_shapes():
     assert f"by {last[1]} of the bound in float32 and by {last[2]} in bfloat16, at 12 layers" in shape_statement(False)
 
 
-def test_figures_are_rounded_up_to_two_digits():
-    assert [*map(pages.rounded_up, (0.0791, 3.61e-5, 0.625, 0.0995))] == ["0.08", "3.7e-05", "0.63", "0.1"]
-
-
 def test_differences_are_of_rows_that_share_a_seed():
     ours, base = (
         [{"seed": seed, "x": x} for seed, x in rows] for rows in ([(0, 11), (2, 9), (3, 5)], [(2, 10), (0, 10)])
@@ -58,20 +54,6 @@ def test_differences_are_of_rows_that_share_a_seed():
     assert found == pytest.approx([10, -10])
     assert pages.in_per_cent(found) == "+0.0±10.0%"
     assert pages.in_per_cent(found[:1]) == "+10.0%"
-
-
-def test_rows_of_one_seed_stand_only_where_no_pairs_of_several_do():
-    cells = {line[0]: line[1:] for line in pages.rapft_200()[1]}
-    several = [f"{tuning}, 5" for tuning in ("adapter", "BitFit", "LoRA")]
-    assert all("±" in cells[title][column] for title in several for column in (0, 1))
-    assert not any(
-        "±" in cell for title, line in cells.items() for cell in (line if title not in several else line[2:])
-    )
-
-
-def test_a_table_without_a_place_is_refused():
-    with pytest.raises(ValueError, match="runs: begin"):
-        pages.written(RESULTS, "# Results\n")
 
 
 def test_a_row_that_spends_more_than_its_column_says_is_refused():

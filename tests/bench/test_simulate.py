@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.utils._device as torch_device
 from fastdp.bench import simulate, workloads
-from fastdp.bench.meter import GPUS, META, PER_DOUBLE_ROUND, HostWaits, simulated
+from fastdp.bench.meter import GPUS, META, HostWaits, simulated
 from fastdp.bench.simulate import CASES
 from fastdp.bench.workloads import Case
 
@@ -187,26 +187,6 @@ def test_prices():
     assert product.seconds == pytest.approx(6e-3, rel=0.05)
     assert (tiny.seconds, tiny.captured_seconds) == (1e-6, 1e-7)
     assert (views.launches, views.bytes) == (0, 0)
-
-
-def test_noise_of_fewer_rounds_costs_fewer_instructions_and_nothing_else():
-    case = small("gpt2", layers=1, tokens=16)
-    with pytest.raises(ValueError, match="noise has 20 rounds of ChaCha, or 12"):
-        simulate.tally(case, GPUS["h100"], private=True, noise_rounds=8)
-    # So slow with integers that noise takes all of the time.
-    gpu = dataclasses.replace(GPUS["h100"], words=1e9)
-    ours, theirs = (simulate.tally(case, gpu, private=True, noise_rounds=rounds) for rounds in (20, 12))
-    assert (ours.launches, ours.bytes) == (theirs.launches, theirs.bytes)
-    numbers = sum(p.numel() for p in simulate.build(case).parameters())
-    saved = numbers * 4 * PER_DOUBLE_ROUND / gpu.words
-    assert ours.seconds - theirs.seconds == pytest.approx(saved, rel=1e-3)
-
-
-def test_an_unknown_case_or_gpu_is_refused():
-    with pytest.raises(ValueError, match="there is no case"):
-        simulate.measure("gpt5", "h100")
-    with pytest.raises(ValueError, match="no price list"):
-        simulate.measure(next(iter(CASES)), "abacus")
 
 
 @pytest.mark.parametrize(

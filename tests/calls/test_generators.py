@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch.utils.data import Subset
 
-from fastdp.calls.generators import (
-    SEEDS,
-    HeldGenerators,
-    callers_generators,
-    callers_tensors,
-    own_generators,
-)
+from fastdp.calls.generators import SEEDS, HeldGenerators, callers_generators, callers_tensors, own_generators
 from fastdp.calls.randomness import preserve_rng, rng_state, seed_own_generators, unchanged
 
 KINDS = {

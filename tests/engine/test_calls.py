@@ -17,7 +17,7 @@ import fastdp
 from tests.cases import cases
 from tests.engine.runs import opaque
 from tests.honest.harness import Case, sum_error
-from tests.honest.kit import MEAN, Wrapped, labelled, mlp, numbers, texts, unpack
+from tests.honest.kit import MEAN, Wrapped, mlp, numbers, texts, unpack
 
 
 @dataclass(frozen=True)
@@ -204,27 +204,6 @@ def test_texts_and_a_criterion_in_the_loop() -> None:
     case = listed(lambda self, t: encoded(self, tokens(t)), LISTS["texts"][1])
     case.loss = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
     assert train(case, **MEAN).route == "uses"
-
-
-def test_rows_sorted_for_packing_are_never_reordered() -> None:
-    """A probe in another order raised torch's own error about enforce_sorted."""
-
-    def forward(self: Any, x: torch.Tensor, lengths: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(self.embed(x), lengths, batch_first=True)
-        return F.cross_entropy(self.head(self.layer(packed)[1][0][-1]), y)
-
-    def collate(rows: list[Any]) -> Any:
-        rows = sorted(rows, key=lambda row: len(row["input_ids"]), reverse=True)
-        ids = [torch.tensor(row["input_ids"]) for row in rows]
-        lengths, labels = torch.tensor([len(t) for t in ids]), torch.tensor([row["labels"] for row in rows])
-        return nn.utils.rnn.pad_sequence(ids, batch_first=True), lengths, labels
-
-    def build() -> Case:
-        parts = {"embed": nn.Embedding(96, 8), "layer": nn.LSTM(8, 6, batch_first=True), "head": nn.Linear(6, 3)}
-        return Case(Wrapped(forward, **parts), labelled(), collate, unpack)
-
-    with pytest.warns(UserWarning, match="one-example route"):
-        assert exact(build) == "one-example"
 
 
 #: Each batch is the whole data set, so that no batch has three rows by chance.

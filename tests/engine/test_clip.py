@@ -107,9 +107,7 @@ def test_a_bare_norm_is_no_bound() -> None:
         Policy((1.0,), (0.0,), {}).scales(torch.ones(1, 2))  # type: ignore[arg-type]
 
 
-@given(
-    ratios=st.lists(st.floats(0, 1e30), min_size=1, max_size=4),
-)
+@given(ratios=st.lists(st.floats(0, 1e30), min_size=1, max_size=4))
 def test_weights_are_rounded_down(ratios: list[float]) -> None:
     exact = torch.tensor([ratios], dtype=torch.float64)
     weights = round_down(exact).double()

@@ -9,16 +9,7 @@ import torch
 
 from tests.cases import cases
 from tests.engine.models import MODELS, batch, build
-from tests.engine.reference import (
-    Recording,
-    engine_for,
-    norms,
-    one_at_a_time,
-    relative,
-    require_exact,
-    stepped,
-    ticket,
-)
+from tests.engine.reference import Recording, engine_for, norms, one_at_a_time, relative, require_exact, stepped, ticket
 
 #: The worst relative error allowed against float64, in float32 arithmetic.
 TOLERANCE = 1e-5

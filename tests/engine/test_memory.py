@@ -77,12 +77,7 @@ LIMITS: dict[str, Callable[[Engine], int]] = {
 
 
 @pytest.mark.parametrize(
-    *pairs(
-        ("name", ["gpt2", "llama"]),
-        ("tuning", ["full", "lora"]),
-        ("reentrant", [False, True]),
-        ("way", LIMITS),
-    )
+    *pairs(("name", ["gpt2", "llama"]), ("tuning", ["full", "lora"]), ("reentrant", [False, True]), ("way", LIMITS))
 )
 def test_gradients_are_those_of_each_example_alone(
     name: str, tuning: str, reentrant: bool, way: str, seconds: list[int], limited: Limited

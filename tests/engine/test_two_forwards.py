@@ -162,10 +162,7 @@ def test_losses_of_the_model_count_by_their_mean() -> None:
     agree(model, found, reference(plain, batches, lambda m, b: 0.5 * by_row(m, b), CLIPS["own"]))
 
 
-@cases(
-    "weights, match",
-    [((1.0, 0.5), "different weights"), ((1.0, -1.0), "The scale must be positive")],
-)
+@cases("weights, match", [((1.0, 0.5), "different weights"), ((1.0, -1.0), "The scale must be positive")])
 def test_losses_of_unequal_weight(weights: tuple[float, float], match: str) -> None:
     """The weights of whole losses may follow the batch."""
 
@@ -266,49 +263,3 @@ def test_a_loop_that_begins_to_call_the_model_twice_is_verified_then() -> None:
     with pytest.raises(SelfCheckError, match="An example has another gradient"):
         train()
     assert private.steps_done == 2
-
-
-class Stepped(nn.Module):
-    """Reads one number of a row at a time, beside what it returned for those before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.GRUCell(1, 4), nn.Linear(4, CLASSES)
-
-    def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self.cell(x, hidden)
-        return self.head(hidden), hidden
-
-
-@cases("together", [False, True])
-def test_a_model_called_on_its_own_outputs_is_told_to_run_its_steps_itself(together: bool) -> None:
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.steps = Stepped()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return run(self.steps, x)
-
-    def run(model: Any, x: torch.Tensor) -> torch.Tensor:
-        hidden, scores = torch.zeros(len(x), 4), torch.zeros(())
-        for number in x.split(1, dim=1):
-            found, hidden = model(number, hidden)
-            scores = scores + found
-        return scores
-
-    model = Whole() if together else Stepped()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = DataLoader(examples(), batch_size=EXPECTED, collate_fn=collate)
-    private = fastdp.make_private(model, optimizer, data, loss_reduction="mean", **PRIVATE)
-    for batch in private.data_loader:
-        scores = model(batch["x"]) if together else run(model, batch["x"])
-        loss = F.cross_entropy(scores, batch["labels"])
-        if not together:
-            with pytest.raises(RuntimeError, match="called on its own outputs"):
-                loss.backward()
-            return
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert private.steps_done == private.total_steps

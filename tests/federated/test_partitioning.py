@@ -49,11 +49,7 @@ def test_dirichlet_concentration():
 
 @cases(
     ("arguments", "message"),
-    [
-        ((10, 0), "clients is 0"),
-        ((10, 2, "random"), "partition is 'random'"),
-        ((10, 2, "source"), "needs the source"),
-    ],
+    [((10, 0), "clients is 0"), ((10, 2, "random"), "partition is 'random'"), ((10, 2, "source"), "needs the source")],
 )
 def test_refused(arguments, message):
     with pytest.raises(ValueError, match=message):

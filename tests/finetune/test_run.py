@@ -51,7 +51,7 @@ def test_lora_run_writes_everything_and_loads_in_plain_peft(config, model_folder
     assert any(f"units of {config.max_length:,} tokens" in sentence for sentence in card["remaining"])
     assert 'separator: "\\n"' in (output / "config.yaml").read_text().splitlines()
     assert {path.name for path in output.iterdir()} >= {
-        *("adapter", "card.json", "card.md", "config.yaml", "metrics.jsonl", "result.json"),
+        *("adapter", "card.json", "card.md", "config.yaml", "metrics.jsonl", "result.json")
     }
     assert not (output / "checkpoint.pt").exists()
     for name in ("config.yaml", "metrics.jsonl", "result.json", "ledger.jsonl"):

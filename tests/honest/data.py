@@ -11,14 +11,7 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 from torch.nn.utils import rnn
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    RandomSampler,
-    Sampler,
-    SubsetRandomSampler,
-    TensorDataset,
-)
+from torch.utils.data import BatchSampler, ConcatDataset, RandomSampler, Sampler, SubsetRandomSampler, TensorDataset
 
 from . import kit
 from .custom import PACKED, names, outside, recurrent, with_lengths

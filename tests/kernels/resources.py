@@ -109,12 +109,7 @@ class Resources:
 
 
 def binary(
-    kernel: Any,
-    arguments: dict[str, Any],
-    target: GPUTarget,
-    *,
-    aligned: tuple[str, ...] = (),
-    **options: Any,
+    kernel: Any, arguments: dict[str, Any], target: GPUTarget, *, aligned: tuple[str, ...] = (), **options: Any
 ) -> Any:
     """What Triton makes of a kernel for a target, with the types of arguments (``*bf16``, ``i64``, ...) and constexprs' values.
 

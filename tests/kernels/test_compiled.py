@@ -191,13 +191,7 @@ CASES = {
     "noise-rounded": noise_case("fp32", True),
     "noise-rounded-bf16": noise_case("bf16", True, slow=True),
     # The float64 cosine keeps a path for huge angles, whose table is the stack; angles here are below 2 pi.
-    "noise-settle": Case(
-        settle.settle_kernel,
-        {},
-        {"b": settle.SETTLE_BLOCK},
-        1,
-        stack=40,
-    ),
+    "noise-settle": Case(settle.settle_kernel, {}, {"b": settle.SETTLE_BLOCK}, 1, stack=40),
     "adamw": adamw_case(False, tl.bfloat16, tl.bfloat16),
     "adamw-masters": adamw_case(False, tl.bfloat16, tl.float32, MASTER=True, slow=True),
     "adamw-rounded": adamw_case(True, tl.bfloat16, tl.bfloat16),

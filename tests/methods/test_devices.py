@@ -25,10 +25,7 @@ def contributing(form):
 
 @cases(
     ("mechanism", "form"),
-    [
-        *(("laplace", form) for form in (None, "paper")),
-        *(("exponential", form) for form in (None, "prior")),
-    ],
+    [*(("laplace", form) for form in (None, "paper")), *(("exponential", form) for form in (None, "prior"))],
 )
 def test_a_privatizer_draws_where_its_table_is(mechanism, form):
     settings = {"eta": 4.0, "mechanism": mechanism, "cti": form and contributing(form), "special_ids": (0, 1)}

@@ -194,10 +194,6 @@ def test_refusals():
         with pytest.raises(error, match=message):
             private_snap(*args, stream())
     etas = torch.ones(2, dtype=torch.float64)
-    for bad, width, message in (
-        (etas, 0, "at least 1"),
-        (-etas, 3, "above 0"),
-        (1e-39 * etas, 3, "at least"),
-    ):
+    for bad, width, message in ((etas, 0, "at least 1"), (-etas, 3, "above 0"), (1e-39 * etas, 3, "at least")):
         with pytest.raises(ValueError, match=message):
             dchi_vectors(bad, width, stream())

@@ -98,11 +98,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 SELECTING = ("rapft", "frost", "selected anew", "public", "axes", "random")
 
 
-def trained(
-    case: str,
-    noise: float,
-    prepare: Callable[[nn.Module], None] = lambda model: None,
-) -> dict[str, Any]:
+def trained(case: str, noise: float, prepare: Callable[[nn.Module], None] = lambda model: None) -> dict[str, Any]:
     """One run of the matrix: the weights after `STEPS` steps, and what the run says of itself."""
     name, tuning, options = CASES[case]
     model: Any = build(name, tuning)

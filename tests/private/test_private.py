@@ -174,13 +174,7 @@ class TestOptimizers:
     @pytest.mark.parametrize(
         *pairs(
             ("ours", [fastdp.optim.Adam, fastdp.optim.AdamW]),
-            (
-                "method",
-                [
-                    fastdp.DPSGD(max_grad_norm=0.5),
-                    fastdp.DPSGD(groups="per_layer"),
-                ],
-            ),
+            ("method", [fastdp.DPSGD(max_grad_norm=0.5), fastdp.DPSGD(groups="per_layer")]),
         )
     )
     def test_noise_within_the_update_is_noise_before_it(self, ours: Any, method: Any) -> None:

@@ -252,9 +252,7 @@ def test_a_mask_of_ones_is_left_out_and_another_one_is_not(
     assert set(explicit) == masked
 
 
-def test_a_loop_that_changes_a_mask_of_ones_is_told_once_and_keeps_its_masks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_loop_that_changes_a_mask_of_ones_is_told_once_and_keeps_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     record_on_a_processor(monkeypatch)
     models = twins(gpt2)
     rows, sums = texts(models[0], [12] * 192), []

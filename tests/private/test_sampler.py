@@ -168,11 +168,7 @@ def _following(tickets: deque[Ticket]) -> Any:
         yield tickets.popleft()
 
 
-@given(
-    owners=st.lists(st.integers(0, 5), min_size=1, max_size=25),
-    most=st.integers(1, 4),
-    extra=st.integers(0, 5),
-)
+@given(owners=st.lists(st.integers(0, 5), min_size=1, max_size=25), most=st.integers(1, 4), extra=st.integers(0, 5))
 @settings(max_examples=60)
 def test_a_user_s_examples_stay_together_and_are_bounded(owners: list[int], most: int, extra: int) -> None:
     units = Units(len(owners), owners, most)

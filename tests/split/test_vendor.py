@@ -227,12 +227,7 @@ REJECTED = [
     ("put", {"first": 13}, rows_of([2]), "comes next"),
     ("put", {"first": 12}, rows_of([2]) | {"lengths": torch.tensor([3])}, "add up"),
     ("put", {"first": 12}, rows_of([17]), "length is out of range"),
-    (
-        "put",
-        {"first": 12},
-        {"rows": torch.zeros(2, WIDTH), "lengths": torch.tensor([-1, 3])},
-        "length is out of range",
-    ),
+    ("put", {"first": 12}, {"rows": torch.zeros(2, WIDTH), "lengths": torch.tensor([-1, 3])}, "length is out of range"),
     ("put", {"first": 12}, {"rows": torch.zeros(2, WIDTH + 1), "lengths": torch.tensor([2])}, "shape"),
     ("put", {"first": 12}, {"rows": torch.zeros(2, WIDTH).half(), "lengths": torch.tensor([2])}, "rows are"),
     ("put", {"first": 12}, {"rows": torch.zeros(2, WIDTH).double(), "lengths": torch.tensor([2])}, "dtype"),

@@ -183,39 +183,3 @@ def test_a_loop_that_seldom_flips_by_a_generator_of_its_own(seed: int) -> None:
 def test_a_loop_that_seldom_mixes_rows_by_a_generator_of_its_own_is_found(seed: int) -> None:
     with pytest.raises(RuntimeError, match="another gradient beside other examples|another gradient alone"):
         train(nn.Linear(6, 3), rows(), None, Drawing(seed, lambda x: x + x.roll(1, 0)), seed, loss_reduction="mean")
-
-
-@seeds(3)
-def test_a_loop_that_gives_one_embedding_a_class(seed: int) -> None:
-    """Microbatches of as many rows as there are classes."""
-
-    class Scores(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.features = nn.Linear(6, 8)
-
-        def forward(self, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-            return self.features(x) @ classes.t()
-
-    classes = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-    loop: Loop = lambda model, batch: nn.functional.cross_entropy(model(batch[0], classes), batch[1])  # noqa: E731
-    train(Scores(), rows(), None, loop, seed, loss_reduction="mean", max_physical_batch_size=3)
-
-
-class Pieces(nn.Module):
-    """Computes a piece with dropout again in the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
-        self.piece = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.utils.checkpoint.checkpoint(self.piece, self.first(x), use_reentrant=False)
-        return self.head(hidden)
-
-
-@seeds(3)
-def test_checkpointed_dropout_below_a_loss_in_the_loop(seed: int) -> None:
-    loop: Loop = lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[1])  # noqa: E731
-    assert train(Pieces(), rows(), None, loop, seed, loss_reduction="mean").route == "uses"

@@ -15,8 +15,8 @@ from fastdp.engine.clip.sums import Route
 from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Layout
 from fastdp.ops.bounds import stack_rows
+from fastdp.ops.gram import counted_gram_norms
 from fastdp.ops.matrices import Matrices
-from fastdp.ops.norms import counted_gram_norms
 from fastdp.ops.placed import CONSTANTS
 from fastdp.ops.routes import NARROW, longest_by_gram
 

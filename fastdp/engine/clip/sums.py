@@ -30,7 +30,7 @@ class Route(NamedTuple):
 
 
 class _PendingScale(NamedTuple):
-    """The sum of a parameter's plain gradients ``[m, n]``, and what its rows and columns are yet to be multiplied by."""
+    """The sum of a parameter's plain gradients ``[m, n]``, and the scales of rows and columns that it still waits for."""
 
     total: torch.Tensor
     scales: tuple[torch.Tensor, torch.Tensor]
@@ -78,7 +78,7 @@ class Sums:
 
     @property
     def sums(self) -> dict[str, torch.Tensor]:
-        """Of gradients over their axes: who reads them finds no sum that is yet to be scaled."""
+        """Complete sums by parameter: those that still wait for the policy's axes are scaled first."""
         for name in list(self._unscaled):
             self._scale(name)
         return self._sums
@@ -91,18 +91,18 @@ class Sums:
 
     @property
     def _whole(self) -> dict[str, torch.Tensor]:
-        """Where sums are added up: of one parameter at a time, if only pieces of them are kept."""
+        """Where whole sums are added up: in `_uncut`, one parameter at a time, if this process keeps only pieces of them."""
         return self._uncut if self.weights.cuts_sums else self._sums
 
     def in_order(self, captured: dict[str, Any]) -> list[str]:
-        """Whose sums are to be made, the last captured first; of pieces every parameter's, a block at a time.
+        """Names of the sums to make: the last captured first. With sharded weights every parameter's, block by block.
 
-        Where this rank has captured nothing another may have, and waits for it.
+        Ranks reduce a block together: where this one has captured nothing, another may have.
         """
         return self.weights.in_order(self.parameters) if self.weights.cuts_sums else list(reversed(captured))
 
     def whole(self, name: str) -> torch.Tensor:
-        """A parameter's sum as a whole, which is zero where nothing was captured. Collective, of weights in pieces."""
+        """A parameter's whole sum, zero where nothing was captured. Collective if weights are sharded."""
         if name not in self.sums:
             return torch.zeros(self.parameters[name].shape, device=self.parameters[name].device)
         return self.weights.joined(name, self.sums[name])
@@ -148,18 +148,18 @@ class Sums:
         self._sum(name, total)
 
     def add_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        """Add what is not to be scaled here: a gradient of ordinary training, or one that was clipped before."""
+        """Add a gradient as it is: one of ordinary training, or one that is clipped already."""
         self._sum(name, gradient.float())
         self.keep(name)
 
     def keep(self, name: str) -> None:
-        """Of what a parameter's sum has grown by in this microbatch, keep what this process is to have."""
+        """Reduce a parameter's sum of this microbatch to the piece that this process keeps."""
         if self.weights.cuts_sums:
             self._scale(name)
             self._reducer.add(name, self._uncut.pop(name, None))
 
     def finish(self) -> None:
-        """Keep what is left of this microbatch. Collective, of weights in pieces."""
+        """`keep` what is left of this microbatch. Collective if weights are sharded."""
         for name in list(self._uncut):
             self.keep(name)
         if self.weights.cuts_sums:
@@ -180,10 +180,10 @@ class Sums:
             self._whole[name] = total
 
     def take_apart(self, upper: UpperNorms, unit_scales: torch.Tensor) -> None:
-        """Add units whose tokens cancel on their own from here on.
+        """From here on, add units whose tokens cancel one by one.
 
-        A product over all tokens rounds at the size of the tokens, and in an order that other units change. On processors
-        alone, which know the units without waiting.
+        A product over all tokens rounds at the size of the tokens, and in an order that other units change. Only on CPUs, where
+        reading which units these are needs no synchronization.
         """
         some = unit_scales.device.type == "cpu" and True in upper.cancelling.tolist()
         self.cancelling = (upper.cancelling & (unit_scales > 0).any(0)).nonzero()[:, 0].tolist() if some else []
@@ -200,7 +200,7 @@ class Sums:
             self._add_factors(name, uses.pop(), unit_scales, layout)
 
     def _add_factors(self, name: str, use: Factors, unit_scales: torch.Tensor, layout: Layout) -> None:
-        """Add one use's weighted sum; of one along axes the plain gradients', which are scaled together when sums are read."""
+        """Add one use's weighted sum. With axes the plain gradients are summed, and scaled once when sums are read."""
         if self.cancelling and not use.one_hot:
             unit_scales = unit_scales.index_fill(1, torch.tensor(self.cancelling), 0)
         inside, outside = self._weights(name, unit_scales)
@@ -236,7 +236,7 @@ class Sums:
         unit_scales: torch.Tensor,
         offsets: torch.Tensor,
     ) -> None:
-        """Add the weighted sums of several parameters without a mask over the same tokens, each of its own order's factors."""
+        """Add the weighted sums of several parameters without a mask, whose factors are over the same tokens, in one call."""
         if self.cancelling:
             bounds = offsets.tolist()
             for name, left, right in zip(names, lefts, rights):
@@ -271,7 +271,7 @@ def as_matrix(mask: torch.Tensor) -> torch.Tensor:
 
 
 class Captures:
-    """A sink that makes a unit's gradient of whatever is no matrix, whose uses and whole gradients its kinds take."""
+    """A sink that turns captures of biases and vectors into gradients by unit; subclasses take these, and matrices."""
 
     def __init__(self, sums: Sums):
         self.names = sums.names
@@ -302,7 +302,7 @@ class SumSink(Captures):
     """The second of two passes: adds each capture to the sums at once, so that no factor outlives its own backward.
 
     Args:
-        at_once: keep of each capture's sum what is to be kept as soon as it is made.
+        at_once: `Sums.keep` each capture's sum as soon as it is made.
     """
 
     def __init__(self, sums: Sums, unit_scales: torch.Tensor, *, at_once: bool):

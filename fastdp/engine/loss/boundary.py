@@ -1,4 +1,4 @@
-"""Where the user's `backward()` enters the engine: at the model's loss, or at its outputs."""
+"""Where the user's `backward()` enters the engine: at the model's loss (`LossBoundary`) or outputs (`OutputBoundary`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Junction:
         """What a boundary takes, so that autograd goes on from it to here."""
         if self._anchor is None:
             leaf = torch.zeros((), device=like.device, requires_grad=True)
-            # Nobody collects a circle through a node.
+            # A weak reference: Python does not collect a cycle through an autograd node.
             self._anchor = _Join.apply(leaf, weakref.ref(self))
         return self._anchor
 
@@ -72,7 +72,7 @@ class LossBoundary(Use):
 
 
 def require_positive(upstream: torch.Tensor) -> None:
-    """Raise ValueError for a loss whose sign a loop turned, or which it left out: that may follow the whole batch."""
+    """Raise ValueError if the loop scaled a loss by zero or less: such a choice may depend on the whole batch."""
     if not float(upstream) > 0:
         raise ValueError(
             f"The loss was scaled by {float(upstream)} before backward(). The scale must be positive: change "
@@ -83,7 +83,7 @@ def require_positive(upstream: torch.Tensor) -> None:
 class OutputBoundary(Use):
     """The model's outputs, whose backward hands their gradients to the engine.
 
-    They come in a list, where autograd does not see them: it would go on into the graph that the engine has used up.
+    They come in a list, which hides them from autograd: it would continue into the graph that the engine has freed.
     """
 
     @staticmethod
@@ -102,7 +102,7 @@ class OutputBoundary(Use):
 def take_gradients(
     parameters: Iterable[torch.nn.Parameter], take: Callable[[int, torch.Tensor], None]
 ) -> Iterator[None]:
-    """Meanwhile ``take`` gets each gradient as soon as it is there, with its parameter's number; none stays in `.grad`."""
+    """Call ``take`` with the index and gradient of each parameter when it is ready, and leave every `.grad` as it was."""
     parameters = list(parameters)
     kept = [p.grad for p in parameters]
     handles = []
@@ -127,7 +127,7 @@ def take_gradients(
 
 @contextmanager
 def hooks_aside(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Meanwhile no hook of the user's sees a parameter's gradient, which is one example's, or none."""
+    """Disable the user's gradient hooks: the gradients in here are those of single examples, which no hook may see."""
     every = (own for p in parameters for own in (p._backward_hooks, p._post_accumulate_grad_hooks) if own)
     held = [(own, dict(own)) for own in every]
     for own, _ in held:
@@ -210,7 +210,7 @@ LOSS_TERM = (
 
 
 class ForbidBackward(Use):
-    """A model's output that is to be looked at, and not to be differentiated."""
+    """A model's output that may be read and not differentiated."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Partition-wise gradient magnitudes of a sample, from the engine's captures (MGNA of Definition 8, in L1 norms)."""
+"""Gradient magnitudes of each partition over a sample, from the engine's captures (MGNA of Definition 8, in L1 norms)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class AbsoluteSink(NormSink):
             if entry.factors and (self.expected.get(name, 1) > 1 or entry.instance is not None):
                 whole = PerUnit(entry.factors, entry.instance, self.layout, self.parameters[name].shape)
                 each = [ops.instance_abs_sum(whole[unit][None]) for unit in range(self.layout.units)]
-                # Room for the rounding of the products that it was put together from.
+                # The bound also covers the rounding of the products that the gradient is made of.
                 for use in entry.factors:
                     self.note_products(name, use, order=1)
                 sizes = torch.cat(each)
@@ -126,7 +126,7 @@ class MagnitudeAccumulator(Accumulator):
         self._add(sink.finish(), layout.weights)
 
     def may_hold(self, layout: Layout) -> int:
-        """None, as most magnitudes need no factor once it is measured."""
+        """-1, for none (see `Accumulator.may_hold`): once measured, most magnitudes need no factors."""
         return -1
 
     def add_unit(self, instances: Mapping[str, torch.Tensor], weight: torch.Tensor) -> None:
@@ -139,7 +139,7 @@ class MagnitudeAccumulator(Accumulator):
         self._add(norms.upper(), weight)
 
     def _add(self, upper: UpperNorms, weights: torch.Tensor) -> None:
-        """Add units by bounds of their partitions' L1 norms; none that is not finite, or 2^40 times as long as the bound."""
+        """Add each unit's scaled magnitudes. `round_down` gives scale 0 to a unit that is not finite or 2^40 times too long."""
         scales = round_down(self._bound / (upper.norms / self._sizes.unsqueeze(1)).sum(0))
         scales = torch.where(weights > 0, scales * weights, 0.0)
         # What is added is what was measured, which the bound covers.

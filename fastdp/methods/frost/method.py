@@ -160,10 +160,7 @@ class DPFrost(Options):
         return {"iteration": torch.from_numpy(selected.iteration), "observed": torch.from_numpy(selected.observed)}
 
     def _select(
-        self,
-        partitions: Sequence[Partition],
-        moment: RunState,
-        release: Callable[[int, Sequence[Partition]], Released],
+        self, partitions: Sequence[Partition], moment: RunState, release: Callable[[int, Sequence[Partition]], Released]
     ) -> PartitionChoice:
         """PSEL over releases of magnitudes in units of their sensitivity (lines 3 to 8)."""
 

@@ -7,10 +7,7 @@ from fastdp.methods.rapft.allocation import (
     printed_bounds as printed_bounds,
     printed_noise_multiplier as printed_noise_multiplier,
 )
-from fastdp.methods.rapft.axes import (
-    rank_one as rank_one,
-    second_moments as second_moments,
-)
+from fastdp.methods.rapft.axes import rank_one as rank_one, second_moments as second_moments
 from fastdp.methods.rapft.initialisation import Initialisation as Initialisation
 from fastdp.methods.rapft.masks import weak_masks as weak_masks
 from fastdp.methods.rapft.method import RapFT as RapFT

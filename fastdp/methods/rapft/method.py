@@ -167,10 +167,7 @@ class RapFT(Options):
             check_strong((p.numel() for p in parameters.values()), self.irrelevance_ratio)
             return flat
         return masked_policy(
-            chosen,
-            allocation=self.allocation,
-            max_grad_norm=self.max_grad_norm,
-            noise_multiplier=noise_multiplier,
+            chosen, allocation=self.allocation, max_grad_norm=self.max_grad_norm, noise_multiplier=noise_multiplier
         )
 
     def describe(self) -> dict[str, Any]:

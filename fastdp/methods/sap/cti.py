@@ -62,8 +62,9 @@ class CTI:
         supported: bool [tokens], which tokens may be favoured; ``paper`` favours any.
         source: ``public``, ``private`` (allowed in the `paper` form only), or the event of `noised_counts`.
         form: see the module.
-        tilt: of the prior, at least 0; 1 makes a token as many times likelier as it is likelier in its class.
-        delta: of the epsilon that is stated for noised counts.
+        tilt: exponent of the prior, at least 0. With 1, a token that is k times likelier in its class than elsewhere is drawn k
+            times as often.
+        delta: at which the epsilon of noised counts is stated.
         origin: the file that public counts came from, for the statement.
         cells: int64 [tokens], the cell of each; ``quotient`` only.
         mass: float64 [tokens], how often each was counted; ``quotient`` only.
@@ -110,7 +111,7 @@ class CTI:
         cells: int | None = None,
         told_at: float | None = None,
     ) -> CTI:
-        """From counts [classes, tokens].
+        """Make a CTI from counts [classes, tokens] of how often each token occurs in each class.
 
         Args:
             source, form, tilt: as above.
@@ -118,8 +119,8 @@ class CTI:
                 token that one class alone has (a name, say) would otherwise be protected least. ``quotient``: tokens with less
                 have no importance, by default none.
             cells: ``quotient``: number of cells, by default 5.
-            told_at: ``quotient``: cells say most of the classes at this epsilon (`informative_cells`); otherwise they have
-                equal mass.
+            told_at: ``quotient``: the epsilon of the randomised response for which cells reveal most about the class
+                (`informative_cells`); by default cells have equal mass.
 
         Raises ValueError for cells or told_at with another form, or more of them than tokens that occur.
         """
@@ -157,7 +158,7 @@ class CTI:
         stream: NoiseStream | None = None,
         **form: Any,
     ) -> CTI:
-        """From texts as ids: public ones, or private ones, whose counts get the noise of `noised_counts`.
+        """Make a CTI from tokenized texts: public ones, or private ones, whose counts get the noise of `noised_counts`.
 
         Args:
             labels: class of each text, below ``classes``.
@@ -215,7 +216,7 @@ class CTI:
         return found + ([_PRIVATE_COUNTS] if self.source == "private" else [])
 
     def claim(self) -> accounting.Gaussian | None:
-        """What noised counts cost, for one text with its label, at ``delta``; None for public ones, and for private ones."""
+        """The claim of noised counts, for one text with its label; None where no noise was added."""
         if isinstance(self.source, str):
             return None
         return accounting.Gaussian("text with its label, added or removed", "add_remove", self.source, self.delta)
@@ -227,16 +228,16 @@ class CTI:
         return float(accounting.epsilon(self.source, self.delta))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write to a file, in one piece: noised counts are drawn once, since a second draw is a second release."""
+        """Write to a file atomically. Keep it: drawing noised counts a second time is a second release."""
         source = self.source if isinstance(self.source, str) else accounting.serialise(self.source)
-        with files.atomic_path(path) as aside:
-            torch.save({**vars(self), "source": source, "origin": self.origin and self.origin.describe()}, aside)
+        with files.atomic_path(path) as temporary:
+            torch.save({**vars(self), "source": source, "origin": self.origin and self.origin.describe()}, temporary)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CTI:
         """What `save` wrote."""
         kept = torch.load(path, weights_only=True)
-        kept.pop("c0", None)  # Of the last release.
+        kept.pop("c0", None)  # a field that earlier versions wrote
         source, origin = kept["source"], kept.get("origin")
         kept["source"] = source if isinstance(source, str) else accounting.deserialise(source)
         return cls(**{**kept, "origin": origin and PublicText(**origin)})

@@ -39,10 +39,7 @@ def unknown_id_of(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
 
 
 def kept_tokens(
-    size: int,
-    tokenizer: PreTrainedTokenizerBase | None,
-    special_ids: Sequence[int],
-    unknown_id: int | None,
+    size: int, tokenizer: PreTrainedTokenizerBase | None, special_ids: Sequence[int], unknown_id: int | None
 ) -> Tensor:
     """Which tokens stay wherever an encoder puts them, bool [V]: those of a role, and ``special_ids``; never the unknown one."""
     # A closed list of roles: what else a tokenizer calls special may be any word that its maker wants to see.

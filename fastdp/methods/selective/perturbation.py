@@ -89,13 +89,7 @@ class SelectivePerturbation:
         if self.radius is not None:
             positive(radius=self.radius)
 
-    def __call__(
-        self,
-        texts: Sequence[str],
-        tokenizer: Any,
-        table: Tensor | nn.Module,
-        **where: Any,
-    ) -> PerturbedTexts:
+    def __call__(self, texts: Sequence[str], tokenizer: Any, table: Tensor | nn.Module, **where: Any) -> PerturbedTexts:
         """Perturb private ``texts`` once, by `open` with the arguments ``where``.
 
         Warns if no private token is found. Raises ValueError for a tokenizer or table that does not fit, spans outside their

@@ -177,7 +177,7 @@ class PrivateVotes:
             noise_source=accounting.noise_source(self._stream.reproducible, True, self._stream.rounds),
             model={"name": "behind an API", "trained_parameters": 0},
             assumptions=[
-                "candidates, labels and the encoder are public: none was made from the private records but by votes",
+                "candidates, labels and the encoder are public: none was made from the private records but by votes"
             ],
             remaining=[accounting.rounded_to_grid(DISTANCE * spent)],
         )

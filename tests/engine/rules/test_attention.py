@@ -37,10 +37,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, torch.Tensor], to
     "self": (_attention(), lambda m, x: m(x, x, x)[0]),
     "no weights": (_attention(bias=False), lambda m, x: m(x, x, x, need_weights=False)[0]),
     "time first": (_attention(batch_first=False), lambda m, x: _time_first(m, x, x, x)),
-    "time first, no weights": (
-        _attention(batch_first=False),
-        lambda m, x: _time_first(m, x, x, x, need_weights=False),
-    ),
+    "time first, no weights": (_attention(batch_first=False), lambda m, x: _time_first(m, x, x, x, need_weights=False)),
     "cross": (_attention(), lambda m, x: m(x, x[:, :3], x[:, :3], need_weights=False)[0]),
     "three inputs": (_attention(), lambda m, x: m(x, x[:, :3], x[:, 1:4].sin())[0]),
     "separate weights": (_attention(kdim=3, vdim=5), lambda m, x: m(x, x[:, :3, :3], x[:, :3, :5])[0]),

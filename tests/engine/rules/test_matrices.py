@@ -92,10 +92,7 @@ USES: dict[str, tuple[dict[str, tuple[int, ...]], Callable[[Any, torch.Tensor], 
     "a derived bias": ({"w": (OUT, WIDTH), "b": (OUT,)}, lambda m, x: F.linear(x, m.w, m.b.exp())),
     "bilinear": ({"w": (OUT, WIDTH, WIDTH), "b": (OUT,)}, lambda m, x: F.bilinear(x, x.flip(1), m.w, m.b)),
     "an outer product": ({"u": (OUT,), "v": (WIDTH,)}, lambda m, x: F.linear(x, torch.outer(m.u, m.v))),
-    "queries": (
-        {"q": (3, WIDTH), "w": (WIDTH, WIDTH)},
-        lambda m, x: (F.linear(m.q, m.w) @ x.mT).softmax(-1) @ x,
-    ),
+    "queries": ({"q": (3, WIDTH), "w": (WIDTH, WIDTH)}, lambda m, x: (F.linear(m.q, m.w) @ x.mT).softmax(-1) @ x),
     "queries, one a row": (
         {"q": (3, WIDTH), "w": (WIDTH, WIDTH)},
         lambda m, x: F.scaled_dot_product_attention(F.linear(m.q, m.w).expand(len(x), -1, -1), x, x),

@@ -20,10 +20,10 @@ def squared(left, right, offsets, rows=None):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_cannot_be_read_16_bytes_at_a_time_are_copied(dtype, monkeypatch):
-    monkeypatch.setattr(launch, "MANY", 1)
+    monkeypatch.setattr(launch, "LARGE_MATRIX", 1)
     offsets = offsets_of(RAGGED)
     left, right = factor(int(offsets[-1]), 13, 0, dtype), factor(int(offsets[-1]), 16, 1, dtype)
-    longer, same = launch.readable([left, right])
+    longer, same = launch.with_wide_rows([left, right])
     assert longer.stride(0) == 16
     assert same is right
     truth = squared(left, right, offsets)

@@ -96,12 +96,7 @@ def policy_of(kind: str, masks: dict[str, torch.Tensor]) -> Policy:
 
 @pytest.mark.parametrize("kind", ["printed", "optimal"])
 @settings(max_examples=150)
-@given(
-    seed=st.integers(0, 10**6),
-    ratio=st.floats(0.1, 0.95),
-    log_scale=st.floats(-3, 6),
-    strong=st.floats(1e-3, 1e3),
-)
+@given(seed=st.integers(0, 10**6), ratio=st.floats(0.1, 0.95), log_scale=st.floats(-3, 6), strong=st.floats(1e-3, 1e3))
 def test_one_unit_moves_the_release_by_no_more_than_stated(kind, seed, ratio, log_scale, strong):
     """The sum before noise, each group over its own std: its distance between neighbours is at most 1 / multiplier."""
     masks = random_masks(seed, ratio)

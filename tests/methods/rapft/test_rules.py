@@ -193,10 +193,7 @@ def test_attention_is_its_definition_and_conserves(masking):
 def test_attention_with_shared_keys():
     q, k, v, r = draw(9, (ROWS, 4, 4, 3), (ROWS, 2, 4, 3), (ROWS, 2, 4, 3), (ROWS, 4, 4, 3))
     parts = propagate(
-        lambda a, b, c: F.scaled_dot_product_attention(a, b, c, enable_gqa=True),
-        *(q, k, v),
-        relevance=r,
-        epsilon=1e-12,
+        lambda a, b, c: F.scaled_dot_product_attention(a, b, c, enable_gqa=True), *(q, k, v), relevance=r, epsilon=1e-12
     )
     assert sum(float(p.sum()) for p in parts) == pytest.approx(float(r.sum()), rel=1e-5)
 

@@ -9,13 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from fastdp import NoiseStream
 from fastdp.accounting import Card
-from fastdp.methods.selective import (
-    RuleDetector,
-    SelectivePerturbation,
-    Span,
-    measure_detector,
-    token_mask,
-)
+from fastdp.methods.selective import RuleDetector, SelectivePerturbation, Span, measure_detector, token_mask
 from fastdp.methods.selective.perturbation import spell_tokens
 from tests.cases import cases
 from tests.tokenizers_for_tests import quickstart, word_tokenizer

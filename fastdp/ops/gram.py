@@ -1,0 +1,181 @@
+"""Squared norms of per-unit gradients by Gram matrices of the tokens (the ghost norm), without keeping the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import fastdp._native as _native
+
+from .bounds import PRODUCTS_ROUNDING, ROW_PRODUCTS, TOKEN_COUNTS, token_counts
+from .factors import INT64_MAX, accumulator, check_group, has_kernel, native_factor, unit_bounds
+from .matrices import Matrices
+from .stream import native_threads
+from .table import Op
+
+
+def empty_norms(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for squared norms and products of uses, ``[uses, units]`` each."""
+    squares = rights[0].new_empty(len(lefts), offsets.shape[0] - 1, dtype=accumulator(*rights, *lefts))
+    return squares, torch.empty_like(squares, dtype=torch.float64)
+
+
+def _gram_squares(left: Tensor, right: Tensor, bounds: Sequence[int]) -> Tensor:
+    squares = right.new_zeros(len(bounds) - 1, dtype=torch.float64)
+    for unit, tokens in enumerate(map(slice, bounds, bounds[1:])):
+        one, two = (factor[tokens].to(accumulator(left, right)) for factor in (left, right))
+        squares[unit] = torch.mul(one @ one.T, two @ two.T).sum(dtype=torch.float64).clamp_min_(0)
+    return squares
+
+
+def _gram_norms_reference(
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    counts: Sequence[int],
+    offsets: Tensor,
+    scales: Sequence[Tensor],
+    most: int,
+) -> tuple[Tensor, Tensor]:
+    if scales:
+        lefts = [left * scale for left, scale in zip(lefts, scales)]
+        rights = [right * scale for right, scale in zip(rights, scales[len(lefts) :])]
+    pairs = list(zip(lefts, [right for right, count in zip(rights, counts) for _ in range(count)]))
+    squares = [_gram_squares(left, right, unit_bounds(offsets)) for left, right in pairs]
+    products = [ROW_PRODUCTS.reference(left, right, offsets, 2)[0] for left, right in pairs]
+    found, sizes = torch.stack(squares).to(accumulator(*rights, *lefts)), torch.stack(products)
+    if most < INT64_MAX:
+        first = 0
+        for right, count in zip(rights, counts):
+            long = TOKEN_COUNTS.reference(lefts[first : first + count], right, offsets) > most
+            for part in (found, sizes):
+                part[first : first + count].masked_fill_(long, 0)
+            first += count
+    return found, sizes
+
+
+def _check_gram_norms(
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    counts: Sequence[int],
+    offsets: Tensor,
+    scales: Sequence[Tensor],
+    most: int,
+) -> None:
+    if len(rights) != len(counts) or not rights or sum(counts) != len(lefts):
+        raise ValueError(f"{len(lefts)} lefts in groups of {list(counts)} do not belong to {len(rights)} rights")
+    if min(counts) < 1:
+        raise ValueError("lefts is empty: a group has at least one use")
+    check_group(lefts, rights, offsets, counts)
+    if scales and [(s.shape, s.dtype) for s in scales] != [((f.shape[1],), torch.float32) for f in (*lefts, *rights)]:
+        raise ValueError("scales must be float32 vectors, a number for each column of every factor")
+
+
+GRAM_NORMS = Op(
+    "gram_norms(Tensor[] lefts, Tensor[] rights, int[] counts, Tensor offsets, Tensor[] scales, int most)"
+    " -> (Tensor, Tensor)",
+    reference=_gram_norms_reference,
+    fake=lambda lefts, rights, counts, offsets, *_: empty_norms(lefts, rights, offsets),
+    check=_check_gram_norms,
+)
+GRAM_NORMS.in_family("bounds")
+
+
+def gram_norms(
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    counts: Sequence[int],
+    offsets: Tensor,
+    scales: Sequence[Tensor] = (),
+    most: int = INT64_MAX,
+) -> tuple[Tensor, Tensor]:
+    """Squared norms of uses by the Gram route of `fastdp.ops.sqnorm`, and the `row_products` of each.
+
+    Uses that read the same right factor (query, key and value projections) stand together: its Gram matrix is computed once.
+    On a GPU one launch makes all of them, so that many matrices keep all processors busy where one does not.
+
+    Args:
+        lefts: k matrices [N, m_i], float, any strides.
+        rights: [N, n_i], float, any strides.
+        counts: how many of the lefts, in order, each of the rights has.
+        offsets: int64 [B + 1], as in `fastdp.ops.sqnorm`.
+        scales: of the lefts and then of the rights, vectors float32 that their columns are multiplied by as they are read, in
+            float32; none for factors as they are. On a GPU the definition runs, which makes copies.
+        most: units of more tokens, as `token_counts` has them, get squares and products of 0: for them the direct
+            route is the faster one.
+
+    Returns:
+        Squared norms [k, B], float32 (float64 if a factor is float64), and products [k, B], float64.
+
+    Raises:
+        TypeError, ValueError: no matrices, a right without lefts, ids among these, scales of other widths, or what
+            `fastdp.ops.sqnorm` refuses.
+
+    >>> import torch
+    >>> from fastdp.ops import gram_norms
+    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
+    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
+    >>> norms, products = gram_norms([left, 2 * left], [right], [2], offsets)
+    >>> norms
+    tensor([[  8.,  32.],
+            [ 32., 128.]])
+    """
+    squares, products = GRAM_NORMS(Matrices.of(lefts), Matrices.of(rights), list(counts), offsets, list(scales), most)
+    return squares, products * PRODUCTS_ROUNDING
+
+
+def _gram_norms_of(
+    lefts: Sequence[Tensor],
+    right: Tensor,
+    bounds: list[int],
+    products: Tensor | None = None,
+    counts: Tensor | None = None,
+    scales: Sequence[Tensor | None] = (),
+    most: int = INT64_MAX,
+) -> Tensor:
+    """Squared norms [k, B] by Gram matrices.
+
+    ``products`` is where the row products go as float64 [k, B], and ``counts`` where those of tokens do, [B], if anywhere.
+    ``scales`` are of the columns of each left, and of right. Units of more than ``most`` tokens that add anything get 0.
+    """
+    norms = torch.empty(len(lefts), len(bounds) - 1)
+    *own, last = [native_factor(*pair) for pair in zip((*lefts, right), scales or [None] * (len(lefts) + 1))]
+    _native.gram_sqnorm(own, last, bounds, most, norms, products, counts, native_threads())
+    return norms
+
+
+def counted_gram_norms(
+    lefts: Sequence[Tensor], right: Tensor, offsets: Tensor, scales: Sequence[Tensor], most: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`gram_norms` of uses that read one right, and the `token_counts` of all: on a processor from one look."""
+    if right.device.type != "cpu" or not has_kernel(right, *lefts):
+        return *gram_norms(lefts, [right], [len(lefts)], offsets, scales, most), token_counts(lefts, right, offsets)
+    _check_gram_norms(lefts, [right], [len(lefts)], offsets, scales, most)
+    shape = len(lefts), offsets.shape[0] - 1
+    products, counts = torch.empty(shape, dtype=torch.float64), torch.empty(shape[1], dtype=torch.float64)
+    own = [scale.contiguous() for scale in scales]
+    squares = _gram_norms_of(lefts, right, unit_bounds(offsets), products, counts, own, most)
+    return squares, products.mul_(PRODUCTS_ROUNDING), counts
+
+
+@GRAM_NORMS.on_cpu
+def _gram_norms_on_cpu(
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    counts: Sequence[int],
+    offsets: Tensor,
+    scales: Sequence[Tensor],
+    most: int,
+) -> tuple[Tensor, Tensor]:
+    if not has_kernel(*rights, *lefts):
+        return NotImplemented
+    bounds, first = unit_bounds(offsets), 0
+    squares = torch.empty(len(lefts), len(bounds) - 1)
+    products, scales = torch.empty_like(squares, dtype=torch.float64), [scale.contiguous() for scale in scales]
+    for group, (right, count) in enumerate(zip(rights, counts)):
+        own = slice(first, first + count)
+        by = (*scales[own], scales[len(lefts) + group]) if scales else ()
+        squares[own] = _gram_norms_of(lefts[own], right, bounds, products[own], None, by, most)
+        first += count
+    return squares, products
