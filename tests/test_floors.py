@@ -62,6 +62,7 @@ FOREIGN = {
     "_parameters": "a module's own parameters, where it is only looked at",
     "_buffers": "buffers are put back where a module holds them",
     "_optimizer_step_pre_hooks": "whether somebody else looks at gradients before the step",
+    "_optimizer_step_post_hooks": "whether somebody else acts after a step, whom ours must follow",
     "_tokenizer": "the tokenizer that transformers wraps",
     "_post_accumulate_grad_hooks": "hooks of the user's on parameters, which see no example's gradient",
     "_nn": "the losses below torch.nn.functional, which a loop may have imported before",
