@@ -127,6 +127,9 @@ def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
         found = json.loads(text, object_pairs_hook=_unique, **refuse)  # type: ignore[arg-type]
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+    except ValueError as error:
+        # Python's own words speak of a setting of the interpreter.
+        raise ValueError("a number of it has thousands of digits") if "int_max_str" in str(error) else error from None
     _check_depth(found, MAX_DEPTH)
     return found
 
