@@ -225,6 +225,8 @@ def _decode(path: Path, encoding: str) -> str:
         line = content[: error.start].decode(encoding, "replace").count("\n") + 1
         found = content[error.start] if error.start < len(content) else 0
         raise DataError(f"{path}, line {line}: not {encoding.upper()} text (byte {found:#04x}): {advice}") from None
+    except LookupError:
+        raise DataError(f"encoding {quote(encoding)} is not known: write utf-8, latin-1 or utf-16") from None
     except UnicodeError:
         raise DataError(f"{path}: not {encoding.upper()} text: {advice}") from None
     if "\0" in text:
