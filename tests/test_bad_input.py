@@ -289,6 +289,10 @@ COMMANDS = [
         "tune --model model --train good.jsonl --output new --epsilon 8 --try =1", "write a setting and its values"
     ),
     command("attack model --kind theft", "'theft' is not one of 'membership'"),
+    command(
+        "split certificates new --customer anna --days 9999999",
+        "Invalid value for '--days': 9999999 is not in the range",
+    ),
     command("attack model --limit 0", "Invalid value for '--limit': 0 is not in the range"),
     command("doctor ./absent", "no model folder", "absent"),
     command("quickstart --output earlier", "already holds", "--output"),
