@@ -6,6 +6,7 @@ Public are cards, pictures and released texts, and whoever writes one says so.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
@@ -37,6 +38,9 @@ def atomic_path(path: str | os.PathLike[str], *, public: bool = False) -> Iterat
     """
     path = Path(path)
     make_folder(path.parent, public=public)
+    if path.exists() and not path.is_file():
+        # A rename by root puts a file in the place of a device.
+        raise FileExistsError(errno.EEXIST, "not a regular file", str(path))
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(descriptor)
     aside = Path(name)
@@ -97,7 +101,8 @@ def kept_tensors(path: str | os.PathLike[str], kind: str) -> Iterator[tuple[dict
             tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
         yield tensors, metadata
     except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} is no {kind}: {error}") from None
+        reason = "it is damaged" if isinstance(error, SafetensorError) else error
+        raise ValueError(f"{path} is no {kind}: {reason}") from None
 
 
 def appending(path: str | os.PathLike[str]) -> IO[str]:

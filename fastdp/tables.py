@@ -191,7 +191,8 @@ def _read_file(path: Path, encoding: str) -> Rows:
 
 
 def _join_tables(path: Path, tables: Sequence[Rows]) -> Rows:
-    """Tables of several files as one."""
+    """Tables of several files as one; of files without content, as some programs leave, nothing is taken."""
+    tables = [table for table in tables if table.columns] or tables
     first = tables[0]
     columns = dict.fromkeys(name for table in tables for name in table.columns)
     starts = itertools.accumulate((len(table) for table in tables), initial=0)
@@ -224,6 +225,10 @@ def _decode(path: Path, encoding: str) -> str:
         line = content[: error.start].decode(encoding, "replace").count("\n") + 1
         found = content[error.start] if error.start < len(content) else 0
         raise DataError(f"{path}, line {line}: not {encoding.upper()} text (byte {found:#04x}): {advice}") from None
+    except LookupError:
+        raise DataError(f"encoding {quote(encoding)} is not known: write utf-8, latin-1 or utf-16") from None
+    except UnicodeError:
+        raise DataError(f"{path}: not {encoding.upper()} text: {advice}") from None
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise DataError(f"{path}, line {line}: a NUL character, which no {encoding.upper()} text holds: {advice}")
@@ -246,7 +251,9 @@ def _read_delimited(path: Path, text: str, delimiter: str) -> Rows:
     begin = 1
     try:
         for fields in reader:
-            if not header:
+            if not header and fields == ["sep=", ""]:
+                pass  # Excel's line that names the delimiter.
+            elif not header:
                 header = fields
                 _check_header(path, header, begin)
             elif fields:
@@ -275,6 +282,8 @@ def _read_delimited(path: Path, text: str, delimiter: str) -> Rows:
 def _delimiter(text: str, usual: str) -> str:
     """What separates the names in the header: the usual character of the kind of file if it is there."""
     header = text.lstrip("\r\n").splitlines()[0] if text.strip() else ""
+    if header[:-1] == "sep=":
+        return header[-1]
     if usual in header:
         return usual
     try:
@@ -283,13 +292,14 @@ def _delimiter(text: str, usual: str) -> str:
         return usual
 
 
-def _check_header(path: Path, header: Sequence[str], line: int) -> None:
+def _check_header(path: Path, header: Sequence[str], line: int | None = None) -> None:
     seen: set[str] = set()
+    place = path if line is None else f"{path}, line {line}"
     for column, name in enumerate(header, start=1):
         if name in seen:
             what = f"two columns have the same name {name!r}: rename one"
             what = what if name.strip() else "two columns have no name: name them, or remove the separators at the end"
-            raise DataError(f"{path}, line {line}, column {column}: {what}")
+            raise DataError(f"{place}, column {column}: {what}")
         seen.add(name)
 
 
@@ -380,6 +390,7 @@ def _read_parquet(path: Path) -> Rows:
         shape, size = parquet.read_metadata(path), path.stat().st_size
         if shape.num_rows * shape.num_columns > max(_MANY_VALUES, _MOST_VALUES * size):
             raise DataError(f"{path}: its {size} bytes hold {shape.num_rows} rows of {shape.num_columns} columns")
+        _check_header(path, shape.schema.to_arrow_schema().names)
         table = parquet.read_table(path)
     except DataError:
         raise

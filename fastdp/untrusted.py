@@ -127,6 +127,9 @@ def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
         found = json.loads(text, object_pairs_hook=_unique, **refuse)  # type: ignore[arg-type]
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+    except ValueError as error:
+        # Python's own words speak of a setting of the interpreter.
+        raise ValueError("a number of it has thousands of digits") if "int_max_str" in str(error) else error from None
     _check_depth(found, MAX_DEPTH)
     return found
 
@@ -175,33 +178,53 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
         ValueError: for a name that nothing has, a model that needs code of its own, and a folder whose config names a repository
             of code or weights, or files that a library fails on.
     """
-    place, local = Path(name), {}
-    config = place / "config.json"
-    if place.is_file():
-        raise ValueError(f"model {name} is a file: name the folder that holds it")
-    if place.is_dir():
-        local["local_files_only"] = True
-        if config.is_file():
-            _check_config(parse_json(read_bytes(config, MAX_YAML), constants=True))
+    place = Path(name)
+    _check_folder(place)
+    local = {"local_files_only": True} if place.is_dir() else {}
     try:
         return auto.from_pretrained(name, trust_remote_code=False, **local, **options)
-    except (RuntimeError, ImportError, MemoryError, KeyboardInterrupt, SystemExit):
+    except RuntimeError as error:
+        if "mismatched_sizes" in str(error):
+            raise ValueError(f"cannot load {name}: its weights have other shapes than its config.json says") from None
+        raise
+    except (ImportError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
                 "it needs code of its own, which is not run here: load it in Python, and use fastdp.make_private"
             ) from None
-        if place.is_dir() and not config.is_file():
-            raise ValueError(f"{name} holds no config.json: name a model's folder") from None
-        if place.is_dir() or "gated" in str(error):
+        if "gated" in str(error):
             raise
+        if place.is_dir() and not (place / "config.json").is_file():
+            raise ValueError(f"{name} holds no config.json: name a model's folder") from None
+        if place.is_dir():
+            raise ValueError(f"cannot load {name}: {str(error).strip().splitlines()[0].split('. ')[0]}") from None
         raise ValueError(
             f"there is no folder {name}, and no model of that name could be loaded: check it, or the connection"
         ) from None
     # A config of odd values meets any error of Python's, and a panic of the tokenizers library is no Exception.
     except BaseException as error:
-        raise ValueError(f"a library failed on its files ({type(error).__name__}: {quote(str(error), 160)})") from None
+        said = f"{type(error).__name__}: {quote(str(error), 160)}"
+        raise ValueError(f"cannot load {name}: a library failed on its files ({said})") from None
+
+
+def load_tokenizer(name: str | os.PathLike[str]) -> Any:
+    """The tokenizer of a model, as `load_pretrained` loads it. Raises ValueError where a model's folder has none of use."""
+    from transformers import AutoTokenizer
+
+    _check_folder(Path(name))
+    lack = f"{name} has no tokenizer that can be loaded: put the tokenizer's files beside the model's"
+    try:
+        tokenizer = load_pretrained(AutoTokenizer, name)
+    except (OSError, ValueError):
+        if not (Path(name) / "config.json").is_file():
+            raise
+        raise ValueError(lack) from None
+    # Without its files transformers makes one that knows no text, and says nothing.
+    if len(tokenizer) <= len(tokenizer.all_special_ids) + 1:
+        raise ValueError(lack)
+    return tokenizer
 
 
 class _BoundedComposer:
@@ -243,6 +266,19 @@ class _BoundedLoader(_BoundedComposer, yaml.SafeLoader):
 
 class _BoundedTextLoader(_BoundedComposer, yaml.BaseLoader):
     """Scalars as text."""
+
+
+def _check_folder(place: Path) -> None:
+    """Refuse a file in place of a model's folder, and a config that cannot be read or names other repositories."""
+    config = place / "config.json"
+    if place.is_file():
+        raise ValueError(f"model {place} is a file: name the folder that holds it")
+    if config.is_file():
+        try:
+            settings = parse_json(read_bytes(config, MAX_YAML), constants=True)
+        except json.JSONDecodeError:
+            raise ValueError(f"{config} holds no JSON: copy it again") from None
+        _check_config(settings)
 
 
 def _check_config(config: Any) -> None:

@@ -40,8 +40,9 @@ def _models(root):
     tokenizer.save_pretrained(root / "t5")
     settings = json.loads((root / "t5" / "config.json").read_text())
     (root / "t5" / "config.json").write_text(json.dumps(settings | {"decoder_start_token_id": None}))
-    for name in ("no-tokenizer", "no-weights", "cut", "nan", "no-pad", "headless"):
+    for name in ("no-tokenizer", "no-weights", "cut", "nan", "no-pad", "headless", "bad-config"):
         shutil.copytree(root / "model", root / name)
+    (root / "bad-config" / "config.json").write_text("[")
     for file in (root / "no-tokenizer").glob("token*"):
         file.unlink()
     (root / "no-weights" / "model.safetensors").unlink()
@@ -197,6 +198,7 @@ MODELS = [
     Case("model's folder", "there is no folder absent", "check it", {"model": "absent"}),
     Case("no model in it", "empty-folder holds no config.json", "name a model's folder", {"model": "empty-folder"}),
     Case("no tokenizer", "has no tokenizer", "put the tokenizer's files beside", {"model": "no-tokenizer"}),
+    Case("no config", "bad-config/config.json holds no JSON", "copy it again", {"model": "bad-config"}),
     Case("nothing to pad with", "neither a padding nor an end token", "no-pad", {"model": "no-pad"}),
     Case("no weights", "cannot load", "model.safetensors", {"model": "no-weights"}),
     Case("half a file", "cannot load", "cut", {"model": "cut"}),
@@ -271,6 +273,14 @@ COMMANDS = [
     command("doctor empty-folder", "empty-folder holds no config.json", "name a model's folder"),
     command("privatize good.csv out.csv --model absent --eta 5", "there is no folder absent", "check it"),
     command("privatize good.csv out.csv --model good.csv --eta 5", "model good.csv is a file", "name the folder"),
+    *(
+        command(f"privatize good.csv out.csv --model {name} --eta 5", fault, fix)
+        for name, fault, fix in (
+            ("no-tokenizer", "no-tokenizer has no tokenizer", "put the tokenizer's files beside"),
+            ("no-weights", "cannot load no-weights", "model.safetensors"),
+            ("bad-config", "config.json holds no JSON", "copy it again"),
+        )
+    ),
     command("doctor model --task clasification", "'clasification' is not one of 'causal-lm'"),
     command("prove model --peft loar", "'loar' is not one of 'full'"),
     command("plan --model model --examples 400 --epsilon 8 --peft loar", "peft is 'loar'", "one of full, lora"),
@@ -279,6 +289,10 @@ COMMANDS = [
         "tune --model model --train good.jsonl --output new --epsilon 8 --try =1", "write a setting and its values"
     ),
     command("attack model --kind theft", "'theft' is not one of 'membership'"),
+    command(
+        "split certificates new --customer anna --days 9999999",
+        "Invalid value for '--days': 9999999 is not in the range",
+    ),
     command("attack model --limit 0", "Invalid value for '--limit': 0 is not in the range"),
     command("doctor ./absent", "no model folder", "absent"),
     command("quickstart --output earlier", "already holds", "--output"),
@@ -288,6 +302,9 @@ COMMANDS = [
     command(f"calibrate --epsilon 8 {PLAN} --epochs 0", "epochs must be a finite number above 0, not 0"),
     command(f"epsilon --noise-multiplier 1 {PLAN} --epochs inf", "epochs must be a finite number above 0, not inf"),
     command(f"epsilon --noise-multiplier 0 {PLAN}", "noise_multiplier must be greater than 0", "epsilon is infinite"),
+    command(
+        "plan --model model --train good.csv --encoding klingon --epsilon 8", "'klingon' is not known", "write utf-8"
+    ),
     command("plan --model model --examples 0 --epsilon 8", "0 examples are too few to plan for", "at least 36"),
 ]
 

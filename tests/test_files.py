@@ -62,6 +62,14 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", ""):
+        with pytest.raises(FileExistsError, match="not a regular file"):
+            files.write(tmp_path / name, "text")
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
 def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_the_return(tmp_path, monkeypatch):
     seen = []
     sync, replace = os.fsync, os.replace

@@ -71,6 +71,7 @@ def test_saved_dataset(tmp_path):
         ("a.csv", "a,b\n", "holds no rows"),
         ("a.txt", " \n\n", "holds no rows"),
         ("a.jsonl", '{"a": 1}\n{"a": \n', r"a\.jsonl, line 2: not JSON"),
+        ("a.jsonl", f'{{"a": {"9" * 5000}}}\n', r"a\.jsonl, line 1: a number of it has thousands of digits"),
         ("a.jsonl", "[1]\n", r"row 1: expected an object"),
         ("a.feather", "x", "no known kind"),
     ],
@@ -111,6 +112,7 @@ def test_a_single_column_of_prose_is_not_taken_apart(tmp_path, recwarn):
         ("a.json", '[{"text": "café", "label": 1},\n{"text": "b", "label": 2}]', "latin-1"),
         ("a.txt", "café\rb\r", "utf-8"),
         ("a.txt", "café\r\nb", "utf-16"),
+        ("a.csv", "sep=;\r\ntext;label\r\ncafé;1\r\n", "latin-1"),
     ],
 )
 def test_encodings_and_line_ends(tmp_path, name, content, encoding):
@@ -153,6 +155,10 @@ def test_several_files_are_one_table_and_each_row_knows_its_own(tmp_path):
         ]
         assert table.take([1, 2]).place(1) == f"{folder / 'b.csv'}, line 2"
         assert table.take([2]).place(0) == f"{folder / 'b.csv'}, line 2"
+    write(folder, "0.csv", "")
+    with pytest.warns(UserWarning, match="3 files"):
+        assert len(read_rows(folder)) == 3
+    (folder / "0.csv").unlink()
     write(folder, "c.csv", "text,other\nfour,1\n")
     with (
         pytest.raises(DataError, match=r"c\.csv has the columns text, other, but .*a\.csv has label, text"),
@@ -271,6 +277,9 @@ def test_parquet(tmp_path):
     with pytest.raises(DataError, match="row 1: column 'text'.*holds bytes, not text"):
         read_rows(path).column("text", "text")
     assert read_rows(path).column("label", "label") == ["true", "false"]
+    parquet.write_table(pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, ["text", "text"]), path)
+    with pytest.raises(DataError, match="column 2: two columns have the same name 'text'"):
+        read_rows(path)
     path.write_bytes(b"PAR1 but no more")
     with pytest.raises(DataError, match="no Parquet file that can be read"):
         read_rows(path)

@@ -18,7 +18,7 @@ from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
 from fastdp import untrusted
-from fastdp.accounting import Card, Gaussian, gaussian, verify
+from fastdp.accounting import Card, Gaussian, gaussian, noise_source, verify
 from fastdp.accounting.card import digest
 from fastdp.accounting.exports import FORMATS, export
 from fastdp.audit.saved import load_saved
@@ -126,7 +126,7 @@ def test_a_console_shows_strings_as_plain_text():
 
 def card_of(**changes):
     claim = Gaussian("example", "add_remove", gaussian(2.0), 1e-5)
-    made = Card.of(claim, mechanism="DP-SGD", noise_source={"key": "operating system"})
+    made = Card.of(claim, mechanism="DP-SGD", noise_source=noise_source(reproducible=False))
     body = {**made, **changes}
     return {**body, "digest": digest(body)}
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "fastdp.card", 2
 #: The value of ``noise_source["key"]`` that voids a guarantee.
 UNSAFE_KEY = "unsafe_reproducible"
+#: Its value for a key that nobody knows.
+SYSTEM_KEY = "operating system"
 
 #: Tokens of a unit for which a card states what rounding among units comes to.
 _STATED = 1024
@@ -58,7 +60,7 @@ def noise_source(reproducible: bool, secure_rounding: bool | None = None, rounds
     >>> noise_source(reproducible=False)["key"]
     'operating system'
     """
-    key = UNSAFE_KEY if reproducible else "operating system"
+    key = UNSAFE_KEY if reproducible else SYSTEM_KEY
     stated = {} if secure_rounding is None else {"secure_rounding": secure_rounding}
     return {"generator": f"ChaCha{rounds}", "key": key, **stated}
 

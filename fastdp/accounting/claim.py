@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
 from typing import Any, ClassVar
 
-from fastdp.accounting.accountants import check_adjacency, epsilon
+from fastdp.accounting.accountants import Epsilon, check_adjacency, epsilon
 from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.events import as_count, flatten
 from fastdp.accounting.meaning import FALSE_POSITIVE_RATES, membership_bound
 from fastdp.accounting.pld import Adjacency
 from fastdp.accounting.serialisation import deserialise, serialise
+from fastdp.untrusted import quote
 
 #: What stands in JSON for an infinite epsilon.
 INFINITE = "inf"
@@ -115,13 +116,17 @@ class Gaussian(Claim):
             "epsilon": {
                 "upper_bound": None if bound is None else _finite(bound),
                 "delta": self.delta,
-                "accountant": "rdp" if flatten(self.event).choices else "pld",
+                "accountant": self._accountant,
                 "grid": None if bound is None else bound.interval,
                 "target": None if self.target is None else _finite(self.target),
             },
             "membership": {} if self.flaws() else self._membership(),
             "event": serialise(self.event),
         }
+
+    @property
+    def _accountant(self) -> str:
+        return "rdp" if flatten(self.event).choices else "pld"
 
     def _membership(self) -> dict[str, float]:
         return {f"{rate:g}": membership_bound(self.event, rate, self.adjacency) for rate in FALSE_POSITIVE_RATES}
@@ -146,18 +151,22 @@ class Gaussian(Claim):
     def check(self, fields: Mapping[str, Any]) -> CheckedFigures:
         claimed = _claimed(fields["epsilon"])
         try:
-            found = None if self.delta is None else float(epsilon(self.event, self.delta, adjacency=self.adjacency))
+            bound = None if self.delta is None else epsilon(self.event, self.delta, adjacency=self.adjacency)
         except (ValueError, TypeError, OverflowError) as error:
             raise UnsupportedFigure(str(error), claimed) from None
-        if self.flaws() or claimed is None or found is None:
+        found = None if bound is None else float(bound)
+        if self.flaws() or claimed is None or bound is None or found is None:
             reason = "the card claims a guarantee but states no epsilon"
             raise UnsupportedFigure("; ".join(self.flaws()) if found is not None else reason, claimed, found)
         if claimed < found * (1 - ROOM):
             reason = f"the card claims epsilon {claimed:.6g} but its event costs {found:.6g} at delta {self.delta:g}"
             raise UnsupportedFigure(reason, claimed, found)
+        # Claims of the first version have no kind, and state less.
+        if "kind" in fields:
+            self._check_account(fields["epsilon"], bound, claimed)
         for rate, most in self._membership().items():
-            stated = fields.get("membership", {}).get(rate, 1.0)
-            if not (isinstance(stated, (int, float)) and stated >= most * (1 - ROOM)):
+            stated = fields.get("membership", {}).get(rate, None if "kind" in fields else 1.0)
+            if not (isinstance(stated, (int, float)) and 1 >= stated >= most * (1 - ROOM)):
                 raise UnsupportedFigure(
                     f"the card states the true-positive rate {stated!r} at a false-positive rate of {rate}, but its event "
                     f"allows {most:.4g}",
@@ -166,6 +175,20 @@ class Gaussian(Claim):
                 )
         reason = f"the claimed epsilon {claimed:.6g} covers the recomputed {found:.6g} at delta {self.delta:g}"
         return CheckedFigures(claimed, found, reason)
+
+    def _check_account(self, stated: Mapping[str, Any], bound: Epsilon, claimed: float) -> None:
+        """Refuse an accountant, a grid or a target that does not fit the bound."""
+        if stated.get("accountant") != self._accountant:
+            found = f"{self._accountant}, not {quote(stated.get('accountant'))}"
+            raise UnsupportedFigure(f"the accountant of its event is {found}", claimed, float(bound))
+        grid = stated.get("grid")
+        if not (grid == bound.interval or isinstance(grid, float) and math.isclose(grid, bound.interval or 0)):
+            raise UnsupportedFigure(
+                f"the grid of its event is {bound.interval}, not {quote(grid)}", claimed, float(bound)
+            )
+        target = stated["target"]
+        if target not in (None, INFINITE) and not (type(target) in (int, float) and target >= claimed * (1 - ROOM)):
+            raise UnsupportedFigure(f"the target {quote(target)} lies below the claimed epsilon", claimed, float(bound))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastdp.accounting.card import FORMAT, UNSAFE_KEY, VERSION, digest, large_delta
+from fastdp.accounting.card import (
+    FORMAT,
+    SYSTEM_KEY,
+    UNPROTECTED,
+    UNSAFE_KEY,
+    VERSION,
+    assumptions_of,
+    digest,
+    large_delta,
+)
 from fastdp.accounting.claim import ROOM, CheckedFigures, Elsewhere, Gaussian, Pure, UnsupportedFigure, read_claim
 from fastdp.accounting.events import CONSTANT, Flat, dpsgd_model, flatten
 from fastdp.accounting.exports import read_export
@@ -42,6 +51,7 @@ _RUN: dict[str, type | tuple[type, ...]] = {
 }
 #: Forms of cards in 0.1.0 that are not read any more.
 _OLD_FORMATS = ("fastdp.selective-card", "fastdp.statement", "fastdp.federated-run-card")
+_SAMPLINGS = ("poisson", "shuffled")
 #: What a ledger's header and a card both state.
 _IN_BOTH = ("unit", "adjacency", "sampling", "sample_rate", "dataset_size", "noise_multiplier")
 #: Prefixes of a ledger's notes that are expected after the card: digests of a preparation's outcome, or of the data.
@@ -160,12 +170,13 @@ def _fields(card: Mapping[str, Any]) -> Mapping[str, Any]:
     if card.get("kind", Gaussian.kind) == Gaussian.kind:
         wanted |= _GAUSSIAN
         # Every card of the first version was of a run; a later one may speak of its data alone.
-        wanted |= _RUN if card["version"] == 1 or "steps" in card else {}
+        wanted |= _RUN if card["version"] == 1 or {"steps", "sampling", "noise_multiplier"} & card.keys() else {}
     for name, kind in wanted.items():
         if not isinstance(card.get(name), kind) or isinstance(card.get(name), bool):
             raise _Refused(f"the card is malformed: {name} is missing or of the wrong type")
     if card["digest"] != digest(card):
         raise _Refused("the card was altered after it was written: its digest does not match")
+    _check_facts(card)
     return card
 
 
@@ -205,14 +216,36 @@ def _check_claims(card: Mapping[str, Any]) -> list[CheckedFigures]:
     return found
 
 
+def _check_facts(card: Mapping[str, Any]) -> None:
+    """Refuse facts of a card that others of its fields contradict."""
+    budget, mechanism = card.get("budget") or {}, card["mechanism"]
+    of_a_unit = budget.get("of_a_unit")
+    eta = None if card.get("nats_per_distance") else card.get("eta", of_a_unit)
+    figures = {
+        "eta": eta,
+        "displacement": (card.get("displacement") or {}).get("eta"),
+        "epsilon_of_a_token": card.get("epsilon_of_a_token"),
+        "mechanism": mechanism.get("epsilon"),
+    }
+    for name, stated in figures.items() if of_a_unit is not None else ():
+        if stated is not None and stated != of_a_unit:
+            raise _Refused(f"the card states {name} {quote(stated)}, but the bound of a unit is {of_a_unit!r}")
+    source = card["noise_source"]
+    known = source.get("generator") in ("ChaCha20", "ChaCha12") and source.get("key") == SYSTEM_KEY
+    if source and source.get("key") != UNSAFE_KEY and not known:
+        raise _Refused("the card is malformed: its noise_source names no generator and key that this package has")
+
+
 def _check_run(card: Mapping[str, Any], flat: Flat) -> None:
-    """Whether the event holds the steps that the card states."""
+    """Whether the event holds the steps that the card states, and the card what follows from its fields."""
     spent, rate, multiplier = card["steps"].get("spent"), card.get("sample_rate"), card["noise_multiplier"]
     if isinstance(spent, bool) or not isinstance(spent, int) or spent < 0:
         raise _Refused("the card is malformed: its spent steps are not a count")
+    if card["version"] == VERSION:
+        _check_stated(card)
     if spent == 0 or multiplier == 0 or not flat.private or not isinstance(rate, (int, float)) or not 0 < rate <= 1:
         return
-    if card["sampling"] not in ("poisson", "shuffled"):
+    if card["sampling"] not in _SAMPLINGS:
         return
     factors = tuple((step, factor) for step, factor in card["mechanism"].get("noise_schedule") or CONSTANT)
     stated = dpsgd_model(multiplier, rate, card["sampling"], math.ceil(1 / rate - 1e-9), factors)
@@ -224,6 +257,29 @@ def _check_run(card: Mapping[str, Any], flat: Flat) -> None:
             raise _Refused(f"the card states {needed} steps, but its event holds {counted} at that rate and multiplier")
     if flat.mu_squared < wanted.mu_squared * (1 - ROOM):
         raise _Refused(f"the card states {spent} steps, but its event holds fewer at that multiplier")
+
+
+def _check_stated(card: Mapping[str, Any]) -> None:
+    """Refuse a run's card that lacks a fact, or a sentence that follows from its facts."""
+    steps, model, source = card["steps"], card["model"], card["noise_source"]
+    planned = steps.get("planned")
+    if type(planned) is not int or planned < steps["spent"]:
+        raise _Refused("the card is malformed: its planned steps are no count, or fewer than the spent ones")
+    if source.get("key") == SYSTEM_KEY and not isinstance(source.get("secure_rounding"), bool):
+        raise _Refused("the card is malformed: noise_source says nothing of secure_rounding")
+    if card["sampling"] in _SAMPLINGS:
+        counts = [model.get("trained_parameters"), model.get("processes", 1)]
+        if not isinstance(model.get("name"), str) or any(type(count) is not int or count < 1 for count in counts):
+            raise _Refused("the card is malformed: its model lacks a name or a count of parameters or processes")
+        if not isinstance(card.get("sample_rate"), (int, float)):
+            raise _Refused("the card is malformed: sample_rate is missing or of the wrong type")
+    facts = (card["sampling"], card["adjacency"], card["dataset_size"])
+    follows = assumptions_of(*facts, source)
+    if set(card["assumptions"]) & {*assumptions_of(*facts, {})} - {*follows}:
+        raise _Refused("the card assumes what its secure_rounding makes needless")
+    for name, sentences in (("assumptions", follows), ("unprotected", UNPROTECTED)):
+        if lacking := [sentence for sentence in sentences if sentence not in card[name]]:
+            raise _Refused(f"the card's {name} lack what its fields say: {lacking[0]}")
 
 
 def _check_weights(card: Mapping[str, Any], folder: Path) -> None:
@@ -258,6 +314,8 @@ def _check_ledger(card: Mapping[str, Any], path: Path) -> list[str]:
     if card.get("run_id") != ledger.run_id:
         raise _Refused(f"{path} is the ledger of another run than the card's")
     head = card.get("ledger_head")
+    if head is None and card["version"] == VERSION:
+        raise _Refused(f"the card does not say at which record of {path} it was written")
     if head is not None and not ledger.holds(head):
         raise _Refused(f"{path} does not hold the record that the card was written at: it was cut back or replaced")
     for key in _IN_BOTH:
@@ -271,6 +329,10 @@ def _check_ledger(card: Mapping[str, Any], path: Path) -> list[str]:
             raise _Refused(f"{path} counts releases that the card's event does not hold")
         left.append("releases that the ledger had reserved and may not have made: it was not closed")
     written = len(history.bodies) if head is None else history.digests.index(head) + 1
+    counts = {"planned": ledger.budget_steps, "spent": ledger.spent_steps}
+    ended = ledger.closed_in_order and all(body["record"] in ("close", "note") for body in history.bodies[written:])
+    if ended and card.get("sampling") in _SAMPLINGS and card["steps"] != counts:
+        raise _Refused(f"the card states the steps {card['steps']}, but the ledger counts {counts}")
     return left + [
         f"what the ledger notes after the card was written: {body['name']} ({body['digest']})"
         for body in history.bodies[written:]

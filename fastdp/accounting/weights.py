@@ -72,7 +72,8 @@ def digests_of(folder: Path) -> set[str]:
             with safe_open(file, "pt") as opened:  # type: ignore[no-untyped-call]
                 found.update(_digest(opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise ValueError(f"{file} is no safetensors file that can be read: {error}") from None
+            reason = "copy it again" if isinstance(error, SafetensorError) else error
+            raise ValueError(f"{file} is no safetensors file that can be read: {reason}") from None
     return found
 
 

@@ -30,7 +30,7 @@ def add_certificate_commands(app: typer.Typer, server: str, client: str, default
         host: Annotated[
             list[str] | None, typer.Option(help="name or address of the server's machine; may be repeated")
         ] = None,
-        days: Annotated[int, typer.Option(help="how long certificates are valid", min=1)] = 365,
+        days: Annotated[int, typer.Option(help="how long certificates are valid", min=1, max=36_500)] = 365,
     ) -> None:
         from fastdp.tls import LOOPBACK_HOSTS, make_certificates
 
@@ -45,7 +45,7 @@ def add_certificate_commands(app: typer.Typer, server: str, client: str, default
     def renew_command(
         folder: Folder,
         name: Annotated[list[str], typer.Option(help="name of an end; may be repeated")],
-        days: Annotated[int, typer.Option(help="how long certificates are valid", min=1)] = 365,
+        days: Annotated[int, typer.Option(help="how long certificates are valid", min=1, max=36_500)] = 365,
     ) -> None:
         """Write new keys and certificates for ends that have one. The old ones stay valid until they expire.
 

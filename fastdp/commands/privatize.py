@@ -15,7 +15,7 @@ import fastdp.files as files
 from fastdp.commands.contributing import Contributing, show_contributing, show_displacement, with_contributing
 from fastdp.commands.progress import bar
 from fastdp.commands.refusal import console, quiet_libraries, refusing
-from fastdp.untrusted import load_pretrained
+from fastdp.untrusted import load_pretrained, load_tokenizer
 
 if TYPE_CHECKING:
     from fastdp import TextPrivatizer
@@ -72,7 +72,7 @@ def privatize_command(
     Only the text column and the columns named by --keep are written.
     """
     quiet_libraries()
-    from transformers import AutoModel, AutoTokenizer
+    from transformers import AutoModel
 
     from fastdp import TextPrivatizer
     from fastdp.accounting.witness import check_release, count_release
@@ -99,7 +99,7 @@ def privatize_command(
         counted = counts.column(text_column, "--text-column"), class_numbers(counts, label_column, classes)
         origin = chosen.admit(counted[0], {source: texts})
     table = load_pretrained(AutoModel, model).get_input_embeddings().weight
-    tokenizer = load_pretrained(AutoTokenizer, model)
+    tokenizer = load_tokenizer(model)
     cti = None if chosen is None else chosen.count(tokenizer, table.shape[0], *counted, len(classes), origin)
     if cti is not None:
         show_contributing(cti)

@@ -32,7 +32,7 @@ from fastdp.methods.selective import (
 )
 from fastdp.public import PublicGate
 from fastdp.tables import read_rows
-from fastdp.untrusted import load_pretrained
+from fastdp.untrusted import load_pretrained, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -203,10 +203,10 @@ def _detector(kind: str, names: str) -> PrivacyDetector:
         return RuleDetector(names=frozenset(name.strip() for name in listed if name.strip()))
     if kind == "presidio":
         return PresidioDetector()
-    from transformers import AutoModelForTokenClassification, AutoTokenizer
+    from transformers import AutoModelForTokenClassification
 
     model = load_pretrained(AutoModelForTokenClassification, kind)
-    return TokenClassificationDetector(model, load_pretrained(AutoTokenizer, kind))
+    return TokenClassificationDetector(model, load_tokenizer(kind))
 
 
 def _quality(config: FederatedConfig, detector: PrivacyDetector, private: list[str]) -> DetectorQuality | None:

@@ -183,7 +183,7 @@ class FinetuneConfig:
                 )
         try:
             "".encode(self.encoding)
-        except LookupError:
+        except (LookupError, UnicodeError):
             raise ConfigError(f"encoding {quote(self.encoding)} is not known: write utf-8, latin-1 or utf-16") from None
         self._check_users()
         if self.noise_rounds not in (20, 12):

@@ -127,7 +127,7 @@ def keep_metrics(output: Path, updates: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = parse_json_object(line)
         except ValueError:

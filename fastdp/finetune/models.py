@@ -11,11 +11,11 @@ from typing import Any
 
 import peft
 import torch
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
+import fastdp.untrusted as untrusted
 from fastdp.accounting.card import remove_base_path
 from fastdp.finetune.config import PAIRED, ConfigError, FinetuneConfig
 from fastdp.finetune.tasks import TASKS
@@ -38,14 +38,9 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
     """
     _check_folder(config.model)
     try:
-        tokenizer = load_pretrained(AutoTokenizer, str(config.model))
+        tokenizer: PreTrainedTokenizerBase = untrusted.load_tokenizer(str(config.model))
     except (OSError, ValueError) as error:
-        whole = (Path(str(config.model)) / "config.json").exists()
-        said = f"{config.model} has no tokenizer that can be loaded: put the tokenizer's files there"
-        raise ConfigError(said if whole else str(error)) from None
-    if len(tokenizer) <= len(tokenizer.all_special_ids) + 1:
-        # Without its files transformers makes one that knows no text, and says nothing.
-        raise ConfigError(f"{config.model} has no tokenizer: put the tokenizer's files beside the model's")
+        raise ConfigError(str(error)) from None
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ConfigError(f"the tokenizer of {config.model} has neither a padding nor an end token")
@@ -67,9 +62,7 @@ def check_model_name(config: FinetuneConfig) -> int | None:
     try:
         settings = load_pretrained(AutoConfig, str(config.model))
     except (OSError, ValueError) as error:
-        whole = Path(str(config.model)) / "config.json"
-        said = f"{config.model} is no model that can be loaded: {first_line(error)}" if whole.exists() else str(error)
-        raise ConfigError(said) from None
+        raise ConfigError(str(error)) from None
     if type(settings) not in TASKS[config.task].heads:
         fitting = ", ".join(task for task, entry in TASKS.items() if type(settings) in entry.heads)
         raise ConfigError(f"{config.model} ({settings.model_type}) is no model for {config.task}; it fits {fitting}")
@@ -133,7 +126,9 @@ def _load(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[n
             ignore_mismatched_sizes=True,
             **task.arguments(config),
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from None
+    except RuntimeError as error:
         raise ConfigError(f"cannot load {config.model}: {first_line(error)}") from None
     if info["mismatched_keys"]:
         name, has, needs = min(info["mismatched_keys"])

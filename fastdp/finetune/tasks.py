@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import transformers as hf
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +16,7 @@ from fastdp.data import Examples, causal_examples, classification_examples, sequ
 from fastdp.finetune.chat import chat_examples, conversation_text
 from fastdp.finetune.config import ConfigError, FinetuneConfig, listed
 from fastdp.tables import DataError, Rows
+from fastdp.untrusted import quote
 
 #: Encodes a table; the last argument is whether text is privatized token by token (see `fastdp.methods.encoding`).
 Encode = Callable[[Rows, PreTrainedTokenizerBase, FinetuneConfig, bool], Examples]
@@ -148,6 +151,8 @@ def _text_column(table: Rows, config: FinetuneConfig) -> str:
     others = [name for name in table.columns if config.task == "causal-lm" or name != config.label_column]
     if "text" in others or len(others) != 1:
         return "text"
+    if not others[0].isidentifier():
+        warnings.warn(f"{table.path}: its only column, {quote(others[0])}, is taken as the text", stacklevel=2)
     return others[0]
 
 
@@ -201,8 +206,8 @@ def _numbers(table: Rows, config: FinetuneConfig) -> list[float]:
             number = float(value)
         except ValueError:
             number = math.nan
-        if not math.isfinite(number):
-            raise DataError(f"{table.place(row)}: label {value!r} is not a number, which regression needs")
+        if not abs(number) <= torch.finfo(torch.float32).max:
+            raise DataError(f"{table.place(row)}: label {value!r} is not a number of float32, which regression needs")
         found.append(number)
     return found
 

@@ -352,7 +352,8 @@ class Private:
             noise_multiplier=plan.sigma,
             event=self.ledger.event(),
             delta=plan.delta,
-            target_epsilon=plan.target_epsilon,
+            # A run that was extended has no target any more.
+            target_epsilon=plan.target_epsilon if self.total_steps <= plan.steps else None,
             planned_steps=self.total_steps,
             spent_steps=self.steps_done,
             run_id=self.ledger.run_id,

@@ -34,8 +34,8 @@ What to try next:
   what was promised            {private}/card.md
   check that it holds          fastdp verify {private}
   what the model gives away    fastdp attack {private} --help
-  your own model and data      fastdp finetune --model MODEL --train FILE.csv --epsilon 8 --output runs/first
-  in your own training loop    fastdp.make_private(model, optimizer, data_loader, ...), see README.md"""
+  your own model and data      fastdp finetune --help
+  in your own training loop    fastdp.make_private, see README.md"""
 
 
 def quickstart(output: Path, seed: int, console: Console, reporter: Callable[[str], Reporter], train: int) -> None:

@@ -271,7 +271,11 @@ def run_card(ledger, **changed):
     """The card of what a ledger counts."""
     fields = {
         **{"event": ledger.event(), "planned_steps": ledger.budget_steps, "spent_steps": ledger.spent_steps},
-        **{"run_id": ledger.run_id, "ledger_head": ledger.head, "model": {"name": "gpt2", "fingerprint": "f"}},
+        **{
+            "run_id": ledger.run_id,
+            "ledger_head": ledger.head,
+            "model": {"name": "gpt2", "trained_parameters": 1, "fingerprint": "f"},
+        },
     }
     return card_of_run(**{**fields, **changed})
 
@@ -327,8 +331,8 @@ def test_an_epsilon_is_shown_with_two_decimals_rounded_up(bound, shown):
 
 def test_another_adjacency_is_another_epsilon(run):
     made, path = run
-    body = {**made, "adjacency": "replace_one", "epsilon": {**made["epsilon"], "upper_bound": 100.0}}
-    body.pop("membership")
+    body = {**made, "adjacency": "replace_one", "epsilon": {**made["epsilon"], "upper_bound": 100.0, "target": None}}
+    body["membership"] = dict.fromkeys(body["membership"], 1.0)
     assert "states adjacency 'replace_one'" in verify(resealed(body), ledger=path).reason
 
 

@@ -211,6 +211,18 @@ def test_a_bound_made_smaller_is_found_whoever_renews_the_digest(made):
         assert "altered" not in result.reason
 
 
+@pytest.mark.parametrize("path", [("eta",), ("displacement", "eta"), ("epsilon_of_a_token",), ("mechanism", "epsilon")])
+def test_a_setting_that_the_bound_contradicts_is_found(made, path):
+    card, _ = made
+    forged = json.loads(card.to_json())
+    place = forged.get(path[0], {}) if len(path) > 1 else forged
+    if not isinstance(place, dict) or not isinstance(place.get(path[-1]), float) or "budget" not in forged:
+        return
+    place[path[-1]] *= 0.5
+    result = verify({**forged, "digest": digest(forged)})
+    assert "but the bound of a unit is" in result.reason
+
+
 def test_the_command_says_what_was_and_was_not_checked(made, tmp_path, capsys):
     card, others = made
     path = card.save(tmp_path / "card")[0]

@@ -37,7 +37,7 @@ RESEALED = [
     (("noise_multiplier",), 2.0, "states noise_multiplier 2.0"),
     (("sample_rate",), 0.04, "its event holds 0"),
     (("sample_rate",), 0.01, "states sample_rate 0.01"),
-    (("dataset_size",), 3, "states dataset_size 3"),
+    (("dataset_size",), 3, "number of units, 3,"),
     (("guarantee",), "pure differential privacy", "its claim is"),
     (("format",), "another", "format"),
     (("version",), 99, "schema version"),
@@ -45,12 +45,37 @@ RESEALED = [
     (("event",), None, "event"),
     (("model", "fingerprint"), "other", "another model"),
     (("unit",), "user", "states unit 'user'"),
-    (("dataset_size",), 50_000, "states dataset_size 50000"),
-    (("sampling",), "shuffled", "holds fewer"),
+    (("dataset_size",), 50_000, "number of units, 50000,"),
+    (("sampling",), "shuffled", "no amplification"),
     (("mechanism",), {"name": "Rap-FT"}, "another mechanism"),
     (("run_id",), "another", "another run"),
     (("ledger_head",), "0" * 64, "cut back or replaced"),
+    (("ledger_head",), None, "does not say at which record"),
+    (("epsilon", "accountant"), "rdp", "the accountant of its event is pld"),
+    (("epsilon", "grid"), 0.5, "the grid of its event"),
+    (("epsilon", "target"), 0.5, "below the claimed epsilon"),
+    (("membership",), {}, "states the true-positive rate None"),
+    (("membership", "0.01"), 1.013, "states the true-positive rate 1.013"),
+    (("noise_source", "secure_rounding"), True, "assumes what"),
+    (("noise_source", "secure_rounding"), None, "says nothing of secure_rounding"),
+    (("noise_source", "generator"), "MT19937", "no generator"),
+    (("noise_source", "key"), "a secret", "no generator and key"),
+    (("assumptions",), [], "assumptions lack"),
+    (("unprotected",), [], "unprotected lack"),
+    (("sample_rate",), None, "sample_rate is missing"),
+    (("steps",), {"spent": 8}, "planned steps are no count"),
+    (("steps", "planned"), 500, "the ledger counts"),
+    (("steps", "spent"), 1, "the ledger counts"),
+    (("model", "trained_parameters"), -1, "a count of parameters"),
+    (("model", "name"), None, "another model|lacks a name"),
 ]
+
+
+def test_a_run_keeps_the_fields_of_one(run):  # noqa: F811
+    made, _ = run
+    for name in ("steps", "sampling", "noise_multiplier", "model"):
+        body = {key: value for key, value in json_of(made).items() if key != name}
+        assert "malformed" in verify(resealed(body)).reason
 
 
 @cases(("path", "value", "match"), RESEALED)

@@ -99,6 +99,7 @@ def test_bad_yaml(tmp_path, text, message):
         ({"messages_column": "x", "task": "regression"}, "messages_column belongs to causal-lm"),
         ({"encoding": "rot13"}, "encoding 'rot13' is not known: write utf-8"),
         ({"encoding": "hex"}, "encoding 'hex' is not known"),
+        ({"encoding": "undefined"}, "encoding 'undefined' is not known"),
         ({"user_column": "x"}, "user_column and max_examples_per_user go together"),
         ({"max_examples_per_user": 2}, "go together"),
         ({"user_column": "x", "max_examples_per_user": 0}, "max_examples_per_user is 0: it must be greater than 0"),

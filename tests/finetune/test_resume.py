@@ -125,7 +125,7 @@ def test_bad_lines_of_metrics_are_left_out(config, tmp_path):
         path.write_text("\n".join([rows[0], line, *rows[1:]]) + "\n")
         keep_metrics(tmp_path / "run", 4)
         assert path.read_text().splitlines() == rows[:4], line
-    path.write_text("\n".join([rows[0], *BAD_LINES, *rows[1:]]) + "\n")
+    path.write_bytes("\n".join([rows[0], *BAD_LINES, *rows[1:]]).encode() + b"\n\xff\xfe\n")
     result = finetune(config, resume=True)
     kept = [json.loads(row)["step"] for row in path.read_text().splitlines()]
     assert kept == list(range(1, result.steps + 1))

@@ -243,6 +243,7 @@ def test_quality_of_labels_and_numbers():
     ("task", "row", "words"),
     [
         ("regression", {"text": "a", "length": "tall"}, "label 'tall' is not a number"),
+        ("regression", {"text": "a", "length": "1e39"}, "label '1e39' is not a number of float32"),
         ("regression", {"text": "a", "length": math.inf}, "holds the number inf, which is not finite"),
         ("multi-label", {"text": "a", "kinds": "twice, weekly"}, "label 'weekly' is not one of labels: twice, daily"),
         ("multi-label", {"text": "a", "kinds": [["twice"]]}, "a list of more than words"),
