@@ -19,7 +19,7 @@ from fastdp.accounting.ledger import STEP
 from fastdp.calls.batches import accepted, map_tensors
 from fastdp.calls.modes import kept_modes
 from fastdp.calls.randomness import unchanged
-from fastdp.distributed.pieces import is_cut
+from fastdp.distributed.pieces import is_dtensor
 from fastdp.distributed.ranks import Ranks, single_process
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
@@ -341,7 +341,7 @@ class Builder:
                 f"{self.method.mechanism} takes losses in passes of its own: give make_private criterion=, which returns one "
                 "loss a row, in the place of loss_reduction"
             )
-        if self.ranks.size == 1 and not any(map(is_cut, self.model.parameters())):
+        if self.ranks.size == 1 and not any(map(is_dtensor, self.model.parameters())):
             self._try_passes()
 
     def _try_passes(self) -> None:

@@ -150,9 +150,9 @@ class FusedAdamW(torch.optim.AdamW):
         groups = [*map(group_of.get, map(id, parameters))]
         served = {id(group): _is_fusable(group) for group in self.param_groups}
         # One of each type: a step should not ask every parameter.
-        cut = any(map(pieces.is_cut, {type(p): p for p in parameters}.values()))
+        cut = any(map(pieces.is_dtensor, {type(p): p for p in parameters}.values()))
         firsts = [*map(pieces.first, parameters)] if cut else [0] * len(parameters)
-        own_of: Callable[[torch.Tensor], torch.Tensor] = pieces.piece if cut else lambda tensor: tensor
+        own_of: Callable[[torch.Tensor], torch.Tensor] = pieces.to_local if cut else lambda tensor: tensor
         fused = [
             group is not None and served[id(group)] and p.dtype in NOISE_DTYPES and p.is_contiguous() and not first % 16
             for group, p, first in zip(groups, parameters, firsts)
@@ -252,17 +252,17 @@ class FusedAdamW(torch.optim.AdamW):
     ) -> None:
         state = self._state_of(parameter)
         assert parameter.grad is not None
-        target, gradient = pieces.piece(state.get("master", parameter)), pieces.piece(parameter.grad).float()
+        target, gradient = pieces.to_local(state.get("master", parameter)), pieces.to_local(parameter.grad).float()
         state["step"] += 1
         step, decay = int(state["step"]), group["weight_decay"]
         if not group["decoupled_weight_decay"]:
             gradient, decay = gradient.add(target.float(), alpha=decay), 0.0
         numbers = Numbers(0.0, 1.0, float(group["lr"]), beta1, beta2, group["eps"], decay, step, False)
-        kept = pieces.piece(state["exp_avg"]), pieces.piece(state["exp_avg_sq"])
+        kept = pieces.to_local(state["exp_avg"]), pieces.to_local(state["exp_avg_sq"])
         with float32_moments(*kept, (number, step)) as moments:
             adamw_update_(target, gradient, *moments, numbers)
         if "master" in state:
-            pieces.piece(parameter).copy_(target)
+            pieces.to_local(parameter).copy_(target)
 
 
 def _check_plain(group: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from fastdp.calls.batches import map_tensors, tensors
 from fastdp.calls.named import is_detach, is_metadata
-from fastdp.distributed.pieces import is_cut
+from fastdp.distributed.pieces import is_dtensor
 
 #: Models whose loops were told.
 _WARNED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -83,7 +83,7 @@ class PendingGradients:
         kinds = [(p.shape, p.dtype, p.device) for p in self._parameters]
         if kinds != self._kinds:
             self._kinds = kinds
-            self._gradients = [] if any(map(is_cut, self._parameters)) else list(map(self._zeros, self._parameters))
+            self._gradients = [] if any(map(is_dtensor, self._parameters)) else list(map(self._zeros, self._parameters))
         for parameter, pending in zip(self._parameters, self._gradients):
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = pending

@@ -64,7 +64,7 @@ class _Block:
             for group in self._replicas:
                 dist.all_reduce(self._own, group=group)
         for (name, parameter), own in zip(self._parameters.items(), self._own.split(self._sizes)):
-            like = pieces.piece(parameter)
+            like = pieces.to_local(parameter)
             # A copy is aligned, and holds none of the others' memory.
             yield name, own[: like.numel()].view(like.shape).clone()
 
@@ -166,7 +166,7 @@ class LocalPieces:
         """Take a parameter's complete sum, None for zeros."""
         if total is not None:
             parameter = self._parameters[name]
-            self._keep(name, pieces.part(total, parameter).clone() if pieces.is_cut(parameter) else total)
+            self._keep(name, pieces.part(total, parameter).clone() if pieces.is_dtensor(parameter) else total)
 
     def finish(self) -> None:
         """Nothing is left."""

@@ -11,14 +11,14 @@ from typing import Any, cast
 import torch
 
 
-def is_cut(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is in pieces, or might be."""
     return hasattr(tensor, "placements")
 
 
-def piece(tensor: torch.Tensor) -> torch.Tensor:
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
     """What this process has of a tensor, for reading and for writing: no copy, and nothing that autograd follows."""
-    if not is_cut(tensor):
+    if not is_dtensor(tensor):
         return tensor.detach()
     with torch.no_grad():
         return cast(Any, tensor).to_local()  # type: ignore[no-any-return]
@@ -26,7 +26,7 @@ def piece(tensor: torch.Tensor) -> torch.Tensor:
 
 def writes(tensor: torch.Tensor) -> int:
     """How often torch counted a write into a tensor, or into its piece."""
-    return tensor._version + (piece(tensor)._version if is_cut(tensor) else 0)
+    return tensor._version + (to_local(tensor)._version if is_dtensor(tensor) else 0)
 
 
 def _rows(tensor: torch.Tensor) -> tuple[int, int, int]:
@@ -43,12 +43,12 @@ def _rows(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 def first(tensor: torch.Tensor) -> int:
     """Where the piece begins in the flattened tensor."""
-    return _rows(tensor)[0] * math.prod(tensor.shape[1:]) if is_cut(tensor) else 0
+    return _rows(tensor)[0] * math.prod(tensor.shape[1:]) if is_dtensor(tensor) else 0
 
 
 def part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The part of a tensor of ``like``'s shape that lies where its piece does; a view."""
-    if not is_cut(like):
+    if not is_dtensor(like):
         return whole
     start, end, _ = _rows(like)
     return whole[start:end]
@@ -56,8 +56,8 @@ def part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def row(tensor: torch.Tensor, index: int) -> torch.Tensor:
     """The row ``index`` of a tensor's first axis where its piece holds it, and no row elsewhere: a view."""
-    start = _rows(tensor)[0] if is_cut(tensor) else 0
-    held = piece(tensor)
+    start = _rows(tensor)[0] if is_dtensor(tensor) else 0
+    held = to_local(tensor)
     return held[index - start : index - start + 1] if start <= index < start + len(held) else held[:0]
 
 
@@ -77,7 +77,7 @@ def counts(tensor: torch.Tensor) -> bool:
 
 def from_piece(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A tensor in pieces as ``like`` is, of which ``own`` is the piece here."""
-    if not is_cut(like):
+    if not is_dtensor(like):
         return own
     from torch.distributed.tensor import DTensor
 
@@ -90,4 +90,4 @@ def from_piece(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, from all its pieces. Collective."""
     plain: Any = tensor.detach()
-    return plain.full_tensor() if is_cut(tensor) else plain  # type: ignore[no-any-return]
+    return plain.full_tensor() if is_dtensor(tensor) else plain  # type: ignore[no-any-return]

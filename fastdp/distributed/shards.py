@@ -158,21 +158,21 @@ class Sharded(UnshardedParameters):
         self._blocks = [{name: parameters[name] for name in block if name is not None} for block in every]
         whole = 4 * sum(p.numel() for block in self._blocks for p in block.values())
         self._keeps_whole_sums = not self._anyone(whole > WHOLE_SUMS * free_bytes(self._device))
-        left = {name for name, parameter in parameters.items() if pieces.is_cut(parameter)}
+        left = {name for name, parameter in parameters.items() if pieces.is_dtensor(parameter)}
         found = dict(parameters)
         for module in self._modules:
             with peers_required(surely=False):
                 module.unshard()
             for name in list(left):
                 now = self.model.get_parameter(name)
-                if not pieces.is_cut(now):
+                if not pieces.is_dtensor(now):
                     found[name] = now
                     left.remove(name)
             module.reshard()
         return found
 
     def cuts(self, name: str) -> bool:
-        return pieces.is_cut(self._parameters[name])
+        return pieces.is_dtensor(self._parameters[name])
 
     def agreed(self, wanted: bool) -> bool:
         """Whether a rank wanted this the first time, or before ranks met for a release; within `apart`, whether this one does.
@@ -323,7 +323,7 @@ class Sharded(UnshardedParameters):
     def counts(self, name: str) -> bool:
         """Of replicas of a piece one is counted, and of what all have the first rank's."""
         parameter = self._parameters[name]
-        return pieces.counts(parameter) if pieces.is_cut(parameter) else self.ranks.leads
+        return pieces.counts(parameter) if pieces.is_dtensor(parameter) else self.ranks.leads
 
     def counted(self, numbers: torch.Tensor) -> torch.Tensor:
         """What was counted, over all ranks. Collective."""
@@ -360,13 +360,13 @@ class _GatherInTurn:
 
 
 def weights_of(model: torch.nn.Module, ranks: Ranks) -> UnshardedParameters:
-    return Sharded(model, ranks) if any(map(pieces.is_cut, model.parameters())) else UnshardedParameters()
+    return Sharded(model, ranks) if any(map(pieces.is_dtensor, model.parameters())) else UnshardedParameters()
 
 
 def read_dtypes(model: torch.nn.Module) -> set[torch.dtype]:
     """The floating-point dtypes of a model's parameters, and those in which passes read them."""
     found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    for module in model.modules() if any(map(pieces.is_cut, model.parameters())) else ():
+    for module in model.modules() if any(map(pieces.is_dtensor, model.parameters())) else ():
         if hasattr(module, "_get_fsdp_state"):
             found |= {group.mp_policy.param_dtype for group in _groups(module)} - {None}
     return found
@@ -374,7 +374,7 @@ def read_dtypes(model: torch.nn.Module) -> set[torch.dtype]:
 
 def check_pieces(model: torch.nn.Module) -> None:
     """Raise ValueError for weights that are cut in another way than `fully_shard` does over all processes of the group."""
-    cut = {name: parameter for name, parameter in model.named_parameters() if pieces.is_cut(parameter)}
+    cut = {name: parameter for name, parameter in model.named_parameters() if pieces.is_dtensor(parameter)}
     if not cut:
         return
     from torch.distributed.fsdp import FSDPModule

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fastdp.calls.batches import Call, Inputs, leaves, wrong_rows
 from fastdp.calls.pending import PendingGradients
-from fastdp.distributed.pieces import is_cut
+from fastdp.distributed.pieces import is_dtensor
 from fastdp.distributed.ranks import RankLost
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.errors import (
@@ -122,7 +122,7 @@ class Engine(Passes):
         if dist.is_available() and dist.is_initialized():
             self.ranks.enter()
         if not self.weights.cut and (
-            hasattr(self.model, "reshard") or (self.route is None and any(map(is_cut, self.model.parameters())))
+            hasattr(self.model, "reshard") or (self.route is None and any(map(is_dtensor, self.model.parameters())))
         ):
             raise RuntimeError(
                 "fully_shard was called after make_private, and nothing would clip what it gathers: call it first, then build "

@@ -24,7 +24,7 @@ from fastdp.calls.randomness import (
     seed_own_generators,
     unchanged,
 )
-from fastdp.distributed.pieces import piece
+from fastdp.distributed.pieces import to_local
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.distributed.shards import weights_of
 from fastdp.engine.capture.forwards import Forwards
@@ -546,7 +546,7 @@ class Passes:
             return
         held = [parameter for parameter in self._parameters if parameter.grad is not None]
         # One host synchronization, whatever their number.
-        some = torch.stack([piece(p.grad).any().to(self.device) for p in held if p.grad is not None])
+        some = torch.stack([to_local(p.grad).any().to(self.device) for p in held if p.grad is not None])
         if not bool(some.any()):
             for parameter in held:
                 parameter.grad = None

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 from fastdp.calls.modes import refuse_mixing
-from fastdp.distributed.pieces import is_cut
+from fastdp.distributed.pieces import is_dtensor
 from fastdp.distributed.ranks import pass_through
 from fastdp.distributed.shards import check_pieces
 from fastdp.private.provenance import checksums
@@ -253,7 +253,7 @@ def _picks_rows(dataset: Any) -> bool:
 
 def refuse_in_pieces(model: torch.nn.Module, *, keep_logits: bool | None) -> None:
     """Raise ValueError for what needs whole weights, where they are in pieces."""
-    if keep_logits is False and any(map(is_cut, model.parameters())):
+    if keep_logits is False and any(map(is_dtensor, model.parameters())):
         raise ValueError(
             "keep_logits is False, and tiles of logits need the head's weight after the backward pass, when it is in pieces "
             "again: leave keep_logits out"
@@ -268,7 +268,7 @@ def refuse_capture(
         raise ValueError("capture records the logits as a whole: leave keep_logits=False or capture out")
     if two_pass:
         raise ValueError("capture records one backward pass, and two_pass=True asks for two: leave one of them out")
-    if any(p.device.type != "cuda" or is_cut(p) for p in model.parameters()):
+    if any(p.device.type != "cuda" or is_dtensor(p) for p in model.parameters()):
         raise ValueError(
             "capture records CUDA graphs, and this model's weights do not lie whole on a GPU: leave capture out, or move the "
             "model there first"

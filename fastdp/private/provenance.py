@@ -14,7 +14,7 @@ from contextlib import suppress
 import torch
 
 from fastdp.accounting.ledger import Ledger
-from fastdp.distributed.pieces import is_cut, piece
+from fastdp.distributed.pieces import is_dtensor, to_local
 from fastdp.verify.state import StateCheck
 
 #: Columns of the table in which bits are added up.
@@ -43,7 +43,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     odd: dict[torch.device, torch.Tensor] = {}
     places = []
     for tensor in tensors:
-        own = piece(tensor) if is_cut(tensor) else tensor.detach()
+        own = to_local(tensor) if is_dtensor(tensor) else tensor.detach()
         bits = (torch.view_as_real(own) if own.is_complex() else own).contiguous().reshape(-1).view(torch.uint8)
         head = bits.shape[0] // (8 * _WIDE) * 8 * _WIDE
         table = bits[:head].view(torch.int64).view(-1, _WIDE)
@@ -131,7 +131,7 @@ class Provenance:
     def resume(self, bits: Sequence[int] | None) -> None:
         """A checkpoint was loaded, of weights that were known by this; None of a checkpoint that does not say."""
         # Of pieces each process has its own, and a checkpoint one's.
-        if bits is None or tuple(bits) == self._bits() or any(map(is_cut, self._parameters.values())):
+        if bits is None or tuple(bits) == self._bits() or any(map(is_dtensor, self._parameters.values())):
             self._known.add(self._bits())
         else:
             self._note_changed()

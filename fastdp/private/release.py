@@ -106,7 +106,7 @@ class Release:
         self.expected_batch_size = expected_batch_size
         self.secure_rounding = secure_rounding
         self._tensors = {name: index for index, name in enumerate(parameters)}
-        self._cut = frozenset(name for name, parameter in parameters.items() if pieces.is_cut(parameter))
+        self._cut = frozenset(name for name, parameter in parameters.items() if pieces.is_dtensor(parameter))
         self._count = 0
 
     def __call__(
@@ -148,7 +148,7 @@ class Release:
     def _totals(self, names: Sequence[str], sums: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """The sums of parameters, contiguous, taken out of ``sums``; zeros where nothing was added."""
         return [
-            torch.zeros_like(pieces.piece(self.parameters[name]), dtype=torch.float32)
+            torch.zeros_like(pieces.to_local(self.parameters[name]), dtype=torch.float32)
             if total is None
             # A model in float64 has sums of its own type.
             else total.float().contiguous()

@@ -20,7 +20,7 @@ from fastdp.accounting.card import among_units_in_words
 from fastdp.accounting.ledger import STEP
 from fastdp.calls.collation import Collation, ProbeBatch
 from fastdp.calls.modes import LoadedMode
-from fastdp.distributed.pieces import full_tensor, is_cut
+from fastdp.distributed.pieces import full_tensor, is_dtensor
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
 from fastdp.ops.grid import DISTANCE
@@ -484,7 +484,7 @@ class Private:
         """
         if not self.policy.bounds:
             raise ValueError("the non-private method claims nothing, so there is nothing to prove")
-        if any(map(is_cut, self.model.parameters())):
+        if any(map(is_dtensor, self.model.parameters())):
             raise ValueError(
                 "weights in pieces cannot be copied: prove a run of the same model, or of a smaller one, in one process"
             )

@@ -12,7 +12,7 @@ import torch
 
 from fastdp.calls.flow import DataFlow
 from fastdp.calls.randomness import BufferSnapshot, version
-from fastdp.distributed.pieces import is_cut, writes
+from fastdp.distributed.pieces import is_dtensor, writes
 from fastdp.engine.errors import SelfCheckError
 
 _TRAINED, _VERSION = map(operator.attrgetter, ("requires_grad", "_version"))
@@ -38,7 +38,7 @@ class StateCheck:
 
     def __init__(self, model: torch.nn.Module, hold: Callable[[], None] = lambda: None):
         self.model, self._hold = model, hold
-        self._in_pieces = any(map(is_cut, model.parameters()))
+        self._in_pieces = any(map(is_dtensor, model.parameters()))
         #: Buffers that training forwards write from parameters alone.
         self.harmless: frozenset[str] = frozenset()
         #: Frozen parameters that every forward sets to their own values, by identity.

@@ -155,7 +155,7 @@ def noise(rank: int, size: int, folder: Path) -> dict[str, Any]:
         releases[number // 2]({}, policy)
         for name, parameter in parameters.items():
             std = scales[name].expand(parameter.shape)
-            found[name, number] = 4 * pieces.piece(parameter.grad) / pieces.part(std, parameter)
+            found[name, number] = 4 * pieces.to_local(parameter.grad) / pieces.part(std, parameter)
     return found
 
 

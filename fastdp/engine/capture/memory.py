@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from fastdp.calls.batches import Call, leaves
-from fastdp.distributed.pieces import piece
+from fastdp.distributed.pieces import to_local
 from fastdp.engine.capture.trace import LOOKUPS, Trace
 from fastdp.ops.memory import free_bytes
 from fastdp.ops.routes import plan_route
@@ -19,7 +19,7 @@ _SHARE = 0.75
 
 def allowed_bytes(parameters: Mapping[str, torch.nn.Parameter], device: torch.device) -> int:
     """Bytes that factors may take in a run, whose sums and moments, of this process's pieces, may not be there yet."""
-    later = sum(piece(p).numel() * (4 + 2 * p.itemsize) for p in parameters.values())
+    later = sum(to_local(p).numel() * (4 + 2 * p.itemsize) for p in parameters.values())
     return int(_SHARE * (free_bytes(device) - later))
 
 

@@ -91,7 +91,7 @@ class PublicGradients(PublicMap):
 
     def relevance(self, propagator: Propagator, findings: Findings) -> Map:
         """The sizes of the trained parameters' gradients. Raises ValueError for weights in pieces."""
-        if any(pieces.is_cut(parameter) for parameter in findings.parameters.values()):
+        if any(pieces.is_dtensor(parameter) for parameter in findings.parameters.values()):
             raise ValueError("PublicGradients need whole weights: with weights in pieces use PublicMap")
         # By the step, so that a run that is taken up again looks at the same ones.
         drawn = random.Random(findings.step).sample(self.batches, self.at_once or len(self.batches))
