@@ -19,7 +19,7 @@ from fastdp.accounting.serialisation import canonical
 from fastdp.accounting.weights import named_digest
 from fastdp.methods.blocks import MODEL_TYPES
 from fastdp.methods.sap import Bottom, split_model
-from fastdp.untrusted import parse_json_object, quote
+from fastdp.untrusted import check_config, parse_json_object, quote
 
 FILE = "bottom.safetensors"
 #: Of a config's own keys those that do not travel: names and labels say nothing of a bottom, and layers are counted apart.
@@ -109,6 +109,7 @@ def _build(config: str, after: int) -> Bottom:
     """A bottom of random weights. Raises ValueError for a model type or a setting that is not known."""
     settings = parse_json_object(config)
     kind = settings.pop("model_type", None)
+    check_config(settings)
     if unknown := settings.keys() - _keys(kind):
         raise ValueError(f"its config has the setting {quote(min(unknown))}, which no {kind} model has")
     if isinstance(settings.get("layer_types"), list):
