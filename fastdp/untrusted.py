@@ -30,10 +30,14 @@ PAGE_POLICY = (
 MAX_FILE, MAX_YAML = 1 << 28, 1 << 22
 #: Most values of a YAML document with every alias written out; and how deep those of YAML and JSON may be nested.
 MAX_YAML_NODES, MAX_DEPTH = 20_000, 64
-#: Most layers, heads or experts of a model; and most characters or tokens that a tokenizer may make of one character.
-MAX_PARTS, MAX_GROWTH = 1 << 15, 10_000
+#: Most layers, heads or experts of a model, most positions, and most characters or tokens that a tokenizer makes of one.
+MAX_PARTS, MAX_POSITIONS, MAX_GROWTH = 1 << 15, 1 << 24, 10_000
 
-_PARTS = re.compile(r"(?:^|_)(?:layers?|heads?|experts|blocks|depth)$")
+#: Settings of a model's config that count what is built of it whatever its weights hold, and the most of each.
+_COUNTS = (
+    (re.compile(r"(^|_)(layers?|heads?|experts|blocks|depth)$|^attention_types$"), MAX_PARTS),
+    (re.compile(r"positions?(_embeddings)?$|^rotary_dim$"), MAX_POSITIONS),
+)
 #: Of a tokenizer the parts that hold others, and how many characters those of fixed rules make of one.
 _SEQUENCES = ("normalizers", "pretokenizers", "processors", "decoders")
 _GROWTH = {"BertNormalizer": 12, "ByteLevel": 4, "Lowercase": 2, "NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18}
@@ -185,8 +189,8 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
         options: for ``from_pretrained``.
 
     Raises:
-        FolderRejected: for a folder whose config names a repository or counts more than `MAX_PARTS`, or whose tokenizer may grow
-            a text beyond `MAX_GROWTH`.
+        FolderRejected: for a folder whose config names a repository or counts too much, or whose tokenizer may grow a text
+            beyond `MAX_GROWTH`.
         ValueError: for a name that nothing has, a model that needs code of its own, and files that a library fails on.
     """
     place, local = Path(name), {}
@@ -195,9 +199,9 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
         raise ValueError(f"model {name} is a file: name the folder that holds it")
     if place.is_dir():
         local["local_files_only"] = True
+    try:
         if config.is_file():
             check_config(parse_json(read_bytes(config, MAX_YAML), constants=True))
-    try:
         for path in place.glob("tokenizer*.json") if auto.__name__ == "AutoTokenizer" else ():
             _check_tokenizer(parse_json(read_bytes(path), constants=True))
         return auto.from_pretrained(name, trust_remote_code=False, **local, **options)
@@ -266,9 +270,12 @@ def check_config(config: Any) -> None:
     for key, value in config.items() if isinstance(config, dict) else ():
         if key.endswith("_implementation") and "/" in str(value) or key == "use_pretrained_backbone" and value:
             raise FolderRejected(f"its config.json names another repository: remove {key}")
-        if _PARTS.search(key) and isinstance(value, (int, float)) and value > MAX_PARTS:
+        # GPT-Neo's pairs of kinds of attention, and how many layers each is repeated for.
+        counted = max((pair[1] for pair in value), default=0) if key == "attention_types" else value
+        most = next((most for name, most in _COUNTS if name.search(key)), math.inf)
+        if isinstance(counted, (int, float)) and counted > most:
             raise FolderRejected(
-                f"its config.json has {quote(key)} {quote(value, 20)}: no model has more than {MAX_PARTS}"
+                f"its config.json has {quote(key)} {quote(counted, 20)}: no model has more than {most}"
             )
         check_config(value)
 
