@@ -76,6 +76,8 @@ def unpack_bottom(packed: PackedBottom, after: int) -> Bottom:
             weights = {name: file.get_tensor(name) for name in shapes}
             if named_digest(weights) != packed.digest:
                 raise ValueError("its weights are not those that the vendor announced")
+            if not all(bool(torch.isfinite(value).all()) for value in weights.values()):
+                raise ValueError("its weights hold a NaN or an infinity, which no noise hides")
     except Exception as error:
         # Another's config may make transformers raise anything.
         raise ValueError(f"the bottom in {packed.path} cannot be used: {error}") from None
