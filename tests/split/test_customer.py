@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from tempfile import TemporaryDirectory
@@ -14,7 +15,7 @@ from tokenizers import normalizers
 
 import fastdp
 from fastdp.methods.sap import PrivateBottom, TextPrivatizer, split_model
-from fastdp.split import MessageRejected, SplitCustomer, SplitVendor, customer as customer_module
+from fastdp.split import MessageRejected, SplitCustomer, SplitVendor
 from fastdp.split.connection import Connection
 from fastdp.split.customer import batch_of
 from fastdp.split.run import Run
@@ -446,11 +447,14 @@ def test_training_waits_for_room_on_the_vendors_disk(service, customer_of, corpu
         save(self, folder)
 
     monkeypatch.setattr(Run, "save", full)
-    monkeypatch.setattr(customer_module, "_LONGEST_PAUSE", 0.01)
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
     assert len(customer.train(1)) == 3
     assert failures == 0
+    customer.close()
+    customer = customer_of(service, patience=0.5)
+    customer.send(texts, labels, noisy_rows(customer))
     monkeypatch.setattr(Run, "save", mock.Mock(side_effect=OSError(errno.ENOSPC, "no space")))
-    customer._connection.patience = 0.5
     with pytest.raises(ConnectionError, match="did not answer within 0.5|took no step for 0.5 seconds"):
         customer.train(2)
 
