@@ -34,6 +34,8 @@ CA, CERTIFICATE, KEY = "ca.pem", "certificate.pem", "key.pem"
 REVOKED, ISSUED = "revoked.pem", "issued.jsonl"
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 NAME_IN_WORDS = "1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit"
+#: A server's certificate is for its own machine's names too.
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 _AUTHORITY_DAYS = 3650
 # Clocks differ between machines.
 _CLOCK_SLACK = datetime.timedelta(hours=1)
@@ -59,7 +61,7 @@ class Credentials:
             parts = [(folder / name).read_bytes() for name in (CA, CERTIFICATE, KEY)]
         except OSError as error:
             raise ValueError(
-                f"{folder} has no certificates ({error.strerror}): fastdp split certificates makes them"
+                f"{folder} has no certificates ({error.strerror}): name this end's own folder, as `certificates` wrote it"
             ) from None
         check_certificate(parts[1], parts[0])
         return cls(*parts)
@@ -111,12 +113,23 @@ def client_context(folder: Path) -> ssl.SSLContext:
 
 
 def _context(folder: Path, protocol: int) -> ssl.SSLContext:
-    Credentials.load(folder)
+    _check_purpose(folder, Credentials.load(folder), protocol == ssl.PROTOCOL_TLS_SERVER)
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(folder / CA)
     context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
     return context
+
+
+def _check_purpose(folder: Path, own: Credentials, server: bool) -> None:
+    """Raises ValueError for a client's certificate at a server, and the reverse."""
+    try:
+        found = _read(own.certificate).extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except x509.ExtensionNotFound:
+        return
+    if (ExtendedKeyUsageOID.SERVER_AUTH if server else ExtendedKeyUsageOID.CLIENT_AUTH) not in found:
+        one, other = ("server", "client") if server else ("client", "server")
+        raise ValueError(f"{folder} holds a {other}'s certificate: name the {one}'s own folder")
 
 
 class Revocations:
@@ -172,7 +185,7 @@ def _revoked(path: Path, authority: x509.Certificate) -> frozenset[int]:
 def make_certificates(
     folder: Path,
     clients: Iterable[str] = (),
-    hosts: Iterable[str] = ("localhost", "127.0.0.1", "::1"),
+    hosts: Iterable[str] = LOOPBACK_HOSTS,
     days: float = 365,
     *,
     server: str = "vendor",
@@ -195,8 +208,15 @@ def make_certificates(
         certificate = _signed(f"fastdp authority {secrets.token_hex(4)}", key, None, None, _AUTHORITY_DAYS)
         _write(authority, key, certificate, certificate)
         made.append(authority)
-    issue = _Issuer(authority)
-    for name, served in ((server, list(hosts)), *((name, []) for name in clients)):
+    issue, hosts = _Issuer(authority), list(hosts)
+    end = folder / server
+    if (end / KEY).exists():
+        known = [*LOOPBACK_HOSTS, *_hosts(_current(end))]
+        if missing := [host for host in hosts if _host(host) not in map(_host, known)]:
+            raise ValueError(
+                f"the certificate in {end} is not for {missing[0]}: remove that folder, and run this again"
+            )
+    for name, served in ((server, hosts), *((name, []) for name in clients)):
         if not (folder / name / KEY).exists():
             made.append(issue(folder / name, days, served))
     return made
@@ -205,14 +225,14 @@ def make_certificates(
 def renew_certificates(folder: Path, names: Iterable[str], days: float = 365) -> list[Path]:
     """Give each end of these names a new key and certificate, for the hosts that it had. The old ones stay valid.
 
-    Returns the folders that were written. Raises ValueError for a name that has no certificate below ``folder``.
+    An end's folder may be away, with the end. Returns the folders that were written. Raises ValueError for a name that has no
+    certificate.
     """
-    made, issue = [], _Issuer(folder / AUTHORITY)
-    ends = [folder / name for name in names]
-    hosts = [_hosts(_current(end)) for end in ends]
-    for end, served in zip(ends, hosts):
-        made.append(issue(end, days, served))
-    return made
+    issue, hosts = _Issuer(folder / AUTHORITY), {}
+    for name in names:
+        known = issue.issued(name)[-1].get("hosts")
+        hosts[name] = _hosts(_current(folder / name)) if known is None else known
+    return [issue(folder / name, days, served) for name, served in hosts.items()]
 
 
 def revoke_certificates(folder: Path, names: Iterable[str], server: str = "vendor") -> Path:
@@ -221,14 +241,14 @@ def revoke_certificates(folder: Path, names: Iterable[str], server: str = "vendo
     The list lies with the authority, and is copied to the server's folder if that is here.
 
     Raises:
-        ValueError: for a name that has no certificate below ``folder``.
+        ValueError: for a name that was issued no certificate.
     """
     issue = _Issuer(folder / AUTHORITY)
     path = folder / AUTHORITY / REVOKED
     serials = set(_revoked(path, issue.ca) if path.exists() else ())
     for name in names:
         _check_name(name, server)
-        serials |= {_current(folder / name).serial_number, *issue.serials(name)}
+        serials |= {entry["serial"] for entry in issue.issued(name)}
     now = datetime.datetime.now(datetime.timezone.utc)
     builder = x509.CertificateRevocationListBuilder().issuer_name(issue.ca.subject)
     builder = builder.last_update(now).next_update(now + datetime.timedelta(days=_AUTHORITY_DAYS))
@@ -250,33 +270,39 @@ class _Issuer:
         try:
             self.key: Any = serialization.load_pem_private_key((folder / KEY).read_bytes(), None)
         except (OSError, ValueError, TypeError):
-            raise ValueError(f"{folder} has no authority's key: fastdp split certificates makes one") from None
+            raise ValueError(
+                f"{folder} has no authority's key: name the folder that `certificates` wrote, on the authority's machine"
+            ) from None
         self.ca = _read((folder / CA).read_bytes())
 
     def __call__(self, end: Path, days: float, hosts: Iterable[str]) -> Path:
         """Write a new key and certificate for an end, named like its folder; first comes the record of it."""
         key = ec.generate_private_key(ec.SECP256R1())
+        hosts = list(hosts)
         certificate = _signed(end.name, key, self.ca, self.key, days, hosts)
         with files.appending(self.folder / ISSUED) as log:
-            log.write(json.dumps({"name": end.name, "serial": certificate.serial_number}) + "\n")
+            log.write(json.dumps({"name": end.name, "serial": certificate.serial_number, "hosts": hosts}) + "\n")
         _write(end, key, certificate, self.ca)
         return end
 
-    def serials(self, name: str) -> list[int]:
-        """Of every certificate that was issued to a name."""
+    def issued(self, name: str) -> list[dict[str, Any]]:
+        """The record of every certificate that was issued to a name. Raises ValueError for none."""
         path = self.folder / ISSUED
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        return [entry["serial"] for entry in map(json.loads, lines) if entry["name"] == name]
+        found = [entry for entry in map(json.loads, lines) if entry["name"] == name]
+        if not found:
+            raise ValueError(f"{name!r} has no certificate of this authority: {path} lists the names that have one")
+        return found
 
 
 def _check_name(name: str, server: str) -> None:
     if NAME_PATTERN.fullmatch(name) is None or name in (AUTHORITY, server):
-        raise ValueError(f"{name!r} cannot name a customer: use {NAME_IN_WORDS}")
+        raise ValueError(f"{name!r} cannot name a client: use {NAME_IN_WORDS}")
 
 
 def _current(folder: Path) -> x509.Certificate:
     if not (folder / CERTIFICATE).is_file():
-        raise ValueError(f"{folder} has no certificate: fastdp split certificates makes one")
+        raise ValueError(f"{folder} has no certificate: bring its folder back beside the authority's")
     return _read((folder / CERTIFICATE).read_bytes())
 
 

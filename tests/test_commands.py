@@ -70,6 +70,7 @@ STANDS_FOR = {
     "--model ...": "--model all-MiniLM-L6-v2",
     "--train ...": "--train train.tsv",
     "--certificates alice": "--certificates certificates/alice",
+    "--certificates vendor": "--certificates certificates/vendor",
 }
 #: Commands that begin in a folder of their own, with an account that has released nothing, and why.
 ANEW = {

@@ -1,6 +1,7 @@
 """Who signs whom, who may read keys, and which certificates are turned down."""
 
 import datetime
+import shutil
 import stat
 
 import pytest
@@ -55,12 +56,21 @@ def test_certificates_that_are_turned_down(tmp_path):
     (tmp_path / "one" / "alice" / "ca.pem").write_bytes((tmp_path / "two" / "alice" / "ca.pem").read_bytes())
     with pytest.raises(ValueError, match="not signed by the authority"):
         Credentials.load(tmp_path / "one" / "alice")
+    for context, end, said in (
+        (tls.server_context, "alice", "a client's certificate: name the server's"),
+        (tls.client_context, "vendor", "a server's certificate: name the client's"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            context(tmp_path / "two" / end)
+    make_certificates(tmp_path / "two", hosts=["localhost"])
+    with pytest.raises(ValueError, match="is not for vendor.example: remove that folder"):
+        make_certificates(tmp_path / "two", hosts=["localhost", "vendor.example"])
     with pytest.raises(ValueError, match="cannot be read"):
         check_certificate(b"garbage")
     with pytest.raises(ValueError, match="has no certificates"):
         Credentials.load(tmp_path / "none")
     for name in ("vendor", "authority", "../up", "", "a b", ".", "x" * 65):
-        with pytest.raises(ValueError, match="cannot name a customer"):
+        with pytest.raises(ValueError, match="cannot name a client"):
             make_certificates(tmp_path / "three", [name])
     assert not (tmp_path / "three").exists()
 
@@ -110,8 +120,11 @@ def test_renewed_and_revoked(tmp_path):
     bob = (tmp_path / "bob" / "certificate.pem").read_bytes()
     revoked.check(bob)
     # A new one after that is good, and the next revocation keeps the earlier ones.
+    shutil.rmtree(tmp_path / "alice")
     renew_certificates(tmp_path, ["alice"])
     revoked.check((tmp_path / "alice" / "certificate.pem").read_bytes())
+    # Its owner has the folder, and nobody else.
+    shutil.rmtree(tmp_path / "bob")
     revoke_certificates(tmp_path, ["bob"])
     for certificate in (first, second, bob):
         with pytest.raises(ValueError, match="revoked"):

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import inspect
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -117,10 +117,12 @@ _FLAT = frozenset((torch.Tensor, type(None), bool, int, float, str))
 
 
 class RowLists:
-    """Inputs whose rows are no first axis: lists of one entry a row (texts, images), and tensors with rows second.
+    """Inputs whose rows are no first axis: lists of one entry a row (texts, images), tensors with rows second, and several rows
+    an example, as where a loop concatenates pairs.
 
     In a call that was encoded a tensor of numbers stands in the place of such lists, and tensors have rows first (texts may come
     with time first, and hidden states with layers first). Decoding gives the entries of those numbers, and axes as they were.
+    Rows of one example are decoded side by side, and outputs are put into the loop's order.
     """
 
     def __init__(self) -> None:
@@ -131,14 +133,20 @@ class RowLists:
         self._second: set[Path] = set()
         #: The places of the latest call whose tensors hold no rows, and have an axis of size 1 in front meanwhile.
         self._whole: set[Path] = set()
+        #: How many rows an example had when a call first had several, how many it has now, and whether they lie side by side.
+        self._several, self._count, self._adjacent = 0, 1, None
 
     def __bool__(self) -> bool:
-        """Whether the latest call had any."""
-        return bool(self._kinds)
+        """Whether the latest call had lists, or several rows an example."""
+        return bool(self._kinds) or self._count > 1
 
     def encode(self, call: Call, rows: int, source: Any = None) -> Call:
         """The call of so many rows, rows first and without such lists; ``source`` is the collation of its batch."""
         held = leaves(call)
+        self._count = self._rows_an_example([t for _, t in held if t.dim()], rows, source)
+        if self._count > 1:
+            self._second, self._whole, self._kinds = set(), set(), {}
+            return map_leaves(call, lambda _, t: self._examples_first(t, rows) if t.dim() else t)
         # As many of something else as rows.
         chance = [(path, t) for path, t in held if rows > 1 and rows in t.shape[:2] and source is not None]
         self._whole = {path for path, t in chance if source.predates(t)}
@@ -161,6 +169,37 @@ class RowLists:
 
         made: Call = map_leaves(call, lambda _, t: t, lists=numbers)
         return made if self else call
+
+    def _rows_an_example(self, held: Sequence[torch.Tensor], rows: int, source: Any) -> int:
+        """How many rows a call has for each of ``rows`` examples, where all of its tensors have several; else 1."""
+        sizes = {t.shape[0] for t in held}
+        count, rest = divmod(max(sizes, default=0), max(rows, 1))
+        if source is None or len(sizes) != 1 or rest or count < 2 or self._several not in (0, count):
+            return 1
+        if self._adjacent is None:
+            adjacent, exact = source.adjacent_rows(held, count)
+            # What may as well be steps of time, of as many features as rows, is told by its values.
+            if not (self._several or (exact and rows > 1)) and any(rows in t.shape[1:2] for t in held):
+                return 1
+            self._adjacent = adjacent if rows > 1 else None
+        self._several = count
+        return count
+
+    def _examples_first(self, t: torch.Tensor, rows: int) -> torch.Tensor:
+        """Rows ``[rows k, ...]`` of a loop as ``[rows, k, ...]``."""
+        return t.unflatten(0, (rows, -1)) if self._adjacent else t.unflatten(0, (-1, rows)).transpose(0, 1)
+
+    def as_given(self, output: Any) -> Any:
+        """What a model returned, its rows in the order of the latest call."""
+        count = self._count
+        if count == 1 or self._adjacent:
+            return output
+
+        def back(t: torch.Tensor) -> torch.Tensor:
+            several = t.dim() and t.shape[0] and not t.shape[0] % count
+            return t.unflatten(0, (-1, count)).transpose(0, 1).flatten(0, 1) if several else t
+
+        return map_tensors(output, back)
 
     def _rows_first(self, path: Path, t: torch.Tensor) -> torch.Tensor:
         return t.movedim(1, 0) if path in self._second else t[None] if path in self._whole else t
@@ -190,6 +229,8 @@ class RowLists:
         """A call, or some rows of it, with its lists."""
 
         def listed(path: Path, t: torch.Tensor) -> Any:
+            if self._count > 1:
+                return t.flatten(0, 1) if t.dim() > 1 and t.shape[1] == self._count else t
             if path in self._second:
                 return t.movedim(0, 1).contiguous()
             if not isinstance(t, RowNumbers):

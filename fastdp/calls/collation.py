@@ -110,6 +110,43 @@ class Collation:
         # Recurrent layers begin with states of zeros, [layers, rows, width].
         return 1 if t.dim() > 2 and bool((t == t.flatten()[0]).all()) else None
 
+    def joins_examples(self, call: Call) -> bool:
+        """Whether the collator joins what examples have several of, as the nodes of graphs, along one axis of a call's tensor.
+
+        Rows cannot be cut from such a tensor. Where all of them have equally many in all tensors, they can.
+        """
+        sources = self.sources(call)
+        if sources is None:
+            return False
+        item = max(self.items(range(len(self.indices))[:_SAMPLED]), key=example_length)
+        one, two = (dict(leaves(made)) for made in (self.single(item), self.collated([item] * 2)))
+        if {t.shape[0] for t in two.values() if t.dim() > 1} == {1}:
+            # Packed rows want a unit map, which is faster.
+            return False
+        joined, uniform = False, True
+        for path, own in ((path, self.batch[path]) for path in sources.values() if self.batch[path].dim()):
+            pairs = list(zip(one[path].shape, two[path].shape)) if path in one and path in two else []
+            joined |= any(a > 1 and b == 2 * a for a, b in pairs)
+            uniform &= bool(pairs) and pairs[0][0] > 1 and own.shape[0] == pairs[0][0] * len(self.indices)
+        return joined and not uniform
+
+    def adjacent_rows(self, given: Sequence[torch.Tensor], count: int) -> tuple[bool, bool]:
+        """Whether the ``count`` rows that a loop made of each example lie side by side, and whether this batch shows it exactly.
+
+        Otherwise the first rows of all examples come first, as `torch.cat` leaves them.
+        """
+        nearest = [float("inf")] * 2
+        for t, own in itertools.product(given, self.batch.values()):
+            rows = t.shape[0] // count
+            orders = t.unflatten(0, (count, rows)).transpose(0, 1), t.unflatten(0, (rows, count))
+            for order, made in enumerate(orders):
+                # Either all rows of an example are one entry of the batch, or each is one.
+                for view in (made, *made.unbind(1)):
+                    if view.dim() == own.dim() and view.shape[0] == own.shape[0] and len(own.unique()) > 1:
+                        one, other = (x.detach().cpu().double() for x in cropped(view, own))
+                        nearest[order] = min(nearest[order], float((one - other).abs().mean()))
+        return nearest[1] < nearest[0], min(nearest) == 0
+
     def items(self, rows: Sequence[int]) -> list[Any]:
         """The examples of these rows, read again."""
         return [self.dataset[self.indices[row]] for row in rows]

@@ -9,7 +9,7 @@ import torch
 
 from fastdp.calls.batches import Path, leaves, map_leaves, tensors
 
-_NO_ROWS = (
+NO_ROWS = (
     "The loss uses an output that has no row for each example. Return one value per example, or compute the whole loss "
     "inside the model."
 )
@@ -24,7 +24,7 @@ class SharedOutput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(_NO_ROWS)
+        raise RuntimeError(NO_ROWS)
 
     @classmethod
     def made(cls, t: torch.Tensor) -> bool:

@@ -13,7 +13,6 @@ _HELP = """Write an authority, the {server}'s certificate and one for each {clie
 
 FOLDER: where to write; what it has already is kept."""
 Folder = Annotated[Path, typer.Argument()]
-_LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def add_certificate_commands(app: typer.Typer, server: str, client: str, default: str | None = None) -> None:
@@ -33,9 +32,9 @@ def add_certificate_commands(app: typer.Typer, server: str, client: str, default
         ] = None,
         days: Annotated[int, typer.Option(help="how long certificates are valid", min=1)] = 365,
     ) -> None:
-        from fastdp.tls import make_certificates
+        from fastdp.tls import LOOPBACK_HOSTS, make_certificates
 
-        made = make_certificates(folder, name, dict.fromkeys([*(host or []), *_LOCAL]), days, server=server)
+        made = make_certificates(folder, name, dict.fromkeys([*(host or []), *LOOPBACK_HOSTS]), days, server=server)
         for path in made:
             console.print(f"wrote {path}")
         if not made:
@@ -50,7 +49,7 @@ def add_certificate_commands(app: typer.Typer, server: str, client: str, default
     ) -> None:
         """Write new keys and certificates for ends that have one. The old ones stay valid until they expire.
 
-        FOLDER: of the authority and of every end.
+        FOLDER: of the authority; ends' own folders may be away.
         """
         from fastdp.tls import renew_certificates
 
@@ -64,7 +63,7 @@ def add_certificate_commands(app: typer.Typer, server: str, client: str, default
     ) -> None:
         """Take back every certificate of a client. A running server follows its list within seconds.
 
-        FOLDER: of the authority and of every end.
+        FOLDER: of the authority; ends' own folders may be away.
         """
         from fastdp.tls import REVOKED, revoke_certificates
 

@@ -123,7 +123,9 @@ def card_in(place: Path) -> Path:
     """The card of a run's or a model's folder; another path as it is. Raises ValueError for a folder without a card."""
     if not place.is_dir():
         return place
-    found = next((path for name in ("card.json", "statement.json") if (path := place / name).exists()), None)
+    found = next(
+        (path for name in ("card.json", "statement.json", "run_card.json") if (path := place / name).exists()), None
+    )
     if found is None:
         raise ValueError(f"{place} holds no card.json: name the folder of a finished run, or a card")
     return found
@@ -148,7 +150,8 @@ def verify_command(
 
     if card.is_dir():
         folder, card = card, card_in(card)
-        weights = weights or (folder if any(folder.rglob("*.safetensors")) else None)
+        # Of a perturbation, the folder's tensors are no weights.
+        weights = weights or (folder if accounting.Card.load(card).get("weights") else None)
         ledger = ledger or next((path for path in [folder / "ledger.jsonl"] if path.exists()), None)
     result = accounting.verify(card, weights=weights, ledger=ledger)
     if not result:

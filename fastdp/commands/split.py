@@ -238,7 +238,7 @@ def _vendor_certificates(folder: Path | None, address: str) -> Path:
             ) from None
         for made in make_certificates(folder, ["customer"]):
             console.print(f"wrote {made}")
-    return folder / "vendor"
+    return folder / "vendor" if (folder / "vendor").is_dir() else folder
 
 
 def load_model_and_tokenizer(name: str, classes: int, seed: int) -> tuple[Any, Any]:

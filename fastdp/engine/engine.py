@@ -146,10 +146,12 @@ class Engine(Passes):
         again = ticket is self._latest
         self._forwards = self._forwards + 1 if again else 1
         self._latest = ticket
-        if not self.weights.cut:
+        joins = ticket.source is not None and ticket.token_units is None and self.route is None and not self.isolated
+        self.joined |= joins and not self.weights.cut and ticket.source.joins_examples(given)
+        if not (self.weights.cut or self.joined):
             call = self.forwards.lists.encode(given, ticket.rows, ticket.source)
             inputs = inputs if call is given else leaves(call)
-        if ticket.rows not in [t.shape[0] for _, t in inputs if t.dim()]:
+        if not self.joined and ticket.rows not in [t.shape[0] for _, t in inputs if t.dim()]:
             if again:
                 raise RuntimeError(TWO_FORWARDS)
             if ticket.probe is None and not self.isolated:

@@ -39,10 +39,6 @@ class Untraceable(ValueError):
     """A model or a call that no route serves, as its trace tells."""
 
 
-class FlatBags(Untraceable):
-    """A lookup of bags of flat ids, which no slice of a batch gives to one row: collated alone, each example has its own."""
-
-
 class Differentiates(UnsupportedUse):
     """A model that differentiates inside its own forward pass, as for penalties of gradients and adversarial inputs."""
 

@@ -195,6 +195,8 @@ class Passes:
         self.derived_buffers: frozenset[str] = frozenset()
         #: Whether the one-example route collates each example by itself, as no mask tells its padding.
         self.recollates = False
+        #: Whether the collator joins examples along an axis, so that no row can be cut from a batch.
+        self.joined = False
         #: Whether a pass went through reentrant checkpoints, whose backward pass may not be asked for single gradients.
         self.reentrant = False
         self.reads = Reads(self.read)
@@ -562,8 +564,8 @@ class Passes:
                         f"{name} is read where no module's forward runs, as in a checkpointed function"
                     )
                 raise RuntimeError(
-                    f"{name} holds a gradient {when} that was not clipped: call zero_grad() after step(), penalize weights by "
-                    "weight_decay, and use the model's parts inside it"
+                    f"{name} holds a gradient {when} that was not clipped. Call zero_grad() after step(); penalize weights, and "
+                    "use parts of the model, inside its forward()."
                 )
 
 

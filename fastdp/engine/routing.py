@@ -18,10 +18,11 @@ import torch
 from fastdp.calls.batches import Call, Inputs, Path, RowNumbers, as_long_as, leaves, options, wrong_rows
 from fastdp.calls.errors import SelfCheckError
 from fastdp.calls.modes import autocast_now, refuse_mixing
+from fastdp.calls.outputs import NO_ROWS
 from fastdp.calls.randomness import unchanged
 from fastdp.distributed.ranks import RankLost
 from fastdp.engine.capture.trace import Trace, Tracer
-from fastdp.engine.errors import Differentiates, FlatBags, OwnLoss, UnseenUse, UnsupportedUse, Untraceable
+from fastdp.engine.errors import Differentiates, OwnLoss, UnseenUse, UnsupportedUse, Untraceable
 from fastdp.engine.loss.boundary import Junction
 from fastdp.engine.passes import ORDINARY, USES, Pass, Passes
 from fastdp.engine.uses.layout import Ticket
@@ -231,28 +232,28 @@ class Routing:
 
         Such a batch may hold one tensor of all images' patches, say, so that examples are collated alone.
         """
+        passes, carriers = self.passes, as_long_as(call, ticket.rows)
         try:
-            return self._tracer.trace(self.passes.forwards.root.original, call, ticket.rows)
+            if passes.joined:
+                raise UnsupportedUse("the collator joins examples in one tensor")
+            return self._tracer.trace(passes.forwards.root.original, call, ticket.rows)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            alone = ticket.source is not None and ticket.source.sources(call) is not None
-            known = isinstance(error, Untraceable) and not (alone and isinstance(error, FlatBags))
             # Other ranks would not follow where weights are in pieces.
-            if known or self.passes.weights.cut:
+            if isinstance(error, Untraceable) or passes.weights.cut:
                 raise
             reason = str(error)
-            if isinstance(error, FlatBags):
-                self.passes.recollates = True
-            elif not isinstance(error, Differentiates):
+            if not isinstance(error, Differentiates):
                 try:
                     with torch.no_grad():
-                        self.passes.plain_forward(*call[0], **call[1])
-                except Exception:
-                    raise error from None
-                reason = f"the model fails on some rows of a batch: {first_line(error)}"
-                self.passes.recollates = alone
-            carriers = as_long_as(call, ticket.rows)
+                        output = passes.plain_forward(*call[0], **call[1])
+                except Exception as own:
+                    raise own if passes.joined else error from None
+                if passes.joined and not (passes.returns_loss or as_long_as(output, ticket.rows)):
+                    raise ValueError(NO_ROWS) from None
+                reason = reason if passes.joined else f"the model fails on some rows of a batch: {first_line(error)}"
+                passes.recollates = ticket.source is not None and ticket.source.sources(call) is not None
             return Trace([], carriers, carriers, {}, {}, [], mapped=False, conflict=reason)
 
     def _verify_rows(self, call: Call, ticket: Ticket) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.config import FederatedConfig
 from fastdp.federated.messages import Order, update_record
-from fastdp.federated.policy import NodeSettingError, client_settings
+from fastdp.federated.policy import NodeSettingError, client_settings, node_settings
 from fastdp.federated.refusal import ClientRefusal
 from fastdp.federated.site import Site
 from fastdp.federated.wire import unpack_adapter
@@ -65,9 +65,9 @@ def _accept(adapted: AdaptedModel, order: Order) -> None:
         raise ClientRefusal(f"the server's adapter is not this client's: {error}") from None
 
 
-def _config(context: Context) -> FederatedConfig:
+def _config(run: Mapping[str, Any], node: Mapping[str, Any]) -> FederatedConfig:
     try:
-        return client_settings(context.run_config, context.node_config)
+        return client_settings(run, node)
     except NodeSettingError:
         # It quotes the client's own settings: for its log, not for the server.
         raise
@@ -77,9 +77,9 @@ def _config(context: Context) -> FederatedConfig:
 
 
 def _site(context: Context) -> Site:
-    config = _config(context)
-    index = int(context.node_config.get("partition-id", 0))
-    return _site_of(config, index, int(context.node_config.get("num-partitions", 1)))
+    node = node_settings(context.node_config)
+    config = _config(context.run_config, node)
+    return _site_of(config, int(node.get("partition-id", 0)), int(node.get("num-partitions", 1)))
 
 
 # A process of a simulation serves many clients in many rounds: it loads the model once, and perturbs and encodes each

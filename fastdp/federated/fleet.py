@@ -115,8 +115,12 @@ class Upstream:
                         return Reply.refusal(502, "the reply is too large")
                 return Reply(found.status_code, bytes(body), found.headers.get("content-type", PROTOBUF))
         except httpx.HTTPError as error:
-            # A node's owner reads here that the certificate is for another host.
-            log.warning("the server's side did not answer: %s %s", type(error).__name__, quote(str(error), 160))
+            # A node's owner reads here that the certificate is for another host, or that the server closed on theirs.
+            log.warning(
+                "%s did not answer (%s %s): check the address, and that both ends' certificates are of one authority, valid and "
+                "not revoked",
+                *(self._base, type(error).__name__, quote(str(error), 160)),
+            )
             return Reply.refusal(503, "the server did not answer")
 
 
@@ -234,6 +238,8 @@ class NodeProxy:
 
     async def _answer(self, request: Request) -> Reply:
         reply = await self._upstream.ask(request)
+        if reply.status == 401:
+            log.error("the server refused this node: %s", quote(reply.body.decode(errors="replace"), 160))
         if request.path == GET_APP and reply.status == 200:
             from flwr.proto.fab_pb2 import GetFabResponse
             from google.protobuf.message import DecodeError

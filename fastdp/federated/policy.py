@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli
+
 from fastdp.federated.config import PERTURBATIONS, FederatedConfig
 from fastdp.federated.refusal import ClientRefusal
 from fastdp.settings import check, convert_value, setting, suggest_name, types_of
 
+#: Names a deployed node's file of settings, for its client app. Users of its machine can replace what Flower hands on.
+NODE_FILE = "FASTDP_NODE_FILE"
 #: From the weakest: ``typed`` holds among all tokens as ``local`` does, with nothing told within a type.
 _MECHANISMS = ("local", "typed")
 #: What marks a client of Flower's simulation, where the owner of the run is the owner of the texts.
@@ -37,6 +42,12 @@ def client_settings(run: Mapping[str, Any], node: Mapping[str, Any]) -> Federate
     """
     policy, found = NodePolicy.read(node), FederatedConfig.read(run)
     return found if policy is None else policy.tighten(found)
+
+
+def node_settings(handed: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A deployed node's settings, from its own file; a simulated client's, as Flower handed them on."""
+    path = os.environ.get(NODE_FILE)
+    return handed if path is None else tomli.loads(Path(path).read_text(encoding="utf-8"))
 
 
 class NodeSettingError(ValueError):

@@ -20,7 +20,8 @@ from typing import IO, Any
 from cryptography.hazmat.primitives import serialization
 
 from fastdp import files, tls
-from fastdp.federated.policy import NodePolicy
+from fastdp.federated.policy import NODE_FILE, NodePolicy
+from fastdp.tables import read_rows
 from fastdp.validate import host_and_port
 
 #: Name of the connection that ``flwr`` knows the server by.
@@ -93,21 +94,24 @@ def run_node(server: str, certificates: Path, node_config: Mapping[str, Any]) ->
     """
     from fastdp.federated.fleet import NodeProxy
 
-    if NodePolicy.read(node_config) is None:
+    policy = NodePolicy.read(node_config)
+    if policy is None:
         raise ValueError("num_partitions marks a client of a simulation: leave it out of the node config")
+    # A round would fail on it, long after.
+    read_rows(policy.train).column(policy.text_column, "text-column")
     host_and_port(server)
     with tempfile.TemporaryDirectory(prefix="fastdp-node-") as place:
         folder = Path(place)
         write_key(certificates, folder / "key")
-        # A file, since every user of a machine may read its command lines.
+        # A file, since every user of a machine may read its command lines, and what Flower hands to a client app.
         files.write(folder / "node.toml", "".join(f"{k} = {json.dumps(v)}\n" for k, v in node_config.items()))
         tls.make_certificates(folder, hosts=["127.0.0.1"], days=3650, server="local")
         with NodeProxy(server, certificates, folder / "local") as proxy:
             command = ["flower-supernode", "--superlink", f"127.0.0.1:{proxy.port}"]
             command += ["--root-certificates", str(folder / "local" / tls.CA)]
             command += ["--auth-supernode-private-key", str(folder / "key")]
-            command += ["--node-config", str(folder / "node.toml"), "--host", "127.0.0.1", "--port", str(free_port())]
-            process = spawn(command, {"FLWR_HOME": str(folder / "flower")})
+            command += ["--host", "127.0.0.1", "--port", str(free_port())]
+            process = spawn(command, {"FLWR_HOME": str(folder / "flower"), NODE_FILE: str(folder / "node.toml")})
             try:
                 return process.wait()
             finally:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 import fastdp.accounting as accounting
 from fastdp.accounting import Card
@@ -23,11 +25,13 @@ KEPT_BY_THE_SERVER = (
 )
 
 
-def run_card(config: FederatedConfig, rows: Sequence[Mapping[str, Any]], clients: int) -> Card:
+def run_card(
+    config: FederatedConfig, rows: Sequence[Mapping[str, Any]], clients: int, weights: Iterable[Tensor] = ()
+) -> Card:
     """The card of a run of these rounds that began with ``clients`` clients: who was promised what, who has to be trusted.
 
-    It names no client. With central DP it does not state either how many took part, which the epsilon counts on nobody
-    knowing.
+    It keeps digests of ``weights``, and names no client. With central DP it does not state either how many took part, which
+    the epsilon counts on nobody knowing.
     """
     claims, flaws = _claims(config)
     figures = [row["perplexity"] for row in rows]
@@ -36,6 +40,7 @@ def run_card(config: FederatedConfig, rows: Sequence[Mapping[str, Any]], clients
         also=claims[1:],
         mechanism="federated fine-tuning",
         noise_source=accounting.noise_source(reproducible=False),
+        weights=weights,
         # What one claim does not cover does not void another: it is open.
         flaws=() if claims else flaws,
         unprotected=[*(flaws if claims else ()), *_unprotected(config)],
@@ -115,9 +120,14 @@ def _trusted(config: FederatedConfig) -> list[str]:
 
 
 def central_card(
-    config: FederatedConfig, ledger: accounting.Ledger, clients: int, model: Mapping[str, Any], reproducible: bool
+    config: FederatedConfig,
+    ledger: accounting.Ledger,
+    clients: int,
+    weights: Sequence[Tensor],
+    reproducible: bool,
 ) -> Card:
     """The certified card of central DP: clients are the units, rounds are the releases."""
+    parameters = sum(each.numel() for each in weights)
     return Card.build(
         mechanism={"name": "central DP federated averaging", "client_clip": config.client_clip},
         unit="client",
@@ -133,9 +143,10 @@ def central_card(
         run_id=ledger.run_id,
         noise_source=accounting.noise_source(reproducible, secure_rounding=True),
         ledger_head=ledger.head,
-        model=model,
+        model={"name": public_name(config.model), "trained_parameters": parameters},
+        weights=weights,
         remaining=[
-            accounting.rounded_to_grid(DISTANCE * model["trained_parameters"] * ledger.spent_steps),
+            accounting.rounded_to_grid(DISTANCE * parameters * ledger.spent_steps),
             f"the sum of {clients} updates is rounded to float32 before its noise, which may move it by "
             f"{clients * 2.0**-23:.1e} of the bound",
         ],

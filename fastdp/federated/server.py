@@ -17,7 +17,6 @@ from torch import Tensor
 
 import fastdp.accounting as accounting
 import fastdp.files as files
-from fastdp.accounting.card import public_name
 from fastdp.data import Examples
 from fastdp.federated import reports
 from fastdp.federated.adapter import AdaptedModel
@@ -280,15 +279,12 @@ class Server:
         return ledger
 
     def _finish(self) -> None:
-        self.adapted.save(self.output)
-        reports.run_card(self.config, self.rows, self.population).save(self.output / reports.CARD)
+        folder, weights = self.adapted.save(self.output), list(self.adapted.adapter.values())
+        card = reports.run_card(self.config, self.rows, self.population, weights)
+        card.of_files(folder).save(self.output / reports.CARD)
         if self.ledger is not None:
-            model = {
-                "name": public_name(self.config.model),
-                "trained_parameters": sum(t.numel() for t in self.adapted.adapter.values()),
-            }
-            card = reports.central_card(self.config, self.ledger, self.population, model, self.stream.reproducible)
-            card.save(self.output / "card")
+            card = reports.central_card(self.config, self.ledger, self.population, weights, self.stream.reproducible)
+            card.of_files(folder).save(self.output / "card")
 
 
 def _median(values: Sequence[float]) -> float:

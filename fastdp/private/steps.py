@@ -27,6 +27,7 @@ from fastdp.verify.state import UNDECLARED
 _GRADIENT, _SHAPE = map(operator.attrgetter, ("grad", "shape"))
 #: Under this name the ledger keeps that steps were released without checks of the model.
 UNCHECKED = "unchecked rows"
+HOOK_WRITES = "what hooks of optimizer.step() write to the weights follows from released weights or public values"
 _EVALUATES = (
     "The model is in eval mode since this batch was drawn: call model.train(), or model.eval() before the "
     "loop to train without dropout."
@@ -147,6 +148,8 @@ class Steps:
         self._depth = 1
         # The step before may have failed.
         self._show_parameters(optimizer)
+        # Other hooks run before it, whenever they were registered.
+        cast(Any, optimizer._optimizer_step_post_hooks).move_to_end(self._hooks[1].id)
         with gc_paused():
             self._release(optimizer)
 
@@ -310,14 +313,20 @@ class Steps:
         if self._withheld is not None:
             self._withheld.stepping = False
         self._show_parameters(optimizer)
-        if not self.done:
-            return
         engine = self._stages.engine
+        checks, hooks = cast(Checks, engine.checks), optimizer._optimizer_step_post_hooks.values()
+        hooked = any(not str(getattr(hook, "__module__", "")).startswith("fastdp.") for hook in hooks)
+        if hooked:
+            checks.assumptions[HOOK_WRITES] = None
+        if not self.done:
+            if hooked:
+                checks.state.settle()
+            return
         for table, values in zip(self._tables or (), self._padding):
             row(table.weight, table.padding_idx).copy_(values)
         with gc_paused():
             self._carried.keep()
-            cast(Checks, engine.checks).state.settle()
+            checks.state.settle()
         if self._changes or self._ledger.spent_steps >= self._ledger.budget_steps:
             self._prepare()
 

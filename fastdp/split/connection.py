@@ -22,7 +22,7 @@ _PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 #: Most characters of what a vendor says.
 _LONGEST_REASON = 1000
 #: How gRPC says that this end turned the other's certificate down.
-_UNTRUSTED = "TSI_PROTOCOL_FAILURE"
+_UNTRUSTED = ("TSI_PROTOCOL_FAILURE", "Hostname Verification Check failed")
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Connection:
                 return self._once(message, forms, into)
             except grpc.RpcError as error:
                 code, details = error.code().name, escape_controls(error.details() or "")[:_LONGEST_REASON]
-                if _UNTRUSTED in details:
+                if any(sign in details for sign in _UNTRUSTED):
                     raise ConnectionError(
                         f"the certificate at {self.address} is not one of your authority's for this address ({details})"
                     ) from None

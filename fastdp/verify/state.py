@@ -202,6 +202,6 @@ def _pass_writes(name: str) -> SelfCheckError:
 
 def _changed(name: str) -> RuntimeError:
     return RuntimeError(
-        f"{name} was changed outside of a release, which the guarantee may not cover. After loading released weights call "
-        "private.load_state_dict, or detach() and make_private again."
+        f"{name} was changed outside of a release. Clamp weights in a hook: optimizer.register_step_post_hook. After loading "
+        "released ones call private.load_state_dict, or detach() and make_private again."
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 import torch
 
 from fastdp.calls.batches import RowLists, as_long_as, leaves, row_of, take_rows
@@ -94,6 +95,40 @@ def test_states_of_as_many_layers_as_rows_have_rows_second():
     lists = RowLists()
     found = take_rows(lists.encode(call, 2, batch.source), torch.tensor([0]), [(0, 0), (0, 1)])
     assert shapes(lists.decode(found)) == [(1, 3), (2, 1, 4)]
+
+
+def _several_rows(batch, order):
+    """Three rows of each example: one after the other as `torch.cat` leaves them, or side by side."""
+    stacked = torch.stack([batch.made, batch.made + 0.5, -batch.made])
+    return (stacked if order == "cat" else stacked.transpose(0, 1)).flatten(0, 1)
+
+
+@pytest.mark.parametrize("order", ["cat", "side by side"])
+@pytest.mark.parametrize("features", [4, 5])
+def test_several_rows_of_an_example_are_taken_together(order, features):
+    """Also where an example has as many features as the batch rows."""
+    batch = Batch(list(torch.rand(5, features)))
+    lists, given = RowLists(), _several_rows(batch, order)
+    found = lists.encode(((given,), {"mask": given > 0}), 5, batch.source)
+    assert shapes(found) == [(5, 3, features)] * 2
+    assert torch.equal(found[0][0][:, 2], -batch.made)
+    # The model takes the rows of an example side by side; its outputs go back in the loop's order.
+    decoded = lists.decode(found)[0][0]
+    assert torch.equal(decoded[3:6], found[0][0][1])
+    assert torch.equal(lists.as_given(decoded), given)
+    cut = lists.decode(take_rows(found, torch.tensor([1]), as_long_as(found, 5)))
+    assert torch.equal(cut[0][0], found[0][0][1])
+    # One example is no different; another number of rows is no batch of these.
+    assert shapes(lists.encode(((given[:3],), {}), 1, batch.source)) == [(1, 3, features)]
+    lists.encode(((given[:10],), {}), 5, batch.source)
+    assert not lists
+
+
+def test_time_first_is_not_several_rows_of_an_example():
+    batch = Batch(list(torch.rand(5, 10)))
+    lists = RowLists()
+    assert torch.equal(lists.encode(((batch.made.t(),), {}), 5, batch.source)[0][0], batch.made)
+    assert not lists
 
 
 def test_a_boolean_mask_is_found_again_in_a_padded_batch():

@@ -45,13 +45,14 @@ def main(grid, context):
     print("replies", [reply.has_error() for reply in replies])
 """,
     "client_app.py": """
+import os
 import pathlib
 from flwr.clientapp import ClientApp
 app = ClientApp()
 
 @app.train()
 def train(message, context):
-    pathlib.Path({sign!r}).write_text(pathlib.Path(context.node_config["train"]).read_text())
+    pathlib.Path({sign!r}).write_text(pathlib.Path(os.environ["FASTDP_NODE_FILE"]).read_text())
     return message
 """,
 }

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from fastdp.federated import FederatedConfig
-from fastdp.federated.policy import NodePolicy, NodeSettingError, client_settings
+from fastdp.federated.policy import NODE_FILE, NodePolicy, NodeSettingError, client_settings
 from tests.cases import cases
 
 NEEDED = {"model": "m", "output": "o", "eval": "e"}
@@ -222,6 +222,21 @@ def test_a_deployed_client_perturbs_though_the_server_says_none(settings, node, 
     assert card["settings"]["epsilon"] == 1.0
     assert card["tokens"]["private"] == card["tokens"]["all"]
     assert [row["accepted"] for row in rows] == [1, 1]
+
+
+def test_a_deployed_client_reads_its_own_file_alone(settings, node, tmp_path, monkeypatch):
+    """Any user of a node's machine can take a task from Flower, and leave another context, or none, for the next."""
+    own = tmp_path / "node.toml"
+    own.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in node.items()))
+    monkeypatch.setenv(NODE_FILE, str(own))
+    settings = settings | {"rounds": 1, "perturbation": "none"}
+    handed = ({}, {"num-partitions": 1}, node | {"perturbation": "none", "state": str(tmp_path / "theirs")})
+    for number, each in enumerate(handed):
+        _, (row,) = server(settings | {"output": str(tmp_path / f"out-{number}")}, [deployed(settings, each)])
+        assert row["accepted"] == 1
+        card = json.loads((tmp_path / "state" / "client-0" / "card.json").read_text())
+        assert card["tokens"]["private"] == card["tokens"]["all"]
+    assert not (tmp_path / "theirs").exists()
 
 
 def test_a_refused_client_trains_nothing_and_says_no_more_than_it_may(settings, node, tmp_path, caplog):

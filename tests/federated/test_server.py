@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load
+from safetensors.torch import load, load_file, save_file
 
 pytest.importorskip("flwr", reason="flwr is the optional extra 'federated', for Python 3.11 or later")
 
 from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 
-from fastdp.accounting import Card, Ledger, dpsgd
+from fastdp.accounting import Card, Ledger, dpsgd, verify
 from fastdp.federated import FederatedConfig, aggregation, client as client_app, server
 from fastdp.federated.refusal import ClientRefusal
 from fastdp.federated.server import Server
@@ -45,7 +45,7 @@ def one_round(settings, grid, **changes):
     return row
 
 
-def test_a_run_lowers_perplexity_and_leaves_what_it_says(settings):
+def test_a_run_lowers_perplexity_and_leaves_what_it_says(settings, tmp_path):
     grid = federation(settings, 3)
     run(settings, grid)
     rows = rows_of(settings)
@@ -55,6 +55,11 @@ def test_a_run_lowers_perplexity_and_leaves_what_it_says(settings):
     for name in ("adapter", "run_card.json", "run_card.md", "server.safetensors"):
         assert (output / name).exists(), name
     assert "clients train on their texts as they are" in (output / "run_card.md").read_text()
+    # The card is of these weights.
+    assert verify(output / "run_card.json", weights=output / "adapter")
+    altered = {name: tensor + 1 for name, tensor in load_file(output / "adapter" / "adapter_model.safetensors").items()}
+    save_file(altered, tmp_path / "altered.safetensors")
+    assert not verify(output / "run_card.json", weights=tmp_path / "altered.safetensors")
     readable = {path.name for path in output.iterdir() if path.stat().st_mode & 0o077}
     assert readable == {"adapter", "run_card.json", "run_card.md"}
     assert not [path for path in (output, *output.glob("clients/*")) if path.stat().st_mode & 0o077]

@@ -231,6 +231,28 @@ def standardised_in_loop() -> Case:
     return outside(kit.mlp(), kit.numbers(), loss=lambda m, b: F.cross_entropy(m(_standardise(b[0])), b[1]))
 
 
+def _contrasted(model: Any, batch: Any) -> torch.Tensor:
+    """SimCLR: two views of each example in one call, all others are negatives."""
+    z = F.normalize(model(torch.cat([batch[0], batch[0].flip(1)])), dim=-1)
+    rows = torch.arange(len(z))
+    return F.cross_entropy((z @ z.T - 1e4 * torch.eye(len(z))) / 0.5, rows.roll(len(batch[0])))
+
+
+def _rolled(model: Any, batch: Any) -> torch.Tensor:
+    """The next example of the batch as the negative of each."""
+    views = torch.cat([batch[0], batch[0].flip(1), batch[0].roll(1, 0)])
+    return F.triplet_margin_loss(*model(views).chunk(3))
+
+
+CONCATENATED = {"views_contrasted_in_loop": _contrasted, "negatives_rolled_in_loop": _rolled}
+register_all(
+    CONCATENATED,
+    lambda loss: outside(kit.mlp(), kit.numbers(), loss=loss),
+    expect="refused: loop or " + COUPLED,
+    why="the loss of a row depends on other rows",
+)
+
+
 @program("refused: collator or " + COUPLED, "rows are mixed")
 def mixup_in_collator() -> Case:
     """Mixup in the collator."""

@@ -534,3 +534,67 @@ ONE_LINE: dict[str, Any] = {
     ),
 }
 register_all(ONE_LINE, lambda build: build())
+
+
+def graphs(count: int = ROWS, nodes: int = 0) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Rings of three to seven nodes, or all of so many: features, edges, class."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [nodes or 3 + n % 5 for n in range(count)]
+    rings = [torch.stack([torch.arange(n), (torch.arange(n) + 1) % n]) for n in sizes]
+    return [(torch.rand(len(r[0]), 6, generator=generator), r, n % kit.CLASSES) for n, r in enumerate(rings)]
+
+
+def disjoint_union(rows: list[Any]) -> dict[str, torch.Tensor]:
+    """One graph of all, as graph libraries collate: nodes one after another, and the graph of each."""
+    sizes = torch.tensor([len(x) for x, _, _ in rows])
+    starts = sizes.cumsum(0) - sizes
+    return {
+        "x": torch.cat([x for x, _, _ in rows]),
+        "edges": torch.cat([edges + start for (_, edges, _), start in zip(rows, starts)], 1),
+        "graph": torch.arange(len(rows)).repeat_interleave(sizes),
+        "y": torch.tensor([y for _, _, y in rows]),
+    }
+
+
+def _convolved(self: Any, x: torch.Tensor, edges: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
+    hidden = self.first(x)
+    hidden = F.relu(hidden + torch.zeros_like(hidden).index_add(0, edges[1], hidden[edges[0]]))
+    count = torch.bincount(graph)
+    return self.last(hidden.new_zeros(len(count), kit.WIDTH).index_add(0, graph, hidden) / count[:, None])
+
+
+def _instances(rows: list[Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    made = disjoint_union(rows)
+    return made["x"], torch.bincount(made["graph"]), made["y"]
+
+
+def _attended(self: Any, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    parts = F.relu(self.first(x)).split(sizes.tolist())
+    return self.last(torch.stack([(self.score(part).softmax(0) * part).sum(0) for part in parts]))
+
+
+def _of_graphs(model: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch["x"], batch["edges"], batch["graph"]), batch["y"])
+
+
+def _layers(**parts: nn.Module) -> dict[str, nn.Module]:
+    return {"first": nn.Linear(6, kit.WIDTH), "last": nn.Linear(kit.WIDTH, kit.CLASSES), **parts}
+
+
+#: Collators that join what examples have several of: the model, what it makes, the collator, and the loop's loss.
+JOINED: dict[str, tuple[Any, ...]] = {
+    "graphs": (lambda: kit.Wrapped(_convolved, **_layers()), 0, disjoint_union, _of_graphs),
+    "graphs_of_one_size": (lambda: kit.Wrapped(_convolved, **_layers()), 6, disjoint_union, _of_graphs),
+    "bags_of_instances": (
+        lambda: kit.Wrapped(_attended, **_layers(score=nn.Linear(kit.WIDTH, 1))),
+        0,
+        _instances,
+        lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]),
+    ),
+}
+register_all(
+    JOINED,
+    lambda parts: outside(parts[0](), graphs(nodes=parts[1]), parts[2], parts[3]),
+    expect="one-example",
+    why="no slice of the joined tensor belongs to one row: each example is collated alone",
+)

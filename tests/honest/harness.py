@@ -8,6 +8,7 @@ whole loop where the loop is the point. The decorator states the outcome: the fa
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import io
@@ -31,6 +32,7 @@ from fastdp.bench.record import markdown
 from torch.utils.data import DataLoader
 
 import fastdp
+from fastdp.calls.batches import tensors
 
 FAMILIES = ("stock", "adapters", "custom", "losses", "data", "draws", "loops", "trainers", "coupled")
 #: Relative error of a clipped sum in float32 against float64 autograd; about 1e-5 of it is the certified clip's.
@@ -305,16 +307,30 @@ def sum_error(build: Callable[[], Case]) -> float:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=rate)
     method = fastdp.DPSGD(max_grad_norm=bound)
     _, _, loader = run.start(optimizer=optimizer, method=method, noise_multiplier=0.0, target_delta=None, epochs=1)
+    # Of another number of rows than any batch.
+    few, evaluated = collate(items[:3]), []
     try:
         for batch in loader:
             run.loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
+        evaluated.append(_evaluated(case, few))
     finally:
         run.private.detach()
+    evaluated.append(_evaluated(case, few))
+    if not all(torch.allclose(a, b, equal_nan=True) for a, b in zip(*evaluated, strict=True)):
+        raise ValueError("evaluation gives something else while the run is private")
     after = dict(model.named_parameters())
     moved = torch.cat([(before[n].double() - after[n].detach().double()).flatten() for n in before]) * BATCH / rate
     return float((moved - truth).norm() / (scales * sizes).norm())
+
+
+def _evaluated(case: Case, batch: Any) -> list[torch.Tensor]:
+    """What the loop computes of a batch in evaluation mode."""
+    mode = case.model.training
+    found = list(tensors(case.loss(case.model.eval(), copy.deepcopy(batch))))
+    case.model.train(mode)
+    return [t.detach() for t in found]
 
 
 def run_plainly(chosen: Program) -> None:

@@ -569,6 +569,18 @@ def _compiled(in_place: bool) -> Case:
     return Case(mlp(), numbers(), None, options=MEAN, loop=loop)
 
 
+def _clamped() -> Case:
+    """Weights between two bounds, as critics and non-negative layers have them."""
+
+    def loop(run: Run) -> None:
+        model, optimizer, loader = run.start()
+        optimizer.register_step_post_hook(lambda *_: model[0].weight.data.clamp_(-0.2, 0.2))
+        list(steps(model, optimizer, loader, crossentropy))
+
+    return Case(mlp(), numbers(), None, options=MEAN, loop=loop)
+
+
+register("weights_clamped_by_a_hook", _clamped)
 register("compiled_in_place", lambda: _compiled(True))
 register("compiled_before", lambda: _compiled(False))
 

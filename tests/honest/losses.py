@@ -411,3 +411,90 @@ ONE_LINE: dict[str, Any] = {
     ),
 }
 register_all(ONE_LINE, lambda build: build())
+
+
+def _side_by_side(*tensors: torch.Tensor) -> torch.Tensor:
+    """Several rows of each example as a batch: the loop's own `view`."""
+    return torch.stack(tensors, 1).flatten(0, 1)
+
+
+def _preferred(model: Any, batch: Any) -> torch.Tensor:
+    """Direct preference optimisation, written out: chosen and rejected texts in one call, summed log-likelihoods."""
+    ids = torch.cat([batch["input_ids"], batch["labels"]])
+    mask = (ids != 0).long()
+    scores = model(input_ids=ids, attention_mask=mask).logits[:, :-1].log_softmax(-1)
+    found = (scores.gather(-1, ids[:, 1:, None])[..., 0] * mask[:, 1:]).sum(-1)
+    chosen, rejected = found.split(len(batch["labels"]))
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def _chosen_and_rejected(rows: list[Any]) -> dict[str, torch.Tensor]:
+    texts = [row["input_ids"] for row in rows]
+    ids = kit.padded([torch.tensor(t) for t in (*texts, *([(w * 7) % 90 + 5 for w in t[:-2]] for t in texts))])
+    return {"input_ids": ids[: len(rows)], "labels": ids[len(rows) :]}
+
+
+def _crops(rows: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    crops = [torch.stack([x[:, i : i + 12, j : j + 12] for i in (0, 4) for j in (0, 4)]) for x, _ in rows]
+    return torch.stack(crops), torch.tensor([y for _, y in rows])
+
+
+def _doubled(model: Any, batch: Any) -> torch.Tensor:
+    """R-Drop as published: each batch twice, one after the other."""
+    logits = model(torch.cat([batch[0], batch[0]]))
+    one, two = logits.chunk(2)
+    loss = F.cross_entropy(logits, torch.cat([batch[1], batch[1]]))
+    return loss + 0.5 * (divergence(one, two) + divergence(two, one))
+
+
+#: Loops that make several rows of each example and call the model once: model, rows, collator, loss.
+SEVERAL_ROWS: dict[str, tuple[Any, ...]] = {
+    "triplets": (
+        lambda: kit.mlp(4),
+        kit.numbers,
+        None,
+        lambda m, b: F.triplet_margin_loss(*m(torch.cat([b[0][:, :4], b[0][:, 4:8], b[0][:, 8:]])).chunk(3)),
+    ),
+    "rdrop": (kit.mlp, kit.numbers, None, _doubled),
+    "preferences": (kit.gpt2, kit.id_rows, _chosen_and_rejected, _preferred),
+    "rewards": (
+        lambda: kit.mlp(12, 1),
+        kit.numbers,
+        None,
+        lambda m, b: -F.logsigmoid(-m(torch.cat([b[0], b[0].flip(1)])).view(2, -1).diff(dim=0)).mean(),
+    ),
+    "crops": (
+        kit.convnet,
+        kit.images,
+        _crops,
+        lambda m, b: F.cross_entropy(m(b[0].flatten(0, 1)).view(len(b[1]), 4, -1).mean(1), b[1]),
+    ),
+    "interleaved": (
+        kit.mlp,
+        kit.numbers,
+        None,
+        lambda m, b: F.cross_entropy(m(_side_by_side(b[0], b[0].flip(1))), b[1].repeat_interleave(2)),
+    ),
+    "model_losses": (
+        kit.bert,
+        kit.labelled,
+        kit.classify,
+        lambda m, b: m(**{name: torch.cat([t, t]) for name, t in b.items()}).loss,
+    ),
+}
+register_all(
+    SEVERAL_ROWS,
+    lambda parts: Case(
+        parts[0](), parts[1](), parts[2], parts[3], options=kit.MEAN if parts[0] is not kit.bert else {}
+    ),
+    suffix="_concatenated_in_loop",
+)
+register(
+    "noisy_views_in_loop",
+    lambda: outside(
+        kit.mlp(),
+        kit.numbers(),
+        loss=lambda m, b: F.cross_entropy(m(torch.cat([b[0], b[0] + 0.1 * torch.randn_like(b[0])])), b[1].repeat(2)),
+        exact=False,
+    ),
+)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 import fastdp
 from fastdp.engine.errors import SelfCheckError
@@ -273,3 +274,42 @@ def test_detach_restores_model_and_optimizer() -> None:
     optimizer.step()
     assert all(torch.allclose(p, e) for p, e in zip(model.parameters(), expected))
     start(model, loader(data, collate_fn=torch.utils.data.default_collate), optimizer)
+
+
+class TimeFirst(nn.Module):
+    """Logits of the last step of ids ``[tokens, rows]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Embedding(20, 8), nn.LSTM(8, 8), nn.Linear(8, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        last: torch.Tensor = self.head(self.layer(self.embed(ids))[0][-1])
+        return last
+
+
+@cases(
+    "model, rows, call, other",
+    [
+        (TimeFirst(), torch.randint(20, (24, 7)), lambda x: x.t(), torch.randint(20, (7, 5))),
+        (nn.Linear(6, 3), torch.rand(24, 6), lambda x: torch.cat([x] * 6), torch.rand(5, 6)),
+    ],
+)
+def test_evaluation_between_steps_takes_inputs_as_they_are(
+    model: nn.Module, rows: torch.Tensor, call: Callable[[torch.Tensor], torch.Tensor], other: torch.Tensor
+) -> None:
+    """Training passes put rows first."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = DataLoader(TensorDataset(rows), batch_size=8)
+    options: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3, "epochs": 1, "loss_reduction": "mean"}
+    private = fastdp.make_private(model, optimizer, batches, **options)
+    for (x,) in private.data_loader:
+        private.model(call(x)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        training = private.model(other)
+    found = private.model.eval()(other)
+    private.detach()
+    for result in (training, found):
+        torch.testing.assert_close(result, model(other))

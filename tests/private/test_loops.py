@@ -484,3 +484,22 @@ def test_a_row_of_padding_without_a_gradient_takes_no_noise(reads: bool) -> None
     logical_step(private)
     moved = (model.table.weight.detach() != before).any(1)
     assert moved.tolist() == [reads] + [True] * 8
+
+
+@cases("before", [True, False])
+def test_a_hook_of_step_may_clamp_weights_and_the_card_says_so(before: bool) -> None:
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def clamp(*_: Any) -> None:
+        model.first.weight.data.clamp_(-0.125, 0.125)
+
+    if before:
+        optimizer.register_step_post_hook(clamp)
+    private = start(model, optimizer=optimizer, max_physical_batch_size=2, **PRIVATE)
+    if not before:
+        optimizer.register_step_post_hook(clamp)
+    spend(private)
+    assert bool((model.first.weight.abs() <= 0.125).all())
+    assert any("hooks of optimizer.step()" in sentence for sentence in private.card()["assumptions"])
+    assert fastdp.accounting.verify(private.card())

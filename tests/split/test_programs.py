@@ -86,7 +86,7 @@ def test_certificates_command(tmp_path):
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["alice", "authority", "vendor"]
     again = run("split", "certificates", tmp_path / "c", "--customer", "alice").output
     assert "has all of these already" in " ".join(again.split())
-    assert "cannot name a customer" in refused("split", "certificates", tmp_path / "c", "--customer", "../x")
+    assert "cannot name a client" in refused("split", "certificates", tmp_path / "c", "--customer", "../x")
 
 
 @pytest.mark.parametrize(

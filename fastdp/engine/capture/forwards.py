@@ -117,7 +117,7 @@ class RootForward(_Forward):
         self, model: torch.nn.Module, train: Callable[[Any, Any], Any], trains: Callable[[], bool], lists: RowLists
     ):
         super().__init__(model)
-        self._trains, given = trains, self.given
+        self._trains, self._given_order, given = trains, lists.as_given, self.given
 
         def plain(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = lists.decode((args, kwargs))
@@ -135,7 +135,7 @@ class RootForward(_Forward):
         self.place()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._train(args, kwargs) if self._trains() else self.plain(*args, **kwargs)
+        return self._given_order(self._train(args, kwargs)) if self._trains() else self.given(*args, **kwargs)
 
 
 class RootCall:

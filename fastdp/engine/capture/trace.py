@@ -19,7 +19,7 @@ from fastdp.calls.outputs import OutputRows
 from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state, seeded
 from fastdp.engine.capture.follow import Follow
 from fastdp.engine.capture.intercept import OPERATIONS, operand
-from fastdp.engine.errors import Differentiates, FlatBags, UnsupportedUse, Untraceable
+from fastdp.engine.errors import Differentiates, UnsupportedUse, Untraceable
 from fastdp.engine.loss.losses import LOSSES
 from fastdp.engine.uses.logits import Logits, Source
 from fastdp.engine.uses.rows import BatchAxis, BroadcastLayout, RowAxis, fold_between
@@ -254,7 +254,7 @@ class _Recorder(Follow):
         if func in (torch.autograd.grad, torch.Tensor.backward):
             raise Differentiates("the model differentiates inside its own forward pass")
         if func is F.embedding_bag and given[0] not in self.data and any(t in self.data for t in given[2:]):
-            raise FlatBags(
+            raise Untraceable(
                 f"{self.names.get(id(given[1]), 'an embedding bag')}: flat ids beside offsets cannot be cut into rows; pad ids "
                 "to [rows, tokens] and set padding_idx"
             )
