@@ -307,7 +307,9 @@ def add_noise(draw: Draw) -> Compared:
         return (x.double() - on_grid(before, std, at, first).to(x.dtype).double()).abs(), torch.zeros(x.shape)
     z = standard_normals(at, x.numel(), first).view(x.shape)
     truth = before.double() + std * z
-    return within(x, truth, truth.abs() * HALF[x.dtype] + std * NORMAL * (z.abs() + 1), 1.0)
+    # Below the smallest normal number a type rounds by one step, whatever is rounded.
+    size = truth.abs().clamp(min=torch.finfo(x.dtype).smallest_normal)
+    return within(x, truth, size * HALF[x.dtype] + std * NORMAL * (z.abs() + 1), 1.0)
 
 
 def clip_noise(draw: Draw) -> Compared:

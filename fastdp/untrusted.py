@@ -6,6 +6,7 @@ Standard library and PyYAML only. `read_text` and the parsers bound what enters;
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import math
@@ -29,9 +30,25 @@ PAGE_POLICY = (
 MAX_FILE, MAX_YAML = 1 << 28, 1 << 22
 #: Most values of a YAML document with every alias written out; and how deep those of YAML and JSON may be nested.
 MAX_YAML_NODES, MAX_DEPTH = 20_000, 64
+#: Most layers, heads or experts of a model, most positions, and most characters or tokens that a tokenizer makes of one.
+MAX_PARTS, MAX_POSITIONS, MAX_GROWTH = 1 << 15, 1 << 24, 10_000
 
+#: Settings of a model's config that count what is built of it whatever its weights hold, and the most of each.
+_COUNTS = (
+    (re.compile(r"(^|_)(layers?|heads?|experts|blocks|depth)$|^attention_types$"), MAX_PARTS),
+    (re.compile(r"positions?(_embeddings)?$|^rotary_dim$"), MAX_POSITIONS),
+)
+#: Of a tokenizer the parts that hold others, and how many characters those of fixed rules make of one.
+_SEQUENCES = ("normalizers", "pretokenizers", "processors", "decoders")
+_GROWTH = {"BertNormalizer": 12, "ByteLevel": 4, "Lowercase": 2, "NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18}
+#: Expressions that may match nothing, and so between any two characters.
+_MAY_BE_EMPTY = re.compile(r"[*?|^$]|\\[AbBGzZK]|\{0?,|\{0\}")
 _MARKDOWN = re.compile(r"[\\`\[\]]|(?<! )\*|\*(?! )|(?<![^\W_])_|_(?![^\W_])|<(?=[A-Za-z/!?])|&(?=[#\w]+;)")
 _MARKDOWN_BLOCK = re.compile(r"^(#|>|~|[-+=](?=[-+=\s]|$)|\d+(?=[.)](?:\s|$)))")
+
+
+class FolderRejected(ValueError):
+    """A model's folder that is not read, and why."""
 
 
 def escape_controls(text: str, *, keep_lines: bool = False) -> str:
@@ -175,13 +192,16 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
         options: for ``from_pretrained``.
 
     Raises:
-        ValueError: for a name that nothing has, a model that needs code of its own, and a folder whose config names a repository
-            of code or weights, or files that a library fails on.
+        FolderRejected: for a folder whose config names a repository or counts too much, or whose tokenizer may grow a text
+            beyond `MAX_GROWTH`.
+        ValueError: for a name that nothing has, a model that needs code of its own, and files that a library fails on.
     """
     place = Path(name)
     _check_folder(place)
     local = {"local_files_only": True} if place.is_dir() else {}
     try:
+        for path in place.glob("tokenizer*.json") if auto.__name__ == "AutoTokenizer" else ():
+            _check_tokenizer(parse_json(read_bytes(path), constants=True))
         return auto.from_pretrained(name, trust_remote_code=False, **local, **options)
     except RuntimeError as error:
         if "mismatched_sizes" in str(error):
@@ -209,7 +229,7 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
         raise ValueError(f"cannot load {name}: a library failed on its files ({said})") from None
 
 
-def load_tokenizer(name: str | os.PathLike[str]) -> Any:
+def load_pretrained_tokenizer(name: str | os.PathLike[str]) -> Any:
     """The tokenizer of a model, as `load_pretrained` loads it. Raises ValueError where a model's folder has none of use."""
     from transformers import AutoTokenizer
 
@@ -217,6 +237,8 @@ def load_tokenizer(name: str | os.PathLike[str]) -> Any:
     lack = f"{name} has no tokenizer that can be loaded: put the tokenizer's files beside the model's"
     try:
         tokenizer = load_pretrained(AutoTokenizer, name)
+    except FolderRejected:
+        raise
     except (OSError, ValueError):
         if not (Path(name) / "config.json").is_file():
             raise
@@ -269,7 +291,7 @@ class _BoundedTextLoader(_BoundedComposer, yaml.BaseLoader):
 
 
 def _check_folder(place: Path) -> None:
-    """Refuse a file in place of a model's folder, and a config that cannot be read or names other repositories."""
+    """Refuse a file in place of a model's folder, and a config that cannot be read or that `check_config` refuses."""
     config = place / "config.json"
     if place.is_file():
         raise ValueError(f"model {place} is a file: name the folder that holds it")
@@ -278,15 +300,47 @@ def _check_folder(place: Path) -> None:
             settings = parse_json(read_bytes(config, MAX_YAML), constants=True)
         except json.JSONDecodeError:
             raise ValueError(f"{config} holds no JSON: copy it again") from None
-        _check_config(settings)
+        check_config(settings)
 
 
-def _check_config(config: Any) -> None:
-    """Refuse a model's config that has transformers look up a repository besides the model's own."""
+def check_config(config: Any) -> None:
+    """Raise FolderRejected for a model's config that names another repository, or counts parts of which no model has as many."""
     for key, value in config.items() if isinstance(config, dict) else ():
         if key.endswith("_implementation") and "/" in str(value) or key == "use_pretrained_backbone" and value:
-            raise ValueError(f"its config.json names another repository: remove {key}")
-        _check_config(value)
+            raise FolderRejected(f"its config.json names another repository: remove {key}")
+        # GPT-Neo's pairs of kinds of attention, and how many layers each is repeated for.
+        counted = max((pair[1] for pair in value), default=0) if key == "attention_types" else value
+        most = next((most for name, most in _COUNTS if name.search(key)), math.inf)
+        if isinstance(counted, (int, float)) and counted > most:
+            raise FolderRejected(
+                f"its config.json has {quote(key)} {quote(counted, 20)}: no model has more than {most}"
+            )
+        check_config(value)
+
+
+def _check_tokenizer(parts: dict[str, Any]) -> None:
+    """Refuse a tokenizer that may make `MAX_GROWTH` times as much of a text, as that of a few kilobytes could hold for hours."""
+    encoding = math.prod(_growth(parts.get(name)) for name in ("normalizer", "pre_tokenizer", "post_processor"))
+    if max(encoding, _growth(parts.get("decoder"))) > MAX_GROWTH:
+        raise FolderRejected(f"its tokenizer may grow a text more than {MAX_GROWTH}-fold: use the published model's")
+
+
+def _growth(part: Any) -> float:
+    """The most characters or tokens that a part of a tokenizer makes of one."""
+    if not isinstance(part, dict):
+        return 1.0
+    found = math.prod(_growth(inner) for key in _SEQUENCES for inner in part.get(key) or ())
+    found *= _GROWTH.get(part.get("type", ""), 1) * (1.0 + len(part.get("prepend") or ""))
+    if pattern := part.get("pattern"):  # without content it cuts, and adds nothing
+        made, literal = len(part.get("content") or ""), pattern.get("String")
+        beside = not literal and _MAY_BE_EMPTY.search(pattern.get("Regex", "*")) is not None
+        found *= max(1, made / len(literal or " ") + beside)
+    if charsmap := base64.b64decode(part.get("precompiled_charsmap") or ""):
+        trie = int.from_bytes(charsmap[:4], "little")
+        found *= max(len(piece.decode(errors="replace")) for piece in charsmap[4 + trie :].split(b"\0")) or 1
+    tokens = {name: len(special["ids"]) for name, special in dict(part.get("special_tokens") or {}).items()}
+    templates = (part.get(key) or () for key in ("single", "pair"))
+    return found * max(1.0, *(sum(tokens.get(p.get("SpecialToken", {}).get("id"), 1) for p in t) for t in templates))
 
 
 def _is_visible(character: str) -> bool:

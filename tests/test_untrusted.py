@@ -1,5 +1,6 @@
 """What other parties wrote, everywhere it is read or shown: bounded, parsed strictly, and inert on screens and pages."""
 
+import base64
 import contextlib
 import copy
 import io
@@ -25,7 +26,8 @@ from fastdp.audit.saved import load_saved
 from fastdp.cli import app
 from fastdp.commands.refusal import PlainConsole, style_message
 from fastdp.finetune import ConfigError
-from fastdp.finetune.config import load_config
+from fastdp.finetune.config import FinetuneConfig, load_config
+from fastdp.finetune.models import load_tokenizer
 from fastdp.finetune.report import build_report
 from tests.cases import cases
 from tests.finetune.test_report import made
@@ -421,6 +423,44 @@ def test_a_model_s_files_that_a_library_fails_on_are_refused_in_a_sentence(tmp_p
     auto = transformers.AutoModelForCausalLM if file == "config.json" else transformers.AutoTokenizer
     with pytest.raises((ValueError, RuntimeError, OSError)):
         untrusted.load_pretrained(auto, folder)
+
+
+LETTER = {"SpecialToken": {"id": "E", "type_id": 0}}
+GROWING = {
+    "replacements": {"normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}] * 3},
+    "nothing": {"normalizers": [{"type": "Replace", "pattern": {"Regex": "(?=a)"}, "content": "a"}] * 40},
+    "prefixes": {"normalizers": [{"type": "Prepend", "prepend": "aaaa"}] * 20},
+    "nested": {"normalizers": [{"type": "Sequence", "normalizers": [{"type": "NFKC"}] * 5}]},
+    "map": {"precompiled_charsmap": base64.b64encode(b"\4\0\0\0trie" + b"x" * 20_000 + b"\0").decode()},
+    "bytes": {"pretokenizers": [{"type": "ByteLevel"}] * 40},
+    "template": {"single": [LETTER] * 1000, "special_tokens": {"E": {"id": "E", "ids": [0] * 1000}}},
+}
+
+
+@cases(
+    "file, change, words",
+    [
+        ("config.json", {"n_layer": 10**9}, "has 'n_layer' 1000000000: no model has more than"),
+        ("config.json", {"text_config": {"num_experts": 1e9}}, "has 'num_experts' 1000000000.0: no model"),
+        *(
+            ("tokenizer.json", {place: GROWING[name]}, "its tokenizer may grow a text")
+            for name, place in (
+                *((name, "normalizer") for name in ("replacements", "nothing", "prefixes", "nested", "map")),
+                *(("bytes", "pre_tokenizer"), ("template", "post_processor"), ("replacements", "decoder")),
+            )
+        ),
+    ],
+)
+def test_a_model_s_files_that_would_take_hours_are_refused(tmp_path_factory, file, change, words):
+    """A few kilobytes made 10^9 layers, or 10^9 characters of one."""
+    folder = tmp_path_factory.mktemp("model")
+    small_gpt2(folder, n_layer=1, n_embd=16)
+    path = folder / file
+    settings = {"decoders" if key == "normalizers" else key: value for key, value in change.get("decoder", {}).items()}
+    change = {**change, "decoder": settings} if settings else change
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ConfigError, match=words):
+        load_tokenizer(FinetuneConfig(model=str(folder)))
 
 
 def test_models_are_loaded_by_one_function_alone():

@@ -15,7 +15,7 @@ import fastdp.files as files
 from fastdp.commands.contributing import Contributing, show_contributing, show_displacement, with_contributing
 from fastdp.commands.progress import bar
 from fastdp.commands.refusal import console, quiet_libraries, refusing
-from fastdp.untrusted import load_pretrained, load_tokenizer
+from fastdp.untrusted import load_pretrained, load_pretrained_tokenizer
 
 if TYPE_CHECKING:
     from fastdp import TextPrivatizer
@@ -99,7 +99,7 @@ def privatize_command(
         counted = counts.column(text_column, "--text-column"), class_numbers(counts, label_column, classes)
         origin = chosen.admit(counted[0], {source: texts})
     table = load_pretrained(AutoModel, model).get_input_embeddings().weight
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_pretrained_tokenizer(model)
     cti = None if chosen is None else chosen.count(tokenizer, table.shape[0], *counted, len(classes), origin)
     if cti is not None:
         show_contributing(cti)

@@ -14,7 +14,7 @@ from fastdp.commands.certificates import add_certificate_commands
 from fastdp.commands.contributing import Contributing, show_contributing, show_displacement, with_contributing
 from fastdp.commands.progress import bar
 from fastdp.commands.refusal import console, errors, quiet_libraries, refusing, style_message
-from fastdp.untrusted import load_pretrained, load_tokenizer
+from fastdp.untrusted import load_pretrained, load_pretrained_tokenizer
 from fastdp.validate import positive
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def customer_command(
         folder,
         certificates,
         insecure=insecure,
-        tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
+        tokenizer=None if tokenizer is None else load_pretrained_tokenizer(tokenizer),
         published=published,
         fixed_length=fixed_length,
         learning_rate=learning_rate,
@@ -247,7 +247,7 @@ def load_model_and_tokenizer(name: str, classes: int, seed: int) -> tuple[Any, A
 
     torch.manual_seed(seed)
     model = load_pretrained(AutoModelForSequenceClassification, name, num_labels=classes, dtype=torch.float32)
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_pretrained_tokenizer(name)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.eos_token_id
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer

@@ -32,7 +32,7 @@ from fastdp.methods.selective import (
 )
 from fastdp.public import PublicGate
 from fastdp.tables import read_rows
-from fastdp.untrusted import load_pretrained, load_tokenizer
+from fastdp.untrusted import load_pretrained, load_pretrained_tokenizer
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def _detector(kind: str, names: str) -> PrivacyDetector:
     from transformers import AutoModelForTokenClassification
 
     model = load_pretrained(AutoModelForTokenClassification, kind)
-    return TokenClassificationDetector(model, load_tokenizer(kind))
+    return TokenClassificationDetector(model, load_pretrained_tokenizer(kind))
 
 
 def _quality(config: FederatedConfig, detector: PrivacyDetector, private: list[str]) -> DetectorQuality | None:

@@ -20,7 +20,7 @@ from fastdp.accounting.card import remove_base_path
 from fastdp.finetune.config import PAIRED, ConfigError, FinetuneConfig
 from fastdp.finetune.tasks import TASKS
 from fastdp.integrations.adapters import BottleneckConfig, fix_lora_projections, train_biases_only
-from fastdp.untrusted import load_pretrained
+from fastdp.untrusted import FolderRejected, load_pretrained
 from fastdp.validate import first_line
 
 #: The folder of a run's weights: of an adapter, and of a whole model.
@@ -38,7 +38,9 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
     """
     _check_folder(config.model)
     try:
-        tokenizer: PreTrainedTokenizerBase = untrusted.load_tokenizer(str(config.model))
+        tokenizer: PreTrainedTokenizerBase = untrusted.load_pretrained_tokenizer(str(config.model))
+    except FolderRejected as error:
+        raise ConfigError(f"{config.model} is no model that can be loaded: {error}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from None
     if tokenizer.pad_token is None:

@@ -19,7 +19,7 @@ from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.samples import continue_texts
 from fastdp.finetune.tasks import encode_rows, messages_column
 from fastdp.tables import DataError, Rows
-from fastdp.untrusted import load_pretrained, load_tokenizer, quote
+from fastdp.untrusted import load_pretrained, load_pretrained_tokenizer, quote
 
 #: The column of texts that a model writes without a prompt.
 TEXT = "text"
@@ -121,7 +121,7 @@ class Judge:
     """
 
     def __init__(self, encoder: str | Path, test: Labelled, max_length: int = 128) -> None:
-        self._tokenizer = load_tokenizer(encoder)
+        self._tokenizer = load_pretrained_tokenizer(encoder)
         self._model = load_pretrained(AutoModel, str(encoder)).eval()
         self._max_length = max_length
         self._test, self._labels = self.features(test[0]), test[1]

@@ -42,7 +42,7 @@ def clip_groups(
     Every coordinate gets the same noise, noise_multiplier times sqrt(sum_k C_k^2): K groups are one vector whose
     sensitivity is the norm of their bounds.
 
-    Raises ValueError for a parameter that no group holds, and for a group without a threshold.
+    Raises ValueError for a parameter that no group holds, a group without a threshold, and noise beyond float32's range.
     """
     group_of, names = _groups(parameters, groups)
     if isinstance(max_grad_norm, Mapping):
@@ -54,6 +54,11 @@ def clip_groups(
         # One threshold for several groups is the threshold of the whole, shared equally.
         bounds = (float(max_grad_norm) / math.sqrt(len(names)),) * len(names)
     std = noise_multiplier * math.hypot(*bounds)
+    if std and not 2.0**-100 <= std <= 2.0**100:
+        raise ValueError(
+            f"max_grad_norm {math.hypot(*bounds):g} times the noise multiplier {noise_multiplier:g} is beyond the range of "
+            "float32: choose a bound nearer to 1"
+        )
     return Policy(bounds, (std,) * len(bounds), group_of)
 
 

@@ -19,9 +19,11 @@ from fastdp.accounting.serialisation import canonical
 from fastdp.accounting.weights import named_digest
 from fastdp.methods.blocks import MODEL_TYPES
 from fastdp.methods.sap import Bottom, split_model
-from fastdp.untrusted import parse_json_object, quote
+from fastdp.untrusted import check_config, parse_json_object, quote
 
 FILE = "bottom.safetensors"
+#: Most bytes of what a bottom computes when it is built, such as rotary tables, which no file holds.
+_MOST_BUFFERS = 1 << 29
 #: Of a config's own keys those that do not travel: names and labels say nothing of a bottom, and layers are counted apart.
 _UNSENT = {
     *("_name_or_path", "architectures", "auto_map", "id2label", "label2id", "model_type", "transformers_version"),
@@ -65,14 +67,17 @@ def unpack_bottom(packed: PackedBottom, after: int) -> Bottom:
         with safe_open(packed.path, "pt") as file:  # type: ignore[no-untyped-call]
             shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             with torch.device("meta"):
-                expected = {
-                    name: list(value.shape) for name, value in _build(packed.config, after).state_dict().items()
-                }
+                empty = _build(packed.config, after)
+            expected = {name: list(value.shape) for name, value in empty.state_dict().items()}
+            if sum(buffer.nbytes for buffer in empty.buffers()) > _MOST_BUFFERS:
+                raise ValueError(f"its config asks for tables of more than {_MOST_BUFFERS} bytes")
             if shapes != expected:
                 raise ValueError("its weights are not those of its config")
             weights = {name: file.get_tensor(name) for name in shapes}
             if named_digest(weights) != packed.digest:
                 raise ValueError("its weights are not those that the vendor announced")
+            if not all(bool(torch.isfinite(value).all()) for value in weights.values()):
+                raise ValueError("its weights hold a NaN or an infinity, which no noise hides")
     except Exception as error:
         # Another's config may make transformers raise anything.
         raise ValueError(f"the bottom in {packed.path} cannot be used: {error}") from None
@@ -111,6 +116,7 @@ def _build(config: str, after: int) -> Bottom:
     kind = settings.pop("model_type", None)
     if unknown := settings.keys() - _keys(kind):
         raise ValueError(f"its config has the setting {quote(min(unknown))}, which no {kind} model has")
+    check_config(settings)
     if isinstance(settings.get("layer_types"), list):
         settings["layer_types"] = settings["layer_types"][:after]
     made = AutoConfig.for_model(kind, num_hidden_layers=after, **settings)

@@ -92,8 +92,8 @@ class Connection:
                     raise MessageRejected(details, code) from None
                 if time.monotonic() - begun + pause > self.patience:
                     raise ConnectionError(
-                        f"the vendor at {self.address} did not answer within {self.patience:g} seconds: check the address, and "
-                        "that both ends' certificates are of one authority and valid"
+                        f"the vendor at {self.address} did not answer within {self.patience:g} seconds ({details[:100]}): check "
+                        "the address, and both ends' certificates"
                     ) from None
             if pause >= _LONGEST_PAUSE and not warned:
                 warned = True

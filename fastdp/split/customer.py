@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import secrets
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -33,8 +34,8 @@ from fastdp.split.wire import Message, MessageRejected, Outgoing
 from fastdp.validate import usable_device
 
 RECORD, BOTTOM, LOSSES_FILE, STATEMENT_FILE = "customer.json", "bottom.json", "losses.jsonl", "statement.json"
-#: Steps begun anew one after another, without one taken, before it is no restart of the vendor's any more.
-_PATIENCE = 10
+#: Longest pause, in seconds, before a step is begun anew.
+_LONGEST_PAUSE = 2.0
 #: Room for headers in a message with rows.
 _HEADERS = 1 << 16
 
@@ -212,6 +213,7 @@ class SplitCustomer:
 
         Raises:
             ValueError: before `send`, or for logits that are not finite.
+            ConnectionError: for a vendor that takes no step for the time that patience lasts, as `Connection.call`.
         """
         labels = self._labels
         if labels is None:
@@ -219,19 +221,25 @@ class SplitCustomer:
         self._keep_to({"batch_size": self.batch_size})
         total = epochs * math.ceil(len(labels) / self.batch_size)
         losses: list[float] = []
-        step, failed = self._open()["step"], 0
+        step, failed, last = self._open()["step"], 0, math.inf
         with files.appending(self.folder / LOSSES_FILE) as log:
             while step < total:
                 try:
                     loss = self._step(step, labels)
                 except MessageRejected as refusal:
-                    # The vendor was killed, and holds the step's forward pass no more, or none of the last steps.
-                    failed += 1
-                    if refusal.code != "ABORTED" or failed > _PATIENCE:
+                    if refusal.code != "ABORTED":
                         raise
+                    # The vendor was killed or its disk is full: it holds the step's forward pass no more.
+                    failed += 1
+                    last = min(last, time.monotonic() + self._connection.patience)
+                    if time.monotonic() > last:
+                        raise ConnectionError(
+                            f"the vendor took no step for {self._connection.patience:g} seconds ({refusal}): its disk may be full"
+                        ) from None
+                    time.sleep(min(0.05 * 2**failed, _LONGEST_PAUSE))
                     step = self._open()["step"]
                     continue
-                step, failed = step + 1, 0
+                step, failed, last = step + 1, 0, math.inf
                 losses.append(loss)
                 log.write(canonical({"step": step, "loss": loss}) + "\n")
                 log.flush()
@@ -343,7 +351,10 @@ class SplitCustomer:
                 known = None if privatizer.cti is None else labels
                 private = privatizer(ids, attention_mask=mask, special_tokens_mask=added, labels=known)
                 hidden = self.bottom(private.to(self.device), **there)
-        return hidden.cpu()[mask.bool()].to(getattr(torch, self.dtype)), mask.sum(1).tolist()
+        rows = hidden.cpu()[mask.bool()].to(getattr(torch, self.dtype))
+        if not bool(torch.isfinite(rows).all()):
+            raise ValueError("the bottom gives a NaN or an infinity, which no noise hides: use another vendor or dtype")
+        return rows, mask.sum(1).tolist()
 
     def _encode(self, texts: Sequence[str], pairs: Sequence[str] | None) -> list[dict[str, list[int]]]:
         """Tokens of each text, and which of them the tokenizer added: those alone may leave as they are."""

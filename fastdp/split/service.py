@@ -107,7 +107,7 @@ class Service:
         try:
             reply = self._answer(chunks, context)
         except MessageRejected as refusal:
-            log.info("refused: %s", refusal)
+            log.info("refused: %s", str(refusal))
             context.abort(getattr(grpc.StatusCode, refusal.code), str(refusal))
         except grpc.RpcError:
             # The customer went away in the middle of its message.

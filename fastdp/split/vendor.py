@@ -453,7 +453,8 @@ def _room_on_disk() -> Iterator[None]:
         number = re.search(r"\(os error (\d+)\)", str(error))
         if (getattr(error, "errno", None) or (number and int(number[1]))) not in _FULL:
             raise
-        log.error("the disk is full: %s", error)
+        # Whoever kept the error itself, such as a collector of logs, would keep its call open.
+        log.error("the disk is full: %s", str(error))
         raise MessageRejected("the vendor's disk is full: come back later", "UNAVAILABLE") from error
 
 

@@ -31,14 +31,14 @@ _ROWS = 2
 
 @dataclass(frozen=True)
 class _KnownScales(Policy):
-    """The method's groups with fixed scales for some units and 0 for others; records the squared norms."""
+    """The method's groups with fixed scales for some units and 0 for others; records the norms."""
 
     known: Mapping[int, float] = field(default_factory=dict)
-    seen: list[torch.Tensor] = field(default_factory=list)
+    seen: list[UpperNorms] = field(default_factory=list)
 
     def scales(self, upper: UpperNorms) -> torch.Tensor:
+        self.seen.append(upper)
         squared = upper.measured
-        self.seen.append(squared)
         known = torch.tensor([self.known.get(unit, 0.0) for unit in range(squared.shape[1])], device=squared.device)
         known = torch.where(torch.isfinite(squared).all(0), known, 0.0)
         return known.expand(squared.shape[0], -1).clone()
@@ -56,9 +56,8 @@ def check_engine(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]
         rows = list(rows[:_ROWS]) if len(rows) > 1 else [rows[0]] * 2
         batch, small = probe.rows(rows), Ticket(torch.arange(_ROWS), torch.ones(_ROWS), is_last=True)
     layout = small.layout(passes.device)
-    units = [unit for unit in range(layout.units) if float(layout.weights[unit]) > 0][:_ROWS]
-    if not probe.packed and rows[0] == rows[1]:
-        units = [0]
+    most = 1 if not probe.packed and rows[0] == rows[1] else _ROWS
+    units = [unit for unit in range(layout.units) if float(layout.weights[unit]) > 0][:most]
     weights = {unit: 1 / (1 + unit) for unit in units}
     policy, kept, names = passes.accumulator.policy, passes.accumulator, list(passes.read)
     scales = _KnownScales(policy.bounds, policy.stds, policy.group_of, policy.masks, known=weights)
@@ -91,8 +90,9 @@ def check_engine(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]
         if any(bool((g[own != unit].nan_to_num() != 0).any()) for g in alike):
             raise coupled(probe, call, 0 if probe.packed else rows[unit])
     low = dtypes.found or any(dtype.itemsize < 4 for dtype in read_dtypes(passes.model))
-    measured = {unit: float(scales.seen[0][:, unit].double().sum()) ** 0.5 for unit in units}
-    judge(measured, sizes, weights, residual, _LOW_PRECISION if low else _TOLERANCE)
+    measured = {unit: float(scales.seen[0].measured[:, unit].double().sum()) ** 0.5 for unit in units}
+    rounding = {unit: float(scales.seen[0].norms[:, unit].norm()) - measured[unit] for unit in units}
+    judge(measured, sizes, weights, residual, _LOW_PRECISION if low else _TOLERANCE, rounding)
 
 
 def _run_engine(passes: Passes, call: Call, ticket: Ticket, dtypes: LowPrecisionDetector) -> None:
@@ -101,8 +101,7 @@ def _run_engine(passes: Passes, call: Call, ticket: Ticket, dtypes: LowPrecision
         output, _ = passes.run_forward(call, ticket, verify=True)
     tops, seeds = starts(output, require_loss(output) if passes.returns_loss else None)
     seeds = seeds if passes.returns_loss else [seed / passes.scale(ticket) for seed in seeds]
-    # The logits beside a loss are let go of before its backward pass, as they are in a step.
-    del output
+    del output  # the logits beside a loss, before its backward pass, as in a step
     with repeatable(passes.model):
         torch.autograd.backward(tops, seeds)
 
@@ -113,20 +112,21 @@ def judge(
     weights: Mapping[int, float],
     residual: Mapping[str, torch.Tensor],
     tolerance: float,
+    rounding: Mapping[int, float],
 ) -> None:
-    """Raise `UnsupportedUse` if a norm or the sum is off by more than ``tolerance`` of its size."""
+    """Raise `UnsupportedUse` if a norm or the sum is off by more than ``rounding`` and ``tolerance`` of its size."""
     scale = {name: sum(weights[u] * own.get(name, 0.0) for u, own in sizes.items()) for name in residual}
     most = max(scale.values(), default=0.0)
-    # A gradient that vanishes next to the others is rounding noise: it is judged on their scale.
-    errors = {name: norm(gap) / max(scale[name], 1e-4 * most, 1e-30) for name, gap in residual.items()}
+    # Rounding is no fault: a gradient that vanishes is judged on the others' scale, and a record whose tokens cancel by its own.
+    spare = sum(weights[unit] * hidden for unit, hidden in rounding.items())
+    errors = {name: (norm(gap) - spare) / max(scale[name], 1e-4 * most, 1e-30) for name, gap in residual.items()}
     worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]), default="nothing")
     finite = True
     for unit, own in sizes.items():
         truth = math.hypot(*own.values())
         if not (math.isfinite(measured[unit]) or math.isfinite(truth)):
-            # An example that both find not to be finite takes no part.
-            finite = False
-        elif not abs(measured[unit] - truth) <= tolerance * truth + 1e-12:
+            finite = False  # an example that both find not to be finite takes no part
+        elif not abs(measured[unit] - truth) <= tolerance * truth + rounding[unit] + 1e-12:
             raise UnsupportedUse(
                 f"no rule fits how {worst} is read: an example's gradient norm is {measured[unit]:.6g} by the rules and "
                 f"{truth:.6g} by autograd"

@@ -40,6 +40,9 @@ def test_reads_flowers_run_config():
         ({"eval": ""}, "needs eval"),
         ({"client-delta": 1.0}, "client_delta is 1.0"),
         ({"threshold": 2.0}, "threshold is 2.0"),
+        # A client would make what the server asks for.
+        ({"bottleneck-size": 10**9}, "bottleneck_size is 1000000000"),
+        ({"threads": 10**6}, "threads is 1000000"),
     ],
 )
 def test_refused(settings, message):

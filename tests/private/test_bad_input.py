@@ -112,6 +112,14 @@ def test_refusals_before_the_start_leave_everything_as_it_was(tmp_path: Path) ->
             {"method": fastdp.NonPrivate(), "target_epsilon": 8.0, "target_delta": 1e-4},
             "cannot meet target_epsilon 8.0",
         ),
+        (
+            {"method": fastdp.DPSGD(1e300), "noise_multiplier": 1.0},
+            "max_grad_norm 1e.300 times the noise multiplier 1 is",
+        ),
+        (
+            {"method": fastdp.DPSGD(1e-29), "noise_multiplier": 1e-3},
+            "max_grad_norm 1e-29 times .* choose a bound nearer",
+        ),
         ({"method": fastdp.DPSGD(groups={"only": ["first.*"]})}, "no group's pattern matches .*'second.weight'"),
         (
             {"method": fastdp.DPSGD({"a": 1.0}, groups={"a": ["first.*"], "b": ["*"]})},

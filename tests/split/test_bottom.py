@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from fastdp.methods.sap import Bottom, split_model
 from fastdp.split.bottom import PackedBottom, check_published, pack_bottom, unpack_bottom
@@ -97,6 +98,27 @@ def test_a_config_builds_nothing_but_a_bottom_and_looks_nothing_up(settings, tmp
         unpack_bottom(hostile, 1)
     assert time.process_time() - begin < 5
     assert not asked
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "words"),
+    [
+        ("gptj", {"n_positions": 10**9}, "'n_positions' 1000000000: no model has more"),
+        ("gptj", {"n_positions": 1 << 24, "rotary_dim": 64}, "its config asks for tables of more"),
+        ("gpt_neo", {"attention_types": [[["global"], 10**8]]}, "'attention_types' 100000000: no model has more"),
+    ],
+    ids=str,
+)
+def test_a_config_asks_for_no_more_than_its_weights_show(kind, settings, words, tmp_path):
+    """What is computed when a bottom is built is in no file: a vendor's config took 12 GB of its customer."""
+    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    own = {"rotary_dim": 4} if kind == "gptj" else {"attention_types": [[["global"], 1]], "intermediate_size": 16}
+    config = AutoConfig.for_model(kind, max_position_embeddings=32, pad_token_id=0, **sizes, **own)
+    model = AutoModelForSequenceClassification.from_config(config)
+    packed = pack_bottom(split_model(model, 1)[0], tmp_path)
+    hostile = PackedBottom(packed.path, json.dumps(json.loads(packed.config) | settings), packed.digest)
+    with pytest.raises(ValueError, match=words):
+        unpack_bottom(hostile, 1)
 
 
 def test_a_vendor_sends_what_a_customer_takes(tmp_path):

@@ -1,7 +1,9 @@
 """The customer's side: each text is released once, whatever happens; and its run is the one it would be without stops."""
 
+import errno
 import json
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from tempfile import TemporaryDirectory
@@ -16,6 +18,7 @@ from fastdp.methods.sap import PrivateBottom, TextPrivatizer, split_model
 from fastdp.split import MessageRejected, SplitCustomer, SplitVendor
 from fastdp.split.connection import Connection
 from fastdp.split.customer import batch_of
+from fastdp.split.run import Run
 from fastdp.split.wire import Outgoing
 from tests.cases import cases
 from tests.elsewhere import elsewhere
@@ -406,6 +409,54 @@ def test_customers_at_once(service, customer_of, corpus):
     for customer, found in zip(customers, losses):
         batches = [batch_of(step, 24, 8, customer.seed) for step in range(6)]
         assert found == train_in_process(make_model(), customer.store, labels, batches)[0]
+
+
+@cases(("value", "words"), [(float("nan"), "its weights hold a NaN"), (3e38, "the bottom gives a NaN or an infinity")])
+def test_a_row_that_no_noise_hides_is_not_sent(value, words):
+    """The vendor saw which tokens were the word whose row it had chosen."""
+    texts, labels = make_texts(24)
+    with TemporaryDirectory() as place, mock.patch.dict(os.environ, {"FASTDP_STATE": f"{place}/state"}):
+        model = make_model()
+        with torch.no_grad():
+            model.get_input_embeddings().weight[9] = value
+        vendor = SplitVendor(model, f"{place}/vendor", tokenizer=make_tokenizer(), limits=LIMITS)
+        options = {"insecure": True, "tokenizer": make_tokenizer(), "batch_size": 8, "patience": 5.0}
+
+        def send(address):
+            with SplitCustomer(address, f"{place}/customer", **options) as customer:
+                customer.send(["w5 w1"] * 24, labels, noisy_rows(customer))
+
+        with vendor.serve("127.0.0.1:0", insecure=True) as service, pytest.raises(ValueError, match=words):
+            send(service.address)
+        held = vendor.customer("customer")
+        assert held is None or held.store.count == 0
+
+
+def test_training_waits_for_room_on_the_vendors_disk(service, customer_of, corpus, monkeypatch):
+    """It gave up after ten tries, within a second or two."""
+    texts, labels = corpus
+    customer = customer_of(service)
+    customer.send(texts, labels, noisy_rows(customer))
+    save, failures = Run.save, 12
+
+    def full(self, folder):
+        nonlocal failures
+        if self.step == 2 and failures > 0:
+            failures -= 1
+            raise OSError(errno.ENOSPC, "no space")
+        save(self, folder)
+
+    monkeypatch.setattr(Run, "save", full)
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
+    assert len(customer.train(1)) == 3
+    assert failures == 0
+    customer.close()
+    customer = customer_of(service, patience=0.5)
+    customer.send(texts, labels, noisy_rows(customer))
+    monkeypatch.setattr(Run, "save", mock.Mock(side_effect=OSError(errno.ENOSPC, "no space")))
+    with pytest.raises(ConnectionError, match="did not answer within 0.5|took no step for 0.5 seconds"):
+        customer.train(2)
 
 
 class Lying(SplitVendor):

@@ -101,3 +101,26 @@ def test_rounding_and_dropout_are_no_wrong_rule(dtype: torch.dtype) -> None:
     model = Words(lambda h: F.dropout(h, 0.5)).to(dtype)
     engine = trained(model, sentences())
     assert engine.route == "uses", engine.reason
+
+
+class Bag(nn.Module):
+    """The sum of a text's tokens, each through one matrix of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 80, bias=False)
+        nn.init.zeros_(self.layer.weight)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return {"loss": F.binary_cross_entropy_with_logits(self.layer(x).sum((1, 2)) / 80**0.5, y)}
+
+
+@pytest.mark.parametrize("ratio", [1e5, 1e6])
+def test_tokens_that_cancel_are_no_wrong_rule(ratio: float) -> None:
+    """Where rounding hides a unit's gradient, its route was left, and the bounds of all others moved with it."""
+    generator = torch.Generator().manual_seed(2)
+    base, kept = (F.normalize(torch.randn(12, 1, 8, generator=generator), dim=2) for _ in range(2))
+    signs = torch.tensor([1.0, -1.0]).repeat(4)[:, None]
+    x = ratio * base * signs + kept / 8
+    engine = trained(Bag(), {"x": x, "y": torch.ones(12)})
+    assert engine.route == "uses", engine.reason

@@ -250,7 +250,7 @@ def test_masks_follow_the_model():
     assert any(not torch.equal(first[n], private.outcome[n]) for n in first)
 
 
-@given(st.floats(1e-300, 1e300), st.floats(0.1, 10))
+@given(st.floats(1e-28, 1e28), st.floats(0.1, 10))
 def test_without_a_mask_the_noise_is_that_of_one_bound_to_the_last_bit(bound, multiplier):
     policy = RapFT(public(), max_grad_norm=bound).policy({"w": torch.ones(4)}, multiplier)
     assert (policy.bounds, policy.stds) == ((bound,), (multiplier * bound,))
