@@ -231,6 +231,24 @@ def standardised_in_loop() -> Case:
     return outside(kit.mlp(), kit.numbers(), loss=lambda m, b: F.cross_entropy(m(_standardise(b[0])), b[1]))
 
 
+@program(COUPLED, "the mean activation of the batch is every row's")
+def sparse_autoencoder() -> Case:
+    """A penalty on each unit's mean activation, weighed as in tutorials."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        found, hidden = model(batch[0])
+        rate = hidden.mean(0)
+        penalty = 0.05 * (0.05 / rate).log() + 0.95 * (0.95 / (1 - rate)).log()
+        return F.mse_loss(found, batch[0]) + 1e-3 * penalty.sum()
+
+    def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.encoder(x).sigmoid()
+        return self.decoder(hidden), hidden
+
+    model = kit.Wrapped(forward, encoder=nn.Linear(12, kit.WIDTH), decoder=nn.Linear(kit.WIDTH, 12))
+    return outside(model, kit.numbers(), loss=loss)
+
+
 @program("refused: collator or " + COUPLED, "rows are mixed")
 def mixup_in_collator() -> Case:
     """Mixup in the collator."""
