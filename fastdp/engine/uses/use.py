@@ -378,7 +378,7 @@ class LinearUse(Use):
         if out._is_view():
             # Torch forbids models to write into a view that a function made.
             out = torch.ops.aten._unsafe_view(out, out.shape)
-        return out if lanes is None else out.expand(lanes, *out.shape)
+        return out if lanes is None else out.expand(lanes, *out.shape).clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
