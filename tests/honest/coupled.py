@@ -233,13 +233,13 @@ def standardised_in_loop() -> Case:
 
 @program(COUPLED, "the mean activation of the batch is every row's")
 def sparse_autoencoder() -> Case:
-    """A penalty on each unit's mean activation, weighed as in tutorials."""
+    """A small penalty on the mean activation of each hidden unit."""
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
         found, hidden = model(batch[0])
         rate = hidden.mean(0)
         penalty = 0.05 * (0.05 / rate).log() + 0.95 * (0.95 / (1 - rate)).log()
-        return F.mse_loss(found, batch[0]) + 1e-3 * penalty.sum()
+        return F.mse_loss(found, batch[0]) + 1e-2 * penalty.sum()
 
     def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.encoder(x).sigmoid()
