@@ -81,7 +81,8 @@ class PrivateLoader:
     """Iterates one epoch in microbatches; ``len`` counts logical steps, as learning-rate schedules do.
 
     Each microbatch's ticket goes to ``tickets`` in the order of delivery, and each backward pass consumes one.
-    An empty logical batch is delivered as one padding row of weight 0, since stock models crash on no rows at all.
+    An empty logical batch is delivered as padding of weight 0, since stock models crash on no rows at all, and a single row with
+    padding beside it where the loop computes the loss.
 
     A data set with an attribute ``lengths``, one number an example, has each logical batch cut into microbatches of like
     lengths, the longest first: less padding, and a shortage of memory shows at once. The sums are over the same units.
