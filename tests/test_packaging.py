@@ -83,7 +83,7 @@ def test_another_package_in_the_same_folder_is_refused_in_a_sentence(site):
     done = imported(site)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("ImportError: ")
-    assert "fastDP as well" in done.stderr
+    assert "also holds awslabs' fastDP" in done.stderr
 
 
 def test_another_package_beside_is_told_apart_in_a_sentence(site):

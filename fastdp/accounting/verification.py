@@ -220,10 +220,11 @@ def _check_facts(card: Mapping[str, Any]) -> None:
     """Refuse facts of a card that others of its fields contradict."""
     budget, mechanism = card.get("budget") or {}, card["mechanism"]
     of_a_unit = budget.get("of_a_unit")
-    eta = None if card.get("nats_per_distance") else card.get("eta", of_a_unit)
+    eta, displaced = card.get("eta", of_a_unit), (card.get("displacement") or {}).get("eta")
+    if displaced not in (None, eta):
+        raise _Refused(f"the card states displacement {quote(displaced)}, but eta {quote(eta)}")
     figures = {
-        "eta": eta,
-        "displacement": (card.get("displacement") or {}).get("eta"),
+        "eta": None if card.get("nats_per_distance") else eta,
         "epsilon_of_a_token": card.get("epsilon_of_a_token"),
         "mechanism": mechanism.get("epsilon"),
     }

@@ -193,7 +193,7 @@ class Collation:
             yield self.call(call, sources, self.single(*self.items([row])))
 
     def probes(self, rows: int, *, stills: int = 0) -> list[ProbeBatch]:
-        """Batches of at most ``rows`` examples: a short one alone, together with all others, beside different ones, and still.
+        """Batches of at most ``rows`` examples: two copies of a short one, it with all others, beside different ones, and still.
 
         It stands first and then last, under another seed, with one batch between what is compared: a loop that mixes rows, or
         rows of its last two batches, may leave one place as it is. None if every batch holds one example, so that none can
@@ -214,10 +214,11 @@ class Collation:
         kept = others[-1:] if len(others) > 1 and longer else []
         beside = [*kept, *itertools.islice(itertools.cycle(strangers), len(others) - len(kept))]
         small, large = SEEDS
-        plan = [("alone", 0, small, [first])]
+        # Of one row, a loop's squeeze() would drop the axis.
+        plan = [("alone", 0, small, [first, first])]
         for role, companions in (("together", others), ("beside", beside)):
             plan += [(role, 0, small, [first, *companions]), (role, len(others), large, [*companions, first])]
-        plan += stills * [("still", 0, small, [first])]
+        plan += stills * [("still", 0, small, [first, first])]
         return [
             ProbeBatch(
                 replace(self, indices=rows, batch={}, versions=()), [items[index] for index in rows], role, at, seed
@@ -291,7 +292,7 @@ class ProbeBatch:
     Args:
         source: the data set, the collator, and the examples of this batch.
         items: the examples as they were read.
-        role: "together", "beside", "alone", or "still" for the same as alone.
+        role: "together", "beside", "alone" for two copies, or "still" for the same again.
         row: that of the example which is compared.
         seed: of the random states that the loop finds.
         generators: the loop's own.
@@ -307,6 +308,12 @@ class ProbeBatch:
     def rng_state(self, model: torch.nn.Module) -> tuple[bytes, ...]:
         """Fingerprint of every generator that the model, a criterion or the loop may draw from."""
         return *rng_state(model), *self.generators.states()
+
+    def drew(self) -> bool:
+        """Whether the loop drew random numbers since it was given this batch."""
+        now = rng_state()
+        with seeded(self.seed):
+            return rng_state() != now or self.generators.moved()
 
 
 def _watched(make: Callable[[], Any], seed: int) -> tuple[Any, bool]:

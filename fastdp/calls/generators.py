@@ -150,9 +150,13 @@ class HeldGenerators:
         self._begun = self.states()
 
     def __exit__(self, *_: object) -> None:
-        self.drawn |= self.states() != self._begun
+        self.drawn |= self.moved()
         for generator, state in self._generator_states:
             _set_state(generator, state)
+
+    def moved(self) -> bool:
+        """Whether anything was drawn from them since they began."""
+        return self.states() != self._begun
 
     def states(self) -> list[bytes]:
         """Fingerprints of their states at this moment."""

@@ -193,10 +193,8 @@ class Passes:
         self.reductions = False
         #: Saved buffers that forwards write from parameters alone: verification restores them after each pass.
         self.derived_buffers: frozenset[str] = frozenset()
-        #: Whether the one-example route collates each example by itself, as no mask tells its padding.
-        self.recollates = False
-        #: Whether the collator joins examples along an axis, so that no row can be cut from a batch.
-        self.joined = False
+        #: Whether the one-example route collates each example by itself, and whether a collator joins examples, so that it must.
+        self.recollates = self.joined = False
         #: Whether a pass went through reentrant checkpoints, whose backward pass may not be asked for single gradients.
         self.reentrant = False
         self.reads = Reads(self.read)

@@ -54,6 +54,11 @@ class LoaderOwner:
         """Whether passes are recorded, so that microbatches are padded to few shapes."""
         return False
 
+    @property
+    def computes_loss(self) -> bool:
+        """Whether the loop computes the loss of the model's outputs."""
+        return False
+
     def steps_left(self, epoch: int) -> int:
         """How many of an epoch's logical batches the budget still holds. Raises BudgetExceeded at none."""
         return epoch
@@ -76,7 +81,8 @@ class PrivateLoader:
     """Iterates one epoch in microbatches; ``len`` counts logical steps, as learning-rate schedules do.
 
     Each microbatch's ticket goes to ``tickets`` in the order of delivery, and each backward pass consumes one.
-    An empty logical batch is delivered as one padding row of weight 0, since stock models crash on no rows at all.
+    An empty logical batch is delivered as padding of weight 0, since stock models crash on no rows at all, and a single row with
+    padding beside it where the loop computes the loss.
 
     A data set with an attribute ``lengths``, one number an example, has each logical batch cut into microbatches of like
     lengths, the longest first: less padding, and a shortage of memory shows at once. The sums are over the same units.
@@ -205,7 +211,7 @@ class PrivateLoader:
                 if not self.look_ahead:
                     self.require_consumed()
                     self.owner.require_step()
-                if self._pads:
+                if self._plain and self.owner.records_passes:
                     batch = self._buckets.pad(batch)
                 source = Collation.of(self.dataset, self.collate_fn, indices, batch, self.unit_map)
                 if number == 0:
@@ -326,9 +332,13 @@ class PrivateLoader:
 
     def _padded_rows(self, rows: int) -> int:
         """How many rows a microbatch is padded to: the last one of a draw may have any number, and few shapes should come."""
-        if not self._pads:
-            return rows
         most = self.max_physical_batch_size
+        if not self._plain:
+            return rows
+        if not self.owner.records_passes:
+            # A loop's squeeze() would drop the axis of a single row.
+            alone = rows == 1 < min(most, self.batch_size) and not self.one_unit
+            return 2 if alone and self.owner.computes_loss else rows
         return most if most <= self.batch_size / self.ranks.size else min(most, grid_size(rows))
 
     @cached_property
@@ -337,10 +347,9 @@ class PrivateLoader:
         return LengthBuckets(self.collate_fn, self.most_tokens or 0)
 
     @property
-    def _pads(self) -> bool:
-        """Whether microbatches are padded to shapes that come again; those of packed rows, or of several a unit, do not."""
-        plain = self._places is None and self.unit_map is None and self.units.members is None
-        return plain and self.owner.records_passes
+    def _plain(self) -> bool:
+        """Whether microbatches may be padded; those of public shapes, of packed rows, or of several a unit, may not."""
+        return self._places is None and self.unit_map is None and self.units.members is None
 
     def _cut(self, drawn: list[int]) -> list[list[int | None]]:
         """Cut units into microbatches; the first is empty if there are none."""

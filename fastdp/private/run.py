@@ -539,6 +539,11 @@ class _Owner(LoaderOwner):
         graphs = engine.graphs
         return graphs is not None and graphs.open and (graphs.replays > 0 or engine.backwards < _REPLAYED_BY)
 
+    @property
+    def computes_loss(self) -> bool:
+        """Whether the loop computes the loss of the model's outputs."""
+        return not self._run._engine.returns_loss
+
     def steps_left(self, epoch: int) -> int:
         run = self._run
         if run.steps_done >= run.total_steps:

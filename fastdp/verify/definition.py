@@ -26,12 +26,10 @@ from fastdp.engine.loss.losses import LossTerms, graph_of, intercepted
 from fastdp.engine.passes import Passes
 from fastdp.engine.uses.layout import Ticket
 from fastdp.validate import first_line
-from fastdp.verify.probe import GRADIENTS, Probe, RowValues
+from fastdp.verify.probe import GRADIENTS, Probe, RowValues, same_shapes
 
 #: Rows of a microbatch that are checked.
 _ROWS = 3
-#: How far losses may move on a processor if shapes stay the same, relative to what other shapes may do.
-_SAME_SHAPES = 1e-2
 OVERFLOWS = "a row that is not finite reaches other rows (0 times NaN is NaN)"
 NO_LOSS = "No example of this batch has a finite loss. Check labels and inputs; this batch was not released."
 PADDING_ERROR = "padding changes this row's loss: pad on the right or pass position_ids and an attention mask"
@@ -225,8 +223,7 @@ def check_companions(passes: Passes, call: Call, ticket: Ticket) -> None:
         raise
     except Exception as error:
         raise UnsupportedUse(f"the model fails on rows in another order: {first_line(error)}") from error
-    exact = passes.device.type == "cpu" and not (passes.trace.selects or passes.forwards.lists)
-    limit = rounding(passes.model) * (_SAME_SHAPES if exact else 1.0)
+    limit = rounding(passes.model) * same_shapes(passes)
     # What the last row draws may follow from what earlier rows drew.
     places = (0,) if one.draws else (0, 1 + len(beside))
     if any(one.finite(at) and not one.gap(at, two, at) <= limit for at in places):
@@ -301,9 +298,7 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
         break
     check_mixed_derivative(probe, calls.whole)
     if math.isfinite(two) and not math.isfinite(one):
-        raise SelfCheckError(
-            "A row alone has no finite loss, and two copies have one: use a loss of each row by itself."
-        )
+        raise SelfCheckError("A row alone has no finite loss, and two copies have: use a loss of each row by itself.")
 
 
 def check_mixed_derivative(probe: Probe, call: Call) -> None:

@@ -25,7 +25,7 @@ from fastdp.engine.loss.one_example import backward_starts, merged
 from fastdp.engine.passes import ONE_EXAMPLE, JoinedPasses, Pass, Passes
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import Tap
-from fastdp.verify.probe import GRADIENTS
+from fastdp.verify.probe import GRADIENTS, same_shapes
 
 #: Repeats of the example alone (role "still"), which show whether the loop changes it by itself or at random; `_AHEAD` of them
 #: for loops that prefetch. Beside others it must then move `_EXCEEDS` times as far as in the `_LAST` repeats.
@@ -103,9 +103,12 @@ class LoopCheck:
         self.twice |= again
         snapshot = BufferSnapshot(passes.model)
         if not again:
-            self._start, self._draws, self._rounding = probe.rng_state(passes.model), False, rounding(passes.model)
-            self._subject = call if probe.role == "alone" else self._subject
-            self._row = row_of(call, ticket.rows, self._subject, probe.row)
+            self._rounding = rounding(passes.model) * (1.0 if passes.returns_loss else GRADIENTS)
+            if probe.role == "alone":
+                self._subject = map_tensors(call, lambda t: t[: len(t) // 2] if t.dim() else t)
+            self._row, self._draws = row_of(call, ticket.rows, self._subject, probe.row), False
+            # What a loop draws for another example may make it look like this one.
+            self._start = *probe.rng_state(passes.model), repr(self._row * probe.drew()).encode()
         row, terms = self._row, passes.terms(layout := ticket.layout(passes.device))
         with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL, passes.model):
             before = rng_state(passes.model)
@@ -175,7 +178,7 @@ class LoopCheck:
         unlike = found.start != together.start or not torch.cat([found.values, together.values]).isfinite().all()
         if unlike or (other == "alone" and (self._collator_draws or found.draws or together.draws)):
             self.undecided = True
-        elif self._differ(found, together):
+        elif self._differ(found, together, other):
             if self._confirming:
                 self._refuse()
             if not self._doubted:
@@ -191,7 +194,8 @@ class LoopCheck:
         """Annealing and random draws change an example alone too; a loop that changes it only beside others mixes them."""
         # The first is left out: a loop that keeps state of the batch before still has that of other examples in it.
         _, one, *others = self._alone
-        if any(outcome.start != one.start or (self._differ(outcome, one) and not self._repeats) for outcome in others):
+        moved = not self._repeats and any(self._differ(outcome, one, self._doubted) for outcome in others)
+        if moved or any(outcome.start != one.start for outcome in others):
             self.undecided = True
         elif self._repeats:
             # A schedule may have ended and a carried state fades, so a difference beyond the drift must occur twice.
@@ -208,8 +212,8 @@ class LoopCheck:
         form = _MAKES if self._passes.returns_loss else _COUPLES
         raise SelfCheckError(form.format(how=_HOW[self._doubted], why=why))
 
-    def _differ(self, one: _Outcome, two: _Outcome) -> bool:
-        tolerance = self._rounding * (1.0 if self._passes.returns_loss else GRADIENTS)
+    def _differ(self, one: _Outcome, two: _Outcome, role: str) -> bool:
+        tolerance = self._rounding * (same_shapes(self._passes) if role == "beside" else 1.0)
         return _distance(one.values, two.values) > max(tolerance, self._drift)
 
 

@@ -53,10 +53,7 @@ class RowValues:
         return min(sizes) if self._weights is None else sum(map(operator.mul, self._weights, sizes))
 
     def gap(self, row: int, other: RowValues, at: int) -> float:
-        """The largest difference of a row's values from those of row ``at`` of another pass, relative to their size.
-
-        Losses are relative to the model's loss: one that vanishes beside others is rounding noise.
-        """
+        """The largest difference of a row's values from row ``at`` of another pass, relative to their size, or the loss."""
         if len(self.values) != len(other.values):
             return float("inf")
         found = [_difference(a[row], b[at], a) for a, b in zip(self.values, other.values)]
@@ -192,9 +189,7 @@ class Probe:
                 args, kwargs = call if inputs is None else inputs.call
                 output = passes.plain_forward(*args, **kwargs)
         except RuntimeError as error:
-            if inputs is None or not any(
-                said in str(error) for said in ("requires_grad flags of leaf", "requires grad")
-            ):
+            if inputs is None or "requires" not in str(error):
                 raise
             # The model sets requires_grad on what it makes of its inputs, or reads them by numpy.
             inputs.clear()
@@ -212,6 +207,12 @@ class Probe:
         if not abs(rest) > 1e-4 * max(map(abs, (float(total.detach()), *parts))):
             rest = 0.0
         return RowValues([t.per_unit.detach() for t in terms.terms], own, rest), terms, output
+
+
+def same_shapes(passes: Passes) -> float:
+    """How far values may move where shapes stay the same, relative to what other shapes may do."""
+    selects = passes.forwards.lists or (passes.trace is not None and passes.trace.selects)
+    return 1.0 if selects or passes.device.type != "cpu" else 1e-2
 
 
 def starts(output: Any, losses: torch.Tensor | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -253,6 +253,24 @@ register_all(
 )
 
 
+@program(COUPLED, "the mean activation of the batch is every row's")
+def sparse_autoencoder() -> Case:
+    """A small penalty on the mean activation of each hidden unit."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        found, hidden = model(batch[0])
+        rate = hidden.mean(0)
+        penalty = 0.05 * (0.05 / rate).log() + 0.95 * (0.95 / (1 - rate)).log()
+        return F.mse_loss(found, batch[0]) + 1e-2 * penalty.sum()
+
+    def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.encoder(x).sigmoid()
+        return self.decoder(hidden), hidden
+
+    model = kit.Wrapped(forward, encoder=nn.Linear(12, kit.WIDTH), decoder=nn.Linear(kit.WIDTH, 12))
+    return outside(model, kit.numbers(), loss=loss)
+
+
 @program("refused: collator or " + COUPLED, "rows are mixed")
 def mixup_in_collator() -> Case:
     """Mixup in the collator."""

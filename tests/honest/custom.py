@@ -447,6 +447,22 @@ def checkpointed_pieces() -> Case:
     return outside(kit.Wrapped(forward, first=nn.Linear(12, kit.WIDTH), piece=piece, head=head), kit.numbers())
 
 
+@program()
+def letters_as_ones() -> Case:
+    """A tutorial's recurrent model of names; each letter is a vector of zeros and a one, cast like a weight."""
+
+    def forward(self: Any, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hidden, losses = self.hidden.weight.new_zeros(len(ids), kit.WIDTH), []
+        for place in range(ids.shape[1]):
+            letter = F.one_hot(ids[:, place], kit.VOCABULARY).to(self.hidden.weight)
+            hidden = torch.tanh(self.hidden(torch.cat([letter, hidden], 1)))
+            losses.append(F.cross_entropy(self.head(hidden), targets[:, place]))
+        return torch.stack(losses).mean()
+
+    parts = {"hidden": nn.Linear(kit.VOCABULARY + kit.WIDTH, kit.WIDTH), "head": nn.Linear(kit.WIDTH, kit.VOCABULARY)}
+    return Case(kit.Wrapped(forward, **parts), blocks(), None, kit.unpack)
+
+
 @program("refused: own outputs", "each pass of a batch is clipped by itself")
 def one_letter_at_a_time() -> Case:
     """A tutorial's recurrent model, which the loop calls once a letter."""

@@ -9,11 +9,11 @@ import numpy
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from . import kit
 from .custom import outside, text_case
-from .harness import Case, program, register_all
+from .harness import ROWS, Case, program, register_all
 
 #: A number between 0 and 1 from each global generator, and from the data set's own.
 GENERATORS = {
@@ -108,6 +108,21 @@ def masks_in_loop() -> Case:
         return model(input_ids=ids, attention_mask=batch["attention_mask"], labels=labels).loss
 
     return Case(kit.bert("MaskedLM"), kit.id_rows(), kit.unlabelled, loss, exact=False)
+
+
+@program()
+def negatives_in_loop() -> Case:
+    """Bayesian personalised ranking: the loop draws a film that the user did not rate, of few."""
+
+    def forward(self: Any, users: torch.Tensor, films: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        return (self.users(users) * (self.films(films) - self.films(others))).sum(1)
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return -F.logsigmoid(model(*batch, torch.randint(0, 9, batch[1].shape))).mean()
+
+    rows = TensorDataset(torch.arange(ROWS) % 6, torch.arange(ROWS) % 9)
+    model = kit.Wrapped(forward, users=nn.Embedding(6, 8), films=nn.Embedding(9, 8))
+    return outside(model, rows, loss=loss, exact=False)
 
 
 _SIGNAL = torch.linspace(0.99, 0.01, 20)

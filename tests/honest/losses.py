@@ -400,6 +400,28 @@ def squeezed_outputs_outside() -> Case:
     return outside(model, kit.regression(), loss=lambda m, b: F.mse_loss(m(b[0]), b[1]))
 
 
+@program()
+def squeezed_in_loop() -> Case:
+    """squeeze() in the loop, where torch accepts no batch of one row."""
+    loss = lambda m, b: F.binary_cross_entropy_with_logits(m(b[0]).squeeze(), b[1])  # noqa: E731
+    case = outside(kit.mlp(12, 1), kit.regression(), loss=loss, epochs=4, exact=False)
+    case.options = {**kit.MEAN, "max_physical_batch_size": 4}
+    return case
+
+
+@program("refused: outside of its loss", "the loop differentiates a tensor that the model did not return")
+def features_of_a_hook() -> Case:
+    """A forward hook keeps hidden states, which the loop penalizes."""
+    model, kept = kit.bert(), {}
+    model.bert.encoder.layer[0].register_forward_hook(lambda module, args, output: kept.update(hidden=output))
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        logits = model(batch["input_ids"], batch["attention_mask"]).logits
+        return F.cross_entropy(logits, batch["labels"]) + 0.1 * kept["hidden"][0].square().mean()
+
+    return outside(model, kit.labelled(), kit.classify, loss)
+
+
 #: Programs of one line.
 ONE_LINE: dict[str, Any] = {
     "scaled_loss": lambda: Case(kit.bert(), kit.labelled(), kit.classify, lambda m, b: 0.5 * m(**b).loss, exact=False),

@@ -99,6 +99,7 @@ VISION: dict[str, tuple[str, dict[str, Any]]] = {
     "beit": ("Beit", {}),
     "dinov2": ("Dinov2", {}),
     "swin": ("Swin", {**_STAGES, "depths": [1, 1], "num_heads": [2, 2], "embed_dim": 8, "window_size": 2}),
+    "swinv2": ("Swinv2", {**_STAGES, "depths": [1, 1], "num_heads": [2, 2], "embed_dim": 8, "window_size": 2}),
     "convnext": ("ConvNext", {**_STAGES, "patch_size": 2, "hidden_sizes": [8, 8, 8, 16], "depths": [1] * 4}),
 }
 _VISION = {k: kit.SMALL[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}

@@ -217,7 +217,15 @@ OUTSIDE: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], b
         lambda logits, y: F.kl_div(logits.log_softmax(1), logits.detach().softmax(1).flip(1), reduction="batchmean"),
         True,
     ),
+    "a small term of the batch's mean": (
+        lambda logits, y: F.cross_entropy(logits, y) - 1e-3 * logits.sigmoid().mean(0).log().sum(),
+        False,
+    ),
     "noised": (lambda logits, y: (logits - torch.randn_like(logits)).square().mean(), True),
+    "squeezed": (
+        lambda logits, y: F.binary_cross_entropy_with_logits(logits[:, :1].squeeze(), (y > 0).float()),
+        True,
+    ),
 }
 
 

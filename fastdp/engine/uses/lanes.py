@@ -91,8 +91,8 @@ class PerLane(torch.Tensor):
                 return first.single.requires_grad
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if is_detach(func):
-            return func(args[0].single, *args[1:], **kwargs)
+        if is_detach(func) or (func in _CASTS and not isinstance(args[0], PerLane)):
+            return _call(func, args, kwargs, lambda p: p.single)
         if not torch.is_grad_enabled() and not (is_in_place(func) and isinstance(args[0], PerLane)):
             # No gradient follows, as in a power iteration: this is a constant.
             return _call(func, args, kwargs, lambda p: p.single)
@@ -112,6 +112,7 @@ _ELEMENTWISE = functions(
     "add_ sub_ mul_ div_ __iadd__ __isub__ __imul__ __itruediv__ masked_fill where maximum minimum "
     "true_divide addcmul lerp multiply subtract"
 )
+_CASTS = functions("to type_as")
 #: Those that scale and shift in stock models.
 _AFFINE = functions("add mul __add__ __radd__ __mul__ __rmul__ multiply")
 #: Operations that take a laid-out parameter beside an activation as they would take a second activation.

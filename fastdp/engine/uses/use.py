@@ -378,14 +378,14 @@ class LinearUse(Use):
         if out._is_view():
             # Torch forbids models to write into a view that a function made.
             out = torch.ops.aten._unsafe_view(out, out.shape)
-        return out if lanes is None else out.expand(lanes, *out.shape)
+        return out if lanes is None else out.expand(lanes, *out.shape).clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         gradient = gradients[0]
-        x, weight = ctx.saved_tensors
         tap, (swap, lanes, laned, _, fold), dtype, matrix, bias = ctx.of
         sink, layout = tap.sink or tap.open(), tap.layout
+        x, weight = ctx.saved_tensors
         flat = gradient if fold is None else fold.front(gradient, layout.rows)
         if flat.dim() != 2:
             flat = flat.reshape(-1, flat.shape[-1])
@@ -439,11 +439,11 @@ class EmbeddingUse(Use):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (ids,) = ctx.saved_tensors
+        sink, (ids,) = ctx.tap.open(), ctx.saved_tensors
         ids, right = ids.reshape(-1), _flat(gradients[0])
         if ctx.padding_idx is not None:
             right = right.masked_fill((ids == ctx.padding_idx).unsqueeze(1), 0)
-        ctx.tap.open().matrix(ctx.table, Factors(ids, right, ctx.laned, own_offsets=ctx.own_offsets), ctx.tap.layout)
+        sink.matrix(ctx.table, Factors(ids, right, ctx.laned, own_offsets=ctx.own_offsets), ctx.tap.layout)
         return None, None, None, None, None, None
 
 
@@ -472,8 +472,8 @@ class LayerNormUse(Use):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         gradient = gradients[0].contiguous()
-        x, mean, rstd = ctx.saved_tensors
         sink, layout = ctx.tap.open(), ctx.tap.layout
+        x, mean, rstd = ctx.saved_tensors
         weight, bias = ctx.parameters
         flat = _flat(gradient)
         if weight is None:
