@@ -207,7 +207,7 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
         if "mismatched_sizes" in str(error):
             raise ValueError(f"cannot load {name}: its weights have other shapes than its config.json says") from None
         raise
-    except (ImportError, MemoryError, KeyboardInterrupt, SystemExit):
+    except (FolderRejected, ImportError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):

@@ -94,7 +94,7 @@ def test_a_training_step_that_makes_nothing_gets_four_batches_more() -> None:
     draw = private.data_loader.micro_batches
     private.data_loader.micro_batches = lambda units: ((drawn.append(len(i)), (i, t))[1] for i, t in draw(units))
     fit(Module(private, lambda model, batch, index: (sizes.append(len(batch["x"])), model(**batch)["loss"])[1]))
-    assert sizes == [1, 3, 3, 3, *drawn]
+    assert sizes == [2, 3, 3, 3, *drawn]
     assert private.steps_done == private.steps_per_epoch
 
 

@@ -304,10 +304,10 @@ def test_a_permutation_that_leaves_the_first_row_in_its_place_is_found_under_ano
 
 def test_records_of_nan_hide_others_and_are_no_mixing() -> None:
     """With a mean over the batch, zero times their NaN reaches the weights' gradient of every example."""
-    data = [(torch.full((FEATURES,), float("nan")) if i % 4 == 0 else torch.randn(FEATURES), i % 2) for i in range(16)]
+    data = [(torch.full((FEATURES,), float("nan")) if i % 4 == 0 else torch.randn(FEATURES), i % 2) for i in range(40)]
     model = torch.nn.Linear(FEATURES, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches: Any = torch.utils.data.DataLoader(data, batch_size=4)  # type: ignore[arg-type]
+    batches: Any = torch.utils.data.DataLoader(data, batch_size=10)  # type: ignore[arg-type]
     private = fastdp.make_private(
         model,
         optimizer,
