@@ -143,7 +143,9 @@ class RowLists:
     def encode(self, call: Call, rows: int, source: Any = None) -> Call:
         """The call of so many rows, rows first and without such lists; ``source`` is the collation of its batch."""
         held = leaves(call)
-        self._count = self._rows_an_example([t for _, t in held if t.dim()], rows, source)
+        # Tensors of a list may be one each row.
+        listed = any(len(path) > 2 and isinstance(path[-1], int) for path, _ in held)
+        self._count = 1 if listed else self._rows_an_example([t for _, t in held if t.dim()], rows, source)
         if self._count > 1:
             self._second, self._whole, self._kinds = set(), set(), {}
             return map_leaves(call, lambda _, t: self._examples_first(t, rows) if t.dim() else t)

@@ -170,6 +170,12 @@ def _refuse_layers(model: torch.nn.Module) -> None:
             raise ValueError(
                 "AdaLoRA chooses its ranks by gradients without noise: use LoRA, with rank_pattern where ranks should differ"
             )
+        if type(module).__name__.endswith("MeanScaler") and module.default_scale is None:
+            raise ValueError(
+                f"{name} scales a series without values by the batch's mean: set model.{name}.default_scale = 1.0"
+            )
+        if type(module).__name__ == "AutoformerAttention":
+            raise ValueError(f"{name} chooses delays by a mean over the batch, which couples examples: use Informer")
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
         raise ValueError("the model adds a balancing loss across the batch; set config.output_router_logits = False")

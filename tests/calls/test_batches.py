@@ -124,6 +124,11 @@ def test_several_rows_of_an_example_are_taken_together(order, features):
     assert not lists
 
 
+def test_a_list_of_tensors_is_not_several_rows_of_an_example():
+    batch, lists = Batch(list(torch.rand(2, 6))), RowLists()
+    assert shapes(lists.encode(((list(batch.made),), {}), 2, batch.source)) == [(2,)]
+
+
 def test_time_first_is_not_several_rows_of_an_example():
     batch = Batch(list(torch.rand(5, 10)))
     lists = RowLists()

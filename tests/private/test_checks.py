@@ -5,8 +5,16 @@ from typing import Any
 
 import datasets
 import pytest
+import torch
 from torch.utils.data import ConcatDataset, Subset
+from transformers import (
+    AutoformerConfig,
+    AutoformerForPrediction,
+    TimeSeriesTransformerConfig,
+    TimeSeriesTransformerForPrediction as TimeSeries,
+)
 
+import fastdp
 from fastdp.private.checks import refuse_repeats
 from fastdp.private.sampler import Units
 from tests.cases import cases
@@ -49,3 +57,19 @@ def test_rows_that_are_picked_once_are_taken() -> None:
     apart = ConcatDataset([table.select([3, 1]), table.select([0, 2])])
     for data in (table, table.shuffle(seed=0), apart):
         refuse_repeats(data, Units(len(data)))
+
+
+@cases(
+    "config, kind, scale, words",
+    [
+        (TimeSeriesTransformerConfig, TimeSeries, None, "set model.model.scaler.default_scale = 1.0"),
+        (AutoformerConfig, AutoformerForPrediction, 1.0, "chooses delays by a mean over the batch"),
+    ],
+)
+def test_forecasters_that_couple_series_are_refused_by_name(config: Any, kind: Any, scale: Any, words: str) -> None:
+    sizes: dict[str, Any] = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "lags_sequence": [1, 2]}
+    model = kind(config(prediction_length=2, context_length=6, num_time_features=1, **sizes))
+    model.model.scaler.default_scale = scale
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=words):
+        fastdp.make_private(model, optimizer, loader(examples(24)), noise_multiplier=1.0, target_delta=1e-3, epochs=1)
