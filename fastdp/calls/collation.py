@@ -201,7 +201,8 @@ class Collation:
         """
         size = len(self.dataset)
         spread = list(dict.fromkeys(int(size * (_GOLDEN * k % 1)) for k in range(_SAMPLED)))
-        own = list(self.indices)[:rows] or spread[:rows]
+        # Padding repeats examples, which would be taken for each other.
+        own = list(dict.fromkeys([*self.indices, *spread]))[:rows]
         items = {index: self.dataset[index] for index in dict.fromkeys([*own, *spread])}
         if rows < 2 or len(items) < 2:
             return []
