@@ -142,8 +142,11 @@ class Collation:
             for order, made in enumerate(orders):
                 # Either all rows of an example are one entry of the batch, or each is one.
                 for view in (made, *made.unbind(1)):
-                    if view.dim() == own.dim() and view.shape[0] == own.shape[0] and len(own.unique()) > 1:
-                        one, other = (x.detach().cpu().double() for x in cropped(view, own))
+                    if view.dim() != own.dim() or view.shape[0] != own.shape[0]:
+                        continue
+                    one, other = (x.detach().cpu().double() for x in cropped(view, own))
+                    # Ones of a mask are like any others.
+                    if len(other.unique()) > 1:
                         nearest[order] = min(nearest[order], float((one - other).abs().mean()))
         return nearest[1] < nearest[0], min(nearest) == 0
 

@@ -124,6 +124,15 @@ def test_several_rows_of_an_example_are_taken_together(order, features):
     assert not lists
 
 
+def test_a_mask_tells_nothing_of_several_rows_of_an_example():
+    """Two texts, time first, whose four steps could be two rows each."""
+    ids, mask = torch.tensor([[1, 2, 3, 0], [4, 5, 6, 7]]), torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    source = Collation.of([0, 1], list, range(2), {"ids": ids, "mask": mask})
+    lists = RowLists()
+    assert shapes(lists.encode(((ids.t(), mask.t()), {}), 2, source)) == [(2, 4), (2, 4)]
+    assert not lists
+
+
 def test_a_list_of_tensors_is_not_several_rows_of_an_example():
     batch, lists = Batch(list(torch.rand(2, 6))), RowLists()
     assert shapes(lists.encode(((list(batch.made),), {}), 2, batch.source)) == [(2,)]
