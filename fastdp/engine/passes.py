@@ -409,7 +409,8 @@ class Passes:
         else:
             carriers = as_long_as(call, ticket.rows) if self.trace is None else self.trace.carriers
             singles = single_rows(call, carriers, ticket.rows, self.returns_loss)
-        return run_alone(self.model, self.plain_forward, singles, ticket, self.device, returns_loss=self.returns_loss)
+        keep = {"returns_loss": self.returns_loss, "derived_buffers": self.derived_buffers}
+        return run_alone(self.model, self.plain_forward, singles, ticket, self.device, **keep)
 
     def _differentiate_rows(self, parts: JoinedPasses) -> None:
         """Each unit's rows in a backward pass of their own, from all passes at once."""

@@ -343,9 +343,9 @@ def _differ(one: float, other: float, tolerance: float) -> bool:
 
 
 def stateful() -> SelfCheckError:
-    """The refusal of a model whose loss depends on earlier passes."""
+    """The refusal of a model whose loss changes from pass to pass."""
     return SelfCheckError(
-        "The model's loss depends on earlier batches (a queue, a running statistic, a hidden state). Remove that state; "
+        "The model's loss changes between calls: it keeps a queue, statistic or counter. Count in a buffer, remove the rest; "
         "this batch was not released."
     )
 

@@ -14,7 +14,7 @@ from fastdp.private.run import Private
 from fastdp.verify.state import StateCheck
 from tests.cases import cases
 from tests.engine.nets import Net, steps, trained
-from tests.engine.runs import Batch, collate, examples, start
+from tests.engine.runs import Batch, Classifier, Odd, collate, examples, start
 
 
 def settled() -> tuple[nn.Sequential, StateCheck]:
@@ -182,6 +182,22 @@ def test_buffers_that_follow_from_no_data_are_accepted(name: str) -> None:
     for batch in private.data_loader:
         step(private, batch)
     assert private.steps_done > 1
+
+
+@pytest.mark.filterwarnings("ignore:this model takes the one-example route")
+@pytest.mark.parametrize("base", [Classifier, Odd])
+def test_a_counter_in_a_buffer_counts_batches_on_each_route(base: type[Classifier]) -> None:
+    class Counting(base):  # type: ignore[misc, valid-type]
+        def logits(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return super().logits(x)
+
+    model = Counting()
+    model.register_buffer("count", torch.zeros(()))
+    private = start(model)
+    for batch in private.data_loader:
+        step(private, batch)
+    assert private.model.count == private.steps_done > 1
 
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])

@@ -27,23 +27,27 @@ def run_alone(
     device: torch.device,
     *,
     returns_loss: bool,
+    derived_buffers: frozenset[str],
 ) -> tuple[list[Any], list[list[torch.Tensor]]]:
     """Each row a batch of its own: what the model returns for it, and what a backward pass would start from.
 
-    Buffers are restored after each row, so that none reaches the next one. Raises ValueError, naming the example, for an id or
-    a label that is out of range.
+    Buffers are restored after each row, so that none reaches the next one; those that follow from no data (``derived_buffers``,
+    as a counter's) advance once. Raises ValueError, naming the example, for an id or a label that is out of range.
     """
-    outputs, snapshot = [], BufferSnapshot(model)
+    outputs, snapshot, advanced = [], BufferSnapshot(model), dict[str, torch.Tensor]()
     for row, (args, kwargs) in enumerate(singles):
         try:
             with intercepted(LossTerms(_ONE_ROW.layout(device), alone=True)):
                 outputs.append(forward(*args, **kwargs))
+            advanced = {n: b.clone() for n, b in model.named_buffers() if n in derived_buffers}
         except (IndexError, RuntimeError) as error:
             if type(error) not in (IndexError, RuntimeError):
                 raise
             raise ticket.failure(row, error) from error
         finally:
             snapshot.restore()
+    for name, values in advanced.items():
+        model.get_buffer(name).copy_(values)
     if not returns_loss:
         return outputs, [differentiable(output) for output in outputs]
     # Losses of shape [1] would be merged like any other tensor with rows.
