@@ -3,9 +3,6 @@
 With s_ij = a_i b_j the gradient G = sum_t L_t R_t^T over s is sum_t (L_t / a)(R_t / b)^T, a pair of factors again. Norms, sums
 and noise are then those of the scaled factors: what is clipped to |G / s| <= C and noised with std sigma C is one Gaussian
 mechanism of multiplier sigma, and multiplying the released gradient by s afterwards costs nothing.
-
-On a processor matrices are not copied for it: norms scale the columns of factors as they read them, and the weighted sum of
-G is what is scaled, once for all tokens of a logical batch. docs/clipping.md has what that adds to the error.
 """
 
 from __future__ import annotations
@@ -17,13 +14,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fastdp.engine.uses.factors import Factors, scale
+from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Layout
 from fastdp.engine.uses.use import Sink
-
-#: Sums are scaled after they are made where axes lie within this of 1, either way: what underflow takes from the gradient is
-#: then below what is added to the norm of the gradient over its axes (docs/clipping.md).
-_MILD = 2.0**10
 
 
 @dataclass(frozen=True)
@@ -41,7 +34,6 @@ class RankOne:
     columns: Tensor
     #: What the two factors are multiplied by, float32.
     _scales: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)
-    _mild: bool = field(init=False, repr=False, compare=False)
     #: Whether all of them are 1: nothing is scaled then, and sums are to the last bit those without axes.
     even: bool = field(init=False, repr=False, compare=False)
 
@@ -50,8 +42,6 @@ class RankOne:
             if axes.dim() != 1 or not bool((torch.isfinite(axes) & (axes > 0)).all()):
                 raise ValueError("axes are vectors of positive, finite numbers")
         object.__setattr__(self, "_scales", (self.rows.float().reciprocal(), self.columns.float().reciprocal()))
-        mild = all(bool(((axes <= _MILD) & (axes >= 1 / _MILD)).all()) for axes in (self.rows, self.columns))
-        object.__setattr__(self, "_mild", mild)
         object.__setattr__(self, "even", all(bool((axes == 1).all()) for axes in (self.rows, self.columns)))
 
     def check(self, name: str, shape: torch.Size) -> None:
@@ -69,10 +59,7 @@ class RankOne:
     def scaled(self, factors: Factors) -> Factors:
         """Factors of G / s."""
         factors = factors.dense()
-        scales = (self._scales[1], self._scales[0]) if factors.swap else self._scales
-        if self._mild and not factors.one_hot and factors.right.device.type == "cpu":
-            return replace(factors, scales=scales)
-        own = factors.times(*scales)
+        own = factors.times(*reversed(self._scales)) if factors.swap else factors.times(*self._scales)
         # Products of 16 bits stay that.
         return replace(own, left=own.left.to(factors.left.dtype), right=own.right.to(factors.right.dtype))
 
@@ -86,7 +73,7 @@ class RankOne:
 
         The gradient is contiguous, float32, and what belongs to these rows.
         """
-        scale(gradient.view(len(rows), len(self.columns)), rows.float(), self.columns.float())
+        gradient.view(len(rows), len(self.columns)).mul_(rows.float().unsqueeze(1)).mul_(self.columns.float())
 
 
 class ScalingSink:

@@ -85,8 +85,6 @@ class _GramNorms(NamedTuple):
     long: torch.Tensor | None = None
     #: Squares by the direct route, where they are known: the factors are then empty.
     direct: torch.Tensor | None = None
-    #: What columns of both factors of each are multiplied by, if they are.
-    scales: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
 
 class Grams:
@@ -104,23 +102,20 @@ class Grams:
         """
         names, uses, _, errors = zip(*found)
         lefts, right = [use.left for use in uses], uses[0].right
-        offsets, scales = uses[0].offsets(self.layout), [use.scales for use in uses if use.scales]
-        each, long = list(itertools.chain(*scales)), None
+        offsets, long = uses[0].offsets(self.layout), None
         if self._launches:
             tokens = ops.token_counts_group(lefts, [right] * len(lefts), offsets)
-            squares, products = ops.gram_norms(lefts, [right], [len(lefts)], offsets, each)
+            squares, products = ops.gram_norms(lefts, [right], [len(lefts)], offsets)
         else:
             most = longest_by_gram(sum([use.width for use in uses]), right.shape[1])
-            squares, products, tokens = counted_gram_norms(lefts, right, offsets, each, most)
+            squares, products, tokens = counted_gram_norms(lefts, right, offsets, (), most)
             if float(tokens.max()) > most:
                 long = tokens > most
                 products = torch.where(long, torch.stack([use.row_products(self.layout) for use in uses]), products)
         if direct is not None:
-            lefts, right, scales = [], right[:0], []
+            lefts, right = [], right[:0]
         rights = [right] * len(lefts)
-        self._known.append(
-            _GramNorms(names, lefts, rights, offsets, errors, squares, products, tokens, long, direct, scales)
-        )
+        self._known.append(_GramNorms(names, lefts, rights, offsets, errors, squares, products, tokens, long, direct))
 
     def add_batch(self, batch: FactorBatch) -> None:
         """Find all norms of a batch by Gram matrices in one launch: each input's once for the uses that follow each other."""
@@ -187,10 +182,5 @@ class Grams:
             if grams.direct is not None:
                 continue
             errors = [error.direct for error in grams.errors]
-            lefts, rights = grams.lefts, grams.rights
-            # Scales are for processors, which look at the chosen alone.
-            if grams.scales and bool(theirs.any()):
-                both = list(zip(*grams.scales))
-                lefts, rights = ([f * own for f, own in zip(*side)] for side in ((lefts, both[0]), (rights, both[1])))
-            again = ops.chosen_sqnorm(lefts, rights, grams.offsets, theirs)
+            again = ops.chosen_sqnorm(grams.lefts, grams.rights, grams.offsets, theirs)
             self.norms.add_rows(self.policy.groups(grams.names), again, errors, *rows)

@@ -135,7 +135,7 @@ class NormSink(Captures):
 
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
         name, left, right = self.names[id(parameter)], factors.left, factors.right
-        alone = not self.may_hold_bytes or left.dim() < 2 or factors.tiled or factors.scales is not None
+        alone = not self.may_hold_bytes or left.dim() < 2 or factors.tiled
         if alone or factors.own_offsets is not None or self.expected.get(name, 1) > 1 or name in self.policy.masks:
             self._take_alone(parameter, factors)
             return
@@ -265,7 +265,7 @@ class NormSink(Captures):
         """A use with what its sizes and its arithmetic say of it."""
         left, right, entries, table = use.left, use.right, self.parameters[name].numel(), name in self.tables
         sizes = entries, left.shape, left.dtype, right.shape, right.dtype, right.device
-        kind = (*sizes, use.laned, use.tiled, use.scales is not None, table)
+        kind = (*sizes, use.laned, use.tiled, table)
         known = self._kinds.get(kind)
         if known is None:
             rows = use.width or self.parameters[name].shape[0]
@@ -395,14 +395,7 @@ class NormSink(Captures):
         if self._waiting:
             one, other = self._waiting[0].use, found.use
             alike = one.right.data_ptr() == other.right.data_ptr() and one.right.stride() == other.right.stride()
-            # Scales are one parameter's own.
-            if (
-                not alike
-                or one.right.shape != other.right.shape
-                or one.laned != other.laned
-                or one.scales
-                or other.scales
-            ):
+            if not alike or one.right.shape != other.right.shape or one.laned != other.laned:
                 self._flush()
         self._waiting.append(found)
 
@@ -427,8 +420,8 @@ class NormSink(Captures):
             gram = Errors(entries, relative, rounding.gram(use.width, columns), direct)
             return RouteErrors(gram, Errors(entries, relative, added=direct))
 
-        left, scaled = "tiles" if use.tiled else use.left.dtype, use.scales is not None
-        return _cached((left, right.dtype, right.device.type, use.width, columns, entries, scaled), find)
+        left = "tiles" if use.tiled else use.left.dtype
+        return _cached((left, right.dtype, right.device.type, use.width, columns, entries), find)
 
     def drop(self, entry: Entry) -> None:
         """Let go of factors that are measured, unless the weighted sums will need them."""
@@ -551,8 +544,7 @@ class NormSink(Captures):
             gram = gram.larger(squared).larger(rows.plus(rows).plus(rows))
             for other in uses[:index]:
                 square += 2 * use.inner(other, self.layout)
-        every, scaled = [f for use in uses for f in (use.left, use.right)], any(use.scales for use in uses)
-        rounding = ops.Rounding(*every, scaled=scaled)
+        rounding = ops.Rounding(*(f for use in uses for f in (use.left, use.right)))
         added = rounding.added()
         known = self.norms.measured()[group] + square
         imprecise = gammas([gram], tokens)[0] * products.square() > REMEASURED * known

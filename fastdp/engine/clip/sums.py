@@ -13,7 +13,7 @@ from fastdp.distributed.blocks import BlockReducer, LocalPieces
 from fastdp.distributed.shards import UnshardedParameters
 from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.clip.policy import Policy
-from fastdp.engine.uses.factors import Factors, PerUnit, scale
+from fastdp.engine.uses.factors import Factors, PerUnit
 from fastdp.engine.uses.layout import Layout
 from fastdp.ops.placed import CONSTANTS
 from fastdp.ops.routes import NARROW
@@ -27,13 +27,6 @@ class Route(NamedTuple):
     columns: int
     tokens: int
     units: int
-
-
-class _PendingScale(NamedTuple):
-    """The sum of a parameter's plain gradients ``[m, n]``, and the scales of rows and columns that it still waits for."""
-
-    total: torch.Tensor
-    scales: tuple[torch.Tensor, torch.Tensor]
 
 
 class Sums:
@@ -66,33 +59,20 @@ class Sums:
 
     def reset(self) -> None:
         """Forget the sums: a new logical batch begins."""
-        self._sums: dict[str, torch.Tensor] = {}
-        self._unscaled: dict[str, _PendingScale] = {}
+        #: Complete sums by parameter.
+        self.sums: dict[str, torch.Tensor] = {}
         self._uncut: dict[str, torch.Tensor] = {}
         if self.weights.cut:
-            self._reducer = self.weights.reducer(self.parameters, functools.partial(_keep_piece, self._sums))
+            self._reducer = self.weights.reducer(self.parameters, functools.partial(_keep_piece, self.sums))
         #: Units of the micro-batch at hand whose sums are made on their own: `take_apart`.
         self.cancelling: list[int] = []
         #: Whether the logits of a head were computed tile by tile.
         self.tiles_heads = False
 
     @property
-    def sums(self) -> dict[str, torch.Tensor]:
-        """Complete sums by parameter: those that still wait for the policy's axes are scaled first."""
-        for name in list(self._unscaled):
-            self._scale(name)
-        return self._sums
-
-    def _scale(self, name: str) -> None:
-        if name in self._unscaled:
-            total, scales = self._unscaled.pop(name)
-            scale(total, *scales)
-            self._sum(name, total.view(self.parameters[name].shape))
-
-    @property
     def _whole(self) -> dict[str, torch.Tensor]:
         """Where whole sums are added up: in `_uncut`, one parameter at a time, if this process keeps only pieces of them."""
-        return self._uncut if self.weights.cuts_sums else self._sums
+        return self._uncut if self.weights.cuts_sums else self.sums
 
     def in_order(self, captured: dict[str, Any]) -> list[str]:
         """Names of the sums to make: the last captured first. With sharded weights every parameter's, block by block.
@@ -155,7 +135,6 @@ class Sums:
     def keep(self, name: str) -> None:
         """Reduce a parameter's sum of this microbatch to the piece that this process keeps."""
         if self.weights.cuts_sums:
-            self._scale(name)
             self._reducer.add(name, self._uncut.pop(name, None))
 
     def finish(self) -> None:
@@ -168,7 +147,7 @@ class Sums:
     def cut(self) -> None:
         """Reduce sums that stayed whole over a logical batch to pieces. Collective."""
         whole = dict(self.sums)
-        self._sums.clear()
+        self.sums.clear()
         for name in self.weights.in_order(self.parameters):
             self._reducer.add(name, whole.pop(name, None))
         self._reducer.finish()
@@ -200,20 +179,10 @@ class Sums:
             self._add_factors(name, uses.pop(), unit_scales, layout)
 
     def _add_factors(self, name: str, use: Factors, unit_scales: torch.Tensor, layout: Layout) -> None:
-        """Add one use's weighted sum. With axes the plain gradients are summed, and scaled once when sums are read."""
         if self.cancelling and not use.one_hot:
             unit_scales = unit_scales.index_fill(1, torch.tensor(self.cancelling), 0)
         inside, outside = self._weights(name, unit_scales)
-        shape, scales = self.parameters[name].shape, use.straight.scales
-        if scales is None:
-            total = self._whole.get(name)
-        else:
-            use = use.bare
-            held = self._unscaled.get(name)
-            if held is not None and list(map(id, held.scales)) != list(map(id, scales)):
-                self._scale(name)
-                held = None
-            total = None if held is None else held.total
+        shape, total = self.parameters[name].shape, self._whole.get(name)
         self.tiles_heads |= use.tiled
         if total is None and (use.one_hot or use.finds_norms):
             total = torch.zeros(shape, device=use.right.device)
@@ -223,10 +192,7 @@ class Sums:
         else:
             mask = as_matrix(self.policy.masks[name])
             flat = ops.masked_weighted_sum(*use.oriented, inside, outside, mask, flat, use.offsets(layout))
-        if scales is None:
-            self._whole[name] = flat.view(shape)
-        else:
-            self._unscaled[name] = _PendingScale(flat, scales)
+        self._whole[name] = flat.view(shape)
 
     def add_matrices(
         self,

@@ -12,25 +12,20 @@ import torch
 import fastdp.ops as ops
 from fastdp.engine.uses.layout import Layout
 
-#: Numbers that `scale` multiplies at a time: they stay in a processor's cache.
-_BLOCK = 1 << 16
-
 
 @dataclass(slots=True)
 class Factors:
     """One captured use: ``left`` [N, m] (or ids [N] of a one-hot factor) and ``right`` [N, n], over flat tokens.
 
     ``laned`` says that tokens come in equal blocks a lane rather than a row (they differ when rows are packed), and
-    ``swap`` that the parameter is stored as [n, m], as HF's Conv1D does. ``scales`` [m] and [n], float32, are what the columns
-    of both are yet to be multiplied by: norms do so as they read the factors, sums once for all tokens. ``own_offsets`` say
-    where units begin among tokens that the data selected, which no layout knows.
+    ``swap`` that the parameter is stored as [n, m], as HF's Conv1D does. ``own_offsets`` say where units begin among tokens that
+    the data selected, which no layout knows.
     """
 
     left: torch.Tensor
     right: torch.Tensor
     laned: bool = False
     swap: bool = False
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None
     own_offsets: torch.Tensor | None = None
 
     #: Whether ``left`` is made tile by tile, as a head's is (`fastdp.engine.rules.head.HeadFactors`), and norms came with it.
@@ -59,7 +54,7 @@ class Factors:
         """
         swap = self.swap != turned
         left, right = (second, first) if swap else (first, second)
-        return replace(self, left=left, right=right, swap=swap, scales=None)
+        return replace(self, left=left, right=right, swap=swap)
 
     @property
     def straight(self) -> Factors:
@@ -67,9 +62,7 @@ class Factors:
         if not self.swap:
             return self
         left, right = self.oriented
-        return replace(
-            self, left=left, right=right, swap=False, scales=self.scales and (self.scales[1], self.scales[0])
-        )
+        return replace(self, left=left, right=right, swap=False)
 
     def product(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         """Tokens ``[N, n]`` times a matrix ``[n, m]``."""
@@ -77,12 +70,7 @@ class Factors:
 
     def dense(self) -> Factors:
         """The same with both factors in memory."""
-        return self if self.scales is None else self.bare.times(*self.scales)
-
-    @property
-    def bare(self) -> Factors:
-        """What lies in memory, without the scales."""
-        return self if self.scales is None else replace(self, scales=None)
+        return self
 
     def times(self, left: torch.Tensor, right: torch.Tensor) -> Factors:
         """New factors, with columns multiplied, in float32 at least: of ids the rows of the other factor."""
@@ -106,24 +94,22 @@ class Factors:
 
     def scales_of_errors(self, layout: Layout, order: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
         """`row_products` and `lengths`, at once."""
-        own = self if self.scales is None else self.dense()
-        products, tokens = ops.counted_products(own.left, own.right, self.offsets(layout), order)
+        products, tokens = ops.counted_products(self.left, self.right, self.offsets(layout), order)
         return self.by_unit(products, order), self.by_unit(tokens, math.inf)
 
     def rounding(self) -> ops.Rounding:
         """The arithmetic of its products."""
-        return ops.Rounding(self.left, self.right, scaled=self.scales is not None)
+        return ops.Rounding(self.left, self.right)
 
     def row_products(self, layout: Layout, order: int = 2) -> torch.Tensor:
         """The scale of a unit's rounding errors, ``[units]`` float64: see `fastdp.ops.row_products`."""
-        own = self if self.scales is None else self.dense()
-        return self.by_unit(ops.row_products(own.left, own.right, self.offsets(layout), order), order)
+        return self.by_unit(ops.row_products(self.left, self.right, self.offsets(layout), order), order)
 
     def powers(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         """Computed squared norms (by Gram matrices, or from a table's rows), and the `row_products`: ``[units]`` each."""
         if self.one_hot:
             return ops.sqnorm(self.left, self.right, self.offsets(layout)), self.row_products(layout)
-        squares, products = ops.gram_norms([self.left], [self.right], [1], self.offsets(layout), self.scales or ())
+        squares, products = ops.gram_norms([self.left], [self.right], [1], self.offsets(layout))
         return squares[0], products[0]
 
     @property
@@ -134,13 +120,7 @@ class Factors:
     def inner(self, other: Factors, layout: Layout) -> torch.Tensor:
         """Inner products with the units' gradients of another use of the matrix, both straight and the other not tiled."""
         offsets = self.offsets(layout), other.offsets(layout)
-        # <G / s, H / s> is <G / s^2, H>, and one of the two may be small.
-        one, two = self, other
-        if other.scales is not None:
-            one, two = self.dense().times(*other.scales), other.bare
-        elif self.scales is not None:
-            one, two = self.bare, other.times(*self.scales)
-        return ops.cross_inner(one.left, one.right, two.left, two.right, *offsets)
+        return ops.cross_inner(self.left, self.right, other.left, other.right, *offsets)
 
     def add_to(self, total: torch.Tensor | None, weights: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Add the units' gradients by ``weights`` ``[units]`` to ``total`` ``[m, n]``, and return it.
@@ -152,8 +132,7 @@ class Factors:
     def unit_to(self, total: torch.Tensor, unit: int, offsets: Sequence[int]) -> None:
         """Add one unit's gradient to ``total``; ``offsets`` are on the host."""
         tokens = slice(offsets[unit], offsets[unit + 1])
-        own = replace(self.bare, left=self.left[tokens], right=self.right[tokens])
-        left, right = (own if self.scales is None else own.times(*self.scales)).oriented
+        left, right = replace(self, left=self.left[tokens], right=self.right[tokens]).oriented
         if self.one_hot:
             ops.weighted_sum(left, right, torch.ones(right.shape[0], device=right.device), total)
         else:
@@ -186,13 +165,6 @@ def join_uses(uses: list[Factors], layout: Layout) -> list[Factors]:
         return torch.cat(blocks, dim=1).flatten(0, 1)
 
     return [replace(first, left=join([u.left for u in uses]), right=join([u.right for u in uses]))]
-
-
-def scale(matrix: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> None:
-    """Multiply ``[m, n]`` by ``rows`` ``[m]`` and ``columns`` ``[n]``, in place: two roundings of each entry."""
-    most = max(1, _BLOCK // max(1, len(columns)) if matrix.device.type == "cpu" else len(rows))
-    for part, own in zip(matrix.split(most), rows.split(most)):
-        part.mul_(own.unsqueeze(1)).mul_(columns)
 
 
 class PerUnit:
