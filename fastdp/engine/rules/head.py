@@ -304,8 +304,8 @@ class HeadUse(torch.autograd.Function):
         if found.instances is not None:
             sink.instances(weight, _scale_instances(found.instances, shares), layout)
         elif weight is not None:
-            known = shares.double(), found.norms, found.columns
-            factors = HeadFactors(each, made.hidden, False, False, None, None, made, *known)
+            known = {"tiles": made, "shares": shares.double(), "norms": found.norms, "columns": found.columns}
+            factors = HeadFactors(each, made.hidden, **known)
             sink.matrix(weight, factors, layout)
         back = None
         if found.hidden is not None:
