@@ -49,7 +49,7 @@ from fastdp.engine.loss.one_example import backward_starts, merged, run_alone
 from fastdp.engine.uses.layout import Layout, Ticket
 from fastdp.engine.uses.logits import VOCABULARY
 from fastdp.engine.uses.reads import Reads
-from fastdp.engine.uses.use import Tap, differentiate
+from fastdp.engine.uses.use import CaptureContext, differentiate
 
 #: How per-example gradients are obtained.
 USES, ONE_EXAMPLE, ORDINARY = "uses", "one-example", "ordinary"
@@ -70,7 +70,7 @@ class Pass:
     call: Call
     ticket: Ticket
     layout: Layout
-    tap: Tap
+    context: CaptureContext
     verify: bool
     junction: Junction
     tops: list[torch.Tensor]
@@ -313,19 +313,19 @@ class Passes:
             return self._in_isolation(call, ticket, layout, junction)
         if self.isolated or self.route == ONE_EXAMPLE:
             return self._one_at_a_time(call, ticket, layout, junction)
-        tap, two_pass = Tap(layout), self._needs_two_passes(call, layout)
-        tap.whole = self.reentrant
+        context, two_pass = CaptureContext(layout), self._needs_two_passes(call, layout)
+        context.whole = self.reentrant
         if two_pass and not verify:
             parts = self._in_parts(call, ticket, layout, junction)
             if parts is not None:
                 return parts
         if not (verify or self.weights.cut or two_pass):
-            tap.allow(self.accumulator.may_hold(layout))
+            context.allow(self.accumulator.may_hold(layout))
         try:
-            output, tops, found = self._tops(call, layout, tap, verify=verify)
+            output, tops, found = self._tops(call, layout, context, verify=verify)
         finally:
-            # What a use keeps must not know the pass: their nodes know the tap, and nobody collects such a circle.
-            own, tap.own, tap.room = tap.own, [], -1
+            # What a use keeps must not know the pass: their nodes know the context, and nobody collects such a circle.
+            own, context.own, context.room = context.own, [], -1
         if verify:
             self.reentrant |= any(type(n).__name__ == _REENTRANT for top in tops for n in graph_of(top))
 
@@ -337,9 +337,9 @@ class Passes:
                 pairs = [(t, g * self.scale(ticket)) for t, g in zip(tops, upstream) if g is not None]
             starts, seeds = [t for t, _ in pairs], [g for _, g in pairs]
             with self.weights.gathered() if self.weights.cut else nullcontext():
-                differentiate(starts, seeds, own, tap, self._parameters, retain=retain)
+                differentiate(starts, seeds, own, context, self._parameters, retain=retain)
 
-        waiting = Pass(call, ticket, layout, tap, verify, junction, tops, backward, two_pass=two_pass)
+        waiting = Pass(call, ticket, layout, context, verify, junction, tops, backward, two_pass=two_pass)
         if self.returns_loss:
             own_mean = next((term.mean for term in found.terms if term.per_unit is tops[0]), None)
             mean = masked_mean(tops[0].detach(), layout.weights) if own_mean is None else own_mean
@@ -368,9 +368,9 @@ class Passes:
             # A few rows may go another way than all of them do.
             return None
         outputs, parts = zip(*found)
-        tap, losses = Tap(layout), torch.cat([part.tops[0].detach() for part in parts])
-        tap.shapes = set().union(*(part.tap.shapes for part in parts))
-        waiting = Pass(call, ticket, layout, tap, False, junction, [losses])
+        context, losses = CaptureContext(layout), torch.cat([part.tops[0].detach() for part in parts])
+        context.shapes = set().union(*(part.context.shapes for part in parts))
+        waiting = Pass(call, ticket, layout, context, False, junction, [losses])
 
         def differentiate() -> None:
             for part in parts:
@@ -383,7 +383,7 @@ class Passes:
     def _one_at_a_time(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass]:
         """The universal route: each row is a batch of its own, so any model is differentiated exactly."""
         outputs, targets = self.run_rows(call, ticket)
-        waiting = Pass(call, ticket, layout, Tap(layout), True, junction, [], targets=targets)
+        waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, [], targets=targets)
         output = merged(outputs)
         if self.returns_loss:
             rows = torch.stack([loss.detach().float() for (loss,) in targets])
@@ -397,7 +397,9 @@ class Passes:
         output = self.forwards.root.plain(*call[0], **call[1])
         tops = [require_loss(output)] if self.returns_loss else differentiable_outputs(output)
         targets = [tops, *[[]] * (ticket.rows - 1)]
-        waiting = Pass(call, ticket, layout, Tap(layout), True, junction, [], targets=targets, restore=snapshot.restore)
+        waiting = Pass(
+            call, ticket, layout, CaptureContext(layout), True, junction, [], targets=targets, restore=snapshot.restore
+        )
         if self.returns_loss:
             return replace_loss(output, waiting.loss(tops[0].detach())), waiting
         return waiting.replace_outputs(output), waiting
@@ -409,8 +411,15 @@ class Passes:
         else:
             carriers = as_long_as(call, ticket.rows) if self.trace is None else self.trace.carriers
             singles = single_rows(call, carriers, ticket.rows, self.returns_loss)
-        keep = {"returns_loss": self.returns_loss, "derived_buffers": self.derived_buffers}
-        return run_alone(self.model, self.plain_forward, singles, ticket, self.device, **keep)
+        return run_alone(
+            self.model,
+            self.plain_forward,
+            singles,
+            ticket,
+            self.device,
+            returns_loss=self.returns_loss,
+            derived_buffers=self.derived_buffers,
+        )
 
     def _differentiate_rows(self, parts: JoinedPasses) -> None:
         """Each unit's rows in a backward pass of their own, from all passes at once."""
@@ -424,40 +433,42 @@ class Passes:
         for own, _ in reversed(parts):
             own.restore()
 
-    def _tops(self, call: Call, layout: Layout, tap: Tap, *, verify: bool) -> tuple[Any, list[torch.Tensor], LossTerms]:
+    def _tops(
+        self, call: Call, layout: Layout, context: CaptureContext, *, verify: bool
+    ) -> tuple[Any, list[torch.Tensor], LossTerms]:
         """A forward pass by the route of uses, what its backward pass starts from (units' losses ``[units]``, or outputs), and
         the losses within it.
         """
         if not self.trying or self.weights.cut:
-            return self._tops_as_traced(call, layout, tap, verify=verify)
+            return self._tops_as_traced(call, layout, context, verify=verify)
         # A few rows of a batch may go another way than all of it did: where none of them is padded, say. The pass that
         # goes there draws what the one that stopped has drawn.
         try:
             with preserve_rng(self.model):
-                return self._tops_as_traced(call, layout, tap, verify=verify)
+                return self._tops_as_traced(call, layout, context, verify=verify)
         except UnseenUse:
             self.extend_trace(call, layout.rows)
-        tap.restart()
-        return self._tops_as_traced(call, layout, tap, verify=verify)
+        context.restart()
+        return self._tops_as_traced(call, layout, context, verify=verify)
 
     def _tops_as_traced(
-        self, call: Call, layout: Layout, tap: Tap, *, verify: bool
+        self, call: Call, layout: Layout, context: CaptureContext, *, verify: bool
     ) -> tuple[Any, list[torch.Tensor], LossTerms]:
         terms = self.terms(layout)
-        tap.selected = terms.selected
-        self.reads.tap = tap if self.route == USES else None
+        context.selected = terms.selected
+        self.reads.context = context if self.route == USES else None
         try:
             with intercepted(terms):
                 output = self.forwards.root.original(*call[0], **call[1])
         finally:
-            self.reads.tap = None
+            self.reads.context = None
             if self.reads.heads.made:
                 self.reads.heads.close()
         if not self.returns_loss:
             output = output if self.trace is None else self.trace.outputs.first(output, layout.rows)
             return output, differentiable_outputs(output), terms
         total = require_loss(output)
-        tap.shapes |= {("a loss function", (count,)) for count in terms.tokens}
+        context.shapes |= {("a loss function", (count,)) for count in terms.tokens}
         try:
             return output, [combine(total, terms, self.divided, verify=verify)], terms
         except UnsupportedUse:
@@ -480,12 +491,12 @@ class Passes:
 
         def backward(retain: bool) -> None:
             for own, upstream in parts:
-                self.reads.tap = own.tap if self.route == USES else None
+                self.reads.context = own.context if self.route == USES else None
                 own.backward(1 / len(parts) if self.returns_loss else upstream, retain)
 
         def open_sink(sink: Any) -> None:
             for own in every:
-                own.tap.sink = sink
+                own.context.sink = sink
 
         try:
             if self.route == ORDINARY:
@@ -513,9 +524,9 @@ class Passes:
                     own.targets = self.run_rows(own.call, own.ticket)[1]
             self._differentiate_rows(parts)
         finally:
-            self.reads.tap = None
+            self.reads.context = None
             for own in every:
-                own.tap.close()
+                own.context.close()
 
     @cached_property
     def _allowed(self) -> int:

@@ -26,7 +26,7 @@ from fastdp.engine.errors import Differentiates, OwnLoss, UnseenUse, Unsupported
 from fastdp.engine.loss.boundary import Junction
 from fastdp.engine.passes import ORDINARY, USES, Pass, Passes
 from fastdp.engine.uses.layout import Ticket
-from fastdp.engine.uses.use import Tap
+from fastdp.engine.uses.use import CaptureContext
 from fastdp.validate import first_line
 
 #: Each is checked as the first batch is.
@@ -64,7 +64,7 @@ class Routing:
         passes.extend_trace = self._extend_trace
         self.deferred_checks: list[Callable[[], None]] = []
         #: The deferred check of the microbatch at hand, if it has one.
-        self._deferred: Callable[[Tap], None] | None = None
+        self._deferred: Callable[[CaptureContext], None] | None = None
 
     def before(self, call: Call, ticket: Ticket, inputs: Inputs) -> bool:
         """Check a batch, whose tensors are ``inputs``, before its pass. True if this process ran the model for that."""
@@ -93,14 +93,14 @@ class Routing:
         return new or bool(due)
 
     def _check_later(
-        self, call: Call, ticket: Ticket, due: str, precision: AbstractContextManager[Any], tap: Tap
+        self, call: Call, ticket: Ticket, due: str, precision: AbstractContextManager[Any], context: CaptureContext
     ) -> None:
         with precision:
             self.traced.find_carriers(call, ticket.rows)
             if due:
                 self.verify_later(call, _weighted(ticket), due)
             try:
-                self.traced.compare(call, ticket.rows, tap, checked=False)
+                self.traced.compare(call, ticket.rows, context, checked=False)
             except UnsupportedUse as error:
                 self.passes.fall_back(str(error), ticket)
 
@@ -116,12 +116,12 @@ class Routing:
         ``extended`` says that it was, by this batch.
         """
         if self._deferred is not None:
-            self.deferred_checks.append(partial(self._deferred, waiting.tap))
+            self.deferred_checks.append(partial(self._deferred, waiting.context))
             return
-        traced, tap = self.traced, waiting.tap
-        new = traced.compared.get(self._kind) != tap.shapes
-        if new and traced.compare(waiting.call, waiting.ticket.rows, tap, checked=extended):
-            _remember(traced.compared, self._kind, frozenset(tap.shapes))
+        traced, context = self.traced, waiting.context
+        new = traced.compared.get(self._kind) != context.shapes
+        if new and traced.compare(waiting.call, waiting.ticket.rows, context, checked=extended):
+            _remember(traced.compared, self._kind, frozenset(context.shapes))
         self.verify_pass(waiting)
 
     def extend(self, call: Call, ticket: Ticket) -> None:
@@ -359,7 +359,7 @@ class TraceCache:
             return error
         return None
 
-    def compare(self, call: Call, rows: int, tap: Tap, *, checked: bool) -> bool:
+    def compare(self, call: Call, rows: int, context: CaptureContext, *, checked: bool) -> bool:
         """Raise `UnsupportedUse` unless the trace says of this call, too, whose tokens are whose, and its uses are known.
 
         Uses are known by the shapes of inputs, or by the way that the pass went, if one that went so was ``checked``, as the
@@ -369,7 +369,7 @@ class TraceCache:
         """
         found, choices = dict(leaves(call)), options(call, self.free_texts)
         sizes = self._inputs(found)
-        inputs, way = sizes | choices, _way(sizes, tap)
+        inputs, way = sizes | choices, _way(sizes, context)
         if checked or not self._ways:
             self._ways.add(way)
             self._extended = False
@@ -378,20 +378,20 @@ class TraceCache:
         told = RowNumbers not in map(type, found.values())
         if not told:
             # The shape of a list does not tell how long its entries are.
-            inputs |= tap.shapes
+            inputs |= context.shapes
         # The first pass is the one that was traced.
         if self._uses and inputs not in self._uses:
             self._require_same(call, rows)
             self._count_texts(choices)
-        known = self._uses.get(inputs, frozenset(tap.shapes))
-        gone = {operation for operation, _ in known - tap.shapes} if tap.shapes - known else set()
-        for operation, shape in tap.shapes - known:
+        known = self._uses.get(inputs, frozenset(context.shapes))
+        gone = {operation for operation, _ in known - context.shapes} if context.shapes - known else set()
+        for operation, shape in context.shapes - known:
             reason = f"the input of {operation} has shape {list(shape)} a row, by no reason of the batch's shapes"
             if operation in gone:
                 raise UnsupportedUse(reason)
             if way not in self._ways:
                 raise UnseenUse(reason)
-        _remember(self._uses, inputs, known | tap.shapes)
+        _remember(self._uses, inputs, known | context.shapes)
         return told
 
     def _require_same(self, call: Call, rows: int) -> None:
@@ -422,8 +422,10 @@ def _remember(known: dict[Any, frozenset[Any]], key: Any, value: frozenset[Any])
         del known[next(iter(known))]
 
 
-def _way(inputs: frozenset[Any], tap: Tap) -> frozenset[Any]:
+def _way(inputs: frozenset[Any], context: CaptureContext) -> frozenset[Any]:
     """A pass's kinds of uses, in whose shapes the lengths of inputs are named and not told."""
     ordered = sorted(inputs, key=str)
     names = {size: (path, axis) for path, shape in reversed(ordered) for axis, size in enumerate(shape)}
-    return frozenset([(operation, tuple([names.get(size, size) for size in shape])) for operation, shape in tap.shapes])
+    return frozenset(
+        [(operation, tuple([names.get(size, size) for size in shape])) for operation, shape in context.shapes]
+    )

@@ -36,7 +36,7 @@ from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.passes import Pass, Passes
 from fastdp.engine.uses.layout import Layout, Ticket
 from fastdp.engine.uses.logits import Logits
-from fastdp.engine.uses.use import Tap
+from fastdp.engine.uses.use import CaptureContext
 from fastdp.ops.placed import keep_for_graph
 
 #: The largest number of graphs of a run. They share the memory of a pass, and each holds its outputs.
@@ -191,8 +191,8 @@ class Graphs:
         self._passes.accumulator.copy_aliased()
         _fill(graph, call, ticket)
         graph.forward()
-        tap = Tap(graph.layout)
-        waiting = Pass(call, ticket, graph.layout, tap, False, junction, [])
+        context = CaptureContext(graph.layout)
+        waiting = Pass(call, ticket, graph.layout, context, False, junction, [])
         clip = self._passes.accumulator.policy.bounds
         waiting.replay = lambda: self._add(graph, clip)
         # A term of the loss made from another output has no graph to go back through, and is refused there as ever.

@@ -24,7 +24,7 @@ from fastdp.engine.loss.losses import batch_divisors, intercepted
 from fastdp.engine.loss.one_example import backward_starts, merged
 from fastdp.engine.passes import ONE_EXAMPLE, JoinedPasses, Pass, Passes
 from fastdp.engine.uses.layout import Ticket
-from fastdp.engine.uses.use import Tap
+from fastdp.engine.uses.use import CaptureContext
 from fastdp.verify.probe import GRADIENTS, same_shapes
 
 #: Repeats of the example alone (role "still"), which show whether the loop changes it by itself or at random; `_AHEAD` of them
@@ -136,7 +136,7 @@ class LoopCheck:
             self._divisors = divisors if probe.role == "together" else self._divisors
             seed_everything(_CRITERION)
             self._left = probe.rng_state(passes.model)
-        waiting = Pass(call, ticket, layout, Tap(layout), True, junction, tops, self._finish, {row: tops})
+        waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, tops, self._finish, {row: tops})
         if passes.returns_loss:
             return replace_loss(output, waiting.loss(tops[0].float().mean()))
         return waiting.replace_outputs(output)

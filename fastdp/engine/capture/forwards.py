@@ -63,20 +63,20 @@ class PatchedForward(_Forward):
         self.proxies: dict[str, ParameterProxy] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tap = self.reads.tap
-        if tap is not None and not torch.is_grad_enabled():
-            tap.whole = True
-        selected = tap.selected if tap is not None and self.name in self.reads.selecting else None
+        context = self.reads.context
+        if context is not None and not torch.is_grad_enabled():
+            context.whole = True
+        selected = context.selected if context is not None and self.name in self.reads.selecting else None
         if selected is not None and not selected.is_open:
             with selected:
                 return self(*args, **kwargs)
-        if self.reads.mode_open or (tap is None and not self.reads.heads.plainly):
+        if self.reads.mode_open or (context is None and not self.reads.heads.plainly):
             return self.original(*args, **kwargs)
-        if tap is not None and not self.had_own and not torch.compiler.is_compiling():
+        if context is not None and not self.had_own and not torch.compiler.is_compiling():
             plain = len(args) == 1 and type(args[0]) is torch.Tensor and not kwargs and torch.is_grad_enabled()
             if self._use is not None and plain and type(self.module).forward is self._class_forward:
                 try:
-                    result = self._use(self.module, self.reads, tap, args[0])
+                    result = self._use(self.module, self.reads, context, args[0])
                 except UnsupportedUse:
                     result = NotImplemented
                 if result is not NotImplemented:
@@ -89,7 +89,7 @@ class PatchedForward(_Forward):
             if self.held:
                 return self._call_with_proxies(args, kwargs)
         self.reads.mode_open = True
-        mode = PlainHeads(self.reads) if tap is None else UseMode(self.reads, tap)
+        mode = PlainHeads(self.reads) if context is None else UseMode(self.reads, context)
         try:
             with mode:
                 return self.original(*args, **kwargs)

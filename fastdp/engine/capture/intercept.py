@@ -16,20 +16,26 @@ from fastdp.calls.composite import opened
 from fastdp.calls.named import is_detach, is_metadata
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.rules import bags, convolution, experts, norms, products, recurrent
-from fastdp.engine.uses.lanes import Meeting, PerLane, affine, lay_along_rows
+from fastdp.engine.uses.lanes import Meeting, PerExampleParameter, affine, lay_along_rows
 from fastdp.engine.uses.reads import Reads
 from fastdp.engine.uses.rows import BatchAxis
 from fastdp.engine.uses.selections import Selection
-from fastdp.engine.uses.use import EmbeddingUse, Tap, expand_with_capture, layer_norm_with_capture, operation_kind
+from fastdp.engine.uses.use import (
+    CaptureContext,
+    EmbeddingUse,
+    expand_with_capture,
+    layer_norm_with_capture,
+    operation_kind,
+)
 
 
 class UseMode(TorchFunctionMode):
     """Active inside the modules that read trained parameters, during training forwards only."""
 
-    def __init__(self, reads: Reads, tap: Tap):
+    def __init__(self, reads: Reads, context: CaptureContext):
         super().__init__()
         self.reads = reads
-        self.tap = tap
+        self.context = context
         #: Parameters that were read as they are, by a rule or entry by entry; and whether anything else may have read one.
         self.met: set[int] = set()
         self.else_read = False
@@ -49,15 +55,18 @@ class UseMode(TorchFunctionMode):
         if func not in _HANDLERS and not (read or any(map(_may_hold, given))):
             return func(*args, **kwargs)
         self.met |= read
-        result = affine(func, args, kwargs, names, self.tap, self.reads.keep)
+        result = affine(func, args, kwargs, names, self.context, self.reads.keep)
         if result is not NotImplemented:
             return result
-        result = _apply_rule(self.reads, self.tap, func, args, kwargs)
+        result = _apply_rule(self.reads, self.context, func, args, kwargs)
         # What a rule makes of a parameter alone goes on to others as that.
         self.else_read |= type(result) is not torch.Tensor or any(map(_may_hold, given))
         if result is not NotImplemented:
             return result
-        args, kwargs = map_tensors((args, kwargs), lambda t: PerLane.of(t, self.tap) if id(t) in names else t)  # type: ignore[arg-type]
+        args, kwargs = map_tensors(
+            (args, kwargs),
+            lambda t: PerExampleParameter.of(t, self.context) if id(t) in names else t,  # type: ignore[arg-type]
+        )
         return func(*args, **kwargs)
 
 
@@ -87,17 +96,17 @@ class ParameterProxy(torch.Tensor):
             held, x = args[own], args[1 - own]
             if type(held) is cls and type(x) is torch.Tensor:
                 reads, vector = held.__dict__["reads"], held.__dict__["parameter"]
-                tap = reads.tap
-                found = tap and reads.known.get((func, id(vector), x.shape, tap.layout.rows))
-                if found and torch.is_grad_enabled() and tap.layout.token_segments is None:
-                    tap.shapes.add(found)
-                    lanes = expand_with_capture(vector, x, tap, x.dim() - 2)
+                context = reads.context
+                found = context and reads.known.get((func, id(vector), x.shape, context.layout.rows))
+                if found and torch.is_grad_enabled() and context.layout.token_segments is None:
+                    context.shapes.add(found)
+                    lanes = expand_with_capture(vector, x, context, x.dim() - 2)
                     return func(x, lanes) if own else func(lanes, x)
         reads = next(value for value in tensors((args, kwargs or {})) if type(value) is cls).__dict__["reads"]
         args, kwargs = [*map(_unwrap, args)], {name: _unwrap(value) for name, value in kwargs.items()} if kwargs else {}
-        if reads.tap is None:
+        if reads.context is None:
             return func(*args, **kwargs)
-        return UseMode(reads, reads.tap).__torch_function__(func, types, args, kwargs)
+        return UseMode(reads, reads.context).__torch_function__(func, types, args, kwargs)
 
 
 def _unwrap(value: Any) -> Any:
@@ -109,7 +118,7 @@ def _unwrap(value: Any) -> Any:
 
 def _may_hold(value: Any) -> bool:
     """Whether a value is made of parameters, or may have some in it."""
-    return isinstance(value, PerLane) or (
+    return isinstance(value, PerExampleParameter) or (
         isinstance(value, (list, tuple)) and not all(isinstance(v, int) for v in value)
     )
 
@@ -120,13 +129,13 @@ def _classify(func: Any) -> tuple[bool, Any]:
     return not (is_metadata(func) or is_detach(func)), opened(func)
 
 
-def _apply_rule(reads: Reads, tap: Tap, func: Any, args: Any, kwargs: Any) -> Any:
+def _apply_rule(reads: Reads, context: CaptureContext, func: Any, args: Any, kwargs: Any) -> Any:
     """The use that an operation is; NotImplemented for one that no rule serves: it goes lane by lane, if the trace saw it."""
     handler = _HANDLERS.get(func)
     if handler is None:
         return NotImplemented
     try:
-        return handler(reads, tap, *args, **kwargs)
+        return handler(reads, context, *args, **kwargs)
     except UnsupportedUse:
         return NotImplemented
 
@@ -138,36 +147,36 @@ def _torch_forward(kind: type[torch.nn.Module]) -> Any:
     return forward if code is not None and code.co_filename == inspect.getfile(kind) else None
 
 
-def _convolution_of(module: Any, reads: Reads, tap: Tap, x: torch.Tensor) -> Any:
+def _convolution_of(module: Any, reads: Reads, context: CaptureContext, x: torch.Tensor) -> Any:
     if module.padding_mode != "zeros":
         return NotImplemented
     rest = module.stride, module.padding, module.dilation, module.groups
-    return _HANDLERS[getattr(F, type(module).__name__.lower())](reads, tap, x, module.weight, module.bias, *rest)
+    return _HANDLERS[getattr(F, type(module).__name__.lower())](reads, context, x, module.weight, module.bias, *rest)
 
 
-def _embedding_of(module: torch.nn.Embedding, reads: Reads, tap: Tap, ids: torch.Tensor) -> Any:
-    weight, layout = module.weight, tap.layout
+def _embedding_of(module: torch.nn.Embedding, reads: Reads, context: CaptureContext, ids: torch.Tensor) -> Any:
+    weight, layout = module.weight, context.layout
     found = reads.known.get((F.embedding, id(weight), ids.shape, layout.rows))
     if found is None or layout.token_segments is not None or module.max_norm is not None or module.scale_grad_by_freq:
         rest = module.padding_idx, module.max_norm, module.norm_type, module.scale_grad_by_freq, module.sparse
-        return _embedding(reads, tap, ids, weight, *rest)
-    tap.shapes.add(found)
-    return EmbeddingUse.apply(ids, weight, module.padding_idx, tap, False)
+        return _embedding(reads, context, ids, weight, *rest)
+    context.shapes.add(found)
+    return EmbeddingUse.apply(ids, weight, module.padding_idx, context, False)
 
 
 #: Forwards of torch's own modules, and the uses that these are on one tensor, as their code says.
-_CALLS: dict[type[torch.nn.Module], tuple[Any, Callable[[Any, Reads, Tap, torch.Tensor], Any]]] = {
+_CALLS: dict[type[torch.nn.Module], tuple[Any, Callable[[Any, Reads, CaptureContext, torch.Tensor], Any]]] = {
     torch.nn.Linear: (_torch_forward(torch.nn.Linear), products.linear_of),
     torch.nn.LayerNorm: (
         _torch_forward(torch.nn.LayerNorm),
-        lambda of, reads, tap, x: _layer_norm(reads, tap, x, of.normalized_shape, of.weight, of.bias, of.eps),
+        lambda of, reads, context, x: _layer_norm(reads, context, x, of.normalized_shape, of.weight, of.bias, of.eps),
     ),
     **{kind: (_torch_forward(kind), _convolution_of) for kind in (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)},
     torch.nn.Embedding: (_torch_forward(torch.nn.Embedding), _embedding_of),
 }
 
 
-def use_of_module(module: torch.nn.Module) -> Callable[[Any, Reads, Tap, torch.Tensor], Any] | None:
+def use_of_module(module: torch.nn.Module) -> Callable[[Any, Reads, CaptureContext, torch.Tensor], Any] | None:
     """What finds the use that a call of one of torch's own modules is, without following its code; None for others."""
     forward, use_of = _CALLS.get(type(module), (None, None))
     return use_of if type(module).forward is forward else None
@@ -175,7 +184,7 @@ def use_of_module(module: torch.nn.Module) -> Callable[[Any, Reads, Tap, torch.T
 
 def _embedding(
     reads: Reads,
-    tap: Tap,
+    context: CaptureContext,
     input: Any,
     weight: Any,
     padding_idx: int | None = None,
@@ -189,43 +198,51 @@ def _embedding(
     reads.refuse_coupled_table(weight, max_norm, scale_grad_by_freq)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
-    if isinstance(input, PerLane):
-        out = EmbeddingUse.apply(input.lanes, weight, padding_idx, tap, True)
-        return PerLane(out, tap, sources=(weight, *input.sources))
-    fold = reads.fold("embedding", weight, input, tap)
+    if isinstance(input, PerExampleParameter):
+        out = EmbeddingUse.apply(input.lanes, weight, padding_idx, context, True)
+        return PerExampleParameter(out, context, sources=(weight, *input.sources))
+    fold = reads.fold("embedding", weight, input, context)
     if fold is not None:
-        ids = fold.front(input, tap.layout.rows)
+        ids = fold.front(input, context.layout.rows)
         if fold.natural:
-            rows = tap.layout.rows
+            rows = context.layout.rows
             reads.keep(
                 (F.embedding, id(weight), input.shape, rows), operation_kind("embedding", input.shape, rows, fold)
             )
-        found = EmbeddingUse.apply(ids, weight, padding_idx, tap, False, fold.unit_offsets(ids.numel()))
+        found = EmbeddingUse.apply(ids, weight, padding_idx, context, False, fold.unit_offsets(ids.numel()))
         if isinstance(fold, Selection):
             return fold.follow(fold.back(found))
         return found if fold.natural else fold.back(found).contiguous()
-    ids = input.expand(tap.layout.lanes, *input.shape)
-    return PerLane(EmbeddingUse.apply(ids, weight, padding_idx, tap, True), tap, sources=(weight,))
+    ids = input.expand(context.layout.lanes, *input.shape)
+    return PerExampleParameter(EmbeddingUse.apply(ids, weight, padding_idx, context, True), context, sources=(weight,))
 
 
 def _layer_norm(
-    reads: Reads, tap: Tap, input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+    reads: Reads,
+    context: CaptureContext,
+    input: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
 ) -> Any:
     if not reads.serve(weight, bias):
         return NotImplemented
     if len(normalized_shape) != 1:
         raise UnsupportedUse("layer_norm over several dimensions")
-    reads.require_rows("layer_norm", (weight, bias), input, tap)
+    reads.require_rows("layer_norm", (weight, bias), input, context)
     trained = (reads.is_trained(weight), reads.is_trained(bias))
-    return layer_norm_with_capture(input, weight, bias, eps, tap, trained)
+    return layer_norm_with_capture(input, weight, bias, eps, context, trained)
 
 
-def _rms_norm(reads: Reads, tap: Tap, input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
+def _rms_norm(
+    reads: Reads, context: CaptureContext, input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None
+) -> Any:
     if not reads.is_trained(weight):
         return NotImplemented
-    reads.require_rows("rms_norm", (weight,), input, tap)
+    reads.require_rows("rms_norm", (weight,), input, context)
     normed = F.rms_norm(input, normalized_shape, None, eps)
-    return normed * lay_along_rows(PerLane.of(weight, tap), Meeting(tap, normed, BatchAxis()))
+    return normed * lay_along_rows(PerExampleParameter.of(weight, context), Meeting(context, normed, BatchAxis()))
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {

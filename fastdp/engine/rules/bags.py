@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.engine.uses.reads import Reads
-from fastdp.engine.uses.use import EmbeddingUse, Tap
+from fastdp.engine.uses.use import CaptureContext, EmbeddingUse
 
 
 def _bag(values: torch.Tensor, offsets: torch.Tensor, include_last_offset: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,7 +24,7 @@ def _bag(values: torch.Tensor, offsets: torch.Tensor, include_last_offset: bool)
 
 def _embedding_bag(
     reads: Reads,
-    tap: Tap,
+    context: CaptureContext,
     input: Any,
     weight: Any,
     offsets: Any = None,
@@ -41,7 +41,7 @@ def _embedding_bag(
         return NotImplemented
     reads.refuse_coupled_table(weight, max_norm, scale_grad_by_freq)
     reads.require_rows(
-        "embedding_bag", (weight,), _bags(input, weight, offsets, include_last_offset=include_last_offset), tap
+        "embedding_bag", (weight,), _bags(input, weight, offsets, include_last_offset=include_last_offset), context
     )
     inside = torch.ones_like(input, dtype=torch.bool)
     if offsets is not None:
@@ -52,7 +52,7 @@ def _embedding_bag(
     if padding_idx is not None:
         padding_idx %= weight.shape[0]
         inside = inside & (input != padding_idx)
-    found = EmbeddingUse.apply(input, weight, padding_idx, tap, False)
+    found = EmbeddingUse.apply(input, weight, padding_idx, context, False)
     inside = inside.unsqueeze(2)
     if mode == "max":
         return found.masked_fill(~inside, -torch.inf).max(1).values.masked_fill(~inside.any(1), 0)

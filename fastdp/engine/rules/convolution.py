@@ -19,7 +19,7 @@ from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Layout
 from fastdp.engine.uses.reads import Reads
-from fastdp.engine.uses.use import Sink, Tap, Use, as_autocast
+from fastdp.engine.uses.use import CaptureContext, Sink, Use, as_autocast
 from fastdp.ops.patches import Convolution, by_image, convolution_gradients, patches
 from fastdp.ops.routes import is_allowed
 
@@ -37,11 +37,11 @@ class ConvolutionUse(Use):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        tap: Tap,
+        context: CaptureContext,
         settings: Convolution,
         trained: tuple[bool, bool],
     ) -> torch.Tensor:
-        ctx.tap, ctx.settings, ctx.x_dtype = tap, settings, x.dtype
+        ctx.context, ctx.settings, ctx.x_dtype = context, settings, x.dtype
         ctx.parameters = (weight if trained[0] else None, bias if trained[1] else None)
         x, cast = as_autocast(x), as_autocast(weight)
         ctx.save_for_backward(x, cast)
@@ -51,7 +51,7 @@ class ConvolutionUse(Use):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
-        sink, layout = ctx.tap.open(), ctx.tap.layout
+        sink, layout = ctx.context.open(), ctx.context.layout
         matrix, bias = ctx.parameters
         if bias is not None:
             sink.vector(bias, layout.by_lane(gradient.flatten(2).sum(2, dtype=torch.float32)), layout)
@@ -103,19 +103,19 @@ def _numbers(value: Any, count: int) -> tuple[int, ...]:
 
 
 def _convolved(
-    reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: Any, settings: Convolution
+    reads: Reads, context: CaptureContext, operation: str, x: Any, weight: Any, bias: Any, settings: Convolution
 ) -> torch.Tensor:
     if isinstance(x, torch.Tensor) and x.dim() != weight.dim():
         raise UnsupportedUse(f"{operation} of an input without rows")
-    reads.require_rows(operation, (weight, bias), x, tap)
+    reads.require_rows(operation, (weight, bias), x, context)
     trained = (reads.is_trained(weight), reads.is_trained(bias))
-    return ConvolutionUse.apply(x, weight, bias, tap, settings, trained)
+    return ConvolutionUse.apply(x, weight, bias, context, settings, trained)
 
 
 def _forwards(
     operation: str,
     reads: Reads,
-    tap: Tap,
+    context: CaptureContext,
     input: Any,
     weight: Any,
     bias: Any = None,
@@ -135,13 +135,13 @@ def _forwards(
         input, padding = left_over if any(size % 2 for size in whole) else input, [size // 2 for size in whole]
     pads = (0,) * count if padding == "valid" else _numbers(padding, count)
     settings = Convolution(_numbers(stride, count), pads, steps, False, (0,) * count, groups)
-    return _convolved(reads, tap, operation, input, weight, bias, settings)
+    return _convolved(reads, context, operation, input, weight, bias, settings)
 
 
 def _transposed(
     operation: str,
     reads: Reads,
-    tap: Tap,
+    context: CaptureContext,
     input: Any,
     weight: Any,
     bias: Any = None,
@@ -156,7 +156,7 @@ def _transposed(
     count = weight.dim() - 2
     stride, padding, dilation, beside = (_numbers(v, count) for v in (stride, padding, dilation, output_padding))
     return _convolved(
-        reads, tap, operation, input, weight, bias, Convolution(stride, padding, dilation, True, beside, groups)
+        reads, context, operation, input, weight, bias, Convolution(stride, padding, dilation, True, beside, groups)
     )
 
 

@@ -22,7 +22,7 @@ from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Layout
 from fastdp.engine.uses.logits import LOSS_CHUNK, TILE, Logits, Step, inputs, quiet, token_losses, widen
-from fastdp.engine.uses.use import Tap
+from fastdp.engine.uses.use import CaptureContext
 from fastdp.ops.factors import INT64_MAX
 from fastdp.ops.heads import add_product_, cuts, even_rows, most_tokens, on_gpu
 from fastdp.ops.placed import CONSTANTS
@@ -208,7 +208,7 @@ def take(
     target: torch.Tensor,
     ignored: int,
     reduced: Callable[[torch.Tensor], torch.Tensor],
-    tap: Tap,
+    context: CaptureContext,
     trained: tuple[torch.nn.Parameter | None, torch.nn.Parameter | None],
 ) -> torch.Tensor:
     """The units' losses ``[units]`` of a cross-entropy over logits, whose backward pass captures the head's use.
@@ -216,12 +216,12 @@ def take(
     Args:
         own: the logits ``[N, V]``; ``target`` ``[N]``, and ``ignored`` among them.
         reduced: makes the units' losses of the tokens'; linear, each token in one unit.
-        tap: of the forward pass.
+        context: of the forward pass.
         trained: weight and bias where they are.
 
     Raises `UnsupportedUse` where tokens are not in the order of the rows.
     """
-    layout, tokens = tap.layout, own.token_index.numel()
+    layout, tokens = context.layout, own.token_index.numel()
     if own.source.taken or (own.token_index.reshape(-1).diff() <= 0).any():
         raise UnsupportedUse("the model takes several losses of its logits, or takes them in another order")
     own.source.taken += 1
@@ -242,7 +242,7 @@ def take(
             raise UnsupportedUse("the model's loss leaves out whole rows of its logits")
     plain = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     made = Tiles(*plain, own.steps, target, ignored, counts, bounds)
-    found: torch.Tensor = HeadUse.apply(hidden, weight, bias, made, reduced, tap, trained)
+    found: torch.Tensor = HeadUse.apply(hidden, weight, bias, made, reduced, context, trained)
     return found
 
 
@@ -257,21 +257,21 @@ class HeadUse(torch.autograd.Function):
         bias: torch.Tensor | None,
         made: Tiles,
         reduced: Callable[[torch.Tensor], torch.Tensor],
-        tap: Tap,
+        context: CaptureContext,
         trained: tuple[torch.nn.Parameter | None, torch.nn.Parameter | None],
     ) -> torch.Tensor:
-        units, (rows, width), device = tap.layout.units, weight.shape, hidden.device
+        units, (rows, width), device = context.layout.units, weight.shape, hidden.device
         losses = torch.zeros(hidden.shape[0], device=device, dtype=torch.promote_types(hidden.dtype, torch.float32))
         found = _HeadPass(made)
-        ctx.tap, ctx.trained, ctx.found = tap, trained, found
-        tap.drops.append(found.drop)
+        ctx.context, ctx.trained, ctx.found = context, trained, found
+        context.drops.append(found.drop)
         if ctx.needs_input_grad[0]:
             found.hidden = torch.zeros_like(made.hidden)
         if trained[1] is not None:
             found.bias = losses.new_zeros(units, rows)
         long = max((b - a for a, b in zip(made.offsets, made.offsets[1:])), default=0)
-        read = [t.reshape(-1) for t in tap.looked_up.get(id(trained[0]), []) if tap.layout.covers(t.numel())]
-        looked_up = [(t, tap.layout.offsets(t.numel(), host=True).tolist()) for t in read]
+        read = [t.reshape(-1) for t in context.looked_up.get(id(trained[0]), []) if context.layout.covers(t.numel())]
+        looked_up = [(t, context.layout.offsets(t.numel(), host=True).tolist()) for t in read]
         # On a processor the route is each unit's own.
         whole = on_gpu(weight) and ops.routes.is_allowed(
             "instantiate", rows, width, long, units, dtype=weight.dtype, device=device
@@ -295,8 +295,8 @@ class HeadUse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        shares, found, layout = gradients[0], ctx.found, ctx.tap.layout
-        sink, made, (weight, bias) = ctx.tap.open(), found.made, ctx.trained
+        shares, found, layout = gradients[0], ctx.found, ctx.context.layout
+        sink, made, (weight, bias) = ctx.context.open(), found.made, ctx.trained
         lengths = _offsets(made.offsets, shares.device).diff()
         each = shares.repeat_interleave(lengths, output_size=made.hidden.shape[0]).unsqueeze(1)
         if bias is not None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.uses.reads import Reads
-from fastdp.engine.uses.use import Tap
+from fastdp.engine.uses.use import CaptureContext
 
 
 class GroupNormUse(torch.autograd.Function):
@@ -25,7 +25,7 @@ class GroupNormUse(torch.autograd.Function):
         bias: torch.Tensor | None,
         groups: int,
         eps: float,
-        tap: Tap,
+        context: CaptureContext,
         trained: tuple[bool, bool],
     ) -> torch.Tensor:
         if torch.is_autocast_enabled(x.device.type):
@@ -33,7 +33,7 @@ class GroupNormUse(torch.autograd.Function):
         x = x.contiguous()
         sizes = (x.shape[0], x.shape[1], math.prod(x.shape[2:]), groups)
         out, mean, rstd = torch.native_group_norm(x, weight, bias, *sizes, eps)
-        ctx.tap, ctx.sizes, ctx.scale = tap, sizes, weight
+        ctx.context, ctx.sizes, ctx.scale = context, sizes, weight
         ctx.parameters = (weight if trained[0] else None, bias if trained[1] else None)
         ctx.save_for_backward(x, mean, rstd)
         return out
@@ -42,7 +42,7 @@ class GroupNormUse(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         gradient = gradients[0].contiguous()
         x, mean, rstd = ctx.saved_tensors
-        sink, layout = ctx.tap.open(), ctx.tap.layout
+        sink, layout = ctx.context.open(), ctx.context.layout
         weight, bias = ctx.parameters
         rows, channels, size, groups = ctx.sizes
         if bias is not None:
@@ -74,7 +74,7 @@ class InstanceNormUse(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor,
         eps: float,
-        tap: Tap,
+        context: CaptureContext,
         trained: tuple[bool, bool],
     ) -> torch.Tensor:
         if torch.is_autocast_enabled(x.device.type):
@@ -85,7 +85,7 @@ class InstanceNormUse(torch.autograd.Function):
         out, mean, rstd = torch.native_batch_norm(
             flat, scale, bias.to(x.dtype).repeat(rows), None, None, True, 0.0, eps
         )
-        ctx.tap, ctx.eps, ctx.shape = tap, eps, x.shape
+        ctx.context, ctx.eps, ctx.shape = context, eps, x.shape
         ctx.parameters = (weight if trained[0] else None, bias if trained[1] else None)
         ctx.save_for_backward(flat, scale, mean, rstd)
         return out.view(x.shape)
@@ -93,7 +93,7 @@ class InstanceNormUse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         flat, scale, mean, rstd = ctx.saved_tensors
-        sink, layout = ctx.tap.open(), ctx.tap.layout
+        sink, layout = ctx.context.open(), ctx.context.layout
         gradient = gradients[0].reshape(flat.shape)
         back, *found = torch.ops.aten.native_batch_norm_backward(
             gradient, flat, scale, None, None, mean, rstd, True, ctx.eps, [True, True, True]
@@ -105,18 +105,24 @@ class InstanceNormUse(torch.autograd.Function):
 
 
 def _group_norm(
-    reads: Reads, tap: Tap, input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+    reads: Reads,
+    context: CaptureContext,
+    input: Any,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
 ) -> Any:
     if not reads.serve(weight, bias):
         return NotImplemented
-    reads.require_rows("group_norm", (weight, bias), input, tap)
+    reads.require_rows("group_norm", (weight, bias), input, context)
     trained = (reads.is_trained(weight), reads.is_trained(bias))
-    return GroupNormUse.apply(input, weight, bias, num_groups, eps, tap, trained)
+    return GroupNormUse.apply(input, weight, bias, num_groups, eps, context, trained)
 
 
 def _instance_norm(
     reads: Reads,
-    tap: Tap,
+    context: CaptureContext,
     input: Any,
     running_mean: Any = None,
     running_var: Any = None,
@@ -130,8 +136,8 @@ def _instance_norm(
         return NotImplemented
     if running_mean is not None or not use_input_stats:
         raise UnsupportedUse("instance_norm with running statistics")
-    reads.require_rows("instance_norm", (weight, bias), input, tap)
-    return InstanceNormUse.apply(input, weight, bias, eps, tap, (reads.is_trained(weight), reads.is_trained(bias)))
+    reads.require_rows("instance_norm", (weight, bias), input, context)
+    return InstanceNormUse.apply(input, weight, bias, eps, context, (reads.is_trained(weight), reads.is_trained(bias)))
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {F.group_norm: _group_norm, F.instance_norm: _instance_norm}

@@ -10,36 +10,40 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.engine.rules.head import take
-from fastdp.engine.uses.lanes import PerLane
+from fastdp.engine.uses.lanes import PerExampleParameter
 from fastdp.engine.uses.logits import Logits
 from fastdp.engine.uses.reads import Reads
 from fastdp.engine.uses.selections import Selection
-from fastdp.engine.uses.use import LinearUse, Product, Tap, linear_with_capture, operation_kind
+from fastdp.engine.uses.use import CaptureContext, LinearUse, Product, linear_with_capture, operation_kind
 from fastdp.ops.routes import NARROW
 
 
-def linear_of(module: torch.nn.Linear, reads: Reads, tap: Tap, x: torch.Tensor) -> Any:
+def linear_of(module: torch.nn.Linear, reads: Reads, context: CaptureContext, x: torch.Tensor) -> Any:
     """The use that a call of torch's own linear layer is; found once for inputs of a shape, and the same from then on."""
     # A step asks this of every layer, and a function called takes the host as long as all that is compared here.
-    own, layout = module._parameters, tap.layout
+    own, layout = module._parameters, context.layout
     weight, bias = own.get("weight"), own.get("bias")
     known = reads.known.get(("linear", id(weight), id(bias), x.shape, layout.rows))
     plain = layout.token_segments is None and id(weight) not in reads.heads.weights
     if known is not None and plain and module.__dict__.keys().isdisjoint(own):
         noted, use, held = known
-        tap.shapes.add(noted)
-        return linear_with_capture(x, weight, bias, tap, use, held)
-    return _linear(reads, tap, x, module.weight, module.bias)
+        context.shapes.add(noted)
+        return linear_with_capture(x, weight, bias, context, use, held)
+    return _linear(reads, context, x, module.weight, module.bias)
 
 
-def _linear(reads: Reads, tap: Tap, input: Any, weight: Any, bias: Any = None) -> Any:
-    if id(weight) not in reads.heads.weights or isinstance(input, PerLane) or isinstance(bias, PerLane):
-        return _product(reads, tap, "linear", input, weight, bias, swap=False)
-    product = functools.partial(_product, reads, tap, "linear", input, weight, bias, swap=False)
+def _linear(reads: Reads, context: CaptureContext, input: Any, weight: Any, bias: Any = None) -> Any:
+    if (
+        id(weight) not in reads.heads.weights
+        or isinstance(input, PerExampleParameter)
+        or isinstance(bias, PerExampleParameter)
+    ):
+        return _product(reads, context, "linear", input, weight, bias, swap=False)
+    product = functools.partial(_product, reads, context, "linear", input, weight, bias, swap=False)
     trained = (weight if reads.is_trained(weight) else None, bias if reads.is_trained(bias) else None)
     owner = trained[0] if trained[0] is not None else trained[1]
     if owner is not None:
-        fold = reads.fold("linear", owner, input, tap)
+        fold = reads.fold("linear", owner, input, context)
         if fold is None or not fold.natural:
             return product()
 
@@ -47,37 +51,41 @@ def _linear(reads: Reads, tap: Tap, input: Any, weight: Any, bias: Any = None) -
         return F.linear(input, weight, bias) if owner is None else product()
 
     def taken(logits: Logits, target: torch.Tensor, ignored: int, reduced: Any) -> torch.Tensor:
-        return take(logits, target, ignored, reduced, tap, trained)
+        return take(logits, target, ignored, reduced, context, trained)
 
     return reads.heads.leave_out(input, weight, bias, whole, taken)
 
 
-def _addmm(reads: Reads, tap: Tap, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def _addmm(
+    reads: Reads, context: CaptureContext, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1
+) -> Any:
     if beta != 1 or alpha != 1 or reads.is_trained(mat1):
         return NotImplemented
-    layout, plain = tap.layout, type(mat1) is torch.Tensor
+    layout, plain = context.layout, type(mat1) is torch.Tensor
     known = reads.known.get(("addmm", id(mat2), id(input), mat1.shape, layout.rows)) if plain else None
     if known is not None and layout.token_segments is None:
         noted, use, held = known
-        tap.shapes.add(noted)
-        return linear_with_capture(mat1, mat2, input, tap, use, held)
-    return _product(reads, tap, "addmm", mat1, mat2, input, swap=True)
+        context.shapes.add(noted)
+        return linear_with_capture(mat1, mat2, input, context, use, held)
+    return _product(reads, context, "addmm", mat1, mat2, input, swap=True)
 
 
-def _matmul(reads: Reads, tap: Tap, input: Any, other: Any) -> Any:
+def _matmul(reads: Reads, context: CaptureContext, input: Any, other: Any) -> Any:
     if not reads.is_trained(other) or other.dim() != 2 or reads.is_trained(input):
         return NotImplemented
-    return _product(reads, tap, "matmul", input, other, None, swap=True)
+    return _product(reads, context, "matmul", input, other, None, swap=True)
 
 
-def _product(reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: Any, *, swap: bool) -> Any:
+def _product(
+    reads: Reads, context: CaptureContext, operation: str, x: Any, weight: Any, bias: Any, *, swap: bool
+) -> Any:
     trained = (reads.is_trained(weight), reads.is_trained(bias))
-    if True not in trained or isinstance(weight, PerLane) or isinstance(bias, PerLane):
+    if True not in trained or isinstance(weight, PerExampleParameter) or isinstance(bias, PerExampleParameter):
         return NotImplemented
     if reads.is_trained(x):
-        x = PerLane.of(x, tap)
-    laned = isinstance(x, PerLane)
-    fold = None if laned else reads.fold(operation, weight if trained[0] else bias, x, tap)
+        x = PerExampleParameter.of(x, context)
+    laned = isinstance(x, PerExampleParameter)
+    fold = None if laned else reads.fold(operation, weight if trained[0] else bias, x, context)
     if fold is not None:
         if fold.axis == x.dim() - 1:
             return NotImplemented
@@ -88,18 +96,18 @@ def _product(reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: 
         held = x.numel() // x.shape[-1] * sum(weight.shape) * x.element_size() if narrow and x.numel() else 0
         held = held if whole else 1 << 62
         if isinstance(fold, Selection):
-            return fold.follow(linear_with_capture(x, weight, bias, tap, use, held))
+            return fold.follow(linear_with_capture(x, weight, bias, context, use, held))
         if trained[0]:
-            rows = tap.layout.rows
+            rows = context.layout.rows
             noted = operation_kind(operation, x.shape, rows, fold)
             reads.keep((operation, id(weight), id(bias), x.shape, rows), (noted, use, held))
-        return linear_with_capture(x, weight, bias, tap, use, held)
+        return linear_with_capture(x, weight, bias, context, use, held)
     own = tuple(p for p, read in zip((weight, bias), trained) if read)
     if laned:
-        out = LinearUse.apply(x.lanes, weight, bias, tap, Product(swap, None, True, trained, None))
-        return PerLane(out, tap, sources=own + x.sources)
-    out = LinearUse.apply(x, weight, bias, tap, Product(swap, tap.layout.lanes, True, trained, None))
-    return PerLane(out, tap, sources=own)
+        out = LinearUse.apply(x.lanes, weight, bias, context, Product(swap, None, True, trained, None))
+        return PerExampleParameter(out, context, sources=own + x.sources)
+    out = LinearUse.apply(x, weight, bias, context, Product(swap, context.layout.lanes, True, trained, None))
+    return PerExampleParameter(out, context, sources=own)
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.uses.factors import Factors
-from fastdp.engine.uses.lanes import PerLane
+from fastdp.engine.uses.lanes import PerExampleParameter
 from fastdp.engine.uses.reads import Reads
-from fastdp.engine.uses.use import Tap, as_autocast
+from fastdp.engine.uses.use import CaptureContext, as_autocast
 from fastdp.ops.cells import RECURRENT_CELLS, CellRun, State, shifted
 
 
@@ -33,7 +33,7 @@ class RecurrentUse(torch.autograd.Function):
         x: torch.Tensor,
         kind: str,
         backwards: bool,
-        tap: Tap,
+        context: CaptureContext,
         trained: tuple[bool, ...],
         into: torch.Tensor,
         across: torch.Tensor,
@@ -42,7 +42,7 @@ class RecurrentUse(torch.autograd.Function):
         *first: torch.Tensor,
     ) -> Any:
         cell = RECURRENT_CELLS[kind]
-        ctx.tap, ctx.kind, ctx.backwards = tap, kind, backwards
+        ctx.context, ctx.kind, ctx.backwards = context, kind, backwards
         ctx.x_dtype, ctx.first_dtypes = x.dtype, [state.dtype for state in first]
         ctx.parameters = [p if chosen else None for p, chosen in zip((into, across, bias, own), trained)]
         x, into, across, bias, own = (as_autocast(t) for t in (x, into, across, bias, own))
@@ -60,7 +60,7 @@ class RecurrentUse(torch.autograd.Function):
         upstream, *last = gradients
         x, into, across, hidden, *rest = ctx.saved_tensors
         run, first = CellRun(hidden, (), tuple(rest[: ctx.kept])), tuple(rest[ctx.kept :])
-        sink, layout = ctx.tap.open(), ctx.tap.layout
+        sink, layout = ctx.context.open(), ctx.context.layout
         back = RECURRENT_CELLS[ctx.kind].backward(run, first, across, upstream, tuple(last), ctx.backwards)
 
         def rows_first(t: torch.Tensor) -> torch.Tensor:
@@ -81,16 +81,16 @@ class RecurrentUse(torch.autograd.Function):
         return found, *(None,) * 8, *(f.to(d) for f, d in zip(back.first, ctx.first_dtypes))
 
 
-def _first(hx: Any, rows: int, tap: Tap) -> torch.Tensor:
+def _first(hx: Any, rows: int, context: CaptureContext) -> torch.Tensor:
     """First states ``[layers, rows, width]``; a learned one, repeated for every row, is each row's own."""
-    if not isinstance(hx, PerLane):
+    if not isinstance(hx, PerExampleParameter):
         return hx
-    if tap.layout.token_segments is not None or hx.dim() < 2 or hx.shape[-2] != rows or rows != tap.layout.rows:
+    if context.layout.token_segments is not None or hx.dim() < 2 or hx.shape[-2] != rows or rows != context.layout.rows:
         raise UnsupportedUse("a learned first state of a recurrent layer that is not one a row")
     return torch.diagonal(hx.lanes, 0, 0, -2).movedim(-1, -2)
 
 
-def _layer(kind: str, reads: Reads, tap: Tap, input: Any, *rest: Any) -> Any:
+def _layer(kind: str, reads: Reads, context: CaptureContext, input: Any, *rest: Any) -> Any:
     """`torch.lstm` and its like: all layers and directions."""
     packed = isinstance(rest[0], torch.Tensor) and rest[0].dtype == torch.int64
     weights = rest[2] if packed else rest[1]
@@ -103,9 +103,9 @@ def _layer(kind: str, reads: Reads, tap: Tap, input: Any, *rest: Any) -> Any:
     directions = 2 if both else 1
     if len(weights) != each * layers * directions:
         raise UnsupportedUse(f"{kind} with a projection")
-    reads.require_rows(kind, weights, _rows_first(input, *rest), tap)
+    reads.require_rows(kind, weights, _rows_first(input, *rest), context)
     x = input if not batch_first else input.transpose(0, 1)
-    first = [_first(state, x.shape[1], tap) for state in (hx if kind == "lstm" else (hx,))]
+    first = [_first(state, x.shape[1], context) for state in (hx if kind == "lstm" else (hx,))]
     lasts: list[State] = []
     for layer in range(layers):
         parts = []
@@ -116,7 +116,7 @@ def _layer(kind: str, reads: Reads, tap: Tap, input: Any, *rest: Any) -> Any:
                 x,
                 kind,
                 direction == 1,
-                tap,
+                context,
                 tuple(map(reads.is_trained, own)),
                 *own,
                 *(state[place] for state in first),
@@ -129,15 +129,15 @@ def _layer(kind: str, reads: Reads, tap: Tap, input: Any, *rest: Any) -> Any:
     return (x.transpose(0, 1) if batch_first else x), *(torch.stack(states) for states in zip(*lasts))
 
 
-def _cell(kind: str, reads: Reads, tap: Tap, input: Any, hx: Any, *weights: Any) -> Any:
+def _cell(kind: str, reads: Reads, context: CaptureContext, input: Any, hx: Any, *weights: Any) -> Any:
     """`torch.lstm_cell` and its like: one step."""
     if not reads.serve(*weights):
         return NotImplemented
-    reads.require_rows(f"{kind}_cell", weights, input, tap)
-    first = [_first(state, input.shape[0], tap) for state in (hx if kind == "lstm" else (hx,))]
+    reads.require_rows(f"{kind}_cell", weights, input, context)
+    first = [_first(state, input.shape[0], context) for state in (hx if kind == "lstm" else (hx,))]
     own = tuple(weights) + (None,) * (4 - len(weights))
     trained = tuple(map(reads.is_trained, own))
-    _, *last = RecurrentUse.apply(input.unsqueeze(0), kind, False, tap, trained, *own, *first)
+    _, *last = RecurrentUse.apply(input.unsqueeze(0), kind, False, context, trained, *own, *first)
     return tuple(last) if kind == "lstm" else last[0]
 
 

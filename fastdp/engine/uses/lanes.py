@@ -21,10 +21,10 @@ from fastdp.engine.errors import UnseenUse, UnsupportedUse
 from fastdp.engine.uses.rows import BatchAxis, BroadcastLayout
 from fastdp.engine.uses.selections import Selection
 from fastdp.engine.uses.shared import SharedLanes, SharedProduct, SharedValue, pull_through
-from fastdp.engine.uses.use import EmbeddingUse, ExpandUse, Tap, expand_with_capture, operation_kind
+from fastdp.engine.uses.use import CaptureContext, EmbeddingUse, ExpandUse, expand_with_capture, operation_kind
 
 
-class PerLane(torch.Tensor):
+class PerExampleParameter(torch.Tensor):
     """A tensor that looks like one parameter, or a value computed from parameters alone, and is one copy a lane.
 
     Code around it runs unchanged: operations among parameters act on the value, and where it first meets an activation the
@@ -34,31 +34,31 @@ class PerLane(torch.Tensor):
 
     shared: SharedValue | None
     sources: tuple[torch.nn.Parameter, ...]
-    tap: Tap
+    context: CaptureContext
     _lanes: torch.Tensor | None
 
     @staticmethod
     def __new__(
         cls,
         lanes: torch.Tensor | None,
-        tap: Tap,
+        context: CaptureContext,
         shared: SharedValue | None = None,
         sources: tuple[torch.nn.Parameter, ...] = (),
-    ) -> PerLane:
+    ) -> PerExampleParameter:
         if shared is not None:
             like, shape, sources = shared.value, shared.value.shape, shared.sources
         else:
             assert lanes is not None
             like, shape = lanes, lanes.shape[1:]
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-        self._lanes, self.tap, self.shared, self.sources = lanes, tap, shared, sources
+        self._lanes, self.context, self.shared, self.sources = lanes, context, shared, sources
         return self
 
     @classmethod
-    def of(cls, parameter: torch.nn.Parameter, tap: Tap) -> PerLane:
+    def of(cls, parameter: torch.nn.Parameter, context: CaptureContext) -> PerExampleParameter:
         """A parameter itself."""
         pulls = [lambda factors: [(parameter, factors)]] * (2 if parameter.dim() == 3 else 1)
-        return cls(None, tap, SharedValue(parameter, (parameter,), *pulls))
+        return cls(None, context, SharedValue(parameter, (parameter,), *pulls))
 
     @property
     def lanes(self) -> torch.Tensor:
@@ -67,11 +67,11 @@ class PerLane(torch.Tensor):
             shared = self.shared
             assert shared is not None
             if not shared.value.requires_grad:
-                self._lanes = shared.value.expand(self.tap.layout.lanes, *shared.value.shape)
+                self._lanes = shared.value.expand(self.context.layout.lanes, *shared.value.shape)
             elif isinstance(shared.value, torch.nn.Parameter):
-                self._lanes = ExpandUse.apply(shared.value, self.tap)
+                self._lanes = ExpandUse.apply(shared.value, self.context)
             else:
-                self._lanes = SharedLanes.apply(shared, self.tap, *shared.sources)
+                self._lanes = SharedLanes.apply(shared, self.context, *shared.sources)
         return self._lanes
 
     @property
@@ -80,7 +80,7 @@ class PerLane(torch.Tensor):
         return self.lanes[0] if self.shared is None else self.shared.value
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PerLane({list(self.shape)})"
+        return f"PerExampleParameter({list(self.shape)})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,9 +91,9 @@ class PerLane(torch.Tensor):
                 return first.single.requires_grad
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if is_detach(func) or (func in _CASTS and not isinstance(args[0], PerLane)):
+        if is_detach(func) or (func in _CASTS and not isinstance(args[0], PerExampleParameter)):
             return _call(func, args, kwargs, lambda p: p.single)
-        if not torch.is_grad_enabled() and not (is_in_place(func) and isinstance(args[0], PerLane)):
+        if not torch.is_grad_enabled() and not (is_in_place(func) and isinstance(args[0], PerExampleParameter)):
             # No gradient follows, as in a power iteration: this is a constant.
             return _call(func, args, kwargs, lambda p: p.single)
         return _apply(func, args, kwargs)
@@ -119,43 +119,45 @@ _AFFINE = functions("add mul __add__ __radd__ __mul__ __rmul__ multiply")
 _JOINS = frozenset({torch.cat, torch.concat, torch.concatenate, F.scaled_dot_product_attention})
 
 
-def affine(func: Any, args: Any, kwargs: Any, trained: Mapping[int, str], tap: Tap, keep: Callable[..., None]) -> Any:
-    """A trained vector times, or plus, rows, as `PerLane` takes it; `Reads.keep` is told of it. NotImplemented for others."""
+def affine(
+    func: Any, args: Any, kwargs: Any, trained: Mapping[int, str], context: CaptureContext, keep: Callable[..., None]
+) -> Any:
+    """A trained vector times, or plus, rows: copies of it, of which `Reads.keep` is told. Others give NotImplemented."""
     if func not in _AFFINE or kwargs or len(args) != 2:
         return NotImplemented
     own = int(id(args[1]) in trained)
     vector, x = args[own], args[1 - own]
-    if id(vector) not in trained or type(x) is not torch.Tensor or tap.layout.token_segments is not None:
+    if id(vector) not in trained or type(x) is not torch.Tensor or context.layout.token_segments is not None:
         return NotImplemented
-    if vector.dim() != 1 or x.dim() < 2 or x.shape[0] != tap.layout.rows or not vector.requires_grad:
+    if vector.dim() != 1 or x.dim() < 2 or x.shape[0] != context.layout.rows or not vector.requires_grad:
         return NotImplemented
     name = operation(func)
-    met = Meeting.find_layout(name, frozenset((id(vector),)), x, tap)
+    met = Meeting.find_layout(name, frozenset((id(vector),)), x, context)
     if met is None or met.fold is None or not met.fold.natural:
         return NotImplemented
-    rows = tap.layout.rows
+    rows = context.layout.rows
     keep((func, id(vector), x.shape, rows), operation_kind(name, x.shape, rows, met.fold))
-    lanes = expand_with_capture(vector, x, tap, x.dim() - 2)
+    lanes = expand_with_capture(vector, x, context, x.dim() - 2)
     return func(x, lanes) if own else func(lanes, x)
 
 
 def _apply(func: Any, args: Any, kwargs: Any) -> Any:
     given = list(tensors((args, kwargs)))
-    found = [t for t in given if isinstance(t, PerLane)]
-    plain = [t for t in given if not isinstance(t, PerLane)]
-    tap = found[0].tap
+    found = [t for t in given if isinstance(t, PerExampleParameter)]
+    plain = [t for t in given if not isinstance(t, PerExampleParameter)]
+    context = found[0].context
     sources = tuple(dict.fromkeys(source for p in found for source in p.sources))
-    meeting = Meeting.find(func, sources, plain, tap)
+    meeting = Meeting.find(func, sources, plain, context)
     if meeting is not None:
         return _meet(func, args, kwargs, meeting)
-    if is_in_place(func) and not isinstance(args[0], PerLane):
+    if is_in_place(func) and not isinstance(args[0], PerExampleParameter):
         raise UnsupportedUse(f"{operation(func)} of a parameter into a constant")
     if all(p.shared is not None for p in found):
-        return _apply_to_values(func, args, kwargs, sources, tap)
+        return _apply_to_values(func, args, kwargs, sources, context)
     if func in _ELEMENTWISE and all(t.dim() == 0 for t in plain) and len({p.dim() for p in found}) == 1:
-        return PerLane(_call(func, args, kwargs, lambda p: p.lanes), tap, sources=sources)
+        return PerExampleParameter(_call(func, args, kwargs, lambda p: p.lanes), context, sources=sources)
     mapped = _vmap(func, args, kwargs, lambda t: None)(0)
-    return _wrap_results(mapped, lambda t: PerLane(t, tap, sources=sources), func)
+    return _wrap_results(mapped, lambda t: PerExampleParameter(t, context, sources=sources), func)
 
 
 def _wrap_results(result: Any, wrap: Callable[[torch.Tensor], Any], func: Any) -> Any:
@@ -167,9 +169,9 @@ def _wrap_results(result: Any, wrap: Callable[[torch.Tensor], Any], func: Any) -
     raise UnsupportedUse(f"{operation(func)} of a parameter")
 
 
-def _call(func: Any, args: Any, kwargs: Any, change: Callable[[PerLane], Any]) -> Any:
+def _call(func: Any, args: Any, kwargs: Any, change: Callable[[PerExampleParameter], Any]) -> Any:
     """The operation with something else in the place of each value of parameters."""
-    args, kwargs = map_tensors((args, kwargs), lambda t: change(t) if isinstance(t, PerLane) else t)
+    args, kwargs = map_tensors((args, kwargs), lambda t: change(t) if isinstance(t, PerExampleParameter) else t)
     return func(*args, **kwargs)
 
 
@@ -179,8 +181,8 @@ def _vmap(func: Any, args: Any, kwargs: Any, axis: Callable[[torch.Tensor], int 
     axes: list[int | None] = []
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
-        lanes = isinstance(tensor, PerLane)
-        given.append(tensor.lanes if isinstance(tensor, PerLane) else tensor)
+        lanes = isinstance(tensor, PerExampleParameter)
+        given.append(tensor.lanes if isinstance(tensor, PerExampleParameter) else tensor)
         axes.append(0 if lanes else axis(tensor))
         return tensor
 
@@ -200,24 +202,31 @@ def _vmap(func: Any, args: Any, kwargs: Any, axis: Callable[[torch.Tensor], int 
     return run
 
 
-def _apply_to_values(func: Any, args: Any, kwargs: Any, sources: tuple[torch.nn.Parameter, ...], tap: Tap) -> Any:
+def _apply_to_values(
+    func: Any, args: Any, kwargs: Any, sources: tuple[torch.nn.Parameter, ...], context: CaptureContext
+) -> Any:
     """An operation among values of parameters and constants."""
     target = args[0] if is_in_place(func) else None
     # Lanes that are there already would not follow a change of the value.
-    if isinstance(target, PerLane) and (target._lanes is not None or isinstance(target.single, torch.nn.Parameter)):
+    if isinstance(target, PerExampleParameter) and (
+        target._lanes is not None or isinstance(target.single, torch.nn.Parameter)
+    ):
         raise UnsupportedUse(f"{operation(func)} into a parameter")
     result = _call(func, args, kwargs, lambda p: p.single)
-    if isinstance(target, PerLane):
+    if isinstance(target, PerExampleParameter):
         target.shared = SharedValue(target.single, sources)
         return None if result is None else target
     if isinstance(result, (bool, int, float)):
         return result
-    parts, given = itertools.count(), map_leaves(tuple(args), lambda _, t: t.shared if isinstance(t, PerLane) else t)
+    parts, given = (
+        itertools.count(),
+        map_leaves(tuple(args), lambda _, t: t.shared if isinstance(t, PerExampleParameter) else t),
+    )
 
-    def wrap(value: torch.Tensor) -> PerLane:
+    def wrap(value: torch.Tensor) -> PerExampleParameter:
         part = None if value is result else next(parts)
         pulls = (pull_through(func, given, kwargs, value, part, stacks=stacks) for stacks in (False, True))
-        return PerLane(None, tap, SharedValue(value, sources, *pulls))
+        return PerExampleParameter(None, context, SharedValue(value, sources, *pulls))
 
     return _wrap_results(result, wrap, func)
 
@@ -227,14 +236,14 @@ class Meeting:
     """How an operation on a value of parameters meets an activation.
 
     Args:
-        tap: of the pass.
+        context: of the pass.
         activation: the first of the arguments that carries rows.
         fold: where its rows lie.
         met: what the trace found.
         key: the operation, and the ids of the parameters that the values come from.
     """
 
-    tap: Tap
+    context: CaptureContext
     activation: torch.Tensor
     fold: BatchAxis | Selection
     met: BroadcastLayout = BroadcastLayout()
@@ -242,20 +251,22 @@ class Meeting:
 
     @classmethod
     def find(
-        cls, func: Any, sources: tuple[torch.nn.Parameter, ...], plain: list[torch.Tensor], tap: Tap
+        cls, func: Any, sources: tuple[torch.nn.Parameter, ...], plain: list[torch.Tensor], context: CaptureContext
     ) -> Meeting | None:
         """The meeting with the tensor of most dimensions that carries rows; tensors without are constants."""
         key = operation(func), frozenset(map(id, sources))
         for tensor in sorted(plain, key=torch.Tensor.dim, reverse=True):
-            met = cls.find_layout(*key, tensor, tap)
+            met = cls.find_layout(*key, tensor, context)
             if met is not None and met.fold is not None:
-                return cls(tap, tensor, tap.selection(tensor) if met.fold.chosen else met.fold, met, key)
+                return cls(context, tensor, context.selection(tensor) if met.fold.chosen else met.fold, met, key)
         return None
 
     @staticmethod
-    def find_layout(name: str, sources: frozenset[int], tensor: torch.Tensor, tap: Tap) -> BroadcastLayout | None:
+    def find_layout(
+        name: str, sources: frozenset[int], tensor: torch.Tensor, context: CaptureContext
+    ) -> BroadcastLayout | None:
         """What the trace found of a tensor's rows in an operation, and of its results'; None for a constant."""
-        layout = tap.layout
+        layout = context.layout
         if tensor.dim() == 0:
             return None
         met = layout.meetings.get((name, sources, tensor.dim()))
@@ -269,14 +280,14 @@ class Meeting:
         if fold is None or (not fold.chosen and layout.rows > 1 and tensor.shape[fold.axis] == 1):
             # One row is broadcast, whatever it is; only longer ones can be mistaken.
             return None
-        tap.note(name, tensor, fold)
+        context.note(name, tensor, fold)
         return met
 
 
 def _meet(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
     if func in _ELEMENTWISE or func in _JOINS:
         return _call(func, args, kwargs, lambda p: lay_along_rows(p, meeting))
-    if not meeting.tap.any_formula:
+    if not meeting.context.any_formula:
         raise UnsupportedUse(f"{operation(func)} of a parameter and an activation")
     rule = _RULES.get(func)
     if rule is not None:
@@ -288,19 +299,19 @@ def _meet(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
 
 def _by_lane(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
     """Any other operation, with each row's part of the activations beside a copy of the parameters of its own."""
-    layout = meeting.tap.layout
+    layout = meeting.context.layout
     if layout.token_segments is not None or isinstance(meeting.fold, Selection):
         raise UnsupportedUse(f"{operation(func)} of a parameter and packed rows, or tokens that the data choose")
     axes: dict[int, int] = {}
     copies = iter(meeting.met.copies)
 
     def cut(value: torch.Tensor) -> torch.Tensor:
-        if isinstance(value, PerLane):
+        if isinstance(value, PerExampleParameter):
             own = next(copies, None)
             if own is None or layout.rows == 1:
                 return value
-            return PerLane(_own_copy(value.lanes, own, layout.rows), value.tap, sources=value.sources)
-        met = Meeting.find_layout(*meeting.key, value, meeting.tap)
+            return PerExampleParameter(_own_copy(value.lanes, own, layout.rows), value.context, sources=value.sources)
+        met = Meeting.find_layout(*meeting.key, value, meeting.context)
         if met is None or met.fold is None:
             return value
         parts = met.fold.split(value, layout.rows)
@@ -324,9 +335,9 @@ def _own_copy(lanes: torch.Tensor, fold: BatchAxis, rows: int) -> torch.Tensor:
     return torch.diagonal(fold.split(lanes.movedim(0, -1), rows), 0, fold.lane_axis, -1).movedim(-1, 0)
 
 
-def lay_along_rows(value: PerLane, meeting: Meeting) -> torch.Tensor:
+def lay_along_rows(value: PerExampleParameter, meeting: Meeting) -> torch.Tensor:
     """The lanes of a value laid along the rows of an activation; raises `UnsupportedUse` where they do not fit."""
-    layout, fold, activation = meeting.tap.layout, meeting.fold, meeting.activation
+    layout, fold, activation = meeting.context.layout, meeting.fold, meeting.activation
     lanes, shape, rank = value.lanes, value.shape, activation.dim()
     missing, size = rank - len(shape), activation.shape[fold.axis]
     if layout.token_segments is not None:
@@ -351,7 +362,7 @@ def lay_along_rows(value: PerLane, meeting: Meeting) -> torch.Tensor:
 
 
 def _matmul(meeting: Meeting, input: Any, other: Any) -> Any:
-    if isinstance(other, PerLane):
+    if isinstance(other, PerExampleParameter):
         return _product(meeting, torch.matmul, input, other, None, swap=True)
     if input.dim() != 2 or other.dim() < 2 or isinstance(meeting.fold, Selection):
         return NotImplemented
@@ -365,48 +376,52 @@ def _matmul(meeting: Meeting, input: Any, other: Any) -> Any:
 
 
 def _addmm(meeting: Meeting, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    if beta != 1 or alpha != 1 or isinstance(mat1, PerLane):
+    if beta != 1 or alpha != 1 or isinstance(mat1, PerExampleParameter):
         return NotImplemented
     return _product(replace(meeting, activation=mat1), torch.matmul, mat1, mat2, input, swap=True)
 
 
 def _product(meeting: Meeting, func: Any, x: Any, weight: Any, bias: Any, *, swap: bool) -> Any:
     """A matrix made of parameters times tokens: their factors are those of the matrix."""
-    fold, tap = meeting.fold, meeting.tap
-    if isinstance(x, PerLane) or x is not meeting.activation or fold.axis == x.dim() - 1:
+    fold, context = meeting.fold, meeting.context
+    if isinstance(x, PerExampleParameter) or x is not meeting.activation or fold.axis == x.dim() - 1:
         return NotImplemented
-    if isinstance(weight, PerLane):
+    if isinstance(weight, PerExampleParameter):
         lost = isinstance(fold, Selection) and (weight.shared is None or weight.shared.pull is None)
         if weight.shared is None or weight.dim() != 2 or lost:
             return NotImplemented
         shared = weight.shared
-        out = SharedProduct.apply(x, shared, tap, swap, fold, *shared.sources)
+        out = SharedProduct.apply(x, shared, context, swap, fold, *shared.sources)
         if isinstance(fold, Selection):
             fold.follow(out)
     else:
         out = func(x, weight)
     if bias is None:
         return out
-    if isinstance(bias, PerLane):
+    if isinstance(bias, PerExampleParameter):
         return out + lay_along_rows(bias, replace(meeting, activation=out))
     return out + bias
 
 
 def _getitem(meeting: Meeting, table: Any, index: Any) -> Any:
     """A lookup by what the data selected, as experts' biases are."""
-    fold, shared = meeting.fold, table.shared if isinstance(table, PerLane) else None
+    fold, shared = meeting.fold, table.shared if isinstance(table, PerExampleParameter) else None
     if not isinstance(fold, Selection) or shared is None or not isinstance(shared.value, torch.nn.Parameter):
         return NotImplemented
     if index is not meeting.activation or index.dim() != 1 or index.dtype != torch.long or shared.value.dim() != 2:
         return NotImplemented
-    ids = fold.front(index, meeting.tap.layout.rows)
-    found = EmbeddingUse.apply(ids, shared.value, None, meeting.tap, False, fold.unit_offsets(len(ids)))
+    ids = fold.front(index, meeting.context.layout.rows)
+    found = EmbeddingUse.apply(ids, shared.value, None, meeting.context, False, fold.unit_offsets(len(ids)))
     return fold.follow(fold.back(found))
 
 
 def _setitem(meeting: Meeting, target: Any, index: Any, value: Any) -> Any:
     """Entries of an activation replaced by a value of parameters, as masked tokens are: each by the copy of its own row."""
-    if not isinstance(value, PerLane) or target is not meeting.activation or isinstance(meeting.fold, Selection):
+    if (
+        not isinstance(value, PerExampleParameter)
+        or target is not meeting.activation
+        or isinstance(meeting.fold, Selection)
+    ):
         return NotImplemented
     if meeting.fold.axis >= target.dim():
         return NotImplemented

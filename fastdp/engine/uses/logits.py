@@ -340,7 +340,7 @@ class Heads:
     weights: dict[int, torch.nn.Parameter] = field(default_factory=dict)
     #: Logits of the forward pass that runs.
     made: list[Source] = field(default_factory=list)
-    #: Whether a pass without an engine's tap leaves them out too.
+    #: Whether a pass without an engine's context leaves them out too.
     plainly: bool = False
     #: Whether logits are left out where that takes longer, too.
     always: bool = False

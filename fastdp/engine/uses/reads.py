@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from fastdp.engine.errors import UnseenUse, UnsupportedUse
-from fastdp.engine.uses.lanes import PerLane
+from fastdp.engine.uses.lanes import PerExampleParameter
 from fastdp.engine.uses.logits import Heads
 from fastdp.engine.uses.rows import BatchAxis
 from fastdp.engine.uses.selections import Selection
-from fastdp.engine.uses.use import Tap
+from fastdp.engine.uses.use import CaptureContext
 
 _MOST_KNOWN = 1 << 14
 
@@ -20,14 +20,14 @@ _MOST_KNOWN = 1 << 14
 class Reads:
     """Which parameters are trained, and for each read of one whether its input carries rows.
 
-    ``tap`` is set while a training forward pass (or the recomputation of a checkpointed piece of it) runs.
+    ``context`` is set while a training forward pass (or the recomputation of a checkpointed piece of it) runs.
     """
 
     def __init__(self, trained: dict[str, torch.nn.Parameter]):
         # `Passes` keeps them for as long as this, so that nothing else can come to have the identity of one.
         self.names = {id(p): name for name, p in trained.items()}
         self.learn({}, frozenset())
-        self.tap: Tap | None = None
+        self.context: CaptureContext | None = None
         self.mode_open = False
         self.heads = Heads()
 
@@ -53,7 +53,7 @@ class Reads:
 
     def serve(self, *values: Any) -> bool:
         """Whether some of these are trained parameters, and none was computed from parameters."""
-        return any(map(self.is_trained, values)) and not any(isinstance(value, PerLane) for value in values)
+        return any(map(self.is_trained, values)) and not any(isinstance(value, PerExampleParameter) for value in values)
 
     def refuse_coupled_table(self, table: Any, max_norm: Any, scale_grad_by_freq: bool) -> None:
         """Raise ValueError for a lookup that changes a table, or scales its gradient, by what the batch holds."""
@@ -62,10 +62,10 @@ class Reads:
                 f"{self.names[id(table)]}: an embedding with max_norm or scale_grad_by_freq couples examples; unset it"
             )
 
-    def require_rows(self, operation: str, parameters: Iterable[Any], x: Any, tap: Tap) -> None:
+    def require_rows(self, operation: str, parameters: Iterable[Any], x: Any, context: CaptureContext) -> None:
         """Raise `UnsupportedUse` unless an operation's input carries rows, in order in its first axis, as the trace saw it."""
         parameter = next(p for p in parameters if self.is_trained(p))
-        fold = None if isinstance(x, PerLane) else self.fold(operation, parameter, x, tap)
+        fold = None if isinstance(x, PerExampleParameter) else self.fold(operation, parameter, x, context)
         if fold is None:
             raise UnsupportedUse(f"{operation} of an input without rows")
         if not fold.natural:
@@ -74,14 +74,14 @@ class Reads:
             )
 
     def fold(
-        self, operation: str, parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap
+        self, operation: str, parameter: torch.nn.Parameter, x: torch.Tensor, context: CaptureContext
     ) -> BatchAxis | Selection | None:
         """Where the rows of an operation's input lie; None if it has none. Raises `UnsupportedUse` for an unseen use."""
         key = (operation, self.names[id(parameter)], x.dim())
         if key not in self._carries_rows:
             raise UnseenUse(f"{key[1]}: {operation} of an input of {x.dim()} dimensions, unseen when traced")
         fold = self._carries_rows[key]
-        tap.note(operation, x, fold)
-        if tap.layout.token_segments is not None and fold is not None and not fold.natural:
+        context.note(operation, x, fold)
+        if context.layout.token_segments is not None and fold is not None and not fold.natural:
             raise UnsupportedUse(f"{key[1]}: packed rows are not first in the input of {operation}")
-        return tap.selection(x) if fold is not None and fold.chosen else fold
+        return context.selection(x) if fold is not None and fold.chosen else fold

@@ -15,7 +15,7 @@ from fastdp.engine.uses.experts import ExpertFactors
 from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.rows import BatchAxis
 from fastdp.engine.uses.selections import Selection
-from fastdp.engine.uses.use import Sink, Tap
+from fastdp.engine.uses.use import CaptureContext, Sink
 
 #: Where the factors of a value's gradient go: to each parameter that the value is an indexing, a sum or a product of.
 Pull = Callable[[Factors], list[tuple[torch.nn.Parameter, Factors]]]
@@ -38,9 +38,9 @@ class SharedValue:
     pull: Pull | None = None
     stacks: Pull | None = None
 
-    def give_factors(self, sink: Sink, factors: Factors, tap: Tap) -> None:
+    def give_factors(self, sink: Sink, factors: Factors, context: CaptureContext) -> None:
         """Hand a sink the factors of a gradient of the value."""
-        layout = tap.layout
+        layout = context.layout
         try:
             found = None if self.pull is None else self.pull(factors)
         except UnsupportedUse:
@@ -53,9 +53,9 @@ class SharedValue:
             raise UnsupportedUse("a matrix computed from parameters is used on tokens that the data choose")
         self._give(factors.each(layout).view(-1, *self.value.shape), lambda p, g: sink.instances(p, g, layout))
 
-    def give_lanes(self, sink: Sink, gradients: torch.Tensor, tap: Tap) -> None:
+    def give_lanes(self, sink: Sink, gradients: torch.Tensor, context: CaptureContext) -> None:
         """Hand a sink gradients of the value by lane, ``[lanes, *shape]``."""
-        self._give(gradients, lambda p, g: sink.vector(p, g, tap.layout))
+        self._give(gradients, lambda p, g: sink.vector(p, g, context.layout))
 
     def _give(self, gradients: torch.Tensor, hand: Callable[[torch.nn.Parameter, torch.Tensor], None]) -> None:
         if not self.value.requires_grad:
@@ -87,12 +87,12 @@ class SharedProduct(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         shared: SharedValue,
-        tap: Tap,
+        context: CaptureContext,
         swap: bool,
         fold: BatchAxis | Selection,
         *sources: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.tap, ctx.shared, ctx.swap, ctx.fold = tap, shared, swap, fold
+        ctx.context, ctx.shared, ctx.swap, ctx.fold = context, shared, swap, fold
         weight = shared.value.detach()
         ctx.x_dtype = x.dtype
         ctx.save_for_backward(x)
@@ -101,10 +101,10 @@ class SharedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (x,), gradient = ctx.saved_tensors, gradients[0]
-        ordered = (ctx.fold.front(t, ctx.tap.layout.rows) for t in (gradient, x))
+        ordered = (ctx.fold.front(t, ctx.context.layout.rows) for t in (gradient, x))
         left, right = (t.reshape(-1, t.shape[-1]) for t in ordered)
         factors = Factors(left, right, False, ctx.swap, own_offsets=ctx.fold.unit_offsets(left.shape[0]))
-        ctx.shared.give_factors(ctx.tap.open(), factors, ctx.tap)
+        ctx.shared.give_factors(ctx.context.open(), factors, ctx.context)
         back = None
         if ctx.needs_input_grad[0]:
             weight = ctx.shared.value.detach()
@@ -116,13 +116,13 @@ class SharedLanes(torch.autograd.Function):
     """A value of parameters, one copy a lane."""
 
     @staticmethod
-    def forward(ctx: Any, shared: SharedValue, tap: Tap, *sources: torch.Tensor) -> torch.Tensor:
-        ctx.shared, ctx.tap = shared, tap
-        return shared.value.detach().expand(tap.layout.lanes, *shared.value.shape)
+    def forward(ctx: Any, shared: SharedValue, context: CaptureContext, *sources: torch.Tensor) -> torch.Tensor:
+        ctx.shared, ctx.context = shared, context
+        return shared.value.detach().expand(context.layout.lanes, *shared.value.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.shared.give_lanes(ctx.tap.open(), gradients[0], ctx.tap)
+        ctx.shared.give_lanes(ctx.context.open(), gradients[0], ctx.context)
         return (None, None, *[None] * len(ctx.shared.sources))
 
 

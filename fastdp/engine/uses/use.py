@@ -51,7 +51,7 @@ def operation_kind(operation: str, shape: torch.Size, rows: int, fold: BatchAxis
     return operation, tuple(own)
 
 
-class Tap:
+class CaptureContext:
     """Joins the captures of one forward pass to whichever sink its backward pass has opened.
 
     Args:
@@ -238,45 +238,49 @@ class LayerNormCapture(NamedTuple):
 _saving_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: True)
 
 
-def linear_with_capture(x: Any, weight: Any, bias: Any, tap: Tap, use: Product, held: int) -> Any:
+def linear_with_capture(x: Any, weight: Any, bias: Any, context: CaptureContext, use: Product, held: int) -> Any:
     """``x W^T + b`` as an `OwnProduct` of the pass, or else as a `LinearUse`.
 
     ``held`` are the bytes of its input and its output's gradient, if they wait for others.
     """
-    if not _differentiates_itself(x, tap, held):
-        return LinearUse.apply(x, weight, bias, tap, use)
+    if not _differentiates_itself(x, context, held):
+        return LinearUse.apply(x, weight, bias, context, use)
     plain = weight.detach()
     out = F.linear(x, plain.t() if use.swap else plain, None if bias is None else bias.detach())
     # What is written into a view changes the way to it; the product before stays where it is.
     made = out if out._base is None else out._base
     edge = GradientEdge(made.grad_fn, made.output_nr)  # type: ignore[arg-type]
-    tap.own.append(OwnProduct(edge, x, x._version, weight, bias if use.trained[1] else None, use.swap))  # type: ignore[arg-type]
+    context.own.append(OwnProduct(edge, x, x._version, weight, bias if use.trained[1] else None, use.swap))  # type: ignore[arg-type]
     return out
 
 
-def expand_with_capture(parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap, between: int) -> torch.Tensor:
+def expand_with_capture(
+    parameter: torch.nn.Parameter, x: torch.Tensor, context: CaptureContext, between: int
+) -> torch.Tensor:
     """A parameter's copies, one a lane, to meet x entry by entry: `OwnLanes` of the pass, or else an `ExpandUse`."""
-    lanes = tap.layout.lanes
-    if not _differentiates_itself(x, tap, lanes * parameter.nbytes):
-        return ExpandUse.apply(parameter, tap, between)  # type: ignore[no-any-return]
+    lanes = context.layout.lanes
+    if not _differentiates_itself(x, context, lanes * parameter.nbytes):
+        return ExpandUse.apply(parameter, context, between)  # type: ignore[no-any-return]
     copies = parameter.detach().expand(lanes, *[1] * between, *parameter.shape).requires_grad_()
-    tap.own.append(OwnLanes(copies, parameter))
+    context.own.append(OwnLanes(copies, parameter))
     return copies
 
 
-def layer_norm_with_capture(x: Any, weight: Any, bias: Any, eps: float, tap: Tap, trained: tuple[bool, bool]) -> Any:
+def layer_norm_with_capture(
+    x: Any, weight: Any, bias: Any, eps: float, context: CaptureContext, trained: tuple[bool, bool]
+) -> Any:
     """A layer norm over the last dimension that autograd differentiates by itself, or else a `LayerNormUse`."""
-    if not _differentiates_itself(x, tap, 0):
-        return LayerNormUse.apply(x, weight, bias, eps, tap, trained)
+    if not _differentiates_itself(x, context, 0):
+        return LayerNormUse.apply(x, weight, bias, eps, context, trained)
     scale, shift = (None if parameter is None else parameter.detach() for parameter in (weight, bias))
     out, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], scale, shift, eps)
     own = [x, mean, rstd, *(parameter if reads else None for parameter, reads in zip((weight, bias), trained))]
-    out.grad_fn.register_prehook(functools.partial(_arrived, tap, own))  # type: ignore[union-attr]
-    tap.whole = True
+    out.grad_fn.register_prehook(functools.partial(_arrived, context, own))  # type: ignore[union-attr]
+    context.whole = True
     return out
 
 
-def _arrived(tap: Tap, own: list[Any], gradients: Sequence[torch.Tensor | None]) -> None:
+def _arrived(context: CaptureContext, own: list[Any], gradients: Sequence[torch.Tensor | None]) -> None:
     """The gradient of a layer norm's output is there; it waits for a few others, as that and the input take memory."""
     if gradients[0] is None:
         return
@@ -285,33 +289,33 @@ def _arrived(tap: Tap, own: list[Any], gradients: Sequence[torch.Tensor | None])
     x, *rest = own
     # Nodes outlive their pass, and would keep all inputs until it is over.
     own.clear()
-    tap.norms.append(LayerNormCapture(_flat(gradients[0]), _flat(x), *rest))
-    tap.waiting += 2 * gradients[0].nbytes
-    if tap.waiting > tap.most:
-        _give_norms(tap)
+    context.norms.append(LayerNormCapture(_flat(gradients[0]), _flat(x), *rest))
+    context.waiting += 2 * gradients[0].nbytes
+    if context.waiting > context.most:
+        _give_norms(context)
 
 
-def _give_norms(tap: Tap) -> None:
+def _give_norms(context: CaptureContext) -> None:
     """Hand the sink the gradients of layer norms that wait, of each shape in one launch."""
-    found, tap.norms, tap.waiting = tap.norms, [], 0
+    found, context.norms, context.waiting = context.norms, [], 0
     alike: dict[torch.Size, list[LayerNormCapture]] = {}
     for own in found:
         alike.setdefault(own.x.shape, []).append(own)
     for shape, members in alike.items():
         gradients, xs, means, rstds, *_ = zip(*members)
-        each = ops.affine_sums_group(gradients, xs, means, rstds, tap.layout.offsets(shape[0]))
+        each = ops.affine_sums_group(gradients, xs, means, rstds, context.layout.offsets(shape[0]))
         for own, both in zip(members, each):
             for parameter, sums in zip((own.weight, own.bias), both):
                 if parameter is not None:
-                    tap.open().instances(parameter, sums, tap.layout)
+                    context.open().instances(parameter, sums, context.layout)
 
 
-def _differentiates_itself(x: torch.Tensor, tap: Tap, held: int) -> bool:
+def _differentiates_itself(x: torch.Tensor, context: CaptureContext, held: int) -> bool:
     """Whether autograd shall differentiate a use of x by itself, whose gradient of so many bytes then waits for others."""
-    own = tap.room >= held and x.requires_grad and _saving_hooks(True) is None
+    own = context.room >= held and x.requires_grad and _saving_hooks(True) is None
     if not own or torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled(x.device.type):
         return False
-    tap.room -= held
+    context.room -= held
     return True
 
 
@@ -319,17 +323,17 @@ def differentiate(
     tops: Sequence[torch.Tensor],
     seeds: Sequence[torch.Tensor],
     every: Sequence[OwnProduct | OwnLanes],
-    tap: Tap,
+    context: CaptureContext,
     parameters: Iterable[torch.nn.Parameter],
     *,
     retain: bool,
 ) -> None:
-    """A backward pass, and what it brings to uses of autograd's own, for the tap's sink.
+    """A backward pass, and what it brings to uses of autograd's own, for the sink of context.
 
     All uses give their ``parameters`` no gradient; what any gets in another way is in its `.grad` afterwards.
     """
     caught: list[torch.Tensor | None] = [None] * len(every)
-    if tap.whole or not every:
+    if context.whole or not every:
         hooks = [own.watch(functools.partial(caught.__setitem__, at)) for at, own in enumerate(every)]
         torch.autograd.backward(tops, seeds, retain_graph=retain)
         for hook in hooks:
@@ -344,10 +348,10 @@ def differentiate(
         for parameter, gradient in zip(trained, found[len(every) :]):
             if gradient is not None:
                 parameter.grad = gradient
-    _give_norms(tap)
+    _give_norms(context)
     if not every:
         return
-    sink, layout = tap.open(), tap.layout
+    sink, layout = context.open(), context.layout
     right = x = None
     for own, gradient in zip(reversed(every), reversed(caught)):
         if gradient is None:
@@ -366,10 +370,15 @@ class LinearUse(Use):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tap: Tap, use: Product
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        context: CaptureContext,
+        use: Product,
     ) -> torch.Tensor:
         swap, lanes, _, (trained, shifted), _ = use
-        ctx.of = tap, use, x.dtype, weight if trained else None, bias if shifted else None
+        ctx.of = context, use, x.dtype, weight if trained else None, bias if shifted else None
         if torch.is_autocast_enabled(x.device.type):
             x, weight, bias = as_autocast(x), as_autocast(weight), as_autocast(bias)
         ctx.save_for_backward(x if trained else None, weight if ctx.needs_input_grad[0] else None)
@@ -383,8 +392,8 @@ class LinearUse(Use):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         gradient = gradients[0]
-        tap, (swap, lanes, laned, _, fold), dtype, matrix, bias = ctx.of
-        sink, layout = tap.sink or tap.open(), tap.layout
+        context, (swap, lanes, laned, _, fold), dtype, matrix, bias = ctx.of
+        sink, layout = context.sink or context.open(), context.layout
         x, weight = ctx.saved_tensors
         flat = gradient if fold is None else fold.front(gradient, layout.rows)
         if flat.dim() != 2:
@@ -427,23 +436,29 @@ class EmbeddingUse(Use):
         ids: torch.Tensor,
         table: torch.Tensor,
         padding_idx: int | None,
-        tap: Tap,
+        context: CaptureContext,
         laned: bool,
         own_offsets: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        ctx.tap, ctx.table, ctx.padding_idx, ctx.laned, ctx.own_offsets = tap, table, padding_idx, laned, own_offsets
+        ctx.context, ctx.table, ctx.padding_idx, ctx.laned, ctx.own_offsets = (
+            context,
+            table,
+            padding_idx,
+            laned,
+            own_offsets,
+        )
         ctx.save_for_backward(ids)
         if not laned and own_offsets is None:
-            tap.looked_up.setdefault(id(table), []).append(ids)
+            context.looked_up.setdefault(id(table), []).append(ids)
         return F.embedding(ids, table)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        sink, (ids,) = ctx.tap.open(), ctx.saved_tensors
+        sink, (ids,) = ctx.context.open(), ctx.saved_tensors
         ids, right = ids.reshape(-1), _flat(gradients[0])
         if ctx.padding_idx is not None:
             right = right.masked_fill((ids == ctx.padding_idx).unsqueeze(1), 0)
-        sink.matrix(ctx.table, Factors(ids, right, ctx.laned, own_offsets=ctx.own_offsets), ctx.tap.layout)
+        sink.matrix(ctx.table, Factors(ids, right, ctx.laned, own_offsets=ctx.own_offsets), ctx.context.layout)
         return None, None, None, None, None, None
 
 
@@ -457,13 +472,13 @@ class LayerNormUse(Use):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        tap: Tap,
+        context: CaptureContext,
         trained: tuple[bool, bool],
     ) -> torch.Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()
         out, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
-        ctx.tap = tap
+        ctx.context = context
         ctx.parameters = (weight if trained[0] else None, bias if trained[1] else None)
         ctx.affine = (weight, bias)
         ctx.save_for_backward(x, mean, rstd)
@@ -472,7 +487,7 @@ class LayerNormUse(Use):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         gradient = gradients[0].contiguous()
-        sink, layout = ctx.tap.open(), ctx.tap.layout
+        sink, layout = ctx.context.open(), ctx.context.layout
         x, mean, rstd = ctx.saved_tensors
         weight, bias = ctx.parameters
         flat = _flat(gradient)
@@ -500,14 +515,14 @@ class ExpandUse(Use):
     """
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, tap: Tap, between: int = 0) -> torch.Tensor:
-        ctx.tap, ctx.parameter, ctx.between = tap, parameter, between
-        return parameter.detach().expand(tap.layout.lanes, *[1] * between, *parameter.shape)
+    def forward(ctx: Any, parameter: torch.Tensor, context: CaptureContext, between: int = 0) -> torch.Tensor:
+        ctx.context, ctx.parameter, ctx.between = context, parameter, between
+        return parameter.detach().expand(context.layout.lanes, *[1] * between, *parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         gradient, parameter = gradients[0], ctx.parameter
         if ctx.between:
             gradient = gradient.reshape(-1, *parameter.shape)
-        ctx.tap.open().vector(parameter, gradient, ctx.tap.layout)
+        ctx.context.open().vector(parameter, gradient, ctx.context.layout)
         return None, None, None

@@ -14,7 +14,7 @@ from fastdp.engine.capture.forwards import PatchedForward
 from fastdp.engine.uses.layout import Layout
 from fastdp.engine.uses.reads import Reads
 from fastdp.engine.uses.rows import BatchAxis
-from fastdp.engine.uses.use import Tap
+from fastdp.engine.uses.use import CaptureContext
 from tests.cases import cases
 from tests.engine.rules.exact import exact_layer
 
@@ -138,10 +138,10 @@ def test_a_use_of_a_linear_layer_that_is_known_is_that_of_its_call() -> None:
 
     def check(x: torch.Tensor, rows: int) -> None:
         layout = Layout(rows, torch.arange(rows), torch.ones(rows), torch.ones(rows, dtype=torch.int64), identity=True)
-        reads.tap = Tap(layout)
+        reads.context = CaptureContext(layout)
         given = x.requires_grad_()
         out = patched(given)
-        uses = [(name, shape) for name, shape in reads.tap.shapes]
+        uses = [(name, shape) for name, shape in reads.context.shapes]
         assert uses == [("linear", (len(x) // rows, *x.shape[1:]))]
         assert torch.equal(out, F.linear(x, layer.weight, layer.bias))
         assert type(out.grad_fn).__name__ == "LinearUseBackward"
