@@ -163,6 +163,11 @@ class RunOptions:
         return self.loss_reduction if self.criterion is None else "mean"
 
     @property
+    def engine_reduction(self) -> str | None:
+        """As `reduction`; "auto" where the first batch may show that the model returns no loss."""
+        return self.reduction or ("auto" if self.unit_map is None and self.capture is not True else None)
+
+    @property
     def folder(self) -> Path | None:
         """Where the ledger is kept."""
         return None if self.output_dir is None else Path(self.output_dir)
@@ -441,7 +446,7 @@ class Builder:
             self.model,
             policy,
             self.loader.tickets,
-            loss_reduction=options.reduction,
+            loss_reduction=options.engine_reduction if self.installed is None else options.reduction,
             two_pass=options.two_pass,
             verify=partial(Checks, enabled=options.self_check),
             ranks=self.ranks,

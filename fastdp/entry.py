@@ -48,7 +48,7 @@ def make_private(
     """Make training private: the same model and optimizer objects, and a loader to iterate over instead.
 
     Args:
-        model: its parameters with ``requires_grad`` are trained; its forward returns the loss (or see loss_reduction). In a
+        model: its parameters with ``requires_grad`` are trained; its forward returns the loss, or the loop computes it. In a
             process group each process gives its own, all alike (docs/scaling.md).
         optimizer: any `torch.optim.Optimizer` over those parameters.
         data_loader: its ``batch_size`` is the logical batch size (in users with ``user_ids``), its data set must have a
@@ -66,8 +66,8 @@ def make_private(
         user_ids: the user of each example, to protect users instead of examples.
         max_examples_per_user: examples of one user that are used, with user_ids.
         unit_map: for collators that pack rows, the batch entry naming the example of every token.
-        loss_reduction: "mean" or "sum", for a criterion outside the model; the model then need not return a loss. After its
-            first batch the loader hands out three small ones of weight 0, which verify the criterion.
+        loss_reduction: "mean" or "sum" over rows, of a loss that the loop computes. By default the model's own loss, or the
+            mean if it returns none. After its first batch the loader then hands out small ones of weight 0, which verify it.
         criterion: (output, batch) -> one loss a row ``[rows]``, for a loss outside the model; the loop then takes
             ``private.loss(output, batch)``.
         output_dir: where the ledger is kept; None keeps it in memory, and a crash forgets it.
@@ -103,9 +103,7 @@ def make_private(
     >>> model, rows = torch.nn.Linear(3, 1), [(torch.ones(3), torch.ones(1))] * 100
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> loader = torch.utils.data.DataLoader(rows, batch_size=20)
-    >>> private = fastdp.make_private(
-    ...     model, optimizer, loader, target_epsilon=8.0, target_delta=1e-3, epochs=1, loss_reduction="mean"
-    ... )
+    >>> private = fastdp.make_private(model, optimizer, loader, target_epsilon=8.0, target_delta=1e-3, epochs=1)
     >>> for x, y in private.data_loader:
     ...     torch.nn.functional.mse_loss(model(x), y).backward()
     ...     optimizer.step()

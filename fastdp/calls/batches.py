@@ -10,16 +10,17 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.distributions import Distribution
 
 T = TypeVar("T")
-#: Where a tensor stands in nested tuples, lists, mappings and dataclasses.
+#: Where a tensor stands in nested tuples, lists, mappings, dataclasses and distributions.
 Path = tuple[Any, ...]
 #: Positional and named arguments.
 Call = tuple[Any, Any]
 
 
 def everything(tree: Any) -> list[tuple[Path, Any]]:
-    """What nested tuples, lists, mappings and dataclasses hold, tensors and anything else, and where it stands."""
+    """What nested tuples, lists, mappings, dataclasses and distributions hold, tensors and anything else, and where it stands."""
     # A loop in the place of recursion: a traced pass looks into the arguments of each operation.
     found: list[tuple[Path, Any]] = []
     waiting: list[tuple[Path, Any]] = [((), tree)]
@@ -35,6 +36,8 @@ def everything(tree: Any) -> list[tuple[Path, Any]]:
             inside = list(tree.items())
         elif dataclasses.is_dataclass(type(tree)):
             inside = [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+        elif isinstance(tree, Distribution):
+            inside = list(vars(tree).items())
         else:
             found.append((path, tree))
             continue
@@ -44,12 +47,12 @@ def everything(tree: Any) -> list[tuple[Path, Any]]:
 
 
 def leaves(tree: Any) -> list[tuple[Path, torch.Tensor]]:
-    """Every tensor in nested tuples, lists, mappings and dataclasses, and where it stands."""
+    """Every tensor in nested tuples, lists, mappings, dataclasses and distributions, and where it stands."""
     return [pair for pair in everything(tree) if isinstance(pair[1], torch.Tensor)]
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    """Every tensor in nested tuples, lists, mappings and dataclasses."""
+    """Every tensor in nested tuples, lists, mappings, dataclasses and distributions."""
     found = []
     for _, value in everything(tree):
         if isinstance(value, torch.Tensor):
@@ -85,6 +88,10 @@ def map_leaves(
             # A frozen one forbids plain assignment.
             object.__setattr__(record, field.name, value)
         return record
+    if isinstance(tree, Distribution):
+        law = copy.copy(tree)
+        vars(law).update(map_leaves(vars(tree), function, path, lists))
+        return law
     return tree
 
 
@@ -152,7 +159,8 @@ class RowLists:
         # As many of something else as rows.
         chance = [(path, t) for path, t in held if rows > 1 and rows in t.shape[:2] and source is not None]
         self._whole = {path for path, t in chance if source.predates(t)}
-        told = {p: self._is_second(p, t, rows, source) for p, t in held if t.dim() > 1 and p not in self._whole}
+        apart = self._whole | _entries_of_rows(held, rows)
+        told = {p: self._is_second(p, t, rows, source) for p, t in held if t.dim() > 1 and p not in apart}
         # What could be either, such as a mask without padding, lies as the others do.
         self._second = {path for path, second in told.items() if second or (second is None and True in told.values())}
         if self._second or self._whole:
@@ -242,6 +250,16 @@ class RowLists:
 
         made: Call = map_leaves(call, listed) if self or self._second or self._whole else call
         return made
+
+
+def _entries_of_rows(held: Inputs, rows: int) -> set[Path]:
+    """The places of tensors in lists of one entry a row; two may be a state with rows second."""
+    keys: dict[Path, set[Any]] = {}
+    parents = {path: [path[:at] for at in range(2, len(path)) if isinstance(path[at], int)] for path, _ in held}
+    for path, own in parents.items():
+        for parent in own:
+            keys.setdefault(parent, set()).add(path[len(parent)])
+    return {path for path, own in parents.items() if rows > 2 and any(len(keys[parent]) == rows for parent in own)}
 
 
 def as_long_as(tree: Any, rows: int) -> frozenset[Path]:

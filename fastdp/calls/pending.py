@@ -7,7 +7,7 @@ import re
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class PendingGradients:
         scaled: whether what multiplies the loss reaches the gradients of examples, as it does outside the model.
     """
 
-    def __init__(self, model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter], *, scaled: bool):
+    def __init__(self, model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter], *, scaled: Callable[[], bool]):
         self._model, self._scaled = weakref.ref(model), scaled
         self._parameters = list(parameters)
         self._gradients: list[PendingGradient] = []
@@ -97,7 +97,7 @@ class PendingGradients:
 
     def tell(self, function: str) -> None:
         """Warn once. Raises ValueError for a GradScaler that would reach the gradients of examples."""
-        if function == _UNSCALES and self._scaled:
+        if function == _UNSCALES and self._scaled():
             raise ValueError(_SCALED)
         model = self._model()
         if model is None or model in _WARNED:

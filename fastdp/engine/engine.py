@@ -72,7 +72,7 @@ class Engine(Passes):
         super().__init__(model, policy, self.forward, **options)
         self.tickets = tickets
         #: What `.grad` holds between a backward pass and a step.
-        self.pending = PendingGradients(model, self.parameters.values(), scaled=not self.returns_loss)
+        self.pending = PendingGradients(model, self.parameters.values(), scaled=lambda: not self.returns_loss)
         #: What lives for as long as the model goes through this engine.
         self.holder: Any = None
         self.checks = verify(self)
@@ -185,8 +185,9 @@ class Engine(Passes):
         self.begun = True
         first = self.route is None
         checked = self.checks.before(call, ticket, inputs)
-        if self.graphs is not None and self.route == USES and not (checked or self.forwards.lists):
-            replayed = self.graphs.forward(call, ticket, junction)
+        graphs = self.graphs if self.returns_loss and self.route == USES else None
+        if graphs is not None and not (checked or self.forwards.lists):
+            replayed = graphs.forward(call, ticket, junction)
             if replayed is not None:
                 return replayed[0]
         with self._watched():

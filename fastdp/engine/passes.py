@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fastdp.calls.batches import Call, as_long_as, map_tensors, single_rows, slice_rows
-from fastdp.calls.outputs import differentiable_outputs
+from fastdp.calls.batches import Call, as_long_as, map_tensors, single_rows, slice_rows, tensors
+from fastdp.calls.outputs import differentiable, differentiable_outputs
 from fastdp.calls.randomness import (
     BufferSnapshot,
     devices,
@@ -121,7 +121,7 @@ class Passes:
         policy: the method's decisions.
         train: what the model's own call does while it trains.
         loss_reduction: "mean" or "sum" over the rows, for a criterion outside the model; None for a model that returns
-            its loss.
+            its loss; "auto" for one that may, and otherwise has a criterion outside that takes a mean.
         two_pass: run the backward pass twice and keep no factors; None does so where checkpointing is on and the factors of
             one pass do not fit into memory (`fastdp.engine.capture.memory`).
         accumulator: takes the captures instead of an `Accumulator`, for other sums of per-example gradients than clipped ones.
@@ -175,7 +175,7 @@ class Passes:
         self.device = next(iter(self.read.values())).device
         self.loss_reduction = loss_reduction
         #: Whether the model's output holds the loss to differentiate.
-        self.returns_loss = loss_reduction is None
+        self.returns_loss = loss_reduction in (None, "auto")
         self.two_pass = two_pass
         if keep_logits or not self.returns_loss or self.weights.cut:
             self.vocabulary = None
@@ -207,6 +207,10 @@ class Passes:
         self.backward_passes = 0
         #: Bytes that factors of one pass take, by rows, units and length.
         self._kept: dict[tuple[int, int, float], int] = {}
+
+    def settle_loss(self, outside: bool) -> None:
+        """Take it that the loop computes the loss, as a mean over rows, or that the model returns it."""
+        self.loss_reduction, self.returns_loss = "mean" if outside else None, not outside
 
     @property
     def trains(self) -> bool:
@@ -246,6 +250,8 @@ class Passes:
         """The model's own forward pass, with nothing intercepted but the logits of heads, left out."""
         with self.reads.heads.open():
             output = self.forwards.root.plain(*args, **kwargs)
+        if self.loss_reduction == "auto":
+            self.settle_loss(all([t.dim() for t in tensors(output)] or [0]))
         if self.returns_loss or self.trace is None:
             return output
         return self.trace.outputs.first(output, self.trace.rows_of((args, kwargs)))
@@ -394,7 +400,7 @@ class Passes:
     def _in_isolation(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass]:
         """Run the batch of one unit as it is; its buffers are restored after the backward pass."""
         snapshot = BufferSnapshot(self.model)
-        output = self.forwards.root.plain(*call[0], **call[1])
+        output = self.plain_forward(*call[0], **call[1])
         tops = [require_loss(output)] if self.returns_loss else differentiable_outputs(output)
         targets = [tops, *[[]] * (ticket.rows - 1)]
         waiting = Pass(
@@ -411,15 +417,12 @@ class Passes:
         else:
             carriers = as_long_as(call, ticket.rows) if self.trace is None else self.trace.carriers
             singles = single_rows(call, carriers, ticket.rows, self.returns_loss)
-        return run_alone(
-            self.model,
-            self.plain_forward,
-            singles,
-            ticket,
-            self.device,
-            returns_loss=self.returns_loss,
-            derived_buffers=self.derived_buffers,
-        )
+        outputs = run_alone(self.model, self.plain_forward, singles, ticket, self.device, self.derived_buffers)
+        if not self.returns_loss:
+            return outputs, [differentiable(output) for output in outputs]
+        # Losses of shape [1] would be merged like any other tensor with rows.
+        losses = [require_loss(output).reshape(()) for output in outputs]
+        return [replace_loss(output, loss) for output, loss in zip(outputs, losses)], [[loss] for loss in losses]
 
     def _differentiate_rows(self, parts: JoinedPasses) -> None:
         """Each unit's rows in a backward pass of their own, from all passes at once."""

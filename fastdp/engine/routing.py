@@ -208,6 +208,8 @@ class Routing:
         passes = self.passes
         with self.tracing(call, ticket):
             passes.trace = self._trace(call, ticket)
+        if passes.loss_reduction == "auto":
+            passes.settle_loss(passes.trace.outputs.all_have_rows)
         self.traced = TraceCache(self._tracer, passes.trace, passes.forwards.root.plain)
         passes.forwards.leave_out(passes.trace.heads)
         reason = passes.trace.conflict

@@ -28,8 +28,6 @@ from fastdp.engine.uses.layout import Ticket
 from fastdp.validate import first_line
 from fastdp.verify.probe import GRADIENTS, Probe, RowValues, same_shapes
 
-#: Rows of a microbatch that are checked.
-_ROWS = 3
 OVERFLOWS = "a row that is not finite reaches other rows (0 times NaN is NaN)"
 NO_LOSS = "No example of this batch has a finite loss. Check labels and inputs; this batch was not released."
 PADDING_ERROR = "padding changes this row's loss: pad on the right or pass position_ids and an attention mask"
@@ -91,7 +89,7 @@ def check_definition(
             # None of the chosen rows has a finite loss: others are compared.
             finite = [row for row in range(ticket.rows) if comparison.base.finite(row)]
             if finite:
-                return check_definition(passes, call, ticket, finite[:_ROWS], gradients=gradients)
+                return check_definition(passes, call, ticket, finite[:3], gradients=gradients)
             if passes.route is None:
                 raise SelfCheckError(NO_LOSS)
             # Training that diverged goes on, unless a row that is finite alone is not beside others.
@@ -250,7 +248,7 @@ def check_packed(passes: Passes, call: Call, ticket: Ticket) -> None:
         for row in range(len(source.indices)):
             source.check_packed(row)
     segments = [] if together.draws else list(ticket.segments(call))
-    for unit, single in random.SystemRandom().sample(segments, min(_ROWS, len(segments))):
+    for unit, single in random.SystemRandom().sample(segments, min(3, len(segments))):
         if together.finite(unit) and not together.gap(unit, probe.run(single, 1), 0) <= rounding(passes.model):
             raise SelfCheckError(
                 "A packed example's loss changes beside the others of its row. Restart position_ids in each example and "

@@ -25,8 +25,6 @@ from fastdp.verify.probe import Probe, starts
 
 #: How far norms and sums may be off, in float32 and in anything less.
 _TOLERANCE, _LOW_PRECISION = 1e-3, 0.1
-#: Rows whose gradients are compared.
-_ROWS = 2
 
 
 @dataclass(frozen=True)
@@ -53,10 +51,10 @@ def check_engine(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]
     probe = Probe(passes, call, ticket)
     batch, small = call, ticket
     if not probe.packed:
-        rows = list(rows[:_ROWS]) if len(rows) > 1 else [rows[0]] * 2
-        batch, small = probe.rows(rows), Ticket(torch.arange(_ROWS), torch.ones(_ROWS), is_last=True)
+        rows = list(rows[:2]) if len(rows) > 1 else [rows[0]] * 2
+        batch, small = probe.rows(rows), Ticket(torch.arange(2), torch.ones(2), is_last=True)
     layout = small.layout(passes.device)
-    most = 1 if not probe.packed and rows[0] == rows[1] else _ROWS
+    most = 1 if not probe.packed and rows[0] == rows[1] else 2
     units = [unit for unit in range(layout.units) if float(layout.weights[unit]) > 0][:most]
     weights = {unit: 1 / (1 + unit) for unit in units}
     policy, kept, names = passes.accumulator.policy, passes.accumulator, list(passes.read)

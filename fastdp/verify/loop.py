@@ -37,12 +37,14 @@ _MAKES = (
     "The loop gives the model something else for an example {how}. Make each row from its own example and pad on the right; "
     "this batch was not released."
 )
+_REDUCES = "The loop's loss is the {own} over rows. Pass loss_reduction='{own}'; this batch was not released."
 _HOW = {"beside": "beside other examples", "alone": "alone than in its batch"}
 
 
 class _Outcome(NamedTuple):
     """The example's inputs or gradient in one probe batch, the random state before it, and whether the loop drew more."""
 
+    rows: int
     values: torch.Tensor
     start: tuple[bytes, ...]
     draws: bool
@@ -153,7 +155,7 @@ class LoopCheck:
             self.waiting -= len(self._due)
             self._due = []
         self.waiting -= 1
-        self._compare(probe, _Outcome(found, self._start, drew))
+        self._compare(probe, _Outcome(parts[0][0].ticket.rows, found, self._start, drew))
 
     def _gradients(self, parts: JoinedPasses) -> torch.Tensor:
         """The row's gradient as two numbers for each parameter (`_sketch`), float64 ``[k]``."""
@@ -179,16 +181,16 @@ class LoopCheck:
         if unlike or (other == "alone" and (self._collator_draws or found.draws or together.draws)):
             self.undecided = True
         elif self._differ(found, together, other):
+            growth = (together.rows / found.rows) ** (1 if self._passes.loss_reduction == "mean" else -1)
+            stays = self._differ(found._replace(values=found.values * growth), together, other)
+            if growth != 1 and not (stays or self._passes.returns_loss):
+                self._refuse(_REDUCES)
             if self._confirming:
                 self._refuse()
             if not self._doubted:
-                self._repeat([replace(self._repeats[0], role="still")] * _REPEATS if self._repeats else [])
+                self._due += [replace(probe, role="still") for probe in self._repeats[:1] * _REPEATS]
+                self.waiting += _REPEATS * bool(self._repeats)
             self._doubted = self._doubted or other
-
-    def _repeat(self, probes: list[ProbeBatch]) -> None:
-        """Plan batches once more."""
-        self._due += probes
-        self.waiting += len(probes)
 
     def _decide(self) -> None:
         """Annealing and random draws change an example alone too; a loop that changes it only beside others mixes them."""
@@ -202,15 +204,17 @@ class LoopCheck:
             self._drift = _EXCEEDS * max(_distance(a.values, b.values) for a, b in itertools.pairwise(others[-_LAST:]))
             self.undecided = self._confirming = True
             self._seen.clear()
-            self._repeat(self._repeats)
+            self._due += self._repeats
+            self.waiting += len(self._repeats)
         else:
             self._refuse()
 
-    def _refuse(self) -> None:
+    def _refuse(self, form: str = "") -> None:
         self.begun = False  # A loop that goes on after this is verified again.
-        why = next(iter(self._divisors), f"An example has another gradient {_HOW[self._doubted]}")
-        form = _MAKES if self._passes.returns_loss else _COUPLES
-        raise SelfCheckError(form.format(how=_HOW[self._doubted], why=why))
+        how, own = _HOW.get(self._doubted, ""), self._passes.loss_reduction
+        why = next(iter(self._divisors), f"An example has another gradient {how}")
+        form = form or (_MAKES if self._passes.returns_loss else _COUPLES)
+        raise SelfCheckError(form.format(how=how, why=why, own="sum" if own == "mean" else "mean"))
 
     def _differ(self, one: _Outcome, two: _Outcome, role: str) -> bool:
         tolerance = self._rounding * (same_shapes(self._passes) if role == "beside" else 1.0)

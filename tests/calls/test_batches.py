@@ -138,6 +138,13 @@ def test_a_list_of_tensors_is_not_several_rows_of_an_example():
     assert shapes(lists.encode(((list(batch.made),), {}), 2, batch.source)) == [(2,)]
 
 
+def test_images_as_high_as_the_batch_is_large_are_entries_of_a_list():
+    images = [torch.rand(1, 3, width) for width in (3, 5, 4)]
+    lists = RowLists()
+    encoded = lists.encode(((tuple(images),), {}), 3)
+    assert shapes(encoded) == [(3,)] and shapes(lists.decode(encoded)) == [(1, 3, 3), (1, 3, 5), (1, 3, 4)]
+
+
 def test_time_first_is_not_several_rows_of_an_example():
     batch = Batch(list(torch.rand(5, 10)))
     lists = RowLists()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fastdp.calls.batches import map_tensors
 from fastdp.calls.outputs import OutputRows, SharedOutput
 from fastdp.engine.uses.rows import BatchAxis
 
@@ -29,6 +30,13 @@ def test_rows_come_first_and_go_back(made, fold):
     assert first.shape[0] == ROWS
     assert all(torch.equal(first[row].flatten().sort()[0], x[row].flatten().sort()[0]) for row in range(ROWS))
     assert torch.equal(rows.as_returned({"logits": first, "size": 3})["logits"], given["logits"])
+
+
+def test_a_distribution_holds_tensors():
+    law = torch.distributions.Independent(torch.distributions.Normal(torch.zeros(ROWS, WIDTH), torch.ones(WIDTH)), 1)
+    made = map_tensors({"law": law}, lambda t: t + 1)["law"]
+    assert made.base_dist.loc.eq(1).all() and law.base_dist.loc.eq(0).all()
+    assert made.log_prob(made.sample()).shape == (ROWS,)
 
 
 def test_squeeze_may_have_left_out_the_axis_of_one_row():

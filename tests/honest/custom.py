@@ -392,7 +392,7 @@ def inputs_among_outputs() -> Case:
     return _several_outputs(forward, loss, net=kit.mlp())
 
 
-@program("refused: no row", "the gradient of a value that rows share is not any row's")
+@program("refused: whole loss", "the gradient of a value that rows share is not any row's")
 def temperature_among_outputs() -> Case:
     """CLIP's way: features and a learned temperature, the scores in the loop."""
     loss = lambda m, b: (lambda z: F.cross_entropy(z[0] * z[1], b[1]))(m(b[0]))  # noqa: E731

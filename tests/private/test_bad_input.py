@@ -265,14 +265,10 @@ def test_models_and_runs_that_cannot_be_private(attempt: Callable[[], Any], matc
         attempt()
 
 
-class Vector(Classifier):
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        return {"loss": F.cross_entropy(self.logits(x), labels, reduction="none")}
-
-
 class Silent(Classifier):
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        return {"logits": self.logits(x)}
+        logits = self.logits(x)
+        return {"logits": logits, "scale": logits.sum().detach()}
 
 
 def _hand_out(private: Any) -> Any:
@@ -348,7 +344,7 @@ NO_BACKWARD = r"step\(\) without backward\(\)"
             {},
             lambda p: _two_forward_passes(p, lambda one, two: F.mse_loss(one["logits"], two["logits"])),
             RuntimeError,
-            "computed from the model's outputs beside its loss",
+            "computed from outputs beside the model's loss",
         ),
         (Classifier, OUTSIDE, _in_parts, RuntimeError, r"The loop called parts of the model, .* own forward\(\)"),
         (Classifier, PIECES, _ahead, RuntimeError, "taken ahead"),
@@ -362,7 +358,6 @@ NO_BACKWARD = r"step\(\) without backward\(\)"
         ),
         (Classifier, {}, lambda p: (-_loss(p)).backward(), ValueError, "must be positive"),
         (Silent, {"criterion": _mean}, _by_criterion, ValueError, "Return one loss per row"),
-        (Vector, {}, _loss, ValueError, "not that of a scalar"),
         (Silent, {}, _loss, ValueError, "returned no loss"),
     ],
 )

@@ -232,7 +232,7 @@ OUTSIDE: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], b
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_losses_in_the_loop(name: str) -> None:
     compute, honest = OUTSIDE[name]
-    private = start(Logits(), loss_reduction="mean")
+    private = start(Logits())
 
     def run() -> None:
         for batch in private.data_loader:
@@ -246,6 +246,16 @@ def test_losses_in_the_loop(name: str) -> None:
         return
     with pytest.raises(SelfCheckError, match="example has another gradient"):
         run()
+    assert private.steps_done == 0
+
+
+@pytest.mark.parametrize(("stated", "true"), [(None, "sum"), ("mean", "sum"), ("sum", "mean")])
+def test_a_loss_that_is_reduced_in_another_way_is_refused_by_name(stated: str | None, true: str) -> None:
+    private = start(Logits(), loss_reduction=stated)
+    with pytest.raises(SelfCheckError, match=f"loss_reduction='{true}'"):
+        for batch in private.data_loader:
+            F.cross_entropy(private.model(batch["x"]), batch["labels"], reduction=true).backward()
+            private.optimizer.step()
     assert private.steps_done == 0
 
 

@@ -204,8 +204,8 @@ def require_loss(output: Any) -> torch.Tensor:
 
 #: Where a loop makes a second loss of a model's outputs.
 LOSS_TERM = (
-    "A loss term was computed from the model's outputs beside its loss. Compute it inside the model, or return "
-    "outputs alone and give make_private criterion=."
+    "A loss term was computed from outputs beside the model's loss. Compute the whole loss in the model, or outside from "
+    "outputs alone."
 )
 
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from fastdp.calls.batches import Call, map_tensors, tensors
 from fastdp.calls.outputs import SharedOutput
 from fastdp.calls.randomness import BufferSnapshot
-from fastdp.engine.loss.boundary import differentiable, replace_loss, require_loss
 from fastdp.engine.loss.losses import LossTerms, intercepted
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.logits import Logits
@@ -25,11 +24,9 @@ def run_alone(
     singles: Iterable[Call],
     ticket: Ticket,
     device: torch.device,
-    *,
-    returns_loss: bool,
     derived_buffers: frozenset[str],
-) -> tuple[list[Any], list[list[torch.Tensor]]]:
-    """Each row a batch of its own: what the model returns for it, and what a backward pass would start from.
+) -> list[Any]:
+    """What the model returns for each row, which is a batch of its own.
 
     Buffers are restored after each row, so that none reaches the next one; those that follow from no data (``derived_buffers``,
     as a counter's) advance once. Raises ValueError, naming the example, for an id or a label that is out of range.
@@ -48,11 +45,7 @@ def run_alone(
             snapshot.restore()
     for name, values in advanced.items():
         model.get_buffer(name).copy_(values)
-    if not returns_loss:
-        return outputs, [differentiable(output) for output in outputs]
-    # Losses of shape [1] would be merged like any other tensor with rows.
-    losses = [require_loss(output).reshape(()) for output in outputs]
-    return [replace_loss(output, loss) for output, loss in zip(outputs, losses)], [[loss] for loss in losses]
+    return outputs
 
 
 def backward_starts(
