@@ -200,7 +200,8 @@ class Passes:
         self.reads = Reads(self.read)
         self.reads.heads.always = keep_logits is False
         #: Compiled blocks run without the compiler meanwhile, as it would follow what records them.
-        self._uncompiled = partial(torch.compiler.set_stance, "force_eager") if _is_compiled(model) else nullcontext
+        compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
+        self._uncompiled = partial(torch.compiler.set_stance, "force_eager") if compiled else nullcontext
         self.forwards = Forwards(model, self.reads, partial(self._train, train), lambda: self.trains, self.weights)
         self._expected: Counter[str] = Counter()
         #: How many backward passes a micro-batch took, at most; 0 before the first.
@@ -580,11 +581,6 @@ class Passes:
                     f"{name} holds a gradient {when} that was not clipped. Call zero_grad() after step(); penalize weights, and "
                     "use parts of the model, inside its forward()."
                 )
-
-
-def _is_compiled(model: torch.nn.Module) -> bool:
-    """Whether any of its blocks is."""
-    return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
 
 
 @contextmanager

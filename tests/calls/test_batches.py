@@ -142,7 +142,8 @@ def test_images_as_high_as_the_batch_is_large_are_entries_of_a_list():
     images = [torch.rand(1, 3, width) for width in (3, 5, 4)]
     lists = RowLists()
     encoded = lists.encode(((tuple(images),), {}), 3)
-    assert shapes(encoded) == [(3,)] and shapes(lists.decode(encoded)) == [(1, 3, 3), (1, 3, 5), (1, 3, 4)]
+    assert shapes(encoded) == [(3,)]
+    assert shapes(lists.decode(encoded)) == [(1, 3, 3), (1, 3, 5), (1, 3, 4)]
 
 
 def test_time_first_is_not_several_rows_of_an_example():

@@ -35,7 +35,8 @@ def test_rows_come_first_and_go_back(made, fold):
 def test_a_distribution_holds_tensors():
     law = torch.distributions.Independent(torch.distributions.Normal(torch.zeros(ROWS, WIDTH), torch.ones(WIDTH)), 1)
     made = map_tensors({"law": law}, lambda t: t + 1)["law"]
-    assert made.base_dist.loc.eq(1).all() and law.base_dist.loc.eq(0).all()
+    assert made.base_dist.loc.eq(1).all()
+    assert law.base_dist.loc.eq(0).all()
     assert made.log_prob(made.sample()).shape == (ROWS,)
 
 

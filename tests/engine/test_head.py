@@ -303,20 +303,28 @@ def test_models_of_transformers(name: str, tuning: str) -> None:
     require_exact(engine, units)
 
 
-def test_reading_logits_after_a_private_pass_names_the_switch() -> None:
+def test_logits_are_computed_again_for_a_loop_that_reads_them() -> None:
     model, inputs = Speaker(), data()
     engine, tickets = engine_for(model, 1.0)
     tickets.append(ticket(5))
     output = model(**inputs)
     # Casting every output, as accelerate does, reads nothing.
     assert output["logits"].float().detach().shape == (5, TOKENS, VOCABULARY)
-    for read in (lambda z: z.argmax(-1), lambda z: z[0, 0], lambda z: z + 1, lambda z: z.tolist(), lambda z: z.numpy()):
-        with pytest.raises(RuntimeError, match="keep_logits=True"):
-            read(output["logits"])
-    output["loss"].backward()
-    model.eval()
     with torch.no_grad():
-        assert model(**inputs)["logits"].argmax(-1).shape == (5, TOKENS)
+        plain = model.eval()(**inputs)["logits"]
+    model.train()
+    with pytest.warns(UserWarning, match="keep_logits=True"):
+        assert torch.equal(output["logits"].argmax(-1), plain.argmax(-1))
+    assert torch.equal(output["logits"][0, 0].detach(), plain[0, 0])
+    assert output["logits"].tolist() == plain.tolist()
+    term = output["logits"].square().mean()
+    with pytest.raises(RuntimeError, match="Compute the whole loss"):
+        term.backward()
+    output["loss"].backward()
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="Read them before step"):
+        output["logits"].sum()
 
 
 class Reads(Speaker):

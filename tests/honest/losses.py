@@ -409,6 +409,39 @@ def squeezed_in_loop() -> Case:
     return case
 
 
+@program()
+def policy_gradient() -> Case:
+    """PPO's way: the model returns a distribution over actions and a value."""
+
+    def forward(self: Any, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        hidden = self.net(x).tanh()
+        return torch.distributions.Categorical(logits=self.actor(hidden)), self.critic(hidden).squeeze(-1)
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        law, value = model(batch[0])
+        ratio, advantage = (law.log_prob(batch[1]) + 1).exp(), batch[0].sum(1) - 6
+        clipped = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        return 0.5 * F.mse_loss(value, batch[0].mean(1)) - clipped.mean() - 0.01 * law.entropy().mean()
+
+    heads = {"actor": nn.Linear(kit.WIDTH, kit.CLASSES), "critic": nn.Linear(kit.WIDTH, 1)}
+    return outside(kit.Wrapped(forward, net=nn.Linear(12, kit.WIDTH), **heads), kit.numbers(), loss=loss)
+
+
+@program("one-example", "the model runs each image by itself")
+def images_of_several_sizes() -> Case:
+    """A tuple of images, some as high as the batch is large, each run by itself."""
+
+    def forward(self: Any, images: Any) -> torch.Tensor:
+        return torch.cat([self.head(self.conv(image[None]).relu().amax((2, 3))) for image in images])
+
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((3 + n % 6, 8 - n % 5) for n in range(kit.ROWS))
+    rows = [(torch.rand(1, high, wide, generator=generator), n % kit.CLASSES) for n, (high, wide) in enumerate(sizes)]
+    model = kit.Wrapped(forward, conv=nn.Conv2d(1, 4, 3, padding=1), head=nn.Linear(4, kit.CLASSES))
+    collate = lambda items: (tuple(x for x, _ in items), torch.tensor([y for _, y in items]))  # noqa: E731
+    return outside(model, rows, collate, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
+
+
 @program("refused: outside of its loss", "the loop differentiates a tensor that the model did not return")
 def features_of_a_hook() -> Case:
     """A forward hook keeps hidden states, which the loop penalizes."""

@@ -252,10 +252,14 @@ def test_losses_in_the_loop(name: str) -> None:
 @pytest.mark.parametrize(("stated", "true"), [(None, "sum"), ("mean", "sum"), ("sum", "mean")])
 def test_a_loss_that_is_reduced_in_another_way_is_refused_by_name(stated: str | None, true: str) -> None:
     private = start(Logits(), loss_reduction=stated)
-    with pytest.raises(SelfCheckError, match=f"loss_reduction='{true}'"):
+
+    def run() -> None:
         for batch in private.data_loader:
             F.cross_entropy(private.model(batch["x"]), batch["labels"], reduction=true).backward()
             private.optimizer.step()
+
+    with pytest.raises(SelfCheckError, match=f"loss_reduction='{true}'"):
+        run()
     assert private.steps_done == 0
 
 

@@ -12,7 +12,7 @@ import torch
 
 from fastdp.calls.batches import map_tensors, tensors
 from fastdp.calls.outputs import differentiable as differentiable
-from fastdp.engine.uses.logits import Logits
+from fastdp.engine.uses.logits import ForbidBackward, Logits
 from fastdp.engine.uses.use import Use
 
 
@@ -200,25 +200,6 @@ def require_loss(output: Any) -> torch.Tensor:
             "compute the loss outside"
         )
     return loss
-
-
-#: Where a loop makes a second loss of a model's outputs.
-LOSS_TERM = (
-    "A loss term was computed from outputs beside the model's loss. Compute the whole loss in the model, or outside from "
-    "outputs alone."
-)
-
-
-class ForbidBackward(Use):
-    """A model's output that may be read and not differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(LOSS_TERM)
 
 
 def replace_loss(output: Any, loss: torch.Tensor) -> Any:

@@ -76,9 +76,11 @@ def merged(outputs: list[Any]) -> Any:
     def merge(t: torch.Tensor) -> torch.Tensor:
         index = next(position)
         parts = [column[index] for column in columns]
-        # What was left out is nobody's to read.
-        whole = t.dim() == 0 or isinstance(t, Logits) or SharedOutput.made(t)
-        if whole or any(p.dim() != t.dim() for p in parts):
+        if isinstance(t, Logits):
+            # Those of the first row alone are nobody's to read.
+            t.source.close(lost=True)
+            return t
+        if t.dim() == 0 or SharedOutput.made(t) or any(p.dim() != t.dim() for p in parts):
             return t
         sizes = [max(own) for own in zip(*(p.shape for p in parts))]
         gaps = [[n for size, own in zip(sizes[:0:-1], p.shape[:0:-1]) for n in (0, size - own)] for p in parts]

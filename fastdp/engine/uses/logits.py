@@ -9,6 +9,7 @@ the logits as ever.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from fastdp.calls.batches import everything, map_tensors, tensors
 from fastdp.calls.named import functions, is_in_place, is_metadata
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.uses.use import as_autocast, uncast
+from fastdp.engine.uses.use import Use, as_autocast, uncast
 from fastdp.ops.heads import cuts, most_tokens, on_gpu
 from fastdp.ops.placed import copy_to_device
 from fastdp.ops.routes import is_allowed
@@ -34,10 +35,26 @@ TILE = 2**24
 #: Numbers of the part of a tile that the loss's own gradient is computed for at once.
 LOSS_CHUNK = 2**22
 
-READ = (
-    "Private training does not keep logits. Pass keep_logits=True to make_private or PrivacyArguments, or "
-    "read them under model.eval() and torch.no_grad()."
+_LOST = "These logits were not kept, or weights changed since. Read them before step(), or pass keep_logits=True."
+_AGAIN = "Reading logits computes them again. Pass keep_logits=True to make_private or PrivacyArguments to keep them."
+
+#: Where a loop makes a second loss of a model's outputs.
+LOSS_TERM = (
+    "A loss term was computed from outputs beside the model's loss. Compute the whole loss in the model, or outside from "
+    "outputs alone."
 )
+
+
+class ForbidBackward(Use):
+    """A model's output that may be read and not differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(LOSS_TERM)
 
 
 _ELEMENTWISE = functions(
@@ -82,6 +99,7 @@ class Source:
     taken: int = 0
     logits: torch.Tensor | None = None
     closed: bool = False
+    lost: bool = False
     _versions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -109,11 +127,13 @@ class Source:
             self.logits = self.product()
         return self.logits
 
-    def close(self) -> None:
-        """The forward pass is over: nobody may read what was not computed, and nothing is kept for it."""
-        self.closed = True
-        del self.hidden, self.weight, self.bias, self.product, self.take
-        self.logits = None
+    def close(self, *, lost: bool = False) -> None:
+        """The forward pass is over: who reads what was not computed has it computed again, without a graph, or ``lost``."""
+        self.closed, self.lost, self.take, self.logits = True, lost, None, None
+        self.hidden, self.weight = self.hidden.detach(), self.weight.detach()
+        dtype, hidden, weight = as_autocast(self.hidden[:0]).dtype, self.hidden, self.weight
+        bias = None if self.bias is None else self.bias.detach()
+        self.product = lambda: F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 class Logits(torch.Tensor):
@@ -160,12 +180,15 @@ class Logits(torch.Tensor):
 
     def dense(self) -> torch.Tensor:
         """The tensor itself."""
-        if self.source.closed:
-            raise RuntimeError(READ)
-        found = self.source.compute()
+        source = self.source
+        if source.closed and (source.lost or not source.unwritten):
+            raise RuntimeError(_LOST)
+        if source.closed:
+            warnings.warn(_AGAIN, stacklevel=3)
+        found = source.product() if source.closed else source.compute()
         for step in self.history:
             found = step(found)
-        return found
+        return ForbidBackward.apply(found.requires_grad_()) if source.closed else found
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Logits({list(self.shape)}, not computed)"
@@ -198,7 +221,7 @@ class Logits(torch.Tensor):
             return (
                 Logits(own.source, own.dtype, own.token_index, own.steps, own.history) if not own.source.closed else own
             )
-        raise RuntimeError(READ if own.source.closed else f"{func} of logits below torch's function layer")
+        raise RuntimeError(_LOST if own.source.closed else f"{func} of logits below torch's function layer")
 
 
 def _defer(func: Any, own: Logits, args: Any, kwargs: Any) -> Logits | None:
