@@ -122,6 +122,11 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
                 f"{name} is quantised, and its packed numbers have no gradient of their own: set requires_grad=False, and train "
                 "LoRA beside it"
             )
+        if parameter.requires_grad and parameter.is_complex():
+            raise ValueError(
+                f"{name} is complex, and gradients are clipped and noised as real numbers. Keep it as real [..., 2], and read it "
+                "by torch.view_as_complex"
+            )
     _check_eps(optimizer, trained)
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     known = {id(p) for p in model.parameters()}

@@ -246,6 +246,7 @@ def _lazy() -> None:
         (lambda: start(_with(type("AdaLoraLayer", (nn.Linear,), {})(3, 3))), "AdaLoRA chooses its ranks by gradients"),
         (lambda: start(_balanced()), "output_router_logits = False"),
         (lambda: start(_quantised()), "second.weight is quantised"),
+        (lambda: start(Classifier().to(torch.cfloat)), "first.weight is complex.*view_as_complex"),
         (lambda: PoissonSampler(4, 1.5, fastdp.NoiseStream()), "sample rate 1.5 is outside"),
         (_lazy, "0.weight is not initialized yet"),
         (_nothing_trained, "no trained parameter"),
