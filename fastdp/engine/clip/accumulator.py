@@ -134,7 +134,7 @@ class Accumulator(Sums):
             self._add_batch(batch, unit_scales, most)
         while norms.repeats:
             batch = norms.repeats.pop()
-            gradients, _ = ops.per_unit_group(*batch.straight, batch.offsets)
+            gradients, _ = ops.per_unit_group(*batch.sides, batch.offsets)
             self.add_instances(dict(zip(batch.names, gradients)), unit_scales)
         whole, held = norms.wholes, 0
         for name in self.in_order(norms.entries):
@@ -157,7 +157,7 @@ class Accumulator(Sums):
             held += 4 * self.parameters[batch.names[at]].numel()
             if held > most or at == 0:
                 own = batch.taken(tuple(range(at, end)))
-                self.add_matrices(own.names, *own.straight, unit_scales, batch.offsets)
+                self.add_matrices(own.names, *own.sides, unit_scales, batch.offsets)
                 del own, batch.lefts[at:], batch.rights[at:]
                 held, end = 0, at
 

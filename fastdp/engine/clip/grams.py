@@ -53,7 +53,7 @@ class FactorBatch(NamedTuple):
     errors: Sequence[RouteErrors]
 
     @property
-    def straight(self) -> tuple[Matrices, Matrices]:
+    def sides(self) -> tuple[Matrices, Matrices]:
         """Left and right factors of the parameters as they lie."""
         return (self.rights, self.lefts) if self.swap else (self.lefts, self.rights)
 

@@ -229,7 +229,7 @@ class NormSink(Captures):
 
     def _measure_small(self, batch: FactorBatch) -> list[torch.Tensor]:
         """Make and measure the gradients of small matrices (LoRA's) in one launch."""
-        gradients, squared = ops.per_unit_group(*batch.straight, batch.offsets)
+        gradients, squared = ops.per_unit_group(*batch.sides, batch.offsets)
         errors = [self._of_instance(name, gradient) for name, gradient in zip(batch.names, gradients)]
         self.norms.add_rows(self.policy.groups(batch.names), squared, errors)
         return gradients
@@ -367,7 +367,7 @@ class NormSink(Captures):
             if self.expected.get(name, 1) > 1:
                 # A second pass would add uses one by one: the bound is the same where there is none.
                 self.note_products(name, use)
-            left, right = own.oriented
+            left, right = own.sides
             (gradient,), squared = ops.per_unit_group([left], [right], offsets)
             entry.add(gradient, squared[0])
             return
@@ -495,7 +495,7 @@ class NormSink(Captures):
         if entry.instance is not None:
             self._put_together(name, entry)
             return
-        uses = join_uses(join_experts([use.straight for use in entry.factors], self.layout.units), self.layout)
+        uses = join_uses(join_experts([use.unswapped for use in entry.factors], self.layout.units), self.layout)
         if len(uses) > 1:
             self._crossed(name, uses)
         elif uses[0].finds_norms:
@@ -569,7 +569,7 @@ class NormSink(Captures):
         mask = self.policy.masks[name]
         if len(entry.factors) == 1 and entry.instance is None:
             use = entry.factors[0]
-            squared = ops.masked_sqnorm(*use.oriented, use.offsets(self.layout), as_matrix(mask))
+            squared = ops.masked_sqnorm(*use.sides, use.offsets(self.layout), as_matrix(mask))
             rounding, (products, tokens) = use.rounding(), use.scales_of_errors(self.layout)
             added = rounding.entry().plus(rounding.added())
             errors: dict[str, Any] = {"products": products, "tokens": tokens, "added": added}

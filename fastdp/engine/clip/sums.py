@@ -191,7 +191,7 @@ class Sums:
             flat = use.add_to(flat, inside, layout)
         else:
             mask = as_matrix(self.policy.masks[name])
-            flat = ops.masked_weighted_sum(*use.oriented, inside, outside, mask, flat, use.offsets(layout))
+            flat = ops.masked_weighted_sum(*use.sides, inside, outside, mask, flat, use.offsets(layout))
         self._whole[name] = flat.view(shape)
 
     def add_matrices(
@@ -287,7 +287,7 @@ class SumSink(Captures):
         route = self.sums.routes[name]
         if launches(layout.weights.device) and route.name == "instantiate" and min(route[1:3]) <= NARROW:
             # A GPU adds what it measured: no rounding is between them.
-            left, right = factors.dense().oriented
+            left, right = factors.dense().sides
             (gradient,), _ = ops.per_unit_group([left], [right], factors.offsets(layout))
             self.sums.add_instance(name, gradient, self.unit_scales)
         else:

@@ -61,7 +61,7 @@ class ExpertFactors(Factors):
 
     def stack(self, total: torch.Tensor) -> torch.Tensor:
         """The stack ``[count, m, n]`` in a tensor of the parameter's size."""
-        size = self.count, *(factor.shape[1] for factor in self.oriented)
+        size = self.count, *(factor.shape[1] for factor in self.sides)
         return total.view(size) if self.strides is None else total.as_strided(size, self.strides)
 
     def dense(self) -> Factors:
@@ -96,7 +96,7 @@ class ExpertFactors(Factors):
         """Add the units' gradients by ``weights`` ``[units]`` to ``total``, of the parameter's size."""
         assert total is not None
         assert self.own_offsets is not None
-        first, second = self.oriented
+        first, second = self.sides
         ends = self.own_offsets[:: layout.units].tolist()
         for at, every in enumerate(self.stack(total)):
             tokens, runs = slice(*ends[at : at + 2]), slice(at * layout.units, (at + 1) * layout.units + 1)

@@ -43,7 +43,7 @@ class Factors:
         return 0 if self.one_hot else self.left.shape[1]
 
     @property
-    def oriented(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def sides(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The factor of the parameter's first dimension, and that of the others."""
         return (self.right, self.left) if self.swap else (self.left, self.right)
 
@@ -57,11 +57,11 @@ class Factors:
         return replace(self, left=left, right=right, swap=swap)
 
     @property
-    def straight(self) -> Factors:
+    def unswapped(self) -> Factors:
         """The same gradient in the order of the parameter."""
         if not self.swap:
             return self
-        left, right = self.oriented
+        left, right = self.sides
         return replace(self, left=left, right=right, swap=False)
 
     def product(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ class Factors:
         return torch.zeros((), dtype=torch.bool, device=self.right.device)
 
     def inner(self, other: Factors, layout: Layout) -> torch.Tensor:
-        """Inner products with the units' gradients of another use of the matrix, both straight and the other not tiled."""
+        """Inner products with the units' gradients of another use of the matrix, both unswapped and the other not tiled."""
         offsets = self.offsets(layout), other.offsets(layout)
         return ops.cross_inner(self.left, self.right, other.left, other.right, *offsets)
 
@@ -127,12 +127,12 @@ class Factors:
 
         Without a total one is made, but for one that is not dense.
         """
-        return ops.weighted_sum(*self.oriented, weights, total, offsets=self.offsets(layout))
+        return ops.weighted_sum(*self.sides, weights, total, offsets=self.offsets(layout))
 
     def unit_to(self, total: torch.Tensor, unit: int, offsets: Sequence[int]) -> None:
         """Add one unit's gradient to ``total``; ``offsets`` are on the host."""
         tokens = slice(offsets[unit], offsets[unit + 1])
-        left, right = replace(self, left=self.left[tokens], right=self.right[tokens]).oriented
+        left, right = replace(self, left=self.left[tokens], right=self.right[tokens]).sides
         if self.one_hot:
             ops.weighted_sum(left, right, torch.ones(right.shape[0], device=right.device), total)
         else:
@@ -140,7 +140,7 @@ class Factors:
 
     def each(self, layout: Layout) -> torch.Tensor:
         """Every unit's gradient, ``[units, m, n]`` float32, not of ids: wide ones in products that the host cuts."""
-        return ops.per_unit(*self.dense().oriented, self.offsets(layout, host=True))
+        return ops.per_unit(*self.dense().sides, self.offsets(layout, host=True))
 
     def each_to(self, totals: torch.Tensor, layout: Layout) -> None:
         """Add every unit's gradient to its own of ``totals`` ``[units, m, n]``."""

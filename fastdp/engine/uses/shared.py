@@ -225,7 +225,7 @@ def _through_index(own: Pull, func: Any, first: torch.Tensor, args: Any, kwargs:
     ]
 
     def pull(factors: Factors) -> list[tuple[torch.nn.Parameter, Factors]]:
-        given = reversed(factors.oriented) if swapped else factors.oriented
+        given = reversed(factors.sides) if swapped else factors.sides
         first, second = (
             f if index is None else f.new_zeros(f.shape[0], size).index_add_(1, index, f)
             for f, index, size in zip(given, chosen, sizes)
@@ -270,7 +270,7 @@ def _through_product(args: Any, pulls: list[Pull | None], *, transposed: bool) -
     b = b.mT if transposed else b
 
     def pull(factors: Factors) -> list[tuple[torch.nn.Parameter, Factors]]:
-        left, right = factors.oriented
+        left, right = factors.sides
         found = []
         if pulls[0] is not None:
             found += pulls[0](factors.moved(left, factors.product(right, b.mT)))
