@@ -20,19 +20,6 @@ def products_of(left, right, offsets, order):
     return torch.stack([sizes[a:b].sum() for a, b in zip(edges, edges[1:])])
 
 
-@pytest.mark.parametrize(*pairs(("order", [1, 2]), ("dtype", DTYPES)))
-def test_row_products(dtype, order):
-    offsets = offsets_of(RAGGED)
-    left, right = factor(60, 33, 0, dtype, "strided"), factor(60, 300, 1, dtype)
-    truth = products_of(left, right, offsets, order)
-    assert relative_error(bounds.row_products(left, right, offsets, order)[0], truth) <= 1e-5
-    ids = torch.randint(0, 5, (60,))
-    assert (
-        relative_error(bounds.row_products(ids, right, offsets, order)[0], products_of(ids, right, offsets, order))
-        <= 1e-5
-    )
-
-
 @pytest.mark.parametrize(*pairs(("strided", [False, True]), ("dtype", DTYPES)))
 def test_token_counts_are_of_the_tokens_that_add_anything(dtype, strided):
     """Rows that begin with zeros are not zero, and padding counts on neither side."""
