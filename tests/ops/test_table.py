@@ -167,7 +167,7 @@ def test_definitions_are_what_every_op_runs_when_asked_for():
 
 
 #: On processors these are their definitions.
-FOR_GPUS = {"cross_entropy_gradient_", "token_counts_group"}
+FOR_GPUS = {"cross_entropy_gradient_"}
 #: On GPUs these are their definitions, or other ops one after another.
 COMPOSED = {"add_noise_group_", "direct_norms", "instance_norms", "instance_sum"}
 

@@ -107,7 +107,7 @@ class Grams:
         offsets, scales = uses[0].offsets(self.layout), [use.scales for use in uses if use.scales]
         each, long = list(itertools.chain(*scales)), None
         if self._launches:
-            tokens = ops.token_counts_group(lefts, [right] * len(lefts), offsets)
+            tokens = ops.token_counts(lefts, [right] * len(lefts), offsets)
             squares, products = ops.gram_norms(lefts, [right], [len(lefts)], offsets, each)
         else:
             most = longest_by_gram(sum([use.width for use in uses]), right.shape[1])
@@ -127,7 +127,7 @@ class Grams:
         counts = batch.rights.counts
         firsts = (0, *itertools.accumulate(counts[:-1]))
         norms = ops.gram_norms(batch.lefts, batch.rights.taken(firsts), counts, batch.offsets)
-        tokens = ops.token_counts_group(batch.lefts, batch.rights, batch.offsets)
+        tokens = ops.token_counts(batch.lefts, batch.rights, batch.offsets)
         self._known.append(
             _GramNorms(batch.names, batch.lefts, batch.rights, batch.offsets, batch.errors, *norms, tokens)
         )
