@@ -18,7 +18,6 @@
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <mutex>
 #include <new>
 #include <stdexcept>
 #include <vector>
@@ -44,10 +43,6 @@ constexpr double kLevelsANat = kLevelsADoubling * 1.4426950408889634;
 // What a level may be too low by: float32 arithmetic, and rounding up by adding 0.9999 and cutting off.
 constexpr double kLevelError = 0x1p-8, kNearlyOne = 0.9999;
 
-double uniform(const uint32_t *w) {
-    return (static_cast<double>((static_cast<uint64_t>(w[1]) << 32) | w[0]) + 0.5) * 0x1p-64;
-}
-
 float up(double x) {
     const float y = static_cast<float>(x);
     return y < x ? std::nextafter(y, std::numeric_limits<float>::infinity()) : y;
@@ -59,46 +54,18 @@ struct Free {
     void operator()(uint8_t *at) const { std::free(at); }
 };
 
-struct Memory {
-    int64_t bytes = 0;
-    std::unique_ptr<uint8_t, Free> at;
-};
-
-// Memory for one call. That of the latest is kept for the next one, up to kKept: pages that are new to a process take a
-// fifth of a call's time. Draws touch a few kilobytes anywhere in it: with pages of 2 MiB, where Linux gives them, they
-// miss no page table.
-class Scratch {
-  public:
-    explicit Scratch(int64_t bytes) {
-        {
-            const std::lock_guard<std::mutex> lock(mutex_);
-            std::swap(mine_, kept_);
-        }
-        if (mine_.bytes >= bytes) return;
-        mine_.bytes = (bytes + kPage - 1) / kPage * kPage;
-        mine_.at.reset();  // before more is asked for
-        mine_.at.reset(static_cast<uint8_t *>(std::aligned_alloc(kPage, mine_.bytes)));
-        if (!mine_.at) throw std::bad_alloc();
+// Memory for one call. Draws touch a few kilobytes anywhere in it: with pages of 2 MiB, where Linux gives them, they miss no
+// page table.
+std::unique_ptr<uint8_t, Free> scratch_of(int64_t bytes) {
+    constexpr int64_t kPage = 1 << 21;
+    const int64_t whole = (bytes + kPage - 1) / kPage * kPage;
+    std::unique_ptr<uint8_t, Free> memory(static_cast<uint8_t *>(std::aligned_alloc(kPage, whole)));
+    if (!memory) throw std::bad_alloc();
 #if defined(__linux__)
-        madvise(mine_.at.get(), mine_.bytes, MADV_HUGEPAGE);
+    madvise(memory.get(), whole, MADV_HUGEPAGE);
 #endif
-    }
-    ~Scratch() {
-        if (mine_.bytes > kKept) return;
-        const std::lock_guard<std::mutex> lock(mutex_);
-        std::swap(mine_, kept_);
-    }
-    Scratch(const Scratch &) = delete;
-    Scratch &operator=(const Scratch &) = delete;
-
-    uint8_t *at() const { return mine_.at.get(); }
-
-  private:
-    static constexpr int64_t kPage = 1 << 21, kKept = 1 << 26;
-    static inline std::mutex mutex_;
-    static inline Memory kept_;
-    Memory mine_;
-};
+    return memory;
+}
 
 struct Request {
     const float *table, *centre;
@@ -121,7 +88,7 @@ class Chooser {
     explicit Chooser(const Request &request)
         : r_(request), blocks_((r_.rows + kBlockRowsOfTable - 1) / kBlockRowsOfTable), groups_(blocks_ * kBlockGroups),
           quads_((r_.d + 63) / 64 * 16), kernels_(choice_kernels()),
-          scratch_(blocks_ * kBlockRowsOfTable * (width() + std::min(r_.laws, kLawsAtOnce))), codes_(scratch_.at()),
+          scratch_(scratch_of(blocks_ * kBlockRowsOfTable * (width() + std::min(r_.laws, kLawsAtOnce)))), codes_(scratch_.get()),
           levels_(codes_ + groups_ * group_bytes()), features_(groups_) {
         for (int64_t row = 0; row < r_.rows; ++row) largest_prior_ = std::max(largest_prior_, prior(row));
         team_for(blocks_, r_.threads, [&](int64_t block) {
@@ -401,7 +368,7 @@ class Chooser {
     const int64_t blocks_, groups_, quads_;
     const ChoiceKernels &kernels_;
     double largest_prior_ = -std::numeric_limits<double>::infinity();
-    Scratch scratch_;
+    const std::unique_ptr<uint8_t, Free> scratch_;
     uint8_t *const codes_, *const levels_;
     std::vector<GroupTerms> features_;
     std::vector<double> masses_;  // [laws][blocks]

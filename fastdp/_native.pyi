@@ -113,16 +113,6 @@ def onehot_add(
     ids_stride: int,
     right: _Factor,
     tokens: int,
-    weights: _Memory,
-    out: _Memory,
-    out_stride: int,
-    threads: int,
-) -> None: ...
-def onehot_masked_add(
-    ids: _Memory,
-    ids_stride: int,
-    right: _Factor,
-    tokens: int,
     masked: _Memory,
     unmasked: _Memory,
     mask: _Memory,

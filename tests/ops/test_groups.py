@@ -70,15 +70,6 @@ def test_positions_are_those_of_single_draws_and_claimed_with_them():
         one.take_at(6, [1, 1])
 
 
-def test_every_parameter_of_a_group_is_checked_for_autograd():
-    params, *others = ([torch.ones(3) for _ in range(3)] for _ in range(4))
-    params[2].requires_grad_()
-    numbers = {"divisor": 1.0, "lr": 0.1, "step": 1}
-    with pytest.raises(RuntimeError, match="requires grad and would be changed in place"):
-        ops.adamw_noise_steps_(params, *others, 0.5, stream(4).take_at(0, range(3)), **numbers)
-    assert torch.equal(params[0], torch.ones(3))
-
-
 def test_refusals():
     x = torch.ones(2, 3)
     with pytest.raises(ValueError, match="empty"):
