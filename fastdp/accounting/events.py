@@ -75,27 +75,6 @@ def poisson_gaussian(noise_multiplier: float, sample_rate: float) -> DpEvent:
     return dp_event.PoissonSampledDpEvent(float(sample_rate), gaussian(noise_multiplier))
 
 
-def selection(noise_multiplier: float, releases: int = 1, sample_rate: float | None = None) -> DpEvent:
-    """Noisy statistics by which parameters are chosen (a relevance map, partition magnitudes), ``releases`` times.
-
-    Each is a Gaussian release of an L2-clipped vector sum; the choice made from it is post-processing.
-
-    Args:
-        noise_multiplier: noise std over L2 sensitivity of one release; 0 is no privacy.
-        releases: how many.
-        sample_rate: the probability with which a unit joins a release; None means that every unit takes part in all.
-
-    Raises:
-        ValueError: for values out of range.
-
-    >>> from fastdp.accounting import epsilon, selection
-    >>> epsilon(selection(2.0, 3, 0.1), 1e-5) < epsilon(selection(2.0, 3), 1e-5)
-    True
-    """
-    one = gaussian(noise_multiplier) if sample_rate is None else poisson_gaussian(noise_multiplier, sample_rate)
-    return EventModel(one).event(releases)
-
-
 def compose(*events: DpEvent) -> DpEvent:
     """Several releases of the same data set, each of which may depend on the earlier ones.
 

@@ -14,7 +14,7 @@ from fastdp.accounting import pld
 from fastdp.accounting.accountants import check_delta, epsilon as epsilon_of
 from fastdp.accounting.calibration import calibrate, check_target, least_safe, search_cost
 from fastdp.accounting.event_types import DpEvent
-from fastdp.accounting.events import EventModel, compose, flatten, gaussian, poisson_gaussian
+from fastdp.accounting.events import EventModel, compose, flatten, poisson_gaussian
 from fastdp.validate import integer, positive
 
 #: Algorithm 1 stops within this distance of the target; here always on its safe side.
@@ -84,8 +84,8 @@ def sound_schedule(epochs: int, epsilon: float, delta: float) -> list[float]:
     Raises:
         ValueError: for values out of range.
 
-    >>> from fastdp.accounting import epsilon, local_event, sound_schedule
-    >>> 3.9 < epsilon(local_event(sound_schedule(3, 4.0, 1e-5)), 1e-5) <= 4.0
+    >>> from fastdp.accounting import compose, epsilon, gaussian, sound_schedule
+    >>> 3.9 < epsilon(compose(*map(gaussian, sound_schedule(3, 4.0, 1e-5))), 1e-5) <= 4.0
     True
     """
     integer(1, epochs=epochs)
@@ -111,22 +111,6 @@ def largest_mu(epsilon: float, delta: float) -> float:
         return math.inf
     noise = least_safe(lambda z: pld.gaussian_epsilon(1 / z, delta), epsilon, 1.0, close=1e-9, least=1e-12, most=1e12)
     return 1 / noise.at
-
-
-def local_event(multipliers: Sequence[float]) -> DpEvent:
-    """Event of several releases of one record, with no amplification.
-
-    Args:
-        multipliers: noise std over the local sensitivity, one a release.
-
-    Raises:
-        ValueError: for a multiplier that is negative or no number.
-
-    >>> from fastdp.accounting import epsilon, local_event, sound_schedule
-    >>> 3.9 < epsilon(local_event(sound_schedule(3, 4.0, 1e-5)), 1e-5) <= 4.0
-    True
-    """
-    return compose(*(gaussian(multiplier) for multiplier in multipliers))
 
 
 def _check(

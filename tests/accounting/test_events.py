@@ -43,7 +43,6 @@ def test_shuffled_epochs_count_whole_and_are_not_amplified(steps, epochs):
 
 def test_no_releases_are_no_event():
     assert accounting.dpsgd(0.5, 0.01, 0) == dp_event.NoOpDpEvent()
-    assert accounting.selection(1.0, 0) == dp_event.NoOpDpEvent()
     assert accounting.compose(accounting.dpsgd(0.5, 0.01, 0)) == dp_event.NoOpDpEvent()
     assert flatten(dp_event.SelfComposedDpEvent(accounting.gaussian(1.0), 0)).empty
 
