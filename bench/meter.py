@@ -491,7 +491,7 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
     from fastdp.verify import engine_check
     from fastdp.verify.probe import RowValues
 
-    for family in ("norms", "sums", "bounds", "instances", "heads", "noise", "adamw"):
+    for family in ("norms", "sums", "bounds", "groups", "heads", "noise", "adamw"):
         importlib.import_module(f"fastdp.kernels.{family}")
     meter = Meter(gpu, granularity)
     constants = {("meta", width): value for (kind, width), value in routes.DEFAULTS.items() if kind == "cuda"}

@@ -84,8 +84,8 @@ def run_all(at_end, dtype):
         bounds.token_counts([left], [right], offsets),
         onehot.onehot_norms(ids, right, offsets, SQUARE),
         *grouped.per_unit_group([left], [right], offsets)[0],
-        groups.instance_norms([left.float()]),
-        *groups.instance_sums([left[:4].float()], weights[None]),
+        groups.instance_norms_group([left.float()]),
+        *groups.instance_sum_group([left[:4].float()], weights[None]),
     ]
     for options in ((), (others, mask)):
         out = guarded(torch.zeros(19, 37), at_end)
