@@ -335,11 +335,14 @@ def test_an_epsilon_is_shown_with_two_decimals_rounded_up(bound, shown):
     assert two_decimals(bound) == shown
 
 
-def test_another_adjacency_is_another_epsilon(run):
+def test_another_adjacency_or_number_of_units_is_another_epsilon(run):
     made, path = run
     body = {**made, "adjacency": "replace_one", "epsilon": {**made["epsilon"], "upper_bound": 100.0, "target": None}}
     body["membership"] = dict.fromkeys(body["membership"], 1.0)
     assert "states adjacency 'replace_one'" in verify(resealed(body), ledger=path).reason
+    more = [sentence.replace("10000", "20000") for sentence in made["assumptions"]]
+    body = {**made, "dataset_size": 20_000, "assumptions": more}
+    assert "states dataset_size 20000" in verify(resealed(body), ledger=path).reason
 
 
 def test_a_ledger_that_counts_more_than_the_card_is_found(run):
