@@ -260,10 +260,10 @@ def _norms(device: torch.device, sizes: Sizes) -> Iterator[Case]:
     yield _against_definition(partial(ops.abs_sum, left, right, offsets), layer.size, absolute, **layer.product)
 
     def count(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return ((layer.batched(a) != 0).any(2) & (layer.batched(b) != 0).any(2)).sum(1).double()
+        return ((layer.batched(a) != 0).any(2) & (layer.batched(b) != 0).any(2)).sum(1).double()[None]
 
     once = float(layer.tokens * layer.n * layer.dtype.itemsize)
-    counts = partial(ops.token_counts, [left], right, offsets)
+    counts = partial(ops.token_counts, [left], [right], offsets)
     yield _against_definition(counts, layer.size, _torch(count, left, right), bytes=once)
 
 

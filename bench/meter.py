@@ -326,7 +326,7 @@ def _read_and_written(name: str, args: Any) -> int:
         return sum(_size(out) for out, begun in zip(args[0], args[-1]) if begun)
     if name == "weighted_sum_" and args[1].dim() == 1:
         return 0  # of a table only the rows of the ids: `_table_rows`
-    if name.startswith("token_counts"):
+    if name == "token_counts":
         return sum(_size(x[:, :128]) for x in _on_meta(args[:2]) if x.dim() == 2)
     # Logits are read once more before their gradient takes their place.
     again = _size(args[0]) if name == "cross_entropy_gradient_" else 0
@@ -418,8 +418,7 @@ _WORK: dict[str, Callable[..., tuple[float, torch.Tensor | None]]] = {
     "gram_norms": _gram_groups,
     "chosen_sqnorm": _reading,
     "row_products": _reading,
-    "token_counts": _reading,
-    "token_counts_group": lambda lefts, *_: _reading(lefts[0]),
+    "token_counts": lambda lefts, *_: _reading(lefts[0]),
     "cross_entropy_gradient_": _reading,
     "affine_sums_group": _reading,
     "instance_norms": _reading,
@@ -438,7 +437,7 @@ _WORK: dict[str, Callable[..., tuple[float, torch.Tensor | None]]] = {
 
 #: Ops that usually read none of their first arguments, and how many: units whose Gram norms hide too much are found on the
 #: device and measured anew, and in a step as usual there are none. Of rows that are not zero the beginnings are read.
-_UNREAD = {"chosen_sqnorm": 2, "token_counts": 2, "token_counts_group": 2}
+_UNREAD = {"chosen_sqnorm": 2, "token_counts": 2}
 
 
 def _made_of_numbers(meter: Meter, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -492,7 +491,7 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
     from fastdp.verify import engine_check
     from fastdp.verify.probe import RowValues
 
-    for family in ("norms", "sums", "bounds", "instances", "heads", "noise", "adamw"):
+    for family in ("norms", "sums", "bounds", "groups", "heads", "noise", "adamw"):
         importlib.import_module(f"fastdp.kernels.{family}")
     meter = Meter(gpu, granularity)
     constants = {("meta", width): value for (kind, width), value in routes.DEFAULTS.items() if kind == "cuda"}

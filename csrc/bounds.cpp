@@ -33,8 +33,8 @@ double row_norm(const BlockKernels &kernels, const Factor &factor, int64_t t, bo
 }
 
 // counts[unit], float64: how many of a unit's tokens add to the gradient by any of the lefts, or by ids where there are none.
-void token_counts(const std::vector<Factor> &lefts, const Factor &right, const std::vector<int64_t> &bounds, double *counts) {
-    nonzero_tokens(lefts, right, bounds).write_counts(counts);
+void token_counts(const Factor &left, const Factor &right, const std::vector<int64_t> &bounds, double *counts) {
+    nonzero_tokens({left}, right, bounds).write_counts(counts);
 }
 
 // out[unit] = sum over its tokens of the norms of R's rows, times those of L's where L is no vector of ids; tokens that add
@@ -118,7 +118,7 @@ void round_down(const double *ratios, int64_t groups, int64_t units, double leas
 }  // namespace
 
 void bind_bounds(pybind11::module_ &m) {
-    bind(m, "token_counts", &token_counts, "lefts", "right", "bounds", "counts");
+    bind(m, "token_counts", &token_counts, "left", "right", "bounds", "counts");
     bind(m, "row_products", &row_products, "left", "right", "bounds", "one_hot", "square", "out", "counts", "threads");
     bind(m, "upper_norms", &upper_norms, "blocks", "groups", "errors", "rows", "count", "units", "square", "norms",
          "measured", "cancelling");

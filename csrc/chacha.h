@@ -26,4 +26,9 @@ static_assert(sizeof(Position) == 48, "a position crosses the Python boundary as
 // The sixteen words of one block.
 void chacha_block(const Position &at, uint32_t block, uint32_t out[16]);
 
+// A number in (0, 1] of two words, the low one first.
+inline double uniform(const uint32_t *w) {
+    return (static_cast<double>((static_cast<uint64_t>(w[1]) << 32) | w[0]) + 0.5) * 0x1p-64;
+}
+
 }  // namespace fastdp

@@ -18,7 +18,6 @@
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <mutex>
 #include <new>
 #include <stdexcept>
 #include <vector>
@@ -44,10 +43,6 @@ constexpr double kLevelsANat = kLevelsADoubling * 1.4426950408889634;
 // What a level may be too low by: float32 arithmetic, and rounding up by adding 0.9999 and cutting off.
 constexpr double kLevelError = 0x1p-8, kNearlyOne = 0.9999;
 
-double uniform(const uint32_t *w) {
-    return (static_cast<double>((static_cast<uint64_t>(w[1]) << 32) | w[0]) + 0.5) * 0x1p-64;
-}
-
 float up(double x) {
     const float y = static_cast<float>(x);
     return y < x ? std::nextafter(y, std::numeric_limits<float>::infinity()) : y;
@@ -59,46 +54,18 @@ struct Free {
     void operator()(uint8_t *at) const { std::free(at); }
 };
 
-struct Memory {
-    int64_t bytes = 0;
-    std::unique_ptr<uint8_t, Free> at;
-};
-
-// Memory for one call. That of the latest is kept for the next one, up to kKept: pages that are new to a process take a
-// fifth of a call's time. Draws touch a few kilobytes anywhere in it: with pages of 2 MiB, where Linux gives them, they
-// miss no page table.
-class Scratch {
-  public:
-    explicit Scratch(int64_t bytes) {
-        {
-            const std::lock_guard<std::mutex> lock(mutex_);
-            std::swap(mine_, kept_);
-        }
-        if (mine_.bytes >= bytes) return;
-        mine_.bytes = (bytes + kPage - 1) / kPage * kPage;
-        mine_.at.reset();  // before more is asked for
-        mine_.at.reset(static_cast<uint8_t *>(std::aligned_alloc(kPage, mine_.bytes)));
-        if (!mine_.at) throw std::bad_alloc();
+// Memory for one call. Draws touch a few kilobytes anywhere in it: with pages of 2 MiB, where Linux gives them, they miss no
+// page table.
+std::unique_ptr<uint8_t, Free> scratch_of(int64_t bytes) {
+    constexpr int64_t kPage = 1 << 21;
+    const int64_t whole = (bytes + kPage - 1) / kPage * kPage;
+    std::unique_ptr<uint8_t, Free> memory(static_cast<uint8_t *>(std::aligned_alloc(kPage, whole)));
+    if (!memory) throw std::bad_alloc();
 #if defined(__linux__)
-        madvise(mine_.at.get(), mine_.bytes, MADV_HUGEPAGE);
+    madvise(memory.get(), whole, MADV_HUGEPAGE);
 #endif
-    }
-    ~Scratch() {
-        if (mine_.bytes > kKept) return;
-        const std::lock_guard<std::mutex> lock(mutex_);
-        std::swap(mine_, kept_);
-    }
-    Scratch(const Scratch &) = delete;
-    Scratch &operator=(const Scratch &) = delete;
-
-    uint8_t *at() const { return mine_.at.get(); }
-
-  private:
-    static constexpr int64_t kPage = 1 << 21, kKept = 1 << 26;
-    static inline std::mutex mutex_;
-    static inline Memory kept_;
-    Memory mine_;
-};
+    return memory;
+}
 
 struct Request {
     const float *table, *centre;
@@ -121,7 +88,7 @@ class Chooser {
     explicit Chooser(const Request &request)
         : r_(request), blocks_((r_.rows + kBlockRowsOfTable - 1) / kBlockRowsOfTable), groups_(blocks_ * kBlockGroups),
           quads_((r_.d + 63) / 64 * 16), kernels_(choice_kernels()),
-          scratch_(blocks_ * kBlockRowsOfTable * (width() + std::min(r_.laws, kLawsAtOnce))), codes_(scratch_.at()),
+          scratch_(scratch_of(blocks_ * kBlockRowsOfTable * (width() + std::min(r_.laws, kLawsAtOnce)))), codes_(scratch_.get()),
           levels_(codes_ + groups_ * group_bytes()), features_(groups_) {
         for (int64_t row = 0; row < r_.rows; ++row) largest_prior_ = std::max(largest_prior_, prior(row));
         team_for(blocks_, r_.threads, [&](int64_t block) {
@@ -136,16 +103,15 @@ class Chooser {
             if (ids.empty() || ids.back() != r_.law_ids[law]) ids.push_back(r_.law_ids[law]);
             owner.push_back(static_cast<int64_t>(ids.size()) - 1);
         }
-        const int64_t n = static_cast<int64_t>(ids.size()), laws = last - first, at_once = kernels_.ids_at_once;
-        std::vector<int8_t> left((n + at_once - 1) / at_once * at_once * width(), 0);
+        const int64_t n = static_cast<int64_t>(ids.size()), laws = last - first;
+        std::vector<int8_t> left((n + kIdsAtOnce - 1) / kIdsAtOnce * kIdsAtOnce * width(), 0);
         std::vector<LawTerms> terms(laws);
         std::vector<int64_t> first_law(n + 1, laws);
         for (int64_t law = laws - 1; law >= 0; --law) first_law[owner[law]] = law;
         team_for(n, r_.threads, [&](int64_t i) {
-            std::vector<int8_t> code(width());
-            unpack(ids[i], code.data());
-            kernels_.place(code.data(), i % at_once, quads_, left.data() + i / at_once * at_once * width());
-            for (int64_t law = first_law[i]; law < first_law[i + 1]; ++law) terms[law] = terms_of(first + law, code.data());
+            int8_t *const code = left.data() + i * width();
+            unpack(ids[i], code);
+            for (int64_t law = first_law[i]; law < first_law[i + 1]; ++law) terms[law] = terms_of(first + law, code);
         });
         masses_.resize(laws * blocks_);
         team_for(blocks_, r_.threads, [&](int64_t block) {
@@ -222,25 +188,23 @@ class Chooser {
 
     void weigh_block(int64_t block, const int8_t *left, int64_t n, const std::vector<LawTerms> &terms,
                      const std::vector<int64_t> &owner, uint8_t *levels) {
-        const int64_t at_once = kernels_.ids_at_once, laws = static_cast<int64_t>(terms.size());
-        alignas(64) int32_t dots[kIdsATile * kGroupsAtOnce * kLanes];
+        const int64_t laws = static_cast<int64_t>(terms.size());
+        alignas(64) int32_t dots[kIdsAtOnce * kGroupsAtOnce * kLanes];
         std::vector<float> sums(laws * kLanes);
         const bool plain = r_.log_prior == nullptr && std::isinf(r_.cap) &&
                            (block + 1) * kBlockRowsOfTable <= r_.rows;
         const auto weigh = plain ? kernels_.weigh_plain : kernels_.weigh;
-        kernels_.enter();
         for (int64_t g = block * kBlockGroups; g < (block + 1) * kBlockGroups; g += kGroupsAtOnce) {
             int64_t law = 0;
-            for (int64_t i = 0; i < n; i += at_once) {
-                fetch_share(g + kGroupsAtOnce, i, std::min(n, i + at_once), n);
+            for (int64_t i = 0; i < n; i += kIdsAtOnce) {
+                fetch_share(g + kGroupsAtOnce, i, std::min(n, i + kIdsAtOnce), n);
                 kernels_.dots(left + i * width(), codes(g), codes(g + 1), quads_, dots);
                 const int64_t begin = law;
-                while (law < laws && owner[law] < i + at_once) ++law;
+                while (law < laws && owner[law] < i + kIdsAtOnce) ++law;
                 weigh(&terms[begin], &owner[begin], i, law - begin, &features_[g], dots,
                       levels + begin * kBlockRowsOfTable + g % kBlockGroups * kLanes, &sums[begin * kLanes]);
             }
         }
-        kernels_.leave();
         kernels_.fold(sums.data(), laws, &masses_[block], blocks_);
     }
 
@@ -404,7 +368,7 @@ class Chooser {
     const int64_t blocks_, groups_, quads_;
     const ChoiceKernels &kernels_;
     double largest_prior_ = -std::numeric_limits<double>::infinity();
-    Scratch scratch_;
+    const std::unique_ptr<uint8_t, Free> scratch_;
     uint8_t *const codes_, *const levels_;
     std::vector<GroupTerms> features_;
     std::vector<double> masses_;  // [laws][blocks]
@@ -427,8 +391,6 @@ void exponential_choice(const float *table, int64_t rows, int64_t d, const float
 void bind_choice(pybind11::module_ &m) {
     bind(m, "exponential_choice", &exponential_choice, "table", "rows", "d", "centre", "table_bits", "order", "starts",
          "laws", "law_ids", "law_scales", "log_prior", "cap", "position", "out", "threads");
-    m.def("has_matrix_tiles", [] { return choice_kernels().ids_at_once == kIdsATile; },
-          "whether exponential_choice multiplies in the processor's matrix unit");
 }
 
 }  // namespace fastdp

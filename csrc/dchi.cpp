@@ -17,10 +17,6 @@ namespace {
 
 constexpr int kAttempts = 16;
 
-double uniform(const uint32_t *w) {
-    return (static_cast<double>((static_cast<uint64_t>(w[1]) << 32) | w[0]) + 0.5) * 0x1p-64;
-}
-
 // Gamma(shape, 1), shape >= 1: Marsaglia and Tsang, "A simple method for generating gamma variables", 2000.
 double gamma(const Position &at, int64_t token, double shape) {
     const double d = shape - 1.0 / 3.0, c = 1.0 / std::sqrt(9.0 * d);

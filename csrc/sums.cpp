@@ -93,45 +93,31 @@ void masked_weighted_sum(const Factor &left, const Factor &right, const std::vec
     });
 }
 
-// out[ids[t]] += weights[t] * R[t] for t < tokens: `out` float32, rows `out_stride` apart and columns next to each other;
-// `weights` float32, contiguous; tokens of weight 0 are not read. Each thread owns columns, so tokens are added in their order whatever the threads.
-void onehot_add(const int64_t *ids, int64_t ids_stride, const Factor &right, int64_t tokens, const float *weights,
-                float *out, int64_t out_stride, int threads) {
-    const int64_t columns = std::clamp<int64_t>(right.width / std::max(1, threads) / 16 * 16, 16, kColumns);
-    team_for((right.width + columns - 1) / columns, threads, [&](int64_t panel) {
-        const int64_t start = panel * columns, count = std::min(columns, right.width - start);
-        float row[kColumns];
-        for (int64_t t = 0; t < tokens; ++t) {
-            const float weight = weights[t];
-            if (weight == 0) continue;
-            const float *from = right.plain() ? right.row(t) + start : row;
-            if (from == row) read_row(right, t, start, count, row);
-            float *target = out + ids[t * ids_stride] * out_stride + start;
-            for (int64_t j = 0; j < count; ++j) target[j] += weight * from[j];
-        }
-    });
-}
-
-// The same with one weight for masked and another for unmasked entries of the table.
-void onehot_masked_add(const int64_t *ids, int64_t ids_stride, const Factor &right, int64_t tokens, const float *masked,
-                       const float *unmasked, const uint8_t *bytes, float *out, int64_t out_stride, int threads) {
+// out[ids[t]] += masked[t] * R[t] for t < tokens: `out` float32, rows `out_stride` apart and columns next to each other; `masked`
+// float32, contiguous; tokens of weight 0 are not read. With `bytes`, a mask over the table, `unmasked` are the weights of entries
+// outside. Each thread owns columns, so tokens are added in their order whatever the threads.
+void onehot_add(const int64_t *ids, int64_t ids_stride, const Factor &right, int64_t tokens, const float *masked,
+                const float *unmasked, const uint8_t *bytes, float *out, int64_t out_stride, int threads) {
     const MaskRows mask{bytes, right.width};
     const int64_t words_a_row = (right.width + kBlockColumns - 1) / kBlockColumns;
     const int64_t words = std::clamp<int64_t>(words_a_row / std::max(1, threads), 1, kWords);
-    const BlockKernels &kernels = block_kernels();
+    const BlockKernels *kernels = bytes == nullptr ? nullptr : &block_kernels();
     team_for((words_a_row + words - 1) / words, threads, [&](int64_t panel) {
         const int64_t start = panel * words * kBlockColumns;
         const int64_t count = std::min(words * kBlockColumns, right.width - start);
         float row[kColumns];
         for (int64_t t = 0; t < tokens; ++t) {
-            if (masked[t] == 0 && unmasked[t] == 0) continue;
+            if (masked[t] == 0 && (bytes == nullptr || unmasked[t] == 0)) continue;
             const float *from = right.plain() ? right.row(t) + start : row;
             if (from == row) read_row(right, t, start, count, row);
             const int64_t id = ids[t * ids_stride];
             float *target = out + id * out_stride + start;
-            for (int64_t j = 0; j < count; j += kBlockColumns)
-                kernels.add_weighted(from + j, mask.word(kernels, id, start + j), masked[t], unmasked[t],
-                                     std::min(kBlockColumns, count - j), target + j);
+            if (bytes == nullptr)
+                for (int64_t j = 0; j < count; ++j) target[j] += masked[t] * from[j];
+            else
+                for (int64_t j = 0; j < count; j += kBlockColumns)
+                    kernels->add_weighted(from + j, mask.word(*kernels, id, start + j), masked[t], unmasked[t],
+                                          std::min(kBlockColumns, count - j), target + j);
         }
     });
 }
@@ -142,9 +128,8 @@ void bind_sums(pybind11::module_ &m) {
     bind(m, "affine_sums", &affine_sums, "gradient", "x", "mean", "rstd", "bounds", "out", "threads");
     bind(m, "masked_weighted_sum", &masked_weighted_sum, "left", "right", "bounds", "masked", "unmasked", "mask", "out",
          "out_row", "threads");
-    bind(m, "onehot_add", &onehot_add, "ids", "ids_stride", "right", "tokens", "weights", "out", "out_stride", "threads");
-    bind(m, "onehot_masked_add", &onehot_masked_add, "ids", "ids_stride", "right", "tokens", "masked", "unmasked", "mask",
-         "out", "out_stride", "threads");
+    bind(m, "onehot_add", &onehot_add, "ids", "ids_stride", "right", "tokens", "masked", "unmasked", "mask", "out", "out_stride",
+         "threads");
 }
 
 }  // namespace fastdp

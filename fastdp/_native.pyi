@@ -19,9 +19,6 @@ _Left = tuple[_Factor, _Address, int]  # a matrix, or no matrix and the address 
 # cpu.cpp
 def isa() -> str: ...
 
-# normal.cpp
-def normal_mass_below(x: _Memory, count: int, logarithm: bool, out: _Memory) -> None: ...
-
 # norms_direct.cpp, norms_onehot.cpp, norms_gram.cpp
 def direct_norms(
     left: _Factor,
@@ -65,7 +62,7 @@ def cross_inner(
 ) -> None: ...
 
 # bounds.cpp
-def token_counts(lefts: Sequence[_Factor], right: _Factor, bounds: Sequence[int], counts: _Memory) -> None: ...
+def token_counts(left: _Factor, right: _Factor, bounds: Sequence[int], counts: _Memory) -> None: ...
 def row_products(
     left: _Factor,
     right: _Factor,
@@ -112,16 +109,6 @@ def masked_weighted_sum(
     threads: int,
 ) -> None: ...
 def onehot_add(
-    ids: _Memory,
-    ids_stride: int,
-    right: _Factor,
-    tokens: int,
-    weights: _Memory,
-    out: _Memory,
-    out_stride: int,
-    threads: int,
-) -> None: ...
-def onehot_masked_add(
     ids: _Memory,
     ids_stride: int,
     right: _Factor,
@@ -254,4 +241,3 @@ def exponential_choice(
     out: _Memory,
     threads: int,
 ) -> None: ...
-def has_matrix_tiles() -> bool: ...

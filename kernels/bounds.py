@@ -150,9 +150,7 @@ def counts_kernel(
 
 
 @serves(2)
-def token_counts_group(
-    lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], offsets: torch.Tensor
-) -> torch.Tensor:
+def token_counts(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], offsets: torch.Tensor) -> torch.Tensor:
     """Tokens [k, B], float64, at which both factors of a use hold anything; one launch for all of the same dtypes."""
     units, device = offsets.shape[0] - 1, rights[0].device
     counts = torch.empty(len(lefts), units, dtype=torch.float64, device=device)
@@ -180,14 +178,6 @@ def token_counts_group(
         if not every:
             counts[indices_on_device(launch.members, counts)] = out
     return counts
-
-
-@serves(2)
-def token_counts(lefts: Sequence[torch.Tensor], right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """As `token_counts_group`, of one use; rows of a table by ids are never zero."""
-    if len(lefts) != 1:
-        return NotImplemented
-    return token_counts_group([right if lefts[0].dim() == 1 else lefts[0]], [right], offsets)[0]
 
 
 @serves(2)

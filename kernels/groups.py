@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import on_device_of, table_on_device
+from .launch import on_device_of, serves, table_on_device
 
 COLUMNS = 1024
 #: Elements of a gradient that one program measures.
@@ -91,8 +91,15 @@ def first_programs(lengths: Sequence[int], each: int) -> tuple[list[int], int]:
     return [0, *ends[:-1]], ends[-1] if ends else 0
 
 
-def instance_norms(instances: Sequence[torch.Tensor]) -> torch.Tensor:
+def _served(instances: Sequence[torch.Tensor]) -> bool:
+    return {x.dtype for x in instances} == {torch.float32} and all(map(torch.Tensor.is_contiguous, instances))
+
+
+@serves(1)
+def instance_norms_group(instances: Sequence[torch.Tensor]) -> torch.Tensor:
     """Squared norms, float32 [k, B], of k contiguous float32 tensors [B, ...], in chunks whose parts are added up in order."""
+    if not _served(instances):
+        return NotImplemented
     units, device = instances[0].shape[0], instances[0].device
     out = torch.empty(len(instances), units, dtype=torch.float32, device=device)
     if out.numel():
@@ -112,8 +119,11 @@ def instance_norms(instances: Sequence[torch.Tensor]) -> torch.Tensor:
     return out
 
 
-def instance_sums(instances: Sequence[torch.Tensor], weights: torch.Tensor) -> list[torch.Tensor]:
-    """Sums over units of ``weights[i, b] instances[i][b]``, float32: contiguous float32 [B, ...], weights [k, B]."""
+@serves(1)
+def instance_sum_group(instances: Sequence[torch.Tensor], weights: torch.Tensor) -> list[torch.Tensor]:
+    """Sums over units of ``weights[i, b] instances[i][b]``, float32: contiguous float32 [B, ...], weights [k, B]. One launch."""
+    if not _served(instances):
+        return NotImplemented
     units = weights.shape[1]
     sums = [torch.empty(x.shape[1:], dtype=torch.float32, device=weights.device) for x in instances]
     lengths = [total.numel() for total in sums]

@@ -24,7 +24,6 @@ from fastdp.accounting.events import (
     dpsgd_model as dpsgd_model,
     gaussian as gaussian,
     poisson_gaussian as poisson_gaussian,
-    selection as selection,
 )
 from fastdp.accounting.exports import export as export
 from fastdp.accounting.journal import LedgerError as LedgerError
@@ -33,7 +32,6 @@ from fastdp.accounting.meaning import membership_bound as membership_bound
 from fastdp.accounting.schedules import (
     epoch_weighted_schedule as epoch_weighted_schedule,
     largest_mu as largest_mu,
-    local_event as local_event,
     sound_schedule as sound_schedule,
 )
 from fastdp.accounting.serialisation import deserialise as deserialise, serialise as serialise

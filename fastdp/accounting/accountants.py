@@ -62,14 +62,10 @@ class Epsilon(float):
 
 def check_delta(delta: float) -> float:
     """``delta`` as a float; raises ValueError unless it lies in (0, 1) and above the reach of rounding errors."""
-    try:
-        delta = float(delta)
-    except (TypeError, ValueError):
-        raise ValueError(f"delta is {delta!r}: give a number") from None
     fraction(delta=delta)
     if delta < SMALLEST_DELTA:
         raise ValueError(f"delta is {delta}: below {SMALLEST_DELTA} rounding errors would decide the figure")
-    return delta
+    return float(delta)
 
 
 def check_adjacency(adjacency: str) -> None:

@@ -22,6 +22,7 @@ from fastdp.accounting.meaning import FALSE_POSITIVE_RATES, membership_bound
 from fastdp.accounting.pld import Adjacency
 from fastdp.accounting.serialisation import deserialise, serialise
 from fastdp.untrusted import quote
+from fastdp.validate import integer, positive
 
 #: What stands in JSON for an infinite epsilon.
 INFINITE = "inf"
@@ -210,10 +211,8 @@ class Pure(Claim):
     words: ClassVar[str] = "epsilon-local differential privacy"
 
     def __post_init__(self) -> None:
-        if isinstance(self.nats, bool) or not (isinstance(self.nats, (int, float)) and 0 < self.nats < math.inf):
-            raise ValueError(f"the bound of one unit is {self.nats!r}: it must be a positive number")
-        if as_count(self.releases, "releases") < 1:
-            raise ValueError(f"releases is {self.releases}: it must be at least 1")
+        positive(**{"the bound of one unit": self.nats})
+        integer(1, releases=self.releases)
         if self.units is not None:
             as_count(self.units, "units of a text")
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex
 
+from fastdp import validate
 from fastdp.accounting.event_types import DpEvent, dp_event
-from fastdp.validate import number
 
 Sampling = Literal["poisson", "shuffled"]
 #: (first release, factor of the noise multiplier from there on), in order; the first entry begins at release 0.
@@ -30,19 +30,10 @@ def as_count(value: SupportsIndex, what: str) -> int:
 
 
 def _as_multiplier(value: float) -> float:
-    number(noise_multiplier=value)
+    validate.number(noise_multiplier=value)
     multiplier = float(value)
-    if not (math.isfinite(multiplier) and multiplier >= 0):
-        raise ValueError(f"noise multiplier is {multiplier}: it must be finite and 0 or more")
+    validate.at_least(0.0, noise_multiplier=multiplier)
     return multiplier
-
-
-def _as_rate(value: float) -> float:
-    number(sample_rate=value)
-    rate = float(value)
-    if not 0 < rate <= 1:
-        raise ValueError(f"sample rate is {rate}: it must lie in (0, 1]")
-    return rate
 
 
 def squared_ratio(multiplier: float) -> float:
@@ -80,28 +71,8 @@ def poisson_gaussian(noise_multiplier: float, sample_rate: float) -> DpEvent:
     >>> epsilon(poisson_gaussian(1.0, 0.1), 1e-5) < epsilon(gaussian(1.0), 1e-5)
     True
     """
-    return dp_event.PoissonSampledDpEvent(_as_rate(sample_rate), gaussian(noise_multiplier))
-
-
-def selection(noise_multiplier: float, releases: int = 1, sample_rate: float | None = None) -> DpEvent:
-    """Noisy statistics by which parameters are chosen (a relevance map, partition magnitudes), ``releases`` times.
-
-    Each is a Gaussian release of an L2-clipped vector sum; the choice made from it is post-processing.
-
-    Args:
-        noise_multiplier: noise std over L2 sensitivity of one release; 0 is no privacy.
-        releases: how many.
-        sample_rate: the probability with which a unit joins a release; None means that every unit takes part in all.
-
-    Raises:
-        ValueError: for values out of range.
-
-    >>> from fastdp.accounting import epsilon, selection
-    >>> epsilon(selection(2.0, 3, 0.1), 1e-5) < epsilon(selection(2.0, 3), 1e-5)
-    True
-    """
-    one = gaussian(noise_multiplier) if sample_rate is None else poisson_gaussian(noise_multiplier, sample_rate)
-    return EventModel(one).event(releases)
+    validate.rate(sample_rate=sample_rate)
+    return dp_event.PoissonSampledDpEvent(float(sample_rate), gaussian(noise_multiplier))
 
 
 def compose(*events: DpEvent) -> DpEvent:
@@ -141,8 +112,7 @@ class EventModel:
     later: tuple[tuple[int, DpEvent], ...] = ()
 
     def __post_init__(self) -> None:
-        if as_count(self.releases_per_use, "releases_per_use") < 1:
-            raise ValueError("releases_per_use is 0: it must be at least 1")
+        validate.integer(1, releases_per_use=self.releases_per_use)
         starts = [0, *(as_count(start, "the first use of an event") for start, _ in self.later)]
         if any(later <= earlier for earlier, later in zip(starts, starts[1:])):
             raise ValueError("the events of later uses must stand in order, each from another use on")
@@ -193,7 +163,7 @@ def dpsgd_model(
     >>> dpsgd_model(1.0, 0.1).event(20) == dpsgd(1.0, 0.1, 20)
     True
     """
-    number(noise_multiplier=noise_multiplier)
+    validate.number(noise_multiplier=noise_multiplier)
     if sampling == "poisson":
         one, *later = (
             (start, poisson_gaussian(noise_multiplier * factor, sample_rate)) for start, factor in _by_use(factors, 1)
@@ -201,11 +171,10 @@ def dpsgd_model(
         return EventModel(one[1], 1, tuple(later))
     if sampling != "shuffled":
         raise ValueError(f"sampling is {sampling!r}: choose 'poisson' or 'shuffled'")
-    _as_rate(sample_rate)
+    validate.rate(sample_rate=sample_rate)
     if steps_per_epoch is None:
         raise ValueError("shuffled sampling is accounted by epochs: give steps_per_epoch")
-    if as_count(steps_per_epoch, "steps_per_epoch") < 1:
-        raise ValueError("steps_per_epoch is 0: it must be at least 1")
+    validate.integer(1, steps_per_epoch=steps_per_epoch)
     uses = _by_use(factors, operator.index(steps_per_epoch))
     one, *later = ((start, gaussian(noise_multiplier * factor)) for start, factor in uses)
     return EventModel(one[1], operator.index(steps_per_epoch), tuple(later))

@@ -18,6 +18,7 @@ from fastdp.accounting.events import EventModel, as_count, compose
 from fastdp.accounting.journal import EmptyLedgerError, Journal, LedgerError
 from fastdp.accounting.serialisation import canonical, deserialise, serialise
 from fastdp.accounting.witness import check_ledger, forget_ledger, knows_ledger_at, note_ledger, state_folder
+from fastdp.validate import instance, integer
 
 LEDGER_FORMAT = "fastdp.ledger"
 #: The second knows kinds whose event changes with the number of the release.
@@ -56,13 +57,11 @@ class _Account:
 
 
 def _account(event: EventModel, budget: int, block: int | None) -> _Account:
-    if not isinstance(event, EventModel):
-        raise TypeError("a ledger takes the event of one release as an EventModel, such as dpsgd_model(...) returns")
+    instance(EventModel, "the EventModel of one release, such as dpsgd_model(...) returns", event=event)
     budget = as_count(budget, "budget")
     # A crash forfeits what is left of a block; a fiftieth of the budget is little to lose, and few writes.
-    block = min(max(budget // 50, 1), 64) if block is None else as_count(block, "block")
-    if block < 1:
-        raise ValueError("block is 0: it must be at least 1")
+    block = min(max(budget // 50, 1), 64) if block is None else block
+    integer(1, block=block)
     return _Account(event, budget, block)
 
 

@@ -14,8 +14,8 @@ from fastdp.accounting import pld
 from fastdp.accounting.accountants import check_delta, epsilon as epsilon_of
 from fastdp.accounting.calibration import calibrate, check_target, least_safe, search_cost
 from fastdp.accounting.event_types import DpEvent
-from fastdp.accounting.events import EventModel, as_count, compose, flatten, gaussian, poisson_gaussian
-from fastdp.validate import positive
+from fastdp.accounting.events import EventModel, compose, flatten, poisson_gaussian
+from fastdp.validate import integer, positive
 
 #: Algorithm 1 stops within this distance of the target; here always on its safe side.
 _TOLERANCE = 1e-4
@@ -84,13 +84,11 @@ def sound_schedule(epochs: int, epsilon: float, delta: float) -> list[float]:
     Raises:
         ValueError: for values out of range.
 
-    >>> from fastdp.accounting import epsilon, local_event, sound_schedule
-    >>> 3.9 < epsilon(local_event(sound_schedule(3, 4.0, 1e-5)), 1e-5) <= 4.0
+    >>> from fastdp.accounting import compose, epsilon, gaussian, sound_schedule
+    >>> 3.9 < epsilon(compose(*map(gaussian, sound_schedule(3, 4.0, 1e-5))), 1e-5) <= 4.0
     True
     """
-    epochs = as_count(epochs, "epochs")
-    if epochs < 1:
-        raise ValueError("epochs is 0: a schedule needs at least one")
+    integer(1, epochs=epochs)
     return [math.sqrt(epochs) / largest_mu(epsilon, delta)] * epochs
 
 
@@ -115,32 +113,13 @@ def largest_mu(epsilon: float, delta: float) -> float:
     return 1 / noise.at
 
 
-def local_event(multipliers: Sequence[float]) -> DpEvent:
-    """Event of several releases of one record, with no amplification.
-
-    Args:
-        multipliers: noise std over the local sensitivity, one a release.
-
-    Raises:
-        ValueError: for a multiplier that is negative or no number.
-
-    >>> from fastdp.accounting import epsilon, local_event, sound_schedule
-    >>> 3.9 < epsilon(local_event(sound_schedule(3, 4.0, 1e-5)), 1e-5) <= 4.0
-    True
-    """
-    return compose(*(gaussian(multiplier) for multiplier in multipliers))
-
-
 def _check(
     dataset_size: int, batch_size: int, epochs: int, epsilon: float, delta: float
 ) -> tuple[float, int, int, float]:
     delta = check_delta(delta)
-    dataset_size, batch_size = as_count(dataset_size, "dataset_size"), as_count(batch_size, "batch_size")
-    epochs = as_count(epochs, "epochs")
-    if not 0 < batch_size <= dataset_size:
-        raise ValueError(f"batch_size is {batch_size}: it must lie between 1 and dataset_size, {dataset_size}")
-    if epochs < 1:
-        raise ValueError("epochs is 0: a schedule needs at least one")
+    integer(1, dataset_size=dataset_size, batch_size=batch_size, epochs=epochs)
+    if batch_size > dataset_size:
+        raise ValueError(f"batch_size is {batch_size}: it must be at most dataset_size, {dataset_size}")
     check_target(epsilon, delta, dataset_size)
     if math.isinf(epsilon):
         raise ValueError("epsilon is infinite: there is no noise to schedule")

@@ -7,10 +7,8 @@ the function of the op's name in its family of ``fastdp.kernels``.
 from .adamw import adamw_noise_step_ as adamw_noise_step_, adamw_noise_steps_ as adamw_noise_steps_
 from .bounds import (
     Rounding as Rounding,
-    counted_products as counted_products,
     row_products as row_products,
     token_counts as token_counts,
-    token_counts_group as token_counts_group,
 )
 from .choice import choice_log_probabilities as choice_log_probabilities, exponential_choice as exponential_choice
 from .clip import clip_noise as clip_noise

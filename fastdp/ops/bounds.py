@@ -29,6 +29,7 @@ from .factors import (
     has_kernel,
     is_one_hot,
     native_factor,
+    native_factors,
     unit_bounds,
 )
 from .matrices import Matrices
@@ -75,7 +76,7 @@ def _row_products_reference(left: Tensor, right: Tensor, offsets: Tensor, order:
     products = _row_norms(left, order) * _row_norms(right, order)
     bounds = unit_bounds(offsets)
     sums = [products[a:b].sum() for a, b in zip(bounds, bounds[1:])]
-    return torch.stack(sums) if sums else products.new_zeros(0), _token_counts_reference([left], right, offsets)
+    return torch.stack(sums) if sums else products.new_zeros(0), shared_token_counts([left], right, offsets)
 
 
 def _empty(right: Tensor, offsets: Tensor) -> Tensor:
@@ -99,10 +100,11 @@ ROW_PRODUCTS = Op(
 ROW_PRODUCTS.in_family("bounds")
 
 
-def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int = 2) -> Tensor:
+def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int = 2) -> tuple[Tensor, Tensor]:
     """Upper bound of the sum over each unit's tokens of ``|left[t]| |right[t]|``, the scale of its rounding errors.
 
-    Each row's norm is raised as if every entry were longer by 2^-42. A one-hot row has norm 1.
+    And the `token_counts` of the same use, which come for nothing. Each row's norm is raised as if every entry were longer by
+    2^-42. A one-hot row has norm 1.
 
     Args:
         left: [N, m] float32, bfloat16, float16 or float64, any strides; or int64 ids [N].
@@ -111,38 +113,17 @@ def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int = 2) -
         order: of the rows' norms: 2, or 1 for the errors of an L1 norm.
 
     Returns:
-        [B], float64; not finite where a row is not.
+        Products, not finite where a row is not, and counts: [B], float64 each.
 
     Raises:
         TypeError, ValueError: a dtype, shape, device, offset or order outside the above.
 
     >>> import torch
     >>> from fastdp.ops import row_products
-    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
-    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> (row_products(left, right, offsets) >= torch.tensor([2.8284, 5.6568])).all()  # rows of norms 2 and root 2
-    tensor(True)
-    """
-    return counted_products(left, right, offsets, order)[0]
-
-
-def counted_products(left: Tensor, right: Tensor, offsets: Tensor, order: int = 2) -> tuple[Tensor, Tensor]:
-    """`row_products`, and the `token_counts` of the same use, which come for nothing.
-
-    Args:
-        left, right, offsets, order: as of `row_products`.
-
-    Returns:
-        Both, [B] float64 each.
-
-    Raises:
-        TypeError, ValueError: as `row_products`.
-
-    >>> import torch
-    >>> from fastdp.ops import counted_products
-    >>> left = torch.tensor([[1.0], [2.0], [0.0]])  # three tokens, the last of them padding
-    >>> counted_products(left, torch.ones(3, 4), torch.tensor([0, 1, 3]))[1]
-    tensor([1., 1.], dtype=torch.float64)
+    >>> left, right = torch.tensor([[1.0], [2.0], [0.0]]), torch.ones(3, 4)  # three tokens, the last of them padding
+    >>> products, counts = row_products(left, right, torch.tensor([0, 1, 3]))  # one of the first unit, two of the second
+    >>> (products >= torch.tensor([2.0, 4.0])).all(), counts
+    (tensor(True), tensor([1., 1.], dtype=torch.float64))
     """
     products, counts = ROW_PRODUCTS(left, right, offsets, order)
     return products * PRODUCTS_ROUNDING, counts
@@ -158,87 +139,56 @@ def _adds(lefts: Sequence[Tensor], right: Tensor) -> Tensor:
     return (some | ~good) & (rights | ~sound)
 
 
-def _token_counts_reference(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
+def shared_token_counts(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
+    """Tokens [B], float64, of each unit at which neither ``right`` nor every one of the lefts that read it is zero.
+
+    A row of a table by ids is never zero.
+    """
     adds = _adds([left for left in lefts if not is_one_hot(left)], right).double()
     before = torch.cat([adds.new_zeros(1), adds.cumsum(0)])
     return before[offsets.to(before.device)].diff()
 
 
-def _check_token_counts(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> None:
-    for number, left in enumerate(lefts):
-        check_pair(left, right, (f"lefts[{number}]", "right"))
-    check_offsets(offsets, right.shape[0])
-
-
 TOKEN_COUNTS = Op(
-    "token_counts(Tensor[] lefts, Tensor right, Tensor offsets) -> Tensor",
-    reference=_token_counts_reference,
-    fake=lambda lefts, right, offsets: _empty(right, offsets),
-    check=_check_token_counts,
+    "token_counts(Tensor[] lefts, Tensor[] rights, Tensor offsets) -> Tensor",
+    reference=lambda lefts, rights, offsets: torch.stack(
+        [shared_token_counts([left], right, offsets) for left, right in zip(lefts, rights)]
+    ),
+    fake=lambda lefts, rights, offsets: rights[0].new_empty(len(lefts), offsets.shape[0] - 1, dtype=torch.float64),
+    check=check_group,
 )
 TOKEN_COUNTS.in_family("bounds")
 
 
-def token_counts(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
-    """How many tokens of each unit add to a gradient: those at which neither ``right`` nor every one of the lefts is zero.
+def token_counts(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> Tensor:
+    """How many tokens of each unit add to the gradients of k uses: those at which neither factor is zero.
 
-    Padding adds exact zeros, so a unit's own tokens alone decide how far rounding may carry its norm.
+    Padding adds exact zeros, so a unit's own tokens alone decide how far rounding may carry its norm. On a GPU one launch
+    counts those of all.
 
     Args:
-        lefts: matrices [N, m_i], float, any strides, that read the same ``right``; or int64 ids [N], which are never zero.
-        right: [N, n], float, any strides.
+        lefts: k matrices [N, m_i], float, any strides; or int64 ids [N], which are never zero.
+        rights: k matrices [N, n_i], float, any strides.
         offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
-
-    Returns:
-        [B], float64.
-
-    Raises:
-        TypeError, ValueError: a dtype, shape, device or offset outside the above.
-
-    >>> import torch
-    >>> from fastdp.ops import token_counts
-    >>> left = torch.tensor([[1.0], [2.0], [0.0]])  # three tokens, the last of them padding
-    >>> token_counts([left], torch.ones(3, 4), torch.tensor([0, 1, 3]))
-    tensor([1., 1.], dtype=torch.float64)
-    """
-    return TOKEN_COUNTS(list(lefts), right, offsets)
-
-
-def _token_counts_group_reference(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> Tensor:
-    device = rights[0].device.type
-    return torch.stack([TOKEN_COUNTS.on(device, [left], right, offsets) for left, right in zip(lefts, rights)])
-
-
-TOKEN_COUNTS_GROUP = Op(
-    "token_counts_group(Tensor[] lefts, Tensor[] rights, Tensor offsets) -> Tensor",
-    reference=_token_counts_group_reference,
-    fake=lambda lefts, rights, offsets: rights[0].new_empty(len(lefts), offsets.shape[0] - 1, dtype=torch.float64),
-    check=check_group,
-)
-TOKEN_COUNTS_GROUP.in_family("bounds")
-
-
-def token_counts_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> Tensor:
-    """`token_counts` of k uses over the same tokens; on a GPU in one launch.
-
-    Args:
-        lefts: k matrices [N, m_i] and rights: [N, n_i], float, any strides; offsets: int64 [B + 1], as in
-            `token_counts`.
 
     Returns:
         [k, B], float64.
 
     Raises:
-        TypeError, ValueError: no matrices, ids, or a dtype, shape, device or offset outside the above.
+        TypeError, ValueError: no matrices, or a dtype, shape, device or offset outside the above.
 
     >>> import torch
-    >>> from fastdp.ops import token_counts_group
-    >>> left, right = torch.tensor([[1.0], [2.0], [0.0]]), torch.ones(3, 4)
-    >>> token_counts_group([left, right], [right, right], torch.tensor([0, 1, 3]))
+    >>> from fastdp.ops import token_counts
+    >>> left, right = torch.tensor([[1.0], [2.0], [0.0]]), torch.ones(3, 4)  # three tokens, the last of them padding
+    >>> token_counts([left, right], [right, right], torch.tensor([0, 1, 3]))
     tensor([[1., 1.],
             [1., 2.]], dtype=torch.float64)
     """
-    return TOKEN_COUNTS_GROUP(Matrices.of(lefts), Matrices.of(rights), offsets)
+    if any(map(is_one_hot, lefts)):
+        for left, right in zip(lefts, rights):
+            check_pair(left, right)
+        lefts = [right if is_one_hot(left) else left for left, right in zip(lefts, rights)]
+    return TOKEN_COUNTS(Matrices.of(lefts), Matrices.of(rights), offsets)
 
 
 class Roundings(NamedTuple):
@@ -344,7 +294,7 @@ class Rounding:
 class Part(NamedTuple):
     """Powers of norms of some parts of the units' gradients, ``[parts, units]`` float32 or float64, and what rounding hides.
 
-    ``products`` and ``tokens`` are those of `counted_products`, float64 ``[parts, units]``, or both None.
+    ``products`` and ``tokens`` are those of `row_products`, float64 ``[parts, units]``, or both None.
     """
 
     powers: Tensor
@@ -457,10 +407,10 @@ def _row_products_on_cpu(left: Tensor, right: Tensor, offsets: Tensor, order: in
 
 
 @TOKEN_COUNTS.on_cpu
-def _token_counts_on_cpu(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
-    if not has_kernel(right, *lefts):
+def _token_counts_on_cpu(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> Tensor:
+    if not has_kernel(*rights, *lefts):
         return NotImplemented
-    counts = torch.empty(offsets.shape[0] - 1, dtype=torch.float64)
-    own = [native_factor(left) for left in lefts if not is_one_hot(left)]
-    _native.token_counts(own, native_factor(right), unit_bounds(offsets), counts)
+    counts, bounds = torch.empty(len(lefts), offsets.shape[0] - 1, dtype=torch.float64), unit_bounds(offsets)
+    for own, left, right in zip(counts, native_factors(lefts), native_factors(rights)):
+        _native.token_counts(left, right, bounds, own)
     return counts

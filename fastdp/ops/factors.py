@@ -143,11 +143,16 @@ def check_left(left: Tensor, name: str = "left") -> None:
         raise TypeError(f"{name} is {left.dtype}: a matrix must be float32, bfloat16, float16 or float64")
 
 
+def _are_matrices(left: Tensor, right: Tensor) -> bool:
+    """Whether two factors are float matrices of the same tokens."""
+    floats = left.dim() == right.dim() == 2 and left.dtype in FLOATS and right.dtype in FLOATS
+    return floats and left.shape[0] == right.shape[0]
+
+
 def check_pair(left: Tensor, right: Tensor, names: tuple[str, str] = ("left", "right")) -> None:
     """Raise TypeError or ValueError unless two factors describe the same tokens."""
     # A step asks this of hundreds of pairs, which are good: one look at each, and what is wrong is only then looked for.
-    matrices = left.dim() == right.dim() == 2 and left.dtype in FLOATS and right.dtype in FLOATS
-    if matrices and left.shape[0] == right.shape[0]:
+    if _are_matrices(left, right):
         return
     check_left(left, names[0])
     if right.dim() != 2:
@@ -163,6 +168,9 @@ def check_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tens
 
     With ``counts`` each of the rights has so many lefts.
     """
+    if len(lefts) == len(rights) == 1 and _are_matrices(lefts[0], rights[0]):
+        check_offsets(offsets, rights[0].shape[0])
+        return
     lefts, rights = Matrices.of(lefts), Matrices.of(rights)
     if not lefts or (len(lefts) != len(rights) and not counts):
         raise ValueError(f"there are {len(lefts)} lefts and {len(rights)} rights: give as many of each, at least one")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fastdp._native as _native
 
-from .bounds import PRODUCTS_ROUNDING, ROW_PRODUCTS, TOKEN_COUNTS, token_counts
+from .bounds import PRODUCTS_ROUNDING, ROW_PRODUCTS, shared_token_counts
 from .factors import INT64_MAX, accumulator, check_group, has_kernel, native_factor, unit_bounds
 from .matrices import Matrices
 from .stream import native_threads
@@ -48,7 +48,7 @@ def _gram_norms_reference(
     if most < INT64_MAX:
         first = 0
         for right, count in zip(rights, counts):
-            long = TOKEN_COUNTS.reference(lefts[first : first + count], right, offsets) > most
+            long = shared_token_counts(lefts[first : first + count], right, offsets) > most
             for part in (found, sizes):
                 part[first : first + count].masked_fill_(long, 0)
             first += count
@@ -102,7 +102,7 @@ def gram_norms(
         offsets: int64 [B + 1], as in `fastdp.ops.sqnorm`.
         scales: of the lefts and then of the rights, vectors float32 that their columns are multiplied by as they are read, in
             float32; none for factors as they are. On a GPU the definition runs, which makes copies.
-        most: units of more tokens, as `token_counts` has them, get squares and products of 0: for them the direct
+        most: units of more tokens, as `shared_token_counts` has them, get squares and products of 0: for them the direct
             route is the faster one.
 
     Returns:
@@ -148,9 +148,10 @@ def _gram_norms_of(
 def counted_gram_norms(
     lefts: Sequence[Tensor], right: Tensor, offsets: Tensor, scales: Sequence[Tensor], most: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`gram_norms` of uses that read one right, and the `token_counts` of all: on a processor from one look."""
+    """`gram_norms` of uses that read one right, and the `shared_token_counts` of all: on a processor from one look."""
     if right.device.type != "cpu" or not has_kernel(right, *lefts):
-        return *gram_norms(lefts, [right], [len(lefts)], offsets, scales, most), token_counts(lefts, right, offsets)
+        norms = gram_norms(lefts, [right], [len(lefts)], offsets, scales, most)
+        return *norms, shared_token_counts(lefts, right, offsets)
     _check_gram_norms(lefts, [right], [len(lefts)], offsets, scales, most)
     shape = len(lefts), offsets.shape[0] - 1
     products, counts = torch.empty(shape, dtype=torch.float64), torch.empty(shape[1], dtype=torch.float64)

@@ -268,7 +268,7 @@ INSTANCE_NORMS_GROUP = Op(
     fake=lambda instances: instances[0].new_empty(len(instances), instances[0].shape[0], dtype=_widest(instances)),
     check=_check_group,
 )
-INSTANCE_NORMS_GROUP.in_family("instances")
+INSTANCE_NORMS_GROUP.in_family("groups")
 
 
 def instance_sqnorm_group(instances: Sequence[Tensor]) -> Tensor:
@@ -308,7 +308,7 @@ INSTANCE_SUM_GROUP = Op(
     fake=lambda instances, weights: [_sum_fake(x, weights, None, None) for x in instances],
     check=_check_sum_group,
 )
-INSTANCE_SUM_GROUP.in_family("instances")
+INSTANCE_SUM_GROUP.in_family("groups")
 
 
 def instance_sum_group(instances: Sequence[Tensor], weights: Tensor) -> list[Tensor]:

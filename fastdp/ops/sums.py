@@ -365,12 +365,9 @@ def _weighted_sum_on_cpu(
             for own in (weights, weights_unmasked)
             if own is not None
         ]
-        ids, row, factor = left, left.stride(0), native_factor(right)
-        if mask is not None and masked:
-            place = mask.contiguous(), out, out.stride(0), threads
-            _native.onehot_masked_add(ids, row, factor, tokens, each[0], each[1], *place)
-        else:
-            _native.onehot_add(ids, row, factor, tokens, each[0], out, out.stride(0), threads)
+        others, chosen = (each[1], mask.contiguous()) if mask is not None and masked else (None, None)
+        place = out, out.stride(0), threads
+        _native.onehot_add(left, left.stride(0), native_factor(right), tokens, each[0], others, chosen, *place)
         return None
     # With fewer than 8 tokens a unit, torch's products are faster.
     if mask is None or weights_unmasked is None or offsets is None or len(weights) > tokens // 8:

@@ -38,9 +38,7 @@ def test_pld_figures():
 )
 def test_frost_figures(multiplier, selection, by_rdp, by_pld):
     """Training and five selections composed, which have different rates and multipliers."""
-    event = accounting.compose(
-        accounting.dpsgd(multiplier, 1024 / 67349, 197), accounting.selection(selection, 5, sample_rate=0.02)
-    )
+    event = accounting.compose(accounting.dpsgd(multiplier, 1024 / 67349, 197), accounting.dpsgd(selection, 0.02, 5))
     delta = 1 / (2 * 67349)
     assert accounting.epsilon(event, delta) == pytest.approx(by_pld, rel=2e-3)
     if by_rdp is not None:

@@ -62,7 +62,7 @@ def test_a_gaussian_is_calibrated_exactly():
 
 def test_part_of_the_event_may_be_fixed():
     def event(multiplier):
-        return accounting.compose(accounting.dpsgd(multiplier, 0.02, 50), accounting.selection(5.0))
+        return accounting.compose(accounting.dpsgd(multiplier, 0.02, 50), accounting.gaussian(5.0))
 
     multiplier = accounting.calibrate(event, 2.0, 1e-5)
     assert accounting.epsilon(event(multiplier), 1e-5) <= 2.0

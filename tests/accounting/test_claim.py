@@ -106,9 +106,15 @@ def test_a_bound_that_does_not_follow_is_found_whoever_renews_the_digest(field, 
         ({"kind": "none"}, "holds no claim"),
         ({"kind": "laplace"}, "not a kind of claim"),
         ({"budget": {}}, "cannot be read"),
-        ({"budget": {"of_a_unit": -1.0, "units": None, "releases": 1, "of_a_text": None}}, "must be a positive number"),
-        ({"budget": {"of_a_unit": True, "units": None, "releases": 1, "of_a_text": None}}, "must be a positive number"),
-        ({"budget": {"of_a_unit": 16.0, "units": None, "releases": 0, "of_a_text": None}}, "at least 1"),
+        (
+            {"budget": {"of_a_unit": -1.0, "units": None, "releases": 1, "of_a_text": None}},
+            "must be a finite number above 0",
+        ),
+        (
+            {"budget": {"of_a_unit": True, "units": None, "releases": 1, "of_a_text": None}},
+            "must be a finite number above 0",
+        ),
+        ({"budget": {"of_a_unit": 16.0, "units": None, "releases": 0, "of_a_text": None}}, "of at least 1"),
         ({"budget": {"of_a_unit": 16.0, "units": None, "releases": 3, "of_a_text": 0.1}}, "not how many units one has"),
         ({"also": 3}, "also is missing or of the wrong type"),
         ({"also": [3]}, "no list of claims"),
@@ -329,11 +335,14 @@ def test_an_epsilon_is_shown_with_two_decimals_rounded_up(bound, shown):
     assert two_decimals(bound) == shown
 
 
-def test_another_adjacency_is_another_epsilon(run):
+def test_another_adjacency_or_number_of_units_is_another_epsilon(run):
     made, path = run
     body = {**made, "adjacency": "replace_one", "epsilon": {**made["epsilon"], "upper_bound": 100.0, "target": None}}
     body["membership"] = dict.fromkeys(body["membership"], 1.0)
     assert "states adjacency 'replace_one'" in verify(resealed(body), ledger=path).reason
+    more = [sentence.replace("10000", "20000") for sentence in made["assumptions"]]
+    body = {**made, "dataset_size": 20_000, "assumptions": more}
+    assert "states dataset_size 20000" in verify(resealed(body), ledger=path).reason
 
 
 def test_a_ledger_that_counts_more_than_the_card_is_found(run):

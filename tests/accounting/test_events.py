@@ -43,7 +43,6 @@ def test_shuffled_epochs_count_whole_and_are_not_amplified(steps, epochs):
 
 def test_no_releases_are_no_event():
     assert accounting.dpsgd(0.5, 0.01, 0) == dp_event.NoOpDpEvent()
-    assert accounting.selection(1.0, 0) == dp_event.NoOpDpEvent()
     assert accounting.compose(accounting.dpsgd(0.5, 0.01, 0)) == dp_event.NoOpDpEvent()
     assert flatten(dp_event.SelfComposedDpEvent(accounting.gaussian(1.0), 0)).empty
 
@@ -91,11 +90,11 @@ def test_numpy_integers_become_python_integers():
 @cases(
     ("arguments", "match"),
     [
-        ({"sample_rate": 0.0}, "sample rate"),
-        ({"sample_rate": 1.01}, "sample rate"),
-        ({"sample_rate": math.nan}, "sample rate"),
-        ({"noise_multiplier": -1.0}, "noise multiplier"),
-        ({"noise_multiplier": math.inf}, "noise multiplier"),
+        ({"sample_rate": 0.0}, "sample_rate"),
+        ({"sample_rate": 1.01}, "sample_rate"),
+        ({"sample_rate": math.nan}, "sample_rate"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier"),
+        ({"noise_multiplier": math.inf}, "noise_multiplier"),
         ({"steps": -1}, "number of releases"),
         ({"steps": 2.5}, "whole number"),
         ({"sampling": "sequential"}, "sampling"),

@@ -76,7 +76,7 @@ def test_event_is_what_was_spent(path):
 
 def test_kinds_have_their_own_events_and_budgets(path):
     ledger = Ledger.create(path, {}, event=STEP, budget_steps=10, block=5)
-    selection = accounting.EventModel(accounting.selection(2.0, sample_rate=0.02))
+    selection = accounting.EventModel(accounting.poisson_gaussian(2.0, 0.02))
     ledger.declare("selection", selection, 2)
     _record(ledger, 2, "selection")
     _record(ledger, 3)
@@ -162,7 +162,7 @@ def _history(path):
     true = {"step": 0, "selection": 0}
     ledger = Ledger.create(path, {"unit": "example"}, event=STEP, budget_steps=60, block=7)
     note(true)
-    ledger.declare("selection", accounting.EventModel(accounting.selection(2.0)), 3)
+    ledger.declare("selection", accounting.EventModel(accounting.gaussian(2.0)), 3)
     note(true)
 
     def make(count, kind="step"):

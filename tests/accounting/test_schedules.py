@@ -47,7 +47,7 @@ def test_shape_follows_the_pseudocode(epochs, step_distance):
 
 def test_what_epsilon_8_really_is():
     """Each user's record is released once an epoch to a server that sees whose it is: nothing is amplified."""
-    event = accounting.local_event(PRINTED)
+    event = accounting.compose(*map(accounting.gaussian, PRINTED))
     assert math.sqrt(sum(z**-2 for z in PRINTED)) == pytest.approx(4.2165, abs=1e-4)
     assert accounting.epsilon(event, 1e-5) == pytest.approx(26.18, abs=0.01)
     # With noise std C z, the literal text, one record may still become any other: sensitivity 2 C.
@@ -63,7 +63,9 @@ def test_sound_figures():
 
 @pytest.mark.parametrize("epochs", [1, 4])
 def test_sound_schedules_cost_their_target(epochs):
-    found = accounting.epsilon(accounting.local_event(accounting.sound_schedule(epochs, 3.0, 1e-6)), 1e-6)
+    found = accounting.epsilon(
+        accounting.compose(*map(accounting.gaussian, accounting.sound_schedule(epochs, 3.0, 1e-6))), 1e-6
+    )
     assert 3.0 * (1 - 1e-6) <= found <= 3.0
 
 

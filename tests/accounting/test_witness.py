@@ -17,7 +17,7 @@ from tests.accounting.test_ledger import crash
 from tests.tokenizers_for_tests import quickstart
 
 STEP = accounting.dpsgd_model(0.5, 0.01)
-SIDE = {"selection": (accounting.EventModel(accounting.selection(2.0)), 3)}
+SIDE = {"selection": (accounting.EventModel(accounting.gaussian(2.0)), 3)}
 
 
 @pytest.fixture(autouse=True)

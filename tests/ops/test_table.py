@@ -167,7 +167,7 @@ def test_definitions_are_what_every_op_runs_when_asked_for():
 
 
 #: On processors these are their definitions.
-FOR_GPUS = {"cross_entropy_gradient_", "token_counts_group"}
+FOR_GPUS = {"cross_entropy_gradient_"}
 #: On GPUs these are their definitions, or other ops one after another.
 COMPOSED = {"add_noise_group_", "direct_norms", "instance_norms", "instance_sum"}
 
@@ -224,14 +224,6 @@ def test_gradient():
     assert x.grad.tolist() == [3.0, 3.0]
 
 
-def test_fake_tensors_take_the_fake_implementation():
-    with torch._subclasses.FakeTensorMode():
-        x = torch.empty(2, 3)
-        y = PLAIN(x, 3.0)
-    assert tuple(y.shape) == (2, 3)
-    assert calls == []
-
-
 def test_compiled_calls_are_one_node_of_the_graph():
     targets: list[str] = []
 
@@ -241,13 +233,3 @@ def test_compiled_calls_are_one_node_of_the_graph():
 
     assert torch.compile(lambda x: PLAIN(x + 1, 2.0), backend=backend, fullgraph=True)(torch.ones(2)).tolist() == [4, 4]
     assert any("test_plain" in target for target in targets)
-
-
-def test_every_op_has_a_definition_and_a_sentence():
-    assert OPS
-    for name, op in OPS.items():
-        assert op.name == name
-        assert hasattr(torch.ops.fastdp, name)
-        assert name in repr(op)
-    assert PLAIN.__doc__ == "Scale by a factor."
-    assert table.__doc__

@@ -104,7 +104,7 @@ class Grams:
         lefts, right = [use.left for use in uses], uses[0].right
         offsets, long = uses[0].offsets(self.layout), None
         if self._launches:
-            tokens = ops.token_counts_group(lefts, [right] * len(lefts), offsets)
+            tokens = ops.token_counts(lefts, [right] * len(lefts), offsets)
             squares, products = ops.gram_norms(lefts, [right], [len(lefts)], offsets)
         else:
             most = longest_by_gram(sum([use.width for use in uses]), right.shape[1])
@@ -122,7 +122,7 @@ class Grams:
         counts = batch.rights.counts
         firsts = (0, *itertools.accumulate(counts[:-1]))
         norms = ops.gram_norms(batch.lefts, batch.rights.taken(firsts), counts, batch.offsets)
-        tokens = ops.token_counts_group(batch.lefts, batch.rights, batch.offsets)
+        tokens = ops.token_counts(batch.lefts, batch.rights, batch.offsets)
         self._known.append(
             _GramNorms(batch.names, batch.lefts, batch.rights, batch.offsets, batch.errors, *norms, tokens)
         )

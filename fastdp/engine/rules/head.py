@@ -162,7 +162,7 @@ class HeadFactors(Factors):
 
     def lengths(self, layout: Layout) -> torch.Tensor:
         """As `Factors.lengths`, by how each token's loss counts."""
-        return ops.token_counts([self.tiles.counts.unsqueeze(1)], self.right, self.offsets(layout))
+        return ops.token_counts([self.tiles.counts.unsqueeze(1)], [self.right], self.offsets(layout))[0]
 
     def inner(self, other: Factors, layout: Layout) -> torch.Tensor:
         """Inner products with the units' gradients of any other use of the same matrix, ``[units]`` float64."""
@@ -329,7 +329,7 @@ class _Norms:
         sizes = tile.shape[1], hidden.shape[1]
         most = INT64_MAX if on_gpu(tile) else longest_by_gram(*sizes)
         squares, products = (found[0].double() for found in ops.gram_norms([tile], [hidden], [1], offsets, (), most))
-        every, tokens = ops.counted_products(tile, hidden, offsets)
+        every, tokens = ops.row_products(tile, hidden, offsets)
         long = tokens > most
         products = torch.where(long, every, products)
         gram = ops.Rounding(tile, hidden).gram(*sizes)

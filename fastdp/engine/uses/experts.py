@@ -76,7 +76,7 @@ class ExpertFactors(Factors):
         """Squared norms by Gram matrices of the runs, and directly where these are not good enough."""
         assert self.own_offsets is not None
         left, right, offsets, sizes = [self.left], [self.right], self.own_offsets, (self.width, self.right.shape[1])
-        products, tokens = ops.counted_products(self.left, self.right, offsets, 2)
+        products, tokens = ops.row_products(self.left, self.right, offsets, 2)
         if min(sizes) <= NARROW:
             self.imprecise = torch.ones(layout.units, dtype=torch.bool, device=offsets.device)
             squares = ops.sqnorm(self.left, self.right, offsets, "direct")

@@ -90,11 +90,11 @@ class Factors:
 
     def lengths(self, layout: Layout) -> torch.Tensor:
         """Tokens of each unit that add anything, so that padding is none: float64 ``[units]``."""
-        return self.by_unit(ops.token_counts([self.left], self.right, self.offsets(layout)), math.inf)
+        return self.by_unit(ops.token_counts([self.left], [self.right], self.offsets(layout))[0], math.inf)
 
     def scales_of_errors(self, layout: Layout, order: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
         """`row_products` and `lengths`, at once."""
-        products, tokens = ops.counted_products(self.left, self.right, self.offsets(layout), order)
+        products, tokens = ops.row_products(self.left, self.right, self.offsets(layout), order)
         return self.by_unit(products, order), self.by_unit(tokens, math.inf)
 
     def rounding(self) -> ops.Rounding:
@@ -103,7 +103,7 @@ class Factors:
 
     def row_products(self, layout: Layout, order: int = 2) -> torch.Tensor:
         """The scale of a unit's rounding errors, ``[units]`` float64: see `fastdp.ops.row_products`."""
-        return self.by_unit(ops.row_products(self.left, self.right, self.offsets(layout), order), order)
+        return self.by_unit(ops.row_products(self.left, self.right, self.offsets(layout), order)[0], order)
 
     def powers(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         """Computed squared norms (by Gram matrices, or from a table's rows), and the `row_products`: ``[units]`` each."""

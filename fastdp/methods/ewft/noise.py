@@ -60,7 +60,7 @@ class NoiseSchedule:
 
     def event(self) -> DpEvent:
         """Event of all its releases of one record, for replace-one adjacency: sensitivity 2 C."""
-        return accounting.local_event(self.ratios)
+        return accounting.compose(*map(accounting.gaussian, self.ratios))
 
     def epsilon(self, delta: float | None = None) -> float:
         """What all its releases really cost, an upper bound; inf without noise."""

@@ -116,7 +116,7 @@ class DPFrost(Options):
         assert plan.delta is not None
         training, selection = split_budget(
             lambda sigma: plan.step(sigma).event(plan.steps),
-            lambda sigma: accounting.selection(sigma, count, self.selection_rate),
+            lambda sigma: accounting.dpsgd(sigma, self.selection_rate, count),
             plan.target_epsilon,
             plan.delta,
             self.budget_ratio,

@@ -50,7 +50,7 @@ def compute_sigma(
     share = batch_size / dataset_size
     return split_budget(
         lambda sigma: accounting.dpsgd(sigma, share, steps),
-        lambda sigma: accounting.selection(sigma, selection_steps, selection_rate),
+        lambda sigma: accounting.dpsgd(sigma, selection_rate, selection_steps),
         epsilon,
         delta,
         budget_ratio,

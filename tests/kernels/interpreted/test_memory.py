@@ -81,11 +81,11 @@ def run_all(at_end, dtype):
         direct.direct_norms(left, right, offsets, MASKED_SQUARE, mask),
         *bounds.row_products(left, right, offsets, 2),
         *bounds.row_products(ids, right, offsets, 1),
-        bounds.token_counts_group([left], [right], offsets),
+        bounds.token_counts([left], [right], offsets),
         onehot.onehot_norms(ids, right, offsets, SQUARE),
         *grouped.per_unit_group([left], [right], offsets)[0],
-        groups.instance_norms([left.float()]),
-        *groups.instance_sums([left[:4].float()], weights[None]),
+        groups.instance_norms_group([left.float()]),
+        *groups.instance_sum_group([left[:4].float()], weights[None]),
     ]
     for options in ((), (others, mask)):
         out = guarded(torch.zeros(19, 37), at_end)

@@ -103,20 +103,6 @@ def test_tails_are_widened(rounds, block, k):
     assert bool(((z.view(2, 8).double() - truth).abs() <= 2 * NORMAL_ERROR * radius).all())
 
 
-def radii(n):
-    """The radius of the pair of each normal: its error is relative to that."""
-    pairs = standard_normals(position(), 16 * -(-n // 16)).reshape(-1, 2, 8)
-    return pairs.norm(dim=1, keepdim=True).expand(-1, 2, 8).reshape(-1)[:n]
-
-
-@pytest.mark.parametrize("n", [1, 7, 129, 2061])
-def test_normals_equal_the_definition(n):
-    x = torch.zeros(n)
-    add_noise_(x, 1.0, position(), False)
-    error = (x.double() - standard_normals(position(), n)).abs()
-    assert bool((error <= NORMAL_ERROR * radii(n)).all())
-
-
 @triton.jit
 def exact_kernel(p_position, p_high, p_low, b: tl.constexpr):
     o = tl.arange(0, 16 * b)

@@ -11,7 +11,6 @@ from tests.cases import pairs
 from tests.ops.uses import DTYPES, RAGGED, factor, gradients, offsets_of, relative_error
 
 BOUND = 1e-5  # what docs/kernels.md promises; 16-bit factors are widened exactly, so it holds for every dtype
-SHAPES = ((1, 1), (7, 129), (257, 123))
 
 
 def squared(left, right, offsets, rows=None):
@@ -42,15 +41,6 @@ def test_rows_that_cannot_be_read_16_bytes_at_a_time_are_copied(dtype, monkeypat
         torch.testing.assert_close(out.double(), wanted + 0.5 * begun, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(*pairs(("side", [None, 32]), ("m, n", SHAPES)))
-def test_gram_and_direct_norms_of_ragged_units(m, n, side):
-    offsets = offsets_of(RAGGED)
-    left, right = factor(int(offsets[-1]), m, 0), factor(int(offsets[-1]), n, 1)
-    truth = squared(left, right, offsets)
-    assert relative_error(gram.gram_norms([left], [right], [1], offsets, side)[0][0], truth) <= BOUND
-    assert relative_error(direct.direct_norms(left, right, offsets, SQUARE)[0], truth) <= BOUND
-
-
 def test_one_hot_runs_longer_than_a_chunk():
     offsets = offsets_of((40, 0, 300, 3, 65))
     ids, right = torch.randint(0, 2, (408,)), factor(408, 7, 0)
@@ -70,14 +60,6 @@ def test_wide_tiles(monkeypatch):
     assert relative_error(direct.direct_norms(left, right, offsets, SQUARE)[0], squared(left, right, offsets)) <= BOUND
     sizes = gradients(left, right, offsets).abs().sum((1, 2))
     assert relative_error(direct.direct_norms(left, right, offsets, ABSOLUTE)[0], sizes) <= BOUND
-
-
-def test_a_group_shares_its_right_factor():
-    offsets = offsets_of((70, 0, 3))
-    lefts = [factor(73, m, m) for m in (5, 64, 17)]
-    right = factor(73, 12, 1)
-    truth = torch.stack([squared(left, right, offsets) for left in lefts])
-    assert relative_error(gram.gram_norms(lefts, [right], [len(lefts)], offsets, programs=2)[0], truth) <= BOUND
 
 
 @pytest.mark.parametrize(*pairs(("kinds", ["dense-dense", "ids-dense", "dense-ids", "ids-ids"]), ("dtype", DTYPES[:2])))

@@ -10,7 +10,6 @@ from fastdp.kernels.weighted import weighted_sums_
 
 from fastdp import ops
 from fastdp.ops.table import OPS
-from tests.cases import pairs
 from tests.ops.uses import DTYPES, factor, gradients, offsets_of
 
 NAN = float("nan")
@@ -35,36 +34,6 @@ def add_weighted(out, left, right, weights, offsets, dealt=None):
 
 def spread(weights, offsets):
     return weights.repeat_interleave(offsets.diff())
-
-
-@pytest.mark.parametrize(
-    *pairs(
-        ("layout", ["plain", "transposed"]),
-        ("dtype", DTYPES),
-        ("lengths, m, n", [((60, 0, 3, 65, 1), 7, 133), ((1,), 1, 1), ((30, 40), 65, 17)]),
-    )
-)
-def test_weighted_sums(lengths, m, n, dtype, layout):
-    offsets = offsets_of(lengths)
-    tokens, units = int(offsets[-1]), len(lengths)
-    left, right = factor(tokens, m, 0, dtype, layout), factor(tokens, n, 1, dtype, layout)
-    weights, others = torch.rand(units), torch.rand(units)
-    if units > 3:
-        weights[2] = others[2] = others[4] = 0.0
-        left[60, 0], right[61, 0], right[62, 0] = NAN, NAN, float("inf")
-    mask = torch.rand(m, n) < 0.3
-    start = torch.randn(n, m).T
-    truth, size = exact(left, right, spread(weights, offsets))
-    other, other_size = exact(left, right, spread(others, offsets))
-    both = torch.where(mask, truth, other), torch.where(mask, size, other_size)
-    # As on one processor; all tiles cut in three; the last one cut in two.
-    for dealt in (None, (0, 3), (-(-m // 128) * -(-n // 128) - 1, 2)):
-        out = start.clone()
-        add_weighted(out, left, right, weights, offsets, dealt)
-        assert bool(((out - start - truth).abs() <= bound(tokens) * size + 1e-6 * (start.abs() + size)).all())
-    out = start.clone()
-    weighted_sum_(out, left, right, weights, others, mask, offsets)
-    assert bool(((out - start - both[0]).abs() <= bound(tokens) * both[1] + 1e-6 * (start.abs() + both[1])).all())
 
 
 @pytest.mark.parametrize("dealt", [(1, 1), (0, 3)])
@@ -106,7 +75,7 @@ def test_many_matrices_in_one_launch():
     lefts[0][21] = NAN
     begun = [False, True, False, True]
     starts = [torch.randn(size) if held else torch.zeros(size) for size, held in zip(sizes, begun)]
-    for dealt in (None, (0, 2)):
+    for dealt in (None, (0, 2), (1, 2)):
         outs = [start.clone() if held else torch.full_like(start, NAN) for start, held in zip(starts, begun)]
         weighted_sums_(outs, lefts, rights, weights, offsets, begun, dealt=dealt)
         for out, start, left, right, row in zip(outs, starts, lefts, rights, weights):
@@ -119,17 +88,7 @@ def test_many_matrices_in_one_launch():
     assert not empty[0].any()
 
 
-def test_a_wide_gradient_of_one_unit():
-    """By the kernel of sums, and by torch's own product where it gives float32."""
-    left, right = factor(40, 70, 0, torch.bfloat16), factor(40, 130, 1, torch.bfloat16)
-    truth, size = exact(left, right, torch.ones(40))
-    got = sums.per_unit(left, right, offsets_of((40,)))
-    assert got.shape == (1, 70, 130)
-    assert bool(((got[0] - truth).abs() <= bound(40) * size).all())
-    assert sums.per_unit(left.to("meta"), right.to("meta"), offsets_of((40,))).dtype == torch.float32
-
-
-@pytest.mark.parametrize("lengths", [(20, 20), (7, 0, 32, 1), (0, 0)])
+@pytest.mark.parametrize("lengths", [(40,), (20, 20), (7, 0, 32, 1), (0, 0)])
 def test_wide_gradients_of_units_that_the_host_cuts(lengths):
     """A product each: by the kernel of sums, and by torch's own where it gives float32."""
     tokens, offsets = sum(lengths), offsets_of(lengths)

@@ -279,9 +279,7 @@ def test_a_criterion_that_fails_in_the_selection_is_refused_before_anything_is_r
 def test_given_noise_of_the_selection_leaves_the_rest_to_training() -> None:
     plan = Plan(1000, 50, 40, 20, "poisson", "add_remove", 2.0, 1e-4, None)
     budget = DPFrost(selection_steps=2, selection_rate=0.1, selection_noise_multiplier=4.0).budget(plan)
-    event = accounting.compose(
-        accounting.dpsgd(budget.noise_multiplier, 0.05, 40), accounting.selection(4.0, 2, sample_rate=0.1)
-    )
+    event = accounting.compose(accounting.dpsgd(budget.noise_multiplier, 0.05, 40), accounting.dpsgd(4.0, 0.1, 2))
     assert 1.99 < accounting.epsilon(event, 1e-4) <= 2.0
 
 

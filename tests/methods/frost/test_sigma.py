@@ -20,9 +20,7 @@ PRINTED = [(0.5, 2.10175, 1.76514, 0.4200), (2.0, 1.00436, 0.90683, 1.490), (8.0
 
 
 def event(sgd: float, selection: float) -> DpEvent:
-    return accounting.compose(
-        accounting.dpsgd(sgd, BATCH / SIZE, STEPS), accounting.selection(selection, 5, sample_rate=0.02)
-    )
+    return accounting.compose(accounting.dpsgd(sgd, BATCH / SIZE, STEPS), accounting.dpsgd(selection, 0.02, 5))
 
 
 @cases(("epsilon", "sgd", "selection", "true"), PRINTED)

@@ -96,7 +96,7 @@ def test_the_budget_holds_steps_and_maps():
     assert private.steps_done == 6
     assert 2.9 < private.epsilon() <= 3.0
     steps = accounting.dpsgd(private.noise_multiplier, private.sample_rate, 6)
-    both = accounting.compose(steps, accounting.selection(1.5, 3, 0.5))
+    both = accounting.compose(steps, accounting.dpsgd(1.5, 0.5, 3))
     assert private.epsilon() == pytest.approx(float(accounting.epsilon(both, 1e-3)))
 
 
