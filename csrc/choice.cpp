@@ -103,15 +103,16 @@ class Chooser {
             if (ids.empty() || ids.back() != r_.law_ids[law]) ids.push_back(r_.law_ids[law]);
             owner.push_back(static_cast<int64_t>(ids.size()) - 1);
         }
-        const int64_t n = static_cast<int64_t>(ids.size()), laws = last - first;
-        std::vector<int8_t> left((n + kIdsAtOnce - 1) / kIdsAtOnce * kIdsAtOnce * width(), 0);
+        const int64_t n = static_cast<int64_t>(ids.size()), laws = last - first, at_once = kernels_.ids_at_once;
+        std::vector<int8_t> left((n + at_once - 1) / at_once * at_once * width(), 0);
         std::vector<LawTerms> terms(laws);
         std::vector<int64_t> first_law(n + 1, laws);
         for (int64_t law = laws - 1; law >= 0; --law) first_law[owner[law]] = law;
         team_for(n, r_.threads, [&](int64_t i) {
-            int8_t *const code = left.data() + i * width();
-            unpack(ids[i], code);
-            for (int64_t law = first_law[i]; law < first_law[i + 1]; ++law) terms[law] = terms_of(first + law, code);
+            std::vector<int8_t> code(width());
+            unpack(ids[i], code.data());
+            kernels_.place(code.data(), i % at_once, quads_, left.data() + i / at_once * at_once * width());
+            for (int64_t law = first_law[i]; law < first_law[i + 1]; ++law) terms[law] = terms_of(first + law, code.data());
         });
         masses_.resize(laws * blocks_);
         team_for(blocks_, r_.threads, [&](int64_t block) {
@@ -188,23 +189,25 @@ class Chooser {
 
     void weigh_block(int64_t block, const int8_t *left, int64_t n, const std::vector<LawTerms> &terms,
                      const std::vector<int64_t> &owner, uint8_t *levels) {
-        const int64_t laws = static_cast<int64_t>(terms.size());
-        alignas(64) int32_t dots[kIdsAtOnce * kGroupsAtOnce * kLanes];
+        const int64_t at_once = kernels_.ids_at_once, laws = static_cast<int64_t>(terms.size());
+        alignas(64) int32_t dots[kIdsATile * kGroupsAtOnce * kLanes];
         std::vector<float> sums(laws * kLanes);
         const bool plain = r_.log_prior == nullptr && std::isinf(r_.cap) &&
                            (block + 1) * kBlockRowsOfTable <= r_.rows;
         const auto weigh = plain ? kernels_.weigh_plain : kernels_.weigh;
+        kernels_.enter();
         for (int64_t g = block * kBlockGroups; g < (block + 1) * kBlockGroups; g += kGroupsAtOnce) {
             int64_t law = 0;
-            for (int64_t i = 0; i < n; i += kIdsAtOnce) {
-                fetch_share(g + kGroupsAtOnce, i, std::min(n, i + kIdsAtOnce), n);
+            for (int64_t i = 0; i < n; i += at_once) {
+                fetch_share(g + kGroupsAtOnce, i, std::min(n, i + at_once), n);
                 kernels_.dots(left + i * width(), codes(g), codes(g + 1), quads_, dots);
                 const int64_t begin = law;
-                while (law < laws && owner[law] < i + kIdsAtOnce) ++law;
+                while (law < laws && owner[law] < i + at_once) ++law;
                 weigh(&terms[begin], &owner[begin], i, law - begin, &features_[g], dots,
                       levels + begin * kBlockRowsOfTable + g % kBlockGroups * kLanes, &sums[begin * kLanes]);
             }
         }
+        kernels_.leave();
         kernels_.fold(sums.data(), laws, &masses_[block], blocks_);
     }
 
@@ -391,6 +394,8 @@ void exponential_choice(const float *table, int64_t rows, int64_t d, const float
 void bind_choice(pybind11::module_ &m) {
     bind(m, "exponential_choice", &exponential_choice, "table", "rows", "d", "centre", "table_bits", "order", "starts",
          "laws", "law_ids", "law_scales", "log_prior", "cap", "position", "out", "threads");
+    m.def("has_matrix_tiles", [] { return choice_kernels().ids_at_once == kIdsATile; },
+          "whether exponential_choice multiplies in the processor's matrix unit");
 }
 
 }  // namespace fastdp

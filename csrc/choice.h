@@ -11,7 +11,7 @@
 namespace fastdp {
 
 constexpr int kGroupsAtOnce = 2;                     // groups of sixteen rows multiplied at a time
-constexpr int kIdsAtOnce = 12;                       // ids multiplied at a time
+constexpr int kIdsATile = 32;                        // ids multiplied at a time by a matrix unit, the most of any kernel
 constexpr int kBlockGroups = 16;                     // groups whose levels lie together
 constexpr int64_t kBlockRowsOfTable = kBlockGroups * kLanes;
 constexpr int kLeastLevel = 4;                       // of a row that may be drawn; 0 is a weight of 0
@@ -46,10 +46,15 @@ struct LawTerms {
 };
 
 struct ChoiceKernels {
+    int ids_at_once;
+    // Around calls of `dots` by one thread.
+    void (*enter)();
+    void (*leave)();
     // Writes the codes plus 128 of row `row` minus `centre`: code i at to[i / 4 * 64 + i % 4].
     EightBits (*round)(const float *row, const float *centre, int64_t d, float scale, uint8_t *to);
-    // dots[(k * 2 + h) * 16 + lane] = product of row k of `left`, 4 * quads codes, and row `lane` of group h, 128 still added, for
-    // k < kIdsAtOnce; quads is a multiple of 16.
+    // Puts the 4 * quads codes of row k where `dots` looks for them; quads is a multiple of 16, `left` one of ids_at_once rows.
+    void (*place)(const int8_t *code, int64_t k, int64_t quads, int8_t *left);
+    // dots[(k * 2 + h) * 16 + lane] = product of row k of `left` and row `lane` of group h, 128 still added, k < ids_at_once.
     void (*dots)(const int8_t *left, const uint8_t *group0, const uint8_t *group1, int64_t quads, int32_t *dots);
     // The same for the codes of one row and one group.
     void (*one)(const int8_t *code, const uint8_t *group, int64_t quads, int32_t *dots);

@@ -1,9 +1,17 @@
-// The functions of choice.h, once for each instruction set (AVX-512 VNNI, AVX2, portable C++), with equal results.
+// The functions of choice.h, once for each instruction set (AMX, AVX-512 VNNI, AVX2, portable C++), with equal results.
 // Functions named *_body are compiled into each of them.
 #include "choice.h"
 
 #include <algorithm>
 #include <cmath>
+
+#if FASTDP_HAS_X86 && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define FASTDP_HAS_AMX 1
+#else
+#define FASTDP_HAS_AMX 0
+#endif
 
 #if FASTDP_HAS_X86
 #include <immintrin.h>
@@ -13,6 +21,7 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 #define FASTDP_VNNI __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx512vnni,avx2,fma")))
+#define FASTDP_AMX __attribute__((target("amx-tile,amx-int8")))
 #endif
 
 namespace fastdp {
@@ -111,8 +120,9 @@ FASTDP_BODY void fold_body(const float *sums, int64_t laws, double *masses, int6
 
 template <class Target>
 constexpr ChoiceKernels kernels_of = {
-    &Target::round, &Target::dots,  &Target::one, &Target::template weigh<false>, &Target::template weigh<true>,
-    &Target::top,   &Target::cells, &Target::fold};
+    Target::kIds,  &Target::enter, &Target::leave,                 &Target::round,                &Target::place,
+    &Target::dots, &Target::one,   &Target::template weigh<false>, &Target::template weigh<true>, &Target::top,
+    &Target::cells, &Target::fold};
 
 // What all instruction sets share; each defines `at_least`, `at_most` and `store` itself.
 #define FASTDP_COMMON(attribute)                                                                                     \
@@ -171,6 +181,7 @@ constexpr ChoiceKernels kernels_of = {
     }
 
 #define FASTDP_LANE_LOOPS(attribute)                                                           \
+    static constexpr int kIds = 12;                                                            \
     attribute static inline void at_least(f16 &x, const f16 &least) { x = x > least ? x : least; } \
     attribute static inline void at_most(f16 &x, const f16 &most) { x = x < most ? x : most; } \
     attribute static inline void store(const i16 &level, uint8_t *to) {                        \
@@ -178,7 +189,15 @@ constexpr ChoiceKernels kernels_of = {
         std::memcpy(to, &bytes, sizeof bytes);                                                 \
     }
 
-struct Portable {
+struct ByRows {
+    static void enter() {}
+    static void leave() {}
+    static void place(const int8_t *code, int64_t k, int64_t quads, int8_t *left) {
+        std::copy(code, code + 4 * quads, left + k * 4 * quads);
+    }
+};
+
+struct Portable : ByRows {
     FASTDP_LANE_LOOPS()
     FASTDP_COMMON()
     static void one(const int8_t *left, const uint8_t *group, int64_t quads, int32_t *dots) {
@@ -188,7 +207,7 @@ struct Portable {
                 for (int j = 0; j < 4; ++j) dots[k] += left[j] * group[4 * k + j];
     }
     static void dots(const int8_t *left, const uint8_t *group0, const uint8_t *group1, int64_t quads, int32_t *dots) {
-        for (int k = 0; k < kIdsAtOnce; ++k, dots += kGroupsAtOnce * kLanes, left += 4 * quads) {
+        for (int k = 0; k < kIds; ++k, dots += kGroupsAtOnce * kLanes, left += 4 * quads) {
             one(left, group0, quads, dots);
             one(left, group1, quads, dots + kLanes);
         }
@@ -196,7 +215,7 @@ struct Portable {
 };
 
 #if FASTDP_HAS_X86
-struct Avx2 {
+struct Avx2 : ByRows {
     FASTDP_LANE_LOOPS(FASTDP_AVX2)
     FASTDP_COMMON(FASTDP_AVX2)
     FASTDP_AVX2 static void one(const int8_t *left, const uint8_t *group, int64_t quads, int32_t *dots) {
@@ -204,7 +223,7 @@ struct Avx2 {
     }
     FASTDP_AVX2 static void dots(const int8_t *left, const uint8_t *group0, const uint8_t *group1, int64_t quads,
                                  int32_t *dots) {
-        for (int k = 0; k < kIdsAtOnce; k += 4) {
+        for (int k = 0; k < kIds; k += 4) {
             rows<4>(left + 4 * quads * k, group0, quads, dots + k * kGroupsAtOnce * kLanes, kGroupsAtOnce * kLanes);
             rows<4>(left + 4 * quads * k, group1, quads, dots + (k * kGroupsAtOnce + 1) * kLanes, kGroupsAtOnce * kLanes);
         }
@@ -237,7 +256,8 @@ struct Avx2 {
     }
 };
 
-struct Vnni {
+struct Vnni : ByRows {
+    static constexpr int kIds = 12;
     FASTDP_VNNI static inline void at_least(f16 &x, const f16 &least) { x = (f16)_mm512_max_ps((__m512)x, (__m512)least); }
     FASTDP_VNNI static inline void at_most(f16 &x, const f16 &most) { x = (f16)_mm512_min_ps((__m512)x, (__m512)most); }
     FASTDP_VNNI static inline void store(const i16 &level, uint8_t *to) {
@@ -257,18 +277,18 @@ struct Vnni {
     // Twelve rows times thirty-two: 24 of the 32 registers are sums, so each byte loaded is used many times.
     FASTDP_VNNI static void dots(const int8_t *left, const uint8_t *group0, const uint8_t *group1, int64_t quads,
                                  int32_t *dots) {
-        __m512i low[kIdsAtOnce], high[kIdsAtOnce];
-        for (int k = 0; k < kIdsAtOnce; ++k) low[k] = high[k] = _mm512_setzero_si512();
+        __m512i low[kIds], high[kIds];
+        for (int k = 0; k < kIds; ++k) low[k] = high[k] = _mm512_setzero_si512();
         for (int64_t i = 0; i < quads; ++i) {
             const __m512i a = _mm512_loadu_si512(group0 + i * 4 * kLanes), b = _mm512_loadu_si512(group1 + i * 4 * kLanes);
 #pragma GCC unroll 12
-            for (int k = 0; k < kIdsAtOnce; ++k) {
+            for (int k = 0; k < kIds; ++k) {
                 low[k] = step(low[k], a, left + (k * quads + i) * 4);
                 high[k] = step(high[k], b, left + (k * quads + i) * 4);
             }
         }
 #pragma GCC unroll 12
-        for (int k = 0; k < kIdsAtOnce; ++k) {
+        for (int k = 0; k < kIds; ++k) {
             _mm512_storeu_si512(dots + k * kGroupsAtOnce * kLanes, low[k]);
             _mm512_storeu_si512(dots + (k * kGroupsAtOnce + 1) * kLanes, high[k]);
         }
@@ -282,12 +302,67 @@ struct Vnni {
     }
 };
 
+#if FASTDP_HAS_AMX
+struct alignas(64) Tiles {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// Products of 32 rows with 32 of the table, 64 entries at a time, in the matrix unit; the rest as Vnni.
+struct Amx : Vnni {
+    static constexpr int kIds = kIdsATile;
+    FASTDP_AMX static void enter() {
+        // Not on the stack: compilers take the instruction to read eight bytes, and leave the others unwritten.
+        static const Tiles tiles;
+        _tile_loadconfig(&tiles);
+    }
+    FASTDP_AMX static void leave() { _tile_release(); }
+    // Tiles of sixteen rows by 64 codes, each in one piece: what is loaded follows what was loaded before.
+    static void place(const int8_t *code, int64_t k, int64_t quads, int8_t *left) {
+        for (int64_t i = 0; i < 4 * quads; i += 64)
+            std::memcpy(left + k / kLanes * kLanes * 4 * quads + i * kLanes + k % kLanes * 64, code + i, 64);
+    }
+    FASTDP_AMX static void dots(const int8_t *left, const uint8_t *group0, const uint8_t *group1, int64_t quads,
+                                int32_t *dots) {
+        const int64_t width = 4 * quads, out = kGroupsAtOnce * kLanes * sizeof(int32_t);
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t i = 0; i < width; i += 64) {
+            _tile_loadd(4, left + i * kLanes, 64);
+            _tile_loadd(5, left + (width + i) * kLanes, 64);
+            _tile_loadd(6, group0 + i * kLanes, 64);
+            _tile_loadd(7, group1 + i * kLanes, 64);
+            _tile_dpbsud(0, 4, 6);
+            _tile_dpbsud(1, 4, 7);
+            _tile_dpbsud(2, 5, 6);
+            _tile_dpbsud(3, 5, 7);
+        }
+        _tile_stored(0, dots, out);
+        _tile_stored(1, dots + kLanes, out);
+        _tile_stored(2, dots + kLanes * kGroupsAtOnce * kLanes, out);
+        _tile_stored(3, dots + kLanes * kGroupsAtOnce * kLanes + kLanes, out);
+    }
+};
+
+// Linux lends the tiles' registers to processes that ask; without an answer nothing is lost but speed.
+bool tiles_granted() {
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;
+    static const bool granted = products().tiles_int8 && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    return granted;
+}
+#endif
 #endif
 
 }  // namespace
 
 const ChoiceKernels &choice_kernels() {
 #if FASTDP_HAS_X86
+#if FASTDP_HAS_AMX
+    if (may_use_amx() && products().vnni && tiles_granted()) return kernels_of<Amx>;
+#endif
     if (isa() == Isa::avx512 && products().vnni) return kernels_of<Vnni>;
     if (isa() >= Isa::avx2) return kernels_of<Avx2>;
 #endif

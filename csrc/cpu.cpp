@@ -58,8 +58,8 @@ Isa detect() {
     Isa asked;
     if (name == "portable") asked = Isa::portable;
     else if (name == "avx2") asked = Isa::avx2;
-    else if (name == "avx512") asked = Isa::avx512;
-    else throw std::invalid_argument("FASTDP_ISA is '" + name + "': use portable, avx2 or avx512");
+    else if (name == "avx512" || name == "amx") asked = Isa::avx512;
+    else throw std::invalid_argument("FASTDP_ISA is '" + name + "': use portable, avx2, avx512 or amx");
     if (asked > best) throw std::invalid_argument("FASTDP_ISA asks for " + name + ", which this processor lacks");
     return asked;
 }
@@ -80,10 +80,16 @@ const Products &products() {
         p.vnni = Features::has(f.third, 11);
         p.bf16 = Features::has(f.fifth, 5);
         p.tiles_bf16 = Features::has(f.fourth, 22);
+        p.tiles_int8 = Features::has(f.fourth, 25);
 #endif
         return p;
     }();
     return found;
+}
+
+bool may_use_amx() {
+    const char *wish = std::getenv("FASTDP_ISA");
+    return isa() == Isa::avx512 && (wish == nullptr || *wish == '\0' || std::string(wish) == "amx");
 }
 
 void bind_cpu(pybind11::module_ &m) {

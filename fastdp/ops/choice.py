@@ -136,7 +136,7 @@ def exponential_choice(
     The definition is the inverse of the distribution function in float64, at a 64-bit uniform of the token's own. On a
     CPU the same law is drawn by rejection: an eight-bit bound of every distance proposes, the float64 distance decides
     (``csrc/choice.cpp``), so the two agree in law and not draw by draw. Distances are computed once for each distinct
-    id. A token's randomness depends on the stream and its place among
+    id; processors with matrix tiles (AMX) multiply in them. A token's randomness depends on the stream and its place among
     the flattened ids alone, not on threads, grouping or the other tokens. A uniform has 53 bits, so that probabilities
     are right to about 2^-50 in all: no epsilon here counts that delta. Scratch: V d bytes, and at most 512 V bytes of
     bounds; nothing of size N V.
