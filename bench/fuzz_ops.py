@@ -185,16 +185,11 @@ def groups(draw: Draw) -> Compared:
     exact = [gradients(left, right, offsets, 0) for left, right in zip(lefts, rights)]
     squares = torch.stack([g.square().sum((1, 2)) for g, _ in exact])
     products = torch.stack([ops.row_products(left, right, offsets)[0] for left, right in zip(lefts, rights)])
-    kind = draw.turn("gram", "scaled", "chosen", "per_unit", "sum")
+    kind = draw.turn("gram", "chosen", "per_unit", "sum")
     if kind == "gram":
         got, upper = ops.gram_norms(lefts, rights, [1] * k, offsets)
         return within(torch.cat([got.double(), upper]), torch.cat([squares, products]),
                       torch.cat([products.square(), 1e3 * products]))  # fmt: skip
-    if kind == "scaled":
-        scales = [torch.rand(x.shape[1]) for x in (*lefts, *rights)]
-        scaled = [x.double() * s.double() for x, s in zip((*lefts, *rights), scales)]
-        truth = [gradients(a, b, offsets, 0)[0].square().sum((1, 2)) for a, b in zip(scaled[:k], scaled[k:])]
-        return within(ops.gram_norms(lefts, rights, [1] * k, offsets, scales)[0], torch.stack(truth), products.square())
     if kind == "chosen":
         chosen = torch.rand(k, units) < 0.5
         return within(ops.chosen_sqnorm(lefts, rights, offsets, chosen), squares * chosen, products.square())

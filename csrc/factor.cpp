@@ -29,23 +29,11 @@ __attribute__((target("avx2,f16c"))) int64_t widen_f16(const uint16_t *in, int64
 }
 #endif
 
-// out[i] = in[i] * scale[i]; `out` may be `in`.
-#define FASTDP_SCALE_ROW(name)                                                         \
-    void name(const float *in, const float *scale, int64_t count, float *out) {        \
-        _Pragma("GCC ivdep") for (int64_t i = 0; i < count; ++i) out[i] = in[i] * scale[i]; \
-    }
-FASTDP_SCALE_ROW(scale_row_portable)
-#if defined(__x86_64__)
-FASTDP_AVX2 FASTDP_SCALE_ROW(scale_row_avx2)
-FASTDP_AVX512 FASTDP_SCALE_ROW(scale_row_avx512)
-#endif
-
-// Whether all entries of a row, before their scale, are zero (or else: finite).
+// Whether all entries of a row are zero (or else: finite).
 template <typename Predicate>
 bool all_of_row(const Factor &factor, int64_t t, Predicate holds) {
-    const Factor bare{factor.data, factor.element, factor.width, factor.row_stride, factor.column_stride, nullptr};
     for (int64_t j = 0; j < factor.width; ++j)
-        if (!holds(bare.entry(t, j))) return false;
+        if (!holds(factor.entry(t, j))) return false;
     return true;
 }
 
@@ -104,10 +92,8 @@ Tokens nonzero_tokens(const std::vector<Factor> &lefts, const Factor &right, con
 
 void read_row(const Factor &factor, int64_t t, int64_t start, int64_t count, float *out) {
     const int64_t stride = factor.column_stride, first = t * factor.row_stride + start * stride;
-    const float *scale = factor.scale == nullptr ? nullptr : factor.scale + start;
     if (factor.element == Element::f32) {
         const float *in = static_cast<const float *>(factor.data) + first;
-        if (stride == 1 && scale != nullptr) return FASTDP_BEST(scale_row)(in, scale, count, out);
         if (stride == 1) std::memcpy(out, in, count * sizeof(float));
         else for (int64_t i = 0; i < count; ++i) out[i] = in[i * stride];
     } else {
@@ -119,7 +105,6 @@ void read_row(const Factor &factor, int64_t t, int64_t start, int64_t count, flo
 #endif
         for (; i < count; ++i) out[i] = brain ? bfloat_to_float(in[i * stride]) : half_to_float(in[i * stride]);
     }
-    if (scale != nullptr) FASTDP_BEST(scale_row)(out, scale, count, out);
 }
 
 }  // namespace fastdp

@@ -15,22 +15,21 @@ struct Factor {
     int64_t width;       // columns
     int64_t row_stride;  // in elements
     int64_t column_stride;
-    const float *scale;  // what each column is multiplied by as it is read, or null
 
     // Whether a row can be read in place as consecutive floats.
-    bool plain() const { return element == Element::f32 && column_stride == 1 && scale == nullptr; }
+    bool plain() const { return element == Element::f32 && column_stride == 1; }
 
     const float *row(int64_t t) const { return static_cast<const float *>(data) + t * row_stride; }
 
     float entry(int64_t t, int64_t column) const;
 };
 
-// What Python passes: address, element type, width, row stride, column stride, address of the columns' scale or 0.
-using FactorTuple = std::tuple<uintptr_t, int, int64_t, int64_t, int64_t, uintptr_t>;
+// What Python passes: address, element type, width, row stride, column stride.
+using FactorTuple = std::tuple<uintptr_t, int, int64_t, int64_t, int64_t>;
 
 inline Factor factor_of(const FactorTuple &t) {
     return {reinterpret_cast<const void *>(std::get<0>(t)), static_cast<Element>(std::get<1>(t)), std::get<2>(t),
-            std::get<3>(t), std::get<4>(t), reinterpret_cast<const float *>(std::get<5>(t))};
+            std::get<3>(t), std::get<4>(t)};
 }
 
 inline float half_to_float(uint16_t half) {
@@ -63,17 +62,12 @@ inline float bfloat_to_float(uint16_t half) {
 
 inline float Factor::entry(int64_t t, int64_t column) const {
     const int64_t index = t * row_stride + column * column_stride;
-    float value;
-    if (element == Element::f32) {
-        value = static_cast<const float *>(data)[index];
-    } else {
-        const uint16_t half = static_cast<const uint16_t *>(data)[index];
-        value = element == Element::bf16 ? bfloat_to_float(half) : half_to_float(half);
-    }
-    return scale == nullptr ? value : value * scale[column];
+    if (element == Element::f32) return static_cast<const float *>(data)[index];
+    const uint16_t half = static_cast<const uint16_t *>(data)[index];
+    return element == Element::bf16 ? bfloat_to_float(half) : half_to_float(half);
 }
 
-// Columns [start, start + count) of token t as floats, times their scale.
+// Columns [start, start + count) of token t as floats.
 void read_row(const Factor &factor, int64_t t, int64_t start, int64_t count, float *out);
 
 // The tokens that add to a unit's gradient, in their order: unit u has at[bounds[u]] .. at[bounds[u + 1] - 1].

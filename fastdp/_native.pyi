@@ -11,9 +11,7 @@ from torch import Tensor
 
 _Memory = Tensor | ndarray | int | None
 _Address = int
-_Factor = tuple[
-    _Address, int, int, int, int, _Address
-]  # data, element type, width, strides of rows and columns, scale or 0
+_Factor = tuple[_Address, int, int, int, int]  # data, element type, width, strides of rows and columns
 _Left = tuple[_Factor, _Address, int]  # a matrix, or no matrix and the address and stride of ids
 
 # cpu.cpp
@@ -241,3 +239,4 @@ def exponential_choice(
     out: _Memory,
     threads: int,
 ) -> None: ...
+def has_matrix_tiles() -> bool: ...

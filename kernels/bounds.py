@@ -186,11 +186,10 @@ def gram_norms(
     rights: Sequence[torch.Tensor],
     counts: Sequence[int],
     offsets: torch.Tensor,
-    scales: Sequence[torch.Tensor],
     most: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Squared norms [k, B], float32, of uses of which each right has ``counts``, and row products, float64."""
-    if scales or most < INT64_MAX:
+    if most < INT64_MAX:
         return NotImplemented
     return gram.gram_norms(lefts, rights, counts, offsets)
 

@@ -230,7 +230,6 @@ class Rounding:
 
     Args:
         factors: of the use, ids included: their device and dtypes say which arithmetic runs.
-        scaled: columns of the factors are multiplied by numbers for norms, and entries of the sum by the same ones.
 
     >>> import torch
     >>> from fastdp.ops import Rounding
@@ -238,8 +237,7 @@ class Rounding:
     True
     """
 
-    def __init__(self, *factors: Tensor, scaled: bool = False):
-        self.scaled = scaled
+    def __init__(self, *factors: Tensor):
         self.unit = 2.0**-53 if accumulator(*factors) == torch.float64 else 2.0**-24
         device = factors[0].device.type
         if device == "cpu" and HAS_KERNELS and all(f.dtype in ELEMENT or is_one_hot(f) for f in factors):
@@ -281,10 +279,8 @@ class Rounding:
         """Of what a unit adds to a weighted sum, against its weight times the products."""
         # The order of a BLAS is not known: any order of the unit's terms has at most this many additions in a row.
         # Two more of the weight times a row and of its product. On a GPU what is held is multiplied by a quotient of two
-        # weights where units change: docs/clipping.md. Of what is scaled, two roundings of both factors for the norm, and of
-        # the sum two, and one of adding it to those before.
-        apart = 5 if self.scaled else 0
-        return Roundings(apart + (24 + 2 * MOST_UNITS if self.arithmetic == "triton" else 3), 1, 0, self.unit)
+        # weights where units change: docs/clipping.md.
+        return Roundings(24 + 2 * MOST_UNITS if self.arithmetic == "triton" else 3, 1, 0, self.unit)
 
     def squares(self, entries: int) -> float:
         """Of a sum of this many squares or sizes, against itself, and of adding an instance times its weight."""

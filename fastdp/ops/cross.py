@@ -106,7 +106,7 @@ def cross_inner(
     return CROSS_INNER(left1, right1, left2, right2, offsets1, offsets2)
 
 
-def _left(left: Tensor) -> tuple[tuple[int, int, int, int, int, int], int, int]:
+def _left(left: Tensor) -> tuple[tuple[int, int, int, int, int], int, int]:
     if is_one_hot(left):
         return NO_FACTOR, left.data_ptr(), left.stride(0)
     return native_factor(left), 0, 0

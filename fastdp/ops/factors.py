@@ -36,7 +36,7 @@ _MATMULS: list[Any] = [
 #: Whether there are kernels for this processor.
 HAS_KERNELS = _native.isa() != "portable"
 #: What kernels read of ids, which are no matrix.
-NO_FACTOR = (0, 0, 0, 0, 0, 0)
+NO_FACTOR = (0, 0, 0, 0, 0)
 #: Products of at most this many columns are taken transposed, which is faster: a step has LoRA's by the hundred.
 FEW_COLUMNS = 32
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -63,18 +63,14 @@ def has_kernel(*factors: Tensor) -> bool:
     return HAS_KERNELS
 
 
-def native_factor(matrix: Tensor, scale: Tensor | None = None) -> tuple[int, int, int, int, int, int]:
-    """What csrc/factor.h reads of a matrix on the CPU, and what it multiplies its columns by: float32 [columns], contiguous.
-
-    The caller keeps the tensors alive.
-    """
-    own = 0 if scale is None else scale.data_ptr()
-    return matrix.data_ptr(), ELEMENT[matrix.dtype], matrix.shape[1], matrix.stride(0), matrix.stride(1), own
+def native_factor(matrix: Tensor) -> tuple[int, int, int, int, int]:
+    """What csrc/factor.h reads of a matrix on the CPU; the caller keeps it alive."""
+    return matrix.data_ptr(), ELEMENT[matrix.dtype], matrix.shape[1], matrix.stride(0), matrix.stride(1)
 
 
-def native_factors(matrices: Sequence[Tensor]) -> list[tuple[int, int, int, int, int, int]]:
-    """`native_factor` of each, without scales."""
-    return [(x.data_ptr(), ELEMENT[x.dtype], x.shape[1], x.stride(0), x.stride(1), 0) for x in matrices]
+def native_factors(matrices: Sequence[Tensor]) -> list[tuple[int, int, int, int, int]]:
+    """`native_factor` of each."""
+    return [(x.data_ptr(), ELEMENT[x.dtype], x.shape[1], x.stride(0), x.stride(1)) for x in matrices]
 
 
 def unit_bounds(offsets: Tensor) -> list[int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 import fastdp._native as _native
 
 from .bounds import PRODUCTS_ROUNDING, ROW_PRODUCTS, shared_token_counts
-from .factors import INT64_MAX, accumulator, check_group, has_kernel, native_factor, unit_bounds
+from .factors import INT64_MAX, accumulator, check_group, has_kernel, native_factor, native_factors, unit_bounds
 from .matrices import Matrices
 from .stream import native_threads
 from .table import Op
@@ -35,12 +35,8 @@ def _gram_norms_reference(
     rights: Sequence[Tensor],
     counts: Sequence[int],
     offsets: Tensor,
-    scales: Sequence[Tensor],
     most: int,
 ) -> tuple[Tensor, Tensor]:
-    if scales:
-        lefts = [left * scale for left, scale in zip(lefts, scales)]
-        rights = [right * scale for right, scale in zip(rights, scales[len(lefts) :])]
     pairs = list(zip(lefts, [right for right, count in zip(rights, counts) for _ in range(count)]))
     squares = [_gram_squares(left, right, unit_bounds(offsets)) for left, right in pairs]
     products = [ROW_PRODUCTS.reference(left, right, offsets, 2)[0] for left, right in pairs]
@@ -60,7 +56,6 @@ def _check_gram_norms(
     rights: Sequence[Tensor],
     counts: Sequence[int],
     offsets: Tensor,
-    scales: Sequence[Tensor],
     most: int,
 ) -> None:
     if len(rights) != len(counts) or not rights or sum(counts) != len(lefts):
@@ -68,13 +63,10 @@ def _check_gram_norms(
     if min(counts) < 1:
         raise ValueError("lefts is empty: a group has at least one use")
     check_group(lefts, rights, offsets, counts)
-    if scales and [(s.shape, s.dtype) for s in scales] != [((f.shape[1],), torch.float32) for f in (*lefts, *rights)]:
-        raise ValueError("scales must be float32 vectors, a number for each column of every factor")
 
 
 GRAM_NORMS = Op(
-    "gram_norms(Tensor[] lefts, Tensor[] rights, int[] counts, Tensor offsets, Tensor[] scales, int most)"
-    " -> (Tensor, Tensor)",
+    "gram_norms(Tensor[] lefts, Tensor[] rights, int[] counts, Tensor offsets, int most) -> (Tensor, Tensor)",
     reference=_gram_norms_reference,
     fake=lambda lefts, rights, counts, offsets, *_: empty_norms(lefts, rights, offsets),
     check=_check_gram_norms,
@@ -87,7 +79,6 @@ def gram_norms(
     rights: Sequence[Tensor],
     counts: Sequence[int],
     offsets: Tensor,
-    scales: Sequence[Tensor] = (),
     most: int = INT64_MAX,
 ) -> tuple[Tensor, Tensor]:
     """Squared norms of uses by the Gram route of `fastdp.ops.sqnorm`, and the `row_products` of each.
@@ -100,8 +91,6 @@ def gram_norms(
         rights: [N, n_i], float, any strides.
         counts: how many of the lefts, in order, each of the rights has.
         offsets: int64 [B + 1], as in `fastdp.ops.sqnorm`.
-        scales: of the lefts and then of the rights, vectors float32 that their columns are multiplied by as they are read, in
-            float32; none for factors as they are. On a GPU the definition runs, which makes copies.
         most: units of more tokens, as `shared_token_counts` has them, get squares and products of 0: for them the direct
             route is the faster one.
 
@@ -109,8 +98,8 @@ def gram_norms(
         Squared norms [k, B], float32 (float64 if a factor is float64), and products [k, B], float64.
 
     Raises:
-        TypeError, ValueError: no matrices, a right without lefts, ids among these, scales of other widths, or what
-            `fastdp.ops.sqnorm` refuses.
+        TypeError, ValueError: no matrices, a right without lefts, ids among these, or what `fastdp.ops.sqnorm`
+            refuses.
 
     >>> import torch
     >>> from fastdp.ops import gram_norms
@@ -121,7 +110,7 @@ def gram_norms(
     tensor([[  8.,  32.],
             [ 32., 128.]])
     """
-    squares, products = GRAM_NORMS(Matrices.of(lefts), Matrices.of(rights), list(counts), offsets, list(scales), most)
+    squares, products = GRAM_NORMS(Matrices.of(lefts), Matrices.of(rights), list(counts), offsets, most)
     return squares, products * PRODUCTS_ROUNDING
 
 
@@ -131,32 +120,31 @@ def _gram_norms_of(
     bounds: list[int],
     products: Tensor | None = None,
     counts: Tensor | None = None,
-    scales: Sequence[Tensor | None] = (),
     most: int = INT64_MAX,
 ) -> Tensor:
     """Squared norms [k, B] by Gram matrices.
 
     ``products`` is where the row products go as float64 [k, B], and ``counts`` where those of tokens do, [B], if anywhere.
-    ``scales`` are of the columns of each left, and of right. Units of more than ``most`` tokens that add anything get 0.
+    Units of more than ``most`` tokens that add anything get 0.
     """
     norms = torch.empty(len(lefts), len(bounds) - 1)
-    *own, last = [native_factor(*pair) for pair in zip((*lefts, right), scales or [None] * (len(lefts) + 1))]
-    _native.gram_sqnorm(own, last, bounds, most, norms, products, counts, native_threads())
+    _native.gram_sqnorm(
+        native_factors(lefts), native_factor(right), bounds, most, norms, products, counts, native_threads()
+    )
     return norms
 
 
 def counted_gram_norms(
-    lefts: Sequence[Tensor], right: Tensor, offsets: Tensor, scales: Sequence[Tensor], most: int
+    lefts: Sequence[Tensor], right: Tensor, offsets: Tensor, most: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`gram_norms` of uses that read one right, and the `shared_token_counts` of all: on a processor from one look."""
     if right.device.type != "cpu" or not has_kernel(right, *lefts):
-        norms = gram_norms(lefts, [right], [len(lefts)], offsets, scales, most)
+        norms = gram_norms(lefts, [right], [len(lefts)], offsets, most)
         return *norms, shared_token_counts(lefts, right, offsets)
-    _check_gram_norms(lefts, [right], [len(lefts)], offsets, scales, most)
+    _check_gram_norms(lefts, [right], [len(lefts)], offsets, most)
     shape = len(lefts), offsets.shape[0] - 1
     products, counts = torch.empty(shape, dtype=torch.float64), torch.empty(shape[1], dtype=torch.float64)
-    own = [scale.contiguous() for scale in scales]
-    squares = _gram_norms_of(lefts, right, unit_bounds(offsets), products, counts, own, most)
+    squares = _gram_norms_of(lefts, right, unit_bounds(offsets), products, counts, most)
     return squares, products.mul_(PRODUCTS_ROUNDING), counts
 
 
@@ -166,17 +154,15 @@ def _gram_norms_on_cpu(
     rights: Sequence[Tensor],
     counts: Sequence[int],
     offsets: Tensor,
-    scales: Sequence[Tensor],
     most: int,
 ) -> tuple[Tensor, Tensor]:
     if not has_kernel(*rights, *lefts):
         return NotImplemented
     bounds, first = unit_bounds(offsets), 0
     squares = torch.empty(len(lefts), len(bounds) - 1)
-    products, scales = torch.empty_like(squares, dtype=torch.float64), [scale.contiguous() for scale in scales]
-    for group, (right, count) in enumerate(zip(rights, counts)):
+    products = torch.empty_like(squares, dtype=torch.float64)
+    for right, count in zip(rights, counts):
         own = slice(first, first + count)
-        by = (*scales[own], scales[len(lefts) + group]) if scales else ()
-        squares[own] = _gram_norms_of(lefts[own], right, bounds, products[own], None, by, most)
+        squares[own] = _gram_norms_of(lefts[own], right, bounds, products[own], None, most)
         first += count
     return squares, products

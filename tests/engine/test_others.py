@@ -163,8 +163,8 @@ def gpu(route: Callable[..., str]) -> Iterator[None]:
     """Measure as on a GPU, where ``route`` says how: many uses in one launch, and the error terms of its kernels."""
 
     class Rounding(ops.Rounding):
-        def __init__(self, *factors: torch.Tensor, scaled: bool = False):
-            super().__init__(*factors, scaled=scaled)
+        def __init__(self, *factors: torch.Tensor):
+            super().__init__(*factors)
             self.arithmetic = "triton"
 
     with ExitStack() as patches:

@@ -43,7 +43,7 @@ def arguments() -> dict[str, tuple]:
         "norms": (left(), right(), OFFSETS, 2, MASK),
         "cross_inner": (ids, right(), left(), right(), OFFSETS, OFFSETS),
         "row_products": (left(), right(), OFFSETS, 2),
-        "gram_norms": (*two, [1, 1], OFFSETS, [torch.ones(ROWS)] * 2 + [torch.ones(COLUMNS)] * 2, 1 << 20),
+        "gram_norms": (*two, [1, 1], OFFSETS, 1 << 20),
         "token_counts": (*two, OFFSETS),
         "direct_norms": (*two, OFFSETS, [1]),
         "chosen_sqnorm": (*two, OFFSETS, torch.ones(2, UNITS, dtype=torch.bool)),

@@ -80,12 +80,10 @@ def test_products_cover_their_own_rounding() -> None:
     assert float(ops.row_products(left, torch.ones(1, 1), torch.tensor([0, 1]))[0]) >= true
 
 
-def test_sums_of_scaled_factors_go_through_more_roundings() -> None:
-    factors = torch.ones(3, 2), torch.ones(3, 4)
-    plain, scaled = ops.Rounding(*factors).added(), ops.Rounding(*factors, scaled=True).added()
-    assert scaled.fixed - plain.fixed == 5
-    assert plain.plus(scaled) == Roundings(plain.fixed + scaled.fixed, 2.0)
-    assert plain.larger(scaled) == scaled
+def test_roundings_add_up_and_the_larger_holds_both() -> None:
+    one, two = Roundings(3.0, 1.0), Roundings(8.0, 1.0)
+    assert one.plus(two) == Roundings(11.0, 2.0)
+    assert one.larger(two) == two
 
 
 @cases(*pairs(("order", [1, 2]), ("units", [1, 7])))

@@ -108,7 +108,7 @@ class Grams:
             squares, products = ops.gram_norms(lefts, [right], [len(lefts)], offsets)
         else:
             most = longest_by_gram(sum([use.width for use in uses]), right.shape[1])
-            squares, products, tokens = counted_gram_norms(lefts, right, offsets, (), most)
+            squares, products, tokens = counted_gram_norms(lefts, right, offsets, most)
             if float(tokens.max()) > most:
                 long = tokens > most
                 products = torch.where(long, torch.stack([use.row_products(self.layout) for use in uses]), products)

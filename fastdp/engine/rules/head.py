@@ -328,7 +328,7 @@ class _Norms:
         """By Gram matrices, or directly where a unit is long or their rounding may hide too much."""
         sizes = tile.shape[1], hidden.shape[1]
         most = INT64_MAX if on_gpu(tile) else longest_by_gram(*sizes)
-        squares, products = (found[0].double() for found in ops.gram_norms([tile], [hidden], [1], offsets, (), most))
+        squares, products = (found[0].double() for found in ops.gram_norms([tile], [hidden], [1], offsets, most))
         every, tokens = ops.row_products(tile, hidden, offsets)
         long = tokens > most
         products = torch.where(long, every, products)

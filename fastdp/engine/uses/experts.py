@@ -83,7 +83,7 @@ class ExpertFactors(Factors):
         else:
             # On a processor runs that are long are left to the direct route.
             most = longest_by_gram(*sizes) if offsets.device.type == "cpu" else INT64_MAX
-            squares, short = (found[0] for found in ops.gram_norms(left, right, [1], offsets, (), most))
+            squares, short = (found[0] for found in ops.gram_norms(left, right, [1], offsets, most))
             gram_error = gammas([self.rounding().gram(*sizes)], tokens)[0] * short.square()
             self.imprecise = self.by_unit(gram_error) > REMEASURED * self.by_unit(squares)
             again = (((short > 0) & self.imprecise.repeat(self.count)) | (tokens > most)).unsqueeze(0)
