@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -44,8 +43,6 @@ _NO_HEAP = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"
 #: Seconds that steps in a row on a GPU take about, between which the host need not wait.
 _IN_A_ROW = 0.5
 
-#: Small programs, as tutorials have them: all but the loader is a few milliseconds.
-_small = partial(Case, batches=64)
 CASES = {
     "gpt2-6x512-lora": Case("gpt2", 6, 512, tuning="lora"),
     "gpt2-6x512-full": Case("gpt2", 6, 512),
@@ -58,11 +55,6 @@ CASES = {
     "bert-6x384-full": Case("bert", 6, 384),
     "bert-6x384-bitfit": Case("bert", 6, 384, tuning="bitfit"),
     "vit-6x384-full": Case("vit", 6, 384, tokens=197),
-    "small-cnn": _small("cnn", 2, 16, rows=16, tokens=16),
-    "small-text": _small("words", 2, 64, rows=16, vocabulary=1000, tokens=32),
-    "small-text-cnn": _small("text-cnn", 1, 32, rows=16, vocabulary=1000, tokens=32),
-    "small-gpt2-lora": _small("gpt2", 2, 64, rows=8, vocabulary=1000, tokens=32, tuning="lora"),
-    "small-llama-lora": _small("llama", 2, 64, 128, rows=8, vocabulary=1000, tokens=32, tuning="lora"),
     **workloads.LARGE,
 }
 
