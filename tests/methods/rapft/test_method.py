@@ -322,16 +322,6 @@ def test_a_source_needs_noise_and_a_rate_or_public_examples(options):
         PublicMap([])
 
 
-def test_a_map_that_the_budget_cannot_hold():
-    with pytest.raises(ValueError, match="out of reach"):
-        start(Classifier(), method=RapFT(NoisyMap(0.3, 1.0)), target_epsilon=0.5, target_delta=1e-3)
-
-
-def test_a_mask_that_would_never_be_made():
-    with pytest.raises(ValueError, match="no mask would ever be made"):
-        start(Classifier(), method=RapFT(public(), map_after=100), noise_multiplier=1.0, target_delta=1e-3)
-
-
 def test_nothing_is_spent_on_a_zero_matrix():
     model = Classifier()
     with torch.no_grad():
@@ -342,11 +332,22 @@ def test_nothing_is_spent_on_a_zero_matrix():
     assert private.epsilon() == 0
 
 
-@cases("ratio", [1.0, 0.999])
-def test_a_ratio_that_leaves_nothing_strong_is_refused_before_anything_is_spent(ratio, tmp_path):
-    method = RapFT(NoisyMap(1.0, 0.5), irrelevance_ratio=ratio)
-    with pytest.raises(ValueError, match="r_s = 0"):
-        start(Classifier(), method=method, noise_multiplier=1.0, target_delta=1e-3, output_dir=tmp_path)
+USERS = {"user_ids": [i // 2 for i in range(24)], "max_examples_per_user": 2}
+
+
+@cases(
+    ("method", "options", "message"),
+    [
+        *((RapFT(NoisyMap(1.0, 0.5), irrelevance_ratio=ratio), {}, "r_s = 0") for ratio in (1.0, 0.999)),
+        (RapFT(NoisyMap(0.3, 1.0)), {"target_epsilon": 0.5, "noise_multiplier": None}, "out of reach"),
+        (RapFT(public(), map_after=100), {}, "no mask would ever be made"),
+        (RapFT(NoisyMap(1.0, 1.0)), USERS, "take it from PublicMap"),
+    ],
+)
+def test_what_no_run_can_keep_is_refused_before_anything_is_spent(method, options, message, tmp_path):
+    options = {"noise_multiplier": 1.0, "target_delta": 1e-3, "output_dir": tmp_path, **options}
+    with pytest.raises(ValueError, match=message):
+        start(Classifier(), loader(batch_size=4), method=method, **options)
     assert not list(tmp_path.iterdir())
 
 
@@ -369,19 +370,6 @@ def test_the_noise_of_a_map_is_in_the_form_that_the_card_names(secure, monkeypat
     private.prepare()
     assert set(forms) == {secure}
     assert private.card()["noise_source"]["secure_rounding"] is secure
-
-
-def test_users_with_several_rows_are_refused():
-    with pytest.raises(ValueError, match="take it from PublicMap"):
-        start(
-            Classifier(),
-            loader(batch_size=4),
-            method=RapFT(NoisyMap(1.0, 1.0)),
-            noise_multiplier=1.0,
-            target_delta=1e-3,
-            user_ids=[i // 2 for i in range(24)],
-            max_examples_per_user=2,
-        )
 
 
 class Bare(Classifier):
@@ -425,13 +413,9 @@ def _rows(logits: torch.Tensor, batch: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("source", [public(), NoisyMap(2.0, 0.5)])
-def test_a_model_without_logits_is_refused_when_it_is_made_private(source: Any, after: int) -> None:
+def test_a_model_without_logits_or_loss_is_refused_when_it_is_made_private(source: Any, after: int) -> None:
     with pytest.raises(ValueError, match=r"let forward\(\) return 'logits'"):
         start(Lossy(), method=RapFT(source, map_after=after), noise_multiplier=1.0, target_delta=1e-3)
-
-
-def test_public_gradients_without_a_loss_are_refused_when_the_model_is_made_private() -> None:
-    source = PublicGradients(public().batches)
-    method = RapFT(source, allocation="axes", map_after=2)
+    method = RapFT(PublicGradients(public().batches), allocation="axes", map_after=after)
     with pytest.raises(ValueError, match="the model returned no loss"):
         start(Bare(), method=method, criterion=_rows, noise_multiplier=1.0, target_delta=1e-3)

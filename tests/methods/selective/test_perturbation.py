@@ -26,6 +26,19 @@ def encoded(tokenizer, texts=TEXTS):
     return tokenizer(list(texts), add_special_tokens=False)["input_ids"]
 
 
+class Fixed:
+    """A detector that reports what it is told."""
+
+    def __init__(self, spans):
+        self.spans = spans
+
+    def detect(self, texts):
+        return self.spans
+
+    def describe(self):
+        return {"name": "fixed"}
+
+
 @cases("mechanism", ["local", "paper"])
 def test_only_private_tokens_change(model, mechanism):
     tokenizer, table = model
@@ -48,25 +61,13 @@ def test_budget_of_each_text(model):
     assert by_token.epsilons[1] == 0
     by_text = SelectivePerturbation(2.0, budget="text")(TEXTS, tokenizer, table)
     assert by_text.epsilons == [2.0, 0.0, 2.0]
-
-
-def test_a_large_epsilon_changes_nothing(model):
-    tokenizer, table = model
+    every = SelectivePerturbation(0.01, scope="all")(TEXTS, tokenizer, table)
+    assert every.private_tokens == sum(map(len, encoded(tokenizer)))
+    assert every.card()["settings"]["detector"] == {"name": "every token"}
+    cut = SelectivePerturbation(1.0)(TEXTS, tokenizer, table, max_length=4)
+    assert max(map(len, cut.ids)) == 4
+    assert cut.epsilons[0] <= 4.0
     assert SelectivePerturbation(1e5)(TEXTS, tokenizer, table).ids == encoded(tokenizer)
-
-
-def test_every_token(model):
-    tokenizer, table = model
-    found = SelectivePerturbation(0.01, scope="all")(TEXTS, tokenizer, table)
-    assert found.private_tokens == sum(map(len, encoded(tokenizer)))
-    assert found.card()["settings"]["detector"] == {"name": "every token"}
-
-
-def test_truncated_tokens_cost_nothing(model):
-    tokenizer, table = model
-    found = SelectivePerturbation(1.0)(TEXTS, tokenizer, table, max_length=4)
-    assert max(map(len, found.ids)) == 4
-    assert found.epsilons[0] <= 4.0
 
 
 def test_drawn_once_and_kept(model, tmp_path):
@@ -155,17 +156,6 @@ def test_rows_that_pad_the_table_are_never_drawn():
     assert max(token for own in found.ids for token in own) < 3
 
 
-class Wrong:
-    def __init__(self, spans):
-        self.spans = spans
-
-    def detect(self, texts):
-        return self.spans
-
-    def describe(self):
-        return {"name": "wrong"}
-
-
 @cases(
     ("settings", "message"),
     [
@@ -195,9 +185,9 @@ def test_refused_when_called(model):
     with pytest.raises(ValueError, match="has no row in the table"):
         SelectivePerturbation(1.0, scope="all")(TEXTS, tokenizer, table[:300])
     with pytest.raises(ValueError, match="covers characters 0 to 999"):
-        SelectivePerturbation(1.0, detector=Wrong([[Span("X", 0, 999)], [], []]))(TEXTS, tokenizer, table)
+        SelectivePerturbation(1.0, detector=Fixed([[Span("X", 0, 999)], [], []]))(TEXTS, tokenizer, table)
     with pytest.raises(ValueError, match="0 lists of spans for 3 texts"):
-        SelectivePerturbation(1.0, detector=Wrong([]))(TEXTS, tokenizer, table)
+        SelectivePerturbation(1.0, detector=Fixed([]))(TEXTS, tokenizer, table)
     with pytest.raises(ValueError, match="no character offsets"):
         SelectivePerturbation(1.0)(TEXTS, object(), table)
 

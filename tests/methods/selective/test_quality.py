@@ -6,18 +6,7 @@ import pytest
 
 from fastdp.methods.selective import PrivacyPolicy, RuleDetector, Span, measure_detector, read_labelled_spans
 
-
-class Fixed:
-    """A detector that reports what it is told."""
-
-    def __init__(self, spans):
-        self.spans = spans
-
-    def detect(self, texts):
-        return self.spans
-
-    def describe(self):
-        return {"name": "fixed"}
+from .test_perturbation import Fixed
 
 
 def test_counts():

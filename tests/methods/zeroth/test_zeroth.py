@@ -286,24 +286,15 @@ class Elsewhere(Classifier):
 def test_a_loss_of_the_models_own_is_taken_row_by_row() -> None:
     released = [one_step(run(model))[0] for model in (Classifier(), Own())]
     assert released[0] == pytest.approx(released[1], abs=2e-3)
-
-
-def test_a_weight_that_cannot_be_moved_is_named() -> None:
-    private = run(Elsewhere())
     with pytest.raises(ValueError, match="first.weight is read outside the forward"):
-        one_step(private)
+        one_step(run(Elsewhere()))
 
 
-def test_a_model_that_was_loaded_in_evaluation_mode_trains() -> None:
-    private = run(Classifier().eval(), shapes="public")
+def test_a_model_loaded_in_evaluation_mode_trains_and_evaluates_as_its_own() -> None:
+    model, rows = Classifier().eval(), collate(examples(4))
+    plain = copy.deepcopy(model)(**rows)["loss"]
+    private = run(model, shapes="public")
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**rows)["loss"], plain)
     one_step(private)
     assert private.route == "uses"
-
-
-def test_evaluation_is_the_models_own() -> None:
-    model, rows = Classifier(), collate(examples(4))
-    plain = copy.deepcopy(model)(**rows)["loss"]
-    run(model)
-    model.eval()
-    with torch.no_grad():
-        assert torch.equal(model(**rows)["loss"], plain)
