@@ -9,33 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from fastdp import accounting
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy
 from fastdp.methods import rapft
-from tests.cases import cases
 from tests.engine.reference import known
 
 RATE, STEPS, DELTA = 256 / 42000, 821, 1e-5
 SHAPES = {"a.weight": (3, 4), "b.bias": (5,)}
-
-
-def epsilon(multiplier: float) -> float:
-    return float(accounting.epsilon(accounting.dpsgd(multiplier, RATE, STEPS), DELTA))
-
-
-@cases(("weak", "expected"), [(0.6, 1.13389), (0.7, 0.986394), (0.8, 0.83205), (0.9, 0.70225)])
-def test_effective_multiplier(weak, expected):
-    assert rapft.effective_noise_multiplier(0.6, weak) == pytest.approx(expected, rel=1e-5)
-    assert rapft.printed_noise_multiplier(expected, weak) == pytest.approx(0.6, rel=1e-5)
-
-
-@cases(("rate", "sigma", "expected"), [(0.02, 2.0, 1.0078), (0.02, 1.0, 1.0206), (1.0, 10.0, 1.0706)])
-def test_epsilon_with_a_noised_map(rate, sigma, expected):
-    steps = accounting.dpsgd(rapft.effective_noise_multiplier(0.6, 0.7), RATE, STEPS)
-    (side,) = rapft.NoisyMap(sigma, rate).side(1)
-    found = accounting.epsilon(accounting.compose(steps, side.event.event(side.count)), DELTA)
-    assert float(found) == pytest.approx(expected, rel=5e-4)
 
 
 def test_a_mask_from_private_data_breaks_the_guarantee():
@@ -46,11 +26,6 @@ def test_a_mask_from_private_data_breaks_the_guarantee():
     delta = np.maximum(0, 1 - np.exp(8 - loss)).mean()
     # Standard error .0005: a fair run fails once in 10^15.
     assert delta == pytest.approx(0.92, abs=0.005)
-
-
-def test_optimal_noise_of_the_printed_bounds():
-    stds = rapft.optimal_stds(1.0, rapft.printed_bounds(1.0, 0.7), (0.7, 0.3))
-    assert stds == pytest.approx((0.51862, 0.27471), rel=2e-5)
 
 
 @given(

@@ -142,18 +142,14 @@ def test_no_private_token_is_said_and_no_failure(model):
 
 
 def test_a_private_word_outside_the_vocabulary_is_replaced_too():
-    """Its id is the special unknown token's: it is private like any other, and never drawn."""
+    """Its id is the special unknown token's: it is private like any other, and never drawn; nor are rows that pad the table."""
     tokenizer = word_tokenizer(["call", "now", "please", "later"])
     found = SelectivePerturbation(0.1)(["call Anna now"], tokenizer, torch.eye(5))
     assert found.private == [[False, True, False]]
     assert found.ids[0][1] != tokenizer.unk_token_id
-
-
-def test_rows_that_pad_the_table_are_never_drawn():
-    tokenizer = word_tokenizer(["call", "now"])
     table = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
     found = SelectivePerturbation(0.01)(["call Anna now"] * 200, tokenizer, table)
-    assert max(token for own in found.ids for token in own) < 3
+    assert max(token for own in found.ids for token in own) < 5
 
 
 @cases(
