@@ -14,7 +14,6 @@ from fastdp.engine.clip.policy import Policy
 from fastdp.methods import rapft
 from tests.engine.reference import known
 
-RATE, STEPS, DELTA = 256 / 42000, 821, 1e-5
 SHAPES = {"a.weight": (3, 4), "b.bias": (5,)}
 
 
