@@ -239,7 +239,7 @@ CALLS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
 class Case:
     """A random network, and two batches for it."""
 
-    model: Network
+    model: Any
     batches: list[dict[str, torch.Tensor]]
 
 
