@@ -365,6 +365,7 @@ def test_the_card_holds_and_says_what_is_not_covered():
         accounting.epsilon(accounting.gaussian(private.noise.ratios[-1]), DELTA, adjacency="replace_one")
     )
     assert private.inference_epsilon(3) > private.inference_epsilon()
+    assert attach(build("bert"), PRINTED, unsafe_seed=None).card()["guarantee"] == "none"
 
 
 def test_labels_that_are_the_text_void_the_guarantee():
