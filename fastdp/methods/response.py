@@ -40,14 +40,6 @@ def keep_probability(k: int, epsilon: float) -> float:
     return 1 / (1 + (k - 1) * math.exp(-epsilon))
 
 
-def log_law(k: int, epsilon: float, symbol: int) -> Tensor:
-    """Log probabilities of the answers for a symbol, float64 [k]. Raises ValueError as `check_response`."""
-    kept = keep_probability(k, epsilon)
-    law = torch.full((k,), math.log((1 - kept) / (k - 1)), dtype=torch.float64)
-    law[symbol] = math.log(kept)
-    return law
-
-
 def changes_below(k: int, epsilon: float) -> int:
     """A symbol changes if a 64-bit word is below this.
 

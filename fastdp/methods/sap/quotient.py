@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastdp.methods.response import check_response, keep_probability, log_law, randomised_response
+from fastdp.methods.response import check_response, keep_probability, randomised_response
 from fastdp.ops.stream import NoiseStream
 
 
@@ -149,7 +149,10 @@ class Quotient:
 
     def log_probabilities(self, token: int) -> Tensor:
         """The law of a token's replacement: float64 [V], -inf for what never stands for a cell."""
-        law = log_law(len(self.representatives), self.epsilon, int(self.cell_of[token]))
+        k = len(self.representatives)
+        kept = keep_probability(k, self.epsilon)
+        law = torch.full((k,), math.log((1 - kept) / (k - 1)), dtype=torch.float64)
+        law[self.cell_of[token]] = math.log(kept)
         return torch.full((len(self.cell_of),), -math.inf, dtype=torch.float64).index_copy(0, self.representatives, law)
 
     def bound(self, token: int, other: int) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastdp.methods.response import check_response, log_law, randomised_response, uniform_fractions
+from fastdp.methods.response import check_response, keep_probability, randomised_response, uniform_fractions
 from fastdp.methods.selective.names import AMBIGUOUS, GIVEN_NAMES, SURNAMES
 from fastdp.ops.stream import NoiseStream
 
@@ -138,7 +138,9 @@ class TypedCells:
 
     def log_probabilities(self, token: int, epsilon: float) -> Tensor:
         """Law of a token's replacement: log probabilities, float64 [V], -inf for what is never drawn."""
-        answers = log_law(self._count, epsilon, int(self.types[token]))
+        kept = keep_probability(self._count, epsilon)
+        answers = torch.full((self._count,), math.log((1 - kept) / (self._count - 1)), dtype=torch.float64)
+        answers[self.types[token]] = math.log(kept)
         law = (answers - self._sizes.double().log())[self.types]
         return law.masked_fill(~self.candidates, -math.inf)
 
