@@ -100,17 +100,18 @@ def test_two_at_once_draw_once(model, tmp_path):
 
 def test_a_cache_of_something_else_is_refused(model, tmp_path):
     tokenizer, table = model
-    path = tmp_path / "perturbed.safetensors"
-    SelectivePerturbation(0.5)(TEXTS, tokenizer, table, cache=path)
-    with pytest.raises(ValueError, match="another epsilon; perturbing anew would spend a second budget"):
-        SelectivePerturbation(0.6)(TEXTS, tokenizer, table, cache=path)
-    with pytest.raises(ValueError, match="other texts"):
-        SelectivePerturbation(0.5)(TEXTS[:2], tokenizer, table, cache=path)
-    with pytest.raises(ValueError, match="another table"):
-        SelectivePerturbation(0.5, radius=1.0)(TEXTS, tokenizer, table + 1, cache=_made(tmp_path, tokenizer, table))
+    path, settings = tmp_path / "perturbed.safetensors", {"epsilon": 0.5, "radius": 1.0}
+    SelectivePerturbation(**settings)(TEXTS, tokenizer, table, cache=path)
+    for changed, texts, rows, match in (
+        ({"epsilon": 0.6}, TEXTS, table, "another epsilon; perturbing anew would spend a second budget"),
+        ({}, TEXTS[:2], table, "other texts"),
+        ({}, TEXTS, table + 1, "another table"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            SelectivePerturbation(**settings | changed)(texts, tokenizer, rows, cache=path)
     path.write_bytes(b"rubbish")
     with pytest.raises(ValueError, match="no cache of perturbed texts"):
-        SelectivePerturbation(0.5)(TEXTS, tokenizer, table, cache=path)
+        SelectivePerturbation(**settings)(TEXTS, tokenizer, table, cache=path)
 
 
 def test_a_cache_made_with_other_names_is_refused(model, tmp_path):
@@ -126,11 +127,6 @@ def test_a_cache_made_with_other_names_is_refused(model, tmp_path):
     with pytest.raises(ValueError, match="such as its own names; perturbing anew would spend a second budget"):
         with_names("Nothing")(TEXTS, tokenizer, table, cache=path)
     assert b"uorra" not in path.read_bytes()
-
-
-def _made(folder, tokenizer, table):
-    SelectivePerturbation(0.5, radius=1.0)(TEXTS, tokenizer, table, cache=folder / "other")
-    return folder / "other"
 
 
 def test_no_private_token_is_said_and_no_failure(model):
