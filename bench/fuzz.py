@@ -237,11 +237,10 @@ CALLS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
 
 @dataclass
 class Case:
-    """A random network, two batches for it, and what it holds."""
+    """A random network, and two batches for it."""
 
-    model: nn.Module
+    model: Any
     batches: list[dict[str, torch.Tensor]]
-    kinds: list[str]
 
 
 class Network(nn.Module):
@@ -317,7 +316,7 @@ def _drawn(pick: Choice) -> Case:
         else:
             x = torch.randint(0, 9, (rows, length)) if model.ids else torch.randn(rows, length, model.width)
         batches.append({"x": x, "labels": torch.randint(0, CLASSES, (rows,))})
-    return Case(model, batches, model.kinds)
+    return Case(model, batches)
 
 
 @dataclass(frozen=True)
@@ -434,17 +433,14 @@ def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
-def _seeded(seed: int) -> tuple[int, list[str], Outcome]:
-    case = network(seed)
-    return seed, case.kinds, run(case)
-
-
 def table(seeds: range) -> dict[str, Any]:
     """What became of the networks of these seeds, in all and by kind of layer."""
     total: Counter[str] = Counter()
     by_kind: dict[str, Counter[str]] = {}
     notable, worst = [], 0.0
-    for seed, kinds, found in map(_seeded, seeds):
+    for seed in seeds:
+        case = network(seed)
+        kinds, found = case.model.kinds, run(case)
         worst = max(worst, found.error if found.verdict == "exact" else 0.0)
         total[str(found)] += 1
         for kind in set(kinds):

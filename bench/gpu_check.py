@@ -41,8 +41,7 @@ from . import fuzz
 from .fuzz_ops import gradients
 from .gpu_methods import methods
 from .record import environment, parser_of, write
-from .simulate import build
-from .workloads import Case, examples
+from .workloads import Case, build, examples
 
 NORMS = 1e-5  # what docs/kernels.md promises
 #: Of a float32 normal relative to its radius: its roundings, the polynomials and the device's square root.

@@ -53,14 +53,6 @@ def _trained(method: Callable[[], Any], device: str) -> Tensor:
     return torch.cat([(p.detach() - b).flatten() for p, b in zip(model.parameters(), before)])
 
 
-def _rapft() -> Any:
-    return fastdp.RapFT(PublicMap([_batch("cpu")]), max_grad_norm=BOUND)
-
-
-def _frost() -> Any:
-    return fastdp.DPFrost(0.25, BOUND, selection_steps=1, selection_noise_multiplier=1e-3)
-
-
 def _hidden(device: str) -> Tensor:
     """EW-FT's logits behind a released hidden state."""
     model, inputs = _model(device), _batch(device)
@@ -89,8 +81,10 @@ def _selective(device: str) -> Tensor:
 
 METHODS: dict[str, Callable[[str], Tensor]] = {
     "DP-SGD": partial(_trained, lambda: fastdp.DPSGD(max_grad_norm=BOUND)),
-    "Rap-FT": partial(_trained, _rapft),
-    "DP-FROST": partial(_trained, _frost),
+    "Rap-FT": partial(_trained, lambda: fastdp.RapFT(PublicMap([_batch("cpu")]), max_grad_norm=BOUND)),
+    "DP-FROST": partial(
+        _trained, lambda: fastdp.DPFrost(0.25, BOUND, selection_steps=1, selection_noise_multiplier=1e-3)
+    ),
     "SAP": _split,
     "EW-FT": _hidden,
     "selective": _selective,

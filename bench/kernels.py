@@ -308,20 +308,13 @@ def _gram_norms(layer: _Layer, device: torch.device) -> Iterator[Case]:
 
 
 def _embedding_norms(layer: _Layer, device: torch.device) -> Iterator[Case]:
-    units, length, n, right, offsets, batched = (
-        layer.units,
-        layer.length,
-        layer.n,
-        layer.right,
-        layer.offsets,
-        layer.batched,
-    )
+    units, length, n, right, offsets = layer.units, layer.length, layer.n, layer.right, layer.offsets
     ids, mask = torch.randint(0, 50, (layer.tokens,), device=device), torch.rand(50, n, device=device) < 0.5
     once, size = float(layer.tokens * n * layer.dtype.itemsize), f"{units} x {length}, {n}"
 
     def equal_ids(i: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         same = i.view(units, -1, 1) == i.view(units, 1, -1)
-        return (torch.bmm(batched(b), batched(b).mT) * same).sum((1, 2))
+        return (torch.bmm(layer.batched(b), layer.batched(b).mT) * same).sum((1, 2))
 
     def by_rows(i: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         table = b.new_zeros(units, 50, n, dtype=torch.float32)

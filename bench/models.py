@@ -177,14 +177,19 @@ def cases() -> dict[str, tuple[Callable[[], torch.nn.Module], dict[str, torch.Te
     }
 
 
-def _tuned(model: torch.nn.Module, tuning: str) -> torch.nn.Module | None:
-    """The model with its trained parameters chosen, dropout off, and every number moved off its initial value."""
+def turn_dropout_off(model: torch.nn.Module) -> None:
+    """Whether it is a layer's or a rate that a forward reads."""
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
             if "drop" in attribute and isinstance(value, float):
                 setattr(module, attribute, 0.0)
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+
+
+def _tuned(model: torch.nn.Module, tuning: str) -> torch.nn.Module | None:
+    """The model with its trained parameters chosen, dropout off, and every number moved off its initial value."""
+    turn_dropout_off(model)
     if tuning == "lora":
         import peft
 

@@ -32,9 +32,7 @@ _PANEL = (4.7, 3.9)
 
 
 @contextmanager
-def picture(
-    path: Path, columns: int = 1, rows: int = 1, panel: tuple[float, float] = _PANEL, legends: int = 2
-) -> Iterator[Any]:
+def picture(path: Path, rows: int = 1, panel: tuple[float, float] = _PANEL, legends: int = 2) -> Iterator[Any]:
     """The axes of a picture, row by row; at the end it is written to ``path``, with each panel's legend below the panel.
 
     Args:
@@ -42,8 +40,8 @@ def picture(
         legends: columns of a legend.
     """
     with matplotlib.rc_context(_LOOK):
-        figure = Figure(figsize=(panel[0] * columns, panel[1] * rows), layout="constrained")
-        panels = figure.subplots(rows, columns, squeeze=False).flatten()
+        figure = Figure(figsize=(panel[0], panel[1] * rows), layout="constrained")
+        panels = figure.subplots(rows, squeeze=False).flatten()
         yield panels
         for axes in panels:
             handles, labels = axes.get_legend_handles_labels()

@@ -18,6 +18,7 @@ from fastdp.commands.refusal import quiet_libraries
 from fastdp.private.method import Method
 
 from .. import record
+from ..models import turn_dropout_off
 
 Row = dict[str, Any]
 
@@ -116,9 +117,7 @@ def placed(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
     """The model on that device, in training mode, with every dropout off: it would differ between the methods."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    turn_dropout_off(model)
     return model.to(device()).train()
 
 

@@ -10,13 +10,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from fastdp.audit.figures import Figures
 from fastdp.audit.losses import Progress, silent
 from fastdp.calls.modes import in_mode
 
+#: How many of the likeliest tokens each is drawn from, as in the paper.
+_TOP_K = 40
+
 
 @dataclass(frozen=True)
-class ExtractionResult(Figures):
+class ExtractionResult:
     """What was extracted.
 
     Attributes:
@@ -69,7 +71,6 @@ def generate(
     *,
     prompt: str = "",
     length: int = 256,
-    top_k: int = 40,
     batch_size: int = 16,
     seed: int = 0,
     progress: Progress = silent,
@@ -84,7 +85,6 @@ def generate(
         count: number of texts.
         prompt: what each text goes on from.
         length: most new tokens of a text.
-        top_k: how many of the likeliest tokens each is drawn from.
         batch_size: texts that are generated together.
         seed: of the draws.
         progress: told how many of how many texts are done.
@@ -119,7 +119,7 @@ def generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=True,
-                top_k=top_k,
+                top_k=_TOP_K,
                 max_new_tokens=length,
                 pad_token_id=tokenizer.pad_token_id,
             )

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from fastdp.private.run import Private
 
 
+#: Norm of a canary's gradient over the norm of all clipping bounds.
+_MAGNITUDE = 1000.0
+
+
 @dataclass(frozen=True)
 class _Share:
     """A parameter's coordinates: the canary that each belongs to, int64 [n], and its sign there, float [n]."""
@@ -44,13 +48,12 @@ class GradientCanaries(Canaries):
     Args:
         private: as in `Canaries`.
         count: m; at most the number of trained coordinates.
-        magnitude: norm of a canary's gradient over the norm of all clipping bounds, at least 1.
         statistic: "mean" scores by the inner product; "variance" by the energy of the released coordinates, for noise
             whose size depends on the data.
         unsafe_seed: as in `Canaries`.
 
     Raises:
-        ValueError: as `Canaries`, and for a count, magnitude or statistic outside the above.
+        ValueError: as `Canaries`, and for a count or statistic outside the above.
     """
 
     def __init__(
@@ -58,7 +61,6 @@ class GradientCanaries(Canaries):
         private: Private,
         count: int,
         *,
-        magnitude: float = 1000.0,
         statistic: str = "mean",
         unsafe_seed: int | None = None,
     ):
@@ -66,8 +68,6 @@ class GradientCanaries(Canaries):
         total = sum(p.numel() for p in parameters.values())
         if count > total:
             raise ValueError(f"{count} canaries need as many coordinates, and {total} are trained; use at most {total}")
-        if not (magnitude >= 1 and math.isfinite(magnitude)):
-            raise ValueError(f"magnitude is {magnitude}: it must be at least 1, so that the canaries are clipped")
         one_of(("mean", "variance"), statistic=statistic)
         super().__init__(private, count, unsafe_seed=unsafe_seed)
         self.statistic = statistic
@@ -78,7 +78,7 @@ class GradientCanaries(Canaries):
             generator.manual_seed(unsafe_seed)
         self._shares = _deal({name: p.numel() for name, p in parameters.items()}, count, generator)
         policy = private.policy
-        self._height = magnitude * math.sqrt(sum(bound**2 for bound in policy.bounds)) / math.sqrt(total / count)
+        self._height = _MAGNITUDE * math.sqrt(sum(bound**2 for bound in policy.bounds)) / math.sqrt(total / count)
         self._scores = torch.zeros(count, dtype=torch.float64)
         #: Shuffled sampling: the step of the pass in which each canary takes part.
         self._turn: torch.Tensor | None = None
@@ -148,15 +148,9 @@ class GradientCanaries(Canaries):
         """Norms of the canaries' gradients ``[groups, m]``, known exactly."""
         device = next(iter(self.private.parameters.values())).device
         counts = torch.zeros(len(policy.bounds), len(self), device=device)
-        for name, parameter, share in self._present():
-            owner = share.owner.to(device)
-            group = policy.group_of[name]
-            if isinstance(group, tuple):
-                mask = policy.masks[name].reshape(-1).to(device)
-                counts[group[0]].index_add_(0, owner, mask.float())
-                counts[group[1]].index_add_(0, owner, (~mask).float())
-            else:
-                counts[group].index_add_(0, owner, torch.ones(parameter.numel(), device=device))
+        for name, _, share in self._present():
+            places = _groups(policy, name, share).to(device), share.owner.to(device)
+            counts.index_put_(places, torch.ones(len(share.owner), device=device), accumulate=True)
         norms = Norms(len(policy.bounds), len(self), device)
         for group, squares in enumerate(counts * self._height**2):
             norms.add(group, squares, 1, relative=2.0**-20)
@@ -165,13 +159,16 @@ class GradientCanaries(Canaries):
     def _contributions(self, policy: Policy, factors: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter's canary gradients times ``factors`` [groups, m], all canaries together, of its shape."""
         for name, parameter, share in self._present():
-            owner, group = share.owner.to(factors.device), policy.group_of[name]
-            if isinstance(group, tuple):
-                mask = policy.masks[name].reshape(-1).to(factors.device)
-                scale = torch.where(mask, factors[group[0]][owner], factors[group[1]][owner])
-            else:
-                scale = factors[group][owner]
+            scale = factors[_groups(policy, name, share).to(factors.device), share.owner.to(factors.device)]
             yield name, (self._height * share.sign.to(factors.device) * scale).view(parameter.shape)
+
+
+def _groups(policy: Policy, name: str, share: _Share) -> torch.Tensor:
+    """The group of each coordinate of a parameter, int64 [n]."""
+    group = policy.group_of[name]
+    if isinstance(group, tuple):
+        return torch.where(policy.masks[name].reshape(-1), *group)
+    return torch.full_like(share.owner, group)
 
 
 def _deal(sizes: dict[str, int], count: int, generator: torch.Generator) -> dict[str, _Share]:

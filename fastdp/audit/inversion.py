@@ -13,12 +13,15 @@ import torch
 from torch import nn
 
 import fastdp.ops as ops
-from fastdp.audit.figures import Figures
 from fastdp.audit.losses import Progress, silent
+from fastdp.validate import positive
+
+#: The softmax cools to it geometrically, from 1.
+_LAST_TEMPERATURE = 0.05
 
 
 @dataclass(frozen=True)
-class InversionResult(Figures):
+class InversionResult:
     """How many tokens an attack recovered.
 
     Attributes:
@@ -116,7 +119,6 @@ def optimised_tokens(
     *,
     steps: int = 200,
     learning_rate: float = 0.3,
-    temperatures: tuple[float, float] = (1.0, 0.05),
     progress: Progress = silent,
 ) -> torch.Tensor:
     """The attack on deeper splits: word selection vectors that reproduce what was released, int64 [B, T].
@@ -131,7 +133,6 @@ def optimised_tokens(
         table: [V, e], the embedding layer's rows. Memory is that of B T V numbers, four times.
         steps: of Adam.
         learning_rate: Adam's.
-        temperatures: of the softmax in the first and the last step; it falls geometrically.
         progress: told how many of how many steps are done.
 
     Raises:
@@ -147,14 +148,12 @@ def optimised_tokens(
     """
     if released.dim() != 3:
         raise ValueError(f"released has shape {list(released.shape)}: it must be [sequences, tokens, width]")
-    if not (steps > 0 and learning_rate > 0 and min(temperatures) > 0):
-        raise ValueError("steps, learning_rate and temperatures must be positive")
+    positive(steps=steps, learning_rate=learning_rate)
     table, released = table.detach().float(), released.detach().float()
     selection = torch.zeros(*released.shape[:2], table.shape[0], device=released.device, requires_grad=True)
     optimizer = torch.optim.Adam([selection], lr=learning_rate)
-    first, last = temperatures
     for step in range(steps):
-        temperature = first * (last / first) ** (step / steps)
+        temperature = _LAST_TEMPERATURE ** (step / steps)
         mixed = torch.softmax(selection / temperature, -1) @ table
         distance = (bottom(mixed).float() - released).square().sum()
         (selection.grad,) = torch.autograd.grad(distance, [selection])

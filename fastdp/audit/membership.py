@@ -11,14 +11,12 @@ from dataclasses import dataclass
 import torch
 from scipy.stats import rankdata
 
-from fastdp.audit.figures import Figures
-
 #: From as many reference models on, each example's spread among them is worth estimating on its own.
 _MANY_REFERENCES = 8
 
 
 @dataclass(frozen=True)
-class MembershipResult(Figures):
+class MembershipResult:
     """How well a score tells members from others.
 
     Attributes:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from fastdp.audit.figures import Figures
 from fastdp.audit.losses import Progress, example_losses, silent
 from fastdp.data import Collator, causal_examples
 
@@ -33,7 +32,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class ReconstructionResult(Figures):
+class ReconstructionResult:
     """How often the right name came first.
 
     Attributes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -179,7 +180,7 @@ def _membership(setting: _Setting, train: Path, held_out: Path, references: list
     members, others = setting.examples(train), setting.examples(held_out)
     inside = setting.losses(setting.model, members, "members")
     outside = setting.losses(setting.model, others, "others")
-    figures = {"membership by loss": membership(-inside, -outside).as_dict()}
+    figures = {"membership by loss": asdict(membership(-inside, -outside))}
     if not references:
         return figures
     rows = []
@@ -191,7 +192,7 @@ def _membership(setting: _Setting, train: Path, held_out: Path, references: list
         rows.append((setting.losses(other, members, title), setting.losses(other, others, title)))
     ratio_inside = likelihood_ratio(inside, torch.stack([row[0] for row in rows]))
     ratio_outside = likelihood_ratio(outside, torch.stack([row[1] for row in rows]))
-    return figures | {"membership by likelihood ratio": membership(ratio_inside, ratio_outside).as_dict()}
+    return figures | {"membership by likelihood ratio": asdict(membership(ratio_inside, ratio_outside))}
 
 
 def _extraction(
@@ -214,7 +215,7 @@ def _extraction(
         known = {name for text in texts for name in find(text)}
     with bar("texts", transient=True) as progress:
         texts = generate(setting.model, setting.tokenizer, samples, progress=progress, **options)
-    return {"extraction": extraction(texts, planted, others, known).as_dict()}
+    return {"extraction": asdict(extraction(texts, planted, others, known))}
 
 
 def _reconstruction(setting: _Setting, train: Path, names: Path, decoys: Path | None, candidates: int) -> FigureTable:
@@ -247,7 +248,7 @@ def _reconstruction(setting: _Setting, train: Path, names: Path, decoys: Path | 
             batch_size=setting.batch_size,
             progress=progress,
         )
-    return {"reconstruction": result.as_dict()}
+    return {"reconstruction": asdict(result)}
 
 
 def _inversion(setting: _Setting, train: Path, eta: float | None, blocks: int) -> FigureTable:
@@ -270,7 +271,7 @@ def _inversion(setting: _Setting, train: Path, eta: float | None, blocks: int) -
         guessed = ops.private_snap(ids, table, eta, NoiseStream())
     special = torch.tensor(setting.tokenizer.all_special_ids or [-1])
     result = inversion(guessed, ids, ~torch.isin(ids, special))
-    return {"inversion": {"eta": eta, "blocks": blocks} | result.as_dict()}
+    return {"inversion": {"eta": eta, "blocks": blocks} | asdict(result)}
 
 
 def _states_at_cut(model: nn.Module, rows: list[torch.Tensor], table: torch.Tensor, blocks: int) -> torch.Tensor:

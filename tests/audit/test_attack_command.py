@@ -45,8 +45,9 @@ def test_membership_by_loss_and_by_likelihood_ratio(learned: SimpleNamespace, tm
     assert written["membership by loss"]["auc"] == 1.0
     assert written["membership by likelihood ratio"]["auc"] == 1.0
     assert written["membership by loss"]["members"] == 6
-    fewer = figures(folder / "after", tmp_path, *data, "--limit", 4)
+    fewer = figures(folder / "before", tmp_path, *data, "--limit", 4)
     assert fewer["membership by loss"]["others"] == 4
+    assert fewer["membership by loss"]["auc"] < 0.9
 
 
 def test_extraction_reconstruction_and_inversion(learned: SimpleNamespace, tmp_path: Path) -> None:
@@ -56,6 +57,7 @@ def test_extraction_reconstruction_and_inversion(learned: SimpleNamespace, tmp_p
         folder / "after", tmp_path, "--kind", "extraction", *lists, "--base", folder / "before", "--samples", 16
     )
     assert said["extraction"]["recall"] >= 1 / 3
+    assert said["extraction"]["precision"] >= 0.9
     filled = figures(
         folder / "after",
         tmp_path,

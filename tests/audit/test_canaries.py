@@ -91,21 +91,18 @@ def test_canaries_see_what_little_noise_shows() -> None:
 # --- mechanisms that are broken ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def noise_at_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("audited", "options"),
+    [
+        (gradients, {"batch_size": 7}),
+        (gradients, {"sampling": "shuffled", "batch_size": 4}),
+        (examples, {"score": "gradient"}),
+        (examples, {"score": "loss"}),
+    ],
+)
+def test_noise_at_a_tenth_is_caught(audited: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     replace_noise(monkeypatch, lambda total, std, add: add(total, std / 10))
-
-
-@pytest.mark.usefixtures("noise_at_a_tenth")
-@pytest.mark.parametrize("options", [{"batch_size": 7}, {"sampling": "shuffled", "batch_size": 4}])
-def test_noise_at_a_tenth_is_caught(options: dict[str, Any]) -> None:
-    assert any(gradients(**options).refuted for _ in range(8))
-
-
-@pytest.mark.usefixtures("noise_at_a_tenth")
-@pytest.mark.parametrize("score", ["gradient", "loss"])
-def test_noise_at_a_tenth_is_caught_by_examples(score: str) -> None:
-    assert any(examples(score).refuted for _ in range(8))
+    assert any(audited(**options).refuted for _ in range(8))
 
 
 def test_noise_that_is_reused_in_every_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,20 +237,16 @@ def test_detached_canaries_leave_the_run_as_it_was() -> None:
 
 def test_what_cannot_be_audited_is_refused() -> None:
     run = start(ordinary(), target_epsilon=1.0, target_delta=1e-5)
-    with pytest.raises(ValueError, match="at least 2"):
-        audit.GradientCanaries(run, 1)
-    with pytest.raises(ValueError, match="as many coordinates"):
-        audit.GradientCanaries(run, 10**9)
-    with pytest.raises(ValueError, match="magnitude"):
-        audit.GradientCanaries(run, 10, magnitude=0.5)
-    with pytest.raises(ValueError, match="statistic"):
-        audit.GradientCanaries(run, 10, statistic="median")
-    with pytest.raises(ValueError, match="not among"):
-        audit.ExampleCanaries(run, [1, 99])
-    with pytest.raises(ValueError, match="twice"):
-        audit.ExampleCanaries(run, [1, 1])
-    with pytest.raises(ValueError, match="score"):
-        audit.ExampleCanaries(run, [0, 1], score="guess")
+    for kind, canaries_of, options, match in (
+        (audit.GradientCanaries, 1, {}, "at least 2"),
+        (audit.GradientCanaries, 10**9, {}, "as many coordinates"),
+        (audit.GradientCanaries, 10, {"statistic": "median"}, "statistic"),
+        (audit.ExampleCanaries, [1, 99], {}, "not among"),
+        (audit.ExampleCanaries, [1, 1], {}, "twice"),
+        (audit.ExampleCanaries, [0, 1], {"score": "guess"}, "score"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            kind(run, canaries_of, **options)
     canaries = audit.GradientCanaries(run, 10)
     with pytest.raises(ValueError, match="already"):
         audit.ExampleCanaries(run, [0, 1])

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fastdp import audit
-from tests.audit.conftest import DECOYS, PLANTED
 
 
 def test_names_are_found_as_whole_words_and_the_longest_first() -> None:
@@ -31,18 +30,6 @@ def test_precision_and_recall() -> None:
         audit.extraction(texts, ["Ann"], ["Zoe"], known=["Ann"])
     with pytest.raises(ValueError, match="decoy"):
         audit.extraction(texts, ["Ann"], ["Ann"])
-
-
-def test_what_was_learned_by_heart_is_extracted_and_nothing_else(learned: SimpleNamespace) -> None:
-    def attack(model: torch.nn.Module) -> audit.ExtractionResult:
-        texts = audit.generate(model, learned.tokenizer, 40, length=24, seed=1)
-        assert len(texts) == 40
-        return audit.extraction(texts, PLANTED, DECOYS)
-
-    after = attack(learned.model)
-    assert after.recall >= 0.5
-    assert after.precision >= 0.9
-    assert attack(learned.before).recall == 0.0
 
 
 def test_texts_repeat_with_their_seed_and_leave_torchs_generator_alone(learned: SimpleNamespace) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 from fastdp import audit
-from fastdp.data import Collator, causal_examples
-from tests.audit.conftest import DECOYS, PLANTED, sentences
 
 scores = st.lists(st.integers(-4, 4), min_size=1, max_size=12).map(lambda values: torch.tensor(values).float())
 
@@ -37,18 +33,6 @@ def test_the_standard_error_covers_the_spread_of_the_auc() -> None:
     results = [audit.membership(torch.randn(200) + 0.5, torch.randn(200)) for _ in range(200)]
     spread = torch.tensor([r.auc for r in results]).std()
     assert float(spread) == pytest.approx(results[0].auc_std, rel=0.25)  # five standard errors of a spread of 200
-
-
-def test_a_model_that_learned_by_heart_gives_its_members_away(learned: SimpleNamespace) -> None:
-    def losses(model: torch.nn.Module, names: list[str]) -> torch.Tensor:
-        return audit.example_losses(model, causal_examples(learned.tokenizer, sentences(names), 40).items, Collator(0))
-
-    after = [losses(learned.model, names) for names in (PLANTED, DECOYS)]
-    before = [losses(learned.before, names) for names in (PLANTED, DECOYS)]
-    assert audit.membership(-after[0], -after[1]).auc == 1.0
-    assert audit.membership(-before[0], -before[1]).auc < 0.9
-    ratios = [audit.likelihood_ratio(target, reference[None]) for target, reference in zip(after, before)]
-    assert audit.membership(*ratios).auc == 1.0
 
 
 @pytest.mark.parametrize("references", [1, 16])

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch.utils.data import DataLoader
 
 import fastdp
@@ -14,6 +13,7 @@ from fastdp import audit
 from fastdp.methods.rapft import NoisyMap, PublicMap, RapFT
 from fastdp.private.run import Private
 from tests.audit import faults
+from tests.engine.models import build
 from tests.loops import train
 from tests.private.test_preparation import Drawn
 
@@ -31,12 +31,7 @@ def public() -> list[dict[str, torch.Tensor]]:
 
 
 def start(method: Any) -> Private:
-    torch.manual_seed(0)
-    settings = transformers.GPT2Config(
-        vocab_size=61, n_embd=16, n_layer=1, n_head=2, n_positions=8, bos_token_id=1, eos_token_id=2
-    )
-    settings.attn_pdrop = settings.embd_pdrop = settings.resid_pdrop = 0.0
-    model = transformers.GPT2LMHeadModel(settings)
+    model = build("gpt2")
     return fastdp.make_private(
         model,
         torch.optim.SGD(model.parameters(), lr=1e-4),

@@ -21,5 +21,5 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that are a thousandth too large pass the engine's own check, whose room is that of float32, and not this one."""
     summed = Layout.by_lane
     monkeypatch.setattr(Layout, "by_lane", lambda self, values: 1.0005 * summed(self, values))
-    seeds = [seed for seed in range(60) if {"conv2d", "conv3d"} & set(fuzz.network(seed).kinds)]
+    seeds = [seed for seed in range(60) if {"conv2d", "conv3d"} & set(fuzz.network(seed).model.kinds)]
     assert any(fuzz.run(fuzz.network(seed)).verdict == "wrong" for seed in seeds[:6])

@@ -25,9 +25,7 @@ def small(kind, **changes):
     [
         pytest.param(small("gpt2"), False, id="plain gpt2-full"),
         pytest.param(small("gpt2"), True, id="private gpt2-full", marks=pytest.mark.slow),
-        pytest.param(small("llama", rank=4), False, id="plain llama-lora", marks=pytest.mark.slow),
         pytest.param(small("llama", rank=4), True, id="private llama-lora", marks=pytest.mark.slow),
-        pytest.param(small("llama", rank=4, four_bits=True), False, id="plain llama-qlora", marks=pytest.mark.slow),
         pytest.param(small("llama", rank=4, four_bits=True), True, id="private llama-qlora"),
     ],
 )
@@ -105,42 +103,30 @@ def test_four_bits_make_a_weight_of_sixteen_values_a_block():
     assert bool(((weight - plain.weight).reshape(-1, 64).abs() <= 0.501 * steps.unsqueeze(1)).all())
 
 
-def keep_to_bounds(case, seconds, memory):
+@pytest.mark.parametrize(
+    ("name", "changes", "seconds", "memory"),
+    [
+        # With fewer layers the head has a larger share, which privacy costs no more.
+        ("llama-1b-full-checkpointed", {"layers": 3}, 1.25, 1.05),
+        *(
+            pytest.param(name, {}, seconds, memory, marks=pytest.mark.slow)
+            for name, seconds, memory in (
+                ("llama-1b-full-checkpointed", 1.25, 1.05),
+                ("llama-1b-full-checkpointed-16x2048", 1.30, 1.05),
+                ("llama-1b-lora-checkpointed-12x512", 1.02, 1.05),
+                ("llama-8b-lora-checkpointed-16x2048", 1.02, 1.05),
+                ("llama-1b-long-2", 1.18, 0.9),
+                ("gemma3-1b-full", 1.15, 0.7),  # with all logits in memory it was 1.13
+            )
+        ),
+    ],
+)
+def test_steps_of_large_models_keep_to_their_bounds(name, changes, seconds, memory):
+    case = dataclasses.replace(CASES[name], **changes)
     plain, private = (simulate.tally(case, GPUS["h100"], private=private) for private in (False, True))
     assert private.seconds <= seconds * plain.seconds
     assert private.peak_bytes <= memory * plain.peak_bytes
-    return private
-
-
-def test_checkpointed_steps_of_a_large_model_with_fewer_layers_keep_to_their_bounds():
-    """Whose head has a larger share, which privacy costs no more: the whole models are in the slow tier."""
-    few = dataclasses.replace(CASES["llama-1b-full-checkpointed"], layers=3)
-    assert keep_to_bounds(few, 1.25, 1.05).backward_passes == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "seconds"),
-    [
-        pytest.param("llama-1b-full-checkpointed", 1.25, marks=pytest.mark.slow),
-        pytest.param("llama-1b-full-checkpointed-16x2048", 1.30, marks=pytest.mark.slow),
-        pytest.param("llama-1b-lora-checkpointed-12x512", 1.02, marks=pytest.mark.slow),
-        pytest.param("llama-8b-lora-checkpointed-16x2048", 1.02, marks=pytest.mark.slow),
-    ],
-)
-def test_checkpointed_steps_of_large_models_keep_to_their_bounds(name, seconds):
-    assert keep_to_bounds(CASES[name], seconds, 1.05).backward_passes == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "seconds", "memory"),
-    [
-        pytest.param("llama-1b-long-2", 1.18, 0.9, marks=pytest.mark.slow),
-        # With all logits in memory it was 1.13.
-        pytest.param("gemma3-1b-full", 1.15, 0.7, marks=pytest.mark.slow),
-    ],
-)
-def test_long_texts_and_large_vocabularies_keep_to_their_bounds(name, seconds, memory):
-    keep_to_bounds(CASES[name], seconds, memory)
+    assert private.backward_passes == 1
 
 
 def test_a_host_that_waits_is_found():

@@ -6,7 +6,7 @@ from typing import Any
 
 import peft
 import torch
-from fastdp.bench.models import small
+from fastdp.bench.models import small, turn_dropout_off
 
 import fastdp
 
@@ -46,12 +46,7 @@ def build(name: str, tuning: str = "full", seed: int = 0) -> torch.nn.Module:
     """A model in training mode without dropout; ``tuning`` is full or the name of a parameter-efficient method."""
     torch.manual_seed(seed)
     model = small(name)
-    for module in model.modules():
-        for attribute, value in list(vars(module).items()):
-            if "drop" in attribute and isinstance(value, float):
-                setattr(module, attribute, 0.0)
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    turn_dropout_off(model)
     model = _tune(model, name, tuning)
     with torch.no_grad():
         for parameter in model.parameters():

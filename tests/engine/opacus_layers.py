@@ -48,7 +48,7 @@ def _headed(layer: nn.Module, draw: Callable[[], Batch]) -> Case:
         width = layer(**first).flatten(1).shape[1]
         for parameter in layer.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    return Case(Headed(layer, width).train(), batches, [])
+    return Case(Headed(layer, width).train(), batches)
 
 
 def _x(pick: Choice, *sizes: int, most: int = 4) -> Callable[[], Batch]:

@@ -12,33 +12,14 @@ from fastdp.methods.ewft.mask import hide_padding
 from fastdp.methods.sap import split_model
 from tests.cases import cases
 
+_TWO = "num_hidden_layers num_attention_heads num_key_value_heads n_layer n_layers num_layers n_heads num_heads"
 SIZES = {
-    **{"vocab_size": 60, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
-    **{"num_key_value_heads": 2, "max_position_embeddings": 32, "head_dim": 8, "pad_token_id": 0, "rotary_dim": 4},
-    **{
-        "n_layer": 2,
-        "n_layers": 2,
-        "num_layers": 2,
-        "n_head": 4,
-        "n_heads": 2,
-        "num_heads": 2,
-        "n_embd": 16,
-        "n_inner": 24,
-    },
-    **{
-        "n_positions": 32,
-        "dim": 16,
-        "hidden_dim": 24,
-        "attention_types": [[["global"], 2]],
-        "attention_layers": ["global"] * 2,
-    },
-    **{
-        "layer_types": ["full_attention"] * 2,
-        "num_experts": 4,
-        "num_local_experts": 4,
-        "moe_intermediate_size": 16,
-        "num_experts_per_tok": 2,
-    },
+    **dict.fromkeys([*_TWO.split(), "num_experts_per_tok"], 2),
+    **dict.fromkeys(("n_head", "num_experts", "num_local_experts", "rotary_dim"), 4),
+    **dict.fromkeys(("hidden_size", "n_embd", "dim", "moe_intermediate_size"), 16),
+    **dict.fromkeys(("intermediate_size", "n_inner", "hidden_dim"), 24),
+    **{"vocab_size": 60, "max_position_embeddings": 32, "n_positions": 32, "head_dim": 8, "pad_token_id": 0},
+    **{"attention_types": [[["global"], 2]], "attention_layers": ["global"] * 2, "layer_types": ["full_attention"] * 2},
 }
 
 

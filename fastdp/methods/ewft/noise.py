@@ -87,9 +87,7 @@ def dp_forward(epochs: int, epsilon: float, delta: float) -> NoiseSchedule:
     return NoiseSchedule("DP-Forward", tuple(ratios), delta, epsilon)
 
 
-def paper(
-    multipliers: Sequence[float], epsilon: float, delta: float, scale: Scale = "2C", name: str = "EWPBA as printed"
-) -> NoiseSchedule:
+def paper(multipliers: Sequence[float], epsilon: float, delta: float, scale: Scale = "2C") -> NoiseSchedule:
     """The paper's noise for multipliers sigma_i, with std ``2 C sigma`` or, to the letter, ``C sigma``; flawed.
 
     Raises ValueError for another scale.
@@ -99,7 +97,7 @@ def paper(
     flaws = (_AMPLIFICATION.format(epsilon=epsilon),) + ((_LITERAL,) if scale == "C" else ())
     ratios = tuple(factor * float(sigma) for sigma in multipliers)
     settings = (("scale", scale), ("multipliers", tuple(map(float, multipliers))))
-    return NoiseSchedule(name, ratios, delta, epsilon, flaws=flaws, settings=settings)
+    return NoiseSchedule("EWPBA as printed", ratios, delta, epsilon, flaws=flaws, settings=settings)
 
 
 def paper_epoch_weighted(

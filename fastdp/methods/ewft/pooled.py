@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from scipy.cluster.vq import kmeans2
 from torch import Tensor
 
 from fastdp.methods.response import check_response, keep_probability, randomised_response
@@ -127,11 +128,5 @@ def _centres(codes: Tensor, count: int) -> Tensor:
     while len(centres) < count:
         apart = torch.cdist(codes, torch.stack(centres)).amin(1)
         centres.append(codes[apart.argmax()])
-    found = torch.stack(centres)
-    for _ in range(_ROUNDS):
-        own = torch.cdist(codes, found).argmin(1)
-        moved = torch.stack([codes[own == k].mean(0) if bool((own == k).any()) else found[k] for k in range(count)])
-        if torch.equal(moved, found):
-            break
-        found = moved
-    return found
+    found, _ = kmeans2(codes.numpy(), torch.stack(centres).numpy(), iter=_ROUNDS, minit="matrix")
+    return torch.from_numpy(found)

@@ -194,15 +194,15 @@ class EWFT(LayerReleases):
         self.attach(freeze=not self.settings.exposed)
 
     def _autoencoder(self) -> StackedAutoencoder | None:
-        given = self.settings.autoencoder
-        if given is None:
+        made = self.settings.autoencoder
+        if made is None:
             return None
-        if isinstance(given, StackedAutoencoder) and not self.blocks.known:
-            return given.to(next(self.blocks.base.parameters()).device)
-        width = self.blocks.hidden_size
-        made = given if isinstance(given, StackedAutoencoder) else StackedAutoencoder(width, given)
-        if made.width != width:
-            raise ValueError(f"the autoencoder takes states of width {made.width}, but this model's are {width} wide")
+        if not isinstance(made, StackedAutoencoder):
+            made = StackedAutoencoder(self.blocks.hidden_size, made)
+        if self.blocks.known and made.width != self.blocks.hidden_size:
+            raise ValueError(
+                f"the autoencoder takes states of width {made.width}, but this model's are {self.blocks.hidden_size} wide"
+            )
         return made.to(next(self.blocks.base.parameters()).device)
 
     def set_epoch(self, epoch: int) -> None:

@@ -348,14 +348,12 @@ class TextPrivatizer(Releases):
         if self.mechanism == "laplace":
             eta = self._eta if self.cti is None else self._per_row(self.cti.eta_of(label, self._eta))[rows]
             return ops.private_snap(rows, self._rows, eta, self.stream)
-        table, scale, extra = self._law(label)
-        return ops.exponential_choice(rows, table, scale, self.stream, **extra)
+        prior = self._log_prior(label)
+        return ops.exponential_choice(rows, self._rows, self._eta / 2, self.stream, log_prior=prior)
 
-    def _law(self, label: int | None) -> tuple[Tensor, float, dict[str, Any]]:
-        """Table, scale and weights of `exponential_choice`."""
-        cti = self.cti
-        prior = {} if cti is None else {"log_prior": cti.tilt * self._per_row(cti.importance_of(label))}
-        return self._rows, self._eta / 2, prior
+    def _log_prior(self, label: int | None) -> Tensor | None:
+        """What favours the tokens of a class."""
+        return None if self.cti is None else self.cti.tilt * self._per_row(self.cti.importance_of(label))
 
     def _per_row(self, value: Tensor) -> Tensor:
         return value.to(self._ids.device)[self._ids]
@@ -380,8 +378,8 @@ class TextPrivatizer(Releases):
             return self._quotient.log_probabilities(token)
         if self.mechanism == "laplace":
             raise ValueError("the Laplace mechanism's probabilities have no closed form: use mechanism='exponential'")
-        table, scale, extra = self._law(label)
-        law = ops.choice_log_probabilities(int(self._row_of[token]), table, scale, **extra)
+        row, prior = int(self._row_of[token]), self._log_prior(label)
+        law = ops.choice_log_probabilities(row, self._rows, self._eta / 2, log_prior=prior)
         result = torch.full((len(self._row_of),), -torch.inf, dtype=torch.float64)
         result[self._ids.cpu()] = law.cpu()
         return result
@@ -438,9 +436,9 @@ class TextPrivatizer(Releases):
     def _nats_of(self, label: int | None) -> float:
         if self.mechanism == "laplace":
             return self._eta if self.cti is None else math.inf
-        table, scale, extra = self._law(label)
-        (logs,), error = log_normalisers(table, [scale], None, extra.get("log_prior"))
-        return scale + lipschitz(table, logs, error, scale)
+        scale = self._eta / 2
+        (logs,), error = log_normalisers(self._rows, [scale], None, self._log_prior(label))
+        return scale + lipschitz(self._rows, logs, error, scale)
 
     def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
         """Examples with their tokens replaced, once, and their labels too where these are tokens.

@@ -153,14 +153,10 @@ class RuleDetector:
         return [Span(s.entity, places[s.start][0], places[s.end - 1][1], s.score) for s in self._spans_of(composed)]
 
     def _spans_of(self, composed: str) -> list[Span]:
-        return [span for entity in self.entities for span in self._find(entity, composed)]
-
-    def _find(self, entity: str, text: str) -> Iterator[Span]:
-        if entity == "PERSON":
-            yield from self._persons(text)
-            return
-        for start, end, score in _FINDERS[entity](text):
-            yield Span(entity, start, end, score)
+        found = [
+            Span(entity, *own) for entity in self.entities if entity != "PERSON" for own in _FINDERS[entity](composed)
+        ]
+        return found + (list(self._persons(composed)) if "PERSON" in self.entities else [])
 
     def _persons(self, text: str) -> Iterator[Span]:
         for pattern, score in ((_TITLED, 0.8), (_INTRODUCED, 0.7)):

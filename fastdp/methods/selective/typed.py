@@ -8,6 +8,7 @@ same law: between them epsilon is 0. Any other two differ by the odds of their t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,24 +44,23 @@ def token_types(tokenizer: Any, candidates: Tensor) -> tuple[Tensor, tuple[str, 
     marked = {mark for mark in _BEGINS if any(t is not None and t.startswith(mark) for t in tokens)}
     cased = any(t is not None and t.lstrip("".join(_BEGINS))[:1].isupper() for t in tokens)
     found = [describe_token(t or "", marked, cased) for t in tokens]
+    sizes = _sizes(found, candidates)
     for _ in range(2):  # What is left over joins its place in a word, and if that is not enough the rest.
-        sizes: dict[str, int] = {}
-        for name, allowed in zip(found, candidates.tolist()):
-            sizes[name] = sizes.get(name, 0) + allowed
         found = [name if sizes[name] >= SMALLEST_TYPE else f"{name.split(', ')[0]}, {_LEFT}" for name in found]
-    small = {name for name in set(found) if _count(found, candidates, name) < SMALLEST_TYPE}
-    names = sorted(set(found) - small)
+        sizes = _sizes(found, candidates)
+    names = sorted(name for name in set(found) if sizes[name] >= SMALLEST_TYPE)
     if len(names) < 2:
         raise ValueError(
             f"this vocabulary has no two types of {SMALLEST_TYPE} tokens each: use another mechanism, such as local"
         )
-    largest = max(names, key=lambda name: _count(found, candidates, name))
-    types = torch.tensor([names.index(largest if name in small else name) for name in found])
+    largest = max(names, key=sizes.__getitem__)
+    types = torch.tensor([names.index(name if sizes[name] >= SMALLEST_TYPE else largest) for name in found])
     return types, tuple(names)
 
 
-def _count(found: Sequence[str], candidates: Tensor, name: str) -> int:
-    return sum(own == name and allowed for own, allowed in zip(found, candidates.tolist()))
+def _sizes(found: Sequence[str], candidates: Tensor) -> Counter[str]:
+    """How many tokens that may be drawn are of each type."""
+    return Counter(name for name, allowed in zip(found, candidates.tolist()) if allowed)
 
 
 def describe_token(token: str, marked: set[str], cased: bool) -> str:
@@ -130,11 +130,6 @@ class TypedCells:
     @cached_property
     def _sizes(self) -> Tensor:
         return torch.bincount(self.types[self.candidates], minlength=self._count)
-
-    def epsilon(self, strength: float) -> float:
-        """What a draw costs between tokens of different types; within a type it costs nothing."""
-        check_response(self._count, strength)
-        return strength
 
     def strength(self, epsilon: float) -> float:
         """As much as it may cost: the bound is exact."""

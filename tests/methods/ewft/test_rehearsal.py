@@ -50,24 +50,6 @@ def test_it_learns_below_and_above_the_noise_and_leaves_no_trace():
     assert perturbed_loss(model, noise) < 0.8 * first
 
 
-def test_what_follows_has_its_guarantee():
-    model, autoencoder = build("bert"), ewft.StackedAutoencoder(build("bert").config.hidden_size, (4,))
-    sequence = {"layer": 1, "noise": ewft.release_once(8.0, DELTA), "sequence_length": TOKENS}
-    ewft.rehearse(model, batches(), **sequence, passes=1, autoencoder=autoencoder)
-    assert autoencoder.trained_on == "public"
-    private = fastdp.EWFT(model, **sequence, dataset_size=ROWS, autoencoder=autoencoder)
-    assert not private.flaws()
-    below = dict(model.named_parameters())
-    assert private.frozen_parameters
-    assert not any(below[name].requires_grad for name in private.frozen_parameters)
-    assert not any(p.requires_grad for p in autoencoder.encoder.parameters())
-    private.set_epoch(1)
-    model.train()
-    for index, batch in enumerate(batches()):
-        model(**batch, example_ids=torch.arange(4 * index, 4 * index + 4)).loss.backward()
-    assert private.epsilon() == pytest.approx(8.0, abs=0.01)
-
-
 def test_refusals():
     model = build("bert")
     sequence = {"layer": 1, "noise": ewft.release_once(8.0, DELTA), "sequence_length": TOKENS}

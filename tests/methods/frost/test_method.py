@@ -127,11 +127,8 @@ def test_the_paper_mode_states_what_its_epsilon_is_worth() -> None:
     assert accounting.epsilon(private.ledger.budget_event(), 1e-3, "rdp") == pytest.approx(3.0, rel=1e-3)
     note = private.card()["notes"][0]
     assert f"costs epsilon {true:.4f}, not the 3" in note
-
-
-def test_the_paper_mode_states_no_such_epsilon_where_noise_was_given() -> None:
-    method = DPFrost(**{**SETTINGS, "selection_noise_multiplier": 1.0}, mode="paper")  # type: ignore[arg-type]
-    private = start(method=method, noise_multiplier=1.0, target_delta=1e-3)
+    given = DPFrost(**{**SETTINGS, "selection_noise_multiplier": 1.0}, mode="paper")  # type: ignore[arg-type]
+    private = start(method=given, noise_multiplier=1.0, target_delta=1e-3)
     assert not any("RDP" in note for note in private.card()["notes"])
 
 
@@ -206,29 +203,31 @@ def test_refuses_settings_out_of_range(options: Mapping[str, Any], message: str)
         DPFrost(**options)
 
 
+BUDGET = {"target_epsilon": 3.0, "target_delta": 1e-3}
+
+
 @cases(
-    ("partitions", "message"),
+    ("settings", "options", "message"),
     [
-        ([["layers.0.*"], ["layers.*"]], "layers.0.weight is listed twice"),
-        ([["layers.0.*"]], "do not cover the trained parameter layers.1.weight"),
-        ([["layers.*"]], "the smallest partition"),
+        ({"partitions": [["layers.0.*"], ["layers.*"]]}, {}, "layers.0.weight is listed twice"),
+        ({"partitions": [["layers.0.*"]]}, {}, "do not cover the trained parameter layers.1.weight"),
+        ({"partitions": [["layers.*"]]}, {}, "the smallest partition"),
+        (
+            {"selection_noise_multiplier": None},
+            {"noise_multiplier": 1.0, "target_delta": 1e-3},
+            "selection_noise_multiplier as well",
+        ),
+        ({}, BUDGET, "selection_noise_multiplier is 0"),
+        ({}, {"loss_reduction": "mean"}, "give make_private criterion="),
+        ({}, {"model": "outside"}, "on one example it raised KeyError: 'targets'"),
     ],
 )
-def test_refuses_partitions_before_anything_is_spent(partitions: Any, message: str, tmp_path: Path) -> None:
+def test_refuses_before_anything_is_spent(settings: Any, options: Any, message: str, tmp_path: Path) -> None:
+    if "model" in options:
+        options = {"model": Outside(), "criterion": lambda logits, batch: batch["targets"]}
     with pytest.raises(ValueError, match=message):
-        start(method=DPFrost(**SETTINGS, partitions=partitions), output_dir=tmp_path / "run")  # type: ignore[arg-type]
+        start(method=DPFrost(**{**SETTINGS, **settings}), output_dir=tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
-
-
-def test_refuses_a_noise_level_without_that_of_the_selection() -> None:
-    with pytest.raises(ValueError, match="selection_noise_multiplier as well"):
-        start(method=DPFrost(unfreezing_ratio=0.5), noise_multiplier=1.0, target_delta=1e-3)
-
-
-def test_refuses_a_budget_that_a_selection_without_noise_cannot_meet(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="selection_noise_multiplier is 0"):
-        start(target_epsilon=3.0, target_delta=1e-3, output_dir=tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_refuses_a_frozen_partition_given_back_to_the_optimizer() -> None:
@@ -238,11 +237,6 @@ def test_refuses_a_frozen_partition_given_back_to_the_optimizer() -> None:
     private.optimizer.add_param_group({"params": [frozen]})
     with pytest.raises(ValueError, match="is frozen and stands in the optimizer's groups"):
         logical_step(private)
-
-
-def test_refuses_a_model_whose_loss_is_computed_outside_but_by_a_criterion() -> None:
-    with pytest.raises(ValueError, match="give make_private criterion="):
-        start(loss_reduction="mean")
 
 
 class Outside(Deep):
@@ -271,11 +265,6 @@ def test_a_criterion_selects_what_the_models_own_loss_does() -> None:
     assert torch.equal(within.outcome["iteration"], outside.outcome["iteration"])
 
 
-def test_a_criterion_that_fails_in_the_selection_is_refused_before_anything_is_released() -> None:
-    with pytest.raises(ValueError, match="on one example it raised KeyError: 'targets'"):
-        start(Outside(), criterion=lambda logits, batch: batch["targets"])
-
-
 def test_given_noise_of_the_selection_leaves_the_rest_to_training() -> None:
     plan = Plan(1000, 50, 40, 20, "poisson", "add_remove", 2.0, 1e-4, None)
     budget = DPFrost(selection_steps=2, selection_rate=0.1, selection_noise_multiplier=4.0).budget(plan)
@@ -283,19 +272,14 @@ def test_given_noise_of_the_selection_leaves_the_rest_to_training() -> None:
     assert 1.99 < accounting.epsilon(event, 1e-4) <= 2.0
 
 
-def test_what_reads_no_private_data_costs_nothing() -> None:
-    private = start(method=DPFrost(unfreezing_ratio=0.5, choose_by="random"), target_epsilon=3.0, target_delta=1e-3)
-    assert list(private.ledger.kinds) == ["step"]
-    next(iter(private.data_loader))
-    assert private.epsilon() == 0
-    assert "reads no private data" in private.card()["notes"][0]
-
-
-def test_random_partitions_depend_on_the_seed_alone() -> None:
+def test_random_partitions_depend_on_the_seed_alone_and_cost_nothing() -> None:
     chosen = []
     for seed in (0, 0, 1, 2, 3):
-        private = start(method=DPFrost(unfreezing_ratio=0.5, choose_by="random", seed=seed))
+        private = start(method=DPFrost(unfreezing_ratio=0.5, choose_by="random", seed=seed), **BUDGET)
         next(iter(private.data_loader))
+        assert list(private.ledger.kinds) == ["step"]
+        assert private.epsilon() == 0
+        assert "reads no private data" in private.card()["notes"][0]
         chosen.append(trained(private))
     assert chosen[0] == chosen[1]
     assert len({frozenset(c) for c in chosen}) > 1

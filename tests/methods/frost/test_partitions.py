@@ -17,12 +17,9 @@ def test_a_weight_with_its_bias() -> None:
         ("1", ("1.weight", "1.bias"), 8),
         ("2", ("2.weight",), 8),
     ]
-
-
-def test_biases_of_attention_follow_their_own_weight() -> None:
-    found = {p.name: p.parameters for p in split(dict(nn.MultiheadAttention(4, 2).named_parameters()))}
-    assert found["in_proj_weight"] == ("in_proj_weight", "in_proj_bias")
-    assert found["out_proj"] == ("out_proj.weight", "out_proj.bias")
+    attention = {p.name: p.parameters for p in split(dict(nn.MultiheadAttention(4, 2).named_parameters()))}
+    assert attention["in_proj_weight"] == ("in_proj_weight", "in_proj_bias")
+    assert attention["out_proj"] == ("out_proj.weight", "out_proj.bias")
 
 
 @cases("name", ["gpt2", "bert", "vit", "llama", "t5"])

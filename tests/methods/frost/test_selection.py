@@ -37,15 +37,20 @@ def select(
     return found
 
 
-def test_takes_the_largest_magnitudes_a_third_of_the_limit_at_a_time() -> None:
-    found = select([10] * 12, range(12))
-    # 120 parameters, 60 of which are trained: 20 by each of three iterations.
-    assert found.iteration.tolist() == [0] * 6 + [3, 3, 2, 2, 1, 1]
-
-
-def test_one_step_is_single_shot() -> None:
-    found = select([10] * 12, range(12), steps=1)
-    assert found.iteration.tolist() == [0] * 6 + [1] * 6
+@cases(
+    ("sizes", "true", "options", "iterations"),
+    [
+        # 120 parameters, 60 of which are trained: 20 by each of three iterations, or all at once.
+        ([10] * 12, range(12), {}, [0] * 6 + [3, 3, 2, 2, 1, 1]),
+        ([10] * 12, range(12), {"steps": 1}, [0] * 6 + [1] * 6),
+        # A partition that does not fit is skipped.
+        ([100, 10, 10, 10], [9.0, 3.0, 2.0, 1.0], {"steps": 1, "unfreezing_ratio": 0.2}, [0, 1, 1, 0]),
+    ],
+)
+def test_takes_the_largest_magnitudes_that_fit(sizes: list, true: list, options: dict, iterations: list) -> None:
+    assert select(sizes, true, **options).iteration.tolist() == iterations
+    if options.get("steps") == 1:
+        assert fill(true, partitions(sizes), options.get("unfreezing_ratio", 0.5)).tolist() == iterations
 
 
 def test_waits_where_nothing_stands_out_and_fills_up_at_the_end() -> None:
@@ -53,11 +58,6 @@ def test_waits_where_nothing_stands_out_and_fills_up_at_the_end() -> None:
     found = select([10] * 12, [1.0] * 12, noise=0.01)
     assert set(found.iteration.tolist()) == {0, 3}
     assert (found.iteration > 0).sum() == 6
-
-
-def test_a_partition_that_does_not_fit_is_skipped() -> None:
-    found = select([100, 10, 10, 10], [9.0, 3.0, 2.0, 1.0], steps=1, unfreezing_ratio=0.2)
-    assert found.iteration.tolist() == [0, 1, 1, 0]
 
 
 def test_an_early_choice_stands_out_by_the_gap() -> None:
@@ -89,10 +89,6 @@ def test_never_passes_the_limit(sizes: list[int], steps: int, ratio: float, seed
     left = limit - np.array(sizes)[found.iteration > 0].sum()
     frozen = np.array(sizes)[found.iteration == 0]
     assert not len(frozen) or left < frozen.min()
-
-
-def test_scores_fill_the_limit() -> None:
-    assert fill([1.0, 3.0, 2.0], partitions([10, 10, 10]), 0.7).tolist() == [0, 1, 1]
 
 
 def test_a_ratio_below_the_smallest_partition_names_it() -> None:

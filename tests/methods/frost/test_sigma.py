@@ -33,13 +33,11 @@ def test_printed_noise_meets_the_printed_budget_and_is_worth_less(
     assert accounting.epsilon(event(sgd, selection), DELTA) == pytest.approx(true, rel=6e-4)
 
 
-def test_printed_search() -> None:
-    assert compute(0.5, "rdp") == pytest.approx(PRINTED[0][1:3], rel=3e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("epsilon", "sgd", "selection", "_true"), PRINTED[1:])
-def test_printed_search_at_larger_budgets(epsilon: float, sgd: float, selection: float, _true: float) -> None:
+@pytest.mark.parametrize(
+    ("epsilon", "sgd", "selection", "_true"),
+    [PRINTED[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in PRINTED[1:])],
+)
+def test_printed_search(epsilon: float, sgd: float, selection: float, _true: float) -> None:
     assert compute(epsilon, "rdp") == pytest.approx((sgd, selection), rel=3e-4)
 
 
@@ -69,10 +67,6 @@ def test_repeated_selection_costs_its_releases() -> None:
 def test_refuses_what_cannot_be_split(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         compute(2, "pld", **options)
-
-
-def test_refuses_a_run_without_steps() -> None:
-    with pytest.raises(ValueError, match="not one step"):
-        compute_sigma(100, 60, 0.5, 2, 1e-5)
-    with pytest.raises(ValueError, match="batch_size is 200"):
-        compute_sigma(100, 200, 3, 2, 1e-5)
+    for size, batch, epochs, message in ((100, 60, 0.5, "not one step"), (100, 200, 3, "batch_size is 200")):
+        with pytest.raises(ValueError, match=message):
+            compute_sigma(size, batch, epochs, 2, 1e-5)

@@ -44,24 +44,20 @@ def test_min_max_by_layer():
     assert scaled["b"].tolist() == [[0.0, 1.0]]
 
 
-@cases("ratio", [0.5, 0.3, 0.0, 1.01, math.nan])
-def test_ratio_out_of_range(ratio):
-    with pytest.raises(ValueError, match="above .5 and at most 1"):
-        weak_masks(relevance(a=10), ratio)
+EVEN = [{"a": torch.full((4,), value), "b": torch.full((2, 2), value)} for value in (0.0, 2.5)]
 
 
-def test_nothing_strong():
-    with pytest.raises(ValueError, match="r_s = 0"):
-        weak_masks(relevance(a=10, b=20), 1.0)
-
-
-@pytest.mark.parametrize(("value", "what"), [(0.0, "is 0"), (2.5, "is tied")])
-def test_nothing_to_rank(value, what):
-    with pytest.raises(ValueError, match=f"every relevance {what}.*map_after"):
-        weak_masks({"a": torch.full((4,), value), "b": torch.full((2, 2), value)}, 0.7)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_not_finite(value):
-    with pytest.raises(ValueError, match="relevance of b is not finite"):
-        weak_masks({"a": torch.randn(4), "b": torch.tensor([1.0, value])}, 0.7)
+@cases(
+    ("values", "ratio", "message"),
+    [
+        *((relevance(a=10), ratio, "above .5 and at most 1") for ratio in (0.5, 0.3, 0.0, 1.01, math.nan)),
+        (relevance(a=10, b=20), 1.0, "r_s = 0"),
+        (EVEN[0], 0.7, "every relevance is 0.*map_after"),
+        (EVEN[1], 0.7, "every relevance is tied.*map_after"),
+        ({"a": torch.randn(4), "b": torch.tensor([1.0, torch.nan])}, 0.7, "relevance of b is not finite"),
+        ({"a": torch.randn(4), "b": torch.tensor([1.0, torch.inf])}, 0.7, "relevance of b is not finite"),
+    ],
+)
+def test_what_cannot_be_ranked_is_refused(values, ratio, message):
+    with pytest.raises(ValueError, match=message):
+        weak_masks(values, ratio)

@@ -32,42 +32,50 @@ def public(seed: int = 9) -> PublicMap:
     return PublicMap([collate(examples(6, seed))])
 
 
+def gradients_of(*rows: int) -> PublicGradients:
+    """Single public examples."""
+    return PublicGradients([collate([row]) for row in examples(4, 9)[slice(*rows)]])
+
+
 MODES = {
     "printed": RapFT(public()),
     "optimal": RapFT(public(), allocation="optimal"),
     "noised map": RapFT(NoisyMap(2.0, 0.5)),
     "paper": RapFT(public(), mode="paper"),
+    "axes of gradients": RapFT(gradients_of(4), allocation="axes"),
+    "axes of a map": RapFT(public(), allocation="axes"),
 }
 
 
 @cases("name", MODES)
-def test_every_mode_releases_clipped_blocks_with_the_noise_it_accounts_for(name):
-    method = MODES[name]
-    private = start(Classifier(), method=method, noise_multiplier=0.8, target_delta=1e-3)
+def test_every_mode_releases_clipped_gradients_with_the_noise_it_accounts_for(name):
+    """Blocks each on its own; along axes the whole, in their own coordinates, of which larger ones get more noise."""
+    model = Classifier()
+    optimizer = AdamW(model.parameters(), lr=0.0, fused=False)
+    private = start(model, method=MODES[name], optimizer=optimizer, noise_multiplier=0.8, target_delta=1e-3)
     gradients, batches = logical_step(private)
-    policy = private.policy
+    policy, parameters = private.policy, dict(model.named_parameters())
     multiplier = effective_noise_multiplier(0.8, 0.7) if name == "paper" else 0.8
-    assert private.noise_multiplier == pytest.approx(multiplier)
-    assert policy.noise_multiplier == pytest.approx(multiplier)
-    masks = {n: m.bool() for n, m in private.outcome.items()}
-    exact = one_by_one(Classifier(), join(batches))
-    norms = torch.stack(
-        [
-            torch.stack([torch.stack([g[n][m].square().sum() for n, m in side.items()]).sum() for g in exact])
-            for side in (masks, {n: ~m for n, m in masks.items()})
-        ]
-    )
-    scales = policy.scales(known(norms))
+    assert [private.noise_multiplier, policy.noise_multiplier] == pytest.approx([multiplier] * 2)
+    axes = {n: policy.axes[n].whole(p.shape) if policy.axes else torch.ones(p.shape) for n, p in parameters.items()}
+    sizes = torch.cat([s.reshape(-1) for s in axes.values()])
+    assert float(sizes.square().mean()) == pytest.approx(1.0, rel=1e-5)
+    assert (float(sizes.max() / sizes.min()) > 2) == ("axes" in name)
+    masks = {n: p.new_ones(p.shape).bool() if policy.axes else private.outcome[n].bool() for n, p in parameters.items()}
+    exact = [{n: g / axes[n].double() for n, g in own.items()} for own in one_by_one(Classifier(), join(batches))]
+    sides = (masks, {n: ~m for n, m in masks.items()})[: len(policy.bounds)]
+    squares = [[sum(g[n][m].square().sum() for n, m in side.items()) for g in exact] for side in sides]
+    scales = policy.scales(known(torch.tensor(squares)))
     standard = []
     for parameter, mask in masks.items():
         expected = sum(
-            g[parameter] * torch.where(mask, float(scales[0, i]), float(scales[1, i])) for i, g in enumerate(exact)
+            g[parameter] * torch.where(mask, float(scales[0, i]), float(scales[-1, i])) for i, g in enumerate(exact)
         )
-        noise = gradients[parameter] * 8 - expected
-        std = torch.where(mask, policy.stds[0], policy.stds[1])
-        standard.append((noise / std).reshape(-1))
+        std = torch.where(mask, policy.stds[0], policy.stds[-1])
+        standard.append(((gradients[parameter] * 8 / axes[parameter] - expected) / std).reshape(-1))
     # 66 squared normals of a fixed seed, in a range that one key in 10^5 leaves; noise at a half or double has .25 or 4.
     assert 0.4 < float(torch.cat(standard).square().mean()) < 2.0
+    assert private.card()["mechanism"]["allocation"] == MODES[name].allocation
 
 
 @settings(max_examples=150)
@@ -98,37 +106,6 @@ def test_the_budget_holds_steps_and_maps():
     steps = accounting.dpsgd(private.noise_multiplier, private.sample_rate, 6)
     both = accounting.compose(steps, accounting.dpsgd(1.5, 0.5, 3))
     assert private.epsilon() == pytest.approx(float(accounting.epsilon(both, 1e-3)))
-
-
-def gradients_of(*rows: int) -> PublicGradients:
-    """Single public examples."""
-    return PublicGradients([collate([row]) for row in examples(4, 9)[slice(*rows)]])
-
-
-@pytest.mark.parametrize("source", [gradients_of(4), public()], ids=["gradients", "map"])
-def test_axes_release_a_gradient_clipped_and_noised_in_their_own_coordinates(source):
-    """Its multiplier is the run's own; the noise of a coordinate is as many times larger as its axis is."""
-    method = RapFT(source, allocation="axes")
-    model = Classifier()
-    optimizer = AdamW(model.parameters(), lr=0.0, fused=False)
-    private = start(model, method=method, optimizer=optimizer, noise_multiplier=0.8, target_delta=1e-3)
-    gradients, batches = logical_step(private)
-    policy = private.policy
-    assert private.noise_multiplier == policy.noise_multiplier == pytest.approx(0.8)
-    whole = {name: policy.axes[name].whole(p.shape) for name, p in model.named_parameters()}
-    sizes = torch.cat([s.reshape(-1) for s in whole.values()])
-    assert float(sizes.square().mean()) == pytest.approx(1.0, rel=1e-5)
-    assert float(sizes.max() / sizes.min()) > 2
-    standard = []
-    exact = one_by_one(Classifier(), join(batches))
-    scaled = [{n: g / whole[n].double() for n, g in own.items()} for own in exact]
-    norms = [torch.stack([g.square().sum() for g in own.values()]).sum().sqrt() for own in scaled]
-    for name in whole:
-        total = sum(own[name] * min(1.0, 1.0 / float(norm)) for own, norm in zip(scaled, norms))
-        standard.append(((gradients[name] * 8 / whole[name] - total) / 0.8).reshape(-1))
-    # 66 squared normals of a fixed seed, in a range that one key in 10^5 leaves; noise at a half or double has .25 or 4.
-    assert 0.4 < float(torch.cat(standard).square().mean()) < 2.0
-    assert private.card()["mechanism"]["allocation"] == "axes"
 
 
 def test_axes_of_ones_are_no_axes_to_the_last_bit():
@@ -322,16 +299,6 @@ def test_a_source_needs_noise_and_a_rate_or_public_examples(options):
         PublicMap([])
 
 
-def test_a_map_that_the_budget_cannot_hold():
-    with pytest.raises(ValueError, match="out of reach"):
-        start(Classifier(), method=RapFT(NoisyMap(0.3, 1.0)), target_epsilon=0.5, target_delta=1e-3)
-
-
-def test_a_mask_that_would_never_be_made():
-    with pytest.raises(ValueError, match="no mask would ever be made"):
-        start(Classifier(), method=RapFT(public(), map_after=100), noise_multiplier=1.0, target_delta=1e-3)
-
-
 def test_nothing_is_spent_on_a_zero_matrix():
     model = Classifier()
     with torch.no_grad():
@@ -342,11 +309,22 @@ def test_nothing_is_spent_on_a_zero_matrix():
     assert private.epsilon() == 0
 
 
-@cases("ratio", [1.0, 0.999])
-def test_a_ratio_that_leaves_nothing_strong_is_refused_before_anything_is_spent(ratio, tmp_path):
-    method = RapFT(NoisyMap(1.0, 0.5), irrelevance_ratio=ratio)
-    with pytest.raises(ValueError, match="r_s = 0"):
-        start(Classifier(), method=method, noise_multiplier=1.0, target_delta=1e-3, output_dir=tmp_path)
+USERS = {"user_ids": [i // 2 for i in range(24)], "max_examples_per_user": 2}
+
+
+@cases(
+    ("method", "options", "message"),
+    [
+        *((RapFT(NoisyMap(1.0, 0.5), irrelevance_ratio=ratio), {}, "r_s = 0") for ratio in (1.0, 0.999)),
+        (RapFT(NoisyMap(0.3, 1.0)), {"target_epsilon": 0.5, "noise_multiplier": None}, "out of reach"),
+        (RapFT(public(), map_after=100), {}, "no mask would ever be made"),
+        (RapFT(NoisyMap(1.0, 1.0)), USERS, "take it from PublicMap"),
+    ],
+)
+def test_what_no_run_can_keep_is_refused_before_anything_is_spent(method, options, message, tmp_path):
+    options = {"noise_multiplier": 1.0, "target_delta": 1e-3, "output_dir": tmp_path, **options}
+    with pytest.raises(ValueError, match=message):
+        start(Classifier(), loader(batch_size=4), method=method, **options)
     assert not list(tmp_path.iterdir())
 
 
@@ -369,19 +347,6 @@ def test_the_noise_of_a_map_is_in_the_form_that_the_card_names(secure, monkeypat
     private.prepare()
     assert set(forms) == {secure}
     assert private.card()["noise_source"]["secure_rounding"] is secure
-
-
-def test_users_with_several_rows_are_refused():
-    with pytest.raises(ValueError, match="take it from PublicMap"):
-        start(
-            Classifier(),
-            loader(batch_size=4),
-            method=RapFT(NoisyMap(1.0, 1.0)),
-            noise_multiplier=1.0,
-            target_delta=1e-3,
-            user_ids=[i // 2 for i in range(24)],
-            max_examples_per_user=2,
-        )
 
 
 class Bare(Classifier):
@@ -425,13 +390,9 @@ def _rows(logits: torch.Tensor, batch: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("source", [public(), NoisyMap(2.0, 0.5)])
-def test_a_model_without_logits_is_refused_when_it_is_made_private(source: Any, after: int) -> None:
+def test_a_model_without_logits_or_loss_is_refused_when_it_is_made_private(source: Any, after: int) -> None:
     with pytest.raises(ValueError, match=r"let forward\(\) return 'logits'"):
         start(Lossy(), method=RapFT(source, map_after=after), noise_multiplier=1.0, target_delta=1e-3)
-
-
-def test_public_gradients_without_a_loss_are_refused_when_the_model_is_made_private() -> None:
-    source = PublicGradients(public().batches)
-    method = RapFT(source, allocation="axes", map_after=2)
+    method = RapFT(PublicGradients(public().batches), allocation="axes", map_after=after)
     with pytest.raises(ValueError, match="the model returned no loss"):
         start(Bare(), method=method, criterion=_rows, noise_multiplier=1.0, target_delta=1e-3)

@@ -9,7 +9,8 @@ from scipy import stats
 from fastdp.methods.sap import PrivateBottom, add_dchi_noise, split_model
 from fastdp.ops import NoiseStream
 from tests.cases import cases
-from tests.engine.models import batch, build
+from tests.engine.models import build
+from tests.methods.sap.test_split import inputs_of
 
 
 @cases("width", [1, 3, 40])
@@ -36,12 +37,6 @@ def test_half_precision_is_rounded_after_the_sum(dtype):
     exact = add_dchi_noise(rows.float(), 20.0, NoiseStream.unsafe_reproducible(1))
     assert noisy.dtype == dtype
     assert torch.equal(noisy, exact.to(dtype))
-
-
-def inputs_of(name):
-    inputs = batch(name)
-    inputs.pop("labels")
-    return inputs
 
 
 def test_a_frozen_bottom_releases_without_gradients():

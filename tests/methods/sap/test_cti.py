@@ -128,13 +128,23 @@ def test_from_texts_counts_public_ones_or_noises_private_ones():
             of_texts(**options)
 
 
-@pytest.mark.parametrize("options", [{"public": True}, {"noise_multiplier": 2.0, "delta": 1e-6}, {"form": "paper"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"public": True},
+        {"noise_multiplier": 2.0, "delta": 1e-6},
+        {"form": "paper"},
+        {"form": "quotient", "cells": 2, "noise_multiplier": 0.5},
+    ],
+)
 def test_kept_counts_come_back_as_they_were(tmp_path, options):
     made = of_texts(**options)
     made.save(tmp_path / "counts.pt")
     found = CTI.load(tmp_path / "counts.pt")
     assert torch.equal(found.importance, made.importance)
     assert torch.equal(found.supported, made.supported)
+    for name in ("cells", "mass") if made.form == "quotient" else ():
+        assert torch.equal(getattr(found, name), getattr(made, name))
     settings = ("source", "form", "tilt", "delta")
     assert [getattr(found, name) for name in settings] == [getattr(made, name) for name in settings]
 

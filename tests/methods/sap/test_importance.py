@@ -62,14 +62,6 @@ def test_refused_counts(counts, smoothing, match):
         sap.utility_importance(torch.tensor(counts), smoothing)
 
 
-@cases("eta", [0, -1, math.nan, math.inf])
-def test_refused_eta(eta):
-    with pytest.raises(ValueError, match="above 0"):
-        sap.adaptive_eta(torch.zeros(2, 3), eta, 0)
-    with pytest.raises(ValueError, match="finite"):
-        sap.adaptive_eta(torch.full((2, 3), math.inf), 1, 0)
-
-
 def test_counts_of_texts():
     counts = sap.count_tokens([[0, 0, 3], [1], [3]], [0, 1, 1], classes=2, vocabulary=4)
     assert counts.tolist() == [[2, 0, 0, 1], [0, 1, 0, 1]]

@@ -55,7 +55,6 @@ def test_an_adapter_trained_on_the_top_fits_the_whole_model(name, tmp_path):
     adapted.save_pretrained(tmp_path)
     whole = peft.PeftModel.from_pretrained(model, tmp_path).eval()
     inputs.pop("labels")
-    together = whole(**inputs).logits
     apart = adapted.eval()(inputs_embeds=hidden, attention_mask=inputs["attention_mask"]).logits
     # The whole model has the adapter's names in block 0 too, where the saved adapter leaves it untouched or absent.
     for key, parameter in whole.named_parameters():

@@ -26,6 +26,19 @@ def encoded(tokenizer, texts=TEXTS):
     return tokenizer(list(texts), add_special_tokens=False)["input_ids"]
 
 
+class Fixed:
+    """A detector that reports what it is told."""
+
+    def __init__(self, spans):
+        self.spans = spans
+
+    def detect(self, texts):
+        return self.spans
+
+    def describe(self):
+        return {"name": "fixed"}
+
+
 @cases("mechanism", ["local", "paper"])
 def test_only_private_tokens_change(model, mechanism):
     tokenizer, table = model
@@ -48,25 +61,13 @@ def test_budget_of_each_text(model):
     assert by_token.epsilons[1] == 0
     by_text = SelectivePerturbation(2.0, budget="text")(TEXTS, tokenizer, table)
     assert by_text.epsilons == [2.0, 0.0, 2.0]
-
-
-def test_a_large_epsilon_changes_nothing(model):
-    tokenizer, table = model
+    every = SelectivePerturbation(0.01, scope="all")(TEXTS, tokenizer, table)
+    assert every.private_tokens == sum(map(len, encoded(tokenizer)))
+    assert every.card()["settings"]["detector"] == {"name": "every token"}
+    cut = SelectivePerturbation(1.0)(TEXTS, tokenizer, table, max_length=4)
+    assert max(map(len, cut.ids)) == 4
+    assert cut.epsilons[0] <= 4.0
     assert SelectivePerturbation(1e5)(TEXTS, tokenizer, table).ids == encoded(tokenizer)
-
-
-def test_every_token(model):
-    tokenizer, table = model
-    found = SelectivePerturbation(0.01, scope="all")(TEXTS, tokenizer, table)
-    assert found.private_tokens == sum(map(len, encoded(tokenizer)))
-    assert found.card()["settings"]["detector"] == {"name": "every token"}
-
-
-def test_truncated_tokens_cost_nothing(model):
-    tokenizer, table = model
-    found = SelectivePerturbation(1.0)(TEXTS, tokenizer, table, max_length=4)
-    assert max(map(len, found.ids)) == 4
-    assert found.epsilons[0] <= 4.0
 
 
 def test_drawn_once_and_kept(model, tmp_path):
@@ -99,17 +100,18 @@ def test_two_at_once_draw_once(model, tmp_path):
 
 def test_a_cache_of_something_else_is_refused(model, tmp_path):
     tokenizer, table = model
-    path = tmp_path / "perturbed.safetensors"
-    SelectivePerturbation(0.5)(TEXTS, tokenizer, table, cache=path)
-    with pytest.raises(ValueError, match="another epsilon; perturbing anew would spend a second budget"):
-        SelectivePerturbation(0.6)(TEXTS, tokenizer, table, cache=path)
-    with pytest.raises(ValueError, match="other texts"):
-        SelectivePerturbation(0.5)(TEXTS[:2], tokenizer, table, cache=path)
-    with pytest.raises(ValueError, match="another table"):
-        SelectivePerturbation(0.5, radius=1.0)(TEXTS, tokenizer, table + 1, cache=_made(tmp_path, tokenizer, table))
+    path, settings = tmp_path / "perturbed.safetensors", {"epsilon": 0.5, "radius": 1.0}
+    SelectivePerturbation(**settings)(TEXTS, tokenizer, table, cache=path)
+    for changed, texts, rows, match in (
+        ({"epsilon": 0.6}, TEXTS, table, "another epsilon; perturbing anew would spend a second budget"),
+        ({}, TEXTS[:2], table, "other texts"),
+        ({}, TEXTS, table + 1, "another table"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            SelectivePerturbation(**settings | changed)(texts, tokenizer, rows, cache=path)
     path.write_bytes(b"rubbish")
     with pytest.raises(ValueError, match="no cache of perturbed texts"):
-        SelectivePerturbation(0.5)(TEXTS, tokenizer, table, cache=path)
+        SelectivePerturbation(**settings)(TEXTS, tokenizer, table, cache=path)
 
 
 def test_a_cache_made_with_other_names_is_refused(model, tmp_path):
@@ -127,11 +129,6 @@ def test_a_cache_made_with_other_names_is_refused(model, tmp_path):
     assert b"uorra" not in path.read_bytes()
 
 
-def _made(folder, tokenizer, table):
-    SelectivePerturbation(0.5, radius=1.0)(TEXTS, tokenizer, table, cache=folder / "other")
-    return folder / "other"
-
-
 def test_no_private_token_is_said_and_no_failure(model):
     tokenizer, table = model
     with pytest.warns(UserWarning, match="no private token"):
@@ -141,29 +138,14 @@ def test_no_private_token_is_said_and_no_failure(model):
 
 
 def test_a_private_word_outside_the_vocabulary_is_replaced_too():
-    """Its id is the special unknown token's: it is private like any other, and never drawn."""
+    """Its id is the special unknown token's: it is private like any other, and never drawn; nor are rows that pad the table."""
     tokenizer = word_tokenizer(["call", "now", "please", "later"])
     found = SelectivePerturbation(0.1)(["call Anna now"], tokenizer, torch.eye(5))
     assert found.private == [[False, True, False]]
     assert found.ids[0][1] != tokenizer.unk_token_id
-
-
-def test_rows_that_pad_the_table_are_never_drawn():
-    tokenizer = word_tokenizer(["call", "now"])
     table = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
     found = SelectivePerturbation(0.01)(["call Anna now"] * 200, tokenizer, table)
-    assert max(token for own in found.ids for token in own) < 3
-
-
-class Wrong:
-    def __init__(self, spans):
-        self.spans = spans
-
-    def detect(self, texts):
-        return self.spans
-
-    def describe(self):
-        return {"name": "wrong"}
+    assert max(token for own in found.ids for token in own) < 5
 
 
 @cases(
@@ -195,9 +177,9 @@ def test_refused_when_called(model):
     with pytest.raises(ValueError, match="has no row in the table"):
         SelectivePerturbation(1.0, scope="all")(TEXTS, tokenizer, table[:300])
     with pytest.raises(ValueError, match="covers characters 0 to 999"):
-        SelectivePerturbation(1.0, detector=Wrong([[Span("X", 0, 999)], [], []]))(TEXTS, tokenizer, table)
+        SelectivePerturbation(1.0, detector=Fixed([[Span("X", 0, 999)], [], []]))(TEXTS, tokenizer, table)
     with pytest.raises(ValueError, match="0 lists of spans for 3 texts"):
-        SelectivePerturbation(1.0, detector=Wrong([]))(TEXTS, tokenizer, table)
+        SelectivePerturbation(1.0, detector=Fixed([]))(TEXTS, tokenizer, table)
     with pytest.raises(ValueError, match="no character offsets"):
         SelectivePerturbation(1.0)(TEXTS, object(), table)
 

@@ -6,18 +6,7 @@ import pytest
 
 from fastdp.methods.selective import PrivacyPolicy, RuleDetector, Span, measure_detector, read_labelled_spans
 
-
-class Fixed:
-    """A detector that reports what it is told."""
-
-    def __init__(self, spans):
-        self.spans = spans
-
-    def detect(self, texts):
-        return self.spans
-
-    def describe(self):
-        return {"name": "fixed"}
+from .test_perturbation import Fixed
 
 
 def test_counts():
@@ -35,17 +24,11 @@ def test_counts():
     assert measured.character_miss_rate == pytest.approx(5 / 12)
 
 
-def test_whole_words_cover_more():
-    labels = [[Span("DATE", 15, 21)]]
-    measured = measure_detector(Fixed([[Span("DATE", 15, 18)]]), ["Anna met Bo on Monday"], labels)
-    assert measured.span_miss_rate == 0
-
-
-def test_the_policy_limits_what_counts():
-    labels = [[Span("PERSON", 0, 4), Span("DATE", 15, 21)]]
+def test_whole_words_cover_more_and_the_policy_limits_what_counts():
+    texts, labels = ["Anna met Bo on Monday"], [[Span("PERSON", 0, 4), Span("DATE", 15, 21)]]
+    assert measure_detector(Fixed([[Span("X", 0, 3), Span("DATE", 15, 18)]]), texts, labels).span_miss_rate == 0
     only = PrivacyPolicy(entities=frozenset({"PERSON"}))
-    measured = measure_detector(RuleDetector(), ["Anna met Bo on Monday"], labels, only)
-    assert list(measured.by_entity) == ["PERSON"]
+    assert list(measure_detector(RuleDetector(), texts, labels, only).by_entity) == ["PERSON"]
 
 
 def test_refused():

@@ -11,20 +11,22 @@ from tests.tokenizers_for_tests import quickstart
 TEXT = "Ms. Anna Lindqvist-Åberg lives here"
 
 
-def test_overlapping_spans_become_one():
-    spans = [Span("PERSON", 4, 8), Span("NAME", 6, 18), Span("X", 30, 35)]
-    assert PrivacyPolicy(whole_words=False).private(TEXT, spans) == [(4, 18), (30, 35)]
+NAME, DATE = Span("PERSON", 4, 8, 0.9), Span("DATE", 25, 30, 0.4)
 
 
-def test_whole_words():
-    assert PrivacyPolicy().private(TEXT, [Span("PERSON", 5, 10)]) == [(4, 18)]
+@cases(
+    ("settings", "spans", "private"),
+    [
+        # Overlapping spans become one.
+        ({"whole_words": False}, [Span("PERSON", 4, 8), Span("NAME", 6, 18), Span("X", 30, 35)], [(4, 18), (30, 35)]),
+        ({}, [Span("PERSON", 5, 10)], [(4, 18)]),
+        ({"entities": frozenset({"DATE"})}, [NAME, DATE], [(25, 30)]),
+        ({"threshold": 0.5}, [NAME, DATE], [(4, 8)]),
+    ],
+)
+def test_what_is_private(settings, spans, private):
+    assert PrivacyPolicy(**settings).private(TEXT, spans) == private
     assert PrivacyPolicy().private("a - b", [Span("X", 2, 3)]) == [(2, 3)]
-
-
-def test_entities_and_thresholds():
-    spans = [Span("PERSON", 4, 8, 0.9), Span("DATE", 25, 30, 0.4)]
-    assert PrivacyPolicy(entities=frozenset({"DATE"})).private(TEXT, spans) == [(25, 30)]
-    assert PrivacyPolicy(threshold=0.5).private(TEXT, spans) == [(4, 8)]
 
 
 @cases("span", [Span("X", 30, 99), Span("X", -1, 4), Span("X", 5, 5), Span("X", 9, 4), Span("X", 0, 3, 1.5)])

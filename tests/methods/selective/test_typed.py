@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from scipy.stats import chisquare
 
 from fastdp import NoiseStream
 from fastdp.methods.selective import SelectivePerturbation, TypedCells
 from fastdp.methods.selective.typed import SMALLEST_TYPE, token_types
+from tests.ops.test_dchi import FALSE_ALARM, chi_square
 from tests.tokenizers_for_tests import quickstart, word_tokenizer
 
 from .test_perturbation import TEXTS, encoded
@@ -47,14 +47,10 @@ def test_epsilon_between_types_and_nothing_within(types, epsilon, bits):
 
 @pytest.mark.parametrize("epsilon", [0.5, 2.0])
 def test_draws_follow_the_law(epsilon):
-    """Chi-square of 20,000 draws for each token: 1e-6 false alarms a run each; the seed is fixed."""
     cells = cells_of([0, 1, 1, 2, 2, 2, 0, 1], [True, True, True, True, False, True, False, True])
     stream = NoiseStream.unsafe_reproducible(7)
     for token, law in enumerate(laws(cells, epsilon).exp()):
-        drawn = cells.draw(torch.full((20_000,), token), epsilon, stream)
-        counts = torch.bincount(drawn, minlength=8)[law > 0]
-        assert int(counts.sum()) == 20_000
-        assert chisquare(counts.numpy(), (20_000 * law[law > 0]).numpy()).pvalue > 1e-6
+        assert chi_square(cells.draw(torch.full((20_000,), token), epsilon, stream), law.numpy()) > FALSE_ALARM
 
 
 def test_each_token_may_have_its_own_epsilon():

@@ -138,14 +138,10 @@ def test_so_many_texts_that_counts_were_rounded_are_refused():
         PrivateVotes([""] * 2**24, embed, rounds=1, **BUDGET)
 
 
-def test_evolution_without_a_round_left_is_refused_rather_than_empty():
-    votes = PrivateVotes(WORDS, embed, rounds=1, **BUDGET)
-    evolve(votes, lambda label, count: WORDS[:1] * count, lambda label, texts: texts, 2)
-    with pytest.raises(ValueError, match="rounds_left must be a finite number of at least 1, got 0"):
-        evolve(votes, lambda label, count: WORDS[:1] * count, lambda label, texts: texts, 2)
-
-
-def test_a_generator_that_gives_too_few_is_named():
+def test_evolution_names_a_generator_that_gives_too_few_and_refuses_to_begin_without_a_round():
     votes = PrivateVotes(WORDS, embed, rounds=1, **BUDGET)
     with pytest.raises(ValueError, match="generate gave 1 texts where 4"):
         evolve(votes, lambda label, count: ["a"], lambda label, texts: texts, 2)
+    evolve(votes, lambda label, count: WORDS[:1] * count, lambda label, texts: texts, 2)
+    with pytest.raises(ValueError, match="rounds_left must be a finite number of at least 1, got 0"):
+        evolve(votes, lambda label, count: WORDS[:1] * count, lambda label, texts: texts, 2)
