@@ -41,7 +41,8 @@ from . import fuzz
 from .fuzz_ops import gradients
 from .gpu_methods import methods
 from .record import environment, parser_of, write
-from .workloads import Case, build, examples
+from .simulate import build
+from .workloads import Case, examples
 
 NORMS = 1e-5  # what docs/kernels.md promises
 #: Of a float32 normal relative to its radius: its roundings, the polynomials and the device's square root.

@@ -33,12 +33,19 @@ _DRAWS = 8
 _PADS = "fastdp.private.run._Owner.records_passes"
 
 
+def build(case: Case, device: torch.device = META) -> torch.nn.Module:
+    """The case's model, which keeps nothing to generate by."""
+    model = workloads.build(case, device)
+    model.config.use_cache = False  # type: ignore[union-attr]
+    return model
+
+
 def step_of(case: Case, device: torch.device, *, private: bool, **options: Any) -> Callable[[], int]:
     """A function that takes one training step, in the fused forms of AdamW: torch's, or ours with its noise.
 
     Options are those of `workloads.private_step`, for a private step.
     """
-    model = workloads.build(case, device)
+    model = build(case, device)
     if private:
         return workloads.private_step(case, model, fused=True, **options)
     return workloads.plain_step(case, model, fused=True)

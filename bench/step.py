@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -43,6 +44,8 @@ _NO_HEAP = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"
 #: Seconds that steps in a row on a GPU take about, between which the host need not wait.
 _IN_A_ROW = 0.5
 
+#: Small programs, as tutorials have them: all but the loader is a few milliseconds.
+_small = partial(Case, batches=64)
 CASES = {
     "gpt2-6x512-lora": Case("gpt2", 6, 512, tuning="lora"),
     "gpt2-6x512-full": Case("gpt2", 6, 512),
@@ -55,6 +58,11 @@ CASES = {
     "bert-6x384-full": Case("bert", 6, 384),
     "bert-6x384-bitfit": Case("bert", 6, 384, tuning="bitfit"),
     "vit-6x384-full": Case("vit", 6, 384, tokens=197),
+    "small-cnn": _small("cnn", 2, 16, rows=16, tokens=16),
+    "small-text": _small("words", 2, 64, rows=16, vocabulary=1000, tokens=32),
+    "small-text-cnn": _small("text-cnn", 1, 32, rows=16, vocabulary=1000, tokens=32),
+    "small-gpt2-lora": _small("gpt2", 2, 64, rows=8, vocabulary=1000, tokens=32, tuning="lora"),
+    "small-llama-lora": _small("llama", 2, 64, 128, rows=8, vocabulary=1000, tokens=32, tuning="lora"),
     **workloads.LARGE,
 }
 
@@ -67,8 +75,10 @@ def measure(
     Without a choice of implementations all, and where everything is trained those with fused optimizers too.
 
     Ratios are to non-private in the same run: time by the median of step-by-step ratios, so that a machine whose speed
-    drifts is compared with itself. On a GPU ``seconds`` are those of a step among several in a row, as loops take them;
-    ``peak_bytes`` is the peak of tensors since the model was built.
+    drifts is compared with itself. On a processor ``processor_seconds`` leave out what other programs took of the machine, and
+    ``ratio_processor`` is of their medians. On a GPU ``seconds`` are those of a step among several in a row, as loops take
+    them, and ``waited_seconds`` those of one that the host waits for; ``peak_bytes`` is the peak of tensors since the model was
+    built, and ``held_bytes`` what torch holds of the device after all steps, recorded passes and freed blocks with it.
 
     Raises ValueError for an unknown case.
     """
@@ -91,7 +101,10 @@ class _Found:
     """What was seen of one implementation: seconds of its steps, bytes, or why there are none."""
 
     times: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
     peak: int = 0
+    held: int = 0
     error: str | None = None
 
 
@@ -99,11 +112,19 @@ def _figures(one: _Found, base: _Found) -> dict[str, Any]:
     """What a row says of one implementation, and of it over the first."""
     if one.error is not None:
         return {"error": one.error}
-    row: dict[str, Any] = {"seconds": statistics.median(one.times), "peak_bytes": one.peak}
-    if base.error is None:
-        row["ratio_time"] = statistics.median(a / b for a, b in zip(one.times, base.times))
-        row["ratio_memory"] = one.peak / base.peak
-    return row
+    median = statistics.median
+    row: dict[str, Any] = {"seconds": median(one.times), "peak_bytes": one.peak}
+    if one.waited:
+        row |= {"waited_seconds": median(one.waited), "held_bytes": one.held}
+    else:
+        row["processor_seconds"] = median(one.processor)
+    if base.error is not None:
+        return row
+    row["ratio_time"] = median(a / b for a, b in zip(one.times, base.times))
+    row["ratio_memory"] = one.peak / base.peak
+    if one.waited:
+        return row | {"ratio_waited": median(one.waited) / median(base.waited), "ratio_held": one.held / base.held}
+    return row | {"ratio_processor": median(one.processor) / median(base.processor)}
 
 
 def _one_by_one(case: str, implementations: tuple[str, ...], steps: int, warmup: int) -> dict[str, _Found]:
@@ -120,7 +141,8 @@ def _one_by_one(case: str, implementations: tuple[str, ...], steps: int, warmup:
         waited = [worker.ask(_take) for _ in range(steps)]
         row = max(4, min(32, round(_IN_A_ROW / max(statistics.median(waited), 1e-3))))
         times = [worker.ask(_take, row) / row for _ in range(3)]
-        found[name] = _Found(times, worker.ask(_peak), worker.error)
+        held = worker.ask(torch.cuda.memory_reserved)
+        found[name] = _Found(times, waited=waited, peak=worker.ask(_peak), held=held, error=worker.error)
         if found[implementations[0]].error is not None:
             break  # what ordinary training cannot hold, nothing else does
     return found
@@ -142,6 +164,7 @@ def _in_turns(case: str, implementations: tuple[str, ...], steps: int, warmup: i
         for _ in range(steps):
             for name, worker in workers.items():
                 found[name].times.append(worker.ask(_take))
+                found[name].processor.append(worker.ask(_spent))
         for name, worker in workers.items():
             found[name].error = worker.error
     for name, one in found.items():
@@ -186,6 +209,8 @@ class _Worker:
 #: In such a process: the step, and the most memory that it had used when that was begun to be built.
 _step: Callable[[], None] | None = None
 _start = 0
+#: Processor time of the latest steps, of all threads.
+_processor = 0.0
 
 
 def _begin() -> None:
@@ -214,13 +239,20 @@ def _make(case: str, implementation: str) -> None:
 
 def _take(count: int = 1) -> float:
     """Seconds of so many steps in a row."""
+    global _processor
     assert _step is not None
-    begun = time.perf_counter()
+    begun, worked = time.perf_counter(), time.process_time()
     for _ in range(count):
         _step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    _processor = time.process_time() - worked
     return time.perf_counter() - begun
+
+
+def _spent() -> float:
+    """Seconds of processor time that the latest steps took."""
+    return _processor
 
 
 def _peak() -> int:

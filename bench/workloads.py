@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from . import layers
+
 LEARNING_RATE = 1e-4
 #: Projections of attention, which LoRA of rank 4 adapts where a case says no more than "lora".
 _ATTENTION = {"gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"], "bert": ["query", "value"]}
@@ -20,7 +22,7 @@ class Case:
     """A model and a batch.
 
     Args:
-        kind: gpt2, llama, mixtral, qwen3-moe, gemma3, bert or vit.
+        kind: gpt2, llama, mixtral, qwen3-moe, gemma3, bert, vit, or one of `bench.layers.KINDS`.
         feed_forward, heads, key_heads: four times the width, one for 64 of it, and as many, where they are 0.
         rank: of LoRA on all linear layers of a Llama.
         dropout: of BERT and GPT-2.
@@ -71,7 +73,8 @@ def build(case: Case, device: torch.device) -> torch.nn.Module:
             model = _made(case)
     finally:
         torch.set_default_dtype(usual)
-    model.config.use_cache = False  # type: ignore[union-attr] # as transformers' Trainer does
+    if hasattr(model, "config"):
+        model.config.use_cache = False  # type: ignore[union-attr] # as transformers' Trainer does
     with device:
         model = _tuned(case, model)
     if case.checkpointed:
@@ -85,6 +88,8 @@ def _made(case: Case) -> torch.nn.Module:
     import transformers as hf
 
     torch.manual_seed(0)
+    if case.kind in layers.KINDS:
+        return layers.KINDS[case.kind](case.vocabulary, case.width, case.layers)
     heads, wide = case.heads or max(1, case.width // 64), case.feed_forward or 4 * case.width
     if case.kind == "gpt2":
         rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), case.dropout)
@@ -184,7 +189,12 @@ def examples(case: Case, count: int) -> list[dict[str, torch.Tensor]]:
         images = torch.randn(count, 3, 224, 224, generator=generator)
         labels = torch.randint(0, 10, (count,), generator=generator)
         return [{"pixel_values": image, "labels": label} for image, label in zip(images, labels)]
+    if case.kind == "cnn":
+        seen = torch.randn(count, 3, case.tokens, case.tokens, generator=generator)
+        return [{"x": image, "labels": torch.tensor(i % layers.CLASSES)} for i, image in enumerate(seen)]
     ids = torch.randint(0, case.vocabulary, (count, case.tokens), generator=generator)
+    if case.kind in layers.KINDS:
+        return [{"x": row, "labels": torch.tensor(i % layers.CLASSES)} for i, row in enumerate(ids)]
     if case.kind == "bert":
         labels = torch.randint(0, 2, (count,), generator=generator)
         rows = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels)]

@@ -11,7 +11,8 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from fastdp.bench.workloads import Case, build, examples
+from fastdp.bench import simulate
+from fastdp.bench.workloads import Case, examples
 
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
@@ -28,7 +29,7 @@ CASE = Case("llama", 2, 32, 64, 2, 2, 64, 4, 8, dtype=torch.float32)
 
 
 def built(case=CASE):
-    return build(case, torch.device("cpu"))
+    return simulate.build(case, torch.device("cpu"))
 
 
 def batch_of(length=None, first=0):
