@@ -182,8 +182,8 @@ class LoopCheck:
             self.undecided = True
         elif self._differ(found, together, other):
             growth = (together.rows / found.rows) ** (1 if self._passes.loss_reduction == "mean" else -1)
-            stays = self._differ(found._replace(values=found.values * growth), together, other)
-            if growth != 1 and not (stays or self._passes.returns_loss):
+            grown = _Outcome(found.rows, found.values * growth, found.start, found.draws)
+            if growth != 1 and not (self._passes.returns_loss or self._differ(grown, together, other)):
                 self._refuse(_REDUCES)
             if self._confirming:
                 self._refuse()

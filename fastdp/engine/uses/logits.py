@@ -35,8 +35,10 @@ TILE = 2**24
 #: Numbers of the part of a tile that the loss's own gradient is computed for at once.
 LOSS_CHUNK = 2**22
 
-_LOST = "These logits were not kept, or weights changed since. Read them before step(), or pass keep_logits=True."
-_AGAIN = "Reading logits computes them again. Pass keep_logits=True to make_private or PrivacyArguments to keep them."
+_READ_ERROR = "These logits were not kept, or weights changed since. Read them before step(), or pass keep_logits=True."
+_READ_WARNING = (
+    "Reading logits computes them again. Pass keep_logits=True to make_private or PrivacyArguments to keep them."
+)
 
 #: Where a loop makes a second loss of a model's outputs.
 LOSS_TERM = (
@@ -182,9 +184,9 @@ class Logits(torch.Tensor):
         """The tensor itself."""
         source = self.source
         if source.closed and (source.lost or not source.unwritten):
-            raise RuntimeError(_LOST)
+            raise RuntimeError(_READ_ERROR)
         if source.closed:
-            warnings.warn(_AGAIN, stacklevel=3)
+            warnings.warn(_READ_WARNING, stacklevel=3)
         found = source.product() if source.closed else source.compute()
         for step in self.history:
             found = step(found)
@@ -221,7 +223,7 @@ class Logits(torch.Tensor):
             return (
                 Logits(own.source, own.dtype, own.token_index, own.steps, own.history) if not own.source.closed else own
             )
-        raise RuntimeError(_LOST if own.source.closed else f"{func} of logits below torch's function layer")
+        raise RuntimeError(_READ_ERROR if own.source.closed else f"{func} of logits below torch's function layer")
 
 
 def _defer(func: Any, own: Logits, args: Any, kwargs: Any) -> Logits | None:
