@@ -280,8 +280,8 @@ class PrivateLoader:
         """Raise RuntimeError if a batch was handed out and never differentiated: its ticket would go to another."""
         if self.tickets:
             raise RuntimeError(
-                "the previous batch was skipped, or this one was taken ahead: call backward() and step() for every batch before "
-                "the next, or iterate anew"
+                "A batch was skipped or taken ahead: train on each before the next, or iterate over "
+                "fastdp.integrations.lightning.Batches(private), which allows one ahead."
             )
 
     def _take_unit_map(self, batch: Any, ticket: Ticket) -> tuple[Any, Ticket]:

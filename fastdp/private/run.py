@@ -541,8 +541,8 @@ class _Owner(LoaderOwner):
 
     @property
     def computes_loss(self) -> bool:
-        """Whether the loop computes the loss of the model's outputs."""
-        return not self._run._engine.returns_loss
+        """Whether the loop computes the loss of the model's outputs, or may do so before the first batch tells."""
+        return self._run._engine.loss_reduction is not None
 
     def steps_left(self, epoch: int) -> int:
         run = self._run
