@@ -64,8 +64,7 @@ def vendor_command(
     quiet_libraries()
     import torch
 
-    from fastdp.split.limits import Limits
-    from fastdp.split.vendor import SplitVendor, default_lora
+    from fastdp.split.vendor import Limits, SplitVendor, default_lora
 
     if threads:
         torch.set_num_threads(threads)

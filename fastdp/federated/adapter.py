@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,17 +12,9 @@ from fastdp.data import Collator, Examples
 from fastdp.federated.config import FederatedConfig
 from fastdp.finetune.config import FinetuneConfig
 from fastdp.finetune.evaluation import Quality, evaluate
-from fastdp.finetune.models import (
-    load_tokenizer,
-    load_trained,
-    restore_trained,
-    save_weights,
-    trained_names,
-    trained_state,
-)
+from fastdp.finetune.models import load_tokenizer, load_trained, restore_trained, trained_names, trained_state
 from fastdp.methods.encoding import encode_private
 from fastdp.methods.selective.perturbation import labels_of
-from fastdp.tables import read_rows
 from fastdp.validate import usable_device
 
 
@@ -72,9 +63,6 @@ class AdaptedModel:
         """Pads with the tokenizer's padding token."""
         return Collator(self.tokenizer.pad_token_id)
 
-    def texts(self, path: str) -> list[str]:
-        return read_rows(path).column(self.config.text_column, "text_column")
-
     def examples(self, ids: list[list[int]], read_only: list[list[bool]] | None = None) -> Examples:
         """Token ids of texts, begun and ended as the tokenizer does, every token to be learned.
 
@@ -102,7 +90,3 @@ class AdaptedModel:
 
     def quality(self, examples: Examples) -> Quality:
         return evaluate(self.model, examples, self.collator, self.config.eval_batch_size, "causal-lm")
-
-    def save(self, output: Path) -> Path:
-        """Write the adapter as peft writes it; returns its folder."""
-        return save_weights(self.model, self.tokenizer, output)

@@ -12,8 +12,7 @@ import torch
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.config import FederatedConfig
 from fastdp.federated.messages import Order, update_record
-from fastdp.federated.policy import NodeSettingError, client_settings, node_settings
-from fastdp.federated.refusal import ClientRefusal
+from fastdp.federated.policy import ClientRefusal, NodeSettingError, client_settings, node_settings
 from fastdp.federated.site import Site
 from fastdp.federated.wire import unpack_adapter
 

@@ -17,7 +17,6 @@ from typing import Any
 import tomli
 
 from fastdp.federated.config import PERTURBATIONS, FederatedConfig
-from fastdp.federated.refusal import ClientRefusal
 from fastdp.settings import check, convert_value, setting, suggest_name, types_of
 
 #: Names a deployed node's file of settings, for its client app. Users of its machine can replace what Flower hands on.
@@ -48,6 +47,14 @@ def node_settings(handed: Mapping[str, Any]) -> Mapping[str, Any]:
     """A deployed node's settings, from its own file; a simulated client's, as Flower handed them on."""
     path = os.environ.get(NODE_FILE)
     return handed if path is None else tomli.loads(Path(path).read_text(encoding="utf-8"))
+
+
+class ClientRefusal(ValueError):
+    """Why a client does not take part, in a sentence that quotes nothing of its texts: the server may read it.
+
+    Raise it only for sentences made of the server's own settings, names of tensors and the client's number. Every other error
+    of a client, whoever raised it, is reported by its type alone.
+    """
 
 
 class NodeSettingError(ValueError):

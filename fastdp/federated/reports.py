@@ -49,7 +49,13 @@ def run_card(
             "clients": clients,
             "rounds": len(rows),
             "void_rounds": sum(bool(row["void"]) for row in rows),
-            "updates": None if config.central else _updates(rows),
+            "updates": None
+            if config.central
+            else {
+                "accepted": sum(row["accepted"] for row in rows),
+                "refused": sum(len(row["refused"]) for row in rows),
+                "missing": sum(row["missing"] for row in rows),
+            },
             "perplexity": figures,
             "trusted": _trusted(config),
             "settings": {name: _public_value(name, value) for name, value in config.as_dict().items()},
@@ -84,14 +90,6 @@ def _claims(config: FederatedConfig) -> tuple[list[accounting.Claim], list[str]]
     return claims, flaws
 
 
-def _updates(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    return {
-        "accepted": sum(row["accepted"] for row in rows),
-        "refused": sum(len(row["refused"]) for row in rows),
-        "missing": sum(row["missing"] for row in rows),
-    }
-
-
 def _unprotected(config: FederatedConfig) -> list[str]:
     found = [
         "what every client's own card lists as not protected",
@@ -119,13 +117,7 @@ def _trusted(config: FederatedConfig) -> list[str]:
     return found
 
 
-def central_card(
-    config: FederatedConfig,
-    ledger: accounting.Ledger,
-    clients: int,
-    weights: Sequence[Tensor],
-    reproducible: bool,
-) -> Card:
+def central_card(config: FederatedConfig, ledger: accounting.Ledger, clients: int, weights: Sequence[Tensor]) -> Card:
     """The certified card of central DP: clients are the units, rounds are the releases."""
     parameters = sum(each.numel() for each in weights)
     return Card.build(
@@ -141,7 +133,7 @@ def central_card(
         planned_steps=ledger.budget_steps,
         spent_steps=ledger.spent_steps,
         run_id=ledger.run_id,
-        noise_source=accounting.noise_source(reproducible, secure_rounding=True),
+        noise_source=accounting.noise_source(reproducible=False, secure_rounding=True),
         ledger_head=ledger.head,
         model={"name": public_name(config.model), "trained_parameters": parameters},
         weights=weights,

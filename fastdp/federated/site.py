@@ -17,7 +17,7 @@ from fastdp.data import Examples
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.config import FederatedConfig
 from fastdp.federated.partitioning import partition
-from fastdp.federated.refusal import ClientRefusal
+from fastdp.federated.policy import ClientRefusal
 from fastdp.methods.selective import (
     AnyOf,
     DetectorQuality,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from fastdp.accounting import Card
 from fastdp.federated import FederatedConfig
 from fastdp.federated.adapter import AdaptedModel
-from fastdp.federated.refusal import ClientRefusal
+from fastdp.federated.policy import ClientRefusal
 from fastdp.federated.site import Site, make_detector
 from tests.elsewhere import elsewhere
 
