@@ -133,15 +133,14 @@ class Gateway:
         address: host and port to listen at.
         certificates: the server's own folder of `make_certificates`.
         superlink: host and port of Flower's SuperLink, which must be on this machine.
-        limits: see `ProxyLimits`.
     """
 
-    def __init__(self, address: tuple[str, int], certificates: Path, superlink: str, limits: ProxyLimits | None = None):
+    def __init__(self, address: tuple[str, int], certificates: Path, superlink: str):
         # Flower shows the server's own certificate, without asking for one.
         self._upstream = Upstream(superlink, ssl.create_default_context(cafile=str(certificates / CA)))
         self._newest: dict[str, x509.Certificate] = {}
         self._registered: set[bytes] = set()
-        self.listener = TlsListener(address, certificates, self._serve, "http/1.1", limits)
+        self.listener = TlsListener(address, certificates, self._serve, "http/1.1")
 
     async def _serve(self, certificate: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async def answer(request: Request) -> Reply:

@@ -29,7 +29,7 @@ from fastdp.audit.saved import load_saved
 from fastdp.data import Collator
 from fastdp.finetune.config import TYPES, ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.folder import CONFIG, LEDGER
-from fastdp.finetune.judges import JUDGED, noised_means, scores
+from fastdp.finetune.judges import JUDGED, LARGEST_LOSS, noised_means, scores
 from fastdp.finetune.models import ADAPTER_FOLDER, MODEL_FOLDER, load_tokenizer
 from fastdp.finetune.run import finetune
 from fastdp.finetune.tasks import cut_note, encode_rows, messages_column
@@ -102,7 +102,6 @@ def tune(
     trials: float = 6.0,
     shape: float = 0.0,
     held_out: float = 0.1,
-    largest_loss: float = 10.0,
     resume: bool = False,
 ) -> TuneResult:
     """Train with the settings that suit the data best, within one budget, and write weights and card to the output folder.
@@ -113,7 +112,6 @@ def tune(
         trials: how many are expected. The number itself stays secret, and may be several times larger.
         shape: of its distribution: 0 (logarithmic) costs least, 1 (geometric) varies less.
         held_out: share of the examples that judge and are not trained on, each chosen by a coin.
-        largest_loss: of one example, in nats; larger ones count as this.
         resume: go on with a search that was interrupted. Its number of trials, its judges and the scores it had stay; the trial
             that was cut short begins anew, so that all remain independent runs of one mechanism, and nothing more is paid.
 
@@ -132,11 +130,11 @@ def tune(
         {"learning_rate": [config.learning_rate * factor for factor in USUAL]} if candidates is None else candidates
     )
     options = _combinations(config, searched)
-    _check(config, trials, shape, held_out, largest_loss)
+    _check(config, trials, shape, held_out)
     output = Path(str(config.output))
     work = output / TRIALS
     table = read_rows(str(config.train), config.encoding)
-    asked = [dataclasses.asdict(config) | {"output": None}, searched, trials, shape, held_out, largest_loss, len(table)]
+    asked = [dataclasses.asdict(config) | {"output": None}, searched, trials, shape, held_out, len(table)]
     state = _State.read(work, asked) if resume else _State.begin(work, asked, table, held_out)
     train, judges = _split(table, state.judging)
     _check_counts(config, len(table), len(judges), len(train))
@@ -163,7 +161,7 @@ def tune(
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     finetune(_drawn_config(config, options, folder), noise_multiplier=sigma)
-                state.done.append((_judge(folder, judges, largest_loss, judging, stream), folder.name))
+                state.done.append((_judge(folder, judges, judging, stream), folder.name))
                 state.save()
             score, name = state.done[number]
             return score, work / name
@@ -274,7 +272,7 @@ def _combinations(config: FinetuneConfig, candidates: Mapping[str, Sequence[Any]
     return found
 
 
-def _check(config: FinetuneConfig, trials: float, shape: float, held_out: float, largest_loss: float) -> None:
+def _check(config: FinetuneConfig, trials: float, shape: float, held_out: float) -> None:
     if config.method != "dpsgd" or config.method_options:
         raise ConfigError("a search trains by dpsgd without method_options, whose steps are all that a trial releases")
     if config.epsilon is None or not math.isfinite(config.epsilon):
@@ -285,8 +283,6 @@ def _check(config: FinetuneConfig, trials: float, shape: float, held_out: float,
         raise ConfigError("a search releases no curves: leave out private_metrics")
     if not 0 < held_out < 1:
         raise ConfigError(f"held_out is {held_out}: it must lie between 0 and 1")
-    if not 0 < largest_loss < math.inf:
-        raise ConfigError(f"largest_loss is {largest_loss}: it must be greater than 0")
     try:
         renyi.check_stopping(shape, renyi.stop_for(trials, shape))
     except ValueError as error:
@@ -315,13 +311,13 @@ def _cost(config: FinetuneConfig, count: int, shape: float, stop: float) -> Call
     return cost
 
 
-def _judge(folder: Path, judges: Rows, largest: float, multiplier: float, stream: NoiseStream) -> float:
+def _judge(folder: Path, judges: Rows, multiplier: float, stream: NoiseStream) -> float:
     """The mean bounded loss of the judges, with noise: each moves the sum by at most 1."""
     model, tokenizer, config = load_saved(folder)
     examples = encode_rows(judges, tokenizer, config)
     collator = Collator(tokenizer.pad_token_id)  # type: ignore[arg-type]
-    losses = scores(model, examples, collator, config.task, config.precision, largest)[:, :1]
-    return noised_means(losses, multiplier, stream)[0] * largest
+    losses = scores(model, examples, collator, config.task, config.precision)[:, :1]
+    return noised_means(losses, multiplier, stream)[0] * LARGEST_LOSS
 
 
 def _publish(

@@ -150,7 +150,6 @@ def test_an_interrupted_search_goes_on_and_pays_no_more(config, tmp_path, monkey
         ({}, {"trials": 1.0}, "more than 1"),
         ({}, {"shape": -1.0}, "above -1"),
         ({}, {"held_out": 1.0}, "between 0 and 1"),
-        ({}, {"largest_loss": 0.0}, "greater than 0"),
         ({}, {}, "too few to choose by"),
     ],
 )
