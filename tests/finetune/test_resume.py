@@ -14,13 +14,12 @@ from fastdp import accounting
 from fastdp.accounting import verify
 from fastdp.finetune import ConfigError, finetune
 from fastdp.finetune.folder import keep_metrics, read_checkpoint
-from tests.finetune.runs import StopAfter, classify
+from tests.finetune.runs import classify, stop_after
 
 
 def test_resume_keeps_spent_budget_and_ends_within_the_target(config, tmp_path):
     config = replace(config, epochs=4)
-    with pytest.raises(SystemExit):
-        finetune(config, reporter=StopAfter(7))
+    stop_after(7, config)
     assert (tmp_path / "run" / "checkpoint.pt").exists()
     with pytest.raises(ConfigError, match="already holds a run"):
         finetune(config)
@@ -38,8 +37,7 @@ def test_resume_keeps_spent_budget_and_ends_within_the_target(config, tmp_path):
 
 
 def test_resume_before_the_first_checkpoint_starts_anew_but_remembers(config, tmp_path):
-    with pytest.raises(SystemExit):
-        finetune(config, reporter=StopAfter(1))
+    stop_after(1, config)
     result = finetune(config, resume=True)
     assert result.steps <= 2
     assert result.epsilon <= 8
@@ -47,8 +45,7 @@ def test_resume_before_the_first_checkpoint_starts_anew_but_remembers(config, tm
 
 def test_budget_spent_without_a_checkpoint_is_not_passed_off_as_a_run(config, tmp_path):
     config = replace(config, checkpoint_every=100)
-    with pytest.raises(SystemExit):
-        finetune(config, reporter=StopAfter(3))
+    stop_after(3, config)
     with pytest.raises(ConfigError, match="before its first checkpoint"):
         finetune(config, resume=True)
     assert not (tmp_path / "run" / "card.json").exists()
@@ -72,11 +69,9 @@ def test_stopped_between_training_and_writing_nothing_is_lost(config, monkeypatc
 
 
 def test_a_checkpoint_of_another_model_is_refused(config, tmp_path):
-    with pytest.raises(SystemExit):
-        finetune(replace(config, epochs=4), reporter=StopAfter(3))
+    stop_after(3, replace(config, epochs=4))
     other = replace(config, epochs=4, lora_r=3, output=str(tmp_path / "other"))
-    with pytest.raises(SystemExit):
-        finetune(other, reporter=StopAfter(3))
+    stop_after(3, other)
     shutil.copy(tmp_path / "run" / "checkpoint.pt", tmp_path / "other" / "checkpoint.pt")
     with pytest.raises(ConfigError, match="of another model"):
         finetune(other, resume=True)
@@ -88,8 +83,7 @@ def test_a_resumed_run_keeps_the_matrices_that_were_drawn_and_not_trained(config
     from fastdp.finetune import models
 
     config = replace(config, lora_fixed=True, target_modules=["c_attn"])
-    with pytest.raises(SystemExit):
-        finetune(config, reporter=StopAfter(3))
+    stop_after(3, config)
     kept = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=False)["trained"]
     drawn = {name: value for name, value in kept.items() if "lora_A" in name}
     original = models.fix_lora_projections
@@ -117,8 +111,7 @@ BAD_LINES = [
 
 def test_bad_lines_of_metrics_are_left_out(config, tmp_path):
     config = replace(config, epochs=2)
-    with pytest.raises(SystemExit):
-        finetune(config, reporter=StopAfter(5))
+    stop_after(5, config)
     path = tmp_path / "run" / "metrics.jsonl"
     rows = path.read_text().splitlines()
     for line in BAD_LINES:
@@ -132,8 +125,7 @@ def test_bad_lines_of_metrics_are_left_out(config, tmp_path):
 
 
 def test_no_flipped_bit_of_a_checkpoint_is_resumed(config, tmp_path):
-    with pytest.raises(SystemExit):
-        finetune(config, reporter=StopAfter(3))
+    stop_after(3, config)
     run = tmp_path / "run"
     whole = (run / "checkpoint.pt").read_bytes()
     sound = torch.load(run / "checkpoint.pt", weights_only=True)
@@ -160,8 +152,7 @@ def test_other_data_of_the_same_length_are_refused(config, files, tmp_path):
     kept = (files / "labels.tsv").read_text()
     train.write_text(kept)
     config = replace(config, train=str(train))
-    with pytest.raises(SystemExit):
-        finetune(config, reporter=StopAfter(3))
+    stop_after(3, config)
     ledger = (tmp_path / "run" / "ledger.jsonl").read_bytes()
     for changed in (kept.replace("daily", "dayly"), kept.replace("\toften", "\tseldom", 1)):
         assert changed != kept
@@ -187,8 +178,7 @@ def test_a_ledger_cut_back_without_a_memory_counts_what_may_have_been_released(
     config, tmp_path, monkeypatch, checkpointed
 ):
     config = replace(config, epochs=4, checkpoint_every=4)
-    with pytest.raises(SystemExit):
-        finetune(config, reporter=StopAfter(7 if checkpointed else 3))
+    stop_after(7 if checkpointed else 3, config)
     made = accounting.Ledger.read(tmp_path / "run" / "ledger.jsonl").spent_steps
     if checkpointed:
         cut_ledger(tmp_path / "run")
@@ -211,8 +201,7 @@ def test_a_ledger_cut_back_without_a_memory_counts_what_may_have_been_released(
 def test_a_stopped_run_of_a_local_method_leaves_a_record_of_what_was_released(config, files, tmp_path):
     options = {"layer": 1, "autoencoder": None, "noise": "release_once"}
     settings = classify(config, files, method="ewft", method_options=options, epochs=2)
-    with pytest.raises(SystemExit):
-        finetune(settings, reporter=StopAfter(2))
+    stop_after(2, settings)
     path = tmp_path / "run" / "releases" / "ledger.jsonl"
     assert accounting.Ledger.read(path).spent_steps == 1
     with pytest.raises(ConfigError, match="a second time, at the full price again"):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fastdp.finetune import finetune
-from tests.finetune.runs import StopAfter
+from tests.finetune.runs import stop_after
 
 #: Learning rates over the peak, of updates counted from 0 to T.
 FORMS = {
@@ -32,8 +32,7 @@ def expected(schedule, warmup, steps, total, peak):
 def test_a_run_follows_its_schedule_and_so_does_one_that_was_stopped(config, tmp_path, schedule, warmup):
     config = replace(config, epochs=2, schedule=schedule, warmup=warmup, eval=None, learning_rate=2e-3)
     total = 6
-    with pytest.raises(SystemExit):
-        finetune(config, reporter=StopAfter(4))
+    stop_after(4, config)
     before = rates(tmp_path / "run")
     assert before == expected(schedule, warmup, range(1, 5), total, 2e-3)
     result = finetune(config, resume=True)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from fastdp.accounting import verify
 from fastdp.cli import app
 from fastdp.finetune import finetune, run
-from tests.finetune.runs import StopAfter, classify
+from tests.finetune.runs import classify, stop_after
 
 
 @pytest.fixture
@@ -81,8 +81,7 @@ def test_it_classifies_and_people_may_be_protected(zeroth, files, tmp_path):
 
 def test_a_stopped_run_goes_on_with_the_weights_and_the_direction_of_its_checkpoint(zeroth, tmp_path):
     settings = replace(zeroth, epochs=4)
-    with pytest.raises(SystemExit):
-        finetune(settings, reporter=StopAfter(5))
+    stop_after(5, settings)
     result = finetune(settings, resume=True)
     assert result.epsilon <= 8
     card = json.loads((tmp_path / "run" / "card.json").read_text())
