@@ -15,6 +15,7 @@ from fastdp.finetune.evaluation import Quality, evaluate
 from fastdp.finetune.models import load_tokenizer, load_trained, restore_trained, trained_names, trained_state
 from fastdp.methods.encoding import encode_private
 from fastdp.methods.selective.perturbation import labels_of
+from fastdp.tables import read_rows
 from fastdp.validate import usable_device
 
 
@@ -62,6 +63,9 @@ class AdaptedModel:
     def collator(self) -> Collator:
         """Pads with the tokenizer's padding token."""
         return Collator(self.tokenizer.pad_token_id)
+
+    def texts(self, path: str) -> list[str]:
+        return read_rows(path).column(self.config.text_column, "text_column")
 
     def examples(self, ids: list[list[int]], read_only: list[list[bool]] | None = None) -> Examples:
         """Token ids of texts, begun and ended as the tokenizer does, every token to be learned.

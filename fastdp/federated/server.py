@@ -28,7 +28,6 @@ from fastdp.federated.wire import pack_adapter
 from fastdp.finetune.models import save_weights
 from fastdp.locks import Lock
 from fastdp.ops.stream import NoiseStream
-from fastdp.tables import read_rows
 from fastdp.untrusted import escape_controls, quote
 
 # After ours: `messages` says what to install where Flower is missing.
@@ -106,8 +105,7 @@ class Server:
         self.ledger = self._open_ledger(found) if config.central else None
         self.held_out: Examples | None = None
         if config.evaluation == "server":
-            texts = read_rows(config.eval).column(config.text_column, "text_column")
-            self.held_out = self.adapted.examples(self.adapted.encode(texts))
+            self.held_out = self.adapted.examples(self.adapted.encode(self.adapted.texts(config.eval)))
 
     def run(self) -> None:
         """Run the remaining rounds, each followed by a checkpoint; then write adapter, cards and picture.
