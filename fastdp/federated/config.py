@@ -67,12 +67,8 @@ class FederatedConfig:
     device: str = setting("where a client perturbs and trains, and the server evaluates; auto takes a GPU", "auto")
 
     partition: str = setting(
-        "how simulated clients share train: iid, dirichlet, source; own: each has its own file",
-        "iid",
-        among=("iid", "dirichlet", "source", "own"),
+        "iid: simulated clients share train evenly, at random; own: each has its own file", "iid", among=("iid", "own")
     )
-    dirichlet_alpha: float = setting("concentration of the Dirichlet partition; small is uneven", 0.5, above=0)
-    source_column: str = setting("column naming the source of a row, for dirichlet and source", "")
 
     perturbation: str = setting(
         "none, selective (private tokens), or all (every token)", "selective", among=PERTURBATIONS
@@ -126,8 +122,6 @@ class FederatedConfig:
             raise ValueError(
                 "central DP cannot weight by numbers of examples, which are private and unbounded: use aggregation mean"
             )
-        if self.partition == "source" and not self.source_column:
-            raise ValueError("partition by source needs source_column, the column that names a row's source")
 
     @property
     def central(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -16,7 +17,6 @@ import fastdp.files as files
 from fastdp.data import Examples
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.config import FederatedConfig
-from fastdp.federated.partitioning import partition
 from fastdp.federated.policy import ClientRefusal
 from fastdp.methods.selective import (
     AnyOf,
@@ -31,7 +31,6 @@ from fastdp.methods.selective import (
     read_labelled_spans,
 )
 from fastdp.public import PublicGate
-from fastdp.tables import read_rows
 from fastdp.untrusted import load_pretrained, load_pretrained_tokenizer
 
 
@@ -80,14 +79,11 @@ class Site:
         config = adapted.config
         if not config.train:
             raise ClientRefusal("a simulation needs train, the file that its clients share: set it in the run config")
-        rows = read_rows(config.train)
-        texts = rows.column(config.text_column, "text_column")
-        if config.partition != "own":
-            sources = rows.column(config.source_column, "source_column") if config.source_column else None
-            parts = partition(
-                len(texts), clients, config.partition, seed=config.seed, sources=sources, alpha=config.dirichlet_alpha
-            )
-            texts = [texts[row] for row in parts[index]]
+        texts = adapted.texts(config.train)
+        if config.partition == "iid":
+            # Every process of a simulation deals the same rows.
+            dealt = np.random.default_rng([config.seed, len(texts), clients]).permutation(len(texts))
+            texts = [texts[row] for row in np.array_split(dealt, clients)[index]]
         return cls(adapted, f"client-{index}", texts)
 
     def _prepare(self, texts: list[str]) -> Examples:

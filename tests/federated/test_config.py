@@ -36,7 +36,7 @@ def test_reads_flowers_run_config():
         ({"client-clip": 1.0}, "go together"),
         ({"client-clip": 1.0, "client-noise-multiplier": 1.0, "aggregation": "examples"}, "cannot weight"),
         ({"evaluation": "clients"}, "evaluation at clients was removed.*use server"),
-        ({"partition": "source"}, "needs source_column"),
+        ({"partition": "source"}, "partition is 'source': it must be one of iid, own"),
         ({"eval": ""}, "needs eval"),
         ({"client-delta": 1.0}, "client_delta is 1.0"),
         ({"threshold": 2.0}, "threshold is 2.0"),

@@ -68,7 +68,7 @@ settings_of_runs = st.fixed_dictionaries(
         "labelled-spans": st.just("/etc/passwd"),
         "text-column": st.just("secret"),
         "detector": st.just("presidio"),
-        "partition": st.sampled_from(("iid", "own", "dirichlet")),
+        "partition": st.sampled_from(("iid", "own")),
     }
 )
 
@@ -167,7 +167,7 @@ def test_every_setting_that_could_weaken_a_client_is_decided():
             "eval_batch_size",
             "seed",
         ),
-        *("threads", "device", "partition", "dirichlet_alpha", "source_column", "radius", "alpha", "client_clip"),
+        *("threads", "device", "partition", "radius", "alpha", "client_clip"),
         *("client_noise_multiplier", "client_delta", "dpsgd_max_grad_norm"),
         # What is drawn after a type was answered, and whether draws are learned, tell nothing more of a token.
         *("replacement", "learn_replaced", "eval", "cells"),
