@@ -271,7 +271,8 @@ def _read_delimited(path: Path, text: str, delimiter: str) -> Rows:
         raise DataError(
             f"{path}, line {begin}: a quotation mark that is never closed, or stands inside a field: write it twice"
         ) from None
-    if "quoting" in dialect and any(_is_quoted(value) for row in rows for value in row.values()):
+    values = (value for row in rows for value in row.values())
+    if "quoting" in dialect and any(len(value) > 1 and value[0] == value[-1] == '"' for value in values):
         warnings.warn(
             f"{path}: quotation marks around fields of a .tsv are kept as text: rename it to .csv to remove them",
             stacklevel=2,
@@ -306,10 +307,6 @@ def _check_header(path: Path, header: Sequence[str], line: int | None = None) ->
 def _listed(columns: Sequence[str]) -> str:
     """The names of columns for a message, the first of many."""
     return ", ".join([quote(name, 40)[1:-1] for name in columns[:20]] + ["..."] * (len(columns) > 20))
-
-
-def _is_quoted(value: str) -> bool:
-    return len(value) > 1 and value[0] == value[-1] == '"'
 
 
 def _read_json(path: Path, text: str) -> Rows:

@@ -113,9 +113,6 @@ class FederatedConfig:
                 "evaluation at clients was removed, as losses of their texts left without noise: use server"
             )
         check(self)
-        self._check_together()
-
-    def _check_together(self) -> None:
         if (self.client_clip > 0) != (self.client_noise_multiplier > 0):
             raise ValueError("client_clip and client_noise_multiplier go together: central DP clips and adds noise")
         if self.central and self.aggregation == "examples":

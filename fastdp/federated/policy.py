@@ -115,8 +115,10 @@ class NodePolicy:
                 )
             return None
         for key in given:
+            if key not in _TYPES and key in types_of(FederatedConfig):
+                raise NodeSettingError(f"{key} is the run's to set, not a node's: leave it out of the node config")
             if key not in _TYPES:
-                raise NodeSettingError(_unknown(key))
+                raise NodeSettingError(f"a node has no setting {key!r}{suggest_name(key, _TYPES)}")
         try:
             policy = cls(**{key: convert_value(key, value, _TYPES) for key, value in given.items()})
         except NodeSettingError:
@@ -197,9 +199,3 @@ class NodePolicy:
 
 
 _TYPES = types_of(NodePolicy)
-
-
-def _unknown(key: str) -> str:
-    if key in types_of(FederatedConfig):
-        return f"{key} is the run's to set, not a node's: leave it out of the node config"
-    return f"a node has no setting {key!r}{suggest_name(key, _TYPES)}"

@@ -34,7 +34,11 @@ def run_card(
     the epsilon counts on nobody knowing.
     """
     claims, flaws = _claims(config)
-    figures = [row["perplexity"] for row in rows]
+    trusted = ["each client for its own perturbation and training: the server sees adapters, not how they were made"]
+    if config.central:
+        trusted.append(
+            "the server, which sees every client's update before it adds noise, and keeps who was sampled secret"
+        )
     return Card.of(
         claims[0] if claims else None,
         also=claims[1:],
@@ -56,16 +60,15 @@ def run_card(
                 "refused": sum(len(row["refused"]) for row in rows),
                 "missing": sum(row["missing"] for row in rows),
             },
-            "perplexity": figures,
-            "trusted": _trusted(config),
-            "settings": {name: _public_value(name, value) for name, value in config.as_dict().items()},
+            "perplexity": [row["perplexity"] for row in rows],
+            "trusted": trusted,
+            # Of a path its last part, which says nothing of a machine.
+            "settings": {
+                name: public_name(value) if name in _PATHS and value else value
+                for name, value in config.as_dict().items()
+            },
         },
     )
-
-
-def _public_value(setting: str, value: Any) -> Any:
-    """A setting as others may read it: of a path its last part, which says nothing of a machine."""
-    return public_name(value) if setting in _PATHS and value else value
 
 
 def _claims(config: FederatedConfig) -> tuple[list[accounting.Claim], list[str]]:
@@ -105,15 +108,6 @@ def _unprotected(config: FederatedConfig) -> list[str]:
         found.append("training losses that clients report")
     if config.central:
         found.append(KEPT_BY_THE_SERVER)
-    return found
-
-
-def _trusted(config: FederatedConfig) -> list[str]:
-    found = ["each client for its own perturbation and training: the server sees adapters, not how they were made"]
-    if config.central:
-        found.append(
-            "the server, which sees every client's update before it adds noise, and keeps who was sampled secret"
-        )
     return found
 
 

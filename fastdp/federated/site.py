@@ -118,7 +118,9 @@ class Site:
     def fit(self, round_number: int) -> FitResult:
         """Train the model's adapter on this client's examples for a round's passes."""
         config = self.config
-        torch.manual_seed(_seed_of(config.seed, self.name, round_number))
+        # A seed that is the same in every process, unlike `hash` of a text.
+        own = hashlib.sha256(repr((config.seed, self.name, round_number)).encode()).digest()
+        torch.manual_seed(int.from_bytes(own[:7], "little"))
         model = self.adapted.model.train()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=0.0)
@@ -168,11 +170,6 @@ def _passes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: An
             loss += found.detach()
             batches += 1
     return float(loss) / max(batches, 1)
-
-
-def _seed_of(*parts: object) -> int:
-    """A seed that is the same in every process, unlike ``hash`` of a text."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "little")
 
 
 def client_state_folder(config: FederatedConfig) -> Path:

@@ -29,14 +29,11 @@ def draw_samples(
     device = next(model.parameters()).device
     with in_mode(model, training=False), torch.inference_mode(), torch.random.fork_rng():
         torch.manual_seed(config.seed)
-        if config.task == "causal-lm" and not (config.prompt_column or _has_prompts(held_out)):
+        has_prompts = config.prompt_column or (held_out is not None and IGNORED in held_out[0]["labels"])
+        if config.task == "causal-lm" and not has_prompts:
             return {"own": _texts(model, tokenizer, config, device)}
         items = [] if held_out is None else [held_out[index] for index in range(min(config.samples, len(held_out)))]
         return {"unprotected": [_answered(model, tokenizer, collator, item, config, device) for item in items]}
-
-
-def _has_prompts(held_out: Examples | None) -> bool:
-    return held_out is not None and IGNORED in held_out[0]["labels"]
 
 
 def _texts(

@@ -18,7 +18,7 @@ from fastdp.data import IGNORED
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.samples import continue_texts
 from fastdp.finetune.tasks import encode_rows, messages_column
-from fastdp.tables import DataError, Rows
+from fastdp.tables import Rows
 from fastdp.untrusted import load_pretrained, load_pretrained_tokenizer, quote
 
 #: The column of texts that a model writes without a prompt.
@@ -82,7 +82,8 @@ def synthesize(
     """
     target = _target_column(config, prompts)
     columns = [] if prompts is None else [*(config.prompt_column or ())]
-    given = [{}] if prompts is None else [dict(zip(columns, row)) for row in _distinct(prompts, columns)]
+    values = [] if prompts is None else [prompts.column(name, "prompt_column") for name in columns]
+    given = [dict(zip(columns, row)) for row in dict.fromkeys(zip(*values))] or [{}]
     starts = _starts(tokenizer, config, columns, given, target)
     batches = itertools.count(1_000_003 * sampling.seed)
 
@@ -189,13 +190,6 @@ def _target_column(config: FinetuneConfig, prompts: Rows | None) -> str:
     if prompts is not None and not config.prompt_column:
         raise ConfigError("this run learned texts without prompts: leave --prompts out")
     return (config.target_column if config.prompt_column else config.text_column) or TEXT
-
-
-def _distinct(prompts: Rows, columns: Sequence[str]) -> list[tuple[str, ...]]:
-    found = list(dict.fromkeys(zip(*(prompts.column(name, "prompt_column") for name in columns))))
-    if not found:
-        raise DataError("the file of prompts has no row: give one row for each prompt")
-    return found
 
 
 def _starts(

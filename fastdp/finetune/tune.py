@@ -138,7 +138,9 @@ def tune(
     state = _State.read(work, asked) if resume else _State.begin(work, asked, table, held_out)
     train, judges = _split(table, state.judging)
     _check_counts(config, len(table), len(judges), len(train))
-    _check_rows(config, table)
+    # A wrong row, and examples that are cut, are told before anything is paid: trials are silent.
+    if note := cut_note(encode_rows(table, load_tokenizer(config), config), table, config):
+        warnings.warn(note, stacklevel=2)
     stop = renyi.stop_for(trials, shape)
     cost = _cost(config, len(train), shape, stop)
     assert config.epsilon is not None
@@ -231,12 +233,6 @@ def _check_counts(config: FinetuneConfig, examples: int, judges: int, train: int
         )
     if config.delta >= 1 / examples:
         raise ConfigError(f"delta {config.delta:g} is not below 1 / {examples} examples: lower it")
-
-
-def _check_rows(config: FinetuneConfig, table: Rows) -> None:
-    """Find a wrong row, and tell of examples that are cut, before anything is paid: trials are silent."""
-    if note := cut_note(encode_rows(table, load_tokenizer(config), config), table, config):
-        warnings.warn(note, stacklevel=3)
 
 
 def _drawn_config(config: FinetuneConfig, options: Sequence[Mapping[str, Any]], folder: Path) -> FinetuneConfig:
