@@ -23,31 +23,17 @@ from fastdp.federated.wire import pack_adapter, unpack_adapter
 from tests.cases import cases
 
 from .conftest import small
-from .grid import LocalGrid, failing, federation, replaying, tampering
-
-
-def run(settings, grid):
-    server = Server(grid, FederatedConfig.read(settings))
-    server.run()
-    return server
-
-
-def rows_of(settings):
-    lines = (Path(settings["output"]) / "rounds.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+from .grid import LocalGrid, failing, federation, replaying, rows_of, run, tampering
 
 
 def one_round(settings, grid, **changes):
     """The row of a run of one round, which nobody evaluates unless told to."""
-    run(settings | {"rounds": 1, "evaluation": "none"} | changes, grid)
-    (row,) = rows_of(settings)
+    (row,) = run(settings | {"rounds": 1, "evaluation": "none"} | changes, grid)[1]
     return row
 
 
 def test_a_run_lowers_perplexity_and_leaves_what_it_says(settings, tmp_path):
-    grid = federation(settings, 3)
-    run(settings, grid)
-    rows = rows_of(settings)
+    _, rows = run(settings, federation(settings, 3))
     assert [row["accepted"] for row in rows] == [3, 3]
     assert rows[1]["perplexity"] < rows[0]["perplexity"]
     output = Path(settings["output"])
@@ -77,7 +63,7 @@ def test_the_mean_of_two_rounds_is_equation_7(settings):
 
     grid = federation(settings, 2)
     grid.clients = {node: tampering(answer, remember) for node, answer in grid.clients.items()}
-    server = run(settings | {"rounds": 1}, grid)
+    server, _ = run(settings | {"rounds": 1}, grid)
     returned = [unpack_adapter(data, server.adapted.adapter) for data in seen]
     for name, tensor in server.adapted.adapter.items():
         expected = (returned[0][name].double() + returned[1][name].double()) / 2
@@ -161,7 +147,7 @@ def trained(world, tmp_path_factory):
 def of_two(world, trained, tmp_path_factory):
     """The global adapter after a round of the first two of them."""
     settings = small(world, tmp_path_factory.mktemp("two")) | {"rounds": 1, "evaluation": "none"}
-    return run(settings, LocalGrid({100 + i: replaying(content) for i, content in enumerate(trained[:2])})).adapted
+    return run(settings, LocalGrid({100 + i: replaying(content) for i, content in enumerate(trained[:2])}))[0].adapted
 
 
 def test_hostile_updates_are_refused_and_change_nothing(settings, trained, of_two):
@@ -170,8 +156,7 @@ def test_hostile_updates_are_refused_and_change_nothing(settings, trained, of_tw
     hostile = dict(enumerate([*changed, *ANSWERS], 200))
     two = {100 + index: replaying(content) for index, content in enumerate(trained[:2])}
     settings = settings | {"rounds": 1, "evaluation": "none"}
-    server = run(settings, LocalGrid({node: answer for node, (_, answer) in hostile.items()} | two))
-    (row,) = rows_of(settings)
+    server, (row,) = run(settings, LocalGrid({node: answer for node, (_, answer) in hostile.items()} | two))
     assert row["accepted"] == 2
     reasons = {int(refusal["client"]): refusal["reason"] for refusal in row["refused"]}
     assert reasons.keys() == hostile.keys()
