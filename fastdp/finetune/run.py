@@ -274,6 +274,8 @@ class FinetuneRun:
             capture="auto" if config.capture is None else config.capture,
             shapes=None if config.shapes == "own" else self._public_lengths(),
             noise_rounds=config.noise_rounds,
+            # `_check_size` has asked, in the words of this program's settings.
+            allow_large_delta=True,
         )
         self.private.longest = config.max_length * (config.max_examples_per_user or 1)
         # Whoever stops it is told how to go on.

@@ -131,7 +131,7 @@ def test_what_does_not_go_with_it_is_refused_and_nothing_is_spent(zeroth, settin
 
 def test_it_classifies_and_people_may_be_protected(zeroth, files, tmp_path):
     result = finetune(
-        classify(zeroth, files, user_column="label", max_examples_per_user=2, batch_size=1, large_delta=True)
+        classify(zeroth, files, user_column="label", max_examples_per_user=2, batch_size=1, delta=0.5, large_delta=True)
     )
     assert result.before.accuracy is not None
     assert verify(tmp_path / "run" / "card.json").holds
