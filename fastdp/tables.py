@@ -313,7 +313,8 @@ def _read_json(path: Path, text: str) -> Rows:
     """An array of objects, or one object a line."""
     if text.lstrip().startswith("["):
         try:
-            found = _parse(text)
+            # A number that is not finite is refused where it stands for text.
+            found = parse_json(text, constants=True)
         except json.JSONDecodeError as error:
             if path.suffix.lower() == ".json":
                 raise DataError(f"{path}, line {error.lineno}, column {error.colno}: not JSON ({error.msg})") from None
@@ -327,18 +328,13 @@ def _read_json(path: Path, text: str) -> Rows:
 def _json_lines(path: Path, text: str) -> Iterator[tuple[int, Any]]:
     for number, line in _numbered(text):
         try:
-            yield number, _parse(line)
+            yield number, parse_json(line, constants=True)
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{path}, line {number}: not JSON ({error.msg}, column {error.colno}): write one object a line"
             ) from None
         except ValueError as error:
             raise DataError(f"{path}, line {number}: {error}") from None
-
-
-def _parse(text: str) -> Any:
-    # A number that is not finite is refused where it stands for text.
-    return parse_json(text, constants=True)
 
 
 def _objects(path: Path, numbered: Iterable[tuple[int, Any]], word: str) -> Rows:

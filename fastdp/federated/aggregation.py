@@ -12,6 +12,7 @@ import fastdp.ops as ops
 from fastdp.federated.wire import unpack_adapter
 from fastdp.ops.stream import NoiseStream
 from fastdp.untrusted import quote
+from fastdp.validate import positive
 
 
 class RefusedUpdate(ValueError):
@@ -120,8 +121,7 @@ class Aggregator:
         """
         if self.clip is None:
             raise ValueError("noise was asked for, but updates were not clipped")
-        if not (noise_multiplier > 0 and expected > 0):
-            raise ValueError("noise_multiplier and the expected number of clients must be positive")
+        positive(noise_multiplier=noise_multiplier, expected=expected)
         total = self._sum.float()
         ops.add_noise_(total, noise_multiplier * self.clip, stream, secure_rounding=True)
         return self._state(self._start + total.double() / expected)

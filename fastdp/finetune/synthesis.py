@@ -20,6 +20,7 @@ from fastdp.finetune.samples import continue_texts
 from fastdp.finetune.tasks import encode_rows, messages_column
 from fastdp.tables import Rows
 from fastdp.untrusted import load_pretrained, load_pretrained_tokenizer, quote
+from fastdp.validate import integer, positive, rate
 
 #: The column of texts that a model writes without a prompt.
 TEXT = "text"
@@ -50,14 +51,9 @@ class TokenSampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError(f"temperature is {self.temperature}: it must be above 0")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}: it must be above 0 and at most 1")
-        for name in ("max_new_tokens", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}: it must be at least 1")
+        positive(temperature=self.temperature)
+        rate(top_p=self.top_p)
+        integer(1, max_new_tokens=self.max_new_tokens, batch_size=self.batch_size)
 
 
 def synthesize(

@@ -31,7 +31,7 @@ from fastdp.split.connection import Connection
 from fastdp.split.operations import DESCRIPTION_FIELDS, VECTOR_TYPES, ServiceDescription, replies
 from fastdp.split.store import ExampleStore
 from fastdp.split.wire import Message, MessageRejected, Outgoing
-from fastdp.validate import usable_device
+from fastdp.validate import integer, one_of, usable_device
 
 RECORD, BOTTOM, LOSSES_FILE, STATEMENT_FILE = "customer.json", "bottom.json", "losses.jsonl", "statement.json"
 #: Longest pause, in seconds, before a step is begun anew.
@@ -102,10 +102,8 @@ class SplitCustomer:
         deadline: float = 120.0,
         patience: float = 300.0,
     ):
-        if dtype not in VECTOR_TYPES:
-            raise ValueError(f"dtype is {dtype!r}: use one of {', '.join(VECTOR_TYPES)}")
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: it must be at least 1")
+        one_of(VECTOR_TYPES, dtype=dtype)
+        integer(1, batch_size=batch_size)
         self.device = usable_device(device)
         self.folder = Path(folder)
         self.tokenizer, self.fixed_length = tokenizer, fixed_length

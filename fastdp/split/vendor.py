@@ -36,6 +36,7 @@ from fastdp.split.run import Run
 from fastdp.split.store import ExampleStore, pad_rows
 from fastdp.split.wire import Message, MessageRejected, Outgoing
 from fastdp.tls import NAME_IN_WORDS, NAME_PATTERN
+from fastdp.validate import positive
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,9 +77,7 @@ class Limits:
     deadline: float = 600.0
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not value > 0:
-                raise ValueError(f"{name} is {value}: a limit must be above 0")
+        positive(**asdict(self))
 
 
 class VendorCustomer:

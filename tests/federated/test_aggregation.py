@@ -187,5 +187,5 @@ def test_what_central_dp_refuses():
         Aggregator(START, BOUNDS, weighted=True, clip=1.0)
     with pytest.raises(ValueError, match="not clipped"):
         Aggregator(START, BOUNDS).noisy_mean(1.0, 1.0, NoiseStream())
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(ValueError, match="noise_multiplier is 0.0: it must be a finite number above 0"):
         Aggregator(START, BOUNDS, clip=1.0).noisy_mean(0.0, 1.0, NoiseStream())
