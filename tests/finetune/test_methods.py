@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from fastdp.accounting import verify
-from fastdp.cli import app
 from fastdp.finetune import finetune, run
 from tests.finetune.runs import RAPFT, classify, stop_after
+from tests.test_cli import told
 
 # Every record is sampled: of 48, a fiftieth would often be none.
 PAPER = {"mode": "paper", "source": {"kind": "private", "sample_rate": 1.0}}
@@ -103,7 +102,7 @@ def test_it_trains_what_peft_says_and_its_card_holds(zeroth, moved, peft, tmp_pa
     assert card["model"]["trained_parameters"] == result.trained_parameters > 90
     assert 0 < result.epsilon <= 8
     assert moved()
-    assert CliRunner().invoke(app, ["verify", str(output)]).exit_code == 0
+    assert told("verify", output)
     found = verify(output / "card.json", ledger=output / "ledger.jsonl", weights=output)
     assert found.guarantee
     assert found.holds

@@ -10,7 +10,7 @@ from fastdp import accounting
 from fastdp.split.customer import SplitCustomer
 from fastdp.tls import Revocations
 from tests.split.world import make_model, make_texts, make_tokenizer
-from tests.test_cli import refused, run
+from tests.test_cli import refused, run, told
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,7 @@ def test_contributing_tokens_of_private_texts_are_counted_once(world, service, t
     assert "counts of the private texts reveal them" in refused(*start, *data)
     assert "leave out --noise rows" in refused(*start, *data, "--cti-noise", 1, "--noise", "rows")
     assert "counts the texts of --train" in refused(*start, "--cti-noise", 1, "--predict", world / "train.csv")
-    result = run(*start, *data, "--cti-noise", 1)
-    assert result.exit_code == 0, result.output
+    assert told(*start, *data, "--cti-noise", 1)
     kept = (folder / "counts.pt").read_bytes()
     statement = json.loads((folder / "statement.json").read_text())
     assert statement["guarantee"].startswith("metric")
@@ -42,8 +41,7 @@ def test_contributing_tokens_of_private_texts_are_counted_once(world, service, t
     )
     # Another draw would be another release, and another privatizer than the run was begun with.
     for more in (data, ("--predict", world / "train.csv")):
-        result = run(*start, *more, "--cti-noise", 1)
-        assert result.exit_code == 0, result.output
+        assert told(*start, *more, "--cti-noise", 1)
     assert (folder / "counts.pt").read_bytes() == kept
     assert "made with another --cti, --cti-noise or --cells" in refused(*start, *data, "--cti-noise", 2)
     public = (*start, *data, "--cti-public")
@@ -72,14 +70,14 @@ def test_the_unchanged_share_is_shown_before_anything_leaves(world, service, tmp
 def test_certificates_are_made_renewed_and_revoked(tmp_path, program, server, client):
     folder = tmp_path / "c"
     make = (program, "certificates", folder, f"--{client}")
-    assert run(*make, "alice", "--host", "vendor.example").exit_code == 0
+    assert told(*make, "alice", "--host", "vendor.example")
     assert sorted(path.name for path in folder.iterdir()) == sorted(["alice", "authority", server])
-    assert "has all of these already" in " ".join(run(*make, "alice").output.split())
+    assert "has all of these already" in told(*make, "alice")
     assert "cannot name a client" in refused(*make, "../x")
     first = (folder / "alice" / "certificate.pem").read_bytes()
-    assert run(program, "renew", folder, "--name", "alice", "--name", server).exit_code == 0
+    assert told(program, "renew", folder, "--name", "alice", "--name", server)
     assert (folder / "alice" / "certificate.pem").read_bytes() != first
-    assert run(program, "revoke", folder, "--name", "alice").exit_code == 0
+    assert told(program, "revoke", folder, "--name", "alice")
     with pytest.raises(ValueError, match="revoked"):
         Revocations(folder / server).check(first)
     for command, name in (("renew", "carol"), ("revoke", "carol"), ("revoke", server)):
