@@ -1,12 +1,11 @@
 """What was appended is there after a kill, byte for byte, and what was not finished is gone."""
 
-import resource
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 from fastdp.split.store import RECORDS, ROWS, ExampleStore
+from tests.test_files import small_files
 
 
 def filled(folder, blocks, dtype=torch.float32):
@@ -88,15 +87,10 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     store = ExampleStore(tmp_path, 1, torch.float16)
     store.append(torch.ones(2, 1, dtype=torch.float16), [2], "first")
     before = {name: (tmp_path / name).read_bytes() for name in ("rows.bin", "rows.jsonl")}
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before["rows.jsonl"]) + 5, hard))
-    try:
-        for _ in range(2):
-            with pytest.raises(OSError, match="File too large"):
-                store.append(torch.zeros(1, 1, dtype=torch.float16), [1], "second")
-            assert before == {name: (tmp_path / name).read_bytes() for name in before}
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    for _ in range(2):
+        with small_files(len(before["rows.jsonl"]) + 5), pytest.raises(OSError, match="File too large"):
+            store.append(torch.zeros(1, 1, dtype=torch.float16), [1], "second")
+        assert before == {name: (tmp_path / name).read_bytes() for name in before}
     store.append(torch.zeros(1, 1, dtype=torch.float16), [1], "second")
     store.close()
     again = ExampleStore(tmp_path, 1, torch.float16)

@@ -1,6 +1,5 @@
 """Training through the vendor is training; every step is taken once; what cannot be accepted changes nothing."""
 
-import resource
 import shutil
 import threading
 import time
@@ -16,6 +15,7 @@ from fastdp.split.operations import expecting
 from fastdp.split.vendor import default_lora
 from fastdp.split.wire import Outgoing, receive
 from tests.split.world import LIMITS, make_model, make_vendor
+from tests.test_files import small_files
 
 WIDTH = 16
 
@@ -95,22 +95,14 @@ def test_a_full_disk_loses_nothing(tmp_path, vendor):
     folder = vendor.folder / "customers" / "alice"
     records = (folder / "rows.jsonl").read_bytes()
     lengths = [4] * 6
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, ((folder / "rows.bin").stat().st_size + 100, hard))
-    try:
-        with pytest.raises(MessageRejected, match="disk is full") as refused:
-            ask(vendor, "put", {"first": 12}, rows_of(lengths, 3))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    size = (folder / "rows.bin").stat().st_size
+    with small_files(size + 100), pytest.raises(MessageRejected, match="disk is full") as refused:
+        ask(vendor, "put", {"first": 12}, rows_of(lengths, 3))
     assert refused.value.code == "UNAVAILABLE"
     assert str(tmp_path) not in str(refused.value)
     assert (folder / "rows.jsonl").read_bytes() == records
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        with pytest.raises(MessageRejected, match="disk is full"):
-            take(vendor, 0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with small_files(100), pytest.raises(MessageRejected, match="disk is full"):
+        take(vendor, 0)
     assert ask(vendor, "describe")["open"] == 1
     assert ask(vendor, "open", settings(vendor)) == {"step": 0, "examples": 12}
     assert ask(vendor, "put", {"first": 12}, rows_of(lengths, 3)) == {"examples": 18}
