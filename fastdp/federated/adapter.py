@@ -35,15 +35,8 @@ class AdaptedModel:
     @classmethod
     def load(cls, config: FederatedConfig) -> AdaptedModel:
         """Load the base, and make an adapter from the run's seed. Raises ConfigError as `fastdp finetune` does."""
-        settings = FinetuneConfig(
-            model=config.model,
-            peft=config.peft,
-            bottleneck_size=config.bottleneck_size,
-            lora_r=config.lora_r,
-            lora_alpha=config.lora_alpha,
-            max_length=config.max_length,
-            seed=config.seed,
-        )
+        shared = ("model", "peft", "bottleneck_size", "lora_r", "lora_alpha", "max_length", "seed")
+        settings = FinetuneConfig(**{name: getattr(config, name) for name in shared})
         tokenizer = load_tokenizer(settings)
         model = load_trained(settings, tokenizer).to(usable_device(config.device))
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
