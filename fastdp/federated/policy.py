@@ -121,8 +121,6 @@ class NodePolicy:
                 raise NodeSettingError(f"a node has no setting {key!r}{suggest_name(key, _TYPES)}")
         try:
             policy = cls(**{key: convert_value(key, value, _TYPES) for key, value in given.items()})
-        except NodeSettingError:
-            raise
         except ValueError as error:
             raise NodeSettingError(str(error)) from None
         policy._check(given)

@@ -136,7 +136,8 @@ def tune(
     table = read_rows(str(config.train), config.encoding)
     asked = [dataclasses.asdict(config) | {"output": None}, searched, trials, shape, held_out, len(table)]
     state = _State.read(work, asked) if resume else _State.begin(work, asked, table, held_out)
-    train, judges = _split(table, state.judging)
+    train = [row for row, judges in zip(table.rows, state.judging) if not judges]
+    judges = table.take([index for index, judging in enumerate(state.judging) if judging])
     _check_counts(config, len(table), len(judges), len(train))
     # A wrong row, and examples that are cut, are told before anything is paid: trials are silent.
     if note := cut_note(encode_rows(table, load_tokenizer(config), config), table, config):
@@ -160,9 +161,11 @@ def tune(
         def trial(number: int) -> tuple[float, Path]:
             if number == len(state.done):
                 folder = work / f"{number}-{secrets.token_hex(4)}"
+                own: dict[str, Any] = {"train": str(work / "train.jsonl"), "encoding": "utf-8", "output": str(folder)}
+                drawn = dataclasses.replace(config, **secrets.choice(options), **own, eval=None, samples=0)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    finetune(_drawn_config(config, options, folder), noise_multiplier=sigma)
+                    finetune(drawn, noise_multiplier=sigma)
                 state.done.append((_judge(folder, judges, judging, stream), folder.name))
                 state.save()
             score, name = state.done[number]
@@ -235,17 +238,6 @@ def _check_counts(config: FinetuneConfig, examples: int, judges: int, train: int
         raise ConfigError(f"delta {config.delta:g} is not below 1 / {examples} examples: lower it")
 
 
-def _drawn_config(config: FinetuneConfig, options: Sequence[Mapping[str, Any]], folder: Path) -> FinetuneConfig:
-    """The settings of a trial, drawn at random, whose training data stand beside its folder."""
-    own: dict[str, Any] = {
-        "train": str(folder.parent / "train.jsonl"),
-        "encoding": "utf-8",
-        "eval": None,
-        "output": str(folder),
-    }
-    return dataclasses.replace(config, **secrets.choice(options), **own, samples=0)
-
-
 _NAME = "best of a secret number of DP-SGD runs"
 
 
@@ -283,12 +275,6 @@ def _check(config: FinetuneConfig, trials: float, shape: float, held_out: float)
         renyi.check_stopping(shape, renyi.stop_for(trials, shape))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _split(table: Rows, judging: Sequence[bool]) -> tuple[list[dict[str, Any]], Rows]:
-    """Rows to train on, and those that judge."""
-    chosen = [index for index, judges in enumerate(judging) if judges]
-    return [row for row, away in zip(table.rows, judging) if not away], table.take(chosen)
 
 
 def _cost(config: FinetuneConfig, count: int, shape: float, stop: float) -> Callable[[float], tuple[Any, float]]:
