@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 from typing import Annotated
@@ -80,9 +79,8 @@ def _describe(name: str, task: str, peft: str, length: int) -> None:
     from fastdp.finetune.tasks import invented_label
     from fastdp.private.describe import describe
 
-    config = FinetuneConfig(model=name, task=task, peft=peft, max_length=length)
-    if task in LABELLED:
-        config = dataclasses.replace(config, labels=["no", "yes"])
+    labels = ["no", "yes"] if task in LABELLED else None
+    config = FinetuneConfig(model=name, task=task, peft=peft, max_length=length, labels=labels)
     tokenizer = load_tokenizer(config)
     model = load_trained(config, tokenizer)
     ids = torch.randint(0, len(tokenizer), (3, length))

@@ -63,13 +63,19 @@ def vendor_command(
     """Serve the top of a model. Each customer trains an adapter of its own over it, and sends no text."""
     quiet_libraries()
     import torch
+    from transformers import AutoModelForSequenceClassification
 
     from fastdp.split.vendor import Limits, SplitVendor, default_lora
 
     if threads:
         torch.set_num_threads(threads)
     own = None if insecure else _vendor_certificates(certificates, address)
-    network, tokenizer = load_model_and_tokenizer(model, classes, seed)
+    torch.manual_seed(seed)
+    network = load_pretrained(AutoModelForSequenceClassification, model, num_labels=classes, dtype=torch.float32)
+    tokenizer = load_pretrained_tokenizer(model)
+    if network.config.pad_token_id is None:
+        network.config.pad_token_id = tokenizer.eos_token_id
+    network.to("cuda" if torch.cuda.is_available() else "cpu")
     vendor = SplitVendor(
         network,
         folder,
@@ -238,18 +244,6 @@ def _vendor_certificates(folder: Path | None, address: str) -> Path:
         for made in make_certificates(folder, ["customer"]):
             console.print(f"wrote {made}")
     return folder / "vendor" if (folder / "vendor").is_dir() else folder
-
-
-def load_model_and_tokenizer(name: str, classes: int, seed: int) -> tuple[Any, Any]:
-    import torch
-    from transformers import AutoModelForSequenceClassification
-
-    torch.manual_seed(seed)
-    model = load_pretrained(AutoModelForSequenceClassification, name, num_labels=classes, dtype=torch.float32)
-    tokenizer = load_pretrained_tokenizer(name)
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = tokenizer.eos_token_id
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
 def _counts(

@@ -113,7 +113,7 @@ class Upstream:
             return Reply.refusal(503, "the server did not answer")
 
 
-class Gateway:
+class Gateway(TlsListener):
     """The server's end: serves Flower's Fleet API to holders of a certificate, at an address that nodes reach; a context manager.
 
     A node signs with the key of its certificate, so that one certificate is one node. The gateway registers it with Flower.
@@ -129,9 +129,9 @@ class Gateway:
         self._upstream = Upstream(superlink, ssl.create_default_context(cafile=str(certificates / CA)))
         self._newest: dict[str, x509.Certificate] = {}
         self._registered: set[bytes] = set()
-        self.listener = TlsListener(address, certificates, self._serve, "http/1.1")
+        super().__init__(address, certificates, self._handle, "http/1.1")
 
-    async def _serve(self, certificate: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle(self, certificate: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async def answer(request: Request) -> Reply:
             return await self._answer(certificate, request)
 
@@ -139,7 +139,7 @@ class Gateway:
 
     async def _answer(self, certificate: bytes, request: Request) -> Reply:
         try:
-            self.listener.check(certificate)
+            self.check(certificate)
             key = self._key(certificate)
         except ValueError as error:
             return Reply.refusal(401, str(error))
@@ -170,15 +170,6 @@ class Gateway:
         # A key that was registered before, as after a restart of the gateway alone, is a conflict.
         log.info("registered the node %s: %d", name, reply.status)
         return reply.status < 500
-
-    def close(self) -> None:
-        self.listener.close()
-
-    def __enter__(self) -> Gateway:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @dataclass

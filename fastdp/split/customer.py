@@ -128,7 +128,12 @@ class SplitCustomer:
                 raise ValueError(f"batch_size is {batch_size}: this vendor takes {self.served.max_batch} at most")
             self.max_tokens = min(max_tokens or self.served.max_tokens, self.served.max_tokens)
             self.record = self._read_record()
-            self._check_vocabulary()
+            # Tokens of another vocabulary would mean other rows; the vendor's word is compared, and nothing more.
+            announced = self.served.vocabulary
+            if tokenizer is not None and announced and vocabulary_digest(tokenizer) != announced:
+                raise ValueError(
+                    "the tokenizer has another vocabulary than the vendor's model: take the one of the published model"
+                )
             self.bottom = self._receive_bottom()
             if published is not None:
                 check_published(self.bottom, Path(published))
@@ -171,8 +176,10 @@ class SplitCustomer:
             {
                 "tokenizer": tokenizer_digest(self.tokenizer),
                 "fixed_length": self.fixed_length,
-                "examples": _digest([examples, list(map(int, labels))]),
-                "privatizer": _describe(privatizer),
+                "examples": hashlib.sha256(canonical([examples, list(map(int, labels))]).encode()).hexdigest(),
+                # The rows of a bottom are known by the bottom's own digest.
+                "privatizer": {"eta": privatizer.eta}
+                | ({"digest": privatizer.digest()} if isinstance(privatizer, TextPrivatizer) else {"noise": "rows"}),
             }
         )
         self._labels = torch.tensor([int(label) for label in labels])
@@ -427,14 +434,6 @@ class SplitCustomer:
     def _call(self, message: Outgoing) -> Message:
         return self._connection.call(message, self._forms)
 
-    def _check_vocabulary(self) -> None:
-        """Tokens of another vocabulary would mean other rows; the vendor's word is compared, and nothing more."""
-        announced = self.served.vocabulary
-        if self.tokenizer is not None and announced and vocabulary_digest(self.tokenizer) != announced:
-            raise ValueError(
-                "the tokenizer has another vocabulary than the vendor's model: take the one of the published model"
-            )
-
     def _receive_bottom(self) -> Any:
         """From the folder, or from the vendor into it."""
         path = self.folder / FILE
@@ -485,14 +484,3 @@ def batch_of(step: int, examples: int, batch_size: int, seed: int) -> Tensor:
     epoch, at = divmod(step, math.ceil(examples / batch_size))
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (1 << 63))
     return torch.randperm(examples, generator=generator)[at * batch_size : (at + 1) * batch_size]
-
-
-def _describe(privatizer: Privatizer) -> dict[str, Any]:
-    """By what a resumed run recognises a privatizer; a bottom's rows are known by the bottom's own digest."""
-    return {"eta": privatizer.eta} | (
-        {"digest": privatizer.digest()} if isinstance(privatizer, TextPrivatizer) else {"noise": "rows"}
-    )
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(canonical(value).encode()).hexdigest()
