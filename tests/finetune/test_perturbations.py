@@ -24,7 +24,6 @@ def test_a_perturbed_forward_pass(config, files, tmp_path, noise):
         "autoencoder": [8],
         "noise": noise,
         "public": str(files / "public.tsv"),
-        "public_examples": 9,
     }
     result = finetune(classify(config, files, method="ewft", method_options=options, epochs=2))
     assert result.steps == 6
@@ -41,7 +40,7 @@ def test_a_perturbed_forward_pass(config, files, tmp_path, noise):
 
 @pytest.mark.parametrize("rehearsed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_pure_forward_pass(config, files, tmp_path, rehearsed):
-    learning = {"public": str(files / "public.tsv"), "public_examples": 24}
+    learning = {"public": str(files / "public.tsv")}
     if rehearsed:
         learning = {"rehearsal": {"public": str(files / "public.tsv"), "examples": 24, "passes": 1}}
     options = {"layer": 1, "noise": "codebook", "cells": 3, **learning}

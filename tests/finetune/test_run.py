@@ -147,7 +147,7 @@ def test_without_privacy_the_same_path_learns(config):
         ("ewft", {"autoencoder": None, "noise": "brown"}, "choose one of release_once"),
         ("ewft", {"autoencoder": None, "depth": 7}, "no option 'depth'"),
         ("ewft", {"autoencoder": None, "max_norm": -1.0}, "max_norm is -1.0"),
-        ("ewft", {"public": "x", "public_examples": "many"}, "public_examples .*whole number"),
+        ("ewft", {"rehearsal": {"public": "x", "examples": "many"}}, "examples .*whole number"),
         ("sap with epsilon", {"eta": 1.0}, "leave epsilon out"),
         ("sap", {"eta": 1.0, "teta": 1}, "no option 'teta'; did you mean eta"),
         ("sap", {}, "needs eta"),
