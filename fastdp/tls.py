@@ -213,7 +213,9 @@ def make_certificates(
     issue, hosts = _Issuer(authority), list(hosts)
     end = folder / server
     if (end / KEY).exists():
-        known = [*LOOPBACK_HOSTS, *_hosts(_read((end / CERTIFICATE).read_bytes()))]
+        extensions = _read((end / CERTIFICATE).read_bytes()).extensions
+        names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        known = [*LOOPBACK_HOSTS, *(str(entry.value) for entry in names)]
         if missing := [host for host in hosts if _host(host) not in map(_host, known)]:
             raise ValueError(
                 f"the certificate in {end} is not for {missing[0]}: remove that folder, and run this again"
@@ -298,15 +300,6 @@ class _Issuer:
 def _check_name(name: str, server: str) -> None:
     if NAME_PATTERN.fullmatch(name) is None or name in (AUTHORITY, server):
         raise ValueError(f"{name!r} cannot name a client: use {NAME_IN_WORDS}")
-
-
-def _hosts(certificate: x509.Certificate) -> list[str]:
-    """The names and addresses that a certificate is for; none for a client's."""
-    try:
-        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return []
-    return [str(entry.value) for entry in found]
 
 
 def _signed(

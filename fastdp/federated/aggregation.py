@@ -41,7 +41,6 @@ class Aggregator:
 
     Attributes:
         accepted: number of updates in the sum.
-        examples: numbers of examples they claimed, in all.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class Aggregator:
         self.weighted = weighted
         self.clip = clip
         self.accepted = 0
-        self.examples = 0
         self._start = _flat(start)
         self._sum = torch.zeros_like(self._start)
         self._weight = 0.0
@@ -84,7 +82,6 @@ class Aggregator:
         self._sum.add_(change, alpha=weight)
         self._weight += weight
         self.accepted += 1
-        self.examples += count
         return norm
 
     def _checked(self, data: bytes, examples: object) -> tuple[Tensor, float, int]:

@@ -238,6 +238,7 @@ class FinetuneRun:
             config.save(self.output / CONFIG)
         self.names = kept_names(self.model)
         method = choose_method(config, self._read_public)
+        target = math.inf if isinstance(method, fastdp.NonPrivate) else config.epsilon
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer: torch.optim.Optimizer
         if config.is_zeroth_order:
@@ -251,7 +252,7 @@ class FinetuneRun:
             optimizer,
             loader,
             method=method,
-            target_epsilon=self._target(method),
+            target_epsilon=None if self.noise_multiplier is not None else target,
             noise_multiplier=self.noise_multiplier,
             target_delta=config.delta,
             epochs=config.epochs,
@@ -289,11 +290,6 @@ class FinetuneRun:
                 f"shapes: public pads rows to {longest} tokens, and the model takes {places}: lower max_length to {places - 1}"
             )
         return [2**power for power in range(4, 20) if 2**power < longest] + [longest]
-
-    def _target(self, method: Any) -> float | None:
-        if self.noise_multiplier is not None:
-            return None
-        return math.inf if isinstance(method, fastdp.NonPrivate) else self.config.epsilon
 
     def _read_public(self, path: str, count: int, length: int | None = None) -> Public:
         if not Path(path).exists():

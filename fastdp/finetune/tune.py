@@ -138,7 +138,13 @@ def tune(
     state = _State.read(work, asked) if resume else _State.begin(work, asked, table, held_out)
     train = [row for row, judges in zip(table.rows, state.judging) if not judges]
     judges = table.take([index for index, judging in enumerate(state.judging) if judging])
-    _check_counts(config, len(table), len(judges), len(train))
+    if len(judges) < LEAST_JUDGES or len(train) < config.batch_size:
+        raise ConfigError(
+            f"Of {len(table)} examples {len(judges)} would judge and {len(train)} would train, too few to choose by. Give "
+            "more data, or change held_out or batch_size."
+        )
+    if config.delta >= 1 / len(table):
+        raise ConfigError(f"delta {config.delta:g} is not below 1 / {len(table)} examples: lower it")
     # A wrong row, and examples that are cut, are told before anything is paid: trials are silent.
     if note := cut_note(encode_rows(table, load_tokenizer(config), config), table, config):
         warnings.warn(note, stacklevel=2)
@@ -226,16 +232,6 @@ class _State:
     def save(self) -> None:
         """In one piece, readable by its owner alone."""
         files.write(self.path, json.dumps({k: v for k, v in vars(self).items() if k != "path"}, default=str))
-
-
-def _check_counts(config: FinetuneConfig, examples: int, judges: int, train: int) -> None:
-    if judges < LEAST_JUDGES or train < config.batch_size:
-        raise ConfigError(
-            f"Of {examples} examples {judges} would judge and {train} would train, too few to choose by. Give "
-            "more data, or change held_out or batch_size."
-        )
-    if config.delta >= 1 / examples:
-        raise ConfigError(f"delta {config.delta:g} is not below 1 / {examples} examples: lower it")
 
 
 _NAME = "best of a secret number of DP-SGD runs"
