@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,6 +39,8 @@ def plan_command(
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="time limit in minutes")] = None,
     passes: Annotated[float, typer.Option(help="most passes over the data")] = 10.0,
+    gpu: Annotated[str | None, typer.Option(hidden=True)] = None,
+    picture: Annotated[Path | None, typer.Option(hidden=True)] = None,
     write: Annotated[
         Path | None, typer.Option(dir_okay=False, help="YAML file for the suggested settings, for `fastdp finetune`")
     ] = None,
@@ -51,6 +54,10 @@ def plan_command(
     from fastdp.tables import read_rows
 
     quiet_libraries()
+    if gpu is not None:
+        raise ConfigError("--gpu was removed: plan on the machine that trains, or see fastdp bench simulate")
+    if picture is not None:
+        warnings.warn("--picture was removed: the table holds its figures", stacklevel=2)
     settings = load_config(config, overrides)
     if not settings.model:
         raise ConfigError("model is missing: name a model in the config or with --model")
