@@ -40,7 +40,9 @@ _AUTHORITY_DAYS = 3650
 # Clocks differ between machines.
 _CLOCK_SLACK = datetime.timedelta(hours=1)
 #: What no certificate of ours is for.
-_UNUSED = "content_commitment key_encipherment data_encipherment key_agreement encipher_only decipher_only".split()
+_UNUSED_PURPOSES = (
+    "content_commitment key_encipherment data_encipherment key_agreement encipher_only decipher_only".split()
+)
 
 
 @dataclass(frozen=True)
@@ -325,7 +327,10 @@ def _signed(
         .add_extension(x509.BasicConstraints(ca=ca is None, path_length=0 if ca is None else None), critical=True)
         .add_extension(
             x509.KeyUsage(
-                **dict.fromkeys(_UNUSED, False), digital_signature=bool(ca), key_cert_sign=not ca, crl_sign=not ca
+                **dict.fromkeys(_UNUSED_PURPOSES, False),
+                digital_signature=bool(ca),
+                key_cert_sign=not ca,
+                crl_sign=not ca,
             ),
             critical=True,
         )

@@ -29,12 +29,12 @@ from fastdp.untrusted import quote
 
 PREFIX = "/v1/fleet/"
 ACTIVATE, GET_APP = PREFIX + "activate-node", PREFIX + "get-fab"
-_OTHERS = (
+_OPERATIONS = (
     "deactivate-node send-node-heartbeat pull-messages push-messages get-run push-object pull-object "
     "confirm-message-received"
 )
 #: Everything that a node asks for. Nodes do not register themselves: their certificates do.
-PATHS = frozenset([ACTIVATE, GET_APP, *(PREFIX + name for name in _OTHERS.split())])
+PATHS = frozenset([ACTIVATE, GET_APP, *(PREFIX + name for name in _OPERATIONS.split())])
 REGISTER = "/v1/control/register-node"
 PROTOBUF = "application/protobuf"
 #: Headers that Flower adds, by their beginning.

@@ -23,7 +23,7 @@ _PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 _LONGEST_REASON = 1000
 #: How gRPC says that this end turned the other's certificate down.
 _UNTRUSTED = ("TSI_PROTOCOL_FAILURE", "Hostname Verification Check failed")
-_PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
+_TRANSIENT_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,9 @@ class Connection:
                         f"the certificate at {self.address} is not one of your authority's for this address ({details})"
                     ) from None
                 # Whether it may succeed when it is repeated.
-                if code not in _PASSING and not (code == "RESOURCE_EXHAUSTED" and "Concurrent RPC limit" in details):
+                if code not in _TRANSIENT_CODES and not (
+                    code == "RESOURCE_EXHAUSTED" and "Concurrent RPC limit" in details
+                ):
                     raise MessageRejected(details, code) from None
                 if time.monotonic() - begun + pause > self.patience:
                     raise ConnectionError(
