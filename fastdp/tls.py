@@ -328,9 +328,9 @@ def _signed(
         .add_extension(
             x509.KeyUsage(
                 **dict.fromkeys(_UNUSED_PURPOSES, False),
-                digital_signature=bool(ca),
-                key_cert_sign=not ca,
-                crl_sign=not ca,
+                digital_signature=ca is not None,
+                key_cert_sign=ca is None,
+                crl_sign=ca is None,
             ),
             critical=True,
         )
