@@ -8,17 +8,15 @@ import typer
 
 from fastdp.commands.attack import attack_command
 from fastdp.commands.bench import bench_app
-from fastdp.commands.card import card_app
 from fastdp.commands.doctor import doctor_command
 from fastdp.commands.federated import federated_app
 from fastdp.commands.planning import plan_command, tune_command
-from fastdp.commands.privacy import calibrate_command, epsilon_command, verify_command
+from fastdp.commands.privacy import calibrate_command, card_app, epsilon_command, verify_command
 from fastdp.commands.privatize import privatize_command
 from fastdp.commands.prove import prove_command
-from fastdp.commands.report import report_command
 from fastdp.commands.split import split_app
 from fastdp.commands.synthesize import synthesize_command
-from fastdp.commands.training import finetune_command, quickstart_command
+from fastdp.commands.training import finetune_command, quickstart_command, report_command
 from fastdp.distribution import installed_version
 
 _HELP = "Fine-tune language models on private data, and state exactly what privacy was bought."

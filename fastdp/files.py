@@ -73,16 +73,12 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Any]) -> None:
 
 
 def save_tensors(
-    path: str | os.PathLike[str],
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str] | None = None,
-    *,
-    public: bool = False,
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write tensors of any device and layout as a safetensors file, as `atomic_path` does."""
     from safetensors.torch import save_file
 
-    with atomic_path(path, public=public) as aside:
+    with atomic_path(path) as aside:
         ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(ready, aside, None if metadata is None else dict(metadata))
 

@@ -271,7 +271,8 @@ def _read_delimited(path: Path, text: str, delimiter: str) -> Rows:
         raise DataError(
             f"{path}, line {begin}: a quotation mark that is never closed, or stands inside a field: write it twice"
         ) from None
-    if "quoting" in dialect and any(_is_quoted(value) for row in rows for value in row.values()):
+    values = (value for row in rows for value in row.values())
+    if "quoting" in dialect and any(len(value) > 1 and value[0] == value[-1] == '"' for value in values):
         warnings.warn(
             f"{path}: quotation marks around fields of a .tsv are kept as text: rename it to .csv to remove them",
             stacklevel=2,
@@ -308,15 +309,12 @@ def _listed(columns: Sequence[str]) -> str:
     return ", ".join([quote(name, 40)[1:-1] for name in columns[:20]] + ["..."] * (len(columns) > 20))
 
 
-def _is_quoted(value: str) -> bool:
-    return len(value) > 1 and value[0] == value[-1] == '"'
-
-
 def _read_json(path: Path, text: str) -> Rows:
     """An array of objects, or one object a line."""
     if text.lstrip().startswith("["):
         try:
-            found = _parse(text)
+            # A number that is not finite is refused where it stands for text.
+            found = parse_json(text, constants=True)
         except json.JSONDecodeError as error:
             if path.suffix.lower() == ".json":
                 raise DataError(f"{path}, line {error.lineno}, column {error.colno}: not JSON ({error.msg})") from None
@@ -330,18 +328,13 @@ def _read_json(path: Path, text: str) -> Rows:
 def _json_lines(path: Path, text: str) -> Iterator[tuple[int, Any]]:
     for number, line in _numbered(text):
         try:
-            yield number, _parse(line)
+            yield number, parse_json(line, constants=True)
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{path}, line {number}: not JSON ({error.msg}, column {error.colno}): write one object a line"
             ) from None
         except ValueError as error:
             raise DataError(f"{path}, line {number}: {error}") from None
-
-
-def _parse(text: str) -> Any:
-    # A number that is not finite is refused where it stands for text.
-    return parse_json(text, constants=True)
 
 
 def _objects(path: Path, numbered: Iterable[tuple[int, Any]], word: str) -> Rows:

@@ -39,6 +39,10 @@ LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 _AUTHORITY_DAYS = 3650
 # Clocks differ between machines.
 _CLOCK_SLACK = datetime.timedelta(hours=1)
+#: What no certificate of ours is for.
+_UNUSED_PURPOSES = (
+    "content_commitment key_encipherment data_encipherment key_agreement encipher_only decipher_only".split()
+)
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,9 @@ def make_certificates(
     issue, hosts = _Issuer(authority), list(hosts)
     end = folder / server
     if (end / KEY).exists():
-        known = [*LOOPBACK_HOSTS, *_hosts(_current(end))]
+        extensions = _read((end / CERTIFICATE).read_bytes()).extensions
+        names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        known = [*LOOPBACK_HOSTS, *(str(entry.value) for entry in names)]
         if missing := [host for host in hosts if _host(host) not in map(_host, known)]:
             raise ValueError(
                 f"the certificate in {end} is not for {missing[0]}: remove that folder, and run this again"
@@ -228,10 +234,8 @@ def renew_certificates(folder: Path, names: Iterable[str], days: float = 365) ->
     An end's folder may be away, with the end. Returns the folders that were written. Raises ValueError for a name that has no
     certificate.
     """
-    issue, hosts = _Issuer(folder / AUTHORITY), {}
-    for name in names:
-        known = issue.issued(name)[-1].get("hosts")
-        hosts[name] = _hosts(_current(folder / name)) if known is None else known
+    issue = _Issuer(folder / AUTHORITY)
+    hosts = {name: issue.issued(name)[-1]["hosts"] for name in names}
     return [issue(folder / name, days, served) for name, served in hosts.items()]
 
 
@@ -300,21 +304,6 @@ def _check_name(name: str, server: str) -> None:
         raise ValueError(f"{name!r} cannot name a client: use {NAME_IN_WORDS}")
 
 
-def _current(folder: Path) -> x509.Certificate:
-    if not (folder / CERTIFICATE).is_file():
-        raise ValueError(f"{folder} has no certificate: bring its folder back beside the authority's")
-    return _read((folder / CERTIFICATE).read_bytes())
-
-
-def _hosts(certificate: x509.Certificate) -> list[str]:
-    """The names and addresses that a certificate is for; none for a client's."""
-    try:
-        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return []
-    return [str(entry.value) for entry in found]
-
-
 def _signed(
     name: str,
     key: ec.EllipticCurvePrivateKey,
@@ -336,7 +325,15 @@ def _signed(
         .not_valid_before(min(now, end) - _CLOCK_SLACK)
         .not_valid_after(end)
         .add_extension(x509.BasicConstraints(ca=ca is None, path_length=0 if ca is None else None), critical=True)
-        .add_extension(_usage(ca is None), critical=True)
+        .add_extension(
+            x509.KeyUsage(
+                **dict.fromkeys(_UNUSED_PURPOSES, False),
+                digital_signature=ca is not None,
+                key_cert_sign=ca is None,
+                crl_sign=ca is None,
+            ),
+            critical=True,
+        )
         # Strict readers, such as Python's own from 3.13 on, look for both identifiers.
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
@@ -351,20 +348,6 @@ def _signed(
                 x509.SubjectAlternativeName([_host(host) for host in hosts]), critical=False
             )
     return builder.sign(key if ca_key is None else ca_key, hashes.SHA256())
-
-
-def _usage(authority: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not authority,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=authority,
-        crl_sign=authority,
-        encipher_only=False,
-        decipher_only=False,
-    )
 
 
 def _host(host: str) -> x509.GeneralName:

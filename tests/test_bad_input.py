@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import resource
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ import fastdp.files as files
 from fastdp.cli import app
 from fastdp.finetune import FinetuneConfig, Reporter, finetune
 from fastdp.quickstart.corpus import private_records
+from tests.test_files import small_files
 from tests.tokenizers_for_tests import small_gpt2
 
 
@@ -384,17 +384,6 @@ class Full:
 
     def __exit__(self, *_):
         self.monkeypatch.setattr(files, "sync", self.sync)
-
-
-@contextlib.contextmanager
-def small_files(size):
-    """Files cannot grow beyond a size, for the whole process."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_and_an_interrupt_cost_no_more_than_their_step(world, monkeypatch):

@@ -97,7 +97,7 @@ ELSEWHERE = {
     "make test-full": (CHECKS, "make test-full", "runs this file"),
     "make docs": (CHECKS, "make docs", "needs a registry"),
     "make ": (CHECKS, "make ${{ matrix.target }}", "needs a registry, or hours"),
-    "fastdp verify items-card.json": ("tests/test_tutorial.py", "items-card.json", "the page's Python makes the card"),
+    "fastdp verify items-card.json": ("tests/test_snippets.py", "items-card.json", "the page's Python makes the card"),
     "examples/chat.yaml": ("tests/finetune/test_chat.py", '"chat.yaml"', "needs a model with a chat template"),
     "fastdp federated server": (*DEPLOYED, "needs several machines"),
     "fastdp federated node": (*DEPLOYED, "needs several machines"),

@@ -44,20 +44,15 @@ def test_the_sites_build_knows_what_a_page_must_say(tmp_path, monkeypatch):
         site.fenced_examples("A.\n\n>>> f(\n...     1)\n  2\n\nB.")
         == "A.\n\n```pycon\n>>> f(\n...     1)\n  2\n```\n\nB."
     )
-    (tmp_path / "fastdp").mkdir()
-    (tmp_path / "fastdp" / "new.py").write_text('def new(x):\n    """Something."""\n')
-    monkeypatch.setattr(site, "ROOT", tmp_path)
-    with pytest.raises(ValueError, match="does not say what it takes"):
-        site.docstring("new", "fastdp.new.new")
-    (tmp_path / "fastdp" / "ops").mkdir()
+    (tmp_path / "fastdp" / "ops").mkdir(parents=True)
     (tmp_path / "fastdp" / "ops" / "__init__.py").write_text("from .new import new as new\n")
-    (tmp_path / "fastdp" / "ops" / "new.py").write_text(
-        'def new(x):\n    """Something.\n\n    Args:\n        x: a thing."""\n'
-    )
-    with pytest.raises(ValueError, match="does not say what it raises"):
-        site.members("ops")
-    (tmp_path / "fastdp" / "ops" / "new.py").write_text(
-        'def new(x):\n    """Something.\n\n    Args:\n        x: a thing.\n\n    Raises ValueError."""\n'
-    )
-    with pytest.raises(ValueError, match="shows no example"):
-        site.members("ops")
+    monkeypatch.setattr(site, "ROOT", tmp_path)
+    takes = "\n\n    Args:\n        x: a thing."
+    for text, words in (
+        ("", "does not say what it takes"),
+        (takes, "does not say what it raises"),
+        (f"{takes}\n\n    Raises ValueError.", "shows no example"),
+    ):
+        (tmp_path / "fastdp" / "ops" / "new.py").write_text(f'def new(x):\n    """Something.{text}"""\n')
+        with pytest.raises(ValueError, match=words):
+            site.members("ops")

@@ -1,7 +1,9 @@
 """Files are left whole, durable and private; nothing in the package leaves one in another way."""
 
 import ast
+import contextlib
 import os
+import resource
 import stat
 from pathlib import Path
 
@@ -13,6 +15,17 @@ from safetensors.torch import load_file
 import fastdp.files as files
 
 ROOT = Path(__file__).parents[1] / "fastdp"
+
+
+@contextlib.contextmanager
+def small_files(size):
+    """Files cannot grow beyond a size, for the whole process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def mode(path):

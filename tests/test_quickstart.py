@@ -2,7 +2,6 @@
 
 import json
 import random
-from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,8 @@ from typer.testing import CliRunner
 from fastdp.cli import app
 from fastdp.data import Collator, causal_examples
 from fastdp.finetune.evaluation import evaluate
-from fastdp.quickstart import recipe
+from fastdp.quickstart import MODEL
 from fastdp.quickstart.corpus import expand, private_records, public_text, read_grammar
-
-MODEL = Path(str(resources.files("fastdp.quickstart"))) / "model"
 
 
 def test_texts_are_functions_of_the_seed():
@@ -52,21 +49,12 @@ def test_the_model_knows_public_prose_and_not_the_records():
     assert unknown > 3 * known
 
 
-def test_the_model_is_small_and_is_what_the_recipe_describes():
-    size = sum(entry.stat().st_size for entry in MODEL.iterdir())
+def test_the_model_is_small_and_encodes_any_text():
+    size = sum(entry.stat().st_size for entry in Path(MODEL).iterdir())
     assert size <= 4 * 2**20
-    config = json.loads((MODEL / "config.json").read_text())
-    assert config["vocab_size"] == recipe.VOCABULARY_SIZE
-    assert config["n_positions"] == recipe.CONTEXT
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     text = "Any text at all: \u00e9, \u4e2d, \U0001f600."
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-@pytest.mark.slow
-def test_its_tokenizer_is_the_recipes():
-    again = recipe.train_tokenizer(public_text(recipe.PARAGRAPHS, recipe.SEED))
-    assert again.get_vocab() == transformers.AutoTokenizer.from_pretrained(MODEL).get_vocab()
 
 
 def test_too_few_records_are_refused_before_anything_is_written(tmp_path):

@@ -7,6 +7,7 @@ Every Python block is executed. `NOT_RUN` is all that is left out, and why; the 
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Sequence
 from importlib import resources
@@ -17,15 +18,21 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from typer.testing import CliRunner
 
 import fastdp
+from fastdp.accounting import calibrate, dpsgd, membership_bound
+from fastdp.cli import app
 from fastdp.methods.selective import RuleDetector, Span, measure_detector
+from fastdp.quickstart import MODEL
+from fastdp.quickstart.corpus import private_records
+from tests.cases import cases
 
 ROOT = Path(__file__).parent.parent
 WIDTH, LENGTH, VOCABULARY = 24, 6, 1000
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
-#: Pages whose Python blocks are one program, and where it runs.
-ONE_PROGRAM = {"docs/tutorial.md": "tests/test_tutorial.py"}
+#: Its Python blocks are one program, in an empty folder.
+TUTORIAL = "docs/tutorial.md"
 #: Python blocks that are not executed, by a phrase in them.
 NOT_RUN = {
     "from opacus": "another library's side of a comparison",
@@ -95,13 +102,13 @@ def classifier_world() -> dict[str, Any]:
 
 
 def blocks(page: str) -> list[str]:
-    if page in ONE_PROGRAM:
-        return []
     found = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     return [block for block in found if not any(phrase in block for phrase in NOT_RUN)]
 
 
-@pytest.mark.parametrize(("page", "number"), [(page, i) for page in PAGES for i in range(len(blocks(page)))])
+@pytest.mark.parametrize(
+    ("page", "number"), [(page, i) for page in PAGES if page != TUTORIAL for i in range(len(blocks(page)))]
+)
 def test_a_code_block_runs_as_it_stands(
     page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +133,6 @@ def test_a_code_block_runs_as_it_stands(
 def test_every_block_that_is_left_out_is_there() -> None:
     texts = "".join((ROOT / page).read_text() for page in PAGES)
     assert all(phrase in texts for phrase in (*NOT_RUN, *NEEDS))
-    assert all(Path(page).name in (ROOT / test).read_text() for page, test in ONE_PROGRAM.items())
 
 
 def test_recipes_give_each_row_its_own_loss() -> None:
@@ -154,3 +160,93 @@ def test_recipes_give_each_row_its_own_loss() -> None:
 
 def fewer(begin: Any) -> Any:
     return lambda self, private, count, **options: begin(self, private, count // 10, **options)
+
+
+@pytest.mark.timeout(600)
+def test_the_tutorial_runs_from_the_table_to_generated_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec("\n".join(blocks(TUTORIAL)), {})
+    said = capsys.readouterr().out
+    assert re.search(r"epsilon [78]\.\d\d", said), said
+    # A model that the noise has broken ends at once.
+    assert re.search(r"What does item 7 cost\? ?\w", said), said
+    verified = CliRunner().invoke(app, ["verify", "items-card.json"])
+    assert verified.exit_code == 0, verified.output
+
+
+def numbers(columns: int) -> list[list[float]]:
+    """Rows of the tables of choosing.md with so many columns."""
+    found = re.findall(r"^\| [\d.]+ \|.*$", (ROOT / "docs" / "choosing.md").read_text(), flags=re.MULTILINE)
+    cells = [[float(cell.strip(" %")) for cell in row.strip("|").split("|")] for row in found]
+    return [row for row in cells if len(row) == columns]
+
+
+def planned(batch: int, epsilon: float) -> tuple[int, float, Any]:
+    """Steps, noise multiplier and event of what choosing.md speaks of: 4 epochs over 40,000 examples."""
+    steps = math.ceil(40_000 / batch) * 4
+    multiplier = calibrate(lambda noise: dpsgd(noise, batch / 40_000, steps), epsilon, 1e-5)
+    return steps, multiplier, dpsgd(multiplier, batch / 40_000, steps)
+
+
+@cases("row", numbers(5))
+def test_what_an_epsilon_means(row: list[float]) -> None:
+    _, multiplier, event = planned(256, row[0])
+    bounds = [100 * membership_bound(event, rate) for rate in (0.001, 0.01, 0.1)]
+    assert row[1:] == pytest.approx([multiplier, *bounds], rel=1e-3, abs=6e-3)
+
+
+@cases("row", numbers(4))
+def test_what_a_batch_costs(row: list[float]) -> None:
+    steps, multiplier, _ = planned(int(row[0]), 8.0)
+    assert row[1:] == pytest.approx([steps, multiplier, 1000 * multiplier / row[0]], rel=1e-3, abs=6e-4)
+
+
+PORTS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "from-opacus.md").read_text(), flags=re.DOTALL)
+
+
+def texts() -> dict[str, Any]:
+    """What a script of trl has at hand."""
+    datasets = pytest.importorskip("datasets")
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.pad_token = tokenizer.eos_token
+    rows = datasets.Dataset.from_dict({"text": private_records(64, seed=0)})
+    return {"model": GPT2LMHeadModel.from_pretrained(MODEL, dtype=torch.float32), "tokenizer": tokenizer, "texts": rows}
+
+
+def ported(number: int) -> str:
+    """The program after a port, which changes at most nine lines."""
+    lines = PORTS[number].splitlines()
+    assert {line[:1] for line in lines} <= {" ", "+", "-", ""}
+    assert 0 < sum(line[:1] in ("+", "-") and len(line) > 1 for line in lines) <= 9
+    before, after = ("\n".join(line[1:] for line in lines if line[:1] != left_out) for left_out in "+-")
+    assert "fastdp" not in before
+    compile(before, "before", "exec")
+    return after
+
+
+def test_a_loop_a_trainer_and_trl_are_ported() -> None:
+    assert [next(word for word in ("for epoch", "DPTrainer", "DPSFTTrainer") if word in port) for port in PORTS] == [
+        "for epoch",
+        "DPTrainer",
+        "DPSFTTrainer",
+    ]
+    assert all(map(ported, range(len(PORTS))))
+
+
+#: What trl's trainers do is in tests/integrations/test_trl.py.
+@pytest.mark.parametrize("number", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_port_changes_at_most_nine_lines_and_trains(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after = ported(number)
+    for library in ("trl", "accelerate"):
+        if library in after or "Trainer" in after:
+            pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
+    names = {**world("docs/loops.md"), **(texts() if "trl" in after else {})}
+    exec(compile(after, f"port {number + 1}", "exec"), names)
+    private = names["private"] if "private" in names else names["trainer"].private
+    assert private.steps_done == private.total_steps > 0
+    assert (tmp_path / "out").exists()

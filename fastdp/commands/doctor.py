@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 from typing import Annotated
@@ -44,19 +43,14 @@ def doctor_command(
         _describe(model, task, peft, length)
 
 
-def _own_version() -> str:
-    known = installed_version() or "on the path, not installed"
-    wheel = wheel_digest()
-    return known if wheel is None else f"{known}, of the wheel with SHA-256 {wheel}"
-
-
 def _environment() -> Table:
     import torch
 
     import fastdp._native as _native
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_row("fastdp", _own_version())
+    wheel = f", of the wheel with SHA-256 {wheel_digest()}" if wheel_digest() else ""
+    table.add_row("fastdp", (installed_version() or "on the path, not installed") + wheel)
     table.add_row("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in PACKAGES:
         table.add_row(package, version_of(package) or style_message(("not installed", "dim")))
@@ -85,9 +79,8 @@ def _describe(name: str, task: str, peft: str, length: int) -> None:
     from fastdp.finetune.tasks import invented_label
     from fastdp.private.describe import describe
 
-    config = FinetuneConfig(model=name, task=task, peft=peft, max_length=length)
-    if task in LABELLED:
-        config = dataclasses.replace(config, labels=["no", "yes"])
+    labels = ["no", "yes"] if task in LABELLED else None
+    config = FinetuneConfig(model=name, task=task, peft=peft, max_length=length, labels=labels)
     tokenizer = load_tokenizer(config)
     model = load_trained(config, tokenizer)
     ids = torch.randint(0, len(tokenizer), (3, length))

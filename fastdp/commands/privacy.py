@@ -1,4 +1,4 @@
-"""`fastdp calibrate`, `fastdp epsilon` and `fastdp verify`: what a run would cost, or did."""
+"""`fastdp calibrate`, `fastdp epsilon`, `fastdp verify` and `fastdp card`: what a run would cost, or did."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
+import fastdp.files as files
 from fastdp.commands.refusal import console, refusing, style_message
+
+card_app = typer.Typer(help="Take a privacy card where people look for it.", no_args_is_help=True)
 
 ExampleCount = Annotated[int, typer.Option(min=1, help="examples in the training data, N")]
 BatchSize = Annotated[int, typer.Option(min=1, help="expected examples in a step, B")]
@@ -163,3 +166,35 @@ def verify_command(
         console.print("not checked:")
     for entry in result.unchecked:
         console.print(f"- {entry}")
+
+
+@card_app.command("export")
+@refusing
+def export_command(
+    card: Annotated[Path, typer.Argument()],
+    form: Annotated[
+        Literal["huggingface", "registry", "nist", "html"],
+        typer.Option(
+            "--format", help="README of a model, entry of the deployments registry, NIST SP 800-226, or a page"
+        ),
+    ] = "html",
+    output: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="file to write (by default beside the card)")
+    ] = None,
+) -> None:
+    """Write a card as a model's README, a registry's entry, an evaluation's outline or a page; `fastdp verify` takes each.
+
+    CARD: folder of a run, its card.json, or the statement of a perturbation.
+    """
+    from fastdp.accounting import Card, verify
+    from fastdp.accounting.exports import SUFFIXES, export
+
+    card = card_in(card)
+    found = verify(card)
+    if not found:
+        raise ValueError(f"{card} does not hold, so it is not passed on: {found.reason}")
+    path = output or card.with_name(f"{card.stem}-{form}{SUFFIXES[form]}")
+    files.write(path, export(Card.load(card), form), public=True)
+    console.print(f"written to {path}", soft_wrap=True)
+    if form == "registry":
+        console.print("what only you know is marked TO FILL IN")

@@ -18,7 +18,6 @@ from fastdp.commands.refusal import console, quiet_libraries, refusing
 from fastdp.untrusted import load_pretrained, load_pretrained_tokenizer
 
 if TYPE_CHECKING:
-    from fastdp import TextPrivatizer
     from fastdp.tables import Rows
 
 
@@ -88,7 +87,9 @@ def privatize_command(
     if eta is not None:
         check_eta(eta)
     elif counting.epsilon is None:
-        raise ValueError(_NO_ETA)
+        raise ValueError(
+            "--eta is missing: choose how much a text's tokens are changed, such as 14 with --mechanism exponential"
+        )
     rows = read_rows(source)
     texts = rows.column(text_column, "--text-column")
     kept = {name: rows.column(name, "--keep") for name in keep or []}
@@ -115,14 +116,16 @@ def privatize_command(
     )
     shown = show_displacement(privatizer)
     if exact:
-        _show_exact_cost(privatizer)
+        nats = privatizer.nats_per_distance()
+        console.print(f"a token costs at most {nats:.4g} nats for each unit of distance, of eta {privatizer.eta:g}")
     check_release(texts, again)
     # A label that leaves anyway may say which tokens are favoured; one that stays must not show in them.
     known = class_numbers(rows, label_column, classes) if chosen and label_column in kept else None
     done = privatizer.stream_texts(texts, known, output="ids" if ids else "text")
     begin = time.perf_counter()
     with files.atomic_path(target, public=True) as aside:
-        _write(aside, target.suffix.lower(), text_column, kept, _watched(done, len(texts)))
+        with open(aside, "w", encoding="utf-8", newline="") as file:
+            _write(file, target.suffix.lower(), text_column, kept, _watched(done, len(texts)))
         # What was drawn in vain, before a stop, is no release.
         earlier = count_release(texts, privatizer.in_short, target, again)
     rate = privatizer.tokens_released / max(time.perf_counter() - begin, 1e-9)
@@ -131,9 +134,6 @@ def privatize_command(
     files.write(path, card.after(earlier).to_json(), public=True)
     console.print(f"{len(texts):,} texts, {privatizer.tokens_released:,} tokens, {rate:,.0f} tokens a second")
     console.print(f"wrote {target} and {path}")
-
-
-_NO_ETA = "--eta is missing: choose how much a text's tokens are changed, such as 14 with --mechanism exponential"
 
 
 def _check_target(source: Path, target: Path, ids: bool, overwrite: bool, keep: list[str] | None) -> None:
@@ -147,11 +147,6 @@ def _check_target(source: Path, target: Path, ids: bool, overwrite: bool, keep: 
         raise ValueError(f"{target} exists: choose another file, or pass --overwrite")
     if keep and target.suffix.lower() == ".txt":
         raise ValueError("a .txt file holds texts alone: write .csv, .tsv or .jsonl to keep columns")
-
-
-def _show_exact_cost(privatizer: TextPrivatizer) -> None:
-    nats = privatizer.nats_per_distance()
-    console.print(f"a token costs at most {nats:.4g} nats for each unit of distance, of eta {privatizer.eta:g}")
 
 
 def _check_classes(classes: list[str], counted: bool) -> None:
@@ -178,12 +173,7 @@ def _watched(values: Iterator[Any], total: int) -> Iterator[Any]:
             move(done, total)
 
 
-def _write(path: Path, kind: str, text_column: str, kept: dict[str, list[str]], values: Iterator[Any]) -> None:
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        _write_rows(file, kind, text_column, kept, values)
-
-
-def _write_rows(file: IO[str], kind: str, text_column: str, kept: dict[str, list[str]], values: Iterator[Any]) -> None:
+def _write(file: IO[str], kind: str, text_column: str, kept: dict[str, list[str]], values: Iterator[Any]) -> None:
     rows = ([value, *(column[at] for column in kept.values())] for at, value in enumerate(values))
     if kind == ".jsonl":
         for value, *others in rows:
@@ -193,11 +183,10 @@ def _write_rows(file: IO[str], kind: str, text_column: str, kept: dict[str, list
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([text_column, *kept])
         writer.writerows(rows)
-    elif kind == ".tsv":
-        file.write("\t".join([text_column, *kept]) + "\n")
-        file.writelines("\t".join(_on_one_line(field) for field in row) + "\n" for row in rows)
     else:
-        file.writelines(_on_one_line(value) + "\n" for value, *_ in rows)
+        if kind == ".tsv":
+            file.write("\t".join([text_column, *kept]) + "\n")
+        file.writelines("\t".join(map(_on_one_line, row)) + "\n" for row in rows)
 
 
 def _on_one_line(text: str) -> str:

@@ -63,14 +63,19 @@ def vendor_command(
     """Serve the top of a model. Each customer trains an adapter of its own over it, and sends no text."""
     quiet_libraries()
     import torch
+    from transformers import AutoModelForSequenceClassification
 
-    from fastdp.split.limits import Limits
-    from fastdp.split.vendor import SplitVendor, default_lora
+    from fastdp.split.vendor import Limits, SplitVendor, default_lora
 
     if threads:
         torch.set_num_threads(threads)
     own = None if insecure else _vendor_certificates(certificates, address)
-    network, tokenizer = load_model_and_tokenizer(model, classes, seed)
+    torch.manual_seed(seed)
+    network = load_pretrained(AutoModelForSequenceClassification, model, num_labels=classes, dtype=torch.float32)
+    tokenizer = load_pretrained_tokenizer(model)
+    if network.config.pad_token_id is None:
+        network.config.pad_token_id = tokenizer.eos_token_id
+    network.to("cuda" if torch.cuda.is_available() else "cpu")
     vendor = SplitVendor(
         network,
         folder,
@@ -131,7 +136,6 @@ def customer_command(
     ] = None,
     text_column: Annotated[str, typer.Option(help="column with the text")] = "sentence",
     label_column: Annotated[str, typer.Option(help="column with the class, 0, 1, ...")] = "label",
-    limit: Annotated[int | None, typer.Option(help="use the first so many rows of each file", min=1)] = None,
     epochs: Annotated[int, typer.Option(help="passes over the examples", min=1)] = 3,
     batch_size: Annotated[int, typer.Option(help="examples in a step", min=1)] = 32,
     learning_rate: Annotated[float, typer.Option(help="step size of the vendor's AdamW")] = 1e-3,
@@ -181,11 +185,11 @@ def customer_command(
             console.print("the vendor has deleted the run and the rows")
         if eta is None and epsilon is None:
             return
-        labelled = None if train is None else _labelled(train, text_column, label_column, limit)
+        labelled = None if train is None else _labelled(train, text_column, label_column)
         counts = _counts(customer, chosen, labelled) if chosen and not chosen.cti_public else None
         if chosen and chosen.cti_public:
-            public = _labelled(chosen.cti_public, text_column, label_column, None)
-            private = {path: _texts(path, text_column, limit) for path in (train, eval, predict) if path}
+            public = _labelled(chosen.cti_public, text_column, label_column)
+            private = {path: _texts(path, text_column) for path in (train, eval, predict) if path}
             counts = _counts(customer, chosen, public, chosen.admit(public[0], private))
         privatizer: TextPrivatizer | PrivateBottom
         if noise == "rows":
@@ -205,9 +209,9 @@ def customer_command(
         if labelled is not None:
             _train(customer, privatizer, *labelled, epochs)
         if eval is not None:
-            _evaluate(customer, privatizer, *_labelled(eval, text_column, label_column, limit))
+            _evaluate(customer, privatizer, *_labelled(eval, text_column, label_column))
         if predict is not None:
-            _predict(customer, privatizer, _texts(predict, text_column, limit), output)
+            _predict(customer, privatizer, _texts(predict, text_column), output)
         console.print(f"wrote {customer.save_statement(privatizer)}")
 
 
@@ -241,18 +245,6 @@ def _vendor_certificates(folder: Path | None, address: str) -> Path:
     return folder / "vendor" if (folder / "vendor").is_dir() else folder
 
 
-def load_model_and_tokenizer(name: str, classes: int, seed: int) -> tuple[Any, Any]:
-    import torch
-    from transformers import AutoModelForSequenceClassification
-
-    torch.manual_seed(seed)
-    model = load_pretrained(AutoModelForSequenceClassification, name, num_labels=classes, dtype=torch.float32)
-    tokenizer = load_pretrained_tokenizer(name)
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = tokenizer.eos_token_id
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
-
-
 def _counts(
     customer: SplitCustomer,
     chosen: Contributing,
@@ -273,20 +265,17 @@ def _counts(
     return cti
 
 
-def _texts(path: Path, column: str, limit: int | None) -> list[str]:
+def _texts(path: Path, column: str) -> list[str]:
     from fastdp.tables import read_rows
 
-    return read_rows(path).column(column, "--text-column")[:limit]
+    return read_rows(path).column(column, "--text-column")
 
 
-def _labelled(path: Path, text_column: str, label_column: str, limit: int | None) -> tuple[list[str], list[int]]:
+def _labelled(path: Path, text_column: str, label_column: str) -> tuple[list[str], list[int]]:
     from fastdp.tables import read_rows
 
     rows = read_rows(path)
-    texts, labels = (
-        rows.column(text_column, "--text-column")[:limit],
-        rows.column(label_column, "--label-column")[:limit],
-    )
+    texts, labels = rows.column(text_column, "--text-column"), rows.column(label_column, "--label-column")
     for index, label in enumerate(labels):
         if not label.isdecimal():
             raise ValueError(f"{rows.place(index)}: the label {label!r} is no class number (0, 1, ...)")

@@ -1,4 +1,4 @@
-"""`fastdp finetune` and `fastdp quickstart`."""
+"""`fastdp finetune`, `fastdp quickstart` and `fastdp report`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
+import fastdp.files as files
 from fastdp.commands.flags import with_flags
 from fastdp.commands.refusal import console, errors, quiet_libraries, refusing, style_message
 from fastdp.finetune.config import TYPES, FinetuneConfig, load_config
@@ -185,3 +186,29 @@ def quickstart_command(
 
     quiet_libraries()
     quickstart(output, seed, console, ProgressReporter, records)
+
+
+@refusing
+def report_command(
+    runs: Annotated[list[Path], typer.Argument()],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False, help="page to write (by default report.html in the run's folder, or beside the first)"
+        ),
+    ] = None,
+    public: Annotated[
+        bool,
+        typer.Option("--public", help="leave out what the guarantee does not cover, so that it can be shown around"),
+    ] = False,
+) -> None:
+    """Write one HTML page about a run, or several side by side: card, epsilon and loss, what was trained, samples, notes.
+
+    RUNS: output folders of `fastdp finetune`, finished or not.
+    """
+    from fastdp.finetune.report import build_report
+
+    page = build_report(runs, public=public)
+    path = output or (runs[0] if len(runs) == 1 else runs[0].resolve().parent) / "report.html"
+    files.write(path, page, public=public)
+    console.print(f"written to {path}", soft_wrap=True)

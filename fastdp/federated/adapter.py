@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,14 +12,7 @@ from fastdp.data import Collator, Examples
 from fastdp.federated.config import FederatedConfig
 from fastdp.finetune.config import FinetuneConfig
 from fastdp.finetune.evaluation import Quality, evaluate
-from fastdp.finetune.models import (
-    load_tokenizer,
-    load_trained,
-    restore_trained,
-    save_weights,
-    trained_names,
-    trained_state,
-)
+from fastdp.finetune.models import load_tokenizer, load_trained, restore_trained, trained_names, trained_state
 from fastdp.methods.encoding import encode_private
 from fastdp.methods.selective.perturbation import labels_of
 from fastdp.tables import read_rows
@@ -43,15 +35,8 @@ class AdaptedModel:
     @classmethod
     def load(cls, config: FederatedConfig) -> AdaptedModel:
         """Load the base, and make an adapter from the run's seed. Raises ConfigError as `fastdp finetune` does."""
-        settings = FinetuneConfig(
-            model=config.model,
-            peft=config.peft,
-            bottleneck_size=config.bottleneck_size,
-            lora_r=config.lora_r,
-            lora_alpha=config.lora_alpha,
-            max_length=config.max_length,
-            seed=config.seed,
-        )
+        shared = ("model", "peft", "bottleneck_size", "lora_r", "lora_alpha", "max_length", "seed")
+        settings = FinetuneConfig(**{name: getattr(config, name) for name in shared})
         tokenizer = load_tokenizer(settings)
         model = load_trained(settings, tokenizer).to(usable_device(config.device))
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
@@ -102,7 +87,3 @@ class AdaptedModel:
 
     def quality(self, examples: Examples) -> Quality:
         return evaluate(self.model, examples, self.collator, self.config.eval_batch_size, "causal-lm")
-
-    def save(self, output: Path) -> Path:
-        """Write the adapter as peft writes it; returns its folder."""
-        return save_weights(self.model, self.tokenizer, output)

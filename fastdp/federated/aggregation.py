@@ -12,6 +12,7 @@ import fastdp.ops as ops
 from fastdp.federated.wire import unpack_adapter
 from fastdp.ops.stream import NoiseStream
 from fastdp.untrusted import quote
+from fastdp.validate import positive
 
 
 class RefusedUpdate(ValueError):
@@ -40,7 +41,6 @@ class Aggregator:
 
     Attributes:
         accepted: number of updates in the sum.
-        examples: numbers of examples they claimed, in all.
     """
 
     def __init__(
@@ -53,7 +53,6 @@ class Aggregator:
         self.weighted = weighted
         self.clip = clip
         self.accepted = 0
-        self.examples = 0
         self._start = _flat(start)
         self._sum = torch.zeros_like(self._start)
         self._weight = 0.0
@@ -83,7 +82,6 @@ class Aggregator:
         self._sum.add_(change, alpha=weight)
         self._weight += weight
         self.accepted += 1
-        self.examples += count
         return norm
 
     def _checked(self, data: bytes, examples: object) -> tuple[Tensor, float, int]:
@@ -120,8 +118,7 @@ class Aggregator:
         """
         if self.clip is None:
             raise ValueError("noise was asked for, but updates were not clipped")
-        if not (noise_multiplier > 0 and expected > 0):
-            raise ValueError("noise_multiplier and the expected number of clients must be positive")
+        positive(noise_multiplier=noise_multiplier, expected=expected)
         total = self._sum.float()
         ops.add_noise_(total, noise_multiplier * self.clip, stream, secure_rounding=True)
         return self._state(self._start + total.double() / expected)

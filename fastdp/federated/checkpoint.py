@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,14 +58,10 @@ class Checkpoint:
             settings = json.loads(metadata["config"])
             population, rows = int(metadata["population"]), json.loads(metadata["rows"])
             head = json.loads(metadata["ledger_head"])
-        _refuse_other(settings, config, folder)
+        for key, value in config.as_dict().items():
+            if key not in MAY_CHANGE and settings.get(key) != value:
+                raise ValueError(
+                    f"the run in {folder} was made with {key} {settings.get(key)!r}, not {value!r}: resume with the same "
+                    "settings, or name another output"
+                )
         return cls(adapter, population, rows, head)
-
-
-def _refuse_other(settings: Mapping[str, Any], config: FederatedConfig, folder: Path) -> None:
-    for key, value in config.as_dict().items():
-        if key not in MAY_CHANGE and settings.get(key) != value:
-            raise ValueError(
-                f"the run in {folder} was made with {key} {settings.get(key)!r}, not {value!r}: resume with the same "
-                "settings, or name another output"
-            )

@@ -12,8 +12,7 @@ import torch
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.config import FederatedConfig
 from fastdp.federated.messages import Order, update_record
-from fastdp.federated.policy import NodeSettingError, client_settings, node_settings
-from fastdp.federated.refusal import ClientRefusal
+from fastdp.federated.policy import ClientRefusal, NodeSettingError, client_settings, node_settings
 from fastdp.federated.site import Site
 from fastdp.federated.wire import unpack_adapter
 
@@ -49,20 +48,18 @@ def discreet(handler: MessageHandler) -> MessageHandler:
 @app.train()
 @discreet
 def train(message: Message, context: Context) -> Message:
-    site, order = _site(context), Order.from_record(message.content)
-    _accept(site.adapted, order)
-    fitted = site.fit(order.round_number)
-    return Message(update_record(site.adapted.adapter, fitted), reply_to=message)
-
-
-def _accept(adapted: AdaptedModel, order: Order) -> None:
-    """Load the server's adapter. Raises ClientRefusal if it is for another model."""
+    node, order = node_settings(context.node_config), Order.from_record(message.content)
+    config = _config(context.run_config, node)
+    site = _site_of(config, int(node.get("partition-id", 0)), int(node.get("num-partitions", 1)))
+    adapted = site.adapted
     if order.base != adapted.base:
         raise ClientRefusal("the server's base model is not this client's: both must load the same public model")
     try:
         adapted.adapter = unpack_adapter(order.adapter, adapted.adapter)
     except ValueError as error:
         raise ClientRefusal(f"the server's adapter is not this client's: {error}") from None
+    fitted = site.fit(order.round_number)
+    return Message(update_record(adapted.adapter, fitted), reply_to=message)
 
 
 def _config(run: Mapping[str, Any], node: Mapping[str, Any]) -> FederatedConfig:
@@ -74,12 +71,6 @@ def _config(run: Mapping[str, Any], node: Mapping[str, Any]) -> FederatedConfig:
     except ValueError as error:
         # It quotes settings, which hold no text of the client's.
         raise ClientRefusal(str(error)) from None
-
-
-def _site(context: Context) -> Site:
-    node = node_settings(context.node_config)
-    config = _config(context.run_config, node)
-    return _site_of(config, int(node.get("partition-id", 0)), int(node.get("num-partitions", 1)))
 
 
 # A process of a simulation serves many clients in many rounds: it loads the model once, and perturbs and encodes each

@@ -67,12 +67,8 @@ class FederatedConfig:
     device: str = setting("where a client perturbs and trains, and the server evaluates; auto takes a GPU", "auto")
 
     partition: str = setting(
-        "how simulated clients share train: iid, dirichlet, source; own: each has its own file",
-        "iid",
-        among=("iid", "dirichlet", "source", "own"),
+        "iid: simulated clients share train evenly, at random; own: each has its own file", "iid", among=("iid", "own")
     )
-    dirichlet_alpha: float = setting("concentration of the Dirichlet partition; small is uneven", 0.5, above=0)
-    source_column: str = setting("column naming the source of a row, for dirichlet and source", "")
 
     perturbation: str = setting(
         "none, selective (private tokens), or all (every token)", "selective", among=PERTURBATIONS
@@ -117,17 +113,12 @@ class FederatedConfig:
                 "evaluation at clients was removed, as losses of their texts left without noise: use server"
             )
         check(self)
-        self._check_together()
-
-    def _check_together(self) -> None:
         if (self.client_clip > 0) != (self.client_noise_multiplier > 0):
             raise ValueError("client_clip and client_noise_multiplier go together: central DP clips and adds noise")
         if self.central and self.aggregation == "examples":
             raise ValueError(
                 "central DP cannot weight by numbers of examples, which are private and unbounded: use aggregation mean"
             )
-        if self.partition == "source" and not self.source_column:
-            raise ValueError("partition by source needs source_column, the column that names a row's source")
 
     @property
     def central(self) -> bool:

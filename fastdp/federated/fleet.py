@@ -29,23 +29,12 @@ from fastdp.untrusted import quote
 
 PREFIX = "/v1/fleet/"
 ACTIVATE, GET_APP = PREFIX + "activate-node", PREFIX + "get-fab"
-#: Everything that a node asks for. Nodes do not register themselves: their certificates do.
-PATHS = frozenset(
-    [ACTIVATE, GET_APP]
-    + [
-        PREFIX + name
-        for name in (
-            "deactivate-node",
-            "send-node-heartbeat",
-            "pull-messages",
-            "push-messages",
-            "get-run",
-            "push-object",
-            "pull-object",
-            "confirm-message-received",
-        )
-    ]
+_OPERATIONS = (
+    "deactivate-node send-node-heartbeat pull-messages push-messages get-run push-object pull-object "
+    "confirm-message-received"
 )
+#: Everything that a node asks for. Nodes do not register themselves: their certificates do.
+PATHS = frozenset([ACTIVATE, GET_APP, *(PREFIX + name for name in _OPERATIONS.split())])
 REGISTER = "/v1/control/register-node"
 PROTOBUF = "application/protobuf"
 #: Headers that Flower adds, by their beginning.
@@ -124,7 +113,7 @@ class Upstream:
             return Reply.refusal(503, "the server did not answer")
 
 
-class Gateway:
+class Gateway(TlsListener):
     """The server's end: serves Flower's Fleet API to holders of a certificate, at an address that nodes reach; a context manager.
 
     A node signs with the key of its certificate, so that one certificate is one node. The gateway registers it with Flower.
@@ -133,17 +122,16 @@ class Gateway:
         address: host and port to listen at.
         certificates: the server's own folder of `make_certificates`.
         superlink: host and port of Flower's SuperLink, which must be on this machine.
-        limits: see `ProxyLimits`.
     """
 
-    def __init__(self, address: tuple[str, int], certificates: Path, superlink: str, limits: ProxyLimits | None = None):
+    def __init__(self, address: tuple[str, int], certificates: Path, superlink: str):
         # Flower shows the server's own certificate, without asking for one.
         self._upstream = Upstream(superlink, ssl.create_default_context(cafile=str(certificates / CA)))
         self._newest: dict[str, x509.Certificate] = {}
         self._registered: set[bytes] = set()
-        self.listener = TlsListener(address, certificates, self._serve, "http/1.1", limits)
+        super().__init__(address, certificates, self._handle, "http/1.1")
 
-    async def _serve(self, certificate: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle(self, certificate: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async def answer(request: Request) -> Reply:
             return await self._answer(certificate, request)
 
@@ -151,7 +139,7 @@ class Gateway:
 
     async def _answer(self, certificate: bytes, request: Request) -> Reply:
         try:
-            self.listener.check(certificate)
+            self.check(certificate)
             key = self._key(certificate)
         except ValueError as error:
             return Reply.refusal(401, str(error))
@@ -182,15 +170,6 @@ class Gateway:
         # A key that was registered before, as after a restart of the gateway alone, is a conflict.
         log.info("registered the node %s: %d", name, reply.status)
         return reply.status < 500
-
-    def close(self) -> None:
-        self.listener.close()
-
-    def __enter__(self) -> Gateway:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @dataclass

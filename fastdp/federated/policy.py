@@ -17,7 +17,6 @@ from typing import Any
 import tomli
 
 from fastdp.federated.config import PERTURBATIONS, FederatedConfig
-from fastdp.federated.refusal import ClientRefusal
 from fastdp.settings import check, convert_value, setting, suggest_name, types_of
 
 #: Names a deployed node's file of settings, for its client app. Users of its machine can replace what Flower hands on.
@@ -48,6 +47,14 @@ def node_settings(handed: Mapping[str, Any]) -> Mapping[str, Any]:
     """A deployed node's settings, from its own file; a simulated client's, as Flower handed them on."""
     path = os.environ.get(NODE_FILE)
     return handed if path is None else tomli.loads(Path(path).read_text(encoding="utf-8"))
+
+
+class ClientRefusal(ValueError):
+    """Why a client does not take part, in a sentence that quotes nothing of its texts: the server may read it.
+
+    Raise it only for sentences made of the server's own settings, names of tensors and the client's number. Every other error
+    of a client, whoever raised it, is reported by its type alone.
+    """
 
 
 class NodeSettingError(ValueError):
@@ -108,12 +115,12 @@ class NodePolicy:
                 )
             return None
         for key in given:
+            if key not in _TYPES and key in types_of(FederatedConfig):
+                raise NodeSettingError(f"{key} is the run's to set, not a node's: leave it out of the node config")
             if key not in _TYPES:
-                raise NodeSettingError(_unknown(key))
+                raise NodeSettingError(f"a node has no setting {key!r}{suggest_name(key, _TYPES)}")
         try:
             policy = cls(**{key: convert_value(key, value, _TYPES) for key, value in given.items()})
-        except NodeSettingError:
-            raise
         except ValueError as error:
             raise NodeSettingError(str(error)) from None
         policy._check(given)
@@ -190,9 +197,3 @@ class NodePolicy:
 
 
 _TYPES = types_of(NodePolicy)
-
-
-def _unknown(key: str) -> str:
-    if key in types_of(FederatedConfig):
-        return f"{key} is the run's to set, not a node's: leave it out of the node config"
-    return f"a node has no setting {key!r}{suggest_name(key, _TYPES)}"

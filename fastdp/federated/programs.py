@@ -76,7 +76,7 @@ def serving(
     try:
         _wait_until_healthy(process, superlink, authority, home / "superlink.log", start_seconds)
         with Gateway(host_and_port(address), certificates, superlink) as gateway:
-            yield f"{address.rpartition(':')[0]}:{gateway.listener.port}", process
+            yield f"{address.rpartition(':')[0]}:{gateway.port}", process
     finally:
         end(process)
 

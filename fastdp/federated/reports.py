@@ -34,7 +34,11 @@ def run_card(
     the epsilon counts on nobody knowing.
     """
     claims, flaws = _claims(config)
-    figures = [row["perplexity"] for row in rows]
+    trusted = ["each client for its own perturbation and training: the server sees adapters, not how they were made"]
+    if config.central:
+        trusted.append(
+            "the server, which sees every client's update before it adds noise, and keeps who was sampled secret"
+        )
     return Card.of(
         claims[0] if claims else None,
         also=claims[1:],
@@ -49,17 +53,22 @@ def run_card(
             "clients": clients,
             "rounds": len(rows),
             "void_rounds": sum(bool(row["void"]) for row in rows),
-            "updates": None if config.central else _updates(rows),
-            "perplexity": figures,
-            "trusted": _trusted(config),
-            "settings": {name: _public_value(name, value) for name, value in config.as_dict().items()},
+            "updates": None
+            if config.central
+            else {
+                "accepted": sum(row["accepted"] for row in rows),
+                "refused": sum(len(row["refused"]) for row in rows),
+                "missing": sum(row["missing"] for row in rows),
+            },
+            "perplexity": [row["perplexity"] for row in rows],
+            "trusted": trusted,
+            # Of a path its last part, which says nothing of a machine.
+            "settings": {
+                name: public_name(value) if name in _PATHS and value else value
+                for name, value in config.as_dict().items()
+            },
         },
     )
-
-
-def _public_value(setting: str, value: Any) -> Any:
-    """A setting as others may read it: of a path its last part, which says nothing of a machine."""
-    return public_name(value) if setting in _PATHS and value else value
 
 
 def _claims(config: FederatedConfig) -> tuple[list[accounting.Claim], list[str]]:
@@ -84,14 +93,6 @@ def _claims(config: FederatedConfig) -> tuple[list[accounting.Claim], list[str]]
     return claims, flaws
 
 
-def _updates(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    return {
-        "accepted": sum(row["accepted"] for row in rows),
-        "refused": sum(len(row["refused"]) for row in rows),
-        "missing": sum(row["missing"] for row in rows),
-    }
-
-
 def _unprotected(config: FederatedConfig) -> list[str]:
     found = [
         "what every client's own card lists as not protected",
@@ -110,22 +111,7 @@ def _unprotected(config: FederatedConfig) -> list[str]:
     return found
 
 
-def _trusted(config: FederatedConfig) -> list[str]:
-    found = ["each client for its own perturbation and training: the server sees adapters, not how they were made"]
-    if config.central:
-        found.append(
-            "the server, which sees every client's update before it adds noise, and keeps who was sampled secret"
-        )
-    return found
-
-
-def central_card(
-    config: FederatedConfig,
-    ledger: accounting.Ledger,
-    clients: int,
-    weights: Sequence[Tensor],
-    reproducible: bool,
-) -> Card:
+def central_card(config: FederatedConfig, ledger: accounting.Ledger, clients: int, weights: Sequence[Tensor]) -> Card:
     """The certified card of central DP: clients are the units, rounds are the releases."""
     parameters = sum(each.numel() for each in weights)
     return Card.build(
@@ -141,7 +127,7 @@ def central_card(
         planned_steps=ledger.budget_steps,
         spent_steps=ledger.spent_steps,
         run_id=ledger.run_id,
-        noise_source=accounting.noise_source(reproducible, secure_rounding=True),
+        noise_source=accounting.noise_source(reproducible=False, secure_rounding=True),
         ledger_head=ledger.head,
         model={"name": public_name(config.model), "trained_parameters": parameters},
         weights=weights,

@@ -25,12 +25,13 @@ from fastdp.federated.checkpoint import Checkpoint
 from fastdp.federated.config import FederatedConfig
 from fastdp.federated.messages import Order, read_update
 from fastdp.federated.wire import pack_adapter
+from fastdp.finetune.models import save_weights
 from fastdp.locks import Lock
 from fastdp.ops.stream import NoiseStream
 from fastdp.untrusted import escape_controls, quote
 
 # After ours: `messages` says what to install where Flower is missing.
-from flwr.app import Context, Message, MessageType, RecordDict  # isort: skip
+from flwr.app import Context, Message, MessageType  # isort: skip
 from flwr.serverapp import Grid, ServerApp  # isort: skip
 
 #: Replies fetched at a time, so that memory does not grow with the number of clients.
@@ -83,18 +84,15 @@ class Server:
     Args:
         grid: Flower's connection to the clients.
         config: the run's settings.
-        stream: sampling and noise of central DP, by ChaCha20; a new one by default.
 
     Raises:
-        ValueError: for settings that do not fit what ``output`` holds, and a stream of fewer rounds.
+        ValueError: for settings that do not fit what ``output`` holds.
     """
 
-    def __init__(self, grid: Grid, config: FederatedConfig, stream: NoiseStream | None = None) -> None:
-        self.grid = grid
-        self.config = config
-        self.stream = NoiseStream() if stream is None else stream
-        if self.stream.rounds != 20:
-            raise ValueError(f"sampling and noise of a server have 20 rounds of ChaCha, not {self.stream.rounds}")
+    def __init__(self, grid: Grid, config: FederatedConfig) -> None:
+        self.grid, self.config = grid, config
+        # Sampling and noise of central DP, by ChaCha20.
+        self.stream = NoiseStream()
         self.output = Path(config.output)
         self._lock = Lock.of_folder(self.output)
         found = Checkpoint.load(self.output, config)
@@ -230,14 +228,12 @@ class Server:
 
     def _exchange(self, nodes: Sequence[int], number: int) -> Iterator[tuple[int, Message | None]]:
         """Send the adapter to ``nodes`` and yield their replies as they come; None for those that stay away."""
-        content = self._order(number)
+        content = Order(pack_adapter(self.adapted.adapter), number, self.adapted.base).to_record()
         seconds = self.config.round_seconds
         waiting: dict[str, int] = {}
         for node in nodes:
-            (message_id, *_) = [
-                *self.grid.push_messages([Message(content, node, MessageType.TRAIN, ttl=seconds)]),
-                None,
-            ]
+            message = Message(content, node, MessageType.TRAIN, ttl=seconds)
+            message_id = next(iter(self.grid.push_messages([message])), None)
             if message_id is None:
                 yield node, None
             else:
@@ -252,9 +248,6 @@ class Server:
             time.sleep(_POLL_SECONDS if waiting else 0)
         for node in waiting.values():
             yield node, None
-
-    def _order(self, number: int) -> RecordDict:
-        return Order(pack_adapter(self.adapted.adapter), number, self.adapted.base).to_record()
 
     def _open_ledger(self, found: Checkpoint | None) -> accounting.Ledger:
         config = self.config
@@ -279,11 +272,12 @@ class Server:
         return ledger
 
     def _finish(self) -> None:
-        folder, weights = self.adapted.save(self.output), list(self.adapted.adapter.values())
+        folder = save_weights(self.adapted.model, self.adapted.tokenizer, self.output)
+        weights = list(self.adapted.adapter.values())
         card = reports.run_card(self.config, self.rows, self.population, weights)
         card.of_files(folder).save(self.output / reports.CARD)
         if self.ledger is not None:
-            card = reports.central_card(self.config, self.ledger, self.population, weights, self.stream.reproducible)
+            card = reports.central_card(self.config, self.ledger, self.population, weights)
             card.of_files(folder).save(self.output / "card")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -16,8 +17,7 @@ import fastdp.files as files
 from fastdp.data import Examples
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.config import FederatedConfig
-from fastdp.federated.partitioning import partition
-from fastdp.federated.refusal import ClientRefusal
+from fastdp.federated.policy import ClientRefusal
 from fastdp.methods.selective import (
     AnyOf,
     DetectorQuality,
@@ -31,7 +31,6 @@ from fastdp.methods.selective import (
     read_labelled_spans,
 )
 from fastdp.public import PublicGate
-from fastdp.tables import read_rows
 from fastdp.untrusted import load_pretrained, load_pretrained_tokenizer
 
 
@@ -80,14 +79,11 @@ class Site:
         config = adapted.config
         if not config.train:
             raise ClientRefusal("a simulation needs train, the file that its clients share: set it in the run config")
-        rows = read_rows(config.train)
-        texts = rows.column(config.text_column, "text_column")
-        if config.partition != "own":
-            sources = rows.column(config.source_column, "source_column") if config.source_column else None
-            parts = partition(
-                len(texts), clients, config.partition, seed=config.seed, sources=sources, alpha=config.dirichlet_alpha
-            )
-            texts = [texts[row] for row in parts[index]]
+        texts = adapted.texts(config.train)
+        if config.partition == "iid":
+            # Every process of a simulation deals the same rows.
+            dealt = np.random.default_rng([config.seed, len(texts), clients]).permutation(len(texts))
+            texts = [texts[row] for row in np.array_split(dealt, clients)[index]]
         return cls(adapted, f"client-{index}", texts)
 
     def _prepare(self, texts: list[str]) -> Examples:
@@ -122,7 +118,9 @@ class Site:
     def fit(self, round_number: int) -> FitResult:
         """Train the model's adapter on this client's examples for a round's passes."""
         config = self.config
-        torch.manual_seed(_seed_of(config.seed, self.name, round_number))
+        # A seed that is the same in every process, unlike `hash` of a text.
+        own = hashlib.sha256(repr((config.seed, self.name, round_number)).encode()).digest()
+        torch.manual_seed(int.from_bytes(own[:7], "little"))
         model = self.adapted.model.train()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=0.0)
@@ -172,11 +170,6 @@ def _passes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: An
             loss += found.detach()
             batches += 1
     return float(loss) / max(batches, 1)
-
-
-def _seed_of(*parts: object) -> int:
-    """A seed that is the same in every process, unlike ``hash`` of a text."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "little")
 
 
 def client_state_folder(config: FederatedConfig) -> Path:

@@ -288,11 +288,7 @@ def _convert(name: str, value: Any) -> Any:
             if not isinstance(loaded, dict):
                 raise ValueError
             return loaded
-        if kind is bool:
-            if not isinstance(value, bool):
-                raise ValueError
-            return value
-        if isinstance(value, (bool, list, dict)):
+        if isinstance(value, (list, dict)) or isinstance(value, bool) != (kind is bool):
             raise ValueError
         if (kind is int and isinstance(value, float) and not value.is_integer()) or "\0" in str(value):
             raise ValueError

@@ -26,9 +26,7 @@ LARGEST_LOSS = 10.0
 JUDGED = ("causal-lm", "classification")
 
 
-def scores(
-    model: nn.Module, examples: Any, collator: Collator, task: str, precision: str, largest: float = LARGEST_LOSS
-) -> Tensor:
+def scores(model: nn.Module, examples: Any, collator: Collator, task: str, precision: str) -> Tensor:
     """Of every example the loss over its largest and, of a label, whether it is right: float64 [N, 1 or 2], in [0, 1].
 
     Without gradients and dropout; the model's mode is put back.
@@ -36,7 +34,7 @@ def scores(
     device = next(model.parameters()).device
     with in_mode(model, training=False), torch.inference_mode():
         predicted = (predict(model, collator([example]), task, precision, device) for example in examples)
-        return torch.cat([bounded_score(logits, labels, largest) for logits, labels in predicted])
+        return torch.cat([bounded_score(logits, labels) for logits, labels in predicted])
 
 
 def noised_means(scores: Tensor, multiplier: float, stream: NoiseStream) -> list[float]:
@@ -57,13 +55,13 @@ def noised_means(scores: Tensor, multiplier: float, stream: NoiseStream) -> list
     return [float(value) / count for value in total]
 
 
-def bounded_score(logits: Tensor, labels: Tensor, largest: float = LARGEST_LOSS) -> Tensor:
+def bounded_score(logits: Tensor, labels: Tensor) -> Tensor:
     losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=IGNORED)
     known = (labels != IGNORED).double()
     means = (losses.view_as(labels).double() * known).reshape(len(labels), -1).sum(1)
     means = means / known.reshape(len(labels), -1).sum(1).clamp(min=1)
     # What is not a number counts as the largest loss: it must not pass the bound.
-    found = [means.nan_to_num(nan=largest, posinf=largest).clamp(0, largest) / largest]
+    found = [means.nan_to_num(nan=LARGEST_LOSS, posinf=LARGEST_LOSS).clamp(0, LARGEST_LOSS) / LARGEST_LOSS]
     if labels.dim() == 1:
         found.append((logits.argmax(-1) == labels).double())
     return torch.stack(found, 1).cpu()

@@ -167,8 +167,8 @@ def _ewft(config: FinetuneConfig) -> Opening:
     """`fastdp.EWFT` in the model's forward pass, in training and in evaluation.
 
     Options are those of `EWFTSettings` that the run does not settle, with ``noise`` one of ``release_once``,
-    ``dp_forward`` and ``paper_epoch_weighted``; and for the autoencoder ``public``, a file of public
-    examples in the form of the training data, of which ``public_examples`` are used in ``public_passes`` passes.
+    ``dp_forward`` and ``paper_epoch_weighted``; and for the autoencoder ``public``, a file of public examples in the form of
+    the training data.
     ``rehearsal`` trains what lies below the noise on public examples first (`ewft.rehearse`): a mapping of ``public``, a
     file of them, and if wanted ``examples``, ``passes`` and ``learning_rate``. With ``noise: codebook`` (and ``cells``) it
     is `ewft.PureEWFT`, whose encoder learns from ``public`` or the rehearsal's texts.
@@ -292,25 +292,19 @@ def _open(
 
 
 def _autoencoder_text(options: dict[str, Any]) -> _Learning | None:
-    found = {name: options.pop(f"public_{name}") for name in ("examples", "passes") if f"public_{name}" in options}
     path = options.pop("public", None)
-    return None if path is None else _learning({"examples": 512, **found, "public": str(path)}, "public_")
+    return None if path is None else _Learning(public=str(path), examples=512)
 
 
 def _rehearsal(options: Any) -> _Learning | None:
     if options is None:
         return None
-    known = ("public", "examples", "passes", "learning_rate")
-    if not isinstance(options, Mapping) or "public" not in options or not set(options) <= set(known):
-        raise ConfigError(
-            f"rehearsal must be a mapping of public, a file, and of {', '.join(known[1:])}; not {options!r}"
-        )
-    return _learning({"examples": _ALL, **options, "public": str(options["public"])})
-
-
-def _learning(options: Mapping[str, Any], prefix: str = "") -> _Learning:
-    kinds = {f"{prefix}{name}": kind for name, kind in types_of(_Learning).items()}
-    return _Learning(**{name: convert_value(f"{prefix}{name}", value, kinds) for name, value in options.items()})
+    kinds = types_of(_Learning)
+    if not isinstance(options, Mapping) or "public" not in options or not set(options) <= set(kinds):
+        others = ", ".join(name for name in kinds if name != "public")
+        raise ConfigError(f"rehearsal must be a mapping of public, a file, and of {others}; not {options!r}")
+    given = {"examples": _ALL, **options, "public": str(options["public"])}
+    return _Learning(**{name: convert_value(name, value, kinds) for name, value in given.items()})
 
 
 _SCHEDULES: dict[str, Callable[[FinetuneConfig, int], ewft.NoiseSchedule]] = {

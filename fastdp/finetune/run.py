@@ -75,7 +75,6 @@ def finetune(
         ConfigError: for settings that do not hold, do not fit the model or differ from those of the resumed run.
         DataError: for data files that cannot be used.
     """
-    reporter = _Noting(reporter or Reporter())
     config.check()
     if resume and config.method in LOCAL:
         raise ConfigError(
@@ -83,7 +82,7 @@ def finetune(
             "second time, at the full price again."
         )
     check_output(Path(str(config.output)), config, resume)
-    run = FinetuneRun(config, reporter, noise_multiplier)
+    run = FinetuneRun(config, reporter or Reporter(), noise_multiplier)
     try:
         # Before the ledger is opened: a run that cannot go on stays as it is.
         checkpoint = run.last_checkpoint() if resume else None
@@ -126,19 +125,6 @@ def _device(config: FinetuneConfig) -> torch.device:
     return device
 
 
-class _Noting(Reporter):
-    """Passes on to another reporter, and keeps the notes."""
-
-    def __init__(self, other: Reporter) -> None:
-        self.notes: list[str] = []
-        self.phase, self.forecast, self.step = other.phase, other.forecast, other.step  # type: ignore[method-assign]
-        self._note = other.note
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-        self._note(text)
-
-
 class FinetuneRun:
     """A run with its data read, its model loaded and a step rehearsed, of which nothing was released yet.
 
@@ -153,14 +139,16 @@ class FinetuneRun:
         chat: whether the examples are conversations.
         measured: seconds of a step and peak bytes, by the rehearsal.
         made: whether the output folder was not there before.
+        notes: what the user was told.
         earlier: releases of the same texts by earlier runs, in words.
 
     Raises:
         ConfigError, DataError: as `finetune`.
     """
 
-    def __init__(self, config: FinetuneConfig, reporter: _Noting, noise_multiplier: float | None) -> None:
+    def __init__(self, config: FinetuneConfig, reporter: Reporter, noise_multiplier: float | None) -> None:
         self.config, self.reporter, self.output = config, reporter, Path(str(config.output))
+        self.notes: list[str] = []
         self.device = _device(config)
         check_method(config)
         opening = choose_perturbation(config)
@@ -189,10 +177,14 @@ class FinetuneRun:
         self.held_out = None if held_out is None else self._seen(held_out, training=False)
         self.collator = self._collator(self.releases.padded_length)
 
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self.reporter.note(text)
+
     def _encode(self, table: Rows, ends: int | None = None) -> Examples:
         examples = encode_rows(table, self.tokenizer, self.config, ends)
         if note := cut_note(examples, table, self.config):
-            self.reporter.note(note)
+            self._note(note)
         return examples
 
     def _seen(self, examples: Examples, *, training: bool) -> Examples:
@@ -222,7 +214,7 @@ class FinetuneRun:
             self._check_data(noted)
         checkpoint = read_checkpoint(self.output)
         if checkpoint is None:
-            self.reporter.note("the run was interrupted before its first checkpoint: it starts anew, its spending kept")
+            self._note("the run was interrupted before its first checkpoint: it starts anew, its spending kept")
         if not knows_ledger(known.run_id):
             self._count_unproven(known, checkpoint)
         return checkpoint
@@ -235,9 +227,7 @@ class FinetuneRun:
                 "output, which releases both"
             )
         if same is None:
-            self.reporter.note(
-                "whether the training data are those that the run began with is not known to this account"
-            )
+            self._note("whether the training data are those that the run began with is not known to this account")
 
     def make_private(self, resume: bool) -> None:
         """Hand model, optimizer and loader to the engine, which opens the ledger in the output folder."""
@@ -248,6 +238,7 @@ class FinetuneRun:
             config.save(self.output / CONFIG)
         self.names = kept_names(self.model)
         method = choose_method(config, self._read_public)
+        target = math.inf if isinstance(method, fastdp.NonPrivate) else config.epsilon
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer: torch.optim.Optimizer
         if config.is_zeroth_order:
@@ -261,7 +252,7 @@ class FinetuneRun:
             optimizer,
             loader,
             method=method,
-            target_epsilon=self._target(method),
+            target_epsilon=None if self.noise_multiplier is not None else target,
             noise_multiplier=self.noise_multiplier,
             target_delta=config.delta,
             epochs=config.epochs,
@@ -274,6 +265,8 @@ class FinetuneRun:
             capture="auto" if config.capture is None else config.capture,
             shapes=None if config.shapes == "own" else self._public_lengths(),
             noise_rounds=config.noise_rounds,
+            # `_check_size` has asked, in the words of this program's settings.
+            allow_large_delta=True,
         )
         self.private.longest = config.max_length * (config.max_examples_per_user or 1)
         # Whoever stops it is told how to go on.
@@ -297,11 +290,6 @@ class FinetuneRun:
                 f"shapes: public pads rows to {longest} tokens, and the model takes {places}: lower max_length to {places - 1}"
             )
         return [2**power for power in range(4, 20) if 2**power < longest] + [longest]
-
-    def _target(self, method: Any) -> float | None:
-        if self.noise_multiplier is not None:
-            return None
-        return math.inf if isinstance(method, fastdp.NonPrivate) else self.config.epsilon
 
     def _read_public(self, path: str, count: int, length: int | None = None) -> Public:
         if not Path(path).exists():
@@ -347,7 +335,7 @@ class FinetuneRun:
         peak = PeakMemory(self.device)
         seconds = self._train(peak)
         if count := self.private.nonfinite_examples:
-            self.reporter.note(f"{count} times an example's gradient was not finite; it was left out of its step")
+            self._note(f"{count} times an example's gradient was not finite; it was left out of its step")
         self._save_checkpoint()
         after = self._evaluate("evaluating after training")
         return self._write(seconds, peak.so_far(), after)
@@ -462,7 +450,7 @@ class FinetuneRun:
             before=self.before,
             after=after,
             privacy=self.releases.in_words(),
-            notes=tuple(self.reporter.notes),
+            notes=tuple(self.notes),
         )
         result.save(self.output / RESULT)
         (self.output / CHECKPOINT).unlink(missing_ok=True)
@@ -477,7 +465,7 @@ class FinetuneRun:
             found = draw_samples(self.model, self.tokenizer, self.collator, self.held_out, config)
         except (ValueError, TypeError, RuntimeError) as error:
             # The run has paid for its weights: that the model writes no text is no reason to lose them.
-            self.reporter.note(f"no samples were drawn from the model: {str(error).splitlines()[0]}")
+            self._note(f"no samples were drawn from the model: {str(error).splitlines()[0]}")
             return
         files.write_json(self.output / SAMPLES, found)
 
@@ -510,7 +498,7 @@ class FinetuneRun:
         if most > known.spent_steps:
             with Ledger.open(self.output / LEDGER) as ledger:
                 ledger.restore(most)
-        self.reporter.note(
+        self._note(
             "this account's memory of the run is lost, so its ledger may have been cut back: "
             f"{max(most, known.spent_steps)} steps count as spent, where the ledger holds {known.spent_steps}"
         )

@@ -29,24 +29,15 @@ def draw_samples(
     device = next(model.parameters()).device
     with in_mode(model, training=False), torch.inference_mode(), torch.random.fork_rng():
         torch.manual_seed(config.seed)
-        if config.task == "causal-lm" and not (config.prompt_column or _has_prompts(held_out)):
-            return {"own": _texts(model, tokenizer, config, device)}
+        has_prompts = config.prompt_column or (held_out is not None and IGNORED in held_out[0]["labels"])
+        if config.task == "causal-lm" and not has_prompts:
+            start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+            if start is None:
+                return {"own": []}
+            ids = torch.full((config.samples, 1), start, device=device)
+            return {"own": _generated(model, tokenizer, ids, config, do_sample=True, top_p=0.9)}
         items = [] if held_out is None else [held_out[index] for index in range(min(config.samples, len(held_out)))]
         return {"unprotected": [_answered(model, tokenizer, collator, item, config, device) for item in items]}
-
-
-def _has_prompts(held_out: Examples | None) -> bool:
-    return held_out is not None and IGNORED in held_out[0]["labels"]
-
-
-def _texts(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig, device: torch.device
-) -> list[str]:
-    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if start is None:
-        return []
-    ids = torch.full((config.samples, 1), start, device=device)
-    return _generated(model, tokenizer, ids, config, do_sample=True, top_p=0.9)
 
 
 def _generated(

@@ -18,8 +18,9 @@ from fastdp.data import IGNORED
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.samples import continue_texts
 from fastdp.finetune.tasks import encode_rows, messages_column
-from fastdp.tables import DataError, Rows
+from fastdp.tables import Rows
 from fastdp.untrusted import load_pretrained, load_pretrained_tokenizer, quote
+from fastdp.validate import integer, positive, rate
 
 #: The column of texts that a model writes without a prompt.
 TEXT = "text"
@@ -50,14 +51,9 @@ class TokenSampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError(f"temperature is {self.temperature}: it must be above 0")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}: it must be above 0 and at most 1")
-        for name in ("max_new_tokens", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}: it must be at least 1")
+        positive(temperature=self.temperature)
+        rate(top_p=self.top_p)
+        integer(1, max_new_tokens=self.max_new_tokens, batch_size=self.batch_size)
 
 
 def synthesize(
@@ -82,7 +78,8 @@ def synthesize(
     """
     target = _target_column(config, prompts)
     columns = [] if prompts is None else [*(config.prompt_column or ())]
-    given = [{}] if prompts is None else [dict(zip(columns, row)) for row in _distinct(prompts, columns)]
+    values = [] if prompts is None else [prompts.column(name, "prompt_column") for name in columns]
+    given = [dict(zip(columns, row)) for row in dict.fromkeys(zip(*values))] or [{}]
     starts = _starts(tokenizer, config, columns, given, target)
     batches = itertools.count(1_000_003 * sampling.seed)
 
@@ -189,13 +186,6 @@ def _target_column(config: FinetuneConfig, prompts: Rows | None) -> str:
     if prompts is not None and not config.prompt_column:
         raise ConfigError("this run learned texts without prompts: leave --prompts out")
     return (config.target_column if config.prompt_column else config.text_column) or TEXT
-
-
-def _distinct(prompts: Rows, columns: Sequence[str]) -> list[tuple[str, ...]]:
-    found = list(dict.fromkeys(zip(*(prompts.column(name, "prompt_column") for name in columns))))
-    if not found:
-        raise DataError("the file of prompts has no row: give one row for each prompt")
-    return found
 
 
 def _starts(

@@ -185,17 +185,15 @@ def _texts(read: Callable[[Rows, FinetuneConfig], list[Any]]) -> Encode:
 
 
 def _classes(table: Rows, config: FinetuneConfig) -> list[int]:
-    index = _Index(table, config)
     values = table.column(config.label_column, "label_column")
-    return [index.of(value, row) for row, value in enumerate(values)]
+    return [_class_of(value, row, table, config) for row, value in enumerate(values)]
 
 
 def _sets(table: Rows, config: FinetuneConfig) -> list[tuple[float, ...]]:
-    index = _Index(table, config)
     found = []
     for row, values in enumerate(table.lists(config.label_column, "label_column", _split_labels)):
-        chosen = {index.of(value, row) for value in values}
-        found.append(tuple(float(label in chosen) for label in range(len(index.labels))))
+        chosen = {_class_of(value, row, table, config) for value in values}
+        found.append(tuple(float(label in chosen) for label in range(len(config.labels or []))))
     return found
 
 
@@ -213,7 +211,6 @@ def _numbers(table: Rows, config: FinetuneConfig) -> list[float]:
 
 
 def _words(table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig, literal: bool) -> Examples:
-    index = _Index(table, config)
     words = table.lists(_text_column(table, config), "text_column", str.split)
     tags = table.lists(config.label_column, "label_column", str.split)
     for at, (row, own) in enumerate(zip(words, tags)):
@@ -221,7 +218,7 @@ def _words(table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConf
             raise DataError(
                 f"{table.place(at)}: {len(row)} words and {len(own)} labels: each word needs one of its own"
             )
-    labels = [[index.of(tag, row) for tag in own] for row, own in enumerate(tags)]
+    labels = [[_class_of(tag, row, table, config) for tag in own] for row, own in enumerate(tags)]
     return word_examples(tokenizer, words, labels, config.max_length)
 
 
@@ -229,17 +226,12 @@ def _split_labels(text: str) -> list[str]:
     return listed(text) if text.strip() else []
 
 
-class _Index:
-    """The number of each label, and a sentence about those that have none."""
-
-    def __init__(self, table: Rows, config: FinetuneConfig) -> None:
-        self.table = table
-        self.labels = {label: number for number, label in enumerate(config.labels or [])}
-
-    def of(self, label: str, row: int) -> int:
-        if label not in self.labels:
-            raise DataError(f"{self.table.place(row)}: label {label!r} is not one of labels: {', '.join(self.labels)}")
-        return self.labels[label]
+def _class_of(label: str, row: int, table: Rows, config: FinetuneConfig) -> int:
+    """The number of a label. Raises DataError, with the row's place, for one that the settings do not list."""
+    labels = config.labels or []
+    if label not in labels:
+        raise DataError(f"{table.place(row)}: label {label!r} is not one of labels: {', '.join(labels)}")
+    return labels.index(label)
 
 
 _CAUSAL = (hf.AutoModelForCausalLM, hf.MODEL_FOR_CAUSAL_LM_MAPPING, "CAUSAL_LM")

@@ -29,7 +29,7 @@ from fastdp.audit.saved import load_saved
 from fastdp.data import Collator
 from fastdp.finetune.config import TYPES, ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.folder import CONFIG, LEDGER
-from fastdp.finetune.judges import JUDGED, noised_means, scores
+from fastdp.finetune.judges import JUDGED, LARGEST_LOSS, noised_means, scores
 from fastdp.finetune.models import ADAPTER_FOLDER, MODEL_FOLDER, load_tokenizer
 from fastdp.finetune.run import finetune
 from fastdp.finetune.tasks import cut_note, encode_rows, messages_column
@@ -102,7 +102,6 @@ def tune(
     trials: float = 6.0,
     shape: float = 0.0,
     held_out: float = 0.1,
-    largest_loss: float = 10.0,
     resume: bool = False,
 ) -> TuneResult:
     """Train with the settings that suit the data best, within one budget, and write weights and card to the output folder.
@@ -113,7 +112,6 @@ def tune(
         trials: how many are expected. The number itself stays secret, and may be several times larger.
         shape: of its distribution: 0 (logarithmic) costs least, 1 (geometric) varies less.
         held_out: share of the examples that judge and are not trained on, each chosen by a coin.
-        largest_loss: of one example, in nats; larger ones count as this.
         resume: go on with a search that was interrupted. Its number of trials, its judges and the scores it had stay; the trial
             that was cut short begins anew, so that all remain independent runs of one mechanism, and nothing more is paid.
 
@@ -132,15 +130,24 @@ def tune(
         {"learning_rate": [config.learning_rate * factor for factor in USUAL]} if candidates is None else candidates
     )
     options = _combinations(config, searched)
-    _check(config, trials, shape, held_out, largest_loss)
+    _check(config, trials, shape, held_out)
     output = Path(str(config.output))
     work = output / TRIALS
     table = read_rows(str(config.train), config.encoding)
-    asked = [dataclasses.asdict(config) | {"output": None}, searched, trials, shape, held_out, largest_loss, len(table)]
+    asked = [dataclasses.asdict(config) | {"output": None}, searched, trials, shape, held_out, len(table)]
     state = _State.read(work, asked) if resume else _State.begin(work, asked, table, held_out)
-    train, judges = _split(table, state.judging)
-    _check_counts(config, len(table), len(judges), len(train))
-    _check_rows(config, table)
+    train = [row for row, judges in zip(table.rows, state.judging) if not judges]
+    judges = table.take([index for index, judging in enumerate(state.judging) if judging])
+    if len(judges) < LEAST_JUDGES or len(train) < config.batch_size:
+        raise ConfigError(
+            f"Of {len(table)} examples {len(judges)} would judge and {len(train)} would train, too few to choose by. Give "
+            "more data, or change held_out or batch_size."
+        )
+    if config.delta >= 1 / len(table):
+        raise ConfigError(f"delta {config.delta:g} is not below 1 / {len(table)} examples: lower it")
+    # A wrong row, and examples that are cut, are told before anything is paid: trials are silent.
+    if note := cut_note(encode_rows(table, load_tokenizer(config), config), table, config):
+        warnings.warn(note, stacklevel=2)
     stop = renyi.stop_for(trials, shape)
     cost = _cost(config, len(train), shape, stop)
     assert config.epsilon is not None
@@ -160,10 +167,12 @@ def tune(
         def trial(number: int) -> tuple[float, Path]:
             if number == len(state.done):
                 folder = work / f"{number}-{secrets.token_hex(4)}"
+                own: dict[str, Any] = {"train": str(work / "train.jsonl"), "encoding": "utf-8", "output": str(folder)}
+                drawn = dataclasses.replace(config, **secrets.choice(options), **own, eval=None, samples=0)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    finetune(_drawn_config(config, options, folder), noise_multiplier=sigma)
-                state.done.append((_judge(folder, judges, largest_loss, judging, stream), folder.name))
+                    finetune(drawn, noise_multiplier=sigma)
+                state.done.append((_judge(folder, judges, judging, stream), folder.name))
                 state.save()
             score, name = state.done[number]
             return score, work / name
@@ -225,33 +234,6 @@ class _State:
         files.write(self.path, json.dumps({k: v for k, v in vars(self).items() if k != "path"}, default=str))
 
 
-def _check_counts(config: FinetuneConfig, examples: int, judges: int, train: int) -> None:
-    if judges < LEAST_JUDGES or train < config.batch_size:
-        raise ConfigError(
-            f"Of {examples} examples {judges} would judge and {train} would train, too few to choose by. Give "
-            "more data, or change held_out or batch_size."
-        )
-    if config.delta >= 1 / examples:
-        raise ConfigError(f"delta {config.delta:g} is not below 1 / {examples} examples: lower it")
-
-
-def _check_rows(config: FinetuneConfig, table: Rows) -> None:
-    """Find a wrong row, and tell of examples that are cut, before anything is paid: trials are silent."""
-    if note := cut_note(encode_rows(table, load_tokenizer(config), config), table, config):
-        warnings.warn(note, stacklevel=3)
-
-
-def _drawn_config(config: FinetuneConfig, options: Sequence[Mapping[str, Any]], folder: Path) -> FinetuneConfig:
-    """The settings of a trial, drawn at random, whose training data stand beside its folder."""
-    own: dict[str, Any] = {
-        "train": str(folder.parent / "train.jsonl"),
-        "encoding": "utf-8",
-        "eval": None,
-        "output": str(folder),
-    }
-    return dataclasses.replace(config, **secrets.choice(options), **own, samples=0)
-
-
 _NAME = "best of a secret number of DP-SGD runs"
 
 
@@ -274,7 +256,7 @@ def _combinations(config: FinetuneConfig, candidates: Mapping[str, Sequence[Any]
     return found
 
 
-def _check(config: FinetuneConfig, trials: float, shape: float, held_out: float, largest_loss: float) -> None:
+def _check(config: FinetuneConfig, trials: float, shape: float, held_out: float) -> None:
     if config.method != "dpsgd" or config.method_options:
         raise ConfigError("a search trains by dpsgd without method_options, whose steps are all that a trial releases")
     if config.epsilon is None or not math.isfinite(config.epsilon):
@@ -285,18 +267,10 @@ def _check(config: FinetuneConfig, trials: float, shape: float, held_out: float,
         raise ConfigError("a search releases no curves: leave out private_metrics")
     if not 0 < held_out < 1:
         raise ConfigError(f"held_out is {held_out}: it must lie between 0 and 1")
-    if not 0 < largest_loss < math.inf:
-        raise ConfigError(f"largest_loss is {largest_loss}: it must be greater than 0")
     try:
         renyi.check_stopping(shape, renyi.stop_for(trials, shape))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _split(table: Rows, judging: Sequence[bool]) -> tuple[list[dict[str, Any]], Rows]:
-    """Rows to train on, and those that judge."""
-    chosen = [index for index, judges in enumerate(judging) if judges]
-    return [row for row, away in zip(table.rows, judging) if not away], table.take(chosen)
 
 
 def _cost(config: FinetuneConfig, count: int, shape: float, stop: float) -> Callable[[float], tuple[Any, float]]:
@@ -315,13 +289,13 @@ def _cost(config: FinetuneConfig, count: int, shape: float, stop: float) -> Call
     return cost
 
 
-def _judge(folder: Path, judges: Rows, largest: float, multiplier: float, stream: NoiseStream) -> float:
+def _judge(folder: Path, judges: Rows, multiplier: float, stream: NoiseStream) -> float:
     """The mean bounded loss of the judges, with noise: each moves the sum by at most 1."""
     model, tokenizer, config = load_saved(folder)
     examples = encode_rows(judges, tokenizer, config)
     collator = Collator(tokenizer.pad_token_id)  # type: ignore[arg-type]
-    losses = scores(model, examples, collator, config.task, config.precision, largest)[:, :1]
-    return noised_means(losses, multiplier, stream)[0] * largest
+    losses = scores(model, examples, collator, config.task, config.precision)[:, :1]
+    return noised_means(losses, multiplier, stream)[0] * LARGEST_LOSS
 
 
 def _publish(

@@ -19,7 +19,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from fastdp.validate import one_of
+from fastdp.validate import integer, one_of
 
 PEFT_TYPE = "BOTTLENECK"
 
@@ -67,8 +67,7 @@ class BottleneckConfig(PeftConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_type = PEFT_TYPE  # type: ignore[assignment]
-        if self.bottleneck_size < 1:
-            raise ValueError(f"bottleneck_size must be at least 1, not {self.bottleneck_size}")
+        integer(1, bottleneck_size=self.bottleneck_size)
         one_of(tuple(NONLINEARITIES), nonlinearity=self.nonlinearity)
         if isinstance(self.target_modules, list):
             self.target_modules = set(self.target_modules)

@@ -5,8 +5,7 @@ stores on both sides and the run of one customer are plain Python and torch.
 """
 
 from fastdp.split.customer import SplitCustomer
-from fastdp.split.limits import Limits
-from fastdp.split.vendor import SplitVendor
+from fastdp.split.vendor import Limits, SplitVendor
 from fastdp.split.wire import MessageRejected
 from fastdp.tls import make_certificates
 

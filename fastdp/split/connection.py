@@ -23,6 +23,7 @@ _PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 _LONGEST_REASON = 1000
 #: How gRPC says that this end turned the other's certificate down.
 _UNTRUSTED = ("TSI_PROTOCOL_FAILURE", "Hostname Verification Check failed")
+_TRANSIENT_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,10 @@ class Connection:
                     raise ConnectionError(
                         f"the certificate at {self.address} is not one of your authority's for this address ({details})"
                     ) from None
-                if not _may_pass(code, details):
+                # Whether it may succeed when it is repeated.
+                if code not in _TRANSIENT_CODES and not (
+                    code == "RESOURCE_EXHAUSTED" and "Concurrent RPC limit" in details
+                ):
                     raise MessageRejected(details, code) from None
                 if time.monotonic() - begun + pause > self.patience:
                     raise ConnectionError(
@@ -118,10 +122,3 @@ class Connection:
 
     def close(self) -> None:
         self._channel.close()
-
-
-def _may_pass(code: str, details: str) -> bool:
-    """Whether a call that failed so may succeed when it is repeated."""
-    if code == "RESOURCE_EXHAUSTED":
-        return "Concurrent RPC limit" in details
-    return code in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")

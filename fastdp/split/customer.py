@@ -31,7 +31,7 @@ from fastdp.split.connection import Connection
 from fastdp.split.operations import DESCRIPTION_FIELDS, VECTOR_TYPES, ServiceDescription, replies
 from fastdp.split.store import ExampleStore
 from fastdp.split.wire import Message, MessageRejected, Outgoing
-from fastdp.validate import usable_device
+from fastdp.validate import integer, one_of, usable_device
 
 RECORD, BOTTOM, LOSSES_FILE, STATEMENT_FILE = "customer.json", "bottom.json", "losses.jsonl", "statement.json"
 #: Longest pause, in seconds, before a step is begun anew.
@@ -102,10 +102,8 @@ class SplitCustomer:
         deadline: float = 120.0,
         patience: float = 300.0,
     ):
-        if dtype not in VECTOR_TYPES:
-            raise ValueError(f"dtype is {dtype!r}: use one of {', '.join(VECTOR_TYPES)}")
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: it must be at least 1")
+        one_of(VECTOR_TYPES, dtype=dtype)
+        integer(1, batch_size=batch_size)
         self.device = usable_device(device)
         self.folder = Path(folder)
         self.tokenizer, self.fixed_length = tokenizer, fixed_length
@@ -130,7 +128,12 @@ class SplitCustomer:
                 raise ValueError(f"batch_size is {batch_size}: this vendor takes {self.served.max_batch} at most")
             self.max_tokens = min(max_tokens or self.served.max_tokens, self.served.max_tokens)
             self.record = self._read_record()
-            self._check_vocabulary()
+            # Tokens of another vocabulary would mean other rows; the vendor's word is compared, and nothing more.
+            announced = self.served.vocabulary
+            if tokenizer is not None and announced and vocabulary_digest(tokenizer) != announced:
+                raise ValueError(
+                    "the tokenizer has another vocabulary than the vendor's model: take the one of the published model"
+                )
             self.bottom = self._receive_bottom()
             if published is not None:
                 check_published(self.bottom, Path(published))
@@ -173,8 +176,10 @@ class SplitCustomer:
             {
                 "tokenizer": tokenizer_digest(self.tokenizer),
                 "fixed_length": self.fixed_length,
-                "examples": _digest([examples, list(map(int, labels))]),
-                "privatizer": _describe(privatizer),
+                "examples": hashlib.sha256(canonical([examples, list(map(int, labels))]).encode()).hexdigest(),
+                # The rows of a bottom are known by the bottom's own digest.
+                "privatizer": {"eta": privatizer.eta}
+                | ({"digest": privatizer.digest()} if isinstance(privatizer, TextPrivatizer) else {"noise": "rows"}),
             }
         )
         self._labels = torch.tensor([int(label) for label in labels])
@@ -429,14 +434,6 @@ class SplitCustomer:
     def _call(self, message: Outgoing) -> Message:
         return self._connection.call(message, self._forms)
 
-    def _check_vocabulary(self) -> None:
-        """Tokens of another vocabulary would mean other rows; the vendor's word is compared, and nothing more."""
-        announced = self.served.vocabulary
-        if self.tokenizer is not None and announced and vocabulary_digest(self.tokenizer) != announced:
-            raise ValueError(
-                "the tokenizer has another vocabulary than the vendor's model: take the one of the published model"
-            )
-
     def _receive_bottom(self) -> Any:
         """From the folder, or from the vendor into it."""
         path = self.folder / FILE
@@ -487,14 +484,3 @@ def batch_of(step: int, examples: int, batch_size: int, seed: int) -> Tensor:
     epoch, at = divmod(step, math.ceil(examples / batch_size))
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (1 << 63))
     return torch.randperm(examples, generator=generator)[at * batch_size : (at + 1) * batch_size]
-
-
-def _describe(privatizer: Privatizer) -> dict[str, Any]:
-    """By what a resumed run recognises a privatizer; a bottom's rows are known by the bottom's own digest."""
-    return {"eta": privatizer.eta} | (
-        {"digest": privatizer.digest()} if isinstance(privatizer, TextPrivatizer) else {"noise": "rows"}
-    )
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(canonical(value).encode()).hexdigest()

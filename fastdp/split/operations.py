@@ -34,22 +34,17 @@ _ROWS = 1 << 40
 FieldCheck = Callable[[str, Any], None]
 
 
-def _integer(low: int, high: int) -> FieldCheck:
+def _integer(low: float, high: float, kinds: tuple[type, ...] = (int,)) -> FieldCheck:
 
     def check(name: str, value: Any) -> None:
-        if type(value) is not int or not low <= value <= high:
-            raise MessageRejected(f"{name} must be a whole number from {low} to {high}")
+        if type(value) not in kinds or not low <= value <= high:
+            raise MessageRejected(f"{name} must be a {'' if float in kinds else 'whole '}number from {low} to {high}")
 
     return check
 
 
 def _real(low: float, high: float) -> FieldCheck:
-
-    def check(name: str, value: Any) -> None:
-        if type(value) not in (int, float) or not low <= value <= high:
-            raise MessageRejected(f"{name} must be a number from {low:g} to {high:g}")
-
-    return check
+    return _integer(low, high, (int, float))
 
 
 def _text(pattern: str) -> FieldCheck:

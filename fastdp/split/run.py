@@ -63,32 +63,19 @@ class Run:
         Raises:
             ValueError: if it is damaged, or its parameters have other names or shapes than ``template``.
         """
-        path = folder / RUN_FILE
         if not cls.is_in(folder):
             return None
-        with files.kept_tensors(path, "run that can be taken up") as (tensors, metadata):
-            settings, step = json.loads(metadata["settings"]), int(metadata["step"])
-            run = cls(_parameters(tensors, template), settings)
-            run.digest = metadata["digest"]
-        run._restore_optimizer(tensors)
-        run.step = step
-        return run
-
-    def _restore_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
+        with files.kept_tensors(folder / RUN_FILE, "run that can be taken up") as (tensors, metadata):
+            parameters = {name: tensors[f"parameter/{name}"].to(own) for name, own in template.items()}
+            if any(parameters[name].shape != own.shape for name, own in template.items()):
+                raise ValueError("it was made with another model or adapter")
+            run = cls(parameters, json.loads(metadata["settings"]))
+            run.step, run.digest = int(metadata["step"]), metadata["digest"]
         state: dict[int, dict[str, Tensor]] = {}
-        for number, name in enumerate(self.parameters):
+        for number, name in enumerate(template):
             keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in tensors]
             if keys:
                 state[number] = {key: tensors[f"{key}/{name}"] for key in keys}
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _parameters(tensors: Mapping[str, Tensor], template: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found = {}
-    for name, own in template.items():
-        kept = tensors.get(f"parameter/{name}")
-        if kept is None or kept.shape != own.shape:
-            raise ValueError("it was made with another model or adapter")
-        found[name] = kept.to(own.device, own.dtype)
-    return found
+        groups = run.optimizer.state_dict()["param_groups"]
+        run.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        return run

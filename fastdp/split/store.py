@@ -100,7 +100,13 @@ class ExampleStore:
         """Rows and lengths of consecutive examples, as `append` took them."""
         lengths = self.lengths(first, count)
         rows = torch.empty(sum(lengths), self.width, dtype=self.dtype)
-        self._fill(rows, self._ends[first])
+        view = rows.view(torch.uint8).numpy().data.cast("B")
+        at = self._ends[first] * self._row_bytes
+        while view:
+            got = os.preadv(self._rows, [view], at)
+            if not got:
+                raise OSError(f"{self.folder / ROWS} lost rows that were there")
+            view, at = view[got:], at + got
         return rows, lengths
 
     def batch(self, indices: Sequence[int], *, left: bool) -> tuple[Tensor, Tensor]:
@@ -108,24 +114,8 @@ class ExampleStore:
 
         Every index must be that of an example.
         """
-        lengths = [self._ends[index + 1] - self._ends[index] for index in indices]
-        longest = max(lengths)
-        rows = torch.zeros(len(lengths), longest, self.width, dtype=self.dtype)
-        mask = torch.zeros(len(lengths), longest, dtype=torch.int64)
-        for at, (index, length) in enumerate(zip(indices, lengths)):
-            begin = longest - length if left else 0
-            self._fill(rows[at, begin : begin + length], self._ends[index])
-            mask[at, begin : begin + length] = 1
-        return rows, mask
-
-    def _fill(self, rows: Tensor, begin: int) -> None:
-        view = rows.view(torch.uint8).numpy().data.cast("B")
-        at = begin * self._row_bytes
-        while view:
-            got = os.preadv(self._rows, [view], at)
-            if not got:
-                raise OSError(f"{self.folder / ROWS} lost rows that were there")
-            view, at = view[got:], at + got
+        rows, lengths = zip(*(self.read(index, 1) for index in indices))
+        return pad_rows(torch.cat(rows), [length for (length,) in lengths], left=left)
 
     def _read_records(self) -> None:
         kind = canonical({"width": self.width, "dtype": str(self.dtype)}).encode() + b"\n"
@@ -176,3 +166,14 @@ def _write(descriptor: int, data: memoryview, at: int) -> None:
         written = os.pwrite(descriptor, data, at)
         data, at = data[written:], at + written
     os.fsync(descriptor)
+
+
+def pad_rows(rows: Tensor, lengths: list[int], *, left: bool) -> tuple[Tensor, Tensor]:
+    """Rows [N, d] of consecutive examples as [B, T, d] with zeros, and the mask int64 [B, T]."""
+    longest = max(lengths)
+    places = torch.arange(longest)
+    count = torch.tensor(lengths)[:, None]
+    mask = places >= longest - count if left else places < count
+    padded = torch.zeros(len(lengths), longest, rows.shape[1], dtype=rows.dtype)
+    padded[mask] = rows
+    return padded, mask.long()

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor, TimeoutError as TooLate
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,12 +31,12 @@ from fastdp.methods.blocks import find_blocks
 from fastdp.methods.encoding import vocabulary_digest
 from fastdp.methods.sap import split_model
 from fastdp.split.bottom import pack_bottom
-from fastdp.split.limits import Limits
 from fastdp.split.operations import ServiceDescription, requests
 from fastdp.split.run import Run
-from fastdp.split.store import ExampleStore
+from fastdp.split.store import ExampleStore, pad_rows
 from fastdp.split.wire import Message, MessageRejected, Outgoing
 from fastdp.tls import NAME_IN_WORDS, NAME_PATTERN
+from fastdp.validate import positive
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,6 +48,36 @@ T = TypeVar("T")
 
 _DISCARDED = ".discarded-"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one vendor takes from its customers. What does not fit is refused with a reason, or asked to come back.
+
+    Attributes:
+        max_tokens: most tokens of an example.
+        max_batch: most examples of a step.
+        max_examples: most examples that a customer may store.
+        max_stored_bytes: most bytes of rows that a customer may store.
+        max_message_bytes: most bytes of a message's payload.
+        max_customers: most customers with a run, with a forward pass held in memory, and with a call at once.
+        calls: most calls, and most connections, of one customer at once.
+        queue: most batches that wait to be computed.
+        deadline: longest a call may last, in seconds.
+    """
+
+    max_tokens: int = 512
+    max_batch: int = 64
+    max_examples: int = 1_000_000
+    max_stored_bytes: int = 16 << 30
+    max_message_bytes: int = 16 << 20
+    max_customers: int = 64
+    calls: int = 4
+    queue: int = 64
+    deadline: float = 600.0
+
+    def __post_init__(self) -> None:
+        positive(**asdict(self))
 
 
 class VendorCustomer:
@@ -282,7 +312,7 @@ class SplitVendor:
 
             def compute() -> Tensor:
                 _check_finite("rows", rows)
-                padded, mask = _pad(rows, lengths, left=self.causal)
+                padded, mask = pad_rows(rows, lengths, left=self.causal)
                 return self._logits(run, padded, mask, train=False)
 
             return Outgoing.of("predict", {}, {"logits": self._submit(compute, seconds).float()})
@@ -461,14 +491,3 @@ def _room_on_disk() -> Iterator[None]:
 def _check_finite(name: str, values: Tensor) -> None:
     if not bool(torch.isfinite(values).all()):
         raise MessageRejected(f"{name}: a NaN or an infinity is among the values")
-
-
-def _pad(rows: Tensor, lengths: list[int], *, left: bool) -> tuple[Tensor, Tensor]:
-    """Rows [N, d] of consecutive examples as [B, T, d] with zeros, and the mask int64 [B, T]."""
-    longest = max(lengths)
-    places = torch.arange(longest)
-    count = torch.tensor(lengths)[:, None]
-    mask = places >= longest - count if left else places < count
-    padded = torch.zeros(len(lengths), longest, rows.shape[1], dtype=rows.dtype)
-    padded[mask] = rows
-    return padded, mask.long()

@@ -2,13 +2,16 @@
 
 import copy
 import itertools
+import json
 import weakref
+from pathlib import Path
 
 from flwr.app import Context, Message, RecordDict
 from flwr.app.error import Error
 from flwr.supercore.task_identity import TaskIdentity
 
-from fastdp.federated import client
+from fastdp.federated import FederatedConfig, client
+from fastdp.federated.server import Server
 
 
 class LocalGrid:
@@ -53,21 +56,32 @@ class LocalGrid:
         return found
 
 
-def honest(settings, index, clients):
-    """The real client app, as simulated client ``index`` of ``clients``."""
-    node = {"partition-id": index, "num-partitions": clients}
+def honest(settings, node):
+    """The real client app with a node config."""
 
     def answer(message):
-        context = Context(run_id=1, node_id=index, node_config=node, state=RecordDict(), run_config=dict(settings))
+        context = Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config=dict(settings))
         return client.app(message, context)
 
     return answer
 
 
 def federation(settings, clients):
-    """A grid of honest clients, numbered from 100."""
+    """A grid of honest clients of a simulation, numbered from 100."""
     client.forget()
-    return LocalGrid({100 + index: honest(settings, index, clients) for index in range(clients)})
+    nodes = ({"partition-id": index, "num-partitions": clients} for index in range(clients))
+    return LocalGrid({100 + index: honest(settings, node) for index, node in enumerate(nodes)})
+
+
+def run(settings, grid):
+    """The server after a run, and the rows that it wrote."""
+    server = Server(grid, FederatedConfig.read(settings))
+    server.run()
+    return server, rows_of(settings)
+
+
+def rows_of(settings):
+    return [json.loads(line) for line in (Path(settings["output"]) / "rounds.jsonl").read_text().splitlines()]
 
 
 def tampering(answer, change):

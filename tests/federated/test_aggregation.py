@@ -28,7 +28,6 @@ def test_mean_is_equation_7():
     aggregator = Aggregator(START, BOUNDS)
     for value, examples in ((1.0, 7), (2.0, 90), (6.0, 1)):
         add(aggregator, update(value), examples)
-    assert aggregator.examples == 98
     mean = aggregator.mean()
     torch.testing.assert_close(mean["a.down"], torch.full((3, 2), 3.0))
     torch.testing.assert_close(mean["b.up"], torch.full((4,), -3.0))
@@ -187,5 +186,5 @@ def test_what_central_dp_refuses():
         Aggregator(START, BOUNDS, weighted=True, clip=1.0)
     with pytest.raises(ValueError, match="not clipped"):
         Aggregator(START, BOUNDS).noisy_mean(1.0, 1.0, NoiseStream())
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(ValueError, match="noise_multiplier is 0.0: it must be a finite number above 0"):
         Aggregator(START, BOUNDS, clip=1.0).noisy_mean(0.0, 1.0, NoiseStream())

@@ -17,38 +17,23 @@ from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 
 from fastdp.accounting import Card, Ledger, dpsgd, verify
 from fastdp.federated import FederatedConfig, aggregation, client as client_app, server
-from fastdp.federated.refusal import ClientRefusal
+from fastdp.federated.policy import ClientRefusal
 from fastdp.federated.server import Server
 from fastdp.federated.wire import pack_adapter, unpack_adapter
-from fastdp.ops import NoiseStream
 from tests.cases import cases
 
 from .conftest import small
-from .grid import LocalGrid, failing, federation, replaying, reporting, tampering
-
-
-def run(settings, grid):
-    server = Server(grid, FederatedConfig.read(settings))
-    server.run()
-    return server
-
-
-def rows_of(settings):
-    lines = (Path(settings["output"]) / "rounds.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+from .grid import LocalGrid, failing, federation, replaying, rows_of, run, tampering
 
 
 def one_round(settings, grid, **changes):
     """The row of a run of one round, which nobody evaluates unless told to."""
-    run(settings | {"rounds": 1, "evaluation": "none"} | changes, grid)
-    (row,) = rows_of(settings)
+    (row,) = run(settings | {"rounds": 1, "evaluation": "none"} | changes, grid)[1]
     return row
 
 
 def test_a_run_lowers_perplexity_and_leaves_what_it_says(settings, tmp_path):
-    grid = federation(settings, 3)
-    run(settings, grid)
-    rows = rows_of(settings)
+    _, rows = run(settings, federation(settings, 3))
     assert [row["accepted"] for row in rows] == [3, 3]
     assert rows[1]["perplexity"] < rows[0]["perplexity"]
     output = Path(settings["output"])
@@ -78,7 +63,7 @@ def test_the_mean_of_two_rounds_is_equation_7(settings):
 
     grid = federation(settings, 2)
     grid.clients = {node: tampering(answer, remember) for node, answer in grid.clients.items()}
-    server = run(settings | {"rounds": 1}, grid)
+    server, _ = run(settings | {"rounds": 1}, grid)
     returned = [unpack_adapter(data, server.adapted.adapter) for data in seen]
     for name, tensor in server.adapted.adapter.items():
         expected = (returned[0][name].double() + returned[1][name].double()) / 2
@@ -162,7 +147,7 @@ def trained(world, tmp_path_factory):
 def of_two(world, trained, tmp_path_factory):
     """The global adapter after a round of the first two of them."""
     settings = small(world, tmp_path_factory.mktemp("two")) | {"rounds": 1, "evaluation": "none"}
-    return run(settings, LocalGrid({100 + i: replaying(content) for i, content in enumerate(trained[:2])})).adapted
+    return run(settings, LocalGrid({100 + i: replaying(content) for i, content in enumerate(trained[:2])}))[0].adapted
 
 
 def test_hostile_updates_are_refused_and_change_nothing(settings, trained, of_two):
@@ -171,8 +156,7 @@ def test_hostile_updates_are_refused_and_change_nothing(settings, trained, of_tw
     hostile = dict(enumerate([*changed, *ANSWERS], 200))
     two = {100 + index: replaying(content) for index, content in enumerate(trained[:2])}
     settings = settings | {"rounds": 1, "evaluation": "none"}
-    server = run(settings, LocalGrid({node: answer for node, (_, answer) in hostile.items()} | two))
-    (row,) = rows_of(settings)
+    server, (row,) = run(settings, LocalGrid({node: answer for node, (_, answer) in hostile.items()} | two))
     assert row["accepted"] == 2
     reasons = {int(refusal["client"]): refusal["reason"] for refusal in row["refused"]}
     assert reasons.keys() == hostile.keys()
@@ -281,15 +265,6 @@ def _chained():
         raise ClientRefusal("it cannot take part") from None
 
 
-def test_an_unforeseen_failure_of_a_client_quotes_nothing(settings, monkeypatch):
-    monkeypatch.setattr(client_app.Site, "of_partition", lambda *arguments: _key_error())
-    grid = federation(settings, 2)
-    grid.clients = {node: reporting(answer) for node, answer in grid.clients.items()}
-    reasons = [refusal["reason"] for refusal in one_round(settings, grid)["refused"]]
-    assert len(reasons) == 2
-    assert all("KeyError" in reason and "diagnosis" not in reason for reason in reasons)
-
-
 @cases("fault", [_key_error, _value_error, _of_json, _of_bytes, _chained])
 def test_what_a_client_raises_quotes_nothing_in_its_chain(fault):
     """Flower's simulation sends the text of an error and of all that it says it was caused by."""
@@ -325,11 +300,6 @@ def test_sampling_of_clients(settings, trained):
 
 class Stopped(Exception):
     pass
-
-
-def test_a_server_draws_by_chacha20(settings):
-    with pytest.raises(ValueError, match="have 20 rounds of ChaCha, not 12"):
-        Server(LocalGrid({}), FederatedConfig.read(settings), NoiseStream(12))
 
 
 def test_resume_continues_with_the_adapter_and_the_rounds(settings, trained):
@@ -411,20 +381,13 @@ def test_central_dp_publishes_nothing_of_who_took_part(settings, trained):
     assert any(entry.startswith("training loss and other metrics") for entry in card["unprotected"])
 
 
-def test_central_dp_with_a_delta_that_promises_nothing(settings, trained, caplog):
-    grid = LocalGrid(dict.fromkeys(range(4), replaying(trained[0])))
-    said = "is not below 1/clients = 0.25"
-    for delta, expected in ((0.25, True), (0.2, False)):
-        caplog.clear()
-        logging.getLogger("flwr").addHandler(caplog.handler)
-        try:
-            run(
-                settings | CENTRAL | {"rounds": 1, "client_delta": delta, "output": f"{settings['output']}-{delta}"},
-                grid,
-            )
-        finally:
-            logging.getLogger("flwr").removeHandler(caplog.handler)
-        assert (said in caplog.text) == expected
+@pytest.mark.parametrize(("delta", "warned"), [(0.25, True), (0.2, False)])
+def test_central_dp_with_a_delta_that_promises_nothing(settings, trained, caplog, delta, warned):
+    with caplog.at_level(logging.WARNING, "flwr"):
+        one_round(
+            settings | CENTRAL | {"client_delta": delta}, LocalGrid(dict.fromkeys(range(4), replaying(trained[0])))
+        )
+    assert ("is not below 1/clients = 0.25" in caplog.text) == warned
 
 
 def test_central_dp_releases_whoever_takes_part(settings):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from fastdp.accounting import Card
 from fastdp.federated import FederatedConfig
 from fastdp.federated.adapter import AdaptedModel
-from fastdp.federated.refusal import ClientRefusal
+from fastdp.federated.policy import ClientRefusal
 from fastdp.federated.site import Site, make_detector
 from tests.elsewhere import elsewhere
 
@@ -21,15 +21,27 @@ def adapted(settings, **changes):
     return AdaptedModel.load(FederatedConfig.read(settings | changes))
 
 
-def test_training_changes_the_adapter_alone(settings):
-    model = adapted(settings)
+@pytest.mark.parametrize("changes", [{}, {"peft": "lora", "lora_r": 2}], ids=["bottleneck", "lora"])
+def test_training_changes_the_adapter_alone(settings, changes):
+    model = adapted(settings, **changes)
     before, base = model.adapter, model.base
     fitted = Site.of_partition(model, 0, 2).fit(1)
     assert fitted.examples == 12
     assert fitted.loss > 0
     assert any(not torch.equal(before[name], tensor) for name, tensor in model.adapter.items())
+    assert all(changes.get("peft", "bottleneck") in name for name in before)
     model.adapter = before
-    assert adapted(settings).base == base
+    assert adapted(settings, **changes).base == base
+
+
+@pytest.mark.parametrize("clients", [1, 5, 24])
+def test_every_text_goes_to_one_client(settings, clients):
+    model = adapted(settings)
+    dealt = [Site.of_partition(model, index, clients).examples.items for index in range(clients)]
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+    shared = sorted(item["input_ids"] for own in dealt for item in own)
+    assert shared == sorted(item["input_ids"] for item in Site(model, "all", model.texts(settings["train"])).examples)
+    assert dealt[0] == Site.of_partition(adapted(settings), 0, clients).examples.items
 
 
 def test_perturbed_where_the_model_is(settings):
@@ -146,9 +158,3 @@ def test_dpsgd_at_the_client_counts_all_rounds(settings):
     first, second = fit_privately(settings, 2)
     assert [card["steps"]["spent"] for card in (first, second)] == [2, 4]
     assert first["epsilon"]["upper_bound"] < second["epsilon"]["upper_bound"] <= 8.0
-
-
-def test_lora_travels_too(settings):
-    model = adapted(settings, peft="lora", lora_r=2)
-    assert all("lora" in name for name in model.adapter)
-    Site.of_partition(model, 0, 2).fit(1)

@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
-from fastdp.finetune import Reporter
+import pytest
+
+from fastdp.finetune import Reporter, finetune
 
 RAPFT = {"irrelevance_ratio": 0.6, "allocation": "optimal", "map_after": 1}
 
@@ -30,13 +32,13 @@ class Stopped(BaseException):
     """Ends a run at a place that a test chose, as an interrupt would; pytest takes it for a failure where it is not expected."""
 
 
-class StopAfter(Reporter):
-    """Ends the run like a kill would, after some steps: nothing after the step gets to run."""
+def stop_after(steps, config):
+    """End a run like a kill would, after some steps: nothing after the step gets to run."""
 
-    def __init__(self, steps):
-        self.left = steps
+    class StopAfter(Reporter):
+        def step(self, done, *_):
+            if done == steps:
+                raise SystemExit
 
-    def step(self, *_):
-        self.left -= 1
-        if self.left == 0:
-            raise SystemExit
+    with pytest.raises(SystemExit):
+        finetune(config, reporter=StopAfter())

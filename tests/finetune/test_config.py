@@ -1,6 +1,5 @@
 """Settings: how they are read, and which are refused."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,19 +74,14 @@ def test_bad_yaml(tmp_path, text, message):
         ({"model": None}, "model is missing"),
         ({"epsilon": None}, "epsilon is missing"),
         ({"epsilon": 0.0}, "epsilon is .*: it must be greater than 0"),
-        ({"epsilon": math.nan}, "epsilon is .*: it must be greater than 0"),
         ({"delta": 1.0}, "delta is 1.0: it must be greater than 0 and below 1"),
         ({"peft": "loar"}, "peft is 'loar': it must be one of full, lora"),
-        ({"epochs": 0}, "epochs is 0: it must be greater than 0"),
         ({"lora_r": 10**8}, "lora_r is .*: it must be at least 1 and at most 65536"),
         ({"seed": 2**70}, "seed is .*: it must be at least .* and below"),
         ({"noise_rounds": 14}, "noise_rounds is 14: it must be 20 or 12"),
         ({"noise_rounds": 12, "method": "ewft"}, "ewft adds none there: leave it out"),
-        ({"shapes": "fixed"}, "shapes is 'fixed': it must be one of own, public"),
         ({"shapes": "public", "method": "ewft"}, "shapes: public needs a method that clips rows"),
-        ({"warmup": 1.0}, "warmup is 1.0: it must be at least 0 and below 1"),
         ({"task": "classification"}, "labels must list"),
-        ({"task": "classification", "labels": ["a"]}, "labels must list"),
         ({"task": "classification", "labels": ["a", "a", "b"]}, "a label twice"),
         ({"task": "classification", "labels": ["a", "b"], "prompt_column": "x"}, "belongs to causal-lm"),
         ({"labels": ["a", "b"]}, "belongs to classification"),
@@ -99,10 +93,9 @@ def test_bad_yaml(tmp_path, text, message):
         ({"messages_column": "x", "task": "regression"}, "messages_column belongs to causal-lm"),
         ({"encoding": "rot13"}, "encoding 'rot13' is not known: write utf-8"),
         ({"encoding": "hex"}, "encoding 'hex' is not known"),
-        ({"encoding": "undefined"}, "encoding 'undefined' is not known"),
         ({"user_column": "x"}, "user_column and max_examples_per_user go together"),
+        ({"encoding": "undefined"}, "encoding 'undefined' is not known"),
         ({"max_examples_per_user": 2}, "go together"),
-        ({"user_column": "x", "max_examples_per_user": 0}, "max_examples_per_user is 0: it must be greater than 0"),
         ({"user_column": "x", "max_examples_per_user": 9}, "exceeds physical_batch_size 8: lower the first"),
         ({"user_column": "x", "max_examples_per_user": 2, "method": "ewft"}, "user_column does not fit ewft"),
         ({"user_column": "x", "max_examples_per_user": 2, "private_metrics": 1.0}, "not people"),

@@ -21,6 +21,7 @@ from fastdp.finetune.machine import Machine, measure
 from fastdp.finetune.models import load_tokenizer, load_trained
 from fastdp.finetune.plan import LEAST_STEPS, SCALE, plan
 from tests.cases import cases
+from tests.test_cli import refused, told
 
 #: Every example as long, so that a step's time is known: micro-batches of 8, and none of another length than the first.
 MACHINE = Machine(0.02, 1e-4, 0.1, 0.5, 3.0, 1 << 30, 8, (32,), "measured here, on a test's word")
@@ -128,8 +129,7 @@ def test_the_command_writes_settings_that_a_run_takes(model_folder, tmp_path):
     assert "suggested" in done.output
     assert "measured here" in done.output
     assert "…" not in done.output, "no heading is cut at 80 characters"
-    refused = CliRunner().invoke(app, [*map(str, arguments[:3]), "--length", "long", *PLANNED])
-    assert "write whole numbers" in refused.output
+    assert "write whole numbers" in refused(*arguments[:3], "--length", "long", *PLANNED)
     settings = load_config(written)
     assert settings.batch_size in (16, 32, 64, 128)
     assert yaml.safe_load(written.read_text())["model"] == str(model_folder)
@@ -140,11 +140,8 @@ def test_people_are_counted_where_they_are_protected(model_folder, tmp_path):
     data.write_text("text,patient\n" + "".join(f"hello number {i},p{i % 50}\n" for i in range(200)))
     arguments = ["plan", "--model", model_folder, "--length", 6, "--train", data, "--epsilon", 8, "--delta", "1e-4"]
     arguments += ["--max-length", 48, "--user-column", "patient", "--max-examples-per-user", 3]
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert done.exit_code == 0, done.output
-    assert "50 people, epsilon 8" in done.output
-    few = CliRunner().invoke(app, [str(argument) for argument in [*arguments, "--examples", 20]])
-    assert "20 people are too few" in few.output
+    assert "50 people, epsilon 8" in told(*arguments)
+    assert "20 people are too few" in refused(*arguments, "--examples", 20)
 
 
 def test_a_step_runs_every_row_of_its_people():

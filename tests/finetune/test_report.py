@@ -8,12 +8,11 @@ import shutil
 import pytest
 import yaml
 from hypothesis import given, strategies as st
-from typer.testing import CliRunner
 
-from fastdp.cli import app
 from fastdp.finetune import ConfigError
 from fastdp.finetune.charts import SERIES, Line, chart, running_mean, style, ticks
 from fastdp.finetune.report import Record, build_report
+from tests.test_cli import told
 
 CARD = {
     "guarantee": "differential privacy",
@@ -159,12 +158,11 @@ def test_folders_without_a_run(tmp_path):
 
 def test_the_command_writes_beside_the_run_and_for_its_owner(tmp_path):
     run = made(tmp_path / "run")
-    invoke = CliRunner().invoke
-    assert invoke(app, ["report", str(run)]).exit_code == 0
+    assert told("report", run)
     assert (run / "report.html").stat().st_mode & 0o077 == 0
     shutil.copytree(run, tmp_path / "other")
     shown = tmp_path / "shown.html"
-    assert invoke(app, ["report", str(run), str(tmp_path / "other"), "--public", "--output", str(shown)]).exit_code == 0
+    assert told("report", run, tmp_path / "other", "--public", "--output", shown)
     assert shown.stat().st_mode & 0o044
 
 

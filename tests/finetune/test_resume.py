@@ -1,6 +1,7 @@
 """A run that was stopped goes on with what it had spent, and forgets nothing of it."""
 
 import json
+import math
 import random
 import shutil
 from dataclasses import replace
@@ -14,13 +15,12 @@ from fastdp import accounting
 from fastdp.accounting import verify
 from fastdp.finetune import ConfigError, finetune
 from fastdp.finetune.folder import keep_metrics, read_checkpoint
-from tests.finetune.runs import StopAfter, classify
+from tests.finetune.runs import classify, stop_after
 
 
 def test_resume_keeps_spent_budget_and_ends_within_the_target(config, tmp_path):
     config = replace(config, epochs=4)
-    with pytest.raises(SystemExit):
-        finetune(config, reporter=StopAfter(7))
+    stop_after(7, config)
     assert (tmp_path / "run" / "checkpoint.pt").exists()
     with pytest.raises(ConfigError, match="already holds a run"):
         finetune(config)
@@ -38,8 +38,7 @@ def test_resume_keeps_spent_budget_and_ends_within_the_target(config, tmp_path):
 
 
 def test_resume_before_the_first_checkpoint_starts_anew_but_remembers(config, tmp_path):
-    with pytest.raises(SystemExit):
-        finetune(config, reporter=StopAfter(1))
+    stop_after(1, config)
     result = finetune(config, resume=True)
     assert result.steps <= 2
     assert result.epsilon <= 8
@@ -47,8 +46,7 @@ def test_resume_before_the_first_checkpoint_starts_anew_but_remembers(config, tm
 
 def test_budget_spent_without_a_checkpoint_is_not_passed_off_as_a_run(config, tmp_path):
     config = replace(config, checkpoint_every=100)
-    with pytest.raises(SystemExit):
-        finetune(config, reporter=StopAfter(3))
+    stop_after(3, config)
     with pytest.raises(ConfigError, match="before its first checkpoint"):
         finetune(config, resume=True)
     assert not (tmp_path / "run" / "card.json").exists()
@@ -72,11 +70,9 @@ def test_stopped_between_training_and_writing_nothing_is_lost(config, monkeypatc
 
 
 def test_a_checkpoint_of_another_model_is_refused(config, tmp_path):
-    with pytest.raises(SystemExit):
-        finetune(replace(config, epochs=4), reporter=StopAfter(3))
+    stop_after(3, replace(config, epochs=4))
     other = replace(config, epochs=4, lora_r=3, output=str(tmp_path / "other"))
-    with pytest.raises(SystemExit):
-        finetune(other, reporter=StopAfter(3))
+    stop_after(3, other)
     shutil.copy(tmp_path / "run" / "checkpoint.pt", tmp_path / "other" / "checkpoint.pt")
     with pytest.raises(ConfigError, match="of another model"):
         finetune(other, resume=True)
@@ -88,8 +84,7 @@ def test_a_resumed_run_keeps_the_matrices_that_were_drawn_and_not_trained(config
     from fastdp.finetune import models
 
     config = replace(config, lora_fixed=True, target_modules=["c_attn"])
-    with pytest.raises(SystemExit):
-        finetune(config, reporter=StopAfter(3))
+    stop_after(3, config)
     kept = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=False)["trained"]
     drawn = {name: value for name, value in kept.items() if "lora_A" in name}
     original = models.fix_lora_projections
@@ -117,8 +112,7 @@ BAD_LINES = [
 
 def test_bad_lines_of_metrics_are_left_out(config, tmp_path):
     config = replace(config, epochs=2)
-    with pytest.raises(SystemExit):
-        finetune(config, reporter=StopAfter(5))
+    stop_after(5, config)
     path = tmp_path / "run" / "metrics.jsonl"
     rows = path.read_text().splitlines()
     for line in BAD_LINES:
@@ -132,8 +126,7 @@ def test_bad_lines_of_metrics_are_left_out(config, tmp_path):
 
 
 def test_no_flipped_bit_of_a_checkpoint_is_resumed(config, tmp_path):
-    with pytest.raises(SystemExit):
-        finetune(config, reporter=StopAfter(3))
+    stop_after(3, config)
     run = tmp_path / "run"
     whole = (run / "checkpoint.pt").read_bytes()
     sound = torch.load(run / "checkpoint.pt", weights_only=True)
@@ -160,8 +153,7 @@ def test_other_data_of_the_same_length_are_refused(config, files, tmp_path):
     kept = (files / "labels.tsv").read_text()
     train.write_text(kept)
     config = replace(config, train=str(train))
-    with pytest.raises(SystemExit):
-        finetune(config, reporter=StopAfter(3))
+    stop_after(3, config)
     ledger = (tmp_path / "run" / "ledger.jsonl").read_bytes()
     for changed in (kept.replace("daily", "dayly"), kept.replace("\toften", "\tseldom", 1)):
         assert changed != kept
@@ -187,8 +179,7 @@ def test_a_ledger_cut_back_without_a_memory_counts_what_may_have_been_released(
     config, tmp_path, monkeypatch, checkpointed
 ):
     config = replace(config, epochs=4, checkpoint_every=4)
-    with pytest.raises(SystemExit):
-        finetune(config, reporter=StopAfter(7 if checkpointed else 3))
+    stop_after(7 if checkpointed else 3, config)
     made = accounting.Ledger.read(tmp_path / "run" / "ledger.jsonl").spent_steps
     if checkpointed:
         cut_ledger(tmp_path / "run")
@@ -211,11 +202,43 @@ def test_a_ledger_cut_back_without_a_memory_counts_what_may_have_been_released(
 def test_a_stopped_run_of_a_local_method_leaves_a_record_of_what_was_released(config, files, tmp_path):
     options = {"layer": 1, "autoencoder": None, "noise": "release_once"}
     settings = classify(config, files, method="ewft", method_options=options, epochs=2)
-    with pytest.raises(SystemExit):
-        finetune(settings, reporter=StopAfter(2))
+    stop_after(2, settings)
     path = tmp_path / "run" / "releases" / "ledger.jsonl"
     assert accounting.Ledger.read(path).spent_steps == 1
     with pytest.raises(ConfigError, match="a second time, at the full price again"):
         finetune(settings, resume=True)
     with pytest.raises(ConfigError, match="already holds a run"):
         finetune(settings)
+
+
+#: Learning rates over the peak, of updates counted from 0 to T.
+FORMS = {
+    "linear": lambda step, total: (total - step) / total,
+    "cosine": lambda step, total: math.cos(math.pi * step / total / 2) ** 2,
+}
+
+
+def rates(folder):
+    """The learning rate after each update, by its number."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["learning_rate"] for row in rows}
+
+
+def expected(schedule, warmup, steps, total, peak):
+    """What a schedule says, written out: a rise over the first steps, times the form."""
+    rise = [min(1.0, (step + 1) / (warmup * total)) if warmup else 1.0 for step in range(total + 1)]
+    return {step: pytest.approx(peak * rise[step] * FORMS[schedule](step, total), abs=1e-12) for step in steps}
+
+
+@pytest.mark.parametrize(("schedule", "warmup"), [("linear", 0.5), ("cosine", 0.0)])
+def test_a_run_follows_its_schedule_and_so_does_one_that_was_stopped(config, tmp_path, schedule, warmup):
+    config = replace(config, epochs=2, schedule=schedule, warmup=warmup, eval=None, learning_rate=2e-3)
+    total = 6
+    stop_after(4, config)
+    before = rates(tmp_path / "run")
+    assert before == expected(schedule, warmup, range(1, 5), total, 2e-3)
+    result = finetune(config, resume=True)
+    after = rates(tmp_path / "run")
+    # The checkpoint is of two updates: two more were lost with the process, and those after it are new.
+    assert max(after) == result.steps > 2
+    assert after == expected(schedule, warmup, range(1, result.steps + 1), total, 2e-3)

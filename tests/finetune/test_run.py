@@ -11,9 +11,13 @@ import torch
 import transformers
 
 import fastdp
+from fastdp.accounting import dpsgd, epsilon
 from fastdp.finetune import ConfigError, finetune, load_config, run
+from fastdp.quickstart.corpus import private_records
+from fastdp.tables import DataError, read_rows
 from tests.cases import cases
-from tests.finetune.runs import Stopped
+from tests.finetune.conftest import EXAMPLES
+from tests.finetune.runs import RAPFT, Stopped
 
 AXES = {"allocation": "axes"}
 
@@ -113,7 +117,7 @@ def test_micro_batches_of_public_shapes(config, tmp_path, monkeypatch):
 
 
 def test_without_privacy_the_same_path_learns(config):
-    result = finetune(replace(config, peft="full", epsilon=math.inf, epochs=4, learning_rate=0.01))
+    result = finetune(replace(config, peft="full", epsilon=math.inf, delta=0.5, epochs=4, learning_rate=0.01))
     assert math.isinf(result.epsilon)
     assert result.noise_multiplier == 0
     assert result.after.loss < result.before.loss - 0.3
@@ -143,7 +147,7 @@ def test_without_privacy_the_same_path_learns(config):
         ("ewft", {"autoencoder": None, "noise": "brown"}, "choose one of release_once"),
         ("ewft", {"autoencoder": None, "depth": 7}, "no option 'depth'"),
         ("ewft", {"autoencoder": None, "max_norm": -1.0}, "max_norm is -1.0"),
-        ("ewft", {"public": "x", "public_examples": "many"}, "public_examples .*whole number"),
+        ("ewft", {"rehearsal": {"public": "x", "examples": "many"}}, "examples .*whole number"),
         ("sap with epsilon", {"eta": 1.0}, "leave epsilon out"),
         ("sap", {"eta": 1.0, "teta": 1}, "no option 'teta'; did you mean eta"),
         ("sap", {}, "needs eta"),
@@ -189,3 +193,57 @@ def test_an_output_that_cannot_be_written_is_refused_in_words(config, tmp_path, 
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(ConfigError, match="nothing can be written to"):
         finetune(config)
+
+
+@pytest.fixture
+def notes(config, tmp_path):
+    """Settings of a run on four notes of each of twelve patients, one of whom wrote twice as many."""
+    path = tmp_path / "notes.jsonl"
+    patients = [number // 4 for number in range(44)] + [10] * 4
+    rows = zip(private_records(48, seed=1), patients)
+    path.write_text("".join(json.dumps({"text": text, "patient": patient}) + "\n" for text, patient in rows))
+    return replace(
+        config, train=str(path), eval=None, user_column="patient", max_examples_per_user=2, batch_size=4, delta=1e-2
+    )
+
+
+def test_the_example_s_card_and_account_are_of_people(model_folder, functions, tmp_path):
+    settings = {"model": str(model_folder), "train": str(functions / "functions.csv"), "epsilon": 8, "delta": 1e-2}
+    sizes = {"max_length": 48, "epochs": 1, "batch_size": 4, "samples": 0, "output": str(tmp_path / "run")}
+    result = finetune(load_config(EXAMPLES / "people.yaml", settings | sizes))
+    card = json.loads((tmp_path / "run" / "card.json").read_text())
+    assert card["unit"] == "user (at most 4 examples)"
+    people = len(set(read_rows(functions / "functions.csv", "latin-1").column("module", "")))
+    assert card["dataset_size"] == people > 8
+    event = dpsgd(result.noise_multiplier, 4 / people, result.steps)
+    assert result.epsilon == pytest.approx(epsilon(event, 1e-2), rel=1e-6)
+    assert result.epsilon <= 8
+
+
+def test_a_method_with_two_blocks_takes_people(notes, files):
+    source = {"kind": "public", "data": str(files / "public.jsonl"), "examples": 6}
+    finetune(replace(notes, method="rapft", method_options={**RAPFT, "source": source}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "row", "error", "words"),
+    [
+        (
+            {"user_column": "doctor"},
+            None,
+            DataError,
+            r"no column 'doctor' \(user_column\); its columns are text, patient",
+        ),
+        ({"batch_size": 12}, None, ConfigError, "batch_size 12 exceeds the 11 training people"),
+        ({"delta": 0.1}, None, ConfigError, "delta 0.1 is not below 1 / 11 people"),
+        ({}, {"text": "a", "patient": None}, DataError, r"line 49: column 'patient' \(user_column\) holds nothing"),
+        ({}, {"text": "a", "patient": ""}, DataError, r"line 49: column 'patient' \(user_column\) names nobody"),
+    ],
+)
+def test_people_who_do_not_fit_are_refused_before_anything_is_spent(notes, tmp_path, changes, row, error, words):
+    if row is not None:
+        with open(notes.train, "a") as file:
+            file.write(json.dumps(row) + "\n")
+    with pytest.raises(error, match=words):
+        finetune(replace(notes, **changes))
+    assert not (tmp_path / "run").exists()

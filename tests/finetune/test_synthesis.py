@@ -6,15 +6,14 @@ import json
 import pytest
 import torch
 import transformers
-from typer.testing import CliRunner
 
-import fastdp.cli
 from fastdp.accounting import Card, verify
 from fastdp.audit.saved import load_saved
 from fastdp.finetune import ConfigError, FinetuneConfig, finetune
 from fastdp.finetune.synthesis import Judge, TokenSampling, near_copies, synthesize
 from fastdp.tables import DataError, read_rows
 from tests.cases import cases
+from tests.test_cli import refused, told
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +125,8 @@ def test_the_judge_learns_from_rows_and_is_tested_on_others(tmp_path, model_fold
 
 def test_the_command_writes_rows_and_a_card_that_holds(trained, prompts, files, tmp_path):
     output = tmp_path / "synthetic.jsonl"
-    arguments = ["synthesize", str(trained / "prompted"), "--output", str(output), "--prompts", str(prompts)]
-    done = CliRunner().invoke(fastdp.cli.app, [*arguments, "--count", "3", "--train", str(files / "pairs.csv")])
-    assert done.exit_code == 0, done.output
-    assert "unprotected" in done.output
+    arguments = ("synthesize", trained / "prompted", "--output", output, "--prompts", prompts)
+    assert "unprotected" in told(*arguments, "--count", 3, "--train", files / "pairs.csv")
     assert len([json.loads(line) for line in output.read_text().splitlines()]) == 6
     card = tmp_path / "synthetic.card.json"
     assert verify(card)
@@ -148,15 +145,12 @@ def test_the_command_draws_on_a_gpu_where_there_is_one(trained, prompts, tmp_pat
     monkeypatch.setattr("fastdp.validate.usable_device", lambda name: asked.append(name) or torch.device("meta"))
     monkeypatch.setattr(transformers.GenerationMixin, "generate", generate)
     output = tmp_path / "synthetic.jsonl"
-    arguments = ["synthesize", str(trained / "prompted"), "--output", str(output), "--prompts", str(prompts)]
-    done = CliRunner().invoke(fastdp.cli.app, [*arguments, "--count", "2"])
-    assert done.exit_code == 0, done.output
+    assert told("synthesize", trained / "prompted", "--output", output, "--prompts", prompts, "--count", 2)
     assert asked == ["auto"]
     assert seen == [{"meta"}] * len(seen) != []
 
 
 def test_a_run_whose_card_does_not_hold_writes_nothing(trained, tmp_path):
     output = tmp_path / "synthetic.jsonl"
-    done = CliRunner().invoke(fastdp.cli.app, ["synthesize", str(tmp_path), "--output", str(output)])
-    assert done.exit_code == 1
+    assert "has no card.json" in refused("synthesize", tmp_path, "--output", output)
     assert not output.exists()

@@ -7,10 +7,11 @@ from importlib import resources
 import peft
 import pytest
 import torch
+import transformers
 import transformers as hf
 from tokenizers.processors import TemplateProcessing
 
-from fastdp.data import Collator, word_examples
+from fastdp.data import Collator, causal_examples, word_examples
 from fastdp.finetune import ConfigError, FinetuneConfig, finetune
 from fastdp.finetune.config import CHOICES
 from fastdp.finetune.evaluation import Quality, evaluate
@@ -325,3 +326,21 @@ def test_a_head_of_another_size_is_named_with_a_way_on(models, table, tokenizer,
     )
     finetune(settings(tmp_path, table, run, "graded", "regression"))
     assert (run / "card.json").exists()
+
+
+def test_perplexity_is_the_token_mean_of_transformers(model_folder, files):
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
+    texts = [json.loads(line)["text"] for line in (files / "text.jsonl").read_text().splitlines()]
+    examples = causal_examples(tokenizer, texts, 48)
+    total = count = 0
+    for example in examples:
+        batch = Collator(0)([example])
+        with torch.no_grad():
+            loss = model(**batch).loss.item()
+        tokens = len(example["input_ids"]) - 1
+        total, count = total + loss * tokens, count + tokens
+    for batch_size in (1, 7, 48):
+        quality = evaluate(model, examples, Collator(0), batch_size, "causal-lm")
+        assert quality.count == count
+        assert quality.perplexity == pytest.approx(math.exp(total / count), rel=1e-5)

@@ -12,16 +12,15 @@ import peft
 import pytest
 import transformers
 from scipy.stats import beta
-from typer.testing import CliRunner
 
 from fastdp.accounting import Card, Ledger, chosen, epsilon, gaussian, renyi, verify
-from fastdp.cli import app
 from fastdp.finetune import judges, tune as tuning
 from fastdp.finetune.config import ConfigError
 from fastdp.finetune.tune import best_of, tune
 from fastdp.tables import DataError
 from tests.cases import cases
 from tests.finetune.runs import Stopped
+from tests.test_cli import refused, told
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -76,18 +75,14 @@ def test_the_command_searches_and_says_what_won(config, tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "LEAST_JUDGES", 5)
     settings = tmp_path / "settings.yaml"
     dataclasses.replace(config, eval=None, batch_size=8).save(settings)
-    arguments = ["tune", str(settings), "--try", "learning_rate=1e-3", "--try", "lora_r=1,2", "--held-out", "0.5"]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    said = " ".join(done.output.split())
+    arguments = ["tune", settings, "--try", "learning_rate=1e-3", "--try", "lora_r=1,2", "--held-out", 0.5]
+    said = told(*arguments)
     # How many trials ran would be read off whatever each of them says.
     assert not re.search("reading data|loading the model|rehearsing|to come|evaluating|writing", said)
     assert re.search(r"won: learning_rate 0\.001, lora_r [12], noised loss of the judges [\d.-]+", said)
     assert re.search(r"privacy of the whole search: epsilon [\d.]+ at delta 0\.001", said)
     assert Card.load(tmp_path / "run" / "card.json")["tuning"]["expected_trials"] == 6.0
-    refused = CliRunner().invoke(app, [*arguments, "--try", "learning_rate"])
-    assert refused.exit_code == 1
-    assert "write a setting and its values" in " ".join(refused.stderr.split())
+    assert "write a setting and its values" in refused(*arguments, "--try", "learning_rate")
 
 
 def test_a_search_that_fails_has_paid(config, tmp_path, monkeypatch):
@@ -150,7 +145,6 @@ def test_an_interrupted_search_goes_on_and_pays_no_more(config, tmp_path, monkey
         ({}, {"trials": 1.0}, "more than 1"),
         ({}, {"shape": -1.0}, "above -1"),
         ({}, {"held_out": 1.0}, "between 0 and 1"),
-        ({}, {"largest_loss": 0.0}, "greater than 0"),
         ({}, {}, "too few to choose by"),
     ],
 )

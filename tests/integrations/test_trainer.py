@@ -15,8 +15,7 @@ from datasets import Dataset
 from transformers import (
     EarlyStoppingCallback,
     GPT2LMHeadModel,
-    IntervalStrategy,
-    SchedulerType,
+    Seq2SeqTrainingArguments,
     TrainerCallback,
     TrainingArguments,
 )
@@ -47,8 +46,16 @@ def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def trainer(
-    path: Path, privacy: dict[str, Any] | None = None, users: bool = False, kind: Any = fastdp.DPTrainer, **options: Any
+    path: Path,
+    privacy: dict[str, Any] | None = None,
+    users: bool = False,
+    kind: Any = fastdp.DPTrainer,
+    model: str = "gpt2",
+    own: dict[str, Any] | None = None,
+    **options: Any,
 ) -> fastdp.DPTrainer:
+    """A trainer; ``own`` are arguments of its own, and further ones are those of its training arguments."""
+    arguments = Seq2SeqTrainingArguments if issubclass(kind, fastdp.DPSeq2SeqTrainer) else TrainingArguments
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 6,
         "num_train_epochs": 2,
@@ -62,11 +69,12 @@ def trainer(
     }
     budget = {"noise_multiplier": 1.0, "target_delta": 1e-3, "max_physical_batch_size": 4, **(privacy or {})}
     return kind(
-        model=build("gpt2"),
-        args=TrainingArguments(output_dir=str(path), **settings),
+        model=build(model),
+        args=arguments(output_dir=str(path), **settings),
         train_dataset=examples(users),
         data_collator=collate,
         privacy=fastdp.PrivacyArguments(**budget),
+        **(own or {}),
     )
 
 
@@ -297,33 +305,15 @@ def test_refusals_name_the_arguments_of_a_trainer(tmp_path: Path) -> None:
 
 
 def test_a_sequence_to_sequence_trainer_evaluates_what_it_generates(tmp_path: Path) -> None:
-    from transformers import Seq2SeqTrainingArguments
-
     seen: list[tuple[int, ...]] = []
 
     def metrics(prediction: Any) -> dict[str, float]:
         seen.append(prediction.predictions.shape)
         return {"length": float(prediction.predictions.shape[1])}
 
-    made = fastdp.DPSeq2SeqTrainer(
-        model=build("t5"),
-        args=Seq2SeqTrainingArguments(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=6,
-            num_train_epochs=1,
-            eval_strategy="epoch",
-            predict_with_generate=True,
-            generation_max_length=5,
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-        ),
-        train_dataset=examples(),
-        eval_dataset=examples().select(range(4)),
-        data_collator=collate,
-        compute_metrics=metrics,
-        privacy=fastdp.PrivacyArguments(noise_multiplier=1.0, target_delta=1e-3),
-    )
+    how = {"eval_strategy": "epoch", "predict_with_generate": True, "generation_max_length": 5, "num_train_epochs": 1}
+    own = {"eval_dataset": examples().select(range(4)), "compute_metrics": metrics}
+    made = trainer(tmp_path, kind=fastdp.DPSeq2SeqTrainer, model="t5", own=own, **how)
     made.train()
     assert made.private.steps_done == 4
     assert [shape[0] for shape in seen] == [4]
@@ -354,7 +344,7 @@ def test_data_without_an_example_are_refused(tmp_path: Path) -> None:
 
 
 def test_generation_needs_the_trainer_for_it(tmp_path: Path) -> None:
-    settings = transformers.Seq2SeqTrainingArguments(str(tmp_path), predict_with_generate=True, report_to="none")
+    settings = Seq2SeqTrainingArguments(str(tmp_path), predict_with_generate=True, report_to="none")
     with pytest.raises(ValueError, match="predict_with_generate .* use DPSeq2SeqTrainer"):
         fastdp.DPTrainer(
             model=torch.nn.Linear(2, 2), args=settings, privacy=fastdp.PrivacyArguments(noise_multiplier=1.0)
@@ -363,8 +353,7 @@ def test_generation_needs_the_trainer_for_it(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(transformers.optimization, "GreedyLR"), reason="older transformers have no GreedyLR")
 def test_a_schedule_of_transformers_that_reads_a_figure_is_refused(tmp_path: Path) -> None:
-    made = trainer(tmp_path)
-    made.args.lr_scheduler_type = SchedulerType("greedy")
+    made = trainer(tmp_path, lr_scheduler_type="greedy", eval_strategy="epoch", own={"eval_dataset": examples()})
     with pytest.raises(ValueError, match="GreedyLR sets the learning rate by a figure"):
         made.train()
     assert made.private.steps_done == 0
@@ -373,11 +362,9 @@ def test_a_schedule_of_transformers_that_reads_a_figure_is_refused(tmp_path: Pat
 @pytest.mark.parametrize("way", ["best", "early", "neither"])
 @pytest.mark.filterwarnings("ignore:Using EarlyStoppingCallback")
 def test_the_card_says_that_a_checkpoint_was_chosen(tmp_path: Path, way: str) -> None:
-    made = trainer(tmp_path, num_train_epochs=1)
-    made.eval_dataset, made.args.eval_strategy, made.args.eval_steps = examples(), IntervalStrategy.STEPS, 3
-    made.args.metric_for_best_model, made.args.load_best_model_at_end = "eval_loss", way == "best"
-    if way == "early":
-        made.add_callback(EarlyStoppingCallback(1))
+    how = {"eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "eval_loss", "num_train_epochs": 1}
+    own = {"eval_dataset": examples(), "callbacks": [EarlyStoppingCallback(1)] if way == "early" else []}
+    made = trainer(tmp_path, own=own, load_best_model_at_end=way == "best", **how)
     made.train()
     said = [s for s in json.loads((tmp_path / "card.json").read_text())["assumptions"] if "which checkpoint" in s]
     assert len(said) == (way != "neither")

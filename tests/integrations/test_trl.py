@@ -59,8 +59,28 @@ def letters(count: int, start: int) -> str:
     return " ".join("abcdefghij"[(start + i) % 10] for i in range(count))
 
 
+BUDGET: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3, "max_physical_batch_size": 5}
+CONFIGS: dict[Any, Any] = {fastdp.DPSFTTrainer: SFTConfig, fastdp.DPDPOTrainer: DPOConfig}
+
+
+def trainer_of(
+    kind: Any, path: Path, tokenizer: Any, rows: Any, privacy: dict[str, Any] | None = None, **settings: Any
+) -> Any:
+    """A trainer of a small model; settings that its arguments lack are the trainer's own."""
+    config = next(own for base, own in CONFIGS.items() if issubclass(kind, base))
+    known = {name: settings.pop(name) for name in list(settings) if name in config.__dataclass_fields__}
+    return kind(
+        model=model(),
+        args=config(output_dir=str(path), **COMMON | known),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        privacy=fastdp.PrivacyArguments(**BUDGET | (privacy or {})),
+        **settings,
+    )
+
+
 def first_release(trainer: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Clipped sums of the first step for which anything was drawn, and the examples that were."""
+    """Clipped sums of the first step for which anything was drawn, by the rules, and the examples that were."""
     loader, sums, drawn = trainer.get_train_dataloader(), Sums(), Drawn()
     private = trainer.private
     private.observe(sums)
@@ -72,6 +92,7 @@ def first_release(trainer: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
             break
         private.optimizer.zero_grad()
     private.detach()
+    assert private.route == "uses"
     return sums.steps[-1], drawn.units
 
 
@@ -115,21 +136,11 @@ def test_sft_clips_each_example_however_they_are_packed(
 ) -> None:
     kind, options, privacy = SOURCES[source]
     rows = [{"prompt": letters(2, i), "completion": " " + letters(1 + i % 4, i)} for i in range(24)]
-    budget: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3, "max_physical_batch_size": 5}
-    trainer = kind(
-        model=model(),
-        args=SFTConfig(output_dir=str(tmp_path), packing=packing, **COMMON),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        privacy=fastdp.PrivacyArguments(**budget, **privacy),
-        **options,
-    )
+    trainer = trainer_of(kind, tmp_path, tokenizer, rows, privacy, packing=packing, **options)
     assert trainer.args.packing == packing
     assert len(trainer.train_dataset) == 24, "what is drawn are examples"
     before = model()
     sums, drawn = first_release(trainer)
-    assert trainer.private is not None
-    assert trainer.private.route == "uses"
     losses = []
     for number in drawn:
         example = trainer.train_dataset[number]
@@ -145,17 +156,9 @@ def test_dpo_clips_each_pair(tmp_path: Path, tokenizer: Any, kind: str) -> None:
         {"prompt": letters(2, i), "chosen": " " + letters(1 + i % 4, i), "rejected": " " + letters(1 + i % 3, i + 5)}
         for i in range(24)
     ]
-    trainer = fastdp.DPDPOTrainer(
-        model=model(),
-        args=DPOConfig(output_dir=str(tmp_path), loss_type=kind, **COMMON),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        privacy=fastdp.PrivacyArguments(noise_multiplier=1.0, target_delta=1e-3, max_physical_batch_size=5),
-    )
+    trainer = trainer_of(fastdp.DPDPOTrainer, tmp_path, tokenizer, rows, loss_type=kind)
     policy = model()
     sums, drawn = first_release(trainer)
-    assert trainer.private is not None
-    assert trainer.private.route == "uses"
 
     def chance(prompt: list[int], end: list[int]) -> torch.Tensor:
         ids = torch.tensor([prompt + end])
@@ -179,13 +182,9 @@ def test_dpo_clips_each_pair(tmp_path: Path, tokenizer: Any, kind: str) -> None:
 
 def test_labels_are_smoothed_unless_rows_are_packed(tmp_path: Path, tokenizer: Any) -> None:
     def trainer(packing: bool) -> Any:
-        return fastdp.DPSFTTrainer(
-            model=model(),
-            args=SFTConfig(output_dir=str(tmp_path), packing=packing, label_smoothing_factor=0.1, **COMMON),
-            train_dataset=Dataset.from_dict({"text": [letters(4, i) for i in range(24)]}),
-            processing_class=tokenizer,
-            privacy=fastdp.PrivacyArguments(noise_multiplier=1.0, target_delta=1e-3),
-        )
+        rows = [{"text": letters(4, i)} for i in range(24)]
+        options: dict[str, Any] = {"packing": packing, "label_smoothing_factor": 0.1}
+        return trainer_of(fastdp.DPSFTTrainer, tmp_path, tokenizer, rows, **options)
 
     with pytest.raises(ValueError, match="label_smoothing_factor .* set packing=False"):
         trainer(packing=True).train()
@@ -196,15 +195,9 @@ def test_labels_are_smoothed_unless_rows_are_packed(tmp_path: Path, tokenizer: A
 
 
 def test_dpo_takes_no_loss_of_the_user_s(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = fastdp.DPDPOTrainer(
-        model=model(),
-        args=DPOConfig(output_dir=str(tmp_path), **COMMON),
-        train_dataset=Dataset.from_list([{"prompt": "a b", "chosen": " c", "rejected": " d"}] * 12),
-        processing_class=tokenizer,
-        privacy=fastdp.PrivacyArguments(
-            noise_multiplier=1.0, target_delta=1e-3, criterion=lambda output, batch: output
-        ),
-    )
+    rows = [{"prompt": "a b", "chosen": " c", "rejected": " d"}] * 12
+    own = {"criterion": lambda output, batch: output}
+    trainer = trainer_of(fastdp.DPDPOTrainer, tmp_path, tokenizer, rows, own)
     with pytest.raises(ValueError, match="computes the losses of pairs itself. Leave criterion"):
         trainer.get_train_dataloader()
 
@@ -213,30 +206,16 @@ def test_dpo_takes_no_loss_of_the_user_s(tmp_path: Path, tokenizer: Any) -> None
 def test_pairs_in_bf16_take_the_rules(tmp_path: Path, tokenizer: Any, checkpointing: bool) -> None:
     # accelerate casts within the policy's own forward, so that the engine's comparison sees bf16 whatever it asks for.
     rows = [{"prompt": letters(2, i), "chosen": " b", "rejected": " " + letters(2, i)} for i in range(24)]
-    trainer = fastdp.DPDPOTrainer(
-        model=model(),
-        args=DPOConfig(output_dir=str(tmp_path), **(COMMON | {"bf16": True, "gradient_checkpointing": checkpointing})),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        privacy=fastdp.PrivacyArguments(noise_multiplier=1.0, target_delta=1e-3, max_physical_batch_size=5),
-    )
-    first_release(trainer)
-    assert trainer.private is not None
-    assert trainer.private.route == "uses"
+    options: dict[str, Any] = {"bf16": True, "gradient_checkpointing": checkpointing}
+    first_release(trainer_of(fastdp.DPDPOTrainer, tmp_path, tokenizer, rows, **options))
 
 
 def test_sft_trains_evaluates_and_resumes(tmp_path: Path, tokenizer: Any) -> None:
-    def trainer() -> fastdp.DPSFTTrainer:
-        rows = Dataset.from_dict({"text": [letters(3 + i % 5, i) for i in range(24)]})
-        return fastdp.DPSFTTrainer(
-            model=model(),
-            args=SFTConfig(output_dir=str(tmp_path), packing=True, save_steps=2, eval_strategy="epoch", **COMMON),
-            train_dataset=rows,
-            eval_dataset=rows.select(range(4)),
-            processing_class=tokenizer,
-            peft_config=LoraConfig(r=2, task_type="CAUSAL_LM"),
-            privacy=fastdp.PrivacyArguments(noise_multiplier=1.0, target_delta=1e-3, max_physical_batch_size=5),
-        )
+    def trainer() -> Any:
+        rows = [{"text": letters(3 + i % 5, i)} for i in range(24)]
+        own = {"eval_dataset": Dataset.from_list(rows[:4]), "peft_config": LoraConfig(r=2, task_type="CAUSAL_LM")}
+        options: dict[str, Any] = {"packing": True, "save_steps": 2, "eval_strategy": "epoch"}
+        return trainer_of(fastdp.DPSFTTrainer, tmp_path, tokenizer, rows, **own, **options)
 
     made = trainer()
     made.train()
@@ -265,10 +244,8 @@ def test_sft_trains_evaluates_and_resumes(tmp_path: Path, tokenizer: Any) -> Non
 )
 def test_settings_whose_losses_would_be_others_are_refused(tmp_path: Path, kind: str, setting: str, value: Any) -> None:
     trainer: Any = {"sft": fastdp.DPSFTTrainer, "dpo": fastdp.DPDPOTrainer}[kind]
-    config: Any = {"sft": SFTConfig, "dpo": DPOConfig}[kind]
-    arguments = config(output_dir=str(tmp_path), **{**COMMON, setting: value})
     with pytest.raises(ValueError, match=setting):
-        trainer(model=model(), args=arguments, privacy=fastdp.PrivacyArguments(noise_multiplier=1.0))
+        trainer_of(trainer, tmp_path, None, [{}], **{setting: value})
 
 
 def test_packing_keeps_examples_whole_and_numbers_their_tokens() -> None:

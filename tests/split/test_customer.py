@@ -1,6 +1,7 @@
 """The customer's side: each text is released once, whatever happens; and its run is the one it would be without stops."""
 
 import errno
+import functools
 import json
 import os
 import time
@@ -217,25 +218,7 @@ def test_texts_of_one_length(service, customer_of, corpus):
 
 
 def test_texts_that_another_folder_sent_are_refused_or_said(service, customer_of, corpus, tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "state"))
-    monkeypatch.delenv("FASTDP_AGAIN")
-    texts, labels = corpus
-    first = customer_of(service, "whole")
-    first.send(texts, labels, noisy_rows(first))
-    second = customer_of(service)
-    private = noisy_rows(second)
-    with pytest.raises(ValueError, match="these data were released before, by split"):
-        second.send(texts, labels, private)
-    assert private.rows_released == 0
-    monkeypatch.setenv("FASTDP_AGAIN", "1")
-    second.send(texts, labels, private)
-    assert len(second.statement(private)["earlier_releases"]) == 1
-    assert "earlier_releases" not in first.statement(noisy_rows(first))
-
-
-def test_a_stop_between_counting_a_release_and_its_record_is_no_second_release(
-    service, customer_of, corpus, tmp_path, monkeypatch
-):
+    """A stop between counting a release and its record is no second one; what a folder forgot, the account did not."""
     monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "state"))
     monkeypatch.delenv("FASTDP_AGAIN")
     texts, labels = corpus
@@ -247,23 +230,28 @@ def test_a_stop_between_counting_a_release_and_its_record_is_no_second_release(
             raise KeyboardInterrupt
         write()
 
+    def refuse(customer):
+        private = noisy_rows(customer)
+        with pytest.raises(ValueError, match="these data were released before, by split"):
+            customer.send(texts, labels, private)
+        assert private.rows_released == 0
+
     monkeypatch.setattr(first, "_write_record", stopped)
     with pytest.raises(KeyboardInterrupt):
         first.send(texts, labels, noisy_rows(first))
     first.close()
     other = customer_of(service, "elsewhere")
-    with pytest.raises(ValueError, match="these data were released before, by split"):
-        other.send(texts, labels, noisy_rows(other))
+    refuse(other)
     again = customer_of(service)
     again.send(texts, labels, noisy_rows(again))
     assert again.store.count == len(texts)
     assert "earlier_releases" not in again.statement(noisy_rows(again))
     again.close()
-    # What the folder forgot, the account did not.
     (again.folder / "customer.json").unlink()
-    anew = customer_of(service)
-    with pytest.raises(ValueError, match="these data were released before, by split"):
-        anew.send(texts, labels, noisy_rows(anew))
+    refuse(customer_of(service))
+    monkeypatch.setenv("FASTDP_AGAIN", "1")
+    other.send(texts, labels, noisy_rows(other))
+    assert len(other.statement(noisy_rows(other))["earlier_releases"]) == 1
 
 
 def test_a_stopped_customer_goes_on_where_it_was(service, customer_of, corpus):
@@ -411,25 +399,31 @@ def test_customers_at_once(service, customer_of, corpus):
         assert found == train_in_process(make_model(), customer.store, labels, batches)[0]
 
 
+def refused_by_customer(make, words, texts, labels):
+    """How many examples a vendor, made in a folder, keeps of a customer that refuses with these words to train on texts."""
+    with TemporaryDirectory() as place, mock.patch.dict(os.environ, {"FASTDP_STATE": f"{place}/state"}):
+        vendor = make(f"{place}/vendor")
+        options = {"insecure": True, "tokenizer": make_tokenizer(), "batch_size": 8, "patience": 5.0}
+
+        def train(address):
+            with SplitCustomer(address, f"{place}/customer", **options) as customer:
+                customer.send(texts, labels, noisy_rows(customer))
+                customer.train(1)
+
+        with vendor.serve("127.0.0.1:0", insecure=True) as service, pytest.raises(ValueError, match=words):
+            train(service.address)
+        kept = vendor.customer("customer")
+        return 0 if kept is None else kept.store.count
+
+
 @cases(("value", "words"), [(float("nan"), "its weights hold a NaN"), (3e38, "the bottom gives a NaN or an infinity")])
 def test_a_row_that_no_noise_hides_is_not_sent(value, words):
     """The vendor saw which tokens were the word whose row it had chosen."""
-    texts, labels = make_texts(24)
-    with TemporaryDirectory() as place, mock.patch.dict(os.environ, {"FASTDP_STATE": f"{place}/state"}):
-        model = make_model()
-        with torch.no_grad():
-            model.get_input_embeddings().weight[9] = value
-        vendor = SplitVendor(model, f"{place}/vendor", tokenizer=make_tokenizer(), limits=LIMITS)
-        options = {"insecure": True, "tokenizer": make_tokenizer(), "batch_size": 8, "patience": 5.0}
-
-        def send(address):
-            with SplitCustomer(address, f"{place}/customer", **options) as customer:
-                customer.send(["w5 w1"] * 24, labels, noisy_rows(customer))
-
-        with vendor.serve("127.0.0.1:0", insecure=True) as service, pytest.raises(ValueError, match=words):
-            send(service.address)
-        held = vendor.customer("customer")
-        assert held is None or held.store.count == 0
+    model = make_model()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[9] = value
+    make = functools.partial(SplitVendor, model, limits=LIMITS)
+    assert refused_by_customer(make, words, ["w5 w1"] * 24, [0, 1] * 12) == 0
 
 
 def test_training_waits_for_room_on_the_vendors_disk(service, customer_of, corpus, monkeypatch):
@@ -482,16 +476,5 @@ class Lying(SplitVendor):
 )
 def test_a_vendor_that_counts_wrong_is_left(lies, words):
     """One that answered with no progress was asked for ever, and one that named another width met an assertion."""
-    texts, labels = make_texts(24)
-    with TemporaryDirectory() as place, mock.patch.dict(os.environ, {"FASTDP_STATE": f"{place}/state"}):
-        vendor = Lying(make_model(), f"{place}/vendor", tokenizer=make_tokenizer(), limits=LIMITS)
-        vendor.lies = lies
-        options = {"insecure": True, "tokenizer": make_tokenizer(), "batch_size": 8, "patience": 5.0}
-
-        def train(address):
-            with SplitCustomer(address, f"{place}/customer", **options) as customer:
-                customer.send(texts, labels, noisy_rows(customer))
-                customer.train(1)
-
-        with vendor.serve("127.0.0.1:0", insecure=True) as service, pytest.raises(ValueError, match=words):
-            train(service.address)
+    Lying.lies = lies
+    refused_by_customer(functools.partial(Lying, make_model(), limits=LIMITS), words, *make_texts(24))

@@ -1,9 +1,7 @@
 """`fastdp split`: what its programs say and refuse; `tests/test_commands.py` runs both in processes of their own."""
 
-import contextlib
 import csv
 import json
-import random
 import socket
 
 import pytest
@@ -12,9 +10,7 @@ from fastdp import accounting
 from fastdp.split.customer import SplitCustomer
 from fastdp.tls import Revocations
 from tests.split.world import make_model, make_texts, make_tokenizer
-from tests.test_cli import refused, run
-
-EPOCHS, EXAMPLES, BATCH = 20, 24, 8
+from tests.test_cli import refused, run, told
 
 
 @pytest.fixture(scope="module")
@@ -24,30 +20,19 @@ def world(tmp_path_factory):
     make_model().save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
     with open(folder / "train.csv", "w", newline="") as file:
-        csv.writer(file).writerows([("sentence", "label"), *zip(*make_texts(EXAMPLES))])
+        csv.writer(file).writerows([("sentence", "label"), *zip(*make_texts(24))])
     return folder
-
-
-def free_port():
-    """Below those that systems hand out by themselves: nobody gets it while the vendor is down."""
-    for port in random.sample(range(20_000, 32_000), 100):
-        with socket.socket() as found, contextlib.suppress(OSError):
-            found.bind(("127.0.0.1", port))
-            return port
-    raise OSError("no port is free")
 
 
 def test_contributing_tokens_of_private_texts_are_counted_once(world, service, tmp_path):
     folder = tmp_path / "c"
     start = ("split", "customer", "--insecure", "--address", service.address, "--folder", folder, "--eta", 9)
-    start += ("--tokenizer", world / "model")
-    start = (*start, "--cti", "prior", "--batch-size", 8)
+    start += ("--tokenizer", world / "model", "--cti", "prior", "--batch-size", 8)
     data = ("--train", world / "train.csv", "--epochs", 1)
     assert "counts of the private texts reveal them" in refused(*start, *data)
     assert "leave out --noise rows" in refused(*start, *data, "--cti-noise", 1, "--noise", "rows")
     assert "counts the texts of --train" in refused(*start, "--cti-noise", 1, "--predict", world / "train.csv")
-    result = run(*start, *data, "--cti-noise", 1)
-    assert result.exit_code == 0, result.output
+    assert told(*start, *data, "--cti-noise", 1)
     kept = (folder / "counts.pt").read_bytes()
     statement = json.loads((folder / "statement.json").read_text())
     assert statement["guarantee"].startswith("metric")
@@ -56,8 +41,7 @@ def test_contributing_tokens_of_private_texts_are_counted_once(world, service, t
     )
     # Another draw would be another release, and another privatizer than the run was begun with.
     for more in (data, ("--predict", world / "train.csv")):
-        result = run(*start, *more, "--cti-noise", 1)
-        assert result.exit_code == 0, result.output
+        assert told(*start, *more, "--cti-noise", 1)
     assert (folder / "counts.pt").read_bytes() == kept
     assert "made with another --cti, --cti-noise or --cells" in refused(*start, *data, "--cti-noise", 2)
     public = (*start, *data, "--cti-public")
@@ -80,31 +64,22 @@ def test_the_unchanged_share_is_shown_before_anything_leaves(world, service, tmp
     assert "100.0% of the vocabulary's tokens stay what they were" in " ".join(result.output.split())
 
 
-def test_certificates_command(tmp_path):
-    result = run("split", "certificates", tmp_path / "c", "--customer", "alice", "--host", "vendor.example")
-    assert result.exit_code == 0, result.output
-    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["alice", "authority", "vendor"]
-    again = run("split", "certificates", tmp_path / "c", "--customer", "alice").output
-    assert "has all of these already" in " ".join(again.split())
-    assert "cannot name a client" in refused("split", "certificates", tmp_path / "c", "--customer", "../x")
-
-
 @pytest.mark.parametrize(
     ("program", "server", "client"), [("split", "vendor", "customer"), ("federated", "server", "node")]
 )
-def test_certificates_are_renewed_and_revoked(tmp_path, program, server, client):
+def test_certificates_are_made_renewed_and_revoked(tmp_path, program, server, client):
     folder = tmp_path / "c"
-    assert run(program, "certificates", folder, f"--{client}", "alice").exit_code == 0
+    make = (program, "certificates", folder, f"--{client}")
+    assert told(*make, "alice", "--host", "vendor.example")
+    assert sorted(path.name for path in folder.iterdir()) == sorted(["alice", "authority", server])
+    assert "has all of these already" in told(*make, "alice")
+    assert "cannot name a client" in refused(*make, "../x")
     first = (folder / "alice" / "certificate.pem").read_bytes()
-    assert run(program, "renew", folder, "--name", "alice", "--name", server).exit_code == 0
-    second = (folder / "alice" / "certificate.pem").read_bytes()
-    assert second != first
-    assert run(program, "revoke", folder, "--name", "alice").exit_code == 0
-    revoked = Revocations(folder / server)
-    for certificate in (first, second):
-        with pytest.raises(ValueError, match="revoked"):
-            revoked.check(certificate)
-    revoked.check((folder / server / "certificate.pem").read_bytes())
+    assert told(program, "renew", folder, "--name", "alice", "--name", server)
+    assert (folder / "alice" / "certificate.pem").read_bytes() != first
+    assert told(program, "revoke", folder, "--name", "alice")
+    with pytest.raises(ValueError, match="revoked"):
+        Revocations(folder / server).check(first)
     for command, name in (("renew", "carol"), ("revoke", "carol"), ("revoke", server)):
         assert refused(program, command, folder, "--name", name)
 
@@ -121,6 +96,8 @@ def test_refusals(world, tmp_path):
     assert "--tokenizer is missing" in refused(*customer, *texts)
     assert "give a folder of certificates" in refused(*customer, *texts, "--tokenizer", world / "model")
     assert "has no certificates" in refused(*customer, "--eta", 1, "--certificates", tmp_path / "none")
-    assert "did not answer within 0.2 seconds" in refused(
-        *(*customer, "--insecure", "--eta", 1, "--address", f"127.0.0.1:{free_port()}", "--patience", 0.2),
-    )
+    with socket.socket() as silent:
+        # Bound, and nobody listens there.
+        silent.bind(("127.0.0.1", 0))
+        nobody = ("--address", f"127.0.0.1:{silent.getsockname()[1]}", "--patience", 0.2)
+        assert "did not answer within 0.2 seconds" in refused(*customer, "--insecure", "--eta", 1, *nobody)

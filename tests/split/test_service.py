@@ -234,11 +234,9 @@ class TestCertificates:
     def test_a_vendor_of_another_host_is_not_believed(self, tmp_path):
         folder = tmp_path / "certificates"
         make_certificates(folder, ["alice"], ["vendor.example"])
-        with make_vendor(tmp_path / "vendor").serve("localhost:0", folder / "vendor") as service:
-            connection = Connection(service.address, folder / "alice", deadline=30.0, patience=60.0)
-            with pytest.raises(ConnectionError, match="not one of your authority's for this address"):
-                connection.call(Outgoing("describe"), replies(None))
-            connection.close()
+        vendor = make_vendor(tmp_path / "vendor").serve("localhost:0", folder / "vendor")
+        with vendor as service, pytest.raises(ConnectionError, match="not one of your authority's for this address"):
+            self.describe(service, folder / "alice", patience=60.0)
 
     def test_a_revoked_certificate_is_turned_away(self, tmp_path, monkeypatch):
         """Also where its connection was open before: no restart is needed."""

@@ -1,12 +1,11 @@
 """What was appended is there after a kill, byte for byte, and what was not finished is gone."""
 
-import resource
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 from fastdp.split.store import RECORDS, ROWS, ExampleStore
+from tests.test_files import small_files
 
 
 def filled(folder, blocks, dtype=torch.float32):
@@ -70,13 +69,17 @@ def test_an_unfinished_append_is_cut_off(tmp_path, damage):
 
 def test_refusals(tmp_path):
     filled(tmp_path, [[2]])[0].close()
-    with pytest.raises(ValueError, match="another width or dtype"):
-        ExampleStore(tmp_path, 4, torch.float32)
-    with pytest.raises(ValueError, match="another width or dtype"):
-        ExampleStore(tmp_path, 3, torch.bfloat16)
-    (tmp_path / ROWS).write_bytes(b"short")
-    with pytest.raises(ValueError, match="damaged"):
+    for width, dtype in ((4, torch.float32), (3, torch.bfloat16)):
+        with pytest.raises(ValueError, match="another width or dtype"):
+            ExampleStore(tmp_path, width, dtype)
+    with open(tmp_path / RECORDS, "ab") as file:
+        file.write(b'{"first":7,"lengths":[1],"digest":""}\n')
+    with pytest.raises(ValueError, match="a record of example 7 at 1: it was damaged"):
         ExampleStore(tmp_path, 3, torch.float32)
+    filled(tmp_path / "other", [[2]])[0].close()
+    (tmp_path / "other" / ROWS).write_bytes(b"short")
+    with pytest.raises(ValueError, match="shorter than its records say: it was damaged"):
+        ExampleStore(tmp_path / "other", 3, torch.float32)
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
@@ -84,27 +87,12 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     store = ExampleStore(tmp_path, 1, torch.float16)
     store.append(torch.ones(2, 1, dtype=torch.float16), [2], "first")
     before = {name: (tmp_path / name).read_bytes() for name in ("rows.bin", "rows.jsonl")}
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before["rows.jsonl"]) + 5, hard))
-    try:
-        for _ in range(2):
-            with pytest.raises(OSError, match="File too large"):
-                store.append(torch.zeros(1, 1, dtype=torch.float16), [1], "second")
-            assert before == {name: (tmp_path / name).read_bytes() for name in before}
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    for _ in range(2):
+        with small_files(len(before["rows.jsonl"]) + 5), pytest.raises(OSError, match="File too large"):
+            store.append(torch.zeros(1, 1, dtype=torch.float16), [1], "second")
+        assert before == {name: (tmp_path / name).read_bytes() for name in before}
     store.append(torch.zeros(1, 1, dtype=torch.float16), [1], "second")
     store.close()
     again = ExampleStore(tmp_path, 1, torch.float16)
     assert (again.count, again.digest_of(1)) == (2, "second")
     again.close()
-
-
-def test_a_record_of_another_place_is_damage(tmp_path):
-    store = ExampleStore(tmp_path, 1, torch.float16)
-    store.append(torch.ones(2, 1, dtype=torch.float16), [2], "first")
-    store.close()
-    with open(tmp_path / RECORDS, "ab") as file:
-        file.write(b'{"first":7,"lengths":[1],"digest":""}\n')
-    with pytest.raises(ValueError, match="it was damaged"):
-        ExampleStore(tmp_path, 1, torch.float16)
