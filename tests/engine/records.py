@@ -6,7 +6,6 @@ through the engine's accumulator as captures of a backward pass do; what it adds
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from unittest import mock
 
@@ -184,28 +183,3 @@ def _moved_sizes(
 
     accumulator.run(backward, sinks.append, layout, {}, two_pass=False)  # type: ignore[arg-type]
     return float(accumulator.magnitudes.sum()) / magnitude_bound(partitions, bound)
-
-
-def drawn_cases(count: int, seed: int = 0) -> Iterator[Case]:
-    """Cases of every kind, use and policy in turn."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def number(low: float, high: float) -> float:
-        return low + (high - low) * float(torch.rand(1, generator=generator))
-
-    for index in range(count):
-        extreme = 30.0 if index % 5 == 0 else 5.0
-        yield Case(
-            seed=seed * 1_000_003 + index,
-            kind=KINDS[index % len(KINDS)],
-            uses=USES[index // len(KINDS) % len(USES)],
-            policy=POLICIES[int(number(0, len(POLICIES)))],
-            dtype=torch.bfloat16 if number(0, 1) < 0.4 else torch.float32,
-            tokens=int(number(1, 80 if index % 7 else 400)),
-            m=int(number(1, 90)),
-            n=int(number(1, 90)),
-            left_exponent=number(-extreme, extreme),
-            right_exponent=number(-extreme, extreme),
-            bound_exponent=number(-6, 3),
-            two_pass=number(0, 1) < 0.5,
-        )

@@ -9,50 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from fastdp.bench.fuzz import alone
+from fastdp.bench.fuzz import alone, norms
 
 from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
 from fastdp.engine.uses.layout import Ticket
 from fastdp.verify import Checks
-
-
-def per_example_loss(logits: torch.Tensor, batch: dict[str, torch.Tensor], *, shift: bool) -> torch.Tensor:
-    """Mean over one example's own tokens of the cross-entropy, written out; 0 without labels."""
-    labels = batch["labels"]
-    if shift:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    if labels.dim() == 1:
-        logits, labels = logits.unsqueeze(1), labels.unsqueeze(1)
-    kept = labels != -100
-    chosen = torch.log_softmax(logits.double(), -1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return -(chosen * kept).sum() / max(1, int(kept.sum()))
-
-
-def one_at_a_time(
-    model: torch.nn.Module, batch: dict[str, torch.Tensor], *, shift: bool
-) -> list[dict[str, torch.Tensor]]:
-    """The gradient of each example's loss by a plain copy of the model in float64."""
-    exact = copy.deepcopy(model).double()
-    names = [name for name, p in exact.named_parameters() if p.requires_grad]
-    gradients = []
-    rows = next(iter(batch.values())).shape[0]
-    for row in range(rows):
-        single = {k: v[row : row + 1] for k, v in batch.items()}
-        single = {k: v.double() if v.is_floating_point() else v for k, v in single.items()}
-        logits = exact(**single).logits
-        loss = per_example_loss(logits, single, shift=shift)
-        found = torch.autograd.grad(loss, [p for p in exact.parameters() if p.requires_grad], allow_unused=True)
-        gradients.append({n: g if g is not None else torch.zeros(()) for n, g in zip(names, found)})
-    return gradients
-
-
-def norms(gradients: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """Norm of each example's gradient over all parameters."""
-    return torch.stack(
-        [torch.stack([g.square().sum() for g in gradient.values()]).sum().sqrt() for gradient in gradients]
-    )
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

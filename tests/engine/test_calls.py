@@ -17,7 +17,7 @@ import fastdp
 from tests.cases import cases
 from tests.engine.runs import opaque
 from tests.honest.harness import Case, sum_error
-from tests.honest.kit import MEAN, Wrapped, mlp, numbers, texts, unpack
+from tests.honest.kit import Wrapped, mlp, numbers, texts, unpack
 
 
 @dataclass(frozen=True)
@@ -198,12 +198,6 @@ def test_texts_that_a_model_couples_are_refused() -> None:
 
     with pytest.raises(fastdp.engine.errors.SelfCheckError, match="The loss of row"):
         train(listed(forward, LISTS["texts"][1]))
-
-
-def test_texts_and_a_criterion_in_the_loop() -> None:
-    case = listed(lambda self, t: encoded(self, tokens(t)), LISTS["texts"][1])
-    case.loss = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
-    assert train(case, **MEAN).route == "uses"
 
 
 #: Each batch is the whole data set, so that no batch has three rows by chance.

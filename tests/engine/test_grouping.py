@@ -61,24 +61,6 @@ def test_grouping_changes_no_sum(name: str, launches: bool, monkeypatch: pytest.
     assert 1 < len(groups) < matrices
 
 
-def test_little_waits_on_a_processor_and_nothing_under_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0 < norm_sinks.may_hold(torch.device("cpu")) <= 1 << 20
-    monkeypatch.setattr(norm_sinks, "may_hold", lambda device: EVERYTHING)
-    opened = norm_sinks.NormSink.__init__
-    limits = []
-
-    def noted(self, *args, **options):
-        opened(self, *args, **options)
-        limits.append(self.may_hold_bytes)
-
-    monkeypatch.setattr(norm_sinks.NormSink, "__init__", noted)
-    for two_pass in (False, True):
-        engine, tickets = engine_for(build("gpt2", "lora"), 0.5, verify=Routing, two_pass=two_pass)
-        tickets.append(ticket(4))
-        engine.model(**batch("gpt2")).loss.backward()
-    assert limits == [EVERYTHING, 0]
-
-
 @pytest.mark.parametrize("swap", [False, True])
 def test_narrow_matrices_that_wait_are_clipped_and_added_as_each_alone(
     swap: bool, monkeypatch: pytest.MonkeyPatch

@@ -30,7 +30,6 @@ from tests.engine.reference import (
     engine_for,
     feed,
     norms,
-    one_at_a_time,
     relative,
     require_exact,
     stepped,
@@ -150,13 +149,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@cases(*pairs(("tokens", [1 + WIDTH, 4 * WIDTH + 3]), ("way", WAYS)))
-def test_a_head_is_exact_however_a_calls_it(way: str, tokens: int) -> None:
+@cases(*pairs(("tokens", [1 + WIDTH, 4 * WIDTH + 3]), ("way", WAYS), ("two_pass", [None, True])))
+def test_a_head_is_exact_however_a_model_calls_it(way: str, tokens: int, two_pass: bool | None) -> None:
     model = Speaker(**WAYS[way])
     inputs = data(tokens=tokens)
     if "ignore_index" in WAYS[way].get("loss", {}):
         inputs["labels"] = inputs["labels"].clamp(min=3)
-    engine = exact(model, inputs)
+    engine = exact(model, inputs, two_pass=two_pass)
     if not WAYS[way].get("tied"):
         assert engine.accumulator.routes["head.weight"].name == "tiles"
 
@@ -227,11 +226,6 @@ def test_what_is_frozen_gets_nothing_and_passes_all_on(trained: list[str], token
     assert set(engine.accumulator.sums) == {"layer.weight", "layer.bias", *trained}
 
 
-@cases(*pairs(("tokens", [1 + WIDTH, 4 * WIDTH + 3]), ("tied", [False, True])))
-def test_two_passes_add_what_they_measured(tied: bool, tokens: int) -> None:
-    exact(Speaker(tied=tied, bias=True), data(tokens=tokens), two_pass=True)
-
-
 @cases("tokens", [1 + WIDTH, 4 * WIDTH + 3])
 def test_users_of_several_rows_and_padding_rows(tokens: int) -> None:
     model, inputs = Speaker(tied=True), data(rows=7, tokens=tokens)
@@ -293,8 +287,7 @@ _FAST = [("gpt2", "full"), ("gemma3", "full"), ("llama", "lora"), ("bart", "full
 )
 def test_models_of_transformers(name: str, tuning: str) -> None:
     model, inputs = build(name, tuning), batch(name)
-    shift = name not in {"bert", "roberta", "distilbert", "electra", "albert", "bert-mlm", "t5", "bart"}
-    units = one_at_a_time(model, inputs, shift=shift)
+    units = one_by_one(model, inputs)
     engine, tickets = engine_for(model, float(norms(units).median()))
     tickets.append(ticket(len(units)))
     output = model(**inputs)
@@ -372,26 +365,6 @@ def test_what_logits_are_made_of_may_be_written_afterwards() -> None:
     model.head.bias = nn.Parameter(torch.zeros(VOCABULARY))
     inputs["labels"] = inputs["ids"]
     exact(model, inputs, left_out=False)
-
-
-def test_rows_that_see_each_other_through_the_logits_are_refused() -> None:
-    model, inputs = Reads(lambda z: z + 0.1 * z.detach().mean(0)), data()
-    inputs["labels"] = inputs["ids"]
-    _, tickets = engine_for(model, 0.7)
-    tickets.append(ticket(5))
-    with pytest.raises(SelfCheckError, match="couple examples"):
-        model(**inputs)
-
-
-def test_a_tied_head_makes_its_tiles_twice_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    tile = head.Tiles.tile
-    monkeypatch.setattr(head.Tiles, "tile", lambda *a: made.append(a[1:3]) or tile(*a))
-    inputs = data(rows=2, tokens=1 + WIDTH)
-    inputs["labels"] = inputs["ids"]
-    step(Speaker(tied=True), inputs, verify=Routing)
-    # Both units fit in one tile, and the pass that tries the route makes it once more.
-    assert made == [(0, 2 * (1 + WIDTH))] * 3
 
 
 def test_units_that_are_not_finite_take_no_part() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -45,20 +44,6 @@ def test_texts_as_long_as_there_are_rows_leave_them_in_order(model: nn.Module, t
     found = Tracer(model, trained).trace(model.forward, ((ids,), {}), 4)
     assert found.conflict is None
     assert all(fold is None or fold.natural for fold in found.carries_rows.values())
-
-
-def test_patches_of_as_many_channels_as_traced_rows() -> None:
-    """Patches that unfold() cuts: as many channels as there are rows in the shorter pass."""
-    layer = nn.Linear(4, 3)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(
-            layer(x.unfold(-1, 4, 4).flatten(0, 1)).sum(1), torch.zeros(2 * len(x), dtype=torch.long)
-        )
-
-    found = Tracer(layer, dict(layer.named_parameters())).trace(forward, ((torch.rand(5, 2, 8),), {}), 5)
-    assert found.conflict is None
-    assert all(fold is not None and fold.natural for fold in found.carries_rows.values())
 
 
 @settings(max_examples=60, deadline=None)

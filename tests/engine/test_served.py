@@ -133,25 +133,6 @@ def test_class_weights_stay_in_an_example_s_loss(route: str) -> None:
     assert by_class == pytest.approx([float(weight[int(y)]) for y in data["labels"]], rel=1e-4)
 
 
-class Shifted(Net):
-    """Adds a table that the caller hands in."""
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> Any:  # type: ignore[override]
-        hidden = torch.tanh(self.first(x)).unsqueeze(1) + positions
-        hidden = mixed(self, hidden)
-        return {"loss": F.cross_entropy(self.second(hidden).mean(1), labels)}
-
-
-def test_what_carries_rows_is_decided_once_and_not_by_length() -> None:
-    positions = torch.randn(3, 6, generator=torch.Generator().manual_seed(2))
-    exact_batches(
-        lambda: Shifted(mix=parameter(3)),
-        [{**collate(examples(rows)), "positions": positions} for rows in (4, 3, 6, 1, 3)],
-        plain=lambda: Net(lambda net, h: mixed(net, h.unsqueeze(1) + positions.to(h)), mix=parameter(3)),
-        route="one-example",
-    )
-
-
 class Growing(Net):
     """Sees other tokens than in the batch before, by no reason of its inputs' shapes."""
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 
-import fastdp.engine.routing as routing
 from fastdp.engine.errors import SelfCheckError
 from tests.cases import cases
 from tests.engine.models import batch, build
 from tests.engine.nets import EXACT, Net, exact_batches, gap, parameter
-from tests.engine.reference import engine_for, feed, norms, one_at_a_time, relative
+from tests.engine.reference import engine_for, feed, norms, relative
 from tests.engine.runs import Batch, clipped_sum, collate, error, examples, one_by_one
 
 
@@ -35,7 +32,7 @@ def test_a_model_that_leaves_its_mask_out_where_nothing_is_padded(order: tuple[i
     engine, tickets = engine_for(model, 0.5)
     for which in order:
         data = padded(which)
-        truth = one_at_a_time(model, data, shift=False)
+        truth = one_by_one(model, data)
         feed(engine, tickets, data)
         assert relative(engine.accumulator.sums["shared.weight"], clipped_sum(truth, 0.5)["shared.weight"]) < 1e-4
         assert error(engine.accumulator.sums, clipped_sum(truth, 0.5)) < 1e-4
@@ -105,17 +102,6 @@ def test_rows_that_meet_on_a_later_way_are_run_alone_or_refused(at: str) -> None
             assert min(error(engine.accumulator.sums, wanted) for wanted in sums) < EXACT
 
 
-def test_a_classifier_that_picks_out_labelled_rows() -> None:
-    import transformers as hf
-
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    model = hf.DebertaV2ForSequenceClassification(hf.DebertaV2Config(vocab_size=61, num_labels=3, **shape)).train()
-    engine, tickets = engine_for(model, 0.5)
-    feed(engine, tickets, batch("bert"))
-    assert engine.route == "uses", engine.reason
-
-
 class Tasks(Net):
     """Two tasks that a keyword tells apart: their losses are divided by the rows in ways of their own."""
 
@@ -153,20 +139,6 @@ def test_a_way_whose_loss_is_divided_otherwise_changes_no_other() -> None:
     exact_batches(Tasks, two_tasks(), plain=Net, route="one-example")
 
 
-def test_a_way_that_was_refused_stays_unknown() -> None:
-    """Where the loop goes on all the same; the next batch is of another length."""
-    engine, tickets = engine_for(build("t5"), 0.5)
-    feed(engine, tickets, padded(0))
-    assert engine.trace is not None
-    known = dict(engine.trace.meetings)
-    with contextlib.suppress(KeyError), engine.trace.trying():
-        engine.trace.meetings.clear()
-        engine.trace.selections.add(("a call", ""))
-        raise KeyError
-    assert engine.trace.meetings == known
-    assert not engine.trace.selections
-
-
 class Tagged(Net):
     """Takes a text that names its batch and chooses nothing."""
 
@@ -191,15 +163,3 @@ def test_a_text_of_another_value_in_each_batch_is_no_choice_among_ways() -> None
         assert gap(engine, one_by_one(Net(), data)) < EXACT
     assert passes[1:33] == [2] * 32
     assert passes[-5:] == [1] * 5
-
-
-def test_of_many_kinds_of_calls_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others are compared with the trace anew."""
-    monkeypatch.setattr(routing, "MOST_CALLS", 3)
-    engine, tickets = engine_for(Net(), 0.5)
-    for rows in (*range(2, 8), *range(2, 8)):
-        data = collate(examples(rows, seed=rows))
-        feed(engine, tickets, data)
-        assert gap(engine, one_by_one(Net(), data)) < EXACT
-        assert len(engine.checks.traced.compared) <= 3
-    assert engine.route == "uses", engine.reason
