@@ -19,6 +19,7 @@ from tests.cases import cases, pairs
 from tests.engine.models import batch, build
 from tests.engine.reference import engine_for, feed, norms
 from tests.engine.runs import CLIPPED, Batch, clipped_sum, error, one_by_one
+from tests.loops import train_epoch
 
 CPU = torch.device("cpu")
 PLENTY = 1 << 40
@@ -194,10 +195,7 @@ def test_a_card_says_how_many_passes_ran(two_pass: bool | None) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given = {"noise_multiplier": 1.0, "target_delta": 1e-3, "epochs": 1, "two_pass": two_pass}
     private = fastdp.make_private(model, optimizer, DataLoader(data, batch_size=4), **given)  # type: ignore[arg-type]
-    for inputs in private.data_loader:
-        private.model(**inputs).loss.backward()
-        private.optimizer.step()
-        private.optimizer.zero_grad()
+    train_epoch(private)
     card = private.card()
     assert card["model"]["backward_passes"] == private.backward_passes == (2 if two_pass else 1)
     assert any("backward passes" in text for text in card["unprotected"])

@@ -28,6 +28,7 @@ from fastdp.methods.frost.accumulate import AbsoluteSink
 from fastdp.ops.routes import NARROW, ROUTES
 from fastdp.private.observer import Observer
 from tests.cases import cases, pairs
+from tests.loops import train_epoch
 
 #: What one record may move, in units of the bound.
 MOVES = 1.0001
@@ -262,10 +263,7 @@ def one_release(
     private = fastdp.make_private(model, optimizer, loader, **given)
     if watch is not None:
         private.observe(watch)
-    for batch in private.data_loader:
-        private.model(**batch)["loss"].backward()
-        private.optimizer.step()
-        private.optimizer.zero_grad()
+    train_epoch(private)
     private.detach()
     return model
 

@@ -125,6 +125,9 @@ def test_refusals_before_the_start_leave_everything_as_it_was(tmp_path: Path) ->
             {"method": fastdp.DPSGD({"a": 1.0}, groups={"a": ["first.*"], "b": ["*"]})},
             "no entry for the group 'b'",
         ),
+        ({"isolation": "per_row"}, "isolation is 'per_row': use 'per_example'"),
+        ({"isolation": True}, "isolation is True: use 'per_example'"),
+        ({"isolation": "per_example", "unit_map": "units"}, "leave unit_map and capture out"),
         ({"noise_rounds": 8}, "noise_rounds is 8: noise has 20 rounds of ChaCha, or 12"),
         ({"noise_rounds": "12"}, "noise_rounds is '12'"),
         (
