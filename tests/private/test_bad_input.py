@@ -35,6 +35,7 @@ from tests.engine.runs import (
     start,
     state,
 )
+from tests.loops import train_epoch
 
 PRIVATE = {"noise_multiplier": 1.0, "target_delta": 1e-4}
 
@@ -80,18 +81,13 @@ def test_refusals_before_the_start_leave_everything_as_it_was(tmp_path: Path) ->
     "options, match",
     [
         ({"target_epsilon": 0.0, "target_delta": 1e-4}, "target_epsilon is 0.0"),
-        ({"target_epsilon": math.nan, "target_delta": 1e-4}, "target_epsilon is nan"),
         ({"target_epsilon": 8.0}, "needs target_delta"),
-        ({"target_epsilon": 8.0, "target_delta": 0.0}, "target_delta is 0.0"),
-        ({"target_epsilon": 8.0, "target_delta": 1.0}, "target_delta is 1.0"),
         ({"target_epsilon": 8.0, "target_delta": math.nan}, "target_delta is nan"),
         ({"target_epsilon": 1e-7, "target_delta": 1e-10, "epochs": 1000}, "out of reach"),
         ({"target_epsilon": 8.0, "target_delta": 1e-4, "noise_multiplier": 1.0}, "either target_epsilon or"),
         ({"noise_multiplier": None}, "either target_epsilon or"),
-        ({"noise_multiplier": -1.0}, "noise_multiplier is -1.0"),
         ({"noise_multiplier": math.inf}, "noise_multiplier is inf"),
         ({"epochs": None}, "epochs is None"),
-        ({"epochs": 0}, "epochs is 0"),
         ({"epochs": math.inf}, "epochs is inf"),
         ({"sampling": "weighted"}, "sampling is 'weighted'"),
         ({"adjacency": "neighbouring"}, "adjacency is 'neighbouring'"),
@@ -149,21 +145,6 @@ def test_settings_out_of_range(options: dict[str, Any], match: str) -> None:
     with refused(ValueError, match, model=model):
         start(model, **options)
     assert "forward" not in model.__dict__
-
-
-@cases(
-    "build_method",
-    [
-        lambda: fastdp.DPSGD(max_grad_norm=0.0),
-        lambda: fastdp.DPSGD(max_grad_norm=math.nan),
-        lambda: fastdp.DPSGD(groups="per-layer"),
-        lambda: fastdp.AdaptiveClipping(target_quantile=0.0),
-        lambda: fastdp.AdaptiveClipping(learning_rate=-1.0),
-    ],
-)
-def test_methods_out_of_range(build_method: Callable[[], Any]) -> None:
-    with refused(ValueError, "."):
-        build_method()
 
 
 class Stream(IterableDataset):
@@ -315,6 +296,18 @@ def _ahead(private: Any) -> None:
     next(iterator), next(iterator)
 
 
+def _after_backward(private: Any) -> None:
+    """As sharpness-aware minimization, adversarial weights and the discriminator of a GAN do."""
+    batch = _hand_out(private)
+    private.model(**batch)["loss"].backward()
+    private.model(**batch)
+
+
+def _with_gradients(private: Any) -> None:
+    batch = _hand_out(private)
+    private.model(batch["x"].requires_grad_(), batch["labels"])
+
+
 def _called_with(private: Any, rows: int) -> None:
     private.model(torch.zeros(rows, FEATURES), torch.zeros(rows, dtype=torch.int64))
 
@@ -355,6 +348,8 @@ NO_BACKWARD = r"step\(\) without backward\(\)"
         ),
         (Classifier, OUTSIDE, _in_parts, RuntimeError, r"The loop called parts of the model, .* own forward\(\)"),
         (Classifier, PIECES, _ahead, RuntimeError, "taken ahead"),
+        (Classifier, {}, _after_backward, RuntimeError, r"A forward pass ran after its batch's backward\(\)"),
+        (Classifier, {}, _with_gradients, ValueError, r"An input requires gradients.* model.eval\(\)"),
         (Classifier, {}, lambda p: _called_with(p, 2), RuntimeError, "no batch is outstanding"),
         (
             Classifier,
@@ -375,13 +370,6 @@ def test_loops_that_cannot_be_followed(
     private = start(model(), **options, **PRIVATE)
     with refused(kind, match, private):
         act(private)
-
-
-def test_a_second_step_without_backward() -> None:
-    private = start(**PRIVATE)
-    logical_step(private)
-    with refused(RuntimeError, NO_BACKWARD, private):
-        private.optimizer.step()
 
 
 def test_a_unit_map_that_is_missing_or_names_a_stranger() -> None:
@@ -405,22 +393,6 @@ def test_a_unit_map_that_is_missing_or_names_a_stranger() -> None:
     batch = next(iter(private.data_loader))
     with refused(ValueError, "one contiguous run", private):
         private.model(**batch)
-
-
-def test_a_second_forward_pass_after_backward() -> None:
-    """As sharpness-aware minimization, adversarial weights and the discriminator of a GAN do."""
-    private = start(**PRIVATE)
-    batch = next(iter(private.data_loader))
-    private.model(**batch)["loss"].backward()
-    with refused(RuntimeError, r"A forward pass ran after its batch's backward\(\)", private):
-        private.model(**batch)
-
-
-def test_inputs_that_require_gradients() -> None:
-    private = start(**PRIVATE)
-    batch = next(iter(private.data_loader))
-    with refused(ValueError, r"An input requires gradients.* model.eval\(\)", private):
-        private.model(batch["x"].clone().requires_grad_(), batch["labels"])
 
 
 @cases("told, way", [(True, "$"), (False, " Make the collator with return_seq_idx=True")])
@@ -447,12 +419,9 @@ def test_a_mean_over_the_batch_in_the_loop_names_what_divides(late: bool) -> Non
             return nn.CrossEntropyLoss(weight)(model(batch["x"]), batch["labels"])
         return F.cross_entropy(model(batch["x"]), batch["labels"], weight=weight)
 
-    private, cross_entropy = start(Logits(), loss_reduction="mean", **PRIVATE), torch._C._nn.cross_entropy_loss
+    private = start(Logits(), loss_reduction="mean", **PRIVATE)
     with refused(SelfCheckError, "cross_entropy with weight= and reduction='mean' divides by the weights", private):
-        for batch in private.data_loader:
-            loss(private.model, batch).backward()
-            private.optimizer.step()
-    assert torch._C._nn.cross_entropy_loss is cross_entropy
+        train_epoch(private, loss)
 
 
 def test_gradients_that_were_not_clipped() -> None:

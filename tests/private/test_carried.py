@@ -65,7 +65,7 @@ def test_an_eps_of_zero_is_refused_before_budget_is_spent(make: Any) -> None:
         start(model, None, make(model.parameters(), lr=0.1, eps=0.0))
 
 
-@cases(*pairs(("kind", ["sgd", "adam"]), ("replaced", [False, True])))
+@cases("kind, replaced", [("sgd", True), ("adam", False)])
 def test_state_that_was_written_between_steps_is_not_released_with(kind: str, replaced: bool) -> None:
     model = Classifier()
     private = start(model, None, KINDS[kind](model.parameters()))

@@ -52,34 +52,6 @@ def test_examples_that_a_data_set_may_mix_are_read_one_at_a_time(kind: str, work
     assert torch.equal(batch["x"], expected)
 
 
-def test_what_is_read_together_by_known_code_alone_stays_so() -> None:
-    rows = datasets.Dataset.from_list([{"x": e["x"].tolist(), "labels": e["labels"]} for e in examples(8)])
-    asked = []
-
-    class Noting(type(rows)):  # type: ignore[misc]
-        def __getitems__(self, keys: list[int]) -> Any:
-            asked.append(len(keys))
-            return super().__getitems__(keys)
-
-    Noting.__module__ = type(rows).__module__
-    formatted = rows.with_format("torch")
-    formatted.__class__ = Noting
-    logical_step(start(data_loader=loader(formatted)))
-    assert asked == [8]
-
-
-def test_workers_find_what_their_functions_ask_of_the_data_set() -> None:
-    data = Together(examples(8))
-    found = loader(data, num_workers=1, worker_init_fn=_look)
-    logical_step(start(data_loader=found))
-
-
-def _look(number: int) -> None:
-    info: Any = torch.utils.data.get_worker_info()
-    assert info.dataset.asked == 0
-    assert len(info.dataset) == 8
-
-
 class Augmented(list[Any]):
     """Draws from every generator that a worker may have seeded."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +74,6 @@ def test_a_schedule_does_not_count_releases_from_before_it_was_made() -> None:
         private.detach()
 
 
-def test_other_optimizers_schedules_are_left_alone() -> None:
-    start(**PRIVATE)
-    plain = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    schedule = halving(plain)
-    plain.step()
-    schedule.step()
-    schedule.step()
-    assert plain.param_groups[0]["lr"] == 0.25
-
-
 def pretrained(folder: Path) -> torch.nn.Module:
     config = BertConfig(
         vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=3
@@ -112,18 +101,6 @@ def test_a_model_from_from_pretrained_is_trained_in_training_mode(tmp_path: Path
         optimizer.zero_grad()
     assert seen == {frozenset({chosen != "eval"})}
     assert private.steps_done == private.total_steps
-
-
-def test_a_model_that_is_not_trained_is_given_back_as_it_came(tmp_path: Path) -> None:
-    model = pretrained(tmp_path)
-    fastdp.make_private(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        DataLoader([{"input_ids": [1]}] * 4, batch_size=2),  # type: ignore[arg-type]
-        epochs=1,
-        **PRIVATE,
-    ).detach()
-    assert not any(module.training for module in model.modules())
 
 
 def test_eval_mode_in_mid_loop_is_named() -> None:
@@ -183,16 +160,6 @@ class Counting(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         self.steps += 1
         return super().step(closure)
-
-
-def test_an_optimizer_whose_step_calls_its_parents() -> None:
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # From here on torch's own class has hooked steps.
-    models = [Classifier(), Classifier()]
-    for model, kind in zip(models, (Counting, torch.optim.AdamW)):
-        private = start(model, optimizer=kind(model.parameters(), lr=0.01), max_physical_batch_size=3, **PRIVATE)
-        assert len(spend(private)) == 6 == private.steps_done
-    for one, other in zip(models[0].parameters(), models[1].parameters()):
-        assert torch.equal(one, other)
 
 
 def by_closure(private: Any) -> list[Any]:
@@ -293,21 +260,6 @@ class TestDropIn:
         with pytest.raises(RuntimeError, match="not private yet"):
             optimizer.step()
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
-
-    def test_frost_composes_with_groups_and_adaptation(self) -> None:
-        method = fastdp.DPFrost(
-            unfreezing_ratio=0.9,
-            selection_noise_multiplier=2.0,
-            selection_rate=0.5,
-            groups="per_layer",
-            adaptive=fastdp.AdaptiveClipping(),
-        )
-        model = Classifier()
-        private = start(model, optimizer=fastdp.optim.Adam(model.parameters(), lr=0.01), method=method, **PRIVATE)
-        logical_step(private)
-        assert len(private.policy.bounds) == len({name.rpartition(".")[0] for name in private.parameters})
-        assert private.policy.bounds != (1.0,), "it adapted"
-        assert private.policy.noise_multiplier == pytest.approx(fastdp.AdaptiveClipping().gradient_multiplier(1.0))
 
 
 def test_noise_that_is_settled_cannot_be_set() -> None:
@@ -422,33 +374,6 @@ def test_an_optimizer_sees_no_parameters_where_a_step_releases_nothing() -> None
         assert [list(map(id, g["params"])) for g in optimizer.param_groups] == [list(map(id, g)) for g in groups]
         if not private.last_step_done:
             assert all(map(torch.equal, model.parameters(), before))
-    assert steps > 1
-    assert not all(map(torch.equal, model.parameters(), before))
-
-
-class FailingOnce(torch.optim.SGD):
-    """Its first step fails, which a loop may catch."""
-
-    failed = False
-
-    def step(self, closure: Any = None) -> None:
-        if not self.failed:
-            self.failed = True
-            raise OSError("a log is full")
-        super().step()
-
-
-def test_a_step_that_fails_leaves_the_next_one_its_parameters() -> None:
-    model = Classifier()
-    optimizer = FailingOnce(model.parameters(), lr=1.0)
-    before = [p.detach().clone() for p in model.parameters()]
-    private = start(model, optimizer=optimizer, max_physical_batch_size=3)
-    iterator, steps = iter(private.data_loader), 0
-    while not private.last_step_done:
-        private.model(**next(iterator))["loss"].backward()
-        with contextlib.suppress(OSError):
-            optimizer.step()
-        steps += 1
     assert steps > 1
     assert not all(map(torch.equal, model.parameters(), before))
 

@@ -59,6 +59,10 @@ def hub(tmp_path, monkeypatch):
 def test_a_folder_for_others_holds_weights_card_and_a_page_that_verify(private, tmp_path):
     folder = private.save_pretrained(tmp_path / "model")
     assert all((folder / name).exists() for name in ("model.safetensors", "config.json", "card.json", "card.md"))
+    # No page names a path of this machine.
+    for name in ("card.json", "card.md", "README.md"):
+        assert "notes-v2" in (folder / name).read_text()
+        assert "anna" not in (folder / name).read_text()
     found = verify(folder / "README.md", weights=folder)
     assert found.guarantee, found.reason
     head = yaml.safe_load((folder / "README.md").read_text().split("---")[1])
@@ -87,13 +91,6 @@ def test_an_upload_takes_the_card_along(private, hub):
     assert private.push_to_hub("anna/notes", commit_message="first") == {"commit_message": "first"}
     assert verify(hub / "anna" / "notes" / "README.md", weights=hub / "anna" / "notes").guarantee
     assert not list((hub / "anna" / "notes").glob("*.jsonl"))
-
-
-def test_no_page_names_a_path_of_this_machine(private, tmp_path):
-    folder = private.save_pretrained(tmp_path / "model")
-    for name in ("card.json", "card.md", "README.md"):
-        assert "notes-v2" in (folder / name).read_text()
-        assert "anna" not in (folder / name).read_text()
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,10 @@ from transformers import (
 
 import fastdp
 from fastdp.data import Collator
-from fastdp.ops.stream import NoiseStream
 from fastdp.private import graphs
 from fastdp.private.graphs import Graphs
-from fastdp.private.loader import LoaderOwner, PrivateLoader
-from fastdp.private.plan import Plan
+from fastdp.private.loader import LoaderOwner
 from fastdp.private.run import Private
-from fastdp.private.sampler import Units
 from tests.cases import cases
 from tests.engine.runs import Sums
 from tests.private.test_graphs import again_on_a_processor
@@ -118,46 +115,6 @@ def test_poisson_batches_are_recorded_to_their_ends(monkeypatch: pytest.MonkeyPa
     assert eager.microbatches["recorded"] == 0
     # Every microbatch has the padding's shape.
     assert {rows % 32 for rows in handed} == {0}
-
-
-def lengths_like(name: str) -> torch.Tensor:
-    """Numbers of tokens, distributed as those of SST-2 phrases or of E2E's restaurants are under a BPE of 8,192 words."""
-    torch.manual_seed(0)
-    if name == "sst2":
-        return (torch.randn(20_000) * 0.62 + 2.7).exp().round().clamp(4, 90).long()
-    return (torch.randn(5_000) * 21 + 85).round().clamp(25, 172).long()
-
-
-@cases("name, is_sorted", [("sst2", False), ("sst2", True), ("e2e", False), ("e2e", True)])
-def test_lengths_that_vary_come_again_at_little_padding(name: str, is_sorted: bool) -> None:
-    class Texts(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return len(lengths)
-
-        def __getitem__(self, index: int) -> dict[str, list[int]]:
-            return {"input_ids": [1] * lengths[index]}
-
-    lengths = lengths_like(name).tolist()
-    texts: Any = Texts()
-    if is_sorted:
-        texts.lengths = lengths
-    plan = Plan(units=len(texts), batch_size=256, steps=40, steps_per_epoch=40, sampling="poisson", adjacency="add_remove",
-                target_epsilon=None, delta=None, noise_multiplier=1.0)  # fmt: skip
-    given = DataLoader(texts, batch_size=256, collate_fn=Collator(pad_token=0))
-    stream = partial(NoiseStream.unsafe_reproducible, 5)
-    loader = PrivateLoader(given, plan, Units(len(texts)), stream(), 32)
-    loader.owner, loader.most_tokens = Recording(), 512
-    padded = own = 0
-    shapes: dict[Any, int] = {}
-    for batch in loader:
-        ticket = loader.tickets.popleft()
-        assert (batch["attention_mask"].sum(1) == torch.tensor(ticket.lengths)).all()
-        assert (batch["input_ids"][batch["attention_mask"] == 0] == 0).all()
-        shapes[batch["input_ids"].shape] = shapes.get(batch["input_ids"].shape, 0) + 1
-        padded, own = padded + batch["input_ids"].shape[1], own + max(ticket.lengths)
-    assert 1.0 < padded / own <= 1.15
-    covered = sorted(shapes.values(), reverse=True)[: graphs.MAX_GRAPHS]
-    assert sum(covered) >= 0.95 * sum(shapes.values())
 
 
 def test_a_batch_is_padded_to_what_its_own_length_says() -> None:
@@ -293,17 +250,6 @@ def test_recording_that_fails_is_told_once_and_ends_all_padding(monkeypatch: pyt
     assert private.microbatches["recorded"] == 0
     assert {rows % 32 for rows in handed[:2]} == {0}
     assert {rows % 32 for rows in handed[3:]} != {0}
-
-
-def test_padding_ends_where_nothing_comes_to_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds that follow the gradients are others in each step."""
-    record_on_a_processor(monkeypatch)
-    rows = [{"x": torch.ones(6), "y": torch.tensor(1.0)}] * 640
-    method = fastdp.DPSGD(adaptive=fastdp.AdaptiveClipping(count_noise_std=4.0))
-    private, _, handed = run(Regression(), rows, epochs=3, method=method, noise_multiplier=1.0)
-    assert private.microbatches["recorded"] == 0
-    assert {rows % 32 for rows in handed[:8]} == {0}
-    assert {rows % 32 for rows in handed[16:]} != {0}
 
 
 class NeedsItsMask(torch.nn.Module):

@@ -78,11 +78,6 @@ def test_leaving_a_unit_out_changes_one_shuffled_batch_by_that_unit_alone(
     assert changed == [{left_out}]
 
 
-def test_shuffled_epochs_differ() -> None:
-    sampler = ShuffledSampler(30, 30, fastdp.NoiseStream())
-    assert next(sampler.epoch(1)) != next(sampler.epoch(1))
-
-
 def _loader(
     data: Any, sampler: Any, steps: int, physical: int, units: Units | None = None, **options: Any
 ) -> PrivateLoader:
@@ -186,11 +181,6 @@ def test_a_user_s_examples_stay_together_and_are_bounded(owners: list[int], most
         assert len(set().union(*of_unit)) == len(of_unit), "and a user one unit"
         seen.update(owners[int(r)] for r in rows)
     assert seen == {user: min(count, most) for user, count in counts.items()}
-
-
-def test_users_may_be_named_by_anything_hashable() -> None:
-    assert len(Units(4, torch.tensor([3, 3, 5, 3]), 2)) == 2  # type: ignore[arg-type]
-    assert Units(4, ["a", "b", "a", "a"], 2).members == [[0, 2], [1]]
 
 
 def test_an_empty_batch_is_one_padding_row() -> None:

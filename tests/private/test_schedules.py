@@ -122,16 +122,6 @@ def test_a_resumed_run_goes_on_where_its_ledger_stands(tmp_path: Path) -> None:
         start(**{**settings, "method": fastdp.DPSGD(), "resume": True})
 
 
-def test_an_adaptive_threshold_keeps_what_it_learnt_when_the_noise_changes() -> None:
-    adaptive = fastdp.AdaptiveClipping(count_noise_std=5.0)
-    method = fastdp.DPSGD(noise_schedule={2: 0.5}, adaptive=adaptive)
-    policies = run(start(method=method, noise_multiplier=1.0, **PRIVATE), 4)
-    bounds = [policy.bounds[0] for policy in policies]
-    assert len(set(bounds)) == 4
-    wanted = [adaptive.gradient_multiplier(z) for z in (1.0, 1.0, 0.5, 0.5)]
-    assert [policy.noise_multiplier for policy in policies] == pytest.approx(wanted)
-
-
 def test_shuffled_epochs_count_at_their_least_noise() -> None:
     private = start(
         method=fastdp.DPSGD(noise_schedule={0: 2.0, 2: 1.0, 5: 3.0}),
