@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 from tests.cases import cases
 from tests.engine.nets import EXACT, Net, exact, exact_batches, gap, trained
-from tests.engine.reference import engine_for, feed
 from tests.engine.runs import collate, examples, one_by_one
 
 
@@ -88,12 +87,3 @@ def test_hooks_of_the_user_see_no_gradient_of_single_rows(alone: bool) -> None:
     assert not seen
     model.eval()(**data)["loss"].backward()
     assert len(seen) == 8
-
-
-def test_a_hook_of_the_user_keeps_no_model_off_its_route() -> None:
-    model = Net()
-    engine, tickets = engine_for(model, 0.5)
-    feed(engine, tickets, collate(examples(6)))
-    model.first.weight.register_hook(lambda gradient: gradient.norm())
-    feed(engine, tickets, collate(examples(6, seed=1)))
-    assert engine.route == "uses", engine.reason

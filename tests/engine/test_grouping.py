@@ -7,10 +7,7 @@ import torch
 
 from fastdp import ops
 from fastdp.engine.clip import norms as norm_sinks
-from fastdp.engine.clip.accumulator import Accumulator
-from fastdp.engine.clip.policy import Policy
 from fastdp.engine.routing import Routing
-from fastdp.engine.uses.factors import Factors
 from tests.engine.models import batch, build
 from tests.engine.reference import Recording, engine_for, ticket
 
@@ -59,47 +56,3 @@ def test_grouping_changes_no_sum(name: str, launches: bool, monkeypatch: pytest.
         assert all(sum(group[:-1]) <= may_hold for group in groups)
         assert sum(map(len, groups)) == matrices
     assert 1 < len(groups) < matrices
-
-
-@pytest.mark.parametrize("swap", [False, True])
-def test_narrow_matrices_that_wait_are_clipped_and_added_as_each_alone(
-    swap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two of several shapes, a small one and a table; one unit's tokens cancel, so that its part is added on its own."""
-    draws = torch.Generator().manual_seed(5)
-    tokens, units = 4 * 256, 4
-    shapes = {"a": (8, 24), "small": (2, 3), "b": (80, 8), "table": (9, 8)}
-    uses = {}
-    for name, (m, n) in shapes.items():
-        left = torch.randn(tokens, m, generator=draws)
-        right = torch.randn(tokens, n, generator=draws)
-        for factor in (left, right):
-            factor[128:256] = factor[:128]
-        left[128:256] *= -1
-        left[0] += 2.0**-12
-        uses[name] = Factors(left, right, swap=swap)
-    own = uses["table"].right.clone()
-    own[:256] = 0
-    uses["table"] = Factors(torch.randint(0, 9, (tokens,), generator=draws), own)
-
-    def clipped(may_hold: int) -> tuple[Accumulator, torch.Tensor]:
-        monkeypatch.setattr(norm_sinks, "may_hold", lambda device: may_hold)
-        parameters = {
-            name: torch.nn.Parameter(torch.zeros(shape[::-1] if swap and name != "table" else shape))
-            for name, shape in shapes.items()
-        }
-        accumulator, sinks = Accumulator(parameters, Policy((1.0,), (0.0,), dict.fromkeys(shapes, 0))), []
-        layout = ticket(units).layout(torch.device("cpu"))
-
-        def backward(retain: bool) -> None:
-            for name, use in uses.items():
-                sinks[-1].matrix(parameters[name], use, layout)
-
-        accumulator.run(backward, sinks.append, layout, dict.fromkeys(shapes, 1), two_pass=False)
-        return accumulator, sinks[0].norms.upper().norms
-
-    (alone, norms), (together, others) = clipped(0), clipped(1 << 40)
-    assert together.cancelling == alone.cancelling == [0]
-    assert torch.equal(norms, others)
-    assert alone.sums.keys() == together.sums.keys() == shapes.keys()
-    assert all(torch.equal(together.sums[name], total) for name, total in alone.sums.items())

@@ -160,6 +160,34 @@ def test_a_head_is_exact_however_a_model_calls_it(way: str, tokens: int, two_pas
         assert engine.accumulator.routes["head.weight"].name == "tiles"
 
 
+#: Tensors that look like constants along the vocabulary, and whether they are.
+ALONG = torch.linspace(0.5, 1.5, VOCABULARY)
+BETWEEN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "[V, 1]": (lambda z: z * ALONG.to(z.dtype).view(-1, 1), False),
+    "[1, V, 1]": (lambda z: z + ALONG.to(z.dtype).view(1, -1, 1), False),
+    "[V]": (lambda z: z * ALONG.to(z.dtype), True),
+    "[1, V]": (lambda z: z + ALONG.to(z.dtype).view(1, -1), True),
+    "[1, 1]": (lambda z: z * torch.full((1, 1), 0.7, dtype=z.dtype), True),
+}
+
+
+@cases("shape", BETWEEN)
+def test_as_many_tokens_as_words(shape: str) -> None:
+    """A scale of each token is as long as one of each word: its shape says which it is."""
+    between, left_out = BETWEEN[shape]
+    exact(Speaker(between=between), data(tokens=VOCABULARY), left_out=left_out)
+
+
+@cases("reduction", ["mean", "sum", "none"])
+def test_a_loss_of_the_plain_model_counts_the_labels_that_are_there(reduction: str) -> None:
+    hidden, weight = torch.randn(6, 5), torch.randn(VOCABULARY, 5)
+    target = torch.tensor([1, -100, 3, -100, 0, 7])
+    own = logits.Heads(always=True).leave_out(hidden, weight, None, lambda: F.linear(hidden, weight))
+    found = F.cross_entropy(own, target, reduction=reduction)
+    torch.testing.assert_close(found, F.cross_entropy(F.linear(hidden, weight), target, reduction=reduction))
+    assert own.source.logits is None, "the logits were not computed"
+
+
 def test_a_longer_text_moves_no_bound_of_the_others_by_their_head() -> None:
     """Neither a route nor a number of tokens follows the longest row: its padding is no token of theirs."""
     found: list[torch.Tensor] = []

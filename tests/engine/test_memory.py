@@ -114,20 +114,6 @@ def test_parts_hold_whole_units_and_leave_out_padding(limited: Limited, monkeypa
     assert error(engine.accumulator.sums, clipped_sum(truth, 1.0)) < CLIPPED
 
 
-def test_the_loss_and_the_logits_of_parts_are_those_of_the_batch(limited: Limited) -> None:
-    data = batch("llama", rows=5)
-    model = build("llama")
-    plain = model(**data)
-    alone = [model(**{key: value[row : row + 1] for key, value in data.items()}) for row in range(5)]
-    model = checkpointed("llama", "full", False)
-    engine, tickets = limited(model, data, LIMITS["parts"], 1.0)
-    engine.abandon()
-    tickets.append(Ticket(torch.arange(5), torch.ones(5), True))
-    output = model(**data)
-    assert torch.allclose(output.loss, torch.stack([one.loss for one in alone]).mean(), rtol=1e-5)
-    assert torch.allclose(output.logits, plain.logits, atol=1e-5)
-
-
 def test_parts_leave_logits_out(limited: Limited, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "vocabulary", 8)
     monkeypatch.setattr(logits.Heads, "tile", 0)

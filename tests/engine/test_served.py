@@ -12,9 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastdp.engine.bounds import Norms, UpperNorms
-from fastdp.engine.clip.accumulator import Accumulator
-from fastdp.engine.clip.policy import Policy
 from fastdp.engine.loss.losses import LossTerms, intercepted
 from fastdp.engine.routing import Routing
 from fastdp.engine.uses.layout import Ticket
@@ -165,25 +162,6 @@ def test_a_padding_row_whose_gradient_is_nan_adds_nothing() -> None:
         assert all(bool(s.isfinite().all()) for s in engine.accumulator.sums.values())
         if engine.route == "uses":
             assert gap(engine, truth) < EXACT
-
-
-@cases("scale", [float("nan"), float("inf"), 1.0])
-def test_a_padding_rows_scale_counts_for_nothing(scale: float) -> None:
-    """Whatever a policy says of it: 0 times NaN is NaN."""
-
-    class Strange(Policy):
-        def scales(self, upper: UpperNorms) -> torch.Tensor:
-            return super().scales(upper).index_fill(1, torch.tensor([3]), scale)
-
-    parameters = {"weight": nn.Parameter(torch.ones(2, 2))}
-    accumulator = Accumulator(parameters, Strange((1.0,), (0.0,), {"weight": 0}))
-    norms = Norms(1, 4, torch.device("cpu"))
-    norms.add(0, torch.ones(4), 4, relative=0.0)
-    found = accumulator.unit_scales(norms.upper(), torch.tensor([1.0, 1.0, 1.0, 0.0]))
-    assert bool((found[0, :3] > 0).all())
-    assert found[0, 3] == 0
-    assert int(accumulator.units) == 3
-    assert int(accumulator.nonfinite) == 0
 
 
 class Pooled(nn.Module):

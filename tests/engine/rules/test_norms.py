@@ -1,4 +1,4 @@
-"""Layer, group and instance norm against one example at a time."""
+"""Layer, group and instance norm against one example at a time, and layers of which one parameter is trained."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 import fastdp
 from tests.cases import cases, pairs
 from tests.engine.rules.exact import exact_layer
+from tests.engine.rules.test_recurrent import states
 
 
 @cases(
@@ -47,6 +48,21 @@ def test_a_weight_that_is_one_more_than_its_parameter(trained: str) -> None:
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(trained in (name, "both"))
     exact_layer(layer, torch.randn(3, 5, 6), call=shifted)
+
+
+@cases(
+    "layer, shape, trained",
+    [
+        *((nn.GroupNorm(2, 6), (6, 5), name) for name in ("weight", "bias")),
+        *((nn.Conv2d(2, 3, 3), (2, 5, 5), name) for name in ("weight", "bias")),
+        *((nn.GRU(3, 4, batch_first=True), (5, 3), name) for name in ("weight_ih_l0", "weight_hh_l0", "bias_hh_l0")),
+    ],
+)
+def test_one_parameter_of_a_layer_alone(layer: nn.Module, shape: tuple[int, ...], trained: str) -> None:
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name == trained)
+    call = {"call": states} if isinstance(layer, nn.GRU) else {}
+    exact_layer(layer, torch.randn(3, *shape), **call)
 
 
 def test_a_large_mean_hides_nothing() -> None:
