@@ -13,8 +13,8 @@ from torch import nn
 
 from fastdp.calls.randomness import seeded
 from tests.cases import cases
-from tests.engine.nets import EXACT, Net, exact, gap, parameter
-from tests.engine.reference import engine_for, feed
+from tests.engine.nets import EXACT, Net, gap, parameter
+from tests.engine.reference import engine_for, exactly, feed
 from tests.engine.runs import collate, examples, one_by_one
 
 DRAWS = {"torch": lambda: float(torch.rand(())), "python": random.random, "numpy": numpy.random.rand}
@@ -100,4 +100,4 @@ INDICES = {
 @cases("name", INDICES)
 def test_entries_that_a_parameter_replaces_take_uses(name: str) -> None:
     index, *shape = INDICES[name]
-    assert exact(replace(index, *shape), collate(examples(6))).route == "uses"
+    exactly(replace(index, *shape), collate(examples(6)))

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import fastdp
 from fastdp.engine.errors import SelfCheckError
@@ -35,27 +33,10 @@ from tests.engine.runs import (
     loader,
     logical_step,
     one_by_one,
-    opaque,
     same,
     start,
 )
 from tests.private.ranked import packed, padded, texts
-
-
-@cases("reentrant", [False, True])
-def test_the_one_example_route_reaches_into_checkpointed_pieces(reentrant: bool) -> None:
-    class Checkpointed(Odd):
-        def logits(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = torch.tanh(self.first(x))
-            return checkpoint(lambda h: opaque(F.linear, h, self.second.weight), hidden, use_reentrant=reentrant)
-
-    engine, tickets = engine_for(model := Checkpointed(), 0.6)
-    tickets.append(ticket(4))
-    with pytest.warns(UserWarning, match="one-example route"):
-        model(**collate(examples(4)))["loss"].backward()
-    plain = Classifier()
-    plain.second.bias.requires_grad_(False).zero_()
-    assert error(engine.accumulator.sums, clipped_sum(one_by_one(plain, collate(examples(4))), 0.6)) < CLIPPED
 
 
 def test_rescaling_a_loss_does_not_move_the_threshold() -> None:
@@ -89,15 +70,6 @@ def test_a_non_finite_example_is_taken_out_of_both_factors(route: str, value: fl
         assert engine.route == "one-example"
     assert int(engine.accumulator.nonfinite) == 1
     assert error(engine.accumulator.sums, expected) < CLIPPED
-
-
-def test_packed_rows_that_see_each_other_are_refused() -> None:
-    data = loader(texts(12, tokens=6), batch_size=6, collate_fn=packed)
-    private = start(build("llama"), data, unit_map="units", noise_multiplier=1.0)
-    batch = next(iter(private.data_loader))
-    with pytest.raises(SelfCheckError, match="A packed example's loss changes beside the others of its row"):
-        private.model(**batch)
-    assert private.steps_done == 0
 
 
 @cases("half", ["a frozen weight", "autocast"])
