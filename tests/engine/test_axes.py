@@ -9,9 +9,6 @@ import torch
 
 from fastdp.engine.clip.axes import RankOne
 from fastdp.engine.clip.policy import Policy
-from fastdp.engine.clip.sums import Sums
-from fastdp.engine.uses.factors import Factors
-from tests.cases import cases, pairs
 from tests.engine.models import batch, build
 from tests.engine.reference import Recording, engine_for, relative, ticket
 from tests.engine.runs import Odd, collate, examples, one_by_one
@@ -87,59 +84,6 @@ def test_sums_are_those_of_single_examples(name: str, tuning: str, two_pass: boo
     # Some are clipped, in the scaled coordinates.
     assert bool((Recording.given[-1] < 1).any())
     assert gap(engine.accumulator.sums, expected(gradients, axes, bound)) < CLOSE
-
-
-@cases(
-    *pairs(
-        ("swap", [False, True]), ("dtype", [torch.float32, torch.bfloat16]), ("m, n", [(1, 7), (40, 23), (257, 123)])
-    )
-)
-def test_factors_over_axes_are_those_of_the_gradient_over_them(m: int, n: int, dtype: torch.dtype, swap: bool) -> None:
-    generator = torch.Generator().manual_seed(m)
-    layout = ticket(3).layout(torch.device("cpu"))
-    left, right = (torch.randn(21, size, generator=generator).to(dtype) for size in (m, n))
-    shape = (n, m) if swap else (m, n)
-    axes = RankOne(*(0.1 + torch.rand(size, generator=generator) for size in shape))
-    own = axes.scaled(Factors(left, right, swap=swap))
-    assert own.scales is not None
-    exact = torch.einsum("utm,utn->umn", left.double().view(3, 7, m), right.double().view(3, 7, n))
-    exact = (exact.mT if swap else exact) / axes.whole(torch.Size(shape)).double()
-    weights = torch.tensor([0.5, 0.0, 2.0])
-
-    def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-        assert relative(found, wanted) < 1e-6
-
-    # Of two uses, of whole gradients between them, and of one along other axes, as after a change between logical batches.
-    sums = Sums({"w": torch.nn.Parameter(torch.zeros(shape))}, Policy((1.0,), (0.0,), {"w": 0}))
-    wanted = torch.einsum("u,umn->mn", weights.double(), exact)
-    sums.add_uses("w", [own], weights.unsqueeze(0), layout)
-    sums.add_instance("w", torch.ones(3, *shape), weights.unsqueeze(0))
-    sums.add_uses("w", [own], weights.unsqueeze(0), layout)
-    close(sums.sums["w"], 2 * wanted + 2.5)
-    sums.add_uses("w", [own], weights.unsqueeze(0), layout)
-    others = RankOne(axes.rows * 4, axes.columns)
-    sums.add_uses("w", [others.scaled(Factors(left, right, swap=swap))], weights.unsqueeze(0), layout)
-    close(sums.sums["w"], 3.25 * wanted + 2.5)
-    each, one = torch.zeros(3, *shape), torch.zeros(shape)
-    own.each_to(each, layout)
-    close(each, exact)
-    own.unit_to(one, 2, [0, 7, 14, 21])
-    close(one, exact[2])
-    squares, products = own.powers(layout)
-    close(squares, exact.square().sum((1, 2)))
-    assert relative(products, own.row_products(layout)) < 2**-10
-    # Of two uses that are both yet to be scaled, and of one with a table's.
-    straight, ids = own.straight, torch.arange(21) % shape[0]
-    rows = torch.randn(21, shape[1], generator=generator)
-    table = axes.scaled(Factors(ids, rows))
-    of_table = torch.zeros(3, 7 * shape[0], shape[1], dtype=torch.float64)
-    at = (torch.arange(7) * shape[0]).repeat(3) + ids
-    of_table[torch.arange(3).repeat_interleave(7), at] = rows.double()
-    of_table = of_table.view(3, 7, *shape).sum(1) / axes.whole(torch.Size(shape)).double()
-    room = 1e-6 * float(products.sum()) * float(table.row_products(layout).sum())
-    assert torch.allclose(straight.inner(straight, layout).double(), exact.square().sum((1, 2)), rtol=1e-5, atol=0)
-    for found in (straight.inner(table, layout), table.inner(straight, layout)):
-        assert torch.allclose(found.double(), (exact * of_table).sum((1, 2)), rtol=0, atol=room)
 
 
 def test_one_example_at_a_time_takes_the_same_axes() -> None:

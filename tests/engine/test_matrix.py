@@ -23,3 +23,9 @@ _ALIKE = {"mistral", "qwen3", "gemma3", "opt", "gpt-neox", "bert-mlm", "roberta"
 def test_step_matches_one_example_at_a_time(name: str, tuning: str) -> None:
     engine = exactly(build(name, tuning), batch(name))
     copy.deepcopy(engine.model)  # would be refused if a forward had left something of the batch in it
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+@pytest.mark.parametrize("rows", [2, 4])
+def test_texts_as_long_as_there_are_rows_leave_them_in_order(name: str, rows: int) -> None:
+    exactly(build(name), batch(name, rows=rows, tokens=4))

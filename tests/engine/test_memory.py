@@ -13,7 +13,6 @@ from fastdp.engine.capture.memory import kept_bytes
 from fastdp.engine.clip.norms import NormSink
 from fastdp.engine.clip.sums import SumSink
 from fastdp.engine.engine import Engine
-from fastdp.engine.uses import logits
 from fastdp.engine.uses.layout import Ticket
 from tests.cases import cases, pairs
 from tests.engine.models import batch, build
@@ -114,28 +113,6 @@ def test_parts_hold_whole_units_and_leave_out_padding(limited: Limited, monkeypa
     assert error(engine.accumulator.sums, clipped_sum(truth, 1.0)) < CLIPPED
 
 
-def test_parts_leave_logits_out(limited: Limited, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "vocabulary", 8)
-    monkeypatch.setattr(logits.Heads, "tile", 0)
-    monkeypatch.setattr(logits, "_pays", lambda hidden, weight: True)
-    data = batch("llama", rows=5)
-    truth = one_by_one(build("llama"), data)
-
-    def without_logits(engine: Engine) -> int:
-        assert engine.accumulator.tiles_heads
-        return kept(engine, 2)
-
-    model = checkpointed("llama", "full", False)
-    engine, tickets = limited(model, data, without_logits, 1.0)
-    engine.abandon()
-    tickets.append(Ticket(torch.arange(5), torch.ones(5), True))
-    output = model(**data)
-    output.loss.backward()
-    assert error(engine.accumulator.sums, clipped_sum(truth, 1.0)) < CLIPPED
-    with pytest.raises(RuntimeError, match="keep_logits=True"):
-        output.logits.sum()
-
-
 @pytest.mark.parametrize(*pairs(("name", ["gpt2", "llama", "bert", "vit"]), ("tuning", ["full", "lora"])))
 def test_factors_take_what_the_trace_foretells(name: str, tuning: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more, and not much less, of what a pass really keeps until its sums are made."""
@@ -165,13 +142,6 @@ def test_the_choice_is_made_once(monkeypatch: pytest.MonkeyPatch, seconds: list[
     for _ in range(3):
         feed(engine, tickets, batch("llama"))
     assert (len(seconds), engine.backward_passes, len(free)) == (0, 1, 1)
-
-
-def test_what_is_not_checkpointed_asks_for_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda device: pytest.fail("asked"))
-    engine, tickets = engine_for(build("llama"), 1.0)
-    feed(engine, tickets, batch("llama"))
-    assert engine.backward_passes == 1
 
 
 @cases("two_pass", [None, True])

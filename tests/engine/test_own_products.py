@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from fastdp.engine.routing import Routing
 from tests.cases import pairs
 from tests.engine.models import batch, build
 from tests.engine.nets import EXACT, Net
-from tests.engine.reference import engine_for, feed, ticket
+from tests.engine.reference import engine_for, feed
 from tests.engine.runs import clipped_sum, error, one_by_one
 
 DATA = {"x": torch.randn(4, 7, 5, generator=torch.Generator().manual_seed(1)), "labels": torch.arange(4) % 3}
@@ -189,15 +187,3 @@ def test_a_gradient_that_comes_in_another_way_is_refused(taken: list[int]) -> No
     unseen = True
     with pytest.raises(RuntimeError, match="third.weight holds a gradient"):
         feed(engine, tickets, DATA)
-
-
-def test_a_pass_without_a_backward_pass_is_let_go_of(taken: list[int]) -> None:
-    engine, tickets = engine_for(net(lambda net, h: net.third(h)), 0.5, verify=Routing)
-    feed(engine, tickets, DATA)
-    engine.abandon()
-    kept: list[weakref.ref] = []
-    engine.model.third.register_forward_hook(lambda module, args, out: kept.append(weakref.ref(args[0])))
-    tickets.append(ticket(4))
-    engine.model(**DATA)
-    gc.collect()
-    assert kept[0]() is None

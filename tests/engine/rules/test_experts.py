@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,24 +11,20 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastdp.ops as ops
-from fastdp.engine.capture.memory import kept_bytes
 from fastdp.engine.uses.experts import ExpertFactors
 from fastdp.engine.uses.layout import Ticket
 from fastdp.verify import Checks
 from tests.cases import cases, pairs
-from tests.engine.nets import Net, exact_batches
 from tests.engine.reference import (
-    Recording,
     engine_for,
     exactly,
     feed,
     norms,
     relative,
     require_exact,
-    stepped,
     ticket,
 )
-from tests.engine.runs import collate, examples, one_by_one
+from tests.engine.runs import one_by_one
 
 ROWS, TOKENS, WORDS, WIDTH, HIDDEN, EXPERTS = 5, 11, 61, 24, 40, 5
 SHAPE = {
@@ -159,19 +154,6 @@ def test_stacks_of_any_shape(shape: tuple[int, int], stored: str, masks: bool) -
     exactly(Routed((72, 80)), routed(3, 400))
 
 
-def test_factors_of_16_bits() -> None:
-    """Norms and sums of what 16 bits gave the backward pass: as far from the truth as that pass of autograd's own."""
-    model = Routed((72, 80)).bfloat16()
-    units, plain = one_by_one(model, routed()), copy.deepcopy(model)
-    bound = float(norms(units).median())
-    engine = stepped(model, routed(), bound)
-    assert engine.route == "uses", engine.reason
-    rows = [{k: v[row : row + 1] for k, v in routed().items()} for row in range(ROWS)]
-    own = [torch.autograd.grad(plain(**row)["loss"], list(plain.parameters())) for row in rows]
-    sizes = torch.stack([torch.stack([g.double().square().sum() for g in found]).sum().sqrt() for found in own])
-    assert relative(Recording.seen[-1][0], norms(units)) < 2 * relative(sizes, norms(units)) + 1e-3
-
-
 def test_later_batches_of_other_lengths_stay_exact() -> None:
     model = Routed()
     engine, tickets = engine_for(model, 0.7)
@@ -281,26 +263,6 @@ def test_adapters_of_experts_under_checkpoints(checkpointing: bool, two_pass: bo
     exactly(model, texts(), units, given, two_pass=two_pass)
 
 
-def test_memory_of_adapters_is_that_of_the_tokens_that_experts_get() -> None:
-    engine = stepped(adapted("mixtral", "grouped_mm"), texts(), 0.5)
-    assert engine.trace is not None
-    tokens, widths = ROWS * TOKENS * SHAPE["num_experts_per_tok"], (WIDTH + 2 * HIDDEN) + (HIDDEN + WIDTH)
-    found = kept_bytes(engine.trace, engine.read, ROWS, ROWS, 1.0, torch.device("cpu"))
-    assert 1 <= found / (SHAPE["num_hidden_layers"] * tokens * widths * 4) < 1.2
-
-
-def test_memory_is_that_of_the_factors_and_not_of_whole_stacks() -> None:
-    model = stock("mixtral")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("experts" in name)
-    engine = stepped(model, texts(), 0.5)
-    assert engine.route == "uses", engine.reason
-    assert engine.trace is not None
-    tokens, widths = ROWS * TOKENS * SHAPE["num_experts_per_tok"], (WIDTH + 2 * HIDDEN) + (HIDDEN + WIDTH)
-    found = kept_bytes(engine.trace, engine.read, ROWS, ROWS, 1.0, torch.device("cpu"))
-    assert found == SHAPE["num_hidden_layers"] * tokens * widths * 4
-
-
 @cases("shape", [(6, 5), (72, 80)])
 @cases("tokens", [0, 1, 300])
 def test_norms_of_a_stack_are_those_of_its_units_gradients(shape: tuple[int, int], tokens: int) -> None:
@@ -325,33 +287,6 @@ def test_norms_of_a_stack_are_those_of_its_units_gradients(shape: tuple[int, int
     own = torch.zeros_like(total)
     use.unit_to(own, 2, use.offsets(layout).tolist())
     assert torch.allclose(own.double(), truth[2].flatten(1), atol=1e-4)
-
-
-def test_experts_that_a_later_batch_reads_first() -> None:
-    """A loop that leaves out experts without tokens: the first batch has tokens for one of two."""
-
-    def sparse(net: Any, h: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(h)
-        for positive, expert in ((True, net.one), (False, net.two)):
-            where = ((h[:, 0] > 0) == positive).nonzero().flatten()
-            if len(where):
-                out = out.index_add(0, where, expert(h[where]))
-        return out
-
-    def model() -> nn.Module:
-        net = Net(sparse, one=nn.Linear(6, 6), two=nn.Linear(6, 6))
-        with torch.no_grad():
-            net.one.weight.fill_(0.1).add_(torch.eye(6))
-            net.two.weight.copy_(net.one.weight.flip(0))
-            net.one.bias.fill_(0.2)
-            net.two.bias.fill_(-0.1)
-        return net
-
-    every = collate(examples(24))
-    above = torch.tanh(model().first(every["x"]))[:, 0] > 0  # type: ignore[operator]
-    assert 4 < int(above.sum()) < 20
-    chosen = (above.nonzero().flatten()[:5], torch.arange(6, 12), (~above).nonzero().flatten()[:3])
-    exact_batches(model, [{name: t[rows] for name, t in every.items()} for rows in chosen])
 
 
 class Counted(Routed):

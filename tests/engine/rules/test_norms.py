@@ -95,10 +95,3 @@ def test_a_head_is_tuned_behind_frozen_batch_normalisation() -> None:
     model.train()
     with pytest.raises(ValueError, match="resnet.embedder.embedder.normalization is a batch normalisation"):
         model(**next(batches))
-
-
-def test_batch_normalisation_without_kept_statistics_is_never_constant() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False, track_running_stats=False).eval())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="is a batch normalisation"):
-        fastdp.make_private(model, optimizer, DataLoader([1, 2], batch_size=1), noise_multiplier=1.0)
