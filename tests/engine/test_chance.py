@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastdp.calls.randomness import seeded
 from tests.cases import cases
 from tests.engine.nets import EXACT, Net, gap, parameter
 from tests.engine.reference import engine_for, exactly, feed
 from tests.engine.runs import collate, examples, one_by_one
-
-DRAWS = {"torch": lambda: float(torch.rand(())), "python": random.random, "numpy": numpy.random.rand}
 
 
 class Deep(nn.Module):
@@ -36,17 +31,6 @@ class Deep(nn.Module):
             if not self.skips(number):
                 x = x + torch.tanh(layer(x))
         return {"loss": F.cross_entropy(self.head(x), labels)}
-
-
-@cases("draw", DRAWS.values())
-def test_layers_that_are_skipped_at_random_take_uses(draw: Callable[[], float]) -> None:
-    for seed in range(2):
-        with seeded(seed):
-            model = Deep(lambda number: draw() < 0.4)
-            engine, tickets = engine_for(model, 0.5)
-            for number in range(4):
-                feed(engine, tickets, collate(examples(6, seed=number)))
-            assert engine.route == "uses", engine.reason
 
 
 def test_sums_are_exact_whichever_layers_are_skipped() -> None:

@@ -9,13 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader
 
 from fastdp.engine.errors import SelfCheckError
 from tests.cases import cases
 from tests.engine.nets import exact_batches
 from tests.engine.reference import stepped
-from tests.engine.runs import logical_step, start
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -120,21 +118,6 @@ def test_places_that_other_rows_can_fill_run_row_by_row(keep: Callable[[torch.Te
             return {"loss": self.loss(self.head(mixed.view(*ids.shape, -1)), labels, mask)}
 
     exact_batches(lambda: Capacity(by_label), [tokens([2, 6, 3, 5], 0)], route="one-example")
-
-
-def test_a_gather_within_rows_is_no_selection_of_rows() -> None:
-    """DeBERTa's relative positions: verification took every line for the one that selects, and ran each row alone."""
-
-    class Relative(Tagger):
-        def forward(self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> Any:
-            hidden = torch.tanh(self.table(ids))
-            turned = hidden.gather(-1, torch.arange(5, -1, -1).expand_as(hidden))
-            return {"loss": self.loss(self.head(F.dropout(turned, 0.1, self.training)), labels, mask)}
-
-    data = [{name: t[row] for name, t in tokens([2, 6, 3, 5] * 6, 0).items()} for row in range(24)]
-    private = start(Relative(by_gather), DataLoader(data, batch_size=8))  # type: ignore[arg-type]
-    logical_step(private)
-    assert private.route == "uses"
 
 
 def test_an_expert_that_a_later_batch_uses_twice() -> None:

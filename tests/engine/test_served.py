@@ -196,23 +196,6 @@ def test_a_row_that_runs_alone_is_without_its_padding(left: bool) -> None:
     assert error(engine.accumulator.sums, clipped_sum(truth, 0.5)) < EXACT
 
 
-class TimeMajor(nn.Module):
-    """Looks up ids laid out time first, as older recurrent code does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.out = nn.Embedding(11, 5), nn.Linear(5, 3)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
-        return {"loss": F.cross_entropy(self.out(torch.tanh(self.table(x.t())).mean(0)), labels)}
-
-
-@cases("tokens", [2, 3, 4, 5])
-def test_a_lookup_time_first_is_served_whatever_the_lengths(tokens: int) -> None:
-    exactly(TimeMajor(), {"x": torch.randint(0, 11, (4, tokens)), "labels": torch.arange(4) % 3})
-
-
 def test_a_forward_in_the_place_of_torch_s_own_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of torch's modules only their own code is known, and so not followed."""
     plain = nn.Linear.forward

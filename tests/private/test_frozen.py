@@ -15,7 +15,6 @@ from fastdp.accounting import verify
 from fastdp.methods.frost import DPFrost
 from fastdp.methods.rapft import NoisyMap, PublicMap, RapFT
 from fastdp.private.run import Private
-from tests.cases import cases, pairs
 from tests.engine.reference import known
 from tests.engine.runs import (
     CLIPPED,
@@ -54,31 +53,6 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "torch": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     "fused": lambda model: fastdp.optim.AdamW(model.parameters(), lr=0.1),
 }
-
-
-@cases(
-    *pairs(
-        ("name", ["first.weight", "second.weight", "second.bias"]),
-        ("build", [Classifier, Odd]),
-        ("optimizer", [*OPTIMIZERS]),
-    )
-)
-def test_a_parameter_that_is_frozen_later_stays_and_the_others_train(
-    name: str, build: Callable[[], nn.Module], optimizer: str
-) -> None:
-    model = build()
-    private = start(model, optimizer=OPTIMIZERS[optimizer](model), noise_multiplier=1.0, target_delta=1e-3)
-    held: list[dict[str, torch.Tensor]] = []
-
-    def each(done: int) -> None:
-        freeze(model, name, done >= 2)
-        if done == 2 and not held:
-            held.append(state(model))
-
-    run(private, each)
-    assert private.steps_done == STEPS
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, held[0][key]) == (key == name)
 
 
 @pytest.mark.parametrize("frozen", ["first.weight", "second.weight", "first.bias"])

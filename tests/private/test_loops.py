@@ -113,32 +113,6 @@ def test_eval_mode_in_mid_loop_is_named() -> None:
     assert private.steps_done == 0
 
 
-RESETS = {
-    "in place": lambda p: p.optimizer.zero_grad(set_to_none=False),
-    "of the model in place": lambda p: p.model.zero_grad(set_to_none=False),
-    "of the model": lambda p: p.model.zero_grad(),
-    "of each to None": lambda p: [setattr(q, "grad", None) for q in p.model.parameters()],
-    "of each to zero": lambda p: [q.grad.zero_() for q in p.model.parameters() if q.grad is not None],
-}
-
-
-@cases("kind", [torch.optim.AdamW, fastdp.optim.AdamW])
-def test_every_way_to_reset_gradients_gives_the_same_weights(kind: Any) -> None:
-    models = []
-    for way in ("usual", *RESETS):
-        torch.manual_seed(0)
-        model = Classifier()
-        optimizer = kind(model.parameters(), lr=0.1)
-        private = start(model, optimizer=optimizer, max_physical_batch_size=3, epochs=1, **PRIVATE)
-        for batch in private.data_loader:
-            model(**batch)["loss"].backward()
-            optimizer.step()
-            RESETS.get(way, lambda p: p.optimizer.zero_grad())(private)
-        assert private.steps_done == 3
-        models.append(model)
-        assert all(map(torch.equal, model.parameters(), models[0].parameters())), way
-
-
 def test_gradients_that_are_not_reset_are_refused() -> None:
     private = start(**PRIVATE)
     iterator = iter(private.data_loader)
@@ -296,15 +270,6 @@ def test_whatever_fails_in_make_private_gives_the_model_its_own_forward_back(mon
     model(**collate(examples(3)))["loss"].backward()
 
 
-def test_a_model_compiled_as_a_whole_trains_without_the_compiler() -> None:
-    torch._dynamo.utils.counters.clear()
-    with pytest.warns(UserWarning, match="steps run without the compiler"):
-        private = start(torch.compile(Classifier(), backend="eager"), noise_multiplier=1.0)
-    logical_step(private)
-    assert private.steps_done == 1
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
-
-
 class Halved(torch.optim.lr_scheduler.LRScheduler):
     """By a loss that it is told, as a schedule of one's own may."""
 
@@ -350,34 +315,6 @@ def test_a_schedule_that_reads_a_figure_is_refused(before: bool, kind: Any) -> N
     schedule.step(1.0)
 
 
-class Undoubting(torch.optim.SGD):
-    """Takes every parameter's gradient for granted, and decays weights whatever it is."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.mul_(0.5).sub_(parameter.grad)
-
-
-def test_an_optimizer_sees_no_parameters_where_a_step_releases_nothing() -> None:
-    model = Classifier()
-    optimizer = Undoubting(model.parameters(), lr=1.0)
-    before = [p.detach().clone() for p in model.parameters()]
-    private = start(model, optimizer=optimizer, max_physical_batch_size=3)
-    groups = [list(group["params"]) for group in optimizer.param_groups]
-    iterator, steps = iter(private.data_loader), 0
-    while not private.last_step_done:
-        private.model(**next(iterator))["loss"].backward()
-        optimizer.step()
-        steps += 1
-        assert [list(map(id, g["params"])) for g in optimizer.param_groups] == [list(map(id, g)) for g in groups]
-        if not private.last_step_done:
-            assert all(map(torch.equal, model.parameters(), before))
-    assert steps > 1
-    assert not all(map(torch.equal, model.parameters(), before))
-
-
 class Bag(torch.nn.Module):
     """Sums the embeddings of ids and of padding; a head may read the table too."""
 
@@ -409,22 +346,3 @@ def test_a_row_of_padding_without_a_gradient_takes_no_noise(reads: bool) -> None
     logical_step(private)
     moved = (model.table.weight.detach() != before).any(1)
     assert moved.tolist() == [reads] + [True] * 8
-
-
-@cases("before", [True, False])
-def test_a_hook_of_step_may_clamp_weights_and_the_card_says_so(before: bool) -> None:
-    model = Classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-
-    def clamp(*_: Any) -> None:
-        model.first.weight.data.clamp_(-0.125, 0.125)
-
-    if before:
-        optimizer.register_step_post_hook(clamp)
-    private = start(model, optimizer=optimizer, max_physical_batch_size=2, **PRIVATE)
-    if not before:
-        optimizer.register_step_post_hook(clamp)
-    spend(private)
-    assert bool((model.first.weight.abs() <= 0.125).all())
-    assert any("hooks of optimizer.step()" in sentence for sentence in private.card()["assumptions"])
-    assert fastdp.accounting.verify(private.card())

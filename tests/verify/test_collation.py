@@ -16,7 +16,7 @@ import fastdp
 from fastdp.engine.errors import SelfCheckError
 from fastdp.private.run import Private
 from tests.cases import cases
-from tests.engine.runs import CLIPPED, Batch, Classifier, clipped_sum, collate, error, examples, one_by_one, start
+from tests.engine.runs import CLIPPED, Batch, clipped_sum, collate, error, examples, start
 from tests.loops import train_epoch, trained
 
 BOUND = 0.5
@@ -56,37 +56,8 @@ def test_collators_that_mix_examples_are_refused(make: Callable[[Any], Batch]) -
     assert private.steps_done == 0
 
 
-def noisy(items: Any) -> Batch:
-    batch = collate(items)
-    return batch | {"x": batch["x"] + torch.randn_like(batch["x"])}
-
-
 def ordered(items: Any) -> Batch:
     return collate(sorted(items, key=lambda item: float(item["x"].sum())))
-
-
-def counted(items: Any) -> Any:
-    return {**collate(items), "ntokens": sum(item["x"].numel() for item in items), "names": ["a"] * len(items)}
-
-
-class Augmented(list[Any]):
-    """Adds noise to an example whenever it is read."""
-
-    def __getitem__(self, index: Any) -> Any:
-        example = super().__getitem__(index)
-        return example | {"x": example["x"] + torch.randn(5)}
-
-
-@pytest.mark.parametrize("make", [collate, noisy, ordered, counted])
-@pytest.mark.parametrize("kind", [list, Augmented])
-def test_collators_that_draw_sort_or_count_are_accepted(make: Callable[[Any], Any], kind: type[list[Any]]) -> None:
-    private = begin(kind(examples(24)), make)
-    for batch in trained(private, 2, lambda model, batch: model(batch["x"], batch["labels"])["loss"]):
-        rows = {k: batch[k] for k in ("x", "labels")}
-        got = {n: 24 * p.grad for n, p in private.model.named_parameters()}
-    assert private.steps_done == 2
-    assert private.route == "uses"
-    assert error(got, clipped_sum(one_by_one(Classifier(), rows), BOUND)) < CLIPPED
 
 
 class Even(nn.Module):

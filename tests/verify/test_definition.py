@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +18,7 @@ import fastdp
 from fastdp.engine.errors import SelfCheckError
 from fastdp.private.run import Private
 from tests.cases import pairs
-from tests.engine.nets import EXACT, Net, Step, parameter, steps, trained
+from tests.engine.nets import EXACT, Net, parameter, trained
 from tests.engine.reference import engine_for, feed
 from tests.engine.runs import CLIPPED, Batch, clipped_sum, collate, error, examples, logical_step, one_by_one, start
 from tests.loops import train_epoch, trained as trained_on
@@ -79,18 +77,6 @@ def test_models_that_couple_rows_are_refused(name: str) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-STATISTICS: dict[str, Callable[[], nn.Module]] = {
-    "norm": lambda: Net(lambda net, h: net.norm(steps(h)), norm=nn.BatchNorm1d(4)),
-    "batch_norm.*statistics of the batch": lambda: Net(lambda net, h: F.batch_norm(h, None, None, training=True)),
-}
-
-
-@pytest.mark.parametrize("name", STATISTICS)
-def test_batch_statistics_are_refused_by_the_name_of_their_layer_or_function(name: str) -> None:
-    with pytest.raises((SelfCheckError, ValueError), match=name):
-        trained(STATISTICS[name](), collate(examples(6)))
-
-
 def test_a_refusal_names_the_module_where_rows_meet() -> None:
     class Mixing(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -126,25 +112,6 @@ def test_the_same_function_may_normalize_a_weight() -> None:
 
     model, data = Net(standardised, own=parameter(6, 6)), collate(examples(6))
     assert error(trained(model, data).accumulator.sums, clipped_sum(one_by_one(model, data), BOUND)) < EXACT
-
-
-RANDOM: dict[str, Step] = {
-    "dropout at a literal rate": lambda net, h: F.dropout(h, 0.3, net.training),
-    "a dropout module": lambda net, h: net.dropout(h),
-    "noise": lambda net, h: h + torch.randn_like(h),
-    "layers dropped at random": lambda net, h: 2 * h if torch.rand([]) < 0.5 else h,
-    "Gumbel": lambda net, h: F.gumbel_softmax(h),
-    "a Bernoulli mask": lambda net, h: h * torch.empty_like(h).bernoulli_(0.5),
-    "rows dropped one by one": lambda net, h: h * (torch.rand(len(h), 1) > 0.2),
-    "a draw of numpy's a row": lambda net, h: h * torch.tensor(numpy.random.rand(len(h), 1)).to(h),  # noqa: NPY002
-    "a draw of Python's a row": lambda net, h: h * torch.tensor([[random.random()] for _ in h]),
-}
-
-
-@pytest.mark.parametrize("name", RANDOM)
-def test_random_draws_in_a_model_are_no_coupling(name: str) -> None:
-    engine = trained(Net(RANDOM[name], dropout=nn.Dropout(0.5)), collate(examples(6)))
-    assert engine.route == "uses", engine.reason
 
 
 @pytest.mark.parametrize("preserved", [True, False])
@@ -234,28 +201,6 @@ def gpt2() -> nn.Module:
     shape = {"vocab_size": 61, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
     none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return hf.GPT2LMHeadModel(hf.GPT2Config(**shape, **none, bos_token_id=1, eos_token_id=2)).train()
-
-
-def bert() -> nn.Module:
-    settings = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    return hf.BertForSequenceClassification(hf.BertConfig(vocab_size=100, **none, **settings)).train()
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["in the first batch", "in a later one"])
-def test_padding_that_hardly_shows_in_a_loss_shows_in_its_gradient(late: bool) -> None:
-    """An encoder without an attention mask: each row is then collated by itself."""
-
-    def collated(rows: list[list[int]]) -> Batch:
-        return {**padding("right", False)(rows), "labels": torch.tensor([row[0] % 2 for row in rows])}
-
-    data = texts([16] * 8 if late else [3, 4, 16, 3] * 2)
-    private = start(bert(), DataLoader(data, batch_size=8, collate_fn=collated), epochs=2)  # type: ignore[arg-type]
-    for _ in range(2):
-        released(private)
-        data[3] = data[3][:3]
-    assert private.route == "one-example"
 
 
 def own_gradients(data: list[list[int]]) -> list[dict[str, torch.Tensor]]:

@@ -156,27 +156,6 @@ def test_a_buffer_that_forwards_write_from_data_is_refused(name: str) -> None:
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
-def spectral() -> nn.Module:
-    model = Net()
-    nn.utils.parametrizations.spectral_norm(model.first)
-    return model
-
-
-HARMLESS: dict[str, Callable[[], nn.Module]] = {
-    "a step counter": lambda: Writing(lambda net, x: net.count.add_(1)),
-    "weights": lambda: Writing(lambda net, x: net.average.fill_(float(net.first.weight.detach().sum()))),
-    "not saved": lambda: Writing(lambda net, x: net.average.copy_(x.mean(0)), persistent=False),
-    "spectral norm": spectral,
-}
-
-
-@pytest.mark.parametrize("name", HARMLESS)
-def test_buffers_that_follow_from_no_data_are_accepted(name: str) -> None:
-    private = start(HARMLESS[name](), epochs=2)
-    train_epoch(private)
-    assert private.steps_done > 1
-
-
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
 def test_a_parameter_that_forwards_write_is_refused(frozen: bool) -> None:
     model = Writing(lambda net, x: net.first.weight[0].add_(x.mean()))
