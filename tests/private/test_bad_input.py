@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from transformers import DataCollatorWithFlattening
 
 import fastdp
-from fastdp.engine.errors import SelfCheckError
 from fastdp.private.sampler import PoissonSampler
 from tests.cases import cases
 from tests.engine.models import build
@@ -35,7 +34,6 @@ from tests.engine.runs import (
     start,
     state,
 )
-from tests.loops import train_epoch
 
 PRIVATE = {"noise_multiplier": 1.0, "target_delta": 1e-4}
 
@@ -405,25 +403,6 @@ def test_packed_rows_without_a_map(told: bool, way: str) -> None:
         private.model(**next(iter(private.data_loader)))
 
 
-@cases("late", [False, True])
-def test_a_mean_over_the_batch_in_the_loop_names_what_divides(late: bool) -> None:
-    """`F.cross_entropy(model(x), y)` takes the function before the model runs, `nn.CrossEntropyLoss` after."""
-    weight = torch.tensor([1.0, 2.0, 5.0])
-
-    class Logits(Classifier):
-        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-            return self.logits(x)
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        if late:
-            return nn.CrossEntropyLoss(weight)(model(batch["x"]), batch["labels"])
-        return F.cross_entropy(model(batch["x"]), batch["labels"], weight=weight)
-
-    private = start(Logits(), loss_reduction="mean", **PRIVATE)
-    with refused(SelfCheckError, "cross_entropy with weight= and reduction='mean' divides by the weights", private):
-        train_epoch(private, loss)
-
-
 def test_gradients_that_were_not_clipped() -> None:
     private = start(max_physical_batch_size=2, **PRIVATE)
     iterator = iter(private.data_loader)
@@ -501,26 +480,6 @@ def test_fused_losses_over_a_batch_are_refused_by_name(home: str) -> None:
     # Token losses of the user's own are no business of it.
     private = start(model, criterion=lambda output, batch: output["logits"].square().mean(1), **PRIVATE)
     private.detach()
-
-
-@pytest.mark.parametrize("by_row", [True, False])
-def test_a_model_that_differentiates_inside_itself_is_run_by_the_row(by_row: bool) -> None:
-    """Unless its penalty depends on the size of the batch, as that of a mean loss does."""
-
-    class Penalised(Classifier):
-        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-            x = x.detach().requires_grad_()
-            output = super().forward(x, labels)
-            (slope,) = torch.autograd.grad(output["loss"] * (len(x) if by_row else 1), x, create_graph=True)
-            return {**output, "loss": output["loss"] + slope.square().sum(1).mean()}
-
-    private = start(Penalised())
-    if by_row:
-        with pytest.warns(UserWarning, match="one-example route.* differentiates inside its own forward pass"):
-            logical_step(private)
-    else:
-        with pytest.raises(SelfCheckError, match="Two copies of a row"):
-            logical_step(private)
 
 
 class Tokens(nn.Module):

@@ -112,27 +112,6 @@ def test_a_cell_that_is_run_twice() -> None:
         fastdp.detach(model)
 
 
-def accumulate(private: Any) -> None:
-    """Two backward passes for each step."""
-    for step, batch in enumerate(private.data_loader):
-        (private.model(**batch)["loss"] / 2).backward()
-        if step % 2:
-            private.optimizer.step()
-            private.optimizer.zero_grad()
-
-
-def test_gradients_accumulated_by_hand_are_refused_before_anything_is_spent() -> None:
-    for physical in (None, 4, 2):
-        private = start(max_physical_batch_size=physical, **PRIVATE)
-        with pytest.raises(RuntimeError, match=r"accumulated\. Set the DataLoader's batch_size"):
-            accumulate(private)
-        assert private.steps_done == 0
-        # The way on.
-        for _ in range(2):
-            epoch(private)
-        assert private.steps_done == 6
-
-
 def test_refusals_after_releases_say_what_was_spent_and_the_way_on_works() -> None:
     private = start(**PRIVATE)
     epoch(private)

@@ -390,24 +390,6 @@ def test_a_buffer_that_the_recorded_pass_writes_is_refused():
         )
 
 
-def test_the_first_of_two_passes_of_a_batch_may_be_differentiated():
-    engine = engine_of(built(), tickets_of(6), runs := [])
-    one, other = batch_of(), batch_of(None, 4)
-    sums = []
-    for number in range(5):
-        first = engine.model(**one).loss
-        if number == 4:
-            engine.model(**other)
-        first.backward()
-        sums.append(engine.accumulator.sums)
-        engine.accumulator.copy_aliased()
-        let_go(engine)
-    assert runs.count("forward") == TRIES + 3
-    # Their tickets leave out the same rows.
-    require_equal(([sums[1]], [sums[4]]))
-    engine.close()
-
-
 def test_packed_rows_and_trial_passes_are_never_recorded():
     engine = engine_of(built(), tickets_of(2), [])
     graphs = engine.graphs

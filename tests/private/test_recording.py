@@ -235,23 +235,6 @@ def test_a_loop_that_changes_a_mask_of_ones_is_told_once_and_keeps_its_masks(mon
     require_equal_sums(*sums)
 
 
-def test_recording_that_fails_is_told_once_and_ends_all_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(accumulator: Any, runs: list[str]) -> Any:
-        def record(function: Any) -> Any:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-        return record
-
-    record_on_a_processor(monkeypatch, fails)
-    rows = [{"x": torch.ones(6), "y": torch.tensor(1.0)}] * 320
-    with pytest.warns(UserWarning, match="one operation at a time: the device has too little memory left") as seen:
-        private, _, handed = run(Regression(), rows, epochs=2)
-    assert len(seen) == 1
-    assert private.microbatches["recorded"] == 0
-    assert {rows % 32 for rows in handed[:2]} == {0}
-    assert {rows % 32 for rows in handed[3:]} != {0}
-
-
 class NeedsItsMask(torch.nn.Module):
     """Takes texts without a mask for something else, or not at all."""
 
