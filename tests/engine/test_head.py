@@ -28,7 +28,6 @@ from tests.engine.models import MODELS, batch, build
 from tests.engine.reference import (
     Recording,
     engine_for,
-    feed,
     norms,
     relative,
     require_exact,
@@ -427,17 +426,6 @@ def test_masks_and_several_groups_of_the_head() -> None:
         scales = min(1.0, 0.5 / max(inside, 1e-30)), min(1.0, 0.3 / max(outside, 1e-30))
         wanted += torch.where(mask, scales[0], scales[1]) * unit["head.weight"]
     assert relative(engine.accumulator.sums["head.weight"], wanted) < 2e-3
-
-
-def test_later_batches_of_any_length_take_whatever_way_is_theirs() -> None:
-    model = Speaker(tied=True)
-    engine, tickets = engine_for(model, 0.7)
-    for tokens in (6, 23, 1 + 2 * WIDTH, 2 * WIDTH, 2, 60, 6):
-        inputs = data(tokens=tokens, seed=tokens)
-        inputs["labels"] = inputs["ids"]
-        units = truth(model, inputs)
-        feed(engine, tickets, inputs)
-        require_exact(engine, units)
 
 
 def test_a_loss_without_whole_rows_of_the_logits_is_no_heads() -> None:

@@ -7,49 +7,13 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import datasets
 import numpy
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, Subset, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, SubsetRandomSampler
 
-from tests.cases import cases, pairs
+from tests.cases import cases
 from tests.engine.runs import collate, examples, loader, logical_step, start
-
-
-class Together(list[Any]):
-    """Reads a batch at once, and takes its mean from each."""
-
-    asked = 0
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        self.asked += 1
-        mean = torch.stack([self[i]["x"] for i in indices]).mean(0)
-        return [{**self[i], "x": self[i]["x"] - mean} for i in indices]
-
-
-def centred(batch: dict[str, Any]) -> dict[str, Any]:
-    """A transform of datasets', which is given all rows that are read at once."""
-    x = torch.tensor(batch["x"])
-    return {"x": list(x - x.mean(0)), "labels": batch["labels"]}
-
-
-def sets(kind: str) -> Any:
-    if kind == "a class of its own":
-        return Together(examples(8))
-    rows = datasets.Dataset.from_list([{"x": e["x"].tolist(), "labels": e["labels"]} for e in examples(8)])
-    rows = rows.with_transform(centred)
-    return Subset(rows, list(range(8))) if kind == "a subset of them" else rows
-
-
-@cases(*pairs(("workers", [0, 1]), ("kind", ["a class of its own", "a transform", "a subset of them"])))
-def test_examples_that_a_data_set_may_mix_are_read_one_at_a_time(kind: str, workers: int) -> None:
-    data = sets(kind)
-    (plain,) = DataLoader(data, batch_size=8, collate_fn=loader().collate_fn)
-    assert plain["x"].std() > 0, "as torch reads it, the mean of eight is taken away"
-    (batch,) = logical_step(start(data_loader=loader(data, num_workers=workers)))[1]
-    expected = torch.zeros_like(batch["x"]) if "class" not in kind else torch.stack([e["x"] for e in examples(8)])
-    assert torch.equal(batch["x"], expected)
 
 
 class Augmented(list[Any]):

@@ -195,13 +195,6 @@ def test_the_card_says_by_construction(options: dict[str, Any], said: int) -> No
 # Code that couples examples moves a release by one bound at most.
 
 
-class Normalised(Classifier):
-    """By the batch's own statistics."""
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return super().logits(x - x.mean(0) / 2)
-
-
 class Contrast(Classifier):
     """Scores each example against the others of its batch."""
 
@@ -210,22 +203,9 @@ class Contrast(Classifier):
         return {"loss": F.cross_entropy(logits @ logits.T, torch.arange(len(x))) + F.cross_entropy(logits, labels)}
 
 
-class Late(Classifier):
-    """Mixes examples once a switch is set."""
-
-    late = False
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return super().logits(x + x.mean(0) if self.late else x)
-
-
 def mixed(items: Sequence[Mapping[str, Any]]) -> Batch:
     batch = collate(items)
     return {**batch, "x": 0.6 * batch["x"] + 0.4 * batch["x"].roll(1, 0)}
-
-
-def open_branch(model: nn.Module, step: int) -> None:
-    model.late = step > 0  # type: ignore[assignment]
 
 
 def hang(model: nn.Module, step: int) -> None:
@@ -236,11 +216,9 @@ def hang(model: nn.Module, step: int) -> None:
 @pytest.mark.parametrize(
     ("make", "collator", "change"),
     [
-        (Normalised, collate, None),
         (Contrast, collate, None),
         (Running, collate, None),
         (Classifier, mixed, None),
-        (Late, collate, open_branch),
         (Classifier, collate, hang),
     ],
 )
