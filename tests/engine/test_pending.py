@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
 from tests.cases import cases
-from tests.engine.runs import Classifier, start
-
-PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
+from tests.engine.runs import PRIVATE, Classifier, start
 
 
 def clip(model: torch.nn.Module) -> float:

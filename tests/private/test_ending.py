@@ -14,10 +14,8 @@ import torch
 import fastdp
 from tests.cases import cases
 from tests.engine.models import build
-from tests.engine.runs import Classifier, loader, logical_step, start
+from tests.engine.runs import PRIVATE, Classifier, loader, logical_step, start
 from tests.loops import trained
-
-PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
 
 
 def epoch(private: Any, most: int | None = None) -> None:

@@ -18,6 +18,7 @@ from fastdp.private.run import Private
 from tests.engine.reference import known
 from tests.engine.runs import (
     CLIPPED,
+    PRIVATE,
     Classifier,
     Odd,
     clipped_sum,
@@ -74,7 +75,7 @@ def test_clipping_ignores_what_is_frozen(frozen: str, build: Callable[[], nn.Mod
 def test_a_parameter_that_was_frozen_at_make_private_may_not_be_unfrozen_and_the_run_goes_on() -> None:
     model = Classifier()
     freeze(model, "first.weight", True)
-    private = start(model, optimizer=OPTIMIZERS["torch"](model), noise_multiplier=1.0, target_delta=1e-3)
+    private = start(model, optimizer=OPTIMIZERS["torch"](model), **PRIVATE)
     before, batches = state(model), iter(private.data_loader)
     logical_step(private, batches)
     freeze(model, "first.weight", False)
@@ -152,7 +153,7 @@ def test_what_a_method_left_out_may_not_be_unfrozen_and_the_run_goes_on() -> Non
     model = Classifier()
     before = state(model)
     method = DPFrost(unfreezing_ratio=0.5, **SELECTION)
-    private = start(model, method=method, noise_multiplier=1.0, target_delta=1e-3)
+    private = start(model, method=method, **PRIVATE)
     batches = iter(private.data_loader)
     logical_step(private, batches)
     freeze(model, LEFT_OUT, False)

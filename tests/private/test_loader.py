@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, SubsetRandomSampler
 
 from tests.cases import cases
-from tests.engine.runs import collate, examples, loader, logical_step, start
+from tests.engine.runs import PRIVATE, collate, examples, loader, logical_step, start
 
 
 class Augmented(list[Any]):
@@ -47,7 +47,7 @@ def test_seeds_that_workers_are_begun_with_tell_nothing_of_a_private_run(known: 
 
 @cases("name", ["dataset", "collate_fn", "batch_size", "units"])
 def test_what_the_plan_goes_by_is_settled(name: str) -> None:
-    data = start(noise_multiplier=1.0, target_delta=1e-3).data_loader
+    data = start(**PRIVATE).data_loader
     with pytest.raises(AttributeError, match=f"{name} of a private loader is settled"):
         setattr(data, name, getattr(data, name))
 
@@ -94,7 +94,7 @@ def of_own(batches: Any) -> DataLoader:
 )
 def test_an_order_of_ones_own_is_replaced_and_said_once(make: Any, batch_size: int, said: str) -> None:
     with pytest.warns(UserWarning, match=said) as caught:
-        private = start(data_loader=make(), noise_multiplier=1.0, target_delta=1e-3, epochs=1)
+        private = start(data_loader=make(), epochs=1, **PRIVATE)
     assert sum("has no effect" in str(entry.message) for entry in caught) == 1
     for _ in private.data_loader.steps_per_epoch * [0]:
         logical_step(private)
@@ -123,4 +123,4 @@ def test_an_order_of_ones_own_is_replaced_and_said_once(make: Any, batch_size: i
 )
 def test_a_sampler_that_chooses_rows_is_refused(make: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        start(data_loader=make(), noise_multiplier=1.0, target_delta=1e-3)
+        start(data_loader=make(), **PRIVATE)

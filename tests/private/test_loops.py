@@ -17,9 +17,7 @@ from transformers import (
 import fastdp
 from fastdp.private.schedules import require_public_schedule
 from tests.cases import cases, pairs
-from tests.engine.runs import Classifier, collate, examples, loader, logical_step, start
-
-PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
+from tests.engine.runs import PRIVATE, Classifier, collate, examples, loader, logical_step, start
 
 
 def spend(private: Any, schedule: Any = None) -> list[float]:
@@ -342,7 +340,7 @@ def test_a_row_of_padding_without_a_gradient_takes_no_noise(reads: bool) -> None
     model = Bag(reads)
     before = model.table.weight.detach().clone()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    private = start(model, DataLoader(data, 8, collate_fn=pad), optimizer, noise_multiplier=1.0, target_delta=1e-3)
+    private = start(model, DataLoader(data, 8, collate_fn=pad), optimizer, **PRIVATE)
     logical_step(private)
     moved = (model.table.weight.detach() != before).any(1)
     assert moved.tolist() == [reads] + [True] * 8

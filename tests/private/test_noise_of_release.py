@@ -18,7 +18,18 @@ from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
 from fastdp.private.release import Release
 from tests.cases import cases, pairs
-from tests.engine.runs import FEATURES, Classifier, clipped_sum, examples, join, loader, logical_step, one_by_one, start
+from tests.engine.runs import (
+    FEATURES,
+    PRIVATE,
+    Classifier,
+    clipped_sum,
+    examples,
+    join,
+    loader,
+    logical_step,
+    one_by_one,
+    start,
+)
 
 #: How often a statistical test of this file may fail with nothing wrong; each draws fresh noise.
 FALSE_ALARM = 1e-9
@@ -238,7 +249,7 @@ def test_the_card_of_other_data_differs_in_what_was_released_alone() -> None:
             ids, labels = (nn.utils.rnn.pad_sequence(items, batch_first=True, padding_value=v) for v in (0, -100))
             return {"ids": ids, "labels": labels}
 
-        private = start(Words(), loader(data, collate_fn=padded), noise_multiplier=1.0, target_delta=1e-3, epochs=4)
+        private = start(Words(), loader(data, collate_fn=padded), epochs=4, **PRIVATE)
         for _ in range(4):
             logical_step(private)
         assert private.route == ("one-example" if longest > 20 else "uses")
@@ -291,7 +302,7 @@ class Keeper(Observer):
 
 
 def test_a_policy_that_is_replaced_between_steps_is_judged_as_well() -> None:
-    private = start(Classifier(), noise_multiplier=1.0, target_delta=1e-3)
+    private = start(Classifier(), **PRIVATE)
     private.observe(keeper := Keeper())
     logical_step(private)
     accumulator = keeper.accumulator

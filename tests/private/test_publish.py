@@ -13,7 +13,7 @@ import fastdp
 from fastdp.accounting import verify
 from fastdp.accounting.card import public_name
 from tests.engine.models import build
-from tests.engine.runs import Classifier, logical_step
+from tests.engine.runs import PRIVATE, Classifier, logical_step
 
 
 def collate(items):
@@ -23,7 +23,7 @@ def collate(items):
 def started(model, item):
     data = torch.utils.data.DataLoader([item(i) for i in range(12)], batch_size=4, collate_fn=collate)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return fastdp.make_private(model, optimizer, data, noise_multiplier=1.0, target_delta=1e-3, epochs=1)
+    return fastdp.make_private(model, optimizer, data, epochs=1, **PRIVATE)
 
 
 @pytest.fixture

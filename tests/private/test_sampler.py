@@ -18,7 +18,7 @@ from fastdp.private.loader import PrivateLoader
 from fastdp.private.plan import Plan
 from fastdp.private.sampler import PoissonSampler, ShuffledSampler, Units, steps_per_epoch
 from tests.cases import cases
-from tests.engine.runs import loader, logical_step, start
+from tests.engine.runs import PRIVATE, loader, logical_step, start
 from tests.loops import trained
 
 #: How often a statistical test of this file may fail with nothing wrong; each draws fresh randomness.
@@ -218,7 +218,7 @@ def test_the_last_batch_of_an_epoch_is_not_skipped_either() -> None:
 
 @cases("how", ["released", "broken off", "no step", "no step at the end"])
 def test_a_card_says_that_a_logical_batch_was_discarded(how: str) -> None:
-    private = start(noise_multiplier=1.0, target_delta=1e-3, unsafe_seed=None, epochs=4)
+    private = start(unsafe_seed=None, epochs=4, **PRIVATE)
     logical_step(private)
     for batch in private.data_loader:
         loss = private.model(**batch)["loss"]

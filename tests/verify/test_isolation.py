@@ -18,6 +18,7 @@ from tests.engine.runs import (
     CLASSES,
     CLIPPED,
     FEATURES,
+    PRIVATE,
     Batch,
     Classifier,
     clipped_sum,
@@ -187,7 +188,7 @@ def test_a_non_finite_example_is_left_out() -> None:
 @cases("options, said", [(ALONE, 1), ({**ALONE, **USERS}, 1), ({}, 0)])
 def test_the_card_says_by_construction(options: dict[str, Any], said: int) -> None:
     """Of users too, whose examples are collated together."""
-    private = start(data_loader=loader(batch_size=4), noise_multiplier=1.0, target_delta=1e-3, **options)
+    private = start(data_loader=loader(batch_size=4), **options, **PRIVATE)
     stepped(private)
     assert sum("units are independent by construction" in own for own in private.card()["assumptions"]) == said
 

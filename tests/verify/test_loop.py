@@ -22,6 +22,7 @@ from tests.cases import pairs
 from tests.engine.runs import (
     CLIPPED,
     FEATURES,
+    PRIVATE,
     Batch,
     Classifier,
     clipped_sum,
@@ -263,7 +264,7 @@ def test_what_a_loop_seldom_does_by_a_generator_of_its_own_is_verified(mixes: bo
 
 
 def test_a_loop_that_makes_nothing_gets_no_probe_batch() -> None:
-    private, probes = start(noise_multiplier=1.0, target_delta=1e-3), []
+    private, probes = start(**PRIVATE), []
     private.model.register_forward_pre_hook(lambda *_: probes.append(private.data_loader.tickets[0].probe))
     train_epoch(private)
     assert probes == [None] * len(probes)
