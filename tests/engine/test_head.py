@@ -28,6 +28,7 @@ from tests.engine.models import MODELS, batch, build
 from tests.engine.reference import (
     Recording,
     engine_for,
+    feed,
     norms,
     relative,
     require_exact,
@@ -456,3 +457,14 @@ def test_logits_are_left_out_where_that_takes_no_longer_or_is_asked_for(
     heads.always = asked is False
     made = heads.leave_out(torch.randn(2, tokens, WIDTH), weight, None, lambda: None)  # type: ignore[arg-type,return-value]
     assert made.source.small != left_out
+
+
+def test_later_batches_of_any_length_take_whatever_way_is_theirs() -> None:
+    model = Speaker(tied=True)
+    engine, tickets = engine_for(model, 0.7)
+    for tokens in (6, 23, 1 + 2 * WIDTH, 2 * WIDTH, 2, 60, 6):
+        inputs = data(tokens=tokens, seed=tokens)
+        inputs["labels"] = inputs["ids"]
+        units = truth(model, inputs)
+        feed(engine, tickets, inputs)
+        require_exact(engine, units)

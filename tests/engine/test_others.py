@@ -145,7 +145,7 @@ def gpu(route: Callable[..., str]) -> Iterator[None]:
     kind=st.sampled_from(KINDS),
     size=st.sampled_from(SIZES),
     seed=st.integers(0, 10**6),
-    count=st.sampled_from((3, 21, 40)),
+    count=st.sampled_from((1, 3, 21, 40)),
     tokens=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     rows=st.integers(1, 2),
     ratio=st.sampled_from((1.0, 30.0, 1e3, 1e5)),

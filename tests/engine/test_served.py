@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fastdp.engine.bounds import Norms, UpperNorms
+from fastdp.engine.clip.accumulator import Accumulator
+from fastdp.engine.clip.policy import Policy
 from fastdp.engine.loss.losses import LossTerms, intercepted
 from fastdp.engine.routing import Routing
 from fastdp.engine.uses.layout import Ticket
@@ -237,3 +240,22 @@ def test_a_layer_reads_the_weight_that_it_was_given_last() -> None:
     assert engine.route == "uses"
     truth = one_by_one(model, data)
     assert error({name: engine.accumulator.sums[name] for name in truth[0]}, clipped_sum(truth, 0.5)) < EXACT
+
+
+@cases("scale", [float("nan"), float("inf"), 1.0])
+def test_a_padding_rows_scale_counts_for_nothing(scale: float) -> None:
+    """Whatever a policy says of it: 0 times NaN is NaN."""
+
+    class Strange(Policy):
+        def scales(self, upper: UpperNorms) -> torch.Tensor:
+            return super().scales(upper).index_fill(1, torch.tensor([3]), scale)
+
+    parameters = {"weight": nn.Parameter(torch.ones(2, 2))}
+    accumulator = Accumulator(parameters, Strange((1.0,), (0.0,), {"weight": 0}))
+    norms = Norms(1, 4, torch.device("cpu"))
+    norms.add(0, torch.ones(4), 4, relative=0.0)
+    found = accumulator.unit_scales(norms.upper(), torch.tensor([1.0, 1.0, 1.0, 0.0]))
+    assert bool((found[0, :3] > 0).all())
+    assert found[0, 3] == 0
+    assert int(accumulator.units) == 3
+    assert int(accumulator.nonfinite) == 0

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
+import fastdp.engine.routing as routing
 from fastdp.engine.errors import SelfCheckError
 from tests.cases import cases
 from tests.engine.models import batch, build
@@ -26,8 +28,13 @@ def padded(which: int) -> dict[str, torch.Tensor]:
     return found
 
 
-@cases("order", [(0, 1, 2, 3), (3, 2, 0, 1)])
-def test_a_model_that_leaves_its_mask_out_where_nothing_is_padded(order: tuple[int, ...]) -> None:
+@cases("order, chosen", [((0, 1, 2, 3), None), ((3, 2, 0, 1), None), ((1, 2), [0, 2])])
+def test_a_model_that_leaves_its_mask_out_where_nothing_is_padded(
+    order: tuple[int, ...], chosen: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that are chosen for a check may go another way than all of their batch."""
+    if chosen is not None:
+        monkeypatch.setattr("fastdp.engine.uses.layout.Ticket.chosen_rows", lambda ticket: chosen)
     model = build("t5")
     engine, tickets = engine_for(model, 0.5)
     for which in order:
@@ -163,3 +170,15 @@ def test_a_text_of_another_value_in_each_batch_is_no_choice_among_ways() -> None
         assert gap(engine, one_by_one(Net(), data)) < EXACT
     assert passes[1:33] == [2] * 32
     assert passes[-5:] == [1] * 5
+
+
+def test_of_many_kinds_of_calls_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are compared with the trace anew."""
+    monkeypatch.setattr(routing, "MOST_CALLS", 3)
+    engine, tickets = engine_for(Net(), 0.5)
+    for rows in (*range(2, 8), *range(2, 8)):
+        data = collate(examples(rows, seed=rows))
+        feed(engine, tickets, data)
+        assert gap(engine, one_by_one(Net(), data)) < EXACT
+        assert len(engine.checks.traced.compared) <= 3
+    assert engine.route == "uses", engine.reason

@@ -150,3 +150,21 @@ def test_resized_embeddings_are_refused_before_a_release_and_the_way_on_works(ma
     private = begin()
     epoch(private)
     assert private.steps_done == 3
+
+
+def test_without_a_limit_all_examples_of_the_drawn_users_are_one_batch() -> None:
+    users = [i // 3 for i in range(24)]
+    data = loader(batch_size=4)
+    private = start(data_loader=data, user_ids=users, max_examples_per_user=3, **PRIVATE)
+    for _ in range(2):
+        epoch(private)
+    assert private.steps_done == private.total_steps == 4
+
+
+def test_leaving_a_loop_between_backward_and_step_is_no_accumulation() -> None:
+    private = start(**PRIVATE)
+    for batch in private.data_loader:
+        private.model(**batch)["loss"].backward()
+        break
+    epoch(private)
+    assert private.steps_done == 3

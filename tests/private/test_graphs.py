@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 from fastdp.bench import simulate
 from fastdp.bench.workloads import Case, examples
 
@@ -343,6 +344,33 @@ def test_checkpointed_passes_are_replayed_and_recorded_without_reading_random_st
     require_equal(results)
     assert runs.count("forward") == TRIES + 6
     assert torch.utils.checkpoint.get_device_states is read
+
+
+def test_recorded_passes_make_no_cache_and_the_models_setting_stays(monkeypatch):
+    """A cache of a sliding window copies from the host, which no CUDA graph can repeat."""
+    within, made = [], []
+
+    def recorder(accumulator, runs):
+        record = again_on_a_processor(accumulator, runs)
+
+        def watched(function):
+            within.append(function)
+            found = record(function)
+            within.clear()
+            return found
+
+        return watched
+
+    cache = transformers.cache_utils.DynamicCache
+    init = cache.__init__
+    monkeypatch.setattr(cache, "__init__", lambda self, *a, **k: (made.append(bool(within)), init(self, *a, **k))[1])
+    model = built()
+    model.config.use_cache = True
+    trained_on(engine_of(model, tickets_of(8), runs := [], recorder), [8] * 8)
+    assert model.config.use_cache
+    assert runs
+    assert made
+    assert not any(made)
 
 
 def test_a_loss_made_from_another_output_of_a_replay_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -344,3 +345,40 @@ def test_a_row_of_padding_without_a_gradient_takes_no_noise(reads: bool) -> None
     logical_step(private)
     moved = (model.table.weight.detach() != before).any(1)
     assert moved.tolist() == [reads] + [True] * 8
+
+
+def test_other_optimizers_schedules_are_left_alone() -> None:
+    start(**PRIVATE)
+    plain = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule = halving(plain)
+    plain.step()
+    schedule.step()
+    schedule.step()
+    assert plain.param_groups[0]["lr"] == 0.25
+
+
+class FailingOnce(torch.optim.SGD):
+    """Its first step fails, which a loop may catch."""
+
+    failed = False
+
+    def step(self, closure: Any = None) -> None:
+        if not self.failed:
+            self.failed = True
+            raise OSError("a log is full")
+        super().step()
+
+
+def test_a_step_that_fails_leaves_the_next_one_its_parameters() -> None:
+    model = Classifier()
+    optimizer = FailingOnce(model.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    private = start(model, optimizer=optimizer, max_physical_batch_size=3)
+    iterator, steps = iter(private.data_loader), 0
+    while not private.last_step_done:
+        private.model(**next(iterator))["loss"].backward()
+        with contextlib.suppress(OSError):
+            optimizer.step()
+        steps += 1
+    assert steps > 1
+    assert not all(map(torch.equal, model.parameters(), before))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -320,7 +322,6 @@ def test_a_run_that_is_killed_many_times_with_blocks_of_several_steps(tmp_path: 
     [
         fastdp.DPSGD(),
         fastdp.RapFT(NoisyMap(1.5, 0.5), map_every=2),
-        fastdp.DPFrost(unfreezing_ratio=0.5, selection_steps=2, selection_rate=0.1),
     ],
 )
 def test_noise_that_can_be_drawn_again_is_worth_nothing(method: Any) -> None:
@@ -332,3 +333,12 @@ def test_noise_that_can_be_drawn_again_is_worth_nothing(method: Any) -> None:
         assert private.epsilon() <= worth
         assert math.isinf(private.epsilon()) == math.isinf(worth)
         assert (private.card()["guarantee"] == "none") == math.isinf(worth)
+
+
+def test_a_run_that_is_let_go_of_keeps_no_model() -> None:
+    private = start(noise_multiplier=1.0, target_delta=1e-3)
+    logical_step(private)
+    weights = [weakref.ref(parameter) for parameter in private.model.parameters()]
+    del private
+    gc.collect()
+    assert not any(parameter() is not None for parameter in weights)

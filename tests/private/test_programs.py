@@ -8,7 +8,8 @@ from tests.honest.harness import load, run_privately
 
 PROGRAMS = load()
 NAMES = """
-zero_grad_in_place no_zero_grad weights_clamped_by_a_hook compiled_before frozen_later gradient_scaler
+zero_grad_in_place no_zero_grad weights_clamped_by_a_hook compiled_before gradient_scaler
+frozen_later unfrozen_by_layers gradient_hooks
 optimizer_by_signs optimizer_rmsprop optimizer_adagrad optimizer_adafactor optimizer_groups
 accumulated_by_hand class_weights_mean_outside gradient_penalty_inside adversarial_inputs_inside second_run_after_detach
 texts_as_input summed_embeddings_list_of_texts summed_embeddings_list_of_lengths inputs_time_first outputs_time_first

@@ -106,12 +106,12 @@ def test_poisson_batches_are_recorded_to_their_ends(monkeypatch: pytest.MonkeyPa
     generator = torch.Generator().manual_seed(0)
     rows = [{"x": torch.randn(6, generator=generator), "y": torch.randn((), generator=generator)} for _ in range(1280)]
     models = twins(Regression)
-    private, recorded, handed = run(models[0], rows, epochs=8)
-    eager, plain, drawn = run(models[1], rows, epochs=8, capture=False)
+    private, recorded, handed = run(models[0], rows, epochs=3)
+    eager, plain, drawn = run(models[1], rows, epochs=3, capture=False)
     require_equal_sums(recorded, plain)
     assert all(0 <= padded - own < 32 for padded, own in zip(handed, drawn))
     counts = private.microbatches
-    assert counts["eager"] <= 0.02 * (counts["eager"] + counts["recorded"])
+    assert counts["eager"] <= 6 < counts["recorded"] / 10
     assert eager.microbatches["recorded"] == 0
     # Every microbatch has the padding's shape.
     assert {rows % 32 for rows in handed} == {0}

@@ -155,3 +155,13 @@ def test_an_epoch_that_is_shuffled_is_never_counted_below_any_of_its_steps(
 def test_a_schedule_out_of_range_is_refused(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         fastdp.DPSGD(**settings)
+
+
+def test_an_adaptive_threshold_keeps_what_it_learnt_when_the_noise_changes() -> None:
+    adaptive = fastdp.AdaptiveClipping(count_noise_std=5.0)
+    method = fastdp.DPSGD(noise_schedule={2: 0.5}, adaptive=adaptive)
+    policies = run(start(method=method, noise_multiplier=1.0, **PRIVATE), 4)
+    bounds = [policy.bounds[0] for policy in policies]
+    assert len(set(bounds)) == 4
+    wanted = [adaptive.gradient_multiplier(z) for z in (1.0, 1.0, 0.5, 0.5)]
+    assert [policy.noise_multiplier for policy in policies] == pytest.approx(wanted)

@@ -156,3 +156,31 @@ def test_a_checkpoint_carries_the_outcome_and_what_it_cost() -> None:
     second.optimizer.load_state_dict(first.optimizer.state_dict())
     train(second, 4)
     assert second.ledger.spent("count") == 1
+
+
+def test_a_new_run_does_not_take_another_runs_outcome(tmp_path: Path) -> None:
+    first = make(Choosy(), output_dir=tmp_path)
+    train(first, 1)
+    first.detach()
+    (tmp_path / "ledger.jsonl").unlink()
+    second = make(Choosy(), output_dir=tmp_path)
+    train(second, 1)
+    assert second.ledger.spent("count") == 1
+
+
+def test_a_step_does_not_ask_again_about_all_steps_before() -> None:
+    asked: list[int] = []
+
+    class Counted(Choosy):
+        def prepares_at(self, step: int) -> bool:
+            asked.append(step)
+            return super().prepares_at(step)
+
+    private = make(Counted())
+    train(private, 4)
+    asked.clear()
+    train(private, 6)
+    assert max(map(asked.count, asked)) == 1
+    outcome = private.outcome
+    private.prepare()
+    assert private.outcome is outcome

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fastdp
+from fastdp.calls.collation import Collation
 from fastdp.engine.errors import SelfCheckError
 from fastdp.private.run import Private
 from tests.cases import cases
@@ -167,3 +168,10 @@ def test_packed_examples_have_the_loss_that_they_have_alone(fault: str | None) -
         model(text[None], text[None], torch.arange(len(text))[None])["loss"].backward()
         truth.append({n: p.grad for n, p in model.named_parameters()})
     assert error(got, clipped_sum(truth, BOUND)) < CLIPPED
+
+
+def test_a_probe_batch_holds_no_example_twice_beside_others() -> None:
+    """A single row comes with a copy of itself."""
+    data = examples(24)
+    for probe in Collation(data, collate, [5, 5], {}).probes(2):
+        assert len({*probe.source.indices}) == (1 if probe.role == "alone" else 2)

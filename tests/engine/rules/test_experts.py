@@ -15,6 +15,7 @@ from fastdp.engine.uses.experts import ExpertFactors
 from fastdp.engine.uses.layout import Ticket
 from fastdp.verify import Checks
 from tests.cases import cases, pairs
+from tests.engine.nets import Net, exact_batches
 from tests.engine.reference import (
     engine_for,
     exactly,
@@ -24,7 +25,7 @@ from tests.engine.reference import (
     require_exact,
     ticket,
 )
-from tests.engine.runs import one_by_one
+from tests.engine.runs import collate, examples, one_by_one
 
 ROWS, TOKENS, WORDS, WIDTH, HIDDEN, EXPERTS = 5, 11, 61, 24, 40, 5
 SHAPE = {
@@ -305,3 +306,30 @@ class Counted(Routed):
 
 def test_a_loop_over_experts_may_count_in_one_tensor() -> None:
     exactly(Counted(), routed())
+
+
+def test_experts_that_a_later_batch_reads_first() -> None:
+    """A loop that leaves out experts without tokens: the first batch has tokens for one of two."""
+
+    def sparse(net: Any, h: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(h)
+        for positive, expert in ((True, net.one), (False, net.two)):
+            where = ((h[:, 0] > 0) == positive).nonzero().flatten()
+            if len(where):
+                out = out.index_add(0, where, expert(h[where]))
+        return out
+
+    def model() -> nn.Module:
+        net = Net(sparse, one=nn.Linear(6, 6), two=nn.Linear(6, 6))
+        with torch.no_grad():
+            net.one.weight.fill_(0.1).add_(torch.eye(6))
+            net.two.weight.copy_(net.one.weight.flip(0))
+            net.one.bias.fill_(0.2)
+            net.two.bias.fill_(-0.1)
+        return net
+
+    every = collate(examples(24))
+    above = torch.tanh(model().first(every["x"]))[:, 0] > 0  # type: ignore[operator]
+    assert 4 < int(above.sum()) < 20
+    chosen = (above.nonzero().flatten()[:5], torch.arange(6, 12), (~above).nonzero().flatten()[:3])
+    exact_batches(model, [{name: t[rows] for name, t in every.items()} for rows in chosen])
