@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    default_data_collator,
-)
+from transformers import BertForSequenceClassification
 
 import fastdp
 from fastdp.private.schedules import require_public_schedule
 from tests.cases import cases, pairs
+from tests.engine import models
 from tests.engine.runs import PRIVATE, Classifier, collate, examples, loader, logical_step, start
+from tests.loops import train_epoch
 
 
 def spend(private: Any, schedule: Any = None) -> list[float]:
@@ -73,31 +71,22 @@ def test_a_schedule_does_not_count_releases_from_before_it_was_made() -> None:
         private.detach()
 
 
-def pretrained(folder: Path) -> torch.nn.Module:
-    config = BertConfig(
-        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=3
-    )
-    BertForSequenceClassification(config).save_pretrained(folder)
-    return BertForSequenceClassification.from_pretrained(folder)
-
-
 @pytest.mark.parametrize("chosen", [None, "train", "eval"])
 def test_a_model_from_from_pretrained_is_trained_in_training_mode(tmp_path: Path, chosen: str | None) -> None:
     """Nobody chose the mode that it comes in; one that is set after `make_private` is kept."""
-    model = pretrained(tmp_path)
-    rows = [{"input_ids": [1 + i % 5, 2, 3], "labels": i % 3} for i in range(12)]
-    data = DataLoader(rows, batch_size=4, shuffle=True, collate_fn=default_data_collator)  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    private = fastdp.make_private(model, optimizer, data, epochs=1, **PRIVATE)
+    models.build("bert").save_pretrained(tmp_path)
+    model, seen = BertForSequenceClassification.from_pretrained(tmp_path), set()
+    rows = [{name: t[n % 4] for name, t in models.batch("bert").items()} for n in range(12)]
+    private = start(model, DataLoader(rows, 4), epochs=1, **PRIVATE)  # type: ignore[arg-type]
     assert not model.training, "an evaluation before training is one still"
     if chosen is not None:
         getattr(model, chosen)()
-    seen = set()
-    for batch in private.data_loader:
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
         seen.add(frozenset(module.training for module in model.modules()))
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return model(**batch).loss
+
+    train_epoch(private, loss)
     assert seen == {frozenset({chosen != "eval"})}
     assert private.steps_done == private.total_steps
 
@@ -214,10 +203,7 @@ class TestDropIn:
         optimizer = fastdp.optim.AdamW(
             model.parameters(), lr=0.1, model=model, data_loader=loader(), epochs=1, noise_multiplier=1.0
         )
-        for batch in optimizer.data_loader:
-            model(**batch)["loss"].backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train_epoch(optimizer.private)
         assert optimizer.private is not None
         assert optimizer.private.steps_done == 3
 
