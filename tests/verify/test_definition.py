@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import fastdp
 from fastdp.engine.errors import SelfCheckError
 from fastdp.private.run import Private
 from tests.cases import pairs
+from tests.engine.models import build
 from tests.engine.nets import EXACT, Net, parameter, trained
 from tests.engine.reference import engine_for, feed
 from tests.engine.runs import CLIPPED, Batch, clipped_sum, collate, error, examples, logical_step, one_by_one, start
@@ -196,22 +198,12 @@ def released(private: Private) -> dict[str, torch.Tensor]:
     return found
 
 
-def gpt2() -> nn.Module:
-    torch.manual_seed(0)
-    shape = {"vocab_size": 61, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
-    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return hf.GPT2LMHeadModel(hf.GPT2Config(**shape, **none, bos_token_id=1, eos_token_id=2)).train()
+def own_gradients(make: Callable[[], nn.Module], data: list[list[int]]) -> list[dict[str, torch.Tensor]]:
+    """Of each text alone, without padding."""
+    return [one_by_one(make(), {k: torch.tensor([text]) for k in ("input_ids", "labels")})[0] for text in data]
 
 
-def own_gradients(data: list[list[int]]) -> list[dict[str, torch.Tensor]]:
-    """Of each text alone, without padding, in float64."""
-    model, found = gpt2().double(), []
-    for text in data:
-        model.zero_grad()
-        ids = torch.tensor([text])
-        model(input_ids=ids, labels=ids).loss.backward()
-        found.append({n: p.grad.clone() for n, p in model.named_parameters()})
-    return found
+gpt2 = partial(build, "gpt2")
 
 
 @pytest.mark.parametrize(*pairs(("masked", [True, False]), ("side", ["left", "right"]), ("long", [0, 1, None])))
@@ -223,7 +215,7 @@ def test_padding_that_moves_positions_changes_no_clipped_sum(long: int | None, s
     for number in range(2):
         if number == long:
             data[3] = texts([40])[0]
-        assert error(released(private), clipped_sum(own_gradients(data), BOUND)) < CLIPPED
+        assert error(released(private), clipped_sum(own_gradients(gpt2, data), BOUND)) < CLIPPED
     assert private.route == ("one-example" if side == "left" and long is not None else "uses")
 
 
@@ -263,8 +255,7 @@ def test_a_branch_on_the_length_of_a_batch_is_found_in_the_first_longer_one(mask
     for length in (7, 20):
         data[3] = texts([length])[0]
         got = released(private)
-        truth = [one_by_one(Stretching(), {k: torch.tensor([t]) for k in ("input_ids", "labels")})[0] for t in data]
-        assert error(got, clipped_sum(truth, BOUND)) < CLIPPED
+        assert error(got, clipped_sum(own_gradients(Stretching, data), BOUND)) < CLIPPED
     assert private.route == "one-example"
 
 
