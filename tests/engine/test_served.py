@@ -259,3 +259,20 @@ def test_a_padding_rows_scale_counts_for_nothing(scale: float) -> None:
     assert found[0, 3] == 0
     assert int(accumulator.units) == 3
     assert int(accumulator.nonfinite) == 0
+
+
+class TimeMajor(nn.Module):
+    """Looks up ids laid out time first, as older recurrent code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.out = nn.Embedding(11, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        return {"loss": F.cross_entropy(self.out(torch.tanh(self.table(x.t())).mean(0)), labels)}
+
+
+@cases("tokens", [2, 3, 4, 5])
+def test_a_lookup_time_first_is_served_whatever_the_lengths(tokens: int) -> None:
+    exactly(TimeMajor(), {"x": torch.randint(0, 11, (4, tokens)), "labels": torch.arange(4) % 3})

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastdp.ops as ops
+from fastdp.engine.capture.memory import kept_bytes
 from fastdp.engine.uses.experts import ExpertFactors
 from fastdp.engine.uses.layout import Ticket
 from fastdp.verify import Checks
@@ -23,6 +24,7 @@ from tests.engine.reference import (
     norms,
     relative,
     require_exact,
+    stepped,
     ticket,
 )
 from tests.engine.runs import collate, examples, one_by_one
@@ -262,6 +264,18 @@ def test_adapters_of_experts_under_checkpoints(checkpointing: bool, two_pass: bo
     model = adapted("qwen3-moe", "grouped_mm", checkpointing=checkpointing, **options)
     given = Ticket(torch.tensor(owners), torch.ones(3), True)
     exactly(model, texts(), units, given, two_pass=two_pass)
+
+
+@cases("adapters", [False, True])
+def test_memory_is_that_of_the_tokens_that_experts_get(adapters: bool) -> None:
+    """And not of whole stacks."""
+    model = adapted("mixtral", "grouped_mm") if adapters else stock("mixtral")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name if adapters else "experts" in name)
+    engine = stepped(model, texts(), 0.5)
+    tokens, widths = ROWS * TOKENS * SHAPE["num_experts_per_tok"], (WIDTH + 2 * HIDDEN) + (HIDDEN + WIDTH)
+    found = kept_bytes(engine.trace, engine.read, ROWS, ROWS, 1.0, torch.device("cpu"))
+    assert 1 <= found / (SHAPE["num_hidden_layers"] * tokens * widths * 4) < (1.2 if adapters else 1.001)
 
 
 @cases("shape", [(6, 5), (72, 80)])
