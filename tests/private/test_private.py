@@ -133,13 +133,10 @@ class TestOptimizers:
         if ours is fastdp.optim.SGD:
             assert isinstance(optimizer, torch.optim.SGD)
         reference = theirs(plain.parameters(), **options)
-        for batch in (b for _ in range(2) for b in optimizer.data_loader):
-            model(**batch)["loss"].backward()
-            optimizer.step()
+        for _ in trained(optimizer.private, 2):
             for p, q in zip(model.parameters(), plain.parameters()):
                 q.grad = None if p.grad is None else p.grad.clone()
             reference.step()
-            optimizer.zero_grad()
             for p, q in zip(model.parameters(), plain.parameters()):
                 assert torch.allclose(p, q, rtol=1e-6, atol=1e-8)
         saved = optimizer.state_dict()
@@ -157,12 +154,9 @@ class TestOptimizers:
         for fused in (True, False):
             model = Classifier()
             optimizer = ours(model, loader(), lr=0.01, method=method, fused=fused, epochs=2, unsafe_seed=1, **PRIVATE)
-            for batch in (b for _ in range(2) for b in optimizer.data_loader):
-                model(**batch)["loss"].backward()
-                optimizer.step()
+            for _ in trained(optimizer.private, 2):
                 done = optimizer.private.last_step_done
                 assert all((p.grad is None) == (fused or not done) for p in model.parameters())
-                optimizer.zero_grad()
             models.append((model, optimizer.state_dict()["state"]))
         (model, ours_state), (other, their_state) = models
         for p, q in zip(model.parameters(), other.parameters(), strict=True):

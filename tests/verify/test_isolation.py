@@ -30,6 +30,7 @@ from tests.engine.runs import (
     start,
 )
 from tests.loops import Loss, own_loss, trained
+from tests.private.ranked import padded, texts
 
 ALONE: dict[str, Any] = {"isolation": "per_example", "method": fastdp.DPSGD(max_grad_norm=0.5)}
 USERS: dict[str, Any] = {"user_ids": [index // 3 for index in range(24)], "max_examples_per_user": 3}
@@ -81,17 +82,6 @@ class Running(Centred):
         self.register_buffer("mean", torch.zeros(FEATURES))
 
 
-def sentences(count: int = 12) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, 20, (4 + index % 5,), generator=generator) for index in range(count)]
-
-
-def padded(items: Sequence[torch.Tensor]) -> Batch:
-    ids = nn.utils.rnn.pad_sequence(list(items), batch_first=True)
-    mask = (ids != 0).long()
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-
 # Exact sums.
 
 
@@ -99,7 +89,7 @@ def padded(items: Sequence[torch.Tensor]) -> Batch:
 def test_sums_are_autograd_s(make: Callable[[], nn.Module]) -> None:
     model = make()
     words = not isinstance(model, Classifier)
-    private = start(model, loader(sentences(), 6, collate_fn=padded) if words else loader(), **ALONE)
+    private = start(model, loader(texts(12), 6, collate_fn=padded) if words else loader(), **ALONE)
     state = copy.deepcopy(model.state_dict())
     (got,), batches = stepped(private)
     assert private.route == "one-example"
