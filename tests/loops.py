@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+Loss = Callable[[Any, Any], Any]
 
-def trained(private: Any, epochs: int = 1) -> Iterator[Any]:
+
+def own_loss(model: Any, batch: Any) -> Any:
+    """The loss that a model returns."""
+    return model(**batch)["loss"]
+
+
+def trained(private: Any, epochs: int = 1, loss: Loss = own_loss) -> Iterator[Any]:
     """Train on each micro-batch of some epochs; yields it after its step, whose gradients are still there."""
     for _ in range(epochs):
         for batch in private.data_loader:
-            private.model(**batch)["loss"].backward()
+            loss(private.model, batch).backward()
             private.optimizer.step()
             yield batch
             private.optimizer.zero_grad()
+
+
+def train_epoch(private: Any, loss: Loss = own_loss) -> None:
+    """Train on each micro-batch of one epoch."""
+    for _ in trained(private, loss=loss):
+        pass
 
 
 def train(private: Any, steps: int | None = None) -> None:

@@ -32,10 +32,26 @@ def test_tensors_with_rows_second_come_first_and_go_back():
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(leaves(decoded), leaves(call)))
 
 
-def test_hidden_states_of_two_rows_are_no_list_of_one_entry_a_row():
-    state = torch.zeros(1, 2, 4)
-    encoded = RowLists().encode(((torch.zeros(2, 3), (state, state)), {}), 2)
-    assert shapes(encoded) == [(2, 3), (2, 1, 4), (2, 1, 4)]
+STATE = torch.zeros(1, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "given", "found"),
+    [
+        # Hidden states of two rows are no list of one entry a row.
+        (2, (torch.zeros(2, 3), (STATE, STATE)), [(2, 3), (2, 1, 4), (2, 1, 4)]),
+        # Positions of all rows stay where they are.
+        (5, (torch.zeros(5, 7), torch.arange(5)[None]), [(5, 7), (1, 5)]),
+    ],
+)
+def test_what_only_looks_like_rows(rows, given, found):
+    assert shapes(RowLists().encode((given, {}), rows)) == found
+
+
+@pytest.mark.parametrize("given", [lambda made: made.t(), lambda made: list(made)], ids=["time first", "a list"])
+def test_other_layouts_are_not_several_rows_of_an_example(given):
+    batch, lists = Batch(list(torch.rand(5, 10))), RowLists()
+    assert shapes(lists.encode(((given(batch.made),), {}), 5, batch.source))[0][0] == 5
 
 
 def test_an_axis_is_the_one_where_rows_were_seen_alone():
@@ -53,11 +69,6 @@ def test_of_a_square_first_batch_one_example_tells():
         batch = Batch(examples, collate)
         found = RowLists().encode(((batch.made,), {}), 5, batch.source)[0][0]
         assert torch.equal(found, batch.made.t() if second else batch.made)
-
-
-def test_positions_of_all_rows_stay_where_they_are():
-    positions = torch.arange(5)[None]
-    assert shapes(RowLists().encode(((torch.zeros(5, 7), positions), {}), 5)) == [(5, 7), (1, 5)]
 
 
 def test_the_loaders_own_entries_tell_which_axis_a_loop_has_turned():
@@ -133,11 +144,6 @@ def test_a_mask_tells_nothing_of_several_rows_of_an_example():
     assert not lists
 
 
-def test_a_list_of_tensors_is_not_several_rows_of_an_example():
-    batch, lists = Batch(list(torch.rand(2, 6))), RowLists()
-    assert shapes(lists.encode(((list(batch.made),), {}), 2, batch.source)) == [(2,)]
-
-
 def test_images_as_high_as_the_batch_is_large_are_entries_of_a_list():
     images = [torch.rand(1, 3, width) for width in (3, 5, 4)]
     lists = RowLists()
@@ -146,21 +152,10 @@ def test_images_as_high_as_the_batch_is_large_are_entries_of_a_list():
     assert shapes(lists.decode(encoded)) == [(1, 3, 3), (1, 3, 5), (1, 3, 4)]
 
 
-def test_time_first_is_not_several_rows_of_an_example():
-    batch = Batch(list(torch.rand(5, 10)))
-    lists = RowLists()
-    assert torch.equal(lists.encode(((batch.made.t(),), {}), 5, batch.source)[0][0], batch.made)
-    assert not lists
-
-
-def test_a_boolean_mask_is_found_again_in_a_padded_batch():
-    whole = (torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]]), torch.tensor([[True] * 4, [True, True, False, False]]))
-    alone = (torch.tensor([[5, 6]]), torch.tensor([[True, True]]))
-    assert row_of((whole, {}), 2, (alone, {})) == 1
-
-
-def test_of_rows_with_equal_inputs_the_expected_one_is_found():
-    """Their labels may differ."""
+def test_a_row_is_found_again_in_its_batch():
+    """By a mask of truth values, and of rows with equal inputs the expected one: their labels may differ."""
+    padded = (torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]]), torch.tensor([[True] * 4, [True, True, False, False]]))
+    assert row_of((padded, {}), 2, ((torch.tensor([[5, 6]]), torch.tensor([[True, True]])), {})) == 1
     whole, alone = torch.tensor([[1, 2], [3, 4], [1, 2]]), torch.tensor([[1, 2]])
     assert [row_of((whole,), 3, (alone,), row) for row in range(3)] == [0, 0, 2]
 

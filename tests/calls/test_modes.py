@@ -10,7 +10,8 @@ from torch import nn
 import fastdp
 from fastdp.calls.modes import in_mode, kept_modes
 from tests.cases import cases
-from tests.engine.runs import Classifier, start
+from tests.engine.runs import PRIVATE, Classifier, start
+from tests.loops import trained
 
 
 class Normalised(Classifier):
@@ -39,10 +40,7 @@ def test_each_module_is_put_back_into_its_own_mode(training: bool) -> None:
 
 def test_a_preparation_leaves_what_is_frozen_as_it_was() -> None:
     method = fastdp.DPFrost(unfreezing_ratio=0.5, selection_noise_multiplier=2.0, selection_rate=0.5, selection_steps=1)
-    private = start(Normalised(), method=method, noise_multiplier=1.0, target_delta=1e-3)
-    for batch in private.data_loader:
-        private.model(**batch)["loss"].backward()
-        private.optimizer.step()
-        private.optimizer.zero_grad()
+    private = start(Normalised(), method=method, **PRIVATE)
+    for _ in trained(private):
         assert not private.model.scale.training
     assert private.steps_done == 3

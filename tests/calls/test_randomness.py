@@ -38,17 +38,6 @@ def test_draws_from_the_operating_system_never_repeat() -> None:
     assert len(seen) == 20 * 7
 
 
-def test_draws_from_the_operating_system_are_uniform() -> None:
-    """Kolmogorov's distance of 200,000 draws; above 3.4 / sqrt(n) by chance in 2 of 10^10 runs."""
-    parts = []
-    for _ in range(200):
-        with seed_from_os():
-            parts.append(torch.rand(1000, dtype=torch.float64))
-    values = torch.cat(parts).sort().values
-    ideal = torch.arange(1, len(values) + 1, dtype=torch.float64) / len(values)
-    assert float((values - ideal).abs().max()) < 3.4 / len(values) ** 0.5
-
-
 def test_buffers_are_restored_where_they_were_written_or_replaced() -> None:
     model = torch.nn.BatchNorm1d(3)
     mean, variance = model.running_mean, model.running_var

@@ -53,14 +53,6 @@ def gap(engine: Engine, truth: list[Batch], bound: float = 0.5) -> float:
     return error(got, clipped_sum(truth, bound))
 
 
-def exact(model: nn.Module, data: Batch) -> Engine:
-    """Assert that the clipped sum is that of each row's own gradient."""
-    truth = one_by_one(model, data)
-    engine = trained(model, data)
-    assert gap(engine, truth) < EXACT
-    return engine
-
-
 def exact_batches(
     make: Callable[[], nn.Module],
     batches: Iterable[Batch],

@@ -6,7 +6,6 @@ through the engine's accumulator as captures of a backward pass do; what it adds
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from unittest import mock
 
@@ -17,12 +16,10 @@ from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.axes import RankOne
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.uses.factors import Factors
-from fastdp.engine.uses.layout import Layout, Ticket
-from fastdp.methods.frost.accumulate import MagnitudeAccumulator, magnitude_bound
-from fastdp.methods.frost.partitions import Partition
+from fastdp.engine.uses.layout import Ticket
 
 KINDS = ("plain", "cancelling", "last bits", "aligned", "grid", "spread")
-USES = ("gram", "direct", "instantiate", "twice", "cross", "tied", "table", "bias", "vector", "one example", "L1")
+USES = ("gram", "direct", "instantiate", "twice", "cross", "tied", "table", "bias", "vector", "one example")
 POLICIES = ("flat", "groups", "masked", "axes", "wild axes")
 
 
@@ -111,8 +108,6 @@ def moved(case: Case) -> float:
     layout = Ticket(torch.zeros(1, dtype=torch.int64), torch.ones(1), True).layout(torch.device("cpu"))
     bound = 10**case.bound_exponent
     parameters = {name: torch.nn.Parameter(torch.zeros(case.m, case.n)) for name in ("a", "b")}
-    if case.uses == "L1":
-        return _moved_sizes(case, parameters, layout, generator, bound)
     policy = _policy(case, bound)
     accumulator = Accumulator(parameters, policy)
     a, b = parameters["a"], parameters["b"]
@@ -167,45 +162,3 @@ def _finite_length(policy: Policy, sums: dict[str, torch.Tensor]) -> float:
     if not all(bool(torch.isfinite(total).all()) for total in sums.values()):
         return float("inf")
     return _length(policy, sums)
-
-
-def _moved_sizes(
-    case: Case, parameters: dict[str, torch.nn.Parameter], layout: Layout, generator: torch.Generator, bound: float
-) -> float:
-    """The same of DP-FROST's magnitudes in L1 norms."""
-    partitions = [Partition(name, (name,), case.m * case.n) for name in parameters]
-    accumulator = MagnitudeAccumulator(parameters, partitions, bound)
-    pairs = [_factors(case, generator) for _ in parameters]
-    sinks: list[norms.NormSink] = []
-
-    def backward(_retain: bool) -> None:
-        for parameter, pair in zip(parameters.values(), pairs):
-            sinks[-1].matrix(parameter, Factors(*pair), layout)
-
-    accumulator.run(backward, sinks.append, layout, {}, two_pass=False)  # type: ignore[arg-type]
-    return float(accumulator.magnitudes.sum()) / magnitude_bound(partitions, bound)
-
-
-def drawn_cases(count: int, seed: int = 0) -> Iterator[Case]:
-    """Cases of every kind, use and policy in turn."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def number(low: float, high: float) -> float:
-        return low + (high - low) * float(torch.rand(1, generator=generator))
-
-    for index in range(count):
-        extreme = 30.0 if index % 5 == 0 else 5.0
-        yield Case(
-            seed=seed * 1_000_003 + index,
-            kind=KINDS[index % len(KINDS)],
-            uses=USES[index // len(KINDS) % len(USES)],
-            policy=POLICIES[int(number(0, len(POLICIES)))],
-            dtype=torch.bfloat16 if number(0, 1) < 0.4 else torch.float32,
-            tokens=int(number(1, 80 if index % 7 else 400)),
-            m=int(number(1, 90)),
-            n=int(number(1, 90)),
-            left_exponent=number(-extreme, extreme),
-            right_exponent=number(-extreme, extreme),
-            bound_exponent=number(-6, 3),
-            two_pass=number(0, 1) < 0.5,
-        )

@@ -21,6 +21,8 @@ EXACT = 1e-5
 #: Of clipped sums: a unit is scaled by an upper bound of its norm, which is above the norm by what rounding may hide.
 CLIPPED = 1e-4
 Batch = dict[str, torch.Tensor]
+#: Of a run whose noise, and epsilon, are real.
+PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
 
 
 class Classifier(nn.Module):

@@ -12,7 +12,7 @@ from fastdp.engine.clip.policy import Policy
 from fastdp.engine.uses.factors import Factors
 from tests.cases import cases, pairs
 from tests.engine.models import batch, build
-from tests.engine.reference import Recording, engine_for, one_at_a_time, relative, ticket
+from tests.engine.reference import Recording, engine_for, relative, ticket
 from tests.engine.runs import Odd, collate, examples, one_by_one
 
 BOUND = 0.5
@@ -70,7 +70,7 @@ def gap(found, wanted) -> float:
 def test_sums_are_those_of_single_examples(name: str, tuning: str, two_pass: bool, reach: float) -> None:
     model, data = build(name, tuning), batch(name)
     axes = axes_of(model, reach=reach)
-    gradients = one_at_a_time(model, data, shift=name in ("gpt2", "llama"))
+    gradients = one_by_one(model, data)
     norm = expected(gradients, axes, 1e9)
     bound = BOUND * float(torch.stack([v.square().sum() for v in norm.values()]).sum().sqrt()) / len(gradients)
     engine, tickets = engine_for(model, bound, two_pass=two_pass)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.cases import cases
-from tests.engine.nets import EXACT, Net, exact, exact_batches, gap, trained
-from tests.engine.reference import engine_for, feed
+from tests.engine.nets import EXACT, Net, exact_batches, gap, trained
+from tests.engine.reference import exactly
 from tests.engine.runs import collate, examples, one_by_one
 
 
@@ -34,7 +34,7 @@ def backwards(back: Callable[[torch.Tensor], torch.Tensor]) -> Net:
 @cases("name", ["batch", "row"])
 def test_a_backward_pass_that_divides_by_the_gradients_of_the_batch_is_taken_row_by_row(name: str) -> None:
     back = {"batch": lambda g: g / g.norm(), "row": lambda g: g / g.norm(dim=1, keepdim=True).clamp(min=1e-12)}[name]
-    assert exact(backwards(back), collate(examples(6))).route == ("one-example" if name == "batch" else "uses")
+    exactly(backwards(back), collate(examples(6)), route="one-example" if name == "batch" else "uses")
 
 
 class _Kept(torch.autograd.Function):
@@ -88,12 +88,3 @@ def test_hooks_of_the_user_see_no_gradient_of_single_rows(alone: bool) -> None:
     assert not seen
     model.eval()(**data)["loss"].backward()
     assert len(seen) == 8
-
-
-def test_a_hook_of_the_user_keeps_no_model_off_its_route() -> None:
-    model = Net()
-    engine, tickets = engine_for(model, 0.5)
-    feed(engine, tickets, collate(examples(6)))
-    model.first.weight.register_hook(lambda gradient: gradient.norm())
-    feed(engine, tickets, collate(examples(6, seed=1)))
-    assert engine.route == "uses", engine.reason

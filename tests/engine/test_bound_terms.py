@@ -6,17 +6,12 @@ A bound must reach the true norm and, on top, what rounding may add where the su
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from unittest import mock
 
-import pytest
 import torch
 from torch import nn
 
 from fastdp import ops
 from fastdp.engine.bounds import UpperNorms, gammas
-from fastdp.engine.clip import norms
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.norms import NormSink
 from fastdp.engine.clip.policy import Policy
@@ -128,50 +123,3 @@ def test_what_is_measured_whole_and_added_as_factors() -> None:
     whole = -(use.left.double().T @ use.right.double()).float()[None]
     assert needed(use, whole) > 100 * UNIT
     assert float(upper((8, 8), whole, use, keep=False).norms) >= needed(use, whole)
-
-
-@contextmanager
-def gpu(route: str) -> Iterator[None]:
-    """What is measured so as on a GPU, where every step of a sum costs a launch, and by this route."""
-    answers = {"launches": True, "may_hold": 1 << 30, "plan_route": route}
-    with ExitStack() as stack:
-        for name, answer in answers.items():
-            stack.enter_context(mock.patch.object(norms, name, return_value=answer))
-        yield
-
-
-@cases("keep", [True, False])
-def test_a_wide_matrix_has_one_bound_by_both_routes_of_a_gpu(keep: bool) -> None:
-    """Of the neighbours depends only whether gradients are made by unit."""
-    parameter, found = nn.Parameter(torch.zeros(66, 70)), {}
-    accumulator = Accumulator({"w": parameter}, Policy((1.0,), (0.0,), {"w": 0}))
-    layout = Ticket(torch.arange(3), torch.ones(3), True).layout(torch.device("cpu"))
-    use = Factors(torch.randn(900, 66), torch.randn(900, 70))
-    for route in ("direct", "instantiate"):
-        with gpu(route):
-            sink = NormSink(accumulator, layout, {"w": 1}, keep=keep)
-            sink.matrix(parameter, use, layout)
-            found[route] = sink.finish()
-        assert (sink.entries.get("w", norms.Entry()).instance is not None) == (keep and route == "instantiate")
-    one, other = (found[route].norms for route in found)
-    assert torch.allclose(one, other, rtol=1e-6, atol=0)
-    # Rounding is a part of it that could be seen.
-    assert bool((one > found["direct"].measured.sqrt() * (1 + 1e-5)).all())
-
-
-@cases("keep", [True, False])
-def test_a_lone_unit_of_a_gpu_has_the_bound_that_it_has_beside_another(keep: bool) -> None:
-    """Tokens that cancel, and a record of zeros that joins them or does not."""
-    parameter, found = nn.Parameter(torch.zeros(66, 70)), []
-    accumulator = Accumulator({"w": parameter}, Policy((1.0,), (0.0,), {"w": 0}))
-    tokens = torch.tensor([1.0, -1.0]).repeat(450)[:, None]
-    left, right = torch.randn(1, 66) * tokens, 30 * torch.randn(1, 70) + torch.randn(900, 70)
-    for units in (1, 2):
-        layout = Ticket(torch.arange(units), torch.ones(units), True).layout(torch.device("cpu"))
-        rest = (units - 1) * 900
-        use = Factors(nn.functional.pad(left, (0, 0, 0, rest)), nn.functional.pad(right, (0, 0, 0, rest)))
-        with gpu("instantiate"):
-            sink = NormSink(accumulator, layout, {"w": 1}, keep=keep)
-            sink.matrix(parameter, use, layout)
-            found.append(float(sink.finish().norms[0, 0]))
-    assert found[0] == pytest.approx(found[1], rel=1e-6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ import fastdp
 from tests.cases import cases
 from tests.engine.runs import opaque
 from tests.honest.harness import Case, sum_error
-from tests.honest.kit import MEAN, Wrapped, mlp, numbers, texts, unpack
+from tests.honest.kit import Wrapped, mlp, numbers, unpack
 
 
 @dataclass(frozen=True)
@@ -123,87 +122,6 @@ def test_losses_of_layers_may_be_stacked() -> None:
         return Case(Wrapped(forward, first=nn.Linear(12, 8), head=nn.Linear(8, 3)), numbers(), None, unpack)
 
     assert exact(build) == "uses"
-
-
-@cases("choose", [lambda losses: torch.stack(losses).max(), lambda losses: torch.minimum(*losses)])
-def test_a_choice_among_losses_is_each_row_s_own(choose: Any) -> None:
-    """The batch's mean losses chose the layer that every row was trained by."""
-
-    def build() -> Case:
-        def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return choose([F.cross_entropy(self.one(x), y), F.cross_entropy(self.two(x), y)])
-
-        return Case(Wrapped(forward, one=mlp(), two=mlp()), numbers(), None, unpack)
-
-    with pytest.warns(UserWarning, match="one-example route.*chooses among its losses"):
-        assert exact(build) == "one-example"
-
-
-def tokens(sentences: list[str]) -> torch.Tensor:
-    """Word numbers ``[rows, longest]``, 0 for padding."""
-    rows = [torch.tensor([zlib.crc32(word.encode()) % 49 + 1 for word in text.split()]) for text in sentences]
-    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
-
-
-def encoded(self: Any, ids: torch.Tensor) -> torch.Tensor:
-    kept = (ids != 0).unsqueeze(-1)
-    hidden = (self.embed(ids) * kept).sum(1) / kept.sum(1)
-    return self.head(self.drop(hidden))
-
-
-def listed(forward: Callable[..., Any], collate: Callable[[list[Any]], Any]) -> Case:
-    model = Wrapped(forward, embed=nn.Embedding(50, 8), head=nn.Linear(8, 3), drop=nn.Dropout(0.1))
-    rows = [(text, other, number % 3) for number, (text, other) in enumerate(zip(texts(), texts(high=6, seed=1)))]
-    return Case(model, rows, collate, unpack)
-
-
-def column(rows: list[Any], place: int) -> list[Any]:
-    return [row[place] for row in rows]
-
-
-#: Models that take lists with one entry a row: the forward pass of a model, and the collator.
-LISTS: dict[str, tuple[Callable[..., Any], Callable[[list[Any]], Any]]] = {
-    "texts": (
-        lambda self, t, y: F.cross_entropy(encoded(self, tokens(t)), y),
-        lambda rows: (column(rows, 0), torch.tensor(column(rows, 2))),
-    ),
-    "two columns, in tuples": (
-        lambda self, t, u, y: F.cross_entropy(encoded(self, tokens(t)) + encoded(self, tokens(u)), y),
-        lambda rows: (tuple(column(rows, 0)), tuple(column(rows, 1)), torch.tensor(column(rows, 2))),
-    ),
-    "pairs and numbers": (
-        lambda self, t, y: F.cross_entropy(encoded(self, tokens([" ".join(pair) for pair in t])), torch.tensor(y)),
-        lambda rows: ([row[:2] for row in rows], column(rows, 2)),
-    ),
-    "records alone": (
-        lambda self, rows: F.cross_entropy(encoded(self, tokens(column(rows, 0))), torch.tensor(column(rows, 2))),
-        lambda rows: (rows,),
-    ),
-    "tensors of different lengths": (
-        lambda self, t, y: F.cross_entropy(encoded(self, nn.utils.rnn.pad_sequence(t, batch_first=True)), y),
-        lambda rows: ([tokens([text])[0] for text in column(rows, 0)], torch.tensor(column(rows, 2))),
-    ),
-}
-
-
-@cases("name", LISTS)
-def test_lists_of_rows_are_cut_like_tensors(name: str) -> None:
-    assert exact(lambda: listed(*LISTS[name])) == "uses"
-    assert train(listed(*LISTS[name]), max_physical_batch_size=3).route == "uses"
-
-
-def test_texts_that_a_model_couples_are_refused() -> None:
-    def forward(self: Any, t: list[str], y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(encoded(self, tokens([" ".join(t)] * len(t))), y)
-
-    with pytest.raises(fastdp.engine.errors.SelfCheckError, match="The loss of row"):
-        train(listed(forward, LISTS["texts"][1]))
-
-
-def test_texts_and_a_criterion_in_the_loop() -> None:
-    case = listed(lambda self, t: encoded(self, tokens(t)), LISTS["texts"][1])
-    case.loss = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
-    assert train(case, **MEAN).route == "uses"
 
 
 #: Each batch is the whole data set, so that no batch has three rows by chance.

@@ -30,7 +30,6 @@ from tests.engine.reference import (
     engine_for,
     feed,
     norms,
-    one_at_a_time,
     relative,
     require_exact,
     stepped,
@@ -150,15 +149,43 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@cases(*pairs(("tokens", [1 + WIDTH, 4 * WIDTH + 3]), ("way", WAYS)))
-def test_a_head_is_exact_however_a_calls_it(way: str, tokens: int) -> None:
+@cases(*pairs(("tokens", [1 + WIDTH, 4 * WIDTH + 3]), ("way", WAYS), ("two_pass", [None, True])))
+def test_a_head_is_exact_however_a_model_calls_it(way: str, tokens: int, two_pass: bool | None) -> None:
     model = Speaker(**WAYS[way])
     inputs = data(tokens=tokens)
     if "ignore_index" in WAYS[way].get("loss", {}):
         inputs["labels"] = inputs["labels"].clamp(min=3)
-    engine = exact(model, inputs)
+    engine = exact(model, inputs, two_pass=two_pass)
     if not WAYS[way].get("tied"):
         assert engine.accumulator.routes["head.weight"].name == "tiles"
+
+
+#: Tensors that look like constants along the vocabulary, and whether they are.
+ALONG = torch.linspace(0.5, 1.5, VOCABULARY)
+BETWEEN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "[V, 1]": (lambda z: z * ALONG.to(z.dtype).view(-1, 1), False),
+    "[1, V, 1]": (lambda z: z + ALONG.to(z.dtype).view(1, -1, 1), False),
+    "[V]": (lambda z: z * ALONG.to(z.dtype), True),
+    "[1, V]": (lambda z: z + ALONG.to(z.dtype).view(1, -1), True),
+    "[1, 1]": (lambda z: z * torch.full((1, 1), 0.7, dtype=z.dtype), True),
+}
+
+
+@cases("shape", BETWEEN)
+def test_as_many_tokens_as_words(shape: str) -> None:
+    """A scale of each token is as long as one of each word: its shape says which it is."""
+    between, left_out = BETWEEN[shape]
+    exact(Speaker(between=between), data(tokens=VOCABULARY), left_out=left_out)
+
+
+@cases("reduction", ["mean", "sum", "none"])
+def test_a_loss_of_the_plain_model_counts_the_labels_that_are_there(reduction: str) -> None:
+    hidden, weight = torch.randn(6, 5), torch.randn(VOCABULARY, 5)
+    target = torch.tensor([1, -100, 3, -100, 0, 7])
+    own = logits.Heads(always=True).leave_out(hidden, weight, None, lambda: F.linear(hidden, weight))
+    found = F.cross_entropy(own, target, reduction=reduction)
+    torch.testing.assert_close(found, F.cross_entropy(F.linear(hidden, weight), target, reduction=reduction))
+    assert own.source.logits is None, "the logits were not computed"
 
 
 def test_a_longer_text_moves_no_bound_of_the_others_by_their_head() -> None:
@@ -227,11 +254,6 @@ def test_what_is_frozen_gets_nothing_and_passes_all_on(trained: list[str], token
     assert set(engine.accumulator.sums) == {"layer.weight", "layer.bias", *trained}
 
 
-@cases(*pairs(("tokens", [1 + WIDTH, 4 * WIDTH + 3]), ("tied", [False, True])))
-def test_two_passes_add_what_they_measured(tied: bool, tokens: int) -> None:
-    exact(Speaker(tied=tied, bias=True), data(tokens=tokens), two_pass=True)
-
-
 @cases("tokens", [1 + WIDTH, 4 * WIDTH + 3])
 def test_users_of_several_rows_and_padding_rows(tokens: int) -> None:
     model, inputs = Speaker(tied=True), data(rows=7, tokens=tokens)
@@ -293,8 +315,7 @@ _FAST = [("gpt2", "full"), ("gemma3", "full"), ("llama", "lora"), ("bart", "full
 )
 def test_models_of_transformers(name: str, tuning: str) -> None:
     model, inputs = build(name, tuning), batch(name)
-    shift = name not in {"bert", "roberta", "distilbert", "electra", "albert", "bert-mlm", "t5", "bart"}
-    units = one_at_a_time(model, inputs, shift=shift)
+    units = one_by_one(model, inputs)
     engine, tickets = engine_for(model, float(norms(units).median()))
     tickets.append(ticket(len(units)))
     output = model(**inputs)
@@ -382,26 +403,6 @@ def test_what_logits_are_made_of_may_be_written_afterwards() -> None:
     exact(model, inputs, left_out=False)
 
 
-def test_rows_that_see_each_other_through_the_logits_are_refused() -> None:
-    model, inputs = Reads(lambda z: z + 0.1 * z.detach().mean(0)), data()
-    inputs["labels"] = inputs["ids"]
-    _, tickets = engine_for(model, 0.7)
-    tickets.append(ticket(5))
-    with pytest.raises(SelfCheckError, match="couple examples"):
-        model(**inputs)
-
-
-def test_a_tied_head_makes_its_tiles_twice_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    tile = head.Tiles.tile
-    monkeypatch.setattr(head.Tiles, "tile", lambda *a: made.append(a[1:3]) or tile(*a))
-    inputs = data(rows=2, tokens=1 + WIDTH)
-    inputs["labels"] = inputs["ids"]
-    step(Speaker(tied=True), inputs, verify=Routing)
-    # Both units fit in one tile, and the pass that tries the route makes it once more.
-    assert made == [(0, 2 * (1 + WIDTH))] * 3
-
-
 def test_units_that_are_not_finite_take_no_part() -> None:
     for tokens in (1 + WIDTH, 4 * WIDTH):
         model, inputs = Speaker(), data(tokens=tokens)
@@ -436,17 +437,6 @@ def test_masks_and_several_groups_of_the_head() -> None:
     assert relative(engine.accumulator.sums["head.weight"], wanted) < 2e-3
 
 
-def test_later_batches_of_any_length_take_whatever_way_is_theirs() -> None:
-    model = Speaker(tied=True)
-    engine, tickets = engine_for(model, 0.7)
-    for tokens in (6, 23, 1 + 2 * WIDTH, 2 * WIDTH, 2, 60, 6):
-        inputs = data(tokens=tokens, seed=tokens)
-        inputs["labels"] = inputs["ids"]
-        units = truth(model, inputs)
-        feed(engine, tickets, inputs)
-        require_exact(engine, units)
-
-
 def test_a_loss_without_whole_rows_of_the_logits_is_no_heads() -> None:
     class Late(Speaker):
         def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
@@ -475,3 +465,14 @@ def test_logits_are_left_out_where_that_takes_no_longer_or_is_asked_for(
     heads.always = asked is False
     made = heads.leave_out(torch.randn(2, tokens, WIDTH), weight, None, lambda: None)  # type: ignore[arg-type,return-value]
     assert made.source.small != left_out
+
+
+def test_later_batches_of_any_length_take_whatever_way_is_theirs() -> None:
+    model = Speaker(tied=True)
+    engine, tickets = engine_for(model, 0.7)
+    for tokens in (6, 23, 1 + 2 * WIDTH, 2 * WIDTH, 2, 60, 6):
+        inputs = data(tokens=tokens, seed=tokens)
+        inputs["labels"] = inputs["ids"]
+        units = truth(model, inputs)
+        feed(engine, tickets, inputs)
+        require_exact(engine, units)

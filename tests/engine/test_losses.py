@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastdp.engine.loss.losses import LossTerms, intercepted
+from fastdp.engine.loss.losses import LossTerms, intercepted, masked_mean
 from tests.cases import cases, pairs
 from tests.engine.reference import ticket
 
@@ -49,3 +49,10 @@ def test_a_sequence_loss_is_divided_by_the_length_of_its_own_target(reduction: s
         found = loss()
     torch.testing.assert_close(found, loss())
     assert len(terms.terms) == (reduction != "none")
+
+
+def test_padding_and_what_is_not_finite_take_no_part() -> None:
+    """In the mean that a loop reads."""
+    losses = torch.tensor([1.0, float("nan"), 3.0, 100.0, float("inf")])
+    assert float(masked_mean(losses, torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0]))) == 2.0
+    assert float(masked_mean(losses, torch.zeros(5))) == 0.0

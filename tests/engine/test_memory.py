@@ -1,26 +1,24 @@
 """Whether a checkpointed pass keeps its factors: what they take, what is free, and that each way gives exact gradients."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 
 import fastdp
 from fastdp.engine.capture import memory
-from fastdp.engine.capture.memory import allowed_bytes, kept_bytes, longest
+from fastdp.engine.capture.memory import kept_bytes
 from fastdp.engine.clip.norms import NormSink
 from fastdp.engine.clip.sums import SumSink
 from fastdp.engine.engine import Engine
-from fastdp.engine.uses import logits
 from fastdp.engine.uses.layout import Ticket
 from tests.cases import cases, pairs
 from tests.engine.models import batch, build
-from tests.engine.reference import engine_for, feed, norms, one_at_a_time
-from tests.engine.runs import CLIPPED, Batch, clipped_sum, error, examples, loader
+from tests.engine.reference import engine_for, feed, norms
+from tests.engine.runs import CLIPPED, Batch, clipped_sum, error, one_by_one
+from tests.loops import train_epoch
 
 CPU = torch.device("cpu")
 PLENTY = 1 << 40
@@ -83,7 +81,7 @@ def test_gradients_are_those_of_each_example_alone(
     name: str, tuning: str, reentrant: bool, way: str, seconds: list[int], limited: Limited
 ) -> None:
     data = batch(name, rows=5)
-    truth = one_at_a_time(build(name, tuning), data, shift=True)
+    truth = one_by_one(build(name, tuning), data)
     bound = float(norms(truth).median())
     engine, tickets = limited(checkpointed(name, tuning, reentrant), data, LIMITS[way], bound)
     seconds.clear()
@@ -96,7 +94,7 @@ def test_gradients_are_those_of_each_example_alone(
 
 def test_parts_hold_whole_units_and_leave_out_padding(limited: Limited, monkeypatch: pytest.MonkeyPatch) -> None:
     data = batch("llama", rows=6)
-    rows = one_at_a_time(build("llama"), data, shift=True)
+    rows = one_by_one(build("llama"), data)
     units = [[0, 1], [2], [3, 4]]  # and row 5, which pads
     truth = [{n: sum(rows[row][n] for row in unit) for n in rows[0]} for unit in units]  # type: ignore[misc]
     users = Ticket(torch.tensor([0, 0, 1, 2, 2, 3]), torch.tensor([1.0, 1.0, 1.0, 0.0]), True)
@@ -113,42 +111,6 @@ def test_parts_hold_whole_units_and_leave_out_padding(limited: Limited, monkeypa
     assert parts == [6, 2, 1, 2, 1]
     assert (int(engine.accumulator.units), engine.backward_passes) == (3, 2)
     assert error(engine.accumulator.sums, clipped_sum(truth, 1.0)) < CLIPPED
-
-
-def test_the_loss_and_the_logits_of_parts_are_those_of_the_batch(limited: Limited) -> None:
-    data = batch("llama", rows=5)
-    model = build("llama")
-    plain = model(**data)
-    alone = [model(**{key: value[row : row + 1] for key, value in data.items()}) for row in range(5)]
-    model = checkpointed("llama", "full", False)
-    engine, tickets = limited(model, data, LIMITS["parts"], 1.0)
-    engine.abandon()
-    tickets.append(Ticket(torch.arange(5), torch.ones(5), True))
-    output = model(**data)
-    assert torch.allclose(output.loss, torch.stack([one.loss for one in alone]).mean(), rtol=1e-5)
-    assert torch.allclose(output.logits, plain.logits, atol=1e-5)
-
-
-def test_parts_leave_logits_out(limited: Limited, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "vocabulary", 8)
-    monkeypatch.setattr(logits.Heads, "tile", 0)
-    monkeypatch.setattr(logits, "_pays", lambda hidden, weight: True)
-    data = batch("llama", rows=5)
-    truth = one_at_a_time(build("llama"), data, shift=True)
-
-    def without_logits(engine: Engine) -> int:
-        assert engine.accumulator.tiles_heads
-        return kept(engine, 2)
-
-    model = checkpointed("llama", "full", False)
-    engine, tickets = limited(model, data, without_logits, 1.0)
-    engine.abandon()
-    tickets.append(Ticket(torch.arange(5), torch.ones(5), True))
-    output = model(**data)
-    output.loss.backward()
-    assert error(engine.accumulator.sums, clipped_sum(truth, 1.0)) < CLIPPED
-    with pytest.raises(RuntimeError, match="keep_logits=True"):
-        output.logits.sum()
 
 
 @pytest.mark.parametrize(*pairs(("name", ["gpt2", "llama", "bert", "vit"]), ("tuning", ["full", "lora"])))
@@ -172,16 +134,6 @@ def test_factors_take_what_the_trace_foretells(name: str, tuning: str, monkeypat
     assert 0.9 * found[-1] <= kept(engine, 4) <= 1.6 * found[-1]
 
 
-def test_longer_rows_take_more() -> None:
-    engine, tickets = engine_for(build("llama"), 1.0)
-    feed(engine, tickets, batch("llama", rows=4, tokens=11))
-    assert engine.trace is not None
-    call = ((), batch("llama", rows=3, tokens=22))
-    assert longest(engine.trace, call, 3) == 2.0
-    once, twice = (kept_bytes(engine.trace, engine.read, 4, 4, longer, CPU) for longer in (1.0, 2.0))
-    assert 1.5 * once < twice <= 2 * once
-
-
 def test_the_choice_is_made_once(monkeypatch: pytest.MonkeyPatch, seconds: list[int]) -> None:
     """Memory that others take meanwhile does not change how batches of one shape are summed."""
     free = deque([PLENTY, 0])
@@ -192,32 +144,6 @@ def test_the_choice_is_made_once(monkeypatch: pytest.MonkeyPatch, seconds: list[
     assert (len(seconds), engine.backward_passes, len(free)) == (0, 1, 1)
 
 
-def test_what_is_not_checkpointed_asks_for_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda device: pytest.fail("asked"))
-    engine, tickets = engine_for(build("llama"), 1.0)
-    feed(engine, tickets, batch("llama"))
-    assert engine.backward_passes == 1
-
-
-@pytest.fixture
-def four_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("four_ranks")
-def test_of_weights_in_pieces_those_of_this_process_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1 << 20)
-    whole = torch.nn.Parameter(torch.ones(64, 16))
-    cut = torch.nn.Parameter(distribute_tensor(whole.detach(), init_device_mesh("cpu", (4,)), [Shard(0)]))
-    taken = [(1 << 20) - allowed_bytes({"w": p}, CPU) / 0.75 for p in (whole, cut)]
-    assert taken == [pytest.approx(12 * 1024, abs=2), pytest.approx(3 * 1024, abs=2)]
-
-
 @cases("two_pass", [None, True])
 def test_a_card_says_how_many_passes_ran(two_pass: bool | None) -> None:
     data: list[Batch] = [{"input_ids": row, "labels": row} for row in batch("llama", rows=8)["input_ids"]]
@@ -225,21 +151,7 @@ def test_a_card_says_how_many_passes_ran(two_pass: bool | None) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given = {"noise_multiplier": 1.0, "target_delta": 1e-3, "epochs": 1, "two_pass": two_pass}
     private = fastdp.make_private(model, optimizer, DataLoader(data, batch_size=4), **given)  # type: ignore[arg-type]
-    for inputs in private.data_loader:
-        private.model(**inputs).loss.backward()
-        private.optimizer.step()
-        private.optimizer.zero_grad()
+    train_epoch(private)
     card = private.card()
     assert card["model"]["backward_passes"] == private.backward_passes == (2 if two_pass else 1)
     assert any("backward passes" in text for text in card["unprotected"])
-    private.detach()
-    assert "backward_passes" not in _plain_card()["model"]
-
-
-def _plain_card() -> fastdp.accounting.Card:
-    model = torch.nn.Linear(5, 3)
-    private = fastdp.make_private(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), loader(examples()), noise_multiplier=1.0, target_delta=1e-3,
-        epochs=1, loss_reduction="mean",
-    )  # fmt: skip
-    return private.card()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from tests.cases import cases, pairs
-from tests.engine.runs import Classifier, start
-
-PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
+from tests.cases import cases
+from tests.engine.runs import PRIVATE, Classifier, start
 
 
 def clip(model: torch.nn.Module) -> float:
@@ -80,34 +77,6 @@ def test_pending_gradients_take_no_memory() -> None:
         private.optimizer.zero_grad()
     private.detach()
     assert all(parameter.grad is None for parameter in private.model.parameters())
-
-
-@cases(*pairs(("fused", [False, True]), ("unscale", [False, True])))
-def test_a_gradient_scaler_changes_no_release(fused: bool, unscale: bool) -> None:
-    ends = []
-    for enabled in (False, True):
-        torch.manual_seed(0)
-        model = Classifier()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-        supports = getattr(optimizer, "_step_supports_amp_scaling", False)
-        private = start(model, optimizer=optimizer, epochs=1, noise_multiplier=0.0)
-        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for batch in private.data_loader:
-                scaler.scale(private.model(**batch)["loss"]).backward()
-                if unscale:
-                    scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-        assert len([entry for entry in caught if "GradScaler has no effect" in str(entry.message)]) == enabled
-        assert private.steps_done == private.total_steps
-        private.detach()
-        assert getattr(optimizer, "_step_supports_amp_scaling", False) is supports
-        ends.append([p.detach().clone() for p in model.parameters()])
-    for plain, scaled in zip(*ends):
-        assert torch.equal(plain, scaled)
 
 
 def test_a_scaler_of_a_loss_outside_the_model_is_refused() -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader
 
+from fastdp.engine.errors import SelfCheckError
 from tests.cases import cases
 from tests.engine.nets import exact_batches
-from tests.engine.runs import logical_step, start
+from tests.engine.reference import stepped
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -119,35 +120,6 @@ def test_places_that_other_rows_can_fill_run_row_by_row(keep: Callable[[torch.Te
     exact_batches(lambda: Capacity(by_label), [tokens([2, 6, 3, 5], 0)], route="one-example")
 
 
-def test_a_constant_table_is_looked_up_by_the_data() -> None:
-    """Sinusoidal positions by token, as M2M100 has them."""
-
-    class Positions(Tagger):
-        def forward(self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> Any:
-            places = (mask.cumsum(1) * mask).view(-1)
-            fixed = torch.sin(torch.arange(7).unsqueeze(1) * torch.arange(1.0, 7.0))
-            hidden = self.table(ids) + fixed.index_select(0, places).view(*ids.shape, -1) + fixed[mask]
-            return {"loss": F.cross_entropy(self.head(torch.tanh(hidden)).transpose(1, 2), labels)}
-
-    lengths = [[2, 6, 3, 5, 1, 6], [4, 3, 6, 2, 6, 6]]
-    exact_batches(lambda: Positions(by_mask), [tokens(own, number) for number, own in enumerate(lengths)])
-
-
-def test_a_gather_within_rows_is_no_selection_of_rows() -> None:
-    """DeBERTa's relative positions: verification took every line for the one that selects, and ran each row alone."""
-
-    class Relative(Tagger):
-        def forward(self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> Any:
-            hidden = torch.tanh(self.table(ids))
-            turned = hidden.gather(-1, torch.arange(5, -1, -1).expand_as(hidden))
-            return {"loss": self.loss(self.head(F.dropout(turned, 0.1, self.training)), labels, mask)}
-
-    data = [{name: t[row] for name, t in tokens([2, 6, 3, 5] * 6, 0).items()} for row in range(24)]
-    private = start(Relative(by_gather), DataLoader(data, batch_size=8))  # type: ignore[arg-type]
-    logical_step(private)
-    assert private.route == "uses"
-
-
 def test_an_expert_that_a_later_batch_uses_twice() -> None:
     """Each row chooses two of the experts; only in the second batch is one of them somebody's first and another's second."""
 
@@ -169,3 +141,35 @@ def test_an_expert_that_a_later_batch_uses_twice() -> None:
 
     one, two = tokens([2, 6, 3, 5], 0), tokens([4, 3, 6, 2], 1)
     exact_batches(Experts, [{**one, "ids": one["ids"] % 10}, two])
+
+
+def by_writing(order: torch.Tensor) -> torch.Tensor:
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order))
+    return back
+
+
+class Sorted(Tagger):
+    """Tokens go through frozen experts in the order of the experts, and back."""
+
+    def __init__(self, back: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__(by_label)
+        self.back, self.experts = back, nn.Parameter(torch.randn(3, 6, 6), requires_grad=False)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        hidden = self.table(ids).flatten(0, 1)
+        kinds, order = torch.sort(ids.flatten() % 3)
+        parts = [hidden[order] @ self.experts[i] * (kinds == i).unsqueeze(1) for i in range(3)]
+        found = torch.tanh(sum(parts))[self.back(order)].view(*ids.shape, -1)
+        return {"loss": F.cross_entropy(self.head(found).flatten(0, 1), labels.flatten())}
+
+
+@cases("back", [by_writing, torch.argsort])
+def test_tokens_that_are_put_back_are_whose_they_were(back: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    exact_batches(lambda: Sorted(back), [tokens([6, 6, 6, 6], 0), tokens([2, 6, 3, 5], 1)])
+
+
+@cases("back", [lambda order: torch.arange(len(order)), lambda order: by_writing(order.flip(0))])
+def test_tokens_left_in_an_order_of_the_data_are_nobodys(back: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(SelfCheckError, match="couples rows|couple examples"):
+        stepped(Sorted(back), tokens([6, 6, 6, 6], 0), 0.5)

@@ -162,24 +162,18 @@ def test_losses_of_the_model_count_by_their_mean() -> None:
     agree(model, found, reference(plain, batches, lambda m, b: 0.5 * by_row(m, b), CLIPS["own"]))
 
 
-@cases("weights, match", [((1.0, 0.5), "different weights"), ((1.0, -1.0), "The scale must be positive")])
-def test_losses_of_unequal_weight(weights: tuple[float, float], match: str) -> None:
-    """The weights of whole losses may follow the batch."""
-
-    def loss(m: nn.Module, b: Batch) -> Any:
-        return sum(w * m(b["x"] * w, b["labels"])["loss"] for w in weights)
-
-    with pytest.raises((RuntimeError, ValueError), match=match):
-        trained(Own().double(), loss)
-
-
-def previous(model: Model, batch: Batch, kept: list[torch.Tensor]) -> torch.Tensor:
+def with_the_batch_before() -> Callable[[Any, Batch], torch.Tensor]:
     """A second pass of as many rows of the batch before, where it had as many."""
-    old = kept.pop() if kept else batch["x"]
-    kept.append(batch["x"])
-    rows = len(batch["x"])
-    old = torch.cat([old] * rows)[:rows]
-    return (F.cross_entropy(model(batch["x"]), batch["labels"], reduction="none") + model(old).sum(1)).mean()
+    kept: list[torch.Tensor] = []
+
+    def loss(model: Model, batch: Batch) -> torch.Tensor:
+        old = kept.pop() if kept else batch["x"]
+        kept.append(batch["x"])
+        rows = len(batch["x"])
+        old = torch.cat([old] * rows)[:rows]
+        return (F.cross_entropy(model(batch["x"]), batch["labels"], reduction="none") + model(old).sum(1)).mean()
+
+    return loss
 
 
 def in_batch(model: Model, batch: Batch) -> torch.Tensor:
@@ -188,53 +182,46 @@ def in_batch(model: Model, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(one @ two.T, torch.arange(len(one)))
 
 
-def difference(model: Model, batch: Batch) -> torch.Tensor:
-    """The mean difference of two passes with dropout scales that of each row."""
-    one, two = model(batch["x"]), model(batch["x"])
-    apart = (one - two).pow(2)
-    return F.cross_entropy(one, batch["labels"]) + (apart * apart.mean().detach()).mean()
+def weighted(*weights: float) -> Callable[[Any, Batch], torch.Tensor]:
+    """The weights of whole losses may follow the batch."""
+    return lambda m, b: sum(w * m(b["x"] * w, b["labels"])["loss"] for w in weights)  # type: ignore[return-value]
 
 
-@cases("coupled", [in_batch, difference])
-def test_a_loss_that_couples_rows_is_refused(coupled: Callable[[Model, Batch], torch.Tensor]) -> None:
-    with pytest.raises(SelfCheckError, match="An example has another gradient"):
-        trained(Dropped().double(), coupled, loss_reduction="mean")
+class Sorted(Dropped):
+    """May sort its rows and put them back: they would count for each other's units."""
+
+    def forward(self, x: torch.Tensor, sort: bool = False) -> torch.Tensor:
+        order = x[:, 0].argsort() if sort else torch.arange(len(x))
+        return super().forward(x[order])[order.argsort()]
 
 
-@cases("options", [{"loss_reduction": "mean"}, {"loss_reduction": "mean", "max_physical_batch_size": 3}])
-def test_rows_of_an_earlier_batch_are_refused(options: dict[str, Any]) -> None:
-    kept: list[torch.Tensor] = []
-    with pytest.raises(SelfCheckError, match="An example has another gradient"):
-        trained(Dropped().double(), lambda m, b: previous(m, b, kept), **options)
+def another_way(m: Any, b: Batch) -> torch.Tensor:
+    """By a choice of the call, and not by its shapes."""
+    return F.cross_entropy(m(b["x"]), b["labels"]) + F.cross_entropy(m(b["x"], sort=True), b["labels"])
 
 
-def test_losses_of_rows_of_an_earlier_batch_are_refused() -> None:
-    kept: list[Batch] = []
-
-    def loss(m: nn.Module, b: Batch) -> Any:
-        old = kept.pop() if kept else b
-        kept.append(b)
-        rows = len(b["x"])
-        old = {key: torch.cat([value] * rows)[:rows] for key, value in old.items()}
-        return m(**b)["loss"] + m(**old)["loss"]
-
-    with pytest.raises(SelfCheckError, match="something else for an example"):
-        trained(Own().double(), loss)
+MEAN: dict[str, Any] = {"loss_reduction": "mean"}
+PARTS: dict[str, Any] = {**MEAN, "max_physical_batch_size": 3}
+OTHER = (SelfCheckError, "An example has another gradient")
 
 
-def test_a_second_pass_that_goes_another_way_is_not_taken_for_the_first() -> None:
-    """By a choice of the call, and not by its shapes: sorted rows, put back, would count for each other's units."""
-
-    class Sorted(Dropped):
-        def forward(self, x: torch.Tensor, sort: bool = False) -> torch.Tensor:
-            order = x[:, 0].argsort() if sort else torch.arange(len(x))
-            return super().forward(x[order])[order.argsort()]
-
-    def loss(m: nn.Module, b: Batch) -> torch.Tensor:
-        return F.cross_entropy(m(b["x"]), b["labels"]) + F.cross_entropy(m(b["x"], sort=True), b["labels"])
-
-    with pytest.warns(UserWarning, match="one-example"), pytest.raises(RuntimeError, match="Two forward passes ran"):
-        trained(Sorted(rate=0.0).double(), loss, loss_reduction="mean")
+@cases(
+    "make, loss, options, said",
+    [
+        (Own, weighted(1.0, 0.5), {}, (RuntimeError, "different weights")),
+        (Own, weighted(1.0, -1.0), {}, (ValueError, "The scale must be positive")),
+        (Dropped, in_batch, MEAN, OTHER),
+        (Dropped, with_the_batch_before(), MEAN, OTHER),
+        (Dropped, with_the_batch_before(), PARTS, OTHER),
+        (lambda: Sorted(rate=0.0), another_way, MEAN, (RuntimeError, "Two forward passes ran")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*one-example")
+def test_passes_that_couple_rows_or_weigh_them_by_the_batch_are_refused(
+    make: Callable[[], nn.Module], loss: Any, options: dict[str, Any], said: tuple[type[Exception], str]
+) -> None:
+    with pytest.raises(said[0], match=said[1]):
+        trained(make().double(), loss, **options)
 
 
 def test_passes_of_two_batches_are_no_pair() -> None:

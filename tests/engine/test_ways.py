@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from fastdp.engine.errors import SelfCheckError
 from tests.cases import cases
 from tests.engine.models import batch, build
 from tests.engine.nets import EXACT, Net, exact_batches, gap, parameter
-from tests.engine.reference import engine_for, feed, norms, one_at_a_time, relative
+from tests.engine.reference import engine_for, feed, norms, relative
 from tests.engine.runs import Batch, clipped_sum, collate, error, examples, one_by_one
 
 
@@ -29,13 +28,18 @@ def padded(which: int) -> dict[str, torch.Tensor]:
     return found
 
 
-@cases("order", [(0, 1, 2, 3), (3, 2, 0, 1)])
-def test_a_model_that_leaves_its_mask_out_where_nothing_is_padded(order: tuple[int, ...]) -> None:
+@cases("order, chosen", [((0, 1, 2, 3), None), ((3, 2, 0, 1), None), ((1, 2), [0, 2])])
+def test_a_model_that_leaves_its_mask_out_where_nothing_is_padded(
+    order: tuple[int, ...], chosen: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that are chosen for a check may go another way than all of their batch."""
+    if chosen is not None:
+        monkeypatch.setattr("fastdp.engine.uses.layout.Ticket.chosen_rows", lambda ticket: chosen)
     model = build("t5")
     engine, tickets = engine_for(model, 0.5)
     for which in order:
         data = padded(which)
-        truth = one_at_a_time(model, data, shift=False)
+        truth = one_by_one(model, data)
         feed(engine, tickets, data)
         assert relative(engine.accumulator.sums["shared.weight"], clipped_sum(truth, 0.5)["shared.weight"]) < 1e-4
         assert error(engine.accumulator.sums, clipped_sum(truth, 0.5)) < 1e-4
@@ -105,17 +109,6 @@ def test_rows_that_meet_on_a_later_way_are_run_alone_or_refused(at: str) -> None
             assert min(error(engine.accumulator.sums, wanted) for wanted in sums) < EXACT
 
 
-def test_a_classifier_that_picks_out_labelled_rows() -> None:
-    import transformers as hf
-
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    model = hf.DebertaV2ForSequenceClassification(hf.DebertaV2Config(vocab_size=61, num_labels=3, **shape)).train()
-    engine, tickets = engine_for(model, 0.5)
-    feed(engine, tickets, batch("bert"))
-    assert engine.route == "uses", engine.reason
-
-
 class Tasks(Net):
     """Two tasks that a keyword tells apart: their losses are divided by the rows in ways of their own."""
 
@@ -151,20 +144,6 @@ def test_a_layer_that_only_a_later_batch_reads_is_clipped() -> None:
 
 def test_a_way_whose_loss_is_divided_otherwise_changes_no_other() -> None:
     exact_batches(Tasks, two_tasks(), plain=Net, route="one-example")
-
-
-def test_a_way_that_was_refused_stays_unknown() -> None:
-    """Where the loop goes on all the same; the next batch is of another length."""
-    engine, tickets = engine_for(build("t5"), 0.5)
-    feed(engine, tickets, padded(0))
-    assert engine.trace is not None
-    known = dict(engine.trace.meetings)
-    with contextlib.suppress(KeyError), engine.trace.trying():
-        engine.trace.meetings.clear()
-        engine.trace.selections.add(("a call", ""))
-        raise KeyError
-    assert engine.trace.meetings == known
-    assert not engine.trace.selections
 
 
 class Tagged(Net):

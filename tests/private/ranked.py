@@ -292,7 +292,7 @@ def shapes(rank: int, size: int, folder: Path) -> dict[str, Any]:
     private.detach()
     # A run that is replayed belongs to its own process.
     if size == 2:
-        private, extremes = small(), proving.extremes
+        private, extremes = small(data=examples(6), batch_size=2, epochs=1), proving.extremes
         # One unusual record is enough to see whether ranks wait for each other.
         proving.extremes = lambda *given: islice(extremes(*given), 1)  # type: ignore[assignment]
         found["proved"] = bool(private.prove())
@@ -403,7 +403,7 @@ def crashes(rank: int, size: int, folder: Path) -> dict[str, Any]:
     from tests.private.killed_run import crashed
 
     (folder / "crashes").mkdir()
-    return crashed(folder / "crashes", int(os.environ.get("SEED", 20261)), int(os.environ.get("BUDGET", 9)))
+    return crashed(folder / "crashes", int(os.environ.get("SEED", 2)), int(os.environ.get("BUDGET", 6)))
 
 
 def unfinished(epochs: int) -> list[Any]:

@@ -39,24 +39,6 @@ def test_a_state_is_taken_from_ended_runs_and_refused_after_a_plain_step(kind: s
         start(model, None, optimizer)
 
 
-STOCK = {
-    "Adagrad": {}, "Adagrad with a start": {"initial_accumulator_value": 0.1}, "Adadelta": {}, "Adafactor": {}, "Adamax": {},
-    "ASGD": {}, "NAdam": {}, "RAdam": {}, "RMSprop": {"centered": True}, "Rprop": {},
-}  # fmt: skip
-
-
-@cases("name", STOCK)
-def test_optimizers_of_torch_are_served(name: str) -> None:
-    """Adagrad has a state from the start, and Adafactor two values as its eps."""
-    model = Classifier()
-    optimizer = getattr(torch.optim, name.split()[0])(model.parameters(), **STOCK[name])
-    private = start(model, None, optimizer)
-    for _ in range(3):
-        logical_step(private)
-    private.detach()
-    assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
-
-
 @cases("make", [torch.optim.Adam, torch.optim.RMSprop, fastdp.optim.AdamW])
 def test_an_eps_of_zero_is_refused_before_budget_is_spent(make: Any) -> None:
     """Noise on a grid is exactly 0 in some coordinates, and 0 divided by 0 would be a weight."""
@@ -65,7 +47,7 @@ def test_an_eps_of_zero_is_refused_before_budget_is_spent(make: Any) -> None:
         start(model, None, make(model.parameters(), lr=0.1, eps=0.0))
 
 
-@cases(*pairs(("kind", ["sgd", "adam"]), ("replaced", [False, True])))
+@cases("kind, replaced", [("sgd", True), ("adam", False)])
 def test_state_that_was_written_between_steps_is_not_released_with(kind: str, replaced: bool) -> None:
     model = Classifier()
     private = start(model, None, KINDS[kind](model.parameters()))

@@ -18,7 +18,7 @@ import fastdp
 from fastdp.private.checks import refuse_repeats
 from fastdp.private.sampler import Units
 from tests.cases import cases
-from tests.engine.runs import examples, loader, start
+from tests.engine.runs import PRIVATE, examples, loader, start
 
 
 def _table(data: list[dict[str, Any]]) -> Any:
@@ -72,4 +72,4 @@ def test_forecasters_that_couple_series_are_refused_by_name(config: Any, kind: A
     model.model.scaler.default_scale = scale
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=words):
-        fastdp.make_private(model, optimizer, loader(examples(24)), noise_multiplier=1.0, target_delta=1e-3, epochs=1)
+        fastdp.make_private(model, optimizer, loader(examples(24)), epochs=1, **PRIVATE)

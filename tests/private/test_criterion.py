@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fastdp
 from fastdp.engine.errors import SelfCheckError
@@ -25,17 +24,7 @@ from tests.engine.runs import (
     one_by_one,
     start,
 )
-
-
-class Logits(Classifier):
-    """Leaves the loss to a criterion outside."""
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        return super().forward(x)["logits"]
-
-
-def losses(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    return F.cross_entropy(logits, batch["labels"], reduction="none")
+from tests.verify.test_loop import Logits, row_losses as losses
 
 
 def skipping(logits: torch.Tensor, batch: Batch) -> torch.Tensor:

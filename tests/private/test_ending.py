@@ -14,25 +14,14 @@ import torch
 import fastdp
 from tests.cases import cases
 from tests.engine.models import build
-from tests.engine.runs import Classifier, loader, logical_step, start
+from tests.engine.runs import PRIVATE, Classifier, loader, logical_step, start
 from tests.loops import trained
-
-PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
 
 
 def epoch(private: Any, most: int | None = None) -> None:
     """One pass over the loader, left after so many batches."""
     for _ in itertools.islice(trained(private), most):
         pass
-
-
-def test_without_a_limit_all_examples_of_the_drawn_users_are_one_batch() -> None:
-    users = [i // 3 for i in range(24)]
-    data = loader(batch_size=4)
-    private = start(data_loader=data, user_ids=users, max_examples_per_user=3, **PRIVATE)
-    for _ in range(2):
-        epoch(private)
-    assert private.steps_done == private.total_steps == 4
 
 
 def test_a_run_that_ends_early_says_so_when_it_is_detached_or_collected() -> None:
@@ -44,6 +33,13 @@ def test_a_run_that_ends_early_says_so_when_it_is_detached_or_collected() -> Non
     epoch(start(**PRIVATE), 2)
     with pytest.warns(UserWarning, match="2 of 6 releases paid for were made"):
         gc.collect()
+    epoch(private := start(**PRIVATE), 2)
+    with pytest.warns(UserWarning, match="2 of 6 releases paid for were made"):
+        private.card()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        private.card()
+        private.detach()
 
 
 @cases(
@@ -69,18 +65,6 @@ def test_it_says_so_when_the_program_ends(folder: Path) -> None:
     assert "releases paid for were made" not in once
     assert "3 of 6 releases paid for were made" in twice
     assert "Exception" not in once + twice
-
-
-def test_a_card_says_so_once_if_its_loop_was_left() -> None:
-    private = start(**PRIVATE)
-    epoch(private)
-    epoch(private, 2)
-    with pytest.warns(UserWarning, match="5 of 6 releases paid for were made"):
-        private.card()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        private.card()
-        private.detach()
 
 
 def test_a_run_that_is_not_over_says_nothing() -> None:
@@ -114,11 +98,9 @@ def test_a_cell_that_is_run_twice() -> None:
                 fastdp.make_private(model, optimizer, data, epochs=1, **PRIVATE)
             fastdp.detach(model)
             assert "forward" not in model.__dict__
-        model, optimizer, data = fastdp.make_private(model, optimizer, data, epochs=1, **PRIVATE)
-        for batch in data:
-            model(**batch)["loss"].backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        model, optimizer, data = private = fastdp.make_private(model, optimizer, data, epochs=1, **PRIVATE)
+        epoch(private)
+        del private
     # A wrapper of the model serves as well, and the run may be held by nobody else.
     optimizer = data = None
     gc.collect()
@@ -126,36 +108,6 @@ def test_a_cell_that_is_run_twice() -> None:
     assert "forward" not in model.__dict__
     with pytest.raises(ValueError, match="in no private run"):
         fastdp.detach(model)
-
-
-def accumulate(private: Any) -> None:
-    """Two backward passes for each step."""
-    for step, batch in enumerate(private.data_loader):
-        (private.model(**batch)["loss"] / 2).backward()
-        if step % 2:
-            private.optimizer.step()
-            private.optimizer.zero_grad()
-
-
-def test_gradients_accumulated_by_hand_are_refused_before_anything_is_spent() -> None:
-    for physical in (None, 4, 2):
-        private = start(max_physical_batch_size=physical, **PRIVATE)
-        with pytest.raises(RuntimeError, match=r"accumulated\. Set the DataLoader's batch_size"):
-            accumulate(private)
-        assert private.steps_done == 0
-        # The way on.
-        for _ in range(2):
-            epoch(private)
-        assert private.steps_done == 6
-
-
-def test_leaving_a_loop_between_backward_and_step_is_no_accumulation() -> None:
-    private = start(**PRIVATE)
-    for batch in private.data_loader:
-        private.model(**batch)["loss"].backward()
-        break
-    epoch(private)
-    assert private.steps_done == 3
 
 
 def test_refusals_after_releases_say_what_was_spent_and_the_way_on_works() -> None:
@@ -196,5 +148,23 @@ def test_resized_embeddings_are_refused_before_a_release_and_the_way_on_works(ma
     assert private.steps_done == 3
     fastdp.detach(model)
     private = begin()
+    epoch(private)
+    assert private.steps_done == 3
+
+
+def test_without_a_limit_all_examples_of_the_drawn_users_are_one_batch() -> None:
+    users = [i // 3 for i in range(24)]
+    data = loader(batch_size=4)
+    private = start(data_loader=data, user_ids=users, max_examples_per_user=3, **PRIVATE)
+    for _ in range(2):
+        epoch(private)
+    assert private.steps_done == private.total_steps == 4
+
+
+def test_leaving_a_loop_between_backward_and_step_is_no_accumulation() -> None:
+    private = start(**PRIVATE)
+    for batch in private.data_loader:
+        private.model(**batch)["loss"].backward()
+        break
     epoch(private)
     assert private.steps_done == 3

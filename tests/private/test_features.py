@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
 import fastdp
 from fastdp.engine.errors import SelfCheckError
@@ -36,43 +33,10 @@ from tests.engine.runs import (
     loader,
     logical_step,
     one_by_one,
-    opaque,
     same,
     start,
 )
 from tests.private.ranked import packed, padded, texts
-
-
-@cases("reentrant", [False, True])
-def test_the_one_example_route_reaches_into_checkpointed_pieces(reentrant: bool) -> None:
-    class Checkpointed(Odd):
-        def logits(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = torch.tanh(self.first(x))
-            return checkpoint(lambda h: opaque(F.linear, h, self.second.weight), hidden, use_reentrant=reentrant)
-
-    engine, tickets = engine_for(model := Checkpointed(), 0.6)
-    tickets.append(ticket(4))
-    with pytest.warns(UserWarning, match="one-example route"):
-        model(**collate(examples(4)))["loss"].backward()
-    plain = Classifier()
-    plain.second.bias.requires_grad_(False).zero_()
-    assert error(engine.accumulator.sums, clipped_sum(one_by_one(plain, collate(examples(4))), 0.6)) < CLIPPED
-
-
-@cases(*pairs(("reduction", ["mean", "sum"]), ("two_pass", [False, True])))
-def test_a_criterion_outside_of_the_model(reduction: str, two_pass: bool) -> None:
-    private = start(loss_reduction=reduction, max_physical_batch_size=3, two_pass=two_pass)
-    truth: list[Mapping[str, torch.Tensor]] = []
-    for batch in private.data_loader:
-        if not private.data_loader.tickets[0].probe:
-            truth += one_by_one(private.model, batch)
-        logits = private.model(x=batch["x"])["logits"]
-        F.cross_entropy(logits, batch["labels"], reduction=reduction).backward()
-        private.optimizer.step()
-        if private.last_step_done:
-            break
-    got = {n: 8 * p.grad for n, p in private.model.named_parameters() if p.grad is not None}
-    assert error(got, clipped_sum(truth, 1.0)) < CLIPPED
 
 
 def test_rescaling_a_loss_does_not_move_the_threshold() -> None:
@@ -106,15 +70,6 @@ def test_a_non_finite_example_is_taken_out_of_both_factors(route: str, value: fl
         assert engine.route == "one-example"
     assert int(engine.accumulator.nonfinite) == 1
     assert error(engine.accumulator.sums, expected) < CLIPPED
-
-
-def test_packed_rows_that_see_each_other_are_refused() -> None:
-    data = loader(texts(12, tokens=6), batch_size=6, collate_fn=packed)
-    private = start(build("llama"), data, unit_map="units", noise_multiplier=1.0)
-    batch = next(iter(private.data_loader))
-    with pytest.raises(SelfCheckError, match="A packed example's loss changes beside the others of its row"):
-        private.model(**batch)
-    assert private.steps_done == 0
 
 
 @cases("half", ["a frozen weight", "autocast"])
@@ -274,42 +229,3 @@ def test_detach_restores_model_and_optimizer() -> None:
     optimizer.step()
     assert all(torch.allclose(p, e) for p, e in zip(model.parameters(), expected))
     start(model, loader(data, collate_fn=torch.utils.data.default_collate), optimizer)
-
-
-class TimeFirst(nn.Module):
-    """Logits of the last step of ids ``[tokens, rows]``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layer, self.head = nn.Embedding(20, 8), nn.LSTM(8, 8), nn.Linear(8, 3)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        last: torch.Tensor = self.head(self.layer(self.embed(ids))[0][-1])
-        return last
-
-
-@cases(
-    "model, rows, call, other",
-    [
-        (TimeFirst(), torch.randint(20, (24, 7)), lambda x: x.t(), torch.randint(20, (7, 5))),
-        (nn.Linear(6, 3), torch.rand(24, 6), lambda x: torch.cat([x] * 6), torch.rand(5, 6)),
-    ],
-)
-def test_evaluation_between_steps_takes_inputs_as_they_are(
-    model: nn.Module, rows: torch.Tensor, call: Callable[[torch.Tensor], torch.Tensor], other: torch.Tensor
-) -> None:
-    """Training passes put rows first."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = DataLoader(TensorDataset(rows), batch_size=8)
-    options: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3, "epochs": 1, "loss_reduction": "mean"}
-    private = fastdp.make_private(model, optimizer, batches, **options)
-    for (x,) in private.data_loader:
-        private.model(call(x)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        training = private.model(other)
-    found = private.model.eval()(other)
-    private.detach()
-    for result in (training, found):
-        torch.testing.assert_close(result, model(other))

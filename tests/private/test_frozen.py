@@ -15,10 +15,10 @@ from fastdp.accounting import verify
 from fastdp.methods.frost import DPFrost
 from fastdp.methods.rapft import NoisyMap, PublicMap, RapFT
 from fastdp.private.run import Private
-from tests.cases import cases, pairs
 from tests.engine.reference import known
 from tests.engine.runs import (
     CLIPPED,
+    PRIVATE,
     Classifier,
     Odd,
     clipped_sum,
@@ -56,31 +56,6 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-@cases(
-    *pairs(
-        ("name", ["first.weight", "second.weight", "second.bias"]),
-        ("build", [Classifier, Odd]),
-        ("optimizer", [*OPTIMIZERS]),
-    )
-)
-def test_a_parameter_that_is_frozen_later_stays_and_the_others_train(
-    name: str, build: Callable[[], nn.Module], optimizer: str
-) -> None:
-    model = build()
-    private = start(model, optimizer=OPTIMIZERS[optimizer](model), noise_multiplier=1.0, target_delta=1e-3)
-    held: list[dict[str, torch.Tensor]] = []
-
-    def each(done: int) -> None:
-        freeze(model, name, done >= 2)
-        if done == 2 and not held:
-            held.append(state(model))
-
-    run(private, each)
-    assert private.steps_done == STEPS
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, held[0][key]) == (key == name)
-
-
 @pytest.mark.parametrize("frozen", ["first.weight", "second.weight", "first.bias"])
 @pytest.mark.parametrize("build", [Classifier, Odd])
 def test_clipping_ignores_what_is_frozen(frozen: str, build: Callable[[], nn.Module]) -> None:
@@ -97,27 +72,10 @@ def test_clipping_ignores_what_is_frozen(frozen: str, build: Callable[[], nn.Mod
         assert error(gradients, expected) < CLIPPED
 
 
-def test_a_parameter_that_is_declared_and_frozen_at_once_trains_when_it_is_needed() -> None:
-    model = Classifier()
-    private = start(model, optimizer=OPTIMIZERS["torch"](model), noise_multiplier=1.0, target_delta=1e-3)
-    freeze(model, "first.weight", True)
-    before, held = state(model), []
-
-    def each(done: int) -> None:
-        if done == 3 and not held:
-            held.append(state(model))
-            freeze(model, "first.weight", False)
-
-    run(private, each)
-    assert torch.equal(held[0]["first.weight"], before["first.weight"])
-    assert not torch.equal(model.first.weight, before["first.weight"])
-    assert private.steps_done == STEPS
-
-
 def test_a_parameter_that_was_frozen_at_make_private_may_not_be_unfrozen_and_the_run_goes_on() -> None:
     model = Classifier()
     freeze(model, "first.weight", True)
-    private = start(model, optimizer=OPTIMIZERS["torch"](model), noise_multiplier=1.0, target_delta=1e-3)
+    private = start(model, optimizer=OPTIMIZERS["torch"](model), **PRIVATE)
     before, batches = state(model), iter(private.data_loader)
     logical_step(private, batches)
     freeze(model, "first.weight", False)
@@ -135,7 +93,6 @@ PUBLIC = PublicMap([collate(examples(6, 9))])
 SELECTION: Any = {"selection_steps": 2, "selection_rate": 0.5, "selection_noise_multiplier": 1.0}
 #: Methods, and whether they prepare again while the loop runs.
 PREPARED: dict[str, Any] = {
-    "rapft": RapFT(PUBLIC),
     "rapft, map of private rows": RapFT(NoisyMap(2.0, 0.5), map_every=2),
     "rapft, map after the freezing": RapFT(PUBLIC, map_after=3),
     "frost": DPFrost(unfreezing_ratio=0.5, select_every=1, **SELECTION),
@@ -170,10 +127,9 @@ def test_what_a_loop_freezes_stays_through_a_methods_preparations_until_it_is_un
     assert verify(tmp_path / "card.json", ledger=tmp_path / "ledger.jsonl").holds
 
 
-@pytest.mark.parametrize("allocation", ["printed", "optimal"])
-def test_masks_clip_what_is_not_frozen(allocation: str) -> None:
+def test_masks_clip_what_is_not_frozen() -> None:
     model = Classifier()
-    private = start(model, method=RapFT(PUBLIC, allocation=allocation, max_grad_norm=0.5))
+    private = start(model, method=RapFT(PUBLIC, allocation="optimal", max_grad_norm=0.5))
     iterator = iter(private.data_loader)
     for absent in ((), (CHOSEN,), ()):
         freeze(model, CHOSEN, bool(absent))
@@ -197,7 +153,7 @@ def test_what_a_method_left_out_may_not_be_unfrozen_and_the_run_goes_on() -> Non
     model = Classifier()
     before = state(model)
     method = DPFrost(unfreezing_ratio=0.5, **SELECTION)
-    private = start(model, method=method, noise_multiplier=1.0, target_delta=1e-3)
+    private = start(model, method=method, **PRIVATE)
     batches = iter(private.data_loader)
     logical_step(private, batches)
     freeze(model, LEFT_OUT, False)

@@ -7,77 +7,13 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import datasets
 import numpy
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, Subset, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, SubsetRandomSampler
 
-from tests.cases import cases, pairs
-from tests.engine.runs import collate, examples, loader, logical_step, start
-
-
-class Together(list[Any]):
-    """Reads a batch at once, and takes its mean from each."""
-
-    asked = 0
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        self.asked += 1
-        mean = torch.stack([self[i]["x"] for i in indices]).mean(0)
-        return [{**self[i], "x": self[i]["x"] - mean} for i in indices]
-
-
-def centred(batch: dict[str, Any]) -> dict[str, Any]:
-    """A transform of datasets', which is given all rows that are read at once."""
-    x = torch.tensor(batch["x"])
-    return {"x": list(x - x.mean(0)), "labels": batch["labels"]}
-
-
-def sets(kind: str) -> Any:
-    if kind == "a class of its own":
-        return Together(examples(8))
-    rows = datasets.Dataset.from_list([{"x": e["x"].tolist(), "labels": e["labels"]} for e in examples(8)])
-    rows = rows.with_transform(centred)
-    return Subset(rows, list(range(8))) if kind == "a subset of them" else rows
-
-
-@cases(*pairs(("workers", [0, 1]), ("kind", ["a class of its own", "a transform", "a subset of them"])))
-def test_examples_that_a_data_set_may_mix_are_read_one_at_a_time(kind: str, workers: int) -> None:
-    data = sets(kind)
-    (plain,) = DataLoader(data, batch_size=8, collate_fn=loader().collate_fn)
-    assert plain["x"].std() > 0, "as torch reads it, the mean of eight is taken away"
-    (batch,) = logical_step(start(data_loader=loader(data, num_workers=workers)))[1]
-    expected = torch.zeros_like(batch["x"]) if "class" not in kind else torch.stack([e["x"] for e in examples(8)])
-    assert torch.equal(batch["x"], expected)
-
-
-def test_what_is_read_together_by_known_code_alone_stays_so() -> None:
-    rows = datasets.Dataset.from_list([{"x": e["x"].tolist(), "labels": e["labels"]} for e in examples(8)])
-    asked = []
-
-    class Noting(type(rows)):  # type: ignore[misc]
-        def __getitems__(self, keys: list[int]) -> Any:
-            asked.append(len(keys))
-            return super().__getitems__(keys)
-
-    Noting.__module__ = type(rows).__module__
-    formatted = rows.with_format("torch")
-    formatted.__class__ = Noting
-    logical_step(start(data_loader=loader(formatted)))
-    assert asked == [8]
-
-
-def test_workers_find_what_their_functions_ask_of_the_data_set() -> None:
-    data = Together(examples(8))
-    found = loader(data, num_workers=1, worker_init_fn=_look)
-    logical_step(start(data_loader=found))
-
-
-def _look(number: int) -> None:
-    info: Any = torch.utils.data.get_worker_info()
-    assert info.dataset.asked == 0
-    assert len(info.dataset) == 8
+from tests.cases import cases
+from tests.engine.runs import PRIVATE, collate, examples, loader, logical_step, start
 
 
 class Augmented(list[Any]):
@@ -111,7 +47,7 @@ def test_seeds_that_workers_are_begun_with_tell_nothing_of_a_private_run(known: 
 
 @cases("name", ["dataset", "collate_fn", "batch_size", "units"])
 def test_what_the_plan_goes_by_is_settled(name: str) -> None:
-    data = start(noise_multiplier=1.0, target_delta=1e-3).data_loader
+    data = start(**PRIVATE).data_loader
     with pytest.raises(AttributeError, match=f"{name} of a private loader is settled"):
         setattr(data, name, getattr(data, name))
 
@@ -158,7 +94,7 @@ def of_own(batches: Any) -> DataLoader:
 )
 def test_an_order_of_ones_own_is_replaced_and_said_once(make: Any, batch_size: int, said: str) -> None:
     with pytest.warns(UserWarning, match=said) as caught:
-        private = start(data_loader=make(), noise_multiplier=1.0, target_delta=1e-3, epochs=1)
+        private = start(data_loader=make(), epochs=1, **PRIVATE)
     assert sum("has no effect" in str(entry.message) for entry in caught) == 1
     for _ in private.data_loader.steps_per_epoch * [0]:
         logical_step(private)
@@ -187,4 +123,4 @@ def test_an_order_of_ones_own_is_replaced_and_said_once(make: Any, batch_size: i
 )
 def test_a_sampler_that_chooses_rows_is_refused(make: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        start(data_loader=make(), noise_multiplier=1.0, target_delta=1e-3)
+        start(data_loader=make(), **PRIVATE)

@@ -9,18 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    default_data_collator,
-)
+from transformers import BertForSequenceClassification
 
 import fastdp
 from fastdp.private.schedules import require_public_schedule
 from tests.cases import cases, pairs
-from tests.engine.runs import Classifier, collate, examples, loader, logical_step, start
-
-PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
+from tests.engine import models
+from tests.engine.runs import PRIVATE, Classifier, collate, examples, loader, logical_step, start
+from tests.loops import train_epoch
 
 
 def spend(private: Any, schedule: Any = None) -> list[float]:
@@ -75,55 +71,24 @@ def test_a_schedule_does_not_count_releases_from_before_it_was_made() -> None:
         private.detach()
 
 
-def test_other_optimizers_schedules_are_left_alone() -> None:
-    start(**PRIVATE)
-    plain = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    schedule = halving(plain)
-    plain.step()
-    schedule.step()
-    schedule.step()
-    assert plain.param_groups[0]["lr"] == 0.25
-
-
-def pretrained(folder: Path) -> torch.nn.Module:
-    config = BertConfig(
-        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=3
-    )
-    BertForSequenceClassification(config).save_pretrained(folder)
-    return BertForSequenceClassification.from_pretrained(folder)
-
-
 @pytest.mark.parametrize("chosen", [None, "train", "eval"])
 def test_a_model_from_from_pretrained_is_trained_in_training_mode(tmp_path: Path, chosen: str | None) -> None:
     """Nobody chose the mode that it comes in; one that is set after `make_private` is kept."""
-    model = pretrained(tmp_path)
-    rows = [{"input_ids": [1 + i % 5, 2, 3], "labels": i % 3} for i in range(12)]
-    data = DataLoader(rows, batch_size=4, shuffle=True, collate_fn=default_data_collator)  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    private = fastdp.make_private(model, optimizer, data, epochs=1, **PRIVATE)
+    models.build("bert").save_pretrained(tmp_path)
+    model, seen = BertForSequenceClassification.from_pretrained(tmp_path), set()
+    rows = [{name: t[n % 4] for name, t in models.batch("bert").items()} for n in range(12)]
+    private = start(model, DataLoader(rows, 4), epochs=1, **PRIVATE)  # type: ignore[arg-type]
     assert not model.training, "an evaluation before training is one still"
     if chosen is not None:
         getattr(model, chosen)()
-    seen = set()
-    for batch in private.data_loader:
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
         seen.add(frozenset(module.training for module in model.modules()))
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return model(**batch).loss
+
+    train_epoch(private, loss)
     assert seen == {frozenset({chosen != "eval"})}
     assert private.steps_done == private.total_steps
-
-
-def test_a_model_that_is_not_trained_is_given_back_as_it_came(tmp_path: Path) -> None:
-    model = pretrained(tmp_path)
-    fastdp.make_private(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        DataLoader([{"input_ids": [1]}] * 4, batch_size=2),  # type: ignore[arg-type]
-        epochs=1,
-        **PRIVATE,
-    ).detach()
-    assert not any(module.training for module in model.modules())
 
 
 def test_eval_mode_in_mid_loop_is_named() -> None:
@@ -134,32 +99,6 @@ def test_eval_mode_in_mid_loop_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"in eval mode.*call model.train\(\)"):
         private.optimizer.step()
     assert private.steps_done == 0
-
-
-RESETS = {
-    "in place": lambda p: p.optimizer.zero_grad(set_to_none=False),
-    "of the model in place": lambda p: p.model.zero_grad(set_to_none=False),
-    "of the model": lambda p: p.model.zero_grad(),
-    "of each to None": lambda p: [setattr(q, "grad", None) for q in p.model.parameters()],
-    "of each to zero": lambda p: [q.grad.zero_() for q in p.model.parameters() if q.grad is not None],
-}
-
-
-@cases("kind", [torch.optim.AdamW, fastdp.optim.AdamW])
-def test_every_way_to_reset_gradients_gives_the_same_weights(kind: Any) -> None:
-    models = []
-    for way in ("usual", *RESETS):
-        torch.manual_seed(0)
-        model = Classifier()
-        optimizer = kind(model.parameters(), lr=0.1)
-        private = start(model, optimizer=optimizer, max_physical_batch_size=3, epochs=1, **PRIVATE)
-        for batch in private.data_loader:
-            model(**batch)["loss"].backward()
-            optimizer.step()
-            RESETS.get(way, lambda p: p.optimizer.zero_grad())(private)
-        assert private.steps_done == 3
-        models.append(model)
-        assert all(map(torch.equal, model.parameters(), models[0].parameters())), way
 
 
 def test_gradients_that_are_not_reset_are_refused() -> None:
@@ -183,16 +122,6 @@ class Counting(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         self.steps += 1
         return super().step(closure)
-
-
-def test_an_optimizer_whose_step_calls_its_parents() -> None:
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # From here on torch's own class has hooked steps.
-    models = [Classifier(), Classifier()]
-    for model, kind in zip(models, (Counting, torch.optim.AdamW)):
-        private = start(model, optimizer=kind(model.parameters(), lr=0.01), max_physical_batch_size=3, **PRIVATE)
-        assert len(spend(private)) == 6 == private.steps_done
-    for one, other in zip(models[0].parameters(), models[1].parameters()):
-        assert torch.equal(one, other)
 
 
 def by_closure(private: Any) -> list[Any]:
@@ -274,10 +203,7 @@ class TestDropIn:
         optimizer = fastdp.optim.AdamW(
             model.parameters(), lr=0.1, model=model, data_loader=loader(), epochs=1, noise_multiplier=1.0
         )
-        for batch in optimizer.data_loader:
-            model(**batch)["loss"].backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train_epoch(optimizer.private)
         assert optimizer.private is not None
         assert optimizer.private.steps_done == 3
 
@@ -293,21 +219,6 @@ class TestDropIn:
         with pytest.raises(RuntimeError, match="not private yet"):
             optimizer.step()
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
-
-    def test_frost_composes_with_groups_and_adaptation(self) -> None:
-        method = fastdp.DPFrost(
-            unfreezing_ratio=0.9,
-            selection_noise_multiplier=2.0,
-            selection_rate=0.5,
-            groups="per_layer",
-            adaptive=fastdp.AdaptiveClipping(),
-        )
-        model = Classifier()
-        private = start(model, optimizer=fastdp.optim.Adam(model.parameters(), lr=0.01), method=method, **PRIVATE)
-        logical_step(private)
-        assert len(private.policy.bounds) == len({name.rpartition(".")[0] for name in private.parameters})
-        assert private.policy.bounds != (1.0,), "it adapted"
-        assert private.policy.noise_multiplier == pytest.approx(fastdp.AdaptiveClipping().gradient_multiplier(1.0))
 
 
 def test_noise_that_is_settled_cannot_be_set() -> None:
@@ -342,15 +253,6 @@ def test_whatever_fails_in_make_private_gives_the_model_its_own_forward_back(mon
         start(model, **PRIVATE)
     assert "forward" not in vars(model)
     model(**collate(examples(3)))["loss"].backward()
-
-
-def test_a_model_compiled_as_a_whole_trains_without_the_compiler() -> None:
-    torch._dynamo.utils.counters.clear()
-    with pytest.warns(UserWarning, match="steps run without the compiler"):
-        private = start(torch.compile(Classifier(), backend="eager"), noise_multiplier=1.0)
-    logical_step(private)
-    assert private.steps_done == 1
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
 
 
 class Halved(torch.optim.lr_scheduler.LRScheduler):
@@ -398,61 +300,6 @@ def test_a_schedule_that_reads_a_figure_is_refused(before: bool, kind: Any) -> N
     schedule.step(1.0)
 
 
-class Undoubting(torch.optim.SGD):
-    """Takes every parameter's gradient for granted, and decays weights whatever it is."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.mul_(0.5).sub_(parameter.grad)
-
-
-def test_an_optimizer_sees_no_parameters_where_a_step_releases_nothing() -> None:
-    model = Classifier()
-    optimizer = Undoubting(model.parameters(), lr=1.0)
-    before = [p.detach().clone() for p in model.parameters()]
-    private = start(model, optimizer=optimizer, max_physical_batch_size=3)
-    groups = [list(group["params"]) for group in optimizer.param_groups]
-    iterator, steps = iter(private.data_loader), 0
-    while not private.last_step_done:
-        private.model(**next(iterator))["loss"].backward()
-        optimizer.step()
-        steps += 1
-        assert [list(map(id, g["params"])) for g in optimizer.param_groups] == [list(map(id, g)) for g in groups]
-        if not private.last_step_done:
-            assert all(map(torch.equal, model.parameters(), before))
-    assert steps > 1
-    assert not all(map(torch.equal, model.parameters(), before))
-
-
-class FailingOnce(torch.optim.SGD):
-    """Its first step fails, which a loop may catch."""
-
-    failed = False
-
-    def step(self, closure: Any = None) -> None:
-        if not self.failed:
-            self.failed = True
-            raise OSError("a log is full")
-        super().step()
-
-
-def test_a_step_that_fails_leaves_the_next_one_its_parameters() -> None:
-    model = Classifier()
-    optimizer = FailingOnce(model.parameters(), lr=1.0)
-    before = [p.detach().clone() for p in model.parameters()]
-    private = start(model, optimizer=optimizer, max_physical_batch_size=3)
-    iterator, steps = iter(private.data_loader), 0
-    while not private.last_step_done:
-        private.model(**next(iterator))["loss"].backward()
-        with contextlib.suppress(OSError):
-            optimizer.step()
-        steps += 1
-    assert steps > 1
-    assert not all(map(torch.equal, model.parameters(), before))
-
-
 class Bag(torch.nn.Module):
     """Sums the embeddings of ids and of padding; a head may read the table too."""
 
@@ -480,26 +327,44 @@ def test_a_row_of_padding_without_a_gradient_takes_no_noise(reads: bool) -> None
     model = Bag(reads)
     before = model.table.weight.detach().clone()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    private = start(model, DataLoader(data, 8, collate_fn=pad), optimizer, noise_multiplier=1.0, target_delta=1e-3)
+    private = start(model, DataLoader(data, 8, collate_fn=pad), optimizer, **PRIVATE)
     logical_step(private)
     moved = (model.table.weight.detach() != before).any(1)
     assert moved.tolist() == [reads] + [True] * 8
 
 
-@cases("before", [True, False])
-def test_a_hook_of_step_may_clamp_weights_and_the_card_says_so(before: bool) -> None:
+def test_other_optimizers_schedules_are_left_alone() -> None:
+    start(**PRIVATE)
+    plain = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule = halving(plain)
+    plain.step()
+    schedule.step()
+    schedule.step()
+    assert plain.param_groups[0]["lr"] == 0.25
+
+
+class FailingOnce(torch.optim.SGD):
+    """Its first step fails, which a loop may catch."""
+
+    failed = False
+
+    def step(self, closure: Any = None) -> None:
+        if not self.failed:
+            self.failed = True
+            raise OSError("a log is full")
+        super().step()
+
+
+def test_a_step_that_fails_leaves_the_next_one_its_parameters() -> None:
     model = Classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-
-    def clamp(*_: Any) -> None:
-        model.first.weight.data.clamp_(-0.125, 0.125)
-
-    if before:
-        optimizer.register_step_post_hook(clamp)
-    private = start(model, optimizer=optimizer, max_physical_batch_size=2, **PRIVATE)
-    if not before:
-        optimizer.register_step_post_hook(clamp)
-    spend(private)
-    assert bool((model.first.weight.abs() <= 0.125).all())
-    assert any("hooks of optimizer.step()" in sentence for sentence in private.card()["assumptions"])
-    assert fastdp.accounting.verify(private.card())
+    optimizer = FailingOnce(model.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    private = start(model, optimizer=optimizer, max_physical_batch_size=3)
+    iterator, steps = iter(private.data_loader), 0
+    while not private.last_step_done:
+        private.model(**next(iterator))["loss"].backward()
+        with contextlib.suppress(OSError):
+            optimizer.step()
+        steps += 1
+    assert steps > 1
+    assert not all(map(torch.equal, model.parameters(), before))

@@ -18,7 +18,18 @@ from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
 from fastdp.private.release import Release
 from tests.cases import cases, pairs
-from tests.engine.runs import FEATURES, Classifier, clipped_sum, examples, join, loader, logical_step, one_by_one, start
+from tests.engine.runs import (
+    FEATURES,
+    PRIVATE,
+    Classifier,
+    clipped_sum,
+    examples,
+    join,
+    loader,
+    logical_step,
+    one_by_one,
+    start,
+)
 
 #: How often a statistical test of this file may fail with nothing wrong; each draws fresh noise.
 FALSE_ALARM = 1e-9
@@ -166,14 +177,6 @@ def test_masked_groups_have_each_their_own_noise() -> None:
     assert policy.noise_multiplier == pytest.approx((1 / 0.25 + 1 / 16) ** -0.5)
 
 
-def test_parameters_without_a_gradient_get_noise_too() -> None:
-    parameters = {"used": nn.Parameter(torch.zeros(3)), "unused": nn.Parameter(torch.zeros(20_000))}
-    policy = Policy((1.0,), (3.0,), dict.fromkeys(parameters, 0))
-    Release(parameters, NoLedger(), fastdp.NoiseStream(), 4.0)({"used": torch.ones(3)}, policy)
-    assert parameters["unused"].grad is not None
-    standard(4 * parameters["unused"].grad / 3)
-
-
 def test_a_gradient_does_not_lie_where_a_recorded_pass_writes_its_sums() -> None:
     parameters = {name: nn.Parameter(torch.zeros(3)) for name in ("own", "aliased")}
     policy = Policy((1.0,), (0.5,), dict.fromkeys(parameters, 0))
@@ -208,14 +211,6 @@ def test_the_ledger_is_told_before_any_noise_is_drawn(monkeypatch: pytest.Monkey
     monkeypatch.setattr(fastdp.NoiseStream, "take_at", lambda *a: (order.append(list(a[2])), claim(*a))[1])
     logical_step(private)
     assert order == ["ledger", [0, 1, 2, 3]]
-
-
-def test_the_card_states_rounding_among_units_with_its_size() -> None:
-    private = start(noise_multiplier=1.0, target_delta=1e-3)
-    (sentence,) = [s for s in private.card()["remaining"] if "among the units" in s]
-    likely, worst = (float(word) for word in sentence.split() if "e-" in word)
-    assert 0 < likely < 1e-2
-    assert likely < worst < 1
 
 
 def test_noise_is_drawn_in_float32_for_bf16_parameters() -> None:
@@ -254,7 +249,7 @@ def test_the_card_of_other_data_differs_in_what_was_released_alone() -> None:
             ids, labels = (nn.utils.rnn.pad_sequence(items, batch_first=True, padding_value=v) for v in (0, -100))
             return {"ids": ids, "labels": labels}
 
-        private = start(Words(), loader(data, collate_fn=padded), noise_multiplier=1.0, target_delta=1e-3, epochs=4)
+        private = start(Words(), loader(data, collate_fn=padded), epochs=4, **PRIVATE)
         for _ in range(4):
             logical_step(private)
         assert private.route == ("one-example" if longest > 20 else "uses")
@@ -307,7 +302,7 @@ class Keeper(Observer):
 
 
 def test_a_policy_that_is_replaced_between_steps_is_judged_as_well() -> None:
-    private = start(Classifier(), noise_multiplier=1.0, target_delta=1e-3)
+    private = start(Classifier(), **PRIVATE)
     private.observe(keeper := Keeper())
     logical_step(private)
     accumulator = keeper.accumulator

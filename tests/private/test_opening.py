@@ -12,9 +12,7 @@ import torch
 import fastdp
 from fastdp.accounting import Ledger, LedgerError
 from tests.cases import cases
-from tests.engine.runs import Classifier, examples, loader, start
-
-PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
+from tests.engine.runs import PRIVATE, Classifier, examples, loader, start
 
 
 def make(method: Any = None, data: Any = None, **options: Any) -> Any:

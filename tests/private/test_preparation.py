@@ -18,7 +18,7 @@ from fastdp.private.observer import Observer
 from fastdp.private.plan import Budget, Plan, SideRelease
 from fastdp.private.preparation import Findings, Outcome, Preparation
 from tests.cases import cases
-from tests.engine.runs import FEATURES, Classifier, examples, loader, logical_step, start
+from tests.engine.runs import FEATURES, PRIVATE, Classifier, examples, loader, logical_step, start
 
 RATE, NOISE, BOUND = 0.5, 2.0, 0.3
 SUM = {"x": torch.zeros(FEATURES)}
@@ -66,7 +66,7 @@ class Sneaky(Method):
 def run(acts: Callable[[Any, Preparation], Any], **settings: Any) -> Any:
     """A run whose preparation has been made."""
     options = {key: settings.pop(key) for key in ("output_dir", "user_ids", "max_examples_per_user") if key in settings}
-    private = start(Classifier(), method=Sneaky(acts, **settings), noise_multiplier=1.0, target_delta=1e-3, **options)
+    private = start(Classifier(), method=Sneaky(acts, **settings), **options, **PRIVATE)
     private.prepare()
     return private
 
@@ -100,8 +100,8 @@ def test_what_is_released_is_the_clipped_sum_of_the_units_drawn_with_the_noise_o
     deviations, sizes = [], []
     seen: list[Any] = []
     method = Sneaky(lambda method, preparation: seen.append(preparation.release("rows").total(rows, BOUND, SUM)["x"]))
-    for seed in range(40):
-        private = start(method=method, noise_multiplier=1.0, target_delta=1e-3, unsafe_seed=seed)
+    for seed in range(16):
+        private = start(method=method, unsafe_seed=seed, **PRIVATE)
         watch = Drawn()
         private.observe(watch)
         private.prepare()
@@ -111,9 +111,9 @@ def test_what_is_released_is_the_clipped_sum_of_the_units_drawn_with_the_noise_o
         sizes.append(len(taken))
         assert private.ledger.spent("rows") == 1
         private.detach()
-    # 200 squared normals: their mean has standard deviation .1. 40 binomials of 24 and 1/2, mean 12, deviation .39.
-    assert 0.5 < float(torch.cat(deviations).square().mean()) < 1.5
-    assert 10 < sum(sizes) / 40 < 14
+    # 80 squared normals: their mean has standard deviation .16. 16 binomials of 24 and 1/2: mean 12, deviation .6.
+    assert 0.4 < float(torch.cat(deviations).square().mean()) < 1.8
+    assert 9 < sum(sizes) / 16 < 15
 
 
 def _returned(method: Any, preparation: Preparation) -> Any:
@@ -277,8 +277,8 @@ def test_a_plan_draws_as_its_events_say() -> None:
 
 def test_shuffled_batches_claim_nothing_about_a_unit_more_or_less() -> None:
     with pytest.raises(ValueError, match="hold nothing for adjacency='add_remove'"):
-        start(noise_multiplier=1.0, target_delta=1e-3, sampling="shuffled", adjacency="add_remove")
-    private = start(noise_multiplier=1.0, target_delta=1e-3, sampling="shuffled")
+        start(sampling="shuffled", adjacency="add_remove", **PRIVATE)
+    private = start(sampling="shuffled", **PRIVATE)
     card = private.card()
     assert card["adjacency"] == "zero_out"
     assert any("leaves its place in the order empty" in line for line in card["assumptions"])
@@ -289,7 +289,7 @@ def test_shuffled_batches_claim_nothing_about_a_unit_more_or_less() -> None:
 
 
 def test_the_card_tells_of_observers() -> None:
-    private = start(noise_multiplier=1.0, target_delta=1e-3)
+    private = start(**PRIVATE)
     assert not any("looked on" in line for line in private.card()["unprotected"])
     watch = Drawn()
     private.observe(watch)

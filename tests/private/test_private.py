@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import weakref
 from pathlib import Path
@@ -15,7 +14,7 @@ from scipy import stats
 from typer.testing import CliRunner
 
 import fastdp
-from fastdp.accounting import BudgetExceeded, Ledger, deserialise, epsilon
+from fastdp.accounting import BudgetExceeded, epsilon
 from fastdp.cli import app
 from fastdp.methods.rapft import NoisyMap
 from fastdp.private.steps import noised_fraction
@@ -100,30 +99,6 @@ def test_a_run_without_checks_says_so_on_its_card_for_ever(tmp_path: Path) -> No
     assert not any(assumed(checked))
 
 
-def test_a_run_that_is_let_go_of_keeps_no_model() -> None:
-    private = start(noise_multiplier=1.0, target_delta=1e-3)
-    logical_step(private)
-    weights = [weakref.ref(parameter) for parameter in private.model.parameters()]
-    del private
-    gc.collect()
-    assert not any(parameter() is not None for parameter in weights)
-
-
-def test_the_card_states_what_the_ledger_holds(tmp_path: Path) -> None:
-    private = start(output_dir=tmp_path, unsafe_seed=None, **PRIVATE)
-    train(private, 1)
-    card = private.card()
-    assert deserialise(card["event"]) == private.ledger.event()
-    assert card["epsilon"]["upper_bound"] == pytest.approx(private.epsilon())
-    assert card["epsilon"]["delta"] == 1e-4
-    assert card["guarantee"] != "none"
-    assert card["steps"]["spent"] == 3
-    path = tmp_path / "card.json"
-    card.save(path)
-    assert json.loads(path.read_text())["run_id"] == private.ledger.run_id
-    assert Ledger.read(tmp_path / "ledger.jsonl").spent_steps == 3
-
-
 def test_extending_pays_for_more() -> None:
     private = start(epochs=1, unsafe_seed=None, **PRIVATE)
     before = train(private, 1)
@@ -158,13 +133,10 @@ class TestOptimizers:
         if ours is fastdp.optim.SGD:
             assert isinstance(optimizer, torch.optim.SGD)
         reference = theirs(plain.parameters(), **options)
-        for batch in (b for _ in range(2) for b in optimizer.data_loader):
-            model(**batch)["loss"].backward()
-            optimizer.step()
+        for _ in trained(optimizer.private, 2):
             for p, q in zip(model.parameters(), plain.parameters()):
                 q.grad = None if p.grad is None else p.grad.clone()
             reference.step()
-            optimizer.zero_grad()
             for p, q in zip(model.parameters(), plain.parameters()):
                 assert torch.allclose(p, q, rtol=1e-6, atol=1e-8)
         saved = optimizer.state_dict()
@@ -182,12 +154,9 @@ class TestOptimizers:
         for fused in (True, False):
             model = Classifier()
             optimizer = ours(model, loader(), lr=0.01, method=method, fused=fused, epochs=2, unsafe_seed=1, **PRIVATE)
-            for batch in (b for _ in range(2) for b in optimizer.data_loader):
-                model(**batch)["loss"].backward()
-                optimizer.step()
+            for _ in trained(optimizer.private, 2):
                 done = optimizer.private.last_step_done
                 assert all((p.grad is None) == (fused or not done) for p in model.parameters())
-                optimizer.zero_grad()
             models.append((model, optimizer.state_dict()["state"]))
         (model, ours_state), (other, their_state) = models
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
@@ -263,11 +232,6 @@ class TestAdaptiveClipping:
         assert 0 < whole < len(rows)
         assert released == [pytest.approx(whole - len(rows) / 2, abs=1e-4)]
 
-    def test_nothing_adapts_without_noise(self) -> None:
-        private = start(method=fastdp.DPSGD(adaptive=fastdp.AdaptiveClipping()))
-        logical_step(private)
-        assert private.policy.bounds == (1.0,)
-
 
 def test_a_state_holds_counts_and_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add, keys = fastdp.ops.add_noise_group_, []
@@ -337,7 +301,7 @@ def require_counts(outcome: Found, budget: int) -> None:
 
 
 def test_a_run_that_is_killed_between_any_two_lines(folder: Path) -> None:
-    require_counts(ranks(folder, "crashes", 1)[0], 9)
+    require_counts(ranks(folder, "crashes", 1)[0], 6)
 
 
 @pytest.mark.slow
@@ -352,7 +316,6 @@ def test_a_run_that_is_killed_many_times_with_blocks_of_several_steps(tmp_path: 
     [
         fastdp.DPSGD(),
         fastdp.RapFT(NoisyMap(1.5, 0.5), map_every=2),
-        fastdp.DPFrost(unfreezing_ratio=0.5, selection_steps=2, selection_rate=0.1),
     ],
 )
 def test_noise_that_can_be_drawn_again_is_worth_nothing(method: Any) -> None:
@@ -364,3 +327,12 @@ def test_noise_that_can_be_drawn_again_is_worth_nothing(method: Any) -> None:
         assert private.epsilon() <= worth
         assert math.isinf(private.epsilon()) == math.isinf(worth)
         assert (private.card()["guarantee"] == "none") == math.isinf(worth)
+
+
+def test_a_run_that_is_let_go_of_keeps_no_model() -> None:
+    private = start(noise_multiplier=1.0, target_delta=1e-3)
+    logical_step(private)
+    weights = [weakref.ref(parameter) for parameter in private.model.parameters()]
+    del private
+    gc.collect()
+    assert not any(parameter() is not None for parameter in weights)

@@ -13,7 +13,7 @@ import fastdp
 from fastdp.accounting import verify
 from fastdp.accounting.card import public_name
 from tests.engine.models import build
-from tests.engine.runs import Classifier, logical_step
+from tests.engine.runs import PRIVATE, Classifier, logical_step
 
 
 def collate(items):
@@ -23,7 +23,7 @@ def collate(items):
 def started(model, item):
     data = torch.utils.data.DataLoader([item(i) for i in range(12)], batch_size=4, collate_fn=collate)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return fastdp.make_private(model, optimizer, data, noise_multiplier=1.0, target_delta=1e-3, epochs=1)
+    return fastdp.make_private(model, optimizer, data, epochs=1, **PRIVATE)
 
 
 @pytest.fixture
@@ -59,6 +59,10 @@ def hub(tmp_path, monkeypatch):
 def test_a_folder_for_others_holds_weights_card_and_a_page_that_verify(private, tmp_path):
     folder = private.save_pretrained(tmp_path / "model")
     assert all((folder / name).exists() for name in ("model.safetensors", "config.json", "card.json", "card.md"))
+    # No page names a path of this machine.
+    for name in ("card.json", "card.md", "README.md"):
+        assert "notes-v2" in (folder / name).read_text()
+        assert "anna" not in (folder / name).read_text()
     found = verify(folder / "README.md", weights=folder)
     assert found.guarantee, found.reason
     head = yaml.safe_load((folder / "README.md").read_text().split("---")[1])
@@ -87,13 +91,6 @@ def test_an_upload_takes_the_card_along(private, hub):
     assert private.push_to_hub("anna/notes", commit_message="first") == {"commit_message": "first"}
     assert verify(hub / "anna" / "notes" / "README.md", weights=hub / "anna" / "notes").guarantee
     assert not list((hub / "anna" / "notes").glob("*.jsonl"))
-
-
-def test_no_page_names_a_path_of_this_machine(private, tmp_path):
-    folder = private.save_pretrained(tmp_path / "model")
-    for name in ("card.json", "card.md", "README.md"):
-        assert "notes-v2" in (folder / name).read_text()
-        assert "anna" not in (folder / name).read_text()
 
 
 @pytest.mark.parametrize(

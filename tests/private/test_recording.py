@@ -12,30 +12,20 @@ from unittest import mock
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import BertForSequenceClassification
 
 import fastdp
 from fastdp.data import Collator
-from fastdp.ops.stream import NoiseStream
 from fastdp.private import graphs
 from fastdp.private.graphs import Graphs
-from fastdp.private.loader import LoaderOwner, PrivateLoader
-from fastdp.private.plan import Plan
+from fastdp.private.loader import LoaderOwner
 from fastdp.private.run import Private
-from fastdp.private.sampler import Units
 from tests.cases import cases
+from tests.engine.models import build
 from tests.engine.runs import Sums
 from tests.private.test_graphs import again_on_a_processor
 
 PRIVACY: dict[str, Any] = {"noise_multiplier": 0.0, "target_delta": 1e-5, "unsafe_seed": 3}
-SMALL: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 50}
 
 
 class Regression(torch.nn.Module):
@@ -109,55 +99,15 @@ def test_poisson_batches_are_recorded_to_their_ends(monkeypatch: pytest.MonkeyPa
     generator = torch.Generator().manual_seed(0)
     rows = [{"x": torch.randn(6, generator=generator), "y": torch.randn((), generator=generator)} for _ in range(1280)]
     models = twins(Regression)
-    private, recorded, handed = run(models[0], rows, epochs=8)
-    eager, plain, drawn = run(models[1], rows, epochs=8, capture=False)
+    private, recorded, handed = run(models[0], rows, epochs=3)
+    eager, plain, drawn = run(models[1], rows, epochs=3, capture=False)
     require_equal_sums(recorded, plain)
     assert all(0 <= padded - own < 32 for padded, own in zip(handed, drawn))
     counts = private.microbatches
-    assert counts["eager"] <= 0.02 * (counts["eager"] + counts["recorded"])
+    assert counts["eager"] <= 6 < counts["recorded"] / 10
     assert eager.microbatches["recorded"] == 0
     # Every microbatch has the padding's shape.
     assert {rows % 32 for rows in handed} == {0}
-
-
-def lengths_like(name: str) -> torch.Tensor:
-    """Numbers of tokens, distributed as those of SST-2 phrases or of E2E's restaurants are under a BPE of 8,192 words."""
-    torch.manual_seed(0)
-    if name == "sst2":
-        return (torch.randn(20_000) * 0.62 + 2.7).exp().round().clamp(4, 90).long()
-    return (torch.randn(5_000) * 21 + 85).round().clamp(25, 172).long()
-
-
-@cases("name, is_sorted", [("sst2", False), ("sst2", True), ("e2e", False), ("e2e", True)])
-def test_lengths_that_vary_come_again_at_little_padding(name: str, is_sorted: bool) -> None:
-    class Texts(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return len(lengths)
-
-        def __getitem__(self, index: int) -> dict[str, list[int]]:
-            return {"input_ids": [1] * lengths[index]}
-
-    lengths = lengths_like(name).tolist()
-    texts: Any = Texts()
-    if is_sorted:
-        texts.lengths = lengths
-    plan = Plan(units=len(texts), batch_size=256, steps=40, steps_per_epoch=40, sampling="poisson", adjacency="add_remove",
-                target_epsilon=None, delta=None, noise_multiplier=1.0)  # fmt: skip
-    given = DataLoader(texts, batch_size=256, collate_fn=Collator(pad_token=0))
-    stream = partial(NoiseStream.unsafe_reproducible, 5)
-    loader = PrivateLoader(given, plan, Units(len(texts)), stream(), 32)
-    loader.owner, loader.most_tokens = Recording(), 512
-    padded = own = 0
-    shapes: dict[Any, int] = {}
-    for batch in loader:
-        ticket = loader.tickets.popleft()
-        assert (batch["attention_mask"].sum(1) == torch.tensor(ticket.lengths)).all()
-        assert (batch["input_ids"][batch["attention_mask"] == 0] == 0).all()
-        shapes[batch["input_ids"].shape] = shapes.get(batch["input_ids"].shape, 0) + 1
-        padded, own = padded + batch["input_ids"].shape[1], own + max(ticket.lengths)
-    assert 1.0 < padded / own <= 1.15
-    covered = sorted(shapes.values(), reverse=True)[: graphs.MAX_GRAPHS]
-    assert sum(covered) >= 0.95 * sum(shapes.values())
 
 
 def test_a_batch_is_padded_to_what_its_own_length_says() -> None:
@@ -182,25 +132,11 @@ def test_a_batch_is_padded_to_what_its_own_length_says() -> None:
         assert buckets.pad(batch)["input_ids"].shape[1] == length
 
 
-def bert() -> torch.nn.Module:
-    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForSequenceClassification(BertConfig(**SMALL, **drops, intermediate_size=16, max_position_embeddings=32))
-
-
-def gpt2() -> torch.nn.Module:
-    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=32, **drops))
-
-
-def llama() -> torch.nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=16, max_position_embeddings=32, use_cache=False))
-
-
 def texts(model: torch.nn.Module, lengths: list[int]) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     rows = []
     for length in lengths:
-        ids = torch.randint(1, 50, (length,), generator=generator).tolist()
+        ids = torch.randint(3, 20, (length,), generator=generator).tolist()
         rows.append(
             {"input_ids": ids, "labels": length % 2 if isinstance(model, BertForSequenceClassification) else ids}
         )
@@ -215,9 +151,9 @@ LENGTHS = {
 }
 
 
-@cases("build, kind", [(bert, "varying"), (gpt2, "padded"), (llama, "equal")])
+@cases("name, kind", [("bert", "varying"), ("gpt2", "padded"), ("llama", "equal")])
 def test_a_mask_of_ones_is_left_out_and_another_one_is_not(
-    build: Callable[[], torch.nn.Module], kind: str, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     explicit: list[bool] = []
     attention = torch.nn.functional.scaled_dot_product_attention
@@ -240,7 +176,7 @@ def test_a_mask_of_ones_is_left_out_and_another_one_is_not(
         return capturing
 
     lengths, most, masked = LENGTHS[kind]
-    models = twins(build)
+    models = twins(partial(build, name))
     rows, options = texts(models[0], lengths), {"epochs": 1, "max_physical_batch_size": most}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -254,7 +190,7 @@ def test_a_mask_of_ones_is_left_out_and_another_one_is_not(
 
 def test_a_loop_that_changes_a_mask_of_ones_is_told_once_and_keeps_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     record_on_a_processor(monkeypatch)
-    models = twins(gpt2)
+    models = twins(partial(build, "gpt2"))
     rows, sums = texts(models[0], [12] * 192), []
     for model, capture in zip(models, ("auto", False)):
         batches = iter(range(1000))
@@ -278,40 +214,12 @@ def test_a_loop_that_changes_a_mask_of_ones_is_told_once_and_keeps_its_masks(mon
     require_equal_sums(*sums)
 
 
-def test_recording_that_fails_is_told_once_and_ends_all_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(accumulator: Any, runs: list[str]) -> Any:
-        def record(function: Any) -> Any:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-        return record
-
-    record_on_a_processor(monkeypatch, fails)
-    rows = [{"x": torch.ones(6), "y": torch.tensor(1.0)}] * 320
-    with pytest.warns(UserWarning, match="one operation at a time: the device has too little memory left") as seen:
-        private, _, handed = run(Regression(), rows, epochs=2)
-    assert len(seen) == 1
-    assert private.microbatches["recorded"] == 0
-    assert {rows % 32 for rows in handed[:2]} == {0}
-    assert {rows % 32 for rows in handed[3:]} != {0}
-
-
-def test_padding_ends_where_nothing_comes_to_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds that follow the gradients are others in each step."""
-    record_on_a_processor(monkeypatch)
-    rows = [{"x": torch.ones(6), "y": torch.tensor(1.0)}] * 640
-    method = fastdp.DPSGD(adaptive=fastdp.AdaptiveClipping(count_noise_std=4.0))
-    private, _, handed = run(Regression(), rows, epochs=3, method=method, noise_multiplier=1.0)
-    assert private.microbatches["recorded"] == 0
-    assert {rows % 32 for rows in handed[:8]} == {0}
-    assert {rows % 32 for rows in handed[16:]} != {0}
-
-
 class NeedsItsMask(torch.nn.Module):
     """Takes texts without a mask for something else, or not at all."""
 
     def __init__(self, refuses: bool):
         super().__init__()
-        self.body, self.refuses = gpt2(), refuses
+        self.body, self.refuses = build("gpt2"), refuses
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Any:
         if attention_mask is None and self.refuses:

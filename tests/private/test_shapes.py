@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import fastdp
 from fastdp.data import Collator
@@ -18,6 +17,7 @@ from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
 from fastdp.private.sampler import PoissonSampler, ShuffledSampler
 from fastdp.private.shapes import TAIL, PublicPlaces, PublicShapes, ShapedCollator, shape_statement
+from tests.engine.models import build
 
 #: Records beside the one that changes, which is the last.
 OTHERS = 11
@@ -47,21 +47,8 @@ class Regression(nn.Module):
         return {"loss": nn.functional.mse_loss(self.layer(x)[:, 0], y)}
 
 
-def llama() -> nn.Module:
-    config = LlamaConfig(vocab_size=97, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, max_position_embeddings=64)  # fmt: skip
-    return LlamaForCausalLM(config).bfloat16()
-
-
-def gpt2() -> nn.Module:
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=97, n_positions=64, n_embd=48, n_layer=2, n_head=4, **dropout)
-    ).bfloat16()
-
-
 def text(length: int, seed: int) -> dict[str, Any]:
-    ids = torch.randint(1, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    ids = torch.randint(1, 61, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
     return {"input_ids": ids, "labels": ids}
 
 
@@ -71,8 +58,8 @@ def vector(length: int, seed: int) -> dict[str, Any]:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
-    "llama": (llama, text, Collator(0)),
-    "gpt2": (gpt2, text, Collator(0)),
+    "llama": (lambda: build("llama").bfloat16(), text, Collator(0)),
+    "gpt2": (lambda: build("gpt2").bfloat16(), text, Collator(0)),
     "linear": (Regression, vector, torch.utils.data.default_collate),
 }
 
@@ -178,7 +165,7 @@ def test_without_public_shapes_a_record_changes_bits_of_the_others(name: str) ->
 def epoch(records: list[Any], collate: Any, **options: Any) -> Iterator[tuple[Any, Any]]:
     """The batches of one epoch, with all checks, and their tickets."""
     loader = torch.utils.data.DataLoader(records, batch_size=10, collate_fn=collate)
-    private = begun(llama().float(), loader, shapes="public", **options)
+    private = begun(build("llama"), loader, shapes="public", **options)
     for batch in private.data_loader:
         yield batch, private.data_loader.tickets[-1]
         private.model(**batch)["loss"].backward()
@@ -288,7 +275,7 @@ def test_a_card_says_what_shapes_leave_where_they_are_not_public() -> None:
     found = []
     for isolation, shapes in ((None, None), ("per_example", None), ("per_example", "public")):
         loader = torch.utils.data.DataLoader([text(3, 0), text(4, 1)], batch_size=1, collate_fn=Collator(0))
-        private = begun(llama(), loader, isolation=isolation, shapes=shapes)
+        private = begun(build("llama"), loader, isolation=isolation, shapes=shapes)
         found += [said for said in private.card()["remaining"] if "the shape" in said]
         private.detach()
     assert "products round by the shape of their microbatch" in found[0]

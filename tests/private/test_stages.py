@@ -74,12 +74,6 @@ def moved(before: Mapping[str, torch.Tensor], model: torch.nn.Module) -> set[str
     return {name.partition(".")[0] for name, p in model.named_parameters() if not torch.equal(before[name], p)}
 
 
-def test_nothing_is_released_before_the_loader_is_iterated() -> None:
-    private = make(Choosy())
-    assert private.ledger.spent("count") == 0
-    assert private.epsilon() == 0.0
-
-
 def test_a_preparation_is_paid_for_beside_the_steps() -> None:
     private = make(Choosy(), noise_multiplier=None, target_epsilon=4.0, unsafe_seed=None)
     train(private, private.total_steps)
@@ -151,16 +145,6 @@ def test_without_the_kept_outcome_a_resumed_run_is_refused(tmp_path: Path) -> No
         train(second, 3)
 
 
-def test_a_new_run_does_not_take_another_runs_outcome(tmp_path: Path) -> None:
-    first = make(Choosy(), output_dir=tmp_path)
-    train(first, 1)
-    first.detach()
-    (tmp_path / "ledger.jsonl").unlink()
-    second = make(Choosy(), output_dir=tmp_path)
-    train(second, 1)
-    assert second.ledger.spent("count") == 1
-
-
 def test_a_checkpoint_carries_the_outcome_and_what_it_cost() -> None:
     first = make(Choosy())
     train(first, 2)
@@ -171,6 +155,16 @@ def test_a_checkpoint_carries_the_outcome_and_what_it_cost() -> None:
     assert second.epsilon() == first.epsilon()
     second.optimizer.load_state_dict(first.optimizer.state_dict())
     train(second, 4)
+    assert second.ledger.spent("count") == 1
+
+
+def test_a_new_run_does_not_take_another_runs_outcome(tmp_path: Path) -> None:
+    first = make(Choosy(), output_dir=tmp_path)
+    train(first, 1)
+    first.detach()
+    (tmp_path / "ledger.jsonl").unlink()
+    second = make(Choosy(), output_dir=tmp_path)
+    train(second, 1)
     assert second.ledger.spent("count") == 1
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from fastdp.engine.errors import SelfCheckError
-from fastdp.private.run import Private
 from fastdp.verify.state import StateCheck
 from tests.cases import cases
 from tests.engine.nets import Net, steps, trained
 from tests.engine.runs import Batch, Classifier, Odd, collate, examples, start
+from tests.loops import train_epoch
 
 
 def settled() -> tuple[nn.Sequential, StateCheck]:
@@ -156,34 +156,6 @@ def test_a_buffer_that_forwards_write_from_data_is_refused(name: str) -> None:
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
-def step(private: Private, batch: Batch) -> None:
-    private.model(**batch)["loss"].backward()
-    private.optimizer.step()
-    private.optimizer.zero_grad()
-
-
-def spectral() -> nn.Module:
-    model = Net()
-    nn.utils.parametrizations.spectral_norm(model.first)
-    return model
-
-
-HARMLESS: dict[str, Callable[[], nn.Module]] = {
-    "a step counter": lambda: Writing(lambda net, x: net.count.add_(1)),
-    "weights": lambda: Writing(lambda net, x: net.average.fill_(float(net.first.weight.detach().sum()))),
-    "not saved": lambda: Writing(lambda net, x: net.average.copy_(x.mean(0)), persistent=False),
-    "spectral norm": spectral,
-}
-
-
-@pytest.mark.parametrize("name", HARMLESS)
-def test_buffers_that_follow_from_no_data_are_accepted(name: str) -> None:
-    private = start(HARMLESS[name](), epochs=2)
-    for batch in private.data_loader:
-        step(private, batch)
-    assert private.steps_done > 1
-
-
 @pytest.mark.filterwarnings("ignore:this model takes the one-example route")
 @pytest.mark.parametrize("base", [Classifier, Odd])
 def test_a_counter_in_a_buffer_counts_batches_on_each_route(base: type[Classifier]) -> None:
@@ -195,8 +167,7 @@ def test_a_counter_in_a_buffer_counts_batches_on_each_route(base: type[Classifie
     model = Counting()
     model.register_buffer("count", torch.zeros(()))
     private = start(model)
-    for batch in private.data_loader:
-        step(private, batch)
+    train_epoch(private)
     assert private.model.count == private.steps_done > 1
 
 
@@ -210,10 +181,11 @@ def test_a_parameter_that_forwards_write_is_refused(frozen: bool) -> None:
 
 def test_a_buffer_that_a_later_forward_writes_is_refused() -> None:
     private = start(Writing(lambda net, x: net.average.add_(x.mean(0)) if net.late else None), epochs=4)
-    private.model.late, batches = False, iter(private.data_loader)
-    while private.steps_done < 2:
-        step(private, next(batches))
-    private.model.late = True
+
+    def loss(model: Any, batch: Batch) -> torch.Tensor:
+        model.late = private.steps_done == 2
+        return model(**batch)["loss"]
+
     with pytest.raises(SelfCheckError, match="Training passes write average"):
-        step(private, next(batches))
+        train_epoch(private, loss)
     assert private.steps_done == 2

@@ -10,11 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastdp.engine.engine import Engine
-from tests.engine.reference import Recording, norms, stepped
-from tests.engine.runs import CLASSES, Batch, clipped_sum, error, one_by_one
-
-#: The worst relative error of norms and sums against float64, in float32 arithmetic.
-TOLERANCE = 1e-5
+from tests.engine.reference import exactly
+from tests.engine.runs import CLASSES
 
 
 class Net(nn.Module):
@@ -46,21 +43,5 @@ def exact_layer(
         for parameter in layer.parameters():
             # Ones and zeros that layers begin with would hide errors.
             parameter.add_(0.3 * torch.randn_like(parameter))
-    return exact_step(Net(layer, x, call).train(), {"x": x, "labels": torch.arange(len(x)) % CLASSES}, route, two_pass)
-
-
-def exact_step(model: nn.Module, batch: Batch, route: str = "uses", two_pass: bool = False) -> Engine:
-    """One clipped step of a model that returns its loss, against float64 autograd on each row alone."""
-    rows = len(next(iter(batch.values())))
-    truth = one_by_one(model, batch)
-    true = norms(truth)
-    engine = stepped(model, batch, float(true.median()), two_pass=two_pass)
-    assert engine.route == route, engine.reason
-    passes = slice(-rows, None) if route == "one-example" else slice(-1, None)
-    seen, given = (torch.cat([r[0] for r in values[passes]]).double() for values in (Recording.seen, Recording.given))
-    assert float(((seen - true).abs() / true).max()) < TOLERANCE
-    expected = {name: sum(s * g[name] for s, g in zip(given, truth)) for name in truth[0]}
-    sums = {n: engine.accumulator.sums.get(n, torch.zeros_like(e)) for n, e in expected.items()}
-    assert error(sums, expected) < TOLERANCE
-    assert error(clipped_sum(truth, engine.accumulator.policy.bounds[0]), expected) < 2e-3
-    return engine
+    batch = {"x": x, "labels": torch.arange(len(x)) % CLASSES}
+    return exactly(Net(layer, x, call).train(), batch, route=route, two_pass=two_pass)

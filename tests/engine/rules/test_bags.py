@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 from tests.cases import cases, pairs
 from tests.engine.rules.exact import exact_layer
-from tests.engine.runs import start
 
 IDS = torch.tensor([[1, 2, 1, 4], [3, 0, 0, 0], [4, 4, 4, 4], [0, 0, 0, 0]])
 
@@ -58,9 +56,3 @@ def test_a_table_that_is_also_a_head() -> None:
 
 def test_rows_that_are_scaled_by_how_often_they_come_are_differentiated_alone() -> None:
     exact_layer(nn.EmbeddingBag(6, 5, scale_grad_by_freq=True), IDS, route="one-example")
-
-
-def test_a_table_that_is_rewritten_by_what_the_batch_holds() -> None:
-    model = nn.Sequential(nn.EmbeddingBag(6, 5, max_norm=1.0))
-    with pytest.raises(ValueError, match="0 has max_norm"):
-        start(model)

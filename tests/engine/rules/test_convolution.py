@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from tests.cases import cases
 from tests.engine.rules.exact import exact_layer
 
 FORWARDS, TRANSPOSED = ("Conv1d", "Conv2d", "Conv3d"), ("ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
@@ -44,23 +43,6 @@ def convolutions(draw: st.DrawFn) -> tuple[nn.Module, torch.Tensor]:
 def test_any_convolution_matches_one_example_at_a_time(case: tuple[nn.Module, torch.Tensor], two_pass: bool) -> None:
     layer, x = case
     exact_layer(layer, x, two_pass=two_pass)
-
-
-@cases(
-    "layer, shape, found",
-    [
-        (nn.Conv2d(24, 40, 3), (24, 5, 5), "gram"),
-        (nn.Conv2d(24, 40, 3, padding=1), (24, 12, 12), "expanded"),
-        (nn.ConvTranspose2d(40, 24, 3), (40, 3, 3), "gram"),
-        (nn.ConvTranspose2d(32, 32, 3, padding=1), (32, 12, 12), "expanded"),
-        (nn.Conv2d(24, 24, 3, padding=1, groups=24), (24, 8, 8), "expanded"),
-        (nn.Conv1d(24, 8, 3, padding="same"), (24, 40), "expanded"),
-    ],
-)
-def test_a_weight_is_measured_where_that_is_cheap(layer: nn.Module, shape: tuple[int, ...], found: str) -> None:
-    """By factors where positions are few, by its gradients where they are small."""
-    engine = exact_layer(layer, torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)))
-    assert engine.accumulator.routes["layer.weight"].name == found
 
 
 def test_a_convolution_that_is_called_twice_sums_before_it_measures() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -16,15 +15,13 @@ from fastdp.engine.capture.memory import kept_bytes
 from fastdp.engine.uses.experts import ExpertFactors
 from fastdp.engine.uses.layout import Ticket
 from fastdp.verify import Checks
-from tests.cases import cases
-from tests.engine.nets import Net, exact, exact_batches
+from tests.cases import cases, pairs
+from tests.engine.nets import Net, exact_batches
 from tests.engine.reference import (
-    Recording,
     engine_for,
     exactly,
     feed,
     norms,
-    one_at_a_time,
     relative,
     require_exact,
     stepped,
@@ -87,44 +84,19 @@ MIXTURES += [("gpt-oss", implementation) for implementation in ("grouped_mm", "b
 
 @cases("name, implementation", MIXTURES)
 def test_stock_mixtures(name: str, implementation: str) -> None:
-    exactly(stock(name, implementation), texts(), one_at_a_time(stock(name, "eager"), texts(), shift=True))
+    exactly(stock(name, implementation), texts(), one_by_one(stock(name, "eager"), texts()))
 
 
 @cases("checkpointing, two_pass", [(None, True), (False, False), (False, True), (True, False)])
 def test_units_of_several_rows(checkpointing: bool | None, two_pass: bool) -> None:
     """With and without checkpoints, reentrant ones and others, in one backward pass and in two."""
     owners = [0, 0, 1, 2, 2]
-    units = together(one_at_a_time(stock("gpt-oss", "eager"), texts(), shift=True), owners)
+    units = together(one_by_one(stock("gpt-oss", "eager"), texts()), owners)
     model = stock("gpt-oss")
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})  # type: ignore[operator]
     given = Ticket(torch.tensor(owners), torch.ones(3), True)
     exactly(model, texts(), units, given, two_pass=two_pass)
-
-
-def test_micro_batches_add_up() -> None:
-    parts = [texts(4, 7), texts(3, 8)]
-    engine, tickets = engine_for(stock("mixtral"), 0.5)
-    for number, part in enumerate(parts):
-        tickets.append(ticket(len(part["labels"]), last=number == 1))
-        engine.model(**part)["loss"].backward()
-    assert engine.route == "uses", engine.reason
-    units = [unit for part in parts for unit in one_at_a_time(stock("mixtral", "eager"), part, shift=True)]
-    scales = torch.cat([given[0] for given in Recording.given[-2:]]).double()
-    for name in units[0]:
-        wanted = sum(scale * unit[name] for scale, unit in zip(scales, units))
-        assert relative(engine.accumulator.sums[name], wanted) < EXACT, name
-
-
-def test_adapters_beside_frozen_experts_follow_no_selection() -> None:
-    import peft
-
-    base = stock("qwen3-moe")
-    model = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))  # type: ignore[arg-type]
-    engine = stepped(model.train(), texts(), 0.5)
-    assert engine.route == "uses", engine.reason
-    assert engine.trace is not None
-    assert engine.trace.selections == set()
 
 
 class Routed(nn.Module):
@@ -169,35 +141,19 @@ def routed(rows: int = ROWS, tokens: int = TOKENS) -> dict[str, torch.Tensor]:
     return {"ids": ids, "labels": ids.flip(1)}
 
 
-@cases("shape", [(12, 8), (4, 20), (132, 68), (64, 64)])
-@cases("stored", ["out first", "in first"])
-def test_stacks_of_any_shape(shape: tuple[int, int], stored: str) -> None:
+@cases(
+    *pairs(
+        ("shape", [(12, 8), (4, 20), (132, 68), (64, 64)]),
+        ("stored", ["out first", "in first"]),
+        # As transformers before 5.18 masks those that another device's experts take.
+        ("masks", [False, True]),
+    )
+)
+def test_stacks_of_any_shape(shape: tuple[int, int], stored: str, masks: bool) -> None:
     """Narrow ones, which are measured directly, wide and square ones; one expert gets no token."""
-    engine = exactly(Routed(shape, stored), routed())
+    engine = exactly(Routed(shape, stored, masks), routed())
     assert not engine.accumulator.sums["stack"][-1].any()
-
-
-def test_tokens_that_a_mask_leaves_out_keep_their_rows() -> None:
-    """As transformers before 5.18 masks those that another device's experts take."""
-    exactly(Routed(masks=True), routed())
-
-
-@cases("shape", [(16, 8), (72, 80)])
-def test_factors_of_16_bits(shape: tuple[int, int]) -> None:
-    """Norms and sums of what 16 bits gave the backward pass: as far from the truth as that pass of autograd's own."""
-    model = Routed(shape).bfloat16()
-    units, plain = one_by_one(model, routed()), copy.deepcopy(model)
-    bound = float(norms(units).median())
-    engine = stepped(model, routed(), bound)
-    assert engine.route == "uses", engine.reason
-    rows = [{k: v[row : row + 1] for k, v in routed().items()} for row in range(ROWS)]
-    own = [torch.autograd.grad(plain(**row)["loss"], list(plain.parameters())) for row in rows]
-    sizes = torch.stack([torch.stack([g.double().square().sum() for g in found]).sum().sqrt() for found in own])
-    assert relative(Recording.seen[-1][0], norms(units)) < 2 * relative(sizes, norms(units)) + 1e-3
-
-
-def test_long_rows_and_cancelling_tokens() -> None:
-    """Runs too long for Gram matrices, and units whose norms are found again as they cancel."""
+    # Runs too long for Gram matrices, and units whose norms are found again as they cancel.
     exactly(Routed((72, 80)), routed(3, 400))
 
 
@@ -208,42 +164,6 @@ def test_later_batches_of_other_lengths_stay_exact() -> None:
         data = routed(rows, tokens)
         feed(engine, tickets, data)
         require_exact(engine, one_by_one(model, data))
-
-
-def chosen(net: Any, h: torch.Tensor) -> torch.Tensor:
-    """Each row goes to one of two experts."""
-    chances = net.router(h).softmax(-1)
-    out = torch.zeros_like(h)
-    for i, expert in enumerate((net.one, net.two)):
-        where = (chances.argmax(-1) == i).nonzero().flatten()
-        out = out.index_add(0, where, expert(h[where]) * chances[where, i : i + 1])
-    return out
-
-
-def masked(net: Any, h: torch.Tensor) -> torch.Tensor:
-    """Steps of rows above a threshold go through a scaled layer."""
-    h = h.unsqueeze(1) * torch.arange(1, 4).unsqueeze(1)
-    out = torch.zeros_like(h)
-    above = h.sum(-1) > 0
-    out[above] = net.scale * net.one(h[above])
-    return out.sum(1)
-
-
-def left_in_another_order(net: Any, h: torch.Tensor) -> torch.Tensor:
-    return net.one(h[h.sum(1).argsort()])[h.sum(1).argsort().argsort()]  # type: ignore[no-any-return]
-
-
-PARTS: dict[str, Callable[[], nn.Module]] = {
-    "layers": lambda: Net(chosen, router=nn.Linear(6, 2), one=nn.Linear(6, 6), two=nn.Linear(6, 6)),
-    "a mask": lambda: Net(masked, one=nn.Linear(6, 6), scale=nn.Parameter(torch.rand(6))),
-    "an order": lambda: Net(left_in_another_order, one=nn.Linear(6, 6)),
-}
-
-
-@cases("name", PARTS)
-def test_layers_on_what_the_data_select(name: str) -> None:
-    engine = exact(PARTS[name](), collate(examples(6)))
-    assert engine.route == "uses", engine.reason
 
 
 class Computed(Routed):
@@ -327,7 +247,7 @@ def adapted(name: str, implementation: str, *, checkpointing: bool | None = None
 
 @cases("name, implementation", MIXTURES)
 def test_adapters_of_experts_own_matrices(name: str, implementation: str) -> None:
-    engine = exactly(adapted(name, implementation), texts(), one_at_a_time(adapted(name, "eager"), texts(), shift=True))
+    engine = exactly(adapted(name, implementation), texts(), one_by_one(adapted(name, "eager"), texts()))
     # PEFT sets adapted parameters to themselves in every forward pass.
     state = cast(Checks, engine.checks).state
     assert len(state.rewritten) == 4
@@ -340,50 +260,22 @@ def test_adapters_of_experts_under_checkpoints(checkpointing: bool, two_pass: bo
     options: dict[str, Any] = {"target_modules": ["q_proj"], "use_rslora": True}
     options["target_parameters"] = ["mlp.experts.down_proj", "mlp.gate.weight"]
     owners = [0, 0, 1, 2, 2]
-    units = together(one_at_a_time(adapted("qwen3-moe", "eager", **options), texts(), shift=True), owners)
+    units = together(one_by_one(adapted("qwen3-moe", "eager", **options), texts()), owners)
     model = adapted("qwen3-moe", "grouped_mm", checkpointing=checkpointing, **options)
     given = Ticket(torch.tensor(owners), torch.ones(3), True)
     exactly(model, texts(), units, given, two_pass=two_pass)
 
 
-def test_memory_of_adapters_is_that_of_the_tokens_that_experts_get() -> None:
-    engine = stepped(adapted("mixtral", "grouped_mm"), texts(), 0.5)
-    assert engine.trace is not None
-    tokens, widths = ROWS * TOKENS * SHAPE["num_experts_per_tok"], (WIDTH + 2 * HIDDEN) + (HIDDEN + WIDTH)
-    found = kept_bytes(engine.trace, engine.read, ROWS, ROWS, 1.0, torch.device("cpu"))
-    assert 1 <= found / (SHAPE["num_hidden_layers"] * tokens * widths * 4) < 1.2
-
-
-def test_two_adapters_of_one_stack_are_run_one_at_a_time() -> None:
-    import peft
-
-    def model() -> Any:
-        own = adapted("mixtral", "eager")
-        parts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-        own.add_adapter("second", peft.LoraConfig(r=2, target_modules=[], target_parameters=parts))
-        own.base_model.set_adapter(["default", "second"])
-        return own
-
-    units = one_at_a_time(model(), texts(), shift=True)
-    bound = float(norms(units).median())
-    engine = stepped(model(), texts(), bound)
-    assert engine.route == "one-example"
-    scales = (bound / norms(units)).clamp(max=1)
-    for name in used(units)[0]:
-        wanted = sum(scale * unit[name] for scale, unit in zip(scales, units))
-        assert relative(engine.accumulator.sums[name], wanted) < 1e-4, name
-
-
-def test_memory_is_that_of_the_factors_and_not_of_whole_stacks() -> None:
-    model = stock("mixtral")
+@cases("adapters", [False, True])
+def test_memory_is_that_of_the_tokens_that_experts_get(adapters: bool) -> None:
+    """And not of whole stacks."""
+    model = adapted("mixtral", "grouped_mm") if adapters else stock("mixtral")
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("experts" in name)
+        parameter.requires_grad_("lora" in name if adapters else "experts" in name)
     engine = stepped(model, texts(), 0.5)
-    assert engine.route == "uses", engine.reason
-    assert engine.trace is not None
     tokens, widths = ROWS * TOKENS * SHAPE["num_experts_per_tok"], (WIDTH + 2 * HIDDEN) + (HIDDEN + WIDTH)
     found = kept_bytes(engine.trace, engine.read, ROWS, ROWS, 1.0, torch.device("cpu"))
-    assert found == SHAPE["num_hidden_layers"] * tokens * widths * 4
+    assert 1 <= found / (SHAPE["num_hidden_layers"] * tokens * widths * 4) < (1.2 if adapters else 1.001)
 
 
 @cases("shape", [(6, 5), (72, 80)])
@@ -412,6 +304,24 @@ def test_norms_of_a_stack_are_those_of_its_units_gradients(shape: tuple[int, int
     assert torch.allclose(own.double(), truth[2].flatten(1), atol=1e-4)
 
 
+class Counted(Routed):
+    """A loop over experts that counts in one tensor."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        tokens, kinds = self.table(ids).flatten(0, 1), ids.flatten() % (EXPERTS - 1)
+        mixed, expert = tokens.new_zeros(len(tokens), self.bias.shape[1]), torch.zeros((), dtype=torch.long)
+        for _ in range(EXPERTS - 1):
+            where = (kinds == expert).nonzero().flatten()
+            mixed = mixed.index_add(0, where, F.linear(tokens[where], self.stack[expert]).tanh())
+            expert += 1
+        logits = self.head(mixed + self.bias[0])
+        return {"loss": F.cross_entropy(logits, labels.flatten())}
+
+
+def test_a_loop_over_experts_may_count_in_one_tensor() -> None:
+    exactly(Counted(), routed())
+
+
 def test_experts_that_a_later_batch_reads_first() -> None:
     """A loop that leaves out experts without tokens: the first batch has tokens for one of two."""
 
@@ -437,21 +347,3 @@ def test_experts_that_a_later_batch_reads_first() -> None:
     assert 4 < int(above.sum()) < 20
     chosen = (above.nonzero().flatten()[:5], torch.arange(6, 12), (~above).nonzero().flatten()[:3])
     exact_batches(model, [{name: t[rows] for name, t in every.items()} for rows in chosen])
-
-
-class Counted(Routed):
-    """A loop over experts that counts in one tensor."""
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        tokens, kinds = self.table(ids).flatten(0, 1), ids.flatten() % (EXPERTS - 1)
-        mixed, expert = tokens.new_zeros(len(tokens), self.bias.shape[1]), torch.zeros((), dtype=torch.long)
-        for _ in range(EXPERTS - 1):
-            where = (kinds == expert).nonzero().flatten()
-            mixed = mixed.index_add(0, where, F.linear(tokens[where], self.stack[expert]).tanh())
-            expert += 1
-        logits = self.head(mixed + self.bias[0])
-        return {"loss": F.cross_entropy(logits, labels.flatten())}
-
-
-def test_a_loop_over_experts_may_count_in_one_tensor() -> None:
-    exactly(Counted(), routed())

@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastdp.engine.capture.forwards import PatchedForward
-from fastdp.engine.uses.layout import Layout
-from fastdp.engine.uses.reads import Reads
-from fastdp.engine.uses.rows import BatchAxis
-from fastdp.engine.uses.use import CaptureContext
 from tests.cases import cases
 from tests.engine.rules.exact import exact_layer
 
@@ -126,40 +120,6 @@ USES: dict[str, tuple[dict[str, tuple[int, ...]], Callable[[Any, torch.Tensor], 
     "a shift of pooled tokens": ({"b": (WIDTH,)}, lambda m, x: torch.add(m.b, x.mean(1))),
     "a scale": ({"s": (), "w": (OUT, WIDTH)}, lambda m, x: m.s.exp() * F.linear(x, m.w)),
 }
-
-
-def test_a_use_of_a_linear_layer_that_is_known_is_that_of_its_call() -> None:
-    """Asked for again at once, and anew where the layer or its input is another."""
-    layer = nn.Linear(WIDTH, OUT)
-    bias = layer.bias
-    reads = Reads({"weight": layer.weight, "bias": bias})
-    reads.learn({("linear", name, rank): BatchAxis() for name in ("weight", "bias") for rank in (2, 3)}, frozenset())
-    patched = PatchedForward(layer, reads)
-
-    def check(x: torch.Tensor, rows: int) -> None:
-        layout = Layout(rows, torch.arange(rows), torch.ones(rows), torch.ones(rows, dtype=torch.int64), identity=True)
-        reads.context = CaptureContext(layout)
-        given = x.requires_grad_()
-        out = patched(given)
-        uses = [(name, shape) for name, shape in reads.context.shapes]
-        assert uses == [("linear", (len(x) // rows, *x.shape[1:]))]
-        assert torch.equal(out, F.linear(x, layer.weight, layer.bias))
-        assert type(out.grad_fn).__name__ == "LinearUseBackward"
-
-    for _ in range(2):
-        check(torch.randn(4, WIDTH), 4)
-        check(torch.randn(4, WIDTH), 2)
-        check(torch.randn(4, TOKENS, WIDTH), 4)
-    layer.bias = None
-    check(torch.randn(4, TOKENS, WIDTH), 4)
-    layer.bias = bias
-    check(torch.randn(4, TOKENS, WIDTH), 4)
-    with pytest.raises(RuntimeError, match="setup_context"):
-        torch.vmap(patched)(torch.randn(2, 4, TOKENS, WIDTH))
-    layer.__dict__["weight"] = torch.ones(OUT, WIDTH)
-    assert torch.equal(layer.weight, torch.ones(OUT, WIDTH))
-    x = torch.randn(4, TOKENS, WIDTH)
-    assert torch.equal(patched(x), F.linear(x, layer.weight, bias))
 
 
 @cases(

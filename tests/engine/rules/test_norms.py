@@ -1,4 +1,4 @@
-"""Layer, group and instance norm against one example at a time."""
+"""Layer, group and instance norm against one example at a time, and layers of which one parameter is trained."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 import fastdp
 from tests.cases import cases, pairs
 from tests.engine.rules.exact import exact_layer
+from tests.engine.rules.test_recurrent import states
 
 
 @cases(
@@ -49,6 +50,21 @@ def test_a_weight_that_is_one_more_than_its_parameter(trained: str) -> None:
     exact_layer(layer, torch.randn(3, 5, 6), call=shifted)
 
 
+@cases(
+    "layer, shape, trained",
+    [
+        *((nn.GroupNorm(2, 6), (6, 5), name) for name in ("weight", "bias")),
+        *((nn.Conv2d(2, 3, 3), (2, 5, 5), name) for name in ("weight", "bias")),
+        *((nn.GRU(3, 4, batch_first=True), (5, 3), name) for name in ("weight_ih_l0", "weight_hh_l0", "bias_hh_l0")),
+    ],
+)
+def test_one_parameter_of_a_layer_alone(layer: nn.Module, shape: tuple[int, ...], trained: str) -> None:
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name == trained)
+    call = {"call": states} if isinstance(layer, nn.GRU) else {}
+    exact_layer(layer, torch.randn(3, *shape), **call)
+
+
 def test_a_large_mean_hides_nothing() -> None:
     """The weight's gradient is that of the centred input: taking the mean out afterwards would cancel all its digits."""
     exact_layer(nn.GroupNorm(2, 4), 30 + torch.randn(3, 4, 50))
@@ -79,10 +95,3 @@ def test_a_head_is_tuned_behind_frozen_batch_normalisation() -> None:
     model.train()
     with pytest.raises(ValueError, match="resnet.embedder.embedder.normalization is a batch normalisation"):
         model(**next(batches))
-
-
-def test_batch_normalisation_without_kept_statistics_is_never_constant() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False, track_running_stats=False).eval())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="is a batch normalisation"):
-        fastdp.make_private(model, optimizer, DataLoader([1, 2], batch_size=1), noise_multiplier=1.0)

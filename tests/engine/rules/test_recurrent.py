@@ -65,20 +65,6 @@ def test_cells(cell: nn.Module) -> None:
     exact_layer(Unrolled(cell), torch.randn(4, 3, 3))
 
 
-class Learned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.randn(2, 1, 4))
-        self.inner = nn.GRU(3, 4, num_layers=2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x.transpose(0, 1), self.first.expand(-1, len(x), -1))[0].transpose(0, 1)
-
-
-def test_a_learned_first_state() -> None:
-    exact_layer(Learned(), torch.randn(3, 5, 3))
-
-
 def test_dropout_between_layers_draws_torch_s_masks() -> None:
     """The self-check compares with torch's own layers under the same random state, so the route says that they agree."""
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ from fastdp.methods.frost import Partition, split
 from fastdp.methods.frost.accumulate import MagnitudeAccumulator, magnitude_bound
 from tests.cases import cases
 from tests.engine import models, reference
+from tests.engine.runs import one_by_one
 
 Gradient = Mapping[str, torch.Tensor]
 
@@ -45,12 +46,7 @@ def accumulate(
 @functools.cache
 def one_at_a_time(name: str) -> list[dict[str, torch.Tensor]]:
     """Gradients by autograd of each example of a model's batch."""
-    model = models.build(name)
-    found = reference.one_at_a_time(model, models.batch(name), shift=name in ("gpt2", "llama"))
-    return [
-        {n: g.expand_as(p) if g.dim() == 0 else g for (n, p), g in zip(model.named_parameters(), one.values())}
-        for one in found
-    ]
+    return one_by_one(models.build(name), models.batch(name))
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
