@@ -300,7 +300,7 @@ def test_refusals_name_the_arguments_of_a_trainer(tmp_path: Path) -> None:
             outputs = model(**inputs)
             return outputs.loss + 0.1 * outputs.logits.square().mean()
 
-    with pytest.raises(RuntimeError, match="give PrivacyArguments criterion="):
+    with pytest.raises(RuntimeError, match="Compute the whole loss"):
         trainer(tmp_path / "besides", kind=Besides, privacy={"keep_logits": True}).train()
 
 
