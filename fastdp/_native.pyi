@@ -17,6 +17,9 @@ _Left = tuple[_Factor, _Address, int]  # a matrix, or no matrix and the address 
 # cpu.cpp
 def isa() -> str: ...
 
+# normal.cpp
+def normal_mass_below(x: _Memory, count: int, logarithm: bool, out: _Memory) -> None: ...
+
 # norms_direct.cpp, norms_onehot.cpp, norms_gram.cpp
 def direct_norms(
     left: _Factor,

@@ -59,8 +59,9 @@ def instance(kind: Any, how: str, **values: object) -> None:
 
 def _check(holds: Callable[[float], bool], what: str, numbers: dict[str, float]) -> None:
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, Real) or not holds(value):
-            raise ValueError(f"{name} is {value!r}: it must {what}")
+        known = isinstance(value, Real) and not isinstance(value, bool)
+        if not (known and holds(value)):
+            raise ValueError(f"{name} is {value!r}: {f'it must {what}' if known else 'give a number'}")
 
 
 def one_of(choices: Sequence[str], **values: object) -> None:

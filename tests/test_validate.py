@@ -23,7 +23,7 @@ def test_what_is_no_number_or_too_small_is_refused_by_name(value):
     with pytest.raises(ValueError, match="share must be a finite number of at least 0"):
         at_least(0.0, delta=1.0, share=value)
     for check in (positive, fraction, rate):
-        with pytest.raises(ValueError, match=rf"share is {value!r}: it must"):
+        with pytest.raises(ValueError, match=rf"share is {value!r}: (it must|give a number)"):
             check(delta=0.5, share=value)
 
 
@@ -32,7 +32,7 @@ def test_ends_of_ranges():
     positive(share=1, delta=1e-300)
     rate(share=1)
     for check, value in ((positive, 0.0), (positive, True), (fraction, 0), (fraction, 1.0), (rate, 0.0), (rate, 1.1)):
-        with pytest.raises(ValueError, match=f"share is {value}: it must"):
+        with pytest.raises(ValueError, match=f"share is {value}: (it must|give a number)"):
             check(delta=0.5, share=value)
 
 

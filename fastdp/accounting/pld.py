@@ -12,9 +12,9 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
-import scipy
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+import fastdp._native as _native
 import fastdp.accounting.renyi as renyi
 from fastdp.accounting.events import Flat, squared_ratio
 
@@ -87,18 +87,18 @@ class _SampledGaussian:
     def _upper(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
         """The first distribution's mass at or below x."""
         if self.direction == "add":
-            return scipy.special.ndtr(x / self.sigma)
-        shifted = scipy.special.ndtr((x + 1) / self.sigma)
-        return shifted if self.q == 1 else (1 - self.q) * scipy.special.ndtr(x / self.sigma) + self.q * shifted
+            return normal_mass_below(x / self.sigma)
+        shifted = normal_mass_below((x + 1) / self.sigma)
+        return shifted if self.q == 1 else (1 - self.q) * normal_mass_below(x / self.sigma) + self.q * shifted
 
     def _log_lower(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
         """Logarithm of the second distribution's mass at or below x."""
         if self.direction == "remove":
-            return scipy.special.log_ndtr(x / self.sigma)
-        shifted = scipy.special.log_ndtr((x - 1) / self.sigma)
+            return log_normal_mass_below(x / self.sigma)
+        shifted = log_normal_mass_below((x - 1) / self.sigma)
         if self.q == 1:
             return shifted
-        return np.logaddexp(math.log1p(-self.q) + scipy.special.log_ndtr(x / self.sigma), math.log(self.q) + shifted)
+        return np.logaddexp(math.log1p(-self.q) + log_normal_mass_below(x / self.sigma), math.log(self.q) + shifted)
 
     def _replace_inverse(self, epsilon: NDArray[np.float64]) -> NDArray[np.float64]:
         scale = self.sigma**2
@@ -162,6 +162,23 @@ class LossDistribution(NamedTuple):
         upper = self.infinite + float(above.sum())
         lower = _inner_product(1 - excess[: above.size], above)
         return max(0.0, lowest + found * self.interval + math.log((upper - delta) / lower))
+
+
+def normal_mass_below(x: ArrayLike) -> NDArray[np.float64]:
+    """The standard normal distribution function at each of ``x``, float64 of any shape."""
+    return _normal(x, logarithm=False)
+
+
+def log_normal_mass_below(x: ArrayLike) -> NDArray[np.float64]:
+    """Logarithm of `normal_mass_below`, exact where that underflows."""
+    return _normal(x, logarithm=True)
+
+
+def _normal(x: ArrayLike, logarithm: bool) -> NDArray[np.float64]:
+    points = np.asarray(x, np.float64, order="C")
+    out = np.empty_like(points)
+    _native.normal_mass_below(points, points.size, logarithm, out)
+    return out
 
 
 def transform_length(least: int) -> int:
@@ -295,8 +312,8 @@ def epsilon_at(flat: Flat, delta: float, adjacency: Adjacency, interval: float) 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
     """Exact delta of a Gaussian mechanism with sensitivity over noise ``mu`` (Balle and Wang 2018, Theorem 8)."""
-    first = scipy.special.ndtr(mu / 2 - epsilon / mu)
-    second = math.exp(epsilon + float(scipy.special.log_ndtr(-mu / 2 - epsilon / mu)))
+    first = normal_mass_below(mu / 2 - epsilon / mu)
+    second = math.exp(epsilon + float(log_normal_mass_below(-mu / 2 - epsilon / mu)))
     return float(first) - second
 
 
