@@ -11,7 +11,7 @@ from fastdp.accounting.card import (
 )
 from fastdp.accounting.claim import (
     Claim as Claim,
-    Elsewhere as Elsewhere,
+    ExternalClaim as ExternalClaim,
     Gaussian as Gaussian,
     Metric as Metric,
     Pure as Pure,

@@ -2,7 +2,7 @@
 
 A central run claims an epsilon of its event (`Gaussian`). A perturbation at the source claims a bound for each of its units, such
 as a token: epsilon (`Pure`), or epsilon for each unit of distance (`Metric`); bounds of several units and releases add up.
-`Elsewhere` names a promise that another card certifies. Each writes itself as fields of a card, reads itself back, and says
+`ExternalClaim` names a promise that another card certifies. Each writes itself as fields of a card, reads itself back, and says
 whether the figures that a card states follow from what it holds.
 """
 
@@ -298,7 +298,7 @@ class Metric(Pure):
 
 
 @dataclass(frozen=True)
-class Elsewhere(Claim):
+class ExternalClaim(Claim):
     """A promise that another card certifies.
 
     Args:
@@ -320,7 +320,7 @@ class Elsewhere(Claim):
         return {"kind": self.kind, "unit": self.unit, "promise": self.promise, "certified_by": self.card}
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Elsewhere:
+    def from_json(cls, fields: Mapping[str, Any]) -> ExternalClaim:
         return cls(str(fields["unit"]), str(fields["promise"]), str(fields["certified_by"]))
 
     def headline(self, fields: Mapping[str, Any]) -> tuple[str, str]:
@@ -330,7 +330,7 @@ class Elsewhere(Claim):
         return CheckedFigures(None, None, f"{self.card} certifies: {self.promise}")
 
 
-_KINDS: dict[str, Any] = {kind.kind: kind for kind in (Gaussian, Pure, Metric, Elsewhere)}
+_KINDS: dict[str, Any] = {kind.kind: kind for kind in (Gaussian, Pure, Metric, ExternalClaim)}
 
 
 def read_claim(fields: Mapping[str, Any]) -> Claim:

@@ -20,7 +20,7 @@ from fastdp.accounting.card import (
     digest,
     large_delta,
 )
-from fastdp.accounting.claim import ROOM, CheckedFigures, Elsewhere, Gaussian, Pure, UnsupportedFigure, read_claim
+from fastdp.accounting.claim import ROOM, CheckedFigures, ExternalClaim, Gaussian, Pure, UnsupportedFigure, read_claim
 from fastdp.accounting.events import CONSTANT, Flat, dpsgd_model, flatten
 from fastdp.accounting.exports import read_export
 from fastdp.accounting.journal import LedgerError, read as read_records
@@ -377,7 +377,7 @@ def _unchecked(card: Mapping[str, Any], weights: bool, ledger: bool) -> list[str
                 f"whether delta {delta:g} is below one over the number of units, which the card does not state"
             )
     for claim in map(read_claim, claims(card)):
-        if isinstance(claim, Elsewhere):
+        if isinstance(claim, ExternalClaim):
             found.append(f"what {claim.card} certifies: {claim.promise}")
     if earlier := card.get("earlier_releases"):
         found.append(f"what {len(earlier)} earlier releases of the same data cost: their cards add to this one's")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 import fastdp.ops.bounds as bounds
-from fastdp.ops.bounds import FLOOR, Part, Roundings, round_down, stack_rows, upper_norms
+from fastdp.ops.bounds import FLOOR, PartialNorms, Roundings, round_down, stack_rows, upper_norms
 from fastdp.ops.placed import CONSTANTS, ReplayCache, copy_to_device
 
 #: Squares found by Gram matrices are found again by the direct route where rounding may hide more than this share of them,
@@ -77,7 +77,7 @@ class Norms:
         self.order = order
         self._shape = groups, units
         self._device = device
-        self._parts: list[Part] = []
+        self._parts: list[PartialNorms] = []
         self._groups: list[int] = []
         self._errors: list[Errors] = []
 
@@ -121,7 +121,7 @@ class Norms:
         tokens: torch.Tensor | None = None,
     ) -> None:
         """`add` of k parts at once: ``powers``, ``products`` and ``tokens`` are ``[k, units]``, a row each."""
-        self._parts.append(Part(powers, products, tokens))
+        self._parts.append(PartialNorms(powers, products, tokens))
         self._groups += groups
         self._errors += errors
 

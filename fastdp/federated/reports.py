@@ -86,10 +86,10 @@ def _claims(config: FederatedConfig) -> tuple[list[accounting.Claim], list[str]]
             f"against the server and everyone else, epsilon {config.dpsgd_epsilon:g} at delta {config.dpsgd_delta:g} for each "
             "example of a client (DP-SGD at the client)"
         )
-        claims.append(accounting.Elsewhere("example of a client", promise, "each client's own card"))
+        claims.append(accounting.ExternalClaim("example of a client", promise, "each client's own card"))
     if config.central:
         promise = "against everyone but the server, each client as a whole"
-        claims.append(accounting.Elsewhere("client", promise, "card.json"))
+        claims.append(accounting.ExternalClaim("client", promise, "card.json"))
     return claims, flaws
 
 

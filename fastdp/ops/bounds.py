@@ -287,7 +287,7 @@ class Rounding:
         return Roundings(160 + entries / (2**11 if self.arithmetic == "triton" else 2**19), unit=self.unit).gamma(0)
 
 
-class Part(NamedTuple):
+class PartialNorms(NamedTuple):
     """Powers of norms of some parts of the units' gradients, ``[parts, units]`` float32 or float64, and what rounding hides.
 
     ``products`` and ``tokens`` are those of `row_products`, float64 ``[parts, units]``, or both None.
@@ -299,7 +299,7 @@ class Part(NamedTuple):
 
 
 def upper_norms(
-    parts: Sequence[Part], groups: Tensor, errors: Tensor, count: int, order: int
+    parts: Sequence[PartialNorms], groups: Tensor, errors: Tensor, count: int, order: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Bounds of the norm of what each unit adds: that of its computed parts with their errors, and that of what adding hides.
 
@@ -332,7 +332,7 @@ def upper_norms(
 
 
 def upper_norms_reference(
-    parts: Sequence[Part], groups: Tensor, errors: Tensor, count: int, order: int
+    parts: Sequence[PartialNorms], groups: Tensor, errors: Tensor, count: int, order: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The definition of `upper_norms`."""
     powers = stack_rows([part.powers for part in parts])

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
 
 from fastdp import accounting
-from fastdp.accounting import Card, Elsewhere, Gaussian, Ledger, Metric, Pure, noise_source, verify
+from fastdp.accounting import Card, ExternalClaim, Gaussian, Ledger, Metric, Pure, noise_source, verify
 from fastdp.accounting.card import digest
 from fastdp.accounting.claim import two_decimals
 from fastdp.accounting.weights import digests, digests_of
@@ -23,7 +23,7 @@ CLAIMS = {
     "gaussian": Gaussian("text", "add_remove", accounting.gaussian(2.0), 1e-5),
     "pure": Pure("each private token", 2.0, units=7, releases=2),
     "metric": Metric("one token", 16.0, releases=3, distance="distance of the tokens' rows"),
-    "elsewhere": Elsewhere("client", "each client as a whole", "card.json"),
+    "elsewhere": ExternalClaim("client", "each client as a whole", "card.json"),
 }
 
 

@@ -7,7 +7,7 @@ import torch
 
 from fastdp import _native, ops
 from fastdp.ops import bounds
-from fastdp.ops.bounds import EARLY, PADDING, ROW_PRODUCTS, Part, Roundings, round_down, upper_norms
+from fastdp.ops.bounds import EARLY, PADDING, ROW_PRODUCTS, PartialNorms, Roundings, round_down, upper_norms
 from tests.cases import cases, pairs
 
 UNIT = 2.0**-24
@@ -94,7 +94,7 @@ def test_bounds_on_processors_are_as_defined(order: int, units: int) -> None:
     for rows, dtype, counted in ((2, torch.float32, True), (3, torch.float64, False), (1, torch.float64, True)):
         powers = torch.rand(rows, units, generator=generator, dtype=torch.float64).to(dtype)
         products, tokens = 9 * torch.rand(2, rows, units, generator=generator, dtype=torch.float64)
-        parts.append(Part(powers, products if counted else None, (1e3 * tokens).round() if counted else None))
+        parts.append(PartialNorms(powers, products if counted else None, (1e3 * tokens).round() if counted else None))
     parts[0].powers[0, 0], parts[1].powers[1, -1] = -1.0, torch.inf
     if units > 1:
         parts[2].products[0, 1], parts[2].tokens[0, 2] = torch.nan, 2.0**26  # type: ignore[index]
