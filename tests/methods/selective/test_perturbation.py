@@ -153,7 +153,7 @@ def test_a_private_word_outside_the_vocabulary_is_replaced_too():
     [
         ({"epsilon": 0.0}, "epsilon is 0.0"),
         ({"epsilon": float("inf")}, "epsilon is inf"),
-        ({"epsilon": "1"}, "epsilon is '1': it must be a finite number above 0"),
+        ({"epsilon": "1"}, "epsilon is '1': give a number"),
         ({"epsilon": None}, "epsilon is None: it must be a finite number"),
         ({"epsilon": True}, "epsilon is True: it must be a finite number"),
         ({"epsilon": 1.0, "alpha": "a"}, "alpha is 'a': it must be a finite number"),
