@@ -75,21 +75,13 @@ def privatize_command(
 
     from fastdp import TextPrivatizer
     from fastdp.accounting.witness import check_release, count_release
-    from fastdp.methods.sap.importance import check_eta
     from fastdp.tables import read_rows
     from fastdp.validate import usable_device
 
     _check_target(source, target, ids, overwrite, keep)
     there, chosen, classes = usable_device(device), counting.chosen(eta), label or []
-    if exact and counting.cti == "quotient":
-        raise ValueError("--exact is a cost for each unit of distance, and the quotient has none: leave it out")
+    _check_noise(eta, exact, counting)
     _check_classes(classes, chosen is not None)
-    if eta is not None:
-        check_eta(eta)
-    elif counting.epsilon is None:
-        raise ValueError(
-            "--eta is missing: choose how much a text's tokens are changed, such as 14 with --mechanism exponential"
-        )
     rows = read_rows(source)
     texts = rows.column(text_column, "--text-column")
     kept = {name: rows.column(name, "--keep") for name in keep or []}
@@ -147,6 +139,19 @@ def _check_target(source: Path, target: Path, ids: bool, overwrite: bool, keep: 
         raise ValueError(f"{target} exists: choose another file, or pass --overwrite")
     if keep and target.suffix.lower() == ".txt":
         raise ValueError("a .txt file holds texts alone: write .csv, .tsv or .jsonl to keep columns")
+
+
+def _check_noise(eta: float | None, exact: bool, counting: Contributing) -> None:
+    from fastdp.methods.sap.importance import check_eta
+
+    if exact and counting.cti == "quotient":
+        raise ValueError("--exact is a cost for each unit of distance, and the quotient has none: leave it out")
+    if eta is not None:
+        check_eta(eta)
+    elif counting.epsilon is None:
+        raise ValueError(
+            "--eta is missing: choose how much a text's tokens are changed, such as 14 with --mechanism exponential"
+        )
 
 
 def _check_classes(classes: list[str], counted: bool) -> None:

@@ -138,16 +138,7 @@ def tune(
     state = _State.read(work, asked) if resume else _State.begin(work, asked, table, held_out)
     train = [row for row, judges in zip(table.rows, state.judging) if not judges]
     judges = table.take([index for index, judging in enumerate(state.judging) if judging])
-    if len(judges) < LEAST_JUDGES or len(train) < config.batch_size:
-        raise ConfigError(
-            f"Of {len(table)} examples {len(judges)} would judge and {len(train)} would train, too few to choose by. Give "
-            "more data, or change held_out or batch_size."
-        )
-    if config.delta >= 1 / len(table):
-        raise ConfigError(f"delta {config.delta:g} is not below 1 / {len(table)} examples: lower it")
-    # A wrong row, and examples that are cut, are told before anything is paid: trials are silent.
-    if note := cut_note(encode_rows(table, load_tokenizer(config), config), table, config):
-        warnings.warn(note, stacklevel=2)
+    _check_rows(table, len(train), len(judges), config)
     stop = renyi.stop_for(trials, shape)
     cost = _cost(config, len(train), shape, stop)
     assert config.epsilon is not None
@@ -192,6 +183,19 @@ def tune(
         return found
     finally:
         ledger.close()
+
+
+def _check_rows(table: Rows, train: int, judges: int, config: FinetuneConfig) -> None:
+    """Raise ConfigError for too few examples; tell of those that are cut before anything is paid, as trials are silent."""
+    if judges < LEAST_JUDGES or train < config.batch_size:
+        raise ConfigError(
+            f"Of {len(table)} examples {judges} would judge and {train} would train, too few to choose by. Give more data, or "
+            "change held_out or batch_size."
+        )
+    if config.delta >= 1 / len(table):
+        raise ConfigError(f"delta {config.delta:g} is not below 1 / {len(table)} examples: lower it")
+    if note := cut_note(encode_rows(table, load_tokenizer(config), config), table, config):
+        warnings.warn(note, stacklevel=3)
 
 
 @dataclass

@@ -12,8 +12,8 @@ import torch
 
 from fastdp.calls.batches import map_tensors, tensors
 from fastdp.calls.outputs import differentiable as differentiable
-from fastdp.engine.uses.logits import ForbidBackward, Logits
-from fastdp.engine.uses.use import Use
+from fastdp.engine.uses.logits import Logits
+from fastdp.engine.uses.use import ForbidBackward, Use
 
 
 class Junction:

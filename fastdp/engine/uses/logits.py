@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from fastdp.calls.batches import everything, map_tensors, tensors
 from fastdp.calls.named import functions, is_in_place, is_metadata
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.uses.use import Use, as_autocast, uncast
+from fastdp.engine.uses.use import ForbidBackward, as_autocast, uncast
 from fastdp.ops.heads import cuts, most_tokens, on_gpu
 from fastdp.ops.placed import copy_to_device
 from fastdp.ops.routes import is_allowed
@@ -39,25 +39,6 @@ _READ_ERROR = "These logits were not kept, or weights changed since. Read them b
 _READ_WARNING = (
     "Reading logits computes them again. Pass keep_logits=True to make_private or PrivacyArguments to keep them."
 )
-
-#: Where a loop makes a second loss of a model's outputs.
-LOSS_TERM = (
-    "A loss term was computed from outputs beside the model's loss. Compute the whole loss in the model, or outside from "
-    "outputs alone."
-)
-
-
-class ForbidBackward(Use):
-    """A model's output that may be read and not differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(LOSS_TERM)
-
 
 _ELEMENTWISE = functions(
     "to float double half bfloat16 mul multiply div true_divide add sub subtract tanh neg clone contiguous "

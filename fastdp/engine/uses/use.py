@@ -151,6 +151,25 @@ class Use(torch.autograd.Function):
         return super().apply(*args) if torch._C._are_functorch_transforms_active() else cls.plainly(*args)
 
 
+#: Where a loop makes a second loss of a model's outputs.
+LOSS_TERM = (
+    "A loss term was computed from outputs beside the model's loss. Compute the whole loss in the model, or outside from "
+    "outputs alone."
+)
+
+
+class ForbidBackward(Use):
+    """A model's output that may be read and not differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(LOSS_TERM)
+
+
 class Product(NamedTuple):
     """How a matrix or its bias is used.
 
