@@ -133,9 +133,7 @@ class Source:
             raise RuntimeError(_READ_ERROR)
         warnings.warn(_READ_WARNING, stacklevel=4)
         with uncast(self.weight.device):
-            z = F.linear(
-                *[None if t is None else t.detach().to(self.dtype) for t in (self.hidden, self.weight, self.bias)]
-            )
+            z = F.linear(*[t.detach().to(self.dtype) for t in (self.hidden, self.weight, self.bias) if t is not None])
             return ForbidBackward.apply(reduce(lambda z, step: step(z), steps, z).requires_grad_())
 
 
