@@ -3,3 +3,11 @@
 
 class SelfCheckError(RuntimeError):
     """One example's gradient depends on others, or on something that nothing accounts for; nothing was released."""
+
+
+def pass_writes(name: str) -> SelfCheckError:
+    """The refusal of a pass that writes data into saved state."""
+    return SelfCheckError(
+        f"Training passes write {name}, and no noise covers it. Set track_running_stats=False, or use a buffer with "
+        "persistent=False; this batch was not released."
+    )

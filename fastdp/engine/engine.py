@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fastdp.calls.batches import Call, Inputs, leaves, wrong_rows
 from fastdp.calls.pending import PendingGradients
+from fastdp.calls.randomness import BufferSnapshot
 from fastdp.distributed.pieces import is_dtensor
 from fastdp.distributed.ranks import RankLost
 from fastdp.engine.clip.policy import Policy
@@ -166,7 +167,10 @@ class Engine(Passes):
             self.route = ONE_EXAMPLE
             with self.chance():
                 return self.run_forward(call, ticket, verify=True, junction=junction)[0]
-        with self.chance(), gc_paused():
+        with self.chance(), gc_paused(), ExitStack() as end:
+            if self.begun and self.derived_buffers:
+                # How many microbatches there are follows from the data: counters advance with the first.
+                end.callback(BufferSnapshot(self.model).restore)
             try:
                 return self._checked_forward(call, ticket, inputs, junction)
             except IndexError:

@@ -166,9 +166,8 @@ class Passes:
         self.weights = weights_of(model, ranks)
         #: The same as modules read them in a pass.
         self.read = self.weights.read(self.parameters)
-        both = [*self.parameters.items(), *self.read.items()]
         #: All of both, each once.
-        self._every = list({id(p): (name, p) for name, p in both}.values())
+        self._every = list({id(p): (n, p) for n, p in [*self.parameters.items(), *self.read.items()]}.values())
         self._parameters = [parameter for _, parameter in self._every]
         self.accumulator = accumulator or Accumulator(self.read, policy)
         self.accumulator.read(self.read, self.weights)
@@ -384,8 +383,7 @@ class Passes:
                 self.differentiate([(part, None)])
 
         waiting.replay = differentiate
-        mean = masked_mean(losses, layout.weights)
-        return replace_loss(merged(list(outputs)), waiting.loss(mean)), waiting
+        return replace_loss(merged(list(outputs)), waiting.loss(masked_mean(losses, layout.weights))), waiting
 
     def _one_at_a_time(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass]:
         """The universal route: each row is a batch of its own, so any model is differentiated exactly."""
@@ -394,8 +392,7 @@ class Passes:
         output = merged(outputs)
         if self.returns_loss:
             rows = torch.stack([loss.detach().float() for (loss,) in targets])
-            mean = masked_mean(layout.sum_lanes(rows), layout.weights)
-            return replace_loss(output, waiting.loss(mean)), waiting
+            return replace_loss(output, waiting.loss(masked_mean(layout.sum_lanes(rows), layout.weights))), waiting
         return waiting.replace_outputs(output), waiting
 
     def _in_isolation(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass]:
@@ -403,10 +400,8 @@ class Passes:
         snapshot = BufferSnapshot(self.model)
         output = self.plain_forward(*call[0], **call[1])
         tops = [require_loss(output)] if self.returns_loss else differentiable_outputs(output)
-        targets = [tops, *[[]] * (ticket.rows - 1)]
-        waiting = Pass(
-            call, ticket, layout, CaptureContext(layout), True, junction, [], targets=targets, restore=snapshot.restore
-        )
+        waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, [], restore=snapshot.restore)
+        waiting.targets = [tops, *[[]] * (ticket.rows - 1)]
         if self.returns_loss:
             return replace_loss(output, waiting.loss(tops[0].detach())), waiting
         return waiting.replace_outputs(output), waiting
@@ -466,8 +461,7 @@ class Passes:
                 output = self.forwards.root.original(*call[0], **call[1])
         finally:
             self.reads.context = None
-            if self.reads.heads.made:
-                self.reads.heads.close()
+            self.reads.heads.close()
         if not self.returns_loss:
             output = output if self.trace is None else self.trace.outputs.first(output, layout.rows)
             return output, differentiable_outputs(output), terms
@@ -543,8 +537,7 @@ class Passes:
         if self.route != USES or not self.checkpointed:
             return False
         assert self.trace is not None
-        longer = longest(self.trace, call, layout.rows)
-        return self.weights.agreed(not self._fits(layout.rows, layout.units, longer))
+        return self.weights.agreed(not self._fits(layout.rows, layout.units, longest(self.trace, call, layout.rows)))
 
     def _fits(self, rows: int, units: int, longer: float) -> bool:
         """Whether one backward pass over so many rows keeps no more than memory allows."""

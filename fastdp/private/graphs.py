@@ -10,6 +10,7 @@ all ones is dropped before the model is called.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import sys
@@ -537,12 +538,20 @@ def _poison_free_memory(device: torch.device) -> None:
     del held
 
 
+def _replayed(logits: Logits) -> Logits:
+    """Those of a replay, which writes what logits of the replay before are computed from."""
+    torch.autograd.graph.increment_version(logits.source.hidden)
+    source = copy.copy(logits.source)
+    source.versions = source.written()
+    return Logits(source, logits.dtype, logits.token_index, logits.steps, logits.history)
+
+
 def _detach(t: torch.Tensor) -> torch.Tensor:
-    return t if isinstance(t, Logits) else t.detach().requires_grad_(t.requires_grad)
+    return _replayed(t) if isinstance(t, Logits) else t.detach().requires_grad_(t.requires_grad)
 
 
 def _copy_output(t: torch.Tensor) -> torch.Tensor:
-    return t if isinstance(t, Logits) else t.detach().clone().requires_grad_(t.requires_grad)
+    return _replayed(t) if isinstance(t, Logits) else t.detach().clone().requires_grad_(t.requires_grad)
 
 
 def _copy(held: Call, call: Call) -> None:

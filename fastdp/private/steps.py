@@ -324,6 +324,8 @@ class Steps:
             return
         for table, values in zip(self._tables or (), self._padding):
             row(table.weight, table.padding_idx).copy_(values)
+        # Torch's fused optimizers count no write.
+        torch.autograd.graph.increment_version([p for group in optimizer.param_groups for p in group["params"]])
         with gc_paused():
             self._carried.keep()
             checks.state.settle()

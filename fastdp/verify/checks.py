@@ -158,7 +158,7 @@ class Checks(Routing):
                     refuse_mixing(passes.model)
                     self.verify_rows(call, ticket)
                     self.verify_engine(call, ticket)
-                elif passes.returns_loss:
+                elif passes.returns_loss or due == "losses":
                     found = check_definition(passes, call, ticket, ticket.chosen_rows(), gradients=due == "gradients")
                     self.assumptions |= dict.fromkeys(found)
         except (SelfCheckError, UnsupportedUse) as error:

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import torch
 
+from fastdp.calls.errors import pass_writes
 from fastdp.calls.flow import DataFlow
 from fastdp.calls.randomness import BufferSnapshot, version
 from fastdp.distributed.pieces import is_dtensor, writes
-from fastdp.engine.errors import SelfCheckError
 
 _TRAINED, _VERSION = map(operator.attrgetter, ("requires_grad", "_version"))
 #: Buffers by name, and how often each was written.
@@ -122,13 +122,13 @@ class StateCheck:
         self._require_buffers(_changed)
         held, counts, _ = self._parameters()
         yield
-        self._require_buffers(_pass_writes)
+        self._require_buffers(pass_writes)
         # Torch swaps the parameters of weights in pieces meanwhile.
         now, seen, _ = self._parameters(held if self._in_pieces else None)
         before = dict(zip(map(id, held), counts))
         for name, p in () if counts == seen and all(map(operator.is_, held, now)) else self.model.named_parameters():
             if before.get(id(p)) != self._count(p):
-                raise _pass_writes(name)
+                raise pass_writes(name)
 
     @contextmanager
     def tracing(self, again: Callable[[int], DataFlow]) -> Iterator[None]:
@@ -152,12 +152,12 @@ class StateCheck:
             followed = again(data)
             # A buffer that is made of data will hold some, though its weight may still be zero.
             for name in (n for n, t in self._state(written).items() if t in followed.data):
-                raise _pass_writes(name)
+                raise pass_writes(name)
             states.append({n: t.detach().clone() for n, t in self._state(written | parameters.keys()).items()})
         for name, tensor in states[1].items():
             same = torch.allclose(states[0][name].double(), tensor.double(), rtol=1e-4, atol=1e-6)
             if not (same or name in self.harmless) or (name in parameters and parameters[name].requires_grad):
-                raise _pass_writes(name)
+                raise pass_writes(name)
         self.harmless |= written
         self.rewritten |= {id(p) for p in parameters.values()}
 
@@ -191,13 +191,6 @@ def _written(before: tuple[torch.Tensor, int] | None, after: tuple[torch.Tensor,
     old, new = before[0], after[0]
     same = version(old) == before[1] and old.shape == new.shape and old.dtype == new.dtype
     return not (same and torch.equal(old.to(new.device), new))
-
-
-def _pass_writes(name: str) -> SelfCheckError:
-    return SelfCheckError(
-        f"Training passes write {name}, and no noise covers it. Set track_running_stats=False, or use a buffer with "
-        "persistent=False; this batch was not released."
-    )
 
 
 def _changed(name: str) -> RuntimeError:

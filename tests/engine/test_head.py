@@ -342,10 +342,41 @@ def test_logits_are_computed_again_for_a_loop_that_reads_them() -> None:
     with pytest.raises(RuntimeError, match="Compute the whole loss"):
         term.backward()
     output["loss"].backward()
+    tickets.append(ticket(5))
+    late = model(**inputs)["logits"]
     with torch.no_grad():
         model.head.weight.mul_(2)
     with pytest.raises(RuntimeError, match="Read them before step"):
-        output["logits"].sum()
+        late.sum()
+
+
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "double": lambda z: z.double().softmax(-1),
+    "half": lambda z: z.half() + 0,
+    "whole numbers": lambda z: z.to(torch.int64) + 0,
+    "numpy": lambda z: torch.from_numpy(z.detach().float().numpy()),
+    "written": lambda z: z.detach().masked_fill_(z > 0, -1).sum(),
+    "written as it is": lambda z: (z.__setitem__((0,), 0.0), z.sum())[1],
+    "written by a view": lambda z: (z[0].zero_(), z.sum())[1],
+}
+
+
+@pytest.mark.filterwarnings("ignore:Reading logits")
+@pytest.mark.parametrize("inside", [False, True], ids=["autocast", "autocast of the model"])
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_logits_that_are_read_are_those_of_plain_torch(read: Callable[[torch.Tensor], Any], inside: bool) -> None:
+    model, inputs = Speaker(), data()
+    if inside:
+        forward = model.forward
+        model.forward = torch.autocast("cpu", torch.bfloat16)(forward)  # type: ignore[method-assign]
+    _, tickets = engine_for(model, 1.0)
+    tickets.append(ticket(5))
+    found = model(**inputs)["logits"]
+    with torch.no_grad():
+        wanted = read(model.eval()(**inputs)["logits"])
+        got = read(found)
+    assert got.dtype == wanted.dtype
+    assert torch.equal(got, wanted)
 
 
 class Reads(Speaker):

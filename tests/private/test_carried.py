@@ -11,6 +11,7 @@ import torch
 import fastdp
 from tests.cases import cases, pairs
 from tests.engine.runs import Classifier, collate, examples, logical_step, start
+from tests.loops import train_epoch
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -80,3 +81,11 @@ def test_a_checkpoint_is_loaded_with_the_private_state_and_not_without() -> None
         else:
             with pytest.raises(RuntimeError, match=r"call private\.load_state_dict as well"):
                 logical_step(second)
+
+
+def test_a_step_of_a_fused_optimizer_counts_as_a_write() -> None:
+    model = Classifier()
+    private = start(model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+    before = model.first.weight._version
+    train_epoch(private)
+    assert model.first.weight._version >= before + private.steps_done > before

@@ -337,3 +337,24 @@ def test_records_of_nan_hide_others_and_are_no_mixing() -> None:
     private = start(model, loader(data, 10), optimizer, noise_multiplier=1.0, criterion=row_losses, epochs=1)
     train_epoch(private, lambda model, batch: row_losses(model(batch["x"]), batch).mean())
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_model_that_comes_to_mix_rows_is_refused_beside_a_loss_in_the_loop() -> None:
+    class Late(Logits):
+        calls = 0
+
+        def logits(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += len(x) > 4
+            return super().logits(x + (0.1 * x.mean(0) if self.calls > 20 else 0))
+
+    private = start(Late(), sampling="shuffled", adjacency="replace_one", epochs=20)
+    with pytest.raises(SelfCheckError, match="changes when it is run alone"):
+        _train_outside(private)
+
+
+def _train_outside(private: Private) -> None:
+    for _ in range(20):
+        for batch in private.data_loader:
+            F.cross_entropy(private.model(batch["x"]), batch["labels"]).backward()
+            private.optimizer.step()
+            private.optimizer.zero_grad()

@@ -13,7 +13,7 @@ from fastdp.engine.errors import SelfCheckError
 from fastdp.verify.state import StateCheck
 from tests.cases import cases
 from tests.engine.nets import Net, steps, trained
-from tests.engine.runs import Batch, Classifier, Odd, collate, examples, start
+from tests.engine.runs import Batch, Classifier, Odd, collate, examples, loader, start
 from tests.loops import train_epoch
 
 
@@ -166,9 +166,27 @@ def test_a_counter_in_a_buffer_counts_batches_on_each_route(base: type[Classifie
 
     model = Counting()
     model.register_buffer("count", torch.zeros(()))
-    private = start(model)
+    # One more record may make one more microbatch.
+    private = start(model, max_physical_batch_size=3)
     train_epoch(private)
     assert private.model.count == private.steps_done > 1
+
+
+@pytest.mark.filterwarnings("ignore:this model takes the one-example route")
+def test_a_record_that_changes_a_counter_alone_is_refused() -> None:
+    class Counting(Odd):
+        def logits(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1 + int(x.max() > 100)
+            return super().logits(x)
+
+    model, data = Counting(), examples()
+    model.register_buffer("count", torch.zeros(()))
+    private = start(model, loader(data))
+    train_epoch(private)
+    for item in data[::2]:
+        item["x"] = item["x"] + 1000
+    with pytest.raises(SelfCheckError, match="Training passes write count"):
+        train_epoch(private)
 
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])

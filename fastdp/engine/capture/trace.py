@@ -448,7 +448,7 @@ def _compare(
 def _heads(*recorders: _Recorder) -> dict[str, torch.nn.Parameter]:
     """The modules whose logits one cross-entropy took and nothing else read, and their weights."""
     left_out = [entry for recorder in recorders for entry in recorder.left_out if entry is not None]
-    odd = {id(source.weight) for source, _ in left_out if source.taken != 1 or not source.unwritten}
+    odd = {id(source.weight) for source, _ in left_out if source.taken != 1 or source.versions != source.written()}
     odd = odd.union(*(recorder.computed for recorder in recorders))
     found = {}
     for source, module in left_out:

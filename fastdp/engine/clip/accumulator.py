@@ -181,13 +181,9 @@ class Accumulator(Sums):
 
     def add_unit(self, instances: Mapping[str, torch.Tensor], weight: torch.Tensor) -> None:
         """Clip and add one unit from its whole gradients ``[1, ...]``, weight ``[1]``: the one-example route."""
-        policy = self.policy
+        policy, axes = self.policy, self.policy.axes
         norms = Norms(len(policy.bounds), 1, weight.device)
-        axes = policy.axes
-        instances = {
-            name: axes[name].over(own, self.parameters[name].shape) if name in axes else own
-            for name, own in instances.items()
-        }
+        instances = {n: axes[n].over(g, self.parameters[n].shape) if n in axes else g for n, g in instances.items()}
         for name, instance in instances.items():
             group, entries = policy.group_of[name], instance.numel()
             relative = ops.Rounding(instance).squares(entries)

@@ -96,9 +96,7 @@ class ScalingSink:
         self.sink.vector(parameter, self._whole(parameter, lanes), layout)
 
     def tokens(self, parameter: torch.nn.Parameter, gradient: Tensor, layout: Layout, laned: bool) -> None:
-        own = self._of(parameter)
-        scaled = gradient if own is None else own.over(gradient, parameter.shape)
-        self.sink.tokens(parameter, scaled, layout, laned)
+        self.sink.tokens(parameter, self._whole(parameter, gradient), layout, laned)
 
     def instances(self, parameter: torch.nn.Parameter, gradients: Tensor, layout: Layout) -> None:
         self.sink.instances(parameter, self._whole(parameter, gradients), layout)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.calls.batches import Call, map_tensors, tensors
+from fastdp.calls.errors import pass_writes
 from fastdp.calls.outputs import SharedOutput
 from fastdp.calls.randomness import BufferSnapshot
 from fastdp.engine.loss.losses import LossTerms, intercepted
@@ -36,7 +37,11 @@ def run_alone(
         try:
             with intercepted(LossTerms(_ONE_ROW.layout(device), alone=True)):
                 outputs.append(forward(*args, **kwargs))
-            advanced = {n: b.clone() for n, b in model.named_buffers() if n in derived_buffers}
+            found = {n: b.clone() for n, b in model.named_buffers() if n in derived_buffers}
+            for name, values in advanced.items():
+                if not torch.allclose(values.double(), found[name].double(), equal_nan=True):
+                    raise pass_writes(name)
+            advanced = found
         except (IndexError, RuntimeError) as error:
             if type(error) not in (IndexError, RuntimeError):
                 raise

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 import torch
@@ -36,9 +36,7 @@ TILE = 2**24
 LOSS_CHUNK = 2**22
 
 _READ_ERROR = "These logits were not kept, or weights changed since. Read them before step(), or pass keep_logits=True."
-_READ_WARNING = (
-    "Reading logits computes them again. Pass keep_logits=True to make_private or PrivacyArguments to keep them."
-)
+_READ_WARNING = "Reading logits computes them again. Pass keep_logits=True to make_private or PrivacyArguments."
 
 _ELEMENTWISE = functions(
     "to float double half bfloat16 mul multiply div true_divide add sub subtract tanh neg clone contiguous "
@@ -82,23 +80,17 @@ class Source:
     taken: int = 0
     logits: torch.Tensor | None = None
     closed: bool = False
-    lost: bool = False
-    _versions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        self._versions = self._written()
+        self.versions = self.written()
+        self.dtype = as_autocast(self.hidden[:0]).dtype if self.hidden.dim() else self.hidden.dtype
 
-    def _written(self) -> tuple[int, ...]:
+    def written(self) -> tuple[int, ...]:
         return tuple(t._version for t in (self.hidden, self.weight, self.bias) if t is not None)
 
-    @property
-    def unwritten(self) -> bool:
-        """Whether everything still is as it was when the logits were left out."""
-        return self._versions == self._written()
-
     def require_unwritten(self) -> None:
-        """Raise `UnsupportedUse` unless it is."""
-        if self.strict and not self.unwritten:
+        """Raise `UnsupportedUse` unless everything still is as it was when the logits were left out."""
+        if self.strict and self.versions != self.written():
             raise UnsupportedUse("the model writes into what its logits are computed from")
 
     def compute(self) -> torch.Tensor:
@@ -112,11 +104,18 @@ class Source:
 
     def close(self, *, lost: bool = False) -> None:
         """The forward pass is over: who reads what was not computed has it computed again, without a graph, or ``lost``."""
-        self.closed, self.lost, self.take, self.logits = True, lost, None, None
-        self.hidden, self.weight = self.hidden.detach(), self.weight.detach()
-        dtype, hidden, weight = as_autocast(self.hidden[:0]).dtype, self.hidden, self.weight
-        bias = None if self.bias is None else self.bias.detach()
-        self.product = lambda: F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        self.closed, self.take, self.logits, self.hidden = True, None, None, self.hidden.detach()
+        self.versions = () if lost else self.versions
+        self.__dict__.pop("product", None)
+
+    def again(self, steps: tuple[Step, ...]) -> torch.Tensor:
+        """The logits after the pass, of which no loss may be made."""
+        if self.versions != self.written():
+            raise RuntimeError(_READ_ERROR)
+        warnings.warn(_READ_WARNING, stacklevel=4)
+        with uncast(self.weight.device):
+            z = F.linear(*[t.detach().to(self.dtype) for t in (self.hidden, self.weight, self.bias) if t is not None])
+            return ForbidBackward.apply(reduce(lambda z, step: step(z), steps, z).requires_grad_())
 
 
 class Logits(torch.Tensor):
@@ -130,6 +129,9 @@ class Logits(torch.Tensor):
     token_index: torch.Tensor
     steps: tuple[Step, ...]
     history: tuple[Step, ...]
+    #: After the pass: what a loop has read, and how a cast of logits reads them.
+    kept: torch.Tensor | None = None
+    cast: Callable[[], torch.Tensor] | None = None
 
     @staticmethod
     def __new__(
@@ -153,8 +155,7 @@ class Logits(torch.Tensor):
     def of(cls, source: Source) -> Logits:
         """What a head returns."""
         index = torch.arange(source.hidden.shape[:-1].numel()).view(source.hidden.shape[:-1])
-        dtype = as_autocast(source.hidden[:0]).dtype if source.hidden.dim() else source.hidden.dtype
-        return cls(source, dtype, index)
+        return cls(source, source.dtype, index)
 
     @property
     def small(self) -> bool:
@@ -162,16 +163,14 @@ class Logits(torch.Tensor):
         return self.source.small or (self.source.cast_only and not {widen}.issuperset(self.steps))
 
     def dense(self) -> torch.Tensor:
-        """The tensor itself."""
-        source = self.source
-        if source.closed and (source.lost or not source.unwritten):
-            raise RuntimeError(_READ_ERROR)
-        if source.closed:
-            warnings.warn(_READ_WARNING, stacklevel=3)
-        found = source.product() if source.closed else source.compute()
-        for step in self.history:
-            found = step(found)
-        return ForbidBackward.apply(found.requires_grad_()) if source.closed else found
+        """The tensor itself; after the pass, what the loop has read or written of it."""
+        if not self.source.closed:
+            return reduce(lambda z, step: step(z), self.history, self.source.compute())
+        if self.kept is None:
+            # A loss term is refused although a loop read this without gradients before.
+            with torch.inference_mode(False), torch.enable_grad():
+                self.kept = self.cast() if self.cast else self.source.again(self.history)
+        return self.kept
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Logits({list(self.shape)}, not computed)"
@@ -189,9 +188,13 @@ class Logits(torch.Tensor):
                 return found
             if is_in_place(func) and own.source.strict:
                 raise UnsupportedUse("the model writes into its logits")
-        elif func in _CASTS:
+        elif func in _CASTS and args and args[0] is own:
             # What passes an output on (a cast of all outputs, say) reads nothing.
-            return own
+            tried = func(torch.empty(0, dtype=own.dtype, device=own.device), *args[1:], **kwargs)
+            if tried.is_floating_point() and tried.device == own.device:
+                found = Logits(own.source, tried.dtype, own.token_index)
+                found.cast = lambda: func(own.dense(), *args[1:], **kwargs)
+                return found
         args, kwargs = map_tensors((args, kwargs), lambda t: t.dense() if isinstance(t, Logits) else t)
         return func(*args, **kwargs)
 
@@ -201,9 +204,7 @@ class Logits(torch.Tensor):
     ) -> Any:
         own = next(t for t in tensors((args, kwargs)) if isinstance(t, Logits))
         if func is torch.ops.aten.detach.default:
-            return (
-                Logits(own.source, own.dtype, own.token_index, own.steps, own.history) if not own.source.closed else own
-            )
+            return own if own.source.closed else Logits(own.source, own.dtype, own.token_index, own.steps, own.history)
         raise RuntimeError(_READ_ERROR if own.source.closed else f"{func} of logits below torch's function layer")
 
 
