@@ -81,7 +81,7 @@ class RecurrentUse(torch.autograd.Function):
         return found, *(None,) * 8, *(f.to(d) for f, d in zip(back.first, ctx.first_dtypes))
 
 
-def _own(value: Any, context: CaptureContext) -> torch.Tensor:
+def _state(value: Any, context: CaptureContext) -> torch.Tensor:
     """States or inputs ``[..., rows, width]``; a learned one, repeated for every row, is each row's own."""
     if not isinstance(value, PerExampleParameter):
         return value
@@ -103,9 +103,9 @@ def _layer(kind: str, reads: Reads, context: CaptureContext, input: Any, *rest: 
     directions = 2 if both else 1
     if len(weights) != each * layers * directions:
         raise UnsupportedUse(f"{kind} with a projection")
-    x = _own(input if not batch_first else input.transpose(0, 1), context)
+    x = _state(input if not batch_first else input.transpose(0, 1), context)
     reads.require_rows(kind, weights, x.transpose(0, 1) if x.dim() == 3 else input, context)
-    first = [_own(state, context) for state in (hx if kind == "lstm" else (hx,))]
+    first = [_state(state, context) for state in (hx if kind == "lstm" else (hx,))]
     lasts: list[State] = []
     for layer in range(layers):
         parts = []
@@ -133,9 +133,9 @@ def _cell(kind: str, reads: Reads, context: CaptureContext, input: Any, hx: Any,
     """`torch.lstm_cell` and its like: one step."""
     if not reads.serve(*weights):
         return NotImplemented
-    input = _own(input, context)
+    input = _state(input, context)
     reads.require_rows(f"{kind}_cell", weights, input, context)
-    first = [_own(state, context) for state in (hx if kind == "lstm" else (hx,))]
+    first = [_state(state, context) for state in (hx if kind == "lstm" else (hx,))]
     own = tuple(weights) + (None,) * (4 - len(weights))
     trained = tuple(map(reads.is_trained, own))
     _, *last = RecurrentUse.apply(input.unsqueeze(0), kind, False, context, trained, *own, *first)

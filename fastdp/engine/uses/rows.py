@@ -134,10 +134,10 @@ class RowAxis:
     def fold(self, count: int) -> BatchAxis | None:
         """The fold of these ``count`` rows, if it is one."""
         entries, size = torch.arange(self.rows.shape[0], device=self.rows.device), self.rows.shape[0]
-        together = int((self.rows != 0).int().argmax()) if size else 0
-        if not together or size % (count * together) or not torch.equal(self.rows.long(), entries // together % count):
+        block = int((self.rows != 0).int().argmax()) if size else 0
+        if not block or size % (count * block) or not torch.equal(self.rows.long(), entries // block % count):
             return None
-        return BatchAxis(self.axis, together % (size // count) if size > count else None)
+        return BatchAxis(self.axis, block % (size // count) if size > count else None)
 
 
 class RowAxes:
