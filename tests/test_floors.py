@@ -34,6 +34,7 @@ FOREIGN = {
     "_DropoutNd": "the base class of torch's dropouts",
     "_C": "the id of the backward pass that is running",
     "_current_graph_task_id": "the same",
+    "_will_engine_execute_node": "whether it comes to a parameter",
     "_indices": "the rows that a data set of `datasets` picks, which it tells in no other way",
     "_autograd": "whether hooks on what autograd saves are active",
     "_base": "what a product's output is a view of",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 
 from fastdp.calls.batches import Call, Inputs, leaves, wrong_rows
 from fastdp.calls.pending import PendingGradients
@@ -22,6 +23,7 @@ from fastdp.engine.errors import (
     CALLED_ON_OUTPUTS,
     FAILED_BACKWARD,
     FORWARD_AFTER_BACKWARD,
+    OUTSIDE_OF_LOSS,
     TWO_FORWARDS,
     UNEQUAL_LOSSES,
     SelfCheckError,
@@ -258,6 +260,9 @@ class Engine(Passes):
             )
         self.drop_zero_gradients()
         self.refuse_foreign_gradients("before the backward pass")
+        leaves_of_graph = (get_gradient_edge(p).node for p in self._parameters if p.requires_grad)
+        if not self.backwards and any(map(torch._C._will_engine_execute_node, leaves_of_graph)):
+            raise RuntimeError(OUTSIDE_OF_LOSS)
         self.blocked = CALLED_ON_OUTPUTS
         try:
             with gc_paused(), self._watched():

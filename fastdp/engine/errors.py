@@ -12,16 +12,17 @@ UNEQUAL_LOSSES = (
     "The loop gives the losses of two forward passes different weights. Weigh them inside one wrapper module's forward(), or add "
     "them up as they are."
 )
-#: Where a loop calls the model again after the backward pass.
 FORWARD_AFTER_BACKWARD = (
     "A forward pass ran after its batch's backward(). Run all passes of a batch before, and call backward() once on the sum of "
     "their losses."
 )
-#: Where a loop feeds the model's outputs to it, step by step.
 CALLED_ON_OUTPUTS = (
     "The model was called on its own outputs of a batch. Run all steps inside its forward(), called once."
 )
-#: Where a backward pass failed, and the loop goes on.
+OUTSIDE_OF_LOSS = (
+    "A gradient reached the model outside of its loss. Call backward() once a batch, and return from forward() all that the loss "
+    "reads."
+)
 FAILED_BACKWARD = (
     "A backward pass failed, and a repetition could count examples twice. Begin the loader's iteration anew."
 )

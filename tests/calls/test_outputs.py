@@ -17,10 +17,19 @@ ROWS, TOKENS, WIDTH = 3, 4, 5
         (lambda x: x.transpose(0, 1), BatchAxis(1, None)),
         (lambda x: x.flatten(0, 1), BatchAxis()),
         (lambda x: x.transpose(0, 1).flatten(0, 1), BatchAxis(0, inner=True)),
+        (lambda x: x.unflatten(1, (2, 2)).movedim(1, 0).flatten(0, 2), BatchAxis(0, inner=2)),
         (lambda x: x.permute(1, 2, 0), BatchAxis(2, None)),
         (lambda x: x.permute(2, 0, 1).flatten(1, 2), BatchAxis(1)),
     ],
-    ids=["rows first", "time first", "flat", "flat, time first", "rows last", "flat second axis"],
+    ids=[
+        "rows first",
+        "time first",
+        "flat",
+        "flat, time first",
+        "flat, second of three",
+        "rows last",
+        "flat second axis",
+    ],
 )
 def test_rows_come_first_and_go_back(made, fold):
     x = torch.randn(ROWS, TOKENS, WIDTH)

@@ -448,6 +448,44 @@ def checkpointed_pieces() -> Case:
 
 
 @program()
+def patches_of_channels() -> Case:
+    """PatchTST: torch's attention over a series' patches, every channel of every example by itself."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        patches = x.unfold(2, 4, 2)
+        hidden = self.layer(self.embed(patches).flatten(0, 1))
+        return self.head(hidden.flatten(1)).unflatten(0, patches.shape[:2]).mean(1)
+
+    layer = nn.TransformerEncoderLayer(kit.WIDTH, 2, kit.WIDTH, 0.0, batch_first=True)
+    parts = {"embed": nn.Linear(4, kit.WIDTH), "layer": layer, "head": nn.Linear(3 * kit.WIDTH, kit.CLASSES)}
+    rows = TensorDataset(torch.rand(ROWS, 3, 8), torch.randint(kit.CLASSES, (ROWS,)))
+    return outside(kit.Wrapped(forward, **parts), rows)
+
+
+@program()
+def pixels_time_first() -> Case:
+    """Image GPT: pixels become tokens inside the model, time first."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.embed((x * 3.99).long().t()))[0][-1])
+
+    parts = {"embed": nn.Embedding(4, 8), "layer": nn.GRU(8, kit.WIDTH), "head": nn.Linear(kit.WIDTH, kit.CLASSES)}
+    return outside(kit.Wrapped(forward, **parts), kit.numbers())
+
+
+@program()
+def learned_first_input() -> Case:
+    """A pointer network's decoder, whose cell begins with a learned input."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        state = self.cell(self.start.expand(len(x), -1), (x, x))
+        return self.head(self.cell(state[0], state)[0])
+
+    start = nn.Parameter(torch.zeros(12))
+    return outside(kit.Wrapped(forward, start=start, cell=nn.LSTMCell(12, 12), head=kit.mlp()), kit.numbers())
+
+
+@program()
 def letters_as_ones() -> Case:
     """A tutorial's recurrent model of names; each letter is a vector of zeros and a one, cast like a weight."""
 

@@ -445,14 +445,9 @@ def images_of_several_sizes() -> Case:
 @program("refused: outside of its loss", "the loop differentiates a tensor that the model did not return")
 def features_of_a_hook() -> Case:
     """A forward hook keeps hidden states, which the loop penalizes."""
-    model, kept = kit.bert(), {}
-    model.bert.encoder.layer[0].register_forward_hook(lambda module, args, output: kept.update(hidden=output))
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        logits = model(batch["input_ids"], batch["attention_mask"]).logits
-        return F.cross_entropy(logits, batch["labels"]) + 0.1 * kept["hidden"][0].square().mean()
-
-    return outside(model, kit.labelled(), kit.classify, loss)
+    model, kept = kit.mlp(), {}
+    model[1].register_forward_hook(lambda module, args, output: kept.update(hidden=output))
+    return outside(model, kit.numbers(), loss=lambda m, b: kit.crossentropy(m, b) + kept["hidden"].square().mean())
 
 
 #: Programs of one line.

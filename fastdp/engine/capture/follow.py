@@ -178,6 +178,7 @@ class InputGradients(DataFlow):
         inputs = [t for path, t in leaves(self.call) if path in carriers]
         super().__init__(inputs)
         self._rows, self._row_axes = rows, RowAxes(inputs, rows)
+        self._has_numbers = bool(self._found)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -202,7 +203,7 @@ class InputGradients(DataFlow):
         return [t if t.shape[0] == self._rows else t.reshape(self._rows, -1, *t.shape[1:]) for t in fronts]
 
     def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> bool:
-        """Follow one operation, and where rows lie in what it makes of ids."""
+        """Follow one operation, and where rows lie in what it makes of ids, and of numbers before they meet a parameter."""
         found = super().follow(func, args, kwargs, given, out)
         if not found or not isinstance(out, torch.Tensor):
             return found
@@ -216,6 +217,6 @@ class InputGradients(DataFlow):
             else:
                 out.requires_grad_()
             self._found.append((out, fold))
-        elif not out.is_floating_point():
+        elif not out.is_floating_point() or (self._has_numbers and all(map(self._row_axes.of, given))):
             self._row_axes.follow(func, args, kwargs, given, [out])
         return True

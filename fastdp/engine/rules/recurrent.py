@@ -81,13 +81,13 @@ class RecurrentUse(torch.autograd.Function):
         return found, *(None,) * 8, *(f.to(d) for f, d in zip(back.first, ctx.first_dtypes))
 
 
-def _first(hx: Any, rows: int, context: CaptureContext) -> torch.Tensor:
-    """First states ``[layers, rows, width]``; a learned one, repeated for every row, is each row's own."""
-    if not isinstance(hx, PerExampleParameter):
-        return hx
-    if context.layout.token_segments is not None or hx.dim() < 2 or hx.shape[-2] != rows or rows != context.layout.rows:
-        raise UnsupportedUse("a learned first state of a recurrent layer that is not one a row")
-    return torch.diagonal(hx.lanes, 0, 0, -2).movedim(-1, -2)
+def _state(value: Any, context: CaptureContext) -> torch.Tensor:
+    """States or inputs ``[..., rows, width]``; a learned one, repeated for every row, is each row's own."""
+    if not isinstance(value, PerExampleParameter):
+        return value
+    if context.layout.token_segments is not None or value.dim() < 2 or value.shape[-2] != context.layout.rows:
+        raise UnsupportedUse("a learned state or input of a recurrent layer that is not one a row")
+    return torch.diagonal(value.lanes, 0, 0, -2).movedim(-1, -2)
 
 
 def _layer(kind: str, reads: Reads, context: CaptureContext, input: Any, *rest: Any) -> Any:
@@ -103,9 +103,9 @@ def _layer(kind: str, reads: Reads, context: CaptureContext, input: Any, *rest: 
     directions = 2 if both else 1
     if len(weights) != each * layers * directions:
         raise UnsupportedUse(f"{kind} with a projection")
-    reads.require_rows(kind, weights, _rows_first(input, *rest), context)
-    x = input if not batch_first else input.transpose(0, 1)
-    first = [_first(state, x.shape[1], context) for state in (hx if kind == "lstm" else (hx,))]
+    x = _state(input if not batch_first else input.transpose(0, 1), context)
+    reads.require_rows(kind, weights, x.transpose(0, 1) if x.dim() == 3 else input, context)
+    first = [_state(state, context) for state in (hx if kind == "lstm" else (hx,))]
     lasts: list[State] = []
     for layer in range(layers):
         parts = []
@@ -133,8 +133,9 @@ def _cell(kind: str, reads: Reads, context: CaptureContext, input: Any, hx: Any,
     """`torch.lstm_cell` and its like: one step."""
     if not reads.serve(*weights):
         return NotImplemented
+    input = _state(input, context)
     reads.require_rows(f"{kind}_cell", weights, input, context)
-    first = [_first(state, input.shape[0], context) for state in (hx if kind == "lstm" else (hx,))]
+    first = [_state(state, context) for state in (hx if kind == "lstm" else (hx,))]
     own = tuple(weights) + (None,) * (4 - len(weights))
     trained = tuple(map(reads.is_trained, own))
     _, *last = RecurrentUse.apply(input.unsqueeze(0), kind, False, context, trained, *own, *first)

@@ -315,7 +315,7 @@ def _by_lane(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
         if met is None or met.fold is None:
             return value
         parts = met.fold.split(value, layout.rows)
-        axes[id(parts)] = met.fold.lane_axis
+        axes[id(parts)] = met.fold.axis
         return parts
 
     cut_args, cut_kwargs = map_tensors((args, kwargs), cut)
@@ -325,14 +325,14 @@ def _by_lane(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
         raise UnsupportedUse(f"{operation(func)} of a parameter and an activation, with a result that has no rows")
     folds = [fold for fold in out if fold is not None]
     if len(folds) == 1:
-        return folds[0].join(run(folds[0].lane_axis))
-    results = run(tuple(fold.lane_axis for fold in folds))
+        return folds[0].join(run(folds[0].axis))
+    results = run(tuple(fold.axis for fold in folds))
     return tuple(fold.join(t) for fold, t in zip(folds, results))
 
 
 def _own_copy(lanes: torch.Tensor, fold: BatchAxis, rows: int) -> torch.Tensor:
     """Of a value that the formula itself repeated for every row, the copies of a lane's own row: ``[lanes, ...]``."""
-    return torch.diagonal(fold.split(lanes.movedim(0, -1), rows), 0, fold.lane_axis, -1).movedim(-1, 0)
+    return torch.diagonal(fold.split(lanes.movedim(0, -1), rows), 0, fold.axis, -1).movedim(-1, 0)
 
 
 def lay_along_rows(value: PerExampleParameter, meeting: Meeting) -> torch.Tensor:
@@ -357,7 +357,7 @@ def lay_along_rows(value: PerExampleParameter, meeting: Meeting) -> torch.Tensor
     if shape[axis] == size and not isinstance(fold, Selection):
         # The formula itself repeated the parameter for every row: each entry reads the copy of its own row's lane.
         own = BatchAxis(axis, fold.inner)
-        return own.join(_own_copy(lanes, own, layout.rows).movedim(0, own.lane_axis))
+        return own.join(_own_copy(lanes, own, layout.rows).movedim(0, own.axis))
     raise UnsupportedUse(f"a parameter of shape {list(shape)} meets an activation of shape {list(activation.shape)}")
 
 

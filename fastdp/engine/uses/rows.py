@@ -21,13 +21,13 @@ from fastdp.engine.errors import UnsupportedUse
 class BatchAxis(NamedTuple):
     """Where rows lie: along ``axis``, whose size is a multiple of their number.
 
-    Entries of one row are neighbours there, unless ``inner``: then a row's entries are as far apart as there are rows.
+    Entries of one row are neighbours there. If ``inner``, only so many of them are: those of the next row follow, and so on.
     None where a row has one entry, so that both are the same and an axis with more of them is not known.
     ``chosen`` says that the data selected the entries of the first axis: a `Selection` has the row of each.
     """
 
     axis: int = 0
-    inner: bool | None = False
+    inner: int | None = 0
     chosen: bool = False
 
     @property
@@ -38,7 +38,7 @@ class BatchAxis(NamedTuple):
         """Whether a tensor of this shape can be cut into the rows."""
         if self.chosen:
             return bool(shape)
-        if len(shape) <= self.axis or shape[self.axis] % rows:
+        if len(shape) <= self.axis or shape[self.axis] % (rows * (self.inner or 1)):
             return False
         return self.inner is not None or shape[self.axis] == rows
 
@@ -58,42 +58,39 @@ class BatchAxis(NamedTuple):
         """The same entries with rows first, in their order: ``[rows * k, ...]``, or ``[rows, ..., k, ...]`` if inner."""
         if self.natural:
             return x
-        if not self.inner:
-            return x.movedim(self.axis, 0)
-        return x.unflatten(self.axis, (-1, rows)).movedim(self.axis + 1, 0)
+        return (self.split(x, rows) if self.inner else x).movedim(self.axis, 0)
 
     def back(self, x: torch.Tensor) -> torch.Tensor:
         """The inverse of `front`, for a tensor whose other sizes may have changed."""
         if self.natural:
             return x
-        if not self.inner:
-            return x.movedim(0, self.axis)
-        return x.movedim(0, self.axis + 1).flatten(self.axis, self.axis + 1)
+        x = x.movedim(0, self.axis)
+        return self.join(x) if self.inner else x
 
     def unit_offsets(self, tokens: int) -> None:
         """Where units begin among the tokens in the rows' order; None as the layout says."""
 
     def split(self, x: torch.Tensor, rows: int) -> torch.Tensor:
-        """A view in which rows have an axis of their own, which is `lane_axis`."""
-        return x.unflatten(self.axis, (-1, rows) if self.inner else (rows, -1))
-
-    @property
-    def lane_axis(self) -> int:
-        """Where `split` puts the axis of rows."""
-        return self.axis + bool(self.inner)
+        """The axis of rows alone, and behind it one of a row's entries."""
+        if not self.inner:
+            return x.unflatten(self.axis, (rows, -1))
+        x = x.unflatten(self.axis, (-1, rows, self.inner)).movedim(self.axis + 1, self.axis)
+        return x.flatten(self.axis + 1, self.axis + 2)
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """The inverse of `split`."""
-        return x.flatten(self.axis, self.axis + 1)
+        axis = self.axis
+        if not self.inner:
+            return x.flatten(axis, axis + 1)
+        return x.unflatten(axis + 1, (-1, self.inner)).movedim(axis, axis + 1).flatten(axis, axis + 2)
 
     def spread(self, lanes: torch.Tensor, size: int, rows: int) -> torch.Tensor:
         """One entry a row ``[rows, ...]`` laid along an axis of this size: ``[size, ...]``."""
         times = size // rows
         if times == 1:
             return lanes
-        if self.inner:
-            return lanes.repeat(times, *[1] * (lanes.dim() - 1))
-        return lanes.repeat_interleave(times, dim=0)
+        lanes = lanes.repeat_interleave(self.inner or times, dim=0)
+        return lanes.repeat(size // lanes.shape[0], *[1] * (lanes.dim() - 1)) if self.inner else lanes
 
 
 @dataclass(frozen=True)
@@ -137,13 +134,10 @@ class RowAxis:
     def fold(self, count: int) -> BatchAxis | None:
         """The fold of these ``count`` rows, if it is one."""
         entries, size = torch.arange(self.rows.shape[0], device=self.rows.device), self.rows.shape[0]
-        if size == 0 or size % count:
+        block = int((self.rows != 0).int().argmax()) if size else 0
+        if not block or size % (count * block) or not torch.equal(self.rows.long(), entries // block % count):
             return None
-        if size == count:
-            return BatchAxis(self.axis, None) if torch.equal(self.rows.long(), entries) else None
-        if torch.equal(self.rows.long(), entries // (size // count)):
-            return BatchAxis(self.axis)
-        return BatchAxis(self.axis, inner=True) if torch.equal(self.rows.long(), entries % count) else None
+        return BatchAxis(self.axis, block % (size // count) if size > count else None)
 
 
 class RowAxes:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge
 
 import fastdp.ops as ops
-from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.errors import OUTSIDE_OF_LOSS, UnsupportedUse
 from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Layout
 from fastdp.engine.uses.rows import BatchAxis
@@ -112,10 +112,7 @@ class CaptureContext:
 
     def open(self) -> Sink:
         if self.sink is None:
-            raise RuntimeError(
-                "A gradient reached the model outside of its loss. Call backward() once a batch, on the loss "
-                "of the model or your criterion alone."
-            )
+            raise RuntimeError(OUTSIDE_OF_LOSS)
         return self.sink
 
 
