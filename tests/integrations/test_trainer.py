@@ -284,6 +284,11 @@ def test_a_loss_over_the_whole_batch_is_refused_in_the_trainer_s_words(tmp_path:
     assert made.private.steps_done == 0
 
 
+def test_a_search_of_hyperparameters_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="budget in each trial"):
+        trainer(tmp_path).hyperparameter_search()
+
+
 def test_refusals_name_the_arguments_of_a_trainer(tmp_path: Path) -> None:
     made = trainer(tmp_path, num_train_epochs=1)
     made.train()
