@@ -195,8 +195,8 @@ def _written(before: tuple[torch.Tensor, int] | None, after: tuple[torch.Tensor,
 
 def _pass_writes(name: str) -> SelfCheckError:
     return SelfCheckError(
-        f"Training passes write {name}, and no noise covers it. Set track_running_stats=False, or use a buffer with "
-        "persistent=False; this batch was not released."
+        f"Training passes write {name}, and no noise covers it. Set track_running_stats=False, use a buffer with "
+        "persistent=False, or write weights in optimizer.register_step_post_hook; this batch was not released."
     )
 
 
