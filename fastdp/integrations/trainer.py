@@ -231,10 +231,10 @@ class PrivateTraining(_TrainerBase):
             epochs = self.args.max_steps / -(-units // batch_size)
         # Where processes run on several machines, the first alone has the ledger.
         resuming = Ranks.here().first(lambda: (Path(self.args.output_dir) / "ledger.jsonl").exists())
-        vars(self).pop("create_optimizer", None)
+        self.__dict__.pop("create_optimizer", None)
         lengths, optimizer = self._lengths(), self.create_optimizer()
         # Trainer calls it again, and a subclass's own method may make another optimizer, which releases nothing.
-        self.create_optimizer = lambda *_: self.optimizer
+        self.__dict__["create_optimizer"] = lambda *_: self.optimizer
         private = make_private(
             self.private_model(),
             optimizer,
