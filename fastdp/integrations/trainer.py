@@ -203,8 +203,6 @@ class PrivateTraining(_TrainerBase):
                 raise ValueError(f"{setting} cannot be used with {name}: {hint}")
         if getattr(arguments, "predict_with_generate", False) and not isinstance(self, Seq2SeqTrainer):
             raise ValueError(f"predict_with_generate cannot be used with {name}: use DPSeq2SeqTrainer")
-        if kwargs.get("model_init") is not None:
-            raise ValueError(f"model_init cannot be used with {name}: each trial would spend budget; pass a model")
 
     def private_model(self) -> torch.nn.Module:
         """The module whose forward returns the loss of a training batch."""
@@ -233,10 +231,13 @@ class PrivateTraining(_TrainerBase):
             epochs = self.args.max_steps / -(-units // batch_size)
         # Where processes run on several machines, the first alone has the ledger.
         resuming = Ranks.here().first(lambda: (Path(self.args.output_dir) / "ledger.jsonl").exists())
-        lengths = self._lengths()
+        self.__dict__.pop("create_optimizer", None)
+        lengths, optimizer = self._lengths(), self.create_optimizer()
+        # Trainer calls it again, and a subclass's own method may make another optimizer, which releases nothing.
+        self.__dict__["create_optimizer"] = lambda *_: self.optimizer
         private = make_private(
             self.private_model(),
-            self.create_optimizer(),
+            optimizer,
             loader,
             epochs=epochs,
             user_ids=users,
@@ -350,6 +351,12 @@ class PrivateTraining(_TrainerBase):
         if own is None or not loss.requires_grad:
             return True
         return loss is not own and torch.autograd.grad(loss, own, allow_unused=True)[0] is None
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Not available: every trial would spend a budget of its own on the same examples."""
+        raise ValueError(
+            "hyperparameter_search would spend budget in each trial: tune on public data, then train once."
+        )
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's own; raises ValueError for a schedule that reads a figure."""

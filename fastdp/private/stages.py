@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any, cast
 
@@ -150,9 +150,9 @@ class Stages:
         cast(Checks, self.engine.checks).state.settle()
 
     def close(self) -> None:
-        """Give model and optimizer back as they were."""
-        self.engine.close()
-        self._train(self.parameters)
+        """Give model and optimizer back as they were; what the loop froze stays frozen."""
+        self._close_stage()
+        self._train(self.parameters, self._frozen)
 
     def _close_stage(self) -> None:
         self.engine.close()
@@ -188,11 +188,11 @@ class Stages:
             parameter.requires_grad_(id(parameter) not in self._frozen)
         return engine
 
-    def _train(self, trained: Mapping[str, torch.nn.Parameter]) -> None:
+    def _train(self, trained: Mapping[str, torch.nn.Parameter], frozen: Set[int] = frozenset()) -> None:
         kept = {id(p) for p in trained.values()}
         known = {id(p) for p in self.parameters.values()}
         for parameter in self.parameters.values():
-            parameter.requires_grad_(id(parameter) in kept)
+            parameter.requires_grad_(id(parameter) in kept - frozen)
         for group, everything in zip(self.optimizer.param_groups, self._groups):
             group["params"] = [p for p in everything if id(p) in kept or id(p) not in known]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from . import kit
-from .harness import Case, program, register_all
+from .harness import Case, Run, program, register_all
 
 _ATTENTION = ["q_proj", "v_proj"]
 
@@ -144,6 +144,27 @@ def adalora() -> Case:
     return Case(
         model, kit.id_rows(), kit.causal, after_step=lambda m, o, step: m.base_model.update_and_allocate(step + 1)
     )
+
+
+@program()
+def lora_two_in_turn() -> Case:
+    """Two adapters of one model, each trained by a run of its own."""
+
+    def loop(run: Run) -> None:
+        model = run.case.model
+        for name in ("default", "second"):
+            model.set_adapter(name)
+            if run.private is not None:
+                run.private.detach()
+            _, optimizer, loader = run.start()
+            for batch in loader:
+                model(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    model = adapted(kit.llama(), lora())
+    model.add_adapter("second", lora(r=2))
+    return Case(model, kit.id_rows(), kit.causal, loop=loop)
 
 
 #: Programs of one line.

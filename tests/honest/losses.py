@@ -191,7 +191,7 @@ def two_backward_passes() -> Case:
     return outside(TwoHeads(), kit.numbers(), loss=loss)
 
 
-@program("refused: whole loss in the model", "the loop's weights of two losses may follow the batch")
+@program("refused: whole loss", "the loop's weights of two losses may follow the batch")
 def two_losses_returned() -> Case:
     """The model returns two losses, which the loop adds up."""
     return Case(TwoHeads(losses=True), kit.numbers(), None, lambda m, b: sum(m(*b)))
@@ -248,7 +248,7 @@ def rdrop_inside() -> Case:
     return Case(kit.Wrapped(forward, body=kit.bert()), kit.labelled(), kit.classify, kit.keywords)
 
 
-@program("refused: whole loss in the model", "the divergence is a mean over the batch beside losses of rows")
+@program("refused: whole loss", "the divergence is a mean over the batch beside losses of rows")
 def rdrop_of_model_losses_in_loop() -> Case:
     """R-Drop: the loop calls a model that returns its loss twice, and adds a term of its logits."""
 

@@ -48,14 +48,11 @@ def train(
 
 def trainer(settings: dict[str, Any] | None = None, model: Any = None, rows: Any = None, **given: Any) -> Case:
     """transformers' Trainer."""
+    model = model or kit.bert()
     given = {"train_dataset": rows or kit.labelled(), "data_collator": kit.classify, **given}
-    return Case(
-        model or kit.bert(),
-        None,
-        loop=lambda run: train(
-            run, ("DPTrainer", "Trainer"), hf, hf.TrainingArguments, settings or {}, model=run.case.model, **given
-        ),
-    )
+    given |= {} if "model_init" in given else {"model": model}
+    names = ("DPTrainer", "Trainer")
+    return Case(model, None, loop=lambda run: train(run, names, hf, hf.TrainingArguments, settings or {}, **given))
 
 
 EVALUATION = {"eval_strategy": "epoch"}
@@ -187,6 +184,14 @@ register(
 )
 
 
+def _own_optimizer(self: Any, model: Any = None) -> Any:
+    """A new optimizer at each call, a rate for each layer."""
+    rates = [{"params": [p], "lr": 1e-3 * 0.9**depth} for depth, p in enumerate(self.model.parameters())]
+    self.optimizer = torch.optim.AdamW(rates)
+    return self.optimizer
+
+
+register("trainer_own_optimizer", lambda: _with_compute_loss(_own_optimizer, "create_optimizer"))
 register(
     "trainer_own_loader",
     lambda: _with_compute_loss(_own_loader, "get_train_dataloader"),
@@ -352,6 +357,7 @@ register(
 
 #: Programs of one line.
 ONE_LINE: dict[str, Any] = {
+    "trainer_model_init": lambda: trainer(model_init=lambda: kit.bert()),
     "trainer_criterion": lambda: _criterion(),
     "trainer_label_smoothing_of_tokens": lambda: trainer(
         {"label_smoothing_factor": 0.1}, kit.gpt2(), kit.id_rows(), data_collator=kit.causal

@@ -284,6 +284,31 @@ def test_a_loss_over_the_whole_batch_is_refused_in_the_trainer_s_words(tmp_path:
     assert made.private.steps_done == 0
 
 
+class NewOptimizer(fastdp.DPTrainer):
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        return self.optimizer
+
+
+def test_model_and_optimizer_may_be_made_anew_for_each_training(tmp_path: Path) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 3
+
+    made = trainer(tmp_path, kind=NewOptimizer, own={"callbacks": [Stop()]})
+    made.model_init = lambda: build("gpt2")
+    with pytest.warns(UserWarning, match="3 of 8 releases"):
+        made.train()
+    made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert made.private is not None
+    assert made.private.steps_done == 8
+
+
+def test_a_search_of_hyperparameters_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="budget in each trial"):
+        trainer(tmp_path).hyperparameter_search()
+
+
 def test_refusals_name_the_arguments_of_a_trainer(tmp_path: Path) -> None:
     made = trainer(tmp_path, num_train_epochs=1)
     made.train()

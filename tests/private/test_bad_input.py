@@ -328,7 +328,7 @@ NO_BACKWARD = r"step\(\) without backward\(\)"
             {},
             lambda p: _two_forward_passes(p, lambda one, two: F.mse_loss(one["logits"], two["logits"])),
             RuntimeError,
-            "computed from outputs beside the model's loss",
+            "outputs of a model that returned its own loss",
         ),
         (Classifier, OUTSIDE, _in_parts, RuntimeError, r"The loop called parts of the model, .* own forward\(\)"),
         (Classifier, PIECES, _ahead, RuntimeError, "taken ahead"),

@@ -123,6 +123,9 @@ def test_what_a_loop_freezes_stays_through_a_methods_preparations_until_it_is_un
     moved = [not torch.equal(a, b) for a, b in zip(seen[::2], seen[1::2])]
     assert moved == [True, False, False, False, True, True]
     assert private.steps_done == STEPS
+    freeze(model, CHOSEN, True)
+    private.detach()
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == [CHOSEN]
     private.card().save(tmp_path / "card")
     assert verify(tmp_path / "card.json", ledger=tmp_path / "ledger.jsonl").holds
 

@@ -150,8 +150,8 @@ class Use(torch.autograd.Function):
 
 #: Where a loop makes a second loss of a model's outputs.
 LOSS_TERM = (
-    "A loss term was computed from outputs beside the model's loss. Compute the whole loss in the model, or outside from "
-    "outputs alone."
+    "The loop differentiates outputs of a model that returned its own loss. Compute the whole loss in its forward, or from "
+    "outputs alone with loss_reduction='mean'."
 )
 
 
