@@ -147,8 +147,7 @@ class Engine(Passes):
             )
         ticket = self.tickets[0]
         again = ticket is self._latest
-        self._forwards = self._forwards + 1 if again else 1
-        self._latest = ticket
+        self._forwards, self._latest = self._forwards + 1 if again else 1, ticket
         joins = ticket.source is not None and ticket.token_units is None and self.route is None and not self.isolated
         self.joined |= joins and not self.weights.cut and ticket.source.joins_examples(given)
         if not (self.weights.cut or self.joined):
@@ -165,14 +164,10 @@ class Engine(Passes):
         if ticket.probe is not None:
             return self.checks.run_probe(call, ticket, junction)
         if self.isolated:
-            self.begun = True
-            self.route = ONE_EXAMPLE
+            self.begun, self.route = True, ONE_EXAMPLE
             with self.chance():
                 return self.run_forward(call, ticket, verify=True, junction=junction)[0]
-        with self.chance(), gc_paused(), ExitStack() as end:
-            if self.begun and self.derived_buffers:
-                # How many microbatches there are follows from the data: counters advance with the first.
-                end.callback(BufferSnapshot(self.model).restore)
+        with self._one_pass():
             try:
                 return self._checked_forward(call, ticket, inputs, junction)
             except IndexError:
@@ -183,6 +178,14 @@ class Engine(Passes):
                 if self.graphs is None or not self.graphs.give_up():
                     raise
             return self._checked_forward(call, ticket, inputs, junction)
+
+    @contextmanager
+    def _one_pass(self) -> Iterator[None]:
+        """A pass of a logical batch. Counters advance with the first alone: how many there are follows from the data."""
+        with self.chance(), gc_paused(), ExitStack() as end:
+            if self.begun and self.derived_buffers:
+                end.callback(BufferSnapshot(self.model).restore)
+            yield
 
     def _checked_forward(self, call: Call, ticket: Ticket, inputs: Inputs, junction: Junction) -> Any:
         """The pass itself, after the checks of its batch, which drew the same random numbers."""

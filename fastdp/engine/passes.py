@@ -461,7 +461,8 @@ class Passes:
                 output = self.forwards.root.original(*call[0], **call[1])
         finally:
             self.reads.context = None
-            self.reads.heads.close()
+            if self.reads.heads.made:
+                self.reads.heads.close()
         if not self.returns_loss:
             output = output if self.trace is None else self.trace.outputs.first(output, layout.rows)
             return output, differentiable_outputs(output), terms

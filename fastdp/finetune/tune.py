@@ -122,10 +122,6 @@ def tune(
         DataError: for data files that cannot be used.
     """
     config.check()
-    if config.user_column:
-        raise ConfigError(
-            "a search of settings protects rows: leave user_column out, or run fastdp finetune with fixed settings"
-        )
     searched = (
         {"learning_rate": [config.learning_rate * factor for factor in USUAL]} if candidates is None else candidates
     )
@@ -261,6 +257,10 @@ def _combinations(config: FinetuneConfig, candidates: Mapping[str, Sequence[Any]
 
 
 def _check(config: FinetuneConfig, trials: float, shape: float, held_out: float) -> None:
+    if config.user_column:
+        raise ConfigError(
+            "a search of settings protects rows: leave user_column out, or run fastdp finetune with fixed settings"
+        )
     if config.method != "dpsgd" or config.method_options:
         raise ConfigError("a search trains by dpsgd without method_options, whose steps are all that a trial releases")
     if config.epsilon is None or not math.isfinite(config.epsilon):

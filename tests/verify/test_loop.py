@@ -146,7 +146,8 @@ def train(private: Private, make: Make, loss: str = "the model's own", releases:
 
 
 @pytest.mark.parametrize(
-    ("name", "loss"), [(n, loss) for at, n in enumerate(BY_ROW) for loss in {[*LOSSES][at % 3], "the loop's mean"}]
+    ("name", "loss"),
+    [(n, loss) for at, n in enumerate(BY_ROW) for loss in sorted({[*LOSSES][at % 3], "the loop's mean"})],
 )
 def test_what_is_made_of_each_row_is_accepted_and_summed(name: str, loss: str) -> None:
     model, options, _ = LOSSES[loss]
