@@ -192,7 +192,7 @@ class Engine(Passes):
         if self.weights.cut:
             self.weights.settle()
         self.begun = True
-        first = self.route is None
+        verify = self.route is None or self.backwards == 0
         checked = self.checks.before(call, ticket, inputs)
         graphs = self.graphs if self.returns_loss and self.route == USES else None
         if graphs is not None and not (checked or self.forwards.lists):
@@ -200,7 +200,6 @@ class Engine(Passes):
             if replayed is not None:
                 return replayed[0]
         with self._watched():
-            verify = first or self.backwards == 0
             try:
                 try:
                     return self._traced_forward(call, ticket, junction, verify=verify, checked=checked)

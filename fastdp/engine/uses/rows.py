@@ -134,10 +134,11 @@ class RowAxis:
     def fold(self, count: int) -> BatchAxis | None:
         """The fold of these ``count`` rows, if it is one."""
         entries, size = torch.arange(self.rows.shape[0], device=self.rows.device), self.rows.shape[0]
-        block = int((self.rows != 0).int().argmax()) if size else 0
-        if not block or size % (count * block) or not torch.equal(self.rows.long(), entries // block % count):
-            return None
-        return BatchAxis(self.axis, block % (size // count) if size > count else None)
+        blocks = (size // count, int((self.rows != 0).int().argmax())) if size and not size % count else ()
+        for block in blocks:
+            if block and not size % (count * block) and torch.equal(self.rows.long(), entries // block % count):
+                return BatchAxis(self.axis, block % (size // count) if size > count else None)
+        return None
 
 
 class RowAxes:
