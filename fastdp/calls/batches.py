@@ -150,8 +150,9 @@ class RowLists:
     def encode(self, call: Call, rows: int, source: Any = None) -> Call:
         """The call of so many rows, rows first and without such lists; ``source`` is the collation of its batch."""
         held = leaves(call)
+        nested = [path for path, _ in held if len(path) > 2]
         # Tensors of a list may be one each row.
-        listed = any(len(path) > 2 and isinstance(path[-1], int) for path, _ in held)
+        listed = bool(nested) and any(isinstance(path[-1], int) for path in nested)
         self._count = 1 if listed else self._rows_an_example([t for _, t in held if t.dim()], rows, source)
         if self._count > 1:
             self._second, self._whole, self._kinds = set(), set(), {}
@@ -159,7 +160,7 @@ class RowLists:
         # As many of something else as rows.
         chance = [(path, t) for path, t in held if rows > 1 and rows in t.shape[:2] and source is not None]
         self._whole = {path for path, t in chance if source.predates(t)}
-        apart = self._whole | _entries_of_rows(held, rows)
+        apart = self._whole | _entries_of_rows(held, rows) if nested and rows > 2 else self._whole
         told = {p: self._is_second(p, t, rows, source) for p, t in held if t.dim() > 1 and p not in apart}
         # What could be either, such as a mask without padding, lies as the others do.
         self._second = {path for path, second in told.items() if second or (second is None and True in told.values())}
@@ -259,7 +260,7 @@ def _entries_of_rows(held: Inputs, rows: int) -> set[Path]:
     for path, own in parents.items():
         for parent in own:
             keys.setdefault(parent, set()).add(path[len(parent)])
-    return {path for path, own in parents.items() if rows > 2 and any(len(keys[parent]) == rows for parent in own)}
+    return {path for path, own in parents.items() if any(len(keys[parent]) == rows for parent in own)}
 
 
 def as_long_as(tree: Any, rows: int) -> frozenset[Path]:

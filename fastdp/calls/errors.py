@@ -8,6 +8,6 @@ class SelfCheckError(RuntimeError):
 def pass_writes(name: str) -> SelfCheckError:
     """The refusal of a pass that writes data into saved state."""
     return SelfCheckError(
-        f"Training passes write {name}, and no noise covers it. Set track_running_stats=False or persistent=False, or write "
-        "weights in optimizer.register_step_post_hook; nothing was released."
+        f"Training passes write {name}, and no noise covers it. Set track_running_stats=False, a buffer's persistent=False, or "
+        "write weights in optimizer.register_step_post_hook; nothing was released."
     )

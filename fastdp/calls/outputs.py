@@ -55,11 +55,8 @@ class OutputRows:
 
     def __init__(self, folds: Mapping[Path, tuple[Any, int]] = {}, without: Collection[Path] = ()):
         self._folds, self._without = folds, without
-
-    @property
-    def all_have_rows(self) -> bool:
-        """Whether there are outputs, and none that may be a loss."""
-        return bool(self._folds) and not self._without
+        #: Whether there are outputs, and none that may be a loss.
+        self.all_have_rows = bool(folds) and not without
 
     def first(self, output: Any, rows: int) -> Any:
         """The output with rows first, each tensor ``[rows, ...]``; squeeze() may have left out the axis of one row."""
