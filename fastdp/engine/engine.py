@@ -262,8 +262,8 @@ class Engine(Passes):
             )
         self.drop_zero_gradients()
         self.refuse_foreign_gradients("before the backward pass")
-        own = [] if self.backwards else [get_gradient_edge(p).node for p in self._parameters if p.requires_grad]
-        if any(map(torch._C._will_engine_execute_node, own)):
+        nodes = [] if self.backwards else [get_gradient_edge(p).node for p in self._parameters if p.requires_grad]
+        if any(map(torch._C._will_engine_execute_node, nodes)):
             raise RuntimeError(OUTSIDE_OF_LOSS)
         self.blocked = CALLED_ON_OUTPUTS
         try:
