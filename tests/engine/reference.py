@@ -94,7 +94,7 @@ def stepped(
     return engine
 
 
-def exactly(
+def assert_exact_step(
     model: torch.nn.Module,
     batch: Mapping[str, Any],
     units: list[dict[str, torch.Tensor]] | None = None,

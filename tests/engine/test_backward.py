@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tests.cases import cases
 from tests.engine.nets import EXACT, Net, exact_batches, gap, trained
-from tests.engine.reference import exactly
+from tests.engine.reference import assert_exact_step
 from tests.engine.runs import collate, examples, one_by_one
 
 
@@ -34,7 +34,7 @@ def backwards(back: Callable[[torch.Tensor], torch.Tensor]) -> Net:
 @cases("name", ["batch", "row"])
 def test_a_backward_pass_that_divides_by_the_gradients_of_the_batch_is_taken_row_by_row(name: str) -> None:
     back = {"batch": lambda g: g / g.norm(), "row": lambda g: g / g.norm(dim=1, keepdim=True).clamp(min=1e-12)}[name]
-    exactly(backwards(back), collate(examples(6)), route="one-example" if name == "batch" else "uses")
+    assert_exact_step(backwards(back), collate(examples(6)), route="one-example" if name == "batch" else "uses")
 
 
 class _Kept(torch.autograd.Function):

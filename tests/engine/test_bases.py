@@ -11,7 +11,7 @@ from fastdp.bench.fuzz import alone
 
 from tests.cases import cases
 from tests.engine.models import batch, build, pack
-from tests.engine.reference import engine_for, exactly, norms, require_exact, ticket
+from tests.engine.reference import assert_exact_step, engine_for, norms, require_exact, ticket
 
 
 @cases("tuning", ["full", "lora"])
@@ -46,10 +46,10 @@ def test_a_base_of_four_bits(tmp_path: Path) -> None:
                 parameter.add_(0.05 * torch.randn_like(parameter))
     model.train()
     inputs = batch("llama")
-    exactly(model, inputs, alone(model, inputs))
+    assert_exact_step(model, inputs, alone(model, inputs))
 
 
 def test_a_base_whose_weights_are_packed() -> None:
     """What `test_a_base_of_four_bits` looks at, without its library."""
     model, inputs = pack(build("llama", "lora")), batch("llama")
-    exactly(model, inputs, alone(model, inputs))
+    assert_exact_step(model, inputs, alone(model, inputs))

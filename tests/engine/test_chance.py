@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.cases import cases
 from tests.engine.nets import EXACT, Net, gap, parameter
-from tests.engine.reference import engine_for, exactly, feed
+from tests.engine.reference import assert_exact_step, engine_for, feed
 from tests.engine.runs import collate, examples, one_by_one
 
 
@@ -84,4 +84,4 @@ INDICES = {
 @cases("name", INDICES)
 def test_entries_that_a_parameter_replaces_take_uses(name: str) -> None:
     index, *shape = INDICES[name]
-    exactly(replace(index, *shape), collate(examples(6)))
+    assert_exact_step(replace(index, *shape), collate(examples(6)))

@@ -20,7 +20,7 @@ from fastdp.engine.routing import Routing
 from fastdp.engine.uses.layout import Ticket
 from tests.cases import cases
 from tests.engine.nets import EXACT, Net, exact_batches, gap, mixed, parameter, trained
-from tests.engine.reference import engine_for, exactly, feed, require_exact, stepped, ticket
+from tests.engine.reference import assert_exact_step, engine_for, feed, require_exact, stepped, ticket
 from tests.engine.runs import (
     CLIPPED,
     Batch,
@@ -90,8 +90,8 @@ LOSSES: dict[str, tuple[Any, str]] = {
 @cases("name", LOSSES)
 def test_the_gradient_is_that_of_the_loss_as_written(name: str) -> None:
     loss, route = LOSSES[name]
-    exactly(Net(loss=loss), collate(examples(6)), route=route)
-    exactly(Net(mixed, loss=loss, mix=parameter(3)), collate(examples(6)), route="one-example")
+    assert_exact_step(Net(loss=loss), collate(examples(6)), route=route)
+    assert_exact_step(Net(mixed, loss=loss, mix=parameter(3)), collate(examples(6)), route="one-example")
 
 
 @cases("add", [operator.add, operator.iadd])
@@ -101,7 +101,7 @@ def test_a_penalty_on_the_weights_is_part_of_every_example_s_loss(add: Any) -> N
             output = super().forward(x, labels)
             return {"loss": add(output["loss"], 0.01 * self.first.weight.square().sum())}
 
-    exactly(Penalised(), collate(examples(6)), route="one-example")
+    assert_exact_step(Penalised(), collate(examples(6)), route="one-example")
 
 
 @cases("route", ["uses", "one-example"])
@@ -275,4 +275,4 @@ class TimeMajor(nn.Module):
 
 @cases("tokens", [2, 3, 4, 5])
 def test_a_lookup_time_first_is_served_whatever_the_lengths(tokens: int) -> None:
-    exactly(TimeMajor(), {"x": torch.randint(0, 11, (4, tokens)), "labels": torch.arange(4) % 3})
+    assert_exact_step(TimeMajor(), {"x": torch.randint(0, 11, (4, tokens)), "labels": torch.arange(4) % 3})

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastdp.engine.engine import Engine
-from tests.engine.reference import exactly
+from tests.engine.reference import assert_exact_step
 from tests.engine.runs import CLASSES
 
 
@@ -29,7 +29,7 @@ class Net(nn.Module):
         return {"loss": F.cross_entropy(self.out(hidden), labels)}
 
 
-def exact_layer(
+def assert_exact_layer(
     layer: nn.Module,
     x: torch.Tensor,
     *,
@@ -44,4 +44,4 @@ def exact_layer(
             # Ones and zeros that layers begin with would hide errors.
             parameter.add_(0.3 * torch.randn_like(parameter))
     batch = {"x": x, "labels": torch.arange(len(x)) % CLASSES}
-    return exactly(Net(layer, x, call).train(), batch, route=route, two_pass=two_pass)
+    return assert_exact_step(Net(layer, x, call).train(), batch, route=route, two_pass=two_pass)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.cases import cases
-from tests.engine.rules.exact import exact_layer
+from tests.engine.rules.exact import assert_exact_layer
 
 WIDTH, TOKENS = 8, 5
 
@@ -64,6 +64,6 @@ def test_torch_s_own_attention_is_exact_in_one_pass(name: str) -> None:
     build, call = CASES[name]
     rows = 2 + len(name) % 3
     x = torch.randn(rows, TOKENS, WIDTH, generator=torch.Generator().manual_seed(rows))
-    engine = exact_layer(build(), x, call=call, two_pass=len(name) % 2 == 0)
+    engine = assert_exact_layer(build(), x, call=call, two_pass=len(name) % 2 == 0)
     assert engine.route == "uses"
     assert set(engine.accumulator.sums) == set(engine.parameters)

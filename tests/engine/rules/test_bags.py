@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.cases import cases, pairs
-from tests.engine.rules.exact import exact_layer
+from tests.engine.rules.exact import assert_exact_layer
 
 IDS = torch.tensor([[1, 2, 1, 4], [3, 0, 0, 0], [4, 4, 4, 4], [0, 0, 0, 0]])
 
@@ -14,7 +14,7 @@ IDS = torch.tensor([[1, 2, 1, 4], [3, 0, 0, 0], [4, 4, 4, 4], [0, 0, 0, 0]])
 @cases(*pairs(("mode", ["sum", "mean", "max"]), ("padding_idx", [None, 0])))
 def test_bags_of_rows(mode: str, padding_idx: int | None) -> None:
     layer = nn.EmbeddingBag(6, 5, mode=mode, padding_idx=padding_idx)
-    exact_layer(layer, IDS, two_pass=padding_idx is None)
+    assert_exact_layer(layer, IDS, two_pass=padding_idx is None)
 
 
 class Flat(nn.Module):
@@ -39,7 +39,7 @@ class Flat(nn.Module):
 
 @cases("mode", ["sum", "mean", "max"])
 def test_flat_ids_with_offsets(mode: str) -> None:
-    exact_layer(Flat(mode, last=mode == "mean"), IDS)
+    assert_exact_layer(Flat(mode, last=mode == "mean"), IDS)
 
 
 def test_a_table_that_is_also_a_head() -> None:
@@ -51,8 +51,8 @@ def test_a_table_that_is_also_a_head() -> None:
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return nn.functional.linear(torch.tanh(self.table(ids)), self.table.weight)
 
-    exact_layer(Tied(), IDS)
+    assert_exact_layer(Tied(), IDS)
 
 
 def test_rows_that_are_scaled_by_how_often_they_come_are_differentiated_alone() -> None:
-    exact_layer(nn.EmbeddingBag(6, 5, scale_grad_by_freq=True), IDS, route="one-example")
+    assert_exact_layer(nn.EmbeddingBag(6, 5, scale_grad_by_freq=True), IDS, route="one-example")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from tests.engine.rules.exact import exact_layer
+from tests.engine.rules.exact import assert_exact_layer
 
 FORWARDS, TRANSPOSED = ("Conv1d", "Conv2d", "Conv3d"), ("ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
 
@@ -42,12 +42,12 @@ def convolutions(draw: st.DrawFn) -> tuple[nn.Module, torch.Tensor]:
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 def test_any_convolution_matches_one_example_at_a_time(case: tuple[nn.Module, torch.Tensor], two_pass: bool) -> None:
     layer, x = case
-    exact_layer(layer, x, two_pass=two_pass)
+    assert_exact_layer(layer, x, two_pass=two_pass)
 
 
 def test_a_convolution_that_is_called_twice_sums_before_it_measures() -> None:
     def twice(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return layer(torch.tanh(layer(x))[..., 1:])
 
-    exact_layer(nn.Conv1d(16, 16, 3), torch.randn(3, 16, 40), call=twice)
-    exact_layer(nn.Conv1d(16, 16, 3), torch.randn(3, 16, 9), call=twice)
+    assert_exact_layer(nn.Conv1d(16, 16, 3), torch.randn(3, 16, 40), call=twice)
+    assert_exact_layer(nn.Conv1d(16, 16, 3), torch.randn(3, 16, 9), call=twice)

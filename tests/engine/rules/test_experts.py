@@ -18,8 +18,8 @@ from fastdp.verify import Checks
 from tests.cases import cases, pairs
 from tests.engine.nets import Net, exact_batches
 from tests.engine.reference import (
+    assert_exact_step,
     engine_for,
-    exactly,
     feed,
     norms,
     relative,
@@ -84,7 +84,7 @@ MIXTURES += [("gpt-oss", implementation) for implementation in ("grouped_mm", "b
 
 @cases("name, implementation", MIXTURES)
 def test_stock_mixtures(name: str, implementation: str) -> None:
-    exactly(stock(name, implementation), texts(), one_by_one(stock(name, "eager"), texts()))
+    assert_exact_step(stock(name, implementation), texts(), one_by_one(stock(name, "eager"), texts()))
 
 
 @cases("checkpointing, two_pass", [(None, True), (False, False), (False, True), (True, False)])
@@ -96,7 +96,7 @@ def test_units_of_several_rows(checkpointing: bool | None, two_pass: bool) -> No
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})  # type: ignore[operator]
     given = Ticket(torch.tensor(owners), torch.ones(3), True)
-    exactly(model, texts(), units, given, two_pass=two_pass)
+    assert_exact_step(model, texts(), units, given, two_pass=two_pass)
 
 
 class Routed(nn.Module):
@@ -151,10 +151,10 @@ def routed(rows: int = ROWS, tokens: int = TOKENS) -> dict[str, torch.Tensor]:
 )
 def test_stacks_of_any_shape(shape: tuple[int, int], stored: str, masks: bool) -> None:
     """Narrow ones, which are measured directly, wide and square ones; one expert gets no token."""
-    engine = exactly(Routed(shape, stored, masks), routed())
+    engine = assert_exact_step(Routed(shape, stored, masks), routed())
     assert not engine.accumulator.sums["stack"][-1].any()
     # Runs too long for Gram matrices, and units whose norms are found again as they cancel.
-    exactly(Routed((72, 80)), routed(3, 400))
+    assert_exact_step(Routed((72, 80)), routed(3, 400))
 
 
 def test_later_batches_of_other_lengths_stay_exact() -> None:
@@ -210,7 +210,7 @@ MADE: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 @cases("name", MADE)
 @cases("shape", [(12, 8), (80, 72)])
 def test_stacks_that_are_made_of_parameters(name: str, shape: tuple[int, int]) -> None:
-    exactly(Computed(MADE[name], shape), routed(), used(one_by_one(Computed(MADE[name], shape), routed())))
+    assert_exact_step(Computed(MADE[name], shape), routed(), used(one_by_one(Computed(MADE[name], shape), routed())))
 
 
 @cases("made", [lambda net, own: own.tanh(), lambda net, own: own.flip(0), lambda net, own: own[[1, 0, 2, 3, 4]]])
@@ -247,7 +247,7 @@ def adapted(name: str, implementation: str, *, checkpointing: bool | None = None
 
 @cases("name, implementation", MIXTURES)
 def test_adapters_of_experts_own_matrices(name: str, implementation: str) -> None:
-    engine = exactly(adapted(name, implementation), texts(), one_by_one(adapted(name, "eager"), texts()))
+    engine = assert_exact_step(adapted(name, implementation), texts(), one_by_one(adapted(name, "eager"), texts()))
     # PEFT sets adapted parameters to themselves in every forward pass.
     state = cast(Checks, engine.checks).state
     assert len(state.rewritten) == 4
@@ -263,7 +263,7 @@ def test_adapters_of_experts_under_checkpoints(checkpointing: bool, two_pass: bo
     units = together(one_by_one(adapted("qwen3-moe", "eager", **options), texts()), owners)
     model = adapted("qwen3-moe", "grouped_mm", checkpointing=checkpointing, **options)
     given = Ticket(torch.tensor(owners), torch.ones(3), True)
-    exactly(model, texts(), units, given, two_pass=two_pass)
+    assert_exact_step(model, texts(), units, given, two_pass=two_pass)
 
 
 @cases("adapters", [False, True])
@@ -319,7 +319,7 @@ class Counted(Routed):
 
 
 def test_a_loop_over_experts_may_count_in_one_tensor() -> None:
-    exactly(Counted(), routed())
+    assert_exact_step(Counted(), routed())
 
 
 def test_experts_that_a_later_batch_reads_first() -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.cases import cases
-from tests.engine.rules.exact import exact_layer
+from tests.engine.rules.exact import assert_exact_layer
 
 TOKENS, WIDTH, OUT = 5, 6, 4
 
@@ -128,6 +128,6 @@ USES: dict[str, tuple[dict[str, tuple[int, ...]], Callable[[Any, torch.Tensor], 
 def test_every_use_of_a_matrix_is_exact_in_one_pass(name: str, rows: int, two_pass: bool) -> None:
     shapes, call = USES[name]
     x = torch.randn(rows, TOKENS, WIDTH, generator=torch.Generator().manual_seed(rows))
-    engine = exact_layer(_parameters(**shapes), x, call=call, two_pass=two_pass)
+    engine = assert_exact_layer(_parameters(**shapes), x, call=call, two_pass=two_pass)
     assert engine.route == "uses"
     assert set(engine.accumulator.sums) == set(engine.parameters)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import fastdp
 from tests.cases import cases, pairs
-from tests.engine.rules.exact import exact_layer
+from tests.engine.rules.exact import assert_exact_layer
 from tests.engine.rules.test_recurrent import states
 
 
@@ -34,7 +34,7 @@ from tests.engine.rules.test_recurrent import states
     )
 )
 def test_norms_over_groups_of_channels(layer: nn.Module, shape: tuple[int, ...], rows: int, two_pass: bool) -> None:
-    exact_layer(layer, torch.randn(rows, *shape) + 1, two_pass=two_pass)
+    assert_exact_layer(layer, torch.randn(rows, *shape) + 1, two_pass=two_pass)
 
 
 @cases("trained", ["both", "weight", "bias"])
@@ -47,7 +47,7 @@ def test_a_weight_that_is_one_more_than_its_parameter(trained: str) -> None:
     layer = nn.LayerNorm(6)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(trained in (name, "both"))
-    exact_layer(layer, torch.randn(3, 5, 6), call=shifted)
+    assert_exact_layer(layer, torch.randn(3, 5, 6), call=shifted)
 
 
 @cases(
@@ -62,12 +62,12 @@ def test_one_parameter_of_a_layer_alone(layer: nn.Module, shape: tuple[int, ...]
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(name == trained)
     call = {"call": states} if isinstance(layer, nn.GRU) else {}
-    exact_layer(layer, torch.randn(3, *shape), **call)
+    assert_exact_layer(layer, torch.randn(3, *shape), **call)
 
 
 def test_a_large_mean_hides_nothing() -> None:
     """The weight's gradient is that of the centred input: taking the mean out afterwards would cancel all its digits."""
-    exact_layer(nn.GroupNorm(2, 4), 30 + torch.randn(3, 4, 50))
+    assert_exact_layer(nn.GroupNorm(2, 4), 30 + torch.randn(3, 4, 50))
 
 
 def _resnet() -> nn.Module:

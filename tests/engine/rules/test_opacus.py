@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.cases import cases, pairs
 from tests.engine.reference import stepped, ticket
-from tests.engine.rules.exact import Net, exact_layer
+from tests.engine.rules.exact import Net, assert_exact_layer
 from tests.engine.rules.test_recurrent import states
 
 layers: Any = pytest.importorskip("opacus.layers")
@@ -32,9 +32,9 @@ def test_recurrent_layers(kind: str, own: bool, options: dict[str, Any]) -> None
     def make() -> Any:
         return (getattr(layers, f"DP{kind}") if own else getattr(nn, kind))(WIDTH, 8, batch_first=True, **options)
 
-    exact_layer(make(), X, call=states)
+    assert_exact_layer(make(), X, call=states)
     # The lengths choose which tokens a layer sees.
-    exact_layer(make(), X, call=packed, route="one-example")
+    assert_exact_layer(make(), X, call=packed, route="one-example")
 
 
 def turned(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, torch.Tensor], t
 @cases("name", OTHERS)
 def test_attention(name: str) -> None:
     make, call = OTHERS[name]
-    exact_layer(make(), X, call=call)
+    assert_exact_layer(make(), X, call=call)
 
 
 def test_flat_ids_beside_offsets_are_refused_by_name() -> None:

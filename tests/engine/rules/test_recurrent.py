@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.cases import cases, pairs
 from tests.engine.reference import engine_for, ticket
-from tests.engine.rules.exact import exact_layer
+from tests.engine.rules.exact import assert_exact_layer
 
 
 def states(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -37,12 +37,12 @@ def states(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     )
 )
 def test_layers(kind: type[nn.Module], options: dict[str, Any]) -> None:
-    exact_layer(kind(3, 5, **options), torch.randn(4, 7, 3), call=states, two_pass="bias" in options)
+    assert_exact_layer(kind(3, 5, **options), torch.randn(4, 7, 3), call=states, two_pass="bias" in options)
 
 
 def test_a_plain_net_with_rectifiers_and_one_step() -> None:
-    exact_layer(nn.RNN(3, 5, nonlinearity="relu", batch_first=True), torch.randn(3, 6, 3), call=states)
-    exact_layer(nn.LSTM(3, 5), torch.randn(1, 1, 3), call=states)
+    assert_exact_layer(nn.RNN(3, 5, nonlinearity="relu", batch_first=True), torch.randn(3, 6, 3), call=states)
+    assert_exact_layer(nn.LSTM(3, 5), torch.randn(1, 1, 3), call=states)
 
 
 class Unrolled(nn.Module):
@@ -62,7 +62,7 @@ class Unrolled(nn.Module):
 
 @cases("cell", [nn.LSTMCell(3, 5), nn.GRUCell(3, 5), nn.RNNCell(3, 5, bias=False)])
 def test_cells(cell: nn.Module) -> None:
-    exact_layer(Unrolled(cell), torch.randn(4, 3, 3))
+    assert_exact_layer(Unrolled(cell), torch.randn(4, 3, 3))
 
 
 def test_dropout_between_layers_draws_torch_s_masks() -> None:

@@ -13,7 +13,7 @@ from fastdp.engine.routing import Routing
 from fastdp.engine.uses.layout import Ticket
 from tests.cases import cases, pairs
 from tests.engine.reference import engine_for
-from tests.engine.rules.exact import exact_layer
+from tests.engine.rules.exact import assert_exact_layer
 
 KERNELS = [
     (nn.Conv1d, {"kernel_size": 2}, (9,)),
@@ -30,7 +30,7 @@ KERNELS = [
 def test_even_kernels_are_padded_as_torch_pads_them(
     kind: type[nn.Module], options: dict[str, Any], sizes: tuple[int, ...], two_pass: bool
 ) -> None:
-    exact_layer(kind(2, 4, padding="same", **options), torch.randn(3, 2, *sizes), two_pass=two_pass)
+    assert_exact_layer(kind(2, 4, padding="same", **options), torch.randn(3, 2, *sizes), two_pass=two_pass)
 
 
 class Packed(nn.Module):
