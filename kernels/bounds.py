@@ -33,9 +33,9 @@ def _row_norms(p_x, o_t, m_t, width, stride_t, stride_k, b_t: tl.constexpr, b_k:
         some |= (x != 0.0).to(tl.int32)
     norm = tl.sum(total, 1).to(tl.float64)
     if ORDER == 2:
-        norm = tl.sqrt(norm + width.to(tl.float64) * (gram.PADDING * gram.PADDING))
+        norm = tl.sqrt(norm + width * (gram.PADDING * gram.PADDING))
     else:
-        norm += width.to(tl.float64) * gram.PADDING
+        norm += width * gram.PADDING
     return norm, tl.max(some, 1)
 
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, largest_side, on_device_of, row_tile, splits_to_fill, stages_of, to_device_of
+from .launch import cdiv, gram_side, on_device_of, row_tile, splits_to_fill, stages_of, to_device_of
 from .reduce import sum_parts
 from .tiles import gram_tile, unit_of_slot
 
@@ -54,7 +54,7 @@ def cross_kernel(
                 p_entry = p_left2 + o_col[None, :] * stride_lt2 + ids[:, None] * stride_lk2
                 # [b_t, b_t]
                 left = tl.load(p_entry, mask=m_row[:, None] & m_col[None, :], other=0.0).to(tl.float32)
-            total += tl.sum(tl.sum(left * right, 1), 0)
+            total += tl.sum(left * right)
     tl.store(p_parts + slot.to(tl.int64) * splits + split, total)
 
 
@@ -76,7 +76,7 @@ def cross_inner(
     offsets1, offsets2 = to_device_of(offsets1, right1), to_device_of(offsets2, right1)
     kind = DENSE if left1.dim() == 2 else ID_AGAINST_DENSE if left2.dim() == 2 else IDS
     wide = torch.float32 in (left1.dtype, right1.dtype, left2.dtype, right2.dtype)
-    b_t = row_tile(tokens, units, min(64 if kind is ID_AGAINST_DENSE else 128, largest_side(wide, right1.device)))
+    b_t = row_tile(tokens, units, min(64 if kind is ID_AGAINST_DENSE else 128, gram_side(wide, right1.device)))
     slots = tokens // b_t + units
     splits = splits or splits_to_fill(right1, slots, cdiv(right2.shape[0], b_t))
     parts = torch.empty(1, slots * splits, dtype=torch.float32, device=right1.device)

@@ -20,7 +20,6 @@ from .launch import (
     cdiv,
     has_wide_tiles,
     indices_on_device,
-    largest_side,
     next_power_of_2,
     on_device_of,
     splits_to_fill,
@@ -57,18 +56,18 @@ def _direct_kernel(
     gradient = outer_tile(p_left, p_right, start, end, o_m, o_n, m_m, m_n, stride_lt, stride_lm, stride_rt, stride_rn,
                           b_m, b_n, b_t)  # fmt: skip
     if KIND == ABSOLUTE:
-        tl.store(p_parts + pid, tl.sum(tl.sum(tl.abs(gradient), 1), 0))
+        tl.store(p_parts + pid, tl.sum(tl.abs(gradient)))
     else:
         square = gradient * gradient
         if KIND == MASKED_SQUARE:
             p_inside = p_mask + o_m[:, None].to(tl.int64) * stride_mm + o_n[None, :].to(tl.int64) * stride_mn
             # [b_m, b_n]
             inside = tl.load(p_inside, mask=m_m[:, None] & m_n[None, :], other=0) != 0
-            tl.store(p_parts + pid, tl.sum(tl.sum(tl.where(inside, square, 0.0), 1), 0))
+            tl.store(p_parts + pid, tl.sum(tl.where(inside, square, 0.0)))
             square = tl.where(inside, 0.0, square)
-            tl.store(p_parts + units.to(tl.int64) * tiles + pid, tl.sum(tl.sum(square, 1), 0))
+            tl.store(p_parts + units.to(tl.int64) * tiles + pid, tl.sum(square))
         else:
-            tl.store(p_parts + pid, tl.sum(tl.sum(square, 1), 0))
+            tl.store(p_parts + pid, tl.sum(square))
 
 
 @triton.jit(do_not_specialize=["units", "splits"])
@@ -95,7 +94,7 @@ def chosen_kernel(
         o_n = (tile % tiles_n) * b_n + tl.arange(0, b_n)
         gradient = outer_tile(p_left, p_right, start, end, o_m, o_n, o_m < m, o_n < n, stride_lt, stride_lm, stride_rt,
                               stride_rn, b_m, b_n, b_t)  # fmt: skip
-        total += tl.sum(tl.sum(gradient * gradient, 1), 0)
+        total += tl.sum(gradient * gradient)
     tl.store(p_parts + pid * splits + split, total)
 
 
@@ -120,8 +119,7 @@ def direct_norms(
         left, right = with_wide_rows([left, right])
         m, n = left.shape[1], right.shape[1]
     wide = torch.float32 in (left.dtype, right.dtype)
-    largest = largest_side(wide, right.device)
-    b_m, b_n = min(largest, side_tile(m, wide)), min(largest, side_tile(n, wide))
+    b_m, b_n = side_tile(m, wide), side_tile(n, wide)
     if not wide and mask is None and b_m == 128 and n >= 256 and has_wide_tiles(right.device):
         b_n = 256  # reads a quarter fewer bytes for each product, which is what these tiles wait for
     tiles_n = cdiv(n, b_n)
@@ -190,8 +188,7 @@ def chosen_norms(
     if rights[0].shape[0] == 0:
         return norms
     lefts, rights, offsets = with_wide_rows(lefts), with_wide_rows(rights), to_device_of(offsets, norms)
-    sides = largest_side(False, device), largest_side(True, device)
-    for launch in tables_of(lefts.form, rights.form, lefts.wide, rights.wide, sides):
+    for launch in tables_of(lefts.form, rights.form, lefts.wide, rights.wide, (128, 64)):
         wide, members = torch.float32 in (launch.of_left, launch.of_right), launch.members
         splits = splits_to_fill(norms, len(members) * units, launch.tiles)
         every = len(members) == len(lefts)

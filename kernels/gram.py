@@ -5,6 +5,9 @@ count twice. Jobs of all units and of all matrices over the same tokens are deal
 a time, the widest matrices first: no processor waits for more than one job of another. Tiles of both Gram matrices live in
 registers, that of a shared right factor is made once for all its lefts. The diagonals of tiles on the diagonal are the
 squared lengths of rows, and so the scale of rounding errors (`fastdp.ops.row_products`) comes for nothing.
+
+On Hopper and later the copy engine reads 16-bit factors by tensor descriptors (``DESCRIBED``). It reads past the end of a unit,
+which is masked in the finished tile.
 """
 
 import functools
@@ -22,8 +25,9 @@ from .launch import (
     TRITON_DTYPES,
     Table,
     cached_with,
+    describes,
+    gram_side,
     indices_on_device,
-    largest_side,
     multiprocessors,
     on_device_of,
     row_tile,
@@ -31,7 +35,7 @@ from .launch import (
     to_device_of,
     with_wide_rows,
 )
-from .tiles import gram_tile
+from .tiles import described_gram_tile, gram_tile
 
 _RIGHT_FIELDS = tl.constexpr(6)
 _LEFT_FIELDS = tl.constexpr(4)
@@ -76,22 +80,33 @@ def pairs_kernel(p_offsets, p_table, units, most, b_t):
 
 
 @triton.jit
-def _diagonal(tile, o: tl.constexpr):
-    same = tl.arange(0, o)[:, None] == tl.arange(0, o)[None, :]
-    return tl.sum(tl.where(same, tile, 0.0), 1)
-
-
-@triton.jit
 def _lengths(squares, width):
     # Upper bounds of the lengths of rows: squares add up in a chain at most width + 11 roundings long (docs/clipping.md).
     own = 1.0 + (width + 32).to(tl.float32) * 1.25e-7
     return tl.sqrt(tl.maximum(squares, 0.0) * own + width.to(tl.float32) * (PADDING * PADDING))
 
 
-@triton.jit(do_not_specialize=["units", "most", "problems"], do_not_specialize_on_alignment=["p_products"])
+@triton.jit
+def _tile(
+    p_x, first, first_col, end, tokens, width, stride_t, stride_k,
+    DESCRIBED: tl.constexpr, b_t: tl.constexpr, b_k: tl.constexpr,
+):  # fmt: skip
+    # [b_t, b_t]: the inner products of two tiles of rows of x [tokens, width]
+    if DESCRIBED:
+        rows = tl.make_tensor_descriptor(p_x, [tokens, width], [stride_t, 1], [b_t, b_k])
+        tile = described_gram_tile(rows, first, first_col, width, b_t, b_k)
+    else:
+        o_row = (first + tl.arange(0, b_t)).to(tl.int64)
+        o_col = (first_col + tl.arange(0, b_t)).to(tl.int64)
+        tile = gram_tile(p_x, o_row, o_row < end, stride_t, stride_k, p_x, o_col, o_col < end, stride_t, stride_k,
+                         width, b_t, b_t, b_k)  # fmt: skip
+    return tile
+
+
+@triton.jit(do_not_specialize=["units", "most", "problems", "tokens"], do_not_specialize_on_alignment=["p_products"])
 def _gram_kernel(
-    p_rights, p_lefts, p_table, p_squares, p_products, units, most, problems,
-    RIGHT: tl.constexpr, LEFT: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr,
+    p_rights, p_lefts, p_table, p_squares, p_products, units, most, problems, tokens,
+    RIGHT: tl.constexpr, LEFT: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr, DESCRIBED: tl.constexpr,
     b_t: tl.constexpr, b_k: tl.constexpr,
 ):  # fmt: skip
     pairs = tl.load(p_table + units)
@@ -104,8 +119,6 @@ def _gram_kernel(
         end = tl.load(p_pairs + 2 * most + pair)
         o_row = (first + tl.arange(0, b_t)).to(tl.int64)
         o_col = (first_col + tl.arange(0, b_t)).to(tl.int64)
-        m_row = o_row < end
-        m_col = o_col < end
         p_right = p_rights + problem * _RIGHT_FIELDS
         right_at = tl.load(p_right).to(tl.pointer_type(RIGHT))
         width = tl.load(p_right + 1).to(tl.int32)
@@ -118,13 +131,9 @@ def _gram_kernel(
             right_at = tl.multiple_of(right_at, 16)
             stride_t = stride_t // 8 * 8
             width = width // 8 * 8
-        right = gram_tile(right_at, o_row, m_row, stride_t, stride_k, right_at, o_col, m_col, stride_t, stride_k,
-                          width, b_t, b_t, b_k)  # fmt: skip
-        of_right = tl.zeros((b_t,), tl.float32)
-        if first == first_col:
-            of_right = _lengths(_diagonal(right, b_t), width)
-        else:
-            right = right * 2.0
+        right = _tile(right_at, first, first_col, end, tokens, width, stride_t, stride_k, DESCRIBED, b_t, b_k)
+        # Tiles below the diagonal count twice.
+        times = tl.where(first == first_col, 1.0, 2.0)
         use = tl.load(p_right + 4).to(tl.int32)
         last = use + tl.load(p_right + 5).to(tl.int32)
         for i in tl.range(use, last, disable_licm=True):
@@ -139,13 +148,17 @@ def _gram_kernel(
                 left_at = tl.multiple_of(left_at, 16)
                 stride_lt = stride_lt // 8 * 8
                 m = m // 8 * 8
-            left = gram_tile(left_at, o_row, m_row, stride_lt, stride_lk, left_at, o_col, m_col, stride_lt, stride_lk,
-                             m, b_t, b_t, b_k)  # fmt: skip
+            left = _tile(left_at, first, first_col, end, tokens, m, stride_lt, stride_lk, DESCRIBED, b_t, b_k)
             o_part = (tl.zeros((), tl.int64) + i) * most + pair
-            tl.store(p_squares + o_part, tl.sum(tl.sum(right * left, 1), 0))
+            tile = right * left
+            if DESCRIBED:
+                tile = tl.where((o_row < end)[:, None] & (o_col < end)[None, :], tile, 0.0)
+            tl.store(p_squares + o_part, times * tl.sum(tile))
             product = 0.0
             if first == first_col:
-                product = tl.sum(tl.where(m_row, of_right * _lengths(_diagonal(left, b_t), m), 0.0), 0)
+                # [b_t, b_t], of which the diagonal counts
+                sizes = _lengths(right, width) * _lengths(left, m)
+                product = tl.sum(tl.where((o_row < end)[:, None] & (o_row[:, None] == o_col[None, :]), sizes, 0.0))
             tl.store(p_products + o_part, product)
 
 
@@ -261,13 +274,14 @@ def gram_norms(
     for launch in _launches(lefts.form, rights.form, tuple(counts), lefts.wide, rights.wide):
         wide = torch.float32 in (launch.of_right, launch.of_left)
         count = multiprocessors(device)
-        side = b_t or tile_of(tokens, units, launch.problems, largest_side(wide, device), count)
+        side = b_t or tile_of(tokens, units, launch.problems, gram_side(wide, device), count)
         pairs, most = pairs_of(offsets, tokens, side)
         table, order = launch.table.on_device_of(squares, rights.addresses, lefts.addresses), launch.order
         parts = torch.empty(2, len(order), most, dtype=torch.float32, device=device)
         all_of_it = order == tuple(range(uses))
         out = squares if all_of_it else torch.empty(len(order), units, dtype=torch.float32, device=device)
         sizes = products if all_of_it else torch.empty(len(order), units, dtype=torch.float64, device=device)
+        described = launch.contiguous and launch.wide_loads and not wide and describes(device)
         with on_device_of(squares):
             _gram_kernel[(programs or min(most * launch.problems, RESIDENT[side] * count),)](
                 table,
@@ -278,15 +292,17 @@ def gram_norms(
                 units,
                 most,
                 launch.problems,
+                tokens,
                 RIGHT=TRITON_DTYPES[launch.of_right],
                 LEFT=TRITON_DTYPES[launch.of_left],
                 CONTIGUOUS=launch.contiguous,
                 ALIGNED=launch.wide_loads,
+                DESCRIBED=described,
                 b_t=side,
-                b_k=32 if wide else 64,
+                b_k=32 if wide else 128 if described and side == 128 else 64,
                 enable_fp_fusion=True,
                 num_warps=8 if wide or side == 128 else 4,
-                num_stages=stages_of(4, device),
+                num_stages=stages_of(3 if described and side == 128 else 4, device),
             )
             sum_pairs_kernel[(units, len(order))](
                 parts[0], parts[1], pairs, out, sizes, units, most, b=128, num_warps=4

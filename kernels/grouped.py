@@ -20,7 +20,6 @@ from .launch import (
     Table,
     cdiv,
     indices_on_device,
-    largest_side,
     next_power_of_2,
     on_device_of,
     splits_to_fill,
@@ -82,7 +81,7 @@ def _grouped_kernel(
             o_n = first_n + tl.arange(0, b_n)
             gradient = outer_tile(p_narrow, p_wide, start, end, o_m, o_n, o_m < m, o_n < n, stride_at, stride_ak,
                                   stride_bt, stride_bk, b_m, b_n, b_t)  # fmt: skip
-            total += tl.sum(tl.sum(gradient * gradient, 1), 0)
+            total += tl.sum(gradient * gradient)
             p_tile = p_out + o_m[:, None] * stride_om + o_n[None, :] * stride_on
             # [b_m, b_n]
             tl.store(p_tile, gradient, mask=(o_m < m)[:, None] & (o_n < n)[None, :])
@@ -153,9 +152,7 @@ def per_unit_group(
     offsets, results = to_device_of(offsets, norms), Matrices(gradients)
     for launch in launches:
         members = launch.members
-        b_m = min(
-            64 if launch.contiguous else 32, largest_side(False, device), max(16, next_power_of_2(launch.narrowest))
-        )
+        b_m = min(64 if launch.contiguous else 32, max(16, next_power_of_2(launch.narrowest)))
         single = torch.float32 in (launch.narrow, launch.wide)
         programs = len(members) * units
         dealt = splits or splits_to_fill(norms, programs, cdiv(launch.widest, _WIDE_TILE))

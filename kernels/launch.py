@@ -198,18 +198,28 @@ def registers_of(most: int) -> dict[str, int]:
     return {} if torch.version.hip else {"maxnreg": most}
 
 
-def largest_side(wide: bool, device: torch.device) -> int:
-    """Side of the largest tile whose products a program uses again: registers hold it, and Triton compiles it."""
-    if wide:
-        return 64
-    # Triton 3.7 ends with an error where it would put such products into the tensor memory of sm_100; smaller ones use none.
-    return 32 if capability_of(device)[0] == 10 and triton.__version__.startswith("3.7.") else 128
+def gram_side(wide: bool, device: torch.device) -> int:
+    """Side of the largest tiles of two Gram matrices: registers hold both. Those of Blackwell copy its own tiles, too."""
+    return 64 if wide or capability_of(device)[0] == 10 else 128
 
 
 def has_wide_tiles(device: torch.device) -> bool:
     """Whether matrix units read both factors from shared memory, which holds three stages of 128 by 256 tiles."""
     # AMD's GPUs number their generations alike: an MI300 says 9.4.
     return not torch.version.hip and capability_of(device)[0] in (9, 10)
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def describes(device: torch.device) -> bool:
+    """Whether kernels make tensor descriptors, which the copy engine of Hopper and later reads; Triton gets memory for them."""
+    found = has_wide_tiles(device)
+    if found:
+        # Of this thread alone: backward passes run in others.
+        triton.set_allocator(_scratch)
+    return found
 
 
 def splits_to_fill(tensor: torch.Tensor, programs: int, most: int) -> int:

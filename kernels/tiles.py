@@ -55,6 +55,19 @@ def gram_tile(
 
 
 @triton.jit
+def described_gram_tile(rows, first_a, first_b, width, b_t: tl.constexpr, b_k: tl.constexpr):
+    """`gram_tile` of ``b_t`` rows from ``first_a`` and from ``first_b`` on, all read by one tensor descriptor."""
+    total = tl.zeros((b_t, b_t), tl.float32)
+    acc = tl.zeros((b_t, b_t), tl.float32)
+    for k in range(0, width, b_k):
+        acc = multiply(rows.load([first_a, k]), rows.load([first_b, k]).T, acc)
+        if (k + b_k) % _CHAIN == 0:
+            total += acc
+            acc = tl.zeros((b_t, b_t), tl.float32)
+    return total + acc
+
+
+@triton.jit
 def outer_tile(
     p_left, p_right, start, end, o_m, o_n, m_m, m_n, stride_lt, stride_lm, stride_rt, stride_rn,
     b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr,

@@ -8,6 +8,9 @@ registers and tiles may be twice as wide. Tokens of weight 0 are not read.
 
 Tiles of many matrices over the same tokens go out in one launch: a table in memory says where each lies. Those that do not
 fill the last round of processors are cut along the tokens; their parts are added up in order by a second launch.
+
+On Hopper and later the copy engine reads 16-bit factors by tensor descriptors (``DESCRIBED``) where all blocks are full, as it
+cannot leave out the rows of the next unit.
 """
 
 import functools
@@ -28,6 +31,7 @@ from .launch import (
     TRITON_DTYPES,
     Launch,
     Table,
+    describes,
     has_wide_tiles,
     indices_on_device,
     multiprocessors,
@@ -94,10 +98,19 @@ def _share(p_blocks, pid, whole, splits):
     return tile, first, last
 
 
-@triton.jit(do_not_specialize=["units", "lines", "slots", "whole", "splits"])
+@triton.jit
+def _weights_at(p_words, p_own, at, last):
+    # A block's word, its unit's weight, and that of the next block's unit.
+    word = tl.load(p_words + at)
+    weight = tl.load(p_own + (word >> UNIT_SHIFT)).to(tl.float32)
+    then = tl.load(p_words + tl.minimum(at + 1, last - 1))
+    return word, weight, tl.load(p_own + (then >> UNIT_SHIFT)).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["units", "lines", "slots", "whole", "splits", "tokens"])
 def _weighted_kernel(
-    p_lines, p_blocks, p_weights, p_parts, units, lines, slots, whole, splits,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr,
+    p_lines, p_blocks, p_weights, p_parts, units, lines, slots, whole, splits, tokens,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr, DESCRIBED: tl.constexpr,
     b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -125,12 +138,23 @@ def _weighted_kernel(
     begins = tl.load(p_words + first, mask=first < last, other=0)
     held = tl.load(p_own + (begins >> UNIT_SHIFT)).to(tl.float32)
     held = tl.where(held == 0.0, 1.0, held)
-    for at in range(first, last):
+    full = first
+    if DESCRIBED:
+        if tl.load(p_blocks) * b_t == tokens:
+            full = last
+        lefts = tl.make_tensor_descriptor(p_left, [tokens, m], [stride_lt.to(tl.int64), 1], [b_t, b_m])
+        rights = tl.make_tensor_descriptor(p_right, [tokens, n], [stride_rt.to(tl.int64), 1], [b_t, b_n])
+        for at in range(first, full):
+            word, weight, follows = _weights_at(p_words, p_own, at, last)
+            # Past the end all is zero.
+            start = tl.where(weight == 0.0, tokens, tl.load(p_blocks + 1 + at))
+            acc = multiply(lefts.load([start, from_m]).T, rights.load([start, from_n]), acc)
+            if (follows != held) & (follows != 0.0):
+                acc = acc * (held / follows)
+                held = follows
+    for at in range(full, last):
         start = tl.load(p_blocks + 1 + at).to(tl.int64)
-        word = tl.load(p_words + at)
-        weight = tl.load(p_own + (word >> UNIT_SHIFT)).to(tl.float32)
-        then = tl.load(p_words + tl.minimum(at + 1, last - 1))
-        follows = tl.load(p_own + (then >> UNIT_SHIFT)).to(tl.float32)
+        word, weight, follows = _weights_at(p_words, p_own, at, last)
         m_t = o_t < tl.where(weight == 0.0, 0, word & COUNT_MASK)
         # [b_m, b_t]
         left = tl.load(p_left + start * stride_lt + o_l, mask=m_m[:, None] & m_t[None, :], other=0.0)
@@ -310,8 +334,10 @@ def _launch(
             slots,
             whole,
             splits,
+            tokens,
             LEFT=TRITON_DTYPES[launch.of_left],
             RIGHT=TRITON_DTYPES[launch.of_right],
+            DESCRIBED=launch.contiguous and launch.wide_loads and not wide and b_t == 64 and describes(device),
             **kind,
             b_t=b_t,
             enable_fp_fusion=True,

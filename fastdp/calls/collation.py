@@ -61,14 +61,16 @@ class Collation:
     def sources(self, call: Call) -> dict[Path, Path] | None:
         """For each tensor of a call the path of the same tensor in the batch; None if the loop made one of them itself.
 
-        A tensor that was moved to another device counts as the same if name and values agree.
+        A tensor that was moved to another device counts as the same if its values agree.
         """
         unwritten = {path: t for (path, t), seen in zip(self.batch.items(), self.versions) if version(t) == seen}
         found: dict[Path, Path] = {}
         for path, t in leaves(call):
             same = [p for p, own in unwritten.items() if own is t]
             if not same:
-                same = [p for p, own in unwritten.items() if p[-1:] == path[-1:] and _is_copy(t, own)]
+                # Arguments by position have no name: any copy will do, the one of this name before others.
+                copies = [p for p, own in unwritten.items() if _is_copy(t, own)]
+                same = sorted(copies, key=lambda p: p[-1:] != path[-1:])
             if not same:
                 return None
             found[path] = same[0]
@@ -102,7 +104,7 @@ class Collation:
             if own is t:
                 return axis
             if own.dim() == t.dim() and own.shape[axis] == t.shape[0]:
-                first, second = (_evidence(t.movedim(n, 0), own.movedim(axis, 0)) for n in (0, 1))
+                first, second = (_evidence(t.movedim(n, 0), own.movedim(axis, 0).to(t.device)) for n in (0, 1))
                 found.append((abs(first - second), int(second > first)))
         evidence, axis = max(found)
         if evidence:
@@ -144,7 +146,7 @@ class Collation:
                 for view in (made, *made.unbind(1)):
                     if view.dim() != own.dim() or view.shape[0] != own.shape[0]:
                         continue
-                    one, other = (x.detach().cpu().double() for x in cropped(view, own))
+                    one, other = (x.double() for x in cropped(view.detach().cpu(), own.detach().cpu()))
                     # Ones of a mask are like any others.
                     if len(other.unique()) > 1:
                         nearest[order] = min(nearest[order], float((one - other).abs().mean()))

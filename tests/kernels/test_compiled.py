@@ -112,10 +112,13 @@ class Case:
         return {name: self.own[name] if name in self.own else type_of(name) for name in names}
 
 
-def gram_case(dtype, b_t, b_k, warps, slow=False):
-    constants = {"RIGHT": dtype, "LEFT": dtype, "CONTIGUOUS": True, "ALIGNED": True, "b_t": b_t, "b_k": b_k}
-    matrix = dtype != tl.float32
-    case = Case(gram._gram_kernel, {"p_table": "*i32"}, constants, warps, 4, matrix, True, slow=slow)
+def gram_case(dtype, b_t, b_k, warps, described=False, slow=False):
+    constants = {"RIGHT": dtype, "LEFT": dtype, "CONTIGUOUS": True, "ALIGNED": True, "DESCRIBED": described}
+    constants |= {"b_t": b_t, "b_k": b_k}
+    stages, matrix = 3 if described and b_t == 128 else 4, dtype != tl.float32
+    case = Case(
+        gram._gram_kernel, {"p_table": "*i32"}, constants, warps, stages, matrix, True, slow=slow, wide=described
+    )
     return replace(case, loop=310)  # every other round the accumulator is added up and emptied
 
 
@@ -125,10 +128,11 @@ def direct_case(dtype, kind, b_m, b_n, b_t, warps, slow=False):
     return Case(direct._direct_kernel, own, constants, warps, 3, dtype != "fp32", True, slow=slow)
 
 
-def weighted_case(dtype, b_m, b_n, b_t, warps, slow=False):
-    constants = {"LEFT": dtype, "RIGHT": dtype, "CONTIGUOUS": True, "ALIGNED": True, "b_m": b_m, "b_n": b_n, "b_t": b_t}
-    matrix = dtype != tl.float32
-    return Case(weighted._weighted_kernel, {}, constants, warps, 7 if b_n == 256 else 5, matrix, True, slow=slow)
+def weighted_case(dtype, b_m, b_n, b_t, warps, described=False, slow=False):
+    constants = {"LEFT": dtype, "RIGHT": dtype, "CONTIGUOUS": True, "ALIGNED": True, "DESCRIBED": described}
+    constants |= {"b_m": b_m, "b_n": b_n, "b_t": b_t}
+    stages, matrix = 7 if b_n == 256 else 5, dtype != tl.float32
+    return Case(weighted._weighted_kernel, {}, constants, warps, stages, matrix, True, slow=slow, wide=described)
 
 
 def cross_case(dtype, kind, b_t, b_k, warps, slow=False):
@@ -216,6 +220,8 @@ CASES = {
         clip.pull_back_kernel, {**HALF, "n": "i64", "width": "i64"}, {"b_tile": clip.CLIP_STEP, "ALIGNED": True}
     ),
     "gram-bf16": gram_case(tl.bfloat16, 128, 64, 8),
+    "gram-bf16-described": gram_case(tl.bfloat16, 128, 128, 8, described=True),
+    "gram-bf16-described-short": gram_case(tl.bfloat16, 64, 64, 4, described=True),
     "gram-bf16-short": replace(gram_case(tl.bfloat16, 32, 64, 4, slow=True), narrow=True, blocks=4),
     "gram-fp32": replace(gram_case(tl.float32, 64, 32, 8), loop=700, blocks=2),
     "gram-pairs": Case(gram.pairs_kernel, {"p_table": "*i32"}, {}, slow=True),
@@ -246,6 +252,7 @@ CASES = {
     "weighted-bf16": replace(weighted_case(tl.bfloat16, 128, 128, 64, 8), loop=270),
     # An accumulator of 128 registers leaves four words over for the stack once, where the tile is stored.
     "weighted-bf16-wide": replace(weighted_case(tl.bfloat16, 128, 256, 64, 8), loop=400, wide=True, stack=16),
+    "weighted-bf16-described": replace(weighted_case(tl.bfloat16, 128, 256, 64, 8, described=True), loop=400, stack=16),
     "weighted-fp32": replace(weighted_case(tl.float32, 64, 64, 32, 4, slow=True), loop=1400, blocks=4),
     "weighted-bf16-short": replace(weighted_case(tl.bfloat16, 128, 128, 16, 8, slow=True), loop=400),
     "weighted-parts": Case(
@@ -266,6 +273,12 @@ CASES = {
     "row-products": Case(
         bounds.products_kernel,
         {**HALF, "p_out": "*fp64"},
+        {"b_t": bounds.TOKENS, "b_k": bounds.COLUMNS, "ORDER": 2, "ONE_HOT": False},
+    ),
+    # Triton takes a width of 1 for a constant.
+    "row-products-of-columns": Case(
+        bounds.products_kernel,
+        {**HALF, "p_out": "*fp64", "m": 1, "n": 1},
         {"b_t": bounds.TOKENS, "b_k": bounds.COLUMNS, "ORDER": 2, "ONE_HOT": False},
     ),
     "row-products-units": Case(
@@ -296,12 +309,8 @@ CASES = {
 }
 
 
-#: What their launchers hold to `launch.largest_side`.
-SIDES = {
-    **dict.fromkeys(("gram-bf16", "cross-dense-bf16", "cross-id-dense-bf16", "cross-ids-bf16"), ("b_t",)),
-    **dict.fromkeys(("direct-bf16", "direct-bf16-wide", "direct-chosen-bf16", "direct-masked-bf16"), ("b_m", "b_n")),
-    "grouped-bf16-64": ("b_m",),
-}
+#: What their launchers hold to `launch.gram_side`.
+TWO_TILES = ("gram-bf16", "gram-bf16-described", "cross-dense-bf16", "cross-ids-bf16")
 
 
 def aligned_arguments(case):
@@ -358,7 +367,8 @@ def check_loops(case, found, capability):
     loops = [loop for loop in found.loops if loop.multiplies]
     assert loops or capability >= 100  # products of Blackwell are asked for by one warp, whose waits are barriers
     for loop in loops:
-        assert loop.loads is None and capability >= 100 or loop.loads >= 1
+        # The copy engine reports to barriers.
+        assert (loop.loads is None and (capability >= 100 or found.has("UTMALDG"))) or loop.loads >= 1
         if loop.counts.get("HGMMA"):
             assert loop.products >= 1
         if capability == 90:
@@ -403,21 +413,28 @@ def test_every_variant_fits_an_h200(name):
     check(name, 90)
 
 
+@cases("capability, name", [(90, "gram-bf16-described"), (100, "gram-bf16-described-short")])
+def test_the_copy_engine_reads_described_factors(capability, name):
+    found = check(name, capability)
+    assert found.has("UTMALDG")
+    assert not found.has("LDGSTS")
+    assert found.spills == 0
+    # Two finished tiles and an accumulator of 128 x 128 leave a Hopper program no register over.
+    assert found.registers <= (168 if capability == 100 else 255)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(*pairs(("capability", [80, 86, 89, 100, 120]), ("name", list(CASES))))
 def test_fits_its_neighbours(name, capability, monkeypatch):
     if CASES[name].wide and capability not in (90, 100):
         # Launchers choose tiles this wide for the shared memory of these two alone.
         pytest.skip("never launched there")
-    if capability == 100 and name in SIDES:
-        with monkeypatch.context() as patch:
-            patch.setattr(launch, "capability_of", lambda device: (10, 0))
-            side = launch.largest_side(False, None)
-        if side < 64:
-            smaller = {key: min(side, value) for key, value in CASES[name].constants.items() if key in SIDES[name]}
-            case = replace(CASES[name], constants={**CASES[name].constants, **smaller}, narrow=True, num_warps=4)
-            name = f"{name}-{side}"
-            monkeypatch.setitem(CASES, name, case)
+    case = CASES[name]
+    if capability == 100 and name in TWO_TILES:
+        smaller = {key: min(64, value) for key, value in case.constants.items() if key in ("b_t", "b_k")}
+        case = replace(case, constants={**case.constants, **smaller}, num_warps=4, num_stages=max(case.num_stages, 4))
+        name = f"{name}-64"
+        monkeypatch.setitem(CASES, name, case)
     check(name, capability)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fastdp.calls.batches import tensors
 from fastdp.calls.named import functions
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.uses.experts import ExpertFactors
@@ -16,6 +17,7 @@ from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.rows import BatchAxis
 from fastdp.engine.uses.selections import Selection
 from fastdp.engine.uses.use import CaptureContext, Sink
+from fastdp.ops.placed import copy_to_device
 
 #: Where the factors of a value's gradient go: to each parameter that the value is an indexing, a sum or a product of.
 Pull = Callable[[Factors], list[tuple[torch.nn.Parameter, Factors]]]
@@ -204,19 +206,17 @@ def _value(argument: Any) -> torch.Tensor:
 
 
 def _through_index(own: Pull, func: Any, first: torch.Tensor, args: Any, kwargs: Any, part: int | None) -> Pull | None:
-    """Through a choice of whole rows and columns, which are found by doing the same to their numbers."""
+    """Through a choice of whole rows and columns, found by doing the same to their numbers, on the host where it can."""
     if first.dim() < 2:
         return None
-    shape, device = first.shape, first.device
+    shape, device = first.shape, next((t.device for t in tensors((args[1:], kwargs)) if t.dim()), torch.device("cpu"))
     sizes = shape[0], shape[1:].numel()
     of_rows = torch.arange(sizes[0], device=device).view(-1, *[1] * (len(shape) - 1)).expand(shape)
     of_columns = torch.arange(sizes[1], device=device).view(1, *shape[1:]).expand(shape)
     done = [func(t, *args[1:], **kwargs) for t in (of_rows, of_columns)]
-    rows, columns = (d if part is None else d[part] for d in done)
-    rows, columns = rows.flatten(1), columns.flatten(1)
+    rows, columns = ((d if part is None else d[part]).flatten(1) for d in done)
     swapped = not _constant(rows, 1)
-    if swapped:
-        rows, columns = rows.t(), columns.t()
+    rows, columns = (rows.t(), columns.t()) if swapped else (rows, columns)
     if not rows.numel() or not (_constant(rows, 1) and _constant(columns, 0)):
         return None
     chosen = [
@@ -227,7 +227,7 @@ def _through_index(own: Pull, func: Any, first: torch.Tensor, args: Any, kwargs:
     def pull(factors: Factors) -> list[tuple[torch.nn.Parameter, Factors]]:
         given = reversed(factors.sides) if swapped else factors.sides
         first, second = (
-            f if index is None else f.new_zeros(f.shape[0], size).index_add_(1, index, f)
+            f if index is None else f.new_zeros(f.shape[0], size).index_add_(1, copy_to_device(index, f.device), f)
             for f, index, size in zip(given, chosen, sizes)
         )
         return own(factors.moved(first, second, turned=swapped))

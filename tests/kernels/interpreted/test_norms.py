@@ -125,6 +125,27 @@ def test_many_matrices_in_one_launch():
             assert relative_error(norm, truth.square().sum((1, 2))) <= BOUND
 
 
+def test_gram_matrices_of_described_factors(monkeypatch):
+    """The copy engine reads rows of the next unit, here NaN, and columns past the last."""
+    offsets = offsets_of((5, 130, 9, 3))
+    lefts, right = (
+        [factor(147, width, width, torch.bfloat16) for width in (24, 136)],
+        factor(147, 40, 1, torch.bfloat16),
+    )
+    right[135:144] = float("nan")
+    found = []
+    for described in (False, True):
+        monkeypatch.setattr(gram, "describes", lambda device, own=described: own)
+        norms, products = gram.gram_norms(lefts, [right], [2], offsets)
+        assert norms.isfinite().tolist() == [[True, True, False, True]] * 2
+        for left, own in zip(lefts, norms):
+            squares = squared(left, right, offsets)
+            assert relative_error(own[squares.isfinite()], squares[squares.isfinite()]) <= BOUND
+        found += [norms, products]
+    for one, other in zip(found[:2], found[2:]):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=0, equal_nan=True)
+
+
 def test_a_nan_stays_in_its_unit():
     offsets = offsets_of((5, 60, 9))
     left, right = factor(74, 7, 0), factor(74, 9, 1)

@@ -198,3 +198,16 @@ def test_sums_of_many_units_are_made_of_parts(as_on_a_gpu, monkeypatch):
     for found, begun in zip(made_here, (0, before.double(), before.double())):
         assert float((found.double() - begun - truth).norm()) <= 1e-6 * float(truth.norm())
     assert launched == [3, 3, 1] * 2
+
+
+@pytest.mark.parametrize("lengths", [(64, 128, 64), (64, 100, 30)])
+def test_described_factors_are_left_out_with_weight_0(lengths, monkeypatch):
+    """Full blocks go by the copy engine, others by masked loads; a unit of weight 0 may hold NaN."""
+    monkeypatch.setattr(weighted, "describes", lambda device: True)
+    offsets, tokens = offsets_of(lengths), sum(lengths)
+    left, right = factor(tokens, 24, 0, torch.bfloat16), factor(tokens, 40, 1, torch.bfloat16)
+    weights = torch.tensor([[0.5, 0.0, 1.5]])
+    wanted = torch.einsum("b,bmn->mn", weights[0].double(), gradients(left, right, offsets))
+    left[64 : 64 + lengths[1]], out = float("nan"), torch.full((24, 40), 0.25)
+    weighted.weighted_sums_([out], [left], [right], weights, offsets, [True])
+    torch.testing.assert_close(out.double(), wanted + 0.25, rtol=1e-5, atol=1e-4)
