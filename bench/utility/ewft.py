@@ -61,16 +61,18 @@ SIZES = {
 }
 #: Codes without a delta, by their number: two learn from labels, the others from what varies most.
 PURE = {"codebook 2": 2, "codebook 16": 16}
+#: Dimensions of the paper's autoencoders, from the outermost.
+AUTOENCODERS = ([4], [64], [256], [64, 4], [256, 64, 4])
 
 
 @cache
-def schedule(form: str, epsilon: float) -> ewft.NoiseSchedule:
+def schedule(form: str, epsilon: float, distance: float) -> ewft.NoiseSchedule:
     """The noise of a row: falling as printed (std C sigma) for the paper's data set, or sound."""
     if form == "once":
         return ewft.release_once(epsilon, DELTA)
     if form == "sound":
         return ewft.dp_forward(PAPER["epochs"], epsilon, DELTA)
-    printed = fastdp.accounting.epoch_weighted_schedule(epsilon=epsilon, delta=DELTA, step_distance=2.0, **PAPER)
+    printed = fastdp.accounting.epoch_weighted_schedule(epsilon=epsilon, delta=DELTA, step_distance=distance, **PAPER)
     return ewft.paper(tuple(printed), epsilon, DELTA, "C")
 
 
@@ -149,7 +151,8 @@ class Bench:
         return {**found, "accuracy_by_public_text_alone": before}
 
     def _with_noise(self, top: torch.nn.Module, row: suite.Row) -> suite.Row:
-        parts, noise, autoencoder = self.parts(row["seed"]), schedule(row["form"], row["epsilon"]), None
+        parts, autoencoder = self.parts(row["seed"]), None
+        noise = schedule(row["form"], row["epsilon"], row["step_distance"])
         if row["bottom"] == "public":
             # Not by `ewft.rehearse`: here each epoch's own noise, and the loop that all three kinds of bottom share.
             levels = noise.ratios * (self.size.epochs if noise.reuse else 1)
@@ -223,6 +226,10 @@ def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
         rows.append({**pure, "epsilon": epsilon, "bottom": "public", "mechanism": "codebook 2"})
         rows.append({**pure, "epsilon": epsilon, "bottom": "pretrained", "mechanism": "codebook 16"})
     rows.append({**base, "form": "none", "bottom": "private", "mechanism": "non-private"})
+    # Tables 4 and 5.
+    for epsilon in budgets:
+        rows += [{**form, "epsilon": epsilon, "autoencoder": own} for own in AUTOENCODERS for form in (paper, once)]
+        rows += [{**paper, "epsilon": epsilon, "step_distance": distance} for distance in (1.0, 3.0, 4.0)]
     return suite.by_seed(rows, seeds)
 
 

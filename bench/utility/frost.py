@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +127,12 @@ class Bench:
     def _rows(self, texts: tops.Texts) -> Rows:
         if self.size.frozen == 0:
             return Rows(texts, None)
-        bottom, _ = split_model(tops.load(self.folder, 0).to(suite.device()), self.size.frozen)
         # Half precision: the states of all examples stay in memory.
-        return Rows(texts, tops.hidden_states(bottom, texts).half())
+        return Rows(texts, tops.hidden_states(self._bottom, texts).half())
+
+    @cached_property
+    def _bottom(self) -> Any:
+        return split_model(tops.load(self.folder, 0).to(suite.device()), self.size.frozen)[0]
 
     def model(self, form: str, seed: int) -> torch.nn.Module:
         """A fresh model, or what of it lies above the frozen blocks, in training mode without dropout, which would differ

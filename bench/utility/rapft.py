@@ -42,6 +42,27 @@ MIDDLE = 5.0
 
 
 @dataclass(frozen=True)
+class Likeliest(rapft.Initialisation):
+    """The paper's top-k start: relevance of the k likeliest tokens of each position."""
+
+    k: int = 1
+
+    def generation(self, logits: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+        probabilities = torch.softmax(logits[counted].float(), -1)
+        values, tokens = probabilities.topk(self.k, -1)
+        return torch.zeros_like(probabilities).scatter_(-1, tokens, values)
+
+
+#: Where relevance starts, by a row's word for it; the first is the usual one.
+STARTS = {
+    "top_p": rapft.Initialisation(p=0.9),
+    "naive": rapft.Initialisation(p=1.0),
+    **{f"top_p {p}": rapft.Initialisation(p=p) for p in (0.85, 0.95)},
+    **{f"top_k {k}": Likeliest(k=k) for k in (2, 5, 10)},
+}
+
+
+@dataclass(frozen=True)
 class Size:
     """How much is run. Steps and batch size are few, but are drawn from, and accounted over, all training examples.
 
@@ -60,6 +81,7 @@ class Size:
     epsilons: tuple[float, ...] = (3.0, 5.0, 7.0)
     tunings: tuple[str, ...] = TUNINGS
     ratios: tuple[float, ...] = (0.55, 0.6, 0.7, 0.8, 0.9)
+    starts: tuple[str, ...] = ()
     fewer: tuple[str, ...] = ("noised", "paper")
     rates: tuple[float, ...] = (1.2e-2, 4e-2, 1e-2)
 
@@ -70,6 +92,9 @@ SIZES = {
     "default": Size(),
     "long": LONG,
     "faster": replace(LONG, tunings=("bitfit",), rates=(0.0, 8e-2, 0.0)),
+    # Every epsilon and form, and table IV.
+    "longest": replace(LONG, epsilons=(3.0, 5.0, 7.0), fewer=("noised", "paper")),
+    "starts": replace(LONG, tunings=("lora",), starts=tuple(STARTS)),
     # What the noised map does with BitFit in few steps.
     "bitfit": Size(epsilons=(5.0,), tunings=("bitfit",), ratios=(), fewer=("noised",)),
     "tiny": Size(2, 8, 8, 32, 8, 8, (5.0,), ("lora",), (0.7,)),
@@ -81,27 +106,30 @@ class Bench:
 
     Args:
         model: folder of a causal language model with its tokenizer.
-        train, held_out: CSV files with a column ``ref``; some rows of the second, never evaluated on, are the public ones.
+        train, held_out: texts; some of the second, never evaluated on, are the public ones.
     """
 
-    def __init__(self, model: Path, train: Path, held_out: Path, size: Size):
+    def __init__(self, model: Path, train: list[str], held_out: list[str], size: Size):
         self.folder, self.size = model, size
-        tokenizer = load_pretrained(hf.AutoTokenizer, model)
+        self.tokenizer = tokenizer = load_pretrained(hf.AutoTokenizer, model)
         self.collator = Collator(
             tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         )
-        self.train, rest = (
-            causal_examples(tokenizer, read_rows(str(path)).column("ref", "the texts"), size.length)
-            for path in (train, held_out)
-        )
+        self.train, rest = (causal_examples(tokenizer, texts, size.length) for texts in (train, held_out))
         needed = size.public + size.held_out
         if len(rest) < needed or len(self.train) < size.batch_size:
-            raise ValueError(f"{held_out} needs {needed} rows and {train} {size.batch_size} for this size")
+            raise ValueError(f"this size needs {size.batch_size} texts to train on and {needed} others")
         chosen = rest.items[:: max(1, len(rest) // needed)]
         public = chosen[: size.public]
         self.public = [suite.placed(self.collator(public[i : i + 32])) for i in range(0, size.public, 32)]
         self.held_out = Examples(chosen[size.public : needed], 0)
         self.multiplier = cache(self._multiplier)
+
+    @classmethod
+    def of_files(cls, model: Path, train: Path, held_out: Path, size: Size) -> Bench:
+        """The bench of two CSV files with a column ``ref``."""
+        texts, others = (read_rows(str(path)).column("ref", "the texts") for path in (train, held_out))
+        return cls(model, texts, others, size)
 
     def model(self, tuning: str, seed: int) -> torch.nn.Module:
         """A fresh model with its trained parameters, in training mode without dropout."""
@@ -134,7 +162,7 @@ class Bench:
             irrelevance_ratio=row["irrelevance_ratio"],
             # Equation 7: relevance passes a layer behind an activation by its positive contributions alone.
             propagation=rapft.Propagation(positive_after_activation=True),
-            initialisation=rapft.Initialisation(p=0.9),
+            initialisation=STARTS[row["initialisation"]],
             map_after=0 if row["tuning"] == "bitfit" else min(2, self.size.steps - 1),
         )
 
@@ -182,7 +210,11 @@ class Bench:
             # A mask from private examples has no epsilon, whatever its steps cost.
             found |= {"true_epsilon": "inf", "fixed_mask_epsilon": spent}
         run.detach()
-        return found
+        return found | self.attacked(model)
+
+    def attacked(self, model: torch.nn.Module) -> suite.Row:
+        """What attackers find out from the tuned model."""
+        return {}
 
 
 def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
@@ -196,9 +228,10 @@ def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
         rows += [{**own, "form": form, "epsilon": MIDDLE} for form in size.fewer]
     swept = {**base, "tuning": "lora", "form": "printed", "epsilon": MIDDLE}
     rows += [{**swept, "irrelevance_ratio": ratio} for ratio in size.ratios]
+    rows += [{**swept, "initialisation": start} for start in size.starts]
     return suite.by_seed(rows, seeds)
 
 
 PATHS = {"model": "folder of a small GPT-2", "train": "CSV with a column ref", "eval": "CSV of the same form, held out"}
 #: Measures what is missing, by the arguments of a command line.
-main = partial(suite.main, __doc__, SIZES, Bench, settings, PATHS)
+main = partial(suite.main, __doc__, SIZES, Bench.of_files, settings, PATHS)

@@ -92,7 +92,7 @@ def main(
     os.environ["FASTDP_AGAIN"] = "1"
     quiet_libraries()
     made = bench(*(getattr(options, name) for name in paths), sizes[options.size])
-    names = ("part", "form", "scheme", "mechanism", "tuning", "clients", "data")
+    names = ("part", "form", "scheme", "mechanism", "tuning", "clients", "data", "initialisation")
     rows = (row for row in settings(made, options.seeds) if row.get("seed", 0) >= options.first_seed)
     said = ((row, " ".join(str(row[name]) for name in names if name in row)) for row in rows)
     wanted = (row for row, text in said if any(part in text for part in options.only.split(",")))
