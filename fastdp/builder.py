@@ -308,7 +308,7 @@ class Builder:
             steps=math.ceil((options.epochs or 0) * per_epoch),
             steps_per_epoch=per_epoch,
             sampling=options.sampling,  # type: ignore[arg-type]
-            adjacency=options.adjacency or usual,  # type: ignore[arg-type]
+            adjacency=usual if options.adjacency is None else options.adjacency,  # type: ignore[arg-type]
             target_epsilon=options.target_epsilon,
             delta=options.target_delta,
             noise_multiplier=options.noise_multiplier,

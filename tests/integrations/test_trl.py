@@ -243,7 +243,6 @@ def test_sft_trains_evaluates_and_resumes(tmp_path: Path, tokenizer: Any) -> Non
     ],
 )
 def test_settings_whose_losses_would_be_others_are_refused(tmp_path: Path, kind: str, setting: str, value: Any) -> None:
-    """What `dft` weighs trains by a criterion, as the refusal says: `test_a_loss_of_the_user_s_own_by_row`."""
     trainer: Any = {"sft": fastdp.DPSFTTrainer, "dpo": fastdp.DPDPOTrainer}[kind]
     with pytest.raises(ValueError, match=setting):
         trainer_of(trainer, tmp_path, None, [{}], **{setting: value})

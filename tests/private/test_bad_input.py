@@ -89,6 +89,7 @@ def test_refusals_before_the_start_leave_everything_as_it_was(tmp_path: Path) ->
         ({"epochs": math.inf}, "epochs is inf"),
         ({"sampling": "weighted"}, "sampling is 'weighted'"),
         ({"adjacency": "neighbouring"}, "adjacency is 'neighbouring'"),
+        ({"adjacency": ""}, "adjacency is ''"),
         ({"loss_reduction": "none"}, "loss_reduction is 'none'"),
         ({"user_ids": [0, 1]}, "2 entries for 24 examples"),
         ({"user_ids": list(range(24))}, "state max_examples_per_user"),
@@ -368,7 +369,7 @@ NO_BACKWARD = r"step\(\) without backward\(\)"
         ),
         (Classifier, {}, lambda p: (-_loss(p)).backward(), ValueError, "must be positive"),
         (Silent, {"criterion": _mean}, _by_criterion, ValueError, "Return one loss per row"),
-        (Silent, {}, _loss, ValueError, "returned no loss"),
+        (Silent, {}, _loss, ValueError, "returned no loss of what is trained: .* make_private criterion="),
     ],
 )
 def test_loops_that_cannot_be_followed(
