@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -63,6 +63,9 @@ _LOCAL = {
 }
 
 
+_SWITCHES = ("resume", "secure_rounding", "two_pass", "self_check", "keep_logits", "allow_large_delta")
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """The arguments of `make_private` besides the model, the optimizer and the loader, which it documents."""
@@ -104,7 +107,10 @@ class RunOptions:
         integer(
             1, max_physical_batch_size=self.max_physical_batch_size, max_examples_per_user=self.max_examples_per_user
         )
-        integer(unsafe_seed=self.unsafe_seed)
+        integer(0, unsafe_seed=self.unsafe_seed)
+        switches = {name: getattr(self, name) for name in _SWITCHES}
+        instance(bool | int | None, "True or False", **switches)
+        instance(Sized | None, "a list with the user of each example", user_ids=self.user_ids)
         instance(str | None, "the name of a batch entry", unit_map=self.unit_map)
         instance(str | os.PathLike | None, "the path of a folder", output_dir=self.output_dir)
         instance(Callable | None, "a function of (output, batch)", criterion=self.criterion)
@@ -302,7 +308,7 @@ class Builder:
             steps=math.ceil((options.epochs or 0) * per_epoch),
             steps_per_epoch=per_epoch,
             sampling=options.sampling,  # type: ignore[arg-type]
-            adjacency=options.adjacency or usual,  # type: ignore[arg-type]
+            adjacency=usual if options.adjacency is None else options.adjacency,  # type: ignore[arg-type]
             target_epsilon=options.target_epsilon,
             delta=options.target_delta,
             noise_multiplier=options.noise_multiplier,

@@ -256,7 +256,7 @@ class Pure(Claim):
             return CheckedFigures(one, one, reason)
         if total is None:
             raise UnsupportedFigure(f"the card states {stated!r} for a text, but not how many units one has", None, one)
-        if not isinstance(stated, (int, float)) or stated < total * (1 - ROOM):
+        if not isinstance(stated, (int, float)) or not math.isclose(stated, total, rel_tol=ROOM):
             raise UnsupportedFigure(
                 f"the card states {stated!r} for a text, but its units add up to {total:.6g}", stated, total
             )

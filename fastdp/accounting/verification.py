@@ -40,6 +40,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
 _SECOND: dict[str, type | tuple[type, ...]] = {
     **{"kind": str, "created": str, "software": dict, "also": list},
     **{"assumptions": list, "unprotected": list, "notes": list, "remaining": list},
+    **{"run_id": (str, type(None)), "ledger_head": (str, type(None)), "weights": (list, type(None))},
 }
 _GAUSSIAN: dict[str, type | tuple[type, ...]] = {"unit": str, "adjacency": str, "epsilon": dict, "event": dict}
 _RUN: dict[str, type | tuple[type, ...]] = {
@@ -172,7 +173,7 @@ def _fields(card: Mapping[str, Any]) -> Mapping[str, Any]:
         # Every card of the first version was of a run; a later one may speak of its data alone.
         wanted |= _RUN if card["version"] == 1 or {"steps", "sampling", "noise_multiplier"} & card.keys() else {}
     for name, kind in wanted.items():
-        if not isinstance(card.get(name), kind) or isinstance(card.get(name), bool):
+        if name not in card or not isinstance(card[name], kind) or card[name] == "" or isinstance(card[name], bool):
             raise _Refused(f"the card is malformed: {name} is missing or of the wrong type")
     if card["digest"] != digest(card):
         raise _Refused("the card was altered after it was written: its digest does not match")
@@ -218,7 +219,11 @@ def _check_claims(card: Mapping[str, Any]) -> list[CheckedFigures]:
 
 def _check_facts(card: Mapping[str, Any]) -> None:
     """Refuse facts of a card that others of its fields contradict."""
-    budget, mechanism = card.get("budget") or {}, card["mechanism"]
+    budget, mechanism, settings = card.get("budget") or {}, card["mechanism"], card.get("settings") or {}
+    if not isinstance(mechanism.get("name"), str) or not mechanism["name"]:
+        raise _Refused("the card is malformed: its mechanism has no name")
+    if not all(isinstance(digest, str) for digest in card.get("weights") or ()):
+        raise _Refused("the card is malformed: its weights are no digests")
     of_a_unit = budget.get("of_a_unit")
     eta, displaced = card.get("eta", of_a_unit), (card.get("displacement") or {}).get("eta")
     if displaced not in (None, eta):
@@ -227,6 +232,7 @@ def _check_facts(card: Mapping[str, Any]) -> None:
         "eta": None if card.get("nats_per_distance") else eta,
         "epsilon_of_a_token": card.get("epsilon_of_a_token"),
         "mechanism": mechanism.get("epsilon"),
+        "settings": settings.get("epsilon") if settings.get("name") == mechanism["name"] else None,
     }
     for name, stated in figures.items() if of_a_unit is not None else ():
         if stated is not None and stated != of_a_unit:
@@ -251,9 +257,8 @@ def _check_run(card: Mapping[str, Any], flat: Flat) -> None:
     factors = tuple((step, factor) for step, factor in card["mechanism"].get("noise_schedule") or CONSTANT)
     stated = dpsgd_model(multiplier, rate, card["sampling"], math.ceil(1 / rate - 1e-9), factors)
     wanted = flatten(stated.event(spent))
-    for _, most, _ in wanted.sampled:
-        counted = sum(count for q, z, count in flat.sampled if q >= rate and z <= most)
-        needed = sum(count for _, z, count in wanted.sampled if z <= most)
+    for _, own, needed in wanted.sampled:
+        counted = sum(count for q, z, count in flat.sampled if math.isclose(q, rate) and math.isclose(z, own))
         if counted < needed:
             raise _Refused(f"the card states {needed} steps, but its event holds {counted} at that rate and multiplier")
     if flat.mu_squared < wanted.mu_squared * (1 - ROOM):
@@ -345,6 +350,9 @@ def _check_described(card: Mapping[str, Any], header: Mapping[str, Any]) -> None
     begun, stated = header.get("mechanism"), card["mechanism"]
     if begun is not None and begun != (stated if isinstance(begun, dict) else stated.get("name")):
         raise _Refused("the card states another mechanism than the ledger was begun with")
+    for key in stated.keys() & header.keys() - {"mechanism"}:
+        if stated[key] != header[key]:
+            raise _Refused(f"the card states {key} {quote(stated[key])}, but the ledger was begun with {header[key]!r}")
     model = card.get("model")
     for key in ("fingerprint", "name"):
         known = header.get("fingerprint" if key == "fingerprint" else "model")

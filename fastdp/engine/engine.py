@@ -46,8 +46,7 @@ def gc_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        (gc.enable if enabled else gc.disable)()
 
 
 class Engine(Passes):
@@ -102,8 +101,8 @@ class Engine(Passes):
     @property
     def trains(self) -> bool:
         """Also in evaluation mode, for a batch that was handed out while the model was in it: a loop's own choice."""
-        in_eval = bool(self.tickets) and self.tickets[0].in_eval
-        return (self.model.training or in_eval) and torch.is_grad_enabled()
+        in_training = self.model.training or (bool(self.tickets) and self.tickets[0].in_eval)
+        return in_training and torch.is_grad_enabled()
 
     def abandon(self) -> bool:
         """Forget a logical batch that was begun and not released: the loader starts anew. Whether there was one."""
@@ -134,6 +133,9 @@ class Engine(Passes):
         if not self.tickets:
             if self.backwards > self.followed:
                 raise RuntimeError(FORWARD_AFTER_BACKWARD)
+            if any(tensor.grad_fn is not None for _, tensor in leaves((args, kwargs))):
+                # What another network made, as a GAN's generator, which learns by this pass.
+                return self.forwards.root.plain(*args, **kwargs)
             raise RuntimeError(
                 "no batch is outstanding: take batches from make_private's loader, run all passes of one before backward(), and "
                 "call model.eval() for other passes."
@@ -165,7 +167,7 @@ class Engine(Passes):
             return self.checks.run_probe(call, ticket, junction)
         if self.isolated:
             self.begun, self.route = True, ONE_EXAMPLE
-            with self.chance():
+            with self.chance(), self._watched():
                 return self.run_forward(call, ticket, verify=True, junction=junction)[0]
         with self._one_pass():
             try:

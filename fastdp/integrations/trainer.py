@@ -6,6 +6,7 @@ import itertools
 import logging
 import re
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ _WORDING = {
     r"\bresume=True": "resume_from_checkpoint=True",
     r"\buser_ids\b": "user_id_column",
     r"^epochs is": "num_train_epochs is",
+    r"^batch_size (?=\d)": "per_device_train_batch_size ",
 }
 
 
@@ -201,6 +203,15 @@ class PrivateTraining(_TrainerBase):
         for setting, (harmless, hint) in self.refused.items():
             if getattr(arguments, setting, harmless) not in (harmless, None):
                 raise ValueError(f"{setting} cannot be used with {name}: {hint}")
+        if not 0 <= arguments.label_smoothing_factor <= 1:
+            raise ValueError(
+                f"label_smoothing_factor is {arguments.label_smoothing_factor}: it must lie between 0 and 1"
+            )
+        if arguments.max_grad_norm not in (None, 0.0, 1.0):
+            warnings.warn(
+                "max_grad_norm has no effect: set method=fastdp.DPSGD(max_grad_norm=...) in PrivacyArguments",
+                stacklevel=3,
+            )
         if getattr(arguments, "predict_with_generate", False) and not isinstance(self, Seq2SeqTrainer):
             raise ValueError(f"predict_with_generate cannot be used with {name}: use DPSeq2SeqTrainer")
 
@@ -263,7 +274,9 @@ class PrivateTraining(_TrainerBase):
             raise ValueError(
                 "train_dataset holds no example: raise max_length if it cut every label, and check the filters"
             )
-        column = self.privacy.user_id_column
+        column, known = self.privacy.user_id_column, self.train_dataset[0]
+        if column is not None and column not in known:
+            raise ValueError(f"user_id_column is {column!r}, which no example has: name one of {', '.join(known)}")
         return None if column is None else [example[column] for example in self.train_dataset]  # type: ignore[attr-defined]
 
     def _plain_loader(self) -> DataLoader:

@@ -84,7 +84,7 @@ class DPSFTTrainer(PrivateTraining, SFTTrainer):
 
     refused: ClassVar[dict[str, tuple[Any, str]]] = {
         **_REFUSED,
-        "loss_type": ("nll", "the loss is each example's mean over its tokens"),
+        "loss_type": ("nll", "leave it out, or give PrivacyArguments(criterion=), which returns one loss a row"),
         "padding_free": (False, "set packing=True, which packs examples and keeps them apart"),
     }
 

@@ -22,8 +22,8 @@ Groups = Mapping[str, Sequence[str]] | str | None
 
 def check_clipping(max_grad_norm: Bounds, groups: Groups) -> None:
     """Raise ValueError for a threshold that is not positive, or groups that are neither named nor ``per_layer``."""
-    if isinstance(groups, str) and groups != "per_layer":
-        raise ValueError(f"groups is '{groups}': give 'per_layer' or a mapping from names to patterns")
+    if not (groups in (None, "per_layer") or isinstance(groups, Mapping)):
+        raise ValueError(f"groups is {groups!r}: give 'per_layer' or a mapping from names to patterns")
     for bound in max_grad_norm.values() if isinstance(max_grad_norm, Mapping) else [max_grad_norm]:
         positive(max_grad_norm=bound)
         if bound * LARGEST_RATIO < 1:

@@ -10,7 +10,7 @@ from typing import Any
 from fastdp.accounting.events import NoiseFactors
 from fastdp.engine.clip.policy import Policy
 from fastdp.private.method import Method
-from fastdp.validate import fraction, instance, positive
+from fastdp.validate import fraction, instance, number, positive
 
 #: Accounting takes a third of a second for each.
 _MOST_FACTORS = 64
@@ -153,6 +153,7 @@ def _factors(name: str, schedule: Mapping[int, float] | None) -> NoiseFactors:
     for step, factor in given.items():
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"{name} has the step {step!r}: steps are whole numbers, counted from 0")
+        number(**{f"the factor of {name} at step {step}": factor})
         if not (factor > 0 and math.isfinite(factor)):
             raise ValueError(f"{name} has the factor {factor} at step {step}: factors are positive numbers")
     return tuple((step, float(factor)) for step, factor in ({0: 1.0} | given).items())

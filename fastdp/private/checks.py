@@ -175,6 +175,11 @@ def _refuse_layers(model: torch.nn.Module) -> None:
             raise ValueError(
                 "AdaLoRA chooses its ranks by gradients without noise: use LoRA, with rank_pattern where ranks should differ"
             )
+        if type(module).__name__ == "MultiheadAttention" and type(module).__module__.startswith("peft."):
+            raise ValueError(
+                f"LoRA on {name}, an nn.MultiheadAttention, rewrites frozen weights in each pass: leave it out of target_modules "
+                "or adapt opacus.layers.DPMultiheadAttention"
+            )
         if type(module).__name__.endswith("MeanScaler") and module.default_scale is None:
             raise ValueError(
                 f"{name} scales a series without values by the batch's mean: set model.{name}.default_scale = 1.0"

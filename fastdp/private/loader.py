@@ -286,7 +286,7 @@ class PrivateLoader:
 
     def _take_unit_map(self, batch: Any, ticket: Ticket) -> tuple[Any, Ticket]:
         if not hasattr(batch, "pop") or self.unit_map not in batch:
-            raise ValueError(f"the collator did not put the unit map '{self.unit_map}' into the batch")
+            raise ValueError(f"unit_map is '{self.unit_map}', and the collator puts no such entry into the batch")
         token_units = batch.pop(self.unit_map)
         most = int(token_units.max()) if token_units.numel() else -1
         if most >= ticket.weights.shape[0]:
@@ -468,7 +468,7 @@ def check_loader(loader: Any) -> int:
     """
     if not isinstance(loader, DataLoader):
         raise TypeError(f"data_loader is a {type(loader).__name__}: give a torch.utils.data.DataLoader")
-    if isinstance(loader.dataset, IterableDataset):
+    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
         raise ValueError("an iterable data set cannot be sampled at random; give one with __len__ and __getitem__")
     size = len(loader.dataset)  # type: ignore[arg-type]
     if size == 0:
@@ -496,7 +496,7 @@ def check_loader(loader: Any) -> int:
             stacklevel=3,
         )
     if batch_size > size:
-        raise ValueError(f"batch size {batch_size} exceeds the {size} examples: the sample rate would pass 1")
+        raise ValueError(f"batch_size {batch_size} exceeds the {size} examples: the sample rate would pass 1")
     return batch_size
 
 

@@ -100,7 +100,7 @@ class Plan:
             )
         if self.batch_size > self.units:
             raise ValueError(
-                f"batch size {self.batch_size} exceeds the {self.units} units: the sample rate would pass 1"
+                f"batch_size {self.batch_size} exceeds the {self.units} units: the sample rate would pass 1"
             )
 
     @property

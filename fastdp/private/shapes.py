@@ -48,7 +48,7 @@ class PublicShapes:
             )
         lengths = tuple(sorted(given.get("lengths", ())))
         if not all(type(length) is int and length > 1 for length in lengths):
-            raise ValueError(f"the public lengths are {lengths}: state whole numbers above 1")
+            raise ValueError(f"shapes has the lengths {lengths}: give whole numbers above 1")
         return cls(lengths, dict(given.get("pad", {})))
 
     def above(self, length: int) -> int:

@@ -211,6 +211,45 @@ def test_a_bound_made_smaller_is_found_whoever_renews_the_digest(made):
         assert "altered" not in result.reason
 
 
+#: What `verify` cannot know: sentences and versions; a count that only describes the model; and what claims less than it could.
+FREE = {"assumptions", "created", "membership", "model", "notes", "remaining", "software", "unprotected", "weights"}
+
+
+def single_changes(value, path=()):
+    """Each leaf and branch of a card, and another value of its kind; None where it is left out."""
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from single_changes(part, (*path, key))
+    others = {bool: (True, False), int: (value, 3), float: (0.5, 1.5), str: ("other", ""), dict: ({},), list: ([],)}
+    for other in others.get(type(value), (1.0,)):
+        changed = value + 1 if other is value else value * other if isinstance(other, float) and value else other
+        if path and changed != value:
+            yield path, changed
+    if path:
+        yield path, None
+
+
+def test_single_changes_that_nobody_finds_are_of_free_text(made):
+    card, others = made
+    if "ledger" not in others or "weights" not in others:
+        return
+    tried, passed = 0, set()
+    for path, value in single_changes(json.loads(card.to_json())):
+        forged = json.loads(card.to_json())
+        place = forged
+        for key in path[:-1]:
+            place = place[key]
+        if value is None:
+            del place[path[-1]]
+        else:
+            place[path[-1]] = value
+        tried += 1
+        if path != ("digest",) and verify({**forged, "digest": digest(forged)}, **others).holds:
+            passed.add(path)
+    assert tried > 200
+    assert {path for path in passed if path[0] not in FREE} <= {("epsilon", "delta"), ("epsilon", "upper_bound")}
+    assert {path[1] for path in passed if path[0] == "model"} <= {"name", "processes", "trained_parameters"}
+
+
 @pytest.mark.parametrize("path", [("eta",), ("displacement", "eta"), ("epsilon_of_a_token",), ("mechanism", "epsilon")])
 def test_a_setting_that_the_bound_contradicts_is_found(made, path):
     card, _ = made

@@ -7,10 +7,11 @@ from typing import Any
 
 import peft
 import torch
+from opacus.layers import DPMultiheadAttention
 from torch import nn
 
 from . import kit
-from .harness import Case, Run, program, register_all
+from .harness import Case, Run, program, register, register_all
 
 _ATTENTION = ["q_proj", "v_proj"]
 
@@ -165,6 +166,32 @@ def lora_two_in_turn() -> Case:
     model = adapted(kit.llama(), lora())
     model.add_adapter("second", lora(r=2))
     return Case(model, kit.id_rows(), kit.causal, loop=loop)
+
+
+def _attentive(attention: nn.Module, targets: list[str]) -> Case:
+    """A classifier with attention over three views of a row, time first, and LoRA on some of its modules."""
+
+    def forward(self: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(torch.stack([x, x.flip(1), x.roll(1, 1)]))
+        hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
+        return nn.functional.cross_entropy(self.head(hidden.mean(0)), labels)
+
+    model = kit.Wrapped(forward, inner=nn.Linear(12, 16), attention=attention, head=nn.Linear(16, 3))
+    return Case(adapted(model, peft.LoraConfig(target_modules=targets)), kit.numbers(), None, kit.unpack)
+
+
+def _multihead(targets: list[str]) -> Case:
+    return _attentive(nn.MultiheadAttention(16, 4), targets)
+
+
+register(
+    "lora_multihead_attention",
+    lambda: _multihead(["attention"]),
+    "refused: leave it out of target_modules or adapt opacus.layers.DPMultiheadAttention",
+    "peft's layer writes frozen weights in each forward",
+)
+register("lora_beside_multihead_attention", lambda: _multihead(["inner", "head"]))
+register("lora_dp_multihead_attention", lambda: _attentive(DPMultiheadAttention(16, 4), ["qlinear", "vlinear"]))
 
 
 #: Programs of one line.

@@ -187,6 +187,7 @@ def test_users_are_the_unit_and_their_column_reaches_no_batch(tmp_path: Path) ->
         ("auto_find_batch_size", True),
         ("neftune_noise_alpha", 5.0),
         ("include_num_input_tokens_seen", "non_padding"),
+        ("label_smoothing_factor", 2.0),
     ],
 )
 def test_arguments_that_would_break_the_guarantee_are_refused(tmp_path: Path, option: str, value: Any) -> None:
@@ -359,6 +360,14 @@ def test_grouping_by_length_orders_micro_batches(tmp_path: Path, column: bool) -
     if column:
         indices = [i for piece, _ in loader.micro_batches(list(range(ROWS))) for i in piece]
         assert [i % 7 for i in indices] == sorted((i % 7 for i in range(ROWS)), reverse=True)
+
+
+def test_a_column_of_users_that_is_not_there_and_a_bound_of_trainer_s_own_are_named(tmp_path: Path) -> None:
+    made = trainer(tmp_path, privacy={"user_id_column": "patient", "max_examples_per_user": 1})
+    with pytest.raises(ValueError, match="user_id_column is 'patient', which no example has: name one of input_ids"):
+        made.train()
+    with pytest.warns(UserWarning, match="max_grad_norm has no effect: set method="):
+        trainer(tmp_path, max_grad_norm=0.5)
 
 
 def test_data_without_an_example_are_refused(tmp_path: Path) -> None:

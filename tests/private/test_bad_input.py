@@ -89,10 +89,11 @@ def test_refusals_before_the_start_leave_everything_as_it_was(tmp_path: Path) ->
         ({"epochs": math.inf}, "epochs is inf"),
         ({"sampling": "weighted"}, "sampling is 'weighted'"),
         ({"adjacency": "neighbouring"}, "adjacency is 'neighbouring'"),
+        ({"adjacency": ""}, "adjacency is ''"),
         ({"loss_reduction": "none"}, "loss_reduction is 'none'"),
         ({"user_ids": [0, 1]}, "2 entries for 24 examples"),
         ({"user_ids": list(range(24))}, "state max_examples_per_user"),
-        ({"user_ids": [i // 6 for i in range(24)], "max_examples_per_user": 6}, "batch size 8 exceeds the 4 units"),
+        ({"user_ids": [i // 6 for i in range(24)], "max_examples_per_user": 6}, "batch_size 8 exceeds the 4 units"),
         (
             {"user_ids": [i // 3 for i in range(24)], "max_examples_per_user": 3, "max_physical_batch_size": 2},
             "up to 3 rows but max_physical_batch_size is 2",
@@ -119,6 +120,8 @@ def test_refusals_before_the_start_leave_everything_as_it_was(tmp_path: Path) ->
             {"method": fastdp.DPSGD({"a": 1.0}, groups={"a": ["first.*"], "b": ["*"]})},
             "no entry for the group 'b'",
         ),
+        ({"unsafe_seed": -1}, "unsafe_seed is -1: give a whole number of at least 0"),
+        ({"shapes": [0]}, "shapes has the lengths .*above 1"),
         ({"isolation": "per_row"}, "isolation is 'per_row': use 'per_example'"),
         ({"isolation": True}, "isolation is True: use 'per_example'"),
         ({"isolation": "per_example", "unit_map": "units"}, "leave unit_map and capture out"),
@@ -143,6 +146,28 @@ def test_settings_out_of_range(options: dict[str, Any], match: str) -> None:
     with refused(ValueError, match, model=model):
         start(model, **options)
     assert "forward" not in model.__dict__
+
+
+@cases("name", ["resume", "secure_rounding", "two_pass", "self_check", "keep_logits", "allow_large_delta", "user_ids"])
+def test_switches_and_lists_of_another_type(name: str) -> None:
+    value = 5.0 if name == "user_ids" else "no"
+    with refused(TypeError, f"^{name} is of type .*: give"):
+        start(Classifier(), **{name: value}, max_examples_per_user=1)
+
+
+@cases(
+    "make, match",
+    [
+        (lambda: fastdp.DPSGD(groups=["*"]), "groups is .*: give 'per_layer' or a mapping"),  # type: ignore[arg-type]
+        (lambda: fastdp.DPSGD(groups=3), "groups is 3: give"),  # type: ignore[arg-type]
+        (lambda: fastdp.DPSGD(noise_schedule={0: "a"}), "factor of noise_schedule at step 0 is 'a'"),  # type: ignore[dict-item]
+        (lambda: fastdp.RapFT(irrelevance_ratio="a"), "irrelevance_ratio is 'a': give a number"),  # type: ignore[arg-type]
+        (lambda: fastdp.RapFT(irrelevance_ratio=None), "irrelevance_ratio is None: it must be"),  # type: ignore[arg-type]
+    ],
+)
+def test_settings_of_a_method_of_another_type(make: Callable[[], Any], match: str) -> None:
+    with refused(ValueError, match):
+        make()
 
 
 @cases(
@@ -344,7 +369,7 @@ NO_BACKWARD = r"step\(\) without backward\(\)"
         ),
         (Classifier, {}, lambda p: (-_loss(p)).backward(), ValueError, "must be positive"),
         (Silent, {"criterion": _mean}, _by_criterion, ValueError, "Return one loss per row"),
-        (Silent, {}, _loss, ValueError, "returned no loss"),
+        (Silent, {}, _loss, ValueError, "returned no loss of what is trained: .* make_private criterion="),
     ],
 )
 def test_loops_that_cannot_be_followed(
@@ -357,7 +382,7 @@ def test_loops_that_cannot_be_followed(
 
 def test_a_unit_map_that_is_missing_or_names_a_stranger() -> None:
     private = start(unit_map="units", **PRIVATE)
-    with refused(ValueError, "did not put the unit map 'units'", private):
+    with refused(ValueError, "unit_map is 'units', and the collator puts no such entry", private):
         next(iter(private.data_loader))
 
     def strangers(items: Any) -> Any:

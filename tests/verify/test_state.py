@@ -190,11 +190,12 @@ def test_a_record_that_changes_a_counter_alone_is_refused() -> None:
 
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
-def test_a_parameter_that_forwards_write_is_refused(frozen: bool) -> None:
+@pytest.mark.parametrize("isolation", [None, "per_example"])
+def test_a_parameter_that_forwards_write_is_refused(frozen: bool, isolation: str | None) -> None:
     model = Writing(lambda net, x: net.first.weight[0].add_(x.mean()))
     model.first.weight.requires_grad_(not frozen)
     with pytest.raises(SelfCheckError, match="Training passes write first.weight.*register_step_post_hook"):
-        trained(model, collate(examples(6)))
+        train_epoch(start(model, isolation=isolation))
 
 
 def test_a_buffer_that_a_later_forward_writes_is_refused() -> None:

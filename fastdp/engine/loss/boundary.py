@@ -193,11 +193,9 @@ def find_loss(output: Any) -> torch.Tensor | None:
 
 def require_loss(output: Any) -> torch.Tensor:
     """The scalar loss in what a model returned; ValueError where there is none."""
-    loss = find_loss(output)
-    if loss is None:
+    if (loss := find_loss(output)) is None:
         raise ValueError(
-            "the model returned no loss: pass labels to it, or state loss_reduction='mean' (or 'sum') to make_private and "
-            "compute the loss outside"
+            "the model returned no loss of what is trained: pass labels to it, or give make_private criterion="
         )
     return loss
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fastdp.validate import instance
+
 #: Partitions of a user's own: names or shell patterns of parameters, by the partition's name or in a plain list.
 Declared = Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
 
@@ -58,6 +60,7 @@ def _size(parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> int:
 
 
 def _declared(parameters: Mapping[str, torch.Tensor], declared: Declared) -> tuple[Partition, ...]:
+    instance(Mapping | Sequence, "lists of parameter names or patterns", partitions=declared)
     if not isinstance(declared, Mapping):
         declared = {f"{number} ({patterns[0]}, ...)": patterns for number, patterns in enumerate(declared) if patterns}
     owner: dict[str, str] = {}

@@ -8,15 +8,17 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from fastdp.validate import number
+
 
 def check_irrelevance_ratio(irrelevance_ratio: float) -> float:
     """beta as a float. Raises ValueError outside (.5, 1]: the weak block must be the larger one."""
-    ratio = float(irrelevance_ratio)
-    if not 0.5 < ratio <= 1:
+    number(irrelevance_ratio=irrelevance_ratio)
+    if irrelevance_ratio is None or not 0.5 < irrelevance_ratio <= 1:
         raise ValueError(
             f"irrelevance_ratio is {irrelevance_ratio!r}: it must be above .5 and at most 1, so that most coordinates are weak"
         )
-    return ratio
+    return float(irrelevance_ratio)
 
 
 def normalised(relevance: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -173,6 +173,7 @@ def _logits_of(output: Any) -> torch.Tensor:
 def _rows(batch: Mapping[str, Any]) -> int:
     if not isinstance(batch, Mapping):
         raise ValueError(
-            f"relevance needs batches that are mappings of the model's arguments, not a {type(batch).__name__}"
+            f"relevance needs batches that are mappings of the model's arguments, not a {type(batch).__name__}: let collate_fn "
+            "return a dict"
         )
     return next(t.shape[0] for t in tensors(batch) if t.dim() > 0)
