@@ -13,9 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from torch.utils.cpp_extension import include_paths, library_paths
 
 SOURCE = Path(__file__).with_name("device.cpp")
+OPTIONS = "-O0 -std=c++20 -shared -fPIC -w -lc10 -ltorch_cpu".split()
 
 
 @functools.cache
@@ -26,9 +26,9 @@ def pretend_device() -> torch.device:
     if not library.exists():
         library.parent.mkdir(exist_ok=True)
         made = library.with_suffix(f".{os.getpid()}")
-        folders = [*(f"-I{path}" for path in include_paths()), *(f"-L{path}" for path in library_paths())]
-        command = ["c++", "-O0", "-std=c++20", "-shared", "-fPIC", "-w", *folders, str(SOURCE), "-o", str(made)]
-        subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True)
+        torchs = Path(torch.__file__).parent
+        options = [f"-I{torchs / 'include'}", f"-L{torchs / 'lib'}", *OPTIONS]
+        subprocess.run([os.environ.get("CXX", "c++"), SOURCE, "-o", made, *options], check=True)
         made.rename(library)
     torch.ops.load_library(library)
     generator = torch.ops.pretend.generator()
