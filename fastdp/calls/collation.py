@@ -101,10 +101,10 @@ class Collation:
         for path, own in self.batch.items():
             shape = single.get(path, ())
             axis = int(len(shape) > 1 and shape[0] != 1 and shape[1] == 1)
-            if own is t:
+            if own is t or (_is_copy(t, own) and not _is_copy(t.movedim(0, 1), own)):
                 return axis
             if own.dim() == t.dim() and own.shape[axis] == t.shape[0]:
-                first, second = (_evidence(t.movedim(n, 0), own.movedim(axis, 0)) for n in (0, 1))
+                first, second = (_evidence(t.movedim(n, 0), own.to(t.device).movedim(axis, 0)) for n in (0, 1))
                 found.append((abs(first - second), int(second > first)))
         evidence, axis = max(found)
         if evidence:
