@@ -61,16 +61,16 @@ class Collation:
     def sources(self, call: Call) -> dict[Path, Path] | None:
         """For each tensor of a call the path of the same tensor in the batch; None if the loop made one of them itself.
 
-        A tensor that was moved to another device counts as the same if its values agree.
+        A tensor that was moved to another device counts as the same if values agree, and one of that name before others.
         """
         unwritten = {path: t for (path, t), seen in zip(self.batch.items(), self.versions) if version(t) == seen}
         found: dict[Path, Path] = {}
         for path, t in leaves(call):
             same = [p for p, own in unwritten.items() if own is t]
             if not same:
-                # Arguments by position have no name: any copy will do, the one of this name before others.
                 copies = [p for p, own in unwritten.items() if _is_copy(t, own)]
-                same = sorted(copies, key=lambda p: p[-1:] != path[-1:])
+                same = [p for p in copies if p[-1:] == path[-1:] or self.batch[p].device != t.device]
+                same.sort(key=lambda p: p[-1:] != path[-1:])
             if not same:
                 return None
             found[path] = same[0]
@@ -101,10 +101,10 @@ class Collation:
         for path, own in self.batch.items():
             shape = single.get(path, ())
             axis = int(len(shape) > 1 and shape[0] != 1 and shape[1] == 1)
-            if own is t:
+            if own is t or (_is_copy(t, own) and not _is_copy(t.movedim(0, 1), own)):
                 return axis
             if own.dim() == t.dim() and own.shape[axis] == t.shape[0]:
-                first, second = (_evidence(t.movedim(n, 0), own.movedim(axis, 0).to(t.device)) for n in (0, 1))
+                first, second = (_evidence(t.movedim(n, 0), own.to(t.device).movedim(axis, 0)) for n in (0, 1))
                 found.append((abs(first - second), int(second > first)))
         evidence, axis = max(found)
         if evidence:
@@ -138,7 +138,7 @@ class Collation:
         Otherwise the first rows of all examples come first, as `torch.cat` leaves them.
         """
         nearest = [float("inf")] * 2
-        for t, own in itertools.product(given, self.batch.values()):
+        for t, own in itertools.product(*([t.detach().cpu() for t in held] for held in (given, self.batch.values()))):
             rows = t.shape[0] // count
             orders = t.unflatten(0, (count, rows)).transpose(0, 1), t.unflatten(0, (rows, count))
             for order, made in enumerate(orders):
@@ -146,7 +146,7 @@ class Collation:
                 for view in (made, *made.unbind(1)):
                     if view.dim() != own.dim() or view.shape[0] != own.shape[0]:
                         continue
-                    one, other = (x.double() for x in cropped(view.detach().cpu(), own.detach().cpu()))
+                    one, other = (x.double() for x in cropped(view, own))
                     # Ones of a mask are like any others.
                     if len(other.unique()) > 1:
                         nearest[order] = min(nearest[order], float((one - other).abs().mean()))

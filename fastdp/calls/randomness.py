@@ -30,8 +30,13 @@ _WORDS = 624
 def devices(model: torch.nn.Module) -> list[int]:
     """The GPUs that hold a model, whose random state belongs to its own."""
     # Each replay asks, and a walk over a large model takes as long as a small one's pass.
-    on_gpus = model.parameters() if torch.cuda.is_initialized() else ()
-    return sorted({p.device.index or 0 for p in on_gpus if p.device.type == "cuda"})
+    on_gpus = model.parameters() if _gpu_generators() else ()
+    return sorted({p.device.index or 0 for p in on_gpus if p.device.type not in ("cpu", "meta")})
+
+
+def _gpu_generators() -> Sequence[torch.Generator]:
+    """Of every GPU, whoever makes it; none before there is a tensor on one."""
+    return getattr(torch.get_device_module(), "default_generators", ())
 
 
 @contextmanager
@@ -55,7 +60,7 @@ def seed_from_os(devices: Sequence[int] = ()) -> Iterator[None]:
     with _restored(devices):
         forget_seeds()
         for index in devices:
-            torch.cuda.default_generators[index].manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
+            _gpu_generators()[index].manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
         yield
 
 
@@ -70,7 +75,7 @@ def forget_seeds() -> None:
 def _restored(devices: Sequence[int]) -> Iterator[None]:
     # Numpy's bit generator is swapped: copying its state takes longer than a small layer.
     state, own = random.getstate(), numpy.random.get_bit_generator()  # type: ignore[attr-defined]
-    generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
+    generators = [torch.default_generator, *(_gpu_generators()[index] for index in devices)]
     states = [generator.get_state() for generator in generators]
     numpy.random.set_bit_generator(numpy.random.MT19937() if own is _spare() else _spare())  # type: ignore[attr-defined]
     try:
@@ -93,7 +98,7 @@ def rng_state(model: torch.nn.Module | None = None) -> tuple[bytes, ...]:
     Without a model, of the host's alone.
     """
     used, own = ((), []) if model is None else (devices(model), _held_generators(model).states())
-    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(index) for index in used)]
+    states = [torch.get_rng_state(), *(_gpu_generators()[index].get_state() for index in used)]
     python, numbers = hash(random.getstate()), numpy.random.get_state(legacy=True)  # noqa: NPY002
     return *(state.numpy().tobytes() for state in states), repr((python, numbers[2])).encode(), bytes(numbers[1]), *own  # type: ignore[index]
 

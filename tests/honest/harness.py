@@ -20,7 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from fastdp.bench.record import markdown
 from torch.utils.data import DataLoader
 
 import fastdp
-from fastdp.calls.batches import tensors
+from fastdp.calls.batches import map_tensors, tensors
 
 FAMILIES = ("stock", "adapters", "custom", "losses", "data", "draws", "loops", "trainers", "coupled")
 #: Relative error of a clipped sum in float32 against float64 autograd; about 1e-5 of it is the certified clip's.
@@ -60,6 +60,7 @@ class Case:
         loop: replaces the loop; of a `Run`.
         exact: the clipped sum of a release is compared with autograd, one example at a time. False for losses that draw.
         late: a refusal may come after releases, because its cause does.
+        device: where it trains: its loop moves each batch there, as on a GPU.
     """
 
     model: Any
@@ -77,6 +78,11 @@ class Case:
     loop: Callable[[Run], object] | None = None
     exact: bool = True
     late: bool = False
+    device: torch.device | None = None
+
+    def moved(self, batch: Any) -> Any:
+        """A batch of the loader where the case trains."""
+        return batch if self.device is None else map_tensors(batch, lambda t: t.to(self.device))
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         if self.optimizer is not None:
@@ -111,6 +117,33 @@ class Program:
             if kind == "one-example" and outcome == "uses":
                 return True
         return False
+
+    def on(self, device: torch.device) -> Program:
+        """The same program, trained on another device than the processor."""
+
+        def moved() -> Case:
+            case = self.build()
+            case.model.to(device)
+            case.device = device
+            return case
+
+        return replace(self, build=moved)
+
+
+class Moving:
+    """A loader of which a loop moves every batch."""
+
+    def __init__(self, loader: Any, case: Case):
+        self._loader, self._case = loader, case
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._case.moved, self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 PROGRAMS: dict[str, Program] = {}
@@ -176,12 +209,13 @@ class Run:
         optimizer = case.make_optimizer() if optimizer is None else optimizer
         loader = case.make_loader() if loader is None else loader
         if not self.is_private:
-            return model, optimizer, loader
+            return model, optimizer, loader if case.device is None else Moving(loader, case)
         settings = {"noise_multiplier": 1.0, "target_delta": 1e-3, "epochs": case.epochs, **case.options, **options}
         if case.criterion is not None:
             settings["criterion"] = case.criterion
         self.private = fastdp.make_private(model, optimizer, loader, **settings)
-        return tuple(self.private)  # type: ignore[return-value]
+        model, optimizer, loader = self.private
+        return model, optimizer, loader if case.device is None else Moving(loader, case)
 
     def loss(self, model: Any, batch: Any) -> torch.Tensor:
         """What the loop differentiates."""
@@ -287,7 +321,7 @@ def sum_error(build: Callable[[], Case]) -> float:
     collate = case.make_loader().collate_fn
     found = []
     for item in items:
-        batch = _in_float64(collate([item]))
+        batch = case.moved(_in_float64(collate([item])))
         run = Run(case, private=False)
         exact.zero_grad(set_to_none=True)
         run.loss(exact, batch).backward()
@@ -308,7 +342,7 @@ def sum_error(build: Callable[[], Case]) -> float:
     method = fastdp.DPSGD(max_grad_norm=bound)
     _, _, loader = run.start(optimizer=optimizer, method=method, noise_multiplier=0.0, target_delta=None, epochs=1)
     # Of another number of rows than any batch.
-    few, evaluated = collate(items[:3]), []
+    few, evaluated = case.moved(collate(items[:3])), []
     try:
         for batch in loader:
             run.loss(model, batch).backward()

@@ -593,4 +593,4 @@ def may_hold(device: torch.device) -> int:
     Every use holds what ordinary training has let go of by then. On a GPU a 32nd of its memory is far below what the
     activations of the layers between have left behind; on a processor they shall stay in its cache.
     """
-    return torch.cuda.get_device_properties(device).total_memory // 32 if launches(device) else _IN_CACHE
+    return torch.cuda.get_device_properties(device).total_memory // 32 if device.type == "cuda" else _IN_CACHE
