@@ -10,7 +10,7 @@ import torch
 from fastdp.calls.batches import Path, leaves, map_leaves, tensors
 
 NO_ROWS = (
-    "The loss uses an output that has no row for each example. Return one value each, or compute the whole loss in the "
+    "The loss uses an output without a row for each example. Return one value each, or compute the whole loss in the "
     "model, without loss_reduction."
 )
 
