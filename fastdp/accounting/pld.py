@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 import fastdp._native as _native
 import fastdp.accounting.renyi as renyi
-from fastdp.accounting.events import Flat, squared_ratio
+from fastdp.accounting.events import MOST_KINDS, Flat, squared_ratio
 
 Adjacency = Literal["add_remove", "replace_one", "zero_out"]
 Direction = Literal["remove", "add", "replace"]
@@ -137,7 +137,11 @@ class LossDistribution(NamedTuple):
         length = transform_length(size)
         masses = np.fft.irfft(np.fft.rfft(self.masses, length) * np.fft.rfft(other.masses, length), length)[:size]
         infinite = self.infinite + other.infinite - self.infinite * other.infinite
-        return LossDistribution(self.interval, self.low + other.low, masses, infinite)
+        # Without a window it grows with every release. What is cut below counts as the least loss, above as infinite.
+        first, above = (int(np.searchsorted(np.cumsum(np.abs(side)), _TAIL)) for side in (masses, masses[::-1]))
+        kept = masses[first : size - above].copy()
+        kept[0] += masses[:first].sum()
+        return LossDistribution(self.interval, self.low + other.low + first, kept, infinite + _TAIL)
 
     def epsilon(self, delta: float) -> float:
         """The least epsilon >= 0 whose hockey-stick divergence is at most ``delta``; inf if there is none."""
@@ -279,7 +283,7 @@ def distributions(flat: Flat, adjacency: Adjacency, interval: float) -> tuple[Lo
     composed = []
     for direction in directions:
         total: LossDistribution | None = None
-        for q, z, count in flat.sampled:
+        for q, z, count in flat.merged(MOST_KINDS).sampled:
             term = _self_compose(_one_release(z, q, interval, direction), count)
             total = term if total is None else total.compose(term)
         if flat.mu_squared > 0:
