@@ -90,14 +90,14 @@ def renyi_epsilon(flat: Flat, delta: float, adjacency: str) -> float:
         return math.inf
     found = (
         spent + math.log1p(-1 / order) - (math.log(delta) + math.log(order)) / (order - 1)
-        for order, spent in _renyi(flat, adjacency)
+        for order, spent in divergences(flat, adjacency)
         if spent < math.inf
     )
     return max(min(found, default=math.inf), 0.0)
 
 
 @lru_cache(maxsize=8)
-def _renyi(flat: Flat, adjacency: str) -> tuple[tuple[float, float], ...]:
+def divergences(flat: Flat, adjacency: str) -> tuple[tuple[float, float], ...]:
     """(order, Renyi divergence) of an event."""
     counts = Counter(flat.choices)
     kinds = max(1, MOST_KINDS // (1 + sum(len(choice.alternatives) for choice in counts)))
