@@ -54,7 +54,7 @@ sanitize: $(VENV)/.fastdp-test
 	cd $(SANITIZED) && rm -f fastdp/_native*.so && CFLAGS="$(SANITIZER)" CXXFLAGS="$(SANITIZER)" $(abspath $(VENV))/bin/python setup.py -q build_ext --inplace
 	cd $(SANITIZED) && set -e; python=$(abspath $(VENV))/bin/python; first=0; for isa in portable avx2 avx512; do \
 	export FASTDP_ISA=$$isa; if env $(UNDER) $$python -c "import fastdp._native as n; n.isa()"; then \
-	env $(UNDER) $$python -m pytest -q -p no:cacheprovider tests/ops; \
+	env $(UNDER) $$python -m pytest -q -p no:cacheprovider --timeout 3600 tests/ops; \
 	env $(UNDER) $$python -m fastdp.bench.fuzz_ops $(CALLS) --seed $$first --json fuzz-$$isa.json; \
 	first=$$((first + $(CALLS))); fi; done; test $$first -gt 0
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from fastdp import untrusted
 from fastdp.methods.encoding import ADDED, encode_private
 from fastdp.tables import DataError as DataError, Rows as Rows, as_text as as_text, read_rows as read_rows
 
@@ -60,7 +61,7 @@ def causal_examples(
     def encode(texts: Sequence[str]) -> list[list[int]]:
         if literal:
             return encode_private(tokenizer, texts)["input_ids"]
-        return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return untrusted.encode(tokenizer, list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
     encoded_targets = encode(targets)
     encoded_prompts = encode([prompt + separator for prompt in prompts]) if prompts is not None else None
@@ -101,8 +102,8 @@ def classification_examples(
         full = encode_private(tokenizer, texts, pairs, special=True)
         cut = encode_private(tokenizer, texts, pairs, special=True, truncation=True, max_length=max_length)
     else:
-        full = tokenizer(*arguments, verbose=False)
-        cut = tokenizer(*arguments, truncation=True, max_length=max_length)
+        full = untrusted.encode(tokenizer, *arguments, verbose=False)
+        cut = untrusted.encode(tokenizer, *arguments, truncation=True, max_length=max_length)
     keys = [key for key in cut if key != "attention_mask"]
     items = [{key: cut[key][i] for key in keys} | {"labels": label} for i, label in enumerate(labels)]
     truncated = sum(len(ids) > max_length for ids in full["input_ids"])
@@ -123,8 +124,8 @@ def word_examples(
     if not tokenizer.is_fast:
         raise ValueError("its tokenizer cannot say to which word a token belongs: a tokenizer.json is needed")
     texts = [" ".join(row) for row in words]
-    full = tokenizer(texts, verbose=False)["input_ids"]
-    cut = tokenizer(texts, truncation=True, max_length=max_length, return_offsets_mapping=True)
+    full = untrusted.encode(tokenizer, texts, verbose=False)["input_ids"]
+    cut = untrusted.encode(tokenizer, texts, truncation=True, max_length=max_length, return_offsets_mapping=True)
     items = []
     for ids, offsets, row, own in zip(cut["input_ids"], cut["offset_mapping"], words, labels):
         # The word of each character and of the space behind it. A token may begin with the space before its word: so its end
@@ -142,8 +143,8 @@ def sequence_examples(
     """Examples for an encoder and a decoder: a source, and a target that ends with the end token; each at most `max_length`."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     given: list[dict[str, Any]] = [{"text": list(sources)}, {"text_target": list(targets)}]
-    full = [tokenizer(**texts, verbose=False)["input_ids"] for texts in given]
-    cut = [tokenizer(**texts, truncation=True, max_length=max_length)["input_ids"] for texts in given]
+    full = [untrusted.encode(tokenizer, **texts, verbose=False)["input_ids"] for texts in given]
+    cut = [untrusted.encode(tokenizer, **texts, truncation=True, max_length=max_length)["input_ids"] for texts in given]
     items = [
         {"input_ids": source, "labels": target if target[-1:] == end else target[: max_length - len(end)] + end}
         for source, target in zip(*cut)

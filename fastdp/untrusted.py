@@ -13,6 +13,7 @@ import math
 import os
 import re
 import stat
+import threading
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
@@ -32,6 +33,8 @@ MAX_FILE, MAX_YAML = 1 << 28, 1 << 22
 MAX_YAML_NODES, MAX_DEPTH = 20_000, 64
 #: Most layers, heads or experts of a model, most positions, and most characters or tokens that a tokenizer makes of one.
 MAX_PARTS, MAX_POSITIONS, MAX_GROWTH = 1 << 15, 1 << 24, 10_000
+#: Seconds that a call of a tokenizer may take beside those for its text.
+CALL_SECONDS = 60.0
 
 #: Settings of a model's config that count what is built of it whatever its weights hold, and the most of each.
 _COUNTS = (
@@ -249,6 +252,41 @@ def load_pretrained_tokenizer(name: str | os.PathLike[str]) -> Any:
     return tokenizer
 
 
+def encode(tokenizer: Any, *texts: Any, **options: Any) -> Any:
+    """What a tokenizer makes of texts; see `call_bounded`."""
+    given = [*texts, *(options.get(key) or () for key in ("text", "text_target"))]
+    return call_bounded(lambda: tokenizer(*texts, **options), sum(map(_characters, given)))
+
+
+def call_bounded(call: Callable[[], Any], characters: int) -> Any:
+    """What a tokenizer's part, such as an expression or a template, returns within a minute and a millisecond a character.
+
+    A thread that is not waited for runs it, since nothing else ends an expression's search.
+
+    Raises:
+        ValueError: for one that takes longer, and for a panic of the tokenizers library, which is no Exception and may quote
+            a text.
+    """
+    results: list[Any] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(CALL_SECONDS + characters / 1000)
+    if results:
+        return results[0]
+    if failures and isinstance(failures[0], Exception):
+        raise failures[0]
+    said = f"failed on a text ({type(failures[0]).__name__})" if failures else "takes over a millisecond a character"
+    raise ValueError(f"its tokenizer {said}: use the published model's") from None
+
+
 class _BoundedComposer:
     """Counts values while they are composed, and refuses a key that stands twice."""
 
@@ -341,6 +379,10 @@ def _growth(part: Any) -> float:
     tokens = {name: len(special["ids"]) for name, special in dict(part.get("special_tokens") or {}).items()}
     templates = (part.get(key) or () for key in ("single", "pair"))
     return found * max(1.0, *(sum(tokens.get(p.get("SpecialToken", {}).get("id"), 1) for p in t) for t in templates))
+
+
+def _characters(texts: Any) -> int:
+    return len(texts) if isinstance(texts, str) else sum(map(_characters, texts))
 
 
 def _is_visible(character: str) -> bool:

@@ -25,10 +25,13 @@ from fastdp.accounting.exports import FORMATS, export
 from fastdp.audit.saved import load_saved
 from fastdp.cli import app
 from fastdp.commands.refusal import PlainConsole, style_message
+from fastdp.data import causal_examples, classification_examples
 from fastdp.finetune import ConfigError
+from fastdp.finetune.chat import chat_examples
 from fastdp.finetune.config import FinetuneConfig, load_config
 from fastdp.finetune.models import load_tokenizer
 from fastdp.finetune.report import build_report
+from fastdp.tables import Rows
 from tests.cases import cases
 from tests.finetune.test_report import made
 from tests.tokenizers_for_tests import quickstart, small_gpt2
@@ -461,6 +464,46 @@ def test_a_model_s_files_that_would_take_hours_are_refused(tmp_path_factory, fil
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ConfigError, match=words):
         load_tokenizer(FinetuneConfig(model=str(folder)))
+
+
+ANY = r"[\s\S]{1,100}"
+
+
+@cases(
+    "expression, text, seconds, words",
+    [
+        ("(a+)+$", "a" * 30 + "!", 60.0, "its tokenizer failed on a text (PanicException)"),
+        (ANY * 3 + r"(?<![\s\S])", "private" * 30, 0.0, "its tokenizer takes over a millisecond a character"),
+    ],
+)
+def test_an_expression_of_a_tokenizer_that_fails_or_runs_for_hours_is_refused(
+    tmp_path, monkeypatch, expression, text, seconds, words
+):
+    """And no text of the rows is quoted."""
+    monkeypatch.setattr(untrusted, "CALL_SECONDS", seconds)
+    small_gpt2(tmp_path, n_layer=1, n_embd=16)
+    path = tmp_path / "tokenizer.json"
+    cut = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pre_tokenizer": cut}))
+    tokenizer = untrusted.load_pretrained_tokenizer(tmp_path)
+    for read in (
+        lambda: causal_examples(tokenizer, [text], 64),
+        lambda: causal_examples(tokenizer, [text], 64, literal=True),
+        lambda: classification_examples(tokenizer, [text], [0], 64),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)) as caught:
+            read()
+        assert text[:7] not in str(caught.value)
+
+
+def test_a_chat_template_that_never_ends_is_refused(monkeypatch):
+    monkeypatch.setattr(untrusted, "CALL_SECONDS", 0.05)
+    tokenizer = copy.deepcopy(quickstart()[0])
+    tokenizer.chat_template = "{% for i in range(500) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    table = Rows(Path("rows.jsonl"), ("messages",), [{"messages": turns}], [1])
+    with pytest.raises(ValueError, match="its tokenizer takes over a millisecond a character"):
+        chat_examples(tokenizer, table, "messages", 64)
 
 
 def test_models_are_loaded_by_one_function_alone():

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastdp
+from fastdp.engine.bounds import Norms
+from fastdp.engine.clip.policy import Policy
 from fastdp.engine.errors import SelfCheckError
 
 from .kit import (
@@ -116,6 +118,49 @@ def long_record(library: Library) -> float:
 
     task = Task(net(Tagger, forward=forward), collate=padded, physical=2)
     return weakest(lambda n: library.moved(task, tokens(6, [4]), tokens(1, [n], seed=3)[0], 0.05), (63, 700, 3000))
+
+
+class Bag(Model):
+    """A bag of tokens, whose gradient is the sum of its rows."""
+
+    parts = {"weight": lambda: nn.Parameter(torch.zeros(64, 64))}
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        return {"loss": F.binary_cross_entropy_with_logits(F.linear(x, self.weight).sum((1, 2)), labels)}
+
+
+_add_rows = Norms.add_rows
+
+
+def _by_the_longest(
+    norms: Norms, groups: Any, powers: Any, errors: Any, products: Any = None, tokens: Any = None
+) -> None:
+    """Rounding of every record as of the longest one of its microbatch."""
+    longest = None if tokens is None else tokens.amax(1, keepdim=True).expand_as(tokens).contiguous()
+    _add_rows(norms, groups, powers, errors, products, longest)
+
+
+@attack(
+    "A long record of next to nothing raises the proven bounds of all others, whose tokens cancel, and so lowers their weights.",
+    off={
+        f"{Policy.__module__}.Policy.scales": Policy.scales,
+        f"{Norms.__module__}.Norms.add_rows": _by_the_longest,
+    },
+)
+def longest_record(library: Library) -> float:
+    task = Task(Bag, collate=_longer)
+    base, kept = (F.normalize(row, dim=0) for row in torch.randn(2, 64, generator=torch.Generator().manual_seed(1)))
+    others = [{"x": torch.stack([base * 3e4 + kept / 2, -base * 3e4 + kept / 2]), "labels": 1.0}] * 16
+    return weakest(
+        lambda n: library.moved(task, others, {"x": torch.full((n, 64), 1e-9), "labels": 1.0}, 0.1), (64, 2048)
+    )
+
+
+def _longer(items: Any) -> dict[str, torch.Tensor]:
+    """Rows of zeros behind each record, to the longest."""
+    longest = max(len(item["x"]) for item in items)
+    x = torch.stack([F.pad(item["x"], (0, 0, 0, longest - len(item["x"]))) for item in items])
+    return {"x": x, "labels": torch.tensor([item["labels"] for item in items])}
 
 
 @attack("Tokens that share memory, by an axis of stride 0, are counted once.")

@@ -85,7 +85,8 @@ def epsilon(
         adjacency: what neighbouring data sets are.
 
     ``pld`` certifies: privacy loss distributions rounded pessimistically in both directions, on a grid of 1e-4 (1e-5
-    for epsilon below 0.05; coarser above 10, and where a grid would not fit in memory). ``prv`` is prv_accountant's
+    for epsilon below 0.05; coarser above 10, and where a grid would not fit in memory). Over 256 kinds of sampled release
+    count as fewer, dearer ones, and losses too far apart for a grid as if nothing were sampled. ``prv`` is prv_accountant's
     *upper* bound, never its estimate (Gopi et al. 2021, Theorem 5.5). ``rdp`` is Opacus's RDP accountant. These two
     know no replacement of a unit under sampling.
 

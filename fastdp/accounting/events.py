@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, SupportsIndex
 
 from fastdp import validate
@@ -16,6 +17,8 @@ Sampling = Literal["poisson", "shuffled"]
 #: (first release, factor of the noise multiplier from there on), in order; the first entry begins at release 0.
 NoiseFactors = tuple[tuple[int, float], ...]
 CONSTANT: NoiseFactors = ((0, 1.0),)
+#: Most kinds of sampled release that an accountant tells apart, since each takes time of its own.
+MOST_KINDS = 256
 
 
 def as_count(value: SupportsIndex, what: str) -> int:
@@ -182,11 +185,13 @@ def dpsgd_model(
 
 def _by_use(factors: Sequence[tuple[int, float]], steps: int) -> NoiseFactors:
     """(first use, least factor within a use of ``steps`` steps) for each change of that factor."""
-    ends = [start for start, _ in factors[1:]] + [math.inf]
+    starts, levels = [start for start, _ in factors], [factor for _, factor in factors]
+    if starts[:1] != [0] or any(later <= earlier for earlier, later in zip(starts, starts[1:])):
+        raise ValueError("factors of noise must begin at release 0 and stand in order")
     found: list[tuple[int, float]] = []
-    for use in sorted({start // steps for start, _ in factors} | {-(-start // steps) for start, _ in factors}):
-        first, last = use * steps, (use + 1) * steps
-        least = min(f for (start, f), end in zip(factors, ends) if start < last and end > first)
+    for use in sorted({start // steps for start in starts} | {-(-start // steps) for start in starts}):
+        held = bisect.bisect_right(starts, use * steps) - 1, bisect.bisect_left(starts, (use + 1) * steps)
+        least = min(levels[slice(*held)])
         if not found or found[-1][1] != least:
             found.append((use, least))
     return tuple(found)
@@ -289,6 +294,13 @@ class Flat:
         """mu^2 of the same releases without sampling, which dominates them."""
         return self.mu_squared + sum(count * squared_ratio(z) for _, z, count in self.sampled)
 
+    def merged(self, most: int) -> Flat:
+        """At most that many kinds of sampled release, which cost no less: neighbours count as the dearest of them."""
+        size = max(1, -(-len(self.sampled) // most))
+        groups = [self.sampled[at : at + size] for at in range(0, len(self.sampled), size)]
+        dearest = ((group[-1][0], min(z for _, z, _ in group), sum(n for *_, n in group)) for group in groups)
+        return replace(self, sampled=tuple(dearest))
+
 
 #: Most choices in one event: each is kept as an entry of its own, and nobody tunes oftener on one data set.
 _MOST_CHOICES = 1000
@@ -317,6 +329,7 @@ class _ReleaseCounter:
         self.counts: Counter[tuple[float, float]] = Counter()
         self.choices: list[Choice] = []
         self.private = True
+        self._trials = 0
 
     def add(self, event: Any, count: int) -> None:
         """Count ``count`` releases of an event."""
@@ -361,9 +374,10 @@ class _ReleaseCounter:
             raise ValueError("a choice among choices is not an event this package can account for")
         if not all(part.private for part in choice.alternatives):
             self.private = False
-        elif len(self.choices) + count > _MOST_CHOICES:
+        elif max(len(self.choices) + count, self._trials + len(choice.alternatives)) > _MOST_CHOICES:
             raise ValueError(
-                f"more than {_MOST_CHOICES} choices among trials are not an event this package can account for"
+                f"more than {_MOST_CHOICES} choices among trials, or trials, are not an event this package can account for"
             )
         else:
+            self._trials += len(choice.alternatives)
             self.choices += [choice] * count

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 import fastdp._native as _native
 import fastdp.accounting.renyi as renyi
-from fastdp.accounting.events import Flat, squared_ratio
+from fastdp.accounting.events import MOST_KINDS, Flat, squared_ratio
 
 Adjacency = Literal["add_remove", "replace_one", "zero_out"]
 Direction = Literal["remove", "add", "replace"]
@@ -26,6 +26,8 @@ FINE, FINEST, COARSE = 1e-4, 1e-5, 1e-3
 _SMALL_EPSILON = 0.05
 #: Most grid points of a composed distribution: some 0.6 GB at the peak of the Fourier transform.
 _MAX_POINTS = 4_000_000
+#: Most points of a search's grid, in those of a composed distribution: beyond, the closed form is the bound.
+_WIDEST = 8
 #: Widest single privacy loss worth a grid; beyond, sampling buys nothing that matters.
 _MAX_RANGE = 2e4
 #: Mass outside the window of a composition; it counts as infinite loss.
@@ -137,7 +139,11 @@ class LossDistribution(NamedTuple):
         length = transform_length(size)
         masses = np.fft.irfft(np.fft.rfft(self.masses, length) * np.fft.rfft(other.masses, length), length)[:size]
         infinite = self.infinite + other.infinite - self.infinite * other.infinite
-        return LossDistribution(self.interval, self.low + other.low, masses, infinite)
+        # Without a window it grows with every release. What is cut below counts as the least loss, above as infinite.
+        first, above = (int(np.searchsorted(np.cumsum(np.abs(side)), _TAIL)) for side in (masses, masses[::-1]))
+        kept = masses[first : size - above].copy()
+        kept[0] += masses[:first].sum()
+        return LossDistribution(self.interval, self.low + other.low + first, kept, infinite + _TAIL)
 
     def epsilon(self, delta: float) -> float:
         """The least epsilon >= 0 whose hockey-stick divergence is at most ``delta``; inf if there is none."""
@@ -212,12 +218,14 @@ def _one_release(sigma: float, q: float, interval: float, direction: Direction) 
     return LossDistribution(interval, low, np.maximum(masses, 0), float(deltas[-1]))
 
 
-def _self_compose(one: LossDistribution, times: int) -> LossDistribution:
-    """``times`` releases, in a window of losses outside of which `_TAIL` of the mass may lie."""
+def _self_compose(one: LossDistribution, times: int, most: int) -> LossDistribution | None:
+    """``times`` releases, in a window of losses outside of which `_TAIL` of the mass may lie; None if it has over ``most``."""
     if times == 1:
         return one
     interval, low, masses, infinite = one
     first, last = window_end(masses, times, -1), window_end(masses, times, 1)
+    if last - first >= most:
+        return None
     length = transform_length(max(last - first + 1, masses.size))
     powers = np.fft.irfft(complex_power(np.fft.rfft(masses, length), times), length)
     window = np.roll(powers, -(first % length))[: last - first + 1]
@@ -270,24 +278,36 @@ def window_end(masses: NDArray[np.float64], times: int, side: int) -> int:
 
 @lru_cache(maxsize=8)
 def distributions(flat: Flat, adjacency: Adjacency, interval: float) -> tuple[LossDistribution, ...]:
-    """The composed loss distribution in each direction (remove and add, or replace); ``flat`` must not be empty."""
+    """The composed loss distribution in each direction (remove and add, or replace); ``flat`` must not be empty.
+
+    None where its losses are too far apart for the grid.
+    """
     if flat.choices:
         raise ValueError("a choice among trials has no privacy loss distribution that is known here")
     directions: tuple[Direction, ...] = ("replace",) if adjacency == "replace_one" else ("remove",)
     if adjacency != "replace_one" and flat.sampled:
         directions = ("remove", "add")
+    kinds = list(flat.merged(MOST_KINDS).sampled)
+    if flat.mu_squared > 0:
+        kinds.append((1.0, flat.mu_squared**-0.5, 1))
     composed = []
     for direction in directions:
         total: LossDistribution | None = None
-        for q, z, count in flat.sampled:
-            term = _self_compose(_one_release(z, q, interval, direction), count)
+        for q, z, count in kinds:
+            term = _self_compose(_one_release(z, q, interval, direction), count, _WIDEST * _most_points(flat))
+            if term is None:
+                return ()
             total = term if total is None else total.compose(term)
-        if flat.mu_squared > 0:
-            term = _self_compose(_one_release(flat.mu_squared**-0.5, 1.0, interval, direction), 1)
-            total = term if total is None else total.compose(term)
+            if total.masses.size > _WIDEST * _most_points(flat):
+                return ()
         assert total is not None
         composed.append(total)
     return tuple(composed)
+
+
+def _most_points(flat: Flat) -> int:
+    """Of a composed distribution, so that all its Fourier transforms take seconds."""
+    return min(_MAX_POINTS, (1 << 27) // min(MOST_KINDS, max(1, len(flat.sampled))))
 
 
 def power_rounding(flat: Flat) -> float:
@@ -361,7 +381,8 @@ def search_epsilon(flat: Flat, delta: float, adjacency: Adjacency, interval: flo
     least = _least_interval(flat, adjacency)
     if least is None:
         return ceiling
-    return min(ceiling, epsilon_at(flat, delta, adjacency, max(interval, least)))
+    grid = max(interval, least)
+    return min(ceiling, epsilon_at(flat, delta, adjacency, grid)) if distributions(flat, adjacency, grid) else ceiling
 
 
 def certifying_interval(flat: Flat, epsilon: float, adjacency: Adjacency) -> float | None:
@@ -370,9 +391,11 @@ def certifying_interval(flat: Flat, epsilon: float, adjacency: Adjacency) -> flo
     if least is None:
         return None
     coarse = max(COARSE, least)
-    points = max(losses.masses.size for losses in distributions(flat, adjacency, coarse))
+    points = max((losses.masses.size for losses in distributions(flat, adjacency, coarse)), default=None)
+    if points is None:
+        return None
     wanted = FINEST if epsilon < _SMALL_EPSILON else FINE * max(1.0, epsilon / 10)
-    return min(coarse, max(wanted, coarse * points / _MAX_POINTS))
+    return min(coarse, max(wanted, coarse * points / _most_points(flat)))
 
 
 def certified_epsilon(flat: Flat, delta: float, adjacency: Adjacency) -> tuple[float, float | None]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fastdp.accounting.events import Choice, Flat
+from fastdp.accounting.events import MOST_KINDS, Choice, Flat
 
 _INTEGER_ORDERS = (*range(2, 65), *range(68, 129, 4), *range(144, 513, 16))
 #: Orders at which bounds are turned into an epsilon.
@@ -85,13 +88,27 @@ def renyi_epsilon(flat: Flat, delta: float, adjacency: str) -> float:
     """
     if not flat.private:
         return math.inf
-    best = math.inf
-    for order in _ORDERS:
-        spent = _renyi_of_releases(flat, order, adjacency)
-        spent += sum(_renyi_of_choice(choice, order, adjacency) for choice in flat.choices)
-        if spent < math.inf:
-            best = min(best, spent + math.log1p(-1 / order) - (math.log(delta) + math.log(order)) / (order - 1))
-    return max(best, 0.0)
+    found = (
+        spent + math.log1p(-1 / order) - (math.log(delta) + math.log(order)) / (order - 1)
+        for order, spent in divergences(flat, adjacency)
+        if spent < math.inf
+    )
+    return max(min(found, default=math.inf), 0.0)
+
+
+@lru_cache(maxsize=8)
+def divergences(flat: Flat, adjacency: str) -> tuple[tuple[float, float], ...]:
+    """(order, Renyi divergence) of an event."""
+    counts = Counter(flat.choices)
+    kinds = max(1, MOST_KINDS // (1 + sum(len(choice.alternatives) for choice in counts)))
+    choices = [(n, replace(c, alternatives=tuple(a.merged(kinds) for a in c.alternatives))) for c, n in counts.items()]
+    flat, added = flat.merged(kinds), sum(n * _added(choice, adjacency) for n, choice in choices)
+
+    def spent(order: float) -> float:
+        dearest = sum(n * _renyi_of_choice(choice, order, adjacency) for n, choice in choices)
+        return _renyi_of_releases(flat, order, adjacency) + added + dearest
+
+    return tuple((order, spent(order)) for order in _ORDERS)
 
 
 def _renyi_of_releases(flat: Flat, order: float, adjacency: str) -> float:
@@ -105,15 +122,21 @@ def _renyi_of_releases(flat: Flat, order: float, adjacency: str) -> float:
 
 
 def _renyi_of_choice(choice: Choice, order: float, adjacency: str) -> float:
-    """Papernot and Steinke 2022 (arXiv:2110.03620), Theorem 2, for a unit that meets the dearest alternative of a trial."""
+    """Papernot and Steinke 2022 (arXiv:2110.03620), Theorem 2, for a unit that meets the dearest alternative of a trial.
 
-    def trial(at: float) -> float:
-        return max((_renyi_of_releases(part, at, adjacency) for part in choice.alternatives), default=0.0)
+    Without the term that is one for all orders, `_added`.
+    """
+    return _trial(choice, order, adjacency) + math.log(mean_trials(choice.shape, choice.stop)) / (order - 1)
 
-    over = (1 + choice.shape) * math.log(1 / choice.stop)
+
+def _trial(choice: Choice, order: float, adjacency: str) -> float:
+    return max((_renyi_of_releases(part, order, adjacency) for part in choice.alternatives), default=0.0)
+
+
+def _added(choice: Choice, adjacency: str) -> float:
+    over, shape = (1 + choice.shape) * math.log(1 / choice.stop), 1 + choice.shape
     # At order 1 the second term falls away; it is allowed, and bounds the rest.
-    added = min([over, *((1 + choice.shape) * (1 - 1 / at) * trial(at) + over / at for at in _INTEGER_ORDERS)])
-    return trial(order) + added + math.log(mean_trials(choice.shape, choice.stop)) / (order - 1)
+    return min([over, *(shape * (1 - 1 / at) * _trial(choice, at, adjacency) + over / at for at in _INTEGER_ORDERS)])
 
 
 def sampled_moment(rate: float, multiplier: float, order: float) -> float:
@@ -132,12 +155,17 @@ def _log_moment(rate: float, multiplier: float, order: int) -> float:
     if order == 1:
         return 0.0
     k = np.arange(order + 1, dtype=np.float64)
-    binomial = np.array(
-        [math.lgamma(order + 1) - math.lgamma(i + 1) - math.lgamma(order - i + 1) for i in range(order + 1)]
+    terms = (
+        _log_binomials(order) + (order - k) * math.log1p(-rate) + k * math.log(rate) + k * (k - 1) / (2 * multiplier**2)
     )
-    terms = binomial + (order - k) * math.log1p(-rate) + k * math.log(rate) + k * (k - 1) / (2 * multiplier**2)
     most = float(terms.max())
     if not most < math.inf:
         return math.inf
     # Rounded up: some 1e-13 of relative error could lie in the terms.
     return max(0.0, most + math.log(float(np.exp(terms - most).sum()))) * (1 + 1e-9) + 1e-15
+
+
+@lru_cache(maxsize=1024)
+def _log_binomials(order: int) -> NDArray[np.float64]:
+    factorials = np.array([math.lgamma(i + 1) for i in range(order + 1)])
+    return factorials[order] - factorials - factorials[::-1]

@@ -53,6 +53,8 @@ _RUN: dict[str, type | tuple[type, ...]] = {
 #: Forms of cards in 0.1.0 that are not read any more.
 _OLD_FORMATS = ("fastdp.selective-card", "fastdp.statement", "fastdp.federated-run-card")
 _SAMPLINGS = ("poisson", "shuffled")
+#: Most claims beside the first: each is worked out again, and a card states a few.
+_MOST_CLAIMS = 16
 #: What a ledger's header and a card both state.
 _IN_BOTH = ("unit", "adjacency", "sampling", "sample_rate", "dataset_size", "noise_multiplier")
 #: Prefixes of a ledger's notes that are expected after the card: digests of a preparation's outcome, or of the data.
@@ -194,8 +196,8 @@ def _check_claims(card: Mapping[str, Any]) -> list[CheckedFigures]:
             return []
         raise _Refused("the card claims a guarantee but holds no claim")
     also = card.get("also", [])
-    if not all(isinstance(fields, Mapping) for fields in also):
-        raise _Refused("the card is malformed: also is no list of claims")
+    if not all(isinstance(fields, Mapping) for fields in also) or len(also) > _MOST_CLAIMS:
+        raise _Refused(f"the card is malformed: also is no list of claims, or of over {_MOST_CLAIMS}")
     found = []
     for number, fields in enumerate((card, *also)):
         claim = read_claim(fields)
@@ -257,8 +259,13 @@ def _check_run(card: Mapping[str, Any], flat: Flat) -> None:
     factors = tuple((step, factor) for step, factor in card["mechanism"].get("noise_schedule") or CONSTANT)
     stated = dpsgd_model(multiplier, rate, card["sampling"], math.ceil(1 / rate - 1e-9), factors)
     wanted = flatten(stated.event(spent))
-    for _, own, needed in wanted.sampled:
-        counted = sum(count for q, z, count in flat.sampled if math.isclose(q, rate) and math.isclose(z, own))
+    held = sorted((z, count) for q, z, count in flat.sampled if math.isclose(q, rate))
+    at = 0
+    for _, own, needed in wanted.sampled:  # all of one rate, so by rising noise
+        counted = 0
+        while at < len(held) and (held[at][0] <= own or math.isclose(held[at][0], own)):
+            counted += held[at][1] * math.isclose(held[at][0], own)
+            at += 1
         if counted < needed:
             raise _Refused(f"the card states {needed} steps, but its event holds {counted} at that rate and multiplier")
     if flat.mu_squared < wanted.mu_squared * (1 - ROOM):

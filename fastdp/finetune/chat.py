@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastdp.data import IGNORED, Examples
 from fastdp.tables import DataError, Rows, as_text
-from fastdp.untrusted import quote
+from fastdp.untrusted import call_bounded, encode, quote
 
 ChatTurn = dict[str, Any]
 
@@ -37,7 +37,7 @@ def chat_examples(tokenizer: PreTrainedTokenizerBase, table: Rows, column: str, 
             text, spans = _render(tokenizer, conversation(value))
         except (ValueError, TemplateError) as error:
             raise DataError(f"{table.place(index)}: column {column!r} (messages_column): {error}") from None
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoded = encode(tokenizer, text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids = encoded["input_ids"]
         learned = [any(start < end <= stop for start, stop in spans) for _, end in encoded["offset_mapping"]]
         labels = [token if own else IGNORED for token, own in zip(ids, learned)]
@@ -90,7 +90,11 @@ def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[ChatTurn]) -> tu
         raise ValueError("no turn is the assistant's, so there is nothing to learn: leave the row out")
 
     def rendered(count: int, ask: bool = False) -> str:
-        found = tokenizer.apply_chat_template(list(turns[:count]), tokenize=False, add_generation_prompt=ask)
+        given = list(turns[:count])
+        # A loop of a template ends by itself or never.
+        found = call_bounded(
+            lambda: tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=ask), len(str(given))
+        )
         return str(found)
 
     text = rendered(answers[-1] + 1)

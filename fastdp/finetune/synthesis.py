@@ -19,7 +19,7 @@ from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.samples import continue_texts
 from fastdp.finetune.tasks import encode_rows, messages_column
 from fastdp.tables import Rows
-from fastdp.untrusted import load_pretrained, load_pretrained_tokenizer, quote
+from fastdp.untrusted import encode, load_pretrained, load_pretrained_tokenizer, quote
 from fastdp.validate import integer, positive, rate
 
 #: The column of texts that a model writes without a prompt.
@@ -131,7 +131,8 @@ class Judge:
         found = torch.empty(len(texts), self._model.config.hidden_size)
         for begin in range(0, len(texts), batch_size):
             chosen = order[begin : begin + batch_size]
-            batch = self._tokenizer(
+            batch = encode(
+                self._tokenizer,
                 [texts[index] for index in chosen],
                 return_tensors="pt",
                 padding=True,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastdp.accounting.serialisation import canonical
+from fastdp.untrusted import encode
 
 #: The roles whose tokens an encoder puts around every text alike. A tokenizer may call any word special besides; where such
 #: a word stands in a text it is text.
@@ -34,7 +35,8 @@ def encode_private(
     if not texts:
         return {"input_ids": [], ADDED: []}
     arguments = (list(texts),) if pairs is None else (list(texts), list(pairs))
-    found = tokenizer(
+    found = encode(
+        tokenizer,
         *arguments,
         add_special_tokens=special,
         split_special_tokens=True,

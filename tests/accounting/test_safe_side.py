@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fastdp import accounting
-from fastdp.accounting import EventModel, Ledger, calibration, renyi, schedules
+from fastdp.accounting import EventModel, Ledger, calibration, pld, renyi, schedules
 from tests.cases import cases
 
 DELTA = 1e-5
@@ -83,3 +83,28 @@ def test_a_torn_ledger_counts_a_whole_block_more(tmp_path):
     killed.write_bytes(path.read_bytes() + b'{"body": {"of": "step", "rec')
     ledger.close()
     assert Ledger.read(killed).spent_steps == 20
+
+
+def many(kinds, least=1.0, share=1.0):
+    """One sampled release of each of so many noise multipliers, up to twice the least."""
+    return accounting.compose(*(accounting.dpsgd(least + share * i / kinds, 0.01, 1) for i in range(kinds)))
+
+
+@cases(
+    "event, delta",
+    [
+        (many(50), 1e-5),
+        (many(50), 1e-10),
+        (accounting.compose(many(20), accounting.dpsgd(2.0, 0.02, 50), many(20, 3.0)), 1e-5),
+        (accounting.chosen([many(50, 4.0), many(30, 5.0)], 0.0, 0.1), 1e-5),
+    ],
+)
+def test_more_kinds_of_release_than_are_told_apart_cost_little_more(monkeypatch, event, delta):
+    """And never less: those of neighbouring noise count as the dearest of them."""
+    found = []
+    for most in (10_000, 16):
+        for module, cached in ((pld, pld.distributions), (renyi, renyi.divergences)):
+            monkeypatch.setattr(module, "MOST_KINDS", most)
+            cached.cache_clear()
+        found.append(float(accounting.epsilon(event, delta)))
+    assert found[0] < found[1] <= 1.2 * found[0]

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import time
 
 import pytest
 import torch
@@ -173,3 +174,46 @@ def test_a_gaussian_claim_of_no_noise_is_void():
     made = card(Gaussian("text", "add_remove", accounting.gaussian(0.0), 1e-5))
     assert made["guarantee"] == "none"
     assert not verify(resealed(changed(made, ("guarantee",), "differential privacy")))
+
+
+KINDS = [accounting.dpsgd(4 + i / 3000, 0.01, 1) for i in range(3000)]
+
+
+MANY = {
+    "losses far apart": accounting.dpsgd(0.5, 0.9, 10**9),
+    "releases": accounting.compose(*KINDS),
+    "in a trial": accounting.chosen([accounting.compose(*KINDS)], 1.0, 0.1),
+    "trials": accounting.chosen(KINDS[:900], 1.0, 0.1),
+    "choices": accounting.compose(*(accounting.chosen(KINDS[i::300][:3], 0.0, 0.9) for i in range(300))),
+}
+
+
+@cases("name", MANY)
+def test_thousands_of_kinds_of_release_are_verified_in_seconds(name):
+    """Each grew the window of the next, so that a hundred took half a minute, and a billion more memory than there is."""
+    claim = Gaussian("example", "add_remove", MANY[name], 1e-5)
+    made = card(claim)
+    begin = time.process_time()
+    assert verify(made).holds
+    assert time.process_time() - begin < 25
+
+
+def test_a_run_of_many_noise_levels_is_verified_in_seconds(tmp_path):
+    factors = tuple((step, 1 + step / 10_000) for step in range(10_000))
+    model = accounting.dpsgd_model(9.0, 0.02, factors=factors)
+    ledger = Ledger.create(tmp_path / "ledger.jsonl", HEADER, event=model, budget_steps=10_000)
+    ledger.record("step")
+    made = run_card(ledger, event=model.event(10_000))
+    ledger.close()
+    schedule = {**made["mechanism"], "noise_schedule": [list(entry) for entry in factors]}
+    made = resealed(
+        {**made, "noise_multiplier": 9.0, "mechanism": schedule, "steps": {"planned": 10_000, "spent": 10_000}}
+    )
+    begin = time.process_time()
+    assert verify(made).holds, verify(made).reason
+    assert time.process_time() - begin < 25
+
+
+def test_a_card_of_countless_claims_is_refused():
+    claim = Gaussian("example", "add_remove", accounting.dpsgd(4.0, 0.01, 10), 1e-5)
+    assert "or of over 16" in verify(resealed({**card(claim), "also": [claim.to_json()] * 17})).reason

@@ -11,6 +11,7 @@ from torch import nn
 from fastdp.accounting import model_name
 from fastdp.calls.modes import in_mode
 from fastdp.methods.selective.spans import Span
+from fastdp.untrusted import encode
 
 
 class TokenClassificationDetector:
@@ -44,7 +45,8 @@ class TokenClassificationDetector:
         found: list[list[Span]] = [[] for _ in texts]
         if not any(texts):
             return found
-        encoded = self.tokenizer(
+        encoded = encode(
+            self.tokenizer,
             list(texts),
             truncation=True,
             max_length=self.window,
