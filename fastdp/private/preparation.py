@@ -20,7 +20,7 @@ from fastdp.calls.batches import accepted, as_long_as, map_tensors, take_rows
 from fastdp.calls.collation import Collation, example_length
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.distributed.shards import UnshardedParameters
-from fastdp.engine.bounds import Norms
+from fastdp.engine.bounds import Errors, Norms
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
@@ -292,7 +292,7 @@ def add_clipped(total: dict[str, torch.Tensor], parts: Mapping[str, torch.Tensor
     norms = Norms(1, first.shape[0], first.device)
     for values in parts.values():
         entries = values[0].numel()
-        norms.add(0, ops.instance_sqnorm(values), entries, relative=ops.Rounding(values).squares(entries))
+        norms.add(0, ops.instance_sqnorm(values), Errors(entries, ops.Rounding(values).squares(entries)))
     scales = norms.upper().weights((max_norm,))[0]
     for name, values in parts.items():
         total[name] += ops.instance_sum(values, scales)

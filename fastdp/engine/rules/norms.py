@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.uses.lanes import Meeting, PerExampleParameter, lay_along_rows
 from fastdp.engine.uses.reads import Reads
+from fastdp.engine.uses.rows import BatchAxis
 from fastdp.engine.uses.use import CaptureContext
 
 
@@ -60,50 +62,6 @@ class GroupNormUse(torch.autograd.Function):
         return back, None, None, None, None, None, None
 
 
-class InstanceNormUse(torch.autograd.Function):
-    """Each channel of each row normalised over its places, with trained weight or bias; x is [rows, channels, ...].
-
-    Torch's batch normalisation of a single row that has all rows' channels: its gradients of weight and bias are then those
-    of each row, and of a channel whose mean is far above its deviation it loses fewer digits than a group norm.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        eps: float,
-        context: CaptureContext,
-        trained: tuple[bool, bool],
-    ) -> torch.Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.float()
-        rows = x.shape[0]
-        flat = x.reshape(1, rows * x.shape[1], -1)
-        scale = weight.to(x.dtype).repeat(rows)
-        out, mean, rstd = torch.native_batch_norm(
-            flat, scale, bias.to(x.dtype).repeat(rows), None, None, True, 0.0, eps
-        )
-        ctx.context, ctx.eps, ctx.shape = context, eps, x.shape
-        ctx.parameters = (weight if trained[0] else None, bias if trained[1] else None)
-        ctx.save_for_backward(flat, scale, mean, rstd)
-        return out.view(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        flat, scale, mean, rstd = ctx.saved_tensors
-        sink, layout = ctx.context.open(), ctx.context.layout
-        gradient = gradients[0].reshape(flat.shape)
-        back, *found = torch.ops.aten.native_batch_norm_backward(
-            gradient, flat, scale, None, None, mean, rstd, True, ctx.eps, [True, True, True]
-        )
-        for parameter, total in zip(ctx.parameters, found):
-            if parameter is not None:
-                sink.vector(parameter, layout.by_lane(total.float().view(ctx.shape[0], -1)), layout)
-        return back.view(ctx.shape), None, None, None, None, None
-
-
 def _group_norm(
     reads: Reads,
     context: CaptureContext,
@@ -137,7 +95,17 @@ def _instance_norm(
     if running_mean is not None or not use_input_stats:
         raise UnsupportedUse("instance_norm with running statistics")
     reads.require_rows("instance_norm", (weight, bias), input, context)
-    return InstanceNormUse.apply(input, weight, bias, eps, context, (reads.is_trained(weight), reads.is_trained(bias)))
+    if torch.is_autocast_enabled(input.device.type):
+        input = input.float()
+    normed, channels = F.instance_norm(input, momentum=momentum, eps=eps), (-1, *[1] * (input.dim() - 2))
+    meeting = Meeting(context, normed, BatchAxis())
+
+    def along(own: torch.Tensor) -> torch.Tensor:
+        if not reads.is_trained(own):
+            return own.view(channels)
+        return lay_along_rows(PerExampleParameter.of(own, context).view(channels), meeting)
+
+    return normed * along(weight) + along(bias)
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {F.group_norm: _group_norm, F.instance_norm: _instance_norm}

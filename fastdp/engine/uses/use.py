@@ -56,12 +56,10 @@ class CaptureContext:
 
     Args:
         layout: of the rows.
-        any_formula: also take operations that only a gradient, and no rule of its own, is known for.
     """
 
-    def __init__(self, layout: Layout, *, any_formula: bool = True):
+    def __init__(self, layout: Layout):
         self.layout = layout
-        self.any_formula = any_formula
         self.sink: Sink | None = None
         #: Every kind of use in the pass: its operation, and the shape of its input for one row (all of it, without rows).
         self.shapes: set[tuple[str, tuple[int, ...]]] = set()
