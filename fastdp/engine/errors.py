@@ -7,11 +7,6 @@ TWO_FORWARDS = (
     "Two forward passes ran before one backward. Run one forward per batch, then backward(). Or call the model twice inside one "
     "wrapper module's forward()."
 )
-#: Where the losses of a batch's passes count by what the loop says, which may follow the whole batch.
-UNEQUAL_LOSSES = (
-    "The loop gives the losses of two forward passes different weights. Weigh them inside one wrapper module's forward(), or add "
-    "them up as they are."
-)
 FORWARD_AFTER_BACKWARD = (
     "A forward pass ran after its batch's backward(). Run all passes of a batch before, and call backward() once on the sum of "
     "their losses."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -34,20 +34,19 @@ from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy, Unclipped
 from fastdp.engine.errors import SelfCheckError, UnseenUse, UnsupportedUse
 from fastdp.engine.loss.boundary import (
+    Feed,
     Junction,
-    LossBoundary,
     OutputBoundary,
     hooks_aside,
     plain_gradients,
     replace_loss,
     require_loss,
-    require_positive,
     take_gradients,
 )
 from fastdp.engine.loss.losses import LossTerms, combine, graph_of, intercepted, masked_mean
 from fastdp.engine.loss.one_example import backward_starts, merged, run_alone
 from fastdp.engine.uses.layout import Layout, Ticket
-from fastdp.engine.uses.logits import VOCABULARY
+from fastdp.engine.uses.logits import VOCABULARY, Logits
 from fastdp.engine.uses.reads import Reads
 from fastdp.engine.uses.use import CaptureContext, differentiate
 
@@ -84,15 +83,10 @@ class Pass:
     #: What adds a recorded pass, or one in parts, to its logical batch, in the place of a backward pass.
     replay: Callable[[], None] | None = None
 
-    def loss(self, value: torch.Tensor) -> torch.Tensor:
-        """A loss whose backward pass is this one's."""
-
-        def enter(upstream: torch.Tensor) -> None:
-            if self.verify or upstream.device.type == "cpu":
-                require_positive(upstream)
-            self.junction.arrived.append((self, upstream))
-
-        return LossBoundary.apply(self.junction.anchor(value), value, enter)
+    def replace_loss(self, output: Any, value: torch.Tensor, beside: Sequence[torch.Tensor] = ()) -> Any:
+        """What the model returned around another loss, whose backward pass is this one's, as that of outputs ``beside`` it is."""
+        loss, *others = self.outputs([value, *beside])
+        return replace_loss(output, loss, dict(zip(map(id, beside), others)))
 
     def outputs(self, found: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Outputs whose backward pass is this one's."""
@@ -109,8 +103,14 @@ class Pass:
         return map_tensors(output, lambda t: replaced.get(id(t), t))
 
 
-#: Passes that a loss has reached, each with the gradient that it brought.
+#: Passes that a loss has reached, each with the gradients that it brought: of the model's loss, if it has one, and of outputs.
 JoinedPasses = list[tuple[Pass, Any]]
+
+
+def has_terms(parts: JoinedPasses) -> bool:
+    """Whether a loop's loss has terms beside the model's own, or gives those of several passes different weights."""
+    (first, *_), *_ = every = [upstream or (None,) for _, upstream in parts]
+    return any(g is not None for _, *beside in every for g in beside) or any(own[0] != first for own in every[1:])
 
 
 class Passes:
@@ -190,6 +190,8 @@ class Passes:
         self.isolated = isolated and self.route is None
         #: Whether the model's own means and sums over rows count as losses, as torch's loss functions do.
         self.reductions = False
+        #: Whether the loop's loss was seen to have terms beside the model's own.
+        self.mixes = False
         #: Saved buffers that forwards write from parameters alone: verification restores them after each pass.
         self.derived_buffers: frozenset[str] = frozenset()
         #: Whether the one-example route collates each example by itself, and whether a collator joins examples, so that it must.
@@ -227,8 +229,13 @@ class Passes:
         return [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
 
     def scale(self, ticket: Ticket) -> float:
-        """What a criterion outside the model divided its gradient by."""
-        return float(ticket.rows) if self.loss_reduction == "mean" else 1.0
+        """What the loop divided the gradients of outputs by."""
+        return 1.0 if self.loss_reduction == "sum" else float(ticket.rows)
+
+    def beside_loss(self, output: Any, rows: int) -> list[torch.Tensor]:
+        """The outputs that have a row for each example, first, so that a loop may add terms of them to the model's loss."""
+        found = differentiable(output) if self.trace is None else self.trace.outputs.of(output, given=True)
+        return [t for t in found if t.requires_grad and t.shape[0] == rows and not (t.is_leaf or type(t) is Logits)]
 
     def close(self) -> None:
         """Give the model its own forwards back."""
@@ -332,13 +339,19 @@ class Passes:
         finally:
             # What a use keeps must not know the pass: their nodes know the context, and nobody collects such a circle.
             own, context.own, context.room = context.own, [], -1
+        beside = [] if not self.returns_loss or ticket.token_units is not None else self.beside_loss(output, ticket.rows)
+        gradients: list[Any] = []
+        tops += [Feed.apply(gradients, *beside)] if beside else []
         if verify:
-            self.reentrant |= any(type(n).__name__ == _REENTRANT for top in tops for n in graph_of(top))
+            self.reentrant |= any(type(n).__name__ == _REENTRANT for top in tops[: 1 if self.returns_loss else None] for n in graph_of(top))
 
         def backward(upstream: Any, retain: bool) -> None:
             if self.returns_loss:
                 # A unit that takes no part sends back exact zeros; its weight of 0 then selects it out of every sum.
-                pairs = [(tops[0], (layout.weights > 0).to(tops[0].dtype) * upstream)]
+                weight, *others = upstream
+                pairs = [] if weight is None else [(tops[0], (layout.weights > 0).to(tops[0].dtype) * weight)]
+                gradients[:] = [None if g is None else g * self.scale(ticket) for g in others]
+                pairs += [(feed, torch.ones_like(feed)) for feed in tops[1:] if gradients]
             else:
                 pairs = [(t, g * self.scale(ticket)) for t, g in zip(tops, upstream) if g is not None]
             starts, seeds = [t for t, _ in pairs], [g for _, g in pairs]
@@ -349,13 +362,13 @@ class Passes:
         if self.returns_loss:
             own_mean = next((term.mean for term in found.terms if term.per_unit is tops[0]), None)
             mean = masked_mean(tops[0].detach(), layout.weights) if own_mean is None else own_mean
-            return replace_loss(output, waiting.loss(mean)), waiting
+            return waiting.replace_loss(output, mean, beside), waiting
         return waiting.replace_outputs(output), waiting
 
     def _in_parts(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass] | None:
         """Run several passes of fewer units, each of which fits into memory; None where two backward passes must do."""
         whole = self.two_pass is not None or self.trying or self.weights.cut or ticket.token_units is not None
-        if whole or not self.returns_loss or self.trace is None:
+        if whole or self.mixes or not self.returns_loss or self.trace is None:
             return None
         most, longer = layout.units, longest(self.trace, call, layout.rows)
         while not self._fits(most * int(layout.counts.max()), most, longer):
@@ -383,7 +396,7 @@ class Passes:
                 self.differentiate([(part, None)])
 
         waiting.replay = differentiate
-        return replace_loss(merged(list(outputs)), waiting.loss(masked_mean(losses, layout.weights))), waiting
+        return waiting.replace_loss(merged(list(outputs)), masked_mean(losses, layout.weights)), waiting
 
     def _one_at_a_time(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass]:
         """The universal route: each row is a batch of its own, so any model is differentiated exactly."""
@@ -391,19 +404,22 @@ class Passes:
         waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, [], targets=targets)
         output = merged(outputs)
         if self.returns_loss:
-            rows = torch.stack([loss.detach().float() for (loss,) in targets])
-            return replace_loss(output, waiting.loss(masked_mean(layout.sum_lanes(rows), layout.weights))), waiting
+            rows, beside = torch.stack([own[0].detach().float() for own in targets]), self.beside_loss(output, ticket.rows)
+            # What rows have of different shapes is no output of all.
+            beside = beside if {len(own) for own in targets} == {1 + len(beside)} else []
+            return waiting.replace_loss(output, masked_mean(layout.sum_lanes(rows), layout.weights), beside), waiting
         return waiting.replace_outputs(output), waiting
 
     def _in_isolation(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass]:
         """Run the batch of one unit as it is; its buffers are restored after the backward pass."""
         snapshot = BufferSnapshot(self.model)
         output = self.plain_forward(*call[0], **call[1])
-        tops = [require_loss(output)] if self.returns_loss else differentiable_outputs(output)
+        beside = self.beside_loss(output, ticket.rows) if self.returns_loss else differentiable_outputs(output)
+        tops = [require_loss(output), *beside] if self.returns_loss else beside
         waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, [], restore=snapshot.restore)
         waiting.targets = [tops, *[[]] * (ticket.rows - 1)]
         if self.returns_loss:
-            return replace_loss(output, waiting.loss(tops[0].detach())), waiting
+            return waiting.replace_loss(output, tops[0].detach(), beside), waiting
         return waiting.replace_outputs(output), waiting
 
     def run_rows(self, call: Call, ticket: Ticket) -> tuple[list[Any], list[list[torch.Tensor]]]:
@@ -417,13 +433,14 @@ class Passes:
         if not self.returns_loss:
             return outputs, [differentiable(output) for output in outputs]
         # Losses of shape [1] would be merged like any other tensor with rows.
-        losses = [require_loss(output).reshape(()) for output in outputs]
-        return [replace_loss(output, loss) for output, loss in zip(outputs, losses)], [[loss] for loss in losses]
+        targets = [[require_loss(output).reshape(()), *self.beside_loss(output, 1)] for output in outputs]
+        kept = ({id(t): t for t in beside} for _, *beside in targets)
+        return [replace_loss(output, own[0], same) for output, own, same in zip(outputs, targets, kept)], targets
 
     def _differentiate_rows(self, parts: JoinedPasses) -> None:
         """Each unit's rows in a backward pass of their own, from all passes at once."""
         ticket, weights = parts[0][0].ticket, parts[0][0].layout.weights
-        scale = 1 / len(parts) if self.returns_loss else self.scale(ticket)
+        scale = self.scale(ticket)
         for unit in (weights != 0).nonzero()[:, 0].tolist():
             rows = (ticket.row_units == unit).nonzero()[:, 0].tolist()
             gradients = plain_gradients(*backward_starts(rows, parts, scale, self.returns_loss), self.read.values())
@@ -486,12 +503,16 @@ class Passes:
 
     def _differentiate(self, parts: JoinedPasses) -> None:
         layout, every = parts[0][0].layout, [own for own, _ in parts]
+        terms = self.returns_loss and has_terms(parts)
+        if self.returns_loss and not terms:
+            # Rescaling a loss must not move the clipping threshold.
+            parts = [(own, (1 / len(parts),)) for own in every]
         two_pass = all(own.two_pass for own in every)
 
         def backward(retain: bool) -> None:
             for own, upstream in parts:
                 self.reads.context = own.context if self.route == USES else None
-                own.backward(1 / len(parts) if self.returns_loss else upstream, retain)
+                own.backward(upstream, retain)
 
         def open_sink(sink: Any) -> None:
             for own in every:
@@ -515,7 +536,7 @@ class Passes:
                 self.refuse_foreign_gradients("in the backward pass")
         except UnsupportedUse as error:
             # Nothing has been added yet: captures are refused before the first norm is used.
-            if self.trying or not self.returns_loss:
+            if self.trying or terms or not self.returns_loss:
                 raise
             self.fall_back(str(error), parts[0][0].ticket)
             with torch.enable_grad(), self.chance():

@@ -97,8 +97,8 @@ def _run_engine(passes: Passes, call: Call, ticket: Ticket, dtypes: LowPrecision
     """One forward and backward pass by the route of uses, into the accumulator."""
     with dtypes:
         output, _ = passes.run_forward(call, ticket, verify=True)
-    tops, seeds = starts(output, require_loss(output) if passes.returns_loss else None)
-    seeds = seeds if passes.returns_loss else [seed / passes.scale(ticket) for seed in seeds]
+    losses = require_loss(output) if passes.returns_loss else None
+    tops, seeds = starts(passes, output, ticket.rows, losses, passes.scale(ticket))
     del output  # the logits beside a loss, before its backward pass, as in a step
     with repeatable(passes.model):
         torch.autograd.backward(tops, seeds)

@@ -19,10 +19,10 @@ from fastdp.calls.collation import Collation, ProbeBatch
 from fastdp.calls.modes import rounding
 from fastdp.calls.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state, seed_everything, seeded
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.loss.boundary import Junction, differentiable, plain_gradients, replace_loss
-from fastdp.engine.loss.losses import batch_divisors, intercepted
+from fastdp.engine.loss.boundary import Junction, differentiable, plain_gradients, require_loss
+from fastdp.engine.loss.losses import batch_divisors, combine, intercepted, masked_mean
 from fastdp.engine.loss.one_example import backward_starts, merged
-from fastdp.engine.passes import ONE_EXAMPLE, JoinedPasses, Pass, Passes
+from fastdp.engine.passes import ONE_EXAMPLE, JoinedPasses, Pass, Passes, has_terms
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import CaptureContext
 from fastdp.verify.probe import GRADIENTS, same_shapes
@@ -35,6 +35,10 @@ _MODEL, _CRITERION = 1, 2
 _COUPLES = "{why}. Mask padding, and give make_private criterion=, of one loss per row; this batch was not released."
 _MAKES = (
     "The loop gives the model something else for an example {how}. Make each row from its own example and pad on the right; "
+    "this batch was not released."
+)
+_TERMS = (
+    "{why}. Average the loop's own terms over rows, each computed from its row alone, or compute the whole loss in forward(); "
     "this batch was not released."
 )
 _REDUCES = "The loop's loss is the {own} over rows. Pass loss_reduction='{own}'; this batch was not released."
@@ -58,11 +62,14 @@ class LoopCheck:
         begun: whether the loop was ever verified.
         undecided: whether something could not be compared.
         twice: whether the loop was seen to call the model more than once for a batch.
+        mixes: whether its loss was seen to have terms beside the model's own.
     """
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
         self.waiting, self.begun, self.undecided, self.twice = 0, False, False, False
+        #: Whether what is compared are gradients, of a loss that the loop computes itself.
+        self.mixes = self._outside = False
         self._due: list[ProbeBatch] = []
         #: The batches that may be handed out again; none for loops that take batches ahead.
         self._repeats: list[ProbeBatch] = []
@@ -105,7 +112,7 @@ class LoopCheck:
         self.twice |= again
         snapshot = BufferSnapshot(passes.model)
         if not again:
-            self._rounding = rounding(passes.model) * (1.0 if passes.returns_loss else GRADIENTS)
+            self._rounding = rounding(passes.model)
             if probe.role == "alone":
                 self._subject = map_tensors(call, lambda t: t[: len(t) // 2] if t.dim() else t)
             self._row, self._draws = row_of(call, ticket.rows, self._subject, probe.row), False
@@ -120,15 +127,17 @@ class LoopCheck:
             else:
                 with intercepted(terms):
                     output = passes.plain_forward(*call[0], **call[1])
-                tops = [] if passes.returns_loss else [t[row : row + 1] for t in differentiable(output)]
+                beside = passes.beside_loss(output, ticket.rows) if passes.returns_loss else differentiable(output)
+                targets = []
                 if passes.returns_loss and (terms.unmapped or not terms.terms):
-                    tops = passes.run_rows(call, ticket)[1][row]
+                    targets = passes.run_rows(call, ticket)[1]
+                elif passes.returns_loss:
+                    losses = combine(require_loss(output), terms, passes.divided, verify=False)
+                    targets = [[loss] for loss in losses]
+                tops = [*(own[0] for own in targets[row : row + 1]), *(t[row : row + 1] for t in beside)]
             self._draws |= rng_state(passes.model) != before
         snapshot.restore()
-        if passes.returns_loss:
-            own = [term.per_unit[row] for term in terms.terms] if not tops else [top.reshape(()) for top in tops]
-            tops = [torch.stack([value.detach() for value in own])]
-        elif again:
+        if again:
             # Without dropout both passes may give the same, which would hide a term of their difference.
             output = map_tensors(output, _shrunk)
             tops = [_shrunk(top) for top in tops]
@@ -140,7 +149,9 @@ class LoopCheck:
             self._left = probe.rng_state(passes.model)
         waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, tops, self._finish, {row: tops})
         if passes.returns_loss:
-            return replace_loss(output, waiting.loss(tops[0].float().mean()))
+            losses = torch.stack([own[0].detach().float() for own in targets])
+            mean = masked_mean(losses, torch.ones_like(losses))
+            return waiting.replace_loss(output, mean, passes.beside_loss(output, ticket.rows))
         return waiting.replace_outputs(output)
 
     def _finish(self, parts: JoinedPasses, _retain: bool) -> None:
@@ -148,8 +159,11 @@ class LoopCheck:
         passes, probe = self._passes, parts[0][0].ticket.probe
         drew = self._draws or probe.rng_state(passes.model) != self._left
         self._state.close()
-        found = torch.cat([own.tops[0] for own, _ in parts]) if passes.returns_loss else self._gradients(parts)
-        self._makes |= not passes.returns_loss or any(probe.source.makes(own.call) for own, _ in parts)
+        self.mixes |= passes.returns_loss and has_terms(parts)
+        self._outside = self.mixes or not passes.returns_loss
+        self._rounding *= GRADIENTS if self._outside else 1.0
+        found = self._gradients(parts) if self._outside else torch.stack([own.tops[0].detach() for own, _ in parts])
+        self._makes |= self._outside or any(probe.source.makes(own.call) for own, _ in parts)
         if probe.role == "together" and probe.row and not self._makes:
             # Nothing reaches the model but the loader's own tensors: the rest of a probe made ahead is not needed.
             self.waiting -= len(self._due)
@@ -159,7 +173,7 @@ class LoopCheck:
 
     def _gradients(self, parts: JoinedPasses) -> torch.Tensor:
         """The row's gradient as two numbers for each parameter (`_sketch`), float64 ``[k]``."""
-        starts = backward_starts([self._row], parts, self._passes.scale(parts[0][0].ticket), False)
+        starts = backward_starts([self._row], parts, self._passes.scale(parts[0][0].ticket), self._passes.returns_loss)
         with DropoutDisabled():
             found = plain_gradients(*starts, self._passes.read.values(), keep=_sketch)
         return torch.cat([own if own is not None else torch.zeros(2, dtype=torch.float64) for own in found])
@@ -213,7 +227,7 @@ class LoopCheck:
         self.begun = False  # A loop that goes on after this is verified again.
         how, own = _HOW.get(self._doubted, ""), self._passes.loss_reduction
         why = next(iter(self._divisors), f"An example has another gradient {how}")
-        form = form or (_MAKES if self._passes.returns_loss else _COUPLES)
+        form = form or (_TERMS if self.mixes else _COUPLES if self._outside else _MAKES)
         raise SelfCheckError(form.format(how=how, why=why, own="sum" if own == "mean" else "mean"))
 
     def _differ(self, one: _Outcome, two: _Outcome, role: str) -> bool:

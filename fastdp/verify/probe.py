@@ -164,10 +164,9 @@ class Probe:
         with preserve_rng(passes.model), torch.enable_grad():
             _, terms, output = self._forward(call, layout, inputs, nullcontext())
             total = require_loss(output) if passes.returns_loss else None
-            tops, seeds = starts(
-                output, total if total is None else combine(total, terms, passes.divided, verify=False)
-            )
-            del output, total
+            losses = total if total is None else combine(total, terms, passes.divided, verify=False)
+            tops, seeds = starts(passes, output, rows, losses)
+            del output, total, losses
             for number, unit in enumerate(units):
                 own = [torch.zeros_like(seed) for seed in seeds]
                 for seed, chosen in zip(seeds, own):
@@ -215,10 +214,16 @@ def same_shapes(passes: Passes) -> float:
     return 1.0 if selects or passes.device.type != "cpu" else 1e-2
 
 
-def starts(output: Any, losses: torch.Tensor | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What a backward pass starts from, and with what: ones for losses, or for outputs the same numbers in each pass."""
-    tops = differentiable(output) if losses is None else [losses]
-    return tops, seeds_for(tops) if losses is None else [torch.ones_like(losses)]
+def starts(
+    passes: Passes, output: Any, rows: int, losses: torch.Tensor | None, scale: float = 1.0
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What a backward pass starts from, and with what: ones for losses, and for outputs the same numbers in each pass.
+
+    A loop's terms of outputs beside the model's own loss come from these; their numbers are divided by ``scale``.
+    """
+    tops = differentiable(output) if losses is None else passes.beside_loss(output, rows) if passes.mixes else []
+    seeds = [seed / scale for seed in seeds_for(tops)]
+    return (tops, seeds) if losses is None else ([losses, *tops], [torch.ones_like(losses), *seeds])
 
 
 def _input_gradients(losses: torch.Tensor, upstream: torch.Tensor, inputs: InputGradients) -> list[torch.Tensor]:

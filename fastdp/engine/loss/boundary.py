@@ -1,9 +1,9 @@
-"""Where the user's `backward()` enters the engine: at the model's loss (`LossBoundary`) or outputs (`OutputBoundary`)."""
+"""Where the user's `backward()` enters the engine: at the model's loss and outputs (`OutputBoundary`)."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any
@@ -54,23 +54,6 @@ class _Join(Use):
         return None, None
 
 
-class LossBoundary(Use):
-    """A scalar loss whose backward tells its `Junction` that a loss has reached this pass, and by what gradient.
-
-    The upstream gradient is recorded and divided out: rescaling a loss must not move the clipping threshold.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, enter: Callable[[torch.Tensor], None]) -> Any:
-        ctx.enter = enter
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.enter(gradients[0])
-        return None, None, None
-
-
 def require_positive(upstream: torch.Tensor) -> None:
     """Raise ValueError if the loop scaled a loss by zero or less: such a choice may depend on the whole batch."""
     if not float(upstream) > 0:
@@ -81,7 +64,7 @@ def require_positive(upstream: torch.Tensor) -> None:
 
 
 class OutputBoundary(Use):
-    """The model's outputs, whose backward hands their gradients to the engine.
+    """The model's loss and outputs, whose backward tells their `Junction` that the loop's loss has reached this pass, and how.
 
     They come in a list, which hides them from autograd: it would continue into the graph that the engine has freed.
     """
@@ -90,12 +73,25 @@ class OutputBoundary(Use):
     def forward(ctx: Any, anchor: torch.Tensor, enter: Callable[..., None], outputs: list[torch.Tensor]) -> Any:
         ctx.enter = enter
         ctx.set_materialize_grads(False)
-        return tuple(output.detach() for output in outputs)
+        return tuple(output.detach() if output.dim() else output.clone() for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.enter(gradients)
         return None, None, None
+
+
+class Feed(Use):
+    """A zero from which a backward pass starts at outputs that it does not keep: their ``gradients`` are put there before."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor | None], *outputs: torch.Tensor) -> Any:
+        ctx.gradients = gradients
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, *ctx.gradients
 
 
 @contextmanager
@@ -202,13 +198,16 @@ def require_loss(output: Any) -> torch.Tensor:
     return loss
 
 
-def replace_loss(output: Any, loss: torch.Tensor) -> Any:
-    """The same output around another loss; a term that is made of its other tensors raises RuntimeError in backward()."""
+def replace_loss(output: Any, loss: torch.Tensor, beside: Mapping[int, torch.Tensor] = {}) -> Any:
+    """The same output around another loss, and other tensors in the place of those ``beside`` it, by identity.
+
+    A term that is made of its other tensors raises RuntimeError in backward().
+    """
     own = find_loss(output)
 
     def passed(t: torch.Tensor) -> Any:
-        if t is own:
-            return loss
+        if t is own or id(t) in beside:
+            return loss if t is own else beside[id(t)]
         looked_at = isinstance(t, Logits) or not (t.requires_grad and t.is_floating_point())
         return t if looked_at else ForbidBackward.apply(t)
 

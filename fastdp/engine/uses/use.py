@@ -146,10 +146,10 @@ class Use(torch.autograd.Function):
         return super().apply(*args) if torch._C._are_functorch_transforms_active() else cls.plainly(*args)
 
 
-#: Where a loop makes a second loss of a model's outputs.
+#: Where a loop makes a term of its loss of what is no row of an example, or was not kept.
 LOSS_TERM = (
-    "The loop differentiates outputs of a model that returned its own loss. Compute the whole loss in its forward, or from "
-    "outputs alone with loss_reduction='mean'."
+    "The loop's loss uses an output beside the model's own loss that has no row for each example, or logits not kept: compute it "
+    "in forward, or pass keep_logits=True."
 )
 
 
