@@ -92,4 +92,6 @@ class OutputRows:
     def of(self, output: Any, *, given: bool = False) -> list[torch.Tensor]:
         """The floating-point outputs with rows, first: as `first` has put them, or of those that the model has ``given`` so."""
         found = [(path, t) for path, t in leaves(output) if path in self._folds and t.is_floating_point()]
-        return [t for path, t in found if not given or (self._folds[path][0].natural and t.dim() == self._folds[path][1])]
+        return [
+            t for path, t in found if not given or (self._folds[path][0].natural and t.dim() == self._folds[path][1])
+        ]

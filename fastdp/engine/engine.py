@@ -74,7 +74,9 @@ class Engine(Passes):
         super().__init__(model, policy, self.forward, **options)
         self.tickets = tickets
         #: What `.grad` holds between a backward pass and a step.
-        self.pending = PendingGradients(model, self.parameters.values(), scaled=lambda: self.mixes or not self.returns_loss)
+        self.pending = PendingGradients(
+            model, self.parameters.values(), scaled=lambda: self.mixes or not self.returns_loss
+        )
         #: What lives for as long as the model goes through this engine.
         self.holder: Any = None
         self.checks = verify(self)
@@ -233,7 +235,7 @@ class Engine(Passes):
         ticket, every = parts[0][0].ticket, [own for own, _ in parts]
         if self.blocked:
             raise RuntimeError(self.blocked)
-        if any(own.used for own in every):
+        if True in [own.used for own in every]:
             raise RuntimeError(
                 "A second backward() ran on one batch. Add its losses up, and call backward() once on their sum."
             )
@@ -245,12 +247,14 @@ class Engine(Passes):
         foreign = not self.tickets or self.tickets[0] is not ticket
         if foreign or (len(parts) > 1 and not (joins and len(self.tickets) == 1)):
             raise RuntimeError(TWO_FORWARDS)
-        terms = self.returns_loss and has_terms(parts)
+        terms = self.returns_loss and (len(parts) > 1 or len(parts[0][1]) > 1) and has_terms(parts)
         if len(parts) > 1 or terms:
             # One recorded pass is clipped by itself.
             self.graphs = None
-        if self.returns_loss and not terms and (parts[0][0].verify or self.device.type == "cpu"):
-            require_positive(parts[0][1][0])
+        if self.returns_loss and not terms:
+            if every[0].verify or self.device.type == "cpu":
+                require_positive(parts[0][1][0])
+            parts = list(zip(every, [None] * len(every)))
         if self.complete:
             raise RuntimeError(
                 "a logical batch is complete and optimizer.step() has not been called: call it after every "

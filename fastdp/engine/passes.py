@@ -85,7 +85,7 @@ class Pass:
 
     def replace_loss(self, output: Any, value: torch.Tensor, beside: Sequence[torch.Tensor] = ()) -> Any:
         """What the model returned around another loss, whose backward pass is this one's, as that of outputs ``beside`` it is."""
-        loss, *others = self.outputs([value, *beside])
+        loss, *others = self.outputs([value.clone(), *beside])
         return replace_loss(output, loss, dict(zip(map(id, beside), others)))
 
     def outputs(self, found: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -104,12 +104,13 @@ class Pass:
 
 
 #: Passes that a loss has reached, each with the gradients that it brought: of the model's loss, if it has one, and of outputs.
+#: None where the loss is the model's own: what the loop scales it by does not move the clipping threshold.
 JoinedPasses = list[tuple[Pass, Any]]
 
 
 def has_terms(parts: JoinedPasses) -> bool:
     """Whether a loop's loss has terms beside the model's own, or gives those of several passes different weights."""
-    (first, *_), *_ = every = [upstream or (None,) for _, upstream in parts]
+    (first, *_), *_ = every = [upstream for _, upstream in parts]
     return any(g is not None for _, *beside in every for g in beside) or any(own[0] != first for own in every[1:])
 
 
@@ -339,19 +340,22 @@ class Passes:
         finally:
             # What a use keeps must not know the pass: their nodes know the context, and nobody collects such a circle.
             own, context.own, context.room = context.own, [], -1
-        beside = [] if not self.returns_loss or ticket.token_units is not None else self.beside_loss(output, ticket.rows)
-        gradients: list[Any] = []
+        # A loop adds terms from its first batch on.
+        mixes = self.returns_loss and (verify or self.mixes) and ticket.token_units is None
+        beside, gradients = self.beside_loss(output, ticket.rows) if mixes else [], list[Any]()
         tops += [Feed.apply(gradients, *beside)] if beside else []
         if verify:
-            self.reentrant |= any(type(n).__name__ == _REENTRANT for top in tops[: 1 if self.returns_loss else None] for n in graph_of(top))
+            ends = tops[:1] if self.returns_loss else tops
+            self.reentrant |= _REENTRANT in [type(node).__name__ for top in ends for node in graph_of(top)]
 
         def backward(upstream: Any, retain: bool) -> None:
             if self.returns_loss:
                 # A unit that takes no part sends back exact zeros; its weight of 0 then selects it out of every sum.
                 weight, *others = upstream
                 pairs = [] if weight is None else [(tops[0], (layout.weights > 0).to(tops[0].dtype) * weight)]
-                gradients[:] = [None if g is None else g * self.scale(ticket) for g in others]
-                pairs += [(feed, torch.ones_like(feed)) for feed in tops[1:] if gradients]
+                if others:
+                    gradients[:] = [None if g is None else g * self.scale(ticket) for g in others]
+                    pairs.append((tops[1], torch.ones_like(tops[1])))
             else:
                 pairs = [(t, g * self.scale(ticket)) for t, g in zip(tops, upstream) if g is not None]
             starts, seeds = [t for t, _ in pairs], [g for _, g in pairs]
@@ -404,7 +408,10 @@ class Passes:
         waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, [], targets=targets)
         output = merged(outputs)
         if self.returns_loss:
-            rows, beside = torch.stack([own[0].detach().float() for own in targets]), self.beside_loss(output, ticket.rows)
+            rows, beside = (
+                torch.stack([own[0].detach().float() for own in targets]),
+                self.beside_loss(output, ticket.rows),
+            )
             # What rows have of different shapes is no output of all.
             beside = beside if {len(own) for own in targets} == {1 + len(beside)} else []
             return waiting.replace_loss(output, masked_mean(layout.sum_lanes(rows), layout.weights), beside), waiting
@@ -436,6 +443,23 @@ class Passes:
         targets = [[require_loss(output).reshape(()), *self.beside_loss(output, 1)] for output in outputs]
         kept = ({id(t): t for t in beside} for _, *beside in targets)
         return [replace_loss(output, own[0], same) for output, own, same in zip(outputs, targets, kept)], targets
+
+    def plain_rows(self, call: Call, ticket: Ticket) -> tuple[Any, list[list[torch.Tensor]]]:
+        """The output of a plain pass of a few rows, and what the backward pass of each starts from: its loss, its outputs."""
+        if self.route == ONE_EXAMPLE:
+            outputs, targets = self.run_rows(call, ticket)
+            return merged(outputs), targets
+        terms = self.terms(ticket.layout(self.device))
+        with intercepted(terms):
+            output = self.plain_forward(*call[0], **call[1])
+        if self.returns_loss and (terms.unmapped or not terms.terms):
+            return output, self.run_rows(call, ticket)[1]
+        found = self.beside_loss(output, ticket.rows) if self.returns_loss else differentiable(output)
+        targets = [[t[row : row + 1] for t in found] for row in range(ticket.rows)]
+        if self.returns_loss:
+            losses = combine(require_loss(output), terms, self.divided, verify=False)
+            targets = [[loss, *own] for loss, own in zip(losses, targets)]
+        return output, targets
 
     def _differentiate_rows(self, parts: JoinedPasses) -> None:
         """Each unit's rows in a backward pass of their own, from all passes at once."""
@@ -503,16 +527,12 @@ class Passes:
 
     def _differentiate(self, parts: JoinedPasses) -> None:
         layout, every = parts[0][0].layout, [own for own, _ in parts]
-        terms = self.returns_loss and has_terms(parts)
-        if self.returns_loss and not terms:
-            # Rescaling a loss must not move the clipping threshold.
-            parts = [(own, (1 / len(parts),)) for own in every]
         two_pass = all(own.two_pass for own in every)
 
         def backward(retain: bool) -> None:
             for own, upstream in parts:
                 self.reads.context = own.context if self.route == USES else None
-                own.backward(upstream, retain)
+                own.backward(upstream or (1 / len(parts),), retain)
 
         def open_sink(sink: Any) -> None:
             for own in every:
@@ -536,7 +556,7 @@ class Passes:
                 self.refuse_foreign_gradients("in the backward pass")
         except UnsupportedUse as error:
             # Nothing has been added yet: captures are refused before the first norm is used.
-            if self.trying or terms or not self.returns_loss:
+            if self.trying or parts[0][1] is not None:
                 raise
             self.fall_back(str(error), parts[0][0].ticket)
             with torch.enable_grad(), self.chance():

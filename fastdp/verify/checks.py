@@ -184,14 +184,11 @@ class Checks(Routing):
 
     def verify_terms(self, call: Call, ticket: Ticket) -> None:
         """The engine check, with outputs beside the model's loss, and probe batches."""
-        passes, loop = self.passes, self.loop
-        if not (self.enabled and ticket.token_units is None):
-            return
-        if passes.route == USES:
-            with passes.trial(), torch.enable_grad():
+        if self.enabled and self.passes.route == USES:
+            with self.passes.trial(), torch.enable_grad():
                 self.verify_engine(call, ticket)
-        if ticket.source is not None and not loop.waiting and not loop.mixes:
-            loop.begin(ticket.source, ticket.rows)
+        if self.enabled and ticket.source is not None and not (self.loop.waiting or self.loop.mixes):
+            self.loop.begin(ticket.source, ticket.rows)
 
     def verify_loop(self, call: Call, ticket: Ticket) -> None:
         """Plan probe batches if the loop makes something of a batch, or computes the loss itself: on all ranks or on none."""
@@ -204,9 +201,8 @@ class Checks(Routing):
         loop.twice |= again
         if self._batches > 1 and not again and (self.passes.ranks.size > 1 or self.passes.device.type != "cpu"):
             return
-        needs = (self._grew or again or not loop.begun) and (
-            not self.passes.returns_loss or self.passes.mixes or source.makes(call)
-        )
+        makes = not self.passes.returns_loss or self.passes.mixes or source.makes(call)
+        needs = makes and (self._grew or again or not loop.begun)
         if needs if self.passes.ranks.size == 1 else any(self.passes.ranks.gather(needs)):
             loop.begin(source, ticket.rows)
 

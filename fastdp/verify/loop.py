@@ -19,10 +19,10 @@ from fastdp.calls.collation import Collation, ProbeBatch
 from fastdp.calls.modes import rounding
 from fastdp.calls.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state, seed_everything, seeded
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.loss.boundary import Junction, differentiable, plain_gradients, require_loss
-from fastdp.engine.loss.losses import batch_divisors, combine, intercepted, masked_mean
-from fastdp.engine.loss.one_example import backward_starts, merged
-from fastdp.engine.passes import ONE_EXAMPLE, JoinedPasses, Pass, Passes, has_terms
+from fastdp.engine.loss.boundary import Junction, plain_gradients
+from fastdp.engine.loss.losses import batch_divisors, masked_mean
+from fastdp.engine.loss.one_example import backward_starts
+from fastdp.engine.passes import JoinedPasses, Pass, Passes
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import CaptureContext
 from fastdp.verify.probe import GRADIENTS, same_shapes
@@ -37,10 +37,7 @@ _MAKES = (
     "The loop gives the model something else for an example {how}. Make each row from its own example and pad on the right; "
     "this batch was not released."
 )
-_TERMS = (
-    "{why}. Average the loop's own terms over rows, each computed from its row alone, or compute the whole loss in forward(); "
-    "this batch was not released."
-)
+_TERMS = "{why}. Average the loop's own terms over rows, or compute the whole loss in forward(); this batch was not released."
 _REDUCES = "The loop's loss is the {own} over rows. Pass loss_reduction='{own}'; this batch was not released."
 _HOW = {"beside": "beside other examples", "alone": "alone than in its batch"}
 
@@ -67,17 +64,8 @@ class LoopCheck:
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
-        self.waiting, self.begun, self.undecided, self.twice = 0, False, False, False
-        #: Whether what is compared are gradients, of a loss that the loop computes itself.
-        self.mixes = self._outside = False
+        self.waiting, self.begun, self.undecided, self.twice, self.mixes = 0, False, False, False, False
         self._due: list[ProbeBatch] = []
-        #: The batches that may be handed out again; none for loops that take batches ahead.
-        self._repeats: list[ProbeBatch] = []
-        self._alone: list[_Outcome] = []
-        #: The role of the batch in which the example differed.
-        self._doubted, self._makes, self._confirming, self._drift = "", False, False, 0.0
-        self._seen: dict[tuple[str, int], _Outcome] = {}
-        self._collator_draws = False
         #: What the model was called with for the example that is compared, alone.
         self._subject: Call | None = None
         self._divisors: list[str] = []
@@ -91,9 +79,13 @@ class LoopCheck:
         self.begun = True
         # The last one that is taken ahead finds another random state.
         self._due = source.probes(rows, stills=1 + _AHEAD if ahead else 0)
+        #: The batches that may be handed out again; none for loops that take batches ahead.
         self._repeats = [] if ahead else list(self._due)
+        #: The role of the batch in which the example differed.
         self._doubted, self._makes, self._confirming, self._drift = "", False, False, 0.0
-        self.waiting, self._seen, self._alone = len(self._due), {}, []
+        self._seen: dict[tuple[str, int], _Outcome] = {}
+        self._alone: list[_Outcome] = []
+        self.waiting = len(self._due)
         self._collator_draws = len(self._due) > 1 and any(self._due[1].source.draws(0))
 
     def take(self) -> Iterator[ProbeBatch]:
@@ -118,36 +110,23 @@ class LoopCheck:
             self._row, self._draws = row_of(call, ticket.rows, self._subject, probe.row), False
             # What a loop draws for another example may make it look like this one.
             self._start = *probe.rng_state(passes.model), repr(self._row * probe.drew()).encode()
-        row, terms = self._row, passes.terms(layout := ticket.layout(passes.device))
+        row, layout = self._row, ticket.layout(passes.device)
         with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL, passes.model):
             before = rng_state(passes.model)
-            if passes.route == ONE_EXAMPLE:
-                outputs, targets = passes.run_rows(call, ticket)
-                output, tops = merged(outputs), targets[row]
-            else:
-                with intercepted(terms):
-                    output = passes.plain_forward(*call[0], **call[1])
-                beside = passes.beside_loss(output, ticket.rows) if passes.returns_loss else differentiable(output)
-                targets = []
-                if passes.returns_loss and (terms.unmapped or not terms.terms):
-                    targets = passes.run_rows(call, ticket)[1]
-                elif passes.returns_loss:
-                    losses = combine(require_loss(output), terms, passes.divided, verify=False)
-                    targets = [[loss] for loss in losses]
-                tops = [*(own[0] for own in targets[row : row + 1]), *(t[row : row + 1] for t in beside)]
+            output, targets = passes.plain_rows(call, ticket)
             self._draws |= rng_state(passes.model) != before
         snapshot.restore()
         if again:
             # Without dropout both passes may give the same, which would hide a term of their difference.
-            output = map_tensors(output, _shrunk)
-            tops = [_shrunk(top) for top in tops]
+            output, targets = map_tensors((output, targets), _shrunk)
         if not again:
             self._state.enter_context(preserve_rng(passes.model))
             divisors = self._state.enter_context(batch_divisors())
             self._divisors = divisors if probe.role == "together" else self._divisors
             seed_everything(_CRITERION)
             self._left = probe.rng_state(passes.model)
-        waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, tops, self._finish, {row: tops})
+        tops = {row: targets[row]}
+        waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, tops[row], self._finish, tops)
         if passes.returns_loss:
             losses = torch.stack([own[0].detach().float() for own in targets])
             mean = masked_mean(losses, torch.ones_like(losses))
@@ -159,11 +138,11 @@ class LoopCheck:
         passes, probe = self._passes, parts[0][0].ticket.probe
         drew = self._draws or probe.rng_state(passes.model) != self._left
         self._state.close()
-        self.mixes |= passes.returns_loss and has_terms(parts)
-        self._outside = self.mixes or not passes.returns_loss
-        self._rounding *= GRADIENTS if self._outside else 1.0
-        found = self._gradients(parts) if self._outside else torch.stack([own.tops[0].detach() for own, _ in parts])
-        self._makes |= self._outside or any(probe.source.makes(own.call) for own, _ in parts)
+        self.mixes |= passes.returns_loss and parts[0][1] is not None
+        outside = self.mixes or not passes.returns_loss
+        self._rounding *= GRADIENTS if outside else 1.0
+        found = self._gradients(parts) if outside else torch.stack([own.tops[0].detach() for own, _ in parts])
+        self._makes |= outside or any(probe.source.makes(own.call) for own, _ in parts)
         if probe.role == "together" and probe.row and not self._makes:
             # Nothing reaches the model but the loader's own tensors: the rest of a probe made ahead is not needed.
             self.waiting -= len(self._due)
@@ -227,7 +206,7 @@ class LoopCheck:
         self.begun = False  # A loop that goes on after this is verified again.
         how, own = _HOW.get(self._doubted, ""), self._passes.loss_reduction
         why = next(iter(self._divisors), f"An example has another gradient {how}")
-        form = form or (_TERMS if self.mixes else _COUPLES if self._outside else _MAKES)
+        form = form or (_TERMS if self.mixes else _MAKES if self._passes.returns_loss else _COUPLES)
         raise SelfCheckError(form.format(how=how, why=why, own="sum" if own == "mean" else "mean"))
 
     def _differ(self, one: _Outcome, two: _Outcome, role: str) -> bool:

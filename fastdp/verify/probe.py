@@ -217,10 +217,7 @@ def same_shapes(passes: Passes) -> float:
 def starts(
     passes: Passes, output: Any, rows: int, losses: torch.Tensor | None, scale: float = 1.0
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What a backward pass starts from, and with what: ones for losses, and for outputs the same numbers in each pass.
-
-    A loop's terms of outputs beside the model's own loss come from these; their numbers are divided by ``scale``.
-    """
+    """What a backward pass starts from, and with what: ones for losses; for outputs the same numbers each, over ``scale``."""
     tops = differentiable(output) if losses is None else passes.beside_loss(output, rows) if passes.mixes else []
     seeds = [seed / scale for seed in seeds_for(tops)]
     return (tops, seeds) if losses is None else ([losses, *tops], [torch.ones_like(losses), *seeds])

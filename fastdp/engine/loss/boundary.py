@@ -73,7 +73,7 @@ class OutputBoundary(Use):
     def forward(ctx: Any, anchor: torch.Tensor, enter: Callable[..., None], outputs: list[torch.Tensor]) -> Any:
         ctx.enter = enter
         ctx.set_materialize_grads(False)
-        return tuple(output.detach() if output.dim() else output.clone() for output in outputs)
+        return tuple(map(torch.Tensor.detach, outputs))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

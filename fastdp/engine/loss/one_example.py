@@ -63,7 +63,7 @@ def backward_starts(
     tops, seeds = [], []
     for own, upstream in parts:
         for row in rows:
-            for position, (top, arrived) in enumerate(zip(own.targets[row], upstream)):
+            for position, (top, arrived) in enumerate(zip(own.targets[row], upstream or (1 / len(parts),))):
                 if arrived is not None:
                     tops.append(top)
                     loss = losses and not position

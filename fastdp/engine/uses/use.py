@@ -146,10 +146,10 @@ class Use(torch.autograd.Function):
         return super().apply(*args) if torch._C._are_functorch_transforms_active() else cls.plainly(*args)
 
 
-#: Where a loop makes a term of its loss of what is no row of an example, or was not kept.
+#: Where a loop makes a term of its loss of what has no row for each example, or begins to.
 LOSS_TERM = (
-    "The loop's loss uses an output beside the model's own loss that has no row for each example, or logits not kept: compute it "
-    "in forward, or pass keep_logits=True."
+    "The loop's loss uses an output, beside the model's own loss, that has no row for each example or that it did not use at "
+    "first. Compute the whole loss in forward()."
 )
 
 
@@ -157,12 +157,13 @@ class ForbidBackward(Use):
     """A model's output that may be read and not differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, output: torch.Tensor, reason: str = LOSS_TERM) -> torch.Tensor:
+        ctx.reason = reason
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(LOSS_TERM)
+        raise RuntimeError(ctx.reason)
 
 
 class Product(NamedTuple):
