@@ -15,8 +15,8 @@ CALLED_ON_OUTPUTS = (
     "The model was called on its own outputs of a batch. Run all steps inside its forward(), called once."
 )
 OUTSIDE_OF_LOSS = (
-    "A gradient reached the model outside of its loss. Call backward() once a batch, and return from forward() all that the loss "
-    "reads."
+    "A gradient reached the model outside of its loss. Penalize weights by weight_decay=, call backward() once, and return from "
+    "forward() all that the loss reads."
 )
 FAILED_BACKWARD = (
     "A backward pass failed, and a repetition could count examples twice. Begin the loader's iteration anew."

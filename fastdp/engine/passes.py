@@ -613,8 +613,8 @@ class Passes:
                         f"{name} is read where no module's forward runs, as in a checkpointed function"
                     )
                 raise RuntimeError(
-                    f"{name} holds a gradient {when} that was not clipped. Call zero_grad() after step(); penalize weights, and "
-                    "use parts of the model, inside its forward()."
+                    f"{name} holds a gradient {when} that was not clipped. Call zero_grad() after step(); penalize weights by "
+                    "weight_decay= or in forward(), and use parts of the model there."
                 )
 
 
