@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -37,6 +37,7 @@ from fastdp.engine.loss.boundary import (
     Feed,
     Junction,
     OutputBoundary,
+    find_loss,
     hooks_aside,
     plain_gradients,
     replace_loss,
@@ -83,10 +84,10 @@ class Pass:
     #: What adds a recorded pass, or one in parts, to its logical batch, in the place of a backward pass.
     replay: Callable[[], None] | None = None
 
-    def replace_loss(self, output: Any, value: torch.Tensor, beside: Sequence[torch.Tensor] = ()) -> Any:
-        """What the model returned around another loss, whose backward pass is this one's, as that of outputs ``beside`` it is."""
-        loss, *others = self.outputs([value.clone(), *beside])
-        return replace_loss(output, loss, dict(zip(map(id, beside), others)))
+    def replace_loss(self, output: Any, value: torch.Tensor, beside: Mapping[int, torch.Tensor]) -> Any:
+        """What the model returned around another loss and other tensors, by identity, whose backward pass is this one's."""
+        loss, *others = self.outputs([value.clone(), *beside.values()])
+        return replace_loss(output, loss, dict(zip(beside, others)))
 
     def outputs(self, found: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Outputs whose backward pass is this one's."""
@@ -233,10 +234,24 @@ class Passes:
         """What the loop divided the gradients of outputs by."""
         return 1.0 if self.loss_reduction == "sum" else float(ticket.rows)
 
-    def beside_loss(self, output: Any, rows: int) -> list[torch.Tensor]:
-        """The outputs that have a row for each example, first, so that a loop may add terms of them to the model's loss."""
-        found = differentiable(output) if self.trace is None else self.trace.outputs.of(output, given=True)
-        return [t for t in found if t.requires_grad and t.shape[0] == rows and not (t.is_leaf or type(t) is Logits)]
+    def beside_loss(
+        self, output: Any, rows: int, terms: LossTerms | None = None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What a loop may add to the model's loss, or make terms of: outputs with a row for each example, first, and losses.
+
+        Each comes with what its backward pass starts from: given ``terms``, of losses those of units.
+        """
+        own = find_loss(output)
+        given = differentiable(output) if self.trace is None else self.trace.outputs.of(output, given=True)
+        found = [(t, t) for t in given if t.shape[0] == rows and not (t.is_leaf or type(t) is Logits)]
+        for t in tensors(output):
+            if t.dim() == 0 and t.requires_grad and not (t.is_leaf or t is own):
+                try:
+                    found.append((t, t if terms is None else combine(t, terms, self.divided, verify=False)))
+                except UnsupportedUse:
+                    # A temperature, say: it is no row's.
+                    continue
+        return found
 
     def close(self) -> None:
         """Give the model its own forwards back."""
@@ -342,8 +357,8 @@ class Passes:
             own, context.own, context.room = context.own, [], -1
         # A loop adds terms from its first batch on.
         mixes = self.returns_loss and (verify or self.mixes) and ticket.token_units is None
-        beside, gradients = self.beside_loss(output, ticket.rows) if mixes else [], list[Any]()
-        tops += [Feed.apply(gradients, *beside)] if beside else []
+        beside, gradients = self.beside_loss(output, ticket.rows, found) if mixes else [], list[Any]()
+        tops += [Feed.apply(gradients, *[top for _, top in beside])] if beside else []
         if verify:
             ends = tops[:1] if self.returns_loss else tops
             self.reentrant |= _REENTRANT in [type(node).__name__ for top in ends for node in graph_of(top)]
@@ -352,9 +367,11 @@ class Passes:
             if self.returns_loss:
                 # A unit that takes no part sends back exact zeros; its weight of 0 then selects it out of every sum.
                 weight, *others = upstream
-                pairs = [] if weight is None else [(tops[0], (layout.weights > 0).to(tops[0].dtype) * weight)]
+                counted = (layout.weights > 0).to(tops[0].dtype)
+                pairs = [] if weight is None else [(tops[0], counted * weight)]
                 if others:
-                    gradients[:] = [None if g is None else g * self.scale(ticket) for g in others]
+                    scales = [self.scale(ticket) if t.dim() else counted for t, _ in beside]
+                    gradients[:] = [None if g is None else g * by for g, by in zip(others, scales)]
                     pairs.append((tops[1], torch.ones_like(tops[1])))
             else:
                 pairs = [(t, g * self.scale(ticket)) for t, g in zip(tops, upstream) if g is not None]
@@ -366,7 +383,7 @@ class Passes:
         if self.returns_loss:
             own_mean = next((term.mean for term in found.terms if term.per_unit is tops[0]), None)
             mean = masked_mean(tops[0].detach(), layout.weights) if own_mean is None else own_mean
-            return waiting.replace_loss(output, mean, beside), waiting
+            return waiting.replace_loss(output, mean, {id(t): t for t, _ in beside} if beside else {}), waiting
         return waiting.replace_outputs(output), waiting
 
     def _in_parts(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass] | None:
@@ -400,29 +417,22 @@ class Passes:
                 self.differentiate([(part, None)])
 
         waiting.replay = differentiate
-        return waiting.replace_loss(merged(list(outputs)), masked_mean(losses, layout.weights)), waiting
+        return waiting.replace_loss(merged(list(outputs)), masked_mean(losses, layout.weights), {}), waiting
 
     def _one_at_a_time(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass]:
         """The universal route: each row is a batch of its own, so any model is differentiated exactly."""
-        outputs, targets = self.run_rows(call, ticket)
+        output, targets, values = self.plain_rows(call, ticket, layout, layout.weights)
         waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, [], targets=targets)
-        output = merged(outputs)
         if self.returns_loss:
-            rows, beside = (
-                torch.stack([own[0].detach().float() for own in targets]),
-                self.beside_loss(output, ticket.rows),
-            )
-            # What rows have of different shapes is no output of all.
-            beside = beside if {len(own) for own in targets} == {1 + len(beside)} else []
-            return waiting.replace_loss(output, masked_mean(layout.sum_lanes(rows), layout.weights), beside), waiting
+            return waiting.replace_loss(output, values.pop(0), values), waiting
         return waiting.replace_outputs(output), waiting
 
     def _in_isolation(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass]:
         """Run the batch of one unit as it is; its buffers are restored after the backward pass."""
         snapshot = BufferSnapshot(self.model)
         output = self.plain_forward(*call[0], **call[1])
-        beside = self.beside_loss(output, ticket.rows) if self.returns_loss else differentiable_outputs(output)
-        tops = [require_loss(output), *beside] if self.returns_loss else beside
+        beside = {id(t): t for t, _ in self.beside_loss(output, ticket.rows)} if self.returns_loss else {}
+        tops = [require_loss(output), *beside.values()] if self.returns_loss else differentiable_outputs(output)
         waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, [], restore=snapshot.restore)
         waiting.targets = [tops, *[[]] * (ticket.rows - 1)]
         if self.returns_loss:
@@ -440,26 +450,48 @@ class Passes:
         if not self.returns_loss:
             return outputs, [differentiable(output) for output in outputs]
         # Losses of shape [1] would be merged like any other tensor with rows.
-        targets = [[require_loss(output).reshape(()), *self.beside_loss(output, 1)] for output in outputs]
+        each = [(require_loss(output).reshape(()), self.beside_loss(output, 1)) for output in outputs]
+        targets = [[loss, *(t for t, _ in beside)] for loss, beside in each]
         kept = ({id(t): t for t in beside} for _, *beside in targets)
         return [replace_loss(output, own[0], same) for output, own, same in zip(outputs, targets, kept)], targets
 
-    def plain_rows(self, call: Call, ticket: Ticket) -> tuple[Any, list[list[torch.Tensor]]]:
-        """The output of a plain pass of a few rows, and what the backward pass of each starts from: its loss, its outputs."""
+    def plain_rows(
+        self, call: Call, ticket: Ticket, layout: Layout, weights: torch.Tensor
+    ) -> tuple[Any, list[list[torch.Tensor]], dict[int, torch.Tensor]]:
+        """Run rows without capturing: the output, what each row's backward pass starts from, and the values of a loss.
+
+        These are the mean over the units of ``weights``, and what is beside it, by the identity of its tensors.
+        """
+        rows, terms, targets = range(ticket.rows), self.terms(layout), list[list[torch.Tensor]]()
         if self.route == ONE_EXAMPLE:
             outputs, targets = self.run_rows(call, ticket)
-            return merged(outputs), targets
-        terms = self.terms(ticket.layout(self.device))
-        with intercepted(terms):
-            output = self.plain_forward(*call[0], **call[1])
-        if self.returns_loss and (terms.unmapped or not terms.terms):
-            return output, self.run_rows(call, ticket)[1]
-        found = self.beside_loss(output, ticket.rows) if self.returns_loss else differentiable(output)
-        targets = [[t[row : row + 1] for t in found] for row in range(ticket.rows)]
-        if self.returns_loss:
+            output = merged(outputs)
+        else:
+            with intercepted(terms):
+                output = self.plain_forward(*call[0], **call[1])
+        if not self.returns_loss:
+            found = differentiable(output)
+            return output, targets or [[t[row : row + 1] for t in found] for row in rows], {}
+        alone = bool(targets or terms.unmapped or not terms.terms)
+        beside = self.beside_loss(output, ticket.rows, None if alone else terms)
+        if alone:
+            targets = targets or self.run_rows(call, ticket)[1]
+            # What rows have of different shapes is no output of all.
+            beside = beside if {len(own) for own in targets} == {1 + len(beside)} else []
+        else:
             losses = combine(require_loss(output), terms, self.divided, verify=False)
-            targets = [[loss, *own] for loss, own in zip(losses, targets)]
-        return output, targets
+            own = ([top[row : row + 1] if t.dim() else top[row] for t, top in beside] for row in rows)
+            targets = [[loss, *tops] for loss, tops in zip(losses, own)]
+
+        def mean(at: int) -> torch.Tensor:
+            each = torch.stack([own[at].detach().float() for own in targets])
+            return masked_mean(layout.sum_lanes(each), weights)
+
+        return (
+            output,
+            targets,
+            {0: mean(0)} | {id(t): t if t.dim() else mean(at) for at, (t, _) in enumerate(beside, 1)},
+        )
 
     def _differentiate_rows(self, parts: JoinedPasses) -> None:
         """Each unit's rows in a backward pass of their own, from all passes at once."""

@@ -238,7 +238,10 @@ class Sample:
                 batch, rows = _to_device(batch, self._preparation.parameters), loader.tickets[0].rows
                 args, kwargs = accepted(model, batch)
                 output, criterion = model(*args, **kwargs), self._access.criterion
-                loss = require_loss(output) if criterion is None else mean_of_rows(criterion(output, batch), rows)
+                if criterion is None:
+                    loss = require_loss(output, only=True)
+                else:
+                    loss = mean_of_rows(criterion(output, batch), rows)
                 loss.backward()
             with engine.synchronized():
                 pass

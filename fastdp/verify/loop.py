@@ -20,7 +20,7 @@ from fastdp.calls.modes import rounding
 from fastdp.calls.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state, seed_everything, seeded
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.loss.boundary import Junction, plain_gradients
-from fastdp.engine.loss.losses import batch_divisors, masked_mean
+from fastdp.engine.loss.losses import batch_divisors
 from fastdp.engine.loss.one_example import backward_starts
 from fastdp.engine.passes import JoinedPasses, Pass, Passes
 from fastdp.engine.uses.layout import Ticket
@@ -110,28 +110,25 @@ class LoopCheck:
             self._row, self._draws = row_of(call, ticket.rows, self._subject, probe.row), False
             # What a loop draws for another example may make it look like this one.
             self._start = *probe.rng_state(passes.model), repr(self._row * probe.drew()).encode()
-        row, layout = self._row, ticket.layout(passes.device)
+        layout = ticket.layout(passes.device)
         with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL, passes.model):
             before = rng_state(passes.model)
-            output, targets = passes.plain_rows(call, ticket)
+            output, targets, values = passes.plain_rows(call, ticket, layout, torch.ones_like(layout.weights))
             self._draws |= rng_state(passes.model) != before
         snapshot.restore()
         if again:
             # Without dropout both passes may give the same, which would hide a term of their difference.
-            output, targets = map_tensors((output, targets), _shrunk)
+            targets, values = map_tensors((targets, values), _shrunk)
+            output = output if values else map_tensors(output, _shrunk)
         if not again:
             self._state.enter_context(preserve_rng(passes.model))
             divisors = self._state.enter_context(batch_divisors())
             self._divisors = divisors if probe.role == "together" else self._divisors
             seed_everything(_CRITERION)
             self._left = probe.rng_state(passes.model)
-        tops = {row: targets[row]}
-        waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, tops[row], self._finish, tops)
-        if passes.returns_loss:
-            losses = torch.stack([own[0].detach().float() for own in targets])
-            mean = masked_mean(losses, torch.ones_like(losses))
-            return waiting.replace_loss(output, mean, passes.beside_loss(output, ticket.rows))
-        return waiting.replace_outputs(output)
+        tops, context = targets[self._row], CaptureContext(layout)
+        waiting = Pass(call, ticket, layout, context, True, junction, tops, self._finish, targets)
+        return waiting.replace_loss(output, values.pop(0), values) if values else waiting.replace_outputs(output)
 
     def _finish(self, parts: JoinedPasses, _retain: bool) -> None:
         """Compare what the loop sent back through the passes of a probe batch."""

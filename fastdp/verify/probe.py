@@ -165,7 +165,7 @@ class Probe:
             _, terms, output = self._forward(call, layout, inputs, nullcontext())
             total = require_loss(output) if passes.returns_loss else None
             losses = total if total is None else combine(total, terms, passes.divided, verify=False)
-            tops, seeds = starts(passes, output, rows, losses)
+            tops, seeds = starts(passes, output, rows, losses, terms)
             del output, total, losses
             for number, unit in enumerate(units):
                 own = [torch.zeros_like(seed) for seed in seeds]
@@ -215,12 +215,18 @@ def same_shapes(passes: Passes) -> float:
 
 
 def starts(
-    passes: Passes, output: Any, rows: int, losses: torch.Tensor | None, scale: float = 1.0
+    passes: Passes,
+    output: Any,
+    rows: int,
+    losses: torch.Tensor | None,
+    terms: LossTerms | None = None,
+    scale: float = 1.0,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What a backward pass starts from, and with what: ones for losses; for outputs the same numbers each, over ``scale``."""
-    tops = differentiable(output) if losses is None else passes.beside_loss(output, rows) if passes.mixes else []
-    seeds = [seed / scale for seed in seeds_for(tops)]
-    return (tops, seeds) if losses is None else ([losses, *tops], [torch.ones_like(losses), *seeds])
+    beside = passes.beside_loss(output, rows, terms) if passes.mixes else []
+    tops = differentiable(output) if losses is None else [t for t, _ in beside if t.dim()]
+    ones = [] if losses is None else [losses, *(top for t, top in beside if not t.dim())]
+    return ones + tops, [*map(torch.ones_like, ones), *(seed / scale for seed in seeds_for(tops))]
 
 
 def _input_gradients(losses: torch.Tensor, upstream: torch.Tensor, inputs: InputGradients) -> list[torch.Tensor]:

@@ -160,10 +160,10 @@ def plain_gradients(
     return found
 
 
-def find_loss(output: Any) -> torch.Tensor | None:
-    """The scalar loss in what a model returned: a scalar, ``loss`` by name, the first of a tuple, or the only scalar in it.
+def find_loss(output: Any, *, only: bool = False) -> torch.Tensor | None:
+    """The scalar loss in what a model returned: a scalar, ``loss`` by name, the first of a tuple, or the first scalar in it.
 
-    Raises ValueError for a ``loss`` that is not a scalar, and for several scalars without that name.
+    Raises ValueError for a ``loss`` that is not a scalar, and for several scalars without that name if it is the ``only`` one.
     """
     if isinstance(output, torch.Tensor):
         return output if output.dim() == 0 and output.requires_grad else None
@@ -172,7 +172,7 @@ def find_loss(output: Any) -> torch.Tensor | None:
     loss = first if isinstance(first, torch.Tensor) and first.dim() == 0 else named
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
         scalars = {id(t): t for t in tensors(output) if t.dim() == 0 and t.requires_grad}
-        if len(scalars) > 1:
+        if only and len(scalars) > 1:
             raise ValueError(
                 f"The model returned {len(scalars)} scalars that require gradients. Return their sum as 'loss', or detach "
                 "all but one."
@@ -187,9 +187,9 @@ def find_loss(output: Any) -> torch.Tensor | None:
     return loss
 
 
-def require_loss(output: Any) -> torch.Tensor:
+def require_loss(output: Any, *, only: bool = False) -> torch.Tensor:
     """The scalar loss in what a model returned; ValueError where there is none."""
-    loss = find_loss(output)
+    loss = find_loss(output, only=only)
     if loss is None:
         raise ValueError(
             "the model returned no loss: pass labels to it, or state loss_reduction='mean' (or 'sum') to make_private and "

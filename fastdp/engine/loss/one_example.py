@@ -58,15 +58,15 @@ def backward_starts(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Where the backward pass of these rows starts in each pass, and with what: what arrived, times ``scale`` for outputs.
 
-    ``losses`` says that the first of them is the row's loss.
+    ``losses`` says that those that are numbers are the row's losses.
     """
     tops, seeds = [], []
     for own, upstream in parts:
         for row in rows:
-            for position, (top, arrived) in enumerate(zip(own.targets[row], upstream or (1 / len(parts),))):
+            for top, arrived in zip(own.targets[row], upstream or (1 / len(parts),)):
                 if arrived is not None:
                     tops.append(top)
-                    loss = losses and not position
+                    loss = losses and not top.dim()
                     seeds.append(torch.ones_like(top) * arrived if loss else _of_row(arrived, row, top) * scale)
     return tops, seeds
 
