@@ -185,7 +185,7 @@ class Checks(Routing):
     def verify_terms(self, call: Call, ticket: Ticket) -> None:
         """The engine check, with outputs beside the model's loss, and probe batches."""
         if self.enabled and self.passes.route == USES:
-            with self.passes.trial(), torch.enable_grad():
+            with self.passes.weights.apart(), self.passes.trial(), torch.enable_grad():
                 self.verify_engine(call, ticket)
         if self.enabled and ticket.source is not None and not (self.loop.waiting or self.loop.mixes):
             self.loop.begin(ticket.source, ticket.rows)
