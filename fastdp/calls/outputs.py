@@ -55,6 +55,8 @@ class OutputRows:
 
     def __init__(self, folds: Mapping[Path, tuple[Any, int]] = {}, without: Collection[Path] = ()):
         self._folds, self._without = folds, without
+        #: How many dimensions those have whose rows the model puts first.
+        self.in_front = {path: dims for path, (fold, dims) in folds.items() if fold.natural}
         #: Whether there are outputs, and none that may be a loss.
         self.all_have_rows = bool(folds) and not without
 
@@ -89,9 +91,6 @@ class OutputRows:
 
         return map_leaves(output, back)
 
-    def of(self, output: Any, *, given: bool = False) -> list[torch.Tensor]:
-        """The floating-point outputs with rows, first: as `first` has put them, or of those that the model has ``given`` so."""
-        found = [(path, t) for path, t in leaves(output) if path in self._folds and t.is_floating_point()]
-        return [
-            t for path, t in found if not given or (self._folds[path][0].natural and t.dim() == self._folds[path][1])
-        ]
+    def of(self, output: Any) -> list[torch.Tensor]:
+        """The floating-point outputs with rows."""
+        return [t for path, t in leaves(output) if path in self._folds and t.is_floating_point()]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fastdp.calls.batches import Call, as_long_as, map_tensors, single_rows, slice_rows, tensors
+from fastdp.calls.batches import Call, as_long_as, leaves, map_tensors, single_rows, slice_rows, tensors
 from fastdp.calls.outputs import differentiable, differentiable_outputs
 from fastdp.calls.randomness import (
     BufferSnapshot,
@@ -235,22 +235,26 @@ class Passes:
         return 1.0 if self.loss_reduction == "sum" else float(ticket.rows)
 
     def beside_loss(
-        self, output: Any, rows: int, terms: LossTerms | None = None
+        self, output: Any, rows: int, terms: LossTerms | None = None, *, losses: bool = True
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What a loop may add to the model's loss, or make terms of: outputs with a row for each example, first, and losses.
+        """What a loop may make terms of beside the model's loss: outputs with a row for each example, first, and other losses.
 
         Each comes with what its backward pass starts from: given ``terms``, of losses those of units.
         """
-        own = find_loss(output)
-        given = differentiable(output) if self.trace is None else self.trace.outputs.of(output, given=True)
-        found = [(t, t) for t in given if t.shape[0] == rows and not (t.is_leaf or type(t) is Logits)]
-        for t in tensors(output):
-            if t.dim() == 0 and t.requires_grad and not (t.is_leaf or t is own):
-                try:
-                    found.append((t, t if terms is None else combine(t, terms, self.divided, verify=False)))
-                except UnsupportedUse:
-                    # A temperature, say: it is no row's.
-                    continue
+        in_front, found = None if self.trace is None else self.trace.outputs.in_front, []
+        own = find_loss(output) if losses else None
+        for path, t in leaves(output):
+            if not t.requires_grad or t.is_leaf or type(t) is Logits:
+                continue
+            if t.dim() and t.shape[0] == rows and (in_front is None or in_front.get(path) == t.dim()):
+                found.append((t, t))
+            if t.dim() or not losses or t is own:
+                continue
+            try:
+                found.append((t, t if terms is None else combine(t, terms, self.divided, verify=False)))
+            except UnsupportedUse:
+                # A temperature, say: it is no row's.
+                continue
         return found
 
     def close(self) -> None:
@@ -355,10 +359,10 @@ class Passes:
         finally:
             # What a use keeps must not know the pass: their nodes know the context, and nobody collects such a circle.
             own, context.own, context.room = context.own, [], -1
-        # A loop adds terms from its first batch on.
-        mixes = self.returns_loss and (verify or self.mixes) and ticket.token_units is None
-        beside, gradients = self.beside_loss(output, ticket.rows, found) if mixes else [], list[Any]()
-        tops += [Feed.apply(gradients, *[top for _, top in beside])] if beside else []
+        beside, gradients = [], list[Any]()
+        if self.returns_loss and ticket.token_units is None:
+            beside = self.beside_loss(output, ticket.rows, found, losses=verify or self.mixes)
+            tops += [Feed.apply(gradients, *[top for _, top in beside])] if beside else []
         if verify:
             ends = tops[:1] if self.returns_loss else tops
             self.reentrant |= _REENTRANT in [type(node).__name__ for top in ends for node in graph_of(top)]
@@ -599,6 +603,8 @@ class Passes:
             self.reads.context = None
             for own in every:
                 own.context.close()
+                # What only other outputs follow from is freed with them.
+                own.tops.clear()
 
     @cached_property
     def _allowed(self) -> int:

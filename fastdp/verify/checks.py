@@ -187,7 +187,8 @@ class Checks(Routing):
         if self.enabled and self.passes.route == USES:
             with self.passes.weights.apart(), self.passes.trial(), torch.enable_grad():
                 self.verify_engine(call, ticket)
-        if self.enabled and ticket.source is not None and not (self.loop.waiting or self.loop.mixes):
+        known = self.loop.waiting or self.loop.mixes or not self.passes.probes_come()
+        if self.enabled and ticket.source is not None and not known:
             self.loop.begin(ticket.source, ticket.rows)
 
     def verify_loop(self, call: Call, ticket: Ticket) -> None:

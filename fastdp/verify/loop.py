@@ -126,8 +126,7 @@ class LoopCheck:
             self._divisors = divisors if probe.role == "together" else self._divisors
             seed_everything(_CRITERION)
             self._left = probe.rng_state(passes.model)
-        tops, context = targets[self._row], CaptureContext(layout)
-        waiting = Pass(call, ticket, layout, context, True, junction, tops, self._finish, targets)
+        waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, [], self._finish, targets)
         return waiting.replace_loss(output, values.pop(0), values) if values else waiting.replace_outputs(output)
 
     def _finish(self, parts: JoinedPasses, _retain: bool) -> None:
@@ -138,7 +137,7 @@ class LoopCheck:
         self.mixes |= passes.returns_loss and parts[0][1] is not None
         outside = self.mixes or not passes.returns_loss
         self._rounding *= GRADIENTS if outside else 1.0
-        found = self._gradients(parts) if outside else torch.stack([own.tops[0].detach() for own, _ in parts])
+        found = self._gradients(parts) if outside else torch.stack([p.targets[self._row][0].detach() for p, _ in parts])
         self._makes |= outside or any(probe.source.makes(own.call) for own, _ in parts)
         if probe.role == "together" and probe.row and not self._makes:
             # Nothing reaches the model but the loader's own tensors: the rest of a probe made ahead is not needed.

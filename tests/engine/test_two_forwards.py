@@ -297,17 +297,32 @@ def test_passes_that_couple_rows_or_weigh_them_by_the_batch_are_refused(
         trained(make().double(), loss, **options)
 
 
-def test_a_term_that_comes_after_the_first_batch_is_refused() -> None:
-    private = begun(Own().double())
-    for number, batch in enumerate(private.data_loader):
-        output = private.model(**batch)
-        if number:
-            with pytest.raises(RuntimeError, match="did not use at first"):
-                (output["loss"] + output["logits"].square().mean()).backward()
-            break
-        output["loss"].backward()
-        private.optimizer.step()
-    assert private.steps_done == 1
+@cases("loss, couples", [(distilled, False), (contrasted, True)])
+def test_a_term_that_comes_after_the_first_batch_is_verified_then(
+    loss: Callable[[nn.Module, Batch], torch.Tensor], couples: bool
+) -> None:
+    model = Own(rate=0.0).double()
+    plain = ByRow(rate=0.0).double()
+    private, late = begun(model, method=fastdp.DPSGD(max_grad_norm=2.5), epochs=3), list[Batch]()
+
+    def two_steps() -> None:
+        for batch in private.data_loader:
+            private.optimizer.zero_grad()
+            if private.steps_done and private.data_loader.tickets[0].probe is None:
+                late.append(batch)
+            total = loss(model, batch).mean() if private.steps_done else model(**batch)["loss"]
+            total.backward()
+            private.optimizer.step()
+            if private.steps_done == 2:
+                break
+
+    if couples:
+        with pytest.raises(SelfCheckError, match="own terms"):
+            two_steps()
+        assert private.steps_done == 1
+        return
+    two_steps()
+    agree(model, {name: p.grad for name, p in model.named_parameters()}, reference(plain, late, loss, 2.5))
 
 
 def test_passes_of_two_batches_are_no_pair() -> None:

@@ -82,12 +82,12 @@ class OutputBoundary(Use):
 
 
 class Feed(Use):
-    """A zero from which a backward pass starts at outputs that it does not keep: their ``gradients`` are put there before."""
+    """A number from which a backward pass starts at outputs that it does not keep: their ``gradients`` are put there before."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor | None], *outputs: torch.Tensor) -> Any:
         ctx.gradients = gradients
-        return outputs[0].new_zeros(())
+        return outputs[0].new_empty(())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
