@@ -22,6 +22,7 @@ from fastdp.calls.randomness import (
     rng_state,
     seed_from_os,
     seed_own_generators,
+    seeds_for,
     unchanged,
 )
 from fastdp.distributed.pieces import to_local
@@ -256,6 +257,20 @@ class Passes:
                 # A temperature, say: it is no row's.
                 continue
         return found
+
+    def starts(
+        self,
+        output: Any,
+        rows: int,
+        losses: torch.Tensor | None,
+        terms: LossTerms | None = None,
+        scale: float = 1.0,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What a check's backward pass starts from, and with what: ones for losses, fixed numbers over ``scale`` for outputs."""
+        beside = self.beside_loss(output, rows, terms) if self.mixes else []
+        tops = differentiable(output) if losses is None else [t for t, _ in beside if t.dim()]
+        ones = [] if losses is None else [losses, *(top for t, top in beside if not t.dim())]
+        return ones + tops, [*map(torch.ones_like, ones), *(seed / scale for seed in seeds_for(tops))]
 
     def close(self) -> None:
         """Give the model its own forwards back."""

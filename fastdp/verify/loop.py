@@ -147,11 +147,19 @@ class LoopCheck:
         self._compare(probe, _Outcome(parts[0][0].ticket.rows, found, self._start, drew))
 
     def _gradients(self, parts: JoinedPasses) -> torch.Tensor:
-        """The row's gradient as two numbers for each parameter (`_sketch`), float64 ``[k]``."""
-        starts = backward_starts([self._row], parts, self._passes.scale(parts[0][0].ticket), self._passes.returns_loss)
+        """The row's gradient as two numbers for each parameter (`_sketch`), float64 ``[k]``.
+
+        Beside the model's own losses it is that of the loop's terms, which may be small, and what these losses count.
+        """
+        passes, weights = self._passes, torch.zeros(0, dtype=torch.float64)
+        if self.mixes:
+            weights = torch.tensor([float(upstream[0] or 0.0) for _, upstream in parts], dtype=torch.float64)
+            parts = [(own, (None, *upstream[1:])) for own, upstream in parts]
+        starts = backward_starts([self._row], parts, passes.scale(parts[0][0].ticket), passes.returns_loss)
         with DropoutDisabled():
-            found = plain_gradients(*starts, self._passes.read.values(), keep=_sketch)
-        return torch.cat([own if own is not None else torch.zeros(2, dtype=torch.float64) for own in found])
+            found = plain_gradients(*starts, passes.read.values(), keep=_sketch) if starts[0] else []
+        sketch = torch.cat([weights[:0], *(torch.zeros(2, dtype=torch.float64) if g is None else g for g in found)])
+        return torch.cat([sketch, weights * (float(sketch.norm()) or 1.0)])
 
     def _compare(self, probe: ProbeBatch, outcome: _Outcome) -> None:
         """Raise `SelfCheckError` if the example got something else than together with the others, whose NaN would hide it."""
