@@ -32,6 +32,8 @@ from fastdp.verify.probe import GRADIENTS, same_shapes
 _REPEATS, _AHEAD, _LAST, _EXCEEDS = 10, 3, 6, 5
 #: Seeds of the model's random state and the criterion's.
 _MODEL, _CRITERION = 1, 2
+#: Of the whole gradient: rounding of terms that are smaller is none.
+_SHARE = 1e-3
 _COUPLES = "{why}. Mask padding, and give make_private criterion=, of one loss per row; this batch was not released."
 _MAKES = (
     "The loop gives the model something else for an example {how}. Make each row from its own example and pad on the right; "
@@ -149,17 +151,22 @@ class LoopCheck:
     def _gradients(self, parts: JoinedPasses) -> torch.Tensor:
         """The row's gradient as two numbers for each parameter (`_sketch`), float64 ``[k]``.
 
-        Beside the model's own losses it is that of the loop's terms, which may be small, and what these losses count.
+        Of a loop's terms beside the model's loss, which may be small, it comes first, then a share of all and the loss's weight.
         """
-        passes, weights = self._passes, torch.zeros(0, dtype=torch.float64)
-        if self.mixes:
-            weights = torch.tensor([float(upstream[0] or 0.0) for _, upstream in parts], dtype=torch.float64)
-            parts = [(own, (None, *upstream[1:])) for own, upstream in parts]
-        starts = backward_starts([self._row], parts, passes.scale(parts[0][0].ticket), passes.returns_loss)
+        passes = self._passes
+
+        def sketched(parts: JoinedPasses, retain: bool) -> torch.Tensor:
+            starts = backward_starts([self._row], parts, passes.scale(parts[0][0].ticket), passes.returns_loss)
+            found = plain_gradients(*starts, passes.read.values(), keep=_sketch, retain=retain) if starts[0] else []
+            return torch.cat([torch.zeros(2, dtype=torch.float64) if g is None else g for g in found or [None]])
+
         with DropoutDisabled():
-            found = plain_gradients(*starts, passes.read.values(), keep=_sketch) if starts[0] else []
-        sketch = torch.cat([weights[:0], *(torch.zeros(2, dtype=torch.float64) if g is None else g for g in found)])
-        return torch.cat([sketch, weights * (float(sketch.norm()) or 1.0)])
+            if not self.mixes:
+                return sketched(parts, False)
+            terms = sketched([(own, (None, *upstream[1:])) for own, upstream in parts], True)
+            both = torch.cat([terms, _SHARE * sketched(parts, False)])
+        weights = torch.tensor([float(upstream[0] or 0.0) for _, upstream in parts], dtype=torch.float64)
+        return torch.cat([both, weights * both.norm()])
 
     def _compare(self, probe: ProbeBatch, outcome: _Outcome) -> None:
         """Raise `SelfCheckError` if the example got something else than together with the others, whose NaN would hide it."""

@@ -141,6 +141,7 @@ def plain_gradients(
     parameters: Iterable[torch.nn.Parameter],
     *,
     keep: Callable[[int, torch.Tensor], Any] = lambda index, gradient: gradient,
+    retain: bool = False,
 ) -> list[Any]:
     """Gradients of the parameters, by a backward pass whose `.grad` are put back as they were.
 
@@ -156,7 +157,7 @@ def plain_gradients(
         found[index] = own if found[index] is None else found[index] + own
 
     with take_gradients(parameters, take):
-        torch.autograd.backward(tops, seeds)
+        torch.autograd.backward(tops, seeds, retain_graph=retain)
     return found
 
 
