@@ -667,7 +667,7 @@ class Passes:
                     )
                 raise RuntimeError(
                     f"{name} holds a gradient {when} that was not clipped. Call zero_grad() after step(); penalize weights by "
-                    "weight_decay= or in forward(), and use parts of the model there."
+                    "weight_decay= and use parts of the model in forward()."
                 )
 
 
