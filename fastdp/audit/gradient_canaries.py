@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastdp.audit.canaries import Canaries, noise_std
-from fastdp.engine.bounds import Norms, UpperNorms
+from fastdp.engine.bounds import Errors, Norms, UpperNorms
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy
 from fastdp.validate import one_of
@@ -153,7 +153,7 @@ class GradientCanaries(Canaries):
             counts.index_put_(places, torch.ones(len(share.owner), device=device), accumulate=True)
         norms = Norms(len(policy.bounds), len(self), device)
         for group, squares in enumerate(counts * self._height**2):
-            norms.add(group, squares, 1, relative=2.0**-20)
+            norms.add(group, squares, Errors(1, 2.0**-20))
         return norms.upper()
 
     def _contributions(self, policy: Policy, factors: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

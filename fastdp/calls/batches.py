@@ -135,6 +135,8 @@ class RowLists:
     def __init__(self) -> None:
         self._entries: dict[int, Any] = {}
         self._kinds: dict[Path, type] = {}
+        #: Whether the list at each place has one entry a row.
+        self._listed: dict[Path, bool] = {}
         #: The axis of rows at each place where it was seen, and the places of the latest call where rows came second.
         self._axes: dict[Path, int] = {}
         self._second: set[Path] = set()
@@ -172,10 +174,16 @@ class RowLists:
             return call
 
         def numbers(path: Path, tree: Any) -> torch.Tensor | None:
-            held = list(tensors(tree))
-            if len(path) < 2 or len(tree) != rows or (held and all(t.shape[:1] == (rows,) for t in held)):
+            if len(path) < 2 or len(tree) != rows:
                 return None
-            self._kinds[path] = type(tree)
+            held = list(tensors(tree))
+            # As many channels as images, say.
+            either = bool(held) and all(t.shape[:1] == (rows,) for t in held)
+            if either and path not in self._listed and source is not None:
+                self._listed[path] = source.lists_examples(held[0])
+            if either and not self._listed.get(path):
+                return None
+            self._kinds[path], self._listed[path] = type(tree), True
             return torch.tensor([self._number(entry) for entry in tree]).as_subclass(RowNumbers)
 
         made: Call = map_leaves(call, lambda _, t: t, lists=numbers)

@@ -55,6 +55,8 @@ class OutputRows:
 
     def __init__(self, folds: Mapping[Path, tuple[Any, int]] = {}, without: Collection[Path] = ()):
         self._folds, self._without = folds, without
+        #: How many dimensions those have whose rows the model puts first.
+        self.in_front = {path: dims for path, (fold, dims) in folds.items() if fold.natural}
         #: Whether there are outputs, and none that may be a loss.
         self.all_have_rows = bool(folds) and not without
 

@@ -41,7 +41,15 @@ NONE = Roundings(0)
 
 
 class Errors(NamedTuple):
-    """How far rounding may have carried the powers of one part, and what it adds to a sum: as `Norms.add` has them."""
+    """How far rounding may have carried the powers of one part, and what it adds to a sum.
+
+    Args:
+        entries: how many there are.
+        relative: error of the powers against themselves.
+        gram: roundings of the powers against the products to the power of the order.
+        added: roundings of the norm, and of what is added to the sum, against the products.
+        times: error besides, as a multiple of the products.
+    """
 
     entries: int
     relative: float
@@ -85,30 +93,20 @@ class Norms:
         self,
         group: int,
         powers: torch.Tensor,
-        entries: int,
-        *,
-        relative: float,
+        errors: Errors,
         products: torch.Tensor | None = None,
         tokens: torch.Tensor | None = None,
-        gram: Roundings = NONE,
-        added: Roundings = NONE,
-        times: float = 0.0,
     ) -> None:
-        """Take a part of a group's gradient: of L2 norms their squares.
+        """Take a part of a group's gradient.
 
         Args:
             group: which.
-            powers: sums of squares or sizes over the part, ``[units]``.
-            entries: how many there are.
-            relative: error of ``powers`` against themselves.
+            powers: sums of squares or, of L1 norms, of sizes over the part, ``[units]``.
+            errors: of the powers.
             products: ``[units]`` float64, of `fastdp.ops.row_products`; None for an instance, which is added as it
                 was measured.
             tokens: ``[units]`` float64, of `fastdp.ops.token_counts`: those that the unit's own roundings go by.
-            gram: roundings of ``powers`` against the products to the power of the order.
-            added: roundings of the norm, and of what is added to the sum, against the products.
-            times: error besides, as a multiple of the products.
         """
-        errors = Errors(entries, relative, gram, added, times)
         rows = [None if each is None else each.unsqueeze(0) for each in (products, tokens)]
         self.add_rows([group], powers.unsqueeze(0), [errors], *rows)
 

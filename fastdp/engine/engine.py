@@ -25,12 +25,11 @@ from fastdp.engine.errors import (
     FORWARD_AFTER_BACKWARD,
     OUTSIDE_OF_LOSS,
     TWO_FORWARDS,
-    UNEQUAL_LOSSES,
     SelfCheckError,
     UnseenUse,
 )
-from fastdp.engine.loss.boundary import Junction
-from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, JoinedPasses, Passes
+from fastdp.engine.loss.boundary import Junction, require_positive
+from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, JoinedPasses, Passes, has_terms
 from fastdp.engine.routing import Routing
 from fastdp.engine.uses.layout import Ticket
 
@@ -74,7 +73,9 @@ class Engine(Passes):
         super().__init__(model, policy, self.forward, **options)
         self.tickets = tickets
         #: What `.grad` holds between a backward pass and a step.
-        self.pending = PendingGradients(model, self.parameters.values(), scaled=lambda: not self.returns_loss)
+        self.pending = PendingGradients(
+            model, self.parameters.values(), scaled=lambda: self.mixes or not self.returns_loss
+        )
         #: What lives for as long as the model goes through this engine.
         self.holder: Any = None
         self.checks = verify(self)
@@ -236,7 +237,7 @@ class Engine(Passes):
         ticket, every = parts[0][0].ticket, [own for own, _ in parts]
         if self.blocked:
             raise RuntimeError(self.blocked)
-        if any(own.used for own in every):
+        if True in [own.used for own in every]:
             raise RuntimeError(
                 "A second backward() ran on one batch. Add its losses up, and call backward() once on their sum."
             )
@@ -244,15 +245,18 @@ class Engine(Passes):
             own.used = True
         alike = len({own.targets is None for own in every}) == 1 and not any(own.replay for own in every)
         joins = alike and not self.weights.cut and not (self.trace and self.trace.heads)
-        if len(parts) > 1:
-            # One recorded pass is clipped by itself.
-            self.graphs = None
         # Among several batches that wait nothing says whose rows a second pass had.
         foreign = not self.tickets or self.tickets[0] is not ticket
         if foreign or (len(parts) > 1 and not (joins and len(self.tickets) == 1)):
             raise RuntimeError(TWO_FORWARDS)
-        if self.returns_loss and any(upstream != parts[0][1] for _, upstream in parts[1:]):
-            raise RuntimeError(UNEQUAL_LOSSES)
+        terms = self.returns_loss and (len(parts) > 1 or len(parts[0][1]) > 1) and has_terms(parts)
+        if len(parts) > 1 or terms:
+            # One recorded pass is clipped by itself.
+            self.graphs = None
+        if self.returns_loss and not terms:
+            if every[0].verify or self.device.type == "cpu":
+                require_positive(parts[0][1][0])
+            parts = list(zip(every, [None] * len(every)))
         if self.complete:
             raise RuntimeError(
                 "a logical batch is complete and optimizer.step() has not been called: call it after every "
@@ -271,6 +275,9 @@ class Engine(Passes):
         try:
             with gc_paused(), self._watched():
                 if ticket.probe is None:
+                    if terms and not self.mixes:
+                        self.mixes = True
+                        self.checks.verify_terms(parts[0][0].call, ticket)
                     self.differentiate(parts)
                 else:
                     parts[0][0].backward(parts, False)

@@ -7,11 +7,6 @@ TWO_FORWARDS = (
     "Two forward passes ran before one backward. Run one forward per batch, then backward(). Or call the model twice inside one "
     "wrapper module's forward()."
 )
-#: Where the losses of a batch's passes count by what the loop says, which may follow the whole batch.
-UNEQUAL_LOSSES = (
-    "The loop gives the losses of two forward passes different weights. Weigh them inside one wrapper module's forward(), or add "
-    "them up as they are."
-)
 FORWARD_AFTER_BACKWARD = (
     "A forward pass ran after its batch's backward(). Run all passes of a batch before, and call backward() once on the sum of "
     "their losses."
@@ -20,8 +15,8 @@ CALLED_ON_OUTPUTS = (
     "The model was called on its own outputs of a batch. Run all steps inside its forward(), called once."
 )
 OUTSIDE_OF_LOSS = (
-    "A gradient reached the model outside of its loss. Call backward() once a batch, and return from forward() all that the loss "
-    "reads."
+    "A gradient reached the model outside of its loss. Penalize weights by weight_decay=, call backward() once, and return from "
+    "forward() all that the loss reads."
 )
 FAILED_BACKWARD = (
     "A backward pass failed, and a repetition could count examples twice. Begin the loader's iteration anew."

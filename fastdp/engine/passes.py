@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fastdp.calls.batches import Call, as_long_as, map_tensors, single_rows, slice_rows, tensors
+from fastdp.calls.batches import Call, as_long_as, leaves, map_tensors, single_rows, slice_rows, tensors
 from fastdp.calls.outputs import differentiable, differentiable_outputs
 from fastdp.calls.randomness import (
     BufferSnapshot,
@@ -22,6 +22,7 @@ from fastdp.calls.randomness import (
     rng_state,
     seed_from_os,
     seed_own_generators,
+    seeds_for,
     unchanged,
 )
 from fastdp.distributed.pieces import to_local
@@ -34,20 +35,20 @@ from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy, Unclipped
 from fastdp.engine.errors import SelfCheckError, UnseenUse, UnsupportedUse
 from fastdp.engine.loss.boundary import (
+    Feed,
     Junction,
-    LossBoundary,
     OutputBoundary,
+    find_loss,
     hooks_aside,
     plain_gradients,
     replace_loss,
     require_loss,
-    require_positive,
     take_gradients,
 )
 from fastdp.engine.loss.losses import LossTerms, combine, graph_of, intercepted, masked_mean
 from fastdp.engine.loss.one_example import backward_starts, merged, run_alone
 from fastdp.engine.uses.layout import Layout, Ticket
-from fastdp.engine.uses.logits import VOCABULARY
+from fastdp.engine.uses.logits import VOCABULARY, Logits
 from fastdp.engine.uses.reads import Reads
 from fastdp.engine.uses.use import CaptureContext, differentiate
 
@@ -84,15 +85,10 @@ class Pass:
     #: What adds a recorded pass, or one in parts, to its logical batch, in the place of a backward pass.
     replay: Callable[[], None] | None = None
 
-    def loss(self, value: torch.Tensor) -> torch.Tensor:
-        """A loss whose backward pass is this one's."""
-
-        def enter(upstream: torch.Tensor) -> None:
-            if self.verify or upstream.device.type == "cpu":
-                require_positive(upstream)
-            self.junction.arrived.append((self, upstream))
-
-        return LossBoundary.apply(self.junction.anchor(value), value, enter)
+    def replace_loss(self, output: Any, value: torch.Tensor, beside: Mapping[int, torch.Tensor]) -> Any:
+        """What the model returned around another loss and other tensors, by identity, whose backward pass is this one's."""
+        loss, *others = self.outputs([value.clone(), *beside.values()])
+        return replace_loss(output, loss, dict(zip(beside, others)))
 
     def outputs(self, found: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Outputs whose backward pass is this one's."""
@@ -109,8 +105,15 @@ class Pass:
         return map_tensors(output, lambda t: replaced.get(id(t), t))
 
 
-#: Passes that a loss has reached, each with the gradient that it brought.
+#: Passes that a loss has reached, each with the gradients that it brought: of the model's loss, if it has one, and of outputs.
+#: None where the loss is the model's own: what the loop scales it by does not move the clipping threshold.
 JoinedPasses = list[tuple[Pass, Any]]
+
+
+def has_terms(parts: JoinedPasses) -> bool:
+    """Whether a loop's loss has terms beside the model's own, or gives those of several passes different weights."""
+    (first, *_), *_ = every = [upstream for _, upstream in parts]
+    return any(g is not None for _, *beside in every for g in beside) or any(own[0] != first for own in every[1:])
 
 
 class Passes:
@@ -190,6 +193,8 @@ class Passes:
         self.isolated = isolated and self.route is None
         #: Whether the model's own means and sums over rows count as losses, as torch's loss functions do.
         self.reductions = False
+        #: Whether the loop's loss was seen to have terms beside the model's own.
+        self.mixes = False
         #: Saved buffers that forwards write from parameters alone: verification restores them after each pass.
         self.derived_buffers: frozenset[str] = frozenset()
         #: Whether the one-example route collates each example by itself, and whether a collator joins examples, so that it must.
@@ -227,8 +232,45 @@ class Passes:
         return [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
 
     def scale(self, ticket: Ticket) -> float:
-        """What a criterion outside the model divided its gradient by."""
-        return float(ticket.rows) if self.loss_reduction == "mean" else 1.0
+        """What the loop divided the gradients of outputs by."""
+        return 1.0 if self.loss_reduction == "sum" else float(ticket.rows)
+
+    def beside_loss(
+        self, output: Any, rows: int, terms: LossTerms | None = None, *, losses: bool = True
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What a loop may make terms of beside the model's loss: outputs with a row for each example, first, and other losses.
+
+        Each comes with what its backward pass starts from: given ``terms``, of losses those of units.
+        """
+        in_front, found = None if self.trace is None else self.trace.outputs.in_front, []
+        own = find_loss(output) if losses else None
+        for path, t in leaves(output):
+            if not t.requires_grad or t.is_leaf or type(t) is Logits:
+                continue
+            if t.dim() and t.shape[0] == rows and (in_front is None or in_front.get(path) == t.dim()):
+                found.append((t, t))
+            if t.dim() or not losses or t is own:
+                continue
+            try:
+                found.append((t, t if terms is None else combine(t, terms, self.divided, verify=False)))
+            except UnsupportedUse:
+                # A temperature, say: it is no row's.
+                continue
+        return found
+
+    def starts(
+        self,
+        output: Any,
+        rows: int,
+        losses: torch.Tensor | None,
+        terms: LossTerms | None = None,
+        scale: float = 1.0,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What a check's backward pass starts from, and with what: ones for losses, fixed numbers over ``scale`` for outputs."""
+        beside = self.beside_loss(output, rows, terms) if self.mixes else []
+        tops = differentiable(output) if losses is None else [t for t, _ in beside if t.dim()]
+        ones = [] if losses is None else [losses, *(top for t, top in beside if not t.dim())]
+        return ones + tops, [*map(torch.ones_like, ones), *(seed / scale for seed in seeds_for(tops))]
 
     def close(self) -> None:
         """Give the model its own forwards back."""
@@ -332,13 +374,24 @@ class Passes:
         finally:
             # What a use keeps must not know the pass: their nodes know the context, and nobody collects such a circle.
             own, context.own, context.room = context.own, [], -1
+        beside, gradients = [], list[Any]()
+        if self.returns_loss and ticket.token_units is None:
+            beside = self.beside_loss(output, ticket.rows, found, losses=verify or self.mixes)
+            tops += [Feed.apply(gradients, *[top for _, top in beside])] if beside else []
         if verify:
-            self.reentrant |= any(type(n).__name__ == _REENTRANT for top in tops for n in graph_of(top))
+            ends = tops[:1] if self.returns_loss else tops
+            self.reentrant |= _REENTRANT in [type(node).__name__ for top in ends for node in graph_of(top)]
 
         def backward(upstream: Any, retain: bool) -> None:
             if self.returns_loss:
                 # A unit that takes no part sends back exact zeros; its weight of 0 then selects it out of every sum.
-                pairs = [(tops[0], (layout.weights > 0).to(tops[0].dtype) * upstream)]
+                weight, *others = upstream
+                counted = (layout.weights > 0).to(tops[0].dtype)
+                pairs = [] if weight is None else [(tops[0], counted * weight)]
+                if others:
+                    scales = [self.scale(ticket) if t.dim() else counted for t, _ in beside]
+                    gradients[:] = [None if g is None else g * by for g, by in zip(others, scales)]
+                    pairs.append((tops[1], torch.ones_like(tops[1])))
             else:
                 pairs = [(t, g * self.scale(ticket)) for t, g in zip(tops, upstream) if g is not None]
             starts, seeds = [t for t, _ in pairs], [g for _, g in pairs]
@@ -349,13 +402,13 @@ class Passes:
         if self.returns_loss:
             own_mean = next((term.mean for term in found.terms if term.per_unit is tops[0]), None)
             mean = masked_mean(tops[0].detach(), layout.weights) if own_mean is None else own_mean
-            return replace_loss(output, waiting.loss(mean)), waiting
+            return waiting.replace_loss(output, mean, {id(t): t for t, _ in beside} if beside else {}), waiting
         return waiting.replace_outputs(output), waiting
 
     def _in_parts(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass] | None:
         """Run several passes of fewer units, each of which fits into memory; None where two backward passes must do."""
         whole = self.two_pass is not None or self.trying or self.weights.cut or ticket.token_units is not None
-        if whole or not self.returns_loss or self.trace is None:
+        if whole or self.mixes or not self.returns_loss or self.trace is None:
             return None
         most, longer = layout.units, longest(self.trace, call, layout.rows)
         while not self._fits(most * int(layout.counts.max()), most, longer):
@@ -383,27 +436,26 @@ class Passes:
                 self.differentiate([(part, None)])
 
         waiting.replay = differentiate
-        return replace_loss(merged(list(outputs)), waiting.loss(masked_mean(losses, layout.weights))), waiting
+        return waiting.replace_loss(merged(list(outputs)), masked_mean(losses, layout.weights), {}), waiting
 
     def _one_at_a_time(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass]:
         """The universal route: each row is a batch of its own, so any model is differentiated exactly."""
-        outputs, targets = self.run_rows(call, ticket)
+        output, targets, values = self.plain_rows(call, ticket, layout, layout.weights)
         waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, [], targets=targets)
-        output = merged(outputs)
         if self.returns_loss:
-            rows = torch.stack([loss.detach().float() for (loss,) in targets])
-            return replace_loss(output, waiting.loss(masked_mean(layout.sum_lanes(rows), layout.weights))), waiting
+            return waiting.replace_loss(output, values.pop(0), values), waiting
         return waiting.replace_outputs(output), waiting
 
     def _in_isolation(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass]:
         """Run the batch of one unit as it is; its buffers are restored after the backward pass."""
         snapshot = BufferSnapshot(self.model)
         output = self.plain_forward(*call[0], **call[1])
-        tops = [require_loss(output)] if self.returns_loss else differentiable_outputs(output)
+        beside = {id(t): t for t, _ in self.beside_loss(output, ticket.rows)} if self.returns_loss else {}
+        tops = [require_loss(output), *beside.values()] if self.returns_loss else differentiable_outputs(output)
         waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, [], restore=snapshot.restore)
         waiting.targets = [tops, *[[]] * (ticket.rows - 1)]
         if self.returns_loss:
-            return replace_loss(output, waiting.loss(tops[0].detach())), waiting
+            return waiting.replace_loss(output, tops[0].detach(), beside), waiting
         return waiting.replace_outputs(output), waiting
 
     def run_rows(self, call: Call, ticket: Ticket) -> tuple[list[Any], list[list[torch.Tensor]]]:
@@ -417,13 +469,53 @@ class Passes:
         if not self.returns_loss:
             return outputs, [differentiable(output) for output in outputs]
         # Losses of shape [1] would be merged like any other tensor with rows.
-        losses = [require_loss(output).reshape(()) for output in outputs]
-        return [replace_loss(output, loss) for output, loss in zip(outputs, losses)], [[loss] for loss in losses]
+        each = [(require_loss(output).reshape(()), self.beside_loss(output, 1)) for output in outputs]
+        targets = [[loss, *(t for t, _ in beside)] for loss, beside in each]
+        kept = ({id(t): t for t in beside} for _, *beside in targets)
+        return [replace_loss(output, own[0], same) for output, own, same in zip(outputs, targets, kept)], targets
+
+    def plain_rows(
+        self, call: Call, ticket: Ticket, layout: Layout, weights: torch.Tensor
+    ) -> tuple[Any, list[list[torch.Tensor]], dict[int, torch.Tensor]]:
+        """Run rows without capturing: the output, what each row's backward pass starts from, and the values of a loss.
+
+        These are the mean over the units of ``weights``, and what is beside it, by the identity of its tensors.
+        """
+        rows, terms, targets = range(ticket.rows), self.terms(layout), list[list[torch.Tensor]]()
+        if self.route == ONE_EXAMPLE:
+            outputs, targets = self.run_rows(call, ticket)
+            output = merged(outputs)
+        else:
+            with intercepted(terms):
+                output = self.plain_forward(*call[0], **call[1])
+        if not self.returns_loss:
+            found = differentiable(output)
+            return output, targets or [[t[row : row + 1] for t in found] for row in rows], {}
+        alone = bool(targets or terms.unmapped or not terms.terms)
+        beside = self.beside_loss(output, ticket.rows, None if alone else terms)
+        if alone:
+            targets = targets or self.run_rows(call, ticket)[1]
+            # What rows have of different shapes is no output of all.
+            beside = beside if {len(own) for own in targets} == {1 + len(beside)} else []
+        else:
+            losses = combine(require_loss(output), terms, self.divided, verify=False)
+            own = ([top[row : row + 1] if t.dim() else top[row] for t, top in beside] for row in rows)
+            targets = [[loss, *tops] for loss, tops in zip(losses, own)]
+
+        def mean(at: int) -> torch.Tensor:
+            each = torch.stack([own[at].detach().float() for own in targets])
+            return masked_mean(layout.sum_lanes(each), weights)
+
+        return (
+            output,
+            targets,
+            {0: mean(0)} | {id(t): t if t.dim() else mean(at) for at, (t, _) in enumerate(beside, 1)},
+        )
 
     def _differentiate_rows(self, parts: JoinedPasses) -> None:
         """Each unit's rows in a backward pass of their own, from all passes at once."""
         ticket, weights = parts[0][0].ticket, parts[0][0].layout.weights
-        scale = 1 / len(parts) if self.returns_loss else self.scale(ticket)
+        scale = self.scale(ticket)
         for unit in (weights != 0).nonzero()[:, 0].tolist():
             rows = (ticket.row_units == unit).nonzero()[:, 0].tolist()
             gradients = plain_gradients(*backward_starts(rows, parts, scale, self.returns_loss), self.read.values())
@@ -491,7 +583,7 @@ class Passes:
         def backward(retain: bool) -> None:
             for own, upstream in parts:
                 self.reads.context = own.context if self.route == USES else None
-                own.backward(1 / len(parts) if self.returns_loss else upstream, retain)
+                own.backward(upstream or (1 / len(parts),), retain)
 
         def open_sink(sink: Any) -> None:
             for own in every:
@@ -515,7 +607,7 @@ class Passes:
                 self.refuse_foreign_gradients("in the backward pass")
         except UnsupportedUse as error:
             # Nothing has been added yet: captures are refused before the first norm is used.
-            if self.trying or not self.returns_loss:
+            if self.trying or parts[0][1] is not None:
                 raise
             self.fall_back(str(error), parts[0][0].ticket)
             with torch.enable_grad(), self.chance():
@@ -526,6 +618,8 @@ class Passes:
             self.reads.context = None
             for own in every:
                 own.context.close()
+                # What only other outputs follow from is freed with them.
+                own.tops.clear()
 
     @cached_property
     def _allowed(self) -> int:
@@ -572,8 +666,8 @@ class Passes:
                         f"{name} is read where no module's forward runs, as in a checkpointed function"
                     )
                 raise RuntimeError(
-                    f"{name} holds a gradient {when} that was not clipped. Call zero_grad() after step(); penalize weights, and "
-                    "use parts of the model, inside its forward()."
+                    f"{name} holds a gradient {when} that was not clipped. Call zero_grad() after step(); penalize weights by "
+                    "weight_decay= and use parts of the model in forward()."
                 )
 
 

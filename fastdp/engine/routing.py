@@ -176,6 +176,9 @@ class Routing:
     def verify_loop(self, call: Call, ticket: Ticket) -> None:
         """Verify what the training loop makes of a batch."""
 
+    def verify_terms(self, call: Call, ticket: Ticket) -> None:
+        """Verify a loop's own terms of its loss beside the model's, when they come first."""
+
     def verify_pass(self, waiting: Pass) -> None:
         """Verify what a batch's own forward pass gave."""
 

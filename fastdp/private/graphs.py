@@ -198,7 +198,7 @@ class Graphs:
         waiting.replay = lambda: self._add(graph, clip)
         # A term of the loss made from another output has no graph to go back through, and is refused there as ever.
         output = map_tensors(graph.output, _detach if self._force else _copy_output)
-        return boundary.replace_loss(output, waiting.loss(graph.loss)), waiting
+        return waiting.replace_loss(output, graph.loss, {}), waiting
 
     def _add(self, graph: _Graph, clip: tuple[float, ...]) -> None:
         """Replay the backward pass, and add what it gave to the logical batch: sums clipped to the bounds ``clip``."""

@@ -20,7 +20,7 @@ from fastdp.calls.batches import accepted, as_long_as, map_tensors, take_rows
 from fastdp.calls.collation import Collation, example_length
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.distributed.shards import UnshardedParameters
-from fastdp.engine.bounds import Norms
+from fastdp.engine.bounds import Errors, Norms
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
@@ -238,7 +238,10 @@ class Sample:
                 batch, rows = _to_device(batch, self._preparation.parameters), loader.tickets[0].rows
                 args, kwargs = accepted(model, batch)
                 output, criterion = model(*args, **kwargs), self._access.criterion
-                loss = require_loss(output) if criterion is None else mean_of_rows(criterion(output, batch), rows)
+                if criterion is None:
+                    loss = require_loss(output, only=True)
+                else:
+                    loss = mean_of_rows(criterion(output, batch), rows)
                 loss.backward()
             with engine.synchronized():
                 pass
@@ -292,7 +295,7 @@ def add_clipped(total: dict[str, torch.Tensor], parts: Mapping[str, torch.Tensor
     norms = Norms(1, first.shape[0], first.device)
     for values in parts.values():
         entries = values[0].numel()
-        norms.add(0, ops.instance_sqnorm(values), entries, relative=ops.Rounding(values).squares(entries))
+        norms.add(0, ops.instance_sqnorm(values), Errors(entries, ops.Rounding(values).squares(entries)))
     scales = norms.upper().weights((max_norm,))[0]
     for name, values in parts.items():
         total[name] += ops.instance_sum(values, scales)

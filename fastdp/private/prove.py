@@ -148,7 +148,7 @@ def most_tokens_taken(model: torch.nn.Module, units: Sequence[Unit]) -> int | No
 
 def _model_loss(model: Any, batch: Any) -> torch.Tensor:
     args, kwargs = accepted(model, batch)
-    return require_loss(model(*args, **kwargs))
+    return require_loss(model(*args, **kwargs), only=True)
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,15 @@ class Checks(Routing):
                 check_definition(passes, waiting.call, ticket, sorted({lost[0], lost[-1]}), gradients=False)
             self.state.accept_buffers()
 
+    def verify_terms(self, call: Call, ticket: Ticket) -> None:
+        """The engine check, with outputs beside the model's loss, and probe batches."""
+        if self.enabled and self.passes.route == USES:
+            with self.passes.weights.apart(), self.passes.trial(), torch.enable_grad():
+                self.verify_engine(call, ticket)
+        known = self.loop.waiting or self.loop.mixes or not self.passes.probes_come()
+        if self.enabled and ticket.source is not None and not known:
+            self.loop.begin(ticket.source, ticket.rows)
+
     def verify_loop(self, call: Call, ticket: Ticket) -> None:
         """Plan probe batches if the loop makes something of a batch, or computes the loss itself: on all ranks or on none."""
         source, loop = ticket.source, self.loop
@@ -193,7 +202,8 @@ class Checks(Routing):
         loop.twice |= again
         if self._batches > 1 and not again and (self.passes.ranks.size > 1 or self.passes.device.type != "cpu"):
             return
-        needs = (self._grew or again or not loop.begun) and (not self.passes.returns_loss or source.makes(call))
+        makes = not self.passes.returns_loss or self.passes.mixes or source.makes(call)
+        needs = makes and (self._grew or again or not loop.begun)
         if needs if self.passes.ranks.size == 1 else any(self.passes.ranks.gather(needs)):
             loop.begin(source, ticket.rows)
 

@@ -21,7 +21,7 @@ from fastdp.engine.passes import Passes, repeatable
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import uncast
 from fastdp.verify.definition import coupled
-from fastdp.verify.probe import Probe, starts
+from fastdp.verify.probe import Probe
 
 #: How far norms and sums may be off, in float32 and in anything less.
 _TOLERANCE, _LOW_PRECISION = 1e-3, 0.1
@@ -97,8 +97,8 @@ def _run_engine(passes: Passes, call: Call, ticket: Ticket, dtypes: LowPrecision
     """One forward and backward pass by the route of uses, into the accumulator."""
     with dtypes:
         output, _ = passes.run_forward(call, ticket, verify=True)
-    tops, seeds = starts(output, require_loss(output) if passes.returns_loss else None)
-    seeds = seeds if passes.returns_loss else [seed / passes.scale(ticket) for seed in seeds]
+    losses = require_loss(output) if passes.returns_loss else None
+    tops, seeds = passes.starts(output, ticket.rows, losses, scale=passes.scale(ticket))
     del output  # the logits beside a loss, before its backward pass, as in a step
     with repeatable(passes.model):
         torch.autograd.backward(tops, seeds)

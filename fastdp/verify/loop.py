@@ -19,10 +19,10 @@ from fastdp.calls.collation import Collation, ProbeBatch
 from fastdp.calls.modes import rounding
 from fastdp.calls.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state, seed_everything, seeded
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.loss.boundary import Junction, differentiable, plain_gradients, replace_loss
-from fastdp.engine.loss.losses import batch_divisors, intercepted
-from fastdp.engine.loss.one_example import backward_starts, merged
-from fastdp.engine.passes import ONE_EXAMPLE, JoinedPasses, Pass, Passes
+from fastdp.engine.loss.boundary import Junction, plain_gradients
+from fastdp.engine.loss.losses import batch_divisors
+from fastdp.engine.loss.one_example import backward_starts
+from fastdp.engine.passes import JoinedPasses, Pass, Passes
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import CaptureContext
 from fastdp.verify.probe import GRADIENTS, same_shapes
@@ -32,11 +32,14 @@ from fastdp.verify.probe import GRADIENTS, same_shapes
 _REPEATS, _AHEAD, _LAST, _EXCEEDS = 10, 3, 6, 5
 #: Seeds of the model's random state and the criterion's.
 _MODEL, _CRITERION = 1, 2
+#: Of the whole gradient: rounding of terms that are smaller is none.
+_SHARE = 1e-3
 _COUPLES = "{why}. Mask padding, and give make_private criterion=, of one loss per row; this batch was not released."
 _MAKES = (
     "The loop gives the model something else for an example {how}. Make each row from its own example and pad on the right; "
     "this batch was not released."
 )
+_TERMS = "{why}. Average the loop's own terms over rows, or compute the whole loss in forward(); this batch was not released."
 _REDUCES = "The loop's loss is the {own} over rows. Pass loss_reduction='{own}'; this batch was not released."
 _HOW = {"beside": "beside other examples", "alone": "alone than in its batch"}
 
@@ -58,19 +61,13 @@ class LoopCheck:
         begun: whether the loop was ever verified.
         undecided: whether something could not be compared.
         twice: whether the loop was seen to call the model more than once for a batch.
+        mixes: whether its loss was seen to have terms beside the model's own.
     """
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
-        self.waiting, self.begun, self.undecided, self.twice = 0, False, False, False
+        self.waiting, self.begun, self.undecided, self.twice, self.mixes = 0, False, False, False, False
         self._due: list[ProbeBatch] = []
-        #: The batches that may be handed out again; none for loops that take batches ahead.
-        self._repeats: list[ProbeBatch] = []
-        self._alone: list[_Outcome] = []
-        #: The role of the batch in which the example differed.
-        self._doubted, self._makes, self._confirming, self._drift = "", False, False, 0.0
-        self._seen: dict[tuple[str, int], _Outcome] = {}
-        self._collator_draws = False
         #: What the model was called with for the example that is compared, alone.
         self._subject: Call | None = None
         self._divisors: list[str] = []
@@ -84,9 +81,13 @@ class LoopCheck:
         self.begun = True
         # The last one that is taken ahead finds another random state.
         self._due = source.probes(rows, stills=1 + _AHEAD if ahead else 0)
+        #: The batches that may be handed out again; none for loops that take batches ahead.
         self._repeats = [] if ahead else list(self._due)
+        #: The role of the batch in which the example differed.
         self._doubted, self._makes, self._confirming, self._drift = "", False, False, 0.0
-        self.waiting, self._seen, self._alone = len(self._due), {}, []
+        self._seen: dict[tuple[str, int], _Outcome] = {}
+        self._alone: list[_Outcome] = []
+        self.waiting = len(self._due)
         self._collator_draws = len(self._due) > 1 and any(self._due[1].source.draws(0))
 
     def take(self) -> Iterator[ProbeBatch]:
@@ -105,51 +106,41 @@ class LoopCheck:
         self.twice |= again
         snapshot = BufferSnapshot(passes.model)
         if not again:
-            self._rounding = rounding(passes.model) * (1.0 if passes.returns_loss else GRADIENTS)
+            self._rounding = rounding(passes.model)
             if probe.role == "alone":
                 self._subject = map_tensors(call, lambda t: t[: len(t) // 2] if t.dim() else t)
             self._row, self._draws = row_of(call, ticket.rows, self._subject, probe.row), False
             # What a loop draws for another example may make it look like this one.
             self._start = *probe.rng_state(passes.model), repr(self._row * probe.drew()).encode()
-        row, terms = self._row, passes.terms(layout := ticket.layout(passes.device))
+        layout = ticket.layout(passes.device)
         with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL, passes.model):
             before = rng_state(passes.model)
-            if passes.route == ONE_EXAMPLE:
-                outputs, targets = passes.run_rows(call, ticket)
-                output, tops = merged(outputs), targets[row]
-            else:
-                with intercepted(terms):
-                    output = passes.plain_forward(*call[0], **call[1])
-                tops = [] if passes.returns_loss else [t[row : row + 1] for t in differentiable(output)]
-                if passes.returns_loss and (terms.unmapped or not terms.terms):
-                    tops = passes.run_rows(call, ticket)[1][row]
+            output, targets, values = passes.plain_rows(call, ticket, layout, torch.ones_like(layout.weights))
             self._draws |= rng_state(passes.model) != before
         snapshot.restore()
-        if passes.returns_loss:
-            own = [term.per_unit[row] for term in terms.terms] if not tops else [top.reshape(()) for top in tops]
-            tops = [torch.stack([value.detach() for value in own])]
-        elif again:
+        if again:
             # Without dropout both passes may give the same, which would hide a term of their difference.
-            output = map_tensors(output, _shrunk)
-            tops = [_shrunk(top) for top in tops]
+            targets, values = map_tensors((targets, values), _shrunk)
+            output = output if values else map_tensors(output, _shrunk)
         if not again:
             self._state.enter_context(preserve_rng(passes.model))
             divisors = self._state.enter_context(batch_divisors())
             self._divisors = divisors if probe.role == "together" else self._divisors
             seed_everything(_CRITERION)
             self._left = probe.rng_state(passes.model)
-        waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, tops, self._finish, {row: tops})
-        if passes.returns_loss:
-            return replace_loss(output, waiting.loss(tops[0].float().mean()))
-        return waiting.replace_outputs(output)
+        waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, [], self._finish, targets)
+        return waiting.replace_loss(output, values.pop(0), values) if values else waiting.replace_outputs(output)
 
     def _finish(self, parts: JoinedPasses, _retain: bool) -> None:
         """Compare what the loop sent back through the passes of a probe batch."""
         passes, probe = self._passes, parts[0][0].ticket.probe
         drew = self._draws or probe.rng_state(passes.model) != self._left
         self._state.close()
-        found = torch.cat([own.tops[0] for own, _ in parts]) if passes.returns_loss else self._gradients(parts)
-        self._makes |= not passes.returns_loss or any(probe.source.makes(own.call) for own, _ in parts)
+        self.mixes |= passes.returns_loss and parts[0][1] is not None
+        outside = self.mixes or not passes.returns_loss
+        self._rounding *= GRADIENTS if outside else 1.0
+        found = self._gradients(parts) if outside else torch.stack([p.targets[self._row][0].detach() for p, _ in parts])
+        self._makes |= outside or any(probe.source.makes(own.call) for own, _ in parts)
         if probe.role == "together" and probe.row and not self._makes:
             # Nothing reaches the model but the loader's own tensors: the rest of a probe made ahead is not needed.
             self.waiting -= len(self._due)
@@ -158,11 +149,24 @@ class LoopCheck:
         self._compare(probe, _Outcome(parts[0][0].ticket.rows, found, self._start, drew))
 
     def _gradients(self, parts: JoinedPasses) -> torch.Tensor:
-        """The row's gradient as two numbers for each parameter (`_sketch`), float64 ``[k]``."""
-        starts = backward_starts([self._row], parts, self._passes.scale(parts[0][0].ticket), False)
+        """The row's gradient as two numbers for each parameter (`_sketch`), float64 ``[k]``.
+
+        Of a loop's terms beside the model's loss, which may be small, it comes first, then a share of all and the loss's weight.
+        """
+        passes = self._passes
+
+        def sketched(parts: JoinedPasses, retain: bool) -> torch.Tensor:
+            starts = backward_starts([self._row], parts, passes.scale(parts[0][0].ticket), passes.returns_loss)
+            found = plain_gradients(*starts, passes.read.values(), keep=_sketch, retain=retain) if starts[0] else []
+            return torch.cat([torch.zeros(2, dtype=torch.float64) if g is None else g for g in found or [None]])
+
         with DropoutDisabled():
-            found = plain_gradients(*starts, self._passes.read.values(), keep=_sketch)
-        return torch.cat([own if own is not None else torch.zeros(2, dtype=torch.float64) for own in found])
+            if not self.mixes:
+                return sketched(parts, False)
+            terms = sketched([(own, (None, *upstream[1:])) for own, upstream in parts], True)
+            both = torch.cat([terms, _SHARE * sketched(parts, False)])
+        weights = torch.tensor([float(upstream[0] or 0.0) for _, upstream in parts], dtype=torch.float64)
+        return torch.cat([both, weights * both.norm()])
 
     def _compare(self, probe: ProbeBatch, outcome: _Outcome) -> None:
         """Raise `SelfCheckError` if the example got something else than together with the others, whose NaN would hide it."""
@@ -213,7 +217,7 @@ class LoopCheck:
         self.begun = False  # A loop that goes on after this is verified again.
         how, own = _HOW.get(self._doubted, ""), self._passes.loss_reduction
         why = next(iter(self._divisors), f"An example has another gradient {how}")
-        form = form or (_MAKES if self._passes.returns_loss else _COUPLES)
+        form = form or (_TERMS if self.mixes else _MAKES if self._passes.returns_loss else _COUPLES)
         raise SelfCheckError(form.format(how=how, why=why, own="sum" if own == "mean" else "mean"))
 
     def _differ(self, one: _Outcome, two: _Outcome, role: str) -> bool:

@@ -14,10 +14,10 @@ import torch
 
 from fastdp.calls.batches import Call, cropped, take_rows
 from fastdp.calls.modes import in_mode
-from fastdp.calls.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state, seeds_for
+from fastdp.calls.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state
 from fastdp.engine.capture.follow import InputGradients
 from fastdp.engine.errors import OwnLoss
-from fastdp.engine.loss.boundary import differentiable, hooks_aside, require_loss, take_gradients
+from fastdp.engine.loss.boundary import hooks_aside, require_loss, take_gradients
 from fastdp.engine.loss.losses import LossTerms, combine, divided_terms, intercepted, shares
 from fastdp.engine.passes import Passes
 from fastdp.engine.uses.layout import Layout, Ticket
@@ -164,10 +164,9 @@ class Probe:
         with preserve_rng(passes.model), torch.enable_grad():
             _, terms, output = self._forward(call, layout, inputs, nullcontext())
             total = require_loss(output) if passes.returns_loss else None
-            tops, seeds = starts(
-                output, total if total is None else combine(total, terms, passes.divided, verify=False)
-            )
-            del output, total
+            losses = total if total is None else combine(total, terms, passes.divided, verify=False)
+            tops, seeds = passes.starts(output, rows, losses, terms)
+            del output, total, losses
             for number, unit in enumerate(units):
                 own = [torch.zeros_like(seed) for seed in seeds]
                 for seed, chosen in zip(seeds, own):
@@ -213,12 +212,6 @@ def same_shapes(passes: Passes) -> float:
     """How far values may move where shapes stay the same, relative to what other shapes may do."""
     selects = passes.forwards.lists or (passes.trace is not None and passes.trace.selects)
     return 1.0 if selects or passes.device.type != "cpu" else 1e-2
-
-
-def starts(output: Any, losses: torch.Tensor | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What a backward pass starts from, and with what: ones for losses, or for outputs the same numbers in each pass."""
-    tops = differentiable(output) if losses is None else [losses]
-    return tops, seeds_for(tops) if losses is None else [torch.ones_like(losses)]
 
 
 def _input_gradients(losses: torch.Tensor, upstream: torch.Tensor, inputs: InputGradients) -> list[torch.Tensor]:

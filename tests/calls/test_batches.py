@@ -54,6 +54,18 @@ def test_other_layouts_are_not_several_rows_of_an_example(given):
     assert shapes(lists.encode(((given(batch.made),), {}), 5, batch.source))[0][0] == 5
 
 
+@pytest.mark.parametrize(("rows", "channels"), [(3, 3), (1, 1)])
+def test_images_in_a_list_are_entries_where_there_are_as_many_as_channels(rows, channels):
+    batch = Batch([torch.rand(channels, 4, 5) for _ in range(rows)], list)
+    lists = RowLists()
+    assert shapes(lists.encode(((batch.made,), {}), rows, batch.source)) == [(rows,)]
+    # What the loop made of the batch is told by what was seen there.
+    assert shapes(lists.encode((([t + 1 for t in batch.made],), {}), rows, batch.source)) == [(rows,)]
+    # A tuple of as many layers as rows is none of entries.
+    layers = Batch(list(torch.rand(rows, 4)), lambda examples: [torch.stack(examples)] * rows)
+    assert shapes(RowLists().encode(((layers.made,), {}), rows, layers.source)) == [(rows, 4)] * rows
+
+
 def test_an_axis_is_the_one_where_rows_were_seen_alone():
     lists = RowLists()
     assert shapes(lists.encode(((torch.zeros(6, 5),), {}), 5)) == [(5, 6)]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from fastdp.bench.fuzz import alone, norms
 
-from fastdp.engine.bounds import Norms, UpperNorms
+from fastdp.engine.bounds import Errors, Norms, UpperNorms
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
 from fastdp.engine.uses.layout import Ticket
@@ -58,7 +58,7 @@ def known(powers: torch.Tensor, order: int = 2) -> UpperNorms:
     """Bounds of norms that are known exactly, from their squares (or themselves) ``[groups, units]``."""
     norms = Norms(powers.shape[0], powers.shape[1], powers.device, order)
     for group, row in enumerate(powers):
-        norms.add(group, row, 1, relative=0.0)
+        norms.add(group, row, Errors(1, 0.0))
     return norms.upper()
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from fastdp.accounting.card import among_units
-from fastdp.engine.bounds import Norms
+from fastdp.engine.bounds import Errors, Norms
 from fastdp.engine.clip import norms as norm_sinks
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy
@@ -61,9 +61,9 @@ def test_ordinary_records_are_clipped_to_their_bound(use: str) -> None:
 @cases("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_norm_that_is_not_finite_gives_no_weight(bad: float) -> None:
     norms = Norms(2, 3, torch.device("cpu"))
-    norms.add(0, torch.tensor([1.0, bad, 1.0]), 4, relative=1e-6)
+    norms.add(0, torch.tensor([1.0, bad, 1.0]), Errors(4, 1e-6))
     gram, ones = Roundings(1e-2 * 2**24), torch.ones(3, dtype=torch.float64)
-    norms.add(1, torch.tensor([1.0, 1.0, -1e-3]), 4, relative=1e-6, gram=gram, products=ones, tokens=ones)
+    norms.add(1, torch.tensor([1.0, 1.0, -1e-3]), Errors(4, 1e-6, gram), ones, ones)
     weights = Policy((1e-6, 1e-6), (0.0, 0.0), {}).scales(norms.upper())
     assert bool((weights[:, 0] > 0).all())
     assert bool((weights[:, 1] == 0).all())

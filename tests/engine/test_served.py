@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastdp.engine.bounds import Norms, UpperNorms
+from fastdp.engine.bounds import Errors, Norms, UpperNorms
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.loss.losses import LossTerms, intercepted
@@ -253,7 +253,7 @@ def test_a_padding_rows_scale_counts_for_nothing(scale: float) -> None:
     parameters = {"weight": nn.Parameter(torch.ones(2, 2))}
     accumulator = Accumulator(parameters, Strange((1.0,), (0.0,), {"weight": 0}))
     norms = Norms(1, 4, torch.device("cpu"))
-    norms.add(0, torch.ones(4), 4, relative=0.0)
+    norms.add(0, torch.ones(4), Errors(4, 0.0))
     found = accumulator.unit_scales(norms.upper(), torch.tensor([1.0, 1.0, 1.0, 0.0]))
     assert bool((found[0, :3] > 0).all())
     assert found[0, 3] == 0

@@ -162,6 +162,84 @@ def test_losses_of_the_model_count_by_their_mean() -> None:
     agree(model, found, reference(plain, batches, lambda m, b: 0.5 * by_row(m, b), CLIPS["own"]))
 
 
+class ByRow(Own):
+    """The same with a loss for each row."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        logits = Dropped.forward(self, x)
+        return {"loss": F.cross_entropy(logits, labels, reduction="none"), "logits": logits}
+
+
+def distilled(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Hinton's way: the model's own loss, and the divergence of its logits from a teacher's."""
+    found = model(batch["x"], batch["labels"])
+    return 0.5 * found["loss"] + divergence(found["logits"], batch["x"][:, :CLASSES])
+
+
+def rdrop_of_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """R-Drop, with losses of different weights."""
+    one, two = (model(batch["x"], batch["labels"]) for _ in range(2))
+    return one["loss"] + 0.5 * two["loss"] + divergence(one["logits"], two["logits"])
+
+
+def weighted(*weights: float) -> Callable[[Any, Batch], torch.Tensor]:
+    """Whole losses of different weights."""
+    return lambda m, b: sum(w * m(b["x"] * w, b["labels"])["loss"] for w in weights)  # type: ignore[return-value]
+
+
+def unused_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The loop computes its own loss of a model that has computed one."""
+    logits = model(batch["x"], batch["labels"])["logits"]
+    return F.cross_entropy(logits, batch["labels"], label_smoothing=0.1, reduction="none")
+
+
+@cases(
+    "loss, odd, options, route",
+    [
+        (distilled, False, {}, "uses"),
+        (distilled, False, {"max_physical_batch_size": 3}, "uses"),
+        (distilled, True, {}, "one-example"),
+        (distilled, False, {"isolation": "per_example"}, "one-example"),
+        (rdrop_of_losses, False, {}, "uses"),
+        (rdrop_of_losses, True, {"max_physical_batch_size": 3}, "one-example"),
+        (weighted(1.0, 0.5), False, {}, "uses"),
+        (weighted(1.0, -0.5), True, {}, "one-example"),
+        (unused_loss, False, {}, "uses"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*one-example")
+def test_terms_beside_the_loss_of_the_model_count_by_row(
+    loss: Callable[[nn.Module, Batch], torch.Tensor], odd: bool, options: dict[str, Any], route: str
+) -> None:
+    """What the loop multiplies each of them by stays, as nothing says which factor is the whole loss's."""
+    model = Own(odd, 0.3 if route == "uses" else 0.0).double()
+    plain = ByRow(odd, model.rate).double()
+    every = {key: t.double() if t.is_floating_point() else t for key, t in collate(examples()).items()}
+    grads = [torch.autograd.grad(own, list(plain.parameters()), retain_graph=True) for own in loss(plain, every)]
+    clip = float(torch.stack([torch.cat([g.flatten() for g in own]).norm() for own in grads]).median())
+    found, batches, private = trained(model, lambda m, b: loss(m, b).mean(), clip, **options)
+    assert private.route == route
+    agree(model, found, reference(plain, batches, loss, clip))
+
+
+def contrasted(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Rows' logits are each other's negatives, in a term that is small beside the loss."""
+    found = model(batch["x"], batch["labels"])
+    return found["loss"] + 1e-4 * F.cross_entropy(found["logits"] @ found["logits"].T, torch.arange(len(batch["x"])))
+
+
+def in_proportion(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The term's weight follows from the whole batch's losses."""
+    found = model(batch["x"], batch["labels"])
+    return found["loss"] + found["loss"].detach() * found["logits"].square().mean()
+
+
+def summed(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """A mean of losses beside a sum over rows."""
+    found = model(batch["x"], batch["labels"])
+    return found["loss"] + found["logits"].square().sum()
+
+
 def with_the_batch_before() -> Callable[[Any, Batch], torch.Tensor]:
     """A second pass of as many rows of the batch before, where it had as many."""
     kept: list[torch.Tensor] = []
@@ -180,11 +258,6 @@ def in_batch(model: Model, batch: Batch) -> torch.Tensor:
     """SimCSE: the other rows' second passes are negatives."""
     one, two = (F.normalize(model(batch["x"]), dim=1) for _ in range(2))
     return F.cross_entropy(one @ two.T, torch.arange(len(one)))
-
-
-def weighted(*weights: float) -> Callable[[Any, Batch], torch.Tensor]:
-    """The weights of whole losses may follow the batch."""
-    return lambda m, b: sum(w * m(b["x"] * w, b["labels"])["loss"] for w in weights)  # type: ignore[return-value]
 
 
 class Sorted(Dropped):
@@ -208,8 +281,8 @@ OTHER = (SelfCheckError, "An example has another gradient")
 @cases(
     "make, loss, options, said",
     [
-        (Own, weighted(1.0, 0.5), {}, (RuntimeError, "different weights")),
-        (Own, weighted(1.0, -1.0), {}, (ValueError, "The scale must be positive")),
+        *[(Own, loss, {}, (SelfCheckError, "the loop's own terms")) for loss in (contrasted, in_proportion, summed)],
+        (Own, weighted(-1.0), {}, (ValueError, "The scale must be positive")),
         (Dropped, in_batch, MEAN, OTHER),
         (Dropped, with_the_batch_before(), MEAN, OTHER),
         (Dropped, with_the_batch_before(), PARTS, OTHER),
@@ -222,6 +295,34 @@ def test_passes_that_couple_rows_or_weigh_them_by_the_batch_are_refused(
 ) -> None:
     with pytest.raises(said[0], match=said[1]):
         trained(make().double(), loss, **options)
+
+
+@cases("loss, couples", [(distilled, False), (contrasted, True)])
+def test_a_term_that_comes_after_the_first_batch_is_verified_then(
+    loss: Callable[[nn.Module, Batch], torch.Tensor], couples: bool
+) -> None:
+    model = Own(rate=0.0).double()
+    plain = ByRow(rate=0.0).double()
+    private, late = begun(model, method=fastdp.DPSGD(max_grad_norm=2.5), epochs=3), list[Batch]()
+
+    def two_steps() -> None:
+        for batch in private.data_loader:
+            private.optimizer.zero_grad()
+            if private.steps_done and private.data_loader.tickets[0].probe is None:
+                late.append(batch)
+            total = loss(model, batch).mean() if private.steps_done else model(**batch)["loss"]
+            total.backward()
+            private.optimizer.step()
+            if private.steps_done == 2:
+                break
+
+    if couples:
+        with pytest.raises(SelfCheckError, match="own terms"):
+            two_steps()
+        assert private.steps_done == 1
+        return
+    two_steps()
+    agree(model, {name: p.grad for name, p in model.named_parameters()}, reference(plain, late, loss, 2.5))
 
 
 def test_passes_of_two_batches_are_no_pair() -> None:

@@ -402,6 +402,19 @@ def temperature_among_outputs() -> Case:
 
 
 @program()
+def ids_of_activations() -> Case:
+    """Activations are rounded to the ids of a table, columns first."""
+
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x)
+        ids = (hidden.sigmoid() * 7).long().t()[:2]
+        return F.cross_entropy(self.head(hidden + self.table(ids).mean(0)), y)
+
+    parts = {"body": nn.Linear(12, kit.WIDTH), "table": nn.Embedding(8, kit.WIDTH), "head": nn.Linear(kit.WIDTH, 3)}
+    return Case(kit.Wrapped(forward, **parts), kit.numbers(), None, kit.unpack)
+
+
+@program()
 def compiled_block() -> Case:
     """torch.compile of one block within the model."""
     net = kit.mlp(12, kit.CLASSES, nn.Sequential(nn.ReLU(), nn.Linear(kit.WIDTH, kit.WIDTH), nn.ReLU()))

@@ -191,7 +191,7 @@ def two_backward_passes() -> Case:
     return outside(TwoHeads(), kit.numbers(), loss=loss)
 
 
-@program("refused: whole loss", "the loop's weights of two losses may follow the batch")
+@program()
 def two_losses_returned() -> Case:
     """The model returns two losses, which the loop adds up."""
     return Case(TwoHeads(losses=True), kit.numbers(), None, lambda m, b: sum(m(*b)))
@@ -248,7 +248,7 @@ def rdrop_inside() -> Case:
     return Case(kit.Wrapped(forward, body=kit.bert()), kit.labelled(), kit.classify, kit.keywords)
 
 
-@program("refused: whole loss", "the divergence is a mean over the batch beside losses of rows")
+@program()
 def rdrop_of_model_losses_in_loop() -> Case:
     """R-Drop: the loop calls a model that returns its loss twice, and adds a term of its logits."""
 
@@ -257,6 +257,77 @@ def rdrop_of_model_losses_in_loop() -> Case:
         return 0.5 * (first.loss + second.loss) + 0.5 * divergence(first.logits, second.logits)
 
     return Case(kit.bert(), kit.labelled(), kit.classify, loss)
+
+
+def _beside(term: Callable[[Any, Any], torch.Tensor]) -> Case:
+    """The model's own loss, halved, and a term of its outputs and the batch."""
+    loss = lambda m, b: (lambda found: 0.5 * found.loss + term(found, b))(m(**b, output_hidden_states=True))  # noqa: E731
+    return Case(kit.bert(), kit.labelled(), kit.classify, loss)
+
+
+def _teacher(found: Any, batch: Any) -> Any:
+    """A frozen teacher, in the precision of the student's outputs."""
+    torch.manual_seed(1)
+    teacher = kit.bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).requires_grad_(False)
+    return teacher.to(found.logits.dtype)(**batch, output_hidden_states=True)
+
+
+#: Terms that a loop adds to the loss which a model returns, of its outputs and the batch.
+BESIDE: dict[str, Callable[[Any, Any], torch.Tensor]] = {
+    "distillation": lambda found, b: 2.0 * divergence(found.logits / 2, _teacher(found, b).logits / 2),
+    "entropy_bonus": lambda found, b: -0.1 * entropy(found.logits),
+    "hidden_states": lambda found, b: F.mse_loss(
+        found.hidden_states[-1][:, 0], _teacher(found, b).hidden_states[-1][:, 0]
+    ),
+    "margins": lambda found, b: F.multi_margin_loss(found.logits, b["labels"]),
+}
+register_all(BESIDE, _beside, suffix="_beside_model_loss")
+
+
+@program()
+def model_loss_unused() -> Case:
+    """Labels are passed to the model, and the loop computes a loss of its own."""
+    loss = lambda m, b: F.cross_entropy(m(**b).logits, b["labels"], label_smoothing=0.1)  # noqa: E731
+    return Case(kit.bert(), kit.labelled(), kit.classify, loss)
+
+
+@program()
+def losses_by_name() -> Case:
+    """The model returns a dict of losses, which the loop adds up, as torchvision's detectors do."""
+
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict(zip(("classes", "value"), self.net(x, y)))
+
+    model = kit.Wrapped(forward, net=TwoHeads(losses=True))
+    return Case(model, kit.numbers(), None, lambda m, b: sum(m(*b).values()))
+
+
+@program("refused: term", "the other rows of a batch are each row's negatives")
+def contrast_beside_model_loss() -> Case:
+    """SimCSE beside the model's own loss."""
+    term = lambda found, b: F.cross_entropy(found.logits @ found.logits.T, torch.arange(len(b["labels"])))  # noqa: E731
+    return _beside(term)
+
+
+def _penalty(model: Any) -> torch.Tensor:
+    return 1e-3 * sum((p**2).sum() for p in model.parameters())
+
+
+register_all(
+    {
+        "of_model_loss": lambda: Case(kit.bert(), kit.labelled(), kit.classify, lambda m, b: m(**b).loss + _penalty(m)),
+        "of_criterion": lambda: outside(
+            kit.mlp(), kit.numbers(), loss=lambda m, b: kit.crossentropy(m, b) + _penalty(m)
+        ),
+        "before_the_pass": lambda: Case(
+            kit.bert(), kit.labelled(), kit.classify, lambda m, b: _penalty(m) + m(**b).loss
+        ),
+    },
+    lambda build: build(),
+    prefix="weight_penalty_",
+    expect="refused: weight_decay",
+    why="the optimizer's weight_decay adds the same gradient, outside of clipping",
+)
 
 
 @program()
@@ -440,6 +511,26 @@ def images_of_several_sizes() -> Case:
     model = kit.Wrapped(forward, conv=nn.Conv2d(1, 4, 3, padding=1), head=nn.Linear(4, kit.CLASSES))
     collate = lambda items: (tuple(x for x, _ in items), torch.tensor([y for _, y in items]))  # noqa: E731
     return outside(model, rows, collate, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
+
+
+def _listed(channels: int, batch_size: int) -> Case:
+    """A list of images, as many as channels now and then, each run by itself."""
+
+    def forward(self: Any, images: Any, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(torch.cat([self.head(image.flatten()[None]) for image in images]), labels)
+
+    collate = lambda items: ([x for x, _ in items], torch.tensor([y for _, y in items]))  # noqa: E731
+    model = kit.Wrapped(forward, head=nn.Linear(16 * channels, kit.CLASSES))
+    return Case(model, kit.images(4, channels), collate, kit.unpack, loader={"batch_size": batch_size}, exact=False)
+
+
+register_all(
+    {"as_many_as_channels": (3, 3), "one_at_a_time": (1, 1)},
+    lambda sizes: _listed(*sizes),
+    prefix="images_in_lists_",
+    expect="one-example",
+    why="the model runs each image by itself",
+)
 
 
 @program("refused: outside of its loss", "the loop differentiates a tensor that the model did not return")

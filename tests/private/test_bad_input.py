@@ -347,14 +347,6 @@ NO_BACKWARD = r"step\(\) without backward\(\)"
             RuntimeError,
             "Two forward passes ran before one backward",
         ),
-        (
-            # Where the model returns its loss, nothing says what a term of its outputs was divided by.
-            Classifier,
-            {},
-            lambda p: _two_forward_passes(p, lambda one, two: F.mse_loss(one["logits"], two["logits"])),
-            RuntimeError,
-            "outputs of a model that returned its own loss",
-        ),
         (Classifier, OUTSIDE, _in_parts, RuntimeError, r"The loop called parts of the model, .* own forward\(\)"),
         (Classifier, PIECES, _ahead, RuntimeError, "taken ahead"),
         (Classifier, {}, _after_backward, RuntimeError, r"A forward pass ran after its batch's backward\(\)"),

@@ -376,7 +376,7 @@ def test_recorded_passes_make_no_cache_and_the_models_setting_stays(monkeypatch)
 def test_a_loss_made_from_another_output_of_a_replay_is_refused():
     engine, batch = recorded()
     output = engine.model(**batch)
-    with pytest.raises(RuntimeError, match="returned its own loss"):
+    with pytest.raises(RuntimeError, match="beside the model's own loss"):
         (output.loss + output.logits.square().mean()).backward()
     engine.close()
 

@@ -209,7 +209,8 @@ class InputGradients(DataFlow):
             return found
         if func in (F.embedding, F.embedding_bag) and torch.is_grad_enabled():
             place = self._row_axes.of(kwargs.get("input", args[0] if args else None))
-            fold = BatchAxis() if place is None else place.fold(self._rows)
+            # Ids that follow from activations may lie anywhere.
+            fold = None if place is None else place.fold(self._rows)
             if fold is None or not fold.fits(tuple(out.shape), self._rows):
                 return True
             if out.requires_grad:

@@ -198,9 +198,6 @@ def _embedding(
     reads.refuse_coupled_table(weight, max_norm, scale_grad_by_freq)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
-    if isinstance(input, PerExampleParameter):
-        out = EmbeddingUse.apply(input.lanes, weight, padding_idx, context, True)
-        return PerExampleParameter(out, context, sources=(weight, *input.sources))
     fold = reads.fold("embedding", weight, input, context)
     if fold is not None:
         ids = fold.front(input, context.layout.rows)

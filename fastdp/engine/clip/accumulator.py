@@ -11,7 +11,7 @@ import fastdp.engine.clip.norms as sinks
 import fastdp.ops as ops
 from fastdp.distributed.blocks import CaptureOrder
 from fastdp.distributed.ranks import Ranks
-from fastdp.engine.bounds import Norms, UpperNorms
+from fastdp.engine.bounds import Errors, Norms, UpperNorms
 from fastdp.engine.clip.axes import ScalingSink
 from fastdp.engine.clip.norms import Entry, FactorBatch, NormSink
 from fastdp.engine.clip.policy import Policy
@@ -186,13 +186,13 @@ class Accumulator(Sums):
         instances = {n: axes[n].over(g, self.parameters[n].shape) if n in axes else g for n, g in instances.items()}
         for name, instance in instances.items():
             group, entries = policy.group_of[name], instance.numel()
-            relative = ops.Rounding(instance).squares(entries)
+            errors = Errors(entries, ops.Rounding(instance).squares(entries))
             if isinstance(group, tuple):
                 parts = ops.instance_masked_sqnorm(instance, policy.masks[name])
                 for side, squared in zip(group, parts):
-                    norms.add(side, squared, entries, relative=relative)
+                    norms.add(side, squared, errors)
             else:
-                norms.add(group, ops.instance_sqnorm(instance), entries, relative=relative)
+                norms.add(group, ops.instance_sqnorm(instance), errors)
         unit_scales = self.unit_scales(norms.upper(), weight)
         for name, instance in instances.items():
             self.add_instance(name, instance, unit_scales)

@@ -340,8 +340,7 @@ class NormSink(Captures):
     ) -> None:
         group = self.policy.group_of[found.name]
         assert isinstance(group, int)
-        rows = [each.unsqueeze(0) for each in (products, tokens)]
-        self.norms.add_rows([group], squares.unsqueeze(0), [errors], *rows)
+        self.norms.add(group, squares, errors, products, tokens)
 
     def add_powers(
         self,
@@ -350,14 +349,14 @@ class NormSink(Captures):
         rounding: ops.Rounding,
         *,
         products: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
         **errors: Any,
     ) -> None:
-        """Take the powers of a parameter's gradient into its group, or of both its parts into two; the rest as of `Norms.add`."""
+        """Take the powers of a parameter's gradient into its group, or of both its parts into two; the rest as of `Errors`."""
         group, entries = self.policy.group_of[name], self.parameters[name].numel()
         parts = [(group, powers)] if isinstance(group, int) else list(zip(group, powers))
         for own, power in parts:
-            relative = rounding.squares(entries)
-            self.norms.add(own, power, entries, relative=relative, products=products, **errors)
+            self.norms.add(own, power, Errors(entries, rounding.squares(entries), **errors), products, tokens)
 
     def _instantiate(self, found: RoutedUse) -> None:
         """Make the gradients of a small matrix at once."""

@@ -1,9 +1,9 @@
-"""Where the user's `backward()` enters the engine: at the model's loss (`LossBoundary`) or outputs (`OutputBoundary`)."""
+"""Where the user's `backward()` enters the engine: at the model's loss and outputs (`OutputBoundary`)."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any
@@ -54,23 +54,6 @@ class _Join(Use):
         return None, None
 
 
-class LossBoundary(Use):
-    """A scalar loss whose backward tells its `Junction` that a loss has reached this pass, and by what gradient.
-
-    The upstream gradient is recorded and divided out: rescaling a loss must not move the clipping threshold.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, enter: Callable[[torch.Tensor], None]) -> Any:
-        ctx.enter = enter
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.enter(gradients[0])
-        return None, None, None
-
-
 def require_positive(upstream: torch.Tensor) -> None:
     """Raise ValueError if the loop scaled a loss by zero or less: such a choice may depend on the whole batch."""
     if not float(upstream) > 0:
@@ -81,7 +64,7 @@ def require_positive(upstream: torch.Tensor) -> None:
 
 
 class OutputBoundary(Use):
-    """The model's outputs, whose backward hands their gradients to the engine.
+    """The model's loss and outputs, whose backward tells their `Junction` that the loop's loss has reached this pass, and how.
 
     They come in a list, which hides them from autograd: it would continue into the graph that the engine has freed.
     """
@@ -90,12 +73,25 @@ class OutputBoundary(Use):
     def forward(ctx: Any, anchor: torch.Tensor, enter: Callable[..., None], outputs: list[torch.Tensor]) -> Any:
         ctx.enter = enter
         ctx.set_materialize_grads(False)
-        return tuple(output.detach() for output in outputs)
+        return tuple(map(torch.Tensor.detach, outputs))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.enter(gradients)
         return None, None, None
+
+
+class Feed(Use):
+    """A number from which a backward pass starts at outputs that it does not keep: their ``gradients`` are put there before."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor | None], *outputs: torch.Tensor) -> Any:
+        ctx.gradients = gradients
+        return outputs[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, *ctx.gradients
 
 
 @contextmanager
@@ -145,6 +141,7 @@ def plain_gradients(
     parameters: Iterable[torch.nn.Parameter],
     *,
     keep: Callable[[int, torch.Tensor], Any] = lambda index, gradient: gradient,
+    retain: bool = False,
 ) -> list[Any]:
     """Gradients of the parameters, by a backward pass whose `.grad` are put back as they were.
 
@@ -160,14 +157,14 @@ def plain_gradients(
         found[index] = own if found[index] is None else found[index] + own
 
     with take_gradients(parameters, take):
-        torch.autograd.backward(tops, seeds)
+        torch.autograd.backward(tops, seeds, retain_graph=retain)
     return found
 
 
-def find_loss(output: Any) -> torch.Tensor | None:
-    """The scalar loss in what a model returned: a scalar, ``loss`` by name, the first of a tuple, or the only scalar in it.
+def find_loss(output: Any, *, only: bool = False) -> torch.Tensor | None:
+    """The scalar loss in what a model returned: a scalar, ``loss`` by name, the first of a tuple, or the first scalar in it.
 
-    Raises ValueError for a ``loss`` that is not a scalar, and for several scalars without that name.
+    Raises ValueError for a ``loss`` that is not a scalar, and for several scalars without that name if it is the ``only`` one.
     """
     if isinstance(output, torch.Tensor):
         return output if output.dim() == 0 and output.requires_grad else None
@@ -176,7 +173,7 @@ def find_loss(output: Any) -> torch.Tensor | None:
     loss = first if isinstance(first, torch.Tensor) and first.dim() == 0 else named
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
         scalars = {id(t): t for t in tensors(output) if t.dim() == 0 and t.requires_grad}
-        if len(scalars) > 1:
+        if only and len(scalars) > 1:
             raise ValueError(
                 f"The model returned {len(scalars)} scalars that require gradients. Return their sum as 'loss', or detach "
                 "all but one."
@@ -191,22 +188,25 @@ def find_loss(output: Any) -> torch.Tensor | None:
     return loss
 
 
-def require_loss(output: Any) -> torch.Tensor:
+def require_loss(output: Any, *, only: bool = False) -> torch.Tensor:
     """The scalar loss in what a model returned; ValueError where there is none."""
-    if (loss := find_loss(output)) is None:
+    if (loss := find_loss(output, only=only)) is None:
         raise ValueError(
             "the model returned no loss of what is trained: pass labels to it, or give make_private criterion="
         )
     return loss
 
 
-def replace_loss(output: Any, loss: torch.Tensor) -> Any:
-    """The same output around another loss; a term that is made of its other tensors raises RuntimeError in backward()."""
+def replace_loss(output: Any, loss: torch.Tensor, beside: Mapping[int, torch.Tensor] = {}) -> Any:
+    """The same output around another loss, and other tensors in the place of those ``beside`` it, by identity.
+
+    A term that is made of its other tensors raises RuntimeError in backward().
+    """
     own = find_loss(output)
 
     def passed(t: torch.Tensor) -> Any:
-        if t is own:
-            return loss
+        if t is own or id(t) in beside:
+            return loss if t is own else beside[id(t)]
         looked_at = isinstance(t, Logits) or not (t.requires_grad and t.is_floating_point())
         return t if looked_at else ForbidBackward.apply(t)
 

@@ -205,9 +205,11 @@ def batch_divisors() -> Iterator[list[str]]:
     originals, found = {name: getattr(inner, name) for name in names}, []
 
     def watched(name: str, input: Any, target: Any, weight: Any, reduction: int, ignore: int, *rest: Any) -> Any:
-        if reduction == 1 and weight is not None:
+        # A teacher's loss is nobody's.
+        counts = reduction == 1 and input.requires_grad
+        if counts and weight is not None:
             found.append(f"{names[name]} with weight= and reduction='mean' divides by the weights of the whole batch")
-        elif reduction == 1 and bool((target == ignore).any()):
+        elif counts and bool((target == ignore).any()):
             found.append(f"{names[name]} with reduction='mean' divides by the labels of the whole batch")
         return originals[name](input, target, weight, reduction, ignore, *rest)
 

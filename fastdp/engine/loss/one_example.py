@@ -56,15 +56,18 @@ def run_alone(
 def backward_starts(
     rows: Sequence[int], parts: list[tuple[Any, Any]], scale: float, losses: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Where the backward pass of these rows starts in each pass, and with what: ``scale``, for outputs times what they got."""
+    """Where the backward pass of these rows starts in each pass, and with what: what arrived, times ``scale`` for outputs.
+
+    ``losses`` says that those that are numbers are the row's losses.
+    """
     tops, seeds = [], []
     for own, upstream in parts:
         for row in rows:
-            for position, top in enumerate(own.targets[row]):
-                arrived = None if losses else upstream[position]
-                if losses or arrived is not None:
+            for top, arrived in zip(own.targets[row], upstream or (1 / len(parts),)):
+                if arrived is not None:
                     tops.append(top)
-                    seeds.append((torch.ones_like(top) if arrived is None else _of_row(arrived, row, top)) * scale)
+                    loss = losses and not top.dim()
+                    seeds.append(torch.ones_like(top) * arrived if loss else _of_row(arrived, row, top) * scale)
     return tops, seeds
 
 

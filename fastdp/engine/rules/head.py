@@ -168,20 +168,14 @@ class HeadFactors(Factors):
         """Inner products with the units' gradients of any other use of the same matrix, ``[units]`` float64."""
         other, bounds = other.dense(), other.offsets(layout, host=True).tolist()
         found = torch.zeros_like(self.shares)
-        if other.one_hot and _identity(other.left) in self.columns:
-            for unit, block in self.columns[_identity(other.left)].items():
-                hidden = self.right[slice(*self.tiles.offsets[unit : unit + 2])]
-                rows = other.right[slice(*bounds[unit : unit + 2])]
-                ids = torch.arange(block.shape[1], device=block.device)
-                one, two = (_offsets([0, size], block.device) for size in block.shape)
-                found[unit] = ops.cross_inner(block, hidden, ids, rows, one, two)[0].double()
-            return found * self.shares
-        for units, tokens, own, tile in self.tiles.of_units():
-            start, end = bounds[units.start], bounds[units.stop]
-            others = _offsets(bounds[units.start : units.stop + 1], tile.device)
-            pair = tile[:, : self.width], self.right[tokens], other.left[start:end], other.right[start:end]
-            found[units] = ops.cross_inner(*pair, own, others).double()
-            del tile, pair
+        if not (other.one_hot and _identity(other.left) in self.columns):
+            return self.dense().inner(other, layout).double()
+        for unit, block in self.columns[_identity(other.left)].items():
+            hidden = self.right[slice(*self.tiles.offsets[unit : unit + 2])]
+            rows = other.right[slice(*bounds[unit : unit + 2])]
+            ids = torch.arange(block.shape[1], device=block.device)
+            one, two = (_offsets([0, size], block.device) for size in block.shape)
+            found[unit] = ops.cross_inner(block, hidden, ids, rows, one, two)[0].double()
         return found * self.shares
 
     def add_to(self, total: torch.Tensor | None, weights: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,97 +10,28 @@ import torch.nn.functional as F
 
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.uses.reads import Reads
-from fastdp.engine.uses.use import CaptureContext
+from fastdp.engine.uses.rows import BatchAxis
+from fastdp.engine.uses.use import CaptureContext, expand_with_capture
 
 
-class GroupNormUse(torch.autograd.Function):
-    """Channels normalised over each of ``groups``, with trained weight or bias; x is [rows, channels, ...]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        groups: int,
-        eps: float,
-        context: CaptureContext,
-        trained: tuple[bool, bool],
-    ) -> torch.Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.float()
-        x = x.contiguous()
-        sizes = (x.shape[0], x.shape[1], math.prod(x.shape[2:]), groups)
-        out, mean, rstd = torch.native_group_norm(x, weight, bias, *sizes, eps)
-        ctx.context, ctx.sizes, ctx.scale = context, sizes, weight
-        ctx.parameters = (weight if trained[0] else None, bias if trained[1] else None)
-        ctx.save_for_backward(x, mean, rstd)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        gradient = gradients[0].contiguous()
-        x, mean, rstd = ctx.saved_tensors
-        sink, layout = ctx.context.open(), ctx.context.layout
-        weight, bias = ctx.parameters
-        rows, channels, size, groups = ctx.sizes
-        if bias is not None:
-            total = gradient.view(rows, channels, size).sum(2, dtype=torch.float32)
-            sink.vector(bias, layout.by_lane(total), layout)
-        if weight is not None:
-            centred = x.view(rows, groups, -1) - mean.view(rows, groups, 1)
-            total = centred.view(x.shape).mul_(gradient).view(rows, groups, -1, size).sum(3, dtype=torch.float32)
-            sink.vector(weight, layout.by_lane((total * rstd.view(rows, groups, 1)).flatten(1)), layout)
-        back = None
-        if ctx.needs_input_grad[0]:
-            back = torch.ops.aten.native_group_norm_backward(
-                gradient, x, mean, rstd, ctx.scale, *ctx.sizes, [True, False, False]
-            )[0]
-        return back, None, None, None, None, None, None
+def _scaled(reads: Reads, context: CaptureContext, normed: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+    """What was normalised, ``[rows, channels, ...]``, times each row's copy of the weight, plus its copy of the bias."""
+    layout, ones = context.layout, [1] * (normed.dim() - 2)
+    if layout.token_segments is not None:
+        raise UnsupportedUse("a normalisation by channels of packed rows")
+    for own, combine in ((weight, torch.mul), (bias, torch.add)):
+        if reads.is_trained(own):
+            lanes = expand_with_capture(own, normed, context, 0)
+            lanes = BatchAxis().spread(lanes, normed.shape[0], layout.rows)
+            normed = combine(normed, lanes.view(*lanes.shape, *ones))
+        elif own is not None:
+            normed = combine(normed, own.view(-1, *ones))
+    return normed
 
 
-class InstanceNormUse(torch.autograd.Function):
-    """Each channel of each row normalised over its places, with trained weight or bias; x is [rows, channels, ...].
-
-    Torch's batch normalisation of a single row that has all rows' channels: its gradients of weight and bias are then those
-    of each row, and of a channel whose mean is far above its deviation it loses fewer digits than a group norm.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        eps: float,
-        context: CaptureContext,
-        trained: tuple[bool, bool],
-    ) -> torch.Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.float()
-        rows = x.shape[0]
-        flat = x.reshape(1, rows * x.shape[1], -1)
-        scale = weight.to(x.dtype).repeat(rows)
-        out, mean, rstd = torch.native_batch_norm(
-            flat, scale, bias.to(x.dtype).repeat(rows), None, None, True, 0.0, eps
-        )
-        ctx.context, ctx.eps, ctx.shape = context, eps, x.shape
-        ctx.parameters = (weight if trained[0] else None, bias if trained[1] else None)
-        ctx.save_for_backward(flat, scale, mean, rstd)
-        return out.view(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        flat, scale, mean, rstd = ctx.saved_tensors
-        sink, layout = ctx.context.open(), ctx.context.layout
-        gradient = gradients[0].reshape(flat.shape)
-        back, *found = torch.ops.aten.native_batch_norm_backward(
-            gradient, flat, scale, None, None, mean, rstd, True, ctx.eps, [True, True, True]
-        )
-        for parameter, total in zip(ctx.parameters, found):
-            if parameter is not None:
-                sink.vector(parameter, layout.by_lane(total.float().view(ctx.shape[0], -1)), layout)
-        return back.view(ctx.shape), None, None, None, None, None
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """The input as autocast has it."""
+    return x.float() if torch.is_autocast_enabled(x.device.type) else x
 
 
 def _group_norm(
@@ -116,8 +46,7 @@ def _group_norm(
     if not reads.serve(weight, bias):
         return NotImplemented
     reads.require_rows("group_norm", (weight, bias), input, context)
-    trained = (reads.is_trained(weight), reads.is_trained(bias))
-    return GroupNormUse.apply(input, weight, bias, num_groups, eps, context, trained)
+    return _scaled(reads, context, F.group_norm(_wide(input), num_groups, eps=eps), weight, bias)
 
 
 def _instance_norm(
@@ -137,7 +66,7 @@ def _instance_norm(
     if running_mean is not None or not use_input_stats:
         raise UnsupportedUse("instance_norm with running statistics")
     reads.require_rows("instance_norm", (weight, bias), input, context)
-    return InstanceNormUse.apply(input, weight, bias, eps, context, (reads.is_trained(weight), reads.is_trained(bias)))
+    return _scaled(reads, context, F.instance_norm(_wide(input), momentum=momentum, eps=eps), weight, bias)
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {F.group_norm: _group_norm, F.instance_norm: _instance_norm}

@@ -287,8 +287,6 @@ class Meeting:
 def _meet(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
     if func in _ELEMENTWISE or func in _JOINS:
         return _call(func, args, kwargs, lambda p: lay_along_rows(p, meeting))
-    if not meeting.context.any_formula:
-        raise UnsupportedUse(f"{operation(func)} of a parameter and an activation")
     rule = _RULES.get(func)
     if rule is not None:
         out = rule(meeting, *args, **kwargs)
@@ -363,7 +361,7 @@ def lay_along_rows(value: PerExampleParameter, meeting: Meeting) -> torch.Tensor
 
 def _matmul(meeting: Meeting, input: Any, other: Any) -> Any:
     if isinstance(other, PerExampleParameter):
-        return _product(meeting, torch.matmul, input, other, None, swap=True)
+        return _product(meeting, input, other, None, swap=True)
     if input.dim() != 2 or other.dim() < 2 or isinstance(meeting.fold, Selection):
         return NotImplemented
     # W x is (x^T W^T)^T.
@@ -371,36 +369,24 @@ def _matmul(meeting: Meeting, input: Any, other: Any) -> Any:
     swapped = {rank - 1: rank - 2, rank - 2: rank - 1}
     fold = BatchAxis(swapped.get(meeting.fold.axis, meeting.fold.axis), meeting.fold.inner)
     turned = replace(meeting, activation=other.mT, fold=fold)
-    out = _product(turned, torch.matmul, turned.activation, input, None, swap=False)
+    out = _product(turned, turned.activation, input, None, swap=False)
     return out if out is NotImplemented else out.mT
 
 
-def _addmm(meeting: Meeting, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    if beta != 1 or alpha != 1 or isinstance(mat1, PerExampleParameter):
-        return NotImplemented
-    return _product(replace(meeting, activation=mat1), torch.matmul, mat1, mat2, input, swap=True)
-
-
-def _product(meeting: Meeting, func: Any, x: Any, weight: Any, bias: Any, *, swap: bool) -> Any:
+def _product(meeting: Meeting, x: Any, weight: Any, bias: Any, *, swap: bool) -> Any:
     """A matrix made of parameters times tokens: their factors are those of the matrix."""
     fold, context = meeting.fold, meeting.context
     if isinstance(x, PerExampleParameter) or x is not meeting.activation or fold.axis == x.dim() - 1:
         return NotImplemented
-    if isinstance(weight, PerExampleParameter):
-        lost = isinstance(fold, Selection) and (weight.shared is None or weight.shared.pull is None)
-        if weight.shared is None or weight.dim() != 2 or lost:
-            return NotImplemented
-        shared = weight.shared
-        out = SharedProduct.apply(x, shared, context, swap, fold, *shared.sources)
-        if isinstance(fold, Selection):
-            fold.follow(out)
-    else:
-        out = func(x, weight)
-    if bias is None:
-        return out
+    shared = weight.shared if isinstance(weight, PerExampleParameter) else None
+    if shared is None or weight.dim() != 2 or (isinstance(fold, Selection) and shared.pull is None):
+        return NotImplemented
+    out = SharedProduct.apply(x, shared, context, swap, fold, *shared.sources)
+    if isinstance(fold, Selection):
+        fold.follow(out)
     if isinstance(bias, PerExampleParameter):
-        return out + lay_along_rows(bias, replace(meeting, activation=out))
-    return out + bias
+        bias = lay_along_rows(bias, replace(meeting, activation=out))
+    return out if bias is None else out + bias
 
 
 def _getitem(meeting: Meeting, table: Any, index: Any) -> Any:
@@ -437,9 +423,8 @@ def _setitem(meeting: Meeting, target: Any, index: Any, value: Any) -> Any:
 
 
 _RULES: dict[Any, Callable[..., Any]] = {
-    F.linear: lambda meeting, input, weight, bias=None: _product(meeting, F.linear, input, weight, bias, swap=False),
+    F.linear: lambda meeting, input, weight, bias=None: _product(meeting, input, weight, bias, swap=False),
     **dict.fromkeys((torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__), _matmul),
-    **dict.fromkeys((torch.addmm, torch.Tensor.addmm), _addmm),
     torch.Tensor.__setitem__: _setitem,
     torch.Tensor.__getitem__: _getitem,
 }

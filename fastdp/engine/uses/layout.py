@@ -185,22 +185,12 @@ class Layout:
         return values if values.shape[0] == self.rows else values.unflatten(0, (self.rows, -1)).sum(1)
 
     def spread(self, lanes: torch.Tensor, leading: torch.Size) -> torch.Tensor:
-        """A per-lane tensor ``[lanes, ...]`` laid against the leading sizes of an activation.
+        """A tensor ``[lanes, ...]`` of packed rows as ``[rows, tokens, ...]``, the leading sizes of an activation.
 
-        Gives ``[rows, ...]`` (each lane repeated where rows were folded into a longer first dimension), or
-        ``[rows, tokens, ...]`` for packed rows. Raises `UnsupportedUse` if the activation is not of the map's shape.
+        Raises `UnsupportedUse` if the activation is not of the map's shape.
         """
-        if self.token_segments is not None:
-            shape = self.token_segments.shape
-            if tuple(leading[:2]) != tuple(shape):
-                raise UnsupportedUse(
-                    f"an activation of leading shape {tuple(leading[:2])} does not follow the unit map"
-                )
-            return lanes.index_select(0, self.token_segments.reshape(-1)).unflatten(0, tuple(shape))
-        if leading[0] == self.rows:
-            return lanes
-        if leading[0] % self.rows:
-            raise UnsupportedUse(
-                f"an activation of {leading[0]} rows does not follow the {self.rows} rows of the batch"
-            )
-        return lanes.repeat_interleave(leading[0] // self.rows, dim=0)
+        assert self.token_segments is not None
+        shape = self.token_segments.shape
+        if leading[:2] != shape:
+            raise UnsupportedUse(f"an activation of leading shape {tuple(leading[:2])} does not follow the unit map")
+        return lanes.index_select(0, self.token_segments.reshape(-1)).unflatten(0, shape)

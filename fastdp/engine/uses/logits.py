@@ -36,6 +36,9 @@ TILE = 2**24
 LOSS_CHUNK = 2**22
 
 _READ_ERROR = "These logits were not kept, or weights changed since. Read them before step(), or pass keep_logits=True."
+_TERM_ERROR = (
+    "The loop's loss uses logits that were not kept. Pass keep_logits=True to make_private or PrivacyArguments."
+)
 _READ_WARNING = "Reading logits computes them again. Pass keep_logits=True to make_private or PrivacyArguments."
 
 _ELEMENTWISE = functions(
@@ -115,7 +118,7 @@ class Source:
         warnings.warn(_READ_WARNING, stacklevel=4)
         with uncast(self.weight.device):
             z = F.linear(*[t.detach().to(self.dtype) for t in (self.hidden, self.weight, self.bias) if t is not None])
-            return ForbidBackward.apply(reduce(lambda z, step: step(z), steps, z).requires_grad_())
+            return ForbidBackward.apply(reduce(lambda z, step: step(z), steps, z).requires_grad_(), _TERM_ERROR)
 
 
 class Logits(torch.Tensor):

@@ -56,12 +56,10 @@ class CaptureContext:
 
     Args:
         layout: of the rows.
-        any_formula: also take operations that only a gradient, and no rule of its own, is known for.
     """
 
-    def __init__(self, layout: Layout, *, any_formula: bool = True):
+    def __init__(self, layout: Layout):
         self.layout = layout
-        self.any_formula = any_formula
         self.sink: Sink | None = None
         #: Every kind of use in the pass: its operation, and the shape of its input for one row (all of it, without rows).
         self.shapes: set[tuple[str, tuple[int, ...]]] = set()
@@ -148,10 +146,10 @@ class Use(torch.autograd.Function):
         return super().apply(*args) if torch._C._are_functorch_transforms_active() else cls.plainly(*args)
 
 
-#: Where a loop makes a second loss of a model's outputs.
+#: Where a loop makes a term of its loss of what has no row for each example, or begins to.
 LOSS_TERM = (
-    "The loop differentiates outputs of a model that returned its own loss. Compute the whole loss in its forward, or from "
-    "outputs alone with loss_reduction='mean'."
+    "The loop's loss uses an output, beside the model's own loss, that has no row for each example or that it did not use at "
+    "first. Compute the whole loss in forward()."
 )
 
 
@@ -159,12 +157,13 @@ class ForbidBackward(Use):
     """A model's output that may be read and not differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, output: torch.Tensor, reason: str = LOSS_TERM) -> torch.Tensor:
+        ctx.reason = reason
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(LOSS_TERM)
+        raise RuntimeError(ctx.reason)
 
 
 class Product(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 
 import fastdp.ops as ops
 from fastdp.distributed.ranks import Ranks
-from fastdp.engine.bounds import Norms, UpperNorms
+from fastdp.engine.bounds import Errors, Norms, UpperNorms
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.norms import NormSink
 from fastdp.engine.clip.policy import Policy
@@ -135,7 +135,7 @@ class MagnitudeAccumulator(Accumulator):
         for name, instance in instances.items():
             group, entries = self.policy.group_of[name], instance.numel()
             assert isinstance(group, int)
-            norms.add(group, ops.instance_abs_sum(instance), entries, relative=ops.Rounding(instance).squares(entries))
+            norms.add(group, ops.instance_abs_sum(instance), Errors(entries, ops.Rounding(instance).squares(entries)))
         self._add(norms.upper(), weight)
 
     def _add(self, upper: UpperNorms, weights: torch.Tensor) -> None:

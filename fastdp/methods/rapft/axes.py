@@ -58,7 +58,7 @@ def second_moments(model: torch.nn.Module, batches: Iterable[Mapping[str, Any]])
     count = 0
     for batch in batches:
         args, kwargs = accepted(model, batch)
-        loss = find_loss(model(*args, **kwargs))
+        loss = find_loss(model(*args, **kwargs), only=True)
         if loss is None:
             raise ValueError("the model returned no loss: sizes of gradients need batches with labels")
         found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
