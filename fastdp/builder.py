@@ -63,6 +63,7 @@ _LOCAL = {
 }
 
 
+#: Options that are True or False; None leaves the choice to the run.
 _SWITCHES = ("resume", "secure_rounding", "two_pass", "self_check", "keep_logits", "allow_large_delta")
 
 

@@ -259,9 +259,9 @@ def encode(tokenizer: Any, *texts: Any, **options: Any) -> Any:
 
 
 def call_bounded(call: Callable[[], Any], characters: int) -> Any:
-    """What a tokenizer's part, such as an expression or a template, returns within a minute and a millisecond a character.
+    """Call a tokenizer or its template, and wait a minute and a millisecond a character for what it returns.
 
-    A thread that is not waited for runs it, since nothing else ends an expression's search.
+    A thread of its own runs it, and is left behind: nothing ends the search of a regular expression.
 
     Raises:
         ValueError: for one that takes longer, and for a panic of the tokenizers library, which is no Exception and may quote
@@ -284,7 +284,7 @@ def call_bounded(call: Callable[[], Any], characters: int) -> Any:
     if failures and isinstance(failures[0], Exception):
         raise failures[0]
     said = f"failed on a text ({type(failures[0]).__name__})" if failures else "takes over a millisecond a character"
-    raise ValueError(f"its tokenizer {said}: use the published model's") from None
+    raise ValueError(f"its tokenizer {said}: use the published model's")
 
 
 class _BoundedComposer:

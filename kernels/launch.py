@@ -199,7 +199,7 @@ def registers_of(most: int) -> dict[str, int]:
 
 
 def gram_side(wide: bool, device: torch.device) -> int:
-    """Side of the largest tiles of two Gram matrices: registers hold both. Those of Blackwell copy its own tiles, too."""
+    """Side of the largest tiles of two Gram matrices: registers hold both, and on Blackwell another copy."""
     return 64 if wide or capability_of(device)[0] == 10 else 128
 
 
@@ -213,8 +213,8 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def describes(device: torch.device) -> bool:
-    """Whether kernels make tensor descriptors, which the copy engine of Hopper and later reads; Triton gets memory for them."""
+def enable_descriptors(device: torch.device) -> bool:
+    """Give Triton memory for tensor descriptors, which the copy engine of Hopper and later reads; False where none is."""
     found = has_wide_tiles(device)
     if found:
         # Of this thread alone: backward passes run in others.

@@ -190,8 +190,8 @@ def _by_use(factors: Sequence[tuple[int, float]], steps: int) -> NoiseFactors:
         raise ValueError("factors of noise must begin at release 0 and stand in order")
     found: list[tuple[int, float]] = []
     for use in sorted({start // steps for start in starts} | {-(-start // steps) for start in starts}):
-        held = bisect.bisect_right(starts, use * steps) - 1, bisect.bisect_left(starts, (use + 1) * steps)
-        least = min(levels[slice(*held)])
+        first, stop = bisect.bisect_right(starts, use * steps) - 1, bisect.bisect_left(starts, (use + 1) * steps)
+        least = min(levels[first:stop])
         if not found or found[-1][1] != least:
             found.append((use, least))
     return tuple(found)
@@ -295,7 +295,8 @@ class Flat:
         return self.mu_squared + sum(count * squared_ratio(z) for _, z, count in self.sampled)
 
     def merged(self, most: int) -> Flat:
-        """At most that many kinds of sampled release, which cost no less: neighbours count as the dearest of them."""
+        """The event with at most so many kinds of sampled release, at no lower cost: neighbours count as the dearest of them."""
+        # Sorted by rate, so that the last of a group has the highest.
         size = max(1, -(-len(self.sampled) // most))
         groups = [self.sampled[at : at + size] for at in range(0, len(self.sampled), size)]
         dearest = ((group[-1][0], min(z for _, z, _ in group), sum(n for *_, n in group)) for group in groups)
@@ -376,7 +377,7 @@ class _ReleaseCounter:
             self.private = False
         elif max(len(self.choices) + count, self._trials + len(choice.alternatives)) > _MOST_CHOICES:
             raise ValueError(
-                f"more than {_MOST_CHOICES} choices among trials, or trials, are not an event this package can account for"
+                f"more than {_MOST_CHOICES} choices among trials, or alternatives, are not an event this package can account for"
             )
         else:
             self._trials += len(choice.alternatives)

@@ -26,8 +26,8 @@ FINE, FINEST, COARSE = 1e-4, 1e-5, 1e-3
 _SMALL_EPSILON = 0.05
 #: Most grid points of a composed distribution: some 0.6 GB at the peak of the Fourier transform.
 _MAX_POINTS = 4_000_000
-#: Most points of a search's grid, in those of a composed distribution: beyond, the closed form is the bound.
-_WIDEST = 8
+#: How many times as many points a search's grid may have; with more, the closed form is the bound.
+_SEARCH_FACTOR = 8
 #: Widest single privacy loss worth a grid; beyond, sampling buys nothing that matters.
 _MAX_RANGE = 2e4
 #: Mass outside the window of a composition; it counts as infinite loss.
@@ -280,7 +280,7 @@ def window_end(masses: NDArray[np.float64], times: int, side: int) -> int:
 def distributions(flat: Flat, adjacency: Adjacency, interval: float) -> tuple[LossDistribution, ...]:
     """The composed loss distribution in each direction (remove and add, or replace); ``flat`` must not be empty.
 
-    None where its losses are too far apart for the grid.
+    Empty where its losses are too far apart for the grid.
     """
     if flat.choices:
         raise ValueError("a choice among trials has no privacy loss distribution that is known here")
@@ -290,15 +290,15 @@ def distributions(flat: Flat, adjacency: Adjacency, interval: float) -> tuple[Lo
     kinds = list(flat.merged(MOST_KINDS).sampled)
     if flat.mu_squared > 0:
         kinds.append((1.0, flat.mu_squared**-0.5, 1))
-    composed = []
+    composed, most = [], _SEARCH_FACTOR * _most_points(flat)
     for direction in directions:
         total: LossDistribution | None = None
         for q, z, count in kinds:
-            term = _self_compose(_one_release(z, q, interval, direction), count, _WIDEST * _most_points(flat))
+            term = _self_compose(_one_release(z, q, interval, direction), count, most)
             if term is None:
                 return ()
             total = term if total is None else total.compose(term)
-            if total.masses.size > _WIDEST * _most_points(flat):
+            if total.masses.size > most:
                 return ()
         assert total is not None
         composed.append(total)
@@ -306,7 +306,7 @@ def distributions(flat: Flat, adjacency: Adjacency, interval: float) -> tuple[Lo
 
 
 def _most_points(flat: Flat) -> int:
-    """Of a composed distribution, so that all its Fourier transforms take seconds."""
+    """The most points of a composed distribution whose Fourier transforms, one for each kind, take seconds."""
     return min(_MAX_POINTS, (1 << 27) // min(MOST_KINDS, max(1, len(flat.sampled))))
 
 

@@ -99,6 +99,7 @@ def renyi_epsilon(flat: Flat, delta: float, adjacency: str) -> float:
 @lru_cache(maxsize=8)
 def divergences(flat: Flat, adjacency: str) -> tuple[tuple[float, float], ...]:
     """(order, Renyi divergence) of an event."""
+    # Each alternative of a choice takes as long as the releases themselves: all share the kinds that are told apart.
     counts = Counter(flat.choices)
     kinds = max(1, MOST_KINDS // (1 + sum(len(choice.alternatives) for choice in counts)))
     choices = [(n, replace(c, alternatives=tuple(a.merged(kinds) for a in c.alternatives))) for c, n in counts.items()]
@@ -124,16 +125,18 @@ def _renyi_of_releases(flat: Flat, order: float, adjacency: str) -> float:
 def _renyi_of_choice(choice: Choice, order: float, adjacency: str) -> float:
     """Papernot and Steinke 2022 (arXiv:2110.03620), Theorem 2, for a unit that meets the dearest alternative of a trial.
 
-    Without the term that is one for all orders, `_added`.
+    Without `_added`.
     """
     return _trial(choice, order, adjacency) + math.log(mean_trials(choice.shape, choice.stop)) / (order - 1)
 
 
 def _trial(choice: Choice, order: float, adjacency: str) -> float:
+    """The divergence of the dearest alternative."""
     return max((_renyi_of_releases(part, order, adjacency) for part in choice.alternatives), default=0.0)
 
 
 def _added(choice: Choice, adjacency: str) -> float:
+    """The term of the same theorem that is one for all orders."""
     over, shape = (1 + choice.shape) * math.log(1 / choice.stop), 1 + choice.shape
     # At order 1 the second term falls away; it is allowed, and bounds the rest.
     return min([over, *(shape * (1 - 1 / at) * _trial(choice, at, adjacency) + over / at for at in _INTEGER_ORDERS)])

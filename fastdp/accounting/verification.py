@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,7 +198,7 @@ def _check_claims(card: Mapping[str, Any]) -> list[CheckedFigures]:
         raise _Refused("the card claims a guarantee but holds no claim")
     also = card.get("also", [])
     if not all(isinstance(fields, Mapping) for fields in also) or len(also) > _MOST_CLAIMS:
-        raise _Refused(f"the card is malformed: also is no list of claims, or of over {_MOST_CLAIMS}")
+        raise _Refused(f"the card is malformed: also is no list of at most {_MOST_CLAIMS} claims")
     found = []
     for number, fields in enumerate((card, *also)):
         claim = read_claim(fields)
@@ -259,13 +260,13 @@ def _check_run(card: Mapping[str, Any], flat: Flat) -> None:
     factors = tuple((step, factor) for step, factor in card["mechanism"].get("noise_schedule") or CONSTANT)
     stated = dpsgd_model(multiplier, rate, card["sampling"], math.ceil(1 / rate - 1e-9), factors)
     wanted = flatten(stated.event(spent))
-    held = sorted((z, count) for q, z, count in flat.sampled if math.isclose(q, rate))
-    at = 0
-    for _, own, needed in wanted.sampled:  # all of one rate, so by rising noise
+    # By rising multiplier on both sides, as all are of one rate. No release counts for two multipliers.
+    releases = deque(sorted((z, count) for q, z, count in flat.sampled if math.isclose(q, rate)))
+    for _, level, needed in wanted.sampled:
         counted = 0
-        while at < len(held) and (held[at][0] <= own or math.isclose(held[at][0], own)):
-            counted += held[at][1] * math.isclose(held[at][0], own)
-            at += 1
+        while releases and (releases[0][0] < level or math.isclose(releases[0][0], level)):
+            z, count = releases.popleft()
+            counted += count if math.isclose(z, level) else 0
         if counted < needed:
             raise _Refused(f"the card states {needed} steps, but its event holds {counted} at that rate and multiplier")
     if flat.mu_squared < wanted.mu_squared * (1 - ROOM):

@@ -177,11 +177,11 @@ class RowLists:
             if len(path) < 2 or len(tree) != rows:
                 return None
             held = list(tensors(tree))
-            # As many channels as images, say.
-            either = bool(held) and all(t.shape[:1] == (rows,) for t in held)
-            if either and path not in self._listed and source is not None:
+            # A list of as many channels as images, say, may be of either.
+            stacked = bool(held) and all(t.shape[:1] == (rows,) for t in held)
+            if stacked and path not in self._listed and source is not None:
                 self._listed[path] = source.lists_examples(held[0])
-            if either and not self._listed.get(path):
+            if stacked and not self._listed.get(path):
                 return None
             self._kinds[path], self._listed[path] = type(tree), True
             return torch.tensor([self._number(entry) for entry in tree]).as_subclass(RowNumbers)

@@ -113,7 +113,10 @@ class Collation:
         return 1 if t.dim() > 2 and bool((t == t.flatten()[0]).all()) else None
 
     def lists_examples(self, t: torch.Tensor) -> bool:
-        """Whether a tensor stands in a list of this batch that has one entry for each example."""
+        """Whether a tensor stands in a list of this batch that has one entry for each example.
+
+        Such a list has one entry more where one example more is collated.
+        """
         path, count = next((path for path, own in self.batch.items() if own is t), ()), len(self.indices)
         more = dict(leaves(self.collated(self.items([0]) * (count + 1)))) if len(path) > 1 else {}
         return any((*path[:at], count, *path[at + 1 :]) in more for at, key in enumerate(path) if type(key) is int)

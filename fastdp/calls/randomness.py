@@ -35,7 +35,7 @@ def devices(model: torch.nn.Module) -> list[int]:
 
 
 def _gpu_generators() -> Sequence[torch.Generator]:
-    """Of every GPU, whoever makes it; none before there is a tensor on one."""
+    """The generators of all GPUs, of any vendor; none before there is a tensor on one."""
     return getattr(torch.get_device_module(), "default_generators", ())
 
 

@@ -45,7 +45,8 @@ def gc_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        (gc.enable if enabled else gc.disable)()
+        if enabled:
+            gc.enable()
 
 
 class Engine(Passes):
@@ -237,7 +238,7 @@ class Engine(Passes):
         ticket, every = parts[0][0].ticket, [own for own, _ in parts]
         if self.blocked:
             raise RuntimeError(self.blocked)
-        if True in [own.used for own in every]:
+        if any(own.used for own in every):
             raise RuntimeError(
                 "A second backward() ran on one batch. Add its losses up, and call backward() once on their sum."
             )
@@ -249,14 +250,14 @@ class Engine(Passes):
         foreign = not self.tickets or self.tickets[0] is not ticket
         if foreign or (len(parts) > 1 and not (joins and len(self.tickets) == 1)):
             raise RuntimeError(TWO_FORWARDS)
-        terms = self.returns_loss and (len(parts) > 1 or len(parts[0][1]) > 1) and has_terms(parts)
+        terms = self.returns_loss and has_terms(parts)
         if len(parts) > 1 or terms:
             # One recorded pass is clipped by itself.
             self.graphs = None
         if self.returns_loss and not terms:
             if every[0].verify or self.device.type == "cpu":
                 require_positive(parts[0][1][0])
-            parts = list(zip(every, [None] * len(every)))
+            parts = [(own, None) for own in every]
         if self.complete:
             raise RuntimeError(
                 "a logical batch is complete and optimizer.step() has not been called: call it after every "

@@ -6,7 +6,7 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -35,9 +35,9 @@ from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy, Unclipped
 from fastdp.engine.errors import SelfCheckError, UnseenUse, UnsupportedUse
 from fastdp.engine.loss.boundary import (
-    Feed,
     Junction,
     OutputBoundary,
+    OutputSeeds,
     find_loss,
     hooks_aside,
     plain_gradients,
@@ -112,8 +112,8 @@ JoinedPasses = list[tuple[Pass, Any]]
 
 def has_terms(parts: JoinedPasses) -> bool:
     """Whether a loop's loss has terms beside the model's own, or gives those of several passes different weights."""
-    (first, *_), *_ = every = [upstream for _, upstream in parts]
-    return any(g is not None for _, *beside in every for g in beside) or any(own[0] != first for own in every[1:])
+    weights, beside = zip(*((weight, others) for _, (weight, *others) in parts))
+    return any(g is not None for others in beside for g in others) or any(own != weights[0] for own in weights[1:])
 
 
 class Passes:
@@ -238,27 +238,24 @@ class Passes:
     def beside_loss(
         self, output: Any, rows: int, terms: LossTerms | None = None, *, losses: bool = True
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What a loop may make terms of beside the model's loss: outputs with a row for each example, first, and other losses.
+        """What a loop may make terms of beside the model's loss: outputs with a row for each example, first; other ``losses``.
 
-        Each comes with what its backward pass starts from: given ``terms``, of losses those of units.
+        Each comes with what its backward pass starts from: itself or, given ``terms``, the units' losses of which it is made.
         """
-        in_front, found = None if self.trace is None else self.trace.outputs.in_front, []
-        own = find_loss(output) if losses else None
+        in_front = None if self.trace is None else self.trace.outputs.in_front
+        own, found = find_loss(output) if losses else None, []
         for path, t in leaves(output):
             if not t.requires_grad or t.is_leaf or type(t) is Logits:
                 continue
             if t.dim() and t.shape[0] == rows and (in_front is None or in_front.get(path) == t.dim()):
                 found.append((t, t))
-            if t.dim() or not losses or t is own:
-                continue
-            try:
-                found.append((t, t if terms is None else combine(t, terms, self.divided, verify=False)))
-            except UnsupportedUse:
-                # A temperature, say: it is no row's.
-                continue
+            elif losses and not t.dim() and t is not own:
+                # A temperature, say, is no row's.
+                with suppress(UnsupportedUse):
+                    found.append((t, t if terms is None else combine(t, terms, self.divided, verify=False)))
         return found
 
-    def starts(
+    def check_starts(
         self,
         output: Any,
         rows: int,
@@ -374,10 +371,11 @@ class Passes:
         finally:
             # What a use keeps must not know the pass: their nodes know the context, and nobody collects such a circle.
             own, context.own, context.room = context.own, [], -1
-        beside, gradients = [], list[Any]()
+        beside: list[tuple[torch.Tensor, torch.Tensor]] = []
+        gradients: list[Any] = []
         if self.returns_loss and ticket.token_units is None:
             beside = self.beside_loss(output, ticket.rows, found, losses=verify or self.mixes)
-            tops += [Feed.apply(gradients, *[top for _, top in beside])] if beside else []
+            tops += [OutputSeeds.apply(gradients, *[top for _, top in beside])] if beside else []
         if verify:
             ends = tops[:1] if self.returns_loss else tops
             self.reentrant |= _REENTRANT in [type(node).__name__ for top in ends for node in graph_of(top)]
@@ -440,10 +438,10 @@ class Passes:
 
     def _one_at_a_time(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass]:
         """The universal route: each row is a batch of its own, so any model is differentiated exactly."""
-        output, targets, values = self.plain_rows(call, ticket, layout, layout.weights)
+        output, targets, loss, beside = self.plain_rows(call, ticket, layout, layout.weights)
         waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, [], targets=targets)
-        if self.returns_loss:
-            return waiting.replace_loss(output, values.pop(0), values), waiting
+        if loss is not None:
+            return waiting.replace_loss(output, loss, beside), waiting
         return waiting.replace_outputs(output), waiting
 
     def _in_isolation(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass]:
@@ -476,12 +474,13 @@ class Passes:
 
     def plain_rows(
         self, call: Call, ticket: Ticket, layout: Layout, weights: torch.Tensor
-    ) -> tuple[Any, list[list[torch.Tensor]], dict[int, torch.Tensor]]:
-        """Run rows without capturing: the output, what each row's backward pass starts from, and the values of a loss.
+    ) -> tuple[Any, list[list[torch.Tensor]], torch.Tensor | None, dict[int, torch.Tensor]]:
+        """Run rows without capturing: the output, what each row's backward pass starts from, the loss, and what is beside it.
 
-        These are the mean over the units of ``weights``, and what is beside it, by the identity of its tensors.
+        Losses are means over the units of ``weights``; those beside it come by the identity of the output's tensors.
         """
-        rows, terms, targets = range(ticket.rows), self.terms(layout), list[list[torch.Tensor]]()
+        rows, terms = range(ticket.rows), self.terms(layout)
+        targets: list[list[torch.Tensor]] = []
         if self.route == ONE_EXAMPLE:
             outputs, targets = self.run_rows(call, ticket)
             output = merged(outputs)
@@ -490,7 +489,7 @@ class Passes:
                 output = self.plain_forward(*call[0], **call[1])
         if not self.returns_loss:
             found = differentiable(output)
-            return output, targets or [[t[row : row + 1] for t in found] for row in rows], {}
+            return output, targets or [[t[row : row + 1] for t in found] for row in rows], None, {}
         alone = bool(targets or terms.unmapped or not terms.terms)
         beside = self.beside_loss(output, ticket.rows, None if alone else terms)
         if alone:
@@ -506,11 +505,8 @@ class Passes:
             each = torch.stack([own[at].detach().float() for own in targets])
             return masked_mean(layout.sum_lanes(each), weights)
 
-        return (
-            output,
-            targets,
-            {0: mean(0)} | {id(t): t if t.dim() else mean(at) for at, (t, _) in enumerate(beside, 1)},
-        )
+        values = {id(t): t if t.dim() else mean(at) for at, (t, _) in enumerate(beside, 1)}
+        return output, targets, mean(0), values
 
     def _differentiate_rows(self, parts: JoinedPasses) -> None:
         """Each unit's rows in a backward pass of their own, from all passes at once."""

@@ -91,7 +91,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[ChatTurn]) -> tu
 
     def rendered(count: int, ask: bool = False) -> str:
         given = list(turns[:count])
-        # A loop of a template ends by itself or never.
+        # A template may loop for ever.
         found = call_bounded(
             lambda: tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=ask), len(str(given))
         )

@@ -21,7 +21,7 @@ from fastdp.verify.state import StateCheck
 _WIDE = 512
 #: Under this name the ledger keeps which runs trained the model before.
 _TRAINED_BEFORE = "trained before"
-_TRAINED_BEFORE = (
+_EARLIER_RUNS = (
     "this model, or a part of it, was in private runs before ({}): unless other weights were loaded since, what those spent on "
     "the same data adds to this figure"
 )
@@ -148,7 +148,7 @@ class Provenance:
         """For the card."""
         before = self._ledger.noted(_TRAINED_BEFORE)
         changed = self._changed or self._ledger.noted(_CHANGED) is not None
-        return [*([] if before is None else [_TRAINED_BEFORE.format(before)]), *([_CHANGED_WEIGHTS] if changed else [])]
+        return [*([] if before is None else [_EARLIER_RUNS.format(before)]), *([_CHANGED_WEIGHTS] if changed else [])]
 
     def _bits(self) -> tuple[int, ...]:
         return checksums(self._parameters.values())

@@ -98,7 +98,7 @@ def _run_engine(passes: Passes, call: Call, ticket: Ticket, dtypes: LowPrecision
     with dtypes:
         output, _ = passes.run_forward(call, ticket, verify=True)
     losses = require_loss(output) if passes.returns_loss else None
-    tops, seeds = passes.starts(output, ticket.rows, losses, scale=passes.scale(ticket))
+    tops, seeds = passes.check_starts(output, ticket.rows, losses, scale=passes.scale(ticket))
     del output  # the logits beside a loss, before its backward pass, as in a step
     with repeatable(passes.model):
         torch.autograd.backward(tops, seeds)

@@ -32,7 +32,7 @@ from fastdp.verify.probe import GRADIENTS, same_shapes
 _REPEATS, _AHEAD, _LAST, _EXCEEDS = 10, 3, 6, 5
 #: Seeds of the model's random state and the criterion's.
 _MODEL, _CRITERION = 1, 2
-#: Of the whole gradient: rounding of terms that are smaller is none.
+#: The loop's own terms are compared at no less than this share of the whole gradient: smaller ones are lost in its rounding.
 _SHARE = 1e-3
 _COUPLES = "{why}. Mask padding, and give make_private criterion=, of one loss per row; this batch was not released."
 _MAKES = (
@@ -115,13 +115,13 @@ class LoopCheck:
         layout = ticket.layout(passes.device)
         with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL, passes.model):
             before = rng_state(passes.model)
-            output, targets, values = passes.plain_rows(call, ticket, layout, torch.ones_like(layout.weights))
+            output, targets, loss, beside = passes.plain_rows(call, ticket, layout, torch.ones_like(layout.weights))
             self._draws |= rng_state(passes.model) != before
         snapshot.restore()
         if again:
             # Without dropout both passes may give the same, which would hide a term of their difference.
-            targets, values = map_tensors((targets, values), _shrunk)
-            output = output if values else map_tensors(output, _shrunk)
+            targets, loss, beside = map_tensors((targets, loss, beside), _shrunk)
+            output = map_tensors(output, _shrunk) if loss is None else output
         if not again:
             self._state.enter_context(preserve_rng(passes.model))
             divisors = self._state.enter_context(batch_divisors())
@@ -129,7 +129,7 @@ class LoopCheck:
             seed_everything(_CRITERION)
             self._left = probe.rng_state(passes.model)
         waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, [], self._finish, targets)
-        return waiting.replace_loss(output, values.pop(0), values) if values else waiting.replace_outputs(output)
+        return waiting.replace_outputs(output) if loss is None else waiting.replace_loss(output, loss, beside)
 
     def _finish(self, parts: JoinedPasses, _retain: bool) -> None:
         """Compare what the loop sent back through the passes of a probe batch."""
@@ -151,7 +151,7 @@ class LoopCheck:
     def _gradients(self, parts: JoinedPasses) -> torch.Tensor:
         """The row's gradient as two numbers for each parameter (`_sketch`), float64 ``[k]``.
 
-        Of a loop's terms beside the model's loss, which may be small, it comes first, then a share of all and the loss's weight.
+        Where the loop has terms of its own, theirs come first, then a share of the whole gradient's and the loss's weight.
         """
         passes = self._passes
 

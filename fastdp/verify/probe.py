@@ -165,7 +165,7 @@ class Probe:
             _, terms, output = self._forward(call, layout, inputs, nullcontext())
             total = require_loss(output) if passes.returns_loss else None
             losses = total if total is None else combine(total, terms, passes.divided, verify=False)
-            tops, seeds = passes.starts(output, rows, losses, terms)
+            tops, seeds = passes.check_starts(output, rows, losses, terms)
             del output, total, losses
             for number, unit in enumerate(units):
                 own = [torch.zeros_like(seed) for seed in seeds]

@@ -105,7 +105,7 @@ class StateCheck:
         for _, module in self._modules:
             now += (module.training, *module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks)
             now += map(id, module._modules.values())
-            now += map(getattr, module._parameters.values(), *map(itertools.repeat, ("requires_grad", False)))
+            now += map(getattr, module._parameters.values(), itertools.repeat("requires_grad"), itertools.repeat(False))
         before, self._structure = self._structure, now
         if changed := before not in (None, now):
             self._see_modules()

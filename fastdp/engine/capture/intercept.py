@@ -42,7 +42,7 @@ class UseMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        reads_values, inside = _classify(getattr(func, "func", func))  # a partial function would keep its pass
+        reads_values, inside = _classify(getattr(func, "func", func))  # the cache would keep a partial's pass alive
         if not (reads_values and torch.is_grad_enabled()):
             return func(*args, **kwargs)
         if inside is not None:

@@ -81,8 +81,8 @@ class OutputBoundary(Use):
         return None, None, None
 
 
-class Feed(Use):
-    """A number from which a backward pass starts at outputs that it does not keep: their ``gradients`` are put there before."""
+class OutputSeeds(Use):
+    """A scalar whose backward pass goes on at outputs, which it does not keep, with the ``gradients`` put there before."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor | None], *outputs: torch.Tensor) -> Any:

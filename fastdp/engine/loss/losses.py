@@ -205,7 +205,7 @@ def batch_divisors() -> Iterator[list[str]]:
     originals, found = {name: getattr(inner, name) for name in names}, []
 
     def watched(name: str, input: Any, target: Any, weight: Any, reduction: int, ignore: int, *rest: Any) -> Any:
-        # A teacher's loss is nobody's.
+        # A loss without gradient, as of a teacher, trains nothing.
         counts = reduction == 1 and input.requires_grad
         if counts and weight is not None:
             found.append(f"{names[name]} with weight= and reduction='mean' divides by the weights of the whole batch")

@@ -30,7 +30,7 @@ def _scaled(reads: Reads, context: CaptureContext, normed: torch.Tensor, weight:
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """The input as autocast has it."""
+    """The input in float32 under autocast, where torch's own norms compute."""
     return x.float() if torch.is_autocast_enabled(x.device.type) else x
 
 

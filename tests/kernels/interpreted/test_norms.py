@@ -135,7 +135,7 @@ def test_gram_matrices_of_described_factors(monkeypatch):
     right[135:144] = float("nan")
     found = []
     for described in (False, True):
-        monkeypatch.setattr(gram, "describes", lambda device, own=described: own)
+        monkeypatch.setattr(gram, "enable_descriptors", lambda device, own=described: own)
         norms, products = gram.gram_norms(lefts, [right], [2], offsets)
         assert norms.isfinite().tolist() == [[True, True, False, True]] * 2
         for left, own in zip(lefts, norms):
