@@ -30,7 +30,7 @@ CASES = workloads.LARGE | {
 #: Logical batches that a case's figures are means of, where they are drawn by Poisson sampling.
 _DRAWS = 8
 #: What a run says of padding its microbatches.
-_PADS = "fastdp.private.run._Owner.records_passes"
+_PADS = "fastdp.private.owner.RunOwner.records_passes"
 
 
 def build(case: Case, device: torch.device = META) -> torch.nn.Module:

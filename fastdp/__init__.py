@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from fastdp.methods.votes import PrivateVotes as PrivateVotes
     from fastdp.methods.zeroth import DPZO as DPZO
     from fastdp.ops.stream import NoiseStream as NoiseStream
-    from fastdp.private.run import Private as Private, detach as detach
+    from fastdp.private.registry import detach as detach
+    from fastdp.private.run import Private as Private
     from fastdp.split import SplitCustomer as SplitCustomer, SplitVendor as SplitVendor
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
@@ -62,7 +63,7 @@ _HOMES = {
     "SplitCustomer": "fastdp.split",
     "SplitVendor": "fastdp.split",
     "TextPrivatizer": "fastdp.methods.sap",
-    "detach": "fastdp.private.run",
+    "detach": "fastdp.private.registry",
     "make_private": "fastdp.entry",
 }
 _MODULES = ("accounting", "audit", "nn", "ops", "optim")

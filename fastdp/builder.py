@@ -45,8 +45,9 @@ from fastdp.private.method import Method
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Budget, Plan, SideRelease, fingerprint
 from fastdp.private.preparation import Access, RunState
+from fastdp.private.registry import refuse_driven
 from fastdp.private.release import Recorder, Release, ReplicatedLedger
-from fastdp.private.run import Private, refuse_driven
+from fastdp.private.run import Private
 from fastdp.private.sampler import Units, steps_per_epoch
 from fastdp.private.schedules import refuse_private_schedules
 from fastdp.private.shapes import PublicShapes

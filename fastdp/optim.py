@@ -17,8 +17,9 @@ from fastdp.entry import make_private
 from fastdp.ops.adamw import Numbers, adamw_update_
 from fastdp.ops.noise import NOISE_DTYPES
 from fastdp.ops.stochastic_rounding import float32_moments
+from fastdp.private.registry import drives
 from fastdp.private.release import ClippedSums, Update
-from fastdp.private.run import Private, drives
+from fastdp.private.run import Private
 
 #: What torch's own step keeps moments in, of parameters of the same dtype.
 _WIDE = {torch.float32, torch.float64}

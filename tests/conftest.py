@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-import fastdp.private.run as run
+import fastdp.private.registry as registry
 
 # An example may take as long as it takes: a busy machine is no fault of the code under test.
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -34,7 +34,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtest_teardown() -> None:
     """A run that outlives its test ends unheard: its warning would come up in the output of another test's program."""
-    for reference in list(run._DRIVEN.values()):
+    for reference in list(registry._DRIVEN.values()):
         driven = reference()
         if driven is not None:
             driven.ending.expect()

@@ -25,7 +25,9 @@ from fastdp.calls.randomness import unchanged
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.loss.boundary import find_loss
 from fastdp.entry import make_private
-from fastdp.private.run import Criterion, Private, upload_to_hub
+from fastdp.private.criterion import Criterion
+from fastdp.private.publish import upload_to_hub
+from fastdp.private.run import Private
 from fastdp.private.schedules import require_public_schedule
 from fastdp.validate import instance
 

@@ -7,7 +7,7 @@ import math
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,52 +16,29 @@ import torch
 
 import fastdp.accounting as accounting
 import fastdp.private.prove as proving
-from fastdp.accounting.card import among_units_in_words
 from fastdp.accounting.ledger import STEP
-from fastdp.calls.collation import Collation, ProbeBatch
 from fastdp.calls.modes import LoadedMode
-from fastdp.distributed.pieces import full_tensor, is_dtensor
+from fastdp.distributed.pieces import is_dtensor
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
-from fastdp.ops.grid import DISTANCE
+from fastdp.private.card import DISCARDED, training_card
 from fastdp.private.criterion import Criterion, mean_of_rows
 from fastdp.private.ending import Ending
-from fastdp.private.loader import LoaderOwner, PrivateLoader
+from fastdp.private.loader import PrivateLoader
 from fastdp.private.method import Installed
 from fastdp.private.observer import Observer
+from fastdp.private.owner import RunOwner
 from fastdp.private.preparation import Access, Outcome, Preparation, RunState
 from fastdp.private.provenance import Provenance
-from fastdp.private.shapes import shape_statement
+from fastdp.private.publish import upload_to_hub
+from fastdp.private.registry import register, unregister
 from fastdp.private.stages import Stages
-from fastdp.private.steps import UNCHECKED, Steps
+from fastdp.private.steps import Steps
 from fastdp.validate import instance, number
 from fastdp.verify import Checks
 from fastdp.verify.state import StateCheck
 
 _STATE_VERSION = 2
-#: Microbatches by which one is replayed, where any will be.
-_REPLAYED_BY = 32
-_TRUST = (
-    "the data may be adversarial; the code that trained is honest, and was verified on the first batch, on unusual ones and by a "
-    "public schedule (SECURITY.md)"
-)
-_UNCHECKED_ROWS = (
-    "no example reached another in the model or in the loop: nothing looked (self_check=False), and where one did the "
-    "figure does not hold"
-)
-#: Under this name the ledger keeps that a logical batch was handed out, and not released.
-_DISCARDED = "discarded batches"
-_DISCARDED_BATCHES = (
-    "logical batches that were begun and not released were discarded for reasons that no record has a part in, like a shortage "
-    "of memory: leaving out a batch because of its loss tells of all of it"
-)
-#: Models and optimizers which an engine drives, and their runs; held here, not on them, so that their copies are plain.
-_DRIVEN: weakref.WeakKeyDictionary[Any, weakref.ref[Private]] = weakref.WeakKeyDictionary()
-_ACCUMULATES = (
-    "step() did not follow backward(), as where gradients are accumulated. Set the DataLoader's batch_size to the accumulated "
-    "batch, and call step() after every backward()."
-)
-_PASSES = "how many backward passes a checkpointed microbatch took: the choice depends on the lengths of its examples"
 
 
 class Private:
@@ -119,15 +96,14 @@ class Private:
         self._epsilons: dict[tuple[tuple[int, ...], float], float] = {}
         changes = stages.prepares or stages.method.follows_schedule or installed is not None
         self._steps = Steps(stages, observers, self._stepped, changes=changes)
-        for owner in (self.model, self.optimizer):
-            _DRIVEN[owner] = weakref.ref(self)
+        register(self, self.model, self.optimizer)
         # As long as the model is driven, its run can be asked to let it go.
         stages.holder = self
         self._loaded_mode = LoadedMode(self.model)
         #: What is said where the run ends early.
         self.ending = Ending(self.ledger, counts=self.plan.sigma > 0 and self.ranks.leads)
         self._collected = weakref.finalize(self, self.ending)
-        data_loader.owner = _Owner(self)
+        data_loader.owner = RunOwner(stages, self._begin_iteration)
         data_loader.most_tokens = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
         self._follow_schedule()
 
@@ -229,9 +205,21 @@ class Private:
         recorded = self._engine.graphs.replays if self._engine.graphs is not None else 0
         return {"recorded": recorded, "eager": self._engine.backwards - recorded}
 
+    def _begin_iteration(self) -> None:
+        self._loaded_mode.end(train=True)
+        if self.installed is not None:
+            # In evaluation mode a call is the model's own.
+            self.model.train()
+        self._abandon()
+        self._provenance.begin()
+        self.ledger.begin_pass()
+        for observer in self._observers:
+            observer.begin_pass()
+        self.prepare()
+
     def _abandon(self) -> None:
-        if self._engine.abandon() and not self.ledger.untouched and self.ledger.noted(_DISCARDED) is None:
-            self.ledger.note(_DISCARDED, "begun, not released")
+        if self._engine.abandon() and not self.ledger.untouched and self.ledger.noted(DISCARDED) is None:
+            self.ledger.note(DISCARDED, "begun, not released")
 
     @property
     def _engine(self) -> Engine:
@@ -337,60 +325,15 @@ class Private:
             self.ending(stacklevel=3)
         self._provenance.note_changes()
         self._provenance.note_earlier_runs()
-        stream, plan = self._release.stream, self.plan
-        seen = ", ".join(sorted(self._observed))
-        moved = self._engine.parameters if self.installed is None else self.installed.trained
-        noised = sum(p.numel() for p in self._engine.parameters.values())
-        distance = DISTANCE * noised * sum(self.ledger.spent(kind) for kind in self.ledger.kinds)
-        return accounting.Card.build(
-            mechanism=self.method.describe(),
-            unit=plan.unit,
-            adjacency=plan.adjacency,
-            sampling=plan.sampling,
-            sample_rate=plan.sample_rate,
-            dataset_size=plan.units,
-            noise_multiplier=plan.sigma,
-            event=self.ledger.event(),
-            delta=plan.delta,
-            # A run that was extended has no target any more.
-            target_epsilon=plan.target_epsilon if self.total_steps <= plan.steps else None,
-            planned_steps=self.total_steps,
-            spent_steps=self.steps_done,
-            run_id=self.ledger.run_id,
-            ledger_head=self.ledger.head,
-            weights=map(full_tensor, moved.values()),
-            noise_source=accounting.noise_source(stream.reproducible, self._release.secure_rounding, stream.rounds),
-            model={
-                "name": accounting.model_name(self.model),
-                "trained_parameters": sum(p.numel() for p in moved.values()),
-                "processes": self.ranks.size,
-                **({"backward_passes": self.backward_passes} if self._engine.checkpointed else {}),
-                "fingerprint": self.ledger.header["fingerprint"],
-            },
-            flaws=self.method.flaws(),
-            notes=self.method.notes(plan, self.ledger),
-            assumptions=[
-                _TRUST,
-                *([_UNCHECKED_ROWS] if self.ledger.noted(UNCHECKED) is not None else []),
-                *([_DISCARDED_BATCHES] if self.ledger.noted(_DISCARDED) is not None else []),
-                *self._checks.sentences(),
-                *self._provenance.sentences(),
-                *self._assumed,
-            ],
-            unprotected=[
-                *([f"what looked on at the run from inside, before its noise: {seen}"] if seen else []),
-                *([_PASSES] if self._engine.checkpointed else []),
-            ],
-            remaining=[
-                *([accounting.rounded_to_grid(distance)] if self._release.secure_rounding else []),
-                *(self._rounding_among_units() if self.policy.bounds else ()),
-            ],
+        return training_card(
+            self._stages,
+            self.data_loader,
+            self._provenance,
+            installed=self.installed,
+            observed=self._observed,
+            assumed=self._assumed,
+            longest=self.longest,
         )
-
-    def _rounding_among_units(self) -> Iterator[str]:
-        yield among_units_in_words(math.ceil(self.expected_batch_size), self.longest)
-        on_gpu = any(p.device.type != "cpu" for p in self._engine.parameters.values())
-        yield shape_statement(self.data_loader.has_public_shapes, on_gpu=on_gpu)
 
     def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> Path:
         """Write model and card to a folder that others can use: weights, ``card.json``, ``card.md`` and ``README.md``.
@@ -518,110 +461,4 @@ class Private:
         if self.installed is not None:
             self.installed.remove()
         self.ledger.close()
-        for owner in (self.model, self.optimizer):
-            _DRIVEN.pop(owner, None)
-
-
-class _Owner(LoaderOwner):
-    """A run, as its loader sees it."""
-
-    def __init__(self, run: Private):
-        self._run = run
-
-    @property
-    def evaluates(self) -> bool:
-        return not self._run.model.training
-
-    @property
-    def records_passes(self) -> bool:
-        """Whether microbatches are replayed, or may come to be: then padding them to few shapes pays."""
-        engine = self._run._engine
-        graphs = engine.graphs
-        return graphs is not None and graphs.open and (graphs.replays > 0 or engine.backwards < _REPLAYED_BY)
-
-    @property
-    def computes_loss(self) -> bool:
-        """Whether the loop computes the loss of the model's outputs, or may do so before the first batch tells."""
-        return self._run._engine.loss_reduction is not None
-
-    def steps_left(self, epoch: int) -> int:
-        run = self._run
-        if run.steps_done >= run.total_steps:
-            raise accounting.BudgetExceeded(
-                f"all {run.total_steps} budgeted steps are spent; call private.extend(epochs) to train on and pay for it"
-            )
-        return min(epoch, run.total_steps - run.steps_done)
-
-    def begin_iteration(self) -> None:
-        run = self._run
-        run._loaded_mode.end(train=True)
-        if run.installed is not None:
-            # In evaluation mode a call is the model's own.
-            run.model.train()
-        run._abandon()
-        run._provenance.begin()
-        run.ledger.begin_pass()
-        for observer in run._observers:
-            observer.begin_pass()
-        run.prepare()
-
-    def require_step(self) -> None:
-        if self._run._engine.backwards > self._run._engine.followed:
-            raise RuntimeError(_ACCUMULATES)
-
-    def plan_probes(self, source: Collation, rows: int) -> None:
-        self._run._engine.takes_ahead = True
-        self._run._checks.plan_ahead(source, rows)
-
-    def take_probes(self) -> Iterable[ProbeBatch]:
-        return self._run._checks.loop.take()
-
-
-def detach(model: torch.nn.Module) -> None:
-    """End the private run that a model is in, as `Private.detach` does, where nobody holds that any more.
-
-    Args:
-        model: the model that `make_private` was given.
-
-    Raises ValueError for a model that is in none.
-
-    >>> import fastdp
-    >>> model, rows = torch.nn.Linear(3, 1), [{"x": torch.ones(3)}] * 8
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> loader = torch.utils.data.DataLoader(rows, batch_size=4)
-    >>> for again in range(2):
-    ...     model, optimizer, loader = fastdp.make_private(model, optimizer, loader, noise_multiplier=1.0, epochs=1)
-    ...     fastdp.detach(model)
-    """
-    bare: Any = model
-    while bare not in _DRIVEN:
-        bare = getattr(bare, "_orig_mod", getattr(bare, "module", None))
-        if not isinstance(bare, torch.nn.Module):
-            raise ValueError("this model is in no private run: give the one that make_private was given")
-    run = _DRIVEN[bare]()
-    assert run is not None
-    run.detach()
-
-
-def upload_to_hub(folder: Path, repo_id: str, **options: Any) -> Any:
-    """Upload a folder as a model's repository, which is made if it is missing; ``options`` are ``HfApi.upload_folder``'s."""
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    api.create_repo(repo_id, exist_ok=True)
-    return api.upload_folder(repo_id=repo_id, folder_path=folder, **options)
-
-
-def drives(owner: Any) -> bool:
-    """Whether a model or an optimizer serves a private run."""
-    return owner in _DRIVEN
-
-
-def refuse_driven(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for a model or an optimizer that serves a private run already."""
-    if model in _DRIVEN:
-        raise ValueError(
-            "this model is private already: call fastdp.detach(model) to end its first run, then make_private again"
-        )
-    if optimizer in _DRIVEN:
-        raise ValueError("this optimizer already serves a private model; make a new one for each model")
+        unregister(self.model, self.optimizer)

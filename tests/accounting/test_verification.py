@@ -216,4 +216,7 @@ def test_a_run_of_many_noise_levels_is_verified_in_seconds(tmp_path):
 
 def test_a_card_of_countless_claims_is_refused():
     claim = Gaussian("example", "add_remove", accounting.dpsgd(4.0, 0.01, 10), 1e-5)
-    assert "or of over 16" in verify(resealed({**card(claim), "also": [claim.to_json()] * 17})).reason
+    assert (
+        "also is no list of at most 16 claims"
+        in verify(resealed({**card(claim), "also": [claim.to_json()] * 17})).reason
+    )

@@ -14,7 +14,7 @@ import torch
 import fastdp
 from tests.cases import cases
 from tests.engine.models import build
-from tests.engine.runs import PRIVATE, Classifier, loader, logical_step, start
+from tests.engine.runs import PRIVATE, loader, logical_step, start
 from tests.loops import trained
 
 
@@ -84,30 +84,6 @@ def test_a_run_that_is_not_over_says_nothing() -> None:
                 private.card()
         private.detach()
     assert private.steps_done == 9
-
-
-def test_a_cell_that_is_run_twice() -> None:
-    """The second run takes what the first one returned; nobody holds that one."""
-    model: Any = Classifier()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    data: Any = loader()
-    for again in range(2):
-        if again:
-            gc.collect()
-            with pytest.raises(ValueError, match=r"private already: call fastdp\.detach\(model\)"):
-                fastdp.make_private(model, optimizer, data, epochs=1, **PRIVATE)
-            fastdp.detach(model)
-            assert "forward" not in model.__dict__
-        model, optimizer, data = private = fastdp.make_private(model, optimizer, data, epochs=1, **PRIVATE)
-        epoch(private)
-        del private
-    # A wrapper of the model serves as well, and the run may be held by nobody else.
-    optimizer = data = None
-    gc.collect()
-    fastdp.detach(torch.nn.parallel.DataParallel(model))
-    assert "forward" not in model.__dict__
-    with pytest.raises(ValueError, match="in no private run"):
-        fastdp.detach(model)
 
 
 def test_refusals_after_releases_say_what_was_spent_and_the_way_on_works() -> None:

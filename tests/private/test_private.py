@@ -79,26 +79,6 @@ def test_the_non_private_baseline_is_the_mean_gradient_over_the_expected_batch()
     assert error(got, {n: t / 8 for n, t in total.items()}) < 1e-5
 
 
-def test_a_run_without_checks_says_so_on_its_card_for_ever(tmp_path: Path) -> None:
-    def assumed(private: fastdp.Private) -> list[bool]:
-        return ["self_check=False" in line for line in private.card()["assumptions"]]
-
-    options = {"noise_multiplier": 1.0, "target_delta": 1e-3, "epochs": 2, "output_dir": tmp_path}
-    unchecked = start(self_check=False, **options)
-    assert not any(assumed(unchecked))
-    logical_step(unchecked)
-    assert sum(assumed(unchecked)) == 1
-    unchecked.ledger.close()
-    unchecked.detach()
-    resumed = start(resume=True, **options)
-    logical_step(resumed)
-    assert sum(assumed(resumed)) == 1
-    assert fastdp.accounting.verify(resumed.card())
-    checked = start(noise_multiplier=1.0, target_delta=1e-3)
-    logical_step(checked)
-    assert not any(assumed(checked))
-
-
 def test_extending_pays_for_more() -> None:
     private = start(epochs=1, unsafe_seed=None, **PRIVATE)
     before = train(private, 1)

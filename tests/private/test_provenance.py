@@ -104,6 +104,7 @@ def test_a_card_names_the_private_runs_that_trained_the_model_before(tmp_path: P
     assert not says(first, "in private runs before")
     (second := trained(model, output_dir=tmp_path)).detach()
     assert says(second, first.ledger.run_id)
+    assert second.ledger.noted("trained before") == first.ledger.run_id
     assert not says(second, untouched.ledger.run_id)
     # Who goes on with a run in another process has the ledger's word for it; and the run itself is none before.
     for again in (model, Classifier()):

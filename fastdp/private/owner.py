@@ -1,0 +1,72 @@
+"""A run as its loader sees it: whether a step is due, how many are left, and the probe batches of its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import fastdp.accounting as accounting
+from fastdp.calls.collation import Collation, ProbeBatch
+from fastdp.private.loader import LoaderOwner
+from fastdp.private.stages import Stages
+from fastdp.verify import Checks
+
+#: Microbatches by which one is replayed, where any will be.
+_REPLAYED_BY = 32
+_ACCUMULATES = (
+    "step() did not follow backward(), as where gradients are accumulated. Set the DataLoader's batch_size to the accumulated "
+    "batch, and call step() after every backward()."
+)
+
+
+class RunOwner(LoaderOwner):
+    """A run, as its loader sees it.
+
+    Args:
+        stages: of the run.
+        begin: what the run does when its loader is iterated anew.
+    """
+
+    def __init__(self, stages: Stages, begin: Callable[[], None]):
+        self._stages, self._begin = stages, begin
+
+    @property
+    def _checks(self) -> Checks:
+        return cast(Checks, self._stages.engine.checks)
+
+    @property
+    def evaluates(self) -> bool:
+        return not self._stages.model.training
+
+    @property
+    def records_passes(self) -> bool:
+        """Whether microbatches are replayed, or may come to be: then padding them to few shapes pays."""
+        engine, graphs = self._stages.engine, self._stages.engine.graphs
+        return graphs is not None and graphs.open and (graphs.replays > 0 or engine.backwards < _REPLAYED_BY)
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether the loop computes the loss of the model's outputs, or may do so before the first batch tells."""
+        return self._stages.engine.loss_reduction is not None
+
+    def steps_left(self, epoch: int) -> int:
+        spent, budget = self._stages.ledger.spent_steps, self._stages.ledger.budget_steps
+        if spent >= budget:
+            raise accounting.BudgetExceeded(
+                f"all {budget} budgeted steps are spent; call private.extend(epochs) to train on and pay for it"
+            )
+        return min(epoch, budget - spent)
+
+    def begin_iteration(self) -> None:
+        self._begin()
+
+    def require_step(self) -> None:
+        if self._stages.engine.backwards > self._stages.engine.followed:
+            raise RuntimeError(_ACCUMULATES)
+
+    def plan_probes(self, source: Collation, rows: int) -> None:
+        self._stages.engine.takes_ahead = True
+        self._checks.plan_ahead(source, rows)
+
+    def take_probes(self) -> Iterable[ProbeBatch]:
+        return self._checks.loop.take()
