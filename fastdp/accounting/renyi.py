@@ -137,9 +137,10 @@ def _trial(choice: Choice, order: float, adjacency: str) -> float:
 
 def _added(choice: Choice, adjacency: str) -> float:
     """The term of the same theorem that is one for all orders."""
-    over, shape = (1 + choice.shape) * math.log(1 / choice.stop), 1 + choice.shape
+    factor = 1 + choice.shape
+    over = factor * math.log(1 / choice.stop)
     # At order 1 the second term falls away; it is allowed, and bounds the rest.
-    return min([over, *(shape * (1 - 1 / at) * _trial(choice, at, adjacency) + over / at for at in _INTEGER_ORDERS)])
+    return min([over, *(factor * (1 - 1 / at) * _trial(choice, at, adjacency) + over / at for at in _INTEGER_ORDERS)])
 
 
 def sampled_moment(rate: float, multiplier: float, order: float) -> float:

@@ -225,7 +225,7 @@ def _check_facts(card: Mapping[str, Any]) -> None:
     budget, mechanism, settings = card.get("budget") or {}, card["mechanism"], card.get("settings") or {}
     if not isinstance(mechanism.get("name"), str) or not mechanism["name"]:
         raise _Refused("the card is malformed: its mechanism has no name")
-    if not all(isinstance(digest, str) for digest in card.get("weights") or ()):
+    if not all(isinstance(each, str) for each in card.get("weights") or ()):
         raise _Refused("the card is malformed: its weights are no digests")
     of_a_unit = budget.get("of_a_unit")
     eta, displaced = card.get("eta", of_a_unit), (card.get("displacement") or {}).get("eta")

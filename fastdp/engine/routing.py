@@ -177,7 +177,7 @@ class Routing:
         """Verify what the training loop makes of a batch."""
 
     def verify_terms(self, call: Call, ticket: Ticket) -> None:
-        """Verify a loop's own terms of its loss beside the model's, when they come first."""
+        """Verify the terms that a loop's loss has beside the model's, the first time that it has any."""
 
     def verify_pass(self, waiting: Pass) -> None:
         """Verify what a batch's own forward pass gave."""

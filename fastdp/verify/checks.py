@@ -183,7 +183,7 @@ class Checks(Routing):
             self.state.accept_buffers()
 
     def verify_terms(self, call: Call, ticket: Ticket) -> None:
-        """The engine check, with outputs beside the model's loss, and probe batches."""
+        """Run the engine check with the terms that a loop's loss now has beside the model's, and plan probe batches."""
         if self.enabled and self.passes.route == USES:
             with self.passes.weights.apart(), self.passes.trial(), torch.enable_grad():
                 self.verify_engine(call, ticket)

@@ -58,7 +58,7 @@ def backward_starts(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Where the backward pass of these rows starts in each pass, and with what: what arrived, times ``scale`` for outputs.
 
-    ``losses`` says that those that are numbers are the row's losses.
+    With ``losses``, scalars are losses and not outputs.
     """
     tops, seeds = [], []
     for own, upstream in parts:

@@ -206,10 +206,12 @@ def _value(argument: Any) -> torch.Tensor:
 
 
 def _through_index(own: Pull, func: Any, first: torch.Tensor, args: Any, kwargs: Any, part: int | None) -> Pull | None:
-    """Through a choice of whole rows and columns, found by doing the same to their numbers, on the host where it can."""
+    """Through a choice of whole rows and columns, found by doing the same to their numbers."""
     if first.dim() < 2:
         return None
-    shape, device = first.shape, next((t.device for t in tensors((args[1:], kwargs)) if t.dim()), torch.device("cpu"))
+    shape = first.shape
+    # The numbers lie on the host unless an index lies elsewhere.
+    device = next((t.device for t in tensors((args[1:], kwargs)) if t.dim()), torch.device("cpu"))
     sizes = shape[0], shape[1:].numel()
     of_rows = torch.arange(sizes[0], device=device).view(-1, *[1] * (len(shape) - 1)).expand(shape)
     of_columns = torch.arange(sizes[1], device=device).view(1, *shape[1:]).expand(shape)
