@@ -202,11 +202,11 @@ def replace_loss(output: Any, loss: torch.Tensor, beside: Mapping[int, torch.Ten
 
     A term that is made of its other tensors raises RuntimeError in backward().
     """
-    own = find_loss(output)
+    replaced = {**beside, id(find_loss(output)): loss}
 
     def passed(t: torch.Tensor) -> Any:
-        if t is own or id(t) in beside:
-            return loss if t is own else beside[id(t)]
+        if id(t) in replaced:
+            return replaced[id(t)]
         looked_at = isinstance(t, Logits) or not (t.requires_grad and t.is_floating_point())
         return t if looked_at else ForbidBackward.apply(t)
 
