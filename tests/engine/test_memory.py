@@ -159,15 +159,15 @@ def test_a_card_says_how_many_passes_ran(two_pass: bool | None) -> None:
 
 
 class Classifier(torch.nn.Module):
-    """Of torch's own encoder, whose projections are slices of one weight; its loss is computed inside."""
+    """Of torch's own encoder, whose projections are slices of one weight; it reads a parameter itself, and makes its loss."""
 
     def __init__(self) -> None:
         super().__init__()
         self.encoder = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        self.head = torch.nn.Linear(8, 3)
+        self.head, self.start = torch.nn.Linear(8, 3), torch.nn.Parameter(torch.randn(5, 8))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(self.head(self.encoder(x)[:, 0]), labels)
+        return torch.nn.functional.cross_entropy(self.head(self.encoder(x + self.start)[:, 0]), labels)
 
 
 def test_no_graph_of_a_pass_outlives_it() -> None:
