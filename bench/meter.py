@@ -42,8 +42,9 @@ class Gpu:
     )
     odd: float = 1.2e14  # operations a second of cuBLAS's where rows of 16-bit numbers do not begin at every 16 bytes
     own_share: float = 0.48  # of cuBLAS's rate, in products of our kernels
-    #: The same of weighted sums whose tiles are 128 by 256, and of Gram matrices (`kernels-described.json` beside the profile).
-    wide_share: float = 0.74
+    wide_share: float = 0.66  # the same of those whose tiles are 128 by 256
+    #: The same of such weighted sums and of Gram matrices, by tensor descriptors (`kernels-described.json` beside the profile).
+    sums_share: float = 0.74
     gram_share: float = 0.58
     attention: float = 0.5  # the same of torch's attention
     own_bandwidth: float = 0.55  # of a copy's bandwidth, in our kernels that read more than they multiply
@@ -289,7 +290,9 @@ class Meter(TorchDispatchMode):
         if factor.dtype.itemsize != 2:
             return operations, self.gpu.own_share * self.gpu.single
         share = self.gpu.gram_share if name == "gram_norms" else self.gpu.own_share
-        return operations, (self.gpu.wide_share if _has_wide_tiles(name, args) else share) * self.gpu.half
+        if _has_wide_tiles(name, args):
+            share = self.gpu.wide_share if name == "norms" else self.gpu.sums_share
+        return operations, share * self.gpu.half
 
 
 @dataclass

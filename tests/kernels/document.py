@@ -21,8 +21,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 KERNELS, WAVES = "compiled", "waves"
 PROCESSORS = 132
 #: Of one H100 processor, a clock: multiply-adds of 16-bit matrices and of float32, warps' instructions, operations of the pipe
-#: for logic, bytes from the second-level cache (assumed) and from memory (2.95 TB/s of copying at 1.755 GHz).
-MATRIX, SINGLE, ISSUED, LOGIC, CACHE, MEMORY = 2048, 128, 4, 64, 28, 12.7
+#: for logic, bytes from the second-level cache (assumed; the second by tensor descriptors) and from memory (2.95 TB/s of copying at 1.755 GHz).
+MATRIX, SINGLE, ISSUED, LOGIC, CACHE, DESCRIBED, MEMORY = 2048, 128, 4, 64, 28, 35, 12.7
 
 #: Groups of matrices that read one input, (its width, widths of their outputs), tokens a unit and units.
 _LLAMA = lambda hidden, keys, inner: [  # noqa: E731
@@ -71,7 +71,7 @@ def _clocks(case: Case, found: Resources) -> tuple[float, float] | None:
     rate = MATRIX if loop.matrix else SINGLE
     least = sides[0] * sides[1] * deep / rate
     issued = loop.instructions * case.num_warps / ISSUED
-    read = sum(sides) * deep * width / CACHE
+    read = sum(sides) * deep * width / (DESCRIBED if size.get("DESCRIBED") else CACHE)
     return least, max(least, issued, read)
 
 

@@ -49,7 +49,12 @@ def test_processors_are_busy(shape):
 
 @cases(
     "name, share",
-    [("gram-bf16", "own_share"), ("weighted-bf16-wide", "wide_share"), ("direct-bf16-wide", "wide_share")],
+    [
+        ("gram-bf16-described", "gram_share"),
+        ("weighted-bf16-described", "sums_share"),
+        ("direct-bf16-wide", "wide_share"),
+        ("direct-bf16", "own_share"),
+    ],
 )
 def test_simulated_steps_are_priced_by_the_compiled_loops(name, share):
     allowed, priced = document.allowed_rate(name), getattr(GPUS["h100"], share) * GPUS["h100"].half
