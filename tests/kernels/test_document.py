@@ -24,11 +24,6 @@ def test_the_page_says_what_was_compiled():
     assert page == with_table(page, document.kernels_table(), document.KERNELS), "run python -m tests.kernels.document"
 
 
-def test_the_page_says_how_busy_processors_are():
-    page = document.PAGE.read_text()
-    assert page == with_table(page, document.waves_table(), document.WAVES), "run python -m tests.kernels.document"
-
-
 def test_each_simulated_file_holds_both_steps_of_its_case():
     """Each marked as simulated."""
     for file in (RESULTS / "simulated").glob("*.json"):
