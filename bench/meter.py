@@ -43,6 +43,9 @@ class Gpu:
     odd: float = 1.2e14  # operations a second of cuBLAS's where rows of 16-bit numbers do not begin at every 16 bytes
     own_share: float = 0.48  # of cuBLAS's rate, in products of our kernels
     wide_share: float = 0.66  # the same of those whose tiles are 128 by 256
+    #: The same of such weighted sums and of Gram matrices, by tensor descriptors (`kernels-described.json` beside the profile).
+    sums_share: float = 0.74
+    gram_share: float = 0.58
     attention: float = 0.5  # the same of torch's attention
     own_bandwidth: float = 0.55  # of a copy's bandwidth, in our kernels that read more than they multiply
     launch: float = 5e-6  # of a torch operation from Python
@@ -286,7 +289,10 @@ class Meter(TorchDispatchMode):
             return operations, self.gpu.words
         if factor.dtype.itemsize != 2:
             return operations, self.gpu.own_share * self.gpu.single
-        return operations, (self.gpu.wide_share if _has_wide_tiles(name, args) else self.gpu.own_share) * self.gpu.half
+        share = self.gpu.gram_share if name == "gram_norms" else self.gpu.own_share
+        if _has_wide_tiles(name, args):
+            share = self.gpu.wide_share if name == "norms" else self.gpu.sums_share
+        return operations, share * self.gpu.half
 
 
 @dataclass

@@ -117,7 +117,8 @@ class Collation:
 
         Such a list has one entry more where one example more is collated.
         """
-        path, count = next((path for path, own in self.batch.items() if own is t), ()), len(self.indices)
+        same = [path for path, own in self.batch.items() if own is t or _is_copy(t, own)]
+        path, count = next(iter(same), ()), len(self.indices)
         more = dict(leaves(self.collated(self.items([0]) * (count + 1)))) if len(path) > 1 else {}
         return any((*path[:at], count, *path[at + 1 :]) in more for at, key in enumerate(path) if type(key) is int)
 

@@ -376,6 +376,7 @@ class Passes:
         if self.returns_loss and ticket.token_units is None:
             beside = self.beside_loss(output, ticket.rows, found, losses=verify or self.mixes)
             tops += [OutputSeeds.apply(gradients, *[top for _, top in beside])] if beside else []
+        losses = [not t.dim() for t, _ in beside]  # the outputs themselves may go before the backward pass
         if verify:
             ends = tops[:1] if self.returns_loss else tops
             self.reentrant |= _REENTRANT in [type(node).__name__ for top in ends for node in graph_of(top)]
@@ -387,7 +388,7 @@ class Passes:
                 counted = (layout.weights > 0).to(tops[0].dtype)
                 pairs = [] if weight is None else [(tops[0], counted * weight)]
                 if others:
-                    scales = [self.scale(ticket) if t.dim() else counted for t, _ in beside]
+                    scales = [counted if loss else self.scale(ticket) for loss in losses]
                     gradients[:] = [None if g is None else g * by for g, by in zip(others, scales)]
                     pairs.append((tops[1], torch.ones_like(tops[1])))
             else:

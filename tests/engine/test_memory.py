@@ -1,5 +1,6 @@
 """Whether a checkpointed pass keeps its factors: what they take, what is free, and that each way gives exact gradients."""
 
+import gc
 from collections import deque
 from collections.abc import Callable
 
@@ -155,3 +156,32 @@ def test_a_card_says_how_many_passes_ran(two_pass: bool | None) -> None:
     card = private.card()
     assert card["model"]["backward_passes"] == private.backward_passes == (2 if two_pass else 1)
     assert any("backward passes" in text for text in card["unprotected"])
+
+
+class Classifier(torch.nn.Module):
+    """Of torch's own encoder, whose projections are slices of one weight; it reads a parameter itself, and makes its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.head, self.start = torch.nn.Linear(8, 3), torch.nn.Parameter(torch.randn(5, 8))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.head(self.encoder(x + self.start)[:, 0]), labels)
+
+
+def test_no_graph_of_a_pass_outlives_it() -> None:
+    model = Classifier()
+    rows = [{"x": torch.randn(5, 8), "labels": torch.tensor(i % 3)} for i in range(8)]
+    loader: DataLoader = DataLoader(rows, batch_size=4)  # type: ignore[arg-type]
+    private = fastdp.make_private(
+        model, torch.optim.SGD(model.parameters(), 0.1), loader, noise_multiplier=1.0, target_delta=1e-3, epochs=3
+    )
+    for _ in range(3):
+        train_epoch(private, lambda model, batch: model(**batch))
+    gc.collect()
+    for parameter in model.parameters():
+        # A parameter has one node for its gradient as long as any graph leads to it.
+        parameter.view_as(parameter).grad_fn.next_functions[0][0].metadata["met"] = True  # type: ignore[union-attr]
+        node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        assert "met" not in node.metadata

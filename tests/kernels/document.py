@@ -18,11 +18,12 @@ from .resources import Resources
 from .test_compiled import CASES, Case, built
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
-KERNELS, WAVES = "compiled", "waves"
+KERNELS = "compiled"
 PROCESSORS = 132
 #: Of one H100 processor, a clock: multiply-adds of 16-bit matrices and of float32, warps' instructions, operations of the pipe
-#: for logic, bytes from the second-level cache (assumed) and from memory (2.95 TB/s of copying at 1.755 GHz).
-MATRIX, SINGLE, ISSUED, LOGIC, CACHE, MEMORY = 2048, 128, 4, 64, 28, 12.7
+#: for logic, bytes from the second-level cache (assumed, and by tensor descriptors) and from memory (2.95 TB/s of copying at
+#: 1.755 GHz).
+MATRIX, SINGLE, ISSUED, LOGIC, CACHE, DESCRIBED, MEMORY = 2048, 128, 4, 64, 28, 35, 12.7
 
 #: Groups of matrices that read one input, (its width, widths of their outputs), tokens a unit and units.
 _LLAMA = lambda hidden, keys, inner: [  # noqa: E731
@@ -71,7 +72,7 @@ def _clocks(case: Case, found: Resources) -> tuple[float, float] | None:
     rate = MATRIX if loop.matrix else SINGLE
     least = sides[0] * sides[1] * deep / rate
     issued = loop.instructions * case.num_warps / ISSUED
-    read = sum(sides) * deep * width / CACHE
+    read = sum(sides) * deep * width / (DESCRIBED if size.get("DESCRIBED") else CACHE)
     return least, max(least, issued, read)
 
 
@@ -117,18 +118,5 @@ def kernels_table() -> str:
     return f"Triton {triton.__version__}, sm_90.\n\n" + "\n".join(markdown(head, filter(None, map(_row, names))))
 
 
-def waves_table() -> str:
-    """Busy processors at the shapes of DESIGN's goals."""
-    rows = []
-    for name, (layers, groups, length, units) in SHAPES.items():
-        alone = min(gram_busy([group], length, units) for group in groups)
-        matrices = [(m, n) for n, lefts in groups for m in lefts]
-        work = [m * n for m, n in matrices]
-        sums = sum(work) / sum(w / sum_busy(m, n, length * units) for w, (m, n) in zip(work, matrices))
-        rows.append([name, f"{alone:.0%}", f"{gram_busy(groups * layers, length, units):.0%}", f"{sums:.0%}"])
-    return "\n".join(markdown(["model", "Gram, one matrix", "Gram, all layers", "weighted sums, by time"], rows))
-
-
 if __name__ == "__main__":
-    for name, made in ((WAVES, waves_table), (KERNELS, kernels_table)):
-        insert(PAGE, made(), name)
+    insert(PAGE, kernels_table(), KERNELS)
