@@ -62,6 +62,7 @@ inputs_time_first pixels_time_first recognition_outside attention_kept_for_plots
 double_precision checkpointed_pieces causal_phi3 labels_in_loop_t5 labels_in_loop_no_mask_llama lora focal_inside
 counts_for_the_log ctc_varying_lengths pairs_concatenated flip_torch_outside noise_in_loop_outside
 forward_draws_multinomial variational_inside layer_drop_python sorted_rows_by_value guard_exit_outside expert_capacity
+sparse_autoencoder images_in_lists_one_at_a_time
 """.split()
 
 
