@@ -36,10 +36,15 @@ def spread(values: Iterable[float], digits: int = 1, sign: bool = False) -> str:
     return f"{mean}±{statistics.stdev(found):.{digits}f}" if len(found) > 1 else mean
 
 
+def points(rows: list[Row], others: list[Row], value: str, scale: float = 100) -> list[float]:
+    """Of rows that share a seed, by how much the first is larger."""
+    base = {row["seed"]: row[value] for row in others}
+    return [scale * (row[value] - base[row["seed"]]) for row in rows if row["seed"] in base]
+
+
 def paired(rows: list[Row], others: list[Row], value: str, scale: float = 1, digits: int = 1) -> str:
     """Mean difference of rows that share a seed, and its standard error."""
-    base = {row["seed"]: row[value] for row in others}
-    found = [scale * (row[value] - base[row["seed"]]) for row in rows if row["seed"] in base]
+    found = points(rows, others, value, scale)
     error = statistics.stdev(found) / len(found) ** 0.5
     return f"{statistics.mean(found):+.{digits}f}±{error:.{digits}f}"
 
@@ -77,7 +82,7 @@ def runs() -> Table:
     return ["run", "trained", "epsilon (delta)", "measure", "before", "after"], lines
 
 
-TUNINGS = ("adapter", "bitfit", "lora")
+TUNINGS = {"adapter": "adapter", "bitfit": "BitFit", "lora": "LoRA"}
 #: Rap-FT's forms that the page shows.
 RAPFT_FORMS = {
     "dpsgd": "DP-SGD",
@@ -89,26 +94,20 @@ RAPFT_FORMS = {
 
 
 def rapft_200() -> Table:
-    """Rap-FT against DP-SGD by the paper's own rule, 200 steps; several seeds at the middle epsilon, one elsewhere."""
-    return _rapft(("utility/rapft-200-seeds", "utility/rapft-200"), (3.0, 5.0, 7.0))
+    """Rap-FT against DP-SGD by the paper's own rule, 200 steps, at the middle epsilon.
 
-
-def rapft_16() -> Table:
-    """Rap-FT against DP-SGD by the epsilon rule of relevance, 16 steps, three seeds, at the middle epsilon."""
-    return _rapft(("utility/rapft",), (5.0,))
-
-
-def _rapft(names: tuple[str, ...], epsilons: tuple[float, ...]) -> Table:
-    """Of each cell, the rows of the first file that has them."""
+    Each cell has the rows of the first file that holds them: of several seeds, or of one.
+    """
+    names = ("utility/rapft-200-seeds", "utility/rapft-200")
     lines = []
-    for tuning, epsilon in itertools.product(TUNINGS, epsilons):
-        line = [f"{tuning.replace('bitfit', 'BitFit').replace('lora', 'LoRA')}, {epsilon:g}"]
+    for tuning, title in TUNINGS.items():
+        line = [title]
         for form in RAPFT_FORMS:
-            found = ([rapft_rows(name, tuning, of, epsilon) for of in (form, "dpsgd")] for name in names)
+            found = ([rapft_rows(name, tuning, of, 5.0) for of in (form, "dpsgd")] for name in names)
             rows, base = next((pair for pair in found if pair[0]), ([], []))
             line.append(_beside(rows, base))
         lines.append(line)
-    return ["trained, epsilon", *RAPFT_FORMS.values()], lines
+    return ["trained", *RAPFT_FORMS.values()], lines
 
 
 def rapft_rows(name: str, tuning: str, form: str, epsilon: float) -> list[Row]:
@@ -116,6 +115,26 @@ def rapft_rows(name: str, tuning: str, form: str, epsilon: float) -> list[Row]:
     usual = {"part": "perplexity", "irrelevance_ratio": 0.7, "initialisation": "top_p"}
     rows = figures(name, tuning=tuning, form=form, epsilon=epsilon, **usual)
     return rows if form == "paper" else at_true_epsilon(rows)
+
+
+#: What attacks find in a model that was tuned on texts with names.
+ATTACKS = {"recall": "recall", "precision": "precision", "reconstructed": "reconstructed", "auc": "membership"}
+
+
+def names() -> Table:
+    """Rap-FT's tables V and VI at the middle epsilon: what attacks find, in per cent."""
+    forms = {"non-private": "no privacy", "dpsgd": "DP-SGD", "printed": "printed shape"}
+    lines = []
+    for (tuning, title), form in itertools.product(TUNINGS.items(), forms):
+        rows = names_rows(tuning, form, "inf" if form == "non-private" else 5.0)
+        cells = [spread(100 * row[value] for row in rows) for value in ATTACKS]
+        lines.append([f"{title}, {forms[form]}", spread(row["perplexity"] for row in rows), *cells])
+    return ["trained, form", "perplexity", *ATTACKS.values()], lines
+
+
+def names_rows(tuning: str, form: str, epsilon: Any) -> list[Row]:
+    """Rows of attacks."""
+    return at_true_epsilon(figures("utility/rapft-names", tuning=tuning, form=form, epsilon=epsilon))
 
 
 def _beside(rows: list[Row], others: list[Row]) -> str:
@@ -159,8 +178,6 @@ def lora() -> Table:
     e2e, words = ("lora", "lora-8"), ("lora-wikitext2",)
     lines = [
         _lora("E2E, LoRA: DP-SGD", "DP-SGD", ("lora",)),
-        _lora("first matrix fixed", "first matrix fixed", ("lora",), "DP-SGD"),
-        _lora("averaged weights", "averaged", ("lora",), "DP-SGD"),
         _lora("public pass first", "warmed", ("lora",), "DP-SGD"),
         _lora("public pass, axes made anew", renewed, e2e, "warmed"),
         _lora("the same, of eight texts", eight, ("lora-few",), "warmed", e2e),
@@ -169,7 +186,6 @@ def lora() -> Table:
         _lora("all weights, axes made anew", renewed, ("lora-full",), "warmed"),
         _lora("WikiText-2, LoRA: public pass", "warmed", words),
         _lora("WikiText-2, axes made anew", renewed, words, "warmed"),
-        _lora("WikiText-2, of eight texts", eight, ("lora-few-wikitext2",), "warmed", words),
     ]
     return ["form", "epsilon 1", "epsilon 3", "epsilon 8"], lines
 
@@ -224,7 +240,6 @@ def ewft() -> Table:
         ("the same, after block 5", lambda e: cell(main, mechanism="EW-FT", form="paper", layer=5, epsilon=e)),
         ("released once, after block 6", lambda e: cell(main, form="once", bottom="public", layer=6, epsilon=e)),
         ("the same, after block 5", lambda e: cell(main, form="once", bottom="public", layer=5, epsilon=e)),
-        ("the same, nothing below learns", lambda e: cell(main, form="once", bottom="pretrained", layer=6, epsilon=e)),
         ("EW-FT, sound", lambda e: cell(main, mechanism="EW-FT", form="sound", layer=6, epsilon=e)),
         (
             "DP-Forward, sound",
@@ -304,19 +319,22 @@ def tokens() -> Table:
 
 
 def rounds() -> Table:
-    """Federated: held-out perplexity after four rounds of four clients, one seed."""
-    budgets = (0.1, 1.0, 8.0, 32.0)
-
-    def cell(data: str, scheme: str, epsilon: float | None) -> str:
-        rows = figures("federated/rounds", data=data, scheme=scheme, epsilon=epsilon, clients=4)
-        return f"{rows[0]['perplexities'][-1]:,.1f}" if rows else ""
-
+    """Federated: held-out perplexity after four rounds of four clients."""
+    budgets = (0.1, 1.0, 8.0)
     lines = []
     for data, title in (("wikitext2", "WikiText-2"), ("pii_spans", "names")):
         for scheme, perturbed in (("selective", "private tokens"), ("all", "every token")):
-            cells = [cell(data, scheme, epsilon) for epsilon in budgets]
-            lines.append([f"{title}, {perturbed}", cell(data, "none", None), *cells])
+            found = [rounds_rows(data, "none", None), *(rounds_rows(data, scheme, epsilon) for epsilon in budgets)]
+            cells = [spread(row["last"] for row in rows) for rows in found]
+            lines.append([f"{title}, {perturbed}", *cells])
     return ["texts, what is perturbed", "no privacy", *(f"epsilon {epsilon:g}" for epsilon in budgets)], lines
+
+
+def rounds_rows(data: str, scheme: str, epsilon: float | None) -> list[Row]:
+    """Rows of four clients, with the last perplexity; the first file has the first seed."""
+    wanted = {"data": data, "scheme": scheme, "epsilon": epsilon, "clients": 4}
+    rows = [row for name in ("rounds", "rounds-seeds") for row in figures(f"federated/{name}", **wanted)]
+    return [{**row, "last": row["perplexities"][-1]} for row in rows]
 
 
 CLIENTS = (2, 4, 16)
@@ -474,7 +492,7 @@ def rounded_up(value: float) -> str:
     return f"{math.ceil(value / unit) * unit:.2g}"
 
 
-FUNCTIONS = (runs, lora, rapft_200, rapft_16, frost, ewft, cells, tokens, rounds, typed)
+FUNCTIONS = (runs, lora, rapft_200, names, frost, ewft, cells, tokens, rounds, typed)
 TABLES: dict[Path, dict[str, Callable[[], Table]]] = {
     Path("README.md"): {"table": readme},
     RESULTS_PAGE: {function.__name__: function for function in FUNCTIONS},

@@ -19,7 +19,6 @@ from fastdp.methods.rapft import effective_noise_multiplier
 
 from .pages import (
     CLIENTS,
-    RAPFT_FORMS,
     RESULTS,
     RESULTS_PAGE,
     TUNINGS,
@@ -33,8 +32,11 @@ from .pages import (
     figures,
     frost,
     in_per_cent,
+    names_rows,
     paired,
+    points,
     rapft_rows,
+    rounds_rows,
     spread,
     tokens,
 )
@@ -59,7 +61,7 @@ def _rapft_gaps(name: str, tuning: str, form: str, epsilon: float = 5.0) -> list
 
 
 def _rapft_rows() -> Iterator[str]:
-    short, long, several = (f"utility/rapft{which}" for which in ("", "-200", "-200-seeds"))
+    long, several = "utility/rapft-200", "utility/rapft-200-seeds"
     forms = ("printed", "optimal", "noised")
     gaps = itertools.starmap(_rapft_gaps, itertools.product((long, several), TUNINGS, forms, (3.0, 5.0, 7.0)))
     means = [statistics.mean(found) for found in gaps if found]
@@ -67,42 +69,72 @@ def _rapft_rows() -> Iterator[str]:
     seeds = [_rapft_gaps(several, tuning, "printed") for tuning in TUNINGS]
     yield holds([*map(len, seeds)] == [3, 4, 4], "three with adapters and four otherwise where a deviation stands")
     adapter, *others = map(_in_errors, seeds)
-    yield holds(abs(adapter) < 1, "At epsilon 5 the printed shape is level with adapters")
+    yield holds(abs(adapter) < 1, "The printed shape is level with adapters")
     yield holds(all(2 < t < 2.5 for t in others), "With BitFit and LoRA it is behind, by about two standard errors")
     yield f"Differences of single seeds range from {min(map(min, seeds)):+.1f} to {max(map(max, seeds)):+.1f}%"
     tried = {row["learning_rate"]: row["perplexity"] for row in figures(long, part="rate", tuning="bitfit")}
     yield holds(
         min(tried, key=tried.__getitem__) == max(tried), "For BitFit the best learning rate was the largest tried"
     )
-    for name in (long, short):
-        shown, needed = (rapft_rows(name, "adapter", form, 5.0)[0]["noise_multiplier"] for form in ("paper", "printed"))
-        yield f"{shown / needed:.1f} times the noise that its epsilon needs"
-    few = {
-        key: _rapft_gaps(short, *key) for key in itertools.product(("adapter", "lora"), RAPFT_FORMS, (3.0, 5.0, 7.0))
-    }
-    ahead = all(statistics.mean(found) >= 0 for found in few.values() if found)
-    yield holds(ahead, "With adapters and LoRA, DP-SGD is ahead, [also at epsilon 3 and 7]")
-    far = statistics.mean(few["lora", "printed", 5.0]) > 4 * statistics.mean(seeds[-1])
-    yield holds(far, "With LoRA the gap is far smaller at 200 steps")
+    shown, needed = (rapft_rows(long, "adapter", form, 5.0)[0]["noise_multiplier"] for form in ("paper", "printed"))
+    yield f"{shown / needed:.1f} times the noise that its epsilon needs"
     noised = _rapft_gaps("utility/rapft-16-bitfit", "bitfit", "noised")
     behind = f"BitFit's noised map is behind in all of five seeds, by {in_per_cent(noised).removeprefix('+')}"
     yield holds(len(noised) == 5 and min(noised) > 0, behind)
 
 
+def _start_rows() -> Iterator[str]:
+    rows = at_true_epsilon(figures("utility/rapft-starts"))
+    base = [row for row in rows if row["form"] == "dpsgd"]
+    starts: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["form"] == "printed":
+            starts.setdefault(row["initialisation"], []).append(row)
+    means = [statistics.mean(row["perplexity"] for row in own) for own in starts.values()]
+    yield f"{len(starts)} starts of relevance have {min(means):.1f} to {max(means):.1f}"
+    yield f"DP-SGD of these seeds {spread(row['perplexity'] for row in base)}"
+    gaps = [differences(own, starts["top_p"], "perplexity") for own in starts.values() if own is not starts["top_p"]]
+    yield holds(max(map(abs, map(_in_errors, gaps))) < 2, "No start differs from the usual one by two standard errors")
+
+
+def _names_rows() -> Iterator[str]:
+    cells = [
+        [names_rows(tuning, form, epsilon) for form in ("printed", "dpsgd")]
+        for tuning, epsilon in itertools.product(TUNINGS, (3.0, 5.0, 7.0))
+    ]
+    counts = [len(ours) for ours, _ in cells]
+    yield holds(counts == [3, 3, 2, 3, 3, 2, 3, 3, 3], "two seeds at epsilon 7 with adapters and BitFit")
+    values = ("reconstructed", "auc")
+    told = [[100 * statistics.mean(row[v] for row in rows) for pair in cells for rows in pair] for v in values]
+    edges = [f"{edge(found):.1f}" for found in told for edge in (min, max)]
+    yield "attacks on private models reconstruct {} to {}, and membership has {} to {}".format(*edges)
+    gaps = [abs(statistics.mean(points(ours, base, value))) for ours, base in cells for value in values]
+    yield f"The two private forms differ by at most {max(gaps):.1f} points in either"
+    costs = [statistics.mean(differences(ours, base, "perplexity")) for ours, base in cells]
+    yield f"the printed shape's mean perplexity is {min(costs):.1f} to {max(costs):.1f}% higher"
+    rows = [row for pair in cells for own in pair for row in own]
+    (chance,) = {row["chance"] for row in rows}
+    yield f"guessing has {100 * chance:.1f}"
+    named = [row["named"] for row in rows]
+    yield f"{min(named)} to {max(named)} names a private model"
+
+
 def _federated_rows() -> Iterator[str]:
     costs = {
-        (data, scheme): [100 * (row["perplexities"][-1] / base["perplexities"][-1] - 1) for row in rows]
+        (data, scheme): [
+            differences(rounds_rows(data, scheme, epsilon), rounds_rows(data, "none", None), "last")
+            for epsilon in (0.1, 1.0, 8.0)
+        ]
         for data in ("wikitext2", "pii_spans")
-        for base in figures("federated/rounds", data=data, scheme="none", clients=4)
         for scheme in ("selective", "all")
-        if (rows := [r for r in figures("federated/rounds", data=data, scheme=scheme, clients=4) if r["epsilon"] <= 8])
     }
-    words, names = (
-        [f"{edge(costs[data, 'selective']):.1f}" for edge in (min, max)] for data in ("wikitext2", "pii_spans")
-    )
-    yield f"cost {' to '.join(words)}% on WikiText-2 and {' to '.join(names)}% on texts with names"
-    least = min(min(costs[data, "all"]) for data in ("wikitext2", "pii_spans"))
-    yield f"raises perplexity {math.floor(1 + least / 100)}-fold or more"
+    words, names = (in_per_cent(costs[data, "selective"][-1]) for data in ("wikitext2", "pii_spans"))
+    without = {sum(gap < 0 for gap in gaps) for gaps in costs["wikitext2", "selective"]}
+    yield holds(without == {1}, "where one seed of three shows no cost")
+    yield f"At epsilon 8 private tokens cost {words} on WikiText-2"
+    yield f"and {names} on texts with names"
+    least = min(gap for (_, scheme), own in costs.items() if scheme == "all" for gaps in own for gap in gaps)
+    yield f"Perturbing all raises perplexity {math.floor(1 + least / 100)}-fold or more"
     over = _client_gaps("typed", "selective")
     means = [statistics.mean(found) for found in over]
     yield f"Over it replacing costs {min(means):.1f} to {max(means):.1f}%"
@@ -158,8 +190,18 @@ def _frost_rows() -> Iterator[str]:
     full, ours = (at_true_epsilon(figures("utility/frost-pairs", form=form, epsilon=8.0)) for form in ("full", "frost"))
     told = (spread(100 * row["accuracy"] for row in rows) for rows in (full, ours))
     yield "Full has {} and DP-FROST {} ({})".format(*told, paired(ours, full, "accuracy", 100))
-    chosen |= {tuple(sorted(row["selected"])) for row in ours}
-    yield holds(len(chosen) == 1, "the same partitions are selected")
+    forms = {"full": "full", "random": "random", "adapter": "adapters", "frost": "DP-FROST", "lora": "LoRA"}
+    more = {form: at_true_epsilon(figures("utility/frost-pairs-h100", form=form)) for form in forms}
+    least = {form: [row for row in own if row["epsilon"] == 0.5] for form, own in more.items()}
+    told = (f"{title} {spread(100 * row['accuracy'] for row in least[form])}" for form, title in forms.items())
+    yield ", ".join(told)
+    yield f"DP-FROST less full is {paired(least['frost'], least['full'], 'accuracy', 100)}"
+    behind = []
+    for epsilon in (2.0, 8.0):
+        own, base = ([row for row in more[form] if row["epsilon"] == epsilon] for form in ("frost", "full"))
+        (gap,) = points(own, base, "accuracy")
+        behind.append(f"{-gap:.1f}")
+    yield f"at 2 and 8, one seed, it is {' and '.join(behind)} behind"
 
 
 def _ewft_rows() -> Iterator[str]:
@@ -179,6 +221,15 @@ def _ewft_rows() -> Iterator[str]:
     yield f"it has {found:.1f} at a true epsilon of {ours['true_epsilon']:.1f}; {without:.1f} without privacy"
     once = [100 * figures("utility/ewft-64", form="once", epsilon=epsilon)[0]["accuracy"] for epsilon in (8.0, 2.0)]
     yield "Released once, with public layers, it has {:.1f} at epsilon 8 and {:.1f} at 2".format(*once)
+    alone = figures("utility/ewft", form="once", bottom="pretrained", layer=6, length=16, epsilon=8.0)
+    least = spread(100 * row["accuracy"] for row in alone)
+    yield f"Where nothing below the noise learns, releasing once has {least} at epsilon 8"
+    forward = [at_true_epsilon(figures("utility/ewft-64-h100", form="sound", epsilon=e)) for e in (2.0, 4.0, 8.0)]
+    told = [spread(100 * row["accuracy"] for row in own) for own in forward]
+    yield "DP-Forward, sound, has {}, {} and {} at epsilon 2, 4 and 8".format(*told)
+    codes = figures("utility/ewft-64-h100", mechanism="codebook 2", epsilon=1.0)
+    told = [spread(100 * row[value] for row in codes) for value in ("accuracy", "accuracy_by_public_text_alone")]
+    yield "two codes {} at epsilon 1, {} by public texts alone".format(*told)
     sound = [rows[name] for name in rows if "sound" in name or "once" in name]
     ahead = all(rows["two codes, delta 0"][i][0] > row[i][0] for row in sound for i in (1, 2, 3) if row[i])
     yield holds(ahead, "Two codes are ahead of every sound Gaussian row at epsilon 2, 4 and 8")
@@ -321,7 +372,17 @@ def _zeroth_page() -> Iterator[str]:
 
 #: By page, what it says outside its tables and the figures, or the accountant, say too.
 SENTENCES: dict[Path, tuple[Callable[[], Iterator[str]], ...]] = {
-    RESULTS_PAGE: (_rapft_rows, _frost_rows, _ewft_rows, _cell_rows, _token_rows, _federated_rows, _settings_rows),
+    RESULTS_PAGE: (
+        _rapft_rows,
+        _start_rows,
+        _names_rows,
+        _frost_rows,
+        _ewft_rows,
+        _cell_rows,
+        _token_rows,
+        _federated_rows,
+        _settings_rows,
+    ),
     Path("docs/rapft.md"): (_rapft_page,),
     Path("docs/ewft.md"): (_ewft_page,),
     Path("docs/lora.md"): (_lora_page,),
