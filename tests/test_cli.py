@@ -165,7 +165,7 @@ def test_finetune_from_flags_alone_and_verify(model_folder, files, tmp_path):  #
 def test_a_lack_of_memory_is_told_in_a_sentence():
     code = (
         "import sys, numpy, fastdp.accounting.pld as pld; sys.argv[0] = 'fastdp'\n"
-        "pld.certified_epsilon = lambda *args: numpy.empty(1 << 60)\n"
+        "pld.certified_epsilon = lambda *args: numpy.empty(1 << 50)\n"
         "from fastdp.cli import app; app()"
     )
     plan = ["--noise-multiplier", "1", "--examples", "400", "--batch-size", "100", "--epochs", "1"]
