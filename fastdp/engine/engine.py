@@ -23,6 +23,7 @@ from fastdp.engine.errors import (
     CALLED_ON_OUTPUTS,
     FAILED_BACKWARD,
     FORWARD_AFTER_BACKWARD,
+    NO_BATCH,
     OUTSIDE_OF_LOSS,
     TWO_FORWARDS,
     SelfCheckError,
@@ -138,10 +139,7 @@ class Engine(Passes):
             if any(tensor.grad_fn is not None for _, tensor in leaves((args, kwargs))):
                 # What another network made, as a GAN's generator, which learns by this pass.
                 return self.forwards.root.plain(*args, **kwargs)
-            raise RuntimeError(
-                "no batch is outstanding: take batches from make_private's loader, run all passes of one before backward(), and "
-                "call model.eval() for other passes."
-            )
+            raise RuntimeError(NO_BATCH)
         given = call = args, kwargs
         inputs = leaves(given)
         if [t for _, t in inputs if t.requires_grad and t.is_leaf]:

@@ -7,6 +7,9 @@ TWO_FORWARDS = (
     "Two forward passes ran before one backward. Run one forward per batch, then backward(). Or call the model twice inside one "
     "wrapper module's forward()."
 )
+NO_BATCH = (
+    "no batch is outstanding: take one from make_private's loader, or call model.eval() for passes beside training."
+)
 FORWARD_AFTER_BACKWARD = (
     "A forward pass ran after its batch's backward(). Run all passes of a batch before, and call backward() once on the sum of "
     "their losses."
