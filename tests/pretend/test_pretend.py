@@ -83,6 +83,7 @@ def test_the_device_mixes_with_nothing():
     run("-c", RULES)
 
 
+@pytest.mark.timeout(300)
 def test_programs_train_there_as_on_the_processor(tmp_path):
     routes = trained(tmp_path, *SAMPLE)
     assert len(routes) == len(SAMPLE)
