@@ -8,7 +8,7 @@ TWO_FORWARDS = (
     "wrapper module's forward()."
 )
 NO_BATCH = (
-    "no batch is outstanding: take one from make_private's loader, or call model.eval() for passes beside training."
+    "no batch is outstanding: take one from make_private's loader, or call model.eval() for passes that do not train."
 )
 FORWARD_AFTER_BACKWARD = (
     "A forward pass ran after its batch's backward(). Run all passes of a batch before, and call backward() once on the sum of "

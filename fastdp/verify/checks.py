@@ -202,8 +202,8 @@ class Checks(Routing):
         loop.twice |= again
         if self._batches > 1 and not again and (self.passes.ranks.size > 1 or self.passes.device.type != "cpu"):
             return
-        makes = not self.passes.returns_loss or self.passes.mixes or source.makes(call)
-        needs = makes and (self._grew or again or not loop.begun)
+        due = self._grew or again or not loop.begun
+        needs = due and (not self.passes.returns_loss or self.passes.mixes or source.makes(call))
         if needs if self.passes.ranks.size == 1 else any(self.passes.ranks.gather(needs)):
             loop.begin(source, ticket.rows)
 
