@@ -211,7 +211,7 @@ class Probe:
 def same_shapes(passes: Passes) -> float:
     """How far values may move where shapes stay the same, relative to what other shapes may do."""
     selects = passes.forwards.lists or (passes.trace is not None and passes.trace.selects)
-    return 1.0 if selects else 1e-2 if passes.device.type == "cpu" else 1e-1  # some kernels add in no fixed order
+    return 1.0 if selects else 1e-2
 
 
 def _input_gradients(losses: torch.Tensor, upstream: torch.Tensor, inputs: InputGradients) -> list[torch.Tensor]:

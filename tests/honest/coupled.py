@@ -261,7 +261,7 @@ def sparse_autoencoder() -> Case:
         found, hidden = model(batch[0])
         rate = hidden.mean(0)
         penalty = 0.05 * (0.05 / rate).log() + 0.95 * (0.95 / (1 - rate)).log()
-        return F.mse_loss(found, batch[0]) + 1e-2 * penalty.sum()
+        return F.mse_loss(found, batch[0]) + 0.1 * penalty.sum()
 
     def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.encoder(x).sigmoid()
