@@ -178,27 +178,9 @@ DIRECT_NORMS.implement("cuda", DIRECT_NORMS.reference)
 def direct_norms(
     lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Squared norms of uses by the direct route, their `row_products` and their `token_counts`.
+    """Squared norms [k, B] of uses by the direct route of `sqnorm`, their `row_products` and their `token_counts`.
 
-    Args:
-        lefts: k matrices [N, m_i] and rights: [N, n_i], float, any strides; offsets: int64 [B + 1], as in
-            `fastdp.ops.sqnorm`.
-        known: numbers of matrices whose squared norms are not wanted, and are 0.
-
-    Returns:
-        Squared norms [k, B], float32 (float64 if a factor is float64); products and counts [k, B], float64.
-
-    Raises:
-        TypeError, ValueError: no matrices, ids, or a dtype, shape, device or offset outside the above.
-
-    >>> import torch
-    >>> from fastdp.ops import direct_norms
-    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
-    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> squares, products, counts = direct_norms([left, 2 * left], [right, right], offsets)
-    >>> squares
-    tensor([[  8.,  32.],
-            [ 32., 128.]])
+    Squared norms of the uses whose numbers are ``known`` are not computed, and are 0.
     """
     squares, products, counts = DIRECT_NORMS(Matrices.of(lefts), Matrices.of(rights), offsets, list(known))
     return squares, products * PRODUCTS_ROUNDING, counts
@@ -273,27 +255,9 @@ CHOSEN_SQNORM.in_family("bounds")
 
 
 def chosen_sqnorm(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor) -> Tensor:
-    """Squared norms by the direct route of some units of k matrices, chosen on the device; nothing waits for it.
+    """Squared norms [k, B] by the direct route of those units of k uses that are ``chosen``, bool [k, B]; 0 for the others.
 
-    On a GPU one launch serves all matrices, and a unit that was not chosen ends its programs at once.
-
-    Args:
-        lefts: k matrices [N, m_i] and rights: [N, n_i], float, any strides; offsets: int64 [B + 1], as in
-            `fastdp.ops.sqnorm`.
-        chosen: bool [k, B], beside the factors.
-
-    Returns:
-        [k, B], float32 (float64 if a factor is float64); 0 for the others.
-
-    Raises:
-        TypeError, ValueError: no matrices, ids, or a dtype, shape, device or offset outside the above.
-
-    >>> import torch
-    >>> from fastdp.ops import chosen_sqnorm
-    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
-    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> chosen_sqnorm([left], [right], offsets, torch.tensor([[False, True]]))
-    tensor([[ 0., 32.]])
+    On a GPU nothing waits for the choice: one launch serves all, and a unit that was not chosen ends its programs at once.
     """
     return CHOSEN_SQNORM(Matrices.of(lefts), Matrices.of(rights), offsets, chosen)
 

@@ -152,28 +152,9 @@ def weighted_sum_group(
     offsets: Tensor,
     outs: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
-    """`weighted_sum` of k matrices over the same tokens: on a GPU in one launch.
+    """`weighted_sum` of k pairs of matrices over the same tokens, by weights [k, B]: on a GPU in one launch.
 
-    Args:
-        lefts: k matrices [N, m_i], float, any strides.
-        rights: k matrices [N, n_i], float, any strides.
-        weights: [k, B], float32 or float64, one a matrix and unit.
-        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
-        outs: [m_i, n_i], float32 or float64: sums are added to these, in place; None where there is none yet.
-
-    Returns:
-        k matrices: those of ``outs``, and new ones, float32 (float64 if a factor is float64).
-
-    Raises:
-        TypeError, ValueError: no matrices, lists of other lengths, ids, other tokens, or what `weighted_sum` refuses.
-
-    >>> import torch
-    >>> from fastdp.ops import weighted_sum_group
-    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
-    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> sums = weighted_sum_group([left, 2 * left], [right, right], torch.tensor([[1.0, 0.5], [1.0, 0.0]]), offsets)
-    >>> [float(total[0, 0]) for total in sums]
-    [2.0, 2.0]
+    Sums are added to ``outs`` in place; None where there is none yet.
     """
     if not {torch.Tensor}.issuperset(map(type, (*lefts, *rights))):
         for left, right in zip(lefts, rights):
