@@ -2,7 +2,7 @@
 
 A module here holds an op's schema, checks and definition, and what runs on processors, whose C++ is in ``csrc/``. On GPUs runs
 the function of the op's name in its family of ``fastdp.kernels``. What is imported ``as`` itself is on the site's page of ops;
-the others are forms for many matrices, which the engine calls.
+the others are forms for many matrices, under masks or of a method, which the engine calls.
 """
 
 # ruff: noqa: F401
@@ -16,7 +16,7 @@ from .dchi import dchi_vectors, private_snap as private_snap
 from .gram import gram_norms
 from .heads import cross_entropy_gradient_ as cross_entropy_gradient_
 from .instances import (
-    instance_abs_sum as instance_abs_sum,
+    instance_abs_sum,
     instance_masked_sqnorm,
     instance_masked_sum,
     instance_sqnorm as instance_sqnorm,
@@ -25,7 +25,7 @@ from .instances import (
     instance_sum_group,
 )
 from .noise import add_noise_ as add_noise_, add_noise_group_
-from .norms import abs_sum as abs_sum, chosen_sqnorm, direct_norms, masked_sqnorm as masked_sqnorm, sqnorm as sqnorm
+from .norms import abs_sum as abs_sum, chosen_sqnorm, direct_norms, masked_sqnorm, sqnorm as sqnorm
 from .per_unit import (
     affine_sums as affine_sums,
     affine_sums_group,
@@ -35,4 +35,4 @@ from .per_unit import (
 )
 from .snap import snap as snap
 from .stream import NoiseStream as NoiseStream
-from .sums import masked_weighted_sum as masked_weighted_sum, weighted_sum as weighted_sum, weighted_sum_group
+from .sums import masked_weighted_sum, weighted_sum as weighted_sum, weighted_sum_group

@@ -193,8 +193,6 @@ class Rounding:
     Args:
         factors: of the use, ids included: their device and dtypes say which arithmetic runs.
 
-    >>> import torch
-    >>> from fastdp.ops import Rounding
     >>> Rounding(torch.ones(3, 2), torch.ones(3, 4)).entry().gamma(100) < 103 * 2**-24
     True
     """
@@ -271,9 +269,9 @@ def upper_norms(
     Args:
         parts: of all groups, at least one.
         groups: the group of each of their rows, int64.
-        errors: float64 ``[9, rows, 1]``: of each row what its powers are off by relative to themselves, and at least; what is
-            added, against its products, besides what depends on tokens; and `Roundings` in order, of each kind that of
-            powers against products to the power of the order, and that of what is added.
+        errors: float64 ``[9, rows, 1]``. Of each row: what its powers are off by, relative to themselves and at least; what
+            adding hides, against its products, besides the last six. These are ``fixed``, ``token`` and ``early`` of two
+            `Roundings` each: that of the powers, against products to the power of the order, and that of adding.
         count: of groups.
         order: of the norms, 1 or 2.
 
@@ -302,10 +300,10 @@ def upper_norms_reference(
     products = stack_rows([zero if own.products is None else own.products for own, zero in zip(parts, none)])
     tokens = stack_rows([zero if own.tokens is None else own.tokens for own, zero in zip(parts, none)])
     measured = powers.new_zeros(count, powers.shape[1]).index_add_(0, groups, powers)
-    reach, (relative, least, times) = products**order, errors[:3]
-    gram, apart = gammas_from_slopes(errors[3:].view(3, 2, -1, 1), tokens)
-    highest = measured.index_add(0, groups, powers.abs() * relative + least + reach * gram)
-    added = torch.zeros_like(measured).index_add_(0, groups, reach * (apart + times) ** order)
+    reach, (relative, least, adding) = products**order, errors[:3]
+    of_powers, of_adding = gammas_from_slopes(errors[3:].view(3, 2, -1, 1), tokens)
+    highest = measured.index_add(0, groups, powers.abs() * relative + least + reach * of_powers)
+    added = torch.zeros_like(measured).index_add_(0, groups, reach * (of_adding + adding) ** order)
     norms = (highest.clamp(min=0) ** (1 / order) + added ** (1 / order)) * _SLACK
     return norms, measured, (products > CANCELLING * norms[groups]).any(0)
 

@@ -147,9 +147,6 @@ def exponential_choice(
         TypeError: wrong dtypes, or no stream.
         RuntimeError: the position was drawn before.
 
-    >>> import torch
-    >>> from fastdp import NoiseStream
-    >>> from fastdp.ops import exponential_choice
     >>> table = torch.tensor([[0.0], [1.0], [50.0]])
     >>> drawn = exponential_choice(torch.zeros(1000, dtype=torch.int64), table, 1.0, NoiseStream())
     >>> sorted(set(drawn.tolist()))  # the third is e^50 times less likely

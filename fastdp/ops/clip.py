@@ -138,9 +138,6 @@ def clip_noise(
         TypeError: if the dtype or layout of ``x`` is another, or ``stream`` is no stream.
         RuntimeError: if the position was drawn before.
 
-    >>> import torch
-    >>> from fastdp import NoiseStream
-    >>> from fastdp.ops import clip_noise
     >>> clip_noise(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0, 0.0, NoiseStream())
     tensor([[0.6000, 0.8000],
             [0.3000, 0.4000]])

@@ -185,9 +185,6 @@ def private_snap(ids: Tensor, table: Tensor, eta: float | Tensor, stream: NoiseS
         TypeError: wrong dtypes, or no stream.
         RuntimeError: the position was drawn before.
 
-    >>> import torch
-    >>> from fastdp import NoiseStream
-    >>> from fastdp.ops import private_snap
     >>> table = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 9.0]])
     >>> private_snap(torch.tensor([2, 0, 1]), table, 1e6, NoiseStream())  # hardly any noise
     tensor([2, 0, 1])

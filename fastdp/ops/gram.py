@@ -31,11 +31,7 @@ def _gram_squares(left: Tensor, right: Tensor, bounds: Sequence[int]) -> Tensor:
 
 
 def _gram_norms_reference(
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    counts: Sequence[int],
-    offsets: Tensor,
-    most: int,
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int], offsets: Tensor, most: int
 ) -> tuple[Tensor, Tensor]:
     pairs = list(zip(lefts, [right for right, count in zip(rights, counts) for _ in range(count)]))
     squares = [_gram_squares(left, right, unit_bounds(offsets)) for left, right in pairs]
@@ -52,11 +48,7 @@ def _gram_norms_reference(
 
 
 def _check_gram_norms(
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    counts: Sequence[int],
-    offsets: Tensor,
-    most: int,
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int], offsets: Tensor, most: int
 ) -> None:
     if len(rights) != len(counts) or not rights or sum(counts) != len(lefts):
         raise ValueError(f"{len(lefts)} lefts in groups of {list(counts)} do not belong to {len(rights)} rights")
@@ -75,11 +67,7 @@ GRAM_NORMS.in_family("bounds")
 
 
 def gram_norms(
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    counts: Sequence[int],
-    offsets: Tensor,
-    most: int = INT64_MAX,
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int], offsets: Tensor, most: int = INT64_MAX
 ) -> tuple[Tensor, Tensor]:
     """Squared norms [k, B] of uses by the Gram route of `fastdp.ops.sqnorm`, and the `row_products` of each.
 
@@ -127,11 +115,7 @@ def counted_gram_norms(
 
 @GRAM_NORMS.on_cpu
 def _gram_norms_on_cpu(
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    counts: Sequence[int],
-    offsets: Tensor,
-    most: int,
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int], offsets: Tensor, most: int
 ) -> tuple[Tensor, Tensor]:
     if not has_kernel(*rights, *lefts):
         return NotImplemented

@@ -103,8 +103,6 @@ def instance_sqnorm(instances: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: another dtype, or no dimensions.
 
-    >>> import torch
-    >>> from fastdp.ops import instance_sqnorm
     >>> gradients = torch.tensor([[3.0, -4.0], [1.0, 0.0]])  # of two units
     >>> instance_sqnorm(gradients)
     tensor([25.,  1.])
@@ -115,23 +113,7 @@ def instance_sqnorm(instances: Tensor) -> Tensor:
 
 
 def instance_abs_sum(instances: Tensor) -> Tensor:
-    """L1 norm of each unit's instantiated gradient.
-
-    Args:
-        instances: [B, ...], float, any strides.
-
-    Returns:
-        [B], float32 (float64 if ``instances`` is float64).
-
-    Raises:
-        TypeError, ValueError: another dtype, or no dimensions.
-
-    >>> import torch
-    >>> from fastdp.ops import instance_abs_sum
-    >>> gradients = torch.tensor([[3.0, -4.0], [1.0, 0.0]])  # of two units
-    >>> instance_abs_sum(gradients)
-    tensor([7., 1.])
-    """
+    """L1 norm of each unit's instantiated gradient, as `instance_sqnorm` has the square of the other."""
     return INSTANCE_NORMS(instances, ABSOLUTE, None)[0]
 
 
@@ -191,8 +173,6 @@ def instance_sum(instances: Tensor, weights: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: a dtype, shape or device outside the above.
 
-    >>> import torch
-    >>> from fastdp.ops import instance_sum
     >>> gradients = torch.tensor([[3.0, -4.0], [1.0, 0.0]])  # of two units
     >>> instance_sum(gradients, torch.tensor([0.2, 1.0]))
     tensor([ 1.6000, -0.8000])
@@ -221,14 +201,10 @@ def _check_group(instances: Sequence[Tensor]) -> None:
             )
 
 
-def _widest(instances: Sequence[Tensor]) -> torch.dtype:
-    return torch.float64 if any(x.dtype == torch.float64 for x in instances) else torch.float32
-
-
 INSTANCE_NORMS_GROUP = Op(
     "instance_norms_group(Tensor[] instances) -> Tensor",
     reference=lambda instances: torch.stack([instance_sqnorm(x) for x in instances]),
-    fake=lambda instances: instances[0].new_empty(len(instances), instances[0].shape[0], dtype=_widest(instances)),
+    fake=lambda instances: instances[0].new_empty(len(instances), instances[0].shape[0], dtype=accumulator(*instances)),
     check=_check_group,
 )
 INSTANCE_NORMS_GROUP.in_family("groups")
@@ -271,7 +247,6 @@ def _served(instances: Tensor) -> bool:
 
 @INSTANCE_NORMS.on_cpu
 def _instance_norms_on_cpu(instances: Tensor, measure: int, mask: Tensor | None) -> Tensor:
-    """The norms of `fastdp.ops.instances` on a processor: [1, B], or [2, B] under a mask."""
     if not _served(instances):
         return NotImplemented
     units, mask = instances.shape[0], None if mask is None else mask.contiguous()

@@ -129,9 +129,6 @@ def add_noise_(
         TypeError: if the dtype or layout of ``x`` is another, or ``stream`` is no stream.
         RuntimeError: if ``x`` requires grad and grad mode is on, or the position was drawn before.
 
-    >>> import torch
-    >>> from fastdp import NoiseStream
-    >>> from fastdp.ops import add_noise_
     >>> total = torch.zeros(1000)
     >>> add_noise_(total, 2.0, NoiseStream()) is total
     True

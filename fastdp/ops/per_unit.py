@@ -68,8 +68,6 @@ def per_unit(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: a dtype, shape, device or offset outside the above.
 
-    >>> import torch
-    >>> from fastdp.ops import per_unit
     >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
     >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
     >>> per_unit(left, right, offsets).shape
@@ -124,8 +122,6 @@ def column_sums(left: Tensor, offsets: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: a dtype, shape, device or offset outside the above.
 
-    >>> import torch
-    >>> from fastdp.ops import column_sums
     >>> column_sums(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0, 1, 3]))
     tensor([[1.],
             [5.]])
@@ -202,8 +198,6 @@ def affine_sums(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, offsets
     Raises:
         TypeError, ValueError: a dtype, shape, device or offset outside the above.
 
-    >>> import torch
-    >>> from fastdp.ops import affine_sums
     >>> gradient, x, offsets = torch.ones(3, 2), torch.tensor([[1.0, 3.0]] * 3), torch.tensor([0, 1, 3])
     >>> weight, bias = affine_sums(gradient, x, x.mean(1), 1 / x.std(1, correction=0), offsets)
     >>> weight, bias

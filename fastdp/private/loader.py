@@ -151,9 +151,9 @@ class PrivateLoader:
         self.tickets: deque[Ticket] = deque()
         #: Whether the latest iteration was complete; and whether the loop left it before its last logical batch.
         self._complete = self.cut_short = False
-        #: Set by a caller that takes each batch before the backward pass of the one before.
+        #: Set by a caller that takes each batch before the backward pass of the one before: probe batches then come first.
         self.takes_ahead = False
-        #: Set by a caller that takes several microbatches before their backward passes, and checks them itself.
+        #: Set by a caller that checks itself that each microbatch has its backward pass: it may take several before.
         self.look_ahead = False
         names = ("num_workers", "pin_memory", "timeout", "prefetch_factor")
         begin = loader.worker_init_fn if self.reproducible else partial(_seed_worker, loader.worker_init_fn)
