@@ -142,7 +142,7 @@ class FusedAdamW(torch.optim.AdamW):
         Returns those that are left: with weight decay of Adam's kind or another option that the op lacks, strided, or pieces
         that begin within a block of noise.
         """
-        parameters, totals, stds, tensors, every_axes = summed
+        parameters, totals, stds, tensor_ids, every_axes = summed
         groups = [*map(group_of.get, map(id, parameters))]
         served = {id(group): _is_fusable(group) for group in self.param_groups}
         # One of each type: a step should not ask every parameter.
@@ -169,7 +169,7 @@ class FusedAdamW(torch.optim.AdamW):
                     [own_of(state["exp_avg"]) for state in their],
                     [own_of(state["exp_avg_sq"]) for state in their],
                     stds[own[0]],
-                    take([tensors[at] for at in own]),
+                    take([tensor_ids[at] for at in own]),
                     masters=[own_of(state["master"]) for state in their if "master" in state],
                     divisor=divisor,
                     lr=float(group["lr"]),

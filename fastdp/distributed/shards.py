@@ -159,7 +159,7 @@ class Sharded(UnshardedParameters):
         left = {name for name, parameter in parameters.items() if pieces.is_dtensor(parameter)}
         found = dict(parameters)
         for module in self._modules:
-            with peers_required(surely=False):
+            with peers_required(only_exchanges=False):
                 module.unshard()
             for name in list(left):
                 now = self.model.get_parameter(name)
@@ -247,10 +247,10 @@ class Sharded(UnshardedParameters):
 
         A pass that starts within the model, at units' losses, does not come by the hook on the model's own output.
         """
-        with peers_required(surely=False):
+        with peers_required(only_exchanges=False):
             self.model.unshard()
         try:
-            with peers_required(surely=False):
+            with peers_required(only_exchanges=False):
                 yield
         finally:
             self.settle()
@@ -280,7 +280,7 @@ class Sharded(UnshardedParameters):
 
         def run(*args: Any, **kwargs: Any) -> T:
             try:
-                with peers_required(surely=False):
+                with peers_required(only_exchanges=False):
                     found = forward(*args, **kwargs)
             except RankLost:
                 raise

@@ -31,6 +31,7 @@ def _check_clip(
 
 
 def _is_clipped(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    # Rounding of its sum may move a norm by 2^-28 of itself.
     return norm > max_norm * (1.0 - 2.0**-28)
 
 

@@ -132,7 +132,7 @@ def predicted_seconds(
     tokens, entries, width = units * length, units * m * n, dtype.itemsize
     product = 2 * tokens * m * n / constants.product_flops
     factors = tokens * (m + n) * width / constants.bandwidth
-    # The first of two passes takes every use as it comes.
+    # The first of two passes takes every use as it comes; otherwise a use of a group has no call of its own.
     together = constants.grouped and keeps_factors
     if route == "instantiate":
         passes = 3 if keeps_factors else 2  # written, read for the norms, read for the sum
@@ -177,6 +177,7 @@ def longest_by_gram(m: int, n: int) -> int:
     """
     if min(m, n) <= NARROW:
         return 0
+    # The two meet at about 2 m n / (m + n) tokens, which is far fewer than these.
     constants, most = DEFAULTS["cpu", 4], 2 * (m + n)
 
     def faster(length: int) -> bool:

@@ -27,7 +27,7 @@ class ClippedSums(NamedTuple):
     parameters: Sequence[torch.nn.Parameter]
     totals: Sequence[torch.Tensor]
     stds: Sequence[float]
-    tensors: Sequence[int]
+    tensor_ids: Sequence[int]
     axes: Sequence[RankOne | None]
 
 
