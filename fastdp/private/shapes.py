@@ -160,7 +160,7 @@ class LengthBuckets(ShapedCollator):
 
 
 class PublicPlaces:
-    """Places for the units of a logical batch, in microbatches of at most ``most``; those that are left over are padding.
+    """Places for the units of a logical batch, in microbatches of one size, at most ``most``; those left over are padding.
 
     The number of places is fixed, and units take them at random. So the places of the others have one distribution, with a
     unit and without it.
