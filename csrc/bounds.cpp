@@ -63,6 +63,11 @@ void row_products(const Factor &left, const Factor &right, const std::vector<int
 // Parts of the gradients: `count` rows of a power of each unit, float32 or float64; and of their products and tokens, or null.
 using Block = std::tuple<Memory, bool, int64_t, Memory, Memory>;
 
+// What `errors` holds of each row: what its powers are off by, relative to themselves and at least; what adding hides, against
+// its products, besides the last six. These are, of the powers and then of adding, roundings for a unit, its tokens and its
+// first tokens.
+enum Error { kRelative, kLeast, kAdding, kFixed, kToken = 5, kEarlyToken = 7 };
+
 // The bounds of fastdp/ops/bounds.py's upper_norms, float64: `groups` has the group of each row of all blocks, and `errors`
 // [9][rows] what its rounding may hide. `norms` and `measured` are [count][units], and `cancelling` [units].
 void upper_norms(std::vector<Block> blocks, const int64_t *groups, const double *errors, int64_t rows, int64_t count,
@@ -87,14 +92,15 @@ void upper_norms(std::vector<Block> blocks, const int64_t *groups, const double 
     each([&](int64_t row, int64_t unit, double power, double product, double tokens) {
         const auto error = [&](int64_t number) { return errors[number * rows + row]; };
         const auto gamma = [&](int64_t which) {
-            const double sum = error(3 + which) + error(5 + which) * tokens + error(7 + which) * std::min(tokens, kEarly);
+            const double sum = error(kFixed + which) + error(kToken + which) * tokens +
+                               error(kEarlyToken + which) * std::min(tokens, kEarly);
             return sum < 0.25 ? sum / (1 - sum) : std::numeric_limits<double>::infinity();
         };
-        const double apart = gamma(1) + error(2);
+        const double hidden = gamma(1) + error(kAdding);
         const int64_t at = groups[row] * units + unit;
         measured[at] += power;
-        norms[at] += power + std::fabs(power) * error(0) + error(1) + (square ? product * product : product) * gamma(0);
-        added[at] += square ? product * product * (apart * apart) : product * apart;
+        norms[at] += power + std::fabs(power) * error(kRelative) + error(kLeast) + (square ? product * product : product) * gamma(0);
+        added[at] += square ? product * product * (hidden * hidden) : product * hidden;
     });
     for (int64_t at = 0; at < count * units; ++at) {
         const double least = norms[at] < 0 ? 0 : norms[at];

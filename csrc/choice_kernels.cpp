@@ -27,12 +27,6 @@
 namespace fastdp {
 namespace {
 
-FASTDP_BODY void load_tail(const float *from, int64_t n, f16 &x) {
-    x = f16{};
-    if (n >= kLanes) std::memcpy(&x, from, sizeof x);
-    else std::memcpy(&x, from, n * sizeof(float));
-}
-
 FASTDP_BODY float total_body(const f16 &x) {
     float sum = 0;
     for (int k = 0; k < kLanes; ++k) sum += x[k];

@@ -16,31 +16,30 @@ namespace {
 #if defined(__x86_64__) && defined(__GNUC__)
 // Asked of the processor itself: a compiler's own table of features is not filled where another's runtime is linked.
 struct Features {
-    unsigned first = 0, second = 0;              // ECX of leaf 1 and EBX of leaf 7
-    unsigned third = 0, fourth = 0, fifth = 0;  // ECX and EDX of leaf 7, EAX of its subleaf 1
-    unsigned saved = 0;                          // registers that the operating system keeps for a thread (XCR0)
+    unsigned leaf1_ecx = 0, leaf7_ebx = 0, leaf7_ecx = 0, leaf7_edx = 0, leaf7_1_eax = 0;  // as CPUID gives them
+    unsigned saved = 0;  // registers that the operating system keeps for a thread (XCR0)
 
     Features() {
         unsigned a, b, c, d;
         if (!__get_cpuid(1, &a, &b, &c, &d)) return;
-        first = c;
-        if (has(first, 27)) {
+        leaf1_ecx = c;
+        if (has(leaf1_ecx, 27)) {
             unsigned high;
             __asm__ volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
         }
         if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
-        second = b, third = c, fourth = d;
-        if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) fifth = a;
+        leaf7_ebx = b, leaf7_ecx = c, leaf7_edx = d;
+        if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) leaf7_1_eax = a;
     }
 
     static bool has(unsigned word, int bit) { return (word >> bit) & 1; }
     // FMA, AVX and F16C of leaf 1, AVX2 of leaf 7; the low and high halves of 16 registers are kept.
     bool avx2() const {
-        return has(first, 12) && has(first, 28) && has(first, 29) && has(second, 5) && (saved & 0x6) == 0x6;
+        return has(leaf1_ecx, 12) && has(leaf1_ecx, 28) && has(leaf1_ecx, 29) && has(leaf7_ebx, 5) && (saved & 0x6) == 0x6;
     }
     // F, DQ, BW and VL; masks and all of 32 registers are kept.
     bool avx512() const {
-        return avx2() && has(second, 16) && has(second, 17) && has(second, 30) && has(second, 31) && (saved & 0xe6) == 0xe6;
+        return avx2() && has(leaf7_ebx, 16) && has(leaf7_ebx, 17) && has(leaf7_ebx, 30) && has(leaf7_ebx, 31) && (saved & 0xe6) == 0xe6;
     }
 };
 #endif
@@ -77,10 +76,10 @@ const Products &products() {
 #if defined(__x86_64__) && defined(__GNUC__)
         const Features f;
         if (!f.avx512()) return p;
-        p.vnni = Features::has(f.third, 11);
-        p.bf16 = Features::has(f.fifth, 5);
-        p.tiles_bf16 = Features::has(f.fourth, 22);
-        p.tiles_int8 = Features::has(f.fourth, 25);
+        p.vnni = Features::has(f.leaf7_ecx, 11);
+        p.bf16 = Features::has(f.leaf7_1_eax, 5);
+        p.tiles_bf16 = Features::has(f.leaf7_edx, 22);
+        p.tiles_int8 = Features::has(f.leaf7_edx, 25);
 #endif
         return p;
     }();

@@ -81,9 +81,9 @@ Tokens nonzero_tokens(const std::vector<Factor> &lefts, const Factor &right, con
     found.bounds.push_back(0);
     for (size_t unit = 0; unit + 1 < bounds.size(); ++unit) {
         for (int64_t t = bounds[unit]; t < bounds[unit + 1]; ++t) {
-            const bool dead = (!lefts.empty() && every_left(t, is_zero) && is_finite(right, t)) ||
-                              (is_zero(right, t) && every_left(t, is_finite));
-            if (!dead) found.at.push_back(t);
+            const bool adds_nothing = (!lefts.empty() && every_left(t, is_zero) && is_finite(right, t)) ||
+                                      (is_zero(right, t) && every_left(t, is_finite));
+            if (!adds_nothing) found.at.push_back(t);
         }
         found.bounds.push_back(static_cast<int64_t>(found.at.size()));
     }

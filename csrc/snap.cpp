@@ -30,15 +30,10 @@ FASTDP_BODY RowBounds round_row_body(const float *row, const float *centre, int6
                                      void *out) {
     f16 squares = {}, losses = {};
     for (int64_t i = 0; i < d; i += kLanes) {
-        f16 x = {}, c = {};
+        f16 x, c;
         const int64_t n = d - i < kLanes ? d - i : kLanes;
-        if (n == kLanes) {
-            std::memcpy(&x, row + i, sizeof x);
-            std::memcpy(&c, centre + i, sizeof c);
-        } else {
-            std::memcpy(&x, row + i, n * sizeof(float));
-            std::memcpy(&c, centre + i, n * sizeof(float));
-        }
+        load_tail(row + i, n, x);
+        load_tail(centre + i, n, c);
         const f16 z = x * scale - c * scale;
         squares += z * z;
         if (!half) {

@@ -20,6 +20,13 @@ typedef double d8 __attribute__((vector_size(64)));
 
 constexpr int kLanes = 16;
 
+// Sixteen floats, or the first n and zeros.
+FASTDP_BODY void load_tail(const float *from, int64_t n, f16 &x) {
+    x = f16{};
+    if (n >= kLanes) std::memcpy(&x, from, sizeof x);
+    else std::memcpy(&x, from, n * sizeof(float));
+}
+
 // Squared Euclidean distance in float64: every difference and square is of float64 values, summed in one fixed order.
 double squared_distance(const float *a, const float *b, int64_t d);
 

@@ -57,14 +57,14 @@ _PACKAGES = ("accounting", "audit", "ops")
 
 
 def members(package: str) -> list[tuple[str, str]]:
-    """What one of `_PACKAGES` hands out, each with the module that defines it; checked as public names are."""
+    """What one of `_PACKAGES` imports as itself, each with the module that defines it; checked as public names are."""
     if package not in _PACKAGES:
         return []
     found = []
     for node in ast.parse((ROOT / "fastdp" / package / "__init__.py").read_text()).body:
         if isinstance(node, ast.ImportFrom):
             home = f"fastdp.{package}.{node.module}" if node.level else str(node.module)
-            found += [(alias.name, home) for alias in node.names]
+            found += [(alias.name, home) for alias in node.names if alias.asname]
     for name, home in found:
         path = ROOT.joinpath(*home.split(".")).with_suffix(".py")
         definition = next(node for node in _definitions(path) if node.name == name)

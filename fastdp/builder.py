@@ -46,7 +46,7 @@ from fastdp.private.observer import Observer
 from fastdp.private.plan import Budget, Plan, SideRelease, fingerprint
 from fastdp.private.preparation import Access, RunState
 from fastdp.private.registry import refuse_driven
-from fastdp.private.release import Recorder, Release, ReplicatedLedger
+from fastdp.private.release import Release, ReplicatedLedger
 from fastdp.private.run import Private
 from fastdp.private.sampler import Units, steps_per_epoch
 from fastdp.private.schedules import refuse_private_schedules
@@ -156,9 +156,9 @@ class RunOptions:
         return None if self.isolation is not None else shapes
 
     @property
-    def whose_shapes(self) -> str:
-        """Who decides the shapes of microbatches, as the ledger has it."""
-        return "own" if self.public_shapes is None and self.isolation is None else "public"
+    def own_shapes(self) -> bool:
+        """Whether the examples drawn decide the shapes of their microbatches."""
+        return self.public_shapes is None and self.isolation is None
 
     @property
     def returns_loss(self) -> bool:
@@ -182,11 +182,7 @@ class RunOptions:
 
 
 class Builder:
-    """Builds one private run.
-
-    Args:
-        model, optimizer, data_loader: as given to `make_private`; accelerate's wrappers are looked through.
-        options: its other arguments.
+    """Builds one private run from the arguments of `make_private`; accelerate's wrappers are looked through.
 
     Attributes:
         plan: what is public about the run, once it is checked.
@@ -332,8 +328,7 @@ class Builder:
             self.method.policy(self.trained, self.plan.sigma * factor, {})
         if self.method.selects:
             refuse_frozen(self.model, self.optimizer)
-        own_shapes = options.public_shapes is None and options.isolation is None
-        if self.method.needs_public_shapes and own_shapes:
+        if self.method.needs_public_shapes and options.own_shapes:
             raise ValueError(
                 f"With {self.method.mechanism}, one record's shape may move what others add by many bounds: pass "
                 'shapes="public", or isolation="per_example"'
@@ -401,7 +396,7 @@ class Builder:
             return Ledger.open_or_create(
                 None if folder is None else folder / "ledger.jsonl",
                 plan.header(self.method.describe(), fingerprint(self.moved))
-                | {"noise_rounds": int(options.noise_rounds), "shapes": options.whose_shapes},
+                | {"noise_rounds": int(options.noise_rounds), "shapes": "own" if options.own_shapes else "public"},
                 event=plan.event(),
                 budget_steps=plan.steps,
                 side={side.kind: (side.event, side.count) for side in plan.side},
@@ -417,7 +412,7 @@ class Builder:
         """The run; its stages are among ``opened`` as soon as they hold something."""
         options, noise = self.options, self._open_stream(rounds=self.options.noise_rounds)
         self.observers: list[Observer] = []
-        self.recorder: Recorder = ledger if self.ranks.size == 1 else ReplicatedLedger(ledger, self.ranks)
+        self.recorder = ledger if self.ranks.size == 1 else ReplicatedLedger(ledger, self.ranks)
         self.loader = self._open_loader(STEP)
         release = Release(self.trained, self.recorder, noise, self.batch_size, secure_rounding=options.secure_rounding)
         resumed = options.resume and options.folder is not None
@@ -435,7 +430,12 @@ class Builder:
 
     @cached_property
     def _open_stream(self) -> Callable[..., NoiseStream]:
-        return _streams(self.options.unsafe_seed, self.ranks)
+        """Opens one stream after another, of 20 rounds or as told, each with a key of its own, which all ranks have."""
+        if self.options.unsafe_seed is None:
+            return NoiseStream if self.ranks.size == 1 else partial(NoiseStream.shared, self.ranks.key)
+        seed = int(self.options.unsafe_seed)
+        seeds = itertools.chain((2 * seed, 2 * seed + 1), itertools.count((seed + 1) << 64))
+        return lambda rounds=20: NoiseStream.unsafe_reproducible(next(seeds), rounds)
 
     def _open_loader(self, kind: str, plan: Plan | None = None) -> PrivateLoader:
         return PrivateLoader(
@@ -515,12 +515,3 @@ def _central(method: Any) -> Method:
         given = f"the class {kind.__name__}" if isinstance(method, type) else f"of type {kind.__name__}"
         raise TypeError(f"method is {given}, not settings of a method: give fastdp.{name}")
     return method
-
-
-def _streams(unsafe_seed: int | None, ranks: Ranks) -> Callable[..., NoiseStream]:
-    """Opens one stream after another, of 20 rounds or as told, each with a key of its own, which all ranks have."""
-    if unsafe_seed is None:
-        return NoiseStream if ranks.size == 1 else partial(NoiseStream.shared, ranks.key)
-    seed = int(unsafe_seed)
-    seeds = itertools.chain((2 * seed, 2 * seed + 1), itertools.count((seed + 1) << 64))
-    return lambda rounds=20: NoiseStream.unsafe_reproducible(next(seeds), rounds)

@@ -53,7 +53,9 @@ class _PrivateOptimizer:
     ) -> None:
         model, loader = options.pop("model", None), options.pop("data_loader", None)
         if isinstance(params, torch.nn.Module):
-            model, params = params, _trained_parameters(params)
+            model, params = params, [p for p in params.parameters() if p.requires_grad]
+            if not params:
+                raise ValueError("the model has no trained parameter: every requires_grad is False")
             if args and not isinstance(args[0], (float, int, torch.Tensor)):
                 loader, args = args[0], args[1:]
         theirs = inspect.signature(kind.__init__).parameters
@@ -91,13 +93,6 @@ class _PrivateOptimizer:
 def _without_hooks(step: Any) -> Any:
     """``step`` without the wrapper that torch puts round that of every class with instances, which would run hooks twice."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step
-
-
-def _trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
-        raise ValueError("the model has no trained parameter: every requires_grad is False")
-    return trained
 
 
 class SGD(_PrivateOptimizer, torch.optim.SGD):
@@ -147,7 +142,7 @@ class FusedAdamW(torch.optim.AdamW):
         Returns those that are left: with weight decay of Adam's kind or another option that the op lacks, strided, or pieces
         that begin within a block of noise.
         """
-        parameters, totals, stds, tensors, every_axes = summed
+        parameters, totals, stds, tensor_ids, every_axes = summed
         groups = [*map(group_of.get, map(id, parameters))]
         served = {id(group): _is_fusable(group) for group in self.param_groups}
         # One of each type: a step should not ask every parameter.
@@ -174,7 +169,7 @@ class FusedAdamW(torch.optim.AdamW):
                     [own_of(state["exp_avg"]) for state in their],
                     [own_of(state["exp_avg_sq"]) for state in their],
                     stds[own[0]],
-                    take([tensors[at] for at in own]),
+                    take([tensor_ids[at] for at in own]),
                     masters=[own_of(state["master"]) for state in their if "master" in state],
                     divisor=divisor,
                     lr=float(group["lr"]),
@@ -310,12 +305,6 @@ def _by_step_count(members: list[int], counts: list[torch.Tensor]) -> list[tuple
     return [(step, [at for at, own in zip(members, steps) if own == step]) for step in numbers]
 
 
-def _dtype_of_moments(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"moments is {dtype}: keep them in torch.float32 or in torch.bfloat16")
-    return dtype
-
-
 class AdamW(_PrivateOptimizer, FusedAdamW):
     """`torch.optim.AdamW` with private gradients.
 
@@ -343,7 +332,9 @@ class AdamW(_PrivateOptimizer, FusedAdamW):
         moments: torch.dtype = torch.float32,
         **options: Any,
     ):
-        self.fused, self.master_weights, self.moments = fused, master_weights, _dtype_of_moments(moments)
+        if moments not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"moments is {moments}: keep them in torch.float32 or in torch.bfloat16")
+        self.fused, self.master_weights, self.moments = fused, master_weights, moments
         self._initialise(torch.optim.AdamW, params, args, options)
 
 

@@ -58,12 +58,9 @@ class Allowed:
 def setting(
     help: str, default: Any = None, *, among: tuple[str, ...] = (), finite: bool = True, **bounds: float
 ) -> Any:
-    """A field of a table of settings.
+    """A field of a table of settings, allowed ``among`` some words or within ``above``, ``least``, ``below`` and ``most``.
 
-    Args:
-        help: of a flag; the words that it may be say enough where this is empty.
-        among, finite: as in `Allowed`.
-        bounds: ``above``, ``least``, ``below``, ``most``.
+    ``help`` is a flag's; the words that it may be say enough where this is empty.
     """
     allowed = Allowed(among, bounds, finite)
     return dataclasses.field(default=default, metadata={"help": help or ", ".join(among), "allowed": allowed})

@@ -55,11 +55,7 @@ class FolderRejected(ValueError):
 
 
 def escape_controls(text: str, *, keep_lines: bool = False) -> str:
-    r"""Text in which no character moves a cursor, begins an escape sequence, reorders letters or ends a line.
-
-    Args:
-        text: of any origin.
-        keep_lines: leave line ends and tabs as they are.
+    r"""Text in which no character moves a cursor, begins an escape sequence, reorders letters or, by default, ends a line.
 
     >>> escape_controls("a\x1b]52;c;aGk=\x07\nb")
     'a\\x1b]52;c;aGk=\\x07\\nb'
@@ -133,14 +129,9 @@ def read_text(path: str | os.PathLike[str], most: int = MAX_FILE) -> str:
 
 
 def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
-    """A JSON value with unique keys and finite numbers, within this module's depth.
+    """A JSON value with unique keys and finite numbers, within this module's depth; bytes are UTF-8.
 
-    Args:
-        text: UTF-8 if it is bytes.
-        constants: accept NaN and infinities, as Python writes them.
-
-    Raises:
-        ValueError: in one sentence, for anything else.
+    ``constants`` accepts NaN and infinities, as Python writes them. Raises ValueError, in one sentence, for anything else.
     """
     refuse = {} if constants else {"parse_constant": _refuse_constant, "parse_float": _finite}
     try:
@@ -165,12 +156,8 @@ def parse_json_object(text: str | bytes) -> dict[str, Any]:
 def parse_yaml(text: str, *, as_text: bool = False) -> Any:
     """A YAML value of plain types with unique keys, within the limits of this module, every alias counted as written out.
 
-    Args:
-        text: the document.
-        as_text: keep every scalar as the text that is written, such as ``no`` and ``007``.
-
-    Raises:
-        ValueError: in one sentence, with the line where one is known.
+    ``as_text`` keeps every scalar as the text that is written, such as ``no`` and ``007``. Raises ValueError, in one sentence,
+    with the line where one is known.
     """
     if len(text) > MAX_YAML:
         raise ValueError(f"it holds more than {MAX_YAML} characters")
@@ -185,14 +172,9 @@ def parse_yaml(text: str, *, as_text: bool = False) -> Any:
 
 
 def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> Any:
-    """What ``auto.from_pretrained`` loads, without running code that comes with the model.
+    """What ``auto.from_pretrained`` loads, ``auto`` being such as ``AutoModel``, without running code that comes with the model.
 
     A folder is read as it is: whatever its files name, no repository is looked up for it.
-
-    Args:
-        auto: a class of transformers, such as ``AutoModel``.
-        name: of a folder, or a model on the hub.
-        options: for ``from_pretrained``.
 
     Raises:
         FolderRejected: for a folder whose config names a repository or counts too much, or whose tokenizer may grow a text

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 import fastdp
-import fastdp._native as native
+from fastdp import _native as native
 from fastdp.distribution import wheel_digest
 
 assert not any(shutil.which(name) for name in ("cc", "gcc", "g++", "clang", "c++")), "a compiler is on the path"

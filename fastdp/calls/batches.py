@@ -140,7 +140,7 @@ class RowLists:
         #: The axis of rows at each place where it was seen, and the places of the latest call where rows came second.
         self._axes: dict[Path, int] = {}
         self._second: set[Path] = set()
-        #: The places of the latest call whose tensors hold no rows, and have an axis of size 1 in front meanwhile.
+        #: The places of the latest call whose tensors hold no rows although a size says so, and have an axis of size 1 in front.
         self._whole: set[Path] = set()
         #: How many rows an example had when a call first had several, how many it has now, and whether they lie side by side.
         self._several, self._count, self._adjacent = 0, 1, None
@@ -159,13 +159,15 @@ class RowLists:
         if self._count > 1:
             self._second, self._whole, self._kinds = set(), set(), {}
             return map_leaves(call, lambda _, t: self._examples_first(t, rows) if t.dim() else t)
-        # As many of something else as rows.
-        chance = [(path, t) for path, t in held if rows > 1 and rows in t.shape[:2] and source is not None]
-        self._whole = {path for path, t in chance if source.predates(t)}
-        apart = self._whole | _entries_of_rows(held, rows) if nested and rows > 2 else self._whole
-        told = {p: self._is_second(p, t, rows, source) for p, t in held if t.dim() > 1 and p not in apart}
+        # A size may be the number of rows by chance: a tensor that the loop had before this batch holds none of its rows.
+        possible = [(path, t) for path, t in held if rows > 1 and rows in t.shape[:2] and source is not None]
+        self._whole = {path for path, t in possible if source.predates(t)}
+        # Neither is asked where its rows lie: a tensor without rows, and an entry of a list that has one for each row.
+        skipped = self._whole | _entries_of_rows(held, rows) if nested and rows > 2 else self._whole
+        is_second = {p: self._is_second(p, t, rows, source) for p, t in held if t.dim() > 1 and p not in skipped}
         # What could be either, such as a mask without padding, lies as the others do.
-        self._second = {path for path, second in told.items() if second or (second is None and True in told.values())}
+        others_second = True in is_second.values()
+        self._second = {path for path, second in is_second.items() if second or (second is None and others_second)}
         if self._second or self._whole:
             call = map_leaves(call, self._rows_first)
         self._entries, self._kinds = {}, {}

@@ -19,9 +19,8 @@ from fastdp.calls.randomness import rng_state, seeded, version
 
 #: Examples that are read between two reads of one.
 _READ_BETWEEN = 3
-#: Examples of the data set from which a probe batch takes companions, spread over it by multiples of the golden ratio.
+#: Examples of the data set from which a probe batch takes companions.
 _SAMPLED = 8
-_GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True)
@@ -214,8 +213,7 @@ class Collation:
         rows of its last two batches, may leave one place as it is. None if every batch holds one example, so that none can
         reach another.
         """
-        size = len(self.dataset)
-        spread = list(dict.fromkeys(int(size * (_GOLDEN * k % 1)) for k in range(_SAMPLED)))
+        spread = spread_indices(len(self.dataset), _SAMPLED)
         # Padding repeats examples, which would be taken for each other.
         own = list(dict.fromkeys([*self.indices, *spread]))[:rows]
         items = {index: self.dataset[index] for index in dict.fromkeys([*own, *spread])}
@@ -330,6 +328,11 @@ class ProbeBatch:
         now = rng_state()
         with seeded(self.seed):
             return rng_state() != now or self.generators.moved()
+
+
+def spread_indices(size: int, count: int) -> list[int]:
+    """At most ``count`` indices from all over a data set, by multiples of the golden ratio: more of them begin with fewer."""
+    return list(dict.fromkeys(int(size * (0.6180339887498949 * k % 1)) for k in range(count)))
 
 
 def _watched(make: Callable[[], Any], seed: int) -> tuple[Any, bool]:

@@ -29,7 +29,8 @@ _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 #: The first numbers that any generator draws between 0 and 1 are below .1 under the one seed, and above .9 under the other:
 #: what happens with some chance happens in a check.
 SEEDS = (1630, 2152)
-_ASKED = ("__call__", "__getitem__", "__getitems__")
+#: The methods by which a loader reads data sets and calls transforms: they may name a generator.
+_READING_METHODS = ("__call__", "__getitem__", "__getitems__")
 _KINDS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 
 
@@ -74,7 +75,8 @@ def _variables() -> list[Any]:
             held += [frame.f_globals.get(name) for name in frame.f_code.co_names]
             own = frame.f_locals
             held += own.values()
-            # Before Python 3.13 this is a copy that the frame keeps, and a batch with it, unless somebody else holds it.
+            # Before Python 3.13 this is a copy that the frame keeps, and a batch with it. Three references are the frame's, this
+            # one and the question's own: nobody else holds it.
             if type(own) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(own) == 3:
                 own.clear()
         frame = frame.f_back
@@ -102,7 +104,7 @@ def _parts(owner: Any) -> Iterable[Any]:
         return entries if len(owner) <= _ENTRIES else ()
     if isinstance(owner, type):
         return ()
-    functions = (vars(kind).get(name) for kind in type(owner).__mro__ for name in _ASKED)
+    functions = (vars(kind).get(name) for kind in type(owner).__mro__ for name in _READING_METHODS)
     return *getattr(owner, "__dict__", {}).values(), *(f for f in functions if isinstance(f, FunctionType))
 
 

@@ -48,9 +48,6 @@ class LoadedMode:
 
     Torch does not say who set a mode. So one layer whose forward knows no mode is put into training mode: `model.eval()` puts
     it back, and until then nobody has called it.
-
-    Args:
-        model: as it was given.
     """
 
     def __init__(self, model: torch.nn.Module):

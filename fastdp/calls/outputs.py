@@ -49,33 +49,33 @@ class OutputRows:
     """The axes of rows in what a model returns.
 
     Args:
-        folds: for each output with rows where they lie (`fastdp.engine.uses.rows.BatchAxis`), and how many dimensions it has.
+        axes: for each output with rows where they lie (`fastdp.engine.uses.rows.BatchAxis`), and how many dimensions it has.
         without: the places of outputs that are the same size for any number of rows.
     """
 
-    def __init__(self, folds: Mapping[Path, tuple[Any, int]] = {}, without: Collection[Path] = ()):
-        self._folds, self._without = folds, without
+    def __init__(self, axes: Mapping[Path, tuple[Any, int]] = {}, without: Collection[Path] = ()):
+        self._axes, self._without = axes, without
         #: How many dimensions those have whose rows the model puts first.
-        self.in_front = {path: dims for path, (fold, dims) in folds.items() if fold.natural}
+        self.in_front = {path: dims for path, (axis, dims) in axes.items() if axis.natural}
         #: Whether there are outputs, and none that may be a loss.
-        self.all_have_rows = bool(folds) and not without
+        self.all_have_rows = bool(axes) and not without
 
     def first(self, output: Any, rows: int) -> Any:
         """The output with rows first, each tensor ``[rows, ...]``; squeeze() may have left out the axis of one row."""
 
         def front(path: Path, t: torch.Tensor) -> torch.Tensor:
-            if path not in self._folds:
+            if path not in self._axes:
                 if not t.requires_grad:
                     return t
                 if path in self._without:
                     return SharedOutput.apply(t)
                 return t.unsqueeze(0) if rows == 1 and t.shape[:1] != (1,) else t
-            fold, dims = self._folds[path]
+            batch_axis, dims = self._axes[path]
             if t.dim() < dims:
                 return t.unsqueeze(0)
-            if t.shape[fold.axis] % rows:
+            if t.shape[batch_axis.axis] % rows:
                 return t
-            t = fold.front(t, rows)
+            t = batch_axis.front(t, rows)
             return t if t.shape[0] == rows else t.unflatten(0, (rows, -1))
 
         return map_leaves(output, front)
@@ -84,13 +84,13 @@ class OutputRows:
         """The inverse of `first`."""
 
         def back(path: Path, t: torch.Tensor) -> torch.Tensor:
-            fold, dims = self._folds.get(path, (None, 0))
-            if fold is None or (fold.natural and t.dim() <= dims):
+            batch_axis, dims = self._axes.get(path, (None, 0))
+            if batch_axis is None or (batch_axis.natural and t.dim() <= dims):
                 return t
-            return fold.back(t if fold.inner or t.dim() <= dims else t.flatten(0, 1))
+            return batch_axis.back(t if batch_axis.inner or t.dim() <= dims else t.flatten(0, 1))
 
         return map_leaves(output, back)
 
     def of(self, output: Any) -> list[torch.Tensor]:
         """The floating-point outputs with rows."""
-        return [t for path, t in leaves(output) if path in self._folds and t.is_floating_point()]
+        return [t for path, t in leaves(output) if path in self._axes and t.is_floating_point()]

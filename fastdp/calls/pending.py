@@ -61,12 +61,9 @@ class PendingGradient(torch.Tensor):
 
 
 class PendingGradients:
-    """The pending gradients of a model's trained parameters.
+    """The pending gradients of a model's trained parameters; its loop is told of them once.
 
-    Args:
-        model: whose loop is told once.
-        parameters: those trained.
-        scaled: whether what multiplies the loss reaches the gradients of examples, as it does outside the model.
+    ``scaled`` says whether what multiplies the loss reaches the gradients of examples, as it does outside the model.
     """
 
     def __init__(self, model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter], *, scaled: Callable[[], bool]):

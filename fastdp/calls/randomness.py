@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from fastdp.calls.composite import COMPOSITE, opened
+from fastdp.calls.composite import COMPOSITE
 from fastdp.calls.generators import HeldGenerators, own_generators, set_seed
 
 _WORDS = 624
@@ -126,11 +126,9 @@ def preserve_rng(model: torch.nn.Module) -> Iterator[None]:
 
 
 class BufferSnapshot:
-    """The buffers of a model as they are now; `restore` puts their tensors and values back.
+    """The buffers of a model as they are now, all or those of some names; `restore` puts their tensors and values back.
 
-    Args:
-        model: its attributes, hooks and parameters are never touched.
-        only: names of the buffers that are kept; by default all.
+    Attributes, hooks and parameters are never touched.
     """
 
     def __init__(self, model: torch.nn.Module, only: Collection[str] | None = None):
@@ -190,10 +188,8 @@ class _Changed(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in COMPOSITE:
-            inside = opened(func)
-            assert inside is not None
             with self:
-                return inside(*args, **(kwargs or {}))
+                return COMPOSITE[func](*args, **(kwargs or {}))
         if func in self.functions:
             return self.change(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))

@@ -16,12 +16,7 @@ Keep = Callable[[str, torch.Tensor], None]
 
 
 class _Block:
-    """The sums of one block's parameters in one buffer, whose row r holds the pieces that rank r keeps.
-
-    Args:
-        parameters: sharded parameters (`DTensor`) by name, all on one mesh.
-        device: of the sums.
-    """
+    """The sums of one block's sharded parameters in one buffer, whose row r holds the pieces that rank r keeps."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], device: torch.device):
         self._parameters = parameters
@@ -125,12 +120,7 @@ class BlockReducer:
 
 
 class CaptureOrder:
-    """Record the order in which parameters are captured, so that ranks can compare it, and pass each capture on to a sink.
-
-    Args:
-        sink: takes every capture.
-        names: of the parameters, by identity.
-    """
+    """Record the order in which parameters are captured, so that ranks can compare it, and pass each capture on to a sink."""
 
     def __init__(self, sink: Any, names: Mapping[int, str]):
         self._sink, self._names = sink, names
@@ -152,12 +142,7 @@ class CaptureOrder:
 
 
 class LocalPieces:
-    """Keep pieces of this process's own sums: nothing is exchanged.
-
-    Args:
-        parameters: in pieces or whole, by name.
-        keep: as in `BlockReducer`.
-    """
+    """Keep pieces of this process's own sums as `BlockReducer` does, but exchange nothing."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], keep: Keep):
         self._parameters, self._keep = parameters, keep

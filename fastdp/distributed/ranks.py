@@ -228,16 +228,15 @@ def single_process() -> Iterator[None]:
 
 
 @contextmanager
-def peers_required(*, surely: bool = True) -> Iterator[None]:
+def peers_required(*, only_exchanges: bool = True) -> Iterator[None]:
     """What is exchanged meanwhile raises `RankLost` where another process cannot be reached.
 
-    Args:
-        surely: nothing else happens meanwhile, so that any RuntimeError says that; otherwise its words are looked at.
+    Where ranks do more meanwhile, a RuntimeError's words are looked at.
     """
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, RankLost) or not (surely or _of_an_exchange(error)):
+        if isinstance(error, RankLost) or not (only_exchanges or _of_an_exchange(error)):
             raise
         raise RankLost(
             "another process of the group ended or cannot be reached. This batch was not released. See its "

@@ -21,7 +21,7 @@ from fastdp.distributed.ranks import RankLost, Ranks, peers_required
 from fastdp.ops.memory import free_bytes
 
 T = TypeVar("T")
-#: What a process asks for that wants nothing more.
+#: The group that a process asks for which wants no gathering any more.
 _DONE = -1
 #: The share of a device's free memory up to which sums stay whole over a logical batch, and are reduced once.
 WHOLE_SUMS = 0.125
@@ -120,9 +120,7 @@ class UnshardedParameters:
 class Sharded(UnshardedParameters):
     """The pieces of a model's weights, and the rounds in which ranks gather them. Made by all ranks at once.
 
-    Args:
-        model: its root, and perhaps modules within, went through `fully_shard`.
-        ranks: all processes that have pieces.
+    The model's root, and perhaps modules within, went through `fully_shard`.
     """
 
     cut = True
@@ -161,7 +159,7 @@ class Sharded(UnshardedParameters):
         left = {name for name, parameter in parameters.items() if pieces.is_dtensor(parameter)}
         found = dict(parameters)
         for module in self._modules:
-            with peers_required(surely=False):
+            with peers_required(only_exchanges=False):
                 module.unshard()
             for name in list(left):
                 now = self.model.get_parameter(name)
@@ -221,7 +219,7 @@ class Sharded(UnshardedParameters):
                 except Exception as error:
                     failure = error
                 self.settle()
-                self.ask(_DONE)
+                self.wait_turn(_DONE)
                 if failure is not None:
                     raise failure
         finally:
@@ -229,8 +227,8 @@ class Sharded(UnshardedParameters):
             for group, comm in zip(self._groups, usual):
                 group._all_gather_comm = comm
 
-    def ask(self, index: int) -> None:
-        """Take part in the gatherings of others until it is this group's turn, or everybody is done."""
+    def wait_turn(self, index: int) -> None:
+        """Take part in the gatherings that other ranks ask for until it is group ``index``'s turn, or everybody is done."""
         while True:
             turn = next((asked for asked in self._numbers(index) if asked != _DONE), _DONE)
             if turn == index:
@@ -249,10 +247,10 @@ class Sharded(UnshardedParameters):
 
         A pass that starts within the model, at units' losses, does not come by the hook on the model's own output.
         """
-        with peers_required(surely=False):
+        with peers_required(only_exchanges=False):
             self.model.unshard()
         try:
-            with peers_required(surely=False):
+            with peers_required(only_exchanges=False):
                 yield
         finally:
             self.settle()
@@ -282,7 +280,7 @@ class Sharded(UnshardedParameters):
 
         def run(*args: Any, **kwargs: Any) -> T:
             try:
-                with peers_required(surely=False):
+                with peers_required(only_exchanges=False):
                     found = forward(*args, **kwargs)
             except RankLost:
                 raise
@@ -354,7 +352,7 @@ class _GatherInTurn:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> None:
         """Gather, as bytes: those who only take part do not look at numbers."""
-        self.shards.ask(self.index)
+        self.shards.wait_turn(self.index)
         with peers_required():
             dist.all_gather_single(output_tensor.view(torch.uint8), input_tensor.view(torch.uint8), group=group)
 

@@ -243,9 +243,6 @@ def adamw_noise_steps_(
         TypeError: if a parameter has another dtype or layout, or ``drawn`` is no stream.
         RuntimeError: if a tensor to be written requires grad and grad mode is on, or the position was drawn before.
 
-    >>> import torch
-    >>> from fastdp import NoiseStream
-    >>> from fastdp.ops import adamw_noise_steps_
     >>> weights, totals = [torch.ones(2), torch.ones(3)], [torch.full((2,), 4.0), torch.zeros(3)]
     >>> means, squares = ([torch.zeros(2), torch.zeros(3)] for _ in range(2))
     >>> drawn = NoiseStream().take_at(0, [0, 1])
@@ -281,9 +278,6 @@ def adamw_noise_step_(
     Raises:
         ValueError, TypeError, RuntimeError: as there.
 
-    >>> import torch
-    >>> from fastdp import NoiseStream
-    >>> from fastdp.ops import adamw_noise_step_
     >>> weight, total = torch.ones(2), torch.full((2,), 4.0)
     >>> moments = torch.zeros(2), torch.zeros(2)
     >>> adamw_noise_step_(weight, total, *moments, 0.0, NoiseStream(), divisor=8.0, lr=0.1, step=1)  # without noise

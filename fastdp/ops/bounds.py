@@ -101,29 +101,10 @@ ROW_PRODUCTS.in_family("bounds")
 
 
 def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int = 2) -> tuple[Tensor, Tensor]:
-    """Upper bound of the sum over each unit's tokens of ``|left[t]| |right[t]|``, the scale of its rounding errors.
+    """Upper bound of the sum over each unit's tokens of ``|left[t]| |right[t]|``, the scale of its rounding errors: float64 [B].
 
     And the `token_counts` of the same use, which come for nothing. Each row's norm is raised as if every entry were longer by
-    2^-42. A one-hot row has norm 1.
-
-    Args:
-        left: [N, m] float32, bfloat16, float16 or float64, any strides; or int64 ids [N].
-        right: [N, n], float, any strides.
-        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
-        order: of the rows' norms: 2, or 1 for the errors of an L1 norm.
-
-    Returns:
-        Products, not finite where a row is not, and counts: [B], float64 each.
-
-    Raises:
-        TypeError, ValueError: a dtype, shape, device, offset or order outside the above.
-
-    >>> import torch
-    >>> from fastdp.ops import row_products
-    >>> left, right = torch.tensor([[1.0], [2.0], [0.0]]), torch.ones(3, 4)  # three tokens, the last of them padding
-    >>> products, counts = row_products(left, right, torch.tensor([0, 1, 3]))  # one of the first unit, two of the second
-    >>> (products >= torch.tensor([2.0, 4.0])).all(), counts
-    (tensor(True), tensor([1., 1.], dtype=torch.float64))
+    2^-42; a one-hot row has norm 1. Products are not finite where a row is not. ``order`` is of the norms, 1 or 2.
     """
     products, counts = ROW_PRODUCTS(left, right, offsets, order)
     return products * PRODUCTS_ROUNDING, counts
@@ -161,28 +142,9 @@ TOKEN_COUNTS.in_family("bounds")
 
 
 def token_counts(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> Tensor:
-    """How many tokens of each unit add to the gradients of k uses: those at which neither factor is zero.
+    """How many tokens of each unit add to the gradients of k uses, float64 [k, B]: those at which neither factor is zero.
 
-    Padding adds exact zeros, so a unit's own tokens alone decide how far rounding may carry its norm. On a GPU one launch
-    counts those of all.
-
-    Args:
-        lefts: k matrices [N, m_i], float, any strides; or int64 ids [N], which are never zero.
-        rights: k matrices [N, n_i], float, any strides.
-        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
-
-    Returns:
-        [k, B], float64.
-
-    Raises:
-        TypeError, ValueError: no matrices, or a dtype, shape, device or offset outside the above.
-
-    >>> import torch
-    >>> from fastdp.ops import token_counts
-    >>> left, right = torch.tensor([[1.0], [2.0], [0.0]]), torch.ones(3, 4)  # three tokens, the last of them padding
-    >>> token_counts([left, right], [right, right], torch.tensor([0, 1, 3]))
-    tensor([[1., 1.],
-            [1., 2.]], dtype=torch.float64)
+    Padding adds exact zeros, so a unit's own tokens alone decide how far rounding may carry its norm. Ids are never zero.
     """
     if any(map(is_one_hot, lefts)):
         for left, right in zip(lefts, rights):
@@ -231,8 +193,6 @@ class Rounding:
     Args:
         factors: of the use, ids included: their device and dtypes say which arithmetic runs.
 
-    >>> import torch
-    >>> from fastdp.ops import Rounding
     >>> Rounding(torch.ones(3, 2), torch.ones(3, 4)).entry().gamma(100) < 103 * 2**-24
     True
     """
@@ -309,9 +269,9 @@ def upper_norms(
     Args:
         parts: of all groups, at least one.
         groups: the group of each of their rows, int64.
-        errors: float64 ``[9, rows, 1]``: of each row what its powers are off by relative to themselves, and at least; what is
-            added, against its products, besides what depends on tokens; and `Roundings` in order, of each kind that of
-            powers against products to the power of the order, and that of what is added.
+        errors: float64 ``[9, rows, 1]``. Of each row: what its powers are off by, relative to themselves and at least; what
+            adding hides, against its products, besides the last six. These are ``fixed``, ``token`` and ``early`` of two
+            `Roundings` each: that of the powers, against products to the power of the order, and that of adding.
         count: of groups.
         order: of the norms, 1 or 2.
 
@@ -340,10 +300,10 @@ def upper_norms_reference(
     products = stack_rows([zero if own.products is None else own.products for own, zero in zip(parts, none)])
     tokens = stack_rows([zero if own.tokens is None else own.tokens for own, zero in zip(parts, none)])
     measured = powers.new_zeros(count, powers.shape[1]).index_add_(0, groups, powers)
-    reach, (relative, least, times) = products**order, errors[:3]
-    gram, apart = gammas_from_slopes(errors[3:].view(3, 2, -1, 1), tokens)
-    highest = measured.index_add(0, groups, powers.abs() * relative + least + reach * gram)
-    added = torch.zeros_like(measured).index_add_(0, groups, reach * (apart + times) ** order)
+    reach, (relative, least, adding) = products**order, errors[:3]
+    of_powers, of_adding = gammas_from_slopes(errors[3:].view(3, 2, -1, 1), tokens)
+    highest = measured.index_add(0, groups, powers.abs() * relative + least + reach * of_powers)
+    added = torch.zeros_like(measured).index_add_(0, groups, reach * (of_adding + adding) ** order)
     norms = (highest.clamp(min=0) ** (1 / order) + added ** (1 / order)) * _SLACK
     return norms, measured, (products > CANCELLING * norms[groups]).any(0)
 

@@ -97,21 +97,9 @@ def _rows_as_double(value: Tensor | None, table: Tensor) -> Tensor | None:
 def choice_log_probabilities(
     token: int, table: Tensor, scale: float, cap: float | None = None, log_prior: Tensor | None = None
 ) -> Tensor:
-    """The law that ``exponential_choice`` draws from for one token: log probabilities, float64 [V].
+    """The law that `exponential_choice` draws from for one token: log probabilities, float64 [V].
 
     For exact checks of privacy bounds on small tables.
-
-    Args:
-        token: a single id, in [0, V).
-        table: [V, d]; scale, cap and log_prior [V] as there.
-
-    Raises nothing of its own.
-
-    >>> import torch
-    >>> from fastdp.ops import choice_log_probabilities
-    >>> table = torch.tensor([[0.0], [1.0]])
-    >>> choice_log_probabilities(0, table, 1.0).exp()
-    tensor([0.7311, 0.2689], dtype=torch.float64)
     """
     wide, prior = table.double().contiguous(), _rows_as_double(log_prior, table)
     return _log_weights(token, wide, scale, cap, prior).log_softmax(0)
@@ -159,9 +147,6 @@ def exponential_choice(
         TypeError: wrong dtypes, or no stream.
         RuntimeError: the position was drawn before.
 
-    >>> import torch
-    >>> from fastdp import NoiseStream
-    >>> from fastdp.ops import exponential_choice
     >>> table = torch.tensor([[0.0], [1.0], [50.0]])
     >>> drawn = exponential_choice(torch.zeros(1000, dtype=torch.int64), table, 1.0, NoiseStream())
     >>> sorted(set(drawn.tolist()))  # the third is e^50 times less likely

@@ -31,6 +31,7 @@ def _check_clip(
 
 
 def _is_clipped(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    # Rounding of its sum may move a norm by 2^-28 of itself.
     return norm > max_norm * (1.0 - 2.0**-28)
 
 
@@ -138,9 +139,6 @@ def clip_noise(
         TypeError: if the dtype or layout of ``x`` is another, or ``stream`` is no stream.
         RuntimeError: if the position was drawn before.
 
-    >>> import torch
-    >>> from fastdp import NoiseStream
-    >>> from fastdp.ops import clip_noise
     >>> clip_noise(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0, 0.0, NoiseStream())
     tensor([[0.6000, 0.8000],
             [0.3000, 0.4000]])

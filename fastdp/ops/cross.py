@@ -96,8 +96,6 @@ def cross_inner(
     Raises:
         TypeError, ValueError: factors of different matrices, ids outside the table, or what `fastdp.ops.sqnorm` refuses.
 
-    >>> import torch
-    >>> from fastdp.ops import cross_inner
     >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
     >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
     >>> cross_inner(left, right, 2 * left, right, offsets, offsets)

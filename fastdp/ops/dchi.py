@@ -146,28 +146,9 @@ DCHI_VECTORS.in_family("dchi")
 
 
 def dchi_vectors(eta: Tensor, width: int, stream: NoiseStream | Draw) -> Tensor:
-    """Independent vectors of multivariate Laplace noise, of density proportional to ``exp(-eta_i ||noise||)``.
+    """Independent vectors float32 [N, width] of noise, of density proportional to ``exp(-eta_i ||noise||)``; eta is float64 [N].
 
-    What ``private_snap`` adds to the rows of its tokens, for rows that leave without being snapped.
-
-    Args:
-        eta: float64 [N], finite and at least 2^-100 ``width``, in units of 1 / distance; the noise is made on its device.
-        width: entries of a vector, at least 1.
-        stream: a ``NoiseStream`` or one position of it.
-
-    Returns:
-        float32 [N, width].
-
-    Raises:
-        ValueError: a number out of range, or more vectors than one position has noise for.
-        TypeError: no stream.
-        RuntimeError: the position was drawn before.
-
-    >>> import torch
-    >>> from fastdp import NoiseStream
-    >>> from fastdp.ops import dchi_vectors
-    >>> dchi_vectors(torch.tensor([1.0, 1e9], dtype=torch.float64), 4, NoiseStream()).shape
-    torch.Size([2, 4])
+    What `private_snap` adds to the rows of its tokens, for rows that leave without being snapped.
     """
     return DCHI_VECTORS(eta, width, stream)
 
@@ -204,9 +185,6 @@ def private_snap(ids: Tensor, table: Tensor, eta: float | Tensor, stream: NoiseS
         TypeError: wrong dtypes, or no stream.
         RuntimeError: the position was drawn before.
 
-    >>> import torch
-    >>> from fastdp import NoiseStream
-    >>> from fastdp.ops import private_snap
     >>> table = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 9.0]])
     >>> private_snap(torch.tensor([2, 0, 1]), table, 1e6, NoiseStream())  # hardly any noise
     tensor([2, 0, 1])

@@ -211,16 +211,13 @@ def check_offsets(offsets: Tensor, tokens: int, name: str = "offsets") -> None:
         raise ValueError(f"{name} decrease from {bounds[unit]} to {bounds[unit + 1]} at unit {unit}")
 
 
-def check_ids(ids: Tensor, rows: int | None, name: str = "left") -> None:
+def check_ids(ids: Tensor, rows: int, name: str = "left") -> None:
     """Raise ValueError for an id below 0 or not below ``rows``; only on the CPU, where looking costs no wait."""
     if ids.device.type != "cpu" or ids.numel() == 0:
         return
     least, most = (int(bound) for bound in torch.aminmax(ids))
-    if least < 0 or (rows is not None and most >= rows):
-        bad = least if least < 0 else most
-        raise ValueError(
-            f"{name} has id {bad}: ids run from 0 to {'the rows of the table' if rows is None else rows - 1}"
-        )
+    if least < 0 or most >= rows:
+        raise ValueError(f"{name} has id {least if least < 0 else most}: ids run from 0 to {rows - 1}")
 
 
 def check_mask(mask: Tensor, left: Tensor, right: Tensor) -> None:

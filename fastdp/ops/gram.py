@@ -31,11 +31,7 @@ def _gram_squares(left: Tensor, right: Tensor, bounds: Sequence[int]) -> Tensor:
 
 
 def _gram_norms_reference(
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    counts: Sequence[int],
-    offsets: Tensor,
-    most: int,
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int], offsets: Tensor, most: int
 ) -> tuple[Tensor, Tensor]:
     pairs = list(zip(lefts, [right for right, count in zip(rights, counts) for _ in range(count)]))
     squares = [_gram_squares(left, right, unit_bounds(offsets)) for left, right in pairs]
@@ -52,11 +48,7 @@ def _gram_norms_reference(
 
 
 def _check_gram_norms(
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    counts: Sequence[int],
-    offsets: Tensor,
-    most: int,
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int], offsets: Tensor, most: int
 ) -> None:
     if len(rights) != len(counts) or not rights or sum(counts) != len(lefts):
         raise ValueError(f"{len(lefts)} lefts in groups of {list(counts)} do not belong to {len(rights)} rights")
@@ -75,40 +67,13 @@ GRAM_NORMS.in_family("bounds")
 
 
 def gram_norms(
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    counts: Sequence[int],
-    offsets: Tensor,
-    most: int = INT64_MAX,
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int], offsets: Tensor, most: int = INT64_MAX
 ) -> tuple[Tensor, Tensor]:
-    """Squared norms of uses by the Gram route of `fastdp.ops.sqnorm`, and the `row_products` of each.
+    """Squared norms [k, B] of uses by the Gram route of `fastdp.ops.sqnorm`, and the `row_products` of each.
 
-    Uses that read the same right factor (query, key and value projections) stand together: its Gram matrix is computed once.
-    On a GPU one launch makes all of them, so that many matrices keep all processors busy where one does not.
-
-    Args:
-        lefts: k matrices [N, m_i], float, any strides.
-        rights: [N, n_i], float, any strides.
-        counts: how many of the lefts, in order, each of the rights has.
-        offsets: int64 [B + 1], as in `fastdp.ops.sqnorm`.
-        most: units of more tokens, as `shared_token_counts` has them, get squares and products of 0: for them the direct
-            route is the faster one.
-
-    Returns:
-        Squared norms [k, B], float32 (float64 if a factor is float64), and products [k, B], float64.
-
-    Raises:
-        TypeError, ValueError: no matrices, a right without lefts, ids among these, or what `fastdp.ops.sqnorm`
-            refuses.
-
-    >>> import torch
-    >>> from fastdp.ops import gram_norms
-    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
-    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> norms, products = gram_norms([left, 2 * left], [right], [2], offsets)
-    >>> norms
-    tensor([[  8.,  32.],
-            [ 32., 128.]])
+    Uses that read the same right factor (query, key and value projections) stand together, ``counts`` of them for each of the
+    rights: its Gram matrix is computed once. Units of more than ``most`` tokens, as `shared_token_counts` has them, get 0 for
+    both, as the direct route is the faster one for them.
     """
     squares, products = GRAM_NORMS(Matrices.of(lefts), Matrices.of(rights), list(counts), offsets, most)
     return squares, products * PRODUCTS_ROUNDING
@@ -150,11 +115,7 @@ def counted_gram_norms(
 
 @GRAM_NORMS.on_cpu
 def _gram_norms_on_cpu(
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    counts: Sequence[int],
-    offsets: Tensor,
-    most: int,
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int], offsets: Tensor, most: int
 ) -> tuple[Tensor, Tensor]:
     if not has_kernel(*rights, *lefts):
         return NotImplemented

@@ -10,7 +10,7 @@ from .placed import CONSTANTS
 from .sums import weighted_sum
 from .table import Op
 
-#: Whether this version does for some devices.
+#: Whether this version of torch multiplies 16-bit matrices into float32, on some devices.
 _WIDENS = "dtype" in torch.ops.aten.mm.overloads()
 
 
@@ -70,8 +70,6 @@ def cross_entropy_gradient_(
     Raises:
         ValueError: shapes or dtypes that do not fit.
 
-    >>> import torch
-    >>> from fastdp.ops import cross_entropy_gradient_
     >>> logits = torch.zeros(1, 4)
     >>> cross_entropy_gradient_(logits, torch.tensor([2]), torch.ones(1))
     tensor([1.3863])

@@ -103,8 +103,6 @@ def instance_sqnorm(instances: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: another dtype, or no dimensions.
 
-    >>> import torch
-    >>> from fastdp.ops import instance_sqnorm
     >>> gradients = torch.tensor([[3.0, -4.0], [1.0, 0.0]])  # of two units
     >>> instance_sqnorm(gradients)
     tensor([25.,  1.])
@@ -115,46 +113,12 @@ def instance_sqnorm(instances: Tensor) -> Tensor:
 
 
 def instance_abs_sum(instances: Tensor) -> Tensor:
-    """L1 norm of each unit's instantiated gradient.
-
-    Args:
-        instances: [B, ...], float, any strides.
-
-    Returns:
-        [B], float32 (float64 if ``instances`` is float64).
-
-    Raises:
-        TypeError, ValueError: another dtype, or no dimensions.
-
-    >>> import torch
-    >>> from fastdp.ops import instance_abs_sum
-    >>> gradients = torch.tensor([[3.0, -4.0], [1.0, 0.0]])  # of two units
-    >>> instance_abs_sum(gradients)
-    tensor([7., 1.])
-    """
+    """L1 norm of each unit's instantiated gradient, as `instance_sqnorm` has the square of the other."""
     return INSTANCE_NORMS(instances, ABSOLUTE, None)[0]
 
 
 def instance_masked_sqnorm(instances: Tensor, mask: Tensor) -> Tensor:
-    """Squared norms of the masked and of the unmasked part of each unit's instantiated gradient, in one reading.
-
-    Args:
-        instances: [B, ...], float, any strides.
-        mask: bool, the shape of one gradient.
-
-    Returns:
-        [2, B]: where ``mask`` is True, then where it is False; float32 (float64 if ``instances`` is float64).
-
-    Raises:
-        TypeError, ValueError: a dtype, shape or device outside the above.
-
-    >>> import torch
-    >>> from fastdp.ops import instance_masked_sqnorm
-    >>> gradients = torch.tensor([[3.0, -4.0], [1.0, 0.0]])  # of two units
-    >>> instance_masked_sqnorm(gradients, torch.tensor([True, False]))
-    tensor([[ 9.,  1.],
-            [16.,  0.]])
-    """
+    """As `instance_sqnorm`, of the entries where ``mask`` is True, then of those where it is False: [2, B], in one reading."""
     return INSTANCE_NORMS(instances, MASKED_SQUARE, mask)
 
 
@@ -209,8 +173,6 @@ def instance_sum(instances: Tensor, weights: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: a dtype, shape or device outside the above.
 
-    >>> import torch
-    >>> from fastdp.ops import instance_sum
     >>> gradients = torch.tensor([[3.0, -4.0], [1.0, 0.0]])  # of two units
     >>> instance_sum(gradients, torch.tensor([0.2, 1.0]))
     tensor([ 1.6000, -0.8000])
@@ -222,26 +184,7 @@ def instance_sum(instances: Tensor, weights: Tensor) -> Tensor:
 
 
 def instance_masked_sum(instances: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor) -> Tensor:
-    """As `instance_sum`, with one weight a unit for masked and another for unmasked entries.
-
-    Args:
-        instances: [B, ...], float, any strides.
-        weights_masked: [B], float32 or float64: weights where ``mask`` is True.
-        weights_unmasked: [B], float32 or float64: weights where it is False.
-        mask: bool, the shape of one gradient.
-
-    Returns:
-        The shape of one gradient, float32 (float64 if ``instances`` is float64).
-
-    Raises:
-        TypeError, ValueError: a dtype, shape or device outside the above.
-
-    >>> import torch
-    >>> from fastdp.ops import instance_masked_sum
-    >>> gradients = torch.tensor([[3.0, -4.0], [1.0, 0.0]])  # of two units
-    >>> instance_masked_sum(gradients, torch.tensor([0.2, 1.0]), torch.ones(2), torch.tensor([True, False]))
-    tensor([ 1.6000, -4.0000])
-    """
+    """As `instance_sum`, with one weight a unit for entries where ``mask`` is True and another for the others."""
     return INSTANCE_SUM(instances, weights_masked, weights_unmasked, mask)
 
 
@@ -258,38 +201,17 @@ def _check_group(instances: Sequence[Tensor]) -> None:
             )
 
 
-def _widest(instances: Sequence[Tensor]) -> torch.dtype:
-    return torch.float64 if any(x.dtype == torch.float64 for x in instances) else torch.float32
-
-
 INSTANCE_NORMS_GROUP = Op(
     "instance_norms_group(Tensor[] instances) -> Tensor",
     reference=lambda instances: torch.stack([instance_sqnorm(x) for x in instances]),
-    fake=lambda instances: instances[0].new_empty(len(instances), instances[0].shape[0], dtype=_widest(instances)),
+    fake=lambda instances: instances[0].new_empty(len(instances), instances[0].shape[0], dtype=accumulator(*instances)),
     check=_check_group,
 )
 INSTANCE_NORMS_GROUP.in_family("groups")
 
 
 def instance_sqnorm_group(instances: Sequence[Tensor]) -> Tensor:
-    """Squared norms of the instantiated gradients of several parameters: `instance_sqnorm` of each, in one launch on a GPU.
-
-    Args:
-        instances: k tensors [B, ...], of the same units.
-
-    Returns:
-        [k, B], float32 (float64 if one of them is).
-
-    Raises:
-        TypeError, ValueError: none at all, another dtype or device, or other units.
-
-    >>> import torch
-    >>> from fastdp.ops import instance_sqnorm_group
-    >>> gradients = torch.tensor([[3.0, -4.0], [1.0, 0.0]])  # of two units
-    >>> instance_sqnorm_group([gradients, 2 * gradients])
-    tensor([[ 25.,   1.],
-            [100.,   4.]])
-    """
+    """`instance_sqnorm` of k parameters' gradients of the same units, [k, B]: on a GPU in one launch."""
     return INSTANCE_NORMS_GROUP(list(instances))
 
 
@@ -312,24 +234,7 @@ INSTANCE_SUM_GROUP.in_family("groups")
 
 
 def instance_sum_group(instances: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
-    """Weighted sums of the instantiated gradients of several parameters: `instance_sum` of each, in one launch on a GPU.
-
-    Args:
-        instances: k tensors [B, ...], of the same units.
-        weights: [k, B], float32 or float64.
-
-    Returns:
-        k tensors of the shapes of one gradient, float32 (float64 where the instances are).
-
-    Raises:
-        TypeError, ValueError: none at all, another dtype, shape or device, or other units.
-
-    >>> import torch
-    >>> from fastdp.ops import instance_sum_group
-    >>> gradients = torch.tensor([[3.0, -4.0], [1.0, 0.0]])  # of two units
-    >>> instance_sum_group([gradients, 2 * gradients], torch.tensor([[0.2, 1.0], [1.0, 0.0]]))
-    [tensor([ 1.6000, -0.8000]), tensor([ 6., -8.])]
-    """
+    """`instance_sum` of k parameters' gradients of the same units, by weights [k, B]: on a GPU in one launch."""
     return INSTANCE_SUM_GROUP(list(instances), weights)
 
 
@@ -342,7 +247,6 @@ def _served(instances: Tensor) -> bool:
 
 @INSTANCE_NORMS.on_cpu
 def _instance_norms_on_cpu(instances: Tensor, measure: int, mask: Tensor | None) -> Tensor:
-    """The norms of `fastdp.ops.instances` on a processor: [1, B], or [2, B] under a mask."""
     if not _served(instances):
         return NotImplemented
     units, mask = instances.shape[0], None if mask is None else mask.contiguous()

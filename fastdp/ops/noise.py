@@ -129,9 +129,6 @@ def add_noise_(
         TypeError: if the dtype or layout of ``x`` is another, or ``stream`` is no stream.
         RuntimeError: if ``x`` requires grad and grad mode is on, or the position was drawn before.
 
-    >>> import torch
-    >>> from fastdp import NoiseStream
-    >>> from fastdp.ops import add_noise_
     >>> total = torch.zeros(1000)
     >>> add_noise_(total, 2.0, NoiseStream()) is total
     True
@@ -182,24 +179,9 @@ def add_noise_group_(
     secure_rounding: bool = True,
     firsts: Sequence[int] | None = None,
 ) -> None:
-    """`add_noise_` to several tensors in place, each with its own noise.
+    """`add_noise_` to k tensors in place, at the positions int32 [k, 12] that ``NoiseStream.take_at`` claimed for them.
 
-    Args:
-        xs: k tensors, as ``x`` there.
-        stds: k standard deviations.
-        drawn: int32 [k, 12], the positions that ``NoiseStream.take_at`` claimed for them.
-        secure_rounding, firsts: as there; by default each tensor is the whole that its position is of.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: lists of other lengths, and what `add_noise_` refuses.
-
-    >>> import torch
-    >>> from fastdp import NoiseStream
-    >>> from fastdp.ops import add_noise_group_
-    >>> totals = [torch.zeros(1000), torch.zeros(10, 10)]
-    >>> add_noise_group_(totals, [2.0, 1.0], NoiseStream().take_at(0, [0, 1]))
-    >>> bool(1.7 < totals[0].std() < 2.3)
-    True
+    By default each tensor is the whole that its position is of.
     """
     _ADD_NOISE_GROUP(list(xs), list(stds), drawn, secure_rounding, [0] * len(xs) if firsts is None else list(firsts))
     torch.autograd.graph.increment_version(xs)

@@ -108,8 +108,6 @@ def abs_sum(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: a dtype, shape, device or offset outside the above.
 
-    >>> import torch
-    >>> from fastdp.ops import abs_sum
     >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
     >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
     >>> abs_sum(left, right, offsets)
@@ -119,29 +117,7 @@ def abs_sum(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
 
 
 def masked_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) -> Tensor:
-    """Squared norms of the masked and of the unmasked part of each unit's gradient, in one pass over its tiles.
-
-    Args:
-        left: [N, m], float, any strides; or int64 ids [N] of rows of a table, the mask's.
-        right: [N, n], float, any strides.
-        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
-        mask: bool [m, n].
-
-    Returns:
-        [2, B]: where ``mask`` is True, then where it is False; float32 (float64 if a factor is float64).
-
-    Raises:
-        TypeError, ValueError: a dtype, shape, device or offset outside the above.
-
-    >>> import torch
-    >>> from fastdp.ops import masked_sqnorm
-    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
-    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> mask = torch.tensor([[True], [False]]).expand(2, 4).contiguous()
-    >>> masked_sqnorm(left, right, offsets, mask)
-    tensor([[ 4., 16.],
-            [ 4., 16.]])
-    """
+    """As `sqnorm`, of the entries where ``mask``, bool [m, n], is True, then of those where it is False: [2, B], in one pass."""
     return NORMS(left, right, offsets, MASKED_SQUARE, mask)
 
 
@@ -155,14 +131,6 @@ def _direct_norms_reference(
     return squares.to(accumulator(*lefts, *rights)), torch.stack(products), torch.stack(counts)
 
 
-def _check_direct_norms(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int]
-) -> None:
-    check_group(lefts, rights, offsets)
-    if not {*known} <= {*range(len(lefts))}:
-        raise ValueError(f"known are {list(known)}: numbers of the {len(lefts)} matrices")
-
-
 DIRECT_NORMS = Op(
     "direct_norms(Tensor[] lefts, Tensor[] rights, Tensor offsets, int[] known) -> (Tensor, Tensor, Tensor)",
     reference=_direct_norms_reference,
@@ -170,7 +138,7 @@ DIRECT_NORMS = Op(
         *empty_norms(lefts, rights, offsets),
         empty_norms(lefts, rights, offsets)[1],
     ),
-    check=_check_direct_norms,
+    check=lambda lefts, rights, offsets, known: check_group(lefts, rights, offsets),
 )
 DIRECT_NORMS.implement("cuda", DIRECT_NORMS.reference)
 
@@ -178,27 +146,9 @@ DIRECT_NORMS.implement("cuda", DIRECT_NORMS.reference)
 def direct_norms(
     lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, known: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Squared norms of uses by the direct route, their `row_products` and their `token_counts`.
+    """Squared norms [k, B] of uses by the direct route of `sqnorm`, their `row_products` and their `token_counts`.
 
-    Args:
-        lefts: k matrices [N, m_i] and rights: [N, n_i], float, any strides; offsets: int64 [B + 1], as in
-            `fastdp.ops.sqnorm`.
-        known: numbers of matrices whose squared norms are not wanted, and are 0.
-
-    Returns:
-        Squared norms [k, B], float32 (float64 if a factor is float64); products and counts [k, B], float64.
-
-    Raises:
-        TypeError, ValueError: no matrices, ids, or a dtype, shape, device or offset outside the above.
-
-    >>> import torch
-    >>> from fastdp.ops import direct_norms
-    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
-    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> squares, products, counts = direct_norms([left, 2 * left], [right, right], offsets)
-    >>> squares
-    tensor([[  8.,  32.],
-            [ 32., 128.]])
+    Squared norms of the uses whose numbers are ``known`` are not computed, and are 0.
     """
     squares, products, counts = DIRECT_NORMS(Matrices.of(lefts), Matrices.of(rights), offsets, list(known))
     return squares, products * PRODUCTS_ROUNDING, counts
@@ -225,8 +175,6 @@ def sqnorm(left: Tensor, right: Tensor, offsets: Tensor, route: str = "auto") ->
 
     Source: Goodfellow 2015 (arXiv 1510.01799) for T = 1; Li et al. 2021 (arXiv 2110.05679), section 4, for sequences.
 
-    >>> import torch
-    >>> from fastdp.ops import sqnorm
     >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
     >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
     >>> sqnorm(left, right, offsets)
@@ -273,27 +221,9 @@ CHOSEN_SQNORM.in_family("bounds")
 
 
 def chosen_sqnorm(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor) -> Tensor:
-    """Squared norms by the direct route of some units of k matrices, chosen on the device; nothing waits for it.
+    """Squared norms [k, B] by the direct route of those units of k uses that are ``chosen``, bool [k, B]; 0 for the others.
 
-    On a GPU one launch serves all matrices, and a unit that was not chosen ends its programs at once.
-
-    Args:
-        lefts: k matrices [N, m_i] and rights: [N, n_i], float, any strides; offsets: int64 [B + 1], as in
-            `fastdp.ops.sqnorm`.
-        chosen: bool [k, B], beside the factors.
-
-    Returns:
-        [k, B], float32 (float64 if a factor is float64); 0 for the others.
-
-    Raises:
-        TypeError, ValueError: no matrices, ids, or a dtype, shape, device or offset outside the above.
-
-    >>> import torch
-    >>> from fastdp.ops import chosen_sqnorm
-    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
-    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> chosen_sqnorm([left], [right], offsets, torch.tensor([[False, True]]))
-    tensor([[ 0., 32.]])
+    On a GPU nothing waits for the choice: one launch serves all, and a unit that was not chosen ends its programs at once.
     """
     return CHOSEN_SQNORM(Matrices.of(lefts), Matrices.of(rights), offsets, chosen)
 
@@ -331,7 +261,6 @@ def kept_norms(left: Tensor, right: Tensor, bounds: list[int]) -> tuple[Tensor, 
 
 @NORMS.on_cpu
 def _norms_on_cpu(left: Tensor, right: Tensor, offsets: Tensor, measure: int, mask: Tensor | None) -> Tensor:
-    """[1, B], or [2, B] under a mask."""
     if not has_kernel(left, right):
         return NotImplemented
     return direct_norms_of(left, right, unit_bounds(offsets), measure, mask)

@@ -68,8 +68,6 @@ def per_unit(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: a dtype, shape, device or offset outside the above.
 
-    >>> import torch
-    >>> from fastdp.ops import per_unit
     >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
     >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
     >>> per_unit(left, right, offsets).shape
@@ -107,31 +105,7 @@ PER_UNIT_GROUP.in_family("sums")
 
 
 def per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Gradients of each unit for k matrices over the same tokens, and their squared norms: the adapters of a LoRA step.
-
-    On a GPU one launch makes them all; on a processor they are made one after another.
-
-    Args:
-        lefts: k matrices [N, m_i], float, any strides.
-        rights: k matrices [N, n_i], float, any strides.
-        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
-
-    Returns:
-        k gradients [B, m_i, n_i], float32 (float64 if one of the two factors is float64), zero for empty units; and
-        their squared norms [k, B], float32 (float64 if any factor is float64).
-
-    Raises:
-        TypeError, ValueError: no matrices, lists of two lengths, ids, other tokens, or what `per_unit` refuses.
-
-    >>> import torch
-    >>> from fastdp.ops import per_unit_group
-    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
-    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> gradients, norms = per_unit_group([left, 2 * left], [right, right], offsets)
-    >>> norms
-    tensor([[  8.,  32.],
-            [ 32., 128.]])
-    """
+    """`per_unit` of k pairs of matrices over the same tokens, and the squared norms [k, B]: on a GPU in one launch."""
     return PER_UNIT_GROUP(Matrices.of(lefts), Matrices.of(rights), offsets)
 
 
@@ -148,8 +122,6 @@ def column_sums(left: Tensor, offsets: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: a dtype, shape, device or offset outside the above.
 
-    >>> import torch
-    >>> from fastdp.ops import column_sums
     >>> column_sums(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0, 1, 3]))
     tensor([[1.],
             [5.]])
@@ -226,8 +198,6 @@ def affine_sums(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, offsets
     Raises:
         TypeError, ValueError: a dtype, shape, device or offset outside the above.
 
-    >>> import torch
-    >>> from fastdp.ops import affine_sums
     >>> gradient, x, offsets = torch.ones(3, 2), torch.tensor([[1.0, 3.0]] * 3), torch.tensor([0, 1, 3])
     >>> weight, bias = affine_sums(gradient, x, x.mean(1), 1 / x.std(1, correction=0), offsets)
     >>> weight, bias
@@ -241,26 +211,7 @@ def affine_sums(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, offsets
 def affine_sums_group(
     gradients: Sequence[Tensor], xs: Sequence[Tensor], means: Sequence[Tensor], rstds: Sequence[Tensor], offsets: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """`affine_sums` of k layer norms of one shape: on a GPU one launch for all of the same dtypes.
-
-    Args:
-        gradients, xs: k matrices each, all [N, n], float, any strides.
-        means, rstds: k each, of N entries.
-        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with ``xs``.
-
-    Returns:
-        k pairs of sums [B, n], float32 (float64 if an argument is float64).
-
-    Raises:
-        TypeError, ValueError: lists of other lengths, or of several shapes, or what `affine_sums` refuses.
-
-    >>> import torch
-    >>> from fastdp.ops import affine_sums_group
-    >>> gradient, x, offsets = torch.ones(3, 2), torch.tensor([[1.0, 3.0]] * 3), torch.tensor([0, 1, 3])
-    >>> both = [[one] * 2 for one in (gradient, x, x.mean(1), 1 / x.std(1, correction=0))]
-    >>> [bias.tolist() for _, bias in affine_sums_group(*both, offsets)]
-    [[[1.0, 1.0], [2.0, 2.0]], [[1.0, 1.0], [2.0, 2.0]]]
-    """
+    """`affine_sums` of k layer norms of one shape: on a GPU one launch for all of the same dtypes."""
     sums = AFFINE_SUMS_GROUP(Matrices.of(gradients), Matrices.of(xs), list(means), list(rstds), offsets)
     rows = sums.flatten(0, 1).unbind(0)
     return [*zip(rows[::2], rows[1::2])]

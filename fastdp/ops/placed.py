@@ -31,11 +31,7 @@ def copy_to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
 class ReplayCache(dict[Any, torch.Tensor]):
     """Tensors on devices by what they are made of, never to be written; a recorded step keeps those that it may read.
 
-    One that is there is found without a call, as a step asks for dozens.
-
-    Args:
-        make: makes a tensor of the parts of its key.
-        most: how many there are at most.
+    One that is there is found without a call, as a step asks for dozens. ``make`` makes one of the parts of its key.
     """
 
     def __init__(self, make: Callable[..., torch.Tensor], most: int):

@@ -85,7 +85,6 @@ def is_allowed(
     length: int,
     units: int,
     *,
-    one_hot: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> bool:
@@ -98,8 +97,8 @@ def is_allowed(
     if route != "instantiate":
         return True
     if units == 1 or (torch.device(device).type != "cpu" and dtype.itemsize == 2):
-        return not one_hot and 4 * m * n < length * (m + n) * dtype.itemsize
-    return not one_hot and 2 * 4 * m * n <= length * max(m, n) * dtype.itemsize
+        return 4 * m * n < length * (m + n) * dtype.itemsize
+    return 2 * 4 * m * n <= length * max(m, n) * dtype.itemsize
 
 
 def _kernel_seconds(
@@ -118,39 +117,22 @@ def predicted_seconds(
     length: int,
     units: int,
     *,
-    one_hot: bool = False,
     keeps_factors: bool = True,
     dtype: torch.dtype = torch.float32,
     constants: RouteConstants | None = None,
     device: torch.device | str = "cpu",
 ) -> float:
-    """Time of a use's norms and, if ``keeps_factors``, of the weighted sum that follows.
+    """Time of the norms of a use of a matrix [m, n] and, if ``keeps_factors``, of the weighted sum that follows.
 
-    Args:
-        route: ``gram``, ``direct`` or ``instantiate``.
-        m, n: rows and columns of the matrix; for a one-hot left factor m is not looked at.
-        length: tokens a unit; where lengths differ, their root mean square.
-        units: units in the batch.
-        one_hot: the left factor is ids: gram and direct are then the same pass over the right factor.
-        keeps_factors: False where norms alone are wanted, as in the first of two passes under checkpointing.
-        dtype: of the factors.
-        constants: the device's; by default those of ``DEFAULTS``.
-        device: picks the defaults.
-
-    Raises:
-        ValueError: an unknown route.
+    Norms alone are wanted in the first of two passes under checkpointing. ``length`` is the number of tokens of a unit; where
+    lengths differ, their root mean square.
     """
-    if route not in ROUTES:
-        raise ValueError(f"route is '{route}': use one of {', '.join(ROUTES)}")
     if constants is None:
         constants = constants_for(device, dtype)
     tokens, entries, width = units * length, units * m * n, dtype.itemsize
-    if one_hot:
-        passes = 4 if keeps_factors else 1  # norms read the rows; the sum reads them, and reads and writes its own
-        return constants.call_seconds * (1 + keeps_factors) + passes * tokens * n * width / constants.bandwidth
     product = 2 * tokens * m * n / constants.product_flops
     factors = tokens * (m + n) * width / constants.bandwidth
-    # The first of two passes takes every use as it comes.
+    # The first of two passes takes every use as it comes; otherwise a use of a group has no call of its own.
     together = constants.grouped and keeps_factors
     if route == "instantiate":
         passes = 3 if keeps_factors else 2  # written, read for the norms, read for the sum
@@ -174,14 +156,13 @@ def plan_route(
     length: int,
     units: int,
     *,
-    one_hot: bool = False,
     keeps_factors: bool = True,
     dtype: torch.dtype = torch.float32,
     constants: RouteConstants | None = None,
     device: torch.device | str = "cpu",
 ) -> str:
     """The allowed route with the least predicted time; arguments as in `predicted_seconds`."""
-    options: Any = {"one_hot": one_hot, "dtype": dtype, "device": device}
+    options: Any = {"dtype": dtype, "device": device}
     routes = [route for route in ROUTES if is_allowed(route, m, n, length, units, **options)]
     options |= {"keeps_factors": keeps_factors, "constants": constants}
     return min(routes, key=lambda route: predicted_seconds(route, m, n, length, units, **options))
@@ -196,6 +177,7 @@ def longest_by_gram(m: int, n: int) -> int:
     """
     if min(m, n) <= NARROW:
         return 0
+    # The two meet at about 2 m n / (m + n) tokens, which is far fewer than these.
     constants, most = DEFAULTS["cpu", 4], 2 * (m + n)
 
     def faster(length: int) -> bool:

@@ -82,8 +82,6 @@ def snap(x: Tensor, table: Tensor) -> Tensor:
         ValueError: another shape or device, an empty table, or a row of either that holds a NaN or an infinity.
         TypeError: another dtype.
 
-    >>> import torch
-    >>> from fastdp.ops import snap
     >>> snap(torch.tensor([[0.9], [-3.0]]), torch.tensor([[0.0], [1.0]]))
     tensor([1, 0])
     """

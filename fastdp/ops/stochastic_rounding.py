@@ -45,9 +45,8 @@ def float32_moments(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Both moments in float32 for an update; afterwards those in bfloat16 hold it, rounded at random.
 
-    Args:
-        place: the number of the tensor and that of the step, which say the random bits.
-        first: where the moments begin in the tensor.
+    ``place`` is the number of the tensor and that of the step, which say the random bits; ``first`` is where the moments begin in
+    the tensor.
     """
     if exp_avg.dtype == torch.float32:
         yield exp_avg, exp_avg_sq

@@ -63,7 +63,6 @@ class NoiseStream:
         ValueError: for another number of rounds.
         TypeError: when it is copied or pickled.
 
-    >>> import torch
     >>> from fastdp.ops import add_noise_
     >>> add_noise_(torch.zeros(3), 1.0, NoiseStream()).shape
     torch.Size([3])
@@ -138,9 +137,6 @@ class NoiseStream:
             self._serial += 1
             return self._positions(serial, (_SERIAL_TENSOR,))[0]
 
-    def _take_at(self, step: int, tensor: int) -> torch.Tensor:
-        return self._claim(step, (tensor,))[0]
-
     def take_at(self, step: int, tensors: Sequence[int]) -> torch.Tensor:
         """Claim the draws of several tensors at a step, as ``at(step, tensor).take()`` does each: int32 [k, 12].
 
@@ -150,9 +146,10 @@ class NoiseStream:
             self.at(step, tensor)
         if len(set(tensors)) < len(tensors):
             raise ValueError(f"a tensor id was given twice for step {step}: a position is drawn once")
-        return self._claim(step, tensors)
+        return self.claim(step, tensors)
 
-    def _claim(self, step: int, tensors: Sequence[int]) -> torch.Tensor:
+    def claim(self, step: int, tensors: Sequence[int]) -> torch.Tensor:
+        """`take_at` of ids that are in range and differ."""
         with self._lock:
             if step < self._at_step:
                 raise RuntimeError(
@@ -222,12 +219,6 @@ class NoiseStream:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("a NoiseStream cannot be copied, pickled or saved: noise that can be repeated protects nothing")
 
-    def __copy__(self) -> NoReturn:
-        self.__reduce_ex__(2)
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self.__reduce_ex__(2)
-
     def state_dict(self) -> NoReturn:
         """Raises TypeError: a stream has no state that may be saved; a resumed run makes a new one."""
         self.__reduce_ex__(2)
@@ -243,14 +234,9 @@ class Draw:
         self.step = step
         self.tensor = tensor
 
-    @property
-    def reproducible(self) -> bool:
-        """Whether the stream was built by ``NoiseStream.unsafe_reproducible``."""
-        return self._stream.reproducible
-
     def take(self) -> torch.Tensor:
         """Claim the position: int32 [12], as ``NoiseStream.take``. Raises RuntimeError if it was drawn before."""
-        return self._stream._take_at(self.step, self.tensor)
+        return self._stream.claim(self.step, (self.tensor,))[0]
 
     def __repr__(self) -> str:
         return f"{self._stream!r}.at(step={self.step}, tensor={self.tensor})"
@@ -283,8 +269,7 @@ def _rekey_in_child() -> None:
             stream._key = np.frombuffer(os.urandom(32), dtype=np.uint32).copy()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_rekey_in_child)
+os.register_at_fork(after_in_child=_rekey_in_child)
 
 
 def check_positions(positions: torch.Tensor, *count: int) -> None:

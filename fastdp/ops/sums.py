@@ -152,28 +152,9 @@ def weighted_sum_group(
     offsets: Tensor,
     outs: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
-    """`weighted_sum` of k matrices over the same tokens: on a GPU in one launch.
+    """`weighted_sum` of k pairs of matrices over the same tokens, by weights [k, B]: on a GPU in one launch.
 
-    Args:
-        lefts: k matrices [N, m_i], float, any strides.
-        rights: k matrices [N, n_i], float, any strides.
-        weights: [k, B], float32 or float64, one a matrix and unit.
-        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
-        outs: [m_i, n_i], float32 or float64: sums are added to these, in place; None where there is none yet.
-
-    Returns:
-        k matrices: those of ``outs``, and new ones, float32 (float64 if a factor is float64).
-
-    Raises:
-        TypeError, ValueError: no matrices, lists of other lengths, ids, other tokens, or what `weighted_sum` refuses.
-
-    >>> import torch
-    >>> from fastdp.ops import weighted_sum_group
-    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
-    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> sums = weighted_sum_group([left, 2 * left], [right, right], torch.tensor([[1.0, 0.5], [1.0, 0.0]]), offsets)
-    >>> [float(total[0, 0]) for total in sums]
-    [2.0, 2.0]
+    Sums are added to ``outs`` in place; None where there is none yet.
     """
     if not {torch.Tensor}.issuperset(map(type, (*lefts, *rights))):
         for left, right in zip(lefts, rights):
@@ -231,8 +212,6 @@ def weighted_sum(
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit, ids outside the table, ids without a table.
 
-    >>> import torch
-    >>> from fastdp.ops import weighted_sum
     >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
     >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
     >>> weighted_sum(left, right, torch.tensor([1.0, 0.5]), offsets=offsets)
@@ -255,33 +234,9 @@ def masked_weighted_sum(
     out: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """Sum of all tokens' gradients, with one weight for masked and another for unmasked entries (Rap-FT's two blocks).
+    """As `weighted_sum`, with one weight for entries where ``mask``, bool [m, n], is True and another for the others.
 
-    A token whose weight is 0 for an entry is left out of it by selection, as in `weighted_sum`.
-
-    Args:
-        left: [N, m], float, any strides; or int64 ids [N] of rows of a table, the mask's.
-        right: [N, n], float, any strides.
-        weights_masked: [N], float32 or float64: weights where ``mask`` is True; with ``offsets`` [B], one a unit.
-        weights_unmasked: [N] or [B] likewise: weights where it is False.
-        mask: bool [m, n].
-        out: [m, n], float32 or float64: the sum is added to it, in place.
-        offsets: int64 [B + 1], as in `weighted_sum`.
-
-    Returns:
-        ``out``, or a new [m, n] matrix, float32 (float64 if a factor is float64).
-
-    Raises:
-        TypeError, ValueError: shapes, dtypes or devices that do not fit.
-
-    >>> import torch
-    >>> from fastdp.ops import masked_weighted_sum
-    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
-    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> mask = torch.tensor([[True], [False]]).expand(2, 4).contiguous()
-    >>> masked_weighted_sum(left, right, torch.ones(2), torch.zeros(2), mask, offsets=offsets)
-    tensor([[3., 3., 3., 3.],
-            [0., 0., 0., 0.]])
+    These are Rap-FT's two blocks. A token whose weight is 0 for an entry is left out of it by selection.
     """
     check_tensors(left=left, right=right, mask=mask)
     if out is None:

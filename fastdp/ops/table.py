@@ -40,14 +40,10 @@ class Operand:
     is_written: bool
 
     @classmethod
-    def all_of(cls, arguments: Sequence[Any]) -> list[Operand]:
-        """Those among the arguments of a schema."""
-        kinds = [str(argument.type) for argument in arguments]
-        return [
-            cls(i, a.name, "List" in kind, "Optional" in kind, a.alias_info is not None and a.alias_info.is_write)
-            for i, (a, kind) in enumerate(zip(arguments, kinds))
-            if "Tensor" in kind
-        ]
+    def of(cls, index: int, argument: Any) -> Operand:
+        """An argument of a schema."""
+        kind, alias = str(argument.type), argument.alias_info
+        return cls(index, argument.name, "List" in kind, "Optional" in kind, alias is not None and alias.is_write)
 
 
 class Operands(NamedTuple):
@@ -67,10 +63,7 @@ class Operands(NamedTuple):
 def inspect(operands: Sequence[Operand], args: Sequence[Any], *, recorded: bool) -> Operands:
     """Look at every operand once: a step calls this a hundred times.
 
-    Args:
-        operands: of the op.
-        args: its arguments; a stream may stand for a position.
-        recorded: whether autograd records this op.
+    A stream may stand for a position, and ``recorded`` says whether autograd records this op.
 
     Raises:
         TypeError: for what is no tensor.
@@ -205,45 +198,43 @@ class Op:
         self._overload = getattr(torch.ops.fastdp, self.name).default
         arguments = self._overload._schema.arguments
         #: Tensors and lists of them; the first says the device.
-        self.operands = Operand.all_of(arguments)
+        self.operands = [Operand.of(i, a) for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
         self.writes = any(operand.is_written for operand in self.operands)
         #: Which argument, if any, may be a stream: its next position is taken once the arguments are found good.
         self._position = next((i for i, a in enumerate(arguments) if a.name in STREAM_OPERANDS), None)
         OPS[self.name] = self
 
-    def implement(self, device: str, function: Callable[..., Any] | str) -> None:
+    def implement(self, device: str, function: Callable[..., Any]) -> None:
         """Say what runs on a device type (``cpu``, ``cuda``), where the definition does otherwise.
 
-        Args:
-            device: a type, as ``torch.device`` names it.
-            function: takes the schema's arguments, checked, and returns the result, or NotImplemented where the
-                definition should run (float64 factors, say). Or the module that holds it by the op's name: imported
-                by the first call, and the definition runs if that module wants Triton and there is none.
+        The function takes the schema's arguments, checked, and returns the result, or NotImplemented where the definition
+        should run (float64 factors, say).
         """
-        self.implementations[device] = function if callable(function) else self._imported(device, function)
+        self.implementations[device] = function
 
     def in_family(self, family: str) -> None:
-        """Say that a function of the op's name runs on GPUs, in the kernels of a family: see `fastdp.ops`."""
+        """Say that a function of the op's name runs on GPUs, in the kernels of a family: see `fastdp.ops`.
+
+        The first call imports it; without Triton the definition runs.
+        """
+
+        def first_call(*args: Any) -> Any:
+            try:
+                function = getattr(importlib.import_module(f"fastdp.kernels.{family}"), self.name)
+            except ModuleNotFoundError as missing:
+                if missing.name != "triton":
+                    raise
+                function = self.reference
+            self.implement("cuda", function)
+            return function(*args)
+
         self.family = family
-        self.implement("cuda", f"fastdp.kernels.{family}")
+        self.implement("cuda", first_call)
 
     def on_cpu(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Say, as a decorator, what runs on processors."""
         self.implement("cpu", function)
         return function
-
-    def _imported(self, device: str, module: str) -> Callable[..., Any]:
-        def first_call(*args: Any) -> Any:
-            try:
-                function = getattr(importlib.import_module(module), self.name)
-            except ModuleNotFoundError as missing:
-                if missing.name != "triton":
-                    raise
-                function = self.reference
-            self.implementations[device] = function
-            return function(*args)
-
-        return first_call
 
     def on(self, device: str, *args: Any) -> Any:
         """What a call comes to on a device type, its arguments taken as they are."""

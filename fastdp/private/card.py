@@ -48,9 +48,6 @@ def training_card(
     """Build the card of a training run as it is now.
 
     Args:
-        stages: of the run.
-        data_loader: its loader.
-        provenance: whose its weights are.
         installed: what holds the trained weights, if not the engine.
         observed: kinds of observers that looked on.
         assumed: what the run takes for granted besides.

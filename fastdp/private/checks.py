@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
+from fastdp.calls.collation import spread_indices
 from fastdp.calls.modes import refuse_mixing
 from fastdp.distributed.pieces import is_dtensor
 from fastdp.distributed.ranks import pass_through
@@ -25,9 +26,8 @@ _FOREIGN_WRAPPERS = {
     "FullyShardedDataParallel": "FullyShardedDataParallel flattens parameters, whose gradients nothing can then tell apart",
     "DeepSpeedEngine": "DeepSpeed takes gradients out of the backward pass before they are clipped",
 }
-#: Examples of the data that processes compare before they train together, spread over it.
+#: Examples of the data that processes compare before they train together.
 _COMPARED = 8
-_GOLDEN = 0.6180339887498949
 
 
 def unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
@@ -65,7 +65,7 @@ def digest_setup(model: torch.nn.Module, dataset: Any, units: Units, method: Any
     held = (*model.named_parameters(), *model.named_buffers())
     here = {n: t for n, t in held if type(t.data) is torch.Tensor and t.device.type != "meta"}
     values = dict(zip(here, checksums(here.values())))
-    some = dict.fromkeys(int(len(dataset) * (_GOLDEN * k % 1)) for k in range(_COMPARED))
+    some = spread_indices(len(dataset), _COMPARED)
     read = [(index, _digest(dataset[index]), _digest(dataset[index])) for index in some]
     return {
         "the model": repr(shapes),

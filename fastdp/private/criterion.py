@@ -33,11 +33,7 @@ class _MeanBoundary(torch.autograd.Function):
 def mean_of_rows(losses: torch.Tensor, rows: int | None) -> torch.Tensor:
     """The mean of a criterion's losses, whose backward pass removes the factor that the loop applies to it.
 
-    Args:
-        losses: what the criterion returned.
-        rows: of the training batch; None while the model is evaluated.
-
-    Raises ValueError if there is not one loss per row.
+    ``rows`` is None while the model is evaluated. Raises ValueError if there is not one loss per row.
     """
     if losses.dim() != 1 or (rows is not None and losses.shape[0] != rows):
         raise ValueError(

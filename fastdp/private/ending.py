@@ -16,14 +16,8 @@ _LOOP = (
 class Ending:
     """Warn once if a run ends after some of its releases, but before all of them.
 
-    It holds no run, so that it may be called when one was collected.
-
-    Args:
-        ledger: counts what was made and what was paid for.
-        counts: whether there is a budget, and whether this process is to speak of it.
-
-    Attributes:
-        advice: what to do, in the words of whoever drives the run.
+    It holds no run, so that it may be called when one was collected. ``counts`` says whether there is a budget, and whether this
+    process is to speak of it; ``advice`` is what to do, in the words of whoever drives the run.
     """
 
     def __init__(self, ledger: Ledger, *, counts: bool):

@@ -151,9 +151,9 @@ class PrivateLoader:
         self.tickets: deque[Ticket] = deque()
         #: Whether the latest iteration was complete; and whether the loop left it before its last logical batch.
         self._complete = self.cut_short = False
-        #: Set by a caller that takes each batch before the backward pass of the one before.
+        #: Set by a caller that takes each batch before the backward pass of the one before: probe batches then come first.
         self.takes_ahead = False
-        #: Set by a caller that takes several microbatches before their backward passes, and checks them itself.
+        #: Set by a caller that checks itself that each microbatch has its backward pass: it may take several before.
         self.look_ahead = False
         names = ("num_workers", "pin_memory", "timeout", "prefetch_factor")
         begin = loader.worker_init_fn if self.reproducible else partial(_seed_worker, loader.worker_init_fn)
@@ -211,7 +211,7 @@ class PrivateLoader:
                 if not self.look_ahead:
                     self.require_consumed()
                     self.owner.require_step()
-                if self._plain and self.owner.records_passes:
+                if self._may_pad and self.owner.records_passes:
                     batch = self._buckets.pad(batch)
                 source = Collation.of(self.dataset, self.collate_fn, indices, batch, self.unit_map)
                 if number == 0:
@@ -333,7 +333,7 @@ class PrivateLoader:
     def _padded_rows(self, rows: int) -> int:
         """How many rows a microbatch is padded to: the last one of a draw may have any number, and few shapes should come."""
         most = self.max_physical_batch_size
-        if not self._plain:
+        if not self._may_pad:
             return rows
         if not self.owner.records_passes:
             # A loop's squeeze() would drop the axis of a single row.
@@ -347,7 +347,7 @@ class PrivateLoader:
         return LengthBuckets(self.collate_fn, self.most_tokens or 0)
 
     @property
-    def _plain(self) -> bool:
+    def _may_pad(self) -> bool:
         """Whether microbatches may be padded; those of public shapes, of packed rows, or of several a unit, may not."""
         return self._places is None and self.unit_map is None and self.units.members is None
 

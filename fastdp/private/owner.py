@@ -20,12 +20,7 @@ _ACCUMULATES = (
 
 
 class RunOwner(LoaderOwner):
-    """A run, as its loader sees it.
-
-    Args:
-        stages: of the run.
-        begin: what the run does when its loader is iterated anew.
-    """
+    """A run, as its loader sees it; it does ``begin`` when its loader is iterated anew."""
 
     def __init__(self, stages: Stages, begin: Callable[[], None]):
         self._stages, self._begin = stages, begin

@@ -17,7 +17,7 @@ import torch
 
 import fastdp.ops as ops
 from fastdp.calls.batches import accepted, as_long_as, map_tensors, take_rows
-from fastdp.calls.collation import Collation, example_length
+from fastdp.calls.collation import Collation, example_length, spread_indices
 from fastdp.distributed.ranks import ONE, Ranks
 from fastdp.distributed.shards import UnshardedParameters
 from fastdp.engine.bounds import Errors, Norms
@@ -39,7 +39,6 @@ Contributions = Callable[[Any], Iterator[Mapping[str, torch.Tensor]]]
 
 #: Examples of the batch and of the data set among which the longest and the shortest are compared.
 _SAMPLED = 4
-_GOLDEN = 0.6180339887498949
 #: How far what an example contributes may move beside a longer one, relative to its size: rounding of other shapes.
 _TOLERANCE = 1e-2
 _PADDED = (
@@ -284,12 +283,9 @@ class Sample:
 
 
 def add_clipped(total: dict[str, torch.Tensor], parts: Mapping[str, torch.Tensor], max_norm: float) -> None:
-    """Add each unit's tensors, scaled to L2 norm at most ``max_norm`` over all names together.
+    """Add each unit's tensors ``[units, *shape]``, scaled to L2 norm at most ``max_norm`` over all names together, in place.
 
-    Args:
-        total: by name, float32, added to in place.
-        parts: by name, ``[units, *shape]``.
-        max_norm: one unit more or less moves ``total`` by at most this.
+    One unit more or less moves ``total`` by at most ``max_norm``.
     """
     first = next(iter(parts.values()))
     norms = Norms(1, first.shape[0], first.device)
@@ -340,8 +336,7 @@ def _require_independence(
     """Raise `SelfCheckError` if an example contributes otherwise when it is collated beside a longer one."""
     if source is None:
         return
-    size = len(source.dataset)
-    spread = (int(size * (_GOLDEN * k % 1)) for k in range(_SAMPLED))
+    spread = spread_indices(len(source.dataset), _SAMPLED)
     items = [source.dataset[index] for index in dict.fromkeys([*source.indices[:_SAMPLED], *spread])]
     longest, shortest = max(items, key=example_length), min(items, key=example_length)
     beside, alone = (

@@ -284,23 +284,15 @@ def extremes(record: Any, longest: int) -> Iterator[tuple[str, Any]]:
         yield from _changed(what, record, functools.partial(_numbers, change))
     tokens = _tokens(record)
     for what, edit in (
-        ("a long record", lambda x: (x * math.ceil(longest / max(len(x), 1)))[:longest]),
-        ("a record of one token", lambda x: x[:1]),
-        ("an empty record", lambda x: x[:0]),
-        ("a record of one token again and again", lambda x: x[:1] * len(x)),
-        ("a record with each token twice", lambda x: [t for token in x[: len(x) // 2] for t in (token, token)]),
+        ("a long record", lambda path, x: (x * math.ceil(longest / max(len(x), 1)))[:longest]),
+        ("a record of one token", lambda path, x: x[:1]),
+        ("an empty record", lambda path, x: x[:0]),
+        ("a record of one token again and again", lambda path, x: x[:1] * len(x)),
+        ("a record with each token twice", lambda path, x: [t for token in x[: len(x) // 2] for t in (token, token)]),
+        ("a record without labels", lambda path, x: [-100] * len(x) if "label" in path else x),
+        ("a record of padding alone", lambda path, x: [-100 if "label" in path else 0] * len(x)),
     ):
         yield from _changed(what, record, functools.partial(_sequence, edit, tokens))
-    yield from _changed(
-        "a record without labels",
-        record,
-        lambda path, leaf: _sequence(lambda x: [-100] * len(x), tokens, path, leaf) if "label" in path else leaf,
-    )
-    yield from _changed(
-        "a record of padding alone",
-        record,
-        lambda path, leaf: _sequence(lambda x: [-100 if "label" in path else 0] * len(x), tokens, path, leaf),
-    )
     for what, rewrite in (
         ("a long text", lambda text: " ".join([text] * math.ceil(8 * longest / max(len(text), 1)))),
         ("an empty text", lambda text: ""),
@@ -370,9 +362,11 @@ def _length(leaf: Any) -> int | None:
     return len(leaf) if isinstance(leaf, list) and all(isinstance(value, int) for value in leaf) else None
 
 
-def _sequence(edit: Callable[[list[int]], list[int]], tokens: int | None, path: str, leaf: Any) -> Any:
+def _sequence(edit: Callable[[str, list[int]], list[int]], tokens: int | None, path: str, leaf: Any) -> Any:
     if tokens is None or _length(leaf) != tokens:
         return leaf
-    values = leaf.tolist() if isinstance(leaf, torch.Tensor) else list(leaf)
-    edited = edit(values)
+    values = leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf
+    edited = edit(path, values)
+    if edited is values:
+        return leaf
     return torch.tensor(edited, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else edited

@@ -60,13 +60,10 @@ def checksums(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
 
 
 class Provenance:
-    """Of the weights of one run.
+    """Of the weights of one run: which runs trained them before, and whether they are what its releases left.
 
-    Args:
-        model: the user's own.
-        parameters: all that the run may train, by name.
-        ledger: keeps what was found, so that the card says so of a run that is resumed as well.
-        state: the present state check of the model.
+    The ledger keeps what was found, so that the card says so of a run that is resumed as well. ``parameters`` are all that the
+    run may train.
     """
 
     def __init__(
@@ -77,16 +74,16 @@ class Provenance:
         state: Callable[[], StateCheck],
     ):
         self._model, self._parameters, self._ledger, self._state = model, parameters, ledger, state
-        #: What tells each parameter as the run found it; and the states that follow from its releases, as far as they were kept.
-        self._found: tuple[int, ...] | None = None
-        self._known: set[tuple[int, ...]] = set()
+        #: Checksums of the parameters as the run found them; and of the states that its releases left, as far as they were kept.
+        self._initial_bits: tuple[int, ...] | None = None
+        self._released_bits: set[tuple[int, ...]] = set()
         #: Whether no release comes any more, so that states are known by all their bits; and whether the ledger is closed.
         self.ended = self._closed = False
         self._changed = False
 
     def note_earlier_runs(self) -> None:
         """Note which runs trained the model, a part of it or what it is a copy of, until this one begins."""
-        if self._found is not None or self._closed:
+        if self._initial_bits is not None or self._closed:
             return
         modules = (run for module in self._model.modules() for run in _TRAINED.get(module, ()))
         copies = (_RELEASED[bits] for bits in self._bits() if bits in _RELEASED)
@@ -97,8 +94,8 @@ class Provenance:
     def begin(self) -> None:
         """The run trains from here on."""
         self.note_earlier_runs()
-        if self._found is None:
-            self._found = self._bits()
+        if self._initial_bits is None:
+            self._initial_bits = self._bits()
         for module in self._model.modules():
             _TRAINED[module] = tuple(dict.fromkeys((*_TRAINED.get(module, ()), self._ledger.run_id)))
 
@@ -110,9 +107,9 @@ class Provenance:
     def remember(self) -> list[int]:
         """Know the weights as they are, which follow from releases, from here on; returns what they are known by."""
         bits = self._bits()
-        self._known.add(bits)
+        self._released_bits.add(bits)
         # Those that no step moved, like a bias of zeros, may be any model's.
-        found = bits if self._found is None else self._found
+        found = bits if self._initial_bits is None else self._initial_bits
         run_id = self._ledger.run_id
         _RELEASED.update({own: run_id for own, before in zip(bits, found) if own != before})
         return list(bits)
@@ -125,14 +122,14 @@ class Provenance:
             with suppress(RuntimeError):
                 self._state().require_parameters()
                 return
-        if self._bits() not in self._known:
+        if self._bits() not in self._released_bits:
             self._note_changed()
 
     def resume(self, bits: Sequence[int] | None) -> None:
         """A checkpoint was loaded, of weights that were known by this; None of a checkpoint that does not say."""
         # Of pieces each process has its own, and a checkpoint one's.
         if bits is None or tuple(bits) == self._bits() or any(map(is_dtensor, self._parameters.values())):
-            self._known.add(self._bits())
+            self._released_bits.add(self._bits())
         else:
             self._note_changed()
 

@@ -27,7 +27,7 @@ class ClippedSums(NamedTuple):
     parameters: Sequence[torch.nn.Parameter]
     totals: Sequence[torch.Tensor]
     stds: Sequence[float]
-    tensors: Sequence[int]
+    tensor_ids: Sequence[int]
     axes: Sequence[RankOne | None]
 
 
@@ -48,20 +48,8 @@ class Update(Protocol):
         """
 
 
-class Recorder(Protocol):
-    """What a release needs of a ledger."""
-
-    def record(self, kind: str = "step") -> None:
-        """Note one release before it happens; raises if the budget does not hold it."""
-
-
 class ReplicatedLedger:
-    """A ledger that several processes release under: the first writes, and the others count along once it has.
-
-    Args:
-        ledger: the ledger itself on the rank that leads, its mirror on the others.
-        ranks: all of them.
-    """
+    """A ledger that several processes release under: the first writes, and the others' mirrors count along once it has."""
 
     def __init__(self, ledger: Ledger, ranks: Ranks):
         self.ledger, self.ranks = ledger, ranks
@@ -84,9 +72,8 @@ class Release:
     """Turns the clipped sums of a logical batch into noisy mean gradients.
 
     Args:
-        parameters: the trained parameters by name; all of them receive noise, whether or not a gradient reached them.
-        ledger: notes each release before it happens.
-        stream: the noise; tensor i of release s takes position (s, i), whatever the number of threads or micro-batches.
+        parameters: the trained ones; all of them receive noise, whether or not a gradient reached them.
+        stream: tensor i of release s takes position (s, i), whatever the number of threads or microbatches.
         expected_batch_size: the divisor, which does not depend on the batch that was drawn.
         secure_rounding: round noised sums to a grid, exactly (docs/noise.md).
     """
@@ -94,7 +81,7 @@ class Release:
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
-        ledger: Recorder,
+        ledger: Ledger | ReplicatedLedger,
         stream: NoiseStream,
         expected_batch_size: float,
         *,
@@ -114,7 +101,6 @@ class Release:
         sums: dict[str, torch.Tensor],
         policy: Policy,
         *,
-        kind: str = "step",
         update: Update | None = None,
         aliased: Collection[str] = (),
     ) -> None:
@@ -124,7 +110,7 @@ class Release:
         ``update`` takes the parameters it can; their `.grad` stays None. ``sums`` is emptied: each other buffer becomes a
         gradient, or a copy of those ``aliased`` does, which are to be written to again, without noise.
         """
-        self.ledger.record(kind)
+        self.ledger.record()
         names = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         if update is not None:
             names = self._update_parameters(names, sums, policy, update)

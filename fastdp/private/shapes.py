@@ -69,13 +69,7 @@ def grid_size(size: int) -> int:
 
 
 class ShapedCollator:
-    """A collator that pads sequences to public lengths.
-
-    Args:
-        collate: the user's own.
-        shapes: the lengths, and the pad values that its tokenizer does not tell.
-        rows: the number of rows in a place, the slot of one unit in a microbatch.
-    """
+    """A collator that pads sequences to public lengths; ``rows`` is the number of rows in a place, the slot of one unit."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], shapes: PublicShapes, rows: int = 1):
         self.collate, self.shapes, self.rows = collate, shapes, rows
@@ -143,11 +137,7 @@ class ShapedCollator:
 class LengthBuckets(ShapedCollator):
     """Pads batches to lengths of a public grid, so that their shapes come again; no batch knows the lengths of another.
 
-    Batches without a mask, or with sequences whose padding is not known, stay as they are.
-
-    Args:
-        collate: the user's own.
-        most: the most tokens that the model takes.
+    Batches without a mask, or with sequences whose padding is not known, stay as they are. The model takes ``most`` tokens.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], most: int):
@@ -170,14 +160,10 @@ class LengthBuckets(ShapedCollator):
 
 
 class PublicPlaces:
-    """Places for the units of a logical batch, in microbatches of one size; those that are left over are padding.
+    """Places for the units of a logical batch, in microbatches of one size, at most ``most``; those left over are padding.
 
     The number of places is fixed, and units take them at random. So the places of the others have one distribution, with a
     unit and without it.
-
-    Args:
-        sampler: what draws the units.
-        most: the largest number of units in a microbatch.
     """
 
     def __init__(self, sampler: Sampler, most: int):

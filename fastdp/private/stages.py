@@ -34,16 +34,13 @@ _NOTE = "preparation-{step:08d}"
 class Stages:
     """Opens the engine of each stage, and lets the method prepare the next one.
 
+    Parameters that a stage does not train are frozen and leave the optimizer. The ledger keeps a digest of each outcome, by which
+    a resumed run knows it.
+
     Args:
-        model, optimizer: the user's own; parameters that a stage does not train are frozen and leave the optimizer.
-        method: says when to prepare, and what follows from the outcome.
-        plan: what is public about the run.
-        release: receives the trained parameters of each stage.
-        ledger: keeps a digest of each outcome, by which a resumed run knows it.
         open_engine: an engine for a policy over the parameters that are trained just then.
-        folder: where outcomes are kept for a resumed run; None keeps them in memory.
+        folder: where outcomes are kept for a resumed run, by the first rank; None keeps them in memory.
         resume: take outcomes found in the folder instead of releasing them again.
-        ranks: the processes that train together; the first has the folder.
     """
 
     def __init__(

@@ -54,7 +54,6 @@ class Steps:
     """Hooks of torch's round the steps of one optimizer.
 
     Args:
-        stages: of the run; its plan and ledger say with how much noise the next release is counted.
         observers: who looks on; others may join.
         prepare: called after the last update of the budget, and where ``changes`` says that anything may differ from one step
             to the next, after each: for what the method may do before the next step.
@@ -69,7 +68,7 @@ class Steps:
         self._ledger, self._plan = stages.ledger, stages.plan
         self._prepare, self._changes = prepare, changes
         self._shapes = self._current_shapes()
-        self._carried = _OptimizerStateGuard(optimizer, resumed=stages.ledger.spent_steps > 0)
+        self._state_guard = _OptimizerStateGuard(optimizer, resumed=stages.ledger.spent_steps > 0)
         self._observers = observers
         self.done = False
         #: On the device: to read it would make the host wait before each release.
@@ -83,8 +82,8 @@ class Steps:
         self._withheld: _WithheldLoss | None = None
         method = stages.method
         self._selects, self._adapts = method.selects, method.count_noise_std is not None
-        #: A policy whose noise was found enough for all steps.
-        self._noised: Policy | None = None
+        #: The policy whose noise was found to be enough for all steps.
+        self._checked_policy: Policy | None = None
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -95,7 +94,7 @@ class Steps:
 
     def expect_state(self) -> None:
         """A private run's checkpoint is being loaded, and the optimizer's state with it, before or after."""
-        self._carried.forget()
+        self._state_guard.forget()
 
     def remove(self) -> None:
         """Leave the optimizer and its schedules alone again."""
@@ -174,7 +173,7 @@ class Steps:
         accumulator = engine.accumulator
         alone = self._ranks.size == 1 and not engine.weights.cut
         with nullcontext() if alone else engine.synchronized(self._shared_state(accumulator.policy)):
-            self._carried.require_untouched()
+            self._state_guard.require_untouched()
             self._require_noise(accumulator.policy)
             if not engine.checks.enabled and self._ledger.noted(UNCHECKED) is None:
                 # Kept with the spending, so that the card says so of a run that goes on with checks as well.
@@ -182,7 +181,7 @@ class Steps:
             if self._ranks.size > 1:
                 # Ranks meet once: what the first could not write, all are told here.
                 self._ledger.reserve_next()
-        self._carried.forget()
+        self._state_guard.forget()
         if not alone:
             accumulator.merge(self._ranks)
         self.nonfinite = self.nonfinite + accumulator.nonfinite
@@ -221,7 +220,7 @@ class Steps:
 
     def _require_noise(self, policy: Policy) -> None:
         """Raise RuntimeError before a release with less noise than its event in the ledger has."""
-        if policy is self._noised:
+        if policy is self._checked_policy:
             return
         sigma = self._plan.sigma_at(self._ledger.spent_steps)
         # What else is released with the gradient leaves it less, so that its own noise is never the smaller.
@@ -232,7 +231,7 @@ class Steps:
                 "the ledger counts on; nothing was released. Give gradients that much noise."
             )
         # Where the plan's multiplier stays the same, so does what is enough.
-        self._noised = policy if len(self._plan.factors) == 1 else None
+        self._checked_policy = policy if len(self._plan.factors) == 1 else None
 
     def _adapt(self) -> None:
         accumulator, method = self._stages.engine.accumulator, self._stages.method
@@ -327,7 +326,7 @@ class Steps:
         # Torch's fused optimizers count no write.
         torch.autograd.graph.increment_version([p for group in optimizer.param_groups for p in group["params"]])
         with gc_paused():
-            self._carried.keep()
+            self._state_guard.keep()
             checks.state.settle()
         if self._changes or self._ledger.spent_steps >= self._ledger.budget_steps:
             self._prepare()

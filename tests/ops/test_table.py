@@ -135,7 +135,7 @@ def test_other_faults_of_an_implementation_are_raised() -> None:
 def test_an_implementation_by_its_module_is_imported_when_first_called(monkeypatch):
     op = _scaled("test_lazy")
     del OPS[op.name]
-    op.implement("cuda", "fastdp.kernels.made_up")
+    op.in_family("made_up")
     first = op.implementations["cuda"]
     with pytest.raises(ModuleNotFoundError, match="made_up"):
         first(torch.ones(2), 3.0)
@@ -150,7 +150,7 @@ def test_an_implementation_by_its_module_is_imported_when_first_called(monkeypat
 def test_without_triton_the_definition_runs_on_cuda(monkeypatch):
     op = _scaled("test_no_triton")
     del OPS[op.name]
-    op.implement("cuda", "fastdp.kernels.noise")
+    op.in_family("noise")
     monkeypatch.delitem(sys.modules, "fastdp.kernels.noise", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     assert op.on("cuda", torch.ones(2), 3.0).tolist() == [3, 3]
