@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fastdp.accounting import Card
-from fastdp.methods.ewft import EWFT
-from fastdp.methods.sap import TextPrivatizer
+from fastdp.methods.ewft import EWFT, NoiseSchedule
+from fastdp.methods.sap import CTI, TextPrivatizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class NoisyHidden(nn.Module):
@@ -21,8 +26,11 @@ class NoisyHidden(nn.Module):
     gradient. `fastdp.EWFT` finds a place in a stock model, freezes what precedes it and takes ``example_ids`` out of the batch.
 
     Args:
-        settings: of `fastdp.EWFT`. It needs ``noise``, such as ``fastdp.methods.ewft.release_once(epsilon, delta)``,
-            ``sequence_length`` and ``dataset_size``, and may have ``max_norm``, which is C, ``output_dir`` and others.
+        noise: a schedule, such as ``fastdp.methods.ewft.release_once(epsilon, delta)``.
+        sequence_length: T, of every batch.
+        dataset_size: training records, N; public.
+        max_norm: C.
+        unchecked_records, secure_rounding, output_dir, resume, unsafe_seed: as in `fastdp.EWFT`.
 
     Attributes:
         releases: the `fastdp.EWFT` behind it, which has `set_epoch`, `epsilon`, the ledger and `state_dict`.
@@ -37,10 +45,36 @@ class NoisyHidden(nn.Module):
     True
     """
 
-    def __init__(self, **settings: Any):
+    def __init__(
+        self,
+        *,
+        noise: NoiseSchedule,
+        sequence_length: int,
+        dataset_size: int,
+        max_norm: float = 1.0,
+        unchecked_records: bool = False,
+        secure_rounding: bool = True,
+        output_dir: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+        unsafe_seed: int | None = None,
+    ):
         super().__init__()
         self.place = nn.Identity()
-        self.releases = EWFT(self, layer="place", autoencoder=None, lengths="public", **settings)
+        self.releases = EWFT(
+            self,
+            layer="place",
+            noise=noise,
+            sequence_length=sequence_length,
+            dataset_size=dataset_size,
+            max_norm=max_norm,
+            autoencoder=None,
+            lengths="public",
+            unchecked_records=unchecked_records,
+            secure_rounding=secure_rounding,
+            output_dir=output_dir,
+            resume=resume,
+            unsafe_seed=unsafe_seed,
+        )
 
     def forward(
         self, hidden: Tensor, *, attention_mask: Tensor | None = None, example_ids: Tensor | None = None
@@ -67,7 +101,8 @@ class PrivateEmbedding(nn.Embedding):
 
     Args:
         embedding: the model's own; its forward makes the rows.
-        settings: of `fastdp.TextPrivatizer`, such as ``eta``. Padding stays where ``tokenizer`` or ``special_ids`` tells it.
+        eta, epsilon, tokenizer, mechanism, cti, unknown, duplicates, special_ids, unsafe_seed: as in
+            `fastdp.TextPrivatizer`. Padding stays where a tokenizer, or ``special_ids``, tells it.
 
     Attributes:
         privatizer: the `fastdp.TextPrivatizer` behind it.
@@ -82,13 +117,37 @@ class PrivateEmbedding(nn.Embedding):
     (torch.Size([1, 3, 8]), 2, "exp(8 * distance of the tokens' rows)")
     """
 
-    def __init__(self, embedding: nn.Embedding, **settings: Any):
+    def __init__(
+        self,
+        embedding: nn.Embedding,
+        *,
+        eta: float | None = None,
+        epsilon: float | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        mechanism: str | None = None,
+        cti: CTI | None = None,
+        unknown: str = "perturb",
+        duplicates: str = "refuse",
+        special_ids: Sequence[int] = (),
+        unsafe_seed: int | None = None,
+    ):
         weight: Any = embedding.weight
         super().__init__(weight.shape[0], weight.shape[1], padding_idx=embedding.padding_idx, _weight=weight)
         self.weight = weight.requires_grad_(False)
         # Not a module of this one: its weight would be saved under two names.
         self._rows_of = [embedding]
-        self.privatizer = TextPrivatizer(weight, **settings)
+        self.privatizer = TextPrivatizer(
+            weight,
+            eta=eta,
+            epsilon=epsilon,
+            tokenizer=tokenizer,
+            mechanism=mechanism,
+            cti=cti,
+            unknown=unknown,
+            duplicates=duplicates,
+            special_ids=special_ids,
+            unsafe_seed=unsafe_seed,
+        )
         self.lookups: Counter[bytes] = Counter()
         self._uncounted = self.privatizer.kept.cpu().clone()
         if embedding.padding_idx is not None:
