@@ -48,10 +48,7 @@ def gaussian(noise_multiplier: float) -> DpEvent:
     """One Gaussian release over all units.
 
     Args:
-        noise_multiplier: noise std over L2 sensitivity; 0 is no privacy.
-
-    Raises:
-        ValueError: for a multiplier that is negative or no number.
+        noise_multiplier: noise std over L2 sensitivity; 0 is no privacy. Raises ValueError below 0.
 
     >>> from fastdp.accounting import compose, epsilon, gaussian
     >>> round(epsilon(gaussian(1.0), 1e-5), 3) == round(epsilon(compose(*4 * [gaussian(2.0)]), 1e-5), 3)
@@ -64,11 +61,8 @@ def poisson_gaussian(noise_multiplier: float, sample_rate: float) -> DpEvent:
     """One Gaussian release of a sample that each unit joins independently.
 
     Args:
-        noise_multiplier: noise std over L2 sensitivity; 0 is no privacy.
+        noise_multiplier: noise std over L2 sensitivity; 0 is no privacy. Raises ValueError below 0.
         sample_rate: the probability with which a unit joins, in (0, 1].
-
-    Raises:
-        ValueError: for values out of range.
 
     >>> from fastdp.accounting import epsilon, gaussian, poisson_gaussian
     >>> epsilon(poisson_gaussian(1.0, 0.1), 1e-5) < epsilon(gaussian(1.0), 1e-5)
@@ -79,12 +73,10 @@ def poisson_gaussian(noise_multiplier: float, sample_rate: float) -> DpEvent:
 
 
 def compose(*events: DpEvent) -> DpEvent:
-    """Several releases of the same data set, each of which may depend on the earlier ones.
+    """Several releases of the same data set, each of which may depend on the earlier ones. Raises nothing.
 
     Args:
         events: any number of them; none is an event that costs nothing.
-
-    Raises nothing.
 
     >>> from fastdp.accounting import compose, dpsgd, epsilon, gaussian
     >>> epsilon(compose(), 1e-5)
