@@ -139,8 +139,6 @@ class Card(dict[str, Any]):
             weights: what was released; the card keeps a digest of each tensor.
             ledger_head: digest of the ledger's last record.
             facts: what else the card states, by name.
-
-        Raises ValueError for an event or delta that cannot be accounted for, TypeError for values that are not JSON.
         """
         voids = list(flaws)
         for each in () if claim is None else (claim, *also):

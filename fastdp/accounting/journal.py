@@ -115,10 +115,7 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path) -> tuple[Journal, History]:
-        """Continue a journal. A torn end stays in the file; the next record vouches for it.
-
-        Raises FileNotFoundError, and LedgerError if the file is in use, empty, or its chain is broken.
-        """
+        """Continue a journal. A torn end stays in the file; the next record vouches for it."""
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         _lock(descriptor, path)
         try:

@@ -135,8 +135,6 @@ class Ledger:
 
         What that process had reserved counts as spent unless it closed the ledger. A torn last line counts as one more
         block. Releases with shuffled batches restart at a new epoch, since the next one draws a new order.
-
-        Raises LedgerError if another process holds it or it was altered.
         """
         path = Path(path)
         journal, history = Journal.open(path)

@@ -56,10 +56,7 @@ def model_files(folder: Path) -> dict[str, str]:
 
 
 def digests_of(folder: Path) -> set[str]:
-    """`digests` of every tensor in a folder's safetensors files, or in one such file.
-
-    Raises ValueError for a folder that has none, and for a file that cannot be read.
-    """
+    """`digests` of every tensor in a folder's safetensors files, or in one such file."""
     files = [folder] if folder.is_file() else sorted(folder.rglob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} holds no .safetensors file, and weights of other formats cannot be compared")

@@ -28,10 +28,7 @@ _LONGEST_WAIT = 60.0
 
 
 def state_folder() -> Path:
-    """The account's own folder; made, for its owner alone, if it is not there.
-
-    Raises OSError, in one sentence, where it cannot be made.
-    """
+    """The account's own folder; made, for its owner alone, if it is not there."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     folder = Path(os.environ.get("FASTDP_STATE") or Path(base) / "fastdp")
     try:

@@ -74,9 +74,6 @@ class Canaries(Observer, ABC):
             confidence: 1 - confidence bounds the probability of a false alarm.
             delta: at which epsilon is stated; default the run's target.
             shares: as in `fastdp.audit.conclude`; choose them before looking at any score.
-
-        Raises:
-            ValueError: without a step or a delta, or for scores that are not finite.
         """
         delta = self.private.target_delta if delta is None else delta
         if delta is None:

@@ -40,9 +40,6 @@ def load_saved(
     Args:
         folder: what `fastdp finetune` wrote to (its base model must be where it was), or a folder of transformers.
         overrides: settings that replace the run's own, such as ``text_column``; those that are None are left alone.
-
-    Raises:
-        ConfigError: no such folder, a run that has no weights yet, or a model that cannot be loaded.
     """
     folder = Path(folder)
     config = settings_of(folder, overrides)
@@ -92,9 +89,6 @@ def settings_of(folder: str | Path, overrides: dict[str, Any] | None = None) -> 
 
     Args:
         folder, overrides: as for `load_saved`.
-
-    Raises:
-        ConfigError: no such folder, or neither a run nor a model in it.
     """
     folder = Path(folder)
     if not folder.is_dir():

@@ -75,10 +75,7 @@ class Contributing:
         return self
 
     def admit(self, texts: Sequence[str], private: Mapping[Path, Sequence[str]]) -> PublicText | None:
-        """What the statement says of the public texts, if there are any, compared with the private ones by file.
-
-        Raises DataError for public texts that are the private ones.
-        """
+        """What the statement says of the public texts, if there are any, compared with the private ones by file."""
         from fastdp.public import PublicGate
 
         if self.cti_public is None:
@@ -113,10 +110,7 @@ class Contributing:
         )
 
     def kept(self, path: Path) -> CTI | None:
-        """Counts of private texts from an earlier call, which are not drawn again; None if there are none.
-
-        Raises ValueError if they were made by other options.
-        """
+        """Counts of private texts from an earlier call, which are not drawn again; None if there are none."""
         import fastdp.accounting as accounting
         from fastdp.methods.sap import CTI
         from fastdp.methods.sap.cti import CELLS

@@ -107,10 +107,7 @@ class Blocks:
         return int(number), self.blocks[int(number) - 1]
 
     def number(self, layer: Layer) -> int | str:
-        """``embeddings`` (or 0), the number of a block, or ``output``, of a layer in any of its forms.
-
-        Raises ValueError for a layer that is none of them.
-        """
+        """``embeddings`` (or 0), the number of a block, or ``output``, of a layer in any of its forms."""
         if layer in ("embeddings", "output") or (type(layer) is int and 0 <= layer <= len(self.blocks)):
             return layer  # type: ignore[return-value]
         module = layer if isinstance(layer, nn.Module) else dict(self.model.named_modules()).get(str(layer))
@@ -143,8 +140,6 @@ def find_blocks(model: nn.Module, layer: Layer | None = None) -> Blocks:
 
     Args:
         layer: of another architecture, the module (or its dotted name) at which alone it is to be perturbed.
-
-    Raises ValueError for another architecture without such a layer.
     """
     wrapper: Any = model
     if hasattr(wrapper, "get_base_model"):
@@ -175,10 +170,7 @@ def find_blocks(model: nn.Module, layer: Layer | None = None) -> Blocks:
 
 
 def layer_name(model: nn.Module, layer: Layer) -> int | str:
-    """A layer as settings, a ledger and a card keep it: as `Blocks.number` says, or a dotted name in another architecture.
-
-    Raises ValueError for a layer that is not the model's.
-    """
+    """A layer as settings, a ledger and a card keep it: as `Blocks.number` says, or a dotted name in another architecture."""
     blocks = find_blocks(model, layer)
     if blocks.known:
         return blocks.number(layer)
@@ -186,10 +178,7 @@ def layer_name(model: nn.Module, layer: Layer) -> int | str:
 
 
 def _at_module(model: nn.Module, layer: str | nn.Module) -> Blocks:
-    """A model whose architecture is not known, at one module: what it registers before that counts as computed before.
-
-    Raises ValueError for a module that is not the model's, or is the model.
-    """
+    """A model whose architecture is not known, at one module: what it registers before that counts as computed before."""
     module = layer if isinstance(layer, nn.Module) else dict(model.named_modules()).get(layer)
     if module is None or module is model or all(module is not own for own in model.modules()):
         raise ValueError(f"layer {_shown(layer)} is not a module of this model: print(model) shows their names")

@@ -41,8 +41,6 @@ def clip_groups(
 
     Every coordinate gets the same noise, noise_multiplier times sqrt(sum_k C_k^2): K groups are one vector whose
     sensitivity is the norm of their bounds.
-
-    Raises ValueError for a parameter that no group holds, a group without a threshold, and noise beyond float32's range.
     """
     group_of, names = _groups(parameters, groups)
     if isinstance(max_grad_norm, Mapping):

@@ -47,9 +47,6 @@ def quickstart(output: Path, seed: int, console: Console, reporter: Callable[[st
         console: where the table goes.
         reporter: makes the context manager that shows one run's progress, given a title.
         train: how many records are trained on.
-
-    Raises:
-        ConfigError: when `output` holds an earlier quickstart, or there are fewer records than a batch takes.
     """
     begin = time.perf_counter()
     if (output / "train.jsonl").exists():

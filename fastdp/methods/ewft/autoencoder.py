@@ -20,9 +20,6 @@ class StackedAutoencoder(nn.Module):
         width: of the hidden state, d.
         sizes: of the layers down to the code.
         trained_on: None until it is trained on public text, then ``"public"``. Kept with its state dict.
-
-    Raises:
-        ValueError: if there is no size, or one below 1; for a ``trained_on`` that is neither.
     """
 
     def __init__(self, width: int, sizes: Sequence[int]):
@@ -92,8 +89,6 @@ def train_autoencoder(
     Args:
         hidden: batches [B, T, width], such as `EWFT.hidden_states` yields.
         max_norm, std: clip and noise of a code [T, sizes[-1]], which the decoder learns to expect; std 0 trains on whole codes.
-
-    Raises ValueError for hidden states of another width, or none at all.
     """
     noise = stream or NoiseStream()
     optimizer = torch.optim.Adam(autoencoder.parameters(), lr=learning_rate)

@@ -42,8 +42,6 @@ class NoisePlace:
         lengths: ``hidden`` lets the layers that follow attend to padding too, since their mask would show each length;
             ``public`` leaves the mask alone, and the card says so.
         public_texts: what an encoder or the layers below the noise learned from, for the card.
-
-    Raises ValueError for values out of range.
     """
 
     layer: Layer
@@ -81,8 +79,6 @@ class LayerReleases(Releases, ABC):
         token_labels: whether a batch in training had labels for every token.
         training: whether the last pass that came to the layer released training records.
         inference_releases: rows that were released outside of training.
-
-    Raises ValueError for a layer that does not exist, lengths that cannot be hidden, and a model that is perturbed already.
     """
 
     def __init__(self, model: nn.Module, settings: NoisePlace, unsafe_seed: int | None):

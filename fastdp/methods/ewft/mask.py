@@ -35,10 +35,7 @@ def hide_padding(
 
 
 def full_mask(mask: Any, causal: bool) -> Tensor | None:
-    """The mask of a batch without padding, in the form that was given: None, [B, T], or [B, 1, T, T].
-
-    Raises ValueError for a form that is not known, such as flex attention's.
-    """
+    """The mask of a batch without padding, in the form that was given: None, [B, T], or [B, 1, T, T]."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):

@@ -83,10 +83,7 @@ class Codes:
 
     @classmethod
     def learn(cls, batches: Sequence[Tensor], labels: Sequence[Tensor] | None, cells: int) -> Codes:
-        """From public pooled states, and labels of their texts if there are any.
-
-        Raises ValueError for states that are too few, too much alike, not finite, or all of one class.
-        """
+        """From public pooled states, and labels of their texts if there are any."""
         states = torch.cat(list(batches)).double()
         if len(states) < 2 or not math.isfinite(float(states.sum())):
             raise ValueError("there is too little public text to learn from, or its hidden states are not finite")

@@ -43,8 +43,6 @@ def rehearse(
         noise: its schedule; the last level is rehearsed, which is that of inference too.
         learning_rate: of AdamW.
         autoencoder: the one that it will use; one that is untrained learns to reconstruct first, and any learns along.
-
-    Raises ValueError without batches or labels, and whatever `EWFT` refuses.
     """
     batches = [dict(batch) for batch in public_batches]
     if not batches or passes < 1:

@@ -49,9 +49,6 @@ class EWFTSettings(NoisePlace):
         unchecked_records: train without ``example_ids``, if the loader surely uses each record once an epoch. Only the
             number of rows is looked at then, and the card states the assumption.
         secure_rounding: as in `fastdp.ops.clip_noise`.
-
-    Raises:
-        ValueError: for values out of range, or that contradict each other.
     """
 
     noise: NoiseSchedule
@@ -86,10 +83,7 @@ class EWFTSettings(NoisePlace):
         return [*self.noise.flaws, *((_TRAINED_BOTTOM, *joint) if self.exposed else ())]
 
     def ledger(self, output_dir: str | os.PathLike[str] | None, resume: bool) -> accounting.Ledger:
-        """The ledger in a folder, or in memory: one release of every record for each level of noise, by `kind`.
-
-        Raises ValueError as `Ledger.open_or_create` does.
-        """
+        """The ledger in a folder, or in memory: one release of every record for each level of noise, by `kind`."""
         header: dict[str, Any] = {
             "mechanism": self.noise.name,
             "dataset_size": self.dataset_size,
@@ -430,8 +424,6 @@ class EWFT(LayerReleases):
 
         What was released after the state was kept is not known, so an epoch that was interrupted does not go on: set the
         next one, or `allow_again`. A record whose release is not among the kept ones is refused likewise.
-
-        Raises ValueError if the state's autoencoder, or its number of records, is another.
         """
         if (state["autoencoder"] is None) != (self.autoencoder is None):
             raise ValueError("this state was kept with another autoencoder, or none")

@@ -65,8 +65,6 @@ def select_partitions(
         noise_multiplier: sigma_ps of each release.
         selection_rate: q_ps.
         estimation_iterations: J of PGM-EST.
-
-    Raises ValueError if no partition fits.
     """
     check_unfreezing_ratio(partitions, unfreezing_ratio)
     sizes = np.array([partition.size for partition in partitions], dtype=np.int64)
@@ -106,10 +104,7 @@ def _take(chosen: np.ndarray, t: int, candidates: np.ndarray, sizes: np.ndarray,
 
 
 def fill(scores: Sequence[float], partitions: Sequence[Partition], unfreezing_ratio: float) -> np.ndarray:
-    """Choose the partitions with the largest scores that fit under the limit: 1 for those, else 0, ``[partitions]``.
-
-    Raises ValueError if no partition fits.
-    """
+    """Choose the partitions with the largest scores that fit under the limit: 1 for those, else 0, ``[partitions]``."""
     check_unfreezing_ratio(partitions, unfreezing_ratio)
     sizes = np.array([partition.size for partition in partitions], dtype=np.int64)
     chosen = np.zeros(len(sizes), dtype=np.int64)

@@ -21,8 +21,6 @@ class Initialisation:
 
     Args:
         p: that threshold, in (0, 1]; 1 takes the whole softmax (the paper's naive form).
-
-    Raises ValueError for a threshold out of range.
     """
 
     p: float = 0.9

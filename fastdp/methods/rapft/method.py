@@ -154,10 +154,7 @@ class RapFT(Options):
     def policy(
         self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
     ) -> Policy:
-        """The two blocks of the mask, or DP-SGD while there is none, at the same multiplier.
-
-        Raises ValueError if the mask to come would leave nothing strong, which the sizes alone decide.
-        """
+        """The two blocks of the mask, or DP-SGD while there is none, at the same multiplier."""
         noise_multiplier = self.gradient_multiplier(noise_multiplier)
         chosen = {name: outcome[name].to(p.device) for name, p in parameters.items()} if outcome else {}
         flat = clip_groups(parameters, noise_multiplier, self.max_grad_norm)

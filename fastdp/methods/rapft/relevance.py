@@ -60,10 +60,7 @@ class Propagator:
             yield {name: values[None] for name, values in alone.items()}
 
     def total(self, batch: Mapping[str, Any]) -> Map:
-        """The sum of the maps of a batch's examples, float32 by parameter.
-
-        Raises ValueError for a batch that is no mapping, and for a model that returns no logits.
-        """
+        """The sum of the maps of a batch's examples, float32 by parameter."""
         rows, device = _rows(batch), next(iter(self.parameters.values())).device
         inputs = {key: value.to(device) for key, value in batch.items() if isinstance(value, torch.Tensor)}
         labels = inputs.get("labels")

@@ -43,8 +43,6 @@ class Propagation:
         alpha: weight of the positive contributions; beta is 1 - alpha. The paper's experiments take 0.5 (section VII-D).
         positive_after_activation: a linear layer that reads an activation's output hands relevance to its positive
             contributions alone, the subset q of equation 7.
-
-    Raises ValueError for epsilon or alpha below 0.
     """
 
     epsilon: float = 1e-3

@@ -46,8 +46,6 @@ class PublicMap(MapSource):
     Args:
         batches: mappings of the model's arguments, labels included, such as a collator makes.
         origin: the file that they came from, for the card.
-
-    Raises ValueError without batches.
     """
 
     batches: Sequence[Mapping[str, Any]] = field(repr=False)
@@ -78,8 +76,6 @@ class PublicGradients(PublicMap):
         batches: mappings of the model's arguments, labels included, best of one example each: those are what is clipped.
         origin: the file that they came from, for the card.
         at_once: of how many batches axes are made each time, others by turns; None for all of them.
-
-    Raises ValueError without batches, or for another ``at_once`` than 1 to their number.
     """
 
     at_once: int | None = None
@@ -112,8 +108,6 @@ class NoisyMap(MapSource):
         noise_multiplier: sigma_R, > 0.
         sample_rate: q_R, in (0, 1].
         max_norm: c_R, > 0.
-
-    Raises ValueError for values out of range.
     """
 
     noise_multiplier: float

@@ -71,10 +71,7 @@ class PrivateBottom:
         return f"noise on rows, eta {self.eta:g}"
 
     def statement(self, releases: int = 1) -> Card:
-        """The card of a text that was sent ``releases`` times.
-
-        Raises ValueError for a number of releases below 1.
-        """
+        """The card of a text that was sent ``releases`` times."""
         distance = "the sum over positions of the distance of the hidden rows"
         return Card.of(
             Metric("one text, among texts of its length", self.eta, releases=releases, distance=distance),

@@ -121,8 +121,6 @@ class CTI:
             cells: ``quotient``: number of cells, by default 5.
             told_at: ``quotient``: the epsilon of the randomised response for which cells reveal most about the class
                 (`informative_cells`); by default cells have equal mass.
-
-        Raises ValueError for cells or told_at with another form, or more of them than tokens that occur.
         """
         counts = torch.as_tensor(counts)
         importance, mass = utility_importance(counts), counts.double().sum(0)
@@ -196,10 +194,7 @@ class CTI:
         return self.importance.shape[0]
 
     def importance_of(self, label: int | None) -> Tensor:
-        """Importance of each token [tokens] to a class; None, as in inference, takes the largest over classes.
-
-        Raises ValueError for a class that does not exist.
-        """
+        """Importance of each token [tokens] to a class; None, as in inference, takes the largest over classes."""
         if label is None:
             return self.importance.amax(0)
         if not 0 <= label < self.classes:

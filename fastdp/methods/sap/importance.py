@@ -28,10 +28,6 @@ def utility_importance(counts: Tensor, smoothing: float = 1.0) -> Tensor:
 
     Returns:
         float64 [classes, tokens].
-
-    Raises:
-        ValueError: fewer than two classes; counts below 0 or not finite; a class without tokens; no smoothing where a
-            count is 0.
     """
     counts = torch.as_tensor(counts).double()
     if counts.dim() != 2 or counts.shape[0] < 2 or counts.shape[1] < 1:
@@ -84,10 +80,7 @@ def check_eta(eta: float) -> float:
 
 
 def count_tokens(texts: Sequence[Sequence[int]], labels: Sequence[int], classes: int, vocabulary: int) -> Tensor:
-    """Occurrences of each token id in the texts of each class, float64 [classes, vocabulary].
-
-    Raises ValueError if texts and labels differ in number, or an id or label is out of range.
-    """
+    """Occurrences of each token id in the texts of each class, float64 [classes, vocabulary]."""
     counts = torch.zeros(classes, vocabulary, dtype=torch.float64)
     for ids, label in _pairs(texts, labels, classes, vocabulary):
         counts[label] += torch.bincount(ids, minlength=vocabulary)

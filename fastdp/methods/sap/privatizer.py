@@ -69,11 +69,7 @@ _DRAWN_BY = {
 
 @dataclass(frozen=True, kw_only=True)
 class SAPPerturbation:
-    """Settings of a `TextPrivatizer`, which see; `open` makes one of a public table.
-
-    Raises:
-        ValueError: for eta not above 0, and settings that do not fit one another.
-    """
+    """Settings of a `TextPrivatizer`, which see; `open` makes one of a public table."""
 
     eta: float | None = None
     epsilon: float | None = None
@@ -206,10 +202,6 @@ class TextPrivatizer(Releases):
 
         Returns:
             The same form as ``inputs``, or ids.
-
-        Raises:
-            ValueError: text without a tokenizer, labels that do not fit, an unknown token under ``unknown='refuse'``, ids that
-                are no whole numbers or outside the vocabulary.
         """
         if isinstance(inputs, str):
             return self._texts([inputs], None if labels is None else [labels], output)[0]
@@ -370,10 +362,7 @@ class TextPrivatizer(Releases):
         return Displacement(self.eta, float((drawn == tried).double().mean()), float(moved.mean()), len(tried))
 
     def log_probabilities(self, token: int, label: int | None = None) -> Tensor:
-        """Log probability of each id as the replacement of a token, float64 [V]; -inf for ids that are never drawn.
-
-        Raises ValueError for the Laplace mechanism, whose probabilities have no closed form.
-        """
+        """Log probability of each id as the replacement of a token, float64 [V]; -inf for ids that are never drawn."""
         if self._quotient is not None:
             return self._quotient.log_probabilities(token)
         if self.mechanism == "laplace":

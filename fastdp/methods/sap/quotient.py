@@ -126,8 +126,6 @@ class Quotient:
         cell_of: int64 [V], public: the cell of every token that a text may hold.
         representatives: int64 [K], public: the token that stands for each cell; no two alike.
         epsilon: of one token.
-
-    Raises ValueError for cells that do not fit, or an epsilon that `check_response` refuses.
     """
 
     cell_of: Tensor

@@ -74,9 +74,6 @@ def split_model(model: nn.Module, after: Layer = 0, *, trainable_bottom: bool = 
     Args:
         after: blocks in the bottom; 0 cuts at the embedding output. Or the last module of the bottom, or its dotted name.
         trainable_bottom: leave the bottom's gradients on. Every pass over the data is then a release of its own.
-
-    Raises:
-        ValueError: for another architecture, a number of blocks that the model does not have, or a module between blocks.
     """
     blocks = find_blocks(model)
     if isinstance(after, (str, nn.Module)):

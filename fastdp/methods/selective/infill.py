@@ -38,8 +38,6 @@ def infill(
         answers: the type that was answered at each place, or None where the token stays.
         allowed: bool [types, V], the tokens that may be drawn for an answer; at least one each.
         begin: the token that every text begins with in the model's eyes; without one a first place is drawn evenly.
-
-    Raises ValueError if the model's logits are fewer than the tokens, or are not finite.
     """
     found: list[list[int]] = [list(own) for own in texts]
     answered = [index for index, own in enumerate(answers) if any(type_ is not None for type_ in own)]
@@ -55,8 +53,6 @@ def choose(logits: Tensor, allowed: Tensor, fractions: Tensor) -> Tensor:
 
     Args:
         fractions: float64 [n], uniform in [0, 1).
-
-    Raises ValueError for logits that are not finite.
     """
     if not bool(torch.isfinite(logits).all()):
         raise ValueError("the model that draws replacements has logits that are not finite: take another model")

@@ -44,10 +44,6 @@ def paper_probabilities(token: int, table: Tensor, epsilon: float, radius: float
         table: [V, d] rows, or [V] for rows of one number.
         epsilon, alpha: as printed; both positive.
         radius: d of equation 2, positive.
-
-    Raises:
-        ValueError: for a number out of range.
-        IndexError: for a token outside the table.
     """
     positive(epsilon=epsilon, radius=radius, alpha=alpha)
     rows = table.double() if table.dim() > 1 else table.double().unsqueeze(1)
@@ -157,12 +153,7 @@ class TokenMechanism:
         return law.double().cpu()
 
     def draw(self, ids: Tensor, epsilon: float | Tensor, stream: NoiseStream) -> Tensor:
-        """One independent draw for each id, at ``epsilon`` (a number, or float64 like ``ids``): int64 [n] to [n].
-
-        Raises:
-            IndexError: an id outside the table.
-            ValueError: an epsilon that is not positive and finite.
-        """
+        """One independent draw for each id, at ``epsilon`` (a number, or float64 like ``ids``): int64 [n] to [n]."""
         epsilons = torch.as_tensor(epsilon, dtype=torch.float64)
         if not bool((torch.isfinite(epsilons) & (epsilons > 0)).all()):
             raise ValueError("every epsilon must be positive and finite")
@@ -194,9 +185,6 @@ def public_radius(table: Tensor) -> float:
     """The median distance between some 512 evenly spaced rows of a public table: the radius where none is given.
 
     Computed from public data alone and without randomness, so that all who hold the table agree on it.
-
-    Raises:
-        ValueError: if all rows of the table are equal.
     """
     _check_table(table)
     step = max(1, len(table) // 512)

@@ -18,9 +18,6 @@ class PresidioDetector:
             recogniser a list of domain suffixes; with None, neither happens.
         entities: the kinds to look for; None for all the analyzer supports.
         language: two-letter code.
-
-    Raises:
-        ImportError: if Presidio is not installed.
     """
 
     def __init__(self, analyzer: Any = None, entities: Sequence[str] | None = None, language: str = "en") -> None:

@@ -43,11 +43,7 @@ def measure_detector(
     policy: PrivacyPolicy | None = None,
     corpus: str = "labelled spans given by the caller",
 ) -> DetectorQuality:
-    """Compare a detector with labelled spans; only labels of entities that the policy calls private count.
-
-    Raises:
-        ValueError: for as many labels as texts not being given, labels outside their text, or none that is private.
-    """
+    """Compare a detector with labelled spans; only labels of entities that the policy calls private count."""
     policy = PrivacyPolicy() if policy is None else policy
     if len(texts) != len(labels):
         raise ValueError(f"{len(labels)} lists of labels were given for {len(texts)} texts: give one for each")
@@ -94,9 +90,6 @@ def read_labelled_spans(path: str | Path) -> tuple[list[str], list[list[Span]]]:
 
     A list of objects with ``full_text`` and ``spans``, each span with ``entity_type``, ``start_position`` and
     ``end_position``.
-
-    Raises:
-        ValueError: for a file of another form, naming the entry.
     """
     try:
         entries = json.loads(Path(path).read_bytes())

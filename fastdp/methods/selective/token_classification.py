@@ -22,9 +22,6 @@ class TokenClassificationDetector:
         tokenizer: its fast tokenizer.
         batch_size: windows in one forward pass; a text longer than the model is cut into overlapping windows.
         stride: tokens that neighbouring windows share.
-
-    Raises:
-        ValueError: for a tokenizer without character offsets, or a stride that leaves a window nothing of its own.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, batch_size: int = 16, stride: int = 32) -> None:

@@ -37,8 +37,6 @@ def token_types(tokenizer: Any, candidates: Tensor) -> tuple[Tensor, tuple[str, 
         tokenizer: public.
         candidates: bool [V], the tokens that may be drawn. The others (special tokens) count as of the left-over type, and
             none of them is ever drawn.
-
-    Raises ValueError for a vocabulary without two types of `SMALLEST_TYPE` tokens.
     """
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(candidates))))
     marked = {mark for mark in _BEGINS if any(t is not None and t.startswith(mark) for t in tokens)}
@@ -95,8 +93,6 @@ class TypedCells:
         types: int64 [V], public: the type of every token that a text may hold.
         candidates: bool [V], tokens that may be drawn; every type has one.
         names: of the types.
-
-    Raises ValueError for types that do not fit.
     """
 
     types: Tensor
@@ -148,10 +144,6 @@ class TypedCells:
         """The type that is told of each id, by randomised response at ``epsilon`` (a number, or float64 like ``ids``).
 
         int64 [n] to [n]; all that the tokens tell is in it.
-
-        Raises:
-            IndexError: an id without a type.
-            ValueError: an epsilon that `check_response` refuses.
         """
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(self.types):
             raise IndexError(f"an id lies outside the {len(self.types)} tokens that have a type")
@@ -163,10 +155,7 @@ class TypedCells:
         return answers
 
     def draw(self, ids: Tensor, epsilon: float | Tensor, stream: NoiseStream) -> Tensor:
-        """One independent draw for each id, all tokens of the answered type alike: int64 [n] to [n].
-
-        Raises IndexError and ValueError as `answer`.
-        """
+        """One independent draw for each id, all tokens of the answered type alike: int64 [n] to [n]."""
         if not ids.numel():
             return ids.clone()
         answers = self.answer(ids, epsilon, stream)
