@@ -151,8 +151,7 @@ def dpsgd_model(
         sampling: ``poisson`` is amplified by sampling; ``shuffled`` is accounted without amplification.
         steps_per_epoch: releases in one pass over the shuffled units; needed for ``shuffled`` only.
 
-    Raises:
-        ValueError: for values out of range and for another sampling.
+    Raises ValueError for values out of range and for another sampling.
 
     >>> from fastdp.accounting import dpsgd, dpsgd_model
     >>> dpsgd_model(1.0, 0.1).event(20) == dpsgd(1.0, 0.1, 20)
@@ -204,8 +203,7 @@ def dpsgd(
         steps: how many, noisy sums each.
         sampling, steps_per_epoch: as for `dpsgd_model`.
 
-    Raises:
-        ValueError: for values out of range and for another sampling.
+    Raises ValueError for values out of range and for another sampling.
 
     >>> from fastdp.accounting import dpsgd
     >>> dpsgd(noise_multiplier=1.0, sample_rate=0.1, steps=20).event

@@ -49,8 +49,7 @@ def export(card: Mapping[str, Any], form: Format) -> str:
     Returns:
         The text. `read_export`, and so `verify`, takes it back.
 
-    Raises:
-        ValueError: for another form, and for a card that states too little to be written.
+    Raises ValueError for another form, and for a card that states too little to be written.
 
     >>> from fastdp.accounting import Card, Gaussian, dpsgd
     >>> claim = Gaussian("example", "add_remove", dpsgd(2.0, 0.1, 10), 1e-5)
@@ -69,8 +68,7 @@ def export(card: Mapping[str, Any], form: Format) -> str:
 def read_export(text: str) -> tuple[dict[str, Any], list[str]] | None:
     """The card that a text of `export` carries, and what is left open; None for a text that is no such form.
 
-    Raises:
-        ValueError: where the text says otherwise than its card, or its card cannot be read.
+    Raises ValueError where the text says otherwise than its card, or its card cannot be read.
     """
     found = _BEGIN.search(text)
     if found is None:

@@ -33,8 +33,7 @@ def membership_bound(event: DpEvent, false_positive_rate: float, adjacency: Adja
     Returns:
         The bound, in [false_positive_rate, 1]; 1 for an event without noise.
 
-    Raises:
-        ValueError: for a rate outside [0, 1].
+    Raises ValueError for a rate outside [0, 1].
 
     >>> from fastdp.accounting import gaussian, membership_bound
     >>> round(membership_bound(gaussian(2.0), 0.01), 3)  # at a false-positive rate of 1%

@@ -36,9 +36,8 @@ def epoch_weighted_schedule(
 
     Epochs count from 1 and a partial batch is dropped, as in the pseudocode; the paper's text has other readings.
 
-    Raises:
-        ValueError: for epsilon <= 1 with several epochs (the printed search has no target then), and for sizes, delta or
-            step_distance out of range.
+    Raises ValueError for epsilon <= 1 with several epochs (the printed search has no target then), and for sizes, delta or
+    step_distance out of range.
 
     >>> from fastdp.accounting import epoch_weighted_schedule
     >>> first, second, last = epoch_weighted_schedule(1000, 100, 3, 4.0, 1e-5, step_distance=1.0)
@@ -81,8 +80,7 @@ def sound_schedule(epochs: int, epsilon: float, delta: float) -> list[float]:
         epochs: how many releases.
         epsilon, delta: what they cost together.
 
-    Raises:
-        ValueError: for values out of range.
+    Raises ValueError for values out of range.
 
     >>> from fastdp.accounting import compose, epsilon, gaussian, sound_schedule
     >>> 3.9 < epsilon(compose(*map(gaussian, sound_schedule(3, 4.0, 1e-5))), 1e-5) <= 4.0
@@ -98,8 +96,7 @@ def largest_mu(epsilon: float, delta: float) -> float:
     Args:
         epsilon, delta: the budget, as the Gaussian's own trade-off gives it (Balle and Wang 2018).
 
-    Raises:
-        ValueError: for an epsilon that is not positive, or a delta outside (0, 1).
+    Raises ValueError for an epsilon that is not positive, or a delta outside (0, 1).
 
     >>> from fastdp.accounting import epsilon, gaussian, largest_mu
     >>> 3.99 < epsilon(gaussian(1 / largest_mu(4.0, 1e-5)), 1e-5) <= 4.0

@@ -41,15 +41,7 @@ from fastdp.audit.reconstruction import (
     reconstruction as reconstruction,
     strike_out as strike_out,
 )
+from fastdp.methods.removed import removed_from
 from fastdp.private.prove import Evidence as Evidence, Trial as Trial
 
-_REMOVED = {
-    "attribute_inference": "train any classifier on the released rows",
-    "pooled": "take the mean of the rows over a text's tokens",
-    "repeated_release": "use inversion and nearest_tokens on the mean of the releases",
-}
-
-
-def __getattr__(name: str) -> object:
-    known = f"it was removed: {_REMOVED[name]}" if name in _REMOVED else "there is none of that name"
-    raise AttributeError(f"module 'fastdp.audit' has no attribute {name!r}: {known}")
+__getattr__ = removed_from("audit")

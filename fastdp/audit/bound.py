@@ -37,8 +37,7 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
     Returns:
         A number in [0, 1].
 
-    Raises:
-        ValueError: a count or parameter outside these ranges.
+    Raises ValueError for a count or parameter outside these ranges.
 
     >>> from fastdp.audit import p_value
     >>> round(p_value(canaries=100, guesses=20, correct=19, epsilon=1.0), 3)  # luck that one run in sixty has
@@ -73,8 +72,7 @@ def lower_bound(canaries: int, guesses: int, correct: int, delta: float, confide
     Returns:
         Epsilon, 0 if not even 0 is refuted.
 
-    Raises:
-        ValueError: as `p_value`, and for a confidence outside (0, 1).
+    Raises ValueError as `p_value`, and for a confidence outside (0, 1).
 
     >>> from fastdp.audit import lower_bound
     >>> round(lower_bound(canaries=100, guesses=20, correct=19, delta=1e-5), 2)
@@ -103,8 +101,7 @@ def best_possible(canaries: int, guesses: int, delta: float, confidence: float =
     Returns:
         Epsilon.
 
-    Raises:
-        ValueError: as `lower_bound`.
+    Raises ValueError as `lower_bound`.
 
     >>> from fastdp.audit import best_possible
     >>> round(best_possible(canaries=100, guesses=20, delta=1e-5), 2)
@@ -122,8 +119,7 @@ def guesses_needed(epsilon: float, confidence: float = 0.95) -> int:
         epsilon: the claim to be refuted, at a delta of 0.
         confidence: as in `lower_bound`.
 
-    Raises:
-        ValueError: an epsilon that is negative or infinite, or a confidence outside (0, 1).
+    Raises ValueError for an epsilon that is negative or infinite, or a confidence outside (0, 1).
 
     >>> from fastdp.audit import guesses_needed
     >>> [guesses_needed(epsilon) for epsilon in (1.0, 3.0, 8.0)]

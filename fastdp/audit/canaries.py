@@ -29,8 +29,7 @@ class Canaries(Observer, ABC):
         count: number of canaries, at least 2.
         unsafe_seed: makes coins and directions reproducible; for tests.
 
-    Raises:
-        ValueError: fewer than 2 canaries, a run that has begun, or one that makes no claim.
+    Raises ValueError for fewer than 2 canaries, a run that has begun, or one that makes no claim.
     """
 
     def __init__(self, private: Private, count: int, *, unsafe_seed: int | None = None):

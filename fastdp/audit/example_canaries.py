@@ -41,8 +41,7 @@ class ExampleCanaries(Canaries):
         loss: a model and a collated batch -> scalar loss; needed where the model does not return its loss.
         unsafe_seed: as in `Canaries`.
 
-    Raises:
-        ValueError: as `Canaries`; for units that are outside the data set or named twice, or an unknown score.
+    Raises ValueError as `Canaries`; for units that are outside the data set or named twice, or an unknown score.
     """
 
     def __init__(
@@ -152,8 +151,7 @@ def with_canaries(dataset: Dataset, canaries: Sequence[Any]) -> tuple[ConcatData
     Returns:
         The longer data set, and the canaries' places in it: the ``units`` of `ExampleCanaries` where each example is one.
 
-    Raises:
-        TypeError: a data set without a length.
+    Raises TypeError for a data set without a length.
 
     >>> from fastdp.audit import random_sequences, with_canaries
     >>> longer, units = with_canaries(random_sequences(3, 8, 100), random_sequences(2, 8, 100))
@@ -178,8 +176,7 @@ def random_sequences(
     Returns:
         ``count`` examples of ``input_ids`` and ``labels``, lists of ``length`` numbers each.
 
-    Raises:
-        ValueError: a length or vocabulary below 2.
+    Raises ValueError for a length or vocabulary below 2.
 
     >>> from fastdp.audit import random_sequences
     >>> random_sequences(1, 4, 100, unsafe_seed=0)
@@ -206,8 +203,7 @@ def mislabelled(
     Returns:
         As many examples; each wrong label is equally likely.
 
-    Raises:
-        ValueError: fewer than 2 classes, or a label outside them.
+    Raises ValueError for fewer than 2 classes, or a label outside them.
 
     >>> from fastdp.audit import mislabelled
     >>> mislabelled([{"input_ids": [5, 6], "labels": 1}], classes=2)

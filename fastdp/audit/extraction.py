@@ -44,8 +44,7 @@ class NameFinder:
     Args:
         names: to look for; of two that overlap the longer is found.
 
-    Raises:
-        ValueError: an empty list, or an empty name in it.
+    Raises ValueError for an empty list, or an empty name in it.
 
     >>> from fastdp.audit import NameFinder
     >>> NameFinder(["Ann", "Ann Lee"])("Ann Lee met Anna and Ann.")
@@ -89,8 +88,7 @@ def generate(
         seed: of the draws.
         progress: told how many of how many texts are done.
 
-    Raises:
-        ValueError: an empty prompt with a tokenizer that has neither a begin nor an end token, or a count below 1.
+    Raises ValueError for an empty prompt with a tokenizer that has neither a begin nor an end token, or a count below 1.
 
     >>> from importlib import resources
     >>> from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -142,8 +140,7 @@ def extraction(
         decoys: names that are not.
         known: names that a model which never saw the data says as well; they count neither way, as in the paper.
 
-    Raises:
-        ValueError: no planted name is left, or a name is both planted and a decoy.
+    Raises ValueError where no planted name is left, or a name is both planted and a decoy.
 
     >>> from fastdp.audit import extraction
     >>> found = extraction(["Alma Berger met Jonas Pike."], ["Alma Berger", "Boris Quade"], decoys=["Jonas Pike"])

@@ -52,8 +52,7 @@ class GradientCanaries(Canaries):
             whose size depends on the data.
         unsafe_seed: as in `Canaries`.
 
-    Raises:
-        ValueError: as `Canaries`, and for a count or statistic outside the above.
+    Raises ValueError as `Canaries`, and for a count or statistic outside the above.
     """
 
     def __init__(

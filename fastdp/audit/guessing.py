@@ -89,8 +89,7 @@ def conclude(
         confidence: in (0, 1); 1 - confidence bounds the probability that a true claim is refuted.
         shares: shares of the canaries guessed about, in (0, 1], half at each end of the order.
 
-    Raises:
-        ValueError: shapes that differ, a score that is no number, or a share outside (0, 1].
+    Raises ValueError for shapes that differ, a score that is no number, or a share outside (0, 1].
 
     >>> import torch
     >>> from fastdp.audit import conclude

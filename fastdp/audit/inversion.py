@@ -43,8 +43,7 @@ def inversion(guessed: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor | Non
         ids: the tokens, of the same shape.
         mask: bool of that shape, which of them count; by default all.
 
-    Raises:
-        ValueError: shapes that differ, or no token that counts.
+    Raises ValueError for shapes that differ, or no token that counts.
 
     >>> import torch
     >>> from fastdp.audit import inversion
@@ -67,8 +66,7 @@ def nearest_tokens(released: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         released: [..., d].
         table: [V, d], the embeddings that the attacker knows.
 
-    Raises:
-        ValueError: a table of another width, or rows that are not finite.
+    Raises ValueError for a table of another width, or rows that are not finite.
 
     >>> import torch
     >>> from fastdp.audit import nearest_tokens
@@ -91,8 +89,7 @@ def from_embeddings(
     Returns:
         A function from embeddings [B, T, e] to representations, through which gradients flow.
 
-    Raises:
-        Exception: whatever ``bottom`` raises, when the function is called.
+    Raises nothing of its own.
 
     >>> import torch
     >>> from fastdp.audit import from_embeddings
@@ -135,8 +132,7 @@ def optimised_tokens(
         learning_rate: Adam's.
         progress: told how many of how many steps are done.
 
-    Raises:
-        ValueError: a released tensor that is not [B, T, d], or a setting that is not positive.
+    Raises ValueError for a released tensor that is not [B, T, d], or a setting that is not positive.
 
     >>> import torch
     >>> from fastdp.audit import from_embeddings, optimised_tokens

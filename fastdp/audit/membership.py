@@ -40,8 +40,7 @@ def membership(members: torch.Tensor, others: torch.Tensor) -> MembershipResult:
         members: scores of examples that were trained on, [M].
         others: scores of examples of the same distribution that were not, [N].
 
-    Raises:
-        ValueError: an empty side, or scores that are not finite.
+    Raises ValueError for an empty side, or scores that are not finite.
 
     >>> import torch
     >>> from fastdp.audit import membership
@@ -77,8 +76,7 @@ def likelihood_ratio(target: torch.Tensor, references: torch.Tensor) -> torch.Te
     Returns:
         [N]: the mean reference loss less the target's; from 8 references on in units of the example's own spread.
 
-    Raises:
-        ValueError: shapes that do not fit.
+    Raises ValueError for shapes that do not fit.
 
     >>> import torch
     >>> from fastdp.audit import likelihood_ratio

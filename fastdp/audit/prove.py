@@ -37,8 +37,7 @@ def prove(
         longest: most tokens of a record that is made longer; by default 8 times the longest, if the model takes so many.
         options: further arguments of `make_private`, such as ``loss_reduction`` and ``unit_map``.
 
-    Raises:
-        ValueError: for records that the run refuses as they are.
+    Raises ValueError for records that the run refuses as they are.
 
     >>> import torch
     >>> from fastdp import audit

@@ -53,8 +53,7 @@ def strike_out(text: str, name: str) -> Target:
         text: a sentence of the training data.
         name: what is struck out of it.
 
-    Raises:
-        ValueError: the name is empty or not in the text.
+    Raises ValueError for a name that is empty or not in the text.
 
     >>> from fastdp.audit import strike_out
     >>> strike_out("Alma has asthma.", "Alma")
@@ -90,8 +89,7 @@ def reconstruction(
         batch_size: filled sentences that go through the model together.
         progress: told how many of how many targets are done.
 
-    Raises:
-        ValueError: no targets, or not one list of candidates for each.
+    Raises ValueError for no targets, or not one list of candidates for each.
 
     >>> from importlib import resources
     >>> from transformers import AutoModelForCausalLM, AutoTokenizer

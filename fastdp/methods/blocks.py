@@ -12,11 +12,12 @@ from torch import nn
 
 @dataclass(frozen=True)
 class _Layout:
-    """Paths below the base model. ``embeddings`` gives the hidden state, ``stage`` holds what it is made with."""
+    """Paths below the base model: to the module that gives the first hidden state, those it is made with, and the rest."""
 
     embeddings: str
     stage: tuple[str, ...]
     blocks: str
+    #: The norm after the last block.
     final: str | None
     causal: bool
     #: What follows the embeddings where these are narrower than the hidden state.
@@ -60,18 +61,12 @@ MODEL_TYPES = tuple(_LAYOUTS)
 
 @dataclass(frozen=True)
 class Blocks:
-    """The parts of a stock model, from its input to its last hidden state.
+    """The parts of a stock model, from its input to its last hidden state, in the words of `_Layout`.
 
     Attributes:
         model: the transformers model, out of any PEFT wrapper.
         base: the model without its head; it may be ``model`` itself.
-        embeddings: the module whose output is the hidden state before the first block.
-        stage: the modules which that hidden state is made with.
-        blocks: the encoder or decoder blocks, in order.
-        final: the norm after the last block, or None.
         causal: whether a block attends to earlier positions only.
-        tuples: whether a block returns its hidden state in a tuple.
-        shared: a module that all blocks read, or None.
         known: whether the architecture is a stock one. Of another, ``embeddings`` is the module that the user named, and
             there are no blocks.
     """
@@ -138,8 +133,7 @@ class Blocks:
 def find_blocks(model: nn.Module, layer: Layer | None = None) -> Blocks:
     """The parts of a stock model, with any head or none, PEFT-wrapped or not.
 
-    Args:
-        layer: of another architecture, the module (or its dotted name) at which alone it is to be perturbed.
+    Another architecture is known at one ``layer`` alone: the module, or its dotted name, at which it is to be perturbed.
     """
     wrapper: Any = model
     if hasattr(wrapper, "get_base_model"):

@@ -28,8 +28,7 @@ class AdaptiveClipping:
         learning_rate: step of the geometric update of the threshold.
         count_noise_std: sigma_b, noise of the count of unclipped units, in units.
 
-    Raises:
-        ValueError: for a value out of range.
+    Raises ValueError for a value out of range.
 
     >>> AdaptiveClipping(target_quantile=0.7).learning_rate
     0.2

@@ -137,9 +137,8 @@ class EWFT(LayerReleases):
         resume: go on with the ledger in ``output_dir``, with the same arguments.
         unsafe_seed: noise that whoever knows the seed can repeat: for tests, and the card says so.
 
-    Raises:
-        ValueError: for a layer that does not exist, an autoencoder of another width, values out of range, and a model that has
-            an EWFT already. Also for a ledger in ``output_dir`` that is not to be resumed, or not by these arguments.
+    Raises ValueError for a layer that does not exist, an autoencoder of another width, values out of range, and a model that
+    has an EWFT already. Also for a ledger in ``output_dir`` that is not to be resumed, or not by these arguments.
     """
 
     def __init__(

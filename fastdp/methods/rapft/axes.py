@@ -26,8 +26,6 @@ def rank_one(sizes: Mapping[str, Tensor], power: float) -> dict[str, RankOne]:
 
     Over all coordinates the mean of s^2 is 1, so that evenly distributed noise stays as it was.
     """
-    if not 0 <= power <= 1:
-        raise ValueError(f"axes_power is {power}: it must lie between 0, where all axes are even, and 1")
     flat = {name: size.double().reshape(size.shape[0] if size.dim() else 1, -1) for name, size in sizes.items()}
     if not all(bool(torch.isfinite(size).all()) for size in flat.values()):
         raise ValueError("what the axes follow is not finite: raise the epsilon of the propagation rule")

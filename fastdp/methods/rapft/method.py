@@ -57,8 +57,7 @@ class RapFT(Options):
         map_every: steps between masks; None keeps the first.
         adaptive, noise_schedule, clipping_schedule: as in `Options`.
 
-    Raises:
-        ValueError: for a setting out of range, and for a mask that would be computed from private data unaccounted for.
+    Raises ValueError for a setting out of range, and for a mask that would be computed from private data unaccounted for.
     """
 
     source: MapSource | None = None

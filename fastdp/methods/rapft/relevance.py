@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -15,7 +15,6 @@ from fastdp.calls.modes import in_mode
 from fastdp.distributed.shards import UnshardedParameters
 from fastdp.methods.rapft.initialisation import Initialisation, one_hot
 from fastdp.methods.rapft.rules import Propagation, RelevanceMode, activations_as_functions, stabilised, track_relevance
-from fastdp.methods.removed import sentence
 
 _IGNORED = -100
 
@@ -85,10 +84,6 @@ class Propagator:
                 logits = logits[counted]
             epsilon = max(self.propagation.epsilon, torch.finfo(logits.dtype).tiny)
             return self._propagated(logits, relevance.to(logits.dtype) / stabilised(logits.detach(), epsilon))
-
-    def conservation(self, batch: Mapping[str, Any]) -> NoReturn:
-        """Not offered any more. Raises ValueError."""
-        raise ValueError(sentence("Propagator.conservation"))
 
     def _propagated(self, logits: torch.Tensor, messages: torch.Tensor) -> Map:
         """Each parameter's value times the sum of its messages over all its uses."""

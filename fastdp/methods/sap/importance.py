@@ -16,18 +16,12 @@ from fastdp.ops.stream import NoiseStream
 from fastdp.validate import positive
 
 
-def utility_importance(counts: Tensor, smoothing: float = 1.0) -> Tensor:
-    """Utility importance of each token to each class, equation (5), in nats.
+def utility_importance(counts: Tensor) -> Tensor:
+    """Utility importance of each token to each class, equation (5), in nats: float64 [classes, tokens], as ``counts``.
 
-    ``UI[c, m] = mean over classes c' != c of ln(p(m | c) / p(m | c'))``, with ``p(m | c)`` the smoothed share of token m
-    among the tokens of class c. Computed from private texts it is a release of them: use public texts or `noised_counts`.
-
-    Args:
-        counts: [classes, tokens], at least 0; occurrences of each token in the texts of each class.
-        smoothing: added to every count, so that a token that a class lacks has a finite importance.
-
-    Returns:
-        float64 [classes, tokens].
+    ``UI[c, m] = mean over classes c' != c of ln(p(m | c) / p(m | c'))``, with ``p(m | c)`` the share of token m among the
+    tokens of class c. One is added to each count, so that a token that a class lacks has a finite importance. Computed from
+    private texts it is a release of them: use public texts or `noised_counts`.
     """
     counts = torch.as_tensor(counts).double()
     if counts.dim() != 2 or counts.shape[0] < 2 or counts.shape[1] < 1:
@@ -36,14 +30,10 @@ def utility_importance(counts: Tensor, smoothing: float = 1.0) -> Tensor:
         )
     if not bool((torch.isfinite(counts) & (counts >= 0)).all()):
         raise ValueError("counts must be finite and at least 0")
-    if not (smoothing >= 0 and math.isfinite(smoothing)):
-        raise ValueError(f"smoothing is {smoothing}: it must be finite and at least 0")
     empty = (counts.sum(1) == 0).nonzero()
     if len(empty):
         raise ValueError(f"class {int(empty[0])} has no tokens: its shares are not defined; leave the class out")
-    counts = counts + smoothing
-    if not bool((counts > 0).all()):
-        raise ValueError("a token is absent from a class, which makes its importance infinite: use a smoothing above 0")
+    counts = counts + 1.0
     share = (counts / counts.sum(1, keepdim=True)).log()
     others = counts.shape[0] - 1
     return share - (share.sum(0, keepdim=True) - share) / others

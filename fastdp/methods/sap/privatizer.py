@@ -41,17 +41,12 @@ _UNPROTECTED = (
 
 @dataclass(frozen=True)
 class Displacement:
-    """What a privatizer does to the tokens of the vocabulary, which is public.
-
-    Attributes:
-        eta: the basic privacy parameter; None in the quotient form.
-        unchanged: share of tokens that stay what they were; they leave in the clear.
-        mean_displacement: mean distance between the row of a token and that of its replacement.
-        tokens: how many were tried, spread evenly over the vocabulary.
-    """
+    """What a privatizer does to some tokens, spread evenly over the public vocabulary."""
 
     eta: float | None
+    #: Share of tokens that stay what they were; they leave in the clear.
     unchanged: float
+    #: Mean distance between the row of a token and that of its replacement.
     mean_displacement: float
     tokens: int
 
@@ -128,8 +123,7 @@ class TextPrivatizer(Releases):
         kept: which ids stay wherever they stand, bool [V].
         tokens_released, tokens_kept: how many tokens of texts were replaced, and how many stayed.
 
-    Raises:
-        ValueError: for eta not above 0, a table with a NaN or an infinity or with equal rows, settings that do not fit.
+    Raises ValueError for eta not above 0, a table with a NaN or an infinity or with equal rows, settings that do not fit.
     """
 
     card_name = "statement"
@@ -199,9 +193,6 @@ class TextPrivatizer(Releases):
             attention_mask: of the shape of a tensor of ids; positions at 0 are padding and stay.
             special_tokens_mask: of the form of the ids; 1 where the encoder added a token, which may stay.
             output: ``ids`` returns lists of ids for texts.
-
-        Returns:
-            The same form as ``inputs``, or ids.
         """
         if isinstance(inputs, str):
             return self._texts([inputs], None if labels is None else [labels], output)[0]
