@@ -16,16 +16,11 @@ Declared = Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class Partition:
-    """Parameters that are trained or frozen together.
-
-    Args:
-        name: how the partition is called in results.
-        parameters: names of its parameters.
-        size: |P|, the number of their entries.
-    """
+    """Parameters, by name, that are trained or frozen together."""
 
     name: str
     parameters: tuple[str, ...]
+    #: |P|, the number of their entries.
     size: int
 
 

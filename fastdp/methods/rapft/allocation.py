@@ -76,11 +76,9 @@ def weak_fraction(masks: Mapping[str, torch.Tensor]) -> float:
 def masked_policy(
     masks: Mapping[str, torch.Tensor], *, allocation: str, max_grad_norm: float, noise_multiplier: float
 ) -> Policy:
-    """The policy of two blocks, whose multiplier is ``noise_multiplier`` exactly, whatever the allocation.
+    """The policy of two blocks, whose multiplier is ``noise_multiplier`` exactly, ``printed`` or ``optimal``.
 
-    Args:
-        masks: for each trained parameter a boolean tensor of its shape, True where it is weak.
-        allocation: ``printed`` or ``optimal``.
+    The mask of a trained parameter is a boolean tensor of its shape, True where it is weak.
     """
     r = weak_fraction(masks)
     bounds = printed_bounds(max_grad_norm, r)

@@ -55,9 +55,7 @@ def weak_masks(relevance: Mapping[str, torch.Tensor], irrelevance_ratio: float) 
     Equal relevances are ranked by position, so that a block's size never depends on the data; the printed "<= threshold"
     would call all of them weak, and all of the map where they are many.
 
-    Args:
-        relevance: by trained parameter, of its shape; min-max normalised here.
-        irrelevance_ratio: beta, in (.5, 1].
+    Relevance is min-max normalised here.
     """
     ratio = check_irrelevance_ratio(irrelevance_ratio)
     masks = {name: _least_relevant(values, ratio) for name, values in normalised(relevance).items()}

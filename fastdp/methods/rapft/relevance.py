@@ -24,14 +24,8 @@ Map = dict[str, torch.Tensor]
 class Propagator:
     """Relevance of a model's trained parameters: their value times what the rules make of their gradient (equation 13).
 
-    Batches are mappings as the model takes them; labels, where given, say which class or which positions are explained.
-
-    Args:
-        model: any model with ``logits``; its own forward runs, in evaluation mode.
-        parameters: the trained parameters by name; each must require a gradient.
-        propagation: the rules.
-        initialisation: where relevance starts.
-        weights: how passes get at the weights.
+    Batches are mappings as the model takes them; labels, where given, say which class or which positions are explained. The
+    model's own forward runs, in evaluation mode, and must give ``logits``. Each of ``parameters`` must require a gradient.
     """
 
     def __init__(

@@ -173,11 +173,8 @@ class _AlphaBeta(torch.autograd.Function):
 class RelevanceMode(TorchFunctionMode):
     """Active while a model's forward runs: the rules above in the place of torch's own derivatives.
 
-    Every activation must require a gradient, which tells two activations from an activation and a constant.
-
-    Args:
-        parameters: the trained ones, which are no activations.
-        rows: examples in the batch.
+    Every activation must require a gradient, which tells two activations from an activation and a constant. Trained parameters
+    do, and are no activations.
     """
 
     def __init__(self, settings: Propagation, parameters: Iterable[torch.Tensor], rows: int):

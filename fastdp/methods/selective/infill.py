@@ -49,11 +49,7 @@ def infill(
 
 
 def choose(logits: Tensor, allowed: Tensor, fractions: Tensor) -> Tensor:
-    """One token a row by softmax of float logits [n, V] over the allowed ones, bool [n, V]: int64 [n].
-
-    Args:
-        fractions: float64 [n], uniform in [0, 1).
-    """
+    """One token a row by softmax of logits [n, V] over the allowed ones, bool [n, V], and uniform fractions [n]: int64 [n]."""
     if not bool(torch.isfinite(logits).all()):
         raise ValueError("the model that draws replacements has logits that are not finite: take another model")
     weights = logits.double().masked_fill(~allowed, -torch.inf).softmax(1)

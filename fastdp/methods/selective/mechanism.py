@@ -39,11 +39,7 @@ _STRENGTHS: dict[tuple[str, float], float] = {}
 def paper_probabilities(token: int, table: Tensor, epsilon: float, radius: float, alpha: float = 1.0) -> Tensor:
     """The law that the paper prints for one private token: float64 [V], zero outside its radius (equations 2 to 5).
 
-    Args:
-        token: row of the private token.
-        table: [V, d] rows, or [V] for rows of one number.
-        epsilon, alpha: as printed; both positive.
-        radius: d of equation 2, positive.
+    The table holds rows [V, d], or [V] numbers; the radius is d of equation 2.
     """
     positive(epsilon=epsilon, radius=radius, alpha=alpha)
     rows = table.double() if table.dim() > 1 else table.double().unsqueeze(1)
@@ -73,20 +69,16 @@ def _paper_laws(
 
 @dataclass(frozen=True)
 class TokenMechanism:
-    """One form of the mechanism on one public table.
-
-    Attributes:
-        form: ``local`` or ``paper``.
-        table: [V, d] float rows; public, and the same for all who train together. Draws are made where it is.
-        radius: R or d above, in the table's unit of distance.
-        alpha: the paper's factor.
-        candidates: bool [V], tokens that may be drawn, or None for all; public.
-    """
+    """One form of the mechanism, ``local`` or ``paper``, on one public table."""
 
     form: str
+    #: Float rows [V, d]; the same for all who train together. Draws are made where it is.
     table: Tensor
+    #: R or d above, in the table's unit of distance.
     radius: float
+    #: The paper's factor.
     alpha: float = 1.0
+    #: Tokens that may be drawn, bool [V], or None for all; public.
     candidates: Tensor | None = None
 
     def __post_init__(self) -> None:

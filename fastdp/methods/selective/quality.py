@@ -18,7 +18,6 @@ class DetectorQuality:
 
     Attributes:
         corpus: where the labels come from, for the card.
-        texts: number of texts.
         span_miss_rate: share of labelled spans not covered whole: each leaves private text in the clear.
         character_miss_rate: share of labelled private characters left in the clear.
         by_entity: for each entity the number of ``labelled`` spans, and the shares of them covered whole (``recall``) and in
@@ -88,8 +87,7 @@ def _share(part: int, whole: int) -> float | None:
 def read_labelled_spans(path: str | Path) -> tuple[list[str], list[list[Span]]]:
     """Texts and labels of a JSON file in the form of Presidio's synthetic data sets.
 
-    A list of objects with ``full_text`` and ``spans``, each span with ``entity_type``, ``start_position`` and
-    ``end_position``.
+    It lists objects with ``full_text`` and ``spans``, each of an ``entity_type``, ``start_position`` and ``end_position``.
     """
     try:
         entries = json.loads(Path(path).read_bytes())

@@ -107,12 +107,9 @@ def merge(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def token_mask(offsets: Sequence[tuple[int, int]], stretches: Sequence[tuple[int, int]]) -> list[bool]:
-    """Which tokens touch a private stretch of their text.
+    """Which tokens touch a private stretch of their text, as `PrivacyPolicy.private` returns them.
 
-    Args:
-        offsets: start and end character of each token, as a fast tokenizer gives them. Several tokens may share a
-            character (the bytes of one letter); a token of no characters inside a stretch is private too.
-        stretches: disjoint and in order, as `PrivacyPolicy.private` returns them.
+    Several tokens may share a character (the bytes of one letter); a token of no characters inside a stretch is private too.
     """
     return [any(start < to and max(end, start + 1) > since for since, to in stretches) for start, end in offsets]
 
