@@ -214,13 +214,7 @@ def dpsgd(
 
 @dataclass(frozen=True)
 class ChosenDpEvent(DpEvent):
-    """The best of a secret number of trials, drawn from a truncated negative binomial distribution.
-
-    Attributes:
-        alternatives: events of one trial, of which a unit takes part in one: its training, or the score that judges it.
-        shape: eta of the number of trials, above -1.
-        stop: gamma of the number of trials, in (0, 1).
-    """
+    """The best of a secret number of trials, drawn from a truncated negative binomial distribution; see `chosen`."""
 
     alternatives: tuple[DpEvent, ...]
     shape: float
@@ -231,7 +225,7 @@ def chosen(alternatives: Sequence[DpEvent], shape: float, stop: float) -> DpEven
     """Event of random stopping (Papernot and Steinke 2022): trials until a secret number is reached, the best one released.
 
     Args:
-        alternatives: events of one trial, of which a unit takes part in one, as in `ChosenDpEvent`.
+        alternatives: events of one trial, of which a unit takes part in one: its training, or the score that judges it.
         shape: eta, above -1; 0 is the logarithmic distribution of the number of trials, 1 the geometric one.
         stop: gamma, in (0, 1); see `fastdp.accounting.renyi.stop_for`.
 
@@ -308,17 +302,14 @@ def flatten(event: DpEvent) -> Flat:
 
 
 class _ReleaseCounter:
-    """Count the releases of events.
-
-    Attributes:
-        counts: by sample rate, which is 1 without sampling, and noise multiplier.
-        choices: those among trials, each as often as it is made.
-        private: False once anything was released without noise.
-    """
+    """Count the releases of events."""
 
     def __init__(self) -> None:
+        #: By sample rate, which is 1 without sampling, and noise multiplier.
         self.counts: Counter[tuple[float, float]] = Counter()
+        #: Those among trials, each as often as it is made.
         self.choices: list[Choice] = []
+        #: False once anything was released without noise.
         self.private = True
         self._trials = 0
 

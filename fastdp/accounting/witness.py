@@ -64,11 +64,7 @@ def knows_ledger(run_id: str) -> bool:
 
 
 def check_ledger(run_id: str, path: Path, digests: Collection[str]) -> None:
-    """Raise LedgerError for a ledger that was cut back or replaced, or whose run lies in another folder too.
-
-    Args:
-        digests: of the records that ``path`` holds.
-    """
+    """Raise LedgerError for a ledger, of records ``digests``, that was cut back or replaced, or lies in another folder too."""
     note = _of_ledger(run_id)
     if not note.exists():
         return

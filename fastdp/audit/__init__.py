@@ -1,5 +1,6 @@
 """Audits: what a run gives away about examples planted in it, and the attacks of the papers."""
 
+import fastdp.methods.removed as removed
 from fastdp.audit.bound import (
     best_possible as best_possible,
     guesses_needed as guesses_needed,
@@ -41,7 +42,6 @@ from fastdp.audit.reconstruction import (
     reconstruction as reconstruction,
     strike_out as strike_out,
 )
-from fastdp.methods.removed import removed_from
 from fastdp.private.prove import Evidence as Evidence, Trial as Trial
 
-__getattr__ = removed_from("audit")
+__getattr__ = removed.removed_from("audit")

@@ -22,8 +22,8 @@ class ExtractionResult:
     """What was extracted.
 
     Attributes:
-        precision: share of the names generated that are in the training data; 0 when none was generated.
-        recall: share of the training data's names that were generated.
+        precision: extracted over named, 0 where none was named.
+        recall: extracted over planted.
         extracted: how many of the training data's names were generated.
         named: how many names were generated, of the training data or not.
         planted: how many names the training data hold, less those the attacker knew.
@@ -39,12 +39,7 @@ class ExtractionResult:
 
 
 class NameFinder:
-    """Finds names of a list in a text, as whole words and in its own letters.
-
-    Args:
-        names: to look for; of two that overlap the longer is found.
-
-    Raises ValueError for an empty list, or an empty name in it.
+    """Finds names of a list in a text, as whole words and in its own letters; of two that overlap the longer.
 
     >>> from fastdp.audit import NameFinder
     >>> NameFinder(["Ann", "Ann Lee"])("Ann Lee met Anna and Ann.")
@@ -79,11 +74,7 @@ def generate(
     Settings are the paper's: 256 tokens, top-k sampling with k = 40. Torch's global generators are left as they were.
 
     Args:
-        model: a causal language model with a method ``generate``, as transformers has them; its mode is put back.
-        tokenizer: the model's.
-        count: number of texts.
-        prompt: what each text goes on from.
-        length: most new tokens of a text.
+        model, tokenizer: a causal language model with a method ``generate``, as transformers has them; its mode is put back.
         batch_size: texts that are generated together.
         seed: of the draws.
         progress: told how many of how many texts are done.

@@ -20,9 +20,7 @@ class Guess:
     """One choice of how many canaries to guess about, and what it showed at its part of the confidence.
 
     Attributes:
-        guesses: how many canaries were guessed about.
-        correct: how many of these guesses were right.
-        epsilon: the lower bound that follows.
+        guesses, correct, epsilon: how many there were, how many were right, and the lower bound that follows.
     """
 
     guesses: int

@@ -22,11 +22,10 @@ _LAST_TEMPERATURE = 0.05
 
 @dataclass(frozen=True)
 class InversionResult:
-    """How many tokens an attack recovered.
+    """What an attack recovered.
 
     Attributes:
-        recovered: share of the tokens that were guessed right.
-        empirical_privacy: 1 - recovered, the paper's EP.
+        recovered, empirical_privacy: share of the tokens that were guessed right; and the rest, the paper's EP.
         tokens: how many were attacked.
     """
 
@@ -86,10 +85,7 @@ def from_embeddings(
         bottom: ids int64 [B, T] -> representations [B, T, d].
         embedding: the module inside it that looks the ids up, called once.
 
-    Returns:
-        A function from embeddings [B, T, e] to representations, through which gradients flow.
-
-    Raises nothing of its own.
+    The result takes embeddings [B, T, e], and gradients flow through it. Raises nothing of its own.
 
     >>> import torch
     >>> from fastdp.audit import from_embeddings
@@ -128,8 +124,7 @@ def optimised_tokens(
         released: [B, T, d], of sequences of one length without padding.
         bottom: embeddings [B, T, e] -> representations [B, T, d], as `from_embeddings` makes it; deterministic.
         table: [V, e], the embedding layer's rows. Memory is that of B T V numbers, four times.
-        steps: of Adam.
-        learning_rate: Adam's.
+        steps, learning_rate: of Adam.
         progress: told how many of how many steps are done.
 
     Raises ValueError for a released tensor that is not [B, T, d], or a setting that is not positive.

@@ -69,12 +69,11 @@ def _spread(auc: float, m: int, n: int) -> float:
 def likelihood_ratio(target: torch.Tensor, references: torch.Tensor) -> torch.Tensor:
     """Scores by how much likelier an example is under the target than under models that did not train on it.
 
+    They are [N]: the mean reference loss less the target's; from 8 references on in units of the example's own spread.
+
     Args:
         target: losses under the target model, [N].
         references: losses under each of R reference models, [R, N].
-
-    Returns:
-        [N]: the mean reference loss less the target's; from 8 references on in units of the example's own spread.
 
     Raises ValueError for shapes that do not fit.
 
