@@ -187,6 +187,7 @@ def least_safe(
         step = 1.0 if f == math.inf else min(max((-close / 2 - f) / slope, -1.5), 1.5)
         if low is not None and high is not None:
             x = x + step
+            # Halved every eighth turn too, since secants from one side alone can take very many.
             if not low < x < high or turn % 8 == 7:
                 x = (low + high) / 2
         else:

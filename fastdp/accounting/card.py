@@ -35,7 +35,7 @@ SYSTEM_KEY = "operating system"
 #: Tokens of a unit for which a card states what rounding among units comes to.
 _STATED = 1024
 
-_PACKAGES = (*("torch", "numpy", "scipy", "dp-accounting", "opacus", "transformers", "tokenizers", "peft"),)
+_PACKAGES = ("torch", "numpy", "scipy", "dp-accounting", "opacus", "transformers", "tokenizers", "peft")
 _REPRODUCIBLE = "the noise came from a reproducible key, which whoever knows it can subtract"
 #: What no run protects.
 UNPROTECTED = (

@@ -76,9 +76,7 @@ def read_export(text: str) -> tuple[dict[str, Any], list[str]] | None:
     form, version = found.group(1), int(found.group(2))
     if len(_BEGIN.findall(text)) > 1 or text.count(_END) != 1:
         raise ValueError("it holds more than one card, or part of one")
-    card = parse_json_object(
-        _entry(text)["implementation"]["additional_information"] if form == "registry" else _line(text)
-    )
+    card = parse_json_object(_carried(text, form))
     if form not in FORMATS or version != EXPORT_VERSION:
         return card, [
             f"whether the page says what its card says: its form is {form} {version}, which is not known here"
@@ -94,11 +92,17 @@ def read_export(text: str) -> tuple[dict[str, Any], list[str]] | None:
 _SHARED = ("huggingface", "registry")
 
 
-def _line(text: str) -> str:
-    carried = next((line.strip() for line in text.splitlines() if line.strip().startswith('{"')), None)
-    if carried is None:
+def _carried(text: str, form: str) -> str:
+    """The card's own line, or in a registry's entry its own place."""
+    if form == "registry":
+        try:
+            return _read_yaml(text)["deployment"]["implementation"]["additional_information"]
+        except (KeyError, TypeError):
+            raise ValueError("it is no entry of the registry") from None
+    line = next((line.strip() for line in text.splitlines() if line.strip().startswith('{"')), None)
+    if line is None:
         raise ValueError("it carries no card")
-    return carried
+    return line
 
 
 def _read_yaml(text: str) -> dict[str, Any]:
@@ -106,13 +110,6 @@ def _read_yaml(text: str) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise ValueError("it holds no settings")
     return read
-
-
-def _entry(text: str) -> dict[str, Any]:
-    try:
-        return _read_yaml(text)["deployment"]
-    except (KeyError, TypeError):
-        raise ValueError("it is no entry of the registry") from None
 
 
 def _compared(text: str, form: str) -> str:

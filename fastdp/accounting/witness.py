@@ -84,17 +84,14 @@ def check_ledger(run_id: str, path: Path, digests: Collection[str]) -> None:
 def data_digest(parts: Iterable[str]) -> str:
     """A keyed digest of data, and a name of the key: another account's key cannot be compared, and shows nothing of the data."""
     key = _key()
-    return f"{_name_of(key)}:{_keyed_digest(key, map(_encoded, parts))}"
+    name = hashlib.sha256(b"name" + key).hexdigest()[:16]
+    return f"{name}:{_keyed_digest(key, map(_encoded, parts))}"
 
 
 def same_data(noted: str, digest: str) -> bool | None:
     """Whether two digests of `data_digest` are of the same data; None where their keys differ, so that nobody can tell."""
     known, own = noted.partition(":"), digest.partition(":")
     return None if known[0] != own[0] else known == own
-
-
-def _name_of(key: bytes) -> str:
-    return hashlib.sha256(b"name" + key).hexdigest()[:16]
 
 
 def count_release(

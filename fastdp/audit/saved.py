@@ -23,12 +23,8 @@ _LENGTH = 128
 _KINDS = ("LORA", "IA3", "PROMPT_TUNING", PEFT_TYPE)
 #: Settings whose text, or keys, peft matches with the names of modules as regular expressions, for as long as that takes.
 _PATTERNS = (
-    "target_modules",
-    "exclude_modules",
-    "feedforward_modules",
-    "rank_pattern",
-    "alpha_pattern",
-    "layers_pattern",
+    *("target_modules", "exclude_modules", "feedforward_modules"),
+    *("rank_pattern", "alpha_pattern", "layers_pattern"),
 )
 
 

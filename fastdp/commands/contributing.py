@@ -49,12 +49,7 @@ class Contributing:
     ] = None
 
     def chosen(self, eta: float | None) -> Contributing | None:
-        """None without --cti.
-
-        Raises ValueError, before anything is read, for options that do not go together, for a strength that the form does not
-        take (an epsilon of a token, or eta for each unit of distance), and where counts would give the private texts away under
-        a form that promises otherwise.
-        """
+        """None without --cti. Raises ValueError, before anything is read, for options that do not go together."""
         if self.cti == "quotient" and (self.epsilon is None or eta is not None):
             raise ValueError("--cti quotient guarantees an epsilon of any token: give --epsilon, and leave --eta out")
         if self.cti != "quotient" and self.epsilon is not None:

@@ -35,17 +35,7 @@ class StackedAutoencoder(nn.Module):
         down = (self.width, *self.sizes)
         self.encoder = _stack(down)
         self.decoder = _stack(down[::-1])
-        self._trained_on: str | None = None
-
-    @property
-    def trained_on(self) -> str | None:
-        return self._trained_on
-
-    @trained_on.setter
-    def trained_on(self, value: str | None) -> None:
-        if value not in (None, "public"):
-            raise ValueError(f"trained_on is {value!r}: train the autoencoder on public text, and say 'public'")
-        self._trained_on = value
+        self.trained_on: str | None = None
 
     def encode(self, hidden: Tensor) -> Tensor:
         """[..., width] -> [..., sizes[-1]]"""

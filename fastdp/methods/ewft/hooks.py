@@ -67,11 +67,7 @@ class LayerReleases(Releases, ABC):
 
     EWFT's forms define `release` and `decode`.
 
-    Args:
-        model: with any head; PEFT wrappers may be around it.
-
     Attributes:
-        blocks: the parts of the model.
         frozen_parameters: what precedes the layer, by name, whose gradients were turned off.
         token_labels: whether a batch in training had labels for every token.
         training: whether the last pass that came to the layer released training records.
@@ -99,6 +95,7 @@ class LayerReleases(Releases, ABC):
         self.training = self._began_training = False
         self._ids: Tensor | None = None
         self._mask: Tensor | None = None
+        #: What the present pass is for, if not for the model's output: the ``hidden`` state, its ``code``, or a ``fixed`` one.
         self._tap: str | None = None
         #: Whether the layer is known to be on every path from the tokens to the output.
         self._bottleneck = self.blocks.known

@@ -179,6 +179,7 @@ class EWFT(LayerReleases):
         self.ledger = self.settings.ledger(output_dir, resume)
         self.epoch: int | None = None
         self._records = Records(self.settings.dataset_size, self.settings.unchecked_records)
+        #: Whether the releases were read back from a state: a record that is not among them costs a further release of all.
         self._sealed = False
         #: Numbers that are released of a sequence.
         self._numbers = 0
@@ -281,7 +282,7 @@ class EWFT(LayerReleases):
 
     def release(self, hidden: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:
         ae = self.autoencoder
-        if ae is not None and ae.trained_on is None and not self.settings.exposed:
+        if ae is not None and ae.trained_on != "public" and not self.settings.exposed:
             raise RuntimeError(
                 "The autoencoder has not been trained. Call train_autoencoder with public text, or set "
                 "trained_on to 'public' if it learned from such text."
@@ -334,7 +335,7 @@ class EWFT(LayerReleases):
 
         inf without noise, and with noise that whoever knows its seed can subtract.
         """
-        if sum(self.ledger.spent(name) for name in self.ledger.kinds) == 0:
+        if self.untouched:
             return 0.0
         if 0.0 in self.noise.ratios or self.stream.reproducible:
             return math.inf

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fastdp.ops as ops
 from fastdp.accounting import Card, Metric, Pure, noise_source
 from fastdp.accounting.serialisation import canonical
+from fastdp.accounting.weights import value_bytes
 from fastdp.methods.encoding import ADDED, encode_private
 from fastdp.methods.exact import lipschitz, log_normalisers
 from fastdp.methods.perturbation import Releases
@@ -146,6 +147,8 @@ class TextPrivatizer(Releases):
             eta=eta, epsilon=epsilon, mechanism=mechanism, cti=cti, unknown=unknown, duplicates=duplicates
         )
         self.eta, self.epsilon_of_a_token, self.mechanism = own.eta, own.epsilon, str(own.mechanism)
+        # Only the quotient has no eta, and it knows no distance.
+        self._eta = math.nan if own.eta is None else own.eta
         if isinstance(tokenizer, str):
             raise TypeError(f"tokenizer is the text {tokenizer!r}: give the tokenizer that AutoTokenizer loads from it")
         self.tokenizer, self.cti, self.unknown = tokenizer, cti, unknown
@@ -322,11 +325,6 @@ class TextPrivatizer(Releases):
             self._row_of[missing] = ops.snap(self._table[missing].nan_to_num(), self._rows)
         return self._row_of[ids]
 
-    @property
-    def _eta(self) -> float:
-        assert self.eta is not None  # only the quotient has none, and it knows no distance
-        return self.eta
-
     def _draw(self, rows: Tensor, label: int | None) -> Tensor:
         if self.mechanism == "laplace":
             eta = self._eta if self.cti is None else self._per_row(self.cti.eta_of(label, self._eta))[rows]
@@ -376,7 +374,7 @@ class TextPrivatizer(Releases):
             parts += [self._quotient.cell_of, self._quotient.representatives]
         for tensor in parts:
             found.update(f"{tensor.dtype} {list(tensor.shape)} ".encode())
-            found.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            found.update(value_bytes(tensor))
         return found.hexdigest()
 
     def bound(self, token: int, other: int, label: int | None = None) -> float:

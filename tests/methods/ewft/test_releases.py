@@ -79,8 +79,9 @@ def test_codes_are_what_a_receiver_gets_of_queries(autoencoder):
     private = attach(model, max_norm=0.25, autoencoder=autoencoder)
     inputs = full_batch("bert")
     if autoencoder:
-        with pytest.raises(RuntimeError, match="has not been trained"):
-            private.read_layer(inputs, "code")
+        for private.autoencoder.trained_on in ("private", "", True, None):
+            with pytest.raises(RuntimeError, match="has not been trained"):
+                private.read_layer(inputs, "code")
         private.train_autoencoder([inputs])
     (hidden,), codes = private.hidden_states([inputs]), private.read_layer(inputs, "code")
     expected = hidden if autoencoder is None else private.autoencoder.encode(hidden)
