@@ -149,9 +149,7 @@ def dpsgd_model(
             in which of its steps a unit is used.
         sample_rate: expected batch size over the number of units, in (0, 1].
         sampling: ``poisson`` is amplified by sampling; ``shuffled`` is accounted without amplification.
-        steps_per_epoch: releases in one pass over the shuffled units; needed for ``shuffled`` only.
-
-    Raises ValueError for values out of range and for another sampling.
+        steps_per_epoch: releases in one pass over the shuffled units. Raises ValueError for ``shuffled`` without it.
 
     >>> from fastdp.accounting import dpsgd, dpsgd_model
     >>> dpsgd_model(1.0, 0.1).event(20) == dpsgd(1.0, 0.1, 20)
@@ -201,9 +199,7 @@ def dpsgd(
         noise_multiplier: noise std over sensitivity of one step; 0 is no privacy.
         sample_rate: expected batch size over the number of units, in (0, 1].
         steps: how many, noisy sums each.
-        sampling, steps_per_epoch: as for `dpsgd_model`.
-
-    Raises ValueError for values out of range and for another sampling.
+        sampling, steps_per_epoch: as for `dpsgd_model`. Raises ValueError as that.
 
     >>> from fastdp.accounting import dpsgd
     >>> dpsgd(noise_multiplier=1.0, sample_rate=0.1, steps=20).event

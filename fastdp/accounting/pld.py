@@ -338,10 +338,7 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Epsilon of a Gaussian mechanism, exact up to a relative 1e-9 and rounded upwards; 0 where delta allows it.
-
-    inf for mu above 1e6.
-    """
+    """Epsilon of a Gaussian mechanism, exact up to 1e-9 of it and rounded upwards; 0 where delta allows it, inf for mu > 1e6."""
     if mu > _LARGEST_MU:
         return math.inf
     if mu == 0 or gaussian_delta(mu, 0.0) <= delta:

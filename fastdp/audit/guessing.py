@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -53,10 +51,6 @@ class AuditResult:
     def refuted(self) -> bool:
         """Whether the claim is false, at the stated confidence. False is no proof that it holds."""
         return self.epsilon > self.claimed
-
-    def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
-        return dataclasses.asdict(self) | {"refuted": self.refuted}
 
     def __str__(self) -> str:
         verdict = "REFUTED" if self.refuted else "not refuted"

@@ -247,10 +247,7 @@ class EWFT(LayerReleases):
     def train_autoencoder(
         self, public_batches: Iterable[Mapping[str, Any]], *, learning_rate: float = 1e-3
     ) -> list[float]:
-        """Train the autoencoder on **public** batches of model inputs, one step each; returns the losses.
-
-        The decoder learns from codes clipped and noised as they will be. See `autoencoder.train_autoencoder`.
-        """
+        """Train the autoencoder, one step a **public** batch, on codes clipped and noised as they will be; returns the losses."""
         if self.autoencoder is None:
             raise ValueError("there is no autoencoder to train: give its sizes")
         self.autoencoder.requires_grad_(True)
@@ -331,10 +328,7 @@ class EWFT(LayerReleases):
         return self.settings.flaws() + super().flaws()
 
     def epsilon(self, delta: float | None = None) -> float:
-        """What a training record's releases cost so far, an upper bound without amplification.
-
-        inf without noise, and with noise that whoever knows its seed can subtract.
-        """
+        """What a training record's releases cost so far, without amplification; inf of noise that can be known."""
         if self.untouched:
             return 0.0
         if 0.0 in self.noise.ratios or self.stream.reproducible:

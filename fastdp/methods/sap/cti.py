@@ -34,7 +34,7 @@ from fastdp.methods.sap.importance import (
 )
 from fastdp.methods.sap.quotient import equal_mass_cells, informative_cells
 from fastdp.ops.stream import NoiseStream
-from fastdp.validate import fraction, one_of
+from fastdp.validate import at_least, fraction, one_of
 
 CTI_FORMS = ("prior", "quotient", "paper")
 #: Cells of the quotient form where nobody asks for others, and occurrences that a token needs to be favoured.
@@ -86,8 +86,7 @@ class CTI:
             raise ValueError("source is 'public', or the event of noised_counts, or (paper form only) 'private'")
         if self.source == "private" and self.form != "paper":
             raise ValueError(_REVEALED)
-        if not self.tilt >= 0:
-            raise ValueError(f"tilt is {self.tilt}: it must be at least 0")
+        at_least(0, tilt=self.tilt)
         fraction(delta=self.delta)
         if self.importance.dim() != 2 or self.supported.shape != self.importance.shape[1:]:
             raise ValueError("importance must be [classes, tokens] and supported [tokens]")

@@ -119,14 +119,6 @@ class Quotient:
     representatives: Tensor
     epsilon: float
 
-    def __post_init__(self) -> None:
-        k = len(self.representatives)
-        check_response(k, self.epsilon)
-        if bool((self.cell_of < 0).any()) or bool((self.cell_of >= k).any()):
-            raise ValueError(f"a cell lies outside 0 to {k - 1}")
-        if len(self.representatives.unique()) < k:
-            raise ValueError("two cells have one representative, so that neither can be told from the other")
-
     def draw(self, ids: Tensor, stream: NoiseStream) -> Tensor:
         """The representatives of the answers, one independent draw for each id: int64 [n] to [n]."""
         answers = randomised_response(self.cell_of[ids], len(self.representatives), self.epsilon, stream)

@@ -79,7 +79,7 @@ class PerturbedTexts:
                 "settings": dict(self.settings),
                 "mean_of_a_text": sum(self.epsilons) / len(self.epsilons) if self.epsilons else 0.0,
                 "tokens": {"private": private, "all": sum(map(len, self.ids)), "texts": len(self.epsilons)},
-                "detector_quality": None if quality is None else quality.as_dict(),
+                "detector_quality": None if quality is None else vars(quality),
             },
         )
         return card.after(self.earlier)
@@ -88,8 +88,7 @@ class PerturbedTexts:
 def _miss_rate(quality: DetectorQuality | None) -> str:
     if quality is None:
         return "not measured: give labelled spans of text like this"
-    found = quality.as_dict()
     return (
-        f"{found['span_miss_rate']:.1%} of labelled spans and {found['character_miss_rate']:.1%} of their characters, "
-        f"measured on {found['texts']} texts ({found['corpus']})"
+        f"{quality.span_miss_rate:.1%} of labelled spans and {quality.character_miss_rate:.1%} of their characters, "
+        f"measured on {quality.texts} texts ({quality.corpus})"
     )

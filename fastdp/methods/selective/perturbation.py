@@ -138,11 +138,7 @@ class SelectivePerturbation:
 
 
 class SelectiveReleases(Releases):
-    """A `SelectivePerturbation` on a public table and tokenizer: called with texts, it perturbs them once.
-
-    Attributes:
-        released: what was perturbed last, or read back.
-    """
+    """A `SelectivePerturbation` on a public table and tokenizer: called with texts, it perturbs them once."""
 
     def __init__(
         self,
@@ -162,6 +158,7 @@ class SelectiveReleases(Releases):
             raise ValueError("replacement 'model' reads the words around a place: give the public model, not its table")
         self._model = table if isinstance(table, nn.Module) else None
         self.radius = self._radius(self._matrix)
+        #: What was perturbed last, or read back.
         self.released: PerturbedTexts | None = None
 
     def __call__(self, texts: Sequence[str]) -> PerturbedTexts:

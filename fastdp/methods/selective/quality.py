@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fastdp.methods.selective.spans import PrivacyDetector, PrivacyPolicy, Span, merge
 
@@ -30,9 +29,6 @@ class DetectorQuality:
     span_miss_rate: float
     character_miss_rate: float
     by_entity: dict[str, dict[str, float | None]]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def measure_detector(
