@@ -76,7 +76,7 @@ def read_export(text: str) -> tuple[dict[str, Any], list[str]] | None:
     form, version = found.group(1), int(found.group(2))
     if len(_BEGIN.findall(text)) > 1 or text.count(_END) != 1:
         raise ValueError("it holds more than one card, or part of one")
-    card = parse_json_object(_carried(text, form))
+    card = parse_json_object(_card_text(text, form))
     if form not in FORMATS or version != EXPORT_VERSION:
         return card, [
             f"whether the page says what its card says: its form is {form} {version}, which is not known here"
@@ -92,7 +92,7 @@ def read_export(text: str) -> tuple[dict[str, Any], list[str]] | None:
 _SHARED = ("huggingface", "registry")
 
 
-def _carried(text: str, form: str) -> str:
+def _card_text(text: str, form: str) -> str:
     """The card's own line, or in a registry's entry its own place."""
     if form == "registry":
         try:

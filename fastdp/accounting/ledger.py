@@ -323,10 +323,11 @@ class Ledger:
     def reserve_next(self, kind: str = STEP) -> None:
         """Reserve a block on disk, unless the next release is reserved already or the budget holds no other."""
         account = self._find(kind)
-        total = min(account.used + account.block, account.budget)
-        if account.used < total and not self.holds_next(kind):
-            self._append("reserve", {"of": kind, "total": total})
-            self._accounts[kind] = replace(account, reserved=total)
+        if account.used >= account.reserved:
+            total = min(account.used + account.block, account.budget)
+            if total > account.used:
+                self._append("reserve", {"of": kind, "total": total})
+                self._accounts[kind] = replace(account, reserved=total)
 
     def record(self, kind: str = STEP) -> None:
         """Note one release, before it is made. Writes to disk only where a new block begins.
