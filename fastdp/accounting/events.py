@@ -250,18 +250,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Flat:
-    """An event as accountants need it: equal releases merged.
+    """An event as accountants need it: equal releases merged."""
 
-    Attributes:
-        sampled: (sample rate, noise multiplier, count) of the Poisson-sampled Gaussian releases, sorted.
-        mu_squared: sum of 1/z^2 over the Gaussian releases without sampling; they are one release of 1/sqrt of it.
-        private: False if anything was released without noise.
-        choices: choices among trials, for which only Renyi bounds are known.
-    """
-
+    #: (sample rate, noise multiplier, count) of the Poisson-sampled Gaussian releases, sorted.
     sampled: tuple[tuple[float, float, int], ...]
+    #: Sum of 1/z^2 over the Gaussian releases without sampling; they are one release of 1/sqrt of it.
     mu_squared: float
+    #: False if anything was released without noise.
     private: bool = True
+    #: Choices among trials, for which only Renyi bounds are known.
     choices: tuple[Choice, ...] = ()
 
     @property

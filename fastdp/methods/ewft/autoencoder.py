@@ -15,11 +15,6 @@ class StackedAutoencoder(nn.Module):
     """Encoder ``width -> sizes[0] -> ... -> sizes[-1]`` and the mirrored decoder, GELU between layers.
 
     The last layer of each half is linear, so that codes and reconstructions may take any value.
-
-    Attributes:
-        width: of the hidden state, d.
-        sizes: of the layers down to the code.
-        trained_on: None until it is trained on public text, then ``"public"``. Kept with its state dict.
     """
 
     def __init__(self, width: int, sizes: Sequence[int]):
@@ -35,6 +30,7 @@ class StackedAutoencoder(nn.Module):
         down = (self.width, *self.sizes)
         self.encoder = _stack(down)
         self.decoder = _stack(down[::-1])
+        #: None until it is trained on public text, then ``"public"``. Kept with its state dict.
         self.trained_on: str | None = None
 
     def encode(self, hidden: Tensor) -> Tensor:
@@ -74,11 +70,9 @@ def train_autoencoder(
 ) -> list[float]:
     """Train on hidden states of **public** text, one step a batch, and mark the autoencoder as trained on it.
 
-    The loss of a step, which is returned, is the squared error of the reconstruction over the variance of the hidden states.
-
-    Args:
-        hidden: batches [B, T, width], such as `EWFT.hidden_states` yields.
-        max_norm, std: clip and noise of a code [T, sizes[-1]], which the decoder learns to expect; std 0 trains on whole codes.
+    Batches are [B, T, width], such as `EWFT.hidden_states` yields. The decoder learns to expect codes clipped to ``max_norm``
+    with noise of ``std``, or whole ones at 0. The loss of a step, which is returned, is the squared error of the
+    reconstruction over the variance of the hidden states.
     """
     noise = stream or NoiseStream()
     optimizer = torch.optim.Adam(autoencoder.parameters(), lr=learning_rate)

@@ -46,6 +46,7 @@ def full_mask(mask: Any, causal: bool) -> Tensor | None:
     if mask.dim() == 2:
         return torch.ones_like(mask)
     if not causal:
+        # Without a mask every position attends to all.
         return None
     allowed = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
     if mask.dtype == torch.bool:

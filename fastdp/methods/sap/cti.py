@@ -114,12 +114,10 @@ class CTI:
 
         Args:
             source, form, tilt: as above.
-            min_support: ``prior``: occurrences, over all classes, with which a token may be favoured, by default 20. A rare
-                token that one class alone has (a name, say) would otherwise be protected least. ``quotient``: tokens with less
-                have no importance, by default none.
-            cells: ``quotient``: number of cells, by default 5.
-            told_at: ``quotient``: the epsilon of the randomised response for which cells reveal most about the class
-                (`informative_cells`); by default cells have equal mass.
+            min_support: occurrences, over all classes, with which a token has importance; by default 20, ``quotient`` 0. A rare
+                token that one class alone has (a name, say) would otherwise be protected least.
+            cells, told_at: ``quotient``: number of cells, by default 5; and the epsilon at which they reveal most about the
+                class (`informative_cells`). By default cells have equal mass.
         """
         counts = torch.as_tensor(counts)
         importance, mass = utility_importance(counts), counts.double().sum(0)

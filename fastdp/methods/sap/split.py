@@ -87,6 +87,7 @@ def _bottom(blocks: Blocks, after: int) -> Bottom:
     if blocks.final is not None:
         memo[id(blocks.final)] = nn.Identity()
     if pooler is not None:
+        # Neither copied nor run: a customer needs none.
         memo[id(pooler)] = nn.Identity()
     base: Any = copy.deepcopy(blocks.base, memo)
     if pooler is not None:

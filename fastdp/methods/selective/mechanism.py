@@ -45,9 +45,8 @@ def paper_probabilities(token: int, table: Tensor, epsilon: float, radius: float
     rows = table.double() if table.dim() > 1 else table.double().unsqueeze(1)
     if not 0 <= token < len(rows):
         raise IndexError(f"token {token} is outside a table of {len(rows)} rows")
-    return _paper_laws(torch.tensor([token]), rows, torch.tensor([epsilon], dtype=torch.float64), radius, alpha, None)[
-        0
-    ]
+    epsilons = torch.tensor([epsilon], dtype=torch.float64)
+    return _paper_laws(torch.tensor([token]), rows, epsilons, radius, alpha, None)[0]
 
 
 def _paper_laws(
@@ -160,6 +159,7 @@ class TokenMechanism:
         return exponential_choice(ids, self.table, scale, stream, self.radius, log_prior=self._prior)
 
     def _draw_paper(self, ids: Tensor, epsilons: Tensor, stream: NoiseStream) -> Tensor:
+        """Draws of the paper's form; the law of ids that share a token and an epsilon is computed once."""
         rows = self.table.double()
         laws, law_of = torch.stack([ids.double(), epsilons]).unique(dim=1, return_inverse=True)
         draws = uniform_fractions(len(ids), stream)
