@@ -278,10 +278,7 @@ class TextPrivatizer(Releases):
         return result
 
     def _privatize(self, given: Tensor, labels: Tensor | None, added: Tensor | None) -> Tensor:
-        """Ids of any shape, to the same on their device: the mechanism on every token that is not kept.
-
-        ``labels`` and ``added``, of the same shape, say the class of each, and which ones may be kept.
-        """
+        """Ids of any shape, to the same on their device; ``labels`` is the class of each, ``added`` which ones may stay."""
         size, device = len(self._row_of), self._table.device
         if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
             raise ValueError(f"the ids are {given.dtype}: give whole numbers, as a tokenizer does")
@@ -421,8 +418,7 @@ class TextPrivatizer(Releases):
     def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
         """Examples with their tokens replaced, once, and their labels too where these are tokens.
 
-        Items come with ``special_tokens_mask`` (see `fastdp.data`). Labels of training examples choose among the importances of
-        CTI; those of queries are not known.
+        Labels of training examples choose among the importances of CTI; those of queries are not known.
         """
         known = [item["labels"] for item in items] if training and self.cti is not None else None
         rows = self._lists([item["input_ids"] for item in items], known, [item[ADDED] for item in items])
