@@ -47,9 +47,9 @@ def perplexity(model: torch.nn.Module, batches: Any) -> float:
     return math.exp(total / tokens)
 
 
-def main() -> None:
-    """Train privately, and print perplexity and epsilon."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def options(description: str) -> argparse.ArgumentParser:
+    """What both examples can be told."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", default=str(PUBLIC_MODEL))
     parser.add_argument("--train", help="a text a line; by default, invented records")
     parser.add_argument("--eval", help="the same, held out; with --train")
@@ -58,25 +58,25 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, default=8.0)
     parser.add_argument("--output", help="folder for ledger and card; it must not hold another run")
     parser.add_argument("--unsafe-seed", type=int, help="makes sampling and noise repeatable, which protects nothing")
-    chosen = parser.parse_args()
+    return parser
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo")
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, chosen: argparse.Namespace) -> None:
+    """Train privately, and print perplexity and epsilon."""
     tokenizer = AutoTokenizer.from_pretrained(chosen.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(chosen.model, dtype=torch.float32)
 
     def collate(items: list[str]) -> dict[str, torch.Tensor]:
         batch = tokenizer(items, return_tensors="pt", padding=True, truncation=True, max_length=80)
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "labels": labels}
 
-    train, held_out = texts(chosen)
+    records, held_out = texts(chosen)
     evaluated = DataLoader(held_out, batch_size=64, collate_fn=collate)  # type: ignore[arg-type]
     model, optimizer, data_loader = private = fastdp.make_private(
         model,
-        fastdp.optim.AdamW(model.parameters(), lr=1e-3),
-        DataLoader(train, batch_size=256, collate_fn=collate),  # type: ignore[arg-type]
+        optimizer,
+        DataLoader(records, batch_size=256, collate_fn=collate),  # type: ignore[arg-type]
         target_epsilon=chosen.epsilon,
         target_delta=1e-5,
         epochs=chosen.epochs,
@@ -84,21 +84,30 @@ def main() -> None:
         output_dir=chosen.output,
         unsafe_seed=chosen.unsafe_seed,
     )
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    if first:
-        print(f"perplexity before: {perplexity(model, evaluated):.2f}")
+    # Whatever reads the model, every process does: of one in pieces each has but its own.
+    before = perplexity(model, evaluated)
     while private.steps_done < private.total_steps:
         for batch in data_loader:
             model(**batch).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    if first:
-        card = private.card()
+    after, card = perplexity(model, evaluated), private.card()
+    if not dist.is_initialized() or dist.get_rank() == 0:
         if chosen.output is not None:
             card.save(Path(chosen.output) / "card.json")
-        print(f"perplexity after {private.steps_done} releases: {perplexity(model, evaluated):.2f}")
+        print(f"perplexity before: {before:.2f}")
+        print(f"perplexity after {private.steps_done} releases: {after:.2f}")
         print(f"epsilon {private.epsilon():.3g} at delta 1e-5, by {card['model']['processes']} processes")
     private.detach()
+
+
+def main() -> None:
+    """Train all weights, by as many processes as there are."""
+    chosen = options(__doc__.splitlines()[0]).parse_args()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")
+    model = AutoModelForCausalLM.from_pretrained(chosen.model, dtype=torch.float32)
+    train(model, fastdp.optim.AdamW(model.parameters(), lr=1e-3), chosen)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -65,7 +65,7 @@ CUT = {
 #: What a reader puts in for a name that cannot be meant as it stands, by command.
 STANDS_FOR = {
     "/data/": "{folder}/",
-    # The Ray that `launch.py` starts has one processor, for one client at a time.
+    # The Ray that `tests/federated/simulation.py` starts has one processor, for one client at a time.
     "num-supernodes=4": "num-supernodes=4 client-resources-num-cpus=1",
     "--model ...": "--model all-MiniLM-L6-v2",
     "--train ...": "--train train.tsv",
@@ -189,9 +189,8 @@ def read_pip(words: list[str]) -> None:
 
 
 def read_flower(words: list[str]) -> None:
-    """Flower may be absent; what runs its programs here is `launch.py`, by the same options."""
-    known = (ROOT / "examples" / "federated" / "launch.py").read_text(encoding="utf-8")
-    assert [word for word in words if word.startswith("--") and f'"{word}"' not in known] == []
+    """Flower may be absent."""
+    assert {word for word in words if word.startswith("--")} <= {"--stream", "--run-config", "--federation-config"}
 
 
 READ = {
@@ -383,15 +382,11 @@ class Reader:
             time.sleep(0.1)
 
     def federate(self, words: Sequence[str]) -> None:
-        """With the SuperLink and the Ray of `launch.py`, which ends what it started; the words are Flower's."""
+        """With a SuperLink and a Ray that end with it; the words are Flower's."""
         pytest.importorskip("flwr")
-        place = importlib.util.spec_from_file_location("launch", self.world / "examples" / "federated" / "launch.py")
-        assert place is not None
-        assert place.loader is not None
-        sys.modules["launch"] = launch = importlib.util.module_from_spec(place)
-        place.loader.exec_module(launch)
-        flower = self.world / "flower"
-        federation = launch.Federation(flower, simulation=True, environment=self.environment, start_seconds=300)
+        from tests.federated.simulation import Simulation
+
+        federation = Simulation(self.world / "flower", environment=self.environment, start_seconds=300)
         with contextlib.chdir(self.world), federation:
             own = {"$(fastdp federated app)": str(app_folder())}
             said = federation.flwr(*(own.get(word, word) for word in words[1:]), timeout=900)

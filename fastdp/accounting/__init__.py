@@ -6,7 +6,6 @@ from fastdp.accounting.card import (
     Card as Card,
     model_name as model_name,
     noise_source as noise_source,
-    public_name as public_name,
     rounded_to_grid as rounded_to_grid,
 )
 from fastdp.accounting.claim import (

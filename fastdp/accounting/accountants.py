@@ -94,8 +94,7 @@ def epsilon(
     an accountant reaches no bound. PRV and RDP overflow at very small multipliers. PRV's grid is capped in size, and above
     epsilon of some hundreds no grid within the cap is fine enough.
 
-    Raises:
-        ValueError: for an unknown accountant, adjacency or kind of event, and for delta outside (0, 1).
+    Raises ValueError for an unknown accountant, adjacency or kind of event, and for delta outside (0, 1).
 
     >>> from fastdp.accounting import dpsgd, epsilon
     >>> spent = epsilon(dpsgd(noise_multiplier=1.0, sample_rate=0.01, steps=1000), delta=1e-5)

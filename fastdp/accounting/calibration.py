@@ -42,9 +42,7 @@ def calibrate(
     Args:
         event_fn: from a noise multiplier to an event that costs less the larger it is.
         dataset_size: number of units, to warn where delta >= 1/N.
-        tolerance: how far below the target epsilon the result's may lie, relatively.
-
-    Raises ValueError for an epsilon that is not positive, delta outside (0, 1), and a target out of reach.
+        tolerance: how far below the target epsilon the result's may lie, relatively. Raises ValueError if it is out of reach.
 
     >>> from fastdp.accounting import calibrate, dpsgd
     >>> round(calibrate(lambda noise: dpsgd(noise, 0.01, 1000), epsilon=2.0, delta=1e-5), 2)
@@ -187,6 +185,7 @@ def least_safe(
         step = 1.0 if f == math.inf else min(max((-close / 2 - f) / slope, -1.5), 1.5)
         if low is not None and high is not None:
             x = x + step
+            # Halved every eighth turn too, since secants from one side alone can take very many.
             if not low < x < high or turn % 8 == 7:
                 x = (low + high) / 2
         else:

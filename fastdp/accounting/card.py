@@ -35,7 +35,7 @@ SYSTEM_KEY = "operating system"
 #: Tokens of a unit for which a card states what rounding among units comes to.
 _STATED = 1024
 
-_PACKAGES = (*("torch", "numpy", "scipy", "dp-accounting", "opacus", "transformers", "tokenizers", "peft"),)
+_PACKAGES = ("torch", "numpy", "scipy", "dp-accounting", "opacus", "transformers", "tokenizers", "peft")
 _REPRODUCIBLE = "the noise came from a reproducible key, which whoever knows it can subtract"
 #: What no run protects.
 UNPROTECTED = (
@@ -47,14 +47,12 @@ UNPROTECTED = (
 
 
 def noise_source(reproducible: bool, secure_rounding: bool | None = None, rounds: int = 20) -> dict[str, Any]:
-    """Where noise came from, for a card; a reproducible key voids its guarantee.
+    """Where noise came from, for a card. Raises nothing.
 
     Args:
-        reproducible: whether its key can be known.
+        reproducible: whether its key can be known, which voids the guarantee.
         secure_rounding: whether noised sums were rounded to a grid; None for draws that are no sums.
         rounds: of ChaCha, as the stream that drew has them.
-
-    Raises nothing.
 
     >>> from fastdp.accounting import noise_source
     >>> noise_source(reproducible=False)["key"]
@@ -66,12 +64,10 @@ def noise_source(reproducible: bool, secure_rounding: bool | None = None, rounds
 
 
 def rounded_to_grid(distance: float) -> str:
-    """What a card says of noised sums that were rounded to a grid.
+    """What a card says of noised sums that were rounded to a grid. Raises nothing.
 
     Args:
         distance: how far all of them together are from real numbers so rounded, in total variation; a part of delta.
-
-    Raises nothing.
 
     >>> from fastdp.accounting import rounded_to_grid
     >>> "1.0e-18" in rounded_to_grid(1e-18)
@@ -84,14 +80,9 @@ def among_units(units: int, tokens: int, spread: float) -> float:
     """How far rounding *among* the units of one sum may move it when one unit is left out, in units of the clipping bound.
 
     What a unit adds is within its bound; that the others' sums then round in other places is not part of it. With the unit
-    and without it, each other one is off by at most gamma_k times its weight times its products. Here k counts the additions
-    that a term may go through (docs/clipping.md).
-
-    Args:
-        units: in one logical batch.
-        tokens: added up in one micro-batch, of all units, and micro-batches in the logical batch: an upper bound of k.
-        spread: the most that a unit's products are above its norm: about the square root of its tokens where their
-            gradients are orthogonal.
+    and without it, each other one is off by at most gamma_k times its weight times its products (docs/clipping.md). Here k,
+    the additions that a term may go through, is at most ``tokens``. ``spread`` is the most that a unit's products are above
+    its norm: about the square root of its tokens where their gradients are orthogonal.
     """
     error = (tokens + 3) * 2.0**-24
     return 2 * (units - 1) * spread * error / (1 - error) if error < 0.25 else float("inf")
@@ -148,8 +139,6 @@ class Card(dict[str, Any]):
             weights: what was released; the card keeps a digest of each tensor.
             ledger_head: digest of the ledger's last record.
             facts: what else the card states, by name.
-
-        Raises ValueError for an event or delta that cannot be accounted for, TypeError for values that are not JSON.
         """
         voids = list(flaws)
         for each in () if claim is None else (claim, *also):
@@ -211,9 +200,7 @@ class Card(dict[str, Any]):
         """The card of a run that trained a model by steps of one kind.
 
         Args:
-            unit: what is protected: an example, a user, a record.
             sampling: ``poisson``, ``shuffled``, or how else units came to a release.
-            noise_multiplier: of one step, as it stands in the event.
             event: what was spent, not what was planned.
             delta: None states no epsilon, and so no guarantee; nor does one that is not below 1/N.
             model: ``name``, ``trained_parameters`` and whatever else describes what was trained.
@@ -262,14 +249,6 @@ class Card(dict[str, Any]):
         """What it claims, the first first. Raises ValueError for a claim that cannot be read."""
         return [read_claim(fields) for fields in claims(self)]
 
-    @property
-    def event(self) -> DpEvent:
-        """What was released, of a claim that rests on an event. Raises ValueError if there is none."""
-        found = next((claim.event for claim in self.claims if isinstance(claim, Gaussian)), None)
-        if found is None:
-            raise ValueError("this card's claim rests on no event")
-        return found
-
     def to_json(self) -> str:
         """Indented JSON."""
         return json.dumps(self, indent=2, sort_keys=True, allow_nan=False) + "\n"
@@ -279,10 +258,7 @@ class Card(dict[str, Any]):
         return markdown(self)
 
     def save_beside(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``card.json``, ``card.md`` and, in the place of any other, a ``README.md`` to a model's folder; returns it.
-
-        An adapter's config there keeps no path of its base model.
-        """
+        """Write ``card.json``, ``card.md`` and, in the place of any other, a ``README.md`` to a model's folder; returns it."""
         card = self.of_files(folder)
         card.save(Path(folder) / "card")
         files.write(Path(folder) / "README.md", export(card, "huggingface"), public=True)
@@ -318,16 +294,7 @@ def digest(card: Mapping[str, Any]) -> str:
 
 
 def public_name(name: str) -> str:
-    """What a card calls a model: its name on a hub, or the last part of a folder's path, which says nothing of a machine.
-
-    Args:
-        name: as it was given to ``from_pretrained``.
-
-    Raises nothing.
-
-    >>> public_name("openai-community/gpt2"), public_name("/home/anna/models/notes-v2")
-    ('openai-community/gpt2', 'notes-v2')
-    """
+    """What a card calls a model: its name on a hub, or the last part of a folder's path, which says nothing of a machine."""
     return hub_name(name) or Path(name.replace("\\", "/")).resolve().name or "model"
 
 
@@ -347,12 +314,10 @@ def remove_base_path(folder: str | os.PathLike[str]) -> None:
 
 
 def model_name(model: Any) -> str:
-    """What a card calls a model object: what it was loaded by (see `public_name`), or else its class.
+    """What a card calls a model. Raises nothing.
 
     Args:
-        model: any; transformers' models know what they were loaded by.
-
-    Raises nothing.
+        model: any; it is called by what transformers loaded it by, without its folder's path, or else by its class.
 
     >>> import torch
     >>> from fastdp.accounting import model_name

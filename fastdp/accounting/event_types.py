@@ -30,11 +30,7 @@ def _load() -> ModuleType:
             if spec is not None and spec.loader is not None:
                 module = importlib.util.module_from_spec(spec)
                 sys.modules[_NAME] = module
-                try:
-                    spec.loader.exec_module(module)
-                except BaseException:
-                    del sys.modules[_NAME]
-                    raise
+                spec.loader.exec_module(module)
                 return module
     return importlib.import_module(_NAME)
 

@@ -48,10 +48,7 @@ def gaussian(noise_multiplier: float) -> DpEvent:
     """One Gaussian release over all units.
 
     Args:
-        noise_multiplier: noise std over L2 sensitivity; 0 is no privacy.
-
-    Raises:
-        ValueError: for a multiplier that is negative or no number.
+        noise_multiplier: noise std over L2 sensitivity; 0 is no privacy. Raises ValueError below 0.
 
     >>> from fastdp.accounting import compose, epsilon, gaussian
     >>> round(epsilon(gaussian(1.0), 1e-5), 3) == round(epsilon(compose(*4 * [gaussian(2.0)]), 1e-5), 3)
@@ -64,11 +61,8 @@ def poisson_gaussian(noise_multiplier: float, sample_rate: float) -> DpEvent:
     """One Gaussian release of a sample that each unit joins independently.
 
     Args:
-        noise_multiplier: noise std over L2 sensitivity; 0 is no privacy.
+        noise_multiplier: noise std over L2 sensitivity; 0 is no privacy. Raises ValueError below 0.
         sample_rate: the probability with which a unit joins, in (0, 1].
-
-    Raises:
-        ValueError: for values out of range.
 
     >>> from fastdp.accounting import epsilon, gaussian, poisson_gaussian
     >>> epsilon(poisson_gaussian(1.0, 0.1), 1e-5) < epsilon(gaussian(1.0), 1e-5)
@@ -79,12 +73,10 @@ def poisson_gaussian(noise_multiplier: float, sample_rate: float) -> DpEvent:
 
 
 def compose(*events: DpEvent) -> DpEvent:
-    """Several releases of the same data set, each of which may depend on the earlier ones.
+    """Several releases of the same data set, each of which may depend on the earlier ones. Raises nothing.
 
     Args:
         events: any number of them; none is an event that costs nothing.
-
-    Raises nothing.
 
     >>> from fastdp.accounting import compose, dpsgd, epsilon, gaussian
     >>> epsilon(compose(), 1e-5)
@@ -157,10 +149,7 @@ def dpsgd_model(
             in which of its steps a unit is used.
         sample_rate: expected batch size over the number of units, in (0, 1].
         sampling: ``poisson`` is amplified by sampling; ``shuffled`` is accounted without amplification.
-        steps_per_epoch: releases in one pass over the shuffled units; needed for ``shuffled`` only.
-
-    Raises:
-        ValueError: for values out of range and for another sampling.
+        steps_per_epoch: releases in one pass over the shuffled units. Raises ValueError for ``shuffled`` without it.
 
     >>> from fastdp.accounting import dpsgd, dpsgd_model
     >>> dpsgd_model(1.0, 0.1).event(20) == dpsgd(1.0, 0.1, 20)
@@ -210,10 +199,7 @@ def dpsgd(
         noise_multiplier: noise std over sensitivity of one step; 0 is no privacy.
         sample_rate: expected batch size over the number of units, in (0, 1].
         steps: how many, noisy sums each.
-        sampling, steps_per_epoch: as for `dpsgd_model`.
-
-    Raises:
-        ValueError: for values out of range and for another sampling.
+        sampling, steps_per_epoch: as for `dpsgd_model`. Raises ValueError as that.
 
     >>> from fastdp.accounting import dpsgd
     >>> dpsgd(noise_multiplier=1.0, sample_rate=0.1, steps=20).event
@@ -224,13 +210,7 @@ def dpsgd(
 
 @dataclass(frozen=True)
 class ChosenDpEvent(DpEvent):
-    """The best of a secret number of trials, drawn from a truncated negative binomial distribution.
-
-    Attributes:
-        alternatives: events of one trial, of which a unit takes part in one: its training, or the score that judges it.
-        shape: eta of the number of trials, above -1.
-        stop: gamma of the number of trials, in (0, 1).
-    """
+    """The best of a secret number of trials, drawn from a truncated negative binomial distribution; see `chosen`."""
 
     alternatives: tuple[DpEvent, ...]
     shape: float
@@ -241,7 +221,7 @@ def chosen(alternatives: Sequence[DpEvent], shape: float, stop: float) -> DpEven
     """Event of random stopping (Papernot and Steinke 2022): trials until a secret number is reached, the best one released.
 
     Args:
-        alternatives: events of one trial, of which a unit takes part in one, as in `ChosenDpEvent`.
+        alternatives: events of one trial, of which a unit takes part in one: its training, or the score that judges it.
         shape: eta, above -1; 0 is the logarithmic distribution of the number of trials, 1 the geometric one.
         stop: gamma, in (0, 1); see `fastdp.accounting.renyi.stop_for`.
 
@@ -270,18 +250,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Flat:
-    """An event as accountants need it: equal releases merged.
+    """An event as accountants need it: equal releases merged."""
 
-    Attributes:
-        sampled: (sample rate, noise multiplier, count) of the Poisson-sampled Gaussian releases, sorted.
-        mu_squared: sum of 1/z^2 over the Gaussian releases without sampling; they are one release of 1/sqrt of it.
-        private: False if anything was released without noise.
-        choices: choices among trials, for which only Renyi bounds are known.
-    """
-
+    #: (sample rate, noise multiplier, count) of the Poisson-sampled Gaussian releases, sorted.
     sampled: tuple[tuple[float, float, int], ...]
+    #: Sum of 1/z^2 over the Gaussian releases without sampling; they are one release of 1/sqrt of it.
     mu_squared: float
+    #: False if anything was released without noise.
     private: bool = True
+    #: Choices among trials, for which only Renyi bounds are known.
     choices: tuple[Choice, ...] = ()
 
     @property
@@ -318,17 +295,14 @@ def flatten(event: DpEvent) -> Flat:
 
 
 class _ReleaseCounter:
-    """Count the releases of events.
-
-    Attributes:
-        counts: by sample rate, which is 1 without sampling, and noise multiplier.
-        choices: those among trials, each as often as it is made.
-        private: False once anything was released without noise.
-    """
+    """Count the releases of events."""
 
     def __init__(self) -> None:
+        #: By sample rate, which is 1 without sampling, and noise multiplier.
         self.counts: Counter[tuple[float, float]] = Counter()
+        #: Those among trials, each as often as it is made.
         self.choices: list[Choice] = []
+        #: False once anything was released without noise.
         self.private = True
         self._trials = 0
 

@@ -49,8 +49,7 @@ def export(card: Mapping[str, Any], form: Format) -> str:
     Returns:
         The text. `read_export`, and so `verify`, takes it back.
 
-    Raises:
-        ValueError: for another form, and for a card that states too little to be written.
+    Raises ValueError for another form, and for a card that states too little to be written.
 
     >>> from fastdp.accounting import Card, Gaussian, dpsgd
     >>> claim = Gaussian("example", "add_remove", dpsgd(2.0, 0.1, 10), 1e-5)
@@ -69,8 +68,7 @@ def export(card: Mapping[str, Any], form: Format) -> str:
 def read_export(text: str) -> tuple[dict[str, Any], list[str]] | None:
     """The card that a text of `export` carries, and what is left open; None for a text that is no such form.
 
-    Raises:
-        ValueError: where the text says otherwise than its card, or its card cannot be read.
+    Raises ValueError where the text says otherwise than its card, or its card cannot be read.
     """
     found = _BEGIN.search(text)
     if found is None:
@@ -78,9 +76,7 @@ def read_export(text: str) -> tuple[dict[str, Any], list[str]] | None:
     form, version = found.group(1), int(found.group(2))
     if len(_BEGIN.findall(text)) > 1 or text.count(_END) != 1:
         raise ValueError("it holds more than one card, or part of one")
-    card = parse_json_object(
-        _entry(text)["implementation"]["additional_information"] if form == "registry" else _line(text)
-    )
+    card = parse_json_object(_card_text(text, form))
     if form not in FORMATS or version != EXPORT_VERSION:
         return card, [
             f"whether the page says what its card says: its form is {form} {version}, which is not known here"
@@ -96,11 +92,17 @@ def read_export(text: str) -> tuple[dict[str, Any], list[str]] | None:
 _SHARED = ("huggingface", "registry")
 
 
-def _line(text: str) -> str:
-    carried = next((line.strip() for line in text.splitlines() if line.strip().startswith('{"')), None)
-    if carried is None:
+def _card_text(text: str, form: str) -> str:
+    """The card's own line, or in a registry's entry its own place."""
+    if form == "registry":
+        try:
+            return _read_yaml(text)["deployment"]["implementation"]["additional_information"]
+        except (KeyError, TypeError):
+            raise ValueError("it is no entry of the registry") from None
+    line = next((line.strip() for line in text.splitlines() if line.strip().startswith('{"')), None)
+    if line is None:
         raise ValueError("it carries no card")
-    return carried
+    return line
 
 
 def _read_yaml(text: str) -> dict[str, Any]:
@@ -108,13 +110,6 @@ def _read_yaml(text: str) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise ValueError("it holds no settings")
     return read
-
-
-def _entry(text: str) -> dict[str, Any]:
-    try:
-        return _read_yaml(text)["deployment"]
-    except (KeyError, TypeError):
-        raise ValueError("it is no entry of the registry") from None
 
 
 def _compared(text: str, form: str) -> str:

@@ -27,17 +27,13 @@ class EmptyLedgerError(LedgerError):
 
 @dataclass(frozen=True)
 class History:
-    """What a journal file holds.
-
-    Attributes:
-        bodies, digests: the records, first to last, and the digest of each.
-        torn: what a process killed while it wrote left at the end; empty if nothing.
-        terminated: whether the file ends with a newline.
-    """
+    """What a journal file holds: its records, first to last, and the digest of each."""
 
     bodies: list[dict[str, Any]]
     digests: list[str]
+    #: What a process killed while it wrote left at the end; empty if nothing.
     torn: bytes
+    #: Whether the file ends with a newline.
     terminated: bool
 
 
@@ -87,15 +83,11 @@ def read(path: Path) -> History:
 
 
 class Journal:
-    """The open file. One process holds it: the file is locked until `close` or the process's end.
-
-    Attributes:
-        path: the file.
-        head: digest of the last record; it names the whole history up to there.
-    """
+    """The open file. One process holds it: the file is locked until `close` or the process's end."""
 
     def __init__(self, path: Path, descriptor: int, history: History):
         self.path = path
+        #: Digest of the last record; it names the whole history up to there.
         self.head = history.digests[-1] if history.digests else _START
         self._descriptor = descriptor
         self._torn = history.torn
@@ -115,10 +107,7 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path) -> tuple[Journal, History]:
-        """Continue a journal. A torn end stays in the file; the next record vouches for it.
-
-        Raises FileNotFoundError, and LedgerError if the file is in use, empty, or its chain is broken.
-        """
+        """Continue a journal. A torn end stays in the file; the next record vouches for it."""
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         _lock(descriptor, path)
         try:

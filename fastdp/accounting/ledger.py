@@ -56,7 +56,7 @@ class _Account:
         return cls(model, as_count(fields["budget"], "budget"), as_count(fields["block"], "block"))
 
 
-def _account(event: EventModel, budget: int, block: int | None) -> _Account:
+def _account(event: EventModel, budget: int, block: int | None = None) -> _Account:
     instance(EventModel, "the EventModel of one release, such as dpsgd_model(...) returns", event=event)
     budget = as_count(budget, "budget")
     # A crash forfeits what is left of a block; a fiftieth of the budget is little to lose, and few writes.
@@ -86,12 +86,15 @@ class Ledger:
         self.path = path
         self._accounts = accounts
         self._journal = journal
+        #: Digests of all records: the points in its history that a checkpoint or a card may name.
         self._heads: set[str] = set()
         self._notes: dict[str, str] = {}
         #: Whether its latest record counts what was made, and not what was reserved.
         self.closed_in_order = False
         self._closed = False
+        #: Whether the account's own folder is told of each record (see `fastdp.accounting.witness`).
         self._witnessed = False
+        #: Whether this object made the file.
         self._fresh = False
 
     @classmethod
@@ -104,15 +107,10 @@ class Ledger:
         budget_steps: int,
         block: int | None = None,
     ) -> Ledger:
-        """A new ledger whose kind ``step`` has ``budget_steps`` releases of ``event``.
+        """A new ledger whose kind ``step`` has ``budget_steps`` releases of ``event``, reserved a ``block`` at a time.
 
-        Args:
-            path: a file that does not exist yet in a folder that does; None keeps the ledger in memory.
-            header: JSON values to keep with it (model fingerprint, data set size, unit, adjacency, target);
-                ``run_id`` is added if missing.
-            block: releases reserved at a time; default a fiftieth of the budget, at most 64.
-
-        Raises FileExistsError, ValueError for a count out of range, TypeError for a header that is not JSON.
+        The file must not exist, and its folder must; without a path the ledger is in memory. The header holds JSON values, to
+        which ``run_id`` is added.
         """
         header = {"run_id": uuid.uuid4().hex, **header}
         accounts = {STEP: _account(event, budget_steps, block)}
@@ -137,8 +135,6 @@ class Ledger:
 
         What that process had reserved counts as spent unless it closed the ledger. A torn last line counts as one more
         block. Releases with shuffled batches restart at a new epoch, since the next one draws a new order.
-
-        Raises FileNotFoundError, and LedgerError if another process holds it or it was altered.
         """
         path = Path(path)
         journal, history = Journal.open(path)
@@ -176,42 +172,30 @@ class Ledger:
             path: the file; its folder is made if it is missing. None keeps the ledger in memory.
             header, event, budget_steps, block: as in `create`; a ledger that is continued keeps its own budget.
             side: event and budget of each further kind of release.
-            resume: continue what ``path`` holds.
-
-        Raises ValueError for a folder in use or with nothing to resume, and for a ledger begun with another header or event;
-        LedgerError for one that was altered, cut back or copied, or that another process holds.
+            resume: continue what ``path`` holds. Raises ValueError unless there is a ledger exactly if it is set.
         """
         path = None if path is None else Path(path)
-        held = path is not None and path.exists()
         if path is not None:
             # For its refusal, before anything is made.
             state_folder()
-        if held and not resume:
-            raise ValueError(
-                f"{path.parent} already holds a run's ledger: pass resume=True to continue it, or another output_dir"  # type: ignore[union-attr]
-            )
-        if resume and not held:
-            place = "without output_dir" if path is None else f"in {path.parent}, or it lost its ledger"
-            raise ValueError(
-                f"there is no ledger to resume {place}: what was spent is not known; leave resume out to begin anew"
-            )
-        if path is None or not held:
+        if path is not None and path.exists():
+            if not resume:
+                raise ValueError(
+                    f"{path.parent} already holds a run's ledger: pass resume=True to continue it, or another output_dir"
+                )
+            ledger = cls._open_witnessed(path)
+        else:
+            if resume:
+                place = "without output_dir" if path is None else f"in {path.parent}, or it lost its ledger"
+                raise ValueError(
+                    f"there is no ledger to resume {place}: what was spent is not known; leave resume out to begin anew"
+                )
             if path is not None:
                 files.make_folder(path.parent)
             ledger = cls.create(path, header, event=event, budget_steps=budget_steps, block=block)
             ledger._fresh = True
-        else:
-            try:
-                ledger = cls.open(path)
-            except EmptyLedgerError as error:
-                if not knows_ledger_at(path):
-                    raise
-                raise EmptyLedgerError(
-                    f"{path} was emptied, and releases were recorded in it: put back a copy, or begin in "
-                    "another folder, whose cost adds to this run's."
-                ) from error
         try:
-            if held and path is not None:
+            if path is not None and not ledger._fresh:
                 _compare(ledger, header, event, path)
                 check_ledger(ledger.run_id, path, ledger._heads)
             ledger._witnessed = path is not None
@@ -219,12 +203,25 @@ class Ledger:
             for kind, (model, budget) in (side or {}).items():
                 ledger.declare(kind, model, budget)
         except BaseException:
-            if held:
-                ledger._let_go()
-            else:
+            if ledger._fresh:
                 ledger.abandon()
+            else:
+                ledger._close_file()
             raise
         return ledger
+
+    @classmethod
+    def _open_witnessed(cls, path: Path) -> Ledger:
+        """`open`, where the account knows whether an empty file was ever written to."""
+        try:
+            return cls.open(path)
+        except EmptyLedgerError as error:
+            if not knows_ledger_at(path):
+                raise
+            raise EmptyLedgerError(
+                f"{path} was emptied, and releases were recorded in it: put back a copy, or begin in "
+                "another folder, whose cost adds to this run's."
+            ) from error
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Ledger:
@@ -299,13 +296,13 @@ class Ledger:
         """Event of the whole budget, or of what was spent where that is more."""
         return compose(*(a.model.event(max(a.budget, a.used)) for a in self._accounts.values()))
 
-    def declare(self, kind: str, event: EventModel, budget: int, *, block: int = 1) -> None:
+    def declare(self, kind: str, event: EventModel, budget: int) -> None:
         """Add a kind of release, such as ``selection``, with a budget of its own.
 
         Declaring it again with the same event is allowed, so that a resumed run may; the larger budget stands.
         Raises LedgerError if the kind exists with another event.
         """
-        account = _account(event, budget, block)
+        account = _account(event, budget, block=1)
         known = self._accounts.get(kind)
         if known is not None:
             if known.model != event:
@@ -318,32 +315,19 @@ class Ledger:
         self._append("declare", {"of": kind, "kind": account.to_json()})
         self._accounts[kind] = account
 
-    def reserve(self, releases: int | None = None, kind: str = STEP) -> None:
-        """Make sure that the next ``releases`` (default: a block, or what is left) are reserved on disk.
-
-        Raises BudgetExceeded, and reserves nothing, if the budget does not hold them.
-        """
-        account = self._find(kind)
-        wanted = min(account.block, self.remaining(kind)) if releases is None else as_count(releases, "releases")
-        if account.used + wanted > account.budget:
-            raise BudgetExceeded(
-                f"{wanted} more releases of kind {kind!r} would pass the budget of {account.budget} "
-                f"({account.used} are spent); extend the budget to go on"
-            )
-        total = account.used + wanted
-        if total > account.reserved:
-            self._append("reserve", {"of": kind, "total": total})
-            self._accounts[kind] = replace(account, reserved=total)
-
     def holds_next(self, kind: str = STEP) -> bool:
         """Whether the next release is reserved already, so that `record` writes nothing to disk."""
         account = self._find(kind)
         return account.used < account.reserved
 
     def reserve_next(self, kind: str = STEP) -> None:
-        """Reserve a block, unless the next release is reserved already or the budget holds no other."""
-        if not self.holds_next(kind):
-            self.reserve(kind=kind)
+        """Reserve a block on disk, unless the next release is reserved already or the budget holds no other."""
+        account = self._find(kind)
+        if account.used >= account.reserved:
+            total = min(account.used + account.block, account.budget)
+            if total > account.used:
+                self._append("reserve", {"of": kind, "total": total})
+                self._accounts[kind] = replace(account, reserved=total)
 
     def record(self, kind: str = STEP) -> None:
         """Note one release, before it is made. Writes to disk only where a new block begins.
@@ -356,10 +340,8 @@ class Ledger:
             raise BudgetExceeded(
                 f"all {account.budget} budgeted releases of kind {kind!r} are spent; extend the budget to go on"
             )
-        if account.used >= account.reserved:
-            self.reserve(kind=kind)
-            account = self._accounts[kind]
-        self._accounts[kind] = replace(account, used=account.used + 1)
+        self.reserve_next(kind)
+        self._accounts[kind] = replace(self._accounts[kind], used=account.used + 1)
 
     def begin_pass(self) -> None:
         """Note that the sampler draws a new order: where batches are shuffled, an epoch begun before counts whole.
@@ -382,12 +364,8 @@ class Ledger:
     def restore(self, spent: int | Mapping[str, int], head: str | None = None) -> None:
         """Agree with a checkpoint: what is spent becomes the larger of the two counts, so neither is rolled back.
 
-        Args:
-            spent: releases of each kind when the checkpoint was written, or of training steps alone.
-            head: `head` when it was written.
-
-        Raises LedgerError for a kind that was not declared, and where the file's history does not hold ``head``: it was cut
-        back or replaced by an older copy.
+        The checkpoint has the releases of each kind, or of training steps alone, and `head` as they were when it was written.
+        Raises LedgerError where the file's history does not hold that head.
         """
         if head is not None and self.path is not None and head not in self._heads:
             raise LedgerError(
@@ -412,12 +390,11 @@ class Ledger:
 
     def close(self) -> None:
         """Give back what is reserved and unused, and release the file. May be called again."""
-        if self._closed:
-            return
-        self._append("close", {"total": {kind: account.used for kind, account in self._accounts.items()}})
-        self._let_go()
+        if not self._closed:
+            self._append("close", {"total": {kind: account.used for kind, account in self._accounts.items()}})
+            self._close_file()
 
-    def _let_go(self) -> None:
+    def _close_file(self) -> None:
         self._closed = True
         if self._journal is not None:
             self._journal.close()

@@ -26,15 +26,10 @@ def membership_bound(event: DpEvent, false_positive_rate: float, adjacency: Adja
     upper bound of the event's trade-off function (Dong et al. 2019).
 
     Args:
-        event: what was released.
-        false_positive_rate: share of the units that took no part which the test takes for members, in [0, 1].
+        event: what was released; without noise the bound is 1.
+        false_positive_rate: share of the units that took no part which the test takes for members. Raises ValueError for one
+            outside [0, 1].
         adjacency: what neighbouring data sets are.
-
-    Returns:
-        The bound, in [false_positive_rate, 1]; 1 for an event without noise.
-
-    Raises:
-        ValueError: for a rate outside [0, 1].
 
     >>> from fastdp.accounting import gaussian, membership_bound
     >>> round(membership_bound(gaussian(2.0), 0.01), 3)  # at a false-positive rate of 1%

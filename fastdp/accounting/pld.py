@@ -338,10 +338,7 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Epsilon of a Gaussian mechanism, exact up to a relative 1e-9 and rounded upwards; 0 where delta allows it.
-
-    inf for mu above 1e6.
-    """
+    """Epsilon of a Gaussian mechanism, exact up to 1e-9 of it and rounded upwards; 0 where delta allows it, inf for mu > 1e6."""
     if mu > _LARGEST_MU:
         return math.inf
     if mu == 0 or gaussian_delta(mu, 0.0) <= delta:
@@ -358,7 +355,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return high * (1 + 1e-9)
 
 
-def _bounds_by_gaussian(flat: Flat, delta: float, adjacency: Adjacency) -> float:
+def _epsilon_without_sampling(flat: Flat, delta: float, adjacency: Adjacency) -> float:
     # Replacing a unit moves a sum by up to twice the bound; sampling never costs, so leaving it out is an upper bound.
     factor = 2 if adjacency == "replace_one" else 1
     return gaussian_epsilon(factor * math.sqrt(flat.unamplified_mu_squared), delta)
@@ -375,7 +372,7 @@ def search_epsilon(flat: Flat, delta: float, adjacency: Adjacency, interval: flo
     """A pessimistic epsilon on a grid of ``interval`` or coarser: near the certified one, and much cheaper."""
     if flat.choices:
         return renyi.renyi_epsilon(flat, delta, adjacency)
-    ceiling = _bounds_by_gaussian(flat, delta, adjacency)
+    ceiling = _epsilon_without_sampling(flat, delta, adjacency)
     if not flat.sampled:
         return ceiling
     least = _least_interval(flat, adjacency)
@@ -406,13 +403,14 @@ def certified_epsilon(flat: Flat, delta: float, adjacency: Adjacency) -> tuple[f
     """
     if flat.choices:
         return renyi.renyi_epsilon(flat, delta, adjacency), None
-    ceiling = _bounds_by_gaussian(flat, delta, adjacency)
+    ceiling = _epsilon_without_sampling(flat, delta, adjacency)
     found = search_epsilon(flat, delta, adjacency)
     used = certifying_interval(flat, found, adjacency)
     if used is None:
         return ceiling, None
     while True:
         found = epsilon_at(flat, delta, adjacency, used)
+        # The figure is smaller than on the coarser grid, and so may ask for a finer one: worth it if much finer.
         finer = certifying_interval(flat, found, adjacency)
         assert finer is not None
         if finer > 0.7 * used:

@@ -27,12 +27,7 @@ _ORDERS = (*(1 + k / 20 for k in range(1, 60)), *(order for order in _INTEGER_OR
 def mean_trials(shape: float, stop: float) -> float:
     """Expected number of trials of the truncated negative binomial distribution (Papernot and Steinke 2022, Definition 1).
 
-    Args:
-        shape: eta, above -1; 0 is the logarithmic distribution, 1 the geometric one.
-        stop: gamma, in (0, 1).
-
-    >>> round(mean_trials(1.0, 0.1), 6)
-    10.0
+    In the paper ``shape`` is eta, above -1, and ``stop`` gamma, in (0, 1).
     """
     check_stopping(shape, stop)
     if shape == 0:

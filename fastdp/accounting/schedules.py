@@ -31,14 +31,11 @@ def epoch_weighted_schedule(
     batch_size / dataset_size. PLD takes the place of the paper's PRV estimate: the result's upper bound is at most
     ``epsilon``. One epoch is calibrated to ``epsilon`` itself, where the printed increment divides by zero.
 
-    Args:
-        step_distance: S, how much larger the differences between early epochs are than between late ones; positive.
-
     Epochs count from 1 and a partial batch is dropped, as in the pseudocode; the paper's text has other readings.
 
-    Raises:
-        ValueError: for epsilon <= 1 with several epochs (the printed search has no target then), and for sizes, delta or
-            step_distance out of range.
+    Args:
+        epsilon: above 1 for several epochs, as the printed search has no target otherwise. Raises ValueError if it is not.
+        step_distance: S, how much larger the differences between early epochs are than between late ones; positive.
 
     >>> from fastdp.accounting import epoch_weighted_schedule
     >>> first, second, last = epoch_weighted_schedule(1000, 100, 3, 4.0, 1e-5, step_distance=1.0)
@@ -78,11 +75,7 @@ def sound_schedule(epochs: int, epsilon: float, delta: float) -> list[float]:
     Releasing once and reusing the release is ``epochs=1``, and the least noise.
 
     Args:
-        epochs: how many releases.
-        epsilon, delta: what they cost together.
-
-    Raises:
-        ValueError: for values out of range.
+        epochs, epsilon, delta: how many releases, and what they cost together. Raises ValueError for values out of range.
 
     >>> from fastdp.accounting import compose, epsilon, gaussian, sound_schedule
     >>> 3.9 < epsilon(compose(*map(gaussian, sound_schedule(3, 4.0, 1e-5))), 1e-5) <= 4.0
@@ -96,10 +89,8 @@ def largest_mu(epsilon: float, delta: float) -> float:
     """The largest sensitivity over noise std whose Gaussian release stays within a budget; inf for an infinite epsilon.
 
     Args:
-        epsilon, delta: the budget, as the Gaussian's own trade-off gives it (Balle and Wang 2018).
-
-    Raises:
-        ValueError: for an epsilon that is not positive, or a delta outside (0, 1).
+        epsilon, delta: the budget, as the Gaussian's own trade-off gives it (Balle and Wang 2018). Raises ValueError for an
+            epsilon that is not positive, or a delta outside (0, 1).
 
     >>> from fastdp.accounting import epsilon, gaussian, largest_mu
     >>> 3.99 < epsilon(gaussian(1 / largest_mu(4.0, 1e-5)), 1e-5) <= 4.0

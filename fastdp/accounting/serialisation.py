@@ -33,15 +33,8 @@ def canonical(value: Any) -> str:
 def serialise(event: DpEvent) -> dict[str, Any]:
     """An event as JSON-ready values; floats survive exactly.
 
-    Kinds: ``gaussian`` (noise_multiplier), ``poisson_sampled`` (sampling_probability, event), ``self_composed`` (count,
-    event), ``composed`` (events), ``chosen`` (alternatives, shape, stop), ``no_op``,
-    ``non_private``.
-
     Args:
-        event: of a kind named above.
-
-    Raises:
-        ValueError: for any other kind.
+        event: of the kinds that this package accounts for. Raises ValueError for another.
 
     >>> from fastdp.accounting import deserialise, gaussian, serialise
     >>> serialise(gaussian(1.5))["event"]
@@ -66,14 +59,10 @@ def _write(value: Any, name: str) -> Any:
 
 
 def deserialise(document: dict[str, Any] | str | bytes) -> DpEvent:
-    """The event of what `serialise` returned, or of its JSON text.
+    """The event of what `serialise` returned.
 
     Args:
-        document: JSON values, or their text.
-
-    Raises:
-        ValueError: in one sentence, for text that is not JSON, an unknown version or kind, and missing, unknown or
-            ill-typed fields.
+        document: JSON values, or their text. Raises ValueError, in one sentence, for what `serialise` does not write.
 
     >>> from fastdp.accounting import deserialise, gaussian, serialise
     >>> deserialise(serialise(gaussian(1.5))) == gaussian(1.5)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PIECE = 1 << 24
-#: What safetensors calls torch's dtypes.
+#: What safetensors, and so a digest of a saved file, calls torch's dtypes.
 _NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",
     "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
@@ -31,14 +31,18 @@ def digests(tensors: Iterable[Tensor]) -> list[str]:
 
 def named_digest(tensors: Mapping[str, Tensor]) -> str:
     """One SHA-256 (hex) of names, types, shapes and values of tensors, in the order of their names."""
-    import torch
-
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        plain = tensor.detach().cpu().contiguous()
-        found.update(f"{name} {plain.dtype} {list(plain.shape)} ".encode())
-        found.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        found.update(value_bytes(tensor))
     return found.hexdigest()
+
+
+def value_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor's values, in the order of its indices."""
+    import torch
+
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def model_files(folder: Path) -> dict[str, str]:
@@ -56,10 +60,7 @@ def model_files(folder: Path) -> dict[str, str]:
 
 
 def digests_of(folder: Path) -> set[str]:
-    """`digests` of every tensor in a folder's safetensors files, or in one such file.
-
-    Raises ValueError for a folder that has none, and for a file that cannot be read.
-    """
+    """`digests` of every tensor in a folder's safetensors files, or in one such file."""
     files = [folder] if folder.is_file() else sorted(folder.rglob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} holds no .safetensors file, and weights of other formats cannot be compared")
@@ -78,10 +79,7 @@ def digests_of(folder: Path) -> set[str]:
 
 
 def _digest(tensor: Tensor) -> str:
-    import torch
-
-    plain = tensor.detach().cpu().contiguous()
-    dtype = _NAMES[str(plain.dtype).removeprefix("torch.")]
-    digest = hashlib.sha256(f"{dtype} {list(plain.shape)}\n".encode())
-    digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    dtype = _NAMES[str(tensor.dtype).removeprefix("torch.")]
+    digest = hashlib.sha256(f"{dtype} {list(tensor.shape)}\n".encode())
+    digest.update(value_bytes(tensor))
     return digest.hexdigest()

@@ -28,10 +28,7 @@ _LONGEST_WAIT = 60.0
 
 
 def state_folder() -> Path:
-    """The account's own folder; made, for its owner alone, if it is not there.
-
-    Raises OSError, in one sentence, where it cannot be made.
-    """
+    """The account's own folder; made, for its owner alone, if it is not there."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     folder = Path(os.environ.get("FASTDP_STATE") or Path(base) / "fastdp")
     try:
@@ -67,11 +64,7 @@ def knows_ledger(run_id: str) -> bool:
 
 
 def check_ledger(run_id: str, path: Path, digests: Collection[str]) -> None:
-    """Raise LedgerError for a ledger that was cut back or replaced, or whose run lies in another folder too.
-
-    Args:
-        digests: of the records that ``path`` holds.
-    """
+    """Raise LedgerError for a ledger, of records ``digests``, that was cut back or replaced, or lies in another folder too."""
     note = _of_ledger(run_id)
     if not note.exists():
         return
@@ -91,17 +84,14 @@ def check_ledger(run_id: str, path: Path, digests: Collection[str]) -> None:
 def data_digest(parts: Iterable[str]) -> str:
     """A keyed digest of data, and a name of the key: another account's key cannot be compared, and shows nothing of the data."""
     key = _key()
-    return f"{_name_of(key)}:{_keyed_digest(key, map(_encoded, parts))}"
+    name = hashlib.sha256(b"name" + key).hexdigest()[:16]
+    return f"{name}:{_keyed_digest(key, map(_encoded, parts))}"
 
 
 def same_data(noted: str, digest: str) -> bool | None:
     """Whether two digests of `data_digest` are of the same data; None where their keys differ, so that nobody can tell."""
     known, own = noted.partition(":"), digest.partition(":")
     return None if known[0] != own[0] else known == own
-
-
-def _name_of(key: bytes) -> str:
-    return hashlib.sha256(b"name" + key).hexdigest()[:16]
 
 
 def count_release(

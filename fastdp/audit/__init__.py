@@ -1,5 +1,6 @@
 """Audits: what a run gives away about examples planted in it, and the attacks of the papers."""
 
+import fastdp.methods.removed as removed
 from fastdp.audit.bound import (
     best_possible as best_possible,
     guesses_needed as guesses_needed,
@@ -43,13 +44,4 @@ from fastdp.audit.reconstruction import (
 )
 from fastdp.private.prove import Evidence as Evidence, Trial as Trial
 
-_REMOVED = {
-    "attribute_inference": "train any classifier on the released rows",
-    "pooled": "take the mean of the rows over a text's tokens",
-    "repeated_release": "use inversion and nearest_tokens on the mean of the releases",
-}
-
-
-def __getattr__(name: str) -> object:
-    known = f"it was removed: {_REMOVED[name]}" if name in _REMOVED else "there is none of that name"
-    raise AttributeError(f"module 'fastdp.audit' has no attribute {name!r}: {known}")
+__getattr__ = removed.removed_from("audit")

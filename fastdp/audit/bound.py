@@ -29,16 +29,10 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
 
     Args:
         canaries: m, all that were included by a coin, those not guessed about among them.
-        guesses: r, at most m.
-        correct: v, at most r.
-        epsilon: at least 0.
-        delta: in [0, 1].
+        guesses, correct: r, at most m; and v, at most r.
+        epsilon, delta: the claim to be refuted.
 
-    Returns:
-        A number in [0, 1].
-
-    Raises:
-        ValueError: a count or parameter outside these ranges.
+    Raises ValueError for a count or parameter outside these ranges.
 
     >>> from fastdp.audit import p_value
     >>> round(p_value(canaries=100, guesses=20, correct=19, epsilon=1.0), 3)  # luck that one run in sixty has
@@ -64,17 +58,13 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
 
 
 def lower_bound(canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95) -> float:
-    """The largest epsilon that these guesses refute: a run with a smaller one does so well with p <= 1 - confidence.
+    """The largest epsilon that these guesses refute, or 0: a run with a smaller one does so well with p <= 1 - confidence.
 
     Args:
         canaries, guesses, correct, delta: as in `p_value`.
         confidence: in (0, 1); the bound exceeds the true epsilon in at most a share 1 - confidence of audits.
 
-    Returns:
-        Epsilon, 0 if not even 0 is refuted.
-
-    Raises:
-        ValueError: as `p_value`, and for a confidence outside (0, 1).
+    Raises ValueError as `p_value`, and for a confidence outside (0, 1).
 
     >>> from fastdp.audit import lower_bound
     >>> round(lower_bound(canaries=100, guesses=20, correct=19, delta=1e-5), 2)
@@ -98,13 +88,7 @@ def best_possible(canaries: int, guesses: int, delta: float, confidence: float =
     """The bound if every guess is right: what an audit of this size can show at most.
 
     Args:
-        canaries, guesses, delta, confidence: as in `lower_bound`.
-
-    Returns:
-        Epsilon.
-
-    Raises:
-        ValueError: as `lower_bound`.
+        canaries, guesses, delta, confidence: as in `lower_bound`. Raises ValueError as that.
 
     >>> from fastdp.audit import best_possible
     >>> round(best_possible(canaries=100, guesses=20, delta=1e-5), 2)
@@ -114,16 +98,11 @@ def best_possible(canaries: int, guesses: int, delta: float, confidence: float =
 
 
 def guesses_needed(epsilon: float, confidence: float = 0.95) -> int:
-    """How many guesses, all right, refute a pure ``epsilon``.
-
-    The smallest r with (e^epsilon / (1 + e^epsilon))^r <= 1 - confidence.
+    """How many guesses, all right, refute ``epsilon``: the smallest r with (e^epsilon / (1 + e^epsilon))^r <= 1 - confidence.
 
     Args:
-        epsilon: the claim to be refuted, at a delta of 0.
+        epsilon: the claim to be refuted, at a delta of 0. Raises ValueError if it is negative or infinite.
         confidence: as in `lower_bound`.
-
-    Raises:
-        ValueError: an epsilon that is negative or infinite, or a confidence outside (0, 1).
 
     >>> from fastdp.audit import guesses_needed
     >>> [guesses_needed(epsilon) for epsilon in (1.0, 3.0, 8.0)]

@@ -29,8 +29,7 @@ class Canaries(Observer, ABC):
         count: number of canaries, at least 2.
         unsafe_seed: makes coins and directions reproducible; for tests.
 
-    Raises:
-        ValueError: fewer than 2 canaries, a run that has begun, or one that makes no claim.
+    Raises ValueError for fewer than 2 canaries, a run that has begun, or one that makes no claim.
     """
 
     def __init__(self, private: Private, count: int, *, unsafe_seed: int | None = None):
@@ -70,13 +69,8 @@ class Canaries(Observer, ABC):
     ) -> AuditResult:
         """The lower bound on epsilon, beside what the run claims to have spent so far.
 
-        Args:
-            confidence: 1 - confidence bounds the probability of a false alarm.
-            delta: at which epsilon is stated; default the run's target.
-            shares: as in `fastdp.audit.conclude`; choose them before looking at any score.
-
-        Raises:
-            ValueError: without a step or a delta, or for scores that are not finite.
+        The probability of a false alarm is at most 1 - confidence, and epsilon is stated at the run's target ``delta`` or
+        another. Choose the ``shares`` (see `fastdp.audit.conclude`) before looking at any score.
         """
         delta = self.private.target_delta if delta is None else delta
         if delta is None:

@@ -41,8 +41,7 @@ class ExampleCanaries(Canaries):
         loss: a model and a collated batch -> scalar loss; needed where the model does not return its loss.
         unsafe_seed: as in `Canaries`.
 
-    Raises:
-        ValueError: as `Canaries`; for units that are outside the data set or named twice, or an unknown score.
+    Raises ValueError as `Canaries`; for units that are outside the data set or named twice, or an unknown score.
     """
 
     def __init__(
@@ -145,15 +144,11 @@ def _returned_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
 def with_canaries(dataset: Dataset, canaries: Sequence[Any]) -> tuple[ConcatDataset, range]:
     """The data set with the canaries after its own examples, and their indices.
 
+    These places are the ``units`` of `ExampleCanaries` where each example is one. Raises TypeError without a length.
+
     Args:
         dataset: of the run, with a length.
         canaries: examples as the data set's collator takes them.
-
-    Returns:
-        The longer data set, and the canaries' places in it: the ``units`` of `ExampleCanaries` where each example is one.
-
-    Raises:
-        TypeError: a data set without a length.
 
     >>> from fastdp.audit import random_sequences, with_canaries
     >>> longer, units = with_canaries(random_sequences(3, 8, 100), random_sequences(2, 8, 100))
@@ -170,16 +165,9 @@ def random_sequences(
     """Canaries for a causal language model: sequences of tokens that no text holds, as examples of `fastdp.data`.
 
     Args:
-        count: number of canaries.
-        length: of each, in tokens.
-        vocabulary: the model's; tokens are drawn evenly from all of it.
+        count, length: number of canaries, and of the tokens of each.
+        vocabulary: the model's; tokens are drawn evenly from all of it. Raises ValueError below 2.
         unsafe_seed: makes them reproducible; for tests.
-
-    Returns:
-        ``count`` examples of ``input_ids`` and ``labels``, lists of ``length`` numbers each.
-
-    Raises:
-        ValueError: a length or vocabulary below 2.
 
     >>> from fastdp.audit import random_sequences
     >>> random_sequences(1, 4, 100, unsafe_seed=0)
@@ -195,19 +183,13 @@ def random_sequences(
 def mislabelled(
     examples: Sequence[Mapping[str, Any]], classes: int, *, label: str = "labels", unsafe_seed: int | None = None
 ) -> list[dict[str, Any]]:
-    """Canaries for a classifier: copies of examples, each with another label than its own.
+    """Canaries for a classifier: copies of examples, each with another label than its own, all equally likely.
 
     Args:
         examples: of the run's data set, before collation.
-        classes: how many labels there are, counted from 0.
+        classes: how many labels there are, counted from 0. Raises ValueError for a label that is none of them.
         label: the name under which an example holds its label.
         unsafe_seed: makes the wrong labels reproducible; for tests.
-
-    Returns:
-        As many examples; each wrong label is equally likely.
-
-    Raises:
-        ValueError: fewer than 2 classes, or a label outside them.
 
     >>> from fastdp.audit import mislabelled
     >>> mislabelled([{"input_ids": [5, 6], "labels": 1}], classes=2)

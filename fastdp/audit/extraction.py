@@ -22,8 +22,8 @@ class ExtractionResult:
     """What was extracted.
 
     Attributes:
-        precision: share of the names generated that are in the training data; 0 when none was generated.
-        recall: share of the training data's names that were generated.
+        precision: extracted over named, 0 where none was named.
+        recall: extracted over planted.
         extracted: how many of the training data's names were generated.
         named: how many names were generated, of the training data or not.
         planted: how many names the training data hold, less those the attacker knew.
@@ -39,13 +39,7 @@ class ExtractionResult:
 
 
 class NameFinder:
-    """Finds names of a list in a text, as whole words and in its own letters.
-
-    Args:
-        names: to look for; of two that overlap the longer is found.
-
-    Raises:
-        ValueError: an empty list, or an empty name in it.
+    """Finds names of a list in a text, as whole words and in its own letters; of two that overlap the longer.
 
     >>> from fastdp.audit import NameFinder
     >>> NameFinder(["Ann", "Ann Lee"])("Ann Lee met Anna and Ann.")
@@ -80,17 +74,12 @@ def generate(
     Settings are the paper's: 256 tokens, top-k sampling with k = 40. Torch's global generators are left as they were.
 
     Args:
-        model: a causal language model with a method ``generate``, as transformers has them; its mode is put back.
-        tokenizer: the model's.
-        count: number of texts.
-        prompt: what each text goes on from.
-        length: most new tokens of a text.
+        model, tokenizer: a causal language model with a method ``generate``, as transformers has them; its mode is put back.
         batch_size: texts that are generated together.
         seed: of the draws.
         progress: told how many of how many texts are done.
 
-    Raises:
-        ValueError: an empty prompt with a tokenizer that has neither a begin nor an end token, or a count below 1.
+    Raises ValueError for an empty prompt with a tokenizer that has neither a begin nor an end token, or a count below 1.
 
     >>> from importlib import resources
     >>> from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -142,8 +131,7 @@ def extraction(
         decoys: names that are not.
         known: names that a model which never saw the data says as well; they count neither way, as in the paper.
 
-    Raises:
-        ValueError: no planted name is left, or a name is both planted and a decoy.
+    Raises ValueError where no planted name is left, or a name is both planted and a decoy.
 
     >>> from fastdp.audit import extraction
     >>> found = extraction(["Alma Berger met Jonas Pike."], ["Alma Berger", "Boris Quade"], decoys=["Jonas Pike"])

@@ -52,8 +52,7 @@ class GradientCanaries(Canaries):
             whose size depends on the data.
         unsafe_seed: as in `Canaries`.
 
-    Raises:
-        ValueError: as `Canaries`, and for a count or statistic outside the above.
+    Raises ValueError as `Canaries`, and for a count or statistic outside the above.
     """
 
     def __init__(
@@ -152,6 +151,7 @@ class GradientCanaries(Canaries):
             places = _groups(policy, name, share).to(device), share.owner.to(device)
             counts.index_put_(places, torch.ones(len(share.owner), device=device), accumulate=True)
         norms = Norms(len(policy.bounds), len(self), device)
+        # Counts and their squares are exact to far less than 2^-20 in float32.
         for group, squares in enumerate(counts * self._height**2):
             norms.add(group, squares, Errors(1, 2.0**-20))
         return norms.upper()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -20,9 +18,7 @@ class Guess:
     """One choice of how many canaries to guess about, and what it showed at its part of the confidence.
 
     Attributes:
-        guesses: how many canaries were guessed about.
-        correct: how many of these guesses were right.
-        epsilon: the lower bound that follows.
+        guesses, correct, epsilon: how many there were, how many were right, and the lower bound that follows.
     """
 
     guesses: int
@@ -56,10 +52,6 @@ class AuditResult:
         """Whether the claim is false, at the stated confidence. False is no proof that it holds."""
         return self.epsilon > self.claimed
 
-    def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
-        return dataclasses.asdict(self) | {"refuted": self.refuted}
-
     def __str__(self) -> str:
         verdict = "REFUTED" if self.refuted else "not refuted"
         return (
@@ -89,8 +81,7 @@ def conclude(
         confidence: in (0, 1); 1 - confidence bounds the probability that a true claim is refuted.
         shares: shares of the canaries guessed about, in (0, 1], half at each end of the order.
 
-    Raises:
-        ValueError: shapes that differ, a score that is no number, or a share outside (0, 1].
+    Raises ValueError for shapes that differ, a score that is no number, or a share outside (0, 1].
 
     >>> import torch
     >>> from fastdp.audit import conclude

@@ -22,11 +22,10 @@ _LAST_TEMPERATURE = 0.05
 
 @dataclass(frozen=True)
 class InversionResult:
-    """How many tokens an attack recovered.
+    """What an attack recovered.
 
     Attributes:
-        recovered: share of the tokens that were guessed right.
-        empirical_privacy: 1 - recovered, the paper's EP.
+        recovered, empirical_privacy: share of the tokens that were guessed right; and the rest, the paper's EP.
         tokens: how many were attacked.
     """
 
@@ -43,8 +42,7 @@ def inversion(guessed: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor | Non
         ids: the tokens, of the same shape.
         mask: bool of that shape, which of them count; by default all.
 
-    Raises:
-        ValueError: shapes that differ, or no token that counts.
+    Raises ValueError for shapes that differ, or no token that counts.
 
     >>> import torch
     >>> from fastdp.audit import inversion
@@ -67,8 +65,7 @@ def nearest_tokens(released: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         released: [..., d].
         table: [V, d], the embeddings that the attacker knows.
 
-    Raises:
-        ValueError: a table of another width, or rows that are not finite.
+    Raises ValueError for a table of another width, or rows that are not finite.
 
     >>> import torch
     >>> from fastdp.audit import nearest_tokens
@@ -88,11 +85,7 @@ def from_embeddings(
         bottom: ids int64 [B, T] -> representations [B, T, d].
         embedding: the module inside it that looks the ids up, called once.
 
-    Returns:
-        A function from embeddings [B, T, e] to representations, through which gradients flow.
-
-    Raises:
-        Exception: whatever ``bottom`` raises, when the function is called.
+    The result takes embeddings [B, T, e], and gradients flow through it. Raises nothing of its own.
 
     >>> import torch
     >>> from fastdp.audit import from_embeddings
@@ -131,12 +124,10 @@ def optimised_tokens(
         released: [B, T, d], of sequences of one length without padding.
         bottom: embeddings [B, T, e] -> representations [B, T, d], as `from_embeddings` makes it; deterministic.
         table: [V, e], the embedding layer's rows. Memory is that of B T V numbers, four times.
-        steps: of Adam.
-        learning_rate: Adam's.
+        steps, learning_rate: of Adam.
         progress: told how many of how many steps are done.
 
-    Raises:
-        ValueError: a released tensor that is not [B, T, d], or a setting that is not positive.
+    Raises ValueError for a released tensor that is not [B, T, d], or a setting that is not positive.
 
     >>> import torch
     >>> from fastdp.audit import from_embeddings, optimised_tokens

@@ -38,8 +38,7 @@ def example_losses(
         batch_size: examples that go through the model together.
         progress: told how many of how many examples are done.
 
-    Raises:
-        ValueError: no examples, or one without a labelled token.
+    Raises ValueError for no examples, or one without a labelled token.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from fastdp.audit import example_losses, random_sequences

@@ -40,8 +40,7 @@ def membership(members: torch.Tensor, others: torch.Tensor) -> MembershipResult:
         members: scores of examples that were trained on, [M].
         others: scores of examples of the same distribution that were not, [N].
 
-    Raises:
-        ValueError: an empty side, or scores that are not finite.
+    Raises ValueError for an empty side, or scores that are not finite.
 
     >>> import torch
     >>> from fastdp.audit import membership
@@ -70,15 +69,13 @@ def _spread(auc: float, m: int, n: int) -> float:
 def likelihood_ratio(target: torch.Tensor, references: torch.Tensor) -> torch.Tensor:
     """Scores by how much likelier an example is under the target than under models that did not train on it.
 
+    They are [N]: the mean reference loss less the target's; from 8 references on in units of the example's own spread.
+
     Args:
         target: losses under the target model, [N].
         references: losses under each of R reference models, [R, N].
 
-    Returns:
-        [N]: the mean reference loss less the target's; from 8 references on in units of the example's own spread.
-
-    Raises:
-        ValueError: shapes that do not fit.
+    Raises ValueError for shapes that do not fit.
 
     >>> import torch
     >>> from fastdp.audit import likelihood_ratio

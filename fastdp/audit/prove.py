@@ -35,10 +35,7 @@ def prove(
         loss: (model, batch) -> loss; by default the one that the model returns.
         method: as for `make_private`; one whose preparation reads private data is proved by `Private.prove`.
         longest: most tokens of a record that is made longer; by default 8 times the longest, if the model takes so many.
-        options: further arguments of `make_private`, such as ``loss_reduction`` and ``unit_map``.
-
-    Raises:
-        ValueError: for records that the run refuses as they are.
+        options: further arguments of `make_private`, such as ``unit_map``. Raises ValueError for records that it refuses.
 
     >>> import torch
     >>> from fastdp import audit

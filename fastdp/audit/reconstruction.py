@@ -15,11 +15,10 @@ from fastdp.data import Collator, causal_examples
 
 @dataclass(frozen=True)
 class Target:
-    """A sentence of the training data without a name, and the name.
+    """A sentence of the training data without a name.
 
     Attributes:
-        before, after: the sentence's parts, of characters.
-        answer: the name that stood between them.
+        before, after, answer: its parts, and the name that stood between them.
     """
 
     before: str
@@ -50,11 +49,7 @@ def strike_out(text: str, name: str) -> Target:
     """The text without the first occurrence of a name.
 
     Args:
-        text: a sentence of the training data.
-        name: what is struck out of it.
-
-    Raises:
-        ValueError: the name is empty or not in the text.
+        text, name: a sentence of the training data, and what is struck out of it. Raises ValueError unless it is in the text.
 
     >>> from fastdp.audit import strike_out
     >>> strike_out("Alma has asthma.", "Alma")
@@ -82,16 +77,14 @@ def reconstruction(
     the candidate that comes first in the alphabet is chosen.
 
     Args:
-        model: a causal language model.
-        tokenizer: the model's.
+        model, tokenizer: of a causal language model.
         targets: sentences with their gaps.
         candidates: for each target, names to try.
         max_length: in tokens, of a filled sentence; longer ones are cut.
         batch_size: filled sentences that go through the model together.
         progress: told how many of how many targets are done.
 
-    Raises:
-        ValueError: no targets, or not one list of candidates for each.
+    Raises ValueError for no targets, or not one list of candidates for each.
 
     >>> from importlib import resources
     >>> from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -23,12 +23,8 @@ _LENGTH = 128
 _KINDS = ("LORA", "IA3", "PROMPT_TUNING", PEFT_TYPE)
 #: Settings whose text, or keys, peft matches with the names of modules as regular expressions, for as long as that takes.
 _PATTERNS = (
-    "target_modules",
-    "exclude_modules",
-    "feedforward_modules",
-    "rank_pattern",
-    "alpha_pattern",
-    "layers_pattern",
+    *("target_modules", "exclude_modules", "feedforward_modules"),
+    *("rank_pattern", "alpha_pattern", "layers_pattern"),
 )
 
 
@@ -37,12 +33,8 @@ def load_saved(
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, FinetuneConfig]:
     """A fine-tuned model, its tokenizer, and the settings that say how its data are read.
 
-    Args:
-        folder: what `fastdp finetune` wrote to (its base model must be where it was), or a folder of transformers.
-        overrides: settings that replace the run's own, such as ``text_column``; those that are None are left alone.
-
-    Raises:
-        ConfigError: no such folder, a run that has no weights yet, or a model that cannot be loaded.
+    The folder is what `fastdp finetune` wrote to (its base model must be where it was), or one of transformers. ``overrides``
+    replace the run's own settings, such as ``text_column``; those that are None are left alone.
     """
     folder = Path(folder)
     config = settings_of(folder, overrides)
@@ -88,14 +80,7 @@ def _check_adapter(folder: Path) -> None:
 
 
 def settings_of(folder: str | Path, overrides: dict[str, Any] | None = None) -> FinetuneConfig:
-    """The settings that a folder was trained with, or those that fit a model which no run describes.
-
-    Args:
-        folder, overrides: as for `load_saved`.
-
-    Raises:
-        ConfigError: no such folder, or neither a run nor a model in it.
-    """
+    """The settings that a folder was trained with, or those that fit a model which no run describes, as for `load_saved`."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}: name the output of a run, or a model's folder")

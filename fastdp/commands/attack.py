@@ -67,19 +67,21 @@ def attack_command(
     MODEL: output folder of a run, or a model's folder.
     """
     quiet_libraries()
-    setting = _Setting(model, {"text_column": text_column, "label_column": label_column}, limit, batch_size, seed)
+    attacked = _AttackedModel(
+        model, {"text_column": text_column, "label_column": label_column}, limit, batch_size, seed
+    )
     if kind == "membership":
         figures = _membership(
-            setting, _require_file(train, "train"), _require_file(held_out, "held-out"), reference or []
+            attacked, _require_file(train, "train"), _require_file(held_out, "held-out"), reference or []
         )
     elif kind == "extraction":
-        figures = _extraction(setting, _require_file(names, "names"), decoys, base, samples, length)
+        figures = _extraction(attacked, _require_file(names, "names"), decoys, base, samples, length)
     elif kind == "reconstruction":
         figures = _reconstruction(
-            setting, _require_file(train, "train"), _require_file(names, "names"), decoys, candidates
+            attacked, _require_file(train, "train"), _require_file(names, "names"), decoys, candidates
         )
     else:
-        figures = _inversion(setting, _require_file(train, "train"), eta, blocks)
+        figures = _inversion(attacked, _require_file(train, "train"), eta, blocks)
     for title, row in figures.items():
         shown = {key: f"{value:.4f}" if isinstance(value, float) else value for key, value in row.items()}
         text = ", ".join(f"{_WORDS.get(key, key)} {value}" for key, value in shown.items() if value is not None)
@@ -126,8 +128,8 @@ def _verdict(model: Path, kind: str, rows: list[dict[str, Any]]) -> str:
     return f"{said}; its card allows any attack {bound:.1%}.{beyond}"
 
 
-class _Setting:
-    """The model under attack, loaded when it is needed, and what all attacks ask of the command line."""
+class _AttackedModel:
+    """The model under attack, loaded, with what all attacks take from the command line."""
 
     def __init__(self, folder: Path, overrides: dict[str, Any], limit: int, batch_size: int, seed: int):
         from fastdp.audit.saved import load_saved
@@ -171,41 +173,41 @@ class _Setting:
             )
 
 
-def _membership(setting: _Setting, train: Path, held_out: Path, references: list[Path]) -> FigureTable:
+def _membership(attacked: _AttackedModel, train: Path, held_out: Path, references: list[Path]) -> FigureTable:
     import torch
 
     from fastdp.audit import likelihood_ratio, membership
     from fastdp.audit.saved import load_saved
 
-    members, others = setting.examples(train), setting.examples(held_out)
-    inside = setting.losses(setting.model, members, "members")
-    outside = setting.losses(setting.model, others, "others")
+    members, others = attacked.examples(train), attacked.examples(held_out)
+    inside = attacked.losses(attacked.model, members, "members")
+    outside = attacked.losses(attacked.model, others, "others")
     figures = {"membership by loss": asdict(membership(-inside, -outside))}
     if not references:
         return figures
     rows = []
     for number, folder in enumerate(references, start=1):
-        other, tokenizer, _ = load_saved(folder, setting.overrides)
-        if tokenizer.get_vocab() != setting.tokenizer.get_vocab():
+        other, tokenizer, _ = load_saved(folder, attacked.overrides)
+        if tokenizer.get_vocab() != attacked.tokenizer.get_vocab():
             raise ValueError(f"the reference model {folder} has another vocabulary; its likelihoods cannot be compared")
         title = f"reference {number} of {len(references)}"
-        rows.append((setting.losses(other, members, title), setting.losses(other, others, title)))
+        rows.append((attacked.losses(other, members, title), attacked.losses(other, others, title)))
     ratio_inside = likelihood_ratio(inside, torch.stack([row[0] for row in rows]))
     ratio_outside = likelihood_ratio(outside, torch.stack([row[1] for row in rows]))
     return figures | {"membership by likelihood ratio": asdict(membership(ratio_inside, ratio_outside))}
 
 
 def _extraction(
-    setting: _Setting, names: Path, decoys: Path | None, base: Path | None, samples: int, length: int
+    attacked: _AttackedModel, names: Path, decoys: Path | None, base: Path | None, samples: int, length: int
 ) -> FigureTable:
     from fastdp.audit import NameFinder, extraction, generate
     from fastdp.audit.saved import load_saved
 
-    setting.require("causal-lm", "extraction")
+    attacked.require("causal-lm", "extraction")
     planted, others = _lines(names), _lines(decoys) if decoys else []
-    positions = getattr(setting.model.config, "max_position_embeddings", None)
+    positions = getattr(attacked.model.config, "max_position_embeddings", None)
     length = length if positions is None else min(length, positions - 1)
-    options: dict[str, Any] = {"length": length, "batch_size": setting.batch_size, "seed": setting.seed}
+    options: dict[str, Any] = {"length": length, "batch_size": attacked.batch_size, "seed": attacked.seed}
     known: set[str] = set()
     if base is not None:
         before, tokenizer, _ = load_saved(base)
@@ -214,16 +216,18 @@ def _extraction(
         find = NameFinder([*planted, *others])
         known = {name for text in texts for name in find(text)}
     with bar("texts", transient=True) as progress:
-        texts = generate(setting.model, setting.tokenizer, samples, progress=progress, **options)
+        texts = generate(attacked.model, attacked.tokenizer, samples, progress=progress, **options)
     return {"extraction": asdict(extraction(texts, planted, others, known))}
 
 
-def _reconstruction(setting: _Setting, train: Path, names: Path, decoys: Path | None, candidates: int) -> FigureTable:
+def _reconstruction(
+    attacked: _AttackedModel, train: Path, names: Path, decoys: Path | None, candidates: int
+) -> FigureTable:
     from fastdp.audit import NameFinder, reconstruction, strike_out
     from fastdp.tables import read_rows
 
-    setting.require("causal-lm", "reconstruction")
-    config = setting.config
+    attacked.require("causal-lm", "reconstruction")
+    config = attacked.config
     table = read_rows(train, config.encoding)
     column = config.target_column or config.text_column or ("text" if "text" in table.columns else table.columns[0])
     planted = _lines(names)
@@ -232,26 +236,26 @@ def _reconstruction(setting: _Setting, train: Path, names: Path, decoys: Path | 
     targets = [strike_out(text, found[0]) for text in table.column(column, "text_column") if (found := find(text))]
     if not targets:
         raise ValueError(f"no row of {train} holds a name of {names} in its column {column!r}")
-    targets = setting.draw(targets)
-    drawn = random.Random(setting.seed)
+    targets = attacked.draw(targets)
+    drawn = random.Random(attacked.seed)
     tried = []
     for target in targets:
         wrong = [name for name in pool if name != target.answer]
         tried.append([target.answer, *drawn.sample(wrong, min(len(wrong), candidates - 1))])
     with bar("sentences", transient=True) as progress:
         result = reconstruction(
-            setting.model,
-            setting.tokenizer,
+            attacked.model,
+            attacked.tokenizer,
             targets,
             tried,
             max_length=config.max_length,
-            batch_size=setting.batch_size,
+            batch_size=attacked.batch_size,
             progress=progress,
         )
     return {"reconstruction": asdict(result)}
 
 
-def _inversion(setting: _Setting, train: Path, eta: float | None, blocks: int) -> FigureTable:
+def _inversion(attacked: _AttackedModel, train: Path, eta: float | None, blocks: int) -> FigureTable:
     import torch
 
     from fastdp import NoiseStream, ops
@@ -259,17 +263,17 @@ def _inversion(setting: _Setting, train: Path, eta: float | None, blocks: int) -
 
     if blocks and eta is not None:
         raise ValueError("eta is the noise of released embeddings: leave it out where there are blocks below the cut")
-    rows = [torch.tensor(example["input_ids"]) for example in setting.examples(train).items]
+    rows = [torch.tensor(example["input_ids"]) for example in attacked.examples(train).items]
     ids = torch.cat(rows)
-    table = setting.model.get_input_embeddings().weight.detach()  # type: ignore[operator]
+    table = attacked.model.get_input_embeddings().weight.detach()  # type: ignore[operator]
     if blocks:
-        guessed = _states_at_cut(setting.model, rows, table, blocks)
+        guessed = _states_at_cut(attacked.model, rows, table, blocks)
     elif eta is None:
         guessed = nearest_tokens(table[ids], table)
     else:
         # The nearest row to a noised embedding, which is what the attack looks for, is what private_snap returns.
         guessed = ops.private_snap(ids, table, eta, NoiseStream())
-    special = torch.tensor(setting.tokenizer.all_special_ids or [-1])
+    special = torch.tensor(attacked.tokenizer.all_special_ids or [-1])
     result = inversion(guessed, ids, ~torch.isin(ids, special))
     return {"inversion": {"eta": eta, "blocks": blocks} | asdict(result)}
 

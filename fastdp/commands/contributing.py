@@ -49,12 +49,7 @@ class Contributing:
     ] = None
 
     def chosen(self, eta: float | None) -> Contributing | None:
-        """None without --cti.
-
-        Raises ValueError, before anything is read, for options that do not go together, for a strength that the form does not
-        take (an epsilon of a token, or eta for each unit of distance), and where counts would give the private texts away under
-        a form that promises otherwise.
-        """
+        """None without --cti. Raises ValueError, before anything is read, for options that do not go together."""
         if self.cti == "quotient" and (self.epsilon is None or eta is not None):
             raise ValueError("--cti quotient guarantees an epsilon of any token: give --epsilon, and leave --eta out")
         if self.cti != "quotient" and self.epsilon is not None:
@@ -75,10 +70,7 @@ class Contributing:
         return self
 
     def admit(self, texts: Sequence[str], private: Mapping[Path, Sequence[str]]) -> PublicText | None:
-        """What the statement says of the public texts, if there are any, compared with the private ones by file.
-
-        Raises DataError for public texts that are the private ones.
-        """
+        """What the statement says of the public texts, if there are any, compared with the private ones by file."""
         from fastdp.public import PublicGate
 
         if self.cti_public is None:
@@ -113,10 +105,7 @@ class Contributing:
         )
 
     def kept(self, path: Path) -> CTI | None:
-        """Counts of private texts from an earlier call, which are not drawn again; None if there are none.
-
-        Raises ValueError if they were made by other options.
-        """
+        """Counts of private texts from an earlier call, which are not drawn again; None if there are none."""
         import fastdp.accounting as accounting
         from fastdp.methods.sap import CTI
         from fastdp.methods.sap.cti import CELLS

@@ -13,17 +13,7 @@ from fastdp.commands.flags import choice_of
 from fastdp.commands.refusal import console, quiet_libraries, refusing, style_message
 from fastdp.distribution import installed_version, version_of, wheel_digest
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "peft",
-    "accelerate",
-    "datasets",
-    "opacus",
-    "dp-accounting",
-    "prv-accountant",
-    "triton",
-)
+PACKAGES = "torch transformers peft accelerate datasets opacus dp-accounting prv-accountant triton".split()
 
 
 @refusing

@@ -39,6 +39,7 @@ def plan_command(
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="time limit in minutes")] = None,
     passes: Annotated[float, typer.Option(help="most passes over the data")] = 10.0,
+    # Flags of the last release, which say what became of them.
     gpu: Annotated[str | None, typer.Option(hidden=True)] = None,
     picture: Annotated[Path | None, typer.Option(hidden=True)] = None,
     write: Annotated[

@@ -14,8 +14,7 @@ from fastdp.commands.refusal import console
 def bar(title: str, state: str = "", *, transient: bool = False) -> Iterator[Callable[..., None]]:
     """Gives the function that moves it: to how many are done, of how many, and how they stand, in words.
 
-    Args:
-        transient: whether it goes once all is done.
+    A ``transient`` one goes once all is done.
     """
     columns = (
         TextColumn("{task.description}", markup=False),

@@ -12,11 +12,12 @@ from torch import nn
 
 @dataclass(frozen=True)
 class _Layout:
-    """Paths below the base model. ``embeddings`` gives the hidden state, ``stage`` holds what it is made with."""
+    """Paths below the base model: to the module that gives the first hidden state, those it is made with, and the rest."""
 
     embeddings: str
     stage: tuple[str, ...]
     blocks: str
+    #: The norm after the last block.
     final: str | None
     causal: bool
     #: What follows the embeddings where these are narrower than the hidden state.
@@ -60,18 +61,12 @@ MODEL_TYPES = tuple(_LAYOUTS)
 
 @dataclass(frozen=True)
 class Blocks:
-    """The parts of a stock model, from its input to its last hidden state.
+    """The parts of a stock model, from its input to its last hidden state, in the words of `_Layout`.
 
     Attributes:
         model: the transformers model, out of any PEFT wrapper.
         base: the model without its head; it may be ``model`` itself.
-        embeddings: the module whose output is the hidden state before the first block.
-        stage: the modules which that hidden state is made with.
-        blocks: the encoder or decoder blocks, in order.
-        final: the norm after the last block, or None.
         causal: whether a block attends to earlier positions only.
-        tuples: whether a block returns its hidden state in a tuple.
-        shared: a module that all blocks read, or None.
         known: whether the architecture is a stock one. Of another, ``embeddings`` is the module that the user named, and
             there are no blocks.
     """
@@ -107,10 +102,7 @@ class Blocks:
         return int(number), self.blocks[int(number) - 1]
 
     def number(self, layer: Layer) -> int | str:
-        """``embeddings`` (or 0), the number of a block, or ``output``, of a layer in any of its forms.
-
-        Raises ValueError for a layer that is none of them.
-        """
+        """``embeddings`` (or 0), the number of a block, or ``output``, of a layer in any of its forms."""
         if layer in ("embeddings", "output") or (type(layer) is int and 0 <= layer <= len(self.blocks)):
             return layer  # type: ignore[return-value]
         module = layer if isinstance(layer, nn.Module) else dict(self.model.named_modules()).get(str(layer))
@@ -141,10 +133,7 @@ class Blocks:
 def find_blocks(model: nn.Module, layer: Layer | None = None) -> Blocks:
     """The parts of a stock model, with any head or none, PEFT-wrapped or not.
 
-    Args:
-        layer: of another architecture, the module (or its dotted name) at which alone it is to be perturbed.
-
-    Raises ValueError for another architecture without such a layer.
+    Another architecture is known at one ``layer`` alone: the module, or its dotted name, at which it is to be perturbed.
     """
     wrapper: Any = model
     if hasattr(wrapper, "get_base_model"):
@@ -175,10 +164,7 @@ def find_blocks(model: nn.Module, layer: Layer | None = None) -> Blocks:
 
 
 def layer_name(model: nn.Module, layer: Layer) -> int | str:
-    """A layer as settings, a ledger and a card keep it: as `Blocks.number` says, or a dotted name in another architecture.
-
-    Raises ValueError for a layer that is not the model's.
-    """
+    """A layer as settings, a ledger and a card keep it: as `Blocks.number` says, or a dotted name in another architecture."""
     blocks = find_blocks(model, layer)
     if blocks.known:
         return blocks.number(layer)
@@ -186,10 +172,7 @@ def layer_name(model: nn.Module, layer: Layer) -> int | str:
 
 
 def _at_module(model: nn.Module, layer: str | nn.Module) -> Blocks:
-    """A model whose architecture is not known, at one module: what it registers before that counts as computed before.
-
-    Raises ValueError for a module that is not the model's, or is the model.
-    """
+    """A model whose architecture is not known, at one module: what it registers before that counts as computed before."""
     module = layer if isinstance(layer, nn.Module) else dict(model.named_modules()).get(layer)
     if module is None or module is model or all(module is not own for own in model.modules()):
         raise ValueError(f"layer {_shown(layer)} is not a module of this model: print(model) shows their names")

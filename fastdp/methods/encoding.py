@@ -24,13 +24,8 @@ def encode_private(
     A special token that a text spells out is encoded as the letters that it is written with: as the token itself it could be
     told from text, and a mechanism that leaves special tokens alone would let it leave in the clear.
 
-    Args:
-        pairs: second text of each example.
-        special: let the tokenizer add its special tokens.
-        options: further arguments of the tokenizer, such as ``truncation``.
-
-    Returns:
-        What the tokenizer returns, as lists; empty lists for no text.
+    ``pairs`` are the second text of each example, and ``options`` further arguments of the tokenizer, such as ``truncation``.
+    It adds its special tokens only if ``special`` is set. Returns what it returns, as lists; empty lists for no text.
     """
     if not texts:
         return {"input_ids": [], ADDED: []}

@@ -30,13 +30,9 @@ def distance_error(table: Tensor) -> float:
 def log_normalisers(
     table: Tensor, scales: Sequence[float], cap: float | None = None, log_prior: Tensor | None = None
 ) -> tuple[Tensor, float]:
-    """log Z of every row at each scale, float64 [len(scales), V], and an upper bound of their errors.
+    """log Z of every row of a public table [V, d] at each scale s, float64 [len(scales), V], and an upper bound of their errors.
 
-    Args:
-        table: [V, d], public.
-        scales: s.
-        cap: distances above it count as it.
-        log_prior: [V], log pi_w; -inf for rows never drawn.
+    Distances above ``cap`` count as it. ``log_prior`` [V] is log pi_w, -inf for rows never drawn.
     """
     result = torch.empty(len(scales), len(table), dtype=torch.float64, device=table.device)
     if log_prior is not None:
@@ -62,9 +58,8 @@ def log_normalisers(
 def lipschitz(table: Tensor, logs: Tensor, error: float, limit: float) -> float:
     """The Lipschitz constant of log Z among the rows, at one scale: an upper bound, and at most ``limit``.
 
-    Args:
-        logs, error: as `log_normalisers` returns them, [V].
-        limit: what the triangle inequality promises, which pairs too near to be measured are held to.
+    ``logs`` [V] and ``error`` are as `log_normalisers` returns them; ``limit`` is what the triangle inequality promises, which
+    pairs too near to be measured are held to.
     """
     found = 0.0
     lost = distance_error(table)

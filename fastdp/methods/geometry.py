@@ -41,8 +41,6 @@ def clip_groups(
 
     Every coordinate gets the same noise, noise_multiplier times sqrt(sum_k C_k^2): K groups are one vector whose
     sensitivity is the norm of their bounds.
-
-    Raises ValueError for a parameter that no group holds, a group without a threshold, and noise beyond float32's range.
     """
     group_of, names = _groups(parameters, groups)
     if isinstance(max_grad_norm, Mapping):
@@ -72,14 +70,10 @@ def _groups(parameters: Mapping[str, torch.Tensor], groups: Groups) -> tuple[dic
     names = list(groups)
     group_of = {}
     for name in parameters:
-        found = [
-            index
-            for index, patterns in enumerate(groups.values())
-            if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-        ]
-        if not found:
+        matched = [any(fnmatch.fnmatch(name, pattern) for pattern in patterns) for patterns in groups.values()]
+        if not any(matched):
             raise ValueError(f"no group's pattern matches the trained parameter '{name}'; add a group for it")
-        group_of[name] = found[0]
+        group_of[name] = matched.index(True)
     return group_of, names
 
 

@@ -28,8 +28,7 @@ class AdaptiveClipping:
         learning_rate: step of the geometric update of the threshold.
         count_noise_std: sigma_b, noise of the count of unclipped units, in units.
 
-    Raises:
-        ValueError: for a value out of range.
+    Raises ValueError for a value out of range.
 
     >>> AdaptiveClipping(target_quantile=0.7).learning_rate
     0.2
@@ -72,10 +71,6 @@ class Options(Method):
             ``{0: 1.0, 500: 0.8}``; 1 before the first. The budget, the ledger and the card count each step at its own. Every
             entry is accounted on its own, so at most 64.
         clipping_schedule: the same for the thresholds; the noise follows them, so this costs nothing.
-
-    Raises:
-        ValueError: for a schedule whose steps or factors are out of range, and for thresholds that
-            are both scheduled and adaptive.
     """
 
     adaptive: AdaptiveClipping | None = None

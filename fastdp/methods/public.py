@@ -8,18 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PublicText:
-    """Text that a method learns from without paying for it.
-
-    Attributes:
-        name: of the file.
-        sha256: of its content, in hex.
-        records: in it.
-        shared: those that the private data holds too, which somebody confirmed to be public.
-    """
+    """Text that a method learns from without paying for it: its file's name, content, and number of records."""
 
     name: str
     sha256: str
     records: int
+    #: Those that the private data holds too, which somebody confirmed to be public.
     shared: int
 
     def describe(self) -> dict[str, Any]:

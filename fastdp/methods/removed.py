@@ -18,7 +18,6 @@ REMOVED_NAMES = {
     "RapFT.allocation=ellipsoid": "use allocation='optimal', which has the same noise",
     "Initialisation.kind": "p alone says how much of the distribution counts; 1.0 takes all of it (naive)",
     "Propagation.rule": "linear layers follow the alpha-beta rule, as in the paper's experiments",
-    "Propagator.conservation": "without biases the map of the embeddings sums to the relevance of the output",
     "rapft.warm_up": "use a few ordinary steps on public data, or set map_after",
     "DPFrost.magnitude": "magnitudes are MGNA",
     "DPFrost.choose_by=values": "use choose_by='random', which costs no epsilon either",
@@ -32,6 +31,9 @@ REMOVED_NAMES = {
     "ewft.shaped": "use release_once, which spends the same epsilon with less noise",
     "ewft.uniform": "use dp_forward, which is the same noise",
     "ewft.paper_uniform": "use paper_epoch_weighted, or dp_forward for a guarantee",
+    "audit.attribute_inference": "use any classifier, trained on the released rows",
+    "audit.pooled": "use the mean of the rows over a text's tokens",
+    "audit.repeated_release": "use inversion and nearest_tokens on the mean of the releases",
 }
 #: Settings of the last release that are replaced with a warning: by what, or None to leave them out.
 SUBSTITUTES: dict[str, Any] = {
@@ -84,8 +86,6 @@ def removed_from(package: str) -> Callable[[str], object]:
 
     def __getattr__(name: str) -> object:
         key = removed_key(f"{package}.{name}")
-        raise AttributeError(
-            f"module 'fastdp.methods.{package}' has no attribute {name!r}" if key is None else sentence(key)
-        )
+        raise AttributeError(f"the package {package} has no attribute {name!r}" if key is None else sentence(key))
 
     return __getattr__

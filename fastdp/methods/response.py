@@ -59,12 +59,7 @@ def uniform_fractions(count: int, stream: NoiseStream) -> Tensor:
 
 
 def randomised_response(symbols: Tensor, k: int, epsilon: float, stream: NoiseStream) -> Tensor:
-    """Each symbol's own answer, drawn independently: int64 of any shape with entries in [0, k), to the same.
-
-    Raises:
-        ValueError: as `check_response`.
-        IndexError: a symbol outside [0, k).
-    """
+    """Each symbol's own answer, drawn independently: int64 of any shape with entries in [0, k), to the same."""
     below = changes_below(k, epsilon)
     flat = symbols.detach().reshape(-1).cpu()
     if flat.dtype != torch.int64:

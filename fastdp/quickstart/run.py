@@ -39,17 +39,9 @@ What to try next:
 
 
 def quickstart(output: Path, seed: int, console: Console, reporter: Callable[[str], Reporter], train: int) -> None:
-    """Write the records, run both trainings and print the table.
+    """Write ``train`` records, run both trainings and print the table.
 
-    Args:
-        output: folder for records and runs; it must not hold an earlier quickstart.
-        seed: of the records and of new weights.
-        console: where the table goes.
-        reporter: makes the context manager that shows one run's progress, given a title.
-        train: how many records are trained on.
-
-    Raises:
-        ConfigError: when `output` holds an earlier quickstart, or there are fewer records than a batch takes.
+    ``reporter`` makes the context manager that shows one run's progress, given a title.
     """
     begin = time.perf_counter()
     if (output / "train.jsonl").exists():

@@ -48,7 +48,7 @@ def test_a_card_verifies_from_its_file_alone(tmp_path):
     found = accounting.epsilon(accounting.dpsgd(1.0, RATE, STEPS), 1e-5)
     assert card["epsilon"]["upper_bound"] == found
     assert card["epsilon"]["accountant"] == "pld"
-    assert card.event == accounting.dpsgd(1.0, RATE, STEPS)
+    assert card.claims[0].event == accounting.dpsgd(1.0, RATE, STEPS)
     json_path, markdown_path = card.save(tmp_path / "out" / "card.json")
     assert (json_path.name, markdown_path.name) == ("card.json", "card.md")
     assert Card.load(json_path) == card

@@ -57,13 +57,13 @@ def test_budget_is_held(path, on_disk):
         ledger.extend(26)
 
 
-def test_reserve_is_refused_beyond_the_budget(path):
+def test_a_block_is_reserved_ahead_once_and_within_the_budget(path):
     ledger = Ledger.create(path, {}, event=STEP, budget_steps=25, block=10)
-    ledger.reserve(20)
-    _record(ledger, 3)
-    with pytest.raises(BudgetExceeded, match="23 more"):
-        ledger.reserve(23)
-    assert Ledger.read(path).spent_steps == 20
+    for made, reserved in ((0, 10), (3, 10), (10, 20), (20, 25), (25, 25)):
+        _record(ledger, made - ledger.spent_steps)
+        ledger.reserve_next()
+        ledger.reserve_next()
+        assert Ledger.read(path).spent_steps == reserved
 
 
 def test_event_is_what_was_spent(path):

@@ -92,7 +92,7 @@ def test_guesses_are_made_at_both_ends() -> None:
     upside_down = audit.conclude(-included.float(), included, claimed=0.1, delta=0.0)
     assert upside_down.epsilon == 0
     assert not upside_down.refuted
-    assert upside_down.as_dict()["trials"][0]["correct"] == 0
+    assert upside_down.trials[0].correct == 0
 
 
 @cases(

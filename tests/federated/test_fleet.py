@@ -196,9 +196,9 @@ def test_a_node_runs_no_app_but_its_own(federation, tmp_path):
     process = federation.add_client("hospital", node)
     log = federation.run(tmp_path / "app", {"model": "x", "output": "y"}, timeout=300)
     end = time.monotonic() + 120
-    while "no app but" not in federation._log("hospital") and time.monotonic() < end:
+    while "no app but" not in federation.log("hospital") and time.monotonic() < end:
         time.sleep(0.1)
-    assert "this node runs no app but fastdp's own" in federation._log("hospital"), log[-2000:]
+    assert "this node runs no app but fastdp's own" in federation.log("hospital"), log[-2000:]
     assert not sign.exists()
     assert process.poll() is None
 

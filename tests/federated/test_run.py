@@ -1,6 +1,5 @@
 """Flower's own processes: `flwr run` in simulation; in the slow tier the deployed form, with a client killed in mid-round."""
 
-import importlib
 import json
 import sys
 import tempfile
@@ -17,12 +16,10 @@ from cryptography.x509 import load_pem_x509_certificate
 from fastdp import tls
 from fastdp.federated import programs as programs_of_flower
 from fastdp.federated.bundle import app_folder
+from tests.federated import simulation
 
-ROOT = Path(__file__).parents[2]
 APP = app_folder()
-sys.path.insert(0, str(ROOT / "examples" / "federated"))
-launch = importlib.import_module("launch")
-Federation = launch.Federation
+Federation = simulation.launch.Federation
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -58,14 +55,14 @@ def programs(tmp_path, monkeypatch):
     for name, code in (("flower-superlink", SUPERLINK), ("ray", RAY)):
         (tmp_path / name).write_text(f"#!{sys.executable}\n{code}")
         (tmp_path / name).chmod(0o755)
-    monkeypatch.setattr(launch, "program", lambda name: str(tmp_path / name))
+    monkeypatch.setattr(simulation, "program", lambda name: str(tmp_path / name))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return tmp_path
 
 
 def test_a_ray_that_is_slow_to_start_is_started_again(programs):
-    with Federation(programs / "flower", simulation=True) as federation:
+    with simulation.Simulation(programs / "flower") as federation:
         assert (programs / "ray.tries").read_text() == "xxx"
         assert all(process.poll() is None for process in federation.processes.values())
         assert len(list(programs.glob("fastdp-ray-*"))) == 1

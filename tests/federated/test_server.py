@@ -360,7 +360,7 @@ def test_central_dp_is_certified(settings, trained):
     assert card["sample_rate"] == 0.5
     assert card["steps"] == {"planned": 3, "spent": 3}
     assert card["guarantee"] == "differential privacy"
-    assert card.event == dpsgd(1.0, 0.5, 3)
+    assert card.claims[0].event == dpsgd(1.0, 0.5, 3)
     assert any("4 updates is rounded to float32 before its noise" in entry for entry in card["remaining"])
 
 

@@ -51,7 +51,7 @@ def test_a_search_releases_the_best_trial_and_its_card(config, model_folder, tmp
     assert "## Use" in (output / "adapter" / "README.md").read_text()
     assert result.recomputed == pytest.approx(found.epsilon)
     # What one trial costs is much less than what was paid.
-    assert epsilon(card.event.alternatives[0], 1e-3) < 0.7 * found.epsilon
+    assert epsilon(card.claims[0].event.alternatives[0], 1e-3) < 0.7 * found.epsilon
     assert card["tuning"]["won"] == found.settings
     text = (output / "card.md").read_text()
     assert "best of a secret number" in text

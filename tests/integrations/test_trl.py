@@ -267,9 +267,9 @@ def test_packing_keeps_examples_whole_and_numbers_their_tokens() -> None:
 def test_an_example_trains_and_plain_peft_loads_what_it_saved(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    count = "--pairs" if name == "trl_dpo" else "--examples"
-    options = ["--output", str(tmp_path), count, "24", "--batch", "6", "--epochs", "0.5"]
+    options = ["--output", str(tmp_path), "--examples", "24", "--batch", "6", "--epochs", "0.5"]
     monkeypatch.setattr(sys, "argv", [name, *options])
+    monkeypatch.syspath_prepend(str(EXAMPLES))
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert "gives the same logits: True" in capsys.readouterr().out
     assert fastdp.accounting.verify(tmp_path / "card.json").guarantee

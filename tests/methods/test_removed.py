@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fastdp
+import fastdp.audit
 from fastdp.methods import ewft, rapft
 from fastdp.methods.rapft import Initialisation, NoisyMap, Propagation, RapFT
 from fastdp.methods.removed import REMOVED_NAMES, SUBSTITUTES
@@ -51,7 +52,7 @@ def test_a_form_without_a_substitute_is_refused_by_name_and_by_position():
 def test_a_removed_name_of_a_package_says_what_to_use(key):
     package, _, name = key.partition(".")
     with pytest.raises(AttributeError, match=f"{key} was removed: use "):
-        getattr({"ewft": ewft, "rapft": rapft}[package], name)
+        getattr({"audit": fastdp.audit, "ewft": ewft, "rapft": rapft}[package], name)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = ewft.nothing
 

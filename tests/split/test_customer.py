@@ -333,7 +333,7 @@ def test_refusals(service, customer_of, corpus, tmp_path):
     texts, labels = corpus
     customer = customer_of(service)
     private = noisy_rows(customer)
-    trainable = split_model(make_model(), 0, trainable_bottom=True)[0]
+    trainable = split_model(make_model(), 0)[0].requires_grad_()
     with pytest.raises(ValueError, match="call send"):
         customer.train(1)
     for arguments, match in (

@@ -27,8 +27,7 @@ class DPSGD(Options):
             its own. ``"per_layer"`` makes a group of every module. None: one norm over all parameters (flat).
         adaptive, noise_schedule, clipping_schedule: as in `Options`.
 
-    Raises:
-        ValueError: for a threshold that is not positive, or a group without a threshold.
+    Raises ValueError for a threshold that is not positive, or a group without a threshold.
     """
 
     max_grad_norm: Bounds = 1.0
@@ -55,8 +54,7 @@ class NonPrivate(Method):
     Attributes:
         mechanism: its name on cards.
 
-    Raises:
-        ValueError: when the run is made, if it asks for a finite epsilon.
+    Raises ValueError when the run is made, if it asks for a finite epsilon.
 
     >>> NonPrivate().describe()
     {'name': 'non-private'}

@@ -15,14 +15,6 @@ class StackedAutoencoder(nn.Module):
     """Encoder ``width -> sizes[0] -> ... -> sizes[-1]`` and the mirrored decoder, GELU between layers.
 
     The last layer of each half is linear, so that codes and reconstructions may take any value.
-
-    Attributes:
-        width: of the hidden state, d.
-        sizes: of the layers down to the code.
-        trained_on: None until it is trained on public text, then ``"public"``. Kept with its state dict.
-
-    Raises:
-        ValueError: if there is no size, or one below 1; for a ``trained_on`` that is neither.
     """
 
     def __init__(self, width: int, sizes: Sequence[int]):
@@ -38,17 +30,8 @@ class StackedAutoencoder(nn.Module):
         down = (self.width, *self.sizes)
         self.encoder = _stack(down)
         self.decoder = _stack(down[::-1])
-        self._trained_on: str | None = None
-
-    @property
-    def trained_on(self) -> str | None:
-        return self._trained_on
-
-    @trained_on.setter
-    def trained_on(self, value: str | None) -> None:
-        if value not in (None, "public"):
-            raise ValueError(f"trained_on is {value!r}: train the autoencoder on public text, and say 'public'")
-        self._trained_on = value
+        #: None until it is trained on public text, then ``"public"``. Kept with its state dict.
+        self.trained_on: str | None = None
 
     def encode(self, hidden: Tensor) -> Tensor:
         """[..., width] -> [..., sizes[-1]]"""
@@ -87,13 +70,9 @@ def train_autoencoder(
 ) -> list[float]:
     """Train on hidden states of **public** text, one step a batch, and mark the autoencoder as trained on it.
 
-    The loss of a step, which is returned, is the squared error of the reconstruction over the variance of the hidden states.
-
-    Args:
-        hidden: batches [B, T, width], such as `EWFT.hidden_states` yields.
-        max_norm, std: clip and noise of a code [T, sizes[-1]], which the decoder learns to expect; std 0 trains on whole codes.
-
-    Raises ValueError for hidden states of another width, or none at all.
+    Batches are [B, T, width], such as `EWFT.hidden_states` yields. The decoder learns to expect codes clipped to ``max_norm``
+    with noise of ``std``, or whole ones at 0. The loss of a step, which is returned, is the squared error of the
+    reconstruction over the variance of the hidden states.
     """
     noise = stream or NoiseStream()
     optimizer = torch.optim.Adam(autoencoder.parameters(), lr=learning_rate)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from fastdp.methods.ewft.records import TOKEN_LABELS
 from fastdp.methods.perturbation import Releases
 from fastdp.methods.public import PublicText
 from fastdp.ops.stream import NoiseStream
-from fastdp.validate import one_of
+from fastdp.validate import integer, one_of
 
 _UNPROTECTED = (
     "labels: the guarantee covers a sequence, not the label that comes with it",
@@ -42,8 +42,6 @@ class NoisePlace:
         lengths: ``hidden`` lets the layers that follow attend to padding too, since their mask would show each length;
             ``public`` leaves the mask alone, and the card says so.
         public_texts: what an encoder or the layers below the noise learned from, for the card.
-
-    Raises ValueError for values out of range.
     """
 
     layer: Layer
@@ -53,10 +51,7 @@ class NoisePlace:
     public_texts: Sequence[PublicText] = ()
 
     def __post_init__(self) -> None:
-        for name in ("sequence_length", "dataset_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not (isinstance(value, int) and value >= 1):
-                raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
+        integer(1, sequence_length=self.sequence_length, dataset_size=self.dataset_size)
         one_of(("hidden", "public"), lengths=self.lengths)
 
 
@@ -72,17 +67,11 @@ class LayerReleases(Releases, ABC):
 
     EWFT's forms define `release` and `decode`.
 
-    Args:
-        model: with any head; PEFT wrappers may be around it.
-
     Attributes:
-        blocks: the parts of the model.
         frozen_parameters: what precedes the layer, by name, whose gradients were turned off.
         token_labels: whether a batch in training had labels for every token.
         training: whether the last pass that came to the layer released training records.
         inference_releases: rows that were released outside of training.
-
-    Raises ValueError for a layer that does not exist, lengths that cannot be hidden, and a model that is perturbed already.
     """
 
     def __init__(self, model: nn.Module, settings: NoisePlace, unsafe_seed: int | None):
@@ -106,6 +95,7 @@ class LayerReleases(Releases, ABC):
         self.training = self._began_training = False
         self._ids: Tensor | None = None
         self._mask: Tensor | None = None
+        #: What the present pass is for, if not for the model's output: the ``hidden`` state, its ``code``, or a ``fixed`` one.
         self._tap: str | None = None
         #: Whether the layer is known to be on every path from the tokens to the output.
         self._bottleneck = self.blocks.known
@@ -138,7 +128,10 @@ class LayerReleases(Releases, ABC):
 
     @torch.no_grad()
     def read_layer(self, batch: Mapping[str, Any], tap: str) -> Tensor:
-        """The ``hidden`` state at the layer, without noise, or its noisy ``code``, of a batch of model inputs."""
+        """The ``hidden`` state at the layer, without noise, or its noisy ``code``, which is a counted release.
+
+        The batch holds model inputs; the code is all that its receiver gets.
+        """
         base, self._tap = self.blocks.base, tap
         # A pass that was refused on its way to the layer leaves these behind, and they are not of this batch.
         self._ids, self._began_training = None, False
@@ -280,11 +273,6 @@ class LayerReleases(Releases, ABC):
 
     def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
         return [{**item, **({"example_ids": number} if training else {})} for number, item in enumerate(items)]
-
-    def released_codes(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
-        """What is released of batches of queries: all that their receiver gets. Each row is a release, and counted."""
-        for batch in batches:
-            yield self.read_layer(batch, "code")
 
     @abstractmethod
     def release(self, hidden: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:

@@ -35,10 +35,7 @@ def hide_padding(
 
 
 def full_mask(mask: Any, causal: bool) -> Tensor | None:
-    """The mask of a batch without padding, in the form that was given: None, [B, T], or [B, 1, T, T].
-
-    Raises ValueError for a form that is not known, such as flex attention's.
-    """
+    """The mask of a batch without padding, in the form that was given: None, [B, T], or [B, 1, T, T]."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
@@ -49,6 +46,7 @@ def full_mask(mask: Any, causal: bool) -> Tensor | None:
     if mask.dim() == 2:
         return torch.ones_like(mask)
     if not causal:
+        # Without a mask every position attends to all.
         return None
     allowed = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
     if mask.dtype == torch.bool:

@@ -88,10 +88,7 @@ def dp_forward(epochs: int, epsilon: float, delta: float) -> NoiseSchedule:
 
 
 def paper(multipliers: Sequence[float], epsilon: float, delta: float, scale: Scale = "2C") -> NoiseSchedule:
-    """The paper's noise for multipliers sigma_i, with std ``2 C sigma`` or, to the letter, ``C sigma``; flawed.
-
-    Raises ValueError for another scale.
-    """
+    """The paper's noise for multipliers sigma_i, with std ``2 C sigma`` or, to the letter, ``C sigma``; flawed."""
     one_of(("2C", "C"), scale=scale)
     factor = 2.0 if scale == "2C" else 1.0
     flaws = (_AMPLIFICATION.format(epsilon=epsilon),) + ((_LITERAL,) if scale == "C" else ())

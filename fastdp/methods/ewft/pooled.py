@@ -63,18 +63,15 @@ codebook = Codebook
 
 @dataclass(frozen=True)
 class Codes:
-    """Codes of pooled states, learned from public text.
+    """Codes of pooled states, learned from public text; all float64."""
 
-    Attributes:
-        centre: float64 [d], the mean state.
-        basis: float64 [d, width], orthonormal columns: the directions that codes are told apart by.
-        centres: float64 [K, width], of the codes.
-        states: float64 [K, d], the mean public state of each code.
-    """
-
+    #: The mean state [d].
     centre: Tensor
+    #: Directions that codes are told apart by: orthonormal columns [d, width].
     basis: Tensor
+    #: Of the codes, along these directions [K, width].
     centres: Tensor
+    #: The mean public state of each code [K, d].
     states: Tensor
 
     def encode(self, states: Tensor) -> Tensor:
@@ -83,10 +80,7 @@ class Codes:
 
     @classmethod
     def learn(cls, batches: Sequence[Tensor], labels: Sequence[Tensor] | None, cells: int) -> Codes:
-        """From public pooled states, and labels of their texts if there are any.
-
-        Raises ValueError for states that are too few, too much alike, not finite, or all of one class.
-        """
+        """From public pooled states, and labels of their texts if there are any."""
         states = torch.cat(list(batches)).double()
         if len(states) < 2 or not math.isfinite(float(states.sum())):
             raise ValueError("there is too little public text to learn from, or its hidden states are not finite")

@@ -30,8 +30,6 @@ class PureEWFT(LayerReleases):
         unsafe_seed: draws that whoever knows the seed can repeat: for tests, and the card says so.
 
     What is training, and what a query, is decided as by `EWFT`. Each record is known by its id.
-
-    Raises ValueError as `NoisePlace`, and for a layer that does not exist or a model that is perturbed already.
     """
 
     def __init__(
@@ -158,10 +156,7 @@ class PureEWFT(LayerReleases):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave: kept draws are used again in place of new ones.
-
-        Raises ValueError for a state of another number of records.
-        """
+        """Restore what `state_dict` gave: kept draws are used again in place of new ones."""
         if len(state["seen"]) != self.settings.dataset_size:
             raise ValueError(f"this state is of {len(state['seen'])} records, not {self.settings.dataset_size}")
         if state["learned"] is not None:

@@ -14,21 +14,16 @@ EVALUATE = "evaluate under model.eval() and torch.no_grad(), without example_ids
 
 
 class Records:
-    """Which records were released in an epoch, and the releases that are used again.
+    """Which of ``size`` records were released in an epoch, and the releases that are used again.
 
-    Args:
-        size: number of records, N.
-        unchecked: whether batches may come without ids, and are counted by rows.
-
-    Attributes:
-        seen: bool [N].
-        codes: what was released, [N, ...], None until the first.
+    If they are ``unchecked``, batches may come without ids, and are counted by rows.
     """
 
     def __init__(self, size: int, unchecked: bool = False):
         self._size, self._unchecked = size, unchecked
         self._rows = 0
         self.seen = torch.zeros(self._size, dtype=torch.bool)
+        #: What was released, [N, ...]; None until the first.
         self.codes: Tensor | None = None
 
     def count(self, rows: int, ids: Tensor | None, epoch: int) -> None:

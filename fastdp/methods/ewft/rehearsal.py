@@ -34,17 +34,13 @@ def rehearse(
 
     Frozen pretrained layers spend the norm that the clip allows on what all texts share, and the noise covers the rest. Layers
     that were trained under the noise keep what matters. They see no private text, so the guarantee of what follows is the same.
-    Then make the `EWFT`, which freezes them. Returns the loss of each step.
+    Then make the `EWFT`, which freezes them, with the same settings. Returns the loss of each step.
 
     Args:
-        model: as for `EWFT`, without one; its parameters with ``requires_grad`` are trained, above the layer and below.
+        model: its parameters with ``requires_grad`` are trained by AdamW, above the layer and below.
         public_batches: model inputs with labels, padded to ``sequence_length``; gone through ``passes`` times.
-        layer, sequence_length, max_norm, lengths: as for the `EWFT` that will follow.
-        noise: its schedule; the last level is rehearsed, which is that of inference too.
-        learning_rate: of AdamW.
-        autoencoder: the one that it will use; one that is untrained learns to reconstruct first, and any learns along.
-
-    Raises ValueError without batches or labels, and whatever `EWFT` refuses.
+        noise: the schedule to come; its last level is rehearsed, which is that of inference too.
+        autoencoder: the one that will be used; one that is untrained learns to reconstruct first, and any learns along.
     """
     batches = [dict(batch) for batch in public_batches]
     if not batches or passes < 1:

@@ -49,9 +49,6 @@ class EWFTSettings(NoisePlace):
         unchecked_records: train without ``example_ids``, if the loader surely uses each record once an epoch. Only the
             number of rows is looked at then, and the card states the assumption.
         secure_rounding: as in `fastdp.ops.clip_noise`.
-
-    Raises:
-        ValueError: for values out of range, or that contradict each other.
     """
 
     noise: NoiseSchedule
@@ -86,10 +83,7 @@ class EWFTSettings(NoisePlace):
         return [*self.noise.flaws, *((_TRAINED_BOTTOM, *joint) if self.exposed else ())]
 
     def ledger(self, output_dir: str | os.PathLike[str] | None, resume: bool) -> accounting.Ledger:
-        """The ledger in a folder, or in memory: one release of every record for each level of noise, by `kind`.
-
-        Raises ValueError as `Ledger.open_or_create` does.
-        """
+        """The ledger in a folder, or in memory: one release of every record for each level of noise, by `kind`."""
         header: dict[str, Any] = {
             "mechanism": self.noise.name,
             "dataset_size": self.dataset_size,
@@ -143,9 +137,8 @@ class EWFT(LayerReleases):
         resume: go on with the ledger in ``output_dir``, with the same arguments.
         unsafe_seed: noise that whoever knows the seed can repeat: for tests, and the card says so.
 
-    Raises:
-        ValueError: for a layer that does not exist, an autoencoder of another width, values out of range, and a model that has
-            an EWFT already. Also for a ledger in ``output_dir`` that is not to be resumed, or not by these arguments.
+    Raises ValueError for a layer that does not exist, an autoencoder of another width, values out of range, and a model that
+    has an EWFT already. Also for a ledger in ``output_dir`` that is not to be resumed, or not by these arguments.
     """
 
     def __init__(
@@ -186,6 +179,7 @@ class EWFT(LayerReleases):
         self.ledger = self.settings.ledger(output_dir, resume)
         self.epoch: int | None = None
         self._records = Records(self.settings.dataset_size, self.settings.unchecked_records)
+        #: Whether the releases were read back from a state: a record that is not among them costs a further release of all.
         self._sealed = False
         #: Numbers that are released of a sequence.
         self._numbers = 0
@@ -253,10 +247,7 @@ class EWFT(LayerReleases):
     def train_autoencoder(
         self, public_batches: Iterable[Mapping[str, Any]], *, learning_rate: float = 1e-3
     ) -> list[float]:
-        """Train the autoencoder on **public** batches of model inputs, one step each; returns the losses.
-
-        The decoder learns from codes clipped and noised as they will be. See `autoencoder.train_autoencoder`.
-        """
+        """Train the autoencoder, one step a **public** batch, on codes clipped and noised as they will be; returns the losses."""
         if self.autoencoder is None:
             raise ValueError("there is no autoencoder to train: give its sizes")
         self.autoencoder.requires_grad_(True)
@@ -288,7 +279,7 @@ class EWFT(LayerReleases):
 
     def release(self, hidden: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:
         ae = self.autoencoder
-        if ae is not None and ae.trained_on is None and not self.settings.exposed:
+        if ae is not None and ae.trained_on != "public" and not self.settings.exposed:
             raise RuntimeError(
                 "The autoencoder has not been trained. Call train_autoencoder with public text, or set "
                 "trained_on to 'public' if it learned from such text."
@@ -337,11 +328,8 @@ class EWFT(LayerReleases):
         return self.settings.flaws() + super().flaws()
 
     def epsilon(self, delta: float | None = None) -> float:
-        """What a training record's releases cost so far, an upper bound without amplification.
-
-        inf without noise, and with noise that whoever knows its seed can subtract.
-        """
-        if sum(self.ledger.spent(name) for name in self.ledger.kinds) == 0:
+        """What a training record's releases cost so far, without amplification; inf of noise that can be known."""
+        if self.untouched:
             return 0.0
         if 0.0 in self.noise.ratios or self.stream.reproducible:
             return math.inf
@@ -430,8 +418,6 @@ class EWFT(LayerReleases):
 
         What was released after the state was kept is not known, so an epoch that was interrupted does not go on: set the
         next one, or `allow_again`. A record whose release is not among the kept ones is refused likewise.
-
-        Raises ValueError if the state's autoencoder, or its number of records, is another.
         """
         if (state["autoencoder"] is None) != (self.autoencoder is None):
             raise ValueError("this state was kept with another autoencoder, or none")

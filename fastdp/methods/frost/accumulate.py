@@ -80,12 +80,7 @@ class MagnitudeAccumulator(Accumulator):
     """The magnitudes of partitions over a sample, as the engine runs it.
 
     An example's gradient is divided by the size of each partition, made absolute and clipped. A partition's magnitude is the
-    sum of its clipped examples' L1 norms, so no gradient is formed.
-
-    Args:
-        parameters: the parameters of the partitions, and no others; all of them trained.
-        partitions: what is compared.
-        max_grad_norm: the clipping threshold c.
+    sum of its clipped examples' L1 norms, so no gradient is formed. The parameters are those of the partitions, and no others.
 
     Attributes:
         magnitudes: without noise, float64 ``[partitions]``: private until noise of their sensitivity is added.

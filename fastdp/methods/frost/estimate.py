@@ -30,8 +30,6 @@ def estimate_magnitudes(
     that do not fit, a partition never observed, and values out of range.
     """
     values, weights = _check(observed, sensitivities, selection_rate)
-    if iterations < 1:
-        raise ValueError(f"estimation iterations are {iterations}: at least 1")
     if len(values) == 1:
         return values[0] / selection_rate
     attenuation = np.full(len(values), float(selection_rate))
@@ -67,8 +65,6 @@ def _check(observed: Any, sensitivities: Sequence[float], selection_rate: float)
             f"observations of shape {values.shape} do not go with {deltas.shape} sensitivities: give [observations, partitions]"
         )
     rate(selection_rate=selection_rate)
-    if not (np.isfinite(deltas) & (deltas > 0)).all():
-        raise ValueError("every sensitivity must be a positive number")
     seen = ~np.isnan(values)
     if not seen.any(0).all():
         raise ValueError("a partition was never observed: the first observation covers all of them")

@@ -92,10 +92,7 @@ class DPFrost(Options):
         return self._private
 
     def budget(self, plan: Plan) -> Budget:
-        """ComputeSigma with the run's own number of steps, and K T selection releases.
-
-        Raises ValueError where a noise multiplier is given for training and none for the selection.
-        """
+        """ComputeSigma with the run's own number of steps, and K T selection releases."""
         if not self._private:
             return Budget(plan.multiplier())
         count = self.selection_steps * sum(self.prepares_at(step) for step in range(plan.steps))
@@ -204,10 +201,7 @@ class DPFrost(Options):
     def policy(
         self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
     ) -> Policy:
-        """Clipping of what is trained; before a selection, of everything.
-
-        Raises ValueError if the partitions do not fit the parameters.
-        """
+        """Clipping of what is trained; before a selection, of everything."""
         if not outcome:
             self.split(parameters)
         multiplier = self.gradient_multiplier(noise_multiplier)

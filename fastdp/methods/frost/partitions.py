@@ -16,16 +16,11 @@ Declared = Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class Partition:
-    """Parameters that are trained or frozen together.
-
-    Args:
-        name: how the partition is called in results.
-        parameters: names of its parameters.
-        size: |P|, the number of their entries.
-    """
+    """Parameters, by name, that are trained or frozen together."""
 
     name: str
     parameters: tuple[str, ...]
+    #: |P|, the number of their entries.
     size: int
 
 
@@ -34,9 +29,6 @@ def split(parameters: Mapping[str, torch.Tensor], declared: Declared | None = No
 
     A bias joins the weight that its name answers to (``fc.bias`` to ``fc.weight``, ``in_proj_bias`` to
     ``in_proj_weight``); a parameter that no other answers to, such as a class token, is a partition of its own.
-
-    Raises ValueError for a declared partition that names a parameter twice, holds none that is trained, or for a trained
-    parameter that lies in none.
     """
     if declared is not None:
         return _declared(parameters, declared)

@@ -17,14 +17,11 @@ Observe = Callable[[int, Sequence[int]], tuple[np.ndarray, float]]
 
 @dataclass(frozen=True)
 class PartitionChoice:
-    """What PSEL chose. All of it is computed from released magnitudes.
+    """What PSEL chose. All of it is computed from released magnitudes."""
 
-    Args:
-        iteration: for each partition the iteration that chose it, from 1; 0 if it stays frozen. int64 ``[partitions]``.
-        observed: the noisy magnitudes, NaN where a partition was chosen before. float64 ``[steps, partitions]``.
-    """
-
+    #: The iteration that chose each partition, from 1; 0 if it stays frozen. int64 ``[partitions]``.
     iteration: np.ndarray
+    #: The noisy magnitudes, NaN where a partition was chosen before. float64 ``[steps, partitions]``.
     observed: np.ndarray
 
 
@@ -57,16 +54,8 @@ def select_partitions(
     of all partitions expected to stay frozen by ``gap_coefficient`` standard deviations. A partition that does not fit is
     skipped. The printed inner loop never ends at one below the threshold; here it stops.
 
-    Args:
-        observe: releases the noisy magnitudes of the partitions that remain.
-        steps: T.
-        unfreezing_ratio: gamma.
-        gap_coefficient: nu, the standard deviations by which an early choice must stand out.
-        noise_multiplier: sigma_ps of each release.
-        selection_rate: q_ps.
-        estimation_iterations: J of PGM-EST.
-
-    Raises ValueError if no partition fits.
+    ``observe`` releases the noisy magnitudes of the partitions that remain, at ``noise_multiplier`` sigma_ps. In the paper the
+    others are T, gamma, nu, q_ps, and J of PGM-EST.
     """
     check_unfreezing_ratio(partitions, unfreezing_ratio)
     sizes = np.array([partition.size for partition in partitions], dtype=np.int64)
@@ -106,10 +95,7 @@ def _take(chosen: np.ndarray, t: int, candidates: np.ndarray, sizes: np.ndarray,
 
 
 def fill(scores: Sequence[float], partitions: Sequence[Partition], unfreezing_ratio: float) -> np.ndarray:
-    """Choose the partitions with the largest scores that fit under the limit: 1 for those, else 0, ``[partitions]``.
-
-    Raises ValueError if no partition fits.
-    """
+    """Choose the partitions with the largest scores that fit under the limit: 1 for those, else 0, ``[partitions]``."""
     check_unfreezing_ratio(partitions, unfreezing_ratio)
     sizes = np.array([partition.size for partition in partitions], dtype=np.int64)
     chosen = np.zeros(len(sizes), dtype=np.int64)

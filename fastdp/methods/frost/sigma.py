@@ -38,8 +38,6 @@ def compute_sigma(
         selection_steps: T, or K times T where the selection is repeated K times.
         selection_rate: q_ps.
         accountant: ``rdp`` as the paper has it, which adds more noise than needed; ``pld`` certifies.
-
-    Raises ValueError for values out of range.
     """
     check_selection(budget_ratio, selection_steps, selection_rate)
     if not 0 < batch_size <= dataset_size:

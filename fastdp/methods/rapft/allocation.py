@@ -30,10 +30,7 @@ def _check_fraction(weak_fraction: float) -> float:
 
 
 def shape_factor(weak_fraction: float) -> float:
-    """sqrt(r_w^3 + r_s^3), by which the printed noise exceeds what its multiplier needs; in [1/2, 1).
-
-    Raises ValueError for a fraction outside (0, 1).
-    """
+    """sqrt(r_w^3 + r_s^3), by which the printed noise exceeds what its multiplier needs; in [1/2, 1)."""
     r = _check_fraction(weak_fraction)
     return math.sqrt(r**3 + (1 - r) ** 3)
 
@@ -43,8 +40,6 @@ def effective_noise_multiplier(noise_multiplier: float, weak_fraction: float) ->
 
     Blocks clipped to C r^2 (equation 21) with noise of std sigma C sqrt(r) (equation 22, whose "rac" is a lost fraction)
     have, divided each by its own std, sensitivity sqrt(sum r_k^4 / (sigma^2 r_k)) = sqrt(r_w^3 + r_s^3) / sigma.
-
-    Raises ValueError for a sigma below 0 or a fraction outside (0, 1).
     """
     at_least(0, noise_multiplier=noise_multiplier)
     return noise_multiplier / shape_factor(weak_fraction)
@@ -81,13 +76,9 @@ def weak_fraction(masks: Mapping[str, torch.Tensor]) -> float:
 def masked_policy(
     masks: Mapping[str, torch.Tensor], *, allocation: str, max_grad_norm: float, noise_multiplier: float
 ) -> Policy:
-    """The policy of two blocks, whose multiplier is ``noise_multiplier`` exactly, whatever the allocation.
+    """The policy of two blocks, whose multiplier is ``noise_multiplier`` exactly, ``printed`` or ``optimal``.
 
-    Args:
-        masks: for each trained parameter a boolean tensor of its shape, True where it is weak.
-        allocation: ``printed`` or ``optimal``.
-
-    Raises ValueError if a block is empty (r_s = 0).
+    The mask of a trained parameter is a boolean tensor of its shape, True where it is weak.
     """
     r = weak_fraction(masks)
     bounds = printed_bounds(max_grad_norm, r)

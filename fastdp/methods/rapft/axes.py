@@ -25,11 +25,7 @@ def rank_one(sizes: Mapping[str, Tensor], power: float) -> dict[str, RankOne]:
     """Axes from what is known of each coordinate's size, [shape] at least 0 by parameter; those of one that is all 0 are even.
 
     Over all coordinates the mean of s^2 is 1, so that evenly distributed noise stays as it was.
-
-    Raises ValueError for sizes that are not finite, or a power outside [0, 1].
     """
-    if not 0 <= power <= 1:
-        raise ValueError(f"axes_power is {power}: it must lie between 0, where all axes are even, and 1")
     flat = {name: size.double().reshape(size.shape[0] if size.dim() else 1, -1) for name, size in sizes.items()}
     if not all(bool(torch.isfinite(size).all()) for size in flat.values()):
         raise ValueError("what the axes follow is not finite: raise the epsilon of the propagation rule")
@@ -49,10 +45,7 @@ def rank_one(sizes: Mapping[str, Tensor], power: float) -> dict[str, RankOne]:
 
 
 def second_moments(model: torch.nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Root mean squares over batches of the gradients of **public** batches, by trained parameter.
-
-    Raises ValueError without batches, or for a model that returns no loss.
-    """
+    """Root mean squares over batches of the gradients of **public** batches, by trained parameter."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     squares = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in trained.items()}
     count = 0

@@ -21,8 +21,6 @@ class Initialisation:
 
     Args:
         p: that threshold, in (0, 1]; 1 takes the whole softmax (the paper's naive form).
-
-    Raises ValueError for a threshold out of range.
     """
 
     p: float = 0.9
@@ -31,14 +29,9 @@ class Initialisation:
         rate(p=self.p)
 
     def generation(self, logits: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-        """Relevance of the positions that count.
+        """Relevance ``[N, V]`` of the N positions that count, of logits ``[B, T, V]`` and bool ``[B, T]``.
 
-        Args:
-            logits: ``[B, T, V]``.
-            counted: bool ``[B, T]``, which positions are explained; N of them.
-
-        Returns:
-            ``[N, V]``, in the order of ``logits[counted]``; a position's sum is the probability it keeps.
+        A position's sum is the probability it keeps.
         """
         probabilities = torch.softmax(logits[counted].float(), -1)
         if self.p == 1:

@@ -25,10 +25,6 @@ def normalised(relevance: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     """Relevance of each layer (a trained parameter) moved to [0, 1] by its own minimum and maximum.
 
     A layer whose values are all equal, for which that is 0/0, becomes 0.
-
-    Raises:
-        ValueError: for a value that is not finite, and where every layer is all of one value (such as 0 everywhere): there
-            is nothing to rank.
     """
     ranges = {name: (float(values.min()), float(values.max())) for name, values in relevance.items()}
     for name, (low, high) in ranges.items():
@@ -59,12 +55,7 @@ def weak_masks(relevance: Mapping[str, torch.Tensor], irrelevance_ratio: float) 
     Equal relevances are ranked by position, so that a block's size never depends on the data; the printed "<= threshold"
     would call all of them weak, and all of the map where they are many.
 
-    Args:
-        relevance: by trained parameter, of its shape; min-max normalised here.
-        irrelevance_ratio: beta, in (.5, 1].
-
-    Raises:
-        ValueError: for beta out of range, relevance that cannot be ranked, and where nothing is left strong (r_s = 0).
+    Relevance is min-max normalised here.
     """
     ratio = check_irrelevance_ratio(irrelevance_ratio)
     masks = {name: _least_relevant(values, ratio) for name, values in normalised(relevance).items()}

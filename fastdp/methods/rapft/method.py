@@ -57,8 +57,7 @@ class RapFT(Options):
         map_every: steps between masks; None keeps the first.
         adaptive, noise_schedule, clipping_schedule: as in `Options`.
 
-    Raises:
-        ValueError: for a setting out of range, and for a mask that would be computed from private data unaccounted for.
+    Raises ValueError for a setting out of range, and for a mask that would be computed from private data unaccounted for.
     """
 
     source: MapSource | None = None
@@ -154,10 +153,7 @@ class RapFT(Options):
     def policy(
         self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
     ) -> Policy:
-        """The two blocks of the mask, or DP-SGD while there is none, at the same multiplier.
-
-        Raises ValueError if the mask to come would leave nothing strong, which the sizes alone decide.
-        """
+        """The two blocks of the mask, or DP-SGD while there is none, at the same multiplier."""
         noise_multiplier = self.gradient_multiplier(noise_multiplier)
         chosen = {name: outcome[name].to(p.device) for name, p in parameters.items()} if outcome else {}
         flat = clip_groups(parameters, noise_multiplier, self.max_grad_norm)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -15,7 +15,6 @@ from fastdp.calls.modes import in_mode
 from fastdp.distributed.shards import UnshardedParameters
 from fastdp.methods.rapft.initialisation import Initialisation, one_hot
 from fastdp.methods.rapft.rules import Propagation, RelevanceMode, activations_as_functions, stabilised, track_relevance
-from fastdp.methods.removed import sentence
 
 _IGNORED = -100
 
@@ -25,14 +24,8 @@ Map = dict[str, torch.Tensor]
 class Propagator:
     """Relevance of a model's trained parameters: their value times what the rules make of their gradient (equation 13).
 
-    Batches are mappings as the model takes them; labels, where given, say which class or which positions are explained.
-
-    Args:
-        model: any model with ``logits``; its own forward runs, in evaluation mode.
-        parameters: the trained parameters by name; each must require a gradient.
-        propagation: the rules.
-        initialisation: where relevance starts.
-        weights: how passes get at the weights.
+    Batches are mappings as the model takes them; labels, where given, say which class or which positions are explained. The
+    model's own forward runs, in evaluation mode, and must give ``logits``. Each of ``parameters`` must require a gradient.
     """
 
     def __init__(
@@ -60,10 +53,7 @@ class Propagator:
             yield {name: values[None] for name, values in alone.items()}
 
     def total(self, batch: Mapping[str, Any]) -> Map:
-        """The sum of the maps of a batch's examples, float32 by parameter.
-
-        Raises ValueError for a batch that is no mapping, and for a model that returns no logits.
-        """
+        """The sum of the maps of a batch's examples, float32 by parameter."""
         rows, device = _rows(batch), next(iter(self.parameters.values())).device
         inputs = {key: value.to(device) for key, value in batch.items() if isinstance(value, torch.Tensor)}
         labels = inputs.get("labels")
@@ -88,10 +78,6 @@ class Propagator:
                 logits = logits[counted]
             epsilon = max(self.propagation.epsilon, torch.finfo(logits.dtype).tiny)
             return self._propagated(logits, relevance.to(logits.dtype) / stabilised(logits.detach(), epsilon))
-
-    def conservation(self, batch: Mapping[str, Any]) -> NoReturn:
-        """Not offered any more. Raises ValueError."""
-        raise ValueError(sentence("Propagator.conservation"))
 
     def _propagated(self, logits: torch.Tensor, messages: torch.Tensor) -> Map:
         """Each parameter's value times the sum of its messages over all its uses."""

@@ -43,8 +43,6 @@ class Propagation:
         alpha: weight of the positive contributions; beta is 1 - alpha. The paper's experiments take 0.5 (section VII-D).
         positive_after_activation: a linear layer that reads an activation's output hands relevance to its positive
             contributions alone, the subset q of equation 7.
-
-    Raises ValueError for epsilon or alpha below 0.
     """
 
     epsilon: float = 1e-3
@@ -175,11 +173,8 @@ class _AlphaBeta(torch.autograd.Function):
 class RelevanceMode(TorchFunctionMode):
     """Active while a model's forward runs: the rules above in the place of torch's own derivatives.
 
-    Every activation must require a gradient, which tells two activations from an activation and a constant.
-
-    Args:
-        parameters: the trained ones, which are no activations.
-        rows: examples in the batch.
+    Every activation must require a gradient, which tells two activations from an activation and a constant. Trained parameters
+    do, and are no activations.
     """
 
     def __init__(self, settings: Propagation, parameters: Iterable[torch.Tensor], rows: int):

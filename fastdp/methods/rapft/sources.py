@@ -43,11 +43,7 @@ class MapSource(ABC):
 class PublicMap(MapSource):
     """Relevance averaged over public examples (equation 18); costs no privacy.
 
-    Args:
-        batches: mappings of the model's arguments, labels included, such as a collator makes.
-        origin: the file that they came from, for the card.
-
-    Raises ValueError without batches.
+    Batches are mappings of the model's arguments, labels included, such as a collator makes; the card names their ``origin``.
     """
 
     batches: Sequence[Mapping[str, Any]] = field(repr=False)
@@ -73,13 +69,7 @@ class PublicGradients(PublicMap):
     """Sizes of public examples' gradients at the weights as they are, for axes that are made anew on the way.
 
     A good axis at the beginning of a run may soon be a bad one (docs/rapft.md). Costs no privacy: weights were released.
-
-    Args:
-        batches: mappings of the model's arguments, labels included, best of one example each: those are what is clipped.
-        origin: the file that they came from, for the card.
-        at_once: of how many batches axes are made each time, others by turns; None for all of them.
-
-    Raises ValueError without batches, or for another ``at_once`` than 1 to their number.
+    Batches are best of one example each, since those are what is clipped. Axes are made of ``at_once`` of them each time.
     """
 
     at_once: int | None = None
@@ -107,15 +97,9 @@ class NoisyMap(MapSource):
 
     Each example's map, one vector, is clipped to L2 norm c_R; the sum gets N(0, sigma_R^2 c_R^2) in every coordinate. Ranking
     follows the noise and is free. Noise after min-max would protect nothing: one example can move a value from 0 to 1.
-
-    Args:
-        noise_multiplier: sigma_R, > 0.
-        sample_rate: q_R, in (0, 1].
-        max_norm: c_R, > 0.
-
-    Raises ValueError for values out of range.
     """
 
+    #: sigma_R, q_R and c_R.
     noise_multiplier: float
     sample_rate: float
     max_norm: float = 1.0
@@ -142,9 +126,6 @@ class PrivateSubset(MapSource):
     """Relevance averaged over a sample of the private examples, without noise: what algorithm 1 does.
 
     The mask then depends on the data, and no epsilon holds; `RapFT` takes it in ``paper`` mode only.
-
-    Args:
-        sample_rate: share of the examples, in (0, 1].
     """
 
     sample_rate: float = 0.02

@@ -43,15 +43,13 @@ class PrivateBottom:
             frozen, it runs without dropout, and each text should be sent once and kept.
         eta: privacy parameter of a row, in units of 1 / distance.
         unsafe_seed: randomness that whoever knows the seed can repeat: for tests.
-
-    Attributes:
-        rows_released: rows of text that left.
     """
 
     def __init__(self, bottom: nn.Module, *, eta: float, unsafe_seed: int | None = None):
         self.bottom, self.eta = bottom, check_eta(eta)
         self.trainable = any(p.requires_grad for p in bottom.parameters())
         self.stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
+        #: Rows of text that left.
         self.rows_released = 0
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> Tensor:
@@ -71,10 +69,7 @@ class PrivateBottom:
         return f"noise on rows, eta {self.eta:g}"
 
     def statement(self, releases: int = 1) -> Card:
-        """The card of a text that was sent ``releases`` times.
-
-        Raises ValueError for a number of releases below 1.
-        """
+        """The card of a text that was sent ``releases`` times."""
         distance = "the sum over positions of the distance of the hidden rows"
         return Card.of(
             Metric("one text, among texts of its length", self.eta, releases=releases, distance=distance),

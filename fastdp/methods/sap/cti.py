@@ -34,7 +34,7 @@ from fastdp.methods.sap.importance import (
 )
 from fastdp.methods.sap.quotient import equal_mass_cells, informative_cells
 from fastdp.ops.stream import NoiseStream
-from fastdp.validate import fraction, one_of
+from fastdp.validate import at_least, fraction, one_of
 
 CTI_FORMS = ("prior", "quotient", "paper")
 #: Cells of the quotient form where nobody asks for others, and occurrences that a token needs to be favoured.
@@ -86,8 +86,7 @@ class CTI:
             raise ValueError("source is 'public', or the event of noised_counts, or (paper form only) 'private'")
         if self.source == "private" and self.form != "paper":
             raise ValueError(_REVEALED)
-        if not self.tilt >= 0:
-            raise ValueError(f"tilt is {self.tilt}: it must be at least 0")
+        at_least(0, tilt=self.tilt)
         fraction(delta=self.delta)
         if self.importance.dim() != 2 or self.supported.shape != self.importance.shape[1:]:
             raise ValueError("importance must be [classes, tokens] and supported [tokens]")
@@ -115,14 +114,10 @@ class CTI:
 
         Args:
             source, form, tilt: as above.
-            min_support: ``prior``: occurrences, over all classes, with which a token may be favoured, by default 20. A rare
-                token that one class alone has (a name, say) would otherwise be protected least. ``quotient``: tokens with less
-                have no importance, by default none.
-            cells: ``quotient``: number of cells, by default 5.
-            told_at: ``quotient``: the epsilon of the randomised response for which cells reveal most about the class
-                (`informative_cells`); by default cells have equal mass.
-
-        Raises ValueError for cells or told_at with another form, or more of them than tokens that occur.
+            min_support: occurrences, over all classes, with which a token has importance; by default 20, ``quotient`` 0. A rare
+                token that one class alone has (a name, say) would otherwise be protected least.
+            cells, told_at: ``quotient``: number of cells, by default 5; and the epsilon at which they reveal most about the
+                class (`informative_cells`). By default cells have equal mass.
         """
         counts = torch.as_tensor(counts)
         importance, mass = utility_importance(counts), counts.double().sum(0)
@@ -196,10 +191,7 @@ class CTI:
         return self.importance.shape[0]
 
     def importance_of(self, label: int | None) -> Tensor:
-        """Importance of each token [tokens] to a class; None, as in inference, takes the largest over classes.
-
-        Raises ValueError for a class that does not exist.
-        """
+        """Importance of each token [tokens] to a class; None, as in inference, takes the largest over classes."""
         if label is None:
             return self.importance.amax(0)
         if not 0 <= label < self.classes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -16,22 +15,12 @@ from fastdp.ops.stream import NoiseStream
 from fastdp.validate import positive
 
 
-def utility_importance(counts: Tensor, smoothing: float = 1.0) -> Tensor:
-    """Utility importance of each token to each class, equation (5), in nats.
+def utility_importance(counts: Tensor) -> Tensor:
+    """Utility importance of each token to each class, equation (5), in nats: float64 [classes, tokens], as ``counts``.
 
-    ``UI[c, m] = mean over classes c' != c of ln(p(m | c) / p(m | c'))``, with ``p(m | c)`` the smoothed share of token m
-    among the tokens of class c. Computed from private texts it is a release of them: use public texts or `noised_counts`.
-
-    Args:
-        counts: [classes, tokens], at least 0; occurrences of each token in the texts of each class.
-        smoothing: added to every count, so that a token that a class lacks has a finite importance.
-
-    Returns:
-        float64 [classes, tokens].
-
-    Raises:
-        ValueError: fewer than two classes; counts below 0 or not finite; a class without tokens; no smoothing where a
-            count is 0.
+    ``UI[c, m] = mean over classes c' != c of ln(p(m | c) / p(m | c'))``, with ``p(m | c)`` the share of token m among the
+    tokens of class c. One is added to each count, so that a token that a class lacks has a finite importance. Computed from
+    private texts it is a release of them: use public texts or `noised_counts`.
     """
     counts = torch.as_tensor(counts).double()
     if counts.dim() != 2 or counts.shape[0] < 2 or counts.shape[1] < 1:
@@ -40,14 +29,10 @@ def utility_importance(counts: Tensor, smoothing: float = 1.0) -> Tensor:
         )
     if not bool((torch.isfinite(counts) & (counts >= 0)).all()):
         raise ValueError("counts must be finite and at least 0")
-    if not (smoothing >= 0 and math.isfinite(smoothing)):
-        raise ValueError(f"smoothing is {smoothing}: it must be finite and at least 0")
     empty = (counts.sum(1) == 0).nonzero()
     if len(empty):
         raise ValueError(f"class {int(empty[0])} has no tokens: its shares are not defined; leave the class out")
-    counts = counts + smoothing
-    if not bool((counts > 0).all()):
-        raise ValueError("a token is absent from a class, which makes its importance infinite: use a smoothing above 0")
+    counts = counts + 1.0
     share = (counts / counts.sum(1, keepdim=True)).log()
     others = counts.shape[0] - 1
     return share - (share.sum(0, keepdim=True) - share) / others
@@ -57,13 +42,8 @@ def adaptive_eta(importance: Tensor, eta0: float, c0: float) -> Tensor:
     """The privacy parameter of each token and class, equation (6): ``2 eta0 / (1 + exp(-UI + c0))``, in (0, 2 eta0).
 
     Float64 [classes, tokens], as ``importance``; an importance of c0 gets eta0 itself (the paper's is `middle_importance`).
-    Raises ValueError for values out of range.
     """
-    check_eta(eta0)
-    importance = torch.as_tensor(importance).double()
-    if not math.isfinite(c0) or not bool(torch.isfinite(importance).all()):
-        raise ValueError("importance and c0 must be finite: smooth the counts")
-    return 2 * eta0 * torch.sigmoid(importance - c0)
+    return 2 * eta0 * torch.sigmoid(torch.as_tensor(importance).double() - c0)
 
 
 def middle_importance(importance: Tensor) -> float:
@@ -84,10 +64,7 @@ def check_eta(eta: float) -> float:
 
 
 def count_tokens(texts: Sequence[Sequence[int]], labels: Sequence[int], classes: int, vocabulary: int) -> Tensor:
-    """Occurrences of each token id in the texts of each class, float64 [classes, vocabulary].
-
-    Raises ValueError if texts and labels differ in number, or an id or label is out of range.
-    """
+    """Occurrences of each token id in the texts of each class, float64 [classes, vocabulary]."""
     counts = torch.zeros(classes, vocabulary, dtype=torch.float64)
     for ids, label in _pairs(texts, labels, classes, vocabulary):
         counts[label] += torch.bincount(ids, minlength=vocabulary)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fastdp.ops as ops
 from fastdp.accounting import Card, Metric, Pure, noise_source
 from fastdp.accounting.serialisation import canonical
+from fastdp.accounting.weights import value_bytes
 from fastdp.methods.encoding import ADDED, encode_private
 from fastdp.methods.exact import lipschitz, log_normalisers
 from fastdp.methods.perturbation import Releases
@@ -41,17 +42,12 @@ _UNPROTECTED = (
 
 @dataclass(frozen=True)
 class Displacement:
-    """What a privatizer does to the tokens of the vocabulary, which is public.
-
-    Attributes:
-        eta: the basic privacy parameter; None in the quotient form.
-        unchanged: share of tokens that stay what they were; they leave in the clear.
-        mean_displacement: mean distance between the row of a token and that of its replacement.
-        tokens: how many were tried, spread evenly over the vocabulary.
-    """
+    """What a privatizer does to some tokens, spread evenly over the public vocabulary."""
 
     eta: float | None
+    #: Share of tokens that stay what they were; they leave in the clear.
     unchanged: float
+    #: Mean distance between the row of a token and that of its replacement.
     mean_displacement: float
     tokens: int
 
@@ -69,11 +65,7 @@ _DRAWN_BY = {
 
 @dataclass(frozen=True, kw_only=True)
 class SAPPerturbation:
-    """Settings of a `TextPrivatizer`, which see; `open` makes one of a public table.
-
-    Raises:
-        ValueError: for eta not above 0, and settings that do not fit one another.
-    """
+    """Settings of a `TextPrivatizer`, which see; `open` makes one of a public table."""
 
     eta: float | None = None
     epsilon: float | None = None
@@ -132,8 +124,7 @@ class TextPrivatizer(Releases):
         kept: which ids stay wherever they stand, bool [V].
         tokens_released, tokens_kept: how many tokens of texts were replaced, and how many stayed.
 
-    Raises:
-        ValueError: for eta not above 0, a table with a NaN or an infinity or with equal rows, settings that do not fit.
+    Raises ValueError for eta not above 0, a table with a NaN or an infinity or with equal rows, settings that do not fit.
     """
 
     card_name = "statement"
@@ -156,6 +147,8 @@ class TextPrivatizer(Releases):
             eta=eta, epsilon=epsilon, mechanism=mechanism, cti=cti, unknown=unknown, duplicates=duplicates
         )
         self.eta, self.epsilon_of_a_token, self.mechanism = own.eta, own.epsilon, str(own.mechanism)
+        # Only the quotient has no eta, and it knows no distance.
+        self._eta = math.nan if own.eta is None else own.eta
         if isinstance(tokenizer, str):
             raise TypeError(f"tokenizer is the text {tokenizer!r}: give the tokenizer that AutoTokenizer loads from it")
         self.tokenizer, self.cti, self.unknown = tokenizer, cti, unknown
@@ -203,13 +196,6 @@ class TextPrivatizer(Releases):
             attention_mask: of the shape of a tensor of ids; positions at 0 are padding and stay.
             special_tokens_mask: of the form of the ids; 1 where the encoder added a token, which may stay.
             output: ``ids`` returns lists of ids for texts.
-
-        Returns:
-            The same form as ``inputs``, or ids.
-
-        Raises:
-            ValueError: text without a tokenizer, labels that do not fit, an unknown token under ``unknown='refuse'``, ids that
-                are no whole numbers or outside the vocabulary.
         """
         if isinstance(inputs, str):
             return self._texts([inputs], None if labels is None else [labels], output)[0]
@@ -292,10 +278,7 @@ class TextPrivatizer(Releases):
         return result
 
     def _privatize(self, given: Tensor, labels: Tensor | None, added: Tensor | None) -> Tensor:
-        """Ids of any shape, to the same on their device: the mechanism on every token that is not kept.
-
-        ``labels`` and ``added``, of the same shape, say the class of each, and which ones may be kept.
-        """
+        """Ids of any shape, to the same on their device; ``labels`` is the class of each, ``added`` which ones may stay."""
         size, device = len(self._row_of), self._table.device
         if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
             raise ValueError(f"the ids are {given.dtype}: give whole numbers, as a tokenizer does")
@@ -339,11 +322,6 @@ class TextPrivatizer(Releases):
             self._row_of[missing] = ops.snap(self._table[missing].nan_to_num(), self._rows)
         return self._row_of[ids]
 
-    @property
-    def _eta(self) -> float:
-        assert self.eta is not None  # only the quotient has none, and it knows no distance
-        return self.eta
-
     def _draw(self, rows: Tensor, label: int | None) -> Tensor:
         if self.mechanism == "laplace":
             eta = self._eta if self.cti is None else self._per_row(self.cti.eta_of(label, self._eta))[rows]
@@ -370,10 +348,7 @@ class TextPrivatizer(Releases):
         return Displacement(self.eta, float((drawn == tried).double().mean()), float(moved.mean()), len(tried))
 
     def log_probabilities(self, token: int, label: int | None = None) -> Tensor:
-        """Log probability of each id as the replacement of a token, float64 [V]; -inf for ids that are never drawn.
-
-        Raises ValueError for the Laplace mechanism, whose probabilities have no closed form.
-        """
+        """Log probability of each id as the replacement of a token, float64 [V]; -inf for ids that are never drawn."""
         if self._quotient is not None:
             return self._quotient.log_probabilities(token)
         if self.mechanism == "laplace":
@@ -396,7 +371,7 @@ class TextPrivatizer(Releases):
             parts += [self._quotient.cell_of, self._quotient.representatives]
         for tensor in parts:
             found.update(f"{tensor.dtype} {list(tensor.shape)} ".encode())
-            found.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            found.update(value_bytes(tensor))
         return found.hexdigest()
 
     def bound(self, token: int, other: int, label: int | None = None) -> float:
@@ -443,8 +418,7 @@ class TextPrivatizer(Releases):
     def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
         """Examples with their tokens replaced, once, and their labels too where these are tokens.
 
-        Items come with ``special_tokens_mask`` (see `fastdp.data`). Labels of training examples choose among the importances of
-        CTI; those of queries are not known.
+        Labels of training examples choose among the importances of CTI; those of queries are not known.
         """
         known = [item["labels"] for item in items] if training and self.cti is not None else None
         rows = self._lists([item["input_ids"] for item in items], known, [item[ADDED] for item in items])

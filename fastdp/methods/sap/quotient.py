@@ -21,12 +21,8 @@ def equal_mass_cells(importance: Tensor, mass: Tensor, cells: int) -> Tensor:
     """Cut tokens into cells of like importance and equal mass: int64 [tokens], each cell with a token that has mass.
 
     The tokens are halved again and again, by mass in the proportion of the numbers of cells, along the class whose importance
-    varies most among them. For two classes the cells are quantiles.
-
-    Args:
-        importance: [classes, tokens], public or noised.
-        mass: [tokens], at least 0: how often each occurs in the texts that were counted.
-        cells: K, at least 2 and at most the number of tokens that have mass. Raises ValueError otherwise.
+    [classes, tokens] varies most among them. For two classes the cells are quantiles. The mass of a token is how often it
+    occurs in the texts that were counted.
     """
     mass = torch.as_tensor(mass).double()
     if mass.shape != importance.shape[1:] or not bool((torch.isfinite(mass) & (mass >= 0)).all()):
@@ -53,13 +49,7 @@ def informative_cells(counts: Tensor, importance: Tensor, cells: int, epsilon: f
 
     The vocabulary is cut into `_BINS` bins of equal mass, which begin in cells of equal mass. A bin moves to another cell if
     that raises the mutual information of class and answer, until none can. So a word that decides, as "not" may, need not
-    share its cell with a fifth of all text.
-
-    Args:
-        counts: [classes, tokens], public or noised, at least 0.
-        importance: [classes, tokens], of the same counts.
-        cells: K.
-        epsilon: at which a cell will be told. Raises ValueError as `check_response` does.
+    share its cell with a fifth of all text. Counts and importance are [classes, tokens], public or noised.
     """
     check_response(cells, epsilon)
     counts, mass = counts.double().clamp_min(0.0), counts.double().clamp_min(0.0).sum(0)
@@ -120,27 +110,14 @@ _GAIN = 1e-9
 
 @dataclass(frozen=True)
 class Quotient:
-    """A partition of a vocabulary, what stands for each cell, and the epsilon at which a cell is told.
+    """A public partition of a vocabulary, what stands for each cell, and the epsilon at which a token's cell is told.
 
-    Args:
-        cell_of: int64 [V], public: the cell of every token that a text may hold.
-        representatives: int64 [K], public: the token that stands for each cell; no two alike.
-        epsilon: of one token.
-
-    Raises ValueError for cells that do not fit, or an epsilon that `check_response` refuses.
+    ``cell_of``, int64 [V], is the cell of every token; ``representatives``, int64 [K], the token that stands for each cell.
     """
 
     cell_of: Tensor
     representatives: Tensor
     epsilon: float
-
-    def __post_init__(self) -> None:
-        k = len(self.representatives)
-        check_response(k, self.epsilon)
-        if bool((self.cell_of < 0).any()) or bool((self.cell_of >= k).any()):
-            raise ValueError(f"a cell lies outside 0 to {k - 1}")
-        if len(self.representatives.unique()) < k:
-            raise ValueError("two cells have one representative, so that neither can be told from the other")
 
     def draw(self, ids: Tensor, stream: NoiseStream) -> Tensor:
         """The representatives of the answers, one independent draw for each id: int64 [n] to [n]."""

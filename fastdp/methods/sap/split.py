@@ -64,19 +64,13 @@ class Bottom(nn.Module):
         return self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs).last_hidden_state
 
 
-def split_model(model: nn.Module, after: Layer = 0, *, trainable_bottom: bool = False) -> tuple[Bottom, nn.Module]:
+def split_model(model: nn.Module, after: Layer = 0) -> tuple[Bottom, nn.Module]:
     """Bottom and top of a stock model whose blocks are known (`fastdp.methods.blocks`).
 
-    The bottom is a copy of the embeddings and the first ``after`` blocks. The top shares its weights with ``model``, has the
-    head, and is called with ``inputs_embeds`` [B, T, d] and the attention mask: ``top(inputs_embeds=bottom(**inputs), ...)``
-    computes what the model does. A causal classifier then reads the last position: pad on the left.
-
-    Args:
-        after: blocks in the bottom; 0 cuts at the embedding output. Or the last module of the bottom, or its dotted name.
-        trainable_bottom: leave the bottom's gradients on. Every pass over the data is then a release of its own.
-
-    Raises:
-        ValueError: for another architecture, a number of blocks that the model does not have, or a module between blocks.
+    The bottom is a frozen copy of the embeddings and the first ``after`` blocks; 0 cuts at the embedding output, and a module
+    or its dotted name stands for itself and what precedes it. The top shares its weights with ``model`` and has the head:
+    ``top(inputs_embeds=bottom(**inputs), attention_mask=mask)`` computes what the model does. A causal classifier then reads
+    the last position: pad on the left.
     """
     blocks = find_blocks(model)
     if isinstance(after, (str, nn.Module)):
@@ -84,9 +78,7 @@ def split_model(model: nn.Module, after: Layer = 0, *, trainable_bottom: bool = 
         after = 0 if after == "embeddings" else after
     if isinstance(after, bool) or not isinstance(after, int) or not 0 <= after <= len(blocks.blocks):
         raise ValueError(f"after is {after!r}: the model has 0 to {len(blocks.blocks)} blocks to split after")
-    bottom = _bottom(blocks, after)
-    bottom.requires_grad_(trainable_bottom)
-    return bottom, _top(blocks, after)
+    return _bottom(blocks, after).requires_grad_(False), _top(blocks, after)
 
 
 def _bottom(blocks: Blocks, after: int) -> Bottom:
@@ -95,6 +87,7 @@ def _bottom(blocks: Blocks, after: int) -> Bottom:
     if blocks.final is not None:
         memo[id(blocks.final)] = nn.Identity()
     if pooler is not None:
+        # Neither copied nor run: a customer needs none.
         memo[id(pooler)] = nn.Identity()
     base: Any = copy.deepcopy(blocks.base, memo)
     if pooler is not None:

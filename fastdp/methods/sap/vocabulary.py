@@ -64,7 +64,7 @@ def check_rows(rows: Tensor, ids: Tensor, duplicates: str) -> None:
         raise ValueError(f"the table's row of token {int(ids[bad[0]])} holds a NaN or an infinity")
     if duplicates == "merge":
         return
-    # A sum of 64-bit products tells rows apart; only those that share one are compared.
+    # A sum of 64-bit products tells rows apart; only those that share one are compared. 0 is added for the sake of -0.
     weights = torch.randint(1, 1 << 62, (rows.shape[1],), generator=torch.Generator().manual_seed(0))
     keys = ((rows + 0.0).view(torch.int32).long() * weights.to(rows.device)).sum(1)
     order = keys.argsort(stable=True)

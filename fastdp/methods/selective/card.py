@@ -25,9 +25,7 @@ _UNPROTECTED = (
 def token_claim(budget: str, epsilon: float, most_tokens: int | None) -> Pure:
     """What is promised of each private token, or of those of a text if they share its budget.
 
-    Args:
-        budget, epsilon: as in `SelectivePerturbation`.
-        most_tokens: most private tokens in one text; None where that is not known.
+    ``most_tokens`` is how many private tokens one text has at most; None where that is not known.
     """
     shared = budget == "text"
     whose = "the private tokens of each text together, each" if shared else "each private token,"
@@ -58,18 +56,13 @@ class PerturbedTexts:
     earlier: tuple[str, ...] = ()
     from_cache: bool = False
 
-    @property
-    def private_tokens(self) -> int:
-        """Number of replaced tokens in all texts."""
-        return sum(map(sum, self.private))
-
     def texts(self, tokenizer: Any) -> list[str]:
         """The perturbed texts for a reader; train on ``ids``, as encoding these anew may give other tokens."""
         return [tokenizer.decode(ids) for ids in self.ids]
 
     def card(self, quality: DetectorQuality | None = None) -> Card:
         """What was bought; ``quality`` states the detector's miss rate (`measure_detector`)."""
-        private, form = self.private_tokens, self.settings["mechanism"]
+        private, form = sum(map(sum, self.private)), self.settings["mechanism"]
         most = max(map(sum, self.private), default=0)
         card = Card.of(
             token_claim(self.settings["budget"], self.settings["epsilon"], most),
@@ -86,7 +79,7 @@ class PerturbedTexts:
                 "settings": dict(self.settings),
                 "mean_of_a_text": sum(self.epsilons) / len(self.epsilons) if self.epsilons else 0.0,
                 "tokens": {"private": private, "all": sum(map(len, self.ids)), "texts": len(self.epsilons)},
-                "detector_quality": None if quality is None else quality.as_dict(),
+                "detector_quality": None if quality is None else vars(quality),
             },
         )
         return card.after(self.earlier)
@@ -95,8 +88,7 @@ class PerturbedTexts:
 def _miss_rate(quality: DetectorQuality | None) -> str:
     if quality is None:
         return "not measured: give labelled spans of text like this"
-    found = quality.as_dict()
     return (
-        f"{found['span_miss_rate']:.1%} of labelled spans and {found['character_miss_rate']:.1%} of their characters, "
-        f"measured on {found['texts']} texts ({found['corpus']})"
+        f"{quality.span_miss_rate:.1%} of labelled spans and {quality.character_miss_rate:.1%} of their characters, "
+        f"measured on {quality.texts} texts ({quality.corpus})"
     )

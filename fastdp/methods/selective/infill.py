@@ -38,8 +38,6 @@ def infill(
         answers: the type that was answered at each place, or None where the token stays.
         allowed: bool [types, V], the tokens that may be drawn for an answer; at least one each.
         begin: the token that every text begins with in the model's eyes; without one a first place is drawn evenly.
-
-    Raises ValueError if the model's logits are fewer than the tokens, or are not finite.
     """
     found: list[list[int]] = [list(own) for own in texts]
     answered = [index for index, own in enumerate(answers) if any(type_ is not None for type_ in own)]
@@ -51,13 +49,7 @@ def infill(
 
 
 def choose(logits: Tensor, allowed: Tensor, fractions: Tensor) -> Tensor:
-    """One token a row by softmax of float logits [n, V] over the allowed ones, bool [n, V]: int64 [n].
-
-    Args:
-        fractions: float64 [n], uniform in [0, 1).
-
-    Raises ValueError for logits that are not finite.
-    """
+    """One token a row by softmax of logits [n, V] over the allowed ones, bool [n, V], and uniform fractions [n]: int64 [n]."""
     if not bool(torch.isfinite(logits).all()):
         raise ValueError("the model that draws replacements has logits that are not finite: take another model")
     weights = logits.double().masked_fill(~allowed, -torch.inf).softmax(1)

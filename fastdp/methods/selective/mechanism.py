@@ -39,23 +39,14 @@ _STRENGTHS: dict[tuple[str, float], float] = {}
 def paper_probabilities(token: int, table: Tensor, epsilon: float, radius: float, alpha: float = 1.0) -> Tensor:
     """The law that the paper prints for one private token: float64 [V], zero outside its radius (equations 2 to 5).
 
-    Args:
-        token: row of the private token.
-        table: [V, d] rows, or [V] for rows of one number.
-        epsilon, alpha: as printed; both positive.
-        radius: d of equation 2, positive.
-
-    Raises:
-        ValueError: for a number out of range.
-        IndexError: for a token outside the table.
+    The table holds rows [V, d], or [V] numbers; the radius is d of equation 2.
     """
     positive(epsilon=epsilon, radius=radius, alpha=alpha)
     rows = table.double() if table.dim() > 1 else table.double().unsqueeze(1)
     if not 0 <= token < len(rows):
         raise IndexError(f"token {token} is outside a table of {len(rows)} rows")
-    return _paper_laws(torch.tensor([token]), rows, torch.tensor([epsilon], dtype=torch.float64), radius, alpha, None)[
-        0
-    ]
+    epsilons = torch.tensor([epsilon], dtype=torch.float64)
+    return _paper_laws(torch.tensor([token]), rows, epsilons, radius, alpha, None)[0]
 
 
 def _paper_laws(
@@ -77,20 +68,16 @@ def _paper_laws(
 
 @dataclass(frozen=True)
 class TokenMechanism:
-    """One form of the mechanism on one public table.
-
-    Attributes:
-        form: ``local`` or ``paper``.
-        table: [V, d] float rows; public, and the same for all who train together. Draws are made where it is.
-        radius: R or d above, in the table's unit of distance.
-        alpha: the paper's factor.
-        candidates: bool [V], tokens that may be drawn, or None for all; public.
-    """
+    """One form of the mechanism, ``local`` or ``paper``, on one public table."""
 
     form: str
+    #: Float rows [V, d]; the same for all who train together. Draws are made where it is.
     table: Tensor
+    #: R or d above, in the table's unit of distance.
     radius: float
+    #: The paper's factor.
     alpha: float = 1.0
+    #: Tokens that may be drawn, bool [V], or None for all; public.
     candidates: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -157,12 +144,7 @@ class TokenMechanism:
         return law.double().cpu()
 
     def draw(self, ids: Tensor, epsilon: float | Tensor, stream: NoiseStream) -> Tensor:
-        """One independent draw for each id, at ``epsilon`` (a number, or float64 like ``ids``): int64 [n] to [n].
-
-        Raises:
-            IndexError: an id outside the table.
-            ValueError: an epsilon that is not positive and finite.
-        """
+        """One independent draw for each id, at ``epsilon`` (a number, or float64 like ``ids``): int64 [n] to [n]."""
         epsilons = torch.as_tensor(epsilon, dtype=torch.float64)
         if not bool((torch.isfinite(epsilons) & (epsilons > 0)).all()):
             raise ValueError("every epsilon must be positive and finite")
@@ -177,6 +159,7 @@ class TokenMechanism:
         return exponential_choice(ids, self.table, scale, stream, self.radius, log_prior=self._prior)
 
     def _draw_paper(self, ids: Tensor, epsilons: Tensor, stream: NoiseStream) -> Tensor:
+        """Draws of the paper's form; the law of ids that share a token and an epsilon is computed once."""
         rows = self.table.double()
         laws, law_of = torch.stack([ids.double(), epsilons]).unique(dim=1, return_inverse=True)
         draws = uniform_fractions(len(ids), stream)
@@ -194,9 +177,6 @@ def public_radius(table: Tensor) -> float:
     """The median distance between some 512 evenly spaced rows of a public table: the radius where none is given.
 
     Computed from public data alone and without randomness, so that all who hold the table agree on it.
-
-    Raises:
-        ValueError: if all rows of the table are equal.
     """
     _check_table(table)
     step = max(1, len(table) // 512)

@@ -138,11 +138,7 @@ class SelectivePerturbation:
 
 
 class SelectiveReleases(Releases):
-    """A `SelectivePerturbation` on a public table and tokenizer: called with texts, it perturbs them once.
-
-    Attributes:
-        released: what was perturbed last, or read back.
-    """
+    """A `SelectivePerturbation` on a public table and tokenizer: called with texts, it perturbs them once."""
 
     def __init__(
         self,
@@ -162,6 +158,7 @@ class SelectiveReleases(Releases):
             raise ValueError("replacement 'model' reads the words around a place: give the public model, not its table")
         self._model = table if isinstance(table, nn.Module) else None
         self.radius = self._radius(self._matrix)
+        #: What was perturbed last, or read back.
         self.released: PerturbedTexts | None = None
 
     def __call__(self, texts: Sequence[str]) -> PerturbedTexts:
@@ -172,7 +169,10 @@ class SelectiveReleases(Releases):
                 # Another process that draws for the same texts is waited for, and what it drew is read back.
                 path = self.cache.with_name(f".{self.cache.name}.lock")
                 stack.enter_context(Lock(path, str(self.cache), seconds=_LONGEST_WAIT))
-            self.released = self._read_back(encoded["input_ids"]) or self._drawn(texts, encoded)
+            if self.cache is not None and self.cache.exists():
+                self.released = _read(self.cache, self._described(), self._private_settings(), encoded["input_ids"])
+            else:
+                self.released = self._drawn(texts, encoded)
         return self.released
 
     def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
@@ -228,11 +228,6 @@ class SelectiveReleases(Releases):
             "table": hashlib.sha256(self._matrix.cpu().numpy().tobytes()).hexdigest(),
             "max_length": self.max_length,
         }
-
-    def _read_back(self, original: list[list[int]]) -> PerturbedTexts | None:
-        if self.cache is None or not self.cache.exists():
-            return None
-        return _read(self.cache, self._described(), self._private_settings(), original)
 
     def _drawn(self, texts: Sequence[str], encoded: dict[str, Any]) -> PerturbedTexts:
         settings = self.settings

@@ -10,17 +10,11 @@ from fastdp.methods.selective.spans import Span
 
 
 class PresidioDetector:
-    """A Presidio analyzer as a `PrivacyDetector`.
+    """A Presidio analyzer as a `PrivacyDetector`, for some entities or all that it supports.
 
-    Args:
-        analyzer: a ``presidio_analyzer.AnalyzerEngine`` of your own, with whatever language model it loads; None for
-            Presidio's pattern recognisers alone. Presidio's default engine downloads a language model, and its e-mail
-            recogniser a list of domain suffixes; with None, neither happens.
-        entities: the kinds to look for; None for all the analyzer supports.
-        language: two-letter code.
-
-    Raises:
-        ImportError: if Presidio is not installed.
+    Give an ``AnalyzerEngine`` of your own, with whatever language model it loads, or none for Presidio's pattern recognisers
+    alone. Its default engine downloads a language model, and its e-mail recogniser a list of domain suffixes; here neither
+    happens.
     """
 
     def __init__(self, analyzer: Any = None, entities: Sequence[str] | None = None, language: str = "en") -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fastdp.methods.selective.spans import PrivacyDetector, PrivacyPolicy, Span, merge
 
@@ -18,7 +17,6 @@ class DetectorQuality:
 
     Attributes:
         corpus: where the labels come from, for the card.
-        texts: number of texts.
         span_miss_rate: share of labelled spans not covered whole: each leaves private text in the clear.
         character_miss_rate: share of labelled private characters left in the clear.
         by_entity: for each entity the number of ``labelled`` spans, and the shares of them covered whole (``recall``) and in
@@ -32,9 +30,6 @@ class DetectorQuality:
     character_miss_rate: float
     by_entity: dict[str, dict[str, float | None]]
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def measure_detector(
     detector: PrivacyDetector,
@@ -43,11 +38,7 @@ def measure_detector(
     policy: PrivacyPolicy | None = None,
     corpus: str = "labelled spans given by the caller",
 ) -> DetectorQuality:
-    """Compare a detector with labelled spans; only labels of entities that the policy calls private count.
-
-    Raises:
-        ValueError: for as many labels as texts not being given, labels outside their text, or none that is private.
-    """
+    """Compare a detector with labelled spans; only labels of entities that the policy calls private count."""
     policy = PrivacyPolicy() if policy is None else policy
     if len(texts) != len(labels):
         raise ValueError(f"{len(labels)} lists of labels were given for {len(texts)} texts: give one for each")
@@ -92,11 +83,7 @@ def _share(part: int, whole: int) -> float | None:
 def read_labelled_spans(path: str | Path) -> tuple[list[str], list[list[Span]]]:
     """Texts and labels of a JSON file in the form of Presidio's synthetic data sets.
 
-    A list of objects with ``full_text`` and ``spans``, each span with ``entity_type``, ``start_position`` and
-    ``end_position``.
-
-    Raises:
-        ValueError: for a file of another form, naming the entry.
+    It lists objects with ``full_text`` and ``spans``, each of an ``entity_type``, ``start_position`` and ``end_position``.
     """
     try:
         entries = json.loads(Path(path).read_bytes())

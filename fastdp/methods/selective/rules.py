@@ -118,9 +118,6 @@ class RuleDetector:
             as whole words or parts of a compound ("Anna" in "Anna-Maria", all of which is then private), whatever their
             case. They are private data: the card states how many there are, not which.
         entities: the kinds to look for.
-
-    Raises:
-        ValueError: for an entity it does not know, or a name without a letter or digit.
     """
 
     names: frozenset[str] = field(default=frozenset(), repr=False)

@@ -61,9 +61,6 @@ class PrivacyPolicy:
         entities: the kinds that are private; None for every kind that the detector knows.
         threshold: least score.
         whole_words: widen a span to the words it touches, so that no part of a word is left in the clear.
-
-    Raises:
-        ValueError: for a threshold outside [0, 1], or no entity at all.
     """
 
     entities: frozenset[str] | None = None
@@ -79,11 +76,7 @@ class PrivacyPolicy:
             raise ValueError(f"threshold is {self.threshold}: a score lies between 0 and 1")
 
     def private(self, text: str, spans: Sequence[Span]) -> list[tuple[int, int]]:
-        """The private stretches of ``text``: disjoint, in order; overlapping spans become one.
-
-        Raises:
-            ValueError: for a span that is empty, backwards or outside the text, or whose score is not in [0, 1].
-        """
+        """The private stretches of ``text``: disjoint, in order; overlapping spans become one."""
         kept = []
         for span in spans:
             _check(span, text)
@@ -114,12 +107,9 @@ def merge(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def token_mask(offsets: Sequence[tuple[int, int]], stretches: Sequence[tuple[int, int]]) -> list[bool]:
-    """Which tokens touch a private stretch of their text.
+    """Which tokens touch a private stretch of their text, as `PrivacyPolicy.private` returns them.
 
-    Args:
-        offsets: start and end character of each token, as a fast tokenizer gives them. Several tokens may share a
-            character (the bytes of one letter); a token of no characters inside a stretch is private too.
-        stretches: disjoint and in order, as `PrivacyPolicy.private` returns them.
+    Several tokens may share a character (the bytes of one letter); a token of no characters inside a stretch is private too.
     """
     return [any(start < to and max(end, start + 1) > since for since, to in stretches) for start, end in offsets]
 

@@ -17,14 +17,8 @@ from fastdp.untrusted import encode
 class TokenClassificationDetector:
     """A named-entity model as a `PrivacyDetector`: labels O, B-X, I-X (or plain X) become spans of entity X.
 
-    Args:
-        model: a model for token classification, whose ``config.id2label`` names the labels.
-        tokenizer: its fast tokenizer.
-        batch_size: windows in one forward pass; a text longer than the model is cut into overlapping windows.
-        stride: tokens that neighbouring windows share.
-
-    Raises:
-        ValueError: for a tokenizer without character offsets, or a stride that leaves a window nothing of its own.
+    The model's ``config.id2label`` names the labels, and its tokenizer must be fast. A text longer than the model is cut into
+    windows, of which neighbours share ``stride`` tokens, and ``batch_size`` go through the model at once.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, batch_size: int = 16, stride: int = 32) -> None:

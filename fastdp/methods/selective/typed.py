@@ -31,14 +31,9 @@ _LEFT = "other"
 
 
 def token_types(tokenizer: Any, candidates: Tensor) -> tuple[Tensor, tuple[str, ...]]:
-    """The type of every token: int64 [V], and the types' names.
+    """The type of every token of a public tokenizer: int64 [V], and the types' names.
 
-    Args:
-        tokenizer: public.
-        candidates: bool [V], the tokens that may be drawn. The others (special tokens) count as of the left-over type, and
-            none of them is ever drawn.
-
-    Raises ValueError for a vocabulary without two types of `SMALLEST_TYPE` tokens.
+    A token of no large type, as special ones may be, counts as of the largest. Only ``candidates``, bool [V], are ever drawn.
     """
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(candidates))))
     marked = {mark for mark in _BEGINS if any(t is not None and t.startswith(mark) for t in tokens)}
@@ -89,25 +84,14 @@ def _kind(word: str, begins: bool, cased: bool) -> str:
 
 @dataclass(frozen=True)
 class TypedCells:
-    """The law of a replacement by type.
+    """The law of a replacement by type; all of it public."""
 
-    Attributes:
-        types: int64 [V], public: the type of every token that a text may hold.
-        candidates: bool [V], tokens that may be drawn; every type has one.
-        names: of the types.
-
-    Raises ValueError for types that do not fit.
-    """
-
+    #: Of every token that a text may hold, int64 [V].
     types: Tensor
+    #: Tokens that may be drawn, bool [V]; every type has one.
     candidates: Tensor
-    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.types.dim() != 1 or self.types.dtype != torch.int64 or self.candidates.shape != self.types.shape:
-            raise ValueError("types are one int64 for each token, and candidates one truth value")
-        if bool((self.types < 0).any()):
-            raise ValueError("types count from 0")
         check_response(self._count, 1.0)
         if bool((self._sizes == 0).any()):
             raise ValueError(
@@ -117,8 +101,7 @@ class TypedCells:
     @classmethod
     def of(cls, tokenizer: Any, candidates: Tensor) -> TypedCells:
         """By the types that the tokenizer's tokens show (`token_types`)."""
-        types, names = token_types(tokenizer, candidates)
-        return cls(types, candidates, names)
+        return cls(token_types(tokenizer, candidates)[0], candidates)
 
     def __len__(self) -> int:
         return len(self.types)
@@ -148,10 +131,6 @@ class TypedCells:
         """The type that is told of each id, by randomised response at ``epsilon`` (a number, or float64 like ``ids``).
 
         int64 [n] to [n]; all that the tokens tell is in it.
-
-        Raises:
-            IndexError: an id without a type.
-            ValueError: an epsilon that `check_response` refuses.
         """
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(self.types):
             raise IndexError(f"an id lies outside the {len(self.types)} tokens that have a type")
@@ -163,10 +142,7 @@ class TypedCells:
         return answers
 
     def draw(self, ids: Tensor, epsilon: float | Tensor, stream: NoiseStream) -> Tensor:
-        """One independent draw for each id, all tokens of the answered type alike: int64 [n] to [n].
-
-        Raises IndexError and ValueError as `answer`.
-        """
+        """One independent draw for each id, all tokens of the answered type alike: int64 [n] to [n]."""
         if not ids.numel():
             return ids.clone()
         answers = self.answer(ids, epsilon, stream)

@@ -35,9 +35,6 @@ def evolve(
         variations: how many candidates stand in each place: a kept text and its variations.
         threshold: noised counts up to this many votes count as none.
         seed: of the draw among what was voted for.
-
-    Raises:
-        ValueError: for a count below 1, votes without a round left, and another number of texts than was asked for.
     """
     at_least(1, count=count, variations=variations)
     draw = torch.Generator().manual_seed(seed)

@@ -26,17 +26,8 @@ _MOST_TEXTS = 1 << 24
 def vote_counts(records: Tensor, record_labels: Tensor, candidates: Tensor, candidate_labels: Tensor) -> Tensor:
     """How many records have each candidate as the nearest of their label.
 
-    Args:
-        records: [N, d]; a record that is not finite, or whose label has no candidate, does not vote.
-        record_labels: int64 [N].
-        candidates: [V, d], finite.
-        candidate_labels: int64 [V].
-
-    Returns int64 [V]. One record more or less changes one count by 1, so the L2 sensitivity is 1.
-
-    >>> counts = vote_counts(torch.tensor([[0.1], [0.9]]), torch.zeros(2), torch.tensor([[0.0], [1.0]]), torch.zeros(2))
-    >>> counts.tolist()
-    [1, 1]
+    Of records [N, d] and candidates [V, d], with labels int64 [N] and [V], to int64 [V]. A record that is not finite, or whose
+    label has no candidate, does not vote. One record more or less changes one count by 1, so the L2 sensitivity is 1.
     """
     counts = torch.zeros(len(candidates), dtype=torch.int64)
     votes = torch.isfinite(records).all(1)
@@ -62,8 +53,7 @@ class PrivateVotes:
         resume: go on with the ledger there.
         unsafe_seed: reproducible noise, which voids the guarantee.
 
-    Raises:
-        ValueError: for no text or 2^24 of them, labels of another number, a budget that cannot be met, or a folder in use.
+    Raises ValueError for no text or 2^24 of them, labels of another number, a budget that cannot be met, or a folder in use.
     """
 
     def __init__(
@@ -121,12 +111,7 @@ class PrivateVotes:
     def count(self, candidates: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
         """One round: the noised votes for public candidates, float32 [V] by label. Budget is spent before noise is drawn.
 
-        Args:
-            candidates: texts by label.
-
-        Raises:
-            ValueError: for a label that no record may have, for no candidate at all, or embeddings that are not finite.
-            fastdp.accounting.BudgetExceeded: once all rounds are spent.
+        Raises `fastdp.accounting.BudgetExceeded` once all rounds are spent.
         """
         instance(Mapping, "texts by label", candidates=candidates)
         if unknown := candidates.keys() - set(self.labels):

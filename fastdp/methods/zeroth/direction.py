@@ -44,15 +44,9 @@ class StepSize(nn.Linear):
 class RandomDirection:
     """Puts a `StepSize` into a model, and its forward in place of the model's, until `remove`.
 
-    Args:
-        model: its parameters with ``requires_grad`` are moved along the direction; meanwhile they are frozen.
-        optimizer: holds them; meanwhile its first group holds the step alone.
-        smoothing: h, how far the weights go in either sense.
-        seed: of the directions, which are public; with the number of the release and of the parameter.
-
-    Attributes:
-        trained: what is moved, by name.
-        number: of the release to come, and its direction.
+    Parameters with ``requires_grad`` are moved along the direction, by ``smoothing`` (h) in either sense. Meanwhile they are
+    frozen, and the optimizer's first group holds the step alone. Directions are public: they follow from ``seed``, the
+    ``number`` of the release to come, and that of the parameter.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, smoothing: float, seed: int):

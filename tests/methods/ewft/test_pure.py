@@ -111,7 +111,7 @@ def test_answers_follow_randomised_response_of_the_public_code():
     model = build("bert").eval()
     private = attach(model, ewft.codebook(3, 1.0), dataset_size=1)
     one = {key: value[:1].expand(400, *value.shape[1:]) for key, value in public().items()}
-    drawn = torch.cat([next(private.released_codes([one])) for _ in range(8)])
+    drawn = torch.cat([private.read_layer(one, "code") for _ in range(8)])
     code = int(drawn.bincount().argmax())
     kept = math.e / (math.e + 2)
     law = torch.full((3,), (1 - kept) / 2, dtype=torch.float64)

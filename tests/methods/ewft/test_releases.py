@@ -74,15 +74,16 @@ def test_each_example_is_clipped_as_a_whole(name, layer):
 
 
 @pytest.mark.parametrize("autoencoder", [None, (5,)])
-def test_released_codes_are_what_a_receiver_gets_of_queries(autoencoder):
+def test_codes_are_what_a_receiver_gets_of_queries(autoencoder):
     model = build("bert")
     private = attach(model, max_norm=0.25, autoencoder=autoencoder)
     inputs = full_batch("bert")
     if autoencoder:
-        with pytest.raises(RuntimeError, match="has not been trained"):
-            list(private.released_codes([inputs]))
+        for private.autoencoder.trained_on in ("private", "", True, None):
+            with pytest.raises(RuntimeError, match="has not been trained"):
+                private.read_layer(inputs, "code")
         private.train_autoencoder([inputs])
-    (hidden,), (codes,) = private.hidden_states([inputs]), private.released_codes([inputs])
+    (hidden,), codes = private.hidden_states([inputs]), private.read_layer(inputs, "code")
     expected = hidden if autoencoder is None else private.autoencoder.encode(hidden)
     norms = expected.flatten(1).norm(dim=1)
     assert torch.allclose(codes, expected * (0.25 / norms).clamp(max=1)[:, None, None], atol=1e-5)
@@ -253,7 +254,7 @@ def test_records_by_id_are_released_for_training_and_a_refused_pass_leaves_nothi
             model(**numbered())
         with pytest.raises(ValueError, match="pad"):
             model(**batch("bert", rows=2, tokens=TOKENS - 1), example_ids=torch.tensor([0, 1]))
-        list(private.released_codes([full_batch("bert")]))
+        private.read_layer(full_batch("bert"), "code")
         model(**full_batch("bert"))
     assert private.inference_releases == 2 * ROWS
 

@@ -65,7 +65,6 @@ def test_standard_deviation_of_known_attenuations() -> None:
     [
         ([[1.0, 2.0]], [1.0, 1.0], RATE, "do not go with"),
         ([[1.0, np.nan]], [1.0], RATE, "never observed"),
-        ([[1.0, 2.0]], [0.0], RATE, "positive"),
         ([[1.0, 2.0]], [1.0], 0.0, "selection_rate"),
     ],
 )

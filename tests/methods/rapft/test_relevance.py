@@ -143,5 +143,3 @@ def test_refusals():
         propagator(NoLogits()).total({"x": torch.randn(2, 3)})
     with pytest.raises(ValueError, match="mappings"):
         propagator(NoLogits()).total([torch.randn(2, 3)])
-    with pytest.raises(ValueError, match="conservation was removed"):
-        propagator(NoLogits()).conservation({})

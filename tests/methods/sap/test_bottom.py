@@ -56,7 +56,8 @@ def test_a_frozen_bottom_releases_without_gradients():
 
 
 def test_a_trainable_bottom_gets_gradients_and_no_guarantee():
-    bottom, top = split_model(build("bert"), 1, trainable_bottom=True)
+    bottom, top = split_model(build("bert"), 1)
+    bottom.requires_grad_()
     private = PrivateBottom(bottom, eta=10.0)
     inputs = inputs_of("bert")
     top(inputs_embeds=private(**inputs), attention_mask=inputs["attention_mask"]).logits.sum().backward()

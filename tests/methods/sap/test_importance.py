@@ -19,7 +19,7 @@ COUNTS = torch.tensor([[8, 1, 20, 1], [2, 9, 20, 0]])
 
 
 def test_known_figures():
-    importance = sap.utility_importance(COUNTS, smoothing=1)
+    importance = sap.utility_importance(COUNTS)
     assert importance[0].tolist() == pytest.approx([1.1276, -1.5805, 0.0290, 0.7221], abs=5e-5)
     assert sap.adaptive_eta(importance, 50, 0)[0].tolist() == pytest.approx([75.54, 17.07, 50.73, 67.31], rel=2e-4)
 
@@ -34,8 +34,8 @@ def test_known_figures():
 @settings(max_examples=50)
 def test_importance_is_the_mean_log_ratio(rows):
     counts = torch.tensor(rows)
-    found = sap.utility_importance(counts, 0.5)
-    share = (counts + 0.5) / (counts + 0.5).sum(1, keepdim=True)
+    found = sap.utility_importance(counts)
+    share = (counts + 1) / (counts + 1).sum(1, keepdim=True)
     for c in range(len(rows)):
         others = [o for o in range(len(rows)) if o != c]
         expected = torch.stack([(share[c] / share[o]).log() for o in others]).mean(0)
@@ -46,20 +46,18 @@ def test_importance_is_the_mean_log_ratio(rows):
 
 
 @cases(
-    ("counts", "smoothing", "match"),
+    ("counts", "match"),
     [
-        ([[1, 2]], 1, "two classes"),
-        ([1, 2], 1, "two classes"),
-        ([[1, 2], [0, 0]], 1, "class 1 has no tokens"),
-        ([[1, 2], [0, 1]], 0, "smoothing"),
-        ([[1, -2], [1, 1]], 1, "at least 0"),
-        ([[1, math.nan], [1, 1]], 1, "finite"),
-        ([[1, 2], [1, 1]], -1, "smoothing"),
+        ([[1, 2]], "two classes"),
+        ([1, 2], "two classes"),
+        ([[1, 2], [0, 0]], "class 1 has no tokens"),
+        ([[1, -2], [1, 1]], "at least 0"),
+        ([[1, math.nan], [1, 1]], "finite"),
     ],
 )
-def test_refused_counts(counts, smoothing, match):
+def test_refused_counts(counts, match):
     with pytest.raises(ValueError, match=match):
-        sap.utility_importance(torch.tensor(counts), smoothing)
+        sap.utility_importance(torch.tensor(counts))
 
 
 def test_counts_of_texts():

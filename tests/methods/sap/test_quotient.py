@@ -144,8 +144,6 @@ def test_refusals():
             CTI.from_counts(counted(0), source="public", **options)
     with pytest.raises(ValueError, match="must lie between"):
         CTI.from_counts(counted(0), source="public", form="quotient", told_at=99.0)
-    with pytest.raises(ValueError, match="one representative"):
-        Quotient(torch.tensor([0, 1]), torch.tensor([1, 1]), 1.0)
     with pytest.raises(ValueError, match="fewer cells"):
         privatizer(special_ids=range(20))
     assert privatizer().stream.reproducible is False
