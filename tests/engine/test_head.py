@@ -25,16 +25,7 @@ from fastdp.ops import heads
 from fastdp.verify import Checks
 from tests.cases import cases, pairs
 from tests.engine.models import MODELS, batch, build
-from tests.engine.reference import (
-    Recording,
-    engine_for,
-    feed,
-    norms,
-    relative,
-    require_exact,
-    stepped,
-    ticket,
-)
+from tests.engine.reference import Recording, engine_for, feed, norms, relative, require_exact, stepped, ticket
 from tests.engine.runs import one_by_one
 
 VOCABULARY, WIDTH, TOKENS = 37, 5, 9

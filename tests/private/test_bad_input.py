@@ -23,17 +23,7 @@ import fastdp
 from fastdp.private.sampler import PoissonSampler
 from tests.cases import cases
 from tests.engine.models import build
-from tests.engine.runs import (
-    CLASSES,
-    FEATURES,
-    Classifier,
-    examples,
-    loader,
-    logical_step,
-    same,
-    start,
-    state,
-)
+from tests.engine.runs import CLASSES, FEATURES, Classifier, examples, loader, logical_step, same, start, state
 
 PRIVATE = {"noise_multiplier": 1.0, "target_delta": 1e-4}
 
@@ -116,10 +106,7 @@ def test_refusals_before_the_start_leave_everything_as_it_was(tmp_path: Path) ->
             "max_grad_norm 1e-29 times .* choose a bound nearer",
         ),
         ({"method": fastdp.DPSGD(groups={"only": ["first.*"]})}, "no group's pattern matches .*'second.weight'"),
-        (
-            {"method": fastdp.DPSGD({"a": 1.0}, groups={"a": ["first.*"], "b": ["*"]})},
-            "no entry for the group 'b'",
-        ),
+        ({"method": fastdp.DPSGD({"a": 1.0}, groups={"a": ["first.*"], "b": ["*"]})}, "no entry for the group 'b'"),
         ({"unsafe_seed": -1}, "unsafe_seed is -1: give a whole number of at least 0"),
         ({"shapes": [0]}, "shapes has the lengths .*above 1"),
         ({"isolation": "per_row"}, "isolation is 'per_row': use 'per_example'"),

@@ -17,10 +17,7 @@ from fastdp.engine.routing import Routing
 from fastdp.verify import Checks
 from tests.cases import cases, pairs
 from tests.engine.models import batch as model_batch, build
-from tests.engine.reference import (
-    engine_for,
-    ticket,
-)
+from tests.engine.reference import engine_for, ticket
 from tests.engine.runs import (
     CLIPPED,
     Classifier,

@@ -291,13 +291,7 @@ def test_a_run_that_is_killed_many_times_with_blocks_of_several_steps(tmp_path: 
     require_counts(ranks(tmp_path, "crashes", 1)[0], 180)
 
 
-@cases(
-    "method",
-    [
-        fastdp.DPSGD(),
-        fastdp.RapFT(NoisyMap(1.5, 0.5), map_every=2),
-    ],
-)
+@cases("method", [fastdp.DPSGD(), fastdp.RapFT(NoisyMap(1.5, 0.5), map_every=2)])
 def test_noise_that_can_be_drawn_again_is_worth_nothing(method: Any) -> None:
     options = {"method": method, "target_epsilon": 3.0, "target_delta": 1e-3}
     for seed, worth in ((7, math.inf), (None, 3.0)):

@@ -206,12 +206,7 @@ def hang(model: nn.Module, step: int) -> None:
 
 @pytest.mark.parametrize(
     ("make", "collator", "change"),
-    [
-        (Contrast, collate, None),
-        (Running, collate, None),
-        (Classifier, mixed, None),
-        (Classifier, collate, hang),
-    ],
+    [(Contrast, collate, None), (Running, collate, None), (Classifier, mixed, None), (Classifier, collate, hang)],
 )
 @pytest.mark.parametrize("size", [0.3, 1e4])
 def test_coupled_examples_are_run_apart(

@@ -227,10 +227,7 @@ OUTSIDE: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], b
         False,
     ),
     "noised": (lambda logits, y: (logits - torch.randn_like(logits)).square().mean(), True),
-    "squeezed": (
-        lambda logits, y: F.binary_cross_entropy_with_logits(logits[:, :1].squeeze(), (y > 0).float()),
-        True,
-    ),
+    "squeezed": (lambda logits, y: F.binary_cross_entropy_with_logits(logits[:, :1].squeeze(), (y > 0).float()), True),
 }
 
 

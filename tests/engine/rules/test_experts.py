@@ -17,16 +17,7 @@ from fastdp.engine.uses.layout import Ticket
 from fastdp.verify import Checks
 from tests.cases import cases, pairs
 from tests.engine.nets import Net, exact_batches
-from tests.engine.reference import (
-    assert_exact_step,
-    engine_for,
-    feed,
-    norms,
-    relative,
-    require_exact,
-    stepped,
-    ticket,
-)
+from tests.engine.reference import assert_exact_step, engine_for, feed, norms, relative, require_exact, stepped, ticket
 from tests.engine.runs import collate, examples, one_by_one
 
 ROWS, TOKENS, WORDS, WIDTH, HIDDEN, EXPERTS = 5, 11, 61, 24, 40, 5

@@ -46,10 +46,7 @@ def turned(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 OTHERS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, torch.Tensor], torch.Tensor]]] = {
     "attention": (lambda: layers.DPMultiheadAttention(WIDTH, 2, add_bias_kv=True, add_zero_attn=True), turned),
     "attention without a bias": (lambda: layers.DPMultiheadAttention(WIDTH, 1, bias=False), turned),
-    "a bias of sequences": (
-        lambda: layers.dp_multihead_attention.SequenceBias(WIDTH, True),
-        lambda layer, x: layer(x),
-    ),
+    "a bias of sequences": (lambda: layers.dp_multihead_attention.SequenceBias(WIDTH, True), lambda layer, x: layer(x)),
 }
 
 
