@@ -473,22 +473,6 @@ def test_a_loss_without_whole_rows_of_the_logits_is_no_heads() -> None:
         model(**inputs)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "frozen", "asked", "left_out"),
-    [(9, False, None, False), (10, False, None, True), (9, True, None, True), (9, False, False, True)],
-)
-def test_logits_are_left_out_where_that_takes_no_longer_or_is_asked_for(
-    tokens: int, frozen: bool, asked: bool | None, left_out: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(logits.Heads, "tile", 0)
-    weight = torch.nn.Parameter(torch.randn(VOCABULARY, WIDTH), requires_grad=not frozen)
-    heads = logits.Heads()
-    heads.always = asked is False
-    made = heads.leave_out(torch.randn(2, tokens, WIDTH), weight, None, lambda: None)  # type: ignore[arg-type,return-value]
-    assert made.source.small != left_out
-
-
 def test_later_batches_of_any_length_take_whatever_way_is_theirs() -> None:
     model = Speaker(tied=True)
     engine, tickets = engine_for(model, 0.7)

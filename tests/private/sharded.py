@@ -87,7 +87,7 @@ WAYS: dict[str, tuple[str, Callable[[nn.Module], None]]] = {
 def ways(rank: int, size: int, folder: Path) -> dict[str, Any]:
     """What each way gives, with sums reduced in each microbatch."""
     shards.WHOLE_SUMS = 0.0
-    return {name: trained(case, 1.0, way) for name, (case, way) in WAYS.items()}
+    return {name: trained(case, way) for name, (case, way) in WAYS.items()}
 
 
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -316,7 +316,7 @@ def quantised(rank: int, size: int, folder: Path) -> dict[str, Any]:
         if size > 1:
             checkpointed(model)
 
-    weights = trained("lora", 1.0, prepare)["weights"]
+    weights = trained("lora", prepare)["weights"]
     same = all(torch.equal(weights[name].view(torch.uint8), t.view(torch.uint8)) for name, t in base.items())
     return {"adapters": {n: weight for n, weight in weights.items() if n not in base}, "base kept": same}
 
@@ -399,7 +399,6 @@ def refused(rank: int, size: int, folder: Path) -> dict[str, Any]:
         "along columns": (along_columns, {}),
         "pipeline": (on_one, {}),
         "no values": (on_meta, {}),
-        **({"a number": (partial(shard, reshard_after_forward=2), {})} if size == 4 else {}),
         "no logits": (shard, {"keep_logits": False}),
         "a proof": (shard, {}),
         "afterwards": (lambda model: None, {}),

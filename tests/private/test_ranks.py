@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,10 @@ from tests.private.conftest import ranks, run
 from tests.private.ranked import CASES, MOMENTS, STEPS
 from tests.private.sharded import WAYS
 from tests.private.test_bad_input import readable
-from tests.private.traffic import Shape, Traffic, Weights, held, traffic
 
 #: Weights after six steps may differ by the rounding of sums in another order.
 ROUNDING = 1e-6
+Shape = tuple[int, ...]
 #: How often each of the tests of noise, some hundred, may fail with nothing wrong; each draws fresh noise.
 FALSE_ALARM = 1e-9
 #: Moments at which a rank is killed that has pieces.
@@ -52,7 +53,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if not request.param:
         return request.getfixturevalue("folder")  # type: ignore[no-any-return]
     every = ",".join(CASES)
-    run(tmp_path, *request.param.split("; "), CASES=every, SHARDED=every, FULL="1")
+    run(tmp_path, *request.param.split("; "), CASES=every, SHARDED=every)
     return tmp_path
 
 
@@ -82,10 +83,9 @@ def test_so_do_those_that_have_pieces_of_the_weights(place: Path, sizes: tuple[i
     (alone,) = ranks(place, "matrix", 1)
     for size in sizes:
         for rank in ranks(place, "sharded", size):
-            for (case, noise, way), found in rank.items():
-                assert apart(found["weights"], alone[case, noise]["weights"]) < ROUNDING, (size, case, noise, way)
-                said = found["processes"], found["route"], found["spent"]
-                assert said == (size, "uses", alone[case, noise]["spent"])
+            for case, found in rank.items():
+                assert apart(found["weights"], alone[case]["weights"]) < ROUNDING, (size, case)
+                assert (found["processes"], found["route"], found["spent"]) == (size, "uses", alone[case]["spent"])
 
 
 @in_pieces
@@ -97,7 +97,7 @@ def test_so_do_pieces_of_every_kind(tmp_path: Path) -> None:
     for size in (2, 4):
         for rank in ranks(tmp_path, "ways", size):
             for way, (case, _) in WAYS.items():
-                gap = apart(rank[way]["weights"], alone[case, 1.0]["weights"])
+                gap = apart(rank[way]["weights"], alone[case]["weights"])
                 assert gap < (2e-3 if way == "half" else ROUNDING), (size, way)
                 assert rank[way]["spent"] == STEPS
 
@@ -132,36 +132,43 @@ def test_noise_of_pieces_is_independent_between_ranks_and_of_the_stated_size(
             assert abs(product) < 8, (one, other)
 
 
+def padded(shapes: Iterable[Shape]) -> int:
+    """Bytes of both pieces together, in float32: the first axis is cut into equal ones, the last of which is filled up."""
+    return sum(8 * -(-shape[0] // 2) * math.prod(shape[1:]) for shape in shapes)
+
+
 @in_pieces
-@pytest.mark.parametrize("case", ["checkpointed", "two passes", "adapters", "whole sums"])
+@cases("case", ["checkpointed", "two passes", "adapters", "whole sums"])
 def test_a_step_sends_holds_and_waits_as_the_formulas_say(folder: Path, case: str) -> None:
     """Sums are reduced a block at a time: whole are those of the block that is made and of the one that is reduced."""
     whole, twice = case == "whole sums", case == "two passes"
     for rank in ranks(folder, "measured", 2):
         found = rank[case]
-        shapes, trained = found["shapes"], set(found["trained"])
-        blocks: dict[str, list[Shape]] = {}
-        for name, shape in shapes.items():
+        blocks: dict[str, list[Shape]] = {"": []}  # the root's, which is gathered once and kept for its backward pass
+        for name, shape in found["shapes"].items():
             block = re.search(r"(layers|h)\.\d+\.", name)
             blocks.setdefault(block[0] if block else "", []).append(shape)
-        root = blocks.pop("")
-        weights = Weights(root, list(blocks.values()), [shape for name, shape in shapes.items() if name in trained])
-        expected = traffic(weights, 2, two_pass=twice)
+        learned = [shape for name, shape in found["shapes"].items() if name in found["trained"]]
+        root, *others = map(padded, blocks.values())
+        sums = [padded(shape for shape in block if shape in learned) for block in blocks.values()]
+        reduced = sum(map(bool, sums))
+        gathered = (2 * root + 3 * sum(others)) if twice else (root + 2 * sum(others))
+        # Two passes meet a head first and an embedding last, and keep the root's sums meanwhile.
+        order = sums[1:] if twice else sums
+        most = max(one + other for one, other in zip(order, [*order[1:], 0])) + (sums[0] if twice else 0)
+        assert reduced <= found["blocks"] < len(found["trained"])
         assert max(len(step["microbatches"]) for step in found["steps"]) > 1
-        reduced = sum(any(shape in weights.learned for shape in block) for block in (root, *blocks.values()))
-        assert reduced <= found["blocks"] < len(trained)
         for step in found["steps"]:
             for own in step["microbatches"]:
-                assert whole or Traffic(own["gathered"], own["added"]) == expected
+                assert whole or (own["gathered"], own["added"]) == (gathered, padded(learned))
                 assert own["sums"] == (0 if whole else reduced)
             # What is counted of units goes with the release, in one message more.
             assert step["sums"] == reduced * (1 if whole else len(step["microbatches"])) + 1
             # Two passes compare the order of their captures, as sums are reduced within the second.
             assert step["host reads"] <= 1 + (len(step["microbatches"]) if twice else 0)
-        own = held(weights, 2, two_pass=twice)
-        assert 4 * sum(found["gradients"]) <= own["pieces of sums, then of gradients"]
+        assert 4 * sum(found["gradients"]) <= padded(learned) / 2
         assert found["gradients"] == found["moments"] == found["pieces"]
-        assert whole or 0 < found["whole at once"] <= own["whole sums at once"]
+        assert whole or 0 < found["whole at once"] <= most + 4 * max(map(math.prod, learned))
 
 
 @in_pieces
@@ -299,9 +306,7 @@ def test_an_optimizer_that_leaves_steps_out_is_refused() -> None:
     "what, match",
     [
         ("settings", "what make_private was given is not the same on rank 0 and rank 1"),
-        ("method", "what make_private was given is not the same"),
         ("seed", "what make_private was given is not the same"),
-        ("rounds", "what make_private was given is not the same"),
         ("public shapes", "Processes would run different numbers of passes"),
         ("size of the data", "the size of the data set is not the same"),
         ("data", "an example of the data set is not the same"),
@@ -349,16 +354,13 @@ def test_the_examples_reach_the_perplexity_of_one_process(name: str, launcher: l
 
 
 @pytest.mark.slow
-def test_trainer_and_accelerate_under_a_launcher(tmp_path: Path) -> None:
+def test_a_trainer_under_a_launcher(tmp_path: Path) -> None:
     run(tmp_path, "trainer:1", "trainer:2")
     (alone,), together = ranks(tmp_path, "trainer", 1), ranks(tmp_path, "trainer", 2)
     for found in together:
         assert found["rate"] == alone["rate"] == 6 / 18, "the batch of a device, times devices"
         assert found["epsilon"] == alone["epsilon"]
         assert found["kept"] == ["fastdp_state.pt"]
-        for when in ("before", "after"):
-            assert found[f"wrapped {when}"] == "DistributedDataParallel"
-            assert apart(found[when], alone[when]) < ROUNDING, when
     assert equal([found["weights"] for found in together])
 
 

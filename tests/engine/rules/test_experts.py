@@ -295,24 +295,6 @@ def test_norms_of_a_stack_are_those_of_its_units_gradients(shape: tuple[int, int
     assert torch.allclose(own.double(), truth[2].flatten(1), atol=1e-4)
 
 
-class Counted(Routed):
-    """A loop over experts that counts in one tensor."""
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        tokens, kinds = self.table(ids).flatten(0, 1), ids.flatten() % (EXPERTS - 1)
-        mixed, expert = tokens.new_zeros(len(tokens), self.bias.shape[1]), torch.zeros((), dtype=torch.long)
-        for _ in range(EXPERTS - 1):
-            where = (kinds == expert).nonzero().flatten()
-            mixed = mixed.index_add(0, where, F.linear(tokens[where], self.stack[expert]).tanh())
-            expert += 1
-        logits = self.head(mixed + self.bias[0])
-        return {"loss": F.cross_entropy(logits, labels.flatten())}
-
-
-def test_a_loop_over_experts_may_count_in_one_tensor() -> None:
-    assert_exact_step(Counted(), routed())
-
-
 def test_experts_that_a_later_batch_reads_first() -> None:
     """A loop that leaves out experts without tokens: the first batch has tokens for one of two."""
 
