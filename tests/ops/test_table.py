@@ -193,9 +193,7 @@ def test_an_op_has_its_arguments_on_every_device(name, device):
 IDS, TABLE = torch.zeros(2, dtype=torch.int64), torch.eye(3)
 DRAWING = {
     "add_noise_": lambda good, draw: ops.add_noise_(torch.zeros(3), 1.0 if good else -1.0, draw),
-    "clip_noise": lambda good, draw: ops.clip_noise(
-        torch.zeros(3, requires_grad=True), 1.0 if good else 0.0, 1.0, draw
-    ),
+    "clip_noise": lambda good, draw: ops.clip_noise(torch.zeros(3), 1.0 if good else 0.0, 1.0, draw),
     "adamw_noise_steps_": lambda good, draw: ops.adamw_noise_step_(
         *torch.zeros(4, 3), 1.0, draw, divisor=1.0, lr=0.1 if good else -0.1, step=1
     ),

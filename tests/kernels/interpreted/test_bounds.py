@@ -26,14 +26,8 @@ def test_token_counts_are_of_the_tokens_that_add_anything(dtype, strided):
     offsets = offsets_of(RAGGED)
     lefts = [factor(60, m, m, dtype, "strided" if strided else "plain").clone() for m in (33, 300)]
     rights = [factor(60, 140, 1), factor(60, 17, 2, dtype)]
-    for zeros in (
-        lefts[0][5:9],
-        lefts[1][:20],
-        lefts[0][30:, :32],
-        lefts[1][40:, :299],
-        rights[0][50:],
-        rights[1][45:47],
-    ):
+    empty = (lefts[0][5:9], lefts[1][:20], lefts[0][30:, :32], lefts[1][40:, :299], rights[0][50:], rights[1][45:47])
+    for zeros in empty:
         zeros.zero_()
     if strided:
         lefts, rights = ([x.T.contiguous().T for x in side] for side in (lefts, rights))
