@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import fastdp
 from tests.cases import cases
 from tests.engine.runs import opaque
 from tests.honest.harness import Case, sum_error
-from tests.honest.kit import Wrapped, mlp, numbers, unpack
+from tests.honest.kit import WIDTH, Wrapped, mlp, numbers, unpack
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,35 @@ def test_the_only_loss_is_found_wherever_a_model_returns_it(name: str) -> None:
     assert exact(lambda: returning(*OUTPUTS[name])) == "uses"
 
 
+def several(kind: Any, odd: bool = False) -> Callable[[Any, torch.Tensor, torch.Tensor], Any]:
+    """The forward of a model that returns a loss for each of two tasks."""
+
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        hidden = (opaque if odd else lambda function, *given: function(*given))(F.linear, x, *self.net[0].parameters())
+        logits = self.net[2](torch.tanh(hidden))
+        losses = F.cross_entropy(logits, y), F.mse_loss(self.value(hidden)[:, 0], x.sum(1))
+        return dict(zip(("classes", "value"), losses)) if kind is dict else kind((*losses, logits))
+
+    return forward
+
+
+def added(output: Any) -> torch.Tensor:
+    """The sum of what a model returned, or two losses and a term of its logits, by weights."""
+    if isinstance(output, dict):
+        return sum(output.values())  # type: ignore[return-value]
+    return 0.5 * output[0] + 2.0 * output[1] + 0.1 * output[2].square().mean()
+
+
+@cases("kind, odd, route", [(k, o, "one-example" if o else "uses") for k in (dict, tuple) for o in (False, True)])
+@pytest.mark.filterwarnings("ignore:.*one-example")
+def test_several_losses_count_as_the_loop_weighs_them(kind: Any, odd: bool, route: str) -> None:
+    def build() -> Case:
+        model = Wrapped(several(kind, odd), net=mlp(), value=nn.Linear(WIDTH, 1))
+        return Case(model, numbers(), None, lambda model, batch: added(model(*batch)))
+
+    assert exact(build) == route
+
+
 def test_losses_of_shape_one_survive_the_one_example_route() -> None:
     def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
         hidden = opaque(F.linear, x, self.net[0].weight, self.net[0].bias)
@@ -102,6 +132,19 @@ def test_a_row_s_only_output_is_not_taken_for_its_loss() -> None:
 
     with pytest.warns(UserWarning, match="one-example route"):
         assert sum_error(build) < 1e-4
+
+
+def test_losses_of_layers_may_be_stacked() -> None:
+    def build() -> Case:
+        def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x)
+            losses = [F.cross_entropy(self.head(hidden), y), F.cross_entropy(self.head(torch.tanh(hidden)), y)]
+            weights = torch.tensor([0.3, 0.7], dtype=x.dtype)
+            return (torch.stack(losses) * weights).sum() + sum(losses) + torch.cat([t[None] for t in losses]).mean()
+
+        return Case(Wrapped(forward, first=nn.Linear(12, 8), head=nn.Linear(8, 3)), numbers(), None, unpack)
+
+    assert exact(build) == "uses"
 
 
 #: Each batch is the whole data set, so that no batch has three rows by chance.

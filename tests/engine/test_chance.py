@@ -7,11 +7,46 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.cases import cases
-from tests.engine.nets import Net, parameter
+from tests.engine.nets import EXACT, Net, gap, parameter
 from tests.engine.reference import assert_exact_step, engine_for, feed
-from tests.engine.runs import collate, examples
+from tests.engine.runs import collate, examples, one_by_one
+
+
+class Deep(nn.Module):
+    """Layers, most of which a draw may skip, with dropout before each."""
+
+    def __init__(self, skips: Callable[[int], bool]):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(6))
+        self.skips = skips
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        for number, layer in enumerate(self.layers):
+            x = F.dropout(x, 0.1, self.training)
+            if not self.skips(number):
+                x = x + torch.tanh(layer(x))
+        return {"loss": F.cross_entropy(self.head(x), labels)}
+
+
+def test_sums_are_exact_whichever_layers_are_skipped() -> None:
+    skipped: set[int] = set()
+    model = Deep(lambda number: float(torch.rand(())) < 0.4 if engine.route is None else number in skipped).train()
+    engine, tickets = engine_for(model, 0.5)
+    drop, F.dropout = F.dropout, lambda x, *_: x
+    try:
+        for number, now in enumerate([set(), {0, 3}, {1, 2, 4, 5}, {5}]):
+            skipped = now
+            data = collate(examples(6, seed=number))
+            feed(engine, tickets, data)
+            assert not number or gap(engine, one_by_one(Deep(now.__contains__), data)) < EXACT
+    finally:
+        F.dropout = drop
+    assert engine.route == "uses", engine.reason
 
 
 def test_a_mask_belongs_to_entries_whatever_the_layout() -> None:

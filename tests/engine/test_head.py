@@ -25,7 +25,16 @@ from fastdp.ops import heads
 from fastdp.verify import Checks
 from tests.cases import cases, pairs
 from tests.engine.models import MODELS, batch, build
-from tests.engine.reference import Recording, engine_for, feed, norms, relative, require_exact, stepped, ticket
+from tests.engine.reference import (
+    Recording,
+    engine_for,
+    feed,
+    norms,
+    relative,
+    require_exact,
+    stepped,
+    ticket,
+)
 from tests.engine.runs import one_by_one
 
 VOCABULARY, WIDTH, TOKENS = 37, 5, 9
@@ -471,6 +480,22 @@ def test_a_loss_without_whole_rows_of_the_logits_is_no_heads() -> None:
     tickets.append(ticket(2))
     with pytest.raises((SelfCheckError, ValueError)):
         model(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "frozen", "asked", "left_out"),
+    [(9, False, None, False), (10, False, None, True), (9, True, None, True), (9, False, False, True)],
+)
+def test_logits_are_left_out_where_that_takes_no_longer_or_is_asked_for(
+    tokens: int, frozen: bool, asked: bool | None, left_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(logits.Heads, "tile", 0)
+    weight = torch.nn.Parameter(torch.randn(VOCABULARY, WIDTH), requires_grad=not frozen)
+    heads = logits.Heads()
+    heads.always = asked is False
+    made = heads.leave_out(torch.randn(2, tokens, WIDTH), weight, None, lambda: None)  # type: ignore[arg-type,return-value]
+    assert made.source.small != left_out
 
 
 def test_later_batches_of_any_length_take_whatever_way_is_theirs() -> None:

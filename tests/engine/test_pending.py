@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
@@ -76,6 +77,17 @@ def test_pending_gradients_take_no_memory() -> None:
         private.optimizer.zero_grad()
     private.detach()
     assert all(parameter.grad is None for parameter in private.model.parameters())
+
+
+def test_a_scaler_of_a_loss_outside_the_model_is_refused() -> None:
+    model = torch.nn.Linear(5, 3)
+    private = start(model, loss_reduction="mean", **PRIVATE)
+    scaler = torch.amp.GradScaler("cpu")
+    batch = next(iter(private.data_loader))
+    loss = torch.nn.functional.cross_entropy(private.model(batch["x"]), batch["labels"])
+    scaler.scale(loss).backward()
+    with pytest.raises(ValueError, match=r"GradScaler\(enabled=False\)"):
+        scaler.step(private.optimizer)
 
 
 @cases("private", [True, False])

@@ -89,6 +89,10 @@ def test_selected_tokens_in_another_order_are_not_taken_for_their_rows() -> None
     exact_batches(lambda: Tagger(loss), [tokens([2, 6, 3, 5], 0)], route="one-example")
 
 
+def by_slice(kinds: torch.Tensor, most: int) -> torch.Tensor:
+    return kinds.nonzero().flatten()[:most]
+
+
 def by_count(kinds: torch.Tensor, most: int) -> torch.Tensor:
     """Switch's rule, over all tokens of a batch."""
     return (kinds & (kinds.long().cumsum(0) <= most)).nonzero().flatten()
@@ -98,7 +102,7 @@ def by_rank(kinds: torch.Tensor, most: int) -> torch.Tensor:
     return kinds.float().topk(min(most, len(kinds)), dim=0).indices
 
 
-@cases("keep", [by_count, by_rank])
+@cases("keep", [by_slice, by_count, by_rank])
 def test_places_that_other_rows_can_fill_run_row_by_row(keep: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
     """An expert's capacity that the first batch does not reach: later rows could take each other's places."""
 
@@ -114,6 +118,29 @@ def test_places_that_other_rows_can_fill_run_row_by_row(keep: Callable[[torch.Te
             return {"loss": self.loss(self.head(mixed.view(*ids.shape, -1)), labels, mask)}
 
     exact_batches(lambda: Capacity(by_label), [tokens([2, 6, 3, 5], 0)], route="one-example")
+
+
+def test_an_expert_that_a_later_batch_uses_twice() -> None:
+    """Each row chooses two of the experts; only in the second batch is one of them somebody's first and another's second."""
+
+    class Experts(Tagger):
+        def __init__(self) -> None:
+            super().__init__(by_label)
+            self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> Any:
+            hidden = torch.tanh(self.table(ids)).flatten(0, 1)
+            first = (ids.flatten() > 9).long()
+            mixed = torch.zeros_like(hidden)
+            for number, expert in enumerate(self.experts):
+                for weight, chosen in ((0.7, first), (0.3, 1 - first)):
+                    own = chosen == number
+                    if own.any():
+                        mixed[own] += weight * expert(hidden[own])
+            return {"loss": self.loss(self.head(mixed.view(*ids.shape, -1)), labels, mask)}
+
+    one, two = tokens([2, 6, 3, 5], 0), tokens([4, 3, 6, 2], 1)
+    exact_batches(Experts, [{**one, "ids": one["ids"] % 10}, two])
 
 
 def by_writing(order: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,6 +94,16 @@ def test_the_gradient_is_that_of_the_loss_as_written(name: str) -> None:
     assert_exact_step(Net(mixed, loss=loss, mix=parameter(3)), collate(examples(6)), route="one-example")
 
 
+@cases("add", [operator.add, operator.iadd])
+def test_a_penalty_on_the_weights_is_part_of_every_example_s_loss(add: Any) -> None:
+    class Penalised(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+            output = super().forward(x, labels)
+            return {"loss": add(output["loss"], 0.01 * self.first.weight.square().sum())}
+
+    assert_exact_step(Penalised(), collate(examples(6)), route="one-example")
+
+
 @cases("route", ["uses", "one-example"])
 def test_class_weights_stay_in_an_example_s_loss(route: str) -> None:
     weight = torch.tensor([1.0, 5.0, 0.1])
@@ -151,6 +163,40 @@ def test_a_padding_row_whose_gradient_is_nan_adds_nothing() -> None:
         assert all(bool(s.isfinite().all()) for s in engine.accumulator.sums.values())
         if engine.route == "uses":
             assert gap(engine, truth) < EXACT
+
+
+class Pooled(nn.Module):
+    """Reads its table in a way that has no rule, and notes how many tokens it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(30, 6), nn.Linear(6, 3)
+        self.seen: list[int] = []
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        self.seen.append(input_ids.shape[1])
+        words, places = torch.unique(input_ids, return_inverse=True)
+        hidden = self.table(words)[places] * attention_mask.unsqueeze(-1)
+        return {"loss": F.cross_entropy(self.head(hidden.sum(1)), labels)}
+
+
+@cases("left", [False, True])
+def test_a_row_that_runs_alone_is_without_its_padding(left: bool) -> None:
+    torch.manual_seed(0)
+    model, lengths, width = Pooled(), [3, 5, 7, 4], 7
+    mask = torch.stack([(torch.arange(width) < n).long() for n in lengths])
+    mask = mask.flip(1) if left else mask
+    data = {"input_ids": torch.randint(1, 30, (4, width)) * mask, "attention_mask": mask, "labels": torch.arange(4) % 3}
+    truth = one_by_one(model, data)
+    engine, tickets = engine_for(model, 0.5)
+    tickets.append(ticket(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        output = model(**data)
+    assert engine.route == "one-example"
+    assert model.seen[-4:] == lengths
+    output["loss"].backward()
+    assert error(engine.accumulator.sums, clipped_sum(truth, 0.5)) < EXACT
 
 
 def test_a_forward_in_the_place_of_torch_s_own_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,3 +259,20 @@ def test_a_padding_rows_scale_counts_for_nothing(scale: float) -> None:
     assert found[0, 3] == 0
     assert int(accumulator.units) == 3
     assert int(accumulator.nonfinite) == 0
+
+
+class TimeMajor(nn.Module):
+    """Looks up ids laid out time first, as older recurrent code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.out = nn.Embedding(11, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        return {"loss": F.cross_entropy(self.out(torch.tanh(self.table(x.t())).mean(0)), labels)}
+
+
+@cases("tokens", [2, 3, 4, 5])
+def test_a_lookup_time_first_is_served_whatever_the_lengths(tokens: int) -> None:
+    assert_exact_step(TimeMajor(), {"x": torch.randint(0, 11, (4, tokens)), "labels": torch.arange(4) % 3})

@@ -19,7 +19,7 @@ from tests.engine.runs import CLASSES, CLIPPED, FEATURES, Batch, collate, exampl
 
 SEED, EXPECTED = 5, 8
 #: Between the norms of rows' gradients.
-CLIP = 2.2
+CLIPS = {"rdrop": 2.2, "simsiam": 0.5, "three_inputs": 4.5, "own": 1.55}
 PRIVATE: dict[str, Any] = {"noise_multiplier": 0.0, "epochs": 1, "unsafe_seed": 3, "output_dir": None}
 Model = Callable[[torch.Tensor], torch.Tensor]
 
@@ -57,6 +57,21 @@ def rdrop(model: Model, batch: Batch) -> torch.Tensor:
     one, two = model(batch["x"]), model(batch["x"])
     losses = sum(F.cross_entropy(z, batch["labels"], reduction="none") for z in (one, two))
     return 0.5 * losses + divergence(one, two) + divergence(two, one)
+
+
+def simsiam(model: Model, batch: Batch) -> torch.Tensor:
+    """Two views of a row, each the other's target."""
+    one, two = model(batch["x"]), model(batch["x"].flip(1))
+    return -F.cosine_similarity(one, two.detach()) - F.cosine_similarity(two, one.detach())
+
+
+def three_inputs(model: Model, batch: Batch) -> torch.Tensor:
+    """Passes of different inputs, of different weight."""
+    found = [model(batch["x"] * factor) for factor in (1.0, 0.5, -2.0)]
+    return F.cross_entropy(found[0], batch["labels"], reduction="none") + (found[1] * found[2]).sum(1)
+
+
+LOSSES = {"rdrop": rdrop, "simsiam": simsiam, "three_inputs": three_inputs}
 
 
 def reference(
@@ -110,21 +125,41 @@ def agree(model: nn.Module, found: dict[str, torch.Tensor], truth: dict[str, tor
 
 
 @cases(
-    "odd, options, route",
+    "name, odd, options, route",
     [
-        (False, {}, "uses"),
-        (False, {"max_physical_batch_size": 3}, "uses"),
-        (True, {"max_physical_batch_size": 3}, "one-example"),
-        (False, {"isolation": "per_example"}, "one-example"),
+        ("rdrop", False, {}, "uses"),
+        ("rdrop", False, {"max_physical_batch_size": 3}, "uses"),
+        ("rdrop", True, {}, "one-example"),
+        ("simsiam", False, {}, "uses"),
+        ("simsiam", True, {"max_physical_batch_size": 3}, "one-example"),
+        ("three_inputs", False, {}, "uses"),
+        ("three_inputs", False, {"isolation": "per_example"}, "one-example"),
     ],
 )
-def test_clipped_sums_are_those_of_single_rows(odd: bool, options: dict[str, Any], route: str) -> None:
+def test_clipped_sums_are_those_of_single_rows(name: str, odd: bool, options: dict[str, Any], route: str) -> None:
     """Rows that are run alone draw other masks than in their batch: there without dropout."""
-    model = Dropped(odd, 0.3 if route == "uses" else 0.0).double()
+    model, by_row = Dropped(odd, 0.3 if route == "uses" else 0.0).double(), LOSSES[name]
     plain = copy.deepcopy(model)
-    found, batches, private = trained(model, lambda m, b: rdrop(m, b).mean(), CLIP, loss_reduction="mean", **options)
+    mean = lambda m, b: by_row(m, b).mean()  # noqa: E731
+    found, batches, private = trained(model, mean, CLIPS[name], loss_reduction="mean", **options)
     assert private.route == route
-    agree(model, found, reference(plain, batches, rdrop, CLIP))
+    agree(model, found, reference(plain, batches, by_row, CLIPS[name]))
+
+
+def test_losses_of_the_model_count_by_their_mean() -> None:
+    """Two passes of a model that returns its loss: every row by the mean of its losses, whatever the loop's factor."""
+    by_row = lambda m, b: sum(  # noqa: E731
+        F.cross_entropy(Dropped.forward(m, b["x"] * factor), b["labels"], reduction="none") for factor in (1.0, -2.0)
+    )
+    model = Own().double()
+    plain = copy.deepcopy(model)
+
+    def loss(m: nn.Module, b: Batch) -> Any:
+        return 0.1 * sum(m(b["x"] * factor, b["labels"])["loss"] for factor in (1.0, -2.0))
+
+    found, batches, private = trained(model, loss, CLIPS["own"])
+    assert private.route == "uses"
+    agree(model, found, reference(plain, batches, lambda m, b: 0.5 * by_row(m, b), CLIPS["own"]))
 
 
 class ByRow(Own):
@@ -152,14 +187,24 @@ def weighted(*weights: float) -> Callable[[Any, Batch], torch.Tensor]:
     return lambda m, b: sum(w * m(b["x"] * w, b["labels"])["loss"] for w in weights)  # type: ignore[return-value]
 
 
+def unused_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The loop computes its own loss of a model that has computed one."""
+    logits = model(batch["x"], batch["labels"])["logits"]
+    return F.cross_entropy(logits, batch["labels"], label_smoothing=0.1, reduction="none")
+
+
 @cases(
     "loss, odd, options, route",
     [
+        (distilled, False, {}, "uses"),
         (distilled, False, {"max_physical_batch_size": 3}, "uses"),
         (distilled, True, {}, "one-example"),
+        (distilled, False, {"isolation": "per_example"}, "one-example"),
+        (rdrop_of_losses, False, {}, "uses"),
         (rdrop_of_losses, True, {"max_physical_batch_size": 3}, "one-example"),
         (weighted(1.0, 0.5), False, {}, "uses"),
         (weighted(1.0, -0.5), True, {}, "one-example"),
+        (unused_loss, False, {}, "uses"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*one-example")
@@ -189,6 +234,26 @@ def in_proportion(model: nn.Module, batch: Batch) -> torch.Tensor:
     return found["loss"] + found["loss"].detach() * found["logits"].square().mean()
 
 
+def summed(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """A mean of losses beside a sum over rows."""
+    found = model(batch["x"], batch["labels"])
+    return found["loss"] + found["logits"].square().sum()
+
+
+def with_the_batch_before() -> Callable[[Any, Batch], torch.Tensor]:
+    """A second pass of as many rows of the batch before, where it had as many."""
+    kept: list[torch.Tensor] = []
+
+    def loss(model: Model, batch: Batch) -> torch.Tensor:
+        old = kept.pop() if kept else batch["x"]
+        kept.append(batch["x"])
+        rows = len(batch["x"])
+        old = torch.cat([old] * rows)[:rows]
+        return (F.cross_entropy(model(batch["x"]), batch["labels"], reduction="none") + model(old).sum(1)).mean()
+
+    return loss
+
+
 def in_batch(model: Model, batch: Batch) -> torch.Tensor:
     """SimCSE: the other rows' second passes are negatives."""
     one, two = (F.normalize(model(batch["x"]), dim=1) for _ in range(2))
@@ -209,14 +274,18 @@ def another_way(m: Any, b: Batch) -> torch.Tensor:
 
 
 MEAN: dict[str, Any] = {"loss_reduction": "mean"}
+PARTS: dict[str, Any] = {**MEAN, "max_physical_batch_size": 3}
+OTHER = (SelfCheckError, "An example has another gradient")
 
 
 @cases(
     "make, loss, options, said",
     [
-        *[(Own, loss, {}, (SelfCheckError, "the loop's own terms")) for loss in (contrasted, in_proportion)],
+        *[(Own, loss, {}, (SelfCheckError, "the loop's own terms")) for loss in (contrasted, in_proportion, summed)],
         (Own, weighted(-1.0), {}, (ValueError, "The scale must be positive")),
-        (Dropped, in_batch, MEAN, (SelfCheckError, "An example has another gradient")),
+        (Dropped, in_batch, MEAN, OTHER),
+        (Dropped, with_the_batch_before(), MEAN, OTHER),
+        (Dropped, with_the_batch_before(), PARTS, OTHER),
         (lambda: Sorted(rate=0.0), another_way, MEAN, (RuntimeError, "Two forward passes ran")),
     ],
 )
@@ -254,6 +323,16 @@ def test_a_term_that_comes_after_the_first_batch_is_verified_then(
         return
     two_steps()
     agree(model, {name: p.grad for name, p in model.named_parameters()}, reference(plain, late, loss, 2.5))
+
+
+def test_passes_of_two_batches_are_no_pair() -> None:
+    """A loop that takes two batches, and differentiates both at once: their rows are not each other's."""
+    model = Dropped().double()
+    private = begun(model, max_physical_batch_size=2, loss_reduction="mean")
+    iterator = iter(private.data_loader)
+    with pytest.raises(RuntimeError, match="Two forward passes ran before one backward|before the backward pass"):
+        sum(model(next(iterator)["x"]).sum() for _ in range(2)).backward()  # type: ignore[union-attr]
+    assert private.steps_done == 0
 
 
 def test_a_loop_that_begins_to_call_the_model_twice_is_verified_then() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import fastdp.engine.routing as routing
 from fastdp.engine.errors import SelfCheckError
 from tests.cases import cases
 from tests.engine.models import batch, build
@@ -119,10 +120,26 @@ class Tasks(Net):
         return {"loss": loss / len(x)}
 
 
+class Heads(Net):
+    """A second task reads a layer of its own."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, other: torch.Tensor | None = None) -> Any:
+        head = self.second if other is None else self.third
+        return {"loss": torch.nn.functional.cross_entropy(head(torch.tanh(self.first(x))), labels)}
+
+
 def two_tasks() -> list[Batch]:
     """Of one and the other in turn."""
     data = [collate(examples(6, seed=number)) for number in range(4)]
     return [{**own, "other": own["labels"]} if number % 2 else own for number, own in enumerate(data)]
+
+
+def test_a_layer_that_only_a_later_batch_reads_is_clipped() -> None:
+    def net() -> Heads:
+        torch.manual_seed(1)
+        return Heads(third=torch.nn.Linear(6, 3))
+
+    exact_batches(net, two_tasks())
 
 
 def test_a_way_whose_loss_is_divided_otherwise_changes_no_other() -> None:
@@ -153,3 +170,15 @@ def test_a_text_of_another_value_in_each_batch_is_no_choice_among_ways() -> None
         assert gap(engine, one_by_one(Net(), data)) < EXACT
     assert passes[1:33] == [2] * 32
     assert passes[-5:] == [1] * 5
+
+
+def test_of_many_kinds_of_calls_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are compared with the trace anew."""
+    monkeypatch.setattr(routing, "MOST_CALLS", 3)
+    engine, tickets = engine_for(Net(), 0.5)
+    for rows in (*range(2, 8), *range(2, 8)):
+        data = collate(examples(rows, seed=rows))
+        feed(engine, tickets, data)
+        assert gap(engine, one_by_one(Net(), data)) < EXACT
+        assert len(engine.checks.traced.compared) <= 3
+    assert engine.route == "uses", engine.reason

@@ -17,7 +17,16 @@ from fastdp.engine.uses.layout import Ticket
 from fastdp.verify import Checks
 from tests.cases import cases, pairs
 from tests.engine.nets import Net, exact_batches
-from tests.engine.reference import assert_exact_step, engine_for, feed, norms, relative, require_exact, stepped, ticket
+from tests.engine.reference import (
+    assert_exact_step,
+    engine_for,
+    feed,
+    norms,
+    relative,
+    require_exact,
+    stepped,
+    ticket,
+)
 from tests.engine.runs import collate, examples, one_by_one
 
 ROWS, TOKENS, WORDS, WIDTH, HIDDEN, EXPERTS = 5, 11, 61, 24, 40, 5
@@ -236,7 +245,7 @@ def adapted(name: str, implementation: str, *, checkpointing: bool | None = None
     return model.train()
 
 
-@cases("name, implementation", MIXTURES[::2])
+@cases("name, implementation", MIXTURES)
 def test_adapters_of_experts_own_matrices(name: str, implementation: str) -> None:
     engine = assert_exact_step(adapted(name, implementation), texts(), one_by_one(adapted(name, "eager"), texts()))
     # PEFT sets adapted parameters to themselves in every forward pass.
@@ -293,6 +302,24 @@ def test_norms_of_a_stack_are_those_of_its_units_gradients(shape: tuple[int, int
     own = torch.zeros_like(total)
     use.unit_to(own, 2, use.offsets(layout).tolist())
     assert torch.allclose(own.double(), truth[2].flatten(1), atol=1e-4)
+
+
+class Counted(Routed):
+    """A loop over experts that counts in one tensor."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        tokens, kinds = self.table(ids).flatten(0, 1), ids.flatten() % (EXPERTS - 1)
+        mixed, expert = tokens.new_zeros(len(tokens), self.bias.shape[1]), torch.zeros((), dtype=torch.long)
+        for _ in range(EXPERTS - 1):
+            where = (kinds == expert).nonzero().flatten()
+            mixed = mixed.index_add(0, where, F.linear(tokens[where], self.stack[expert]).tanh())
+            expert += 1
+        logits = self.head(mixed + self.bias[0])
+        return {"loss": F.cross_entropy(logits, labels.flatten())}
+
+
+def test_a_loop_over_experts_may_count_in_one_tensor() -> None:
+    assert_exact_step(Counted(), routed())
 
 
 def test_experts_that_a_later_batch_reads_first() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
+import transformers as hf
 from torch import nn
+from torch.utils.data import DataLoader
 
+import fastdp
 from tests.cases import cases, pairs
 from tests.engine.rules.exact import assert_exact_layer
 from tests.engine.rules.test_recurrent import states
@@ -64,3 +68,30 @@ def test_one_parameter_of_a_layer_alone(layer: nn.Module, shape: tuple[int, ...]
 def test_a_large_mean_hides_nothing() -> None:
     """The weight's gradient is that of the centred input: taking the mean out afterwards would cancel all its digits."""
     assert_exact_layer(nn.GroupNorm(2, 4), 30 + torch.randn(3, 4, 50))
+
+
+def _resnet() -> nn.Module:
+    sizes = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "num_labels": 3}
+    torch.manual_seed(0)
+    model = hf.ResNetForImageClassification(hf.ResNetConfig(**sizes, layer_type="basic"))
+    model.resnet.requires_grad_(False)
+    return model.train()
+
+
+def test_a_head_is_tuned_behind_frozen_batch_normalisation() -> None:
+    model = _resnet()
+    optimizer = torch.optim.SGD(model.classifier.parameters(), lr=0.1)
+    images = [{"pixel_values": torch.randn(3, 9, 9), "labels": i % 3} for i in range(6)]
+    options = {"noise_multiplier": 1.0, "target_delta": 1e-3, "epochs": 2}
+    with pytest.raises(ValueError, match="is a batch normalisation"):
+        fastdp.make_private(model, optimizer, DataLoader(images, batch_size=3), **options)
+    for module in model.resnet.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    private = fastdp.make_private(model, optimizer, DataLoader(images, batch_size=3), sampling="shuffled", **options)
+    batches = iter(private.data_loader)
+    model(**next(batches)).loss.backward()
+    optimizer.step()
+    model.train()
+    with pytest.raises(ValueError, match="resnet.embedder.embedder.normalization is a batch normalisation"):
+        model(**next(batches))
