@@ -88,16 +88,15 @@ def frozen_batch_norm() -> Case:
     return outside(Frozen().train(), kit.images())
 
 
-def _packed(kind: Any) -> Case:
+@program("one-example", PACKED)
+def packed_lstm() -> Case:
+    """The last state of a packed sequence."""
+
     def forward(self: Any, x: torch.Tensor, lengths: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         packed = rnn.pack_padded_sequence(self.embed(x), lengths, batch_first=True, enforce_sorted=False)
-        hidden = self.layer(packed)[1]
-        return F.cross_entropy(self.head((hidden[0] if isinstance(hidden, tuple) else hidden)[-1]), y)
+        return F.cross_entropy(self.head(self.layer(packed)[1][0][-1]), y)
 
-    return Case(recurrent(kind, forward), names(), with_lengths, kit.unpack)
-
-
-register_all({"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}, _packed, "packed_", "", "one-example", PACKED)
+    return Case(recurrent(nn.LSTM, forward), names(), with_lengths, kit.unpack)
 
 
 @program("one-example or refused: pad", "the last time step is padding")
@@ -161,20 +160,6 @@ def fast_path_without_mask() -> Case:
         hidden = self.embed(ids) + self.position[: ids.shape[1]]
         hidden = self.layers(hidden, src_key_padding_mask=None if mask.all() else mask == 0)
         return F.cross_entropy(self.head(hidden[:, 0]), labels)
-
-    return text_case(forward)
-
-
-@program()
-def checks_in_forward() -> Case:
-    """Asserts on ids and on NaN in forward."""
-
-    def forward(self: Any, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        assert ids.max() < kit.VOCABULARY, "an id is out of range"
-        logits = attention(self, ids, mask)
-        if torch.isnan(logits).any():
-            raise FloatingPointError("NaN")
-        return F.cross_entropy(logits, labels)
 
     return text_case(forward)
 
@@ -259,12 +244,12 @@ def texts_as_input() -> Case:
     return Case(text_model(forward), rows, None, kit.unpack)
 
 
-def _normed(norm: Any) -> Case:
-    return outside(nn.Sequential(norm(nn.Linear(12, 16)), nn.ReLU(), nn.Linear(16, 3)), kit.numbers())
-
-
-_MADE = {"weight_norm": parametrizations.weight_norm, "orthogonal": parametrizations.orthogonal}
-register_all(_MADE, _normed, expect="one-example", why="the layer's weight is made of parameters")
+@program("one-example", "the layer's weight is made of parameters")
+def weight_norm() -> Case:
+    """weight_norm on a layer."""
+    return outside(
+        nn.Sequential(parametrizations.weight_norm(nn.Linear(12, 16)), nn.ReLU(), nn.Linear(16, 3)), kit.numbers()
+    )
 
 
 def _of_blocks(made: Any, given: Any = lambda x: x, *, swaps: bool = False) -> Case:
@@ -583,21 +568,12 @@ register_all({"list_of_texts": True, "list_of_lengths": False}, _summed, "summed
 
 #: Programs of one line.
 ONE_LINE: dict[str, Any] = {
-    "convolutions": lambda: outside(kit.convnet(), kit.images()),
     "instance_norm": lambda: outside(kit.convnet(lambda c: nn.InstanceNorm2d(c, affine=True)), kit.images()),
     "transformer_encoder_outside": lambda: outside(
         text_model(attention),
         kit.labelled(),
         id_collate,
         lambda model, batch: F.cross_entropy(model(batch["ids"], batch["mask"]), batch["labels"]),
-    ),
-    "transformer_encoder_inside": lambda: text_case(
-        lambda self, ids, mask, labels: F.cross_entropy(attention(self, ids, mask), labels)
-    ),
-    "tabular_regression_dropout": lambda: outside(
-        kit.mlp(12, 1, nn.LayerNorm(kit.WIDTH), nn.GELU(), nn.Dropout(0.2)),
-        kit.regression(),
-        loss=lambda m, b: F.mse_loss(m(b[0]).squeeze(1), b[1]),
     ),
 }
 register_all(ONE_LINE, lambda build: build())

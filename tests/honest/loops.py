@@ -71,13 +71,10 @@ HABITS: dict[str, dict[str, Any]] = {
     "plain": {"exact": True},
     "train_forgotten_after_evaluation": {"after_epoch": lambda m, o, epoch: (evaluate(m), m.eval())},
     "evaluation_within_epoch": {"after_step": lambda m, o, step: step % 2 or evaluate(m)},
-    "evaluation_without_eval": {"after_epoch": lambda m, o, epoch: evaluate(m, switch=False)},
     "evaluation_with_gradients": {"after_epoch": lambda m, o, epoch: evaluate(m, grad=True)},
     "saved_each_epoch": {"after_epoch": save},
     "clipped_by_hand": {"after_backward": lambda m, o, step: float(nn.utils.clip_grad_norm_(m.parameters(), 1.0))},
     "gradient_norm_logged_before_step": {"after_backward": lambda m, o, step: norms(m)},
-    "gradient_norm_logged_after_step": {"after_step": lambda m, o, step: norms(m)},
-    "rate_set_by_hand": {"after_epoch": lambda m, o, epoch: [group.update(lr=1e-4) for group in o.param_groups]},
     "hook_hung_later": {"after_step": lambda m, o, step: m.classifier.register_forward_hook(lambda *args: None)},
 }
 register_all(HABITS, lambda options: habit(**options))
@@ -228,9 +225,8 @@ def _guarded(check: Any, outside: bool) -> Case:
     return Case(mlp(outputs=1), regression(), None, options=MEAN, loop=loop) if outside else looped(loop)
 
 
-GUARDS = {"exit": leave, "isfinite": lambda loss: not torch.isfinite(loss), "isnan": torch.isnan}
-register_all(GUARDS, lambda check: _guarded(check, False), "guard_", "_inside")
-register_all(GUARDS, lambda check: _guarded(check, True), "guard_", "_outside")
+register("guard_isfinite_inside", lambda: _guarded(lambda loss: not torch.isfinite(loss), False))
+register("guard_exit_outside", lambda: _guarded(leave, True))
 
 
 @program()
@@ -339,22 +335,13 @@ def scheduled(make: Any, each: str) -> Case:
     return habit(optimizer=optimizer, late=True, **{each: advance})
 
 
-SCHEDULES = {
-    "one_cycle": lambda o: schedules.OneCycleLR(o, 1e-3, total_steps=6),
-    "cosine": lambda o: schedules.CosineAnnealingLR(o, 6),
-    "warmup": lambda o: schedules.LambdaLR(o, lambda step: min(1.0, (step + 1) / 3)),
-    "sequential": lambda o: schedules.SequentialLR(o, [schedules.ConstantLR(o), schedules.ExponentialLR(o, 0.9)], [2]),
-}
-register_all(SCHEDULES, lambda make: scheduled(make, "after_step"), "schedule_")
-register("schedule_by_epoch", lambda: scheduled(lambda o: schedules.StepLR(o, 1, 0.5), "after_epoch"))
+register("schedule_one_cycle", lambda: scheduled(lambda o: schedules.OneCycleLR(o, 1e-3, total_steps=6), "after_step"))
 _FIGURE = "a loss of private data would choose the rate without noise"
 register("plateau", lambda: scheduled(schedules.ReduceLROnPlateau, "after_epoch"), "refused: plateau", _FIGURE)
 
 OPTIMIZERS = {
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
-    "groups": lambda p: torch.optim.AdamW([{"params": [q], "lr": 1e-3 / (q.dim() + 1)} for q in p]),
     "adafactor": lambda p: hf.optimization.Adafactor(p, relative_step=True, warmup_init=True, lr=None),
 }
 register_all(OPTIMIZERS, lambda make: habit(optimizer=lambda m: make(m.parameters()), epochs=1), "optimizer_")

@@ -40,40 +40,21 @@ def one_hot(labels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 #: Losses of (logits, labels).
 CLASSIFYING: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "label_smoothing": lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1),
-    "negative_log_likelihood": lambda z, y: F.nll_loss(z.log_softmax(-1), y),
     "focal": focal,
-    "multi_margin": lambda z, y: F.multi_margin_loss(z, y),
     "binary_with_positive_weight": lambda z, y: F.binary_cross_entropy_with_logits(
         z, one_hot(y, z), pos_weight=torch.tensor(WEIGHTS).to(z)
     ),
-    "binary_of_sigmoid": lambda z, y: F.binary_cross_entropy(z.sigmoid(), one_hot(y, z)),
-    "kl_div_alone": lambda z, y: divergence(z, 3 * one_hot(y, z)),
-    "smooth_l1": lambda z, y: F.smooth_l1_loss(z, one_hot(y, z)),
     "huber_plus_mse": lambda z, y: F.huber_loss(z, one_hot(y, z)) + 0.5 * F.mse_loss(z.sigmoid(), one_hot(y, z)),
     "cosine_embedding": lambda z, y: F.cosine_embedding_loss(z, one_hot(y, z), torch.ones(len(z))),
     "entropy_bonus": lambda z, y: F.cross_entropy(z, y) - 0.1 * entropy(z),
-    "kl_to_uniform": lambda z, y: F.cross_entropy(z, y) + 0.5 * divergence(z, torch.zeros_like(z)),
     "activation_penalty": lambda z, y: F.cross_entropy(z, y) + 0.01 * z.pow(2).mean(),
-    "none_then_mean": lambda z, y: F.cross_entropy(z, y, reduction="none").mean(),
     "none_then_sum_over_rows": lambda z, y: F.cross_entropy(z, y, reduction="none").sum() / len(z),
-    "mean_absolute_error_by_hand": lambda z, y: (z.sigmoid() - one_hot(y, z)).abs().mean(),
-    "squared_error_by_hand": lambda z, y: ((z - one_hot(y, z)) ** 2).mean(),
-    "log_cosh_by_hand": lambda z, y: torch.log(torch.cosh(z - one_hot(y, z))).mean(),
-    "generalised_cross_entropy": lambda z, y: ((1 - z.softmax(-1).gather(1, y[:, None]) ** 0.7) / 0.7).mean(),
     "dice_by_row": lambda z, y: (
         1 - 2 * (z.sigmoid() * one_hot(y, z)).sum(1) / (z.sigmoid() + one_hot(y, z)).sum(1)
     ).mean(),
-    "logsigmoid_reward": lambda z, y: -F.logsigmoid(z[:, 0] - z[:, 1]).mean(),
 }
 register_all(
     CLASSIFYING, lambda f: text_case(lambda m, ids, mask, labels: f(attention(m, ids, mask), labels)), suffix="_inside"
-)
-OUTSIDE = ("label_smoothing", "focal", "binary_of_sigmoid", "entropy_bonus", "kl_div_alone", "logsigmoid_reward")
-register_all(
-    {name: CLASSIFYING[name] for name in OUTSIDE},
-    lambda f: outside(kit.mlp(), kit.numbers(), loss=lambda m, b: f(m(b[0]), b[1])),
-    suffix="_outside",
 )
 
 
@@ -95,37 +76,6 @@ def class_weights_mean_outside() -> Case:
     """CrossEntropyLoss(weight=...) in the loop."""
     loss = lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=torch.tensor(WEIGHTS))  # noqa: E731
     return outside(kit.mlp(), kit.numbers(), loss=loss)
-
-
-@program()
-def row_weights_inside() -> Case:
-    """Weights of rows from the batch times losses of rows."""
-
-    def forward(self: Any, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (weight * F.cross_entropy(self.net(x), y, reduction="none")).mean()
-
-    x, y = kit.numbers().tensors
-    return Case(
-        kit.Wrapped(forward, net=kit.mlp()), TensorDataset(x, torch.linspace(0.5, 2, ROWS), y), None, kit.unpack
-    )
-
-
-@program()
-def token_means_criterion() -> Case:
-    """Mean over each row's own tokens, as a criterion."""
-
-    def criterion(output: Any, batch: Any) -> torch.Tensor:
-        labels = batch["labels"][:, 1:]
-        losses = F.cross_entropy(output.logits[:, :-1].transpose(1, 2), labels, reduction="none")
-        return losses.sum(1) / (labels != -100).sum(1).clamp(min=1)
-
-    return Case(
-        kit.gpt2(),
-        kit.id_rows(),
-        kit.causal,
-        lambda m, b: m(b["input_ids"], attention_mask=b["attention_mask"]),
-        criterion,
-    )
 
 
 @program()
@@ -407,18 +357,18 @@ def ctc_varying_lengths() -> Case:
     return Case(kit.Wrapped(forward, net=kit.mlp(12, 5)), rows, None, kit.unpack)
 
 
-def _vector_quantised(commitment_first: bool) -> Case:
+@program()
+def vector_quantised_code_first() -> Case:
+    """VQ-VAE: codes and their commitment, straight through."""
+
     def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         z = self.encoder(x)
         code = self.codes(torch.cdist(z, self.codes.weight).argmin(-1))
-        commitment = F.mse_loss(z, code.detach()) if commitment_first else F.mse_loss(code.detach(), z)
+        commitment = F.mse_loss(code.detach(), z)
         return F.mse_loss(self.decoder(z + (code - z).detach()), x) + F.mse_loss(code, z.detach()) + 0.25 * commitment
 
     parts = {"encoder": nn.Linear(12, 4), "decoder": nn.Linear(4, 12), "codes": nn.Embedding(8, 4)}
     return Case(kit.Wrapped(forward, **parts), kit.numbers(), None, kit.unpack)
-
-
-register_all({"code_first": False, "input_first": True}, _vector_quantised, "vector_quantised_")
 
 
 def _inside(loss: Any) -> Case:
@@ -543,8 +493,9 @@ def features_of_a_hook() -> Case:
 
 #: Programs of one line.
 ONE_LINE: dict[str, Any] = {
-    "scaled_loss": lambda: Case(kit.bert(), kit.labelled(), kit.classify, lambda m, b: 0.5 * m(**b).loss, exact=False),
-    "triplet": lambda: embedder(lambda self, a, p, n: F.triplet_margin_loss(*(encode(self, x) for x in (a, p, n)))),
+    "kl_div_alone_outside": lambda: outside(
+        kit.mlp(), kit.numbers(), loss=lambda m, b: (lambda z: divergence(z, 3 * one_hot(b[1], z)))(m(b[0]))
+    ),
     "autoencoder_bce_outside": lambda: outside(
         nn.Sequential(kit.mlp(12, 12), nn.Sigmoid()),
         kit.numbers(),
