@@ -15,7 +15,7 @@ def _sst2(multiplier):
     return accounting.dpsgd(multiplier, 32 / 67349, 6315)
 
 
-@cases("epsilon", [0.5, 3.04736, 8.0])
+@cases("epsilon", [0.5, 3.04736])
 def test_sst2_run_is_certified_and_close(epsilon):
     multiplier = accounting.calibrate(_sst2, epsilon, 1e-5)
     assert type(multiplier) is float
@@ -43,15 +43,14 @@ def test_result_is_certified(epsilon, rate, steps, adjacency, sampling):
     assert found >= 0.97 * epsilon
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "prv"])
-def test_other_accountants(accountant):
-    """RDP and PRV calibrate to their own bounds, as papers do."""
+def test_another_accountant():
+    """RDP calibrates to its own bound, as papers do."""
 
     def event(multiplier):
         return accounting.dpsgd(multiplier, 0.02, 50)
 
-    multiplier = accounting.calibrate(event, 2.0, 1e-5, accountant=accountant)
-    assert 2.0 * (1 - 1e-4) <= accounting.epsilon(event(multiplier), 1e-5, accountant) <= 2.0
+    multiplier = accounting.calibrate(event, 2.0, 1e-5, accountant="rdp")
+    assert 2.0 * (1 - 1e-4) <= accounting.epsilon(event(multiplier), 1e-5, "rdp") <= 2.0
 
 
 def test_a_gaussian_is_calibrated_exactly():

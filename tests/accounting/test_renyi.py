@@ -71,7 +71,7 @@ def test_a_trials_own_figure_is_not_enough():
 
 
 @given(shape=SHAPES, trials=st.floats(1.5, 30))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10)
 def test_numbers_of_trials_follow_their_distribution(shape, trials):
     stop = renyi.stop_for(trials, shape)
     assert renyi.mean_trials(shape, stop) == pytest.approx(trials, rel=1e-6)
