@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -95,7 +94,7 @@ def test_a_step_is_padded_as_the_private_loader_pads_it():
     """Lengths drawn by the plan, and tokens of micro-batches that a loader cuts, agree within 3% on average."""
     lengths = (5, 9, 40)
     spread = torch.cat([torch.linspace(5, 9, 200), torch.linspace(9, 40, 200)]).round().int().tolist()
-    rows: Any = Examples([{"input_ids": [0] * length} for length in spread], 0)
+    rows = Examples([{"input_ids": [0] * length} for length in spread], 0)
     model = torch.nn.Linear(1, 1)
     private = fastdp.make_private(
         model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(rows, batch_size=50), noise_multiplier=1.0,

@@ -19,7 +19,7 @@ from tests.cases import cases
 from tests.ops.test_dchi import FALSE_ALARM, chi_square
 
 
-def integer_law(k: int, epsilon: float) -> tuple[Fraction, Fraction, Fraction]:
+def integer_law(k, epsilon):
     """Probability of the symbol itself, and the least and largest of another's, of 64-bit words exactly."""
     change = Fraction(changes_below(k, epsilon), 1 << 64)
     words = 1 << 64

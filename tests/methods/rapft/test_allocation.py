@@ -1,7 +1,5 @@
 """Bounds and noise of the two blocks: the figures of the printed guarantee, and the sensitivity of every policy."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -44,14 +42,14 @@ def test_no_other_noise_of_the_same_multiplier_has_less_variance(bounds, sizes, 
     assert cost(best) <= cost(other_stds) * (1 + 1e-9)
 
 
-def random_masks(seed: int, ratio: float) -> dict[str, torch.Tensor]:
+def random_masks(seed, ratio):
     generator = torch.Generator().manual_seed(seed)
     masks = {name: torch.rand(shape, generator=generator) < ratio for name, shape in SHAPES.items()}
     masks["a.weight"][0, 0], masks["a.weight"][0, 1] = True, False
     return masks
 
 
-def policy_of(kind: str, masks: dict[str, torch.Tensor]) -> Policy:
+def policy_of(kind, masks):
     return rapft.masked_policy(masks, allocation=kind, max_grad_norm=1.3, noise_multiplier=0.9)
 
 

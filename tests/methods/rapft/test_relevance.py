@@ -1,7 +1,5 @@
 """Relevance of trained parameters in stock models: conservation, agreement of routes, and what has no relevance."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -19,15 +17,15 @@ MODELS = [
 ]
 
 
-def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def trained(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def propagator(model: torch.nn.Module, **options) -> Propagator:
+def propagator(model, **options):
     return Propagator(model, trained(model), **options)
 
 
-def gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+def gap(a, b):
     size = max(float(value.abs().max()) for value in b.values())
     return max(float((a[name] - b[name]).abs().max()) for name in b) / size
 

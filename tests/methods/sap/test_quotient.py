@@ -12,13 +12,13 @@ from fastdp.ops import NoiseStream
 from tests.ops.test_dchi import FALSE_ALARM, chi_square
 
 
-def counted(seed: int, classes: int = 2, tokens: int = 24) -> torch.Tensor:
+def counted(seed, classes=2, tokens=24):
     generator = torch.Generator().manual_seed(seed)
     rates = torch.exp(1.5 * torch.randn(classes, tokens, generator=generator))
     return torch.poisson(8 * rates, generator=generator) + 1
 
 
-def privatizer(seed: int = 0, cells: int = 4, epsilon: float = 1.0, classes: int = 2, **options) -> TextPrivatizer:
+def privatizer(seed=0, cells=4, epsilon=1.0, classes=2, **options):
     cti = CTI.from_counts(counted(seed, classes), source="public", form="quotient", cells=cells)
     table = torch.randn(24, 3, generator=torch.Generator().manual_seed(seed))
     return TextPrivatizer(table, epsilon=epsilon, cti=cti, **options)
@@ -52,7 +52,7 @@ def test_draws_follow_their_law_and_know_no_label():
         assert chi_square(found(torch.full((30_000,), token)), law) > FALSE_ALARM
 
 
-def information(counts: torch.Tensor, cells: torch.Tensor, epsilon: float) -> float:
+def information(counts, cells, epsilon):
     """Of a class and the answer for one of its tokens, by the laws of the answers."""
     found = Quotient(cells, torch.stack([(cells == c).nonzero()[0, 0] for c in cells.unique()]), epsilon)
     laws = torch.stack([found.log_probabilities(x).exp() for x in range(len(cells))])
