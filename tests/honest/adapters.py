@@ -80,7 +80,6 @@ register_all(MADE, configured, expect="one-example", why="the method makes a mat
 
 @program()
 def lora_checkpointing() -> Case:
-    """LoRA with gradient checkpointing."""
     model = kit.llama()
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
@@ -89,7 +88,6 @@ def lora_checkpointing() -> Case:
 
 @program()
 def bitfit() -> Case:
-    """Biases and the head alone."""
     model = kit.bert()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("bias" in name or "classifier" in name)
@@ -98,7 +96,6 @@ def bitfit() -> Case:
 
 @program()
 def last_layer() -> Case:
-    """The last layer, pooler and head of BERT."""
     model = kit.bert()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(part in name for part in ("layer.1", "pooler", "classifier")))
@@ -119,7 +116,6 @@ def bottleneck_adapters() -> Case:
 
 @program("refused: AdaLoRA", "its ranks follow gradients, which would be released without noise")
 def adalora() -> Case:
-    """AdaLoRA, whose loop calls update_and_allocate."""
     config = peft.AdaLoraConfig(
         task_type="CAUSAL_LM",
         init_r=4,

@@ -25,7 +25,6 @@ def classifier(rows: Any, collate: Any = kit.classify, **options: Any) -> Case:
 
 @program()
 def mlm_rate_of_02() -> Case:
-    """Dynamic masking of few tokens, of some rows none."""
     rows = [{"input_ids": row["input_ids"]} for row in kit.id_rows(low=8)]
     collator = hf.DataCollatorForLanguageModeling(kit.tokenizer(), mlm=True, mlm_probability=0.02)
     return Case(kit.bert("MaskedLM"), rows, collator, exact=False)
@@ -79,7 +78,6 @@ def sorted_rows_by_value() -> Case:
 
 @program("refused: same", "a record that is in the data twice would count as two units")
 def concatenated_with_itself() -> Case:
-    """ConcatDataset([d, d]), to lengthen an epoch."""
     rows = kit.labelled(12)
     return classifier(ConcatDataset([rows, rows]))
 
@@ -129,7 +127,6 @@ def padding_cut_in_loop() -> Case:
 
 @program()
 def batch_sampler() -> Case:
-    """batch_sampler=BatchSampler(RandomSampler(...))."""
     rows = kit.labelled()
     return classifier(rows, loader={"batch_sampler": BatchSampler(RandomSampler(rows), BATCH, False)})
 
@@ -150,20 +147,17 @@ class Buckets(Sampler):
 
 @program("uses or refused: batch_sampler", "batches by length are not the random batches that the guarantee needs")
 def bucket_batch_sampler() -> Case:
-    """A batch_sampler that groups like lengths."""
     rows = kit.labelled()
     return classifier(rows, loader={"batch_sampler": Buckets(rows)})
 
 
 @program("refused: Subset", "the sampler leaves rows out; replacing it would train on them")
 def subset_random_sampler() -> Case:
-    """SubsetRandomSampler as a split."""
     return classifier(kit.labelled(), loader={"sampler": SubsetRandomSampler(range(16))})
 
 
 @program("refused: sampler", "rows drawn by weight are not drawn at one rate")
 def weighted_sampler() -> Case:
-    """WeightedRandomSampler for imbalanced classes."""
     from torch.utils.data import WeightedRandomSampler
 
     return classifier(kit.labelled(), loader={"sampler": WeightedRandomSampler([1.0] * 8 + [2.0] * 16, ROWS)})
@@ -171,7 +165,6 @@ def weighted_sampler() -> Case:
 
 @program("refused: iterable", "a stream has no length to sample from")
 def iterable_dataset() -> Case:
-    """IterableDataset."""
     from torch.utils.data import IterableDataset
 
     class Stream(IterableDataset):

@@ -60,8 +60,6 @@ register_all(FLIPS, lambda build: build(), "flip_")
 
 @program()
 def noise_in_collator() -> Case:
-    """The collator adds noise to each row."""
-
     def collate(rows: list[Any]) -> list[torch.Tensor]:
         x, y = (torch.stack(column) for column in zip(*rows))
         return [x + 0.1 * torch.randn_like(x), y]
@@ -83,26 +81,10 @@ def noise_in_collator_from_its_own_generator() -> Case:
 
 @program()
 def noise_in_criterion() -> Case:
-    """A criterion that draws."""
-
     def criterion(output: Any, batch: Any) -> torch.Tensor:
         return (output + 0.1 * torch.randn_like(output) - batch[0]).square().mean(1)
 
     return Case(kit.mlp(12, 12), kit.numbers(), None, lambda m, b: m(b[0]), criterion, exact=False)
-
-
-@program()
-def masks_in_loop() -> Case:
-    """Masked language modelling whose masks the loop draws."""
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        ids = batch["input_ids"].clone()
-        hit = torch.bernoulli(torch.full(ids.shape, 0.15)).bool() & (ids > 4)
-        labels = ids.masked_fill(~hit, -100)
-        ids[hit] = 4
-        return model(input_ids=ids, attention_mask=batch["attention_mask"], labels=labels).loss
-
-    return Case(kit.bert("MaskedLM"), kit.id_rows(), kit.unlabelled, loss, exact=False)
 
 
 @program()
@@ -193,8 +175,6 @@ register_all(FORWARD, drawing, "forward_draws_")
 
 @program()
 def patch_dropout() -> Case:
-    """Each row keeps a random half of its patches."""
-
     def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         patches = self.patches(x).flatten(2).transpose(1, 2)
         kept = torch.rand(patches.shape[:2]).argsort(1)[:, :8]
@@ -223,7 +203,6 @@ register_all({kind: draw for kind, draw in GENERATORS.items() if kind != "own"},
 
 @program()
 def seeded_by_step() -> Case:
-    """The loop seeds torch before each step."""
     step = [0]
 
     def loss(model: Any, batch: Any) -> torch.Tensor:

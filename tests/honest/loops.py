@@ -184,8 +184,6 @@ register("early_stopping", lambda: _short(1, 100))
 
 @program("uses or refused: ahead", "a batch is taken before the backward pass of the one before it")
 def prefetching() -> Case:
-    """The next batch is taken before the step of this one."""
-
     def ahead(loader: Any) -> Iterator[Any]:
         iterator = iter(loader)
         coming = next(iterator, None)
@@ -242,7 +240,6 @@ def eval_mode_is_kept() -> Case:
 
 @program()
 def partly_eval_is_kept() -> Case:
-    """The body in eval mode, the head in training mode."""
     model = bert()
     model.bert.eval()
 
@@ -256,8 +253,6 @@ def partly_eval_is_kept() -> Case:
 
 @program()
 def sampling_between_steps() -> Case:
-    """Text is generated after each step."""
-
     def generate(model: Any, optimizer: Any, step: int) -> None:
         model.eval()
         model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=True, pad_token_id=0)
@@ -285,7 +280,6 @@ register("best_weights_in_the_middle", lambda: _best(3), "uses or refused: load_
 
 @program()
 def averaged_model() -> Case:
-    """EMA by torch's AveragedModel, evaluated apart."""
     model = bert()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     update, look = lambda m, o, step: average.update_parameters(m), lambda m, o, epoch: evaluate(average.module)
@@ -359,7 +353,6 @@ class Signed(torch.optim.SGD):
 
 @program()
 def optimizer_by_signs() -> Case:
-    """An optimizer of one's own."""
     own = lambda m: Signed(m.parameters(), lr=1e-3)  # noqa: E731
     return Case(mlp(), numbers(), None, crossentropy, optimizer=own, options=MEAN, exact=False)
 
@@ -455,7 +448,6 @@ register("discriminator_twice", lambda: _adversarial(False))
 
 @program("refused: optimizer", "parameters that no private optimizer steps would be trained without noise")
 def two_optimizers() -> Case:
-    """One optimizer for the body and one for the head."""
     model = bert()
     head = torch.optim.SGD(model.classifier.parameters(), lr=0.01)
     body = lambda m: torch.optim.AdamW(m.bert.parameters(), lr=1e-3)  # noqa: E731
@@ -464,8 +456,6 @@ def two_optimizers() -> Case:
 
 @program("uses or refused: accumul", "one backward pass and one step belong to each batch")
 def accumulated_by_hand() -> Case:
-    """Two backward passes a step."""
-
     def loop(run: Run) -> None:
         model, optimizer, loader = run.start()
         for step, batch in enumerate(loader):
@@ -479,8 +469,6 @@ def accumulated_by_hand() -> Case:
 
 @program("uses or refused: forward", "the loop calls parts of the model instead of the model")
 def head_called_by_the_loop() -> Case:
-    """The loop calls body and head one after the other."""
-
     def loss(model: Any, batch: Any) -> torch.Tensor:
         hidden = model.bert(batch["input_ids"], batch["attention_mask"]).last_hidden_state[:, 0]
         return F.cross_entropy(model.classifier(model.dropout(hidden)), batch["labels"])

@@ -73,7 +73,6 @@ def class_weights_criterion() -> Case:
 
 @program("refused: weight", "torch divides by the weights of the whole batch")
 def class_weights_mean_outside() -> Case:
-    """CrossEntropyLoss(weight=...) in the loop."""
     loss = lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=torch.tensor(WEIGHTS))  # noqa: E731
     return outside(kit.mlp(), kit.numbers(), loss=loss)
 
@@ -92,8 +91,6 @@ def token_means_outside() -> Case:
 
 @program()
 def two_heads() -> Case:
-    """Classification and regression from one body."""
-
     def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         hidden = torch.relu(self.body(x))
         value = self.value(hidden).squeeze(-1)
@@ -125,14 +122,11 @@ class TwoHeads(nn.Module):
 
 @program()
 def two_heads_outside() -> Case:
-    """The loop adds up the losses of two heads."""
     return outside(TwoHeads(), kit.numbers(), loss=lambda m, b: sum(TwoHeads.both(m(*b), b[1])))
 
 
 @program("refused: add its losses up", "one backward pass belongs to each batch")
 def two_backward_passes() -> Case:
-    """A backward pass for the loss of each head."""
-
     def loss(model: Any, batch: Any) -> torch.Tensor:
         first, second = TwoHeads.both(model(*batch), batch[1])
         first.backward(retain_graph=True)
@@ -162,8 +156,6 @@ def learned_loss_weights() -> Case:
 
 @program()
 def intermediate_losses() -> Case:
-    """Deep supervision: the mean of losses of two layers."""
-
     def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         first = torch.relu(self.first(x))
         second = torch.relu(self.second(first))
@@ -179,8 +171,6 @@ def intermediate_losses() -> Case:
 
 @program("one-example", "the mean losses of a batch would choose the layer for all of its rows")
 def larger_of_two_losses() -> Case:
-    """The larger of the losses of two heads."""
-
     def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.stack([F.cross_entropy(self.one(x), y), F.cross_entropy(self.two(x), y)]).max()
 
@@ -254,7 +244,6 @@ def losses_by_name() -> Case:
 
 @program("refused: term", "the other rows of a batch are each row's negatives")
 def contrast_beside_model_loss() -> Case:
-    """SimCSE beside the model's own loss."""
     term = lambda found, b: F.cross_entropy(found.logits @ found.logits.T, torch.arange(len(b["labels"])))  # noqa: E731
     return _beside(term)
 
@@ -306,8 +295,6 @@ def teach(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) ->
 
 @program()
 def distillation_teacher_inside() -> Case:
-    """A frozen teacher is part of the module."""
-
     def forward(self: Any, labels: torch.Tensor, **batch: Any) -> torch.Tensor:
         with torch.no_grad():
             wanted = self.teacher(**batch).logits
@@ -344,8 +331,6 @@ def reward_pairs_in_loop() -> Case:
 
 @program()
 def ctc_varying_lengths() -> Case:
-    """CTC with lengths of each row."""
-
     def forward(
         self: Any, x: torch.Tensor, y: torch.Tensor, frames: torch.Tensor, letters: torch.Tensor
     ) -> torch.Tensor:
@@ -416,7 +401,6 @@ register(
 
 @program()
 def squeezed_outputs_outside() -> Case:
-    """squeeze() in forward, without an axis."""
     model = kit.Wrapped(lambda self, x: self.net(x[:, None]).squeeze(), net=kit.mlp(12, 1))
     return outside(model, kit.regression(), loss=lambda m, b: F.mse_loss(m(b[0]), b[1]))
 

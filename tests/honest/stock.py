@@ -51,8 +51,6 @@ register_all(
 
 @program()
 def classify_xlnet() -> Case:
-    """XLNet, padded on the left as its tokenizer does."""
-
     def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
         return {**kit.causal(rows, left=True), "labels": torch.tensor([row["labels"] for row in rows])}
 
@@ -121,22 +119,6 @@ register_all(
 
 
 @program()
-def labels_in_loop_prompt_masked() -> Case:
-    """The loop hides each prompt's tokens by its length."""
-
-    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
-        return {**kit.unlabelled(rows), "prompt": torch.tensor([len(row["input_ids"]) // 2 for row in rows])}
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        prompt = batch.pop("prompt")
-        positions = torch.arange(batch["input_ids"].shape[1])
-        hidden = (batch["attention_mask"] == 0) | (positions[None] < prompt[:, None])
-        return model(**batch, labels=batch["input_ids"].masked_fill(hidden, -100)).loss
-
-    return Case(kit.gpt2(), kit.id_rows(), collate, loss)
-
-
-@program()
 def labels_in_loop_t5() -> Case:
     """T5 whose targets come padded with 0; the loop writes -100."""
 
@@ -153,7 +135,6 @@ def labels_in_loop_t5() -> Case:
 
 @program()
 def token_classification() -> Case:
-    """run_ner: labels padded by -100."""
     draw = random.Random(0)
     rows = [
         {**row, "labels": [-100, *(draw.randrange(kit.CLASSES) for _ in row["input_ids"][1:])]} for row in kit.id_rows()
@@ -163,7 +144,6 @@ def token_classification() -> Case:
 
 @program("one-example or refused: pad", "scores of padding enter the softmax over positions")
 def question_answering_dynamic_padding() -> Case:
-    """run_qa with DataCollatorWithPadding."""
     return Case(kit.bert("QuestionAnswering", num_labels=2), kit.labelled(), answers)
 
 
@@ -190,22 +170,7 @@ def loss_key(model: Any, batch: Any) -> torch.Tensor:
 
 @program()
 def hidden_states_bert() -> Case:
-    """The last two hidden states of BERT."""
     return Case(heads(kit.bert(None)), kit.labelled(), kit.classify, loss_key)
-
-
-@program()
-def hidden_states_layer_mixture() -> Case:
-    """ELMo's learned mixture of all layers, config.output_hidden_states=True."""
-
-    def forward(self: Any, input_ids: Any, attention_mask: Any, labels: Any) -> dict[str, torch.Tensor]:
-        layers = torch.stack(self.body(input_ids, attention_mask=attention_mask).hidden_states)
-        mixed = (self.mix.softmax(0)[:, None, None, None] * layers).sum(0)
-        return {"loss": F.cross_entropy(self.head(mixed[:, 0]), labels)}
-
-    body = kit.bert(None, output_hidden_states=True)
-    model = kit.Wrapped(forward, body=body, head=nn.Linear(kit.WIDTH, kit.CLASSES), mix=nn.Parameter(torch.zeros(3)))
-    return Case(model, kit.labelled(), kit.classify, loss_key)
 
 
 @program()
@@ -253,7 +218,6 @@ def qwen2_vl() -> Case:
 
 @program()
 def checkpointing() -> Case:
-    """gradient_checkpointing_enable()."""
     model = kit.llama()
     model.gradient_checkpointing_enable()
     return Case(model, kit.id_rows(), kit.causal)
@@ -261,7 +225,6 @@ def checkpointing() -> Case:
 
 @program()
 def checkpointing_reentrant() -> Case:
-    """Gradient checkpointing of the older kind."""
     model = kit.bert()
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
@@ -270,8 +233,6 @@ def checkpointing_reentrant() -> Case:
 
 @program()
 def autocast_bfloat16_outside() -> Case:
-    """Forward pass and the loop's loss under autocast."""
-
     def loss(model: Any, batch: Any) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return F.cross_entropy(model(batch[0]), batch[1])
@@ -308,24 +269,8 @@ def speech(head: str, label: Any, **options: Any) -> Case:
     return Case(getattr(hf, f"Wav2Vec2{head}")(config), rows, collate, exact=False)
 
 
-@program()
-def whisper() -> Case:
-    """Whisper: log-mel features, and labels padded by -100."""
-    sizes = {**kit.PAIR, "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 16}
-    tokens = {"begin_suppress_tokens": None, "suppress_tokens": None, "decoder_start_token_id": 2}
-    model = hf.WhisperForConditionalGeneration(hf.WhisperConfig(**{**sizes, **tokens}))
-    rows = [{"features": torch.randn(8, 24), "labels": row["input_ids"]} for row in kit.id_rows(high=8)]
-
-    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
-        features = torch.stack([row["features"] for row in rows])
-        return {"input_features": features, "labels": kit.padded([row["labels"] for row in rows], -100)}
-
-    return Case(model, rows, collate)
-
-
 @program("one-example", "the loss divides by a count of patches over the batch")
 def image_autoencoder_mae() -> Case:
-    """run_mae: ViT-MAE hides patches at random by row."""
     decoder = {f"decoder_{k}": v for k, v in _VISION.items()}
     config = hf.ViTMAEConfig(**_VISION, **decoder, image_size=16, patch_size=4)
     rows = [{"pixel_values": x} for x, _ in kit.images()]
@@ -334,13 +279,11 @@ def image_autoencoder_mae() -> Case:
 
 @program()
 def mixture_of_many_experts() -> Case:
-    """Qwen3-MoE, fine-tuned as a whole."""
     return _mixture("Qwen3Moe", num_experts=8, moe_intermediate_size=8, **_HEAD_DIM)
 
 
 @program()
 def mixture_of_experts_with_biases() -> Case:
-    """GPT-OSS, fine-tuned as a whole."""
     return _mixture("GptOss", num_local_experts=4, **_HEAD_DIM)
 
 

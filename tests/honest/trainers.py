@@ -194,13 +194,11 @@ register(
 
 @program()
 def trainer_compute_loss_func() -> Case:
-    """compute_loss_func, of outputs and labels."""
     return trainer(compute_loss_func=lambda output, labels, **_: weighted(output, {"labels": labels}).mean())
 
 
 @program()
 def trainer_seq2seq_generation() -> Case:
-    """Seq2SeqTrainer with predict_with_generate."""
     settings = {"predict_with_generate": True, "generation_max_length": 6, **EVALUATION}
     given = {"train_dataset": kit.pair_rows(), "eval_dataset": kit.pair_rows(4), "data_collator": kit.translate}
     given["processing_class"] = kit.tokenizer()
@@ -307,7 +305,6 @@ def lightning(wrapped: bool, manual: bool = False, outside: bool = False) -> Cas
 
 @program("uses or refused: Batches", "Lightning takes a loader's length for a number of batches")
 def lightning_loader() -> Case:
-    """The private loader itself is given to fit."""
     return lightning(False)
 
 
