@@ -28,19 +28,6 @@ def test_figures_of_each_accountant(accountant, expected, room):
 
 
 @cases(
-    ("multiplier", "selection", "by_rdp", "by_pld"),
-    [(2.10175, 1.76514, 0.5, 0.4200), (1.93970, 1.29578, None, 0.5), (1.00436, 0.90683, 2.0, 1.490)],
-)
-def test_frost_figures(multiplier, selection, by_rdp, by_pld):
-    """Training and five selections composed, which have different rates and multipliers."""
-    event = accounting.compose(accounting.dpsgd(multiplier, 1024 / 67349, 197), accounting.dpsgd(selection, 0.02, 5))
-    delta = 1 / (2 * 67349)
-    assert accounting.epsilon(event, delta) == pytest.approx(by_pld, rel=2e-3)
-    if by_rdp is not None:
-        assert accounting.epsilon(event, delta, "rdp") == pytest.approx(by_rdp, rel=1e-3)
-
-
-@cases(
     *pairs(
         ("adjacency", ["add_remove", "replace_one"]),
         ("rate, multiplier, count", [(0.02, 0.8, 50), (0.5, 3.0, 20), (0.001, 0.45, 7), (1.0, 4.0, 1)]),

@@ -3,8 +3,6 @@
 The statistical test fails by chance in fewer than one run in 10^8.
 """
 
-import dataclasses
-import inspect
 import math
 
 import peft
@@ -471,16 +469,6 @@ def test_a_classifier_that_reads_the_last_token_needs_padding_on_the_left():
         with pytest.raises(ValueError, match="pad on the left"):
             model(input_ids=inputs["input_ids"], **mask)
     model(**{key: value.flip(1) for key, value in inputs.items()})
-
-
-@pytest.mark.parametrize(("made", "settings"), [(fastdp.EWFT, ewft.EWFTSettings), (ewft.PureEWFT, ewft.NoisePlace)])
-def test_its_signature_spells_every_setting_with_type_and_default(made, settings):
-    shown = inspect.signature(made).parameters
-    assert all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in shown.values())
-    for field in dataclasses.fields(settings):
-        missing = field.default is dataclasses.MISSING
-        assert shown[field.name].default == (inspect.Parameter.empty if missing else field.default), field.name
-        assert str(shown[field.name].annotation) == str(field.type), field.name
 
 
 @cases(*pairs(("layer", ["embeddings", 2, "output"]), ("name", FAMILIES)))

@@ -44,13 +44,6 @@ def test_is_the_maximum_of_the_likelihood(seed):
     assert cost(np.concatenate([found, at[1:]])) <= best.fun * (1 + 1e-6)
 
 
-def test_only_the_product_of_both_unknowns_is_observed():
-    """Scaling every lambda and dividing v leaves the likelihood alone; the first observation's rate decides."""
-    true, lam, deltas, seen = observations(0.0)
-    assert likelihood(true / 3, 3 * lam, seen, deltas) == pytest.approx(likelihood(true, lam, seen, deltas), abs=1e-12)
-    assert estimate_magnitudes(seen, deltas, 3 * RATE) == pytest.approx(true / 3, rel=1e-4)
-
-
 def test_standard_deviation_of_known_attenuations():
     """Lemma 6 for known lambda, where v is a weighted mean: 4,000 draws put its deviation within 5% in all but 1e-5."""
     rng = np.random.default_rng(1)
