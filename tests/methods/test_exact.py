@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from fastdp.methods.exact import lipschitz, log_normalisers
+from fastdp.methods.exact import log_normalisers
 from fastdp.methods.selective import TokenMechanism
 from tests.cases import cases, pairs
 
@@ -32,7 +32,7 @@ def worst(mechanism, strength):
 
 
 @given(tables, st.floats(0.05, 60), st.floats(0.05, 1.0), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80)
 def test_no_pair_of_tokens_costs_more_than_is_stated(table, strength, radius, some_are_never_drawn):
     candidates = torch.ones(len(table), dtype=torch.bool)
     candidates[0] = not some_are_never_drawn
@@ -96,16 +96,3 @@ def test_normalisers_are_within_their_error(table, scale, seed, extras):
     exact = -scale * (wide[:, None] - wide[None]).norm(dim=2)
     exact = (exact if prior is None else exact + prior).logsumexp(1)
     assert float((logs - exact).abs().max()) <= error
-
-
-@given(tables, st.floats(0.01, 30))
-@settings(max_examples=60, deadline=None)
-def test_lipschitz_constant_bounds_every_pair(table, scale):
-    (logs,), error = log_normalisers(table, [scale])
-    found = lipschitz(table, logs, error, scale)
-    wide = table.double()
-    distance = (wide[:, None] - wide[None]).norm(dim=2)
-    steepness = (logs[:, None] - logs).abs() / distance.clamp_min(1e-300)
-    steepness.fill_diagonal_(0)
-    assert found >= float(steepness.max()) * (1 - 1e-9) - 1e-9 or found == pytest.approx(scale)
-    assert found <= scale

@@ -29,7 +29,7 @@ def integer_law(k, epsilon):
 
 
 @given(st.integers(2, (1 << 31) - 1), st.floats(SMALLEST_EPSILON, LARGEST_EPSILON))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_no_answer_is_more_than_exp_epsilon_times_as_likely(k, epsilon):
     kept, least, most = integer_law(k, epsilon)
     assert kept > 0

@@ -243,19 +243,6 @@ def test_training_is_paid_for_in_any_mode(mode):
     assert not any("inference queries" in assumption for assumption in private.card()["assumptions"])
 
 
-def test_records_by_id_are_released_for_training_and_a_refused_pass_leaves_nothing_behind():
-    model = build("bert").eval()
-    private = attach(model, ewft.dp_forward(1, 8.0, DELTA))
-    with torch.no_grad():
-        with pytest.raises(RuntimeError, match="set_epoch"):
-            model(**numbered())
-        with pytest.raises(ValueError, match="pad"):
-            model(**batch("bert", rows=2, tokens=TOKENS - 1), example_ids=torch.tensor([0, 1]))
-        list(private.released_codes([full_batch("bert")]))
-        model(**full_batch("bert"))
-    assert private.inference_releases == 2 * ROWS
-
-
 def test_epochs_and_their_counts(tmp_path):
     model = build("bert")
     private = trained(model, output_dir=tmp_path, unsafe_seed=None)

@@ -95,7 +95,7 @@ def test_a_step_is_that_of_the_definition(name, monkeypatch):
     assert len(private.optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 1000), scale=st.sampled_from([1e-3, 1.0, 1e4, math.inf]), bound=st.sampled_from([1e-3, 0.5]))
 def test_one_example_moves_the_sum_by_the_bound_at_most(seed, scale, bound):
     data = examples(4, seed)
@@ -116,12 +116,12 @@ def test_one_example_moves_the_sum_by_the_bound_at_most(seed, scale, bound):
 def test_noise_is_on_one_number_and_of_the_standard_deviation_that_is_paid_for():
     """Slopes are clipped to nearly nothing, so that what is released is noise."""
     model = Classifier()
-    options = {"noise_multiplier": 200.0, "target_delta": 1e-3, "epochs": 50, "unsafe_seed": None, "shapes": "public"}
+    options = {"noise_multiplier": 200.0, "target_delta": 1e-3, "epochs": 25, "unsafe_seed": None, "shapes": "public"}
     private = run(
         model, method=fastdp.DPZO(max_slope=1e-3), optimizer=torch.optim.SGD(model.parameters(), 0.0), **options
     )
     draws = []
-    while len(draws) < 150:
+    while len(draws) < 75:
         for rows in private.data_loader:
             model(**rows)["loss"].backward()
             private.optimizer.step()
