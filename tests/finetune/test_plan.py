@@ -49,13 +49,10 @@ def test_the_noise_of_every_option_meets_the_budget(planned, config):
         assert option.run_ratio == pytest.approx(ratio / math.sqrt(option.steps))
     assert found.best.steps >= LEAST_STEPS
     assert found.best.run_ratio == min(o.run_ratio for o in found.options if o.steps >= LEAST_STEPS)
-
-
-def test_less_time_is_kept_to(planned):
-    hurried, slow = planned(minutes=1.0, delta=1e-5), planned(delta=1e-5)
-    assert hurried.best.seconds <= 1 * 60 * 1.01 < slow.best.seconds
+    assert found.config.lora_alpha == SCALE * found.config.lora_r
+    hurried = planned(minutes=1.0, delta=1e-5)
+    assert hurried.best.seconds <= 1 * 60 * 1.01 < found.best.seconds
     assert hurried.best.steps >= LEAST_STEPS
-    assert slow.config.lora_alpha == SCALE * slow.config.lora_r
     with pytest.raises(ConfigError, match="allow more passes"):
         planned(passes=0.1, delta=1e-5)
 
@@ -134,7 +131,8 @@ def test_the_command_writes_settings_that_a_run_takes(model_folder, tmp_path):
     assert yaml.safe_load(written.read_text())["model"] == str(model_folder)
 
 
-def test_people_are_counted_where_they_are_protected(model_folder, tmp_path):
+def test_people_are_counted_where_they_are_protected(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "measure", lambda *_: MACHINE)
     data = tmp_path / "notes.csv"
     data.write_text("text,patient\n" + "".join(f"hello number {i},p{i % 50}\n" for i in range(200)))
     arguments = ["plan", "--model", model_folder, "--length", 6, "--train", data, "--epsilon", 8, "--delta", "1e-4"]
