@@ -24,7 +24,7 @@ from tests.finetune.conftest import files, model_folder  # noqa: F401 - fixtures
 
 
 def loader(**options):
-    return DataLoader(examples(20), batch_size=4, **{"collate_fn": collate, **options})
+    return DataLoader(examples(12), batch_size=4, **{"collate_fn": collate, **options})
 
 
 def caught(attempt, refusal):
@@ -81,7 +81,7 @@ def test_a_run_is_proved_as_it_stands_and_goes_on():
 
 
 def test_users_are_proved_with_all_their_rows():
-    users = [index // 2 for index in range(20)]
+    users = [index // 2 for index in range(12)]
     private = start(Classifier(), loader(), method=fastdp.DPSGD(0.3), user_ids=users, max_examples_per_user=2)
     assert private.prove()
 
@@ -181,7 +181,7 @@ def proved_by_command(folder, *arguments):
 
 
 def test_the_command_proves_a_model_in_a_folder(model_folder, files, tmp_path):  # noqa: F811
-    proved_by_command(tmp_path, str(model_folder), "--data", str(files / "text.jsonl"))
+    proved_by_command(tmp_path, str(model_folder), "--data", str(files / "text.jsonl"), "--max-length", "12")
 
 
 @pytest.mark.slow
