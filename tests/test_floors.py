@@ -6,19 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 #: Lowest first; whatever is not named here is a program and stands above them all.
 FLOORS = (
-    {
-        "_native",
-        "distributed",
-        "distribution",
-        "files",
-        "kernels",
-        "locks",
-        "ops",
-        "tls",
-        "tls_proxy",
-        "untrusted",
-        "validate",
-    },
+    set("_native distributed distribution files kernels locks ops tls tls_proxy untrusted validate".split()),
     {"calls"},
     {"accounting", "engine"},
     {"verify"},

@@ -116,7 +116,8 @@ def test_a_step_is_padded_as_the_private_loader_pads_it():
 PLANNED = "--examples 400 --epsilon 8 --delta 1e-4 --max-length 48".split()
 
 
-def test_the_command_writes_settings_that_a_run_takes(model_folder, tmp_path):
+def test_the_command_writes_settings_that_a_run_takes(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "measure", lambda *_: MACHINE)
     written = tmp_path / "plan.yaml"
     arguments = ["plan", "--model", model_folder, "--length", "4,12,20", *PLANNED]
     arguments += ["--physical-batch-size", 4, "--write", written]
