@@ -16,14 +16,12 @@ from fastdp.cli import app
 from fastdp.data import Examples
 from fastdp.finetune import plan as planning
 from fastdp.finetune.config import ConfigError, load_config
-from fastdp.finetune.machine import Machine, measure
+from fastdp.finetune.machine import measure
 from fastdp.finetune.models import load_tokenizer, load_trained
 from fastdp.finetune.plan import LEAST_STEPS, SCALE, plan
 from tests.cases import cases
+from tests.finetune.conftest import MACHINE
 from tests.test_cli import refused, told
-
-#: Every example as long, so that a step's time is known: micro-batches of 8, and none of another length than the first.
-MACHINE = Machine(0.02, 1e-4, 0.1, 0.5, 3.0, 1 << 30, 8, (32,), "measured here, on a test's word")
 
 
 @pytest.fixture
