@@ -1,6 +1,7 @@
 """Rows in, examples and batches out."""
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
@@ -89,6 +90,12 @@ def test_collator_masks_padding_and_not_the_end_token_that_looks_like_it(tokeniz
     assert batch["labels"][0, short - 1] == pad
     assert (batch["labels"][0, short:] == IGNORED).all()
     assert (batch["input_ids"][0, short:] == pad).all()
+
+
+def test_collator_on_classification(tokenizer):
+    examples = classification_examples(tokenizer, ["a text", "little"], [1, 0], 8)
+    batch = Collator(0)(list(examples))
+    assert torch.equal(batch["labels"], torch.tensor([1, 0]))
 
 
 def test_tables_are_read_under_the_names_they_had():

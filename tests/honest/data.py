@@ -97,19 +97,6 @@ def hugging_face_transform() -> Case:
 
 
 @program()
-def shifted_in_loop() -> Case:
-    """One tensor of tokens; the loop cuts inputs and targets out of it."""
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        ids = batch[0]
-        logits = model(ids[:, :-1]).logits
-        return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(1).mean()
-
-    rows = TensorDataset(torch.randint(5, 96, (ROWS, 10)))
-    return Case(kit.gpt2(), rows, None, loss, options=kit.MEAN)
-
-
-@program()
 def padding_cut_in_loop() -> Case:
     """Texts padded to a maximum; the loop cuts columns that are padding in every row."""
 

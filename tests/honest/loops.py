@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from .harness import BATCH, ROWS, Case, Run, plain_loss, program, register, register_all
-from .kit import MEAN, Wrapped, bert, causal, classify, crossentropy, gpt2, id_rows, labelled, mlp, numbers, regression
+from .kit import MEAN, Wrapped, bert, classify, crossentropy, labelled, mlp, numbers, regression
 
 EPOCHS = 2
 
@@ -236,29 +236,6 @@ def eval_mode_is_kept() -> Case:
         return model(**batch).loss
 
     return habit(bert().eval(), loss=loss)
-
-
-@program()
-def partly_eval_is_kept() -> Case:
-    model = bert()
-    model.bert.eval()
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        assert model.training
-        assert not model.bert.training, "the body was put into training mode"
-        return model(**batch).loss
-
-    return habit(model, loss=loss)
-
-
-@program()
-def sampling_between_steps() -> Case:
-    def generate(model: Any, optimizer: Any, step: int) -> None:
-        model.eval()
-        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=True, pad_token_id=0)
-        model.train()
-
-    return Case(gpt2(), id_rows(), causal, after_step=generate)
 
 
 def _best(epochs: int) -> Case:

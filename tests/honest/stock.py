@@ -133,15 +133,6 @@ def labels_in_loop_t5() -> Case:
     return Case(kit.t5(), kit.pair_rows(), collate, loss)
 
 
-@program()
-def token_classification() -> Case:
-    draw = random.Random(0)
-    rows = [
-        {**row, "labels": [-100, *(draw.randrange(kit.CLASSES) for _ in row["input_ids"][1:])]} for row in kit.id_rows()
-    ]
-    return Case(kit.bert("TokenClassification"), rows, kit.translate)
-
-
 @program("one-example or refused: pad", "scores of padding enter the softmax over positions")
 def question_answering_dynamic_padding() -> Case:
     return Case(kit.bert("QuestionAnswering", num_labels=2), kit.labelled(), answers)

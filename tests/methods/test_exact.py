@@ -8,7 +8,6 @@ from hypothesis import given, settings, strategies as st
 
 from fastdp.methods.exact import log_normalisers
 from fastdp.methods.selective import TokenMechanism
-from tests.cases import cases, pairs
 
 tables = st.builds(
     lambda seed, rows, width, spread: (
@@ -63,19 +62,6 @@ def test_the_bound_is_tight_where_all_tokens_are_alike():
     assert mechanism.epsilon(8.0) == pytest.approx(4.0, abs=1e-3)
     assert worst(mechanism, 8.0) == pytest.approx(4.0, abs=1e-9)
     assert mechanism.strength(4.0) == pytest.approx(4.0 * (1 + 15 / 16))
-
-
-@cases(*pairs(("radius", [0.5, 1.5, 4.0]), ("strength", [0.5, 3.0])))
-def test_the_cost_is_half_the_strength_and_the_spread_of_the_normalisers(radius, strength):
-    table = torch.tensor([[0.0], [0.3], [1.0], [2.5], [2.6], [6.0]])
-    mechanism = TokenMechanism("local", table, radius=radius)
-    distances = torch.cdist(table.double(), table.double()).clamp(max=radius)
-    logs = (-strength / (2 * radius) * distances).logsumexp(1)
-    cost = min(strength, strength / 2 + float(logs.max() - logs.min()))
-    assert mechanism.epsilon(strength) == pytest.approx(cost, rel=1e-3)
-    laws = torch.stack([mechanism.log_probabilities(token, strength) for token in range(len(table))])
-    told = float((laws.max(0).values - laws.min(0).values).max())
-    assert told <= mechanism.epsilon(strength) <= strength
 
 
 def test_the_papers_form_costs_more_than_any_epsilon():

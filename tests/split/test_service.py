@@ -20,7 +20,7 @@ from fastdp.split.channel import CUSTOMER, METHOD
 from fastdp.split.connection import Connection
 from fastdp.split.operations import replies
 from fastdp.split.wire import Outgoing
-from fastdp.tls import Credentials
+from fastdp.tls import Credentials, renew_certificates, revoke_certificates
 from tests.split.malformed import malformed
 from tests.split.world import LIMITS, ask, make_vendor, noisy_rows
 
@@ -237,6 +237,27 @@ class TestCertificates:
         vendor = make_vendor(tmp_path / "vendor").serve("localhost:0", folder / "vendor")
         with vendor as service, pytest.raises(ConnectionError, match="not one of your authority's for this address"):
             self.describe(service, folder / "alice", patience=60.0)
+
+    def test_a_revoked_certificate_is_turned_away(self, tmp_path, monkeypatch):
+        """Also where its connection was open before: no restart is needed."""
+        folder = tmp_path / "certificates"
+        make_certificates(folder, ["alice", "bob"])
+        earlier = Credentials.load(folder / "bob")
+        renew_certificates(folder, ["bob"])
+        assert Credentials.load(folder / "bob").key != earlier.key
+        with make_vendor(tmp_path / "vendor").serve("localhost:0", folder / "vendor") as service:
+            connection = Connection(service.address, folder / "bob", deadline=30.0, patience=60.0)
+            assert connection.call(Outgoing("describe"), replies(None)).fields["classes"] == 2
+            revoke_certificates(folder, ["bob"])
+            connection.patience = 1.0
+            with pytest.raises((MessageRejected, ConnectionError)):
+                connection.call(Outgoing("describe"), replies(None))
+            connection.close()
+            with pytest.raises(ConnectionError):
+                self.describe(service, folder / "bob")
+            with monkeypatch.context() as patch, pytest.raises(ConnectionError):
+                self.describe(service, earlier, patch)
+            assert self.describe(service, folder / "alice", patience=60.0)["classes"] == 2
 
     def test_unread_downloads_hold_the_places_of_their_certificate_alone(self, secured, folders, monkeypatch):
         """128 calls whose answers nobody reads: another customer is answered beside them, and the places come back."""

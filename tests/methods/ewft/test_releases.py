@@ -13,7 +13,6 @@ import transformers
 import fastdp
 from fastdp import accounting, ops
 from fastdp.methods import ewft
-from fastdp.methods.blocks import find_blocks
 from tests.cases import cases, pairs
 from tests.engine.models import batch, build, task_type
 
@@ -456,17 +455,6 @@ def test_a_classifier_that_reads_the_last_token_needs_padding_on_the_left():
         with pytest.raises(ValueError, match="pad on the left"):
             model(input_ids=inputs["input_ids"], **mask)
     model(**{key: value.flip(1) for key, value in inputs.items()})
-
-
-@cases(*pairs(("layer", ["embeddings", 2, "output"]), ("name", FAMILIES)))
-def test_a_layer_may_be_named_by_its_module_or_its_dotted_name(name, layer):
-    model = build(name)
-    module = find_blocks(model).place(layer)[1]
-    dotted = next(path for path, own in model.named_modules() if own is module)
-    for given in (module, dotted):
-        private = attach(model, layer=given)
-        assert private.settings.layer == (2 if layer == "output" and name in ("bert", "roberta") else layer)
-        private.remove()
 
 
 def t5():

@@ -74,6 +74,15 @@ def test_half_precision_stays_so():
     assert top(inputs_embeds=hidden).logits.dtype == torch.bfloat16
 
 
+def test_a_block_may_be_named_by_its_module_or_its_dotted_name():
+    model = build("bert")
+    (expected, _), inputs = split_model(model, 1), inputs_of("bert")
+    for after in (model.bert.encoder.layer[0], "bert.encoder.layer.0"):
+        bottom, _ = split_model(model, after)
+        assert torch.equal(bottom.eval()(**inputs), expected.eval()(**inputs))
+    assert not any("encoder" in name for name in split_model(model, model.bert.embeddings)[0].state_dict())
+
+
 def test_refusals():
     model = build("bert")
     with pytest.raises(ValueError, match="the module of one of them"):
