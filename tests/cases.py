@@ -3,12 +3,8 @@
 import functools
 import inspect
 import itertools
-from collections.abc import Iterable
-from typing import Any
 
 import torch
-
-Axis = tuple[str, Iterable[Any]]
 
 
 def _split(names):

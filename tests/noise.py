@@ -1,28 +1,18 @@
 """Replacements of the ops that add noise to sums, for tests of noise that is at fault."""
 
-from collections.abc import Callable
 from functools import partial
-
-import torch
 
 from fastdp import ops
 from fastdp.ops import add_noise_group_
 
-#: ``add(x, std)`` adds the noise of the claimed position to ``x``, by the correct op.
-Add = Callable[[torch.Tensor, float], None]
-
 
 def noise_ops(draw):
-    """`add_noise_` and `add_noise_group_` of which each calls ``draw(total, std, add)`` once for each tensor."""
+    """`add_noise_` and `add_noise_group_` of which each calls ``draw(total, std, add)`` once for each tensor.
 
-    def group(
-        xs,
-        stds,
-        drawn,
-        *,
-        firsts=None,
-        **options,
-    ):
+    ``add(x, std)`` adds the noise of the claimed position to ``x``, by the correct op.
+    """
+
+    def group(xs, stds, drawn, *, firsts=None, **options):
         for x, std, position, first in zip(xs, stds, drawn.split(1), firsts or [0] * len(xs), strict=True):
             draw(x, std, partial(_add, position, first, options))
 

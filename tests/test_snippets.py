@@ -86,12 +86,7 @@ def texts_world():
 
 def classifier_world():
     """What a reader has at hand who splits a classifier."""
-    size = {
-        "hidden_size": 16,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-    }
+    size = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
     model = BertForSequenceClassification(BertConfig(**size, vocab_size=64))
     ids = torch.arange(12).reshape(2, 6)
     return {"model": model, "ids": ids, "mask": torch.ones_like(ids), "labels": torch.tensor([0, 1])}

@@ -82,8 +82,7 @@ def mask(canaries, private_mask, epsilon=2.0, steps=60):
         model.bert.embeddings.word_embeddings.weight.normal_()
     rows = [{"input_ids": torch.full((2,), canaries + i), "labels": torch.tensor(i % 2)} for i in range(ordinary)]
     data, units = audit.with_canaries(
-        rows,
-        [{"input_ids": torch.full((2,), i), "labels": torch.tensor(i % 2)} for i in range(canaries)],
+        rows, [{"input_ids": torch.full((2,), i), "labels": torch.tensor(i % 2)} for i in range(canaries)]
     )
     public = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
     method = (

@@ -70,9 +70,6 @@ def test_tokens_come_back_from_behind_encoder_blocks(encoder, blocks):
 
 
 def test_the_optimisation_refuses_what_it_cannot_use():
-    for released, steps, message in (
-        (torch.zeros(3, 4), 10, "sequences, tokens"),
-        (torch.zeros(1, 3, 4), 0, "steps"),
-    ):
+    for released, steps, message in ((torch.zeros(3, 4), 10, "sequences, tokens"), (torch.zeros(1, 3, 4), 0, "steps")):
         with pytest.raises(ValueError, match=message):
             audit.optimised_tokens(released, lambda e: e, torch.zeros(5, 4), steps=steps)

@@ -36,13 +36,7 @@ class Deep(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-def start(
-    model=None,
-    method=None,
-    data=None,
-    optimizer=None,
-    **options,
-):
+def start(model=None, method=None, data=None, optimizer=None, **options):
     model = Deep() if model is None else model
     method = DPFrost(**SETTINGS) if method is None else method
     if optimizer is None:

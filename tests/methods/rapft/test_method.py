@@ -286,8 +286,7 @@ def test_bad_settings(settings, message):
 
 
 @cases(
-    "options",
-    [(0.0, 0.1), (-1.0, 0.1), (math.inf, 0.1), (1.0, 0.0), (1.0, 1.5), (1.0, 0.1, 0.0), (1.0, 0.1, math.inf)],
+    "options", [(0.0, 0.1), (-1.0, 0.1), (math.inf, 0.1), (1.0, 0.0), (1.0, 1.5), (1.0, 0.1, 0.0), (1.0, 0.1, math.inf)]
 )
 def test_a_source_needs_noise_and_a_rate_or_public_examples(options):
     with pytest.raises(ValueError, match="noise_multiplier is|sample_rate is|max_norm is"):
@@ -335,11 +334,7 @@ def test_the_noise_of_a_map_is_in_the_form_that_the_card_names(secure, monkeypat
 
     monkeypatch.setattr("fastdp.ops.add_noise_", drawn)
     private = start(
-        Classifier(),
-        method=RapFT(NoisyMap(1.0, 0.5)),
-        noise_multiplier=1.0,
-        target_delta=1e-3,
-        secure_rounding=secure,
+        Classifier(), method=RapFT(NoisyMap(1.0, 0.5)), noise_multiplier=1.0, target_delta=1e-3, secure_rounding=secure
     )
     private.prepare()
     assert set(forms) == {secure}
