@@ -137,6 +137,7 @@ FILES = [
     bad_file("absent.csv", "no file", "absent.csv"),
     bad_file("empty-folder", "is a folder", "save_to_disk"),
     Case("held-out file", "no file", "absent.jsonl", {"eval": "absent.jsonl"}),
+    Case("unknown label", "label '(often|seldom)' is not one of", "labels: yes, no", {**LABELS, "labels": "yes,no"}),
     Case("empty text", "line 3: its text is empty", "leave the row out", {**LABELS, "train": "blank.csv"}),
 ]
 
@@ -146,6 +147,7 @@ SETTINGS = [
     Case("config in latin-1", "cannot read the config: it is no UTF-8 text", "", config="latin.yaml"),
     Case("config no file", "cannot read the config: /dev/null is no regular file", "name a file", config="/dev/null"),
     Case("one token", "max_length 1 leaves no token to predict", "raise it", {"max_length": 1}),
+    Case("tiny bound", "max_grad_norm is 1e-60: it must be at least 1e-20", "", {"max_grad_norm": 1e-60}),
     Case("unknown flag", "No such option", "--lerning-rate", flags=("--lerning-rate", "1")),
     Case("device", "device abacus cannot be used", "name one of these", {"device": "abacus"}),
     Case("column", "has no column 'body'", "its columns are text", {"text_column": "body"}),

@@ -25,3 +25,15 @@ def test_examples_do_what_they_show(name):
     failed, tried = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert tried
     assert not failed
+
+
+def test_the_sites_build_knows_what_a_page_must_say():
+    """It raises for an op that says not what it takes, raises, or shows."""
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+    site = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site)
+    for name, module in site.public_names():
+        site.shown_in(name, site.docstring(name, module))
+    assert len(site.members("accounting")) > 30
+    assert len(site.members("ops")) > 20
+    assert len(site.members("audit")) > 30

@@ -126,6 +126,16 @@ def test_a_closed_ledger_records_nothing(path):
         Ledger.read(path).record()
 
 
+def test_nothing_is_written_within_a_block(path):
+    ledger = Ledger.create(path, {}, event=STEP, budget_steps=1000, block=10)
+    ledger.record()
+    size = path.stat().st_size
+    _record(ledger, 9)
+    assert path.stat().st_size == size
+    ledger.record()
+    assert path.stat().st_size > size
+
+
 def test_a_disk_that_refuses_stops_the_release(path, monkeypatch):
     ledger = Ledger.create(path, {}, event=STEP, budget_steps=10, block=2)
     _record(ledger, 2)

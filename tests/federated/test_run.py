@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -27,6 +28,51 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 def rows_of(settings):
     return [json.loads(line) for line in (Path(settings["output"]) / "rounds.jsonl").read_text().splitlines()]
+
+
+SUPERLINK = """
+import http.server, sys
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
+"""
+
+
+RAY = """
+import pathlib, sys, time
+tries = pathlib.Path(__file__).with_suffix(".tries")
+with open(tries, "a") as file:
+    file.write("x")
+if len(tries.read_text()) < 3:
+    sys.exit("The current node timed out during startup.")
+folder = next(a.split("=", 1)[1] for a in sys.argv if a.startswith("--temp-dir="))
+(pathlib.Path(folder) / "ray_current_cluster").write_text("127.0.0.1:1")
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """A SuperLink that is healthy at once, and a Ray that is up at its third start."""
+    for name, code in (("flower-superlink", SUPERLINK), ("ray", RAY)):
+        (tmp_path / name).write_text(f"#!{sys.executable}\n{code}")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(launch, "program", lambda name: str(tmp_path / name))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+def test_a_ray_that_is_slow_to_start_is_started_again(programs):
+    with Federation(programs / "flower", simulation=True) as federation:
+        assert (programs / "ray.tries").read_text() == "xxx"
+        assert all(process.poll() is None for process in federation.processes.values())
+        assert len(list(programs.glob("fastdp-ray-*"))) == 1
+    assert all(process.poll() is not None for process in federation.processes.values())
+    assert not list(programs.glob("fastdp-ray-*"))
 
 
 def test_certificates_and_keys_are_what_flower_reads(tmp_path):

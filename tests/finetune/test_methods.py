@@ -9,7 +9,7 @@ import torch
 
 from fastdp.accounting import verify
 from fastdp.finetune import finetune, run
-from tests.finetune.runs import RAPFT, classify
+from tests.finetune.runs import RAPFT, classify, stop_after
 from tests.test_cli import told
 
 # Every record is sampled: of 48, a fiftieth would often be none.
@@ -134,3 +134,14 @@ def test_it_classifies_and_people_may_be_protected(zeroth, files, tmp_path):
     )
     assert result.before.accuracy is not None
     assert verify(tmp_path / "run" / "card.json").holds
+
+
+def test_a_stopped_run_goes_on_with_the_weights_and_the_direction_of_its_checkpoint(zeroth, tmp_path):
+    settings = replace(zeroth, epochs=4)
+    stop_after(5, settings)
+    result = finetune(settings, resume=True)
+    assert result.epsilon <= 8
+    card = json.loads((tmp_path / "run" / "card.json").read_text())
+    # Twelve steps are paid for; the fifth was lost.
+    assert card["steps"]["spent"] == 12
+    assert result.steps == 11

@@ -7,9 +7,10 @@ import shutil
 
 import pytest
 import yaml
+from hypothesis import given, strategies as st
 
 from fastdp.finetune import ConfigError
-from fastdp.finetune.charts import SERIES, Line, chart, running_mean, style
+from fastdp.finetune.charts import SERIES, Line, chart, running_mean, style, ticks
 from fastdp.finetune.report import Record, build_report
 from tests.test_cli import told
 
@@ -163,6 +164,17 @@ def test_the_command_writes_beside_the_run_and_for_its_owner(tmp_path):
     shown = tmp_path / "shown.html"
     assert told("report", run, tmp_path / "other", "--public", "--output", shown)
     assert shown.stat().st_mode & 0o044
+
+
+@given(st.floats(-1e9, 1e9), st.floats(1e-9, 1e9), st.booleans())
+def test_ticks_are_few_and_cover(low, span, whole):
+    high = low + span
+    found = ticks(low, high, 5, whole=whole)
+    assert 2 <= len(found) <= 8
+    assert found[0] <= low + 1e-9 * max(abs(low), span)
+    assert found[-1] >= high - 1e-9 * max(abs(high), span)
+    if whole:
+        assert all(tick == int(tick) for tick in found)
 
 
 def test_charts():

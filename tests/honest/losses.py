@@ -79,7 +79,7 @@ def class_weights_mean_outside() -> Case:
 
 @program()
 def token_means_outside() -> Case:
-    """The same, its mean computed in the loop."""
+    """Mean over each row's own tokens, computed in the loop."""
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
         logits, labels = model(batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]

@@ -3,6 +3,8 @@
 The statistical test fails by chance in fewer than one run in 10^8.
 """
 
+import dataclasses
+import inspect
 import math
 
 import peft
@@ -242,6 +244,19 @@ def test_training_is_paid_for_in_any_mode(mode):
     assert not any("inference queries" in assumption for assumption in private.card()["assumptions"])
 
 
+def test_records_by_id_are_released_for_training_and_a_refused_pass_leaves_nothing_behind():
+    model = build("bert").eval()
+    private = attach(model, ewft.dp_forward(1, 8.0, DELTA))
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="set_epoch"):
+            model(**numbered())
+        with pytest.raises(ValueError, match="pad"):
+            model(**batch("bert", rows=2, tokens=TOKENS - 1), example_ids=torch.tensor([0, 1]))
+        list(private.released_codes([full_batch("bert")]))
+        model(**full_batch("bert"))
+    assert private.inference_releases == 2 * ROWS
+
+
 def test_epochs_and_their_counts(tmp_path):
     model = build("bert")
     private = trained(model, output_dir=tmp_path, unsafe_seed=None)
@@ -455,6 +470,16 @@ def test_a_classifier_that_reads_the_last_token_needs_padding_on_the_left():
         with pytest.raises(ValueError, match="pad on the left"):
             model(input_ids=inputs["input_ids"], **mask)
     model(**{key: value.flip(1) for key, value in inputs.items()})
+
+
+@pytest.mark.parametrize(("made", "settings"), [(fastdp.EWFT, ewft.EWFTSettings), (ewft.PureEWFT, ewft.NoisePlace)])
+def test_its_signature_spells_every_setting_with_type_and_default(made, settings):
+    shown = inspect.signature(made).parameters
+    assert all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in shown.values())
+    for field in dataclasses.fields(settings):
+        missing = field.default is dataclasses.MISSING
+        assert shown[field.name].default == (inspect.Parameter.empty if missing else field.default), field.name
+        assert str(shown[field.name].annotation) == str(field.type), field.name
 
 
 def t5():
